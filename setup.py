@@ -1,6 +1,6 @@
-"""Build what pyproject.toml cannot say: code objects from csrc/ops and the extension vllm_rocm_ops._C from csrc/runtime.
+"""Build the code objects from csrc/ops and the extension vllm_rocm_ops._C from csrc/runtime.
 
-Neither needs ROCm, CUDA, a GPU or torch. Without a C++ compiler on the machine, ziglang's builds the extension.
+Neither needs ROCm, CUDA, a GPU or torch. Without a system C++ compiler, ziglang's builds the extension.
 """
 
 import os
@@ -21,7 +21,7 @@ import build
 
 
 class BuildCodeObjects(build_py):
-    """Adds the code objects to the package: into the wheel, or in place for an editable install."""
+    """Add the code objects to the package: into the wheel, or in place for an editable install."""
 
     def run(self) -> None:
         super().run()
@@ -37,7 +37,7 @@ class BuildCodeObjects(build_py):
 
 
 class BuildExtension(build_ext):
-    """Builds with ziglang's compiler where there is no other, and for the glibc that the wheel's tag names, if it names one."""
+    """Build with ziglang's compiler if there is no other, or if the wheel's tag names a glibc to target."""
 
     def run(self) -> None:
         tag = self.get_finalized_command("bdist_wheel").plat_name or ""
@@ -55,7 +55,7 @@ class BuildExtension(build_ext):
 
 
 def urls() -> dict[str, str]:
-    """Return the links of the package's page: of the repository whose workflow builds it, none elsewhere."""
+    """Return the package page's links: to the repository whose workflow builds it, none elsewhere."""
     if "GITHUB_REPOSITORY" not in os.environ:
         return {}
     repository = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"

@@ -1,21 +1,20 @@
-"""Compile csrc/ops/*.hip: one code object per file and architecture, each with a stamp beside it.
+"""Compile csrc/ops/*.hip: one code object and one stamp per file and architecture.
 
     python csrc/build.py [--arch gfx942,gfx950] [--debug] [--force] [stem ...]
 
-builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` calls `build` for the wheel. There is no list
-of ops or archs: each is a file in csrc/ops or core/archs. Kernels use clang builtins and the headers of csrc only, so that any
-clang with the target compiles them, without ROCm, CUDA or a GPU. For each architecture the first of these that really compiles
-one is used:
+builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` calls `build` for the wheel. Ops and archs are
+not listed: each is a file in csrc/ops or core/archs. Kernels use only clang builtins and csrc's headers, so any clang with the
+target compiles them, without ROCm, CUDA or a GPU. For each architecture, the first compiler that compiles a kernel is used:
 
     $VLLM_ROCM_OPS_CLANG      a command; must compile for AMD, and is used for NVIDIA if it can
     ROCm's clang              under $ROCM_PATH, /opt/rocm
-    a system clang            clang, then the newest clang-<version> of $PATH
-    ziglang                   from PyPI, a build requirement, so there is always one
+    a system clang            clang, then the newest clang-<version> in $PATH
+    ziglang                   from PyPI, a build requirement, so always available
 
-The stamp holds sources, flags, compiler, the object's hash, and names, offsets and types of each kernel's arguments, which a pass
-of its own finds in the compiler's debug information. A fresh object is not rebuilt: the same sources and flags make
-it fresh, whoever compiled it, unless $VLLM_ROCM_OPS_CLANG names another compiler. $VLLM_ROCM_OPS_DEBUG=1 asks for debug
-builds, as --debug does, and $VLLM_ROCM_OPS_ARCHS, a comma list, for other architectures than all of them, as --arch does.
+The stamp holds sources, flags, compiler, the object's hash, and the names, offsets and types of each kernel's arguments, which
+a separate pass reads from debug information. A fresh object is not rebuilt: it has the same sources and flags, whichever
+compiler built it, unless $VLLM_ROCM_OPS_CLANG names another one. $VLLM_ROCM_OPS_DEBUG=1 enables debug builds, like --debug.
+$VLLM_ROCM_OPS_ARCHS, a comma list, selects architectures, like --arch.
 """
 
 from __future__ import annotations
@@ -44,29 +43,29 @@ CODE = CSRC.parent / "vllm_rocm_ops" / "code"
 ARCHS = tuple(sorted(path.stem for path in CODE.parent.glob("core/archs/[!_]*.py")))
 ROCM = "/opt/rocm"
 
-# Version 5 is what both ROCm 6 and ROCm 7 load. Naming no xnack or sramecc setting makes an object that runs with any.
+# Both ROCm 6 and ROCm 7 load version 5. An object without xnack or sramecc settings runs with any.
 CODE_OBJECT_VERSION = "-mcode-object-version=5"
-# A wave starts with its kernel's first arguments in SGPRs, those that are no structures: two hold the arguments' address and 14
-# are left. Each such kernel begins with 256 bytes that load them, which firmware that has done so skips.
+# Preloads a kernel's first arguments, except structures, into SGPRs: two hold the arguments' address, 14 are left. Such a kernel
+# begins with 256 bytes that load them; firmware that has preloaded them skips these.
 PRELOAD_ARGUMENTS = ("-mllvm", "-amdgpu-kernarg-preload-count=16")
-# LLVM IR with debug information; warnings are those of the compile.
+# LLVM IR with debug information; the compile step has already printed the warnings.
 DESCRIBE = ("-S", "-emit-llvm", "-w", "-Xclang", "-debug-info-kind=standalone", "-Xclang", "-disable-llvm-passes")
 PROBE = """
 #if __clang_major__ < 20
-#error "clang 20 or later is needed: the first that knows all of gfx950"
+#error "clang 20 or later is required: the first to support gfx950 fully"
 #endif
 extern "C" __attribute__((global)) void probe() {}
 """
 
 
 class BuildError(RuntimeError):
-    """A compile that failed, or no compiler for an architecture; the text is all a user needs to see."""
+    """A failed compile, or a missing compiler; the text is all a user needs to see."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of the three steps: source to bitcode (PTX on NVIDIA), bitcode or assembler text to object, object to ELF; and what
-    describing kernels adds to the first."""
+    """Flags per step: source to bitcode (PTX on NVIDIA), bitcode or assembler text to object, object to ELF; `describe` extends
+    the first to describe kernels."""
 
     compile: tuple[str, ...]
     describe: tuple[str, ...] = DESCRIBE
@@ -79,16 +78,16 @@ def is_amd(arch: str) -> bool:
 
 
 def suffix(arch: str) -> str:
-    """The suffix of a code object: ELF for AMD, PTX text for NVIDIA."""
+    """Return a code object's suffix: ELF for AMD, PTX text for NVIDIA."""
     return ".co" if is_amd(arch) else ".ptx"
 
 
 def flags(arch: str, debug: bool) -> Flags:
-    """The flags that make an object what it is; paths are not among them."""
+    """Return the flags that determine an object; paths are not among them."""
     optimise = (
         ("-O1", "-g", "-fdebug-compilation-dir=.", "-mllvm", "-disable-promote-alloca-to-lds") if debug else ("-O3",)
     )
-    # -nostdinc: no header of this machine
+    # -nostdinc: no system headers
     source = (*optimise, "-std=c++20", "-nostdinc", "-I.", "-Wall", "-Wextra", "--cuda-device-only")
     source += ("-DVLLM_ROCM_OPS_DEBUG=1",) if debug else ()
     if not is_amd(arch):
@@ -116,7 +115,7 @@ def flags(arch: str, debug: bool) -> Flags:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A clang and the ld.lld that goes with it."""
+    """A clang and its ld.lld."""
 
     name: str
     clang: tuple[str, ...]
@@ -128,7 +127,7 @@ class Compiler:
 
     @staticmethod
     def from_command(command: Sequence[str]) -> Compiler:
-        """The clang that `command` starts, with the ld.lld it knows, or else ziglang's. OSError if it does not start."""
+        """Return `command`'s clang, with its ld.lld or else ziglang's. OSError if it does not start."""
 
         def ask(flag: str) -> str:
             result = subprocess.run([*command, flag], check=False, capture_output=True, text=True)
@@ -142,13 +141,13 @@ class Compiler:
 
 
 def zig() -> tuple[str, ...]:
-    """The zig binary of the ziglang package, or nothing."""
+    """Return ziglang's zig binary, or nothing."""
     spec = importlib.util.find_spec("ziglang")
     return (str(Path(spec.submodule_search_locations[0], "zig")),) if spec else ()
 
 
 def explicit_compiler() -> Compiler | None:
-    """What $VLLM_ROCM_OPS_CLANG names."""
+    """Return $VLLM_ROCM_OPS_CLANG's compiler."""
     command = shlex.split(os.environ.get("VLLM_ROCM_OPS_CLANG", ""))
     try:
         return Compiler.from_command(command) if command else None
@@ -157,19 +156,19 @@ def explicit_compiler() -> Compiler | None:
 
 
 def clang_paths() -> Iterator[str]:
-    """ROCm's and the system's clangs, best first, whatever they can do."""
+    """Yield ROCm's and the system's clangs, untested, best first."""
     for rocm in filter(None, (os.environ.get("ROCM_PATH"), ROCM)):
         yield from (f"{rocm}/llvm/bin/clang", f"{rocm}/lib/llvm/bin/clang")
     found = []
     for folder in dict.fromkeys(map(os.path.realpath, filter(None, os.get_exec_path()))):
-        with contextlib.suppress(OSError):  # $PATH may name what is not there, or not ours to read
+        with contextlib.suppress(OSError):  # $PATH may name missing or unreadable folders
             found += [f"{folder}/{name}" for name in os.listdir(folder) if re.fullmatch(r"clang(-\d+)?", name)]
-    # Stable: in each version, and among the plain ones, $PATH's order stays.
+    # Stable: $PATH order within each version, and among unversioned ones.
     yield from sorted(found, key=lambda path: -int(path.rpartition("clang")[2].removeprefix("-") or sys.maxsize))
 
 
 def candidates() -> Iterator[Compiler]:
-    """The compilers to try after the explicit one."""
+    """Yield the compilers to try after the explicit one."""
     for path in dict.fromkeys(clang_paths()):
         if os.access(path, os.X_OK):
             try:
@@ -183,7 +182,7 @@ def candidates() -> Iterator[Compiler]:
 
 @functools.cache
 def probe(compiler: Compiler, arch: str) -> str:
-    """Compile an empty kernel: "" if that works, else the compiler's message."""
+    """Compile an empty kernel. Return "" on success, else the compiler's message."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.hip")
         source.write_text(PROBE)
@@ -196,7 +195,7 @@ def probe(compiler: Compiler, arch: str) -> str:
 
 @functools.cache
 def find_compiler(arch: str) -> Compiler:
-    """The first compiler that compiles a kernel for `arch`."""
+    """Return the first compiler that compiles a kernel for `arch`."""
     explicit = explicit_compiler()
     if explicit and is_amd(arch) and (message := probe(explicit, arch)):
         raise BuildError(f"VLLM_ROCM_OPS_CLANG must compile for {arch}, got {explicit}\n{message}")
@@ -213,7 +212,7 @@ def find_compiler(arch: str) -> Compiler:
 
 
 def run(command: Sequence[str | Path], output: Path, source: Path, arch: str) -> None:
-    """Run one step in csrc/ (its paths and so its output are then the same everywhere). Warnings pass through."""
+    """Run one step in csrc/, so that paths, and with them its output, are reproducible. Warnings pass through."""
     result = subprocess.run([*command, "-o", output], check=False, cwd=CSRC, capture_output=True, text=True)
     if result.returncode:
         shown = f"cd {CSRC} && {shlex.join(map(str, command))} -o /dev/null"
@@ -224,7 +223,7 @@ def run(command: Sequence[str | Path], output: Path, source: Path, arch: str) ->
 def run_steps(
     compiler: Compiler, source: Path, arch: str, output: Path, defines: Iterable[str] = (), debug: bool = False
 ) -> None:
-    """Source to `output` in the three steps that every clang can do, ziglang's too: its driver cannot start the linker."""
+    """Compile a source in three steps that every clang supports. ziglang's driver cannot start the linker."""
     step = flags(arch, debug)
     compile = [*compiler.clang, *step.compile, *(f"-D{define}" for define in defines), source]
     if not is_amd(arch):
@@ -242,7 +241,7 @@ def run_steps(
 def compile_source(
     source_path: Path | str, arch: str, output_path: Path | str, defines: Iterable[str] = (), debug: bool = False
 ) -> Compiler:
-    """Compile one HIP source, or AMD assembler text (.s), to `output_path`: all of it, or on a BuildError none of it."""
+    """Compile a HIP source, or AMD assembler text (.s), to `output_path`, which a BuildError leaves untouched."""
     source, output = Path(source_path), Path(output_path).absolute()
     source = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source.absolute()
     compiler = find_compiler(arch)
@@ -257,17 +256,17 @@ def compile_source(
 # Kernel arguments
 
 
-LETTERS = {"signed": "i", "unsigned": "u", "float": "f"}  # of numbers, by DWARF's encoding
-NAMED = ("typedef", "const_type", "volatile_type", "restrict_type", "enumeration_type")  # that lead to another type
-Numbers = list[tuple[str, int, str]]  # name, offset and type of each
+LETTERS = {"signed": "i", "unsigned": "u", "float": "f"}  # by DWARF encoding
+NAMED = ("typedef", "const_type", "volatile_type", "restrict_type", "enumeration_type")  # that alias another type
+Numbers = list[tuple[str, int, str]]  # (name, offset, type)
 
 
 class DebugInfo:
-    """The kernels of LLVM IR, with the parameters and types that its debug information has."""
+    """Kernels in LLVM IR, with parameters and types from its debug information."""
 
     def __init__(self, ir: str):
         kernel = r"^define [^@]*\b(?:amdgpu|ptx)_kernel\b[^@]*@(\w+)\(.*!dbg (!\d+)"
-        self.kernels = dict(re.findall(kernel, ir, re.MULTILINE))  # to the node that describes it
+        self.kernels = dict(re.findall(kernel, ir, re.MULTILINE))  # name: debug node
         self.nodes = dict(re.findall(r"^(!\d+) = (?:distinct )?!(.*)$", ir, re.MULTILINE))
         variables = [self.fields(node) for node, text in self.nodes.items() if text.startswith("DILocalVariable(")]
         self.parameters = sorted((v for v in variables if "arg" in v), key=lambda v: int(v["arg"]))
@@ -276,7 +275,7 @@ class DebugInfo:
         return {name: value.strip('"') for name, value in re.findall(r'(\w+): ("[^"]*"|[^,()]+)', self.nodes[node])}
 
     def numbers(self, name: str, node: str) -> tuple[int, int, Numbers]:
-        """Size and alignment of a type in bytes, and the number or pointer that it is, or all those in a structure."""
+        """Return a type's size and alignment in bytes, and its numbers and pointers, recursively for a structure."""
         found = self.fields(node)
         kind, size = found.get("tag", "DW_TAG_base_type").removeprefix("DW_TAG_"), int(found.get("size", 0)) // 8
         if kind in NAMED:
@@ -300,7 +299,7 @@ class DebugInfo:
         return size, alignment, inside
 
     def arguments(self, kernel: str) -> dict:
-        """The bytes of a kernel's arguments, and offset and type of each by its name: "parameter" or "parameter.field"."""
+        """Return a kernel's argument bytes, and offset and type by name: "parameter" or "parameter.field"."""
         end, found = 0, {}
         for parameter in self.parameters:
             if parameter["scope"] == self.kernels[kernel]:
@@ -312,7 +311,7 @@ class DebugInfo:
 
 
 def describe_kernels(compiler: Compiler, stem: str, arch: str, debug: bool, folder: Path) -> dict[str, dict]:
-    """The arguments of each kernel of an op."""
+    """Return the arguments of an op's kernels."""
     step, source, ir = flags(arch, debug), Path("ops", f"{stem}.hip"), folder / f"{stem}.ll"
     run([*compiler.clang, *step.compile, *step.describe, source], ir, source, arch)
     found = DebugInfo(ir.read_text())
@@ -326,7 +325,7 @@ def describe_kernels(compiler: Compiler, stem: str, arch: str, debug: bool, fold
 
 
 def sources_hash(stem: str) -> str:
-    """sha256 over the op's file and all headers of kernels."""
+    """Return the sha256 over the op's file and all kernel headers."""
     digest = hashlib.sha256()
     headers = sorted(path for path in CSRC.glob("**/*.h") if path.parent.name != "runtime")
     for path in (CSRC / "ops" / f"{stem}.hip", *headers):
@@ -335,7 +334,7 @@ def sources_hash(stem: str) -> str:
 
 
 def wanted_stamp(stem: str, arch: str, debug: bool) -> dict:
-    """What the stamp of a fresh object says; of the compiler, only if one is asked for by name."""
+    """Return a fresh object's stamp; with the compiler only if one is requested by name."""
     step = flags(arch, debug)
     stamp = {"sources": sources_hash(stem), "arch": arch, "debug": debug}
     stamp["flags"] = [*step.compile, *step.lower, *step.link, *step.describe]
@@ -345,12 +344,12 @@ def wanted_stamp(stem: str, arch: str, debug: bool) -> dict:
 
 
 def hash_of(code_object: Path) -> dict[str, str]:
-    """What the stamp says of the object itself: it is checked before it is loaded."""
+    """Return the stamp's hash of the object, checked before loading."""
     return {"sha256": hashlib.sha256(code_object.read_bytes()).hexdigest()}
 
 
 def is_fresh(code_object: Path, stamp: dict) -> bool:
-    """Whether the object is there, and its stamp says all that `stamp` says, and its hash."""
+    """Check that the object exists, and that its stamp contains `stamp` and its hash."""
     try:
         found = json.loads(code_object.with_suffix(".json").read_text())
         return (stamp | hash_of(code_object)).items() <= found.items()
@@ -362,17 +361,17 @@ def is_fresh(code_object: Path, stamp: dict) -> bool:
 
 
 def wanted_archs() -> list[str]:
-    """$VLLM_ROCM_OPS_ARCHS, by default all."""
+    """Return $VLLM_ROCM_OPS_ARCHS, by default all."""
     return (os.environ.get("VLLM_ROCM_OPS_ARCHS") or ",".join(ARCHS)).split(",")
 
 
 def stems() -> list[str]:
-    """Every op there is."""
+    """Return every op's file stem."""
     return sorted(path.stem for path in CSRC.glob("ops/*.hip"))
 
 
 def make(stem: str, arch: str, output: Path, prebuilt: Path, debug: bool, force: bool) -> Path:
-    """Make sure that output/<arch>/<stem> is fresh: keep it, copy a fresh one from `prebuilt`, or compile it."""
+    """Keep output/<arch>/<stem> if fresh, else copy a fresh one from `prebuilt`, or compile it."""
     name = f"{arch}/{stem}{suffix(arch)}"
     code_object, stamp = output / name, wanted_stamp(stem, arch, debug)
     if is_fresh(code_object, stamp) and not force:
@@ -389,7 +388,7 @@ def make(stem: str, arch: str, output: Path, prebuilt: Path, debug: bool, force:
             stamp["kernels"] = describe_kernels(compiler, stem, arch, debug, Path(folder))
             unfinished.with_suffix(".json").write_text(json.dumps(stamp) + "\n")
             print(f"{name}  {compiler}", flush=True)
-        # In this order no stamp ever stands beside an object that is not its own.
+        # In this order no object ever has another object's stamp.
         code_object.with_suffix(".json").unlink(missing_ok=True)
         unfinished.replace(code_object)
         unfinished.with_suffix(".json").replace(code_object.with_suffix(".json"))
@@ -397,7 +396,7 @@ def make(stem: str, arch: str, output: Path, prebuilt: Path, debug: bool, force:
 
 
 def remove_orphans(output: Path) -> None:
-    """Remove the objects of ops that are gone."""
+    """Remove objects of deleted ops."""
     for arch in ARCHS:
         for path in (output / arch).glob("*.*"):
             if path.is_file() and path.stem not in stems():
@@ -412,7 +411,7 @@ def build(
     debug: bool | None = None,
     force: bool = False,
 ) -> list[Path]:
-    """Bring the code objects of the ops `names` (default: of all ops) up to date in `output`, several at a time."""
+    """Update the code objects of the ops `names` (default: all) in `output`, in parallel."""
     archs = archs or wanted_archs()
     for what, given, known in (("stem", names, stems()), ("arch", archs, ARCHS)):
         if unknown := set(given) - set(known):
@@ -436,7 +435,7 @@ def main() -> None:
     parser.add_argument("stem", nargs="*", help="file stem in csrc/ops; default: all")
     parser.add_argument("--arch", type=lambda text: text.split(","), default=(), help="comma list; default: all")
     parser.add_argument("--debug", action="store_true", default=None, help="-O1 -g, and the kernels' assertions")
-    parser.add_argument("--force", action="store_true", help="compile fresh ones too")
+    parser.add_argument("--force", action="store_true", help="rebuild fresh objects, too")
     arguments = parser.parse_args()
     try:
         build(arguments.stem, arguments.arch, debug=arguments.debug, force=arguments.force)

@@ -2,10 +2,10 @@
 
     python csrc/compare_code.py BEFORE AFTER [--archs gfx942,sm_90] [--map old=new ...]
 
-A folder holds <arch>/<stem>.co or .ptx, as vllm_rocm_ops/code does. What differs is printed, and the exit status is 1 if anything
-does. On AMD a kernel is the bytes of its function, those of its kernel descriptor and those of its file's constants. On NVIDIA it
-is its PTX with registers, labels, parameters and variables numbered in the order in which the kernel names them. The order of the
-kernels in a file does not matter. Their names do, unless --map says that a kernel has a new one.
+A folder holds <arch>/<stem>.co or .ptx, like vllm_rocm_ops/code. Differences are printed; the exit status is 1 if there are any.
+On AMD a kernel is its function's bytes, its kernel descriptor and its file's constants. On NVIDIA it is its PTX, with registers,
+labels, parameters and variables numbered in order of appearance. The order of kernels in a file is ignored. Their names are
+compared, unless --map renames a kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-# Offset, struct format and name of each field (LLVM AMDGPU usage, "Kernel Descriptor").
+# (offset, struct format, name) of each field (LLVM AMDGPU usage, "Kernel Descriptor").
 DESCRIPTOR = (
     (0, "I", "group_segment_fixed_size"),
     (4, "I", "private_segment_fixed_size"),
@@ -34,14 +34,14 @@ DESCRIPTOR = (
     (58, "H", "kernarg_preload"),
     (60, "I", "reserved3"),
 )
-ENTRY_OFFSET = slice(16, 24)  # from the descriptor to the function: where the linker put them
+ENTRY_OFFSET = slice(16, 24)  # from descriptor to function: depends on the link
 
-Kernel = dict[str, bytes | tuple[str, ...]]  # by the name of the part
+Kernel = dict[str, bytes | tuple[str, ...]]  # by part name
 
 
 @functools.cache
 def objects() -> ModuleType:
-    """vllm_rocm_ops/emulator/objects.py, which reads code objects, without the packages that it lies in: they need torch."""
+    """Import vllm_rocm_ops/emulator/objects.py, the code object reader, without its parent packages: they need torch."""
     package = sys.modules["emulator"] = ModuleType("emulator")
     package.__path__ = [str(Path(__file__).parents[1] / "vllm_rocm_ops" / "emulator")]
     return importlib.import_module("emulator.objects")
@@ -63,8 +63,8 @@ def amd_kernels(path: Path) -> dict[str, Kernel]:
 def nvidia_kernels(ptx: str) -> dict[str, Kernel]:
     ptx = re.sub(r"//[^\n]*", "", ptx)
     if re.search(r"^\.(?:visible |weak )?\.?func\b", ptx, re.MULTILINE):
-        raise ValueError("a function that is not inlined is of no kernel, and would not be compared")
-    variables = {}  # what is declared outside of kernels: name -> the declaration without it
+        raise ValueError("functions must be inlined: one that is not belongs to no kernel and would not be compared")
+    variables = {}  # declared outside kernels: name -> declaration without the name
     for declaration in re.findall(r"^\.[^;{}()\n]*?\.(?:shared|global|const)\b[^;]*;", ptx, re.MULTILINE):
         name = re.search(r"(\w+)(?:\[\d*\])?\s*[;=]", declaration)[1]
         variables[name] = " ".join(declaration.replace(name, "").split())
@@ -76,7 +76,7 @@ def nvidia_kernels(ptx: str) -> dict[str, Kernel]:
 
 
 def normalised(text: str, kernel: str, variables: Mapping[str, str]) -> tuple[str, ...]:
-    """The lines of a kernel; names that mean nothing outside of it are numbered in the order in which they come."""
+    """Return a kernel's lines, with its local names numbered in order of appearance."""
     numbers: dict[str, dict[str, int]] = {}
 
     def numbered(kind: str, name: str) -> str:
@@ -100,13 +100,13 @@ def normalised(text: str, kernel: str, variables: Mapping[str, str]) -> tuple[st
 
 
 def kernels(folder: Path) -> dict[str, dict[str, Kernel]]:
-    """The kernels of each file of one architecture's folder."""
+    """Return the kernels of each file in one architecture's folder."""
     found = {path.name: amd_kernels(path) for path in sorted(folder.glob("*.co"))}
     return found | {path.name: nvidia_kernels(path.read_text()) for path in sorted(folder.glob("*.ptx"))}
 
 
 def difference(part: str, before: bytes | tuple[str, ...], after: bytes | tuple[str, ...]) -> str:
-    """The first thing that differs between two parts of the same name."""
+    """Describe the first difference between two parts with the same name."""
     if part == "descriptor":
         changed = []
         for offset, kind, name in DESCRIPTOR:
@@ -122,7 +122,7 @@ def difference(part: str, before: bytes | tuple[str, ...], after: bytes | tuple[
 
 
 def compare(before: Path, after: Path, archs: list[str], names: Mapping[str, str]) -> tuple[int, list[str]]:
-    """How many kernels both folders have, and a line for each thing that differs."""
+    """Return the number of common kernels, and a line per difference."""
     count, lines = 0, []
     for arch in archs:
         old_files, new_files = kernels(before / arch), kernels(after / arch)
@@ -145,8 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--archs", type=lambda text: text.split(","), help="comma list; default: all that BEFORE has")
-    parser.add_argument("--map", nargs="*", default=[], metavar="OLD=NEW", help="kernels that have a new name")
+    parser.add_argument("--archs", type=lambda text: text.split(","), help="comma list; default: all in BEFORE")
+    parser.add_argument("--map", nargs="*", default=[], metavar="OLD=NEW", help="renamed kernels")
     arguments = parser.parse_args()
     archs = arguments.archs or sorted(path.name for path in arguments.before.glob("*") if path.is_dir())
     names = dict(pair.split("=") for pair in arguments.map)

@@ -1,11 +1,11 @@
-"""Build what is released, a wheel for each Python and the source, and check it.
+"""Build and check a release: one wheel per Python version, and the source distribution.
 
     python csrc/wheels.py [--python 3.10 3.11 3.12 3.13] [--out dist]
 
-Each serves every Linux with the glibc that its tag names, or a later one: setup.py has ziglang's compiler link for it, with its
-own C++ library inside. It holds the code objects for AMD's GPUs; those for NVIDIA come with a build from source. They are compiled
-once for all wheels, and fresh ones in vllm_rocm_ops/code/ are taken as they are. uv (`pip install uv`) finds each Python, or
-downloads it with its headers, installs the build requirements and runs twine; --python takes versions or paths, as uv does.
+A wheel runs on any Linux with its tag's glibc or newer: setup.py links with ziglang's compiler for that glibc, with the C++
+library inside. It holds the AMD code objects; NVIDIA needs a build from source. Code objects are compiled once for all wheels, and
+fresh ones in vllm_rocm_ops/code/ are reused. uv (`pip install uv`) finds each Python, or downloads it with its headers, installs
+the build requirements and runs twine; --python accepts versions or paths, as uv does.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ NOT_SOURCE = (".*", "build", "dist", "shared", "code", "*.egg-info", "*.so", "__
 
 
 def make(pythons: Sequence[str], out: Path) -> list[Path]:
-    """Put a wheel for each of `pythons` and the source into the folder `out`: all, or none where something is wrong with one."""
+    """Build a wheel for each of `pythons` and the source into the folder `out`: all of them, or none if one has problems."""
     with tempfile.TemporaryDirectory() as folder:
-        # A copy: what an earlier build left in build/ would come along.
+        # A copy: files left in build/ by an earlier build would be packaged.
         source = shutil.copytree(ROOT, Path(folder, "source"), ignore=shutil.ignore_patterns(*NOT_SOURCE))
         build.build(archs=ARCHS, output=source / "vllm_rocm_ops" / "code", debug=False)
         environment = os.environ | {"VLLM_ROCM_OPS_ARCHS": ",".join(ARCHS), "VLLM_ROCM_OPS_DEBUG": "0"}
@@ -43,21 +43,21 @@ def make(pythons: Sequence[str], out: Path) -> list[Path]:
         for python in pythons:
             wheel = ["--wheel", f"--config-setting=--build-option=--plat-name={PLATFORM}", "--python", python]
             if subprocess.run([*command, *wheel], check=False, env=environment).returncode:
-                sys.exit(f"no wheel for Python {python}, as uv says above; --python takes paths of installed ones, too")
+                sys.exit(f"no wheel for Python {python}, see uv's output above; --python also accepts installed paths")
         if subprocess.run([*command, "--sdist", "--python", pythons[0]], check=False, env=environment).returncode:
-            sys.exit("no source distribution, as uv says above")
+            sys.exit("no source distribution, see uv's output above")
         wheels, (sdist,) = sorted(Path(folder).glob("*.whl")), Path(folder).glob("*.tar.gz")
         if found := [f"{wheel.name}: {problem}" for wheel in wheels for problem in problems(wheel)]:
             sys.exit("\n".join(found))
         made = [*wheels, sdist]
         if subprocess.run([*uv, "tool", "run", "--quiet", "twine", "check", "--strict", *made], check=False).returncode:
-            sys.exit("twine refuses what it names above")
+            sys.exit("twine check failed, see its output above")
         out.mkdir(parents=True, exist_ok=True)
         return [Path(shutil.move(file, out / file.name)) for file in made]
 
 
 def problems(wheel: Path) -> list[str]:
-    """Say what is wrong with a wheel: its tag, its code objects, or what its extension needs."""
+    """Return a wheel's problems: its tag, its code objects, or its extension's dependencies."""
     found = []
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -86,7 +86,7 @@ def problems(wheel: Path) -> list[str]:
 
 
 def needs(extension: bytes) -> list[str]:
-    """Say what an extension needs that not every system of the tag has: the names of versions are in its table of strings."""
+    """Return an extension's dependencies beyond its tag. Symbol versions are read from its string table."""
     found = []
     for name in sorted(set(re.findall(rb"\0GLIBC_([\w.]+)(?=\0)", extension))):
         numbers = name.split(b".")
@@ -99,7 +99,7 @@ def needs(extension: bytes) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="+", default=PYTHONS, help=f"default: {' '.join(PYTHONS)}")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of what is made; default: dist")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="output folder; default: dist")
     arguments = parser.parse_args()
     try:
         print(*make(arguments.python, arguments.out), sep="\n")

@@ -1,17 +1,17 @@
-// Where elements of a paged cache of keys or values lie; families/attention.py says which layouts there are.
+// Addresses in a paged KV cache; families/attention.py lists the layouts.
 #pragma once
 #include "device/types.h"
 
 struct CacheView {
   u8* data;
-  const float* scale;  // [1], of e4m3; null is 1
+  const float* scale;  // [1], for e4m3; null is 1
   i64 offset, block_stride, head_stride;
-  i64 group_stride, slot_stride;     // between groups of 16 bytes of slots, and between slots of a group
-  i64 chunk_stride, element_stride;  // between chunks of 16 bytes of a head's elements, and between elements of a chunk
+  i64 group_stride, slot_stride;     // between 16-byte groups of slots, and between a group's slots
+  i64 chunk_stride, element_stride;  // between 16-byte chunks of a head's elements, and between a chunk's elements
 };
 
 template <class Cache>
-struct CacheType {  // 16 bits
+struct CacheType {  // 16-bit
   using Element = u16;
   using Vec = u32x4;                    // 8 elements
   static constexpr int kLog2Group = 3;  // elements in 16 bytes
@@ -23,7 +23,7 @@ struct CacheType<E4m3> {
   static constexpr int kLog2Group = 4;
 };
 
-// Where elements of one page, slot and head begin.
+// The first element for a page, slot and head.
 template <class Cache>
 DEVICE typename CacheType<Cache>::Element* slot_of(const CacheView& cache, i64 page, i64 slot, int head) {
   constexpr int kLog2Group = CacheType<Cache>::kLog2Group;

@@ -1,18 +1,18 @@
-// Flash decoding over a paged cache: up to 16 columns (rows of a query times heads that share a key head) attend to the keys of one
-// request and one key head.
+// Paged split-KV decode. In a block, up to 16 columns (packed-GQA rows: query rows times the heads that share a KV
+// head) attend to the keys of one request and one KV head.
 //
 //     scores^T = K q^T,   out^T = V^T p^T,   p = exp2(score - running maximum of the column)
 //
-// The keys of a request are divided in parts, one per block; a part's steps of 128 keys are divided over the four waves, 32 each.
-// A wave has 32 keys and 32 values in registers, and loads the next ones as soon as it has multiplied: keys are under way while
-// values are multiplied, and values while keys are. For D 128 in bf16 a wave has 8 KB of each, a block 32 KB to 64 KB. Pages
-// are looked up two steps ahead. No operand goes through LDS: a lane loads the keys that its instruction takes; values that lie
-// slot by slot are transposed in registers, 8 keys x 8 elements per lane. On NVIDIA queries lie in LDS, so that registers suffice.
-// The waves' sums meet in LDS, see decode_sums.h, and those of parts in HBM, see output.h.
+// A request's keys are split over blocks; a split's steps of 128 keys are divided over four waves, 32 each. A wave
+// holds 32 keys and 32 values in registers, and loads the next ones as soon as it has multiplied: keys are in flight
+// while values are multiplied, and vice versa. For D 128 in bf16 a wave has 8 KB of each, a block 32 KB to 64 KB. Pages
+// are looked up two steps ahead. No operand goes through LDS: a lane loads the keys that its instruction reads, and
+// values stored slot by slot are transposed in registers, 8 keys x 8 elements per lane. On NVIDIA queries are in LDS,
+// so that registers suffice. The waves' sums are reduced in LDS (decode_sums.h), the splits' in HBM (output.h).
 #pragma once
 #include "attention/decode_sums.h"
 
-// kD elements of a head. kNative: slots of an element of V lie side by side, else elements of a slot.
+// kD: head size. kNative: V's slots are contiguous for each element, otherwise its elements for each slot.
 template <class T, class Cache, int kD, bool kNative, class Problem = DecodeProblem>
 struct Decode : DecodeSums<T, kD, kNative, Problem> {
   using Part = HeadPart<T, kD, Problem>;
@@ -25,7 +25,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
 
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
   static constexpr int kKeyLoads = kD / (kFp8 ? 64 : 32);  // steps of 64 bytes
-  static constexpr int kProducts = kD / 32;                // of a key tile
+  static constexpr int kProducts = kD / 32;                // per key tile
   static constexpr int kLaneKeys = 8;                      // of V
 
   using Element = typename CacheType<Cache>::Element;
@@ -48,30 +48,30 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
   struct Keys {
     u32x4 load[2][kKeyLoads][mma::kLoads];
   };
-  struct Values {  // native: a vec of keys for each dim; else a vec of dims for each key
+  struct Values {  // native: a vector of keys per dim; otherwise a vector of dims per key
     ValueVec vec[kNative ? kDimTiles : kGroups * kLaneKeys][mma::kLoads];
   };
 
   static constexpr bool kHasRegisters = kD <= kMostForRegisters;
-  // Whether a wave's queries lie in its part of `out` until there are sums.
+  // True if a wave's queries are in its part of `out` until sums replace them.
   static constexpr bool kQueryInLds = attention::kQueryInLds && kHasRegisters;
   static constexpr bool kMasksApart = attention::kMasksApart && kHasRegisters;
   static constexpr bool kLastTurnApart = attention::kLastTurnApart && kHasRegisters;
   static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
-  const int of_lane = mma::depth(lane) / 16;     // of the 16 bytes that lanes have of a key
-  const int first_value = mma::depth(lane) / 2;  // of the lane's eight values
+  const int of_lane = mma::depth(lane) / 16;     // the lane's 16-byte vector of a key
+  const int first_value = mma::depth(lane) / 2;  // of the lane's eight
 
   DEVICE Decode(const Problem& problem, Buffer& buffer) : Sums(problem, buffer) {
-    // Else ptxas loads pages once it is known that the block has keys.
+    // Otherwise ptxas delays the page loads until the block is known to have keys.
     if constexpr (kHasRegisters) attention::issue_here();
   }
 
-  static constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;  // elements in 16 bytes
+  static constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;  // elements per 16 bytes
   struct Places {
     u32 key, value;
   };
-  // Where the lane's key of 32 lies.
+  // Addresses of the lane's key, of 32.
   DEVICE Places places(int pages, int first) const {
     return {Part::template place<Cache, kUnit>(p.key_cache, pages, first),
             Part::template place<Cache, kLaneKeys, kNative>(p.value_cache, pages, first)};
@@ -90,7 +90,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
   }
   DEVICE void load(Values& values, const Places& places) const {
     if constexpr (kNative) {
-      // All eight keys are in one page, where some may be behind the last.
+      // All eight keys are in one page; some may be past the last.
       const Element* from = Part::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value);
 #pragma unroll
       for (int tile = 0; tile < kDimTiles; ++tile)
@@ -110,7 +110,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     }
   }
 
-  // Row i of a tile of V^T in this lane: a dim of its eight keys.
+  // This lane's row i of a V^T tile: one dim of its eight keys.
   DEVICE mma::Weights value_operand(const Values& values, int tile, const u32x4& valid) const {
     mma::Weights operand;
 #pragma unroll
@@ -139,7 +139,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
 
   DEVICE void run() {
     constexpr Max max{};
-    // Operands of the queries, in the order in which keys are loaded.
+    // Query operands, in key load order.
     u32x4 query[kTiles][kProducts];
     u32x4* const query_in_lds = (u32x4*)buffer.out[wave::index()];
 #pragma unroll
@@ -150,13 +150,13 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
       for (int i = 0; i < kProducts; ++i) {
         const int element = kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
         if constexpr (kQueryInLds) {
-          if (step_key(wave::block_id_y()) < end)  // hazard: without keys none waits until they are copied
+          if (step_key(wave::block_id_y()) < end)  // hazard: without keys, no wave waits for the copies
             attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
         } else query[t][i] = mem::load<u32x4>(from + element);
       }
     }
     if constexpr (kQueryInLds) attention::end_query();
-    int first_seen[kTiles][mma::kValueTokens], seen[kTiles][mma::kValueTokens];  // keys of a column that the lane has
+    int first_seen[kTiles][mma::kValueTokens], seen[kTiles][mma::kValueTokens];  // the column's keys in this lane
     float maximum[kTiles][mma::kValueTokens], sum[kTiles][mma::kValueTokens];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -177,7 +177,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
       Values values;
       Places at = places(Part::first_pages(), step_key(step));
       load(keys, at);
-      attention::issue_now();  // in the order of the loop, so that it waits for no more than there
+      attention::issue_now();  // in loop order, so that the loop waits for no more than its own loads
       int next_pages = load_pages(step_key(step + parts));
       attention::issue_now();
       load(values, at);
@@ -185,7 +185,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
         attention::issue_here();  // keys and values do not wait for queries
         attention::wait_for_query();
       }
-      // The last turn, if it is apart, loads nothing.
+      // The last iteration, if peeled, loads nothing.
 #pragma unroll
       for (int is_last = 0; is_last <= kLastTurnApart; ++is_last)
 #pragma unroll 1
@@ -219,7 +219,8 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
             load(keys, at);
             pages = load_pages(step_key(step + 2 * parts));
           }
-          // Else ptxas puts keys behind the products with values. Hazard: other lanes' sums are written over queries.
+          // Otherwise ptxas moves the key loads after the PV product. Hazard: other lanes' sums overwrite
+          // queries.
           if constexpr (kQueryInLds) attention::issue_here();
 
           const int first = step_key(step);
@@ -277,7 +278,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
             weights[t] = attention::operand<T>(score[t][0], score[t][1]);
           }
 
-          u32x4 valid = {};  // native: slots behind the last key, or before the first, may hold anything
+          u32x4 valid = {};  // native: slots past the last key, or before the first, are undefined
           if constexpr (kNative) {
 #pragma unroll
             for (int tile = 0; tile < kDimTiles; ++tile)
@@ -300,7 +301,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
             for (int d = 0; d < kDimTiles; ++d) attention::compute_now(out[t][d]);
           if (!is_last) load(values, at);
           attention::issue_now();
-          attention::use_below(pages);  // a copy above the loads of values would wait for the keys
+          attention::use_below(pages);  // a copy above the value loads would wait for the keys
           next_pages = pages;
           if (is_last) break;
         }
@@ -308,7 +309,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     if constexpr (kAddsAtOnce) finish_at_once(maximum, sum, out);
     else finish(maximum, sum, out);
   }
-  // The wave's scores of a step, of keys from `first` on.
+  // Scales and masks the wave's scores for a step, for keys from `first` on.
   DEVICE void scale_and_mask(f32x4 (&score)[kTiles][2], float scale, int first) const {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)

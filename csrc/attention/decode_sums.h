@@ -1,15 +1,16 @@
-// The end of a block of flash decoding: the waves' sums meet in LDS, and go to the results, or to those of the request's other parts.
+// Decode epilogue of a block. It reduces the waves' sums in LDS, then stores results, or partial sums for the request's
+// other splits.
 #pragma once
 #include "attention/operands.h"
 #include "attention/part.h"
 #include "device/reduce.h"
 
-constexpr int kMostForRegisters = 128;  // elements: of larger heads, keys and values alone fill the registers
+constexpr int kMostForRegisters = 128;  // elements: keys and values of larger heads fill all registers
 
 template <class T, int kD, class Problem>
 using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, kD <= kMostForRegisters, true, Problem>, 128>;
 
-// kD elements of a head. kNative: tiles have elements that follow each other, else kLaneDims of a row do.
+// kD: head size. kNative: tiles hold consecutive elements, otherwise rows hold kLaneDims consecutive ones.
 template <class T, int kD, bool kNative, class Problem>
 struct DecodeSums : HeadPart<T, kD, Problem> {
   using Part = HeadPart<T, kD, Problem>;
@@ -18,8 +19,8 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
 
   static constexpr int kTiles = kColumns / mma::kTileTokens;
   static constexpr int kDimTiles = kD / 16;
-  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // that lie together, in a slot of V
-  static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims whose tiles follow each other
+  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // contiguous, in a slot of V
+  static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims of consecutive tiles
   static constexpr int kGroups = kD / kRound;
 
   struct Buffer {
@@ -31,13 +32,13 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
 
   DEVICE DecodeSums(const Problem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
 
-  // The dim that is this row of a tile.
+  // The dim in this row of a tile.
   DEVICE static int dim(int tile, int row) {
     if constexpr (kNative) return tile * 16 + row;
     else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
   }
 
-  // The waves' sums together, and those of the parts.
+  // Reduces the waves' sums, then the splits'.
   DEVICE void finish(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
                      f32x4 (&out)[kTiles][kDimTiles]) const {
     put_maxima(maximum, sum);
@@ -60,7 +61,7 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
     }
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+      if (round > 0) block_barrier();  // hazard: the previous round's sums are overwritten before they are read
       put_round(round, out, factor);
       block_barrier();  // hazard: the waves' sums are read before they are written
 #pragma unroll
@@ -77,7 +78,7 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
     if (!is_whole) Part::add_parts();
   }
 
-  // The same with one barrier less: the waves' sums are multiplied by their factors where they are added.
+  // The same with one barrier fewer: the waves' sums are multiplied by their factors as they are added.
   DEVICE void finish_at_once(float (&maximum)[kTiles][mma::kValueTokens], float (&sum)[kTiles][mma::kValueTokens],
                              f32x4 (&out)[kTiles][kDimTiles]) const {
     put_maxima(maximum, sum);
@@ -91,7 +92,7 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
     f32x4 whole[kThreadVecs][kGroups];
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read
+      if (round > 0) block_barrier();  // hazard: the previous round's sums are overwritten before they are read
       put_round(round, out, one);
       block_barrier();  // hazard: the waves' sums are read before they are written
       f32x4 total[kThreadVecs] = {};
@@ -136,7 +137,7 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
       Part::store_sums(Part::slot(wave::block_id_y()), c, block_maximum(c), block_sum(c));
     Part::add_parts();
   }
-  // The wave's maxima and sums of weights, and what of its sums is added in a round.
+  // Stores the wave's maxima and weight sums to LDS; put_round stores its output sums for one round.
   DEVICE void put_maxima(const float (&maximum)[kTiles][mma::kValueTokens],
                          float (&sum)[kTiles][mma::kValueTokens]) const {
 #pragma unroll
@@ -159,7 +160,7 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
       for (int i = 0; i < 4; ++i) {
         const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
         float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
-        constexpr int kNeighbours = kNative ? 1 : 4;  // dims of a row
+        constexpr int kNeighbours = kNative ? 1 : 4;  // dims per row
 #pragma unroll
         for (int d = 0; d < kRound / 16; d += kNeighbours) {
           const auto value = [&](int n) { return out[t][round * (kRound / 16) + d + n][i] * factor[t][v]; };

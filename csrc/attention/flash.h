@@ -1,10 +1,11 @@
-// Flash attention, forward: a block has 128 rows of a head, and goes through the keys that they see.
+// FlashAttention forward (prefill): a block computes 128 rows of a head, and iterates over the keys they see.
 //
 //     scores^T = K q^T,   out^T = V^T p^T,   p = exp2(score - running maximum of the row)
 //
-// A wave has rows of its own in registers, as columns of its instructions, and their sums. All waves read the same keys and values from
-// LDS. While they multiply those, the next ones are under way to registers. Sums are multiplied only where a maximum of the wave grows.
-// It is the maximum, not one near it: the largest weight of a row, 1, is not rounded, and much of the error is its.
+// A wave holds its own rows in registers, as columns of its instructions, with their sums. All waves read the same keys
+// and values from LDS. While they multiply those, the next ones are in flight to registers. Sums are rescaled only if a
+// maximum in the wave grows. The running maximum is exact, not updated lazily: a row's largest weight is then 1,
+// without the rounding error that would be much of the total.
 #pragma once
 #include "attention/flash_general.h"
 #include "device/arrive.h"
@@ -16,22 +17,22 @@ struct Flash {
   static constexpr int kTiles = kTileRows / kWaves / mma::kTileTokens;  // of a wave's rows
   static constexpr int kWaveRows = kTiles * mma::kTileTokens;
   static constexpr int kKeyTiles = kKeys / 16, kProducts = kD / 32, kDimTiles = kDv / 16;
-  static constexpr float kLowest = -1.0e30f;  // a maximum of no scores, so that there is no infinity to subtract
+  static constexpr float kLowest = -1.0e30f;  // the maximum without scores: avoids subtracting infinities
   using Layout = FlashLayout<kD, kDv, kKeys, kThreads>;
   using Tile = FlashTile<kTileRows>;
   using Buffer = typename Layout::Buffer;
 
   const FlashProblem& problem;
-  const FlashExtras* const extras;  // of a general kernel
+  const FlashExtras* const extras;  // for general kernels
   const FlashProblem& p = reloaded(problem);
   Buffer& buffer;
   const Tile tile;
-  const int lane = wave::lane() & (wave::kLanes - 1);  // which tells the compiler that it is not negative
+  const int lane = wave::lane() & (wave::kLanes - 1);  // masked, so the compiler knows that it is not negative
   const int wave_row = tile.first_row + wave::index() * kWaveRows;
   u32x4 query[kTiles][kProducts];
   float maximum[kTiles][mma::kValueTokens], sum[kTiles][mma::kValueTokens];
   f32x4 out[kTiles][kDimTiles];
-  float factor;  // of scores, to exponents of 2
+  float factor;  // of the scores, to exponents of 2
 
   DEVICE Flash(const FlashProblem& problem, const FlashExtras* extras, Buffer& buffer, int index)
       : problem(problem), extras(extras), buffer(buffer), tile(p, index) {}
@@ -42,7 +43,7 @@ struct Flash {
     return last - 1;
   }
 
-  // Where a row of the query, or the last, begins.
+  // The offset of a query row; rows past the last repeat it.
   DEVICE i64 query_at(int row) const {
     return tile.sequence * p.query_batch_stride + tile.head * p.query_head_stride +
            (tile.first_query + (row < tile.rows ? row : tile.rows - 1)) * p.query_row_stride;
@@ -57,7 +58,7 @@ struct Flash {
         query[t][i] = mem::load<u32x4>((const u16*)p.query + from + query_element(lane, i));
     }
   }
-  // Of any kind. Elements that do not lie together are copied to LDS one by one.
+  // Loads queries of any type and strides. Non-contiguous elements are copied to LDS one by one.
   DEVICE void load_any_query(const FlashExtras& e) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -73,7 +74,7 @@ struct Flash {
         continue;
       }
       u16* rows = (u16*)&buffer + wave::index() * mma::kTileTokens * kD;
-      block_barrier();  // hazard: others still read the last keys, and this wave the last rows
+      block_barrier();  // hazard: other waves still read the previous keys, and this wave the previous rows
 #pragma unroll 1
       for (int i = lane; i < mma::kTileTokens * kD; i += wave::kLanes) {
         const int element = i % kD;
@@ -103,7 +104,7 @@ struct Flash {
     }
   }
 
-  // Goes through the keys from `begin` to before `end`.
+  // Iterates over keys [begin, end).
   template <class Loader>
   DEVICE void add_all(Loader loader, int begin, int end, float of_scores, const FlashScores* scores) {
     factor = of_scores;
@@ -117,10 +118,10 @@ struct Flash {
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d) out[t][d] = {};
     }
-    if (begin < end) loader.start();  // in front of the loop, which then waits for no query behind loads of keys
+    if (begin < end) loader.start();  // before the loop, which then waits for no query load after key loads
 #pragma unroll 1
     for (int step = begin; step < end; step += kKeys) {
-      block_barrier();  // hazard: others still read the last keys
+      block_barrier();  // hazard: other waves still read the previous keys
       loader.finish(buffer);
       block_barrier();  // hazard: keys are read before they are written
       if (step + kKeys < end) loader.start();
@@ -234,7 +235,7 @@ struct Flash {
       }
   }
 
-  // What becomes of the weights of a tile's rows behind their sum.
+  // Applies dropout and integer rounding to a tile's weights, after their sum.
   DEVICE void drop(int step, int t, f32x4 (&weight)[kKeyTiles], const FlashScores& scores) const {
     const FlashExtras& e = reloaded(*extras);
     if (!e.threshold && !e.weight_scale) return;
@@ -244,7 +245,7 @@ struct Flash {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = step + Layout::key_of(k, mma::value_row(lane, i));
-        // With one row to a lane its four keys are neighbours.
+        // With one row per lane, its four keys are consecutive.
         if (e.threshold && (i == 0 || mma::kValueTokens > 1))
           words = scores.words(e, row(t, i % mma::kValueTokens), key);
         const int w = mma::kValueTokens > 1 ? key % 4 : i;
@@ -295,7 +296,7 @@ struct Flash {
   }
 };
 
-// Goes through tiles: one, or without a counter every blocks-th, or with one the next that nobody has.
+// Iterates over tiles: one, or every blocks-th, or with a counter the next unclaimed one.
 template <class Kernel>
 DEVICE void flash_tiles(const FlashProblem& p, const FlashExtras* extras, typename Kernel::Buffer& buffer) {
   int index = wave::block_id_x();
@@ -306,7 +307,7 @@ DEVICE void flash_tiles(const FlashProblem& p, const FlashExtras* extras, typena
     if (!p.counter) index += p.blocks;
     else {
       int& next = *(int*)&buffer;
-      block_barrier();  // hazard: others still read the last keys
+      block_barrier();  // hazard: other waves still read the previous keys
       if (wave::thread_id() == 0) next = p.blocks + block_count(p.counter, p.tiles);
       block_barrier();  // hazard: the number is read before it is written
       index = wave::uniform(next);

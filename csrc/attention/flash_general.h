@@ -1,12 +1,12 @@
-// What flash attention does with arguments that are not plain: any strides, sizes of heads and types of 8 bits, pages of a cache; soft caps,
-// ALiBi, a bias, weights in whole numbers, dropout.
+// General FlashAttention: any strides and head sizes, 8-bit types, paged caches; soft caps, ALiBi, bias, integer
+// weights, dropout.
 #pragma once
 #include "attention/flash_loader.h"
 #include "attention/philox.h"
 
 DEVICE float from_int8(u32 word, int i) { return float(int(word << (3 - i) * 8) >> 24); }
 
-// An element, as T.
+// Loads an element as T.
 template <class T>
 DEVICE u16 flash_element(const u8* base, i64 at, int type) {
   if (type == kOfProduct) return mem::load<u16>((const u16*)base + at);
@@ -14,13 +14,13 @@ DEVICE u16 flash_element(const u8* base, i64 at, int type) {
   const float x = type == kOfE4m3 ? numerics::from_e4m3x2<false>(byte).x : from_int8(byte, 0);
   return u16(attention::pack_exact<T>(x, x));
 }
-// Eight elements that lie together and aligned, as they are: those of 8 bits in the lower half.
+// Loads eight contiguous, aligned elements unconverted; 8-bit elements fill the lower half.
 DEVICE u32x4 flash_eight(const u8* base, i64 at, int type) {
   if (type == kOfProduct) return mem::load<u32x4>((const u16*)base + at);
   const u32x2 bytes = mem::load<u32x2>(base + at);
   return {bytes.x, bytes.y, 0, 0};
 }
-// Makes T of such elements.
+// Converts such elements to T.
 template <class T, int kCount>
 DEVICE void flash_operands(u32x4 (&eights)[kCount], int type) {
   if (type == kOfE4m3)
@@ -36,17 +36,17 @@ DEVICE void flash_operands(u32x4 (&eights)[kCount], int type) {
     }
 }
 
-// Keys and values of any kind. What lies together goes through registers as in the plain kernels; the rest is copied element by element
-// when it is needed.
+// Loads keys and values of any type and strides. Contiguous data goes through registers as in the plain kernels; the
+// rest is copied element by element when needed.
 template <class T, class Layout>
 struct GeneralFlashLoader {
   static constexpr int kPages = (Layout::kKeys + wave::kLanes - 1) / wave::kLanes;
   const FlashProblem& problem;
   const FlashExtras& extras;
   int sequence, head, first_key, step, keys;
-  int pages[kPages], next_pages[kPages];  // of the keys of the step, and of the next
+  int pages[kPages], next_pages[kPages];  // for the step's keys, and the next step's
   u32x4 key[Layout::kKeyCopies];
-  u32x2 value[8];  // a unit, or eight keys of each of some elements
+  u32x2 value[8];  // a unit, or eight keys for several elements
   static_assert(2 * Layout::kValueCopies <= 8);
 
   template <class Tile>
@@ -69,7 +69,7 @@ struct GeneralFlashLoader {
         next_pages[i] = mem::load<int>(e.block_table + sequence * e.table_stride + u32(key) / e.page_divisor);
       }
   }
-  // Where element `element` of a key of the step lies.
+  // The offset of a key's element `element` in this step.
   DEVICE i64 at(const FlashExtras& e, const CacheView& of, int key, int element) const {
     const int log2_group = e.key_type == kOfProduct ? 3 : 4, last = (1 << log2_group) - 1;
     int slot = held(step + key), page = sequence;
@@ -194,7 +194,7 @@ DEVICE float flash_scale(const float* scale, int stride, int head) {
   return scale ? mem::load<float>(scale + head * stride) : 1.0f;
 }
 
-// What becomes of scores and weights between the two products.
+// Score and weight transformations between the two products.
 struct FlashScores {
   int sequence, head, rows, keys;
   float factor, slope, weight_scale;
@@ -207,7 +207,7 @@ struct FlashScores {
     slope = e.slopes ? mem::load<float>(e.slopes + sequence * e.slopes_stride + head * e.slopes_head_stride) : 0.0f;
     weight_scale = e.weight_scale ? mem::load<float>(e.weight_scale + head * e.weight_scale_stride) : 0.0f;
   }
-  // Scores [tiles][4] of rows and keys, as exponents of 2. row_of(i) and key_of(tile, i) say of which value i is.
+  // Converts scores [tiles][4] to exponents of 2. row_of(i) and key_of(tile, i) give value i's row and key.
   template <int kTiles, class RowOf, class KeyOf>
   DEVICE void to_exponents(const FlashExtras& e, f32x4 (&score)[kTiles], RowOf row_of, KeyOf key_of) const {
     auto each = [&](auto change) __attribute__((always_inline)) {
@@ -237,7 +237,7 @@ struct FlashScores {
     }
     each([&](float x, int, int) { return x * 1.4426950408889634f; });
   }
-  // Random words of four keys, from a multiple of 4 on.
+  // Random words for four keys, from a multiple of 4 on.
   DEVICE u32x4 words(const FlashExtras& e, int row, int key) const {
     return philox(u32x4{u32(key) / 4, u32(row), u32(head), u32(sequence)}, e.seed_low, e.seed_high);
   }
@@ -246,14 +246,14 @@ struct FlashScores {
     if (e.weight_scale) weight = __builtin_fminf(__builtin_rintf(weight * weight_scale), 127.0f);
     return weight;
   }
-  // Of results.
+  // The factor of the results.
   DEVICE float out_factor(const FlashProblem& p, const FlashExtras& e, int kv_head) const {
     const float of_value = flash_scale(p.value.scale, e.value_scale_stride, kv_head) * e.factor;
     return e.weight_scale ? of_value / weight_scale : of_value;
   }
 };
 
-// Which weights dropout keeps: a block for each row of a head.
+// The dropout mask: one block per row of a head.
 struct FlashMask {
   u8* mask;  // [sequences, heads, rows, keys]
   int keys, heads, rows;

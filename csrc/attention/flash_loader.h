@@ -1,11 +1,11 @@
-// Copies of keys and values from HBM to LDS for flash attention, kKeys at a time. In LDS both are operands of the 16-bit type T: keys
-// by key, in the order of the rows of instructions, and values by element, so that the eight keys that a lane multiplies lie
-// side by side. A copy is in registers until the keys before were multiplied.
+// Copies keys and values from HBM to LDS for FlashAttention, kKeys at a time. In LDS both are operands of the 16-bit
+// type T: keys by key, in the instructions' row order, and values by element, so that the eight keys that a lane
+// multiplies are contiguous. A copy stays in registers until the previous keys have been multiplied.
 #pragma once
 #include "attention/flash_tile.h"
 #include "attention/part.h"
 
-// Arguments, loaded again where they are used below: over loops there are too few registers for all.
+// Reloads arguments where they are used below: registers cannot hold all of them across loops.
 template <class Arguments>
 DEVICE const Arguments& reloaded(const Arguments& arguments) {
   int zero = 0;
@@ -13,22 +13,22 @@ DEVICE const Arguments& reloaded(const Arguments& arguments) {
   return (&arguments)[wave::uniform(zero)];
 }
 
-// kD elements of a key, kDv of a value.
+// kD: elements per key, kDv: per value.
 template <int kD, int kDv, int kKeys_, int kThreads_>
 struct FlashLayout {
   static constexpr int kKeys = kKeys_, kThreads = kThreads_, kElements = kD, kValueElements = kDv;
   static constexpr int kKeyChunks = kD / 8,
-                       kRowChunks = kKeys / 8;  // of 16 bytes, of a key, and of an element of values
+                       kRowChunks = kKeys / 8;  // 16-byte chunks: per key, and per value element
   static constexpr int kQuarter = kDv / 4;
   static constexpr int kKeyCopies = kKeys * kKeyChunks / kThreads;
-  static constexpr int kUnits = kRowChunks * kQuarter;  // of 8 keys x 4 elements of values
+  static constexpr int kUnits = kRowChunks * kQuarter;  // 8 keys x 4 value elements each
   static constexpr int kValueCopies = kRowChunks * kDv / kThreads;
   static_assert(kUnits <= kThreads && kKeyCopies * kThreads == kKeys * kKeyChunks);
 
   struct Buffer {
     u32x4 key[kKeys * kKeyChunks], value[kDv * kRowChunks];
   };
-  // A thread copies chunks of keys that are kRound apart, then those 8 chunks further on; and a unit of values, if there is one.
+  // A thread copies key chunks that are kRound apart, then those 8 chunks further on, and a unit of values, if any.
   static constexpr int kRound = kThreads / 8, kRounds = kKeys / kRound;
   static_assert(kRound == 32);
   DEVICE static int copy_row(int copy) { return copy % kRounds * kRound + wave::thread_id() / 8; }
@@ -36,7 +36,7 @@ struct FlashLayout {
   DEVICE static bool has_unit() { return kUnits == kThreads || wave::uniform(wave::thread_id() < kUnits); }
   DEVICE static int unit_chunk() { return wave::thread_id() / kQuarter; }
   DEVICE static int unit_row() { return wave::thread_id() % kQuarter; }
-  // Writes a unit: words of two elements of each key.
+  // Writes a unit: words with two elements for each key.
   DEVICE static void write_unit(Buffer& to, const u32x2 (&keys)[8]) {
 #pragma unroll
     for (int element = 0; element < 4; ++element) {
@@ -49,29 +49,29 @@ struct FlashLayout {
       to.value[value_at(element * kQuarter + unit_row(), unit_chunk())] = eight;
     }
   }
-  // Where in the buffer chunk `chunk` of a key lies. Row: see key_of.
+  // The buffer index of a key's chunk. Row: see key_of.
   DEVICE static int key_at(int row, int chunk) {
     return (chunk / 8 * kKeys + row) * 8 + (chunk % 8 ^ attention::swizzle(row));
   }
-  // The key that is this row of this tile, of those of a step.
+  // The key, within a step, in this row of this tile.
   DEVICE static int key_of(int tile, int row) { return tile / 2 * 32 + attention::key(tile % 2, row); }
   DEVICE static int key_of(int row) { return key_of(row / 16, row % 16); }
-  // Where eight keys of an element lie. Row: see row_of.
+  // The buffer index of an element's eight keys. Row: see row_of.
   DEVICE static int value_at(int row, int chunk) {
     const int at = row * kRowChunks + chunk;
     return at / 8 * 8 + (at % 8 ^ attention::swizzle(at / 8));
   }
-  // Element 4 * i + j is row i of quarter j: threads side by side write rows side by side, and a lane's sums are of four elements
-  // side by side.
+  // Element 4 * i + j is row i of quarter j: adjacent threads write adjacent rows, and a lane's sums are for four
+  // consecutive elements.
   DEVICE static int row_of(int element) { return element % 4 * kQuarter + element / 4; }
 };
 
-// Keys and values of T, all elements there, side by side and aligned to 16 bytes.
+// Keys and values of type T, complete, contiguous and aligned to 16 bytes.
 template <class T, class Layout>
 struct FlashLoader {
   static constexpr int kThreads = Layout::kThreads;
   const u8 *keys, *values;  // of the step
-  int left;                 // keys, from the step on
+  int left;                 // keys, from this step on
   i64 key_bytes, value_bytes;
   u32 key_offset, value_offset;
   u32x4 key[Layout::kKeyCopies];
@@ -92,7 +92,7 @@ struct FlashLoader {
   }
   DEVICE static u32 held(int key, int count) { return key < count ? key : count - 1; }
 
-  // The next keys. Behind the last key that one is loaded again.
+  // Starts loading the next keys. Keys past the last repeat it.
   DEVICE void start() {
     if (left >= Layout::kKeys) {
 #pragma unroll

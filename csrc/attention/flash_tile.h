@@ -1,15 +1,15 @@
-// Which rows of which head a block has.
+// Maps a block to a head and its rows.
 #pragma once
 #include "attention/flash_problem.h"
 
-// The tile of an index. Heads of different key heads follow each other, so that an XCD, which gets every eighth block, has few key
-// heads in its cache. Rows with the most keys to see come first.
+// The tile for an index. Consecutive tiles use different KV heads, so an XCD, which gets every eighth block, has few KV
+// heads in its cache. Rows that see the most keys come first.
 template <int kTileRows>
 struct FlashTile {
   int sequence, head, kv_head;
   int rows, keys, first_row;  // of the sequence; of the tile
-  i64 first_query;            // row of the batch that is row 0 of the sequence
-  int first_key;              // likewise of keys
+  i64 first_query;            // batch row of the sequence's row 0
+  int first_key;              // likewise for keys
 
   DEVICE FlashTile(const FlashProblem& p, int index) {
     const int of_rows = u32(index) / p.heads_divisor, of_heads = index - of_rows * p.heads;
@@ -25,7 +25,7 @@ struct FlashTile {
       first_row = (p.row_tiles - 1 - tile) * kTileRows;
       return;
     }
-    // Sequence s has the tiles from row_begins[s] / kTileRows + s on, of which one may be empty.
+    // Sequence s has tiles from row_begins[s] / kTileRows + s on; one of them may be empty.
     int begun = 0;
     for (int s = 0; s < p.sequences; s += wave::kLanes) {
       const int of_lane = s + wave::lane(), last = p.sequences - 1;
@@ -47,7 +47,7 @@ struct FlashTile {
   }
   DEVICE bool has_rows() const { return first_row < rows; }
 
-  // The keys that a row sees: from `begin` to before `end`.
+  // The keys that a row sees: [begin, end).
   DEVICE int end(const FlashProblem& p, int row) const {
     const int causal = row + keys - rows + 1;
     return p.causal && causal < keys ? causal : keys;

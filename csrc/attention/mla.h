@@ -1,14 +1,16 @@
-// Flash decoding of multi-head latent attention: 16 or 32 columns (rows of a query times heads) attend to the keys of one request, of
-// which all heads have the same. A key is a latent of 512 elements, which is its value too, and a rotated part of 64.
+// Split-KV decode for multi-head latent attention (MLA). In a block, 16 or 32 columns (packed-GQA rows: query rows
+// times heads) attend to the keys of one request, shared by all heads. A key is a latent of 512 elements, which is also
+// its value, and a rotary part of 64.
 //
 //     scores^T = K q^T,   out^T = latent^T p^T,   p = exp2(score - running maximum of the column)
 //
-// The keys of a request are divided in parts, one per block, and a part in steps of 32 keys. The waves divide the elements of
-// the latent: each loads its own, as the operands of the product with the query, and transposes them in registers for the product
-// with p, so that the latent is read once and goes through no LDS. Of the rotated part a wave has 32 elements of 16 keys.
-// Scores of a wave's elements meet in LDS. Sixteen threads per column add those of the waves, mask, keep the maximum and the sum,
-// and give p to all waves. Each wave has the keys of kStages steps in registers, and the pages of as many steps behind them: keys
-// of a step are loaded as soon as those of a step before are multiplied, or converted, and no wait is for more than one step.
+// A request's keys are split over blocks, and a split into steps of 32 keys. The waves partition the latent's elements:
+// each loads its own as operands of the QK product, and transposes them in registers for the PV product, so the latent
+// is read once and bypasses LDS. Of the rotary part, a wave holds 32 elements of 16 keys. Partial scores are reduced in
+// LDS. Sixteen threads per column add the waves' scores, mask them, keep the maximum and the sum, and pass p to all
+// waves. Each wave holds the keys of kStages steps in registers, and the pages of the kStages steps after. A step's
+// keys are loaded as soon as an earlier step's have been multiplied, or converted, and no wait covers more than one
+// step.
 #pragma once
 #include "attention/part.h"
 #include "device/reduce.h"
@@ -19,13 +21,14 @@ constexpr int kMlaFanIn = 8;  // COUNTED_PARTS of ops/mla_decode.py
 template <class T, int kColumnTiles>
 using MlaPart = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves, kMlaFanIn>, 32>;
 
-// Adds the parts of a request after the launch that left them: a lane has four elements, and each wave every eighth part.
+// Combines a request's splits after the launch that stored them: a lane has four elements, and each wave every eighth
+// split.
 template <class T, int kColumnTiles>
 struct MlaCombine : MlaPart<T, kColumnTiles> {
   using Part = MlaPart<T, kColumnTiles>;
   using Part::kColumnVecs, Part::kLowest, Part::kMaxima, Part::kSums, Part::kWaves, Part::parts;
 
-  // Elements of a column, divided by exp2(maximum), and the sum of its weights, so divided.
+  // A column's elements, divided by exp2(maximum), and its weight sum, equally divided.
   struct Sums {
     f32x4 total;
     float maximum, sum;
@@ -46,7 +49,7 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
 
   DEVICE explicit MlaCombine(const MlaProblem& problem) : Part(problem.decode) {}
 
-  // Nothing of a part that there is not.
+  // Loads one split's sums; empty past the last split.
   DEVICE Sums load(int part, int vec) const {
     const mem::Buffer from = this->slot(first_slot + part);
     const int c = vec / kColumnVecs;
@@ -63,7 +66,7 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
     if (this->p.parts <= kWaves) add_few((wave::block_id_y() * kWaves + wave::index()) * wave::kLanes + wave::lane());
     else add(buffer, wave::block_id_y());
   }
-  // Of few parts a wave adds all.
+  // With few splits, a wave adds all.
   DEVICE void add_few(int vec) const {
     if (vec / kColumnVecs >= this->columns()) return;
     Sums of_parts[kWaves];
@@ -73,15 +76,15 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
     for (int part = 1; part < kWaves; ++part) of_parts[0].add(of_parts[part]);
     finish(of_parts[0], vec);
   }
-  // The elements of so many lanes.
+  // Combines the elements of lane group `lanes`.
   DEVICE void add(Buffer& buffer, int lanes) const {
     const int vec = lanes * wave::kLanes + wave::lane(), c = vec / kColumnVecs;
-    if (c >= this->columns()) return;  // so are all lanes
+    if (c >= this->columns()) return;  // uniform over the wave
     Sums sums = {{}, kLowest, 0.0f};
 #pragma unroll 4
     for (int part = wave::index(); part < parts; part += kWaves) sums.add(load(part, vec));
     buffer.sums[wave::index()][wave::lane()] = sums;
-    block_barrier();  // hazard: sums of the waves are read before they are written
+    block_barrier();  // hazard: the waves' sums are read before they are written
     if (wave::index() > 0) return;
 #pragma unroll
     for (int w = 1; w < kWaves; ++w) sums.add(buffer.sums[w][wave::lane()]);
@@ -104,15 +107,15 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   static constexpr int kTiles = kColumns / mma::kTileTokens, kTilesOf16 = 16 / mma::kTileTokens;
   static constexpr int kWaveDims = kLatent / kWaves;
   static constexpr int kLoads = kWaveDims * int(sizeof(Element)) / 64;  // steps of 64 bytes
-  static constexpr int kProducts = kWaveDims / 32;                      // of a key tile
-  // Sixteen threads reduce a column, so many of these at a time.
+  static constexpr int kProducts = kWaveDims / 32;                      // per key tile
+  // Sixteen threads reduce a column, kAtOnce columns at a time.
   static constexpr int kAtOnce = kThreads / 16 < kColumns ? kThreads / 16 : kColumns;
   static constexpr int kOwned = kColumns / kAtOnce;  // columns that a thread reduces
 
   struct Keys {
     u32x4 latent[2][kLoads][mma::kLoads];
     RopeVec rope[mma::kLoads];
-    int pages;  // of the keys that are loaded here next
+    int pages;  // of the keys loaded here next
   };
   struct Scores {
     float score[kWaves][kColumns][kWaveKeys + 4];
@@ -130,25 +133,25 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 
   const MlaProblem& mla;
   Buffer& buffer;
-  // Tiles of this wave are in the order in which it has the rotated part of tile 0.
+  // This wave's tile order: tile 0 is the one whose rotary part it holds.
   const int flip = wave::index() % 2;
   const int owner = wave::thread_id() / 16, owned_key = wave::thread_id() % 16 * 2;
 
   u32x4 query[kTiles][kProducts], query_rope[kTiles];
   f32x4 out[kTiles][2 * kProducts] = {};
-  float maximum[kOwned], sum[kOwned];  // of columns `owner`, owner + kAtOnce, ...
+  float maximum[kOwned], sum[kOwned];  // for columns `owner`, owner + kAtOnce, ...
   float scale;
 
   DEVICE MlaDecode(const MlaProblem& problem, Buffer& buffer) : Part(problem.decode), mla(problem), buffer(buffer) {}
 
-  // First of the 8 elements of a wave's latent that operand i takes of a lane.
+  // The first of the 8 latent elements that operand i reads from a lane, relative to the wave's first.
   DEVICE static int first_element(int i, int of_lane) {
     return kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
   }
   DEVICE static int of_lane() { return mma::depth(wave::lane()) / 16; }
-  // Which 32 elements of the rotated part the wave has.
+  // The wave's half (32 elements) of the rotary part.
   DEVICE static int rope_half() { return wave::index() % 4 / 2; }
-  // Which of a step's keys is this row of a tile of this wave.
+  // The step's key in this row of this wave's tile.
   DEVICE int key(int tile, int row) const { return attention::key(tile ^ flip, row); }
 
   DEVICE void load_query() {
@@ -161,7 +164,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       for (int i = 0; i < kProducts; ++i) query[t][i] = mem::load<u32x4>(from + first_element(i, of_lane()));
       from = mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
       query_rope[t] = mem::load<u32x4>(from + rope_half() * 32 + of_lane() * 8);
-      if (wave::index() >= 4) query_rope[t] = {};  // their scores are of waves 0 to 3
+      if (wave::index() >= 4) query_rope[t] = {};  // waves 0 to 3 add these scores
     }
   }
 
@@ -206,7 +209,8 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
     return of;
   }
 
-  // Multiplies the keys of a step, if there is one, and loads others. No way around has fewer loads, so that no wait is for more.
+  // Multiplies a step's keys, if any, and loads later ones. Every path issues the same number of loads, so waits never
+  // over-wait.
   DEVICE void turn(Keys& keys, int step) {
     const Operands of = operands(keys);
     const int next = wave::uniform(step + kStages * parts);
@@ -217,9 +221,9 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 
   DEVICE void multiply(const Operands& of, int first) {
     add_scores(of);
-    block_barrier();  // hazard: scores of the waves are read before they are written
+    block_barrier();  // hazard: the waves' scores are read before they are written
     reduce_scores(first);
-    block_barrier();  // hazard: p is read before it is written, or scores are written over before they are read
+    block_barrier();  // hazard: p is read before it is written, or scores are overwritten before they are read
     u32x4 weights[kTiles];
     read_weights(weights);
 #pragma unroll
@@ -238,7 +242,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       for (int d = 0; d < 2 * kProducts; ++d) attention::compute_now(out[t][d]);
   }
 
-  // What the wave's elements add to the scores.
+  // Adds the wave's elements' contribution to the scores.
   DEVICE void add_scores(const Operands& of) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -263,7 +267,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 #pragma unroll
     for (int owned = 0; owned < kOwned; ++owned) {
       int c = owned * kAtOnce + owner;
-      attention::use_below(c);  // its addresses take no registers over the loop
+      attention::use_below(c);  // so its addresses take no registers across the loop
       const int row_end = first_row_end + this->column(c).row;
       f32x2 score = {};
 #pragma unroll
@@ -280,7 +284,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
     }
   }
 
-  // The operands of p; sums are multiplied by the factors of the new maxima.
+  // Reads the operands of p and rescales the sums by the factors for the new maxima.
   DEVICE void read_weights(u32x4 (&weights)[kTiles]) {
     float factor[kTiles][mma::kValueTokens];
     bool grows = false;
@@ -293,7 +297,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
         factor[t][v] = buffer.scores.factor[t * mma::kTileTokens + mma::value_token(own, v)];
         grows |= factor[t][v] != 1.0f;
       }
-      // The first 8 bytes are of tile 0.
+      // The first 8 bytes are for tile 0.
       const auto* from = (const u32x2*)buffer.scores.weight[t * mma::kTileTokens + mma::tile_token(own)];
       weights[t].lo = from[mma::depth(own) / 16 * 2 + flip];
       weights[t].hi = from[mma::depth(own) / 16 * 2 + (flip ^ 1)];
@@ -327,14 +331,15 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 #pragma unroll 1
       for (; step_key(step) < end; step += kStages * parts)
 #pragma unroll
-        for (int i = 0; i < kStages; ++i) turn(stages[i], wave::uniform(step + i * parts));  // no sums of it with lanes
+        for (int i = 0; i < kStages; ++i)
+          turn(stages[i], wave::uniform(step + i * parts));  // avoids per-lane addresses
     }
     finish();
   }
 
-  // The sums of this part, and those of all.
+  // Stores this split's sums, and combines all splits.
   DEVICE void finish() {
-    static_assert(sizeof(Sums) <= sizeof(Scores::score));  // p, which waves may still read, is behind them
+    static_assert(sizeof(Sums) <= sizeof(Scores::score));  // p, which waves may still read, follows them
     const mem::Buffer to = Part::slot(wave::block_id_y());
     const bool is_whole = parts == 1;
 #pragma unroll
@@ -345,12 +350,12 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       if (is_whole) buffer.sums.factor[c] = finish_column(c, maximum[i], total, true);
       else Part::store_sums(to, c, maximum[i], total);
     }
-    constexpr int kRoundVecs = kWaves * 8;  // of a column: 32 elements of each wave
+    constexpr int kRoundVecs = kWaves * 8;  // per column: 32 elements from each wave
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; ++tile)
 #pragma unroll
       for (int product = 0; product < kProducts; ++product) {
-        if (tile + product > 0) block_barrier();  // hazard: the last sums are written over before they are read
+        if (tile + product > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
 #pragma unroll
         for (int t = 0; t < kTilesOf16; ++t)
 #pragma unroll
@@ -361,7 +366,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
               const int row = mma::value_row(lane, i), at = attention::quarter(row) * 8 + attention::element(half, row);
               float* column = (float*)buffer.sums.out[t * mma::kTileTokens + mma::value_token(lane, i)];
               if constexpr (mma::kValueTokens > 1) column[wave::index() * 32 + at] = sums[i];
-              else if (i == 0) *(f32x4*)(column + wave::index() * 32 + at) = sums;  // they are neighbours
+              else if (i == 0) *(f32x4*)(column + wave::index() * 32 + at) = sums;  // consecutive
             }
           }
         block_barrier();  // hazard: the waves' sums are read before they are written

@@ -1,4 +1,4 @@
-// Chooses the vendor's operands of attention, as device/gpu.h chooses the rest.
+// Includes the vendor's attention operands, as device/gpu.h includes the rest.
 #pragma once
 #include "device/gpu.h"
 #if defined(__AMDGCN__)

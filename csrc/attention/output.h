@@ -1,6 +1,6 @@
-// What a block of flash decoding computes, and where that goes. The sums of parts meet in HBM, where the last blocks to arrive add them
-// in the order of the parts. A part is `least_steps` steps or more, so that it does not depend on other requests where `parts`
-// parts of that are enough.
+// Split-KV decode output of a work tile: one request, KV head and column tile. The splits' partial sums are combined in
+// HBM: the last blocks to arrive add them in split order. A split has at least `least_steps` steps; if `parts` splits
+// of that size suffice, the partition does not depend on other requests.
 #pragma once
 #include "attention/operands.h"
 #include "attention/problem.h"
@@ -8,8 +8,8 @@
 #include "device/float8.h"
 #include "device/reduce.h"
 
-// A thread that adds has kAddedVecs vecs of all at once; or, with kAddsAtOnce, all that registers hold. With kRounds what is
-// quantized is rounded to T first, so that it has the bits of a quantization behind a result in T.
+// A combining thread loads kAddedVecs vectors from all splits at once or, with kAddsAtOnce, as many as registers hold.
+// With kRounds, values are rounded to T before quantization, bit-identical to quantizing a result in T.
 template <class T, int kD, int kColumns_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2,
           bool kAddsAtOnce_ = false, bool kRounds = false, class Problem_ = DecodeProblem>
 struct DecodeOutput {
@@ -17,11 +17,11 @@ struct DecodeOutput {
   static constexpr bool kAddsAtOnce = kAddsAtOnce_, kGrouped = __is_same(Problem, GroupedProblem);
   static_assert(!kGrouped || (kAddsAtOnce && kRounds && kD == 128));
   static constexpr int kColumns = kColumns_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
-  static constexpr float kLowest = -3.0e38f;  // a maximum of no scores, so that there is no infinity to subtract
+  static constexpr float kLowest = -3.0e38f;  // the maximum without scores: avoids subtracting infinities
   static constexpr int kPartFloats = kColumns * (kD + 2);
 
   const Problem& p;
-  int block, column_tile, head, request;  // block: of a part
+  int block, column_tile, head, request;  // block: index of the work tile
   int parts;                              // of the request
 
   DEVICE explicit DecodeOutput(const Problem& p, int block = wave::block_id_x()) : p(p), block(block) {
@@ -31,7 +31,7 @@ struct DecodeOutput {
     head = of_tiles - request * p.kv_heads;
   }
 
-  // Column c of the tile is a row of the query and one of the heads of the group; behind the last column the last.
+  // Column c of the tile is a query row and one of the group's heads; columns past the last repeat it.
   struct Column {
     int row, head;
   };
@@ -42,9 +42,9 @@ struct DecodeOutput {
     return {row, head * p.group + of_all - row * p.group};
   }
 
-  static constexpr int kColumnVecs = kD / 4;  // of four elements
-  static constexpr int kFanIn = kFanIn_;      // parts, or sums of them, that a block adds
-  static constexpr int kMaxima = kColumns * kD * 4, kSums = kMaxima + kColumns * 4;  // bytes before them in a slot
+  static constexpr int kColumnVecs = kD / 4;  // four elements each
+  static constexpr int kFanIn = kFanIn_;      // splits, or partial combinations, that a block adds
+  static constexpr int kMaxima = kColumns * kD * 4, kSums = kMaxima + kColumns * 4;  // byte offsets in a slot
 
   DEVICE mem::Buffer slot(int index) const {
     return mem::buffer(p.partials + (i64(block) * p.slots + index) * kPartFloats);
@@ -54,7 +54,8 @@ struct DecodeOutput {
     mem::store_device(slot, kSums + c * 4, 0, sum);
   }
 
-  // Adds the parts once their blocks stored them, in a tree: of kFanIn neighbours the last to arrive adds all, in their order.
+  // Combines the splits once their blocks have stored them, in a tree: among kFanIn consecutive splits, the last to
+  // arrive adds all, in order.
   DEVICE void add_parts() const {
     int place = wave::block_id_y(), count = parts, first_slot = 0, slots = p.parts;
     u32* counters = p.counters + i64(block) * p.groups;
@@ -72,7 +73,7 @@ struct DecodeOutput {
       counters += slots;
     }
   }
-  // Adds what is in `members` slots from `first` on to slot `to`, or to the results if that is below 0.
+  // Adds `members` slots from `first` on into slot `to`, or into the results if `to` is below 0.
   DEVICE void add(int first, int members, int to) const {
     constexpr int kColumnThreads = kThreads / kColumns, kThreadVecs = kColumnVecs / kColumnThreads;
     constexpr int kAtOnce = kThreadVecs % kAddedVecs ? 1 : kAddedVecs;
@@ -118,8 +119,8 @@ struct DecodeOutput {
     }
   }
 
-  // The same, where all that a thread adds of some slots is on its way before anything is computed of it. `add` waits for the
-  // maxima, then for the sums, then for vecs.
+  // The same, with all of a thread's loads for some slots in flight before any is used. `add` waits for the maxima,
+  // then for the sums, then for the vectors.
   DEVICE void add_at_once(int first, int members, int to) const {
     constexpr int kColumnThreads = kThreads / kColumns, kThreadVecs = kColumnVecs / kColumnThreads;
     constexpr int kMembers = 32 / kThreadVecs;  // at once, as registers allow
@@ -146,7 +147,7 @@ struct DecodeOutput {
           const int vec = c * kColumnVecs + own + v * kColumnThreads;
           vecs[v][i] = mem::load_device_or_zero<f32x4>(from, vec * 16, i * kPartFloats * 4, i < left);
         }
-      attention::issue_here();  // else ptxas loads vecs once maxima are there
+      attention::issue_here();  // otherwise ptxas loads the vectors once the maxima have arrived
       float factor = largest;
 #pragma unroll
       for (int i = 0; i < kMembers; ++i) {
@@ -187,8 +188,8 @@ struct DecodeOutput {
     }
   }
 
-  // What the sums of a column are multiplied by, of its maximum and the sum of its weights, divided by exp2(maximum). `stores`:
-  // the logarithm of this sum.
+  // Returns the factor for a column's sums, given its maximum and its weight sum, divided by exp2(maximum). With
+  // `stores`, also stores the log-sum-exp.
   DEVICE float finish_column(int c, float maximum, float sum, bool stores) const {
     const Column of = column(c);
     float before = 1.0f;
@@ -205,7 +206,7 @@ struct DecodeOutput {
     const float value_scale = p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f;
     return sum != 0.0f ? before * (value_scale / sum) : 0.0f;
   }
-  // Four elements of a column, multiplied by that.
+  // Stores four elements of a column, already multiplied by that factor.
   DEVICE void store(int c, int first_dim, f32x4 values) const {
     if (c >= columns()) return;
     const Column of = column(c);
@@ -217,7 +218,7 @@ struct DecodeOutput {
       mem::store((u8*)p.out + at, numerics::to_e4m3x4(values.lo, values.hi));
     } else mem::store((u16*)p.out + at, u32x2{T::pack(values.lo), T::pack(values.hi)});
   }
-  // Several of them, so many dims apart, with one branch.
+  // Stores several such vectors, `apart` dims apart, with one branch.
   template <int kVecs>
   DEVICE void store(int c, int first_dim, int apart, const f32x4 (&vecs)[kVecs]) const {
     const Column of = column(c);
@@ -243,7 +244,7 @@ struct DecodeOutput {
     x.hi = round_to<T>(x.hi);
     return x;
   }
-  // The same with a scale of their own for a column, whose elements so many neighbouring lanes have. All lanes take part.
+  // The same with one scale per column, whose elements are in kLanes consecutive lanes. All lanes take part.
   template <int kLanes, int kVecs>
   DEVICE void store_group(int c, int first_dim, int apart, f32x4 (&vecs)[kVecs], bool stores) const {
     float absmax = 0.0f;

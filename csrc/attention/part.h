@@ -1,12 +1,12 @@
-// The keys of a request that a block has: one part of them, in steps of kStepKeys, and where they lie. Of `parts` parts this one has
-// every parts-th step, from step block_id_y on: where the first lies does not depend on the length, so that its pages are
-// looked up while the length is loaded. A wave has 32 keys at a time, whose places its lanes find, a lane per key. Loads behind the
-// last key load one that the part has, so that no page id behind it is used and no slot behind it is multiplied.
+// A block's split of a request's keys, in steps of kStepKeys, and their addresses. With `parts` splits, a split has
+// every parts-th step, from step block_id_y on: its first key does not depend on the length, so its pages are looked up
+// while the length is loaded. A wave processes 32 keys at a time, whose addresses its lanes compute, one lane per key.
+// Loads past the last key repeat a key of the split, so no page id and no slot past it is used.
 #pragma once
 #include "attention/operands.h"
 #include "attention/output.h"
 
-// 8 elements as T.
+// Converts 8 elements to T.
 template <class T>
 DEVICE u32x4 as_operand(u32x4 elements) {
   return elements;
@@ -29,11 +29,11 @@ struct DecodePart : Output {
 
   const int lane = wave::lane();
   const int* const table = p.block_table + request * p.table_stride;
-  int begin, end;     // keys of the request that a row sees
+  int begin, end;     // keys that some row of the query sees
   int base;           // key of step 0
-  int first_row_end;  // the keys that row 0 sees end here
-  int own;            // a key of this part, if it has any
-  int early_pages;    // of the first keys, without a window; behind the last key any
+  int first_row_end;  // end of the keys that row 0 sees
+  int own;            // a key of this split, if it has any
+  int early_pages;    // of the first keys, without a window; arbitrary past the last key
 
   DEVICE explicit DecodePart(const typename Output::Problem& problem, int block = wave::block_id_x(),
                              int first_step = wave::block_id_y())
@@ -47,12 +47,12 @@ struct DecodePart : Output {
     base = begin / kWaveKeys * kWaveKeys;
     own = step_key(first_step) > begin ? step_key(first_step) : begin;
     const int steps = (end - base + kLeastKeys - 1) / kLeastKeys;
-    const int most = u32(steps + p.least_steps - 1) / p.least_divisor;  // parts, that none has fewer steps
+    const int most = u32(steps + p.least_steps - 1) / p.least_divisor;  // splits, none shorter than least_steps
     parts = most > p.parts ? p.parts : most > 0 ? most : 1;
   }
   DEVICE bool has_work() const { return wave::block_id_y() < parts; }
 
-  // First key of a step that is this wave's, from `base` on.
+  // The wave's first key in a step, relative to `base`.
   DEVICE static int part_key(int step) { return step * kStepKeys + wave::index() * kWaveKeys % kStepKeys; }
   DEVICE int step_key(int step) const { return base + part_key(step); }
 
@@ -60,27 +60,27 @@ struct DecodePart : Output {
     const int low = key > begin ? key : begin;
     return low < end ? low : own;
   }
-  // Lane l has the page of key `first` + l % 32.
+  // Loads pages: lane l gets the page of key `first` + l % 32.
   DEVICE int load_pages(int first) const {
     return mem::load<int>(table + u32(clamped(first + lane % kWaveKeys)) / p.page_divisor);
   }
-  // The same, and any page of the table for a key behind the last.
+  // The same, with an arbitrary page for a key past the last.
   DEVICE int load_any_pages(int first) const {
     const int page = u32(first + lane % kWaveKeys) / p.page_divisor;
     return mem::load<int>(table + (page < p.table_pages ? page : p.table_pages - 1));
   }
-  // The same of the part's first keys, of which there is one at least.
+  // The same for the split's first keys, of which there is at least one.
   DEVICE int first_pages() const {
     const int first = step_key(wave::block_id_y());
     return p.window > 0 ? load_pages(first) : wave::from_lane(early_pages, clamped(first + lane % kWaveKeys) - first);
   }
-  // Where the lane's key, of 32 from `first` on in these pages, begins in a cache, in units of kUnit elements. Of a value whose
-  // slots lie side by side: where its eight slots do.
+  // The offset in a cache, in units of kUnit elements, of the lane's key: one of 32 from `first` on in these pages. For
+  // V with contiguous slots: the offset of its eight slots.
   template <class Cache, int kUnit, bool kSideBySide = false>
   DEVICE u32 place(const CacheView& cache, int page, int first) const {
     return place_of<Cache, kUnit, kSideBySide>(cache, page, clamped(first + lane % kWaveKeys));
   }
-  // The same of a key.
+  // The same for a given key.
   template <class Cache, int kUnit, bool kSideBySide = false>
   DEVICE u32 place_of(const CacheView& cache, int page, int key) const {
     constexpr int kLog2Group = CacheType<Cache>::kLog2Group, kMask = (1 << kLog2Group) - 1;
@@ -90,7 +90,7 @@ struct DecodePart : Output {
     return u32(page) * u32(cache.block_stride / kUnit) + u32(slot >> kLog2Group) * u32(cache.group_stride / kUnit) +
            of_slot + of_head;
   }
-  // The elements at the place of lane `index`.
+  // The elements at lane `index`'s offset.
   template <class Cache, int kUnit>
   DEVICE auto at(const CacheView& cache, u32 place, int index) const {
     return (const typename CacheType<Cache>::Element*)cache.data + u64(wave::from_lane(place, index)) * kUnit;

@@ -1,4 +1,4 @@
-// Rotations of pairs of elements, 8 pairs a thread, in fp32; ops/rope_and_cache.hip says which elements make a pair.
+// Rotary rotation of element pairs, 8 pairs per thread, in fp32; ops/rope_and_cache.hip defines the pairs.
 #pragma once
 #include "attention/operands.h"
 #include "device/vec.h"
@@ -11,11 +11,12 @@ DEVICE Chunk load_8(const void* row, i64 column, int type) {
   return {low.lo, low.hi, high.lo, high.hi};
 }
 
-struct Angles {  // of 8 pairs
+struct Angles {  // for 8 pairs
   Chunk cos, sin;
 };
 
-// Of 8 pairs. A problem has cos_sin [positions, 16 * rotary_vecs] of cos_sin_type: 0 bf16, 1 fp16, 2 fp32.
+// Loads the angles of 8 pairs. A problem has cos_sin [positions, 16 * rotary_vecs] of cos_sin_type: 0 bf16, 1 fp16, 2
+// fp32.
 template <class Problem>
 DEVICE Angles angles(const Problem& p, i64 position, int vec) {
   const int half = p.rotary_vecs * kChunk;
@@ -25,13 +26,13 @@ DEVICE Angles angles(const Problem& p, i64 position, int vec) {
   return {cos, sin};
 }
 
-// One pair.
+// Rotates one pair.
 DEVICE f32x2 rotate(float x, float y, float cos, float sin) {
   using numerics::rounded_product;
   return {rounded_product(x, cos) - rounded_product(y, sin), rounded_product(y, cos) + rounded_product(x, sin)};
 }
 
-// 8 pairs, their elements as they lie in memory.
+// Rotates 8 pairs, with elements in memory order.
 DEVICE void rotate(const Chunk& x, const Chunk& y, const Angles& by, bool is_neox, Chunk (&rotated)[2]) {
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {

@@ -1,30 +1,31 @@
-// Sums of all ranks' rows, and what is done with a row when a block has it: it is stored, or normed and quantised.
+// All-reduce of rows, fused with their epilogue: the sum is stored, or normalized and quantized.
 //
-//     x = T(sum of the ranks' input, in the order of ranks)       all ranks have the same bits
-//     out = x, or RMSNorm of x with all that device/norm_row.h does
+//     x = T(sum of the ranks' input, in rank order)       bit-identical on all ranks
+//     out = x, or RMSNorm of x with every option of device/norm_row.h
 //
-// A row has `parts` blocks. Each pushes a part of this rank's row to all ranks, waits for that part of theirs and sums it up. With one
-// block, that has the row then. With more, they hand their sums to the first, which norms the row: one more trip through memory, for
-// which each block reads a part of what 8 ranks sent only. A block reads some 50 GB/s, so that a row of 7168 takes 4.8 us in one block,
-// and 0.6 us + 1.5 us + 0.6 us in eight and the first. Rows are independent: five tokens take five times as many blocks.
+// `parts` blocks share a row. Each pushes its part of this rank's row to all ranks, waits for the same part from them
+// and sums it. With one block, the row is then complete. With more, they hand their sums to the first block, which
+// normalizes the row: one more trip through memory, but each block reads only a part of what 8 ranks sent. A block
+// reads about 50 GB/s, so a row of 7168 takes 4.8 us in one block, and 0.6 us + 1.5 us + 0.6 us in eight and the first.
+// Rows are independent: five tokens use five times as many blocks.
 #pragma once
 #include "device/norm_row.h"
 #include "one_shot.h"
 
-constexpr u32 kMostThreads = 512;  // of a block
+constexpr u32 kMostThreads = 512;  // per block
 
-// What a launch does to rows [rows, hidden].
+// The rows [rows, hidden] of a launch.
 struct RowsOfRanks {
   const void* input;  // T, rows input_stride elements apart, 16-byte aligned
   i64 input_stride;
-  u32 chunks;  // of a row
+  u32 chunks;  // per row
   u32 parts, part_chunks;
 };
 
-// One row of the launch, as its blocks see it.
+// One row of the launch, from its blocks' view.
 template <class Protocol, class T, u32 kRanks>
 struct RankRow {
-  // How many chunks are awaited at once: as many loads are in flight whatever the ranks are.
+  // The number of chunks awaited at once: keeps the loads in flight constant across rank counts.
   static constexpr u32 kAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
 
   const Group& group;
@@ -41,7 +42,7 @@ struct RankRow {
       push<Protocol, kRanks>(group, epoch, slots, planes, chunk, own(chunk));
   }
 
-  // The sums of chunks, at most kAtOnce of them.
+  // Sums at most kAtOnce chunks over the ranks.
   template <u32 kChunks>
   DEVICE void sum(const u32 (&chunk)[kChunks], u32x4 (&sums)[kChunks]) const {
     u32x4 mine[kChunks], values[kRanks][kChunks];
@@ -64,7 +65,7 @@ struct RankRow {
     }
   }
 
-  // Hands the sums of a part to the row's first block.
+  // Hands a part's sums to the row's first block.
   DEVICE void hand_part(u32 first, u32 end, u32 threads) const {
     const u32 slots = slots_of<Protocol>(group, Protocol::kHanded, epoch);
 #pragma nounroll
@@ -74,7 +75,7 @@ struct RankRow {
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
         const u32 index = base + wave::thread_id() + i * threads;
-        chunk[i] = index < end ? index : end - 1;  // beyond the end, the last one once more
+        chunk[i] = index < end ? index : end - 1;  // past the end, the last one again
       }
       sum(chunk, sums);
 #pragma unroll
@@ -87,8 +88,9 @@ struct RankRow {
     }
   }
 
-  // The sums of the chunks that a thread of the first block has, by its number and `threads`; of those beyond the row, the last one's.
-  // They pass through LDS, from a thread to itself: the loop is not unrolled, as its body has dozens of loads.
+  // Gets the sums of the first block's chunks that belong to this thread, by its index and `threads`; chunks past the
+  // row repeat the last one. They pass through LDS, from a thread to itself: the loop is not unrolled, as its body has
+  // dozens of loads.
   template <u32 kChunks>
   DEVICE void take(u32 chunks, u32 threads, u32x4 (&sums)[kChunks]) const {
     constexpr u32 kStep = kAtOnce < kChunks ? kAtOnce : kChunks;
@@ -119,7 +121,7 @@ struct RankRow {
   }
 };
 
-// The row that rms_norm_vector norms, and a copy of the result before it is quantised.
+// The row source of rms_norm_vector, with a copy of the result before quantization.
 template <class Row>
 struct FromRanks {
   static constexpr bool kLoads = false;
@@ -139,7 +141,7 @@ struct FromRanks {
   }
 };
 
-// Blocks are [rows, parts]: use(row) is called in the first of each row, once its part is on its way.
+// Blocks are [rows, parts]: use(row) is called in each row's first block, once its part has been pushed.
 template <class Protocol, class T, u32 kRanks, class Use>
 DEVICE void for_rows(const Group& group, const RowsOfRanks& rows, u32 row_count, u32 threads, Use use) {
   const u32 index = wave::block_id_x(), part = wave::block_id_y();
@@ -159,7 +161,7 @@ DEVICE void for_rows(const Group& group, const RowsOfRanks& rows, u32 row_count,
   end_block<Protocol>(group, epoch, row_count * rows.parts);
 }
 
-// The sums alone.
+// All-reduce only.
 template <class Protocol, class T, u32 kRanks, int kChunks>
 DEVICE void all_reduce(const Group& group, const RowsOfRanks& rows, u32 row_count, u32 threads, void* out) {
   for_rows<Protocol, T, kRanks>(group, rows, row_count, threads, [&](auto row) __attribute__((always_inline)) {
@@ -174,7 +176,7 @@ DEVICE void all_reduce(const Group& group, const RowsOfRanks& rows, u32 row_coun
   });
 }
 
-// Their norm, stored or quantised.
+// All-reduce and RMSNorm, stored or quantized.
 template <class Protocol, class T, u32 kRanks, int kChunks, Output kOutput>
 DEVICE void all_reduce_norm(const Group& group, const RowsOfRanks& rows, u32 row_count, u32 threads, NormRow norm,
                             i64 residual_stride, void* normed, RowOutput<T, kOutput> output) {

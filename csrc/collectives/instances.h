@@ -1,5 +1,5 @@
-// Kernels of collectives: their arguments and their names, which end in the element type, the most ranks that they take (2, 4 or 8) and
-// the chunks of a thread.
+// Collective kernels: arguments and names. Names end in the element type, the maximum number of ranks (2, 4 or 8) and
+// the chunks per thread.
 #pragma once
 #include "all_reduce.h"
 
@@ -29,7 +29,7 @@
       i64 residual_stride,                                                                                             \
       const void* weight,     /* [hidden] T, or null */                                                                \
       int hidden, float inverse_hidden, float epsilon, int one_plus_weight,                                            \
-      void* normed,           /* [rows, hidden] T: the norm before it is quantised, or null */                         \
+      void* normed,           /* [rows, hidden] T: the norm before quantization, or null */                            \
       const float* scale, void* out, float* scale_out, /* from here on as in rms_norm.hip */                           \
       i64 scale_row_stride, i64 scale_stride, int group_size) {                                                        \
     GROUP;                                                                                                             \

@@ -1,8 +1,8 @@
-// Activations of rows [gate | up]: y = activation(gate, up), which row_output.h stores or quantises.
+// Gated activations on [gate | up] rows: y = activation(gate, up), which row_output.h stores or quantizes.
 //
-// Without a maximum over the row, blocks share a row: there are as many as it has chunks for. The per-token output gives a row
-// to one block, which keeps y in registers across its one barrier. Thread t of a block has the chunks of 8 elements t,
-// t + threads, ... of the block's columns.
+// Without a row-wide maximum, several blocks share a row, as its chunk count requires. The per-token output assigns one
+// block per row, which keeps y in registers across its one barrier. Thread t processes the 8-element chunks t, t +
+// threads, ... of its block's columns.
 #pragma once
 #include "row_output.h"
 
@@ -18,8 +18,8 @@ struct GatedRow {
   int hidden;
 };
 
-// hidden is a multiple of 8; gate, up and out are 16-byte aligned. The block has the chunks from `first` on, kChunks
-// per thread.
+// hidden is a multiple of 8; gate, up and out are 16-byte aligned. The block processes the chunks from `first` on,
+// kChunks per thread.
 template <class T, Output kOutput, int kChunks, class Activation>
 DEVICE void gated_vector(GatedRow row, int first, Activation activation, GatedOutput<T, kOutput> output) {
   RowChunks<kChunks, Chunk> chunks;
@@ -42,7 +42,7 @@ DEVICE void gated_vector(GatedRow row, int first, Activation activation, GatedOu
   output.finish(chunks);
 }
 
-// Any hidden size and alignment, a block per row, one element per access.
+// Any hidden size and alignment: one block per row, one element per access.
 template <class T, Output kOutput, class Activation>
 DEVICE void gated_general(GatedRow row, Activation activation, GatedOutput<T, kOutput> output) {
   output.locate(row.hidden);
@@ -64,19 +64,19 @@ DEVICE void gated_row(const void* input, i64 input_stride, int hidden, int threa
 }
 
 // clang-format off
-// A kernel; further parameters, if any, and then the activation come last.
+// Defines a kernel. Additional parameters, if any, come last, followed by the activation.
 #define GATED_ROWS(threads, symbol, T, output, chunks, more, ...)                                                     \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows, 2 * hidden] T, rows input_stride elements apart */                            \
       i64 input_stride, int hidden, int threads_per_block,                                                            \
       void* out,              /* [rows, hidden] T or e4m3 */                                                          \
-      const float* scale,     /* [1], of the static kind; of the dynamic kinds scale_ub or null */                    \
-      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
+      const float* scale,     /* [1]: the static scale, or for dynamic outputs scale_ub or null */                    \
+      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], strided; null if unused */                 \
       i64 scale_row_stride, i64 scale_stride, int group_size more) {                                                  \
     gated_row<T, Output::output, chunks>(input, input_stride, hidden, threads_per_block, out, scale, scale_out,       \
         scale_row_stride, scale_stride, group_size, __VA_ARGS__);                                                     \
   }
-// Those of an element type: INSTANCE(threads, symbol, T, output, chunks).
+// Instances for one element type: INSTANCE(threads, symbol, T, output, chunks).
 #define GATED_INSTANCES(INSTANCE, name, type, T)                             \
   INSTANCE(1024, name##_##type##_x1, T, kPlain, 1)                           \
   INSTANCE(1024, name##_##type##_general, T, kPlain, 0)                      \

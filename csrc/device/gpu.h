@@ -1,11 +1,11 @@
-// Includes the vendor's headers. amd/ and nvidia/ define the same names with the same meanings. Kernels include this
-// file or headers built on it (vec.h, reduce.h, float8.h), never a vendor's header.
+// Includes the vendor headers. amd/ and nvidia/ define the same names with the same meanings. Kernels include this file
+// or headers built on it (vec.h, reduce.h, float8.h), never a vendor header.
 #pragma once
 #include "mem.h"
 #include "types.h"
 
-// KERNEL(threads[, blocks]): a kernel entry point with at most `threads` threads per block. On NVIDIA the compiler leaves
-// registers for `blocks` blocks per SM.
+// KERNEL(threads[, blocks]): a kernel entry point with at most `threads` threads per block. On NVIDIA the compiler
+// limits registers for `blocks` blocks per SM.
 #if defined(__AMDGCN__)
 #define KERNEL(threads, ...) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
 #include "amd/buffer.h"

@@ -1,10 +1,10 @@
-// Loads and stores of HBM.
+// HBM loads and stores.
 #pragma once
 #include "types.h"
 
 namespace mem {
 
-// Pointers to HBM carry their address space, so that accesses are global_load / global_store, never flat.
+// HBM pointers carry their address space, so accesses are global_load / global_store, never flat.
 template <class T>
 using Global = __attribute__((address_space(1))) T;
 
@@ -22,7 +22,7 @@ template <class T>
 DEVICE T load(const void* address) {
   return *global((const T*)address);
 }
-// A non-temporal load, for data that is read once: it should not evict data that is read again.
+// Non-temporal load: data that is read once should not evict data that is read again.
 template <class T>
 DEVICE T load_once(const void* address) {
   return __builtin_nontemporal_load(global((const T*)address));

@@ -1,4 +1,5 @@
-// RMSNorm of a row that a block keeps in registers: ops/rms_norm.hip loads it from HBM, collectives/ sums it up from all ranks.
+// RMSNorm of a row held in a block's registers. ops/rms_norm.hip loads it from HBM, collectives/ sums it over all
+// ranks.
 #pragma once
 #include "row_output.h"
 
@@ -8,14 +9,14 @@ struct NormRow {
   const void* weight;  // [hidden] T, or null for ones
   int hidden;
   float inverse_hidden, epsilon;
-  bool adds_one = false;  // to the weight, of Factor::kEither
+  bool adds_one = false;  // to the weight, for Factor::kEither
 };
 
 DEVICE float inverse_rms(float sum_of_squares, const NormRow& row) {
   return numerics::rsqrt_approx(divide(sum_of_squares, float(row.hidden), row.inverse_hidden) + row.epsilon);
 }
 
-// What z is multiplied with: the weight, or 1 + weight, as Gemma has it; or the row says which.
+// The factor applied to z: the weight, 1 + weight (Gemma), or chosen per NormRow.
 enum class Factor { kWeight, kOnePlusWeight, kEither };
 
 // z * rms * factor, before the last rounding.
@@ -27,21 +28,21 @@ DEVICE f32x2 normalize(f32x2 z, float rms, f32x2 weight, bool adds_one = false) 
   return n * weight;
 }
 
-// Whether z is rounded before it is used.
+// True if z is rounded to T before use.
 constexpr bool rounds_sum(Output output) { return !is_dynamic(output) || output == Output::kMx; }
 template <class RowOut>
-constexpr bool kRoundsSum = true;  // of an output that stores y as T
+constexpr bool kRoundsSum = true;  // for outputs that store y as T
 template <class T, Output kOutput>
 constexpr bool kRoundsSum<RowOutput<T, kOutput>> = rounds_sum(kOutput);
 
-// Where a row comes from, and what else is done with it: from HBM, and nothing. Another source fills `input` once all other loads are
-// issued, and its rows may have a residual or none.
+// The row's source: FromMemory loads it from HBM. Any other source fills `input` once all other loads are issued; its
+// rows may have a residual or none.
 struct FromMemory {
   static constexpr bool kLoads = true;
 };
 
-// hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned. The output is a RowOutput or has
-// its functions.
+// hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned. RowOut is a
+// RowOutput or provides its functions.
 template <class T, bool kResidual, Factor kFactor, int kChunks, class RowOut, class Source = FromMemory>
 DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
   constexpr bool kRounded = kRoundsSum<RowOut>;
@@ -54,7 +55,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
     chunks.in_bounds[i] = chunks.index[i] * kChunk < row.hidden;
     auto load = [&](const void* from) { return mem::load_vector_or_zero(from, chunks.index[i], chunks.in_bounds[i]); };
     if constexpr (!Source::kLoads) {
-      // -0 without one, which changes no sum
+      // Without a residual, -0: it changes no sum.
       const u32 nothing = row.residual ? 0 : T::pack({-0.0f, -0.0f});
       residual[i] =
           mem::load_vector_or_zero(row.residual, chunks.index[i], chunks.in_bounds[i] && row.residual) | nothing;
@@ -64,7 +65,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
     input[i] = load(row.input);
     if constexpr (kResidual && kRounded) residual[i] = load(row.residual);
   }
-  // Ones without a weight: in place of the loads where those take predicates, else in place of the zeros that they give.
+  // Ones without a weight: set before predicated loads, otherwise ORed into the zeros they return.
   const u32 one = T::pack({1.0f, 1.0f}), ones = mem::kPredicates || row.weight ? 0 : one;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
@@ -76,7 +77,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   output.locate(row.hidden);
 
-  // z: the row, rounded ones kept packed.
+  // z: the row. Rounded rows stay packed.
   Chunk exact[kChunks];
   f32x2 squares = {0.0f, 0.0f};
 #pragma unroll

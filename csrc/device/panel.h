@@ -1,19 +1,19 @@
-// A panel: rows of an operand x 128 bytes of K in LDS.
+// A panel: operand rows x 128 K bytes in LDS.
 #pragma once
 #include "types.h"
 
 namespace tile {
 
-constexpr int kVecBytes = 16;                 // that a lane copies at a time
-constexpr int kRowVecs = 8;                   // of a row of a panel
-constexpr int kDepth = kRowVecs * kVecBytes;  // bytes of K
+constexpr int kVecBytes = 16;                 // copied per lane at a time
+constexpr int kRowVecs = 8;                   // per panel row
+constexpr int kDepth = kRowVecs * kVecBytes;  // K bytes
 
-// Strides in HBM, in bytes: from 16 rows to the next 16 (tile), from row to row, from 16 bytes of a row to the next 16 of its 64
-// (vec), and from these 64 to the next 64 (step).
+// Byte strides in HBM: between groups of 16 rows (tile), between rows (row), between 16-byte vectors within 64 bytes of
+// a row (vec), and between those 64 bytes and the next (step).
 struct Layout {
   i64 tile;
   int row, vec, step;
-  // In fragment order 16 rows lie side by side, 16 bytes of each.
+  // In fragment order, 16 rows are interleaved, 16 bytes each.
   DEVICE bool is_fragment_order() const { return vec != kVecBytes; }
 };
 

@@ -1,4 +1,4 @@
-// Reductions over a block with one barrier each.
+// Block reductions with one barrier each.
 #pragma once
 #include "vec.h"
 
@@ -11,16 +11,16 @@ struct Max {
 
 constexpr int kMaxWaves = 1024 / wave::kLanes;
 
-// Combines one value per thread over the block; every thread gets the result. `partials` is LDS for this reduction
-// alone: it may be reused only after a further barrier. Each wave writes its partial result there. After the barrier
-// every wave combines all of them in the same order, so that no second barrier is needed.
+// Reduces one value per thread over the block; every thread gets the result. `partials` is LDS for this reduction only:
+// reuse it only after another barrier. Each wave writes its partial result there. After the barrier, every wave
+// combines all of them in the same order, so no second barrier is needed.
 template <class Combine>
 DEVICE float reduce_block(float value, float identity, float* partials, int waves, Combine combine) {
   value = wave::reduce(value, identity, combine);
   if (waves == 1) return value;
   if (wave::lane() == 0) partials[wave::index()] = value;
   block_barrier();  // hazard: a wave reads the partial results that the others write
-  // Each kMaxWaves lanes combine all partial results, so that every lane has the result.
+  // Each group of kMaxWaves lanes combines all partial results, so every lane has the result.
   int slot = wave::lane() % kMaxWaves;
   return wave::reduce_group<kMaxWaves>(slot < waves ? partials[slot] : identity, identity, combine);
 }

@@ -1,28 +1,29 @@
-// The last step of kernels on rows (norms, activations, quantisation): stores y of a row as T, or quantised to e4m3
-// with scales.
+// The epilogue of row kernels (norms, activations, quantization). It stores a row y as T, or quantized to e4m3 with
+// scales.
 //
 //     plain:     out = T(y)
 //     static:    out = e4m3(y * (1 / scale))
 //     per token: scale_out = max(min(absmax(y), scale_ub) / kE4m3Max, kMinScale);  out = e4m3(y / scale_out)
 //     per block: as per token, for each group of 64 or 128 columns
-//     mx:        out = e4m3fn(y * 2^(127 - s)) for each group of 32 columns; scale_out = s, the least e8m0 scale, up to 254,
-//                for which absmax(y) * 2^(127 - s) is at most 448
+//     mx:        out = e4m3fn(y * 2^(127 - s)) for each group of 32 columns; scale_out = s, the smallest e8m0 scale
+//                (at most 254) for which absmax(y) * 2^(127 - s) is at most 448
 //
-// A kernel makes a RowOutput of its arguments, loads its row and calls locate(). It then calls store() for each chunk and
-// finish(), or store_elements(). Rows and chunks are passed by value: the compiler keeps an array in registers only while no
-// reference to it exists.
+// A kernel constructs a RowOutput from its arguments, loads its row and calls locate(). It then calls store() for each
+// chunk and finish(), or store_elements(). Rows and chunks are passed by value: the compiler keeps an array in
+// registers only while no reference to it exists.
 #pragma once
 #include "float8.h"
 #include "reduce.h"
 
 enum class Output { kPlain, kStatic, kPerToken, kPerBlock, kMx };
 
-// Whether the scales are computed from y.
+// True if the scales are computed from y.
 constexpr bool is_dynamic(Output output) { return output != Output::kPlain && output != Output::kStatic; }
 
 constexpr int kMxGroup = 32;  // columns that share an mx scale
 
-// What scale_ub bounds: nothing, absmax(y), or the scale, which then is max(min(absmax(y) / kE4m3Max, scale_ub), kMinScale).
+// The quantity that scale_ub bounds: nothing, absmax(y), or the scale, which is then max(min(absmax(y) / kE4m3Max,
+// scale_ub), kMinScale).
 enum class ScaleBound { kNone, kAbsmax, kScale };
 
 // A thread's chunks of a row, and their y: fp32 (Chunk) or T (u32x4).
@@ -33,18 +34,18 @@ struct RowChunks {
   Y y[kChunks];
 };
 
-// The output of a row. kGroupSize is the number of columns of a group if the kernel knows it, else 0.
+// A row's output. kGroupSize is the group's column count if known at compile time, else 0.
 template <class T, Output kOutput, ScaleBound kBound = kOutput == Output::kMx ? ScaleBound::kNone : ScaleBound::kAbsmax,
           int kGroupSize = kOutput == Output::kMx ? kMxGroup : 0>
 struct RowOutput {
-  const float* scale_at;  // [1]: the static scale; of dynamic outputs scale_ub, or null
-  float loaded_scale;     // its value; locate() replaces a static scale by its inverse
-  void* out;              // [columns] T or e4m3; the first row's before locate(), as scale_out
+  const float* scale_at;  // [1]: the static scale; for dynamic outputs scale_ub, or null
+  float loaded_scale;     // *scale_at; locate() replaces a static scale by its inverse
+  void* out;              // [columns] T or e4m3; before locate() the first row, as is scale_out
   float* scale_out;       // per token: [1]; per block and mx: one per group, scale_stride apart
   i64 scale_row_stride, scale_stride;
   int group_size;              // 64 or 128
-  int threads, waves;          // of the block
-  float thread_absmax = 0.0f;  // of its chunks, per token
+  int threads, waves;          // per block
+  float thread_absmax = 0.0f;  // over its chunks, per token
 
   DEVICE RowOutput(const float* scale_at, void* out, float* scale_out, i64 scale_row_stride, i64 scale_stride,
                    int group_size, int threads)
@@ -58,7 +59,7 @@ struct RowOutput {
         threads(threads),
         waves(threads / wave::kLanes) {}
 
-  // Moves to the row of this block. Called after the loads of the row, so that no load waits for the scale.
+  // Moves to this block's row. Called after the row's loads, so that no load waits for the scale.
   DEVICE void locate(i64 columns) {
     constexpr bool kHasScale = kOutput == Output::kStatic || (is_dynamic(kOutput) && kBound != ScaleBound::kNone);
     if constexpr (!mem::kScalarsFirst && kOutput != Output::kPerToken) loaded_scale = load_scale();
@@ -75,7 +76,7 @@ struct RowOutput {
     if constexpr (kOutput == Output::kStatic) loaded_scale = 1.0f / loaded_scale;
   }
 
-  // Stores a chunk; per token, takes its absolute maximum only. y is 0 where it is not in bounds.
+  // Stores a chunk; for the per-token output it only accumulates the absolute maximum. y is 0 where out of bounds.
   template <class Y>
   DEVICE void store(int index, bool in_bounds, Y y) {
     if constexpr (kOutput == Output::kPlain) {
@@ -86,7 +87,7 @@ struct RowOutput {
       thread_absmax = max_abs(thread_absmax, as_fp32(y));
     } else store_group(index, in_bounds, as_fp32(y));
   }
-  // Called after store() of all chunks: stores them per token.
+  // Called after store() for all chunks. The per-token output stores them here.
   template <int kChunks, class Y>
   DEVICE void finish(RowChunks<kChunks, Y> chunks) {
     if constexpr (kOutput == Output::kPerToken) {
@@ -100,9 +101,9 @@ struct RowOutput {
     }
   }
 
-  // Stores a row of any size and alignment, one element per access, by all threads of the block. value(column) returns
-  // y. Dynamic outputs call it twice for a column, in the same thread. After the last call for a column, last(column)
-  // is called.
+  // Stores a row of any size and alignment, one element per access, with all threads of the block. value(column)
+  // returns y. Dynamic outputs call it twice per column, in the same thread. last(column) is called after the last call
+  // for a column.
   template <class Value, class Last>
   DEVICE void store_elements(int columns, Value value, Last last) const {
     const int thread = wave::thread_id();
@@ -117,7 +118,7 @@ struct RowOutput {
         const int column = group * kMxGroup + lane;
         const bool in_bounds = lane < kMxGroup;
         const float y = in_bounds ? value(column) : 0.0f;
-        const float absmax = Max{}(0.0f, __builtin_fabsf(y));  // 0 for NaN, as store_group has it
+        const float absmax = Max{}(0.0f, __builtin_fabsf(y));  // 0 for NaN, as in store_group
         const u32 scale = absmax_to_e8m0(wave::reduce(absmax, 0.0f, Max{}));
         if (lane == 0) mem::store((u8*)scale_out + group * scale_stride, u8(scale));
         const f32x2 scaled = {y * inverse_e8m0(scale), 0.0f};
@@ -169,7 +170,8 @@ struct RowOutput {
     else return scale_at ? mem::load<float>(scale_at) : __builtin_inff();
   }
 
-  // min(x, scale_ub). Where scalars are not loaded first, the per-token output loads scale_ub here, at its only use.
+  // Returns min(x, scale_ub). Where scalars are not loaded first, the per-token output loads scale_ub here, at its only
+  // use.
   DEVICE float bounded(float x) const {
     if (mem::kScalarsFirst || kOutput != Output::kPerToken) return __builtin_fminf(x, loaded_scale);
     return scale_at ? __builtin_fminf(x, mem::load<float>(scale_at)) : x;
@@ -180,7 +182,7 @@ struct RowOutput {
     else return __builtin_fmaxf(bounded(absmax_to_scale(absmax)), kMinScale);
   }
 
-  // Stores a chunk and, in the first lane of a group, the group's scale. A group is the chunks of neighbouring lanes.
+  // Stores a chunk and, in a group's first lane, the group's scale. A group spans the chunks of consecutive lanes.
   DEVICE void store_group(int index, bool in_bounds, const Chunk& y) const {
     int log2_lanes;
     float absmax = max_abs(0.0f, y);

@@ -1,12 +1,11 @@
-// Types of the scales in HBM: how a lane loads a scale, and which type its register has. `value` converts it to fp32, `of_word`
-// one in a word of LDS.
+// Scale types in HBM: the load, and the register type. `value` converts a register to fp32, `of_word` an LDS word.
 #pragma once
 #include "gpu.h"
 
-// kMx: e8m0 scales that the matrix instruction takes (amd/mx.h).
+// kMx: e8m0 scales that the matrix instruction applies (amd/mx.h).
 enum class ScaleGranularity { kNone, kRow, kBlock, kMx };
 
-constexpr int kScaleBlock = 128;  // of K per scale of kBlock, and rows of b
+constexpr int kScaleBlock = 128;  // K per kBlock scale, and rows of b
 
 struct Fp32Scale {
   using Type = float;
@@ -19,8 +18,8 @@ struct Fp32Scale {
   DEVICE static float of_word(u32 word) { return __builtin_bit_cast(float, word); }
 };
 
-// Powers of two: byte e is 2^(e - 127), 255 is NaN. A register has one scale as a word: the compiler would pack four bytes into a
-// word, and would wait for the loads to do so.
+// Powers of two: byte e is 2^(e - 127), 255 is NaN. Each scale has its own register: the compiler would pack four bytes
+// into a word, and wait for the loads to do so.
 struct E8m0Scale {
   using Type = u8;
   using Loaded = u32;

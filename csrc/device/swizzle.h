@@ -1,13 +1,13 @@
-// Where each 16 bytes of a panel lie in LDS.
+// LDS layout of a panel's 16-byte vectors.
 #pragma once
 #include "gpu.h"
 #include "panel.h"
 
 namespace tile {
 
-// 16 bytes of a row of a panel. Panels of plain operands have rows one after the other, swizzled. Panels of operands in fragment
-// order have the first 16 bytes of the rows that are read together, then their next 16. Both orders are free of bank conflicts,
-// and neighbouring lanes copy neighbouring bytes of HBM.
+// A 16-byte vector of a panel row. Plain operands are stored row by row, swizzled. Operands in fragment order store the
+// first 16 bytes of the rows that one read covers, then their next 16. Both layouts are free of bank conflicts, and
+// adjacent lanes copy adjacent HBM bytes.
 struct PanelVec {
   int row, vec;
   DEVICE int swizzled_index(bool fragment_order) const {

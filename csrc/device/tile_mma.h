@@ -1,4 +1,4 @@
-// Includes the vendor's products of panels, as gpu.h does the other headers.
+// Includes the vendor's panel MMA headers, as gpu.h includes the others.
 #pragma once
 #if defined(__AMDGCN__)
 #include "amd/tile_mma.h"

@@ -1,4 +1,4 @@
-// Numbers, vectors of them, and what functions and variables on the device are declared with.
+// Scalar and vector types, and device declaration macros.
 #pragma once
 
 #define DEVICE __attribute__((device, always_inline)) inline
@@ -15,19 +15,19 @@ using i32x4 = int __attribute__((ext_vector_type(4)));
 using f32x2 = float __attribute__((ext_vector_type(2)));
 using f32x4 = float __attribute__((ext_vector_type(4)));
 
-struct E4m3;  // element types: the arch's e4m3 and e5m2, those of vec.h, and int8
+struct E4m3;  // element types: the arch's e4m3 and e5m2, vec.h's types, and int8
 struct E5m2;
 struct Bf16;
 struct F16;
 struct I8;
-struct E4m3E5m2;  // tokens of the one and weights of the other
+struct E4m3E5m2;  // tokens and weights, in this order
 struct E5m2E4m3;
 
-// Sums of int8 products are whole numbers, whose bits lie in registers of floats.
+// Integer addition of int8 product sums, stored as bits in float registers.
 DEVICE f32x4 add_whole(f32x4 a, f32x4 b) {
   return __builtin_bit_cast(f32x4, __builtin_bit_cast(i32x4, a) + __builtin_bit_cast(i32x4, b));
 }
-// Sums of products of Type as floats.
+// Converts sums of Type products to floats.
 template <class Type>
 DEVICE f32x4 float_sums(f32x4 sums) {
   if constexpr (__is_same(Type, I8)) return __builtin_convertvector(__builtin_bit_cast(i32x4, sums), f32x4);

@@ -1,4 +1,4 @@
-// Element types of 16 bits, and chunks: vectors of 8 elements, 16 bytes, the widest access of a lane.
+// 16-bit element types, and chunks: vectors of 8 elements, 16 bytes, a lane's widest access.
 #pragma once
 #include "gpu.h"
 
@@ -15,7 +15,7 @@ struct F16 {
   DEVICE static u32 pack(f32x2 x) { return __builtin_bit_cast(u32, __builtin_convertvector(x, Pair)); }
 };
 
-// x rounded to T and back.
+// Rounds x to T and back.
 template <class T>
 DEVICE f32x2 round_to(f32x2 x) {
   return T::unpack(T::pack(x));
@@ -51,7 +51,7 @@ DEVICE void store_output(void* row, i64 column, float x, int type) {
   with_output_type(type, [&]<class T>(T*) __attribute__((always_inline)) { store_element<T>(row, column, x); });
 }
 
-constexpr int kChunk = 8;  // elements of a u32x4
+constexpr int kChunk = 8;  // elements per u32x4
 
 struct Chunk {  // 8 floats
   f32x2 pair[kChunk / 2];
@@ -74,5 +74,5 @@ DEVICE float max_abs(float bound, const Chunk& x) {
   return bound;
 }
 
-// x * sigmoid(x), exp(-x) being exp2(-x * log2(e)). From x = -88 down the sigmoid is 0 and the result -0.
+// x * sigmoid(x), with exp(-x) as exp2(-x * log2(e)). Below x = -88 the sigmoid is 0 and the result -0.
 DEVICE float silu(float x) { return x * numerics::rcp_approx(1.0f + numerics::exp2_approx(x * -1.4426950408889634f)); }

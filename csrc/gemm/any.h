@@ -1,4 +1,4 @@
-// Matrix products of operands of any type, any strides and any sizes: the kernels of ops/gemm.hip and ops/gemm_blocks.hip.
+// GEMM with operands of any type, strides and sizes: the kernels of ops/gemm.hip and ops/gemm_blocks.hip.
 #pragma once
 #include "gemm/tiled/element_loader.h"
 #include "gemm/tiled/main_loop.h"
@@ -8,19 +8,19 @@
 
 struct GemmProblem {
   Elements a, b;         // [M, K] and [N, K]
-  void* out;             // [M, N] of out_type
-  float* partials;       // [tiles, split_k, values of a thread / 4, threads, 4]; null without split-K
-  u32* counters;         // [tiles], 0; null without split-K
+  void* out;             // [M, N], out_type
+  float* partials;       // [tiles, split_k, values per thread / 4, threads, 4]; null without split-K
+  u32* counters;         // [tiles], zeros; null without split-K
   const float* scale_a;  // [M] or [1], or null; blocks: [M, ceil(K / 128)]
   const float* scale_b;  // [N] or [1], or null; blocks: [ceil(K / 128), ceil(N / 128)]
-  const void* bias;      // of out_type, bias_row and bias_column elements from result to result; or null
+  const void* bias;      // out_type, strides bias_row and bias_column in elements; or null
   int m, n, k;
-  int scale_a_row, scale_b_row, bias_row, bias_column;  // elements from one to the next, or 0
-  int scale_a_k, scale_b_k;                             // blocks: elements from block to block of K
+  int scale_a_row, scale_b_row, bias_row, bias_column;  // element strides, or 0
+  int scale_a_k, scale_b_k;                             // blocks: element strides between K blocks
   int out_type;                                         // 0 bf16, 1 fp16, 2 fp32, 3 int32, 4 int8
-  int unscaled;                                         // int32 sums are stored as they are
-  float slope;                                          // of the activation below 0
-  int tiles_m, tiles_n, tiles, split_k;                 // as in TiledProblem of scaled_mm_tiled.hip, and the others
+  int unscaled;                                         // int32 sums are stored unscaled
+  float slope;                                          // activation slope below 0
+  int tiles_m, tiles_n, tiles, split_k;                 // as in TiledProblem of scaled_mm_tiled.hip, as are the next
   int panels_per_slice, remainder;
   Divisor tiles_divisor, group_divisor, last_group_divisor;
 };
@@ -31,7 +31,7 @@ struct AddWhole {
   DEVICE f32x4 operator()(f32x4 a, f32x4 b) const { return add_whole(a, b); }
 };
 
-// A float as an int of 32 or 8 bits: to nearest even, saturated, NaN as 0.
+// Rounds a float to int32 or int8: to nearest even, saturated, NaN as 0.
 DEVICE int to_int(float x, bool byte) {
   const float low = byte ? -128.0f : -2147483648.0f, high = byte ? 127.0f : 2147483520.0f;
   const float nearest = __builtin_rintf(__builtin_fminf(__builtin_fmaxf(x, low), high));
@@ -53,7 +53,7 @@ struct ResultOf {
   }
 };
 
-// kInts: the results may be whole numbers. So are then the sums, without kBlocks.
+// kInts: results may be integers. Then the sums are integers, too, except with kBlocks.
 template <class Tile, bool kInts, bool kBlocks>
 DEVICE void store_results(const Accumulators<Tile>& sums, const GemmProblem& p, int first_m, int first_n) {
   constexpr bool kWhole = kInts && !kBlocks;
@@ -86,7 +86,7 @@ DEVICE void store_results(const Accumulators<Tile>& sums, const GemmProblem& p, 
   }
 }
 
-// Type is what is multiplied, Panel the type of the panels' elements: E4m3 for all of 8 bits.
+// Type is the multiplied type, Panel the panels' element type: E4m3 for all 8-bit types.
 template <class Tile, class Type, class Panel, bool kAny, bool kBlocks = false>
 DEVICE void multiply_tiles(const GemmProblem& p) {
   constexpr bool kInts = __is_same(Type, I8);
@@ -116,7 +116,7 @@ DEVICE void multiply_tiles(const GemmProblem& p) {
       scales.b_k = p.scale_b_k;
       scales.init(p.scale_a + i64(first_m) * p.scale_a_row, p.scale_a_row, p.scale_a_k,
                   p.scale_b + i64(block_n) * p.scale_b_row,
-                  [&](int m) { return first_m + m < p.m ? m : p.m - 1 - first_m; });  // past the last the last
+                  [&](int m) { return first_m + m < p.m ? m : p.m - 1 - first_m; });  // rows past the last repeat it
       multiply_scaled(loader_a, loader_b, scales);
     } else multiply_scaled(loader_a, loader_b, tile::Unscaled{});
   };
@@ -145,7 +145,7 @@ DEVICE void multiply_tiles(const GemmProblem& p) {
   store_results<Tile, kInts, kBlocks>(sums, p, first_m + Tile::wave_m(), first_n + Tile::wave_n());
 }
 
-// Sum is int for products of int8 without kBlocks, else float. 8 products of int8 are exact in fp32.
+// Sum is int for int8 products without kBlocks, else float. 8 int8 products are exact in fp32.
 template <class Sum, int kTokens, bool kBlocks = false>
 DEVICE void multiply_few(const GemmProblem& p) {
   const int n = wave::block_id_x() * (256 / wave::kLanes) + wave::index();
@@ -184,7 +184,7 @@ DEVICE void multiply_few(const GemmProblem& p) {
   }
 }
 
-// Kernels of a tile of so many rows of a, and of at most so many rows.
+// Kernels for a tile with this many rows of a, and for at most this many rows.
 #define TILES(symbol, tokens, ...)                                     \
   KERNEL(256) symbol##_##tokens##x128(GemmProblem problem) {           \
     multiply_tiles<BlockTile<tokens, 128, 256>, __VA_ARGS__>(problem); \

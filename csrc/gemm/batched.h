@@ -1,17 +1,17 @@
-// A product for each head, of few tokens and a weight of its own that is read once:
+// Batched skinny GEMM: one product per head, few tokens times the head's own weight, which is read once.
 //
 //     out[m, h, n] = T(sum_k a[m, h, k] * b[h, k, n])
 //
-// Bytes: those of b, little else; flops: 2 * M * H * N * K. A head's weight is small, of MLA 128 KB, so that a block has one tile of it
-// and there are enough blocks for all compute units. Blocks of a head are as many apart as there are heads: where that is a
-// multiple of the XCDs, they share an L2 cache, from which all but the first read the tokens.
-// Where K lies side by side, tiles are those of WaveSplitK. Where N does, as a tile of TransposedTile.
+// Bytes: b dominates; flops: 2 * M * H * N * K. A head's weight is small, 128 KB for MLA, so each block computes one
+// tile and there are enough blocks for all compute units. A head's blocks are spaced by the head count: where it is a
+// multiple of the XCD count, they share an L2 cache, and all but the first read the tokens from it. K-contiguous
+// weights use WaveSplitK tiles, N-contiguous weights a TransposedTile.
 #pragma once
 #include "gemm/skinny/wave_split_k.h"
 
 struct BatchedProblem {
   SkinnyProblem
-      gemm;  // of head 0; n is the step between tokens of out. b_row: bytes between rows along N, or K of TransposedTile
+      gemm;  // for head 0; n: out's token stride; b_row: byte stride between rows along N, or along K if transposed
   i64 a_head_stride, b_head_stride, out_head_stride;  // bytes
 
   DEVICE SkinnyProblem of_head(int head) const {
@@ -23,19 +23,20 @@ struct BatchedProblem {
   }
 };
 
-// 64 columns of a weight [K = 128, N] of 16 bits with N side by side. Each of four waves has 32 of K: a lane loads four columns of
-// eight k, which pairs of words make operands of four tiles of 16 columns. Column 4 * row + r of the 64 is a row of tile r. All loads
-// of a block are in flight at once. The waves' sums meet in LDS, a tile of tokens after the other.
+// 64 columns of a 16-bit weight [K = 128, N], N contiguous. Each of four waves multiplies 32 K: a lane loads four
+// columns for eight k, and pairs of words form operands for four tiles of 16 columns. Column 4 * row + r of the 64 is a
+// row of tile r. All of a block's loads are in flight at once. The waves' sums are reduced through LDS, one token tile
+// at a time.
 template <class T, int kTokens>
 struct TransposedTile {
   static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens;
   static constexpr int kLaneK = 8, kLaneColumns = 4, kColumns = kLaneColumns * mma::kRows;
   static constexpr int kThreads = mma::kWaves * wave::kLanes;
   struct Buffer {
-    f32x4 sum[mma::kWaves][4][wave::kLanes];  // of four neighbouring columns
+    f32x4 sum[mma::kWaves][4][wave::kLanes];  // for four consecutive columns
   };
 
-  // Element r of the words of two k.
+  // Element r of two k's words.
   DEVICE static u32 pair(u32x2 first, u32x2 second, int r) {
     const u32 a = first[r / 2], b = second[r / 2];
     return r % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffff) | b << 16;
@@ -68,10 +69,10 @@ struct TransposedTile {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) sum[r][t] = mma::multiply_tile<T>(sum[r][t], weights, tokens[t]);
     }
-    const int value = wave::index();  // the one of a lane's four that the wave stores
+    const int value = wave::index();  // which of a lane's four values the wave stores
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      if (t > 0) block_barrier();  // hazard: the last sums are written over before they are read
+      if (t > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         buffer.sum[wave::index()][i][lane] = {sum[0][t][i], sum[1][t][i], sum[2][t][i], sum[3][t][i]};

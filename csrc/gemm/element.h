@@ -1,10 +1,10 @@
-// Elements of types known at run time.
+// Elements with types known at run time.
 #pragma once
 #include "device/vec.h"
 
 enum ElementType : int { kI8, kE4m3, kE5m2, kBf16, kF16 };
 
-// The two elements in the lower half of a word, or the two of its upper half; both halves of a word have one of 16 bits.
+// Unpacks the two elements in a word's lower or upper half; 16-bit types have one element per half.
 template <bool kUpper>
 DEVICE f32x2 unpack_bytes(u32 word, int type) {
   constexpr int kShift = kUpper ? 16 : 0;
@@ -14,7 +14,7 @@ DEVICE f32x2 unpack_bytes(u32 word, int type) {
 }
 DEVICE f32x2 unpack_halves(u32 word, int type) { return type == kBf16 ? Bf16::unpack(word) : F16::unpack(word); }
 
-// One element, from its bits.
+// Unpacks one element from its bits.
 DEVICE float unpack_element(u32 bits, int type) {
   return type < kBf16 ? unpack_bytes<false>(bits, type).x : unpack_halves(bits, type).x;
 }
@@ -22,12 +22,12 @@ DEVICE float unpack_element(u32 bits, int type) {
 // A matrix as rows along K.
 struct Elements {
   const u8* data;  // the first element
-  i64 row, step;   // bytes from row to row, and from element to element of K
+  i64 row, step;   // byte strides between rows, and between elements along K
   int type;        // ElementType
-  int vectors;     // whether 16 bytes of K lie side by side and aligned, and may be loaded together
+  int vectors;     // 1 if 16 bytes along K are contiguous and aligned, and may be loaded together
 };
 
-// 8 elements of a row from `at` on, of which those from `count` on are zeros.
+// Loads 8 elements of a row from `at` on; elements from `count` on are zeros.
 DEVICE Chunk load_elements(const Elements& from, const u8* row, int at, int count) {
   Chunk x;
   const int type = from.type;

@@ -1,5 +1,5 @@
-// The products of experts with their pairs: a block of gate_up or down computes a tile of fused_experts_tiled.hip, which says what
-// these are.
+// Grouped GEMM over experts. A gate_up or down block computes one tile of fused_experts_tiled.hip, which defines the
+// terms.
 #pragma once
 #include "device/vec.h"
 #include "gemm/tiled/main_loop.h"
@@ -9,28 +9,28 @@
 using tile::BlockTile, tile::Accumulators;
 
 struct GroupedProblem {
-  const u8* a;        // gate_up: [tokens, K], rows a_stride bytes apart; down: [positions, K]
-  const u8* b;        // [experts, N, K], b_expert bytes apart; an expert's at b_tile, b_row and b_vec: see tile::Layout
-  void* out;          // gate_up: [positions, N / 2] of out_type; down: [pairs, N] fp32
-  const int* sorted;  // [positions]
+  const u8* a;           // gate_up: [tokens, K], rows a_stride bytes apart; down: [positions, K]
+  const u8* b;           // [experts, N, K], b_expert bytes apart; an expert's b_tile, b_row, b_vec: see tile::Layout
+  void* out;             // gate_up: [positions, N / 2], out_type; down: [pairs, N] fp32
+  const int* sorted;     // [positions]
   const i32x4* tiles;    // [1 + tiles]: as in Sort
-  const float* scale_a;  // row: [rows of a] or [1]; block: [rows of a, ceil(K / 128)]; null without
-  const float* scale_b;  // row: [experts, N] or [experts]; block: [experts, ceil(N / 128), ceil(K / 128)]; null without
-  const float* router;   // gate_up: [tokens, topk], what sums are multiplied with; null for ones
+  const float* scale_a;  // row: [rows of a] or [1]; block: [rows of a, ceil(K / 128)]; or null
+  const float* scale_b;  // row: [experts, N] or [experts]; block: [experts, ceil(N / 128), ceil(K / 128)]; or null
+  const float* router;   // gate_up: [tokens, topk] factors of the sums; null for ones
   i64 a_stride, b_expert, b_tile, scale_b_expert;
   int b_row, b_vec, n, k;
   int scale_a_row, scale_a_k,
-      scale_b_row;            // elements from scale to scale: of rows or blocks of rows, and of a's blocks of K
+      scale_b_row;            // element strides of scales: between rows or row blocks, and between a's K blocks
   int slots, topk, out_type;  // 0 bf16, 1 fp16
-  int tiles_n;                // of weight rows
+  int tiles_n;                // along weight rows
 };
 
-// A tile: pairs of one expert, from position `first` on.
+// A tile: one expert's pairs, from position `first` on.
 struct ExpertTile {
   int expert, first, count;
 };
 
-// A wave's sums; n is the first gate row of these.
+// Stores a wave's activations; first_n is its first gate row.
 template <class Tile, ScaleGranularity kScales, bool kTokensScaled>
 DEVICE void store_activations(const Accumulators<Tile>& sums, const GroupedProblem& p, const ExpertTile& expert_tile,
                               int first_n) {
@@ -73,7 +73,7 @@ DEVICE void store_activations(const Accumulators<Tile>& sums, const GroupedProbl
   }
 }
 
-// A wave's sums, whose first weight row is first_n.
+// Stores a wave's sums; first_n is its first weight row.
 template <class Tile, ScaleGranularity kScales, bool kTokensScaled>
 DEVICE void store_results(const Accumulators<Tile>& sums, const GroupedProblem& p, const ExpertTile& expert_tile,
                           int first_n) {
@@ -106,7 +106,7 @@ DEVICE void store_results(const Accumulators<Tile>& sums, const GroupedProblem& 
   }
 }
 
-// Sums of int8 products, rounded to float.
+// Converts int8 product sums to float, rounded.
 template <int kM, int kN>
 DEVICE void to_floats(tile::AccumulatorTile (&sums)[kM][kN]) {
 #pragma unroll
@@ -117,7 +117,7 @@ DEVICE void to_floats(tile::AccumulatorTile (&sums)[kM][kN]) {
       for (f32x4& sum : sums[i][j].sum) sum = __builtin_convertvector(__builtin_bit_cast(i32x4, sum), f32x4);
 }
 
-// Weights are of type Type, as tokens are, or of another of 8 bits, which is then widened to it: tokens have no scales then.
+// Weights have the tokens' Type, or another 8-bit type that is widened to it: tokens are then unscaled.
 template <class Type, class Weights, class Tile, ScaleGranularity kScales, bool kGated>
 DEVICE void multiply_experts(const GroupedProblem& p) {
   const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * p.tiles_n;
@@ -127,11 +127,11 @@ DEVICE void multiply_experts(const GroupedProblem& p) {
   const i32x4 found = mem::load<i32x4>(p.tiles + 1 + position.m);
   const int count = found.z - found.y < Tile::kTileM ? found.z - found.y : Tile::kTileM;
   const ExpertTile expert_tile = {wave::uniform(found.x), wave::uniform(found.y), wave::uniform(count)};
-  constexpr int kRowsN = kGated ? Tile::kTileN / 2 : Tile::kTileN;  // of gate, in gate_up
+  constexpr int kRowsN = kGated ? Tile::kTileN / 2 : Tile::kTileN;  // gate rows, for gate_up
   const int rows_n = kGated ? p.n / 2 : p.n, first_n = position.n * kRowsN;
   const int wave_n = first_n + (kGated ? Tile::wave_n() / 2 : Tile::wave_n());
 
-  // The row of a, from a's or from the tile's first one on, that token m of the tile has; past the last that of the last.
+  // The row of a for the tile's token m, relative to a or to the tile's first row. Tokens past the last repeat its row.
   auto row_of_a = [&](int m) __attribute__((always_inline)) {
     const int inside = m < expert_tile.count ? m : expert_tile.count - 1;
     return kGated ? int(u32(mem::load<int>(p.sorted + expert_tile.first + inside)) / p.slots) : inside;
@@ -187,12 +187,12 @@ DEVICE void multiply_experts(const GroupedProblem& p) {
   else store_results<Tile, kScales, kTokensScaled>(sums, p, expert_tile, wave_n);
 }
 
-// A kernel.
+// Defines a kernel.
 #define EXPERTS_TILE(symbol, Type, Weights, tile_m, scales, gated)                                          \
   KERNEL(256) symbol(GroupedProblem problem) {                                                              \
     multiply_experts<Type, Weights, BlockTile<tile_m, 128, 256>, ScaleGranularity::scales, gated>(problem); \
   }
-// Those of both products and both tiles.
+// Defines both products' kernels for both tiles.
 #define EXPERTS_TILES(name, kind, Type, Weights, scales)                      \
   EXPERTS_TILE(name##_gate_up_##kind##_64, Type, Weights, 64, scales, true)   \
   EXPERTS_TILE(name##_gate_up_##kind##_128, Type, Weights, 128, scales, true) \

@@ -1,20 +1,20 @@
-// One block groups the pairs (a token and an expert that it goes to) by expert, in its LDS.
+// Groups (token, expert) pairs by expert: one block, in its LDS.
 #pragma once
 #include "device/expert_id.h"
 
 constexpr int kThreads = mma::kWaves * wave::kLanes;
 constexpr int kNoExpert = 0x7fff, kBeginsItem = 0x8000, kFewPairs = 128;
 
-// The pairs in the order of their experts, in LDS. A place is an index in this order. `sorting` and all behind it are scratch.
+// Pairs sorted by expert, in LDS. A place is an index in this order. `sorting` and everything after it is scratch.
 struct PairLists {
   int* count;         // [4]: items, and zeros
-  u32* items;         // [items + 1]: expert << 16 | place of the first pair
-  float* router;      // [pairs]: their weights
+  u32* items;         // [items + 1]: expert << 16 | first pair's place
+  float* router;      // [pairs]: router weights
   u16* pairs;         // [places]
   u16* sorting;       // [places]
   u32* keys;          // [pairs]: expert << 16 | pair
-  u32* expert_pairs;  // [experts]: pairs, then pairs << 16 | place of the first
-  int padded;         // pairs and one more, rounded up
+  u32* expert_pairs;  // [experts]: pairs, then pairs << 16 | first place
+  int padded;         // pairs + 1, rounded up
   DEVICE PairLists(u8* lds, int pairs_) {
     padded = (pairs_ + 8) / 8 * 8;
     count = (int*)lds, items = (u32*)(count + 4), router = (float*)(items + padded), pairs = (u16*)(router + padded);
@@ -31,7 +31,8 @@ struct Item {
   }
 };
 
-// Writes the expert of each pair to its key. If a token has pairs with one expert, the first gets the sum of their weights.
+// Writes each pair's expert to its key. If a token has several pairs with one expert, the first gets the sum of their
+// weights.
 template <class Problem>
 DEVICE void find_experts(const Problem& p, const PairLists& lists, int pairs) {
   const int slots = p.topk + p.shared;
@@ -41,7 +42,7 @@ DEVICE void find_experts(const Problem& p, const PairLists& lists, int pairs) {
     const bool routed = pair < pairs && slot < p.topk;
     ids[pair] = routed ? load_expert_id(p.ids, p.id_words, at) : 0;
     lists.router[pair] = routed ? mem::load<float>(p.router + at) : 1.0f;
-    lists.pairs[pair] = 0;  // down reads also places without a pair
+    lists.pairs[pair] = 0;  // down also reads places without a pair
   }
   if (wave::thread_id() < 4) lists.count[wave::thread_id()] = 0;
   block_barrier();  // hazard: ids are read before all are written
@@ -63,12 +64,12 @@ DEVICE void find_experts(const Problem& p, const PairLists& lists, int pairs) {
   }
 }
 
-// For few pairs: a thread compares its pair with all others to find its place.
+// For few pairs: each thread compares its pair with all others to find its place.
 DEVICE void sort_by_comparing(const PairLists& lists, int pairs) {
   block_barrier();  // hazard: keys are read before all are written
   for (int pair = wave::thread_id(); pair < pairs; pair += kThreads) {
     const u32 key = lists.keys[pair], first_key = key & 0xffff0000u;
-    int before = 0, place = 0;  // pairs of lower experts; and all pairs that come first
+    int before = 0, place = 0;  // pairs with lower experts; and all preceding pairs
 #pragma unroll 4
     for (int other = 0; other < pairs; ++other) {
       const u32 of_other = lists.keys[other];
@@ -89,7 +90,7 @@ DEVICE void sort_by_comparing(const PairLists& lists, int pairs) {
     if (begins) lists.items[item] = u32(expert & kNoExpert) << 16 | place;
     items += wave::count(begins);
   }
-  const bool absent = (lists.sorting[pairs - 1] & kNoExpert) == kNoExpert;  // pairs of no expert end the last item
+  const bool absent = (lists.sorting[pairs - 1] & kNoExpert) == kNoExpert;  // pairs without an expert end the last item
   if (wave::lane() == 0) {
     if (!absent) lists.items[items] = pairs;
     *lists.count = items - absent;
@@ -99,7 +100,7 @@ DEVICE void sort_by_comparing(const PairLists& lists, int pairs) {
 // For many pairs: a counting sort.
 DEVICE void sort_by_counting(const PairLists& lists, int pairs, int experts) {
   for (int i = wave::thread_id(); i < experts; i += kThreads) lists.expert_pairs[i] = 0;
-  block_barrier();  // hazard: counted on before it is zero; keys are read before all are written
+  block_barrier();  // hazard: a counter is incremented before it is zero; keys are read before all are written
   for (int pair = wave::thread_id(); pair < pairs; pair += kThreads) {
     const int expert = lists.keys[pair] >> 16;
     if (expert == kNoExpert) continue;
@@ -107,10 +108,10 @@ DEVICE void sort_by_counting(const PairLists& lists, int pairs, int experts) {
         __scoped_atomic_fetch_add(lists.expert_pairs + expert, 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_WRKGRP);
     lists.pairs[pair] = u16(rank);
   }
-  block_barrier();  // hazard: counts are read before all are counted
+  block_barrier();  // hazard: counts are read before they are complete
   if (wave::index() == 0) {
     const int each = (experts + wave::kLanes - 1) / wave::kLanes,
-              lane = wave::lane();  // neighbouring experts of a lane
+              lane = wave::lane();  // a lane's consecutive experts
     const int first = lane * each, end = first + each < experts ? first + each : experts;
     u32 lane_sum = 0;  // items << 16 | pairs
     for (int i = first; i < end; ++i)
@@ -136,7 +137,7 @@ DEVICE void sort_by_counting(const PairLists& lists, int pairs, int experts) {
     if (expert != kNoExpert) lists.sorting[(lists.expert_pairs[expert] & 0xffff) + lists.pairs[pair]] = u16(pair);
   }
   block_barrier();  // hazard: an expert's pairs are read before all are written; ranks are overwritten while they are read
-  // Ranks have the order in which waves counted. Places have the order of the pairs.
+  // Ranks follow the order in which waves counted. Places follow the pair order.
   for (int pair = wave::thread_id(); pair < pairs; pair += kThreads) {
     const int expert = lists.keys[pair] >> 16;
     if (expert == kNoExpert) continue;
@@ -149,7 +150,7 @@ DEVICE void sort_by_counting(const PairLists& lists, int pairs, int experts) {
   }
 }
 
-// Groups the pairs in items of up to kTileTokens tokens, in the order of experts and pairs. Returns the number of items.
+// Groups the pairs into items of up to kTileTokens tokens, ordered by expert, then pair. Returns the number of items.
 template <class Problem>
 DEVICE int group_pairs(const Problem& p, const PairLists& lists) {
   find_experts(p, lists, p.pairs);

@@ -1,4 +1,4 @@
-// Sums of all ranks' rows, and RMSNorm of them: collectives/all_reduce.h.
+// All-reduce of rows, with or without RMSNorm; see collectives/all_reduce.h.
 #include "collectives/instances.h"
 
 GROUPS(SUM_INSTANCE, bf16, Bf16)

@@ -1,11 +1,11 @@
-// A product of few tokens and a weight of its own for each head, as MLA absorbs its projections; see gemm/batched.h.
+// Small-M batched GEMM, one weight per head, for MLA absorption (W_UK, W_UV); see gemm/batched.h.
 //
 //     out[m, h, n] = T(sum_k x[m, h, k] * weight[h, k, n])
 //
-// Sums are fp32.
+// Accumulation is fp32.
 #include "gemm/batched.h"
 
-// Weights with K side by side: tiles of 16 rows along N.
+// K-contiguous weights: tiles of 16 rows along N.
 #define WAVES(kind, T, tokens)                                                      \
   KERNEL(256) batched_gemm_##kind##_narrow_##tokens(const BatchedProblem problem) { \
     using Kernel = WaveSplitK<T, tokens, ScaleGranularity::kNone>;                  \

@@ -1,9 +1,10 @@
-// FP8 matrix product with a scale per 1x128 of the tokens and per 128x128 of the weight; see gemm/skinny.h.
+// Block-scaled FP8 GEMM, one scale per 1x128 of the tokens and per 128x128 of the weight; see gemm/skinny.h.
 //
 //     out[m, n] = T(sum_j scale_a[m, j] * scale_b[n / 128, j] * sum_{k in block j} a[m, k] * b[n, k])
 //
-// a and b are e4m3 of the arch's format, scales fp32 or both e8m0, sums fp32: the products of 128 of K are summed first, then
-// scaled. Where only one of the scales is e8m0, it is widened to fp32 beforehand; these kernels and the tiled ones stay few.
+// a and b are e4m3 in the arch's format; scales are both fp32 or both e8m0; accumulation is fp32: the products over 128
+// K are summed first, then scaled. If only one operand's scales are e8m0, they are widened to fp32 beforehand, which
+// keeps the number of these and the tiled kernels low.
 #include "gemm/skinny.h"
 
 WAVE_SPLIT_K(block_scaled_mm_narrow_8, E4m3, 8, ScaleGranularity::kBlock)
@@ -17,7 +18,8 @@ STREAMED_TILE(block_scaled_mm_e8m0_skinny_16, E4m3, 16, ScaleGranularity::kBlock
 STREAMED_TILE(block_scaled_mm_e8m0_skinny_32, E4m3, 32, ScaleGranularity::kBlock, E8m0Scale)
 STREAMED_TILE(block_scaled_mm_e8m0_skinny_64, E4m3, 64, ScaleGranularity::kBlock, E8m0Scale)
 
-// Each thread one of `count` scales, [count / blocks, blocks] in either; row_stride and block_stride are those of the e8m0 ones.
+// Each thread widens one of `count` scales, [count / blocks, blocks] on both sides; row_stride and block_stride are for
+// the e8m0 input.
 KERNEL(256)
 block_scaled_mm_widen(const u8* scales, float* widened, i64 row_stride, i64 block_stride, int blocks, u32 inverse,
                       int shift, int count) {  // inverse and shift: the Divisor of blocks

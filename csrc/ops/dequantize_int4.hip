@@ -1,9 +1,9 @@
-// Values of 4 bits, with a scale and a shift for each group of a row, as 16 bits.
+// Dequantizes 4-bit values, with a scale and a shift per group of a row, to 16 bits.
 //
 //     out[r, g, d] = T(q[r, g, d] * scale[r, g] + shift[r, g])
 //
-// A row is the groups' pairs of fp16, scale and shift, and then eight values in a word, the first in the lowest bits. A thread has a
-// word: it loads 8 bytes and stores 16.
+// A row is the groups' fp16 pairs (scale, shift), followed by eight values per word, the first in the lowest bits. A
+// thread converts one word: it loads 8 bytes and stores 16.
 #include "device/divisor.h"
 #include "device/vec.h"
 
@@ -11,7 +11,7 @@ struct Int4Problem {
   const u32* quantized;  // [rows, groups + words], rows `stride` words apart
   void* out;             // [rows, 8 * words]
   i64 stride;
-  int words, groups, count;  // of a row's values; of all rows
+  int words, groups, count;  // words and groups per row; words in all rows
   Divisor words_divisor, group_divisor;
 };
 

@@ -1,7 +1,7 @@
-// Flash attention, forward; see attention/flash.h.
+// FlashAttention forward (prefill); see attention/flash.h.
 #include "attention/flash.h"
 
-// The kernels leave registers for so many waves of a SIMD.
+// The compiler limits registers for `waves` waves per SIMD.
 #define PLAIN(symbol, waves, T, ...)                                     \
   KERNEL(256) WAVES_PER_SIMD(waves) symbol(const FlashProblem problem) { \
     using Kernel = Flash<T, __VA_ARGS__, false>;                         \

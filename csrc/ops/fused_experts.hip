@@ -1,56 +1,56 @@
-// The experts of a mixture-of-experts layer for few tokens: weights are streamed from HBM once, as in gemm/skinny.h.
+// Fused MoE experts for few tokens: weights are streamed from HBM once, as in gemm/skinny.h.
 //
 //     gate_up:  act[pair] = silu(gate) * up,  gate, up = w1[expert of pair] @ hidden[token of pair]
 //     down:     out[token] = sum over the token's pairs of weight * (w2[expert of pair] @ act[pair])
 //
-// A pair is a token and an expert that it goes to. Bytes: the weights of the experts hit, little else.
+// A pair is a token and an expert it is routed to. Bytes: the weights of the activated experts dominate.
 //
-// No launch sorts the pairs first: every block of gate_up groups them by expert in LDS for itself (gemm/group_pairs.h), which
-// takes less time than a launch, and one block stores the order for down. An item is an expert with up to kTileTokens of its
-// tokens. An expert without tokens is no item and costs nothing. A tile is 16 rows of weights. The waves of a block split K
-// (WaveSplitK): each lane has weights and tokens of kStages K slices of 128 bytes in registers.
+// No launch sorts the pairs first: every gate_up block groups them by expert in its own LDS (gemm/group_pairs.h), which
+// takes less time than a launch, and one block stores the order for down. An item is an expert with up to kTileTokens
+// of its tokens. An expert without tokens has no item and costs nothing. A tile is 16 weight rows. A block's waves
+// split K (WaveSplitK): each lane holds the weights and tokens of kStages K slices of 128 bytes in registers.
 //
-// gate_up: a tile has 8 gate rows and their 8 up rows, so that a lane has both. Blocks take the tiles of all items in turn. The
-// sums of the waves meet in LDS at the end of each tile.
+// gate_up: a tile has 8 gate rows and their 8 up rows, so a lane has both. Blocks take the tiles of all items
+// round-robin. The waves' sums are reduced in LDS at the end of each tile.
 //
-// down: a block has one tile of the output and goes through all items. Each wave adds to sums of its own in LDS, in the order
-// of the items. Where tiles are too few to fill the GPU, split_k blocks divide the units of each tile among them, and the last
-// one to arrive adds up their partial sums in the order of the blocks. No block waits for another and no value is added
-// atomically, so every run gives the same bits.
+// down: a block owns one output tile and iterates over all items. Each wave accumulates into its own sums in LDS, in
+// item order. If tiles are too few to fill the GPU, split_k blocks divide each tile's units among them, and the last
+// one to arrive adds their partial sums in block order. No block waits for another and nothing is added atomically, so
+// every run gives the same bits.
 //
-// A launch before these quantises the tokens. Blocks that quantise them for themselves, on their way to the matrix instruction
-// or, few of them, into LDS, save the launch and were slower even for one token, measured on H200: 31.9 and 31.0 against 29.2
-// us.
+// The tokens are quantized by a previous launch. Rejected: blocks that quantize tokens themselves, on the way to the
+// matrix instruction or, few of them, into LDS, save the launch and were slower even for one token, measured on H200:
+// 31.9 and 31.0 us versus 29.2 us.
 #include "device/arrive.h"
 #include "device/scale.h"
 #include "device/vec.h"
 #include "gemm/group_pairs.h"
 
 struct Experts {
-  const u8* tokens;   // [rows, K]; gate_up: hidden, a row per token; down: act, a row per pair, in their order
-  const u8* weights;  // [E, N, K], or each expert's in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
-  void* out;          // gate_up: [pairs, N / 2]; down: [tokens, N]; of out_type
-  float* partials;    // down with split_k > 1: [tiles, split_k, tokens, 16 rows]
-  u32* counters;      // down with split_k > 1: [tiles], 0
-  const u8* scale_a;  // block: [rows, ceil(K / 128)]; row: [rows] or [1]; mx: [rows, K / 32]
-  const u8* scale_b;  // block: [E, ceil(N / 128), ceil(K / 128)]; row: [E, N] or [E]; mx: [E, N, K / 32]; of E experts
-  const u32* ids;     // [tokens, topk], id_words words each
-  const float* router;              // [tokens, topk]: the weights of the pairs
-  u32x4* lists;                     // [kept_vectors() of PairLists]: gate_up writes them, down reads them
-  int* num_rows;                    // gate_up: [1], gets the number of rows of act; or null
-  const int* expert_map;            // [mapped], or null
-  i64 expert_bytes, expert_scales;  // from an expert to the next: bytes of weights and of scale_b
-  int token_bytes, row_bytes;       // from row to row, of weights within 16 of them
-  int tile_bytes, spread;  // of weights from 16 rows to the next; bytes from a byte of K to the next, in steps of 16
-  int m, n, k, pairs;      // tokens, rows of an expert's weight, bytes of K; pairs of tokens and slots
+  const u8* tokens;       // [rows, K]; gate_up: hidden, a row per token; down: act, a row per pair, in pair order
+  const u8* weights;      // [E, N, K], or each expert's in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
+  void* out;              // gate_up: [pairs, N / 2]; down: [tokens, N]; out_type
+  float* partials;        // down with split_k > 1: [tiles, split_k, tokens, 16 rows]
+  u32* counters;          // down with split_k > 1: [tiles], zeros
+  const u8* scale_a;      // block: [rows, ceil(K / 128)]; row: [rows] or [1]; mx: [rows, K / 32]
+  const u8* scale_b;      // block: [E, ceil(N / 128), ceil(K / 128)]; row: [E, N] or [E]; mx: [E, N, K / 32]; E experts
+  const u32* ids;         // [tokens, topk], id_words words each
+  const float* router;    // [tokens, topk]: pair weights
+  u32x4* lists;           // [kept_vectors() of PairLists]: written by gate_up, read by down
+  int* num_rows;          // gate_up: [1], receives the row count of act; or null
+  const int* expert_map;  // [mapped], or null
+  i64 expert_bytes, expert_scales;  // byte strides between experts: of weights and of scale_b
+  int token_bytes, row_bytes;       // byte strides between rows; for weights within 16 rows
+  int tile_bytes, spread;        // byte strides of weights: between groups of 16 rows, and per byte of K in steps of 16
+  int m, n, k, pairs;            // tokens, rows of an expert's weight, bytes of K; token-slot pairs
   int scale_a_row, scale_b_row;  // bytes between scales
   int topk, shared, routed, mapped, id_words;
   int per_slot;       // 2^20 / slots, rounded up
   int out_type;       // 0 bf16, 1 fp16
-  int apply_weights;  // whether results are multiplied by the weight of their pair
-  int step;           // gate_up: blocks; down: K slices of a unit, which one wave has
-  int split_k;        // down: blocks that share the units of a tile
-  int work_per_item;  // gate_up: tiles of an item; down: units
+  int apply_weights;  // 1 if results are multiplied by their pair's weight
+  int step;           // gate_up: blocks; down: K slices per unit, which one wave processes
+  int split_k;        // down: blocks that share a tile's units
+  int work_per_item;  // gate_up: tiles per item; down: units
   u32 work_per_item_inverse;
 };
 
@@ -71,7 +71,7 @@ struct ScaleRegister<ScaleGranularity::kMx> {
 };
 #endif
 
-// The main loop of a wave: loads K slices to registers and multiplies them.
+// A wave's main loop: loads K slices to registers and multiplies them.
 template <class T, ScaleGranularity kScales, bool kGated, int kStages>
 struct ExpertMainLoop {
   static constexpr int kTileOut = kGated ? mma::kRows / 2 : mma::kRows;
@@ -83,29 +83,29 @@ struct ExpertMainLoop {
     u32x4 tokens[kSliceSteps];
     typename ScaleRegister<kScales>::Loaded scale_a[mma::kValueTokens], scale_b[kScalesB];
   };
-  struct ItemTile {  // an item's tile
+  struct ItemTile {  // one tile of one item
     mem::Cursor weights[mma::kLoads];
     mem::Buffer scales_b;
     int scale_b[kScalesB];           // bytes
-    int token;                       // bytes to the lane's token; -1 for none
-    int scale_a[mma::kValueTokens];  // bytes; -1 for none
+    int token;                       // byte offset of the lane's token; -1 for none
+    int scale_a[mma::kValueTokens];  // byte offsets; -1 for none
   };
 
   const Experts& p;
   const PairLists& lists;
   const int lane = wave::lane();
 
-  DEVICE int row_of(int tile, int row) const {  // of the weight
+  DEVICE int row_of(int tile, int row) const {  // in the weight
     if (kGated) row = mma::half(row) * (p.n / 2) + tile * kTileOut + mma::half_row(row);
     else row += tile * kTileOut;
     return row < p.n ? row : p.n - 1;
   }
-  // Bytes from a byte of K to the next, in steps of 16.
+  // Byte stride per byte of K, in steps of 16.
   DEVICE int spread() const { return mem::kExpertFragments ? p.spread : 1; }
 
-  // The block of 32 of a K slice whose scale this lane has.
+  // The 32-element block of a K slice whose scale this lane holds.
   DEVICE int mx_block() const { return kMx ? mma::depth(lane) / 16 : 0; }
-  // The row of tokens and of scale_a that belongs to a place in the order of the pairs.
+  // The row of tokens and scale_a for a place in the pair order.
   DEVICE int token_row(int place) const { return kGated ? lists.pairs[place] * p.per_slot >> 20 : place; }
 
   DEVICE ItemTile item_tile(int index, int tile) const {
@@ -135,7 +135,7 @@ struct ExpertMainLoop {
     return item_tile;
   }
 
-  // The K slice from byte k on; zeros if not `more`.
+  // Loads the K slice from byte k on; zeros if not `more`.
   DEVICE void load(KSlice& k_slice, const ItemTile& item_tile, int k, bool more) const {
     const int bytes = more ? p.k - k - mma::depth(lane) : 0;
     const mem::Buffer tokens = mem::buffer(p.tokens);
@@ -183,13 +183,13 @@ struct ExpertMainLoop {
     return sum;
   }
 
-  // Value i of a tile, once `last`, its last K slice, is multiplied.
+  // Value i of a tile, once its last K slice, `last`, has been multiplied.
   DEVICE float result(const f32x4& sum, const KSlice& last, int i) const {
     if constexpr (kScales != ScaleGranularity::kRow) return sum[i];
     else return sum[i] * (last.scale_a[i % mma::kValueTokens] * last.scale_b[i]);
   }
 
-  // Multiplies all K slices that `walk` gives, and calls end(walk, sum, last K slice) at the end of each tile.
+  // Multiplies all K slices of `walk`, and calls end(walk, sum, last K slice) at the end of each tile.
   template <class Walk, class End>
   DEVICE void multiply_all(Walk walk, End end) const {
     if (!walk.more()) return;
@@ -212,7 +212,7 @@ struct ExpertMainLoop {
         sum = f32x4{};
       }
     };
-    // Loads are in no branch, so that every path has as many in flight. Past the end they load zeros.
+    // Loads are branch-free, so every path has the same number in flight. Past the end they load zeros.
     while (walk.more()) {
 #pragma unroll
       for (int i = 0; i < kStages; ++i) {
@@ -223,13 +223,13 @@ struct ExpertMainLoop {
   }
 };
 
-// value / divisor, for values up to 2^31 / divisor, by the divisor's inverse: 2^31 / divisor + 1.
+// Returns value / divisor, for values up to 2^31 / divisor, given the inverse: 2^31 / divisor + 1.
 DEVICE int divide_by(u32 inverse, int value) { return int(i64(value) * inverse >> 31); }
 
-// The tiles of a block, and a wave's K slices of each. All waves have as many slices, some without bytes.
+// A block's tiles, and a wave's K slices in each. All waves have the same number of slices, some without bytes.
 struct TileWalk {
   const Experts& p;
-  int tiles, work, slice = 0;  // tiles of all items
+  int tiles, work, slice = 0;  // tiles in all items
   DEVICE bool more() const { return work < tiles; }
   DEVICE int item() const { return divide_by(p.work_per_item_inverse, work); }
   DEVICE int tile() const { return work - item() * p.work_per_item; }
@@ -244,7 +244,7 @@ struct TileWalk {
 template <class T, ScaleGranularity kScales>
 DEVICE void gate_up(const Experts& p) {
   using S = ExpertMainLoop<T, kScales, true, mma::kStages>;
-  // Double-buffered: a slow wave may still read the last tile's.
+  // Double-buffered: a slow wave may still read the previous tile's sums.
   LDS static float sums[2][mma::kWaves][4][wave::kLanes];
   const PairLists lists(dynamic_lds, p.pairs);
   const int items = group_pairs(p, lists);
@@ -261,7 +261,7 @@ DEVICE void gate_up(const Experts& p) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[parity][wave::index()][i][main_loop.lane] = main_loop.result(sum, last, i);
     block_barrier();  // hazard: the waves' sums are read before they are written
-    // Each of the first two waves has one gate value and the up value of a lane.
+    // Each of the first two waves handles one gate value and one up value per lane.
     const int i = wave::index();
     const Item item(lists, walk.item());
     const int place = item.first + mma::value_token(main_loop.lane, i);
@@ -281,10 +281,10 @@ DEVICE void gate_up(const Experts& p) {
   main_loop.multiply_all(TileWalk{p, items * p.work_per_item, wave::block_id_x()}, end_tile);
 }
 
-// The units of a wave. All waves of the blocks of a tile take the units of all items in turn.
+// A wave's units. All waves in a tile's blocks take the units of all items round-robin.
 struct UnitWalk {
   const Experts& p;
-  int units, unit, slice = 0;  // units of all items
+  int units, unit, slice = 0;  // units in all items
   DEVICE bool more() const { return unit < units; }
   DEVICE int item() const { return divide_by(p.work_per_item_inverse, unit); }
   DEVICE int tile() const { return wave::block_id_x(); }

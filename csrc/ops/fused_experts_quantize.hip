@@ -1,10 +1,11 @@
-// Quantisation of rows of bf16 or fp16 between the products of fused_experts. To e4m3 by device/row_output.h: static, per
-// token, per block of 128 columns, of which the last of a row may be shorter, or MX. To int8, static or per token:
+// Quantizes bf16 or fp16 rows between the GEMMs of fused_experts. To e4m3 with device/row_output.h: static, per token,
+// per 128-column block (a row's last block may be shorter), or MX. To int8, static or per token:
 //
 //     scale = max(absmax(x), 1e-10) / 127;  out = int8(x / scale), to nearest even, from -127 to 127; NaN becomes 127
 //
-// Bytes per element: 2 + 1. A chunk is 8 neighbouring elements. Per token a block owns a row, and thread t has the chunks t,
-// t + threads, ... Otherwise a thread has one chunk, and as many blocks share a row as it has chunks for.
+// Bytes per element: 2 + 1. A chunk is 8 consecutive elements. Per token, a block owns a row, and thread t processes
+// the chunks t, t + threads, ... Otherwise a thread processes one chunk, and several blocks share a row, as its chunk
+// count requires.
 #include "device/row_output.h"
 
 struct Rows {
@@ -12,7 +13,7 @@ struct Rows {
   u8* out;        // [rows, columns] e4m3; columns are a multiple of 8
   void* scale;    // per token: [rows]; per block: [rows, ceil(columns / 128)]; mx: u8 [rows, columns / 32]; else null
   const float* static_scale;  // [1], or null
-  const int* count;           // [1]: the number of rows, at most that of the grid; or null for all
+  const int* count;           // [1]: the number of rows, at most the grid's; or null for all
   i64 stride;
   int columns, threads;
 };
@@ -40,7 +41,7 @@ DEVICE void quantize_row(const Rows& p) {
   output.finish(chunks);
 }
 
-// Four numbers as int8.
+// Converts four numbers to int8.
 DEVICE u32 to_int8x4(f32x2 low, f32x2 high) {
   const float x[4] = {low.x, low.y, high.x, high.y};
   u32 packed = 0;
@@ -52,7 +53,7 @@ DEVICE u32 to_int8x4(f32x2 low, f32x2 high) {
   return packed;
 }
 
-// A block owns a row, whose scale it computes if kDynamic; thread t has the chunks t, t + threads, ...
+// A block owns a row, and computes its scale if kDynamic; thread t processes the chunks t, t + threads, ...
 template <class T, bool kDynamic>
 DEVICE void quantize_row_to_int8(const Rows& p) {
   constexpr int kChunks = 4;

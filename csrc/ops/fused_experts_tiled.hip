@@ -1,24 +1,24 @@
-// The experts of a mixture-of-experts layer for many tokens: the pairs of each expert in tiles, their operands through LDS.
+// Fused MoE experts for many tokens: each expert's pairs in tiles, operands through LDS.
 //
-//     sort:     the pairs of a token and an expert that it goes to, in the order of the experts; their tiles
+//     sort:     sorts the (token, expert) pairs by expert and assigns tiles
 //     gate_up:  act[position] = silu(gate) * up,  gate, up = w1[expert] @ hidden[token]
 //     down:     results[pair] = w2[expert] @ act[position]
 //     combine:  out[token] = sum over the token's pairs of weight * results[pair]
 //
-// Pair number token * slots + slot; slots are the topk chosen experts, then the shared ones. A position is a place among the
-// sorted pairs; pairs whose expert this rank does not have have none. Flops: 6 * pairs * H * I; bytes: the weights of the
-// experts hit, and of each pair some H * 5 + I * 6.
+// Pair index: token * slots + slot; slots are the topk routed experts, then the shared ones. A position is an index
+// into the sorted pairs; pairs whose expert is not on this rank have none. Flops: 6 * pairs * H * I; bytes: the weights
+// of the activated experts, plus about H * 5 + I * 6 per pair.
 //
-// Only the device knows the number of tiles: a grid has the most that are possible, and blocks without a tile return. A block of
-// gate_up or down computes a tile (gemm/tiled/main_loop.h): up to kTileM pairs of one expert times kTileN of its weight rows. In
-// gate_up half of the rows are gate rows and the others their up rows, so that a lane has the sums of 4 of each and computes
-// activations. Positions have the order of the pairs, sums that of the slots: the same inputs give the same bits.
+// Only the device knows the number of tiles: the grid has the maximum, and blocks without a tile return. A gate_up or
+// down block computes one tile (gemm/tiled/main_loop.h): up to kTileM pairs of one expert times kTileN of its weight
+// rows. In gate_up half of the rows are gate rows and the others their up rows, so a lane has the sums of 4 of each and
+// computes activations. Positions follow pair order, sums follow slot order: the same inputs give the same bits.
 //
-// What gemm/tiled/main_loop.h does per panel is counted in scaled_mm_tiled.hip; two scales of weights take 28 issue cycles more
-// of a SIMD for 64 x 128 on gfx942, 56 for 128 x 128 (emulated). No LDS bank conflicts.
+// scaled_mm_tiled.hip lists the cost of gemm/tiled/main_loop.h per panel. Two weight scales add 28 issue cycles per
+// SIMD for 64 x 128 on gfx942, 56 for 128 x 128 (emulated). No LDS bank conflicts.
 //
-// sort: each block sorts the pairs of one expert by itself. It counts the ids of all experts in LDS. Then each of its waves
-// reads a part of the ids and writes the block's pairs to their positions. Bytes: E * ids, out of the caches.
+// sort: each block sorts the pairs of one expert on its own. It counts the ids of all experts in LDS. Then each of its
+// waves reads a share of the ids and writes the block's pairs to their positions. Bytes: E * ids, from the caches.
 #include "device/expert_id.h"
 #include "device/reduce.h"
 #include "gemm/expert_tiles.h"
@@ -30,7 +30,7 @@ struct Routing {
   DEVICE int slots() const { return topk + shared; }
 };
 
-// The expert of each id, or -1 if this rank does not have it.
+// Loads the expert of each id, or -1 if it is not on this rank.
 template <int kIds>
 DEVICE void load_experts(const Routing& p, const int (&at)[kIds], int end, int (&expert)[kIds]) {
 #pragma unroll
@@ -51,9 +51,9 @@ struct Sort {
   Routing routing;
   int* sorted;  // [pairs]: the pair at each position
   i32x4*
-      tiles;  // [1 + tiles]: how many pairs have a position, and how many tiles there are; then of each tile its expert, its
-              // first position, and the one behind the expert's last
-  int experts, tile;  // and pairs of a tile
+      tiles;  // [1 + tiles]: the number of pairs with a position, and of tiles; then each tile's expert, first position,
+              // and the end of the expert's positions
+  int experts, tile;  // tile: pairs per tile
 };
 
 constexpr int kMostExperts = 1024, kSortThreads = 1024, kBatch = 4;
@@ -81,16 +81,16 @@ KERNEL(kSortThreads) fused_experts_tiled_sort(Sort sort) {
   };
 
   for (int i = wave::thread_id(); i < routing.routed; i += kSortThreads) counts[i] = 0;
-  block_barrier();  // hazard: counted on before they are zero
+  block_barrier();  // hazard: counters are incremented before they are zero
   int wave_count = 0;
   for_all([&](int, int found) __attribute__((always_inline)) {
     if (found >= 0) __scoped_atomic_fetch_add(counts + found, 1, __ATOMIC_RELAXED, __MEMORY_SCOPE_WRKGRP);
     wave_count += wave::count(found == expert);
   });
   if (wave::lane() == 0) of_waves[wave::index()] = wave_count;
-  block_barrier();  // hazard: counts are read before all are there
+  block_barrier();  // hazard: counts are read before they are complete
 
-  int position = 0, tile = 0;  // the first of this expert
+  int position = 0, tile = 0;  // the expert's first
   for (int i = wave::lane(); i < routing.routed && i < expert; i += wave::kLanes)
     position += counts[i], tile += (counts[i] + sort.tile - 1) / sort.tile;
   position = wave::reduce(position, 0, AddInt{}), tile = wave::reduce(tile, 0, AddInt{});
@@ -126,7 +126,7 @@ struct Combine {
   Routing routing;
   const float* results;  // [pairs, columns]
   const float* router;   // [tokens, topk], or null for ones
-  void* out;             // [tokens, columns] of out_type
+  void* out;             // [tokens, columns], out_type
   int columns, out_type;
 };
 

@@ -1,11 +1,12 @@
-// The products of fused_experts_tiled.hip with weights of 8 bits beside e4m3 with e4m3.
+// fused_experts_tiled GEMMs for other 8-bit weights: int8, e5m2 and weight-only.
 //
-// int8: weights and tokens are int8, with a scale per row or tensor; sums are int32, exact, and rounded once to fp32. They have
-// room for K up to 2^17. e5m2: tokens are e4m3, as beside e4m3 weights: the matrix instructions take one format each.
-// Weights alone (W8A16): tokens are bf16 or fp16, and weights are widened to that on their way to LDS, which is exact.
+// int8: weights and tokens are int8, with a scale per row or tensor; int32 accumulation is exact, and rounded once to
+// fp32. It does not overflow for K up to 2^17. e5m2: tokens are e4m3, as with e4m3 weights: the matrix instructions
+// take one format per operand. Weight-only (W8A16): tokens are bf16 or fp16, and weights are widened to that on the way
+// to LDS, which is exact.
 //
-// Rates: int8 and 8-bit floats have the same (CDNA3 ISA, section 7; CDNA4 ISA, section 7); weights alone have that of 16 bits, and
-// a byte of weights less to read.
+// Rates: int8 and 8-bit floats are equal (CDNA3 ISA, section 7; CDNA4 ISA, section 7); weight-only runs at the 16-bit
+// rate, but reads one byte less per weight.
 #include "gemm/expert_tiles.h"
 
 EXPERTS_TILES(fused_experts_tiled_bytes, int8, I8, I8, kRow)

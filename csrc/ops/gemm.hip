@@ -1,16 +1,16 @@
-// Matrix products of operands of any type, any strides and any sizes.
+// GEMM with operands of any type, strides and sizes.
 //
 //     out[m, n] = T(activation(scale_a[m] * scale_b[n] * sum_k a[m, k] * b[k, n] + bias))
 //
-// a and b are int8, e4m3 or e5m2 of the arch's formats, bf16 or fp16. Two types of 8 bits that are both fp8 are multiplied as they
-// are, and int8 with int8, in sums of 32 bits. Other pairs are converted to 16 bits, which is exact. Flops: 2 * M * N * K; bytes:
-// those of a, b and out.
+// a and b are int8, e4m3 or e5m2 in the arch's formats, bf16 or fp16. fp8 with fp8, and int8 with int8, are multiplied
+// unconverted, with 32-bit accumulation. Other pairs are converted to 16 bits, which is exact. Flops: 2 * M * N * K;
+// bytes: a, b and out.
 //
-// gemm_<type>_<tile>: a block computes a tile of the output, or a K slice of one (gemm/tiled/main_loop.h, split_k.h), of operands
-// whose rows along K are side by side and aligned. gemm_any_<type>_<tile>: the same of any strides, element by element
-// (gemm/tiled/element_loader.h). gemm_few_<sums>_<tokens>: a wave multiplies a column of b with all tokens and adds up its lanes' sums.
-// gemm_int8_narrow_<tokens>, gemm_int8_skinny_<tokens>: int8 with scales and few tokens (gemm/skinny.h), whose sums are exact over 64
-// of K and then fp32. The same inputs give the same bits.
+// gemm_<type>_<tile>: a block computes an output tile, or a K slice of one (gemm/tiled/main_loop.h, split_k.h), from
+// K-contiguous, aligned operands. gemm_any_<type>_<tile>: the same for any strides, element by element
+// (gemm/tiled/element_loader.h). gemm_few_<sums>_<tokens>: a wave multiplies a column of b with all tokens and reduces
+// over its lanes. gemm_int8_narrow_<tokens>, gemm_int8_skinny_<tokens>: int8 with scales and few tokens
+// (gemm/skinny.h), accumulated exactly over 64 K and in fp32 beyond. The same inputs give the same bits.
 #include "gemm/any.h"
 #include "gemm/skinny.h"
 

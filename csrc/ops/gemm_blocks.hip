@@ -1,8 +1,8 @@
-// Matrix products of operands of any type, any strides and any sizes, with scales of blocks.
+// GEMM with operands of any type, strides and sizes, with block scales.
 //
 //     out[m, n] = T(activation(sum_j scale_a[m, j] * scale_b[j, n / 128] * sum_{k in block j of 128} a[m, k] * b[k, n] + bias))
 //
-// The products of 128 of K are summed first, those of int8 exactly, then scaled and added in fp32. The rest is as in gemm.hip.
+// The products over 128 K are summed first (int8: exactly), then scaled and added in fp32. The rest is as in gemm.hip.
 #include "gemm/any.h"
 #include "gemm/skinny.h"
 

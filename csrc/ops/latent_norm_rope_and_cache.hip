@@ -1,15 +1,15 @@
-// What latent attention does between its first projection and the scores, in one launch: RMSNorm of the queries' latent, with an
-// optional e4m3 quantization behind, RMSNorm of the keys' latent, rotary position embedding of the keys' rotated part, and the write of
-// both to a paged cache.
+// Fused MLA preprocessing between the first projection and the scores, in one launch. It applies RMSNorm to the query
+// latent, with optional fused e4m3 quantization, RMSNorm to the KV latent and RoPE to k_pe, and writes the KV latent and
+// k_pe to a paged cache.
 //
 //     qkv row = [q | kv | k_pe]
-//     q_out = y(q), kv_out = y(kv) as ops/rms_norm.hip has y, q_out as device/row_output.h stores or quantizes it
+//     q_out = y(q), kv_out = y(kv) as ops/rms_norm.hip defines y, q_out as device/row_output.h stores or quantizes it
 //     k_pe_out = k_pe rotated as in ops/rope_and_cache.hip, all of it
 //     cache[slot] = [kv_out | k_pe_out]   or   e4m3([kv_out | k_pe_out] / scale)
 //
-// A token has two blocks: one for kv and k_pe, one for q, so that a token takes as long as the slower of the two. Models without a
-// latent of queries have the first alone. Pairs are the last threads', which have no element of kv where q is three waves long and kv
-// one. Slot -1 is not written. All is latency: a token of DeepSeek-V3 is 4 KB.
+// A token has two blocks: one for kv and k_pe, one for q, so a token takes as long as the slower of the two. Models
+// without a query latent launch only the first. Pairs are rotated by the last threads, which have no kv element when q
+// is three waves long and kv one. Slot -1 is not written. Latency-bound: a token of DeepSeek-V3 is 4 KB.
 #include "attention/cache.h"
 #include "attention/operands.h"
 #include "attention/rotation.h"
@@ -18,22 +18,22 @@
 
 struct LatentCache {
   u8* data;
-  const float* scale;             // [1], of e4m3; null is 1
-  i64 block_stride, slot_stride;  // elements; those of a slot lie side by side
-  const i64* slots;               // [num_slots], of the first tokens
-  int num_slots, page_size;       // slots of a page
+  const float* scale;             // [1], for e4m3; null is 1
+  i64 block_stride, slot_stride;  // elements; a slot is contiguous
+  const i64* slots;               // [num_slots], for the first tokens
+  int num_slots, page_size;       // slots per page
   Divisor page_divisor;
 };
 
 struct Rotation {
   const i64* positions;
-  const void* cos_sin;  // [positions, 16 * rotary_vecs] of cos_sin_type: 0 bf16, 1 fp16, 2 fp32
+  const void* cos_sin;  // [positions, 16 * rotary_vecs], cos_sin_type: 0 bf16, 1 fp16, 2 fp32
   int rotary_vecs;      // 16 elements each
   int cos_sin_type;
   int is_neox;
 };
 
-// A token's row of the cache.
+// A token's row in the cache.
 template <class T, class Cache>
 struct CacheRow {
   using Element = typename CacheType<Cache>::Element;
@@ -60,7 +60,7 @@ struct CacheRow {
   }
 };
 
-// The output of kv in the place of a RowOutput: stored as T and written to the cache.
+// The output of kv, in place of a RowOutput: stored as T and written to the cache.
 template <class T, class Cache>
 struct LatentRow {
   CacheRow<T, Cache> cache;
@@ -77,7 +77,7 @@ struct LatentRow {
   DEVICE void finish(RowChunks<kChunks, u32x4>) const {}
 };
 
-// A thread's 8 pairs of k_pe, which are loaded before the norm and rotated behind it.
+// A thread's 8 pairs of k_pe, loaded before the norm and rotated after it.
 struct Pairs {
   bool is_here;
   int first, second;
@@ -107,7 +107,7 @@ struct Pairs {
   }
 };
 
-// The first block of a token. The norm is that of the waves that kv has, so that no other waits for it.
+// A token's first block. Only kv's waves take part in the norm, so no other wave waits for it.
 template <class T, class Cache>
 DEVICE void kv_and_k_pe(const NormRow& kv, const Rotation& rotation, const LatentCache& to, void* kv_out,
                         void* k_pe_out, int threads) {

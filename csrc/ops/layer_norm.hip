@@ -1,18 +1,19 @@
-// LayerNorm of rows, with an optional e4m3 quantisation behind.
+// LayerNorm of rows, with optional fused e4m3 quantization.
 //
 //     d = input - mean(input)
 //     y = T(d * rsqrt(mean(d^2) + epsilon) * weight + bias)
 //     plain:     out = y
 //     static:    out = e4m3(y * (1 / scale))
 //     per token: scale[row] = max(min(absmax(y), scale_ub) / 448, min_scale);  out = e4m3(y / scale[row])
-//     per block: the same for each run of group_size columns
-//     mx:        out = e4m3fn(y * 2^(127 - s)), s per run of 32 columns
+//     per block: the same for each group of group_size columns
+//     mx:        out = e4m3fn(y * 2^(127 - s)), s per group of 32 columns
 //
-// All is fp32 up to the one rounding to T. The variance is that of the differences from the mean, which takes a second reduction
-// but loses nothing where the mean is far from zero; mean(input^2) - mean(input)^2 would lose all of it.
+// Everything is fp32 up to the single rounding to T. The variance is computed from the differences to the mean, which
+// takes a second reduction but loses no precision where the mean is far from zero; mean(input^2) - mean(input)^2 would
+// lose all of it.
 //
-// Bytes per element: 2 (input) + 1 or 2 (out). As in rms_norm.hip a block owns a row and keeps it in registers, thread t the chunks
-// of 8 elements t, t + threads, ..., and all loads are in flight before the first is used.
+// Bytes per element: 2 (input) + 1 or 2 (out). As in rms_norm.hip a block owns a row and keeps it in registers, thread
+// t the 8-element chunks t, t + threads, ..., and all loads are in flight before the first is used.
 #include "device/row_output.h"
 
 struct LayerNormRow {
@@ -22,7 +23,7 @@ struct LayerNormRow {
   int hidden;
   float inverse_hidden, epsilon;
 
-  // Of the row, from the sum of all its elements.
+  // The row's mean, from the sum of all its elements.
   DEVICE float mean(float sum) const { return divide(sum, float(hidden), inverse_hidden); }
   DEVICE float inverse_deviation(float sum_of_squares) const {
     return numerics::rsqrt_approx(mean(sum_of_squares) + epsilon);
@@ -46,7 +47,7 @@ DEVICE void layer_norm_vector(LayerNormRow row, RowOutput<T, kOutput> output) {
     weight[i] = mem::load_vector_or_zero(row.weight, chunks.index[i], chunks.in_bounds[i] && row.weight);
     bias[i] = mem::load_vector_or_zero(row.bias, chunks.index[i], chunks.in_bounds[i] && row.bias);
   }
-  const u32 ones = row.weight ? 0 : T::pack({1.0f, 1.0f});  // in place of the zeros that are loaded without a weight
+  const u32 ones = row.weight ? 0 : T::pack({1.0f, 1.0f});  // ORed into the zeros loaded without a weight
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   output.locate(row.hidden);
 
@@ -103,25 +104,25 @@ DEVICE void layer_norm_general(LayerNormRow row, RowOutput<T, kOutput> output) {
 }
 
 // kChunks == 0 is the general kernel.
-#define INSTANCE(threads, symbol, T, kOutput, kChunks)                                                        \
-  KERNEL(threads)                                                                                             \
-  symbol(const void* input,  /* [rows, hidden] T, rows input_stride elements apart */                         \
-         const void* weight, /* [hidden] T or null */                                                         \
-         const void* bias,   /* [hidden] T or null */                                                         \
-         i64 input_stride, int hidden, int threads_per_block,                                                 \
-         const float* scale, /* [1], of the static kind; of the dynamic kinds scale_ub or null */             \
-         void* out,          /* [rows, hidden] T or e4m3 */                                                   \
-         float* scale_out,   /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */ \
-         i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {       \
-    const RowOutput<T, kOutput> output(scale, out, scale_out, scale_row_stride, scale_stride, group_size,     \
-                                       threads_per_block);                                                    \
-    const i64 first = i64(u32(wave::block_id_x())) * input_stride;                                            \
-    const LayerNormRow row{(const u16*)input + first, weight, bias, hidden, inverse_hidden, epsilon};         \
-    mem::issue_loads();                                                                                       \
-    if constexpr (kChunks == 0) layer_norm_general<T, kOutput>(row, output);                                  \
-    else layer_norm_vector<T, kOutput, kChunks>(row, output);                                                 \
+#define INSTANCE(threads, symbol, T, kOutput, kChunks)                                                    \
+  KERNEL(threads)                                                                                         \
+  symbol(const void* input,  /* [rows, hidden] T, rows input_stride elements apart */                     \
+         const void* weight, /* [hidden] T or null */                                                     \
+         const void* bias,   /* [hidden] T or null */                                                     \
+         i64 input_stride, int hidden, int threads_per_block,                                             \
+         const float* scale, /* [1]: the static scale, or for dynamic outputs scale_ub or null */         \
+         void* out,          /* [rows, hidden] T or e4m3 */                                               \
+         float* scale_out,   /* [rows, 1] or [rows, hidden / group_size], strided; null if unused */      \
+         i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {   \
+    const RowOutput<T, kOutput> output(scale, out, scale_out, scale_row_stride, scale_stride, group_size, \
+                                       threads_per_block);                                                \
+    const i64 first = i64(u32(wave::block_id_x())) * input_stride;                                        \
+    const LayerNormRow row{(const u16*)input + first, weight, bias, hidden, inverse_hidden, epsilon};     \
+    mem::issue_loads();                                                                                   \
+    if constexpr (kChunks == 0) layer_norm_general<T, kOutput>(row, output);                              \
+    else layer_norm_vector<T, kOutput, kChunks>(row, output);                                             \
   }
-// Of one element type and kind of output: fewest chunks of a thread first.
+// Instances for one element type and output kind, in order of chunks per thread.
 #define INSTANCES(name, T, kOutput)        \
   INSTANCE(1024, name##_x1, T, kOutput, 1) \
   INSTANCE(1024, name##_x2, T, kOutput, 2) \

@@ -1,4 +1,4 @@
-// Multi-head latent attention of up to eight query rows per request to a paged cache; see attention/mla.h.
+// MLA paged split-KV decode, q_len 1 to 8; see attention/mla.h.
 #include "attention/mla.h"
 
 template <class Kernel>
@@ -8,7 +8,7 @@ DEVICE void decode(const MlaProblem& problem) {
   if (decode.has_work()) decode.run();
 }
 
-// The last of a request's blocks adds their parts if there are counters, else another launch does.
+// The last of a request's blocks combines the splits if there are counters, otherwise another launch does.
 template <class Kernel>
 DEVICE void combine(const MlaProblem& problem) {
   LDS static typename Kernel::Buffer buffer;
@@ -16,7 +16,7 @@ DEVICE void combine(const MlaProblem& problem) {
   if (combine.parts > 1) combine.run(buffer);
 }
 
-// Of up to 16 columns two blocks are on a compute unit.
+// Up to 16 columns, two blocks share a compute unit.
 #define DECODE(symbol, T, Cache, tiles)                                                                 \
   KERNEL(kMlaWaves* wave::kLanes) WAVES_PER_SIMD(tiles == 1 ? 4 : 2) symbol(const MlaProblem problem) { \
     decode<MlaDecode<T, Cache, tiles>>(problem);                                                        \

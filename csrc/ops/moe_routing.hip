@@ -1,33 +1,33 @@
-// Which experts a token goes to, with which weights; and the two losses that keep a router balanced.
+// MoE top-k routing: experts and weights per token; and the two router losses, z loss and load balancing loss.
 //
 //     scores  = softmax(logits) or sigmoid(logits)
-//     choice  = logits, or scores + bias where there is a bias
-//     groups:   those topk_group with the largest max(choice), or with a bias, sum of the two largest choices
+//     choice  = logits, or scores + bias with a bias
+//     groups:   the topk_group groups with the largest max(choice), or with a bias, sum of the two largest choices
 //     ids     = the topk experts of these groups with the largest choice, in that order
 //     weights = scores[ids], or scores[ids] / (sum(scores[ids]) + epsilon); times scale
-//     ids of a token that is padding = -1
+//     ids of a padding token = -1
 //
 //     router_z_loss       = scale * sum over tokens of logsumexp(logits)^2
-//     load_balancing_loss = scale * sum over experts of sum(softmax(logits)) * how often ids name the expert
+//     load_balancing_loss = scale * sum over experts of sum(softmax(logits)) * the expert's count in ids
 //
-// Of equals the smaller index comes first. A NaN logit is -inf, a choice of NaN or -inf the lowest finite number, so that every
-// row has topk experts. Logits order experts as their scores do, but do not become equal by rounding.
+// Ties go to the smaller index. A NaN logit is -inf, a choice of NaN or -inf the lowest finite number, so every row has
+// topk experts. Logits order experts as their scores do, but do not become equal by rounding.
 //
-// Bytes: those of the logits, little beside a launch; flops: some 20 per expert. The time is the latency of one token. A wave
-// has a token, with all experts in registers, and needs no barrier. The lanes are divided evenly among the groups. Each lane of
-// a group has up to kValues neighbouring experts, so that lower lanes have smaller indices. topk times the wave finds the
-// largest choice and reads score and index from the first lane that has it.
+// Bytes: the logits, negligible next to a launch; flops: about 20 per expert. The time is one token's latency. A wave
+// routes a token, with all experts in registers, and needs no barrier. The lanes are divided evenly among the groups.
+// Each lane of a group has up to kValues consecutive experts, so lower lanes have smaller indices. The wave finds the
+// largest choice topk times and reads score and index from the first lane that has it.
 //
-// For a loss, tokens are dealt to all waves in turn. The sums of a block's waves meet in LDS, those of the blocks in HBM, where
-// the last block to arrive adds them up: always in the same order, so that the same input gives the same bits.
+// For a loss, tokens are assigned to all waves round-robin. The waves' sums are reduced in LDS, the blocks' in HBM,
+// where the last block to arrive adds them: always in the same order, so the same input gives the same bits.
 #include "device/arrive.h"
 #include "device/reduce.h"
 
 constexpr float kInfinity = __builtin_inff(), kLowest = -__FLT_MAX__;
-constexpr int kWaves = 4;  // of a block
+constexpr int kWaves = 4;  // per block
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// The experts of a lane.
+// A lane's experts.
 struct LaneExperts {
   int group, first, count;
 };
@@ -39,7 +39,7 @@ DEVICE LaneExperts lane_experts(int lane, int groups, int group_size, int log2_l
   return {group, group * group_size + begin, group < groups && count > 0 ? count : 0};
 }
 
-// How elements lie in HBM.
+// Element storage in HBM.
 template <class T>
 struct Element {
   using Bits = u16;
@@ -56,7 +56,7 @@ DEVICE const void* row_of(const void* rows, i64 row, i64 stride) {
   return (const typename Element<T>::Bits*)rows + row * stride;
 }
 
-// A lane's elements of a row, one access each. They are converted later, so that what is loaded after them need not wait.
+// A lane's elements of a row, one access each. They are converted later, so that later loads need not wait.
 template <class T, int kValues>
 struct Elements {
   u32 bits[kValues];
@@ -70,7 +70,7 @@ struct Elements {
     }
   }
   DEVICE float value(int i) const { return Element<T>::value(bits[i]); }
-  // -inf for NaN, and where the lane has none.
+  // Converts to logits: -inf for NaN, and where the lane has no expert.
   DEVICE void logits(float (&x)[kValues], const LaneExperts& own) const {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -82,7 +82,7 @@ struct Elements {
 
 enum BiasType { kBf16, kF16, kFp32 };
 
-// A lane's biases, of a type that is known at run time.
+// A lane's biases, of a type known at run time.
 template <int kValues>
 struct Biases {
   u32 bits[kValues];
@@ -96,7 +96,7 @@ struct Biases {
   }
   DEVICE void load(const void* biases, int type, const LaneExperts& own, int experts) {
     if (type == kFp32) load_as<float>(biases, own, experts);
-    else load_as<Bf16>(biases, own, experts);  // as F16: two bytes each
+    else load_as<Bf16>(biases, own, experts);  // also for F16: two bytes each
   }
   template <class T>
   DEVICE void add_as(float (&sum)[kValues], const float (&score)[kValues]) const {
@@ -129,7 +129,7 @@ struct Exponentials {
   }
 };
 
-// The two largest of a group's choices, from those of its lanes.
+// A group's two largest choices, combined over its lanes.
 struct Top {
   float first, second;
   DEVICE void insert(float x) {
@@ -146,18 +146,18 @@ struct Top {
 
 struct TopkRouting {
   const void* logits;  // [tokens, experts] T, rows stride elements apart
-  const void* bias;    // [experts] of bias_type, or null
+  const void* bias;    // [experts], bias_type, or null
   const u8* padding;   // [tokens] bool, or null
   float* weights;      // [tokens, topk]
   int* ids;            // [tokens, topk]
   i64 stride, tokens, bias_type;
   int experts, topk, is_sigmoid, renormalize;
-  int groups, topk_group;      // groups that there are, and that are chosen from
-  int group_size, log2_lanes;  // experts of a group, and its lanes
+  int groups, topk_group;      // groups in total, and groups to choose from
+  int group_size, log2_lanes;  // experts per group, and lanes
   float epsilon, scale;
 };
 
-// The number of groups that come before this lane's.
+// The number of groups that rank before this lane's.
 template <int kValues>
 DEVICE int groups_before(const float (&choice)[kValues], const TopkRouting& p, int group) {
   Top top = {-kInfinity, -kInfinity};
@@ -176,7 +176,7 @@ DEVICE int groups_before(const float (&choice)[kValues], const TopkRouting& p, i
   return before;
 }
 
-// Unsigned numbers in the order of floats; 0 is none of them.
+// Maps floats to unsigned integers in the same order; no float maps to 0.
 DEVICE u32 ordered(float x) {
   const u32 bits = __builtin_bit_cast(u32, x);
   return bits ^ (bits >> 31 ? ~0u : 1u << 31);
@@ -223,7 +223,7 @@ DEVICE void route(const TopkRouting& p) {
 #pragma unroll
   for (int i = 0; i < kValues; ++i) key[i] = is_in && i < own.count ? ordered(choice[i]) : 0;
 
-  // Lane r keeps what round r finds.
+  // Lane r keeps the result of round r.
   float weight = 0.0f, sum = 0.0f;
   int id = 0;
   for (int round = 0; round < p.topk; ++round) {
@@ -262,7 +262,7 @@ struct Loss {
   float* loss;         // [1]
   float* sums;         // [blocks] of squares, or [blocks, experts] of probabilities
   u32* counts;         // [blocks, experts]; null for the z loss
-  u32* counter;        // [1], 0
+  u32* counter;        // [1], zero
   i64 stride, tokens;
   int experts, topk, blocks;
   float scale;

@@ -1,43 +1,44 @@
-// Matrix product of MX-FP8 tensors: e4m3fn with a scale 2^(s - 127) per 32 of K, s one e8m0 byte; 255 is NaN.
+// MX-FP8 GEMM: e4m3fn with a scale 2^(s - 127) per 32 K, s one e8m0 byte; 255 is NaN.
 //
 //     out[m, n] = T(sum_k a[m, k] * 2^(scale_a[m, k / 32] - 127) * b[n, k] * 2^(scale_b[n, k / 32] - 127) + bias[n])
 //
-// The matrix instruction takes the scales (device/amd/mx.h), so they cost their loads; sums are fp32. Bytes: 33/32 * (M + N) * K
-// and the results; flops: 2 * M * N * K. Up to 64 tokens the time is that of reading b, from some hundred on that of the flops.
+// The matrix instruction applies the scales (device/amd/mx.h), so they cost only their loads; accumulation is fp32.
+// Bytes: 33/32 * (M + N) * K and the results; flops: 2 * M * N * K. Up to 64 tokens the bound is reading b, from a few
+// hundred on it is compute.
 //
-// A tile is some rows of b times some tokens over all of K. A unit is one pair of instructions, 256 bytes of K, of a tile. Units
-// are the steps that the stream-K schedule of gemm/skinny divides over the blocks. Tiles end with its epilogue.
+// A tile is some rows of b times some tokens over all of K. A unit is one instruction pair, 256 K bytes, of a tile.
+// Units are the steps that the stream-K schedule of gemm/skinny divides over the blocks. Tiles end with its epilogue.
 //
-// Static, on gfx950: the streams for 16, 32 and 64 tokens have 144, 164 and 198 registers, so 3, 3 and 2 waves per SIMD; the
-// tiles of 64 and 128 have 116 and 250, so 4 and 2. Emulated: when a wave that streams waits, 14 KB of b are in flight for it on
-// average, 16 KB at most; no LDS access meets a bank conflict.
+// Static, on gfx950: the streaming kernels for 16, 32 and 64 tokens use 144, 164 and 198 registers, hence 3, 3 and 2
+// waves per SIMD; the 64 and 128 tiles use 116 and 250, hence 4 and 2. Emulated: when a streaming wave waits, it has 14
+// KB of b in flight on average, 16 KB at most; no LDS access has a bank conflict.
 #include "gemm/skinny.h"
 #include "gemm/tiled/rasterize.h"
 
 #ifdef HAS_BLOCK_SCALED_MMA
 
-struct MxProblem : SkinnyProblem {  // a step is a unit, a scale one e8m0 byte per 32 of K
+struct MxProblem : SkinnyProblem {  // a step is a unit, a scale one e8m0 byte per 32 K
   int scale_b_shift;                // 2^scale_b_shift rows of b share their scales
   int blocks;
 };
 
 constexpr int kWaves = mma::kWaves, kThreads = kWaves * wave::kLanes;
-constexpr int kOutside = 1 << 31;  // an offset at which every buffer reads as zeros, as any number further on
+constexpr int kOutside = 1 << 31;  // an offset at which every buffer reads zeros, also after additions
 
 template <int kLaneTokens, int kLaneQuads>
 using Epilogue = TileEpilogue<ScaleGranularity::kMx, kLaneTokens, kLaneQuads, /*kVec=*/4, /*kGroupSteps=*/1, kThreads,
                               /*kFreeFloats=*/16>;
 
-// Up to kTokens tokens. A tile has 64 rows. Each wave streams 16 of them from HBM straight to registers. A lane has kStages
-// units in registers: a multiplied unit makes room for the one kStages further on, which may belong to the next tile. So at
-// least kStages - 1 units are in flight. All waves need the same tokens: each wave loads a quarter of a unit's tokens with its
-// weights, and stores them to LDS in the order in which lanes read them. LDS is double-buffered.
+// Up to kTokens tokens. A tile has 64 rows. Each wave streams 16 of them from HBM straight to registers. A lane holds
+// kStages units in registers: a multiplied unit is replaced by the one kStages further on, which may belong to the next
+// tile. So at least kStages - 1 units are in flight. All waves need the same tokens: each wave loads a quarter of a
+// unit's tokens with its weights, and stores them to LDS in lane read order. LDS is double-buffered.
 template <int kTokens>
 DEVICE void stream(const MxProblem& p) {
   constexpr int kStages = 4, kTiles = kTokens / mx::kRows, kRows = kWaves * mx::kRows;
   static_assert(kWaves == mx::kVecs && kTiles <= kWaves, "a wave loads one vector of all tokens, and scales of 16");
   LDS static u32x4 tokens[2][kTiles][mx::kVecs][wave::kLanes];
-  LDS static u32 token_scales[2][kWaves][wave::kLanes];  // those of waves past kTiles are zero and of no use
+  LDS static u32 token_scales[2][kWaves][wave::kLanes];  // waves past kTiles store zeros that no one reads
   using PairScales = mx::PairScales</*kWords=*/true>;
   const int lane = wave::lane(), part = wave::index(), row = part * mx::kRows + mx::row(lane);
   wait_for_arguments(p);
@@ -75,7 +76,7 @@ DEVICE void stream(const MxProblem& p) {
     const mem::Buffer scales = mem::buffer((const u8*)p.scale_b + i64(n >> p.scale_b_shift) * p.scale_b_row);
     stage.weight_scales =
         PairScales::load(scales, lane, (row >> p.scale_b_shift) * p.scale_b_row, scale_at, of_row >> mx::kLog2Block);
-    mx::schedule_fence();  // units' loads stay in order, so that waiting for one is not waiting for later ones
+    mx::schedule_fence();  // units' loads stay in order, so waiting for one does not wait for later ones
   };
   auto store_tokens = [&](const Stage& stage, int buffer) __attribute__((always_inline)) {
 #pragma unroll
@@ -108,9 +109,9 @@ DEVICE void stream(const MxProblem& p) {
       multiply(stages[r], r % 2);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) mx::compute_now(sum[t]);
-      mx::schedule_fence();  // a stage is loaded after its last use; earlier, its loads would go to other registers
+      mx::schedule_fence();  // a stage is loaded after its last use; any earlier, its loads would use other registers
       load(stages[r], prefetch);
-      // Hazard: the tokens that these overwrite have been read by all waves that came to the last barrier.
+      // Hazard: all waves that came to the last barrier have read the tokens that these overwrite.
       store_tokens(stages[(r + 1) % kStages], (r + 1) % 2);
       prefetch = schedule.after(prefetch);
       const TileWork next = schedule.after(current);
@@ -121,7 +122,7 @@ DEVICE void stream(const MxProblem& p) {
             [&](int)
                 __attribute__((always_inline)) { return current.tile * kRows + part * mx::kRows + mx::sum_row(lane); });
         epilogue.end(sum);
-        mx::wait_for_loads();  // for the compiler, which would else wait for more than it must wherever this path joins
+        mx::wait_for_loads();  // for the compiler, which would otherwise over-wait wherever this path joins
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) sum[t][0] = f32x4{};
       }
@@ -131,9 +132,8 @@ DEVICE void stream(const MxProblem& p) {
 }
 
 // Any number of tokens. A tile has kSide rows and kSide tokens. Each wave multiplies a quarter of it, kTiles x kTiles
-// instructions wide. Both operands go to LDS, half a unit at a time, in the order in which lanes read them, which has no bank
-// conflicts. LDS is double-buffered, and the next two halves are in flight to registers. One XCD has neighbouring tiles, for
-// its L2 cache.
+// instructions wide. Both operands go to LDS, half a unit at a time, in lane read order, free of bank conflicts. LDS is
+// double-buffered, and the next two halves are in flight to registers. An XCD has consecutive tiles, for its L2 cache.
 template <int kTiles, bool kWords>
 DEVICE void multiply_tiles(const MxProblem& p) {
   constexpr int kSide = 2 * kTiles * mx::kRows;
@@ -143,7 +143,8 @@ DEVICE void multiply_tiles(const MxProblem& p) {
   const int lane = wave::lane();
   const StreamKSchedule<1> schedule{p, tile::remap_to_xcd(wave::block_id_x(), p.blocks)};
   const int tiles_m = (p.m + kSide - 1) / kSide, tiles_n = (p.n + kSide - 1) / kSide;
-  // The quarter that the wave multiplies, and the rows that it loads: one of two vectors of every other 16 rows of a half unit.
+  // The quarter that the wave multiplies, and the rows that it loads: one of two vectors for every other 16 rows of a
+  // half unit.
   const int token_rows = wave::index() % 2 * kTiles, weight_rows = wave::index() / 2 * kTiles;
   const int vec = wave::index() % 2, loaded_rows = wave::index() / 2;
 
@@ -156,7 +157,7 @@ DEVICE void multiply_tiles(const MxProblem& p) {
     const mem::Buffer scale_a = mem::buffer((const u8*)p.scale_a + i64(m0) * p.scale_a_row);
     const mem::Buffer scale_b = mem::buffer((const u8*)p.scale_b + i64(n0 >> p.scale_b_shift) * p.scale_b_row);
 
-    // Offsets of the lane's rows: of those that it loads to LDS, and of the scales of those that the wave multiplies.
+    // Offsets: the rows that the lane loads to LDS, and the scales for the rows that the wave multiplies.
     int token_at[kTiles], weight_at[kTiles], token_scales_at[kTiles], weight_scales_at[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
@@ -227,7 +228,7 @@ DEVICE void multiply_tiles(const MxProblem& p) {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) scales[o][i] = next.operand[o][i].aligned(lane);
       next = load_scales(pair + 1);
-      // Hazard of both stores: the half that they overwrite has been read by all waves that came to the last barrier.
+      // Hazard of both stores: all waves that came to the last barrier have read the half that they overwrite.
       store(half[1], 1);
       load(half[1], 1, pair + 1);
       multiply.template operator()<0>(scales);

@@ -1,4 +1,4 @@
-// Attention of up to eight query rows per request to a paged cache of keys and values; see attention/decode.h.
+// Paged split-KV decode attention, q_len 1 to 8; see attention/decode.h.
 #include "attention/decode.h"
 
 #define INSTANCE(symbol, T, Cache, D, is_native, Problem)   \

@@ -1,28 +1,29 @@
-// RMSNorm of rows, with an optional residual add in front and an optional e4m3 quantisation behind.
+// RMSNorm of rows, with optional fused residual add and e4m3 quantization.
 //
-//     z = input + residual                   (residual := z, rounded to T)
-//     y = T(z * rsqrt(mean(z^2) + epsilon) * weight), which device/row_output.h stores or quantises
+//     z = input + residual           (residual := z, rounded to T)
+//     y = T(z * rsqrt(mean(z^2) + epsilon) * weight), which device/row_output.h stores or quantizes
 //
-// Rounding is that of the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs take z rounded to T
-// and round y once. Dynamic outputs take z unrounded and round before the weight too. With 1 + weight in the weight's place,
-// as vLLM's GemmaRMSNorm has it, all outputs round y once. The MX output, for which vLLM has no fused op, rounds as the plain one: it
-// is that of a norm and a quantisation of its result. So is the quantised one of two outputs, the plain y and y per 128 columns.
+// Rounding matches the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs use z rounded to T and
+// round y once. Dynamic outputs use z unrounded and also round before the weight. With 1 + weight instead of the
+// weight, as in vLLM's GemmaRMSNorm, all outputs round y once. The MX output, for which vLLM has no fused op, rounds as
+// the plain one does: it equals a norm followed by quantization of its result. So does the quantized one of two outputs,
+// the plain y and y per 128 columns.
 //
-// Bytes per element: 2 (input) + 4 (residual, read and written) + 1, 2 or both (out); some 10 flops. Latency bounds the time up to
-// about 64 rows, HBM bandwidth above. A block owns a row and keeps it in registers between the reductions. Thread t has the
-// chunks of 8 elements t, t + threads, ... All loads of the row and of the weight are in flight before the first is used. Each
-// reduction has one barrier. Blocks do not share a row: the sum of squares would need a barrier between blocks, which takes
-// longer than one block takes to read 64 KB. The two reductions of the per-token output do not share a barrier: vLLM's scale
-// depends on the rounded y.
+// Bytes per element: 2 (input) + 4 (residual, read and written) + 1, 2 or 3 (out); about 10 flops. Latency-bound up to
+// about 64 rows, bound by HBM bandwidth above. A block owns a row and keeps it in registers between the reductions.
+// Thread t processes the 8-element chunks t, t + threads, ... All loads of the row and the weight are in flight before
+// the first is used. Each reduction has one barrier. Rejected: blocks that share a row. The sum of squares would need a
+// barrier between blocks, which takes longer than one block takes to read 64 KB. The two reductions of the per-token
+// output cannot share a barrier: vLLM's scale depends on the rounded y.
 #include "device/divisor.h"
 #include "device/norm_row.h"
 
-// Two outputs of a row: y as T, and the same y quantised as ops/fused_experts_quantize.hip quantises it.
+// Two outputs per row: y as T, and the same y quantized as in ops/fused_experts_quantize.hip.
 constexpr int kGroup = 128;
 template <class T>
 struct PlainAndPerBlock : RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGroup> {
   using Quantised = RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGroup>;
-  void* plain;  // [columns] T; the first row's before locate()
+  void* plain;  // [columns] T; before locate() the first row
 
   DEVICE PlainAndPerBlock(void* plain, void* quantised, float* scale_out, int hidden, int threads)
       : Quantised(nullptr, quantised, scale_out, u32(hidden) / kGroup, 1, kGroup, threads), plain(plain) {}
@@ -67,7 +68,7 @@ DEVICE void rms_norm_general(NormRow row, Outputs output) {
   const float rms = inverse_rms(reduce_block(squares, 0.0f, sums, output.waves, Add{}), row);
 
   auto normed = [&](int column) {
-    // The rounded kinds have already left z in the residual.
+    // The rounded kinds have already stored z to the residual.
     float z = kResidual && kRounded ? load_element<T>(row.residual, column) : sum(column);
     float weight = row.weight ? load_element<T>(row.weight, column) : 1.0f;
     return round_to<T>(normalize<T, !kRounded, kFactor>(f32x2{z, 0.0f}, rms, f32x2{weight, 0.0f})).x;
@@ -100,12 +101,12 @@ DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* 
 #define INSTANCE(threads, symbol, T, output_kind, residual_add, factor, chunks)                                       \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                \
-      void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; null without */               \
+      void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; or null */                    \
       const void* weight,     /* [hidden] T or null */                                                                \
       i64 input_stride, i64 residual_stride, int hidden, int threads_per_block,                                       \
-      const float* scale,     /* [1], of the static kind; of the dynamic kinds scale_ub or null */                    \
+      const float* scale,     /* [1]: the static scale, or for dynamic outputs scale_ub or null */                    \
       void* out,              /* [rows, hidden] T or e4m3 */                                                          \
-      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], by the two strides; null without */        \
+      float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], strided; null if unused */                 \
       i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {                  \
     const i64 index = u32(wave::block_id_x());                                                                        \
     const RowOutput<T, Output::output_kind> output(                                                                   \
@@ -113,7 +114,7 @@ DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* 
     rms_norm<T, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                           \
         index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon), output);     \
   }
-// With two outputs, in the place of one and its kind.
+// Two outputs instead of one with an output kind.
 #define BOTH_INSTANCE(threads, symbol, T, residual_add, factor, chunks)                                               \
   KERNEL(threads) symbol(                                                                                             \
       const void* input, void* residual, const void* weight, /* as above, here and below */                           \
@@ -127,10 +128,10 @@ DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* 
     rms_norm<T, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                           \
         index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon), output);     \
   }
-// Rows that lie at two strides, as those of heads that are a part of wider rows.
+// Rows with two strides, such as heads that are part of wider rows.
 #define HEADS_INSTANCE(threads, symbol, T, output_kind, factor, chunks)                                               \
   KERNEL(threads) symbol(                                                                                             \
-      const void* input,      /* [rows / inner_count, inner_count, hidden] T, by the two strides */                   \
+      const void* input,      /* [rows / inner_count, inner_count, hidden] T, two strides */                          \
       const void* weight,     /* [hidden] T or null */                                                                \
       const float* scale,     /* as above, here and below */                                                          \
       i64 outer_stride, int inner_stride, int inner_count, u32 inverse, int shift, /* the divisor inner_count */      \
@@ -146,7 +147,7 @@ DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* 
   }
 // clang-format on
 
-// Of one element type and kind of output, the symbols end in these.
+// Symbol suffixes for one element type and output kind.
 #define INSTANCES(name, T, output_kind, residual_add)                 \
   INSTANCE(1024, name##_x1, T, output_kind, residual_add, kWeight, 1) \
   INSTANCE(1024, name##_x2, T, output_kind, residual_add, kWeight, 2) \

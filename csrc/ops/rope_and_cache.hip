@@ -1,14 +1,14 @@
-// Rotary position embedding of queries and keys, and the write of keys and values to a paged cache, in one launch; with RMSNorm of
-// each head of queries and keys in front, or without.
+// Fused RoPE and KV cache write in one launch, with or without QK norm. RoPE rotates queries and keys; QK norm is
+// RMSNorm of each query and key head.
 //
-//     x, y = x * cos - y * sin, y * cos + x * sin      (fp32, rounded once to T), of the pairs of a head
+//     x, y = x * cos - y * sin, y * cos + x * sin      (fp32, rounded once to T), for a head's pairs
 //     neox:         pair i is elements i and i + rotary_dim / 2;  cos, sin = row `position` of cos_sin_cache, halves
 //     interleaved:  pair i is elements 2 * i and 2 * i + 1
 //     cache[slot] = T(key), value   or   e4m3(key / k_scale), e4m3(value / v_scale)
 //     with the norm, x and y are T(x * rsqrt(mean(x^2) + epsilon) * weight) of their head
 //
-// A thread rotates 8 pairs, or copies 8 elements of what is not rotated. Slot -1 is not written. The strides say which layout
-// the cache has, see families/attention.py. All is latency: a token of 16 + 1 heads of 128 is 5 KB.
+// A thread rotates 8 pairs, or copies 8 elements that are not rotated. Slot -1 is not written. The strides define the
+// cache layout, see families/attention.py. Latency-bound: a token of 16 + 1 heads of 128 is 5 KB.
 #include "attention/cache.h"
 #include "attention/operands.h"
 #include "attention/rotation.h"
@@ -16,7 +16,7 @@
 #include "device/float8.h"
 #include "device/reduce.h"
 
-struct Heads {  // of all tokens: 8 elements lie together and are aligned
+struct Heads {  // for all tokens: groups of 8 elements are contiguous and aligned
   void* data;
   i64 token_stride, head_stride;  // elements, as all strides here
   DEVICE u32x4* at(int token, int head, int element) const {
@@ -28,12 +28,12 @@ struct RopeAndCacheProblem {
   Heads query, key, value;
   CacheView key_cache, value_cache;
   const i64* positions;
-  const void* cos_sin;       // [positions, rotary_dim] of cos_sin_type
-  const i64* slots;          // [num_slots], of the first tokens
-  int num_slots, page_size;  // slots of a page
+  const void* cos_sin;       // [positions, rotary_dim], cos_sin_type
+  const i64* slots;          // [num_slots], for the first tokens
+  int num_slots, page_size;  // slots per page
   int query_heads, kv_heads;
-  int rotary_vecs;            // 16 elements each, of a head
-  int kept_vecs, value_vecs;  // 8 elements each, of a key's head that are not rotated, and of a value's head
+  int rotary_vecs;            // 16 elements each, per head
+  int kept_vecs, value_vecs;  // 8 elements each: unrotated per key head, and per value head
   int cos_sin_type;           // 0 bf16, 1 fp16, 2 fp32
   int is_neox;
   Divisor page_divisor, rotary_divisor, kept_divisor, value_divisor;
@@ -43,7 +43,7 @@ template <class T, class Cache>
 struct RopeAndCache {
   const RopeAndCacheProblem& p;
   int token;
-  i64 page, slot;  // where the token goes in the cache
+  i64 page, slot;  // the token's place in the cache
   bool is_cached;
 
   using Element = typename CacheType<Cache>::Element;
@@ -62,7 +62,7 @@ struct RopeAndCache {
     slot = u32(is_cached ? at : 0) - u32(page) * u32(p.page_size);
   }
 
-  // Writes 8 elements of the token, from `element` on, a multiple of 8. Of a key they lie side by side.
+  // Writes 8 of the token's elements, from `element` on, a multiple of 8. Key elements are contiguous.
   template <bool kSideBySide = false, class GetScale>
   DEVICE void write(const CacheView& cache, int head, int element, u32x4 elements, GetScale scale) const {
     Element* at = slot_of<Cache>(cache, page, slot, head) + (element >> kLog2Group) * cache.chunk_stride +
@@ -85,7 +85,7 @@ struct RopeAndCache {
           [&] __attribute__((always_inline)) { return cache.scale ? mem::load<float>(cache.scale) : 1.0f; });
   }
 
-  // Rotates 8 pairs of a head of query or, behind these, of key.
+  // Rotates 8 pairs of a query head or, after these, a key head.
   DEVICE void rotate_pairs(int item) const {
     const int any_head = u32(item) / p.rotary_divisor, vec = item - any_head * p.rotary_vecs;
     const bool is_key = any_head >= p.query_heads;
@@ -107,7 +107,7 @@ struct RopeAndCache {
     }
   }
 
-  // Copies 8 elements to the cache: of a key's head behind the rotated ones, or of a value's head.
+  // Copies 8 elements to the cache: from a key head's unrotated part, or from a value head.
   DEVICE void copy(int item) const {
     const int kept = p.kv_heads * p.kept_vecs;
     const bool is_key = item < kept;
@@ -125,17 +125,17 @@ struct RopeAndCache {
   }
 };
 
-// With the norm
+// With QK norm.
 
-struct QkNormRopeAndCacheProblem : RopeAndCacheProblem {  // kept_vecs is not used
+struct QkNormRopeAndCacheProblem : RopeAndCacheProblem {  // kept_vecs is unused
   void *query_out, *key_out;                              // [tokens, heads, 16 * head_vecs] T
   const void *query_weight, *key_weight;                  // [16 * head_vecs] T
-  int head_vecs;                                          // 16 elements each, of a head of query or key
-  int first_value;  // the first item that copies values: no wave has heads and values
+  int head_vecs;                                          // 16 elements each, per query or key head
+  int first_value;  // the first item that copies values: no wave has both heads and values
   float inverse_size, epsilon;
 };
 
-// 8 elements, rounded to T.
+// Normalizes 8 elements, rounded to T.
 template <class T>
 DEVICE Chunk normalize(u32x4 elements, u32x4 weight, float inverse_rms) {
   Chunk x = unpack<T>(elements);
@@ -145,8 +145,8 @@ DEVICE Chunk normalize(u32x4 elements, u32x4 weight, float inverse_rms) {
   return x;
 }
 
-// kLanes lanes normalize and rotate a head: 16 elements each, 8 pairs or what lies behind them. All that is loaded is asked for at
-// first, in two steps because angles lie where the position says.
+// kLanes lanes normalize and rotate a head: 16 elements each, 8 pairs, or elements after the rotated ones. All loads are
+// issued first, in two steps because the position determines the angles' address.
 template <class T, class Cache, int kLanes>
 DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item) {
   using Write = RopeAndCache<T, Cache>;
@@ -159,7 +159,7 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
   const int head = is_key ? any_head - p.query_heads : any_head;
   const int first = in_halves ? vec * kChunk : 2 * vec * kChunk;
   const int second = first + (in_halves ? p.rotary_vecs * kChunk : kChunk);
-  // Without a branch: what is loaded for want of a scale is not used.
+  // Branch-free: the value loaded in place of a missing scale is not used.
   auto scale_of = [&](const CacheView& cache) {
     const float loaded = mem::load<float>(cache.scale ? (const void*)cache.scale : p.positions);
     return [=] __attribute__((always_inline)) { return cache.scale ? loaded : 1.0f; };
@@ -183,7 +183,7 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
     squares = __builtin_elementwise_fma(of_x.pair[i], of_x.pair[i], squares);
     squares = __builtin_elementwise_fma(of_y.pair[i], of_y.pair[i], squares);
   }
-  // All lanes of a wave take part, also those without elements.
+  // All lanes of a wave take part, including those without elements.
   const float sum = wave::reduce_group<kLanes>(squares.x + squares.y, 0.0f, Add{});
   const Write cache(p, at);
   if (is_of_head) {
@@ -221,7 +221,7 @@ INSTANCE(rope_and_cache_fp16_fp8, F16, E4m3)
   KERNEL(256) symbol(const QkNormRopeAndCacheProblem problem, int threads) {                            \
     qk_norm_rope_and_cache<T, Cache, lanes>(problem, wave::block_id_y() * threads + wave::thread_id()); \
   }
-// The symbols end in the largest size of a head.
+// The symbols end in the maximum head size.
 #define NORM_INSTANCES(symbol, T, Cache)   \
   NORM_INSTANCE(symbol##_128, T, Cache, 8) \
   NORM_INSTANCE(symbol##_256, T, Cache, 16)

@@ -1,8 +1,8 @@
-// FP8 matrix product, few tokens times a weight that is streamed once; see gemm/skinny.h.
+// FP8 skinny GEMM: few tokens times a weight that is streamed once; see gemm/skinny.h.
 //
 //     out[m, n] = T(sum_k a[m, k] * b[n, k] * scale_a[m] * scale_b[n] + bias[n])
 //
-// a and b are e4m3 of the arch's format, scales fp32, one or one per row; sums are fp32.
+// a and b are e4m3 in the arch's format; scales are fp32, one per tensor or row; accumulation is fp32.
 #include "gemm/skinny.h"
 
 WAVE_SPLIT_K(scaled_mm_narrow_8, E4m3, 8, ScaleGranularity::kRow)
@@ -11,7 +11,7 @@ STREAMED_TILE(scaled_mm_skinny_16, E4m3, 16, ScaleGranularity::kRow)
 STREAMED_TILE(scaled_mm_skinny_32, E4m3, 32, ScaleGranularity::kRow)
 STREAMED_TILE(scaled_mm_skinny_64, E4m3, 64, ScaleGranularity::kRow)
 
-// With a weight [gate | up]: out[m, c] = e4m3(silu(gate) * up / out_scale), of out[m, n] rounded to T.
+// With a [gate | up] weight: out[m, c] = e4m3(silu(gate) * up / out_scale), from out[m, n] rounded to T.
 #define GATED ScaleGranularity::kRow, Fp32Scale, true
 WAVE_SPLIT_K(scaled_mm_silu_narrow_8, E4m3, 8, GATED)
 WAVE_SPLIT_K(scaled_mm_silu_narrow_16, E4m3, 16, GATED)

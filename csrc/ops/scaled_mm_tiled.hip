@@ -1,20 +1,20 @@
-// FP8 matrix product for many tokens: the output in tiles, their operands through LDS.
+// FP8 tiled GEMM for many tokens, operands through LDS.
 //
 //     rows:    out[m, n] = T(scale_a[m] * scale_b[n] * sum_k a[m, k] * b[n, k] + bias[n])
 //     blocks:  out[m, n] = T(sum_j scale_a[m, j] * scale_b[n / 128, j] * sum_{k in block j of 128} a[m, k] * b[n, k] + bias[n])
 //
-// a and b are e4m3 of the arch's format, sums fp32, scales fp32, those of blocks also e8m0. Flops: 2 * M * N * K; bytes:
-// M * K + N * K + M * N * sizeof(T), and out of the caches (1 / kTileM + 1 / kTileN) / 2 per flop.
+// a and b are e4m3 in the arch's format; accumulation is fp32; scales are fp32, block scales also e8m0. Flops: 2 * M *
+// N * K; bytes: M * K + N * K + M * N * sizeof(T), and from the caches (1 / kTileM + 1 / kTileN) / 2 per flop.
 //
-// A block computes a tile of the output (gemm/tiled/main_loop.h), or with split-K a slice of K of a tile: then each block stores
-// its partial sums to HBM, and the last to arrive adds them up in the order of K. The same inputs give the same bits.
+// A block computes an output tile (gemm/tiled/main_loop.h), or with split-K a K slice of a tile: then each block stores
+// its partial sums to HBM, and the last to arrive adds them in K order. The same inputs give the same bits.
 //
-// Two blocks of 64 x 128 or 128 x 128 share a compute unit: while one waits for a panel or at a barrier, the other multiplies.
-// gfx950 has the LDS for 256 x 256, which halves the bytes read out of the caches but leaves a compute unit one block. So its
-// eight waves, two on each SIMD, alternate: four read fragments while the other four multiply.
+// Two blocks of 64 x 128 or 128 x 128 share a compute unit: while one waits for a panel or at a barrier, the other
+// multiplies. gfx950's LDS fits 256 x 256, which halves the bytes read from the caches but leaves one block per compute
+// unit. So its eight waves, two per SIMD, alternate: four read fragments while the other four multiply.
 //
 // Per panel, emulated:        gfx942  64 x 128   128 x 128   gfx950  64 x 128   128 x 128   256 x 256
-//   matrix cycles of a SIMD           512        1024                256        512         2048
+//   matrix cycles per SIMD            512        1024                256        512         2048
 //   other issue cycles, rows          258        316                 230        286         748
 //                       blocks        394        546                 388        584         1720
 //                       blocks, e8m0  462        626                 416        648         1848
@@ -28,26 +28,26 @@
 struct TiledProblem {
   const u8* a;           // [M, K], rows a_stride bytes apart
   const u8* b;           // [N, K], at b_tile, b_row, b_vec and b_step: see tile::Layout
-  void* out;             // [M, N] of out_type
-  float* partials;       // [tiles, split_k, values of a thread / 4, threads, 4]; null without split-K
-  u32* counters;         // [tiles], 0; null without split-K
-  const float* scale_a;  // rows: [M] or [1]; blocks: [M, ceil(K / 128)], of a type of device/scale.h
+  void* out;             // [M, N], out_type
+  float* partials;       // [tiles, split_k, values per thread / 4, threads, 4]; null without split-K
+  u32* counters;         // [tiles], zeros; null without split-K
+  const float* scale_a;  // rows: [M] or [1]; blocks: [M, ceil(K / 128)], a device/scale.h type
   const float* scale_b;  // rows: [N] or [1]; blocks: [ceil(N / 128), ceil(K / 128)]
-  const void* bias;      // [N] of out_type, or null
+  const void* bias;      // [N], out_type, or null
   i64 a_stride, b_tile;
   int b_row, b_vec, b_step;
   int m, n, k;
   int scale_a_row, scale_a_k,
-      scale_b_row;  // elements from scale to scale: of rows or blocks of rows, and of a's blocks of K
+      scale_b_row;  // element strides of scales: between rows or row blocks, and between a's K blocks
   int out_type;     // 0 bf16, 1 fp16, 2 fp32
-  int tiles_m, tiles_n, tiles, split_k;                      // of the output and of K
-  int panels_per_slice, remainder;                           // of a K slice; the first `remainder` slices have one more
-  Divisor tiles_divisor, group_divisor, last_group_divisor;  // of all tiles; the others: see tile::rasterize
+  int tiles_m, tiles_n, tiles, split_k;                      // of the output; split_k: K slices
+  int panels_per_slice, remainder;                           // per K slice; the first `remainder` slices have one more
+  Divisor tiles_divisor, group_divisor, last_group_divisor;  // tiles_divisor: all tiles; others: tile::rasterize
 };
 
 using tile::BlockTile, tile::Accumulators;
 
-// Stores a wave's sums. first_m and first_n are its first token and weight row.
+// Stores a wave's sums; first_m and first_n are its first token and weight row.
 template <class Tile, bool kBlockScales>
 DEVICE void store_results(const Accumulators<Tile>& sums, const TiledProblem& p, int first_m, int first_n) {
 #pragma unroll
@@ -114,7 +114,7 @@ DEVICE void multiply_tiled(const TiledProblem& p) {
     tile::BlockScales<Tile, false, Scale> scales;
     scales.init((const Type*)p.scale_a + i64(first_m) * p.scale_a_row, p.scale_a_row, p.scale_a_k,
                 (const Type*)p.scale_b + i64(block_n) * p.scale_b_row,
-                [&](int m) { return first_m + m < p.m ? m : p.m - 1 - first_m; });  // past the last the last
+                [&](int m) { return first_m + m < p.m ? m : p.m - 1 - first_m; });  // rows past the last repeat it
     multiply(scales);
   } else {
     multiply(tile::Unscaled{});

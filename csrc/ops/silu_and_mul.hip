@@ -1,12 +1,12 @@
-// SwiGLU activation of rows [gate | up], with an optional quantisation behind.
+// SwiGLU activation on [gate | up] rows, with optional fused quantization.
 //
-//     y = gate * sigmoid(gate) * up, which device/row_output.h stores or quantises
+//     y = gate * sigmoid(gate) * up, which device/row_output.h stores or quantizes
 //
-// Rounding is that of vLLM's ops of the same names in the wheel of 0.33.0 (per token: on its main branch; MX: as its
-// swiglu_oai_quantize_mxfp8). Plain and static outputs round gate * sigmoid(gate) to T, and y. Dynamic outputs keep fp32 up to the
-// cast. scale_ub bounds the absolute maximum per token, but the scale per block.
+// Rounding matches vLLM's ops of the same names in the 0.33.0 wheel (per token: on its main branch; MX: as its
+// swiglu_oai_quantize_mxfp8). Plain and static outputs round gate * sigmoid(gate) to T, and y. Dynamic outputs keep
+// fp32 up to the cast. scale_ub bounds the absolute maximum per token, but the scale per block.
 //
-// Bytes per element: 4 (gate and up) + 1 or 2 (out); some 8 flops and two transcendentals.
+// Bytes per element: 4 (gate and up) + 1 or 2 (out); about 8 flops and two transcendentals.
 #include "device/gated_row.h"
 
 template <class T, Output kOutput>

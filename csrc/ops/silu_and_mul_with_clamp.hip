@@ -1,12 +1,12 @@
-// SwiGLU activation of rows [gate | up] with clamped inputs, with an optional quantisation behind.
+// SwiGLU activation on [gate | up] rows with clamped inputs, with optional fused quantization.
 //
 //     g = min(gate, limit);  u = max(min(up, limit), -limit)
-//     y = g * sigmoid(alpha * g) * (u + beta), which device/row_output.h stores or quantises
+//     y = g * sigmoid(alpha * g) * (u + beta), which device/row_output.h stores or quantizes
 //
-// All is fp32 up to one rounding to T, as in vLLM's swiglu_oai_split, which the static output quantises; dynamic outputs have none,
-// as its swiglu_oai_quantize_mxfp8. NaN stays NaN up to the cast.
+// Everything is fp32 up to a single rounding to T, as in vLLM's swiglu_oai_split, whose result the static output
+// quantizes; dynamic outputs do not round, as its swiglu_oai_quantize_mxfp8. NaN stays NaN up to the cast.
 //
-// Bytes per element: 4 (gate and up) + 1 or 2 (out); some 12 flops and two transcendentals.
+// Bytes per element: 4 (gate and up) + 1 or 2 (out); about 12 flops and two transcendentals.
 #include "device/gated_row.h"
 
 template <class T, Output kOutput>

@@ -2,27 +2,27 @@
 //
 //     m = max(input);  out = T(exp(input - m) / sum(exp(input - m)))
 //
-// All is fp32 up to the one rounding to T. A row with NaN or +inf, or of -inf alone, is NaN, as in PyTorch.
+// Everything is fp32 up to the single rounding to T. A row with NaN or +inf, or with only -inf, is NaN, as in PyTorch.
 //
-// Bytes per element: 2 or 4 (input) + as many (out); a row that no block holds is read twice, the second time from a cache if it
-// fits. One exponential per element, or two. A block owns a row. In the vector kernels thread t has the chunks of 8 elements
-// t, t + threads, ..., and either keeps them in registers or, online, goes through the row with a maximum and a sum of its own,
-// which it scales when the maximum grows; the block combines them.
+// Bytes per element: 2 or 4 (input) + the same (out); a row too long for a block's registers is read twice, the second
+// time from a cache if it fits. One or two exponentials per element. A block owns a row. In the vector kernels thread t
+// processes the 8-element chunks t, t + threads, ..., and either keeps them in registers or, online, iterates over the
+// row with its own running maximum and sum, rescaled when the maximum grows; the block combines them.
 #include "device/reduce.h"
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Of an element that counts nothing.
+// The neutral element.
 constexpr float kNothing = -__builtin_inff();
 
-// 2^x, subnormal numbers too, which exp2_approx makes 0.
+// 2^x, including subnormal results, which exp2_approx flushes to 0.
 DEVICE float power_of_two(float x) {
   const bool is_tiny = x < -126.0f;
   return numerics::exp2_approx(is_tiny ? x + 64.0f : x) * (is_tiny ? 0x1p-64f : 1.0f);
 }
 
-// exp(x) for x <= 0. Where T is fp32, it is within 2 steps, where x * log2(e) rounded would be off by up to 60; from x = -104 down
-// it is 0.
+// exp(x) for x <= 0. If T is fp32, the error is within 2 ulp, where a rounded x * log2(e) would be off by up to 60.
+// Below x = -104 it is 0.
 template <class T>
 DEVICE float exponential(float x) {
   if constexpr (__is_same(T, F16)) return numerics::exp2_approx(x * kLog2E);
@@ -34,10 +34,10 @@ DEVICE float exponential(float x) {
   return __builtin_fmaf(scale, rest * 0.6931471805599453f, scale);
 }
 
-// What is subtracted from elements whose maximum is m: -inf - -inf would be NaN.
+// The value subtracted from elements with maximum m: -inf - -inf would be NaN.
 DEVICE float subtracted(float m) { return m == kNothing ? 0.0f : m; }
 
-// A chunk as it lies in HBM, in accesses of 16 bytes.
+// A chunk in HBM, in 16-byte accesses.
 template <class T>
 constexpr int kAccesses = __is_same(T, float) ? 2 : 1;
 template <class T>
@@ -45,7 +45,7 @@ struct Loaded {
   u32x4 part[kAccesses<T>];
 };
 
-// Zeros where it is not in bounds.
+// Zeros if not in bounds.
 template <class T>
 DEVICE Loaded<T> load_chunk(const void* row, int index, bool in_bounds) {
   Loaded<T> loaded;
@@ -54,7 +54,7 @@ DEVICE Loaded<T> load_chunk(const void* row, int index, bool in_bounds) {
   return loaded;
 }
 
-// As fp32; of a chunk that is not in bounds -inf.
+// Converts to fp32; -inf if not in bounds.
 template <class T>
 DEVICE Chunk values(const Loaded<T>& loaded, bool in_bounds) {
   Chunk chunk;
@@ -85,7 +85,7 @@ DEVICE float largest(float bound, const Chunk& x) {
   return bound;
 }
 
-// The exponentials of a chunk in its place, and their sum.
+// Replaces a chunk by its exponentials and returns their sum.
 template <class T>
 DEVICE float exponentials(Chunk& x, float maximum) {
   float sum = 0.0f;
@@ -139,7 +139,7 @@ DEVICE void softmax_vector(SoftmaxRow row) {
 // Rows of any length: hidden is a multiple of 8; rows are 16-byte aligned.
 template <class T>
 DEVICE void softmax_online(SoftmaxRow row) {
-  constexpr int kAhead = 4;  // chunks of a thread that are loaded at once
+  constexpr int kAhead = 4;  // chunks that a thread loads at once
   LDS static float maxima[kMaxWaves], sums[kMaxWaves];
   const int chunks = row.hidden / kChunk, step = kAhead * row.threads;
   float maximum = kNothing, sum = 0.0f;
@@ -205,7 +205,7 @@ DEVICE void softmax_general(SoftmaxRow row) {
     void* to = (u8*)out + block * hidden * size;                                   \
     body({from, to, hidden, threads_per_block, threads_per_block / wave::kLanes}); \
   }
-// Of one element type: fewest chunks of a thread first.
+// Instances for one element type, in order of chunks per thread.
 #define INSTANCES(name, T)                             \
   INSTANCE(1024, name##_x2, T, (softmax_vector<T, 2>)) \
   INSTANCE(512, name##_x4, T, (softmax_vector<T, 4>))  \

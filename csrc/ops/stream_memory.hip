@@ -1,16 +1,16 @@
-// Reads, writes or copies memory with a given number of blocks, to measure its bandwidth.
+// Memory bandwidth benchmark: reads, writes or copies memory with a given number of blocks.
 //
 //     read:  out[block] = sum of the block's 32-bit words
 //     write: out = value
 //     copy:  out = words
 //
-// Bytes per word: 4, of a copy 8. Thread t of block b has the vectors of 16 bytes b * 256 + t, and on from there in steps of all
-// threads; kAhead of its loads are in flight.
+// Bytes per word: 4, or 8 for copy. Thread t of block b processes the 16-byte vectors from b * 256 + t on, strided by
+// the total thread count, with kAhead loads in flight.
 #include "device/reduce.h"
 
 constexpr int kThreads = 256, kAhead = 8;
 
-// Calls use(vector) for the thread's vectors in groups of kAhead: load(i, at) is called for a whole group before use(i, at).
+// Iterates over the thread's vectors in groups of kAhead: load(i, at) is called for a whole group before use(i, at).
 template <class Load, class Use>
 DEVICE void for_vectors(i64 vectors, int blocks, Load load, Use use) {
   const i64 step = i64(blocks) * kThreads;

@@ -1,8 +1,8 @@
-// Matrix product in bf16 or fp16, few tokens times a weight that is streamed once; see gemm/skinny.h.
+// bf16 or fp16 skinny GEMM: few tokens times a weight that is streamed once; see gemm/skinny.h.
 //
 //     out[m, n] = T(sum_k x[m, k] * weight[n, k] + bias[n])
 //
-// Sums are fp32.
+// Accumulation is fp32.
 #include "gemm/skinny.h"
 
 WAVE_SPLIT_K(unquantized_gemm_bf16_narrow_8, Bf16, 8, ScaleGranularity::kNone)

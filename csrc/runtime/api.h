@@ -1,5 +1,5 @@
-// Declarations of the functions of HIP and the CUDA driver API that load a code object and launch a kernel, so that the build needs
-// no header of the vendors. tests/core/test_runtime.py checks every line against their headers.
+// Declarations of the HIP and CUDA driver functions that load code objects and launch kernels. The build needs no
+// vendor headers. tests/core/test_runtime.py checks every line against the vendor headers.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace api {
 
-using Result = int;  // hipError_t, CUresult: enums of int's size; 0 is success
+using Result = int;  // hipError_t, CUresult: int-sized enums; 0 is success
 using Module = struct ModuleObject*;
 using Function = struct FunctionObject*;
 using Stream = struct StreamObject*;
@@ -15,11 +15,11 @@ using Context = struct ContextObject*;  // CUDA only; HIP has a current device
 using Graph = struct GraphObject*;
 using Node = struct NodeObject*;
 using UserObject = struct UserObjectObject*;  // calls back when the graphs that retain it are destroyed
-struct MemoryHandle {                         // of memory that another process opens
+struct MemoryHandle {                         // for memory that another process opens
   char bytes[64];
 };
 
-// X(name here, HIP's function, CUDA's function, type): functions of both with the same meaning.
+// X(name here, HIP function, CUDA function, type): functions with the same meaning in both APIs.
 #define API_SHARED(X)                                                                                                \
   X(init, hipInit, cuInit, Result(unsigned flags))                                                                   \
   X(count_devices, hipGetDeviceCount, cuDeviceGetCount, Result(int* count))                                          \
@@ -37,14 +37,14 @@ struct MemoryHandle {                         // of memory that another process 
   X(get_capture_info, hipStreamGetCaptureInfo_v2, cuStreamGetCaptureInfo_v2,                                         \
     Result(Stream, int* status, unsigned long long* id, Graph*, const Node** dependencies, std::size_t* count))
 
-// As API_SHARED, for functions that HIP before 5.3 and CUDA before 11.3 lack.
+// Like API_SHARED, for functions missing before HIP 5.3 and CUDA 11.3.
 #define API_OPTIONAL(X)                                                                                \
   X(create_user_object, hipUserObjectCreate, cuUserObjectCreate,                                       \
     Result(UserObject*, void* data, void (*destroy)(void* data), unsigned references, unsigned flags)) \
   X(retain_user_object, hipGraphRetainUserObject, cuGraphRetainUserObject,                             \
     Result(Graph, UserObject, unsigned references, unsigned flags))
 
-// X(name here, the vendor's function, type): functions that the two have in different forms.
+// X(name here, vendor function, type): functions that differ between the APIs.
 #define API_HIP(X)                                                                                  \
   X(get_device, hipGetDevice, Result(int* device))                                                  \
   X(set_device, hipSetDevice, Result(int device))                                                   \
@@ -88,7 +88,7 @@ struct Cuda {
   API_CUDA(API_MEMBER)
 };
 
-// X(name here, the vendor's constant, value)
+// X(name here, vendor constant, value)
 #define API_HIP_CONSTANTS(X)                                \
   X(kHipArguments, HIP_LAUNCH_PARAM_BUFFER_POINTER, 1)      \
   X(kHipArgumentsSize, HIP_LAUNCH_PARAM_BUFFER_SIZE, 2)     \

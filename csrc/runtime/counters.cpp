@@ -1,4 +1,4 @@
-// Declared in counters.h.
+// Implements counters.h.
 #include "counters.h"
 
 #include <algorithm>
@@ -43,7 +43,7 @@ void* Counters::take(const Driver& driver, const Size& size) {
   return allocation;
 }
 
-// The graph of a capture under way still exists, so release() does not delete what is found here.
+// The graph of a capture in progress still exists, so release() does not delete what is found here.
 Counters::CaptureCounters& Counters::counters_of_capture(const Driver& driver, const Capture& capture) {
   {
     std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// Declared in driver.h.
+// Implements driver.h.
 #include "driver.h"
 
 #include <dlfcn.h>
@@ -52,7 +52,7 @@ class HipDriver final : public Driver {
            std::to_string(number % 100000);
   }
   std::string describe(api::Result result) const override {
-    own_.clear_error();  // or torch would find it in hipGetLastError and take it for an error of its own
+    own_.clear_error();  // otherwise torch would find it in hipGetLastError and report it as its own
     return std::string(own_.error_string(result)) + " (" + own_.error_name(result) + ")";
   }
   api::Module load_image(const std::string& path, const void* image) const override {
@@ -92,7 +92,7 @@ class HipDriver final : public Driver {
     return own_.set_bytes(memory, 0, bytes, stream);
   }
   void* arguments_end() const override { return reinterpret_cast<void*>(api::kHipArgumentsEnd); }
-  // HIP needs no attribute: a launch may have all LDS of the device.
+  // HIP needs no attribute: a launch may use the device's whole LDS.
   unsigned max_dynamic_lds() const override { return std::numeric_limits<unsigned>::max(); }
   void raise_max_dynamic_lds(Kernel&, unsigned) const override {}
   bool recover(api::Result, int) const override { return false; }
@@ -182,7 +182,7 @@ class CudaDriver final : public Driver {
   api::Cuda own_;
 };
 
-// The path of the library of that name which this process has loaded: torch brings a HIP of its own.
+// Returns the path of the library with this name that the process has loaded: torch bundles its own HIP.
 std::string loaded_library(const char* stem) {
   struct Search {
     const char* stem;
@@ -233,14 +233,14 @@ std::unique_ptr<Driver> Driver::find(std::string& status) {
           int devices = driver->count_devices();
           status = library + ": " + std::to_string(devices) + (devices == 1 ? " device" : " devices");
           if (!driver->has_user_objects())
-            status += "; it has no " + driver->missing_ + ", so what captured graphs hold is kept when they are gone";
+            status += "; it has no " + driver->missing_ + ", so counters of destroyed graphs are not reused";
           return true;
         } catch (const std::runtime_error& error) {
           reasons.push_back(library + ": " + error.what());
           return false;  // the library stays loaded: drivers do not survive dlclose
         }
       }
-      // The error of a library that exists, but misses a dependency, says more than that a library does not exist.
+      // An existing library with a missing dependency gives a more helpful error than a missing library.
       std::string error = dlerror();
       if (missing.empty() || error.compare(0, library.size(), library) != 0) missing = error;
     }
@@ -305,13 +305,14 @@ void Driver::free_shared_memory(int device, void* memory) const {
 
 api::MemoryHandle Driver::memory_handle(int device, void* memory) const {
   api::MemoryHandle handle{};
-  on_device(device, [&] { check(get_handle(&handle, memory), "the handle of shared memory"); });
+  on_device(device, [&] { check(get_handle(&handle, memory), "shared memory handle"); });
   return handle;
 }
 
 void* Driver::open_memory(int device, const api::MemoryHandle& handle) const {
   void* memory = nullptr;
-  on_device(device, [&] { check(open_handle(&memory, handle, api::kHipPeerAccess), "another process's memory"); });
+  on_device(device,
+            [&] { check(open_handle(&memory, handle, api::kHipPeerAccess), "opening another process's memory"); });
   return memory;
 }
 
@@ -320,20 +321,20 @@ void Driver::close_memory(int device, void* memory) const {
 }
 
 Capture Driver::capture_info(api::Stream stream, int device) const {
-  if (stream == nullptr) return {};  // the default stream; during captures of others the query fails
+  if (stream == nullptr) return {};  // the default stream; while another stream captures, the query fails
   int status = 0;
   Capture capture;
   auto ask = [&] { return shared_.get_capture_info(stream, &status, &capture.id, &capture.graph, nullptr, nullptr); };
   api::Result result = ask();
   if (result != 0 && recover(result, device)) result = ask();
-  check(result, "whether a stream is being captured");
+  check(result, "stream capture status");
   return status == api::kHipCaptureActive ? capture : Capture{};
 }
 
 void Driver::retain_user_object(api::Graph graph, void (*destroy)(void*), void* data) const {
   api::UserObject object = nullptr;
   check(shared_.create_user_object(&object, data, destroy, 1, api::kHipNoDestructorSync), "user object");
-  check(shared_.retain_user_object(graph, object, 1, api::kHipMoveReferences), "user object of a graph");
+  check(shared_.retain_user_object(graph, object, 1, api::kHipMoveReferences), "retaining a graph's user object");
 }
 
 Kernel Driver::find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const {

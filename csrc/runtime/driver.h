@@ -1,5 +1,5 @@
-// Loads code objects and launches kernels through HIP or CUDA, whichever this process has. dlopen finds the library at first use, so
-// that one binary serves the CPU, ROCm and CUDA builds of torch.
+// Loads code objects and launches kernels through HIP or CUDA, whichever is available. dlopen finds the library at
+// first use, so one binary serves the CPU, ROCm and CUDA builds of torch.
 #pragma once
 
 #include <cstddef>
@@ -29,10 +29,12 @@ struct Capture {
   unsigned long long id = 0;  // unique in the process
 };
 
-// A vendor's library, initialised, with at least one device. A failed call throws std::runtime_error with the driver's message.
+// An initialized vendor library with at least one device. A failed call throws std::runtime_error with the driver's
+// message.
 class Driver {
  public:
-  // HIP if its library loads and has a device, else CUDA, else null. `status` says what was found, or why nothing was.
+  // Returns HIP if its library loads and finds a device, else CUDA, else null. `status` reports what was found, or why
+  // nothing was.
   static std::unique_ptr<Driver> find(std::string& status);
 
   virtual ~Driver() = default;
@@ -42,23 +44,25 @@ class Driver {
   // Loads a code object or PTX onto `device`. Allowed during stream capture.
   api::Module load_module(const std::string& path, int device);
   Kernel find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const;
-  // Memory of `device`, zero when this returns, and never freed. Allowed during stream capture.
+  // Returns zeroed memory on `device`, never freed. Allowed during stream capture.
   void* zeroed_memory(int device, std::size_t bytes) const;
-  // Memory of `device` that its peers store to while kernels read it: uncached on AMD. Zero when this returns.
+  // Returns zeroed memory on `device` that peers store to while kernels read it: uncached on AMD.
   void* shared_memory(int device, std::size_t bytes) const;
   void free_shared_memory(int device, void* memory) const;
-  // What another process opens such memory by, and the address that it has there, for kernels of that process's `device`.
+  // The handle by which another process opens such memory, and its address there, for kernels on that process's
+  // `device`.
   api::MemoryHandle memory_handle(int device, void* memory) const;
   void* open_memory(int device, const api::MemoryHandle& handle) const;
   void close_memory(int device, void* memory) const;
-  // The capture under way on `stream`, a stream of `device`; without one the graph is null.
+  // The capture in progress on `stream`, a stream of `device`; without one the graph is null.
   Capture capture_info(api::Stream stream, int device) const;
-  // Whether the driver has user objects, which report that a graph was destroyed. Older drivers lack them.
+  // True if the driver supports user objects, which report the destruction of a graph. Older drivers lack them.
   bool has_user_objects() const { return missing_.empty(); }
-  // The driver calls destroy(data), on any thread, once the graph, its instances and clones, and their last replay are destroyed.
-  // destroy must not call the driver.
+  // The driver calls destroy(data), on any thread, once the graph, its instances and clones, and their last replay are
+  // destroyed. destroy must not call the driver.
   void retain_user_object(api::Graph graph, void (*destroy)(void*), void* data) const;
-  // Launches asynchronously on `stream`, a stream of the kernel's device. `arguments` is the kernarg segment, which is copied.
+  // Launches asynchronously on `stream`, a stream of the kernel's device. `arguments` is the kernarg segment, which is
+  // copied.
   void launch(Kernel& kernel, const LaunchDimensions& geometry, api::Stream stream, void* arguments,
               std::size_t bytes) const;
 
@@ -66,7 +70,7 @@ class Driver {
   explicit Driver(std::string library) : library_(std::move(library)) {}
   virtual std::string describe(api::Result result) const = 0;
   virtual api::Module load_image(const std::string& path, const void* image) const = 0;
-  // Runs `action` with `device` current, then restores the device that was.
+  // Runs `action` with `device` current, then restores the previous device.
   virtual void on_device(int device, const std::function<void()>& action) const = 0;
   virtual void* allocate(std::size_t bytes) const = 0;
   virtual void* allocate_shared(std::size_t bytes) const = 0;
@@ -78,7 +82,8 @@ class Driver {
   virtual void* arguments_end() const = 0;
   virtual unsigned max_dynamic_lds() const = 0;
   virtual void raise_max_dynamic_lds(Kernel& kernel, unsigned lds) const = 0;
-  // Called after a failed call on a stream of `device`. True if the cause is removed: the call is worth another attempt.
+  // Called after a failed call on a stream of `device`. Returns true if the cause has been removed: the call may be
+  // retried.
   virtual bool recover(api::Result result, int device) const = 0;
 
   // Throws "<what>: <the driver's words>\n<details>" unless `result` is success.
@@ -86,14 +91,14 @@ class Driver {
 
   const std::string library_;
   api::Shared shared_;
-  std::string missing_;  // the first of API_OPTIONAL that the library lacks
+  std::string missing_;  // the first API_OPTIONAL function that the library lacks
 
  private:
   int count_devices() const;  // at least 1, or it throws
   void set_zero_now(void* memory, std::size_t bytes) const;
-  // As on_device, in relaxed capture mode: a thread that captures a stream may load modules and allocate.
+  // Like on_device, in relaxed capture mode: a thread that captures a stream may load modules and allocate.
   void on_device_relaxed(int device, const std::function<void()>& action) const;
 
-  // The files of loaded modules: HIP's modules point into them as long as they exist.
+  // The files of loaded modules: HIP's modules point into them for their lifetime.
   std::vector<std::unique_ptr<const std::string>> images_;
 };

@@ -1,4 +1,4 @@
-// vllm_rocm_ops._C: load a kernel, launch it.
+// vllm_rocm_ops._C: loads and launches kernels.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace {
 
-// What this process has loaded. Everything here runs under the GIL.
+// The process's loaded modules and kernels. Everything here runs under the GIL.
 struct Runtime {
   std::string status;
   std::unique_ptr<Driver> driver = Driver::find(status);
@@ -87,43 +87,45 @@ std::uintptr_t open_memory(int device, const std::string& bytes) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "Loads code objects and launches kernels through HIP or CUDA, found at first use; no torch in it.";
+  module.doc() = "Load code objects and launch kernels through HIP or CUDA, found at first use, without torch.";
   module.def(
       "backend",
       []() -> std::optional<std::string> {
         const auto& driver = Runtime::get().driver;
         return driver ? std::optional<std::string>(driver->backend()) : std::nullopt;
       },
-      "'hip', 'cuda', or None; status() says why. Finds and initialises the driver when first called.");
+      "Return 'hip', 'cuda', or None; status() gives the reason. The first call finds and initializes the driver.");
   module.def(
-      "status", [] { return Runtime::get().status; }, "What was found, or each library tried and why it will not do.");
+      "status", [] { return Runtime::get().status; },
+      "Return the library found, or each library tried and why it failed.");
   module.def(
       "versions",
       [] {
         const auto& driver = Runtime::get().driver;
         return driver ? driver->versions() : std::map<std::string, std::string>();
       },
-      "{'library', 'driver', 'runtime'} of the backend; {} without one.");
+      "Return the backend's {'library', 'driver', 'runtime'}; {} without one.");
   module.def("load", &load, py::arg("path"), py::arg("symbol"), py::arg("device"),
-             "Load a kernel of a code object (or PTX) onto a device; returns its handle, the same one every time.");
-  module.def("counters", &counters, py::arg("device"), py::arg("stream"), py::arg("bytes"),
-             "The address of so many bytes of zeros for the next launch on a stream of a device, which must leave them "
-             "zero. While the stream is captured they are this launch's own, for as long as the graph lives.");
+             "Load a kernel from a code object (or PTX) onto a device. Return its handle, the same for every call.");
+  module.def(
+      "counters", &counters, py::arg("device"), py::arg("stream"), py::arg("bytes"),
+      "Return the address of `bytes` zeroed bytes for the next launch on a device's stream, which must leave them "
+      "zero. During stream capture they belong to this launch alone, for the graph's lifetime.");
   module.def(
       "shared_memory", [](int device, std::size_t bytes) { return number(driver().shared_memory(device, bytes)); },
       py::arg("device"), py::arg("bytes"),
-      "The address of so many bytes of zeros of a device, which its peers may store to; uncached on AMD.");
+      "Return the address of `bytes` zeroed bytes on a device that its peers may store to; uncached on AMD.");
   module.def(
       "free_shared_memory",
       [](int device, std::uintptr_t address) { driver().free_shared_memory(device, pointer(address)); },
-      py::arg("device"), py::arg("address"), "Free what shared_memory returned. No process may have it open.");
+      py::arg("device"), py::arg("address"), "Free memory from shared_memory. No process may have it open.");
   module.def("memory_handle", &memory_handle, py::arg("device"), py::arg("address"),
-             "What another process of this machine opens shared memory by.");
+             "Return the handle by which another process on this machine opens shared memory.");
   module.def("open_memory", &open_memory, py::arg("device"), py::arg("handle"),
-             "The address of another process's shared memory, for kernels of a device of this process.");
+             "Return the address of another process's shared memory, for kernels on one of this process's devices.");
   module.def(
       "close_memory", [](int device, std::uintptr_t address) { driver().close_memory(device, pointer(address)); },
-      py::arg("device"), py::arg("address"), "Close what open_memory returned.");
+      py::arg("device"), py::arg("address"), "Close memory from open_memory.");
   module.def("launch", &launch, py::arg("handle"), py::arg("grid_x"), py::arg("grid_y"), py::arg("grid_z"),
              py::arg("block_x"), py::arg("block_y"), py::arg("block_z"), py::arg("lds"), py::arg("stream"),
              py::arg("packed_args"),

@@ -130,7 +130,7 @@ def test_the_command_makes_a_wheel_to_release(tmp_path):
 def test_a_python_that_is_not_there_is_named(wheels, tmp_path, capfd):
     """With what uv says of it; nothing is left."""
     absent = str(tmp_path / "python")
-    with pytest.raises(SystemExit, match=f"no wheel for Python {absent}, as uv says above"):
+    with pytest.raises(SystemExit, match=f"no wheel for Python {absent}, see uv's output above"):
         wheels.make([absent], tmp_path / "dist")
     assert absent in capfd.readouterr().err and not (tmp_path / "dist").exists()
 

@@ -1,11 +1,12 @@
-// Flash decoding of latents through LDS, 64 columns a block. Keys are converted on their way there, once for both products.
+// MLA split-KV decode through LDS, 64 columns per block. Keys are converted on the way to LDS, once for both products.
 //
 //     scores^T = K q^T,   out^T = latent^T p^T
 //
-// Four waves have the scores of 16 columns each. Four have the sums of 128 elements of the latent each, of all columns, and load keys.
-// A SIMD has one of either kind. A turn has one barrier and 16 keys, a unit. In turn i scores of unit i are computed while the keys
-// of unit i + 1 are read, values of unit i - 1 are multiplied with p while those of unit i are read, and unit i + 2 goes to LDS, where
-// three units are. The two units behind it are on their way in registers.
+// Four waves compute the scores, 16 columns each. The other four accumulate the outputs, 128 latent elements each for
+// all columns, and load the keys. A SIMD runs one wave of each kind. An iteration has one barrier and processes one
+// unit, 16 keys. Iteration i computes the scores of unit i while reading the keys of unit i + 1, multiplies the values
+// of unit i - 1 by p while reading those of unit i, and stores unit i + 2 to LDS, which holds three units. The next two
+// units are in flight in registers.
 #pragma once
 #include "attention/mla.h"
 #include "device/panel.h"
@@ -19,19 +20,19 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
 
   using Element = typename CacheType<Cache>::Element;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
-  static constexpr int kKeys = 16, kStepUnits = kStepKeys / kKeys;  // of a unit, and units of a step
-  static constexpr int kSlots = 3, kStages = 2;                     // units in LDS and on their way there
-  static_assert(kStages <= kStepUnits, "the first pages are those of a step");
+  static constexpr int kKeys = 16, kStepUnits = kStepKeys / kKeys;  // keys per unit, and units per step
+  static constexpr int kSlots = 3, kStages = 2;                     // units in LDS, and in flight
+  static_assert(kStages <= kStepUnits, "the first pages belong to one step");
   static constexpr int kGroupWaves = kWaves / 2, kColumnTiles = kColumns / 16;
-  static constexpr int kPanels = (kLatent + 64) / 64;  // of 64 elements
-  // With the padding a row of two neighbouring panels has all banks of gfx950, where two rows have them.
+  static constexpr int kPanels = (kLatent + 64) / 64;  // 64 elements each
+  // Padding: a row of two adjacent panels covers all banks of gfx950, where two rows cover them.
   static constexpr int kPanelBytes = (kKeys + 1) * tile::kDepth;
-  static constexpr int kProducts = kPanels * 2;        // of 32 elements of a key
-  static constexpr int kDims = kLatent / kGroupWaves;  // of a wave's sums
-  static constexpr int kLaneDims = kDims / 16;         // that lie together
+  static constexpr int kProducts = kPanels * 2;        // 32 elements of a key each
+  static constexpr int kDims = kLatent / kGroupWaves;  // per wave
+  static constexpr int kLaneDims = kDims / 16;         // contiguous
 
   struct Units {
-    u8 keys[kSlots][kPanels * kPanelBytes];  // panel by panel
+    u8 keys[kSlots][kPanels * kPanelBytes];  // panel-major
     u32x2 weights[2][kColumnTiles][wave::kLanes];
     float factor[2][kColumns];
   };
@@ -51,23 +52,24 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
   DEVICE MlaDecodeInLds(const MlaProblem& problem, Buffer& buffer)
       : Part(problem.decode, block_of(problem)), mla(problem), buffer(buffer) {}
 
-  // Blocks that have the same keys are as far apart as there are requests: of eight, on one die.
+  // Blocks with the same keys are `requests` blocks apart: with a multiple of eight requests, on one XCD.
   DEVICE static int block_of(const MlaProblem& problem) {
     const int index = wave::block_id_x(), tile = u32(index) / u32(problem.requests);
     return (index - tile * problem.requests) * problem.decode.column_tiles + tile;
   }
-  // First key of a unit of this part.
+  // The first key of this split's unit `unit`.
   DEVICE int unit_key(int unit) const {
     return (wave::block_id_y() + unit / kStepUnits * parts) * kStepKeys + unit % kStepUnits * kKeys;
   }
-  // 16 bytes of a row of a panel.
+  // A 16-byte vector of a panel row.
   DEVICE u8* at(int slot, int panel, int row, int vec) const {
     return buffer.units.keys[slot] + panel * kPanelBytes + row * tile::kDepth + (vec ^ lds::swizzle(row)) * 16;
   }
   DEVICE static int next_slot(int slot) { return slot + 1 < kSlots ? slot + 1 : 0; }
 
-  // The scores of a wave's 16 columns. Their maximum is raised only where a score is kSlack above it, so that sums are seldom multiplied.
-  // The largest weight is rounded then, too. What that changes in a sum that it dominates, the sum of rounded weights takes back.
+  // The scores of a wave's 16 columns. The running maximum is raised only if a score exceeds it by kSlack, so the sums
+  // are rarely rescaled. The largest weight is then rounded, too. The sum of rounded weights undoes the effect on a sum
+  // that it dominates.
   struct Scores {
     static constexpr float kSlack = 8.0f;
     const MlaDecodeInLds& of;
@@ -99,25 +101,25 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
       for (int i = 0; i < kProducts; ++i) read(i, 0);
       int slot = 0;
 #pragma unroll 1
-      for (int unit = 0; unit % kStages > 0 || of.unit_key(unit) < of.end; ++unit) {  // as many turns as sums have
+      for (int unit = 0; unit % kStages > 0 || of.unit_key(unit) < of.end; ++unit) {  // as many iterations as in Sums
         slot = next_slot(slot);
         add(unit % 2, of.unit_key(unit), slot);
-        block_barrier();  // hazard: weights are read before they are written, or keys are written over before they are read
+        block_barrier();  // hazard: weights are read before they are written, or keys are overwritten before they are read
       }
-      block_barrier();  // hazard: sums are written over weights before they are read
+      block_barrier();  // hazard: sums overwrite weights before they are read
     }
     DEVICE void read(int i, int slot) {
       keys[i] = *(const u32x4*)of.at(slot, i / 2, of.lane % 16, i % 2 * 4 + of.lane / 16);
     }
 
-    // Weights of a unit, from this key on; reads the keys of the next.
+    // Computes a unit's weights, from key `first` on; reads the next unit's keys.
     DEVICE void add(int buffer, int first, int next) {
       constexpr Max max{};
-      f32x4 sums[2] = {};  // so that no product waits for the one before
+      f32x4 sums[2] = {};  // two, so no product waits for the previous one
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
         sums[i % 2] = mma::multiply_add<T>(sums[i % 2], keys[i], query[i]);
-        attention::schedule_fence();  // to the same registers
+        attention::schedule_fence();  // reuses the registers
         read(i, next);
       }
       f32x4 score = sums[0] + sums[1];
@@ -148,7 +150,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
       if (of.lane < 16) units.factor[buffer][of.group_wave * 16 + of.lane] = factor;
     }
 
-    // Maxima and sums of the columns, and what sums of values are multiplied by.
+    // Stores the columns' maxima and sums, and the factors of the output sums.
     DEVICE void finish_columns(mem::Buffer to) const {
       const float total = attention::reduce_rows(sum, Add{}), rounded = attention::reduce_rows(rounded_sum, Add{});
       const int c = of.group_wave * 16 + of.lane;
@@ -161,19 +163,19 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
     DEVICE void write(int) const {}
   };
 
-  // The sums of kDims elements of all columns.
+  // Accumulates kDims output elements for all columns.
   struct Sums {
-    static constexpr int kKeyLanes = 16;  // that load a key
+    static constexpr int kKeyLanes = 16;  // per key
     static constexpr int kElements = 16 / int(sizeof(Element)), kLoads = kLatent / kElements / kKeyLanes;
-    struct Stage {  // a lane's part of a unit's keys
+    struct Stage {  // a lane's share of a unit's keys
       u32x4 latent[kLoads];
       u32 rope[int(sizeof(Element))];
-      int page;  // of the key that is loaded here next
+      int page;  // of the key loaded here next
     };
 
     const MlaDecodeInLds& of;
     const int of_key = of.lane % kKeyLanes,
-              row = of.group_wave * 4 + of.lane / kKeyLanes;  // which key and part the lane loads
+              row = of.group_wave * 4 + of.lane / kKeyLanes;  // the lane's key and its part of the key
     f32x4 out[kColumnTiles][kLaneDims] = {};
     u32x4 values[4];
 
@@ -198,7 +200,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
       load_page(stage, unit + kStages);
       attention::issue_now();
     }
-    // Part i of the latents, or with i = kLoads the rotated part.
+    // Stores part i of the latents, or the rotary part if i is kLoads.
     DEVICE void store_keys(const Stage& stage, int slot, int i) const {
       if (i == kLoads) {
         u32x2 rope;
@@ -206,7 +208,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
         else rope = {stage.rope[0], stage.rope[1]};
         *(u32x2*)(of.at(slot, kPanels - 1, row, of_key / 2) + of_key % 2 * 8) = rope;
       } else if constexpr (kFp8) {
-        // Every other four lanes store the second vec first, as eight lanes have the same row of two panels.
+        // Alternate groups of four lanes store the second vector first, since eight lanes share a row of two panels.
         const int vec = (i * kKeyLanes + of_key) * 2;
         const bool crossed = of_key / 4 % 2;
         const u32x4 bytes = stage.latent[i], low = as_operand<T>(bytes.lo), high = as_operand<T>(bytes.hi);
@@ -217,7 +219,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
         *(u32x4*)of.at(slot, vec / 8, row, vec % 8) = stage.latent[i];
       }
     }
-    // A unit's keys go to LDS, and the unit kStages behind is loaded.
+    // Stores a unit's keys to LDS, and loads the unit kStages later.
     DEVICE void replace(Stage& stage, int slot, int unit) const {
 #pragma unroll
       for (int i = 0; i <= kLoads; ++i) store_keys(stage, slot, i);
@@ -225,7 +227,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
     }
 
     DEVICE void run() {
-      attention::go_first();  // the other wave of the SIMD has its keys in registers and fills the gaps
+      attention::go_first();  // the SIMD's other wave has its keys in registers and fills the gaps
       Stage stages[kStages];
 #pragma unroll
       for (int s = 0; s < kStages; ++s) stages[s].page = wave::from_lane(of.early_pages, key(s) - of.unit_key(0));
@@ -248,7 +250,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
           read_weights(weights, s);
           read_values(next, next_slot(slot));
 #pragma unroll
-          for (int d = 0; d < kLaneDims; ++d) {  // the rest is done between products
+          for (int d = 0; d < kLaneDims; ++d) {  // the rest overlaps the products
             add(weights, d);
             if (d <= kLoads) store_keys(stage, slot, d);
             if (d == kLoads) load(stage, unit + s + 3 + kStages);
@@ -256,12 +258,12 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
           }
 #pragma unroll
           for (int k = 0; k < 4; ++k) values[k] = next[k];
-          block_barrier();  // hazard: keys are read before they are written, or written over before they are read
+          block_barrier();  // hazard: keys are read before they are written, or overwritten before they are read
           slot = next_slot(slot);
         }
     }
 
-    // The eight elements of row r of the tiles, so that lanes that read two rows of keys together have all banks.
+    // The eight elements in tile row r, chosen so that lanes reading two rows of keys together cover all banks.
     DEVICE static int panel(int r) { return r / 4 % 2; }
     DEVICE static int vec(int r) { return r / 8 * 4 + r % 4; }
 
@@ -272,7 +274,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
         values[k] = *(const u32x4*)of.at(slot, of.group_wave * 2 + panel(r), of.lane / 16 * 4 + k, vec(r));
       attention::schedule_fence();
     }
-    // The sums of before are multiplied by the factors of the new maxima.
+    // Rescales the previous sums by the factors for the new maxima.
     DEVICE void read_weights(u32x2 (&weights)[kColumnTiles], int buffer) {
       const auto& units = of.buffer.units;
       float factor[kColumnTiles];
@@ -298,7 +300,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
     }
 
     DEVICE void finish_columns(mem::Buffer) const {}
-    // A tile of columns to LDS.
+    // Writes a column tile to LDS.
     DEVICE void write(int t) const {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -321,7 +323,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
       constexpr int kColumnVecs = kLatent / 4;
-      if (t > 0) block_barrier();  // hazard: the last sums are written over before they are read
+      if (t > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
       group.write(t);
       block_barrier();  // hazard: sums and factors are read before they are written
 #pragma unroll

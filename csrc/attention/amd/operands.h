@@ -1,16 +1,16 @@
-// What attention needs of matrix instructions and conversions: scores of keys (16 rows of an instruction) and queries (its columns)
-// become the operand of the product with values without an exchange of lanes. An instruction leaves lane l the scores of column
-// l % 16 and rows 4 * (l / 16) to + 3, and takes for column l % 16 eight elements; with the keys of two tiles in the order below
-// both are the same lane's.
+// Matrix instruction operands and conversions for attention. The scores of keys (an instruction's 16 rows) and queries
+// (its columns) become the operand of the PV product without lane exchange. An instruction leaves the scores for column
+// l % 16 and rows 4 * (l / 16) to + 3 in lane l, and reads eight elements for column l % 16. With the keys of two tiles
+// in the order below, both are in the same lane.
 #pragma once
 #include "device/vec.h"
 
-// The compiler leaves registers for so many waves of a SIMD.
+// The compiler limits registers for this many waves per SIMD.
 #define WAVES_PER_SIMD(waves) __attribute__((amdgpu_waves_per_eu(waves)))
 
 namespace numerics {
 
-// a * b, rounded to fp32: no addition fuses with it.
+// a * b, rounded to fp32: not contracted into an fma.
 DEVICE float rounded_product(float a, float b) {
 #pragma clang fp contract(off)
   return a * b;
@@ -20,7 +20,7 @@ DEVICE float rounded_product(float a, float b) {
 
 namespace attention {
 
-// A bf16 or fp16 pair of numbers that it has exactly.
+// Packs two numbers that bf16 or fp16 represents exactly.
 template <class T>
 DEVICE u32 pack_exact(float low, float high) {
   if constexpr (__is_same(T, Bf16))
@@ -28,24 +28,24 @@ DEVICE u32 pack_exact(float low, float high) {
   else return __builtin_bit_cast(u32, __builtin_amdgcn_cvt_pkrtz(low, high));
 }
 
-// 16 bits of two words each: of both the high or the low ones.
+// Packs the high or the low 16 bits of two words.
 DEVICE u32 pair_of(u32 first, u32 second, bool high) {
   return __builtin_amdgcn_perm(second, first, high ? 0x07060302 : 0x05040100);
 }
 
-// Which of 32 keys is this row of tile 0 or 1.
+// The key, of 32, in this row of tile 0 or 1.
 DEVICE int key(int tile, int row) { return row / 4 * 8 + tile * 4 + row % 4; }
-// The operand of keys 8 * (l / 16) to + 7, rounded to T, of the scores of two tiles.
+// The operand for keys 8 * (l / 16) to + 7, rounded to T, from the scores of two tiles.
 template <class T>
 DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
   return {T::pack(tile_0.lo), T::pack(tile_0.hi), T::pack(tile_1.lo), T::pack(tile_1.hi)};
 }
 
-#define HAS_MLA_64 1  // MLA through LDS, 64 columns a block
-// Of MLA: the steps whose keys a wave has.
+#define HAS_MLA_64 1  // MLA through LDS, 64 columns per block
+// MLA: the number of steps whose keys a wave holds.
 constexpr int stages(int /*column_tiles*/) { return 3; }
 
-// sum + a b of 16 keys, four in each lane's row of a and column of b.
+// sum + a b over 16 keys, four per lane in its row of a and column of b.
 template <class T>
 DEVICE f32x4 multiply_16_keys(f32x4 sum, u32x2 a, u32x2 b) {
   if constexpr (__is_same(T, Bf16)) {
@@ -59,8 +59,8 @@ DEVICE f32x4 multiply_16_keys(f32x4 sum, u32x2 a, u32x2 b) {
   }
 }
 
-// Transposes 32 elements of the keys of two tiles to two operands of the product with values, whose rows are elements: a product
-// with the identity leaves lane l element l % 16 of keys 4 * (l / 16) to + 3.
+// Transposes 32 elements of two tiles' keys into two operands of the PV product, whose rows are elements: a product
+// with the identity leaves element l % 16 of keys 4 * (l / 16) to + 3 in lane l.
 template <class T>
 DEVICE f32x4 times_identity(u32x2 keys) {
   const int element = wave::lane() % 16;
@@ -79,37 +79,38 @@ DEVICE void transpose(const mma::Weights& tile_0, const mma::Weights& tile_1, mm
                             pack_exact<T>(b.z, b.w)};
   }
 }
-// Row of transposed operand `half`: which of the 8 elements that a lane loaded together, and of which quarter of the 32.
+// Row of transposed operand `half`: the element's index among the 8 that a lane loaded together, and its quarter of the
+// 32.
 DEVICE int element(int half, int row) { return half * 4 + row % 4; }
 DEVICE int quarter(int row) { return row / 4; }
 
-// Combines a value over the lanes that have the same columns.
+// Reduces a value over the lanes that share columns.
 template <class Combine>
 DEVICE float reduce_rows(float value, Combine combine) {
   value = combine(value, wave::from_lane(value, wave::lane() ^ 16));
   return combine(value, wave::from_lane(value, wave::lane() ^ 32));
 }
 
-// The value is computed here: no load below moves above it, where it would need registers of its own, and a copy from there that
-// waits for it.
+// Forces the value to be computed here. A later load that moved above would need its own registers, and a copy that
+// waits for the load.
 template <class Vec>
 DEVICE void compute_now(Vec& value) {
   asm volatile("" : "+v"(value)::"memory");
 }
 
-// Loads above are issued here, not behind the end of a loop.
+// Loads above are issued here, not after the end of a loop.
 DEVICE void issue_now() { asm volatile("" ::: "memory"); }
 
-// What is computed of a loaded value is computed below, where the wait for it is too.
+// Values computed from a loaded value are computed below, where the wait is, too.
 template <class Vec>
 DEVICE void use_below(Vec& value) {
   asm volatile("" : "+v"(value));
 }
 
-// The compiler moves no instruction over this.
+// No instruction moves across.
 DEVICE void schedule_fence() { __builtin_amdgcn_sched_barrier(0); }
 
-// This wave's instructions go before those of others on its SIMD.
+// Gives this wave priority on its SIMD.
 DEVICE void go_first() { __builtin_amdgcn_s_setprio(1); }
 
 // A wave's queries stay in registers.
@@ -117,15 +118,15 @@ constexpr bool kQueryInLds = false;
 DEVICE void copy_query(u8*, const u16*) {}
 DEVICE void end_query() {}
 DEVICE void wait_for_query() {}
-// Nothing: the compiler does not move loads behind the products that follow.
+// Nothing to order: the compiler does not move loads after the products that follow.
 DEVICE void issue_here() {}
 
-// What was faster on NVIDIA, see nvidia/operands.h, is not predicted to be so on MI300X: the last turn apart takes 336 registers, not 195,
-// and up to 13 % longer, masks apart up to 3 %.
+// Faster on NVIDIA (nvidia/operands.h), but not predicted to be on MI300X: peeling the last iteration takes 336
+// registers instead of 195 and up to 13 % longer, a separate mask up to 3 %.
 constexpr bool kLastTurnApart = false, kMasksApart = false;
 
-// Rows of 128 bytes lie in LDS one after the other, 16 bytes c of row r at c ^ swizzle(r): without bank conflicts where 16 rows are
-// read at a time, and where 8 are written.
+// LDS rows have 128 bytes. 16-byte vector c of row r is stored at c ^ swizzle(r), free of bank conflicts when 16 rows
+// are read at a time, and when 8 are written.
 DEVICE int swizzle(int row) { return lds::swizzle(row); }
 
 }  // namespace attention

@@ -1,16 +1,16 @@
-// Keys of requests, divided evenly over blocks, whatever the lengths are.
+// Even split of all requests' keys over blocks, independent of lengths (varlen).
 #pragma once
 #include "attention/mla.h"
 
-// The steps of kKeys keys of a launch's blocks of a part, or one where there are no keys, divided evenly over `blocks`: each has some
-// that follow each other, of one request or of several. What block b leaves of block of a part i, if others have more of it, is in
-// slot b + i.
+// Divides the steps of all work tiles in a launch evenly over `blocks`. A work tile is a request's column tile; its
+// steps have kKeys keys each, and a request without keys has one step. Each block processes consecutive steps, in one
+// tile or in several. The partial sums that block b stores for tile i, if other blocks share it, are in slot b + i.
 struct EvenSteps {
   static constexpr int kKeys = 128;
   const DecodeProblem& p;
   const int requests;
-  int blocks;         // that have steps
-  int steps, before;  // of all, and those of the requests before the lane's first
+  int blocks;         // with steps
+  int steps, before;  // in total, and for the requests before the lane's first
   int lane_requests;
 
   DEVICE explicit EvenSteps(const MlaProblem& problem) : p(problem.decode), requests(problem.requests) {
@@ -34,10 +34,10 @@ struct EvenSteps {
     const int keys = mem::load<int>(p.seq_lens + request);
     return keys > kKeys ? (keys + kKeys - 1) / kKeys : 1;
   }
-  // The first step of a block, and the block that has a step.
+  // The first step of a block, and the block that processes a step.
   DEVICE int first_of(int block) const { return u64(block) * u32(steps) / u32(blocks); }
   DEVICE int block_of(int step) const { return (u64(step + 1) * u32(blocks) - 1) / u32(steps); }
-  // The block of a part that has a step, and its first step.
+  // The work tile that contains a step, its first step and its step count.
   struct Place {
     int block, first, steps;
   };
@@ -51,7 +51,7 @@ struct EvenSteps {
       ++place.block;
     }
   }
-  // The same of a block of a part.
+  // The same for a given work tile.
   DEVICE Place place(int block) const {
     const int request = u32(block) / p.tiles_divisor, lane = request / lane_requests;
     Place place = {block, wave::from_lane(before, lane), steps_of(request)};
@@ -61,7 +61,7 @@ struct EvenSteps {
   }
 };
 
-// Of a request `combine_blocks` blocks, as all of a launch must know how the steps are divided.
+// Runs `combine_blocks` blocks per work tile: every block must recompute the division of steps.
 template <class T, int kColumnTiles>
 struct MlaCombineEven : MlaCombine<T, kColumnTiles> {
   using Combine = MlaCombine<T, kColumnTiles>;
@@ -78,7 +78,7 @@ struct MlaCombineEven : MlaCombine<T, kColumnTiles> {
     for (int lanes = wave::block_id_y(); lanes < Combine::kColumns * Combine::kColumnVecs / wave::kLanes;
          lanes += blocks) {
       this->add(buffer, lanes);
-      block_barrier();  // hazard: sums are written over before they are read
+      block_barrier();  // hazard: sums are overwritten before they are read
     }
   }
 };

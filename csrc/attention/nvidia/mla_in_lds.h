@@ -1,15 +1,15 @@
-// Flash decoding of latents whose elements have 16 bits, through LDS: the keys' panels of 64 x 64 elements are read there by both
-// products (wgmma), by that with p as its transposed operand.
+// MLA split-KV decode with 16-bit latents through LDS. Both products (wgmma) read the keys' panels of 64 x 64 elements
+// from there, the PV product as its transposed operand.
 //
 //     scores^T = K q^T,   out^T = latent^T p^T
 //
-// A consumer, four or eight waves, has 64 keys at a time. Up to 32 columns two consumers have keys of their own, and their sums
-// meet at the end. Of 64 columns there is one, whose groups of four waves divide the columns of the scores and the elements of
-// the latent. Panels are loaded again as soon as they are multiplied: 128 keys are in LDS.
+// A consumer, four or eight waves, processes 64 keys at a time. Up to 32 columns, two consumers have their own keys,
+// and their sums are added at the end. With 64 columns there is one consumer, whose groups of four waves divide the
+// score columns and the latent elements. A panel is refilled as soon as it has been multiplied: LDS holds 128 keys.
 #pragma once
 #include "attention/nvidia/even_steps.h"
 
-extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // Places of MlaDecodeInLds
+extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // offsets of MlaDecodeInLds
 
 template <class T, int kColumnTiles>
 using MlaPartInLds = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves, kMlaFanIn, 4>,
@@ -26,21 +26,21 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   static constexpr int kGroups = kWaves / mma::kWaves, kGroupThreads = kThreads / kGroups;
   static constexpr int kConsumers = kColumns == 64 ? 1 : 2, kConsumerGroups = kGroups / kConsumers;
   static constexpr int kConsumerThreads = kGroupThreads * kConsumerGroups;
-  static constexpr int kStages = kConsumerGroups;  // of a consumer
+  static constexpr int kStages = kConsumerGroups;  // per consumer
   static constexpr int kScoreColumns = kColumns / kConsumerGroups, kScores = kScoreColumns / 2;
   static constexpr int kDimTiles = kLatent / 64 / kConsumerGroups, kSums = kColumns / 2;
   static constexpr int kLaneColumns = kScores / 2;
-  static constexpr int kRows = kWaveKeys / 4;  // of keys, that a wave copies
+  static constexpr int kRows = kWaveKeys / 4;  // keys that a wave copies
 
   static constexpr int kPanelBytes = kKeys * tile::kDepth, kStageBytes = kPanels * kPanelBytes;
   static constexpr int kQueryPanelBytes = kColumns * tile::kDepth;
-  // What lies in LDS behind the keys.
+  // LDS offsets after the keys.
   static constexpr int kQuery = kGroups * kStageBytes, kWeights = kQuery + kPanels * kQueryPanelBytes;
   static constexpr int kMaxima = kWeights + kConsumers * kQueryPanelBytes;
   static constexpr int kFactors = kMaxima + kGroups * kScoreColumns * 16, kBytes = kFactors + kColumns * 4;
   static_assert(kBytes + 1024 <= 227 * 1024);
-  // In their place, at the end.
-  static constexpr int kRowFloats = kLatent + 4;  // of the sums of a column
+  // At the end, sums replace them.
+  static constexpr int kRowFloats = kLatent + 4;  // for a column's sums
   static_assert(kConsumers * kColumns * kRowFloats * 4 <= kQuery);
   struct Ends {
     float wave_sum[kConsumers][kColumns][mma::kWaves], maximum[kConsumers][kColumns], factor[kColumns];
@@ -54,16 +54,16 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   float score[kScores];
   float out[kDimTiles][kSums] = {};
   float maximum[kLaneColumns], sum[kLaneColumns];
-  int row_end[kLaneColumns];  // the keys that the column sees end here
+  int row_end[kLaneColumns];  // end of the keys that the column sees
   float scale;
-  int first_step, next_step, keys_end, slot;  // steps of the part, the end of its keys, and where its sums go
+  int first_step, next_step, keys_end, slot;  // the split's steps, the end of its keys, and its slot
 
   // Every parts-th step.
   DEVICE explicit MlaDecodeInLds(const MlaProblem& problem) : Part(problem.decode), mla(problem) {
     first_step = slot = wave::block_id_y(), next_step = parts, keys_end = end;
     this->own = first_step * Part::kStepKeys;
   }
-  // Steps from `first` to `last` that follow each other, of what `part_count` blocks have.
+  // Consecutive steps [first, last) of a work tile that `part_count` blocks share.
   DEVICE MlaDecodeInLds(const MlaProblem& problem, int block, int first, int last, int slot, int part_count)
       : Part(problem.decode, block, first), mla(problem), slot(slot) {
     first_step = first, next_step = 1, keys_end = last * Part::kStepKeys < end ? last * Part::kStepKeys : end;
@@ -73,20 +73,21 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 
   DEVICE static lds::Local<u8>* at(int place) { return (lds::Local<u8>*)dynamic_lds + place; }
   DEVICE int stage_at(int stage) const { return (consumer * kStages + stage) * kStageBytes; }
-  // The place, from which descriptors are computed where they are needed: those of a loop take 36 registers else, and a copy each.
+  // The offset in a scalar register, so that descriptors are computed where needed: hoisted out of a loop they take 36
+  // registers, and a copy each.
   DEVICE static int in_scalars(int place) { return wave::read(place, 0); }
-  // Of a consumer, whose threads see what each wrote to LDS before.
+  // A barrier for one consumer's threads: LDS stores before it are visible after it.
   DEVICE void own_barrier() const {
     if constexpr (kConsumers == 1) block_barrier();
     else consumer_barrier<kConsumerThreads>(consumer);
   }
-  // Of value i of the scores of a lane, or of its sums: the column, from a group's first on, and the row of 64.
+  // Value i of a lane's scores or sums: its column, relative to a group's first, and its row of 64.
   DEVICE int value_column(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
   DEVICE int value_row(int i) const { return group_wave * 16 + lane / 4 + i / 2 % 2 * 8; }
-  DEVICE static constexpr int lane_column(int i) { return i / 4 * 2 + i % 2; }  // which of the lane's it is
+  DEVICE static constexpr int lane_column(int i) { return i / 4 * 2 + i % 2; }  // the lane's column index
   DEVICE int column_of(int lane_column) const { return lane_column / 2 * 8 + lane % 4 * 2 + lane_column % 2; }
 
-  // 16 bytes of a row of a panel per lane, those of four rows by a wave; lane l's go to place l.
+  // Each lane copies 16 bytes of a panel row, a wave four rows; lane l's go to place l.
   DEVICE int row_of_copy(int first) const { return first + lane / 8; }
   DEVICE int vec_of_copy(int first) const { return lane % 8 ^ lds::swizzle(row_of_copy(first)); }
 
@@ -103,7 +104,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     }
   }
 
-  // The keys of a step that this wave copies: where they lie, how many there are, and whether the block has any.
+  // The keys of a step that this wave copies: their addresses, their count, and whether the block has any.
   struct Rows {
     const u8* from[kRows];
     int count;
@@ -120,7 +121,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     rows.any = has_keys(step);
     return rows;
   }
-  // Zeros behind the last key.
+  // Zeros past the last key.
   DEVICE void load(const Rows& rows, int panel, int stage) const {
     const int first = wave_index * kWaveKeys % kKeys;
 #pragma unroll
@@ -130,7 +131,8 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   }
 
   DEVICE bool has_keys(int step) const { return step * Part::kStepKeys < keys_end; }
-  // First key of the consumer's in a step. One without keys there has zeros, and weights of 0: the block's barriers are those of all.
+  // The consumer's first key in a step. A consumer without keys there has zeros, and weights of 0: all threads take
+  // part in the block's barriers.
   DEVICE int first_key(int step) const { return step * Part::kStepKeys + consumer * kKeys; }
 
   DEVICE void multiply_query(int stage) {
@@ -147,7 +149,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     mma::wait_for_sums(score);
   }
 
-  // p of a step's keys, from `first` on, in LDS, and the factors of the sums before.
+  // Stores p for a step's keys, from `first` on, to LDS, and returns the factors for the previous sums.
   DEVICE void weigh(int first, float (&factor)[kLaneColumns]) {
     constexpr Max max{};
     float largest[kLaneColumns];
@@ -165,8 +167,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       largest[c] = attention::reduce_rows(largest[c], max);
       if (lane / 4 == 0) ((lds::Local<float>*)(maxima + column_of(c)))[group_wave] = largest[c];
     }
-    consumer_barrier<kGroupThreads>(kConsumers +
-                                    group);  // hazard: maxima of the waves are read before they are written
+    consumer_barrier<kGroupThreads>(kConsumers + group);  // hazard: the waves' maxima are read before they are written
 #pragma unroll
     for (int c = 0; c < kLaneColumns; ++c) {
       const f32x4 of_waves = maxima[column_of(c)];
@@ -196,7 +197,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     lds::publish();
   }
 
-  // Sums are multiplied by the factors of the new maxima.
+  // Rescales the sums by the factors for the new maxima.
   DEVICE void scale_sums(const float (&factor)[kLaneColumns]) {
     float of_sums[kSums / 2];
     bool grows = false;
@@ -213,7 +214,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       for (int i = 0; i < kSums; ++i) out[d][i] *= of_sums[lane_column(i)];
   }
 
-  // Adds the product of the latents with p, and loads other keys where they were.
+  // Adds the product of the latents with p, and loads other keys in their place.
   DEVICE void multiply_weights(int stage, const Rows& next) {
     constexpr int kAtOnce = 2, kChunks = kDimTiles / kAtOnce;
     const mma::Panel values{mma::Panel::Transposed{}}, weights(0, false);
@@ -232,7 +233,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       wait_for_groups<kChunks>(chunk);
-      own_barrier();  // hazard: keys are loaded where other waves still multiply
+      own_barrier();  // hazard: keys are loaded over keys that other waves still multiply
       if (next.any)
 #pragma unroll
         for (int g = 0; g < kConsumerGroups; ++g)
@@ -243,7 +244,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     for (int d = 0; d < kDimTiles; ++d) mma::wait_for_sums(out[d]);
     lds::end_group();
   }
-  // Until the first chunk + 1 of kChunks groups of products are done.
+  // Waits until product groups 0 to `chunk`, of kChunks, are complete.
   template <int kChunks>
   DEVICE static void wait_for_groups(int chunk) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kChunks - 1 - chunk) : "memory");
@@ -271,18 +272,18 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       row_end[c] = first_row_end + this->column(member * kScoreColumns + column_of(c)).row;
     }
     lds::wait_for_copies<kStages>();
-    block_barrier();  // hazard: the query is multiplied before it is there
+    block_barrier();  // hazard: the query is multiplied before it has arrived
     int stage = 0;
 #pragma unroll 1
     for (; has_keys(step); step += next_step) {
       const Rows next = rows(pages, step + kStages * next_step);
       pages = load_any_pages(step_key(step + (kStages + 1) * next_step));
       lds::wait_for_copies<kStages - 1>();
-      own_barrier();  // hazard: keys are multiplied before they are there
+      own_barrier();  // hazard: keys are multiplied before they have arrived
       multiply_query(stage);
       float factor[kLaneColumns];
       weigh(first_key(step), factor);
-      own_barrier();  // hazard: p is multiplied before it is there
+      own_barrier();  // hazard: p is multiplied before it is written
       scale_sums(factor);
       multiply_weights(stage, next);
       stage = stage + 1 < kStages ? stage + 1 : 0;
@@ -290,10 +291,10 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     finish();
   }
 
-  // The sums of this part, and those of all.
+  // Stores this split's sums, and combines all splits.
   DEVICE void finish() {
     lds::wait_for_copies<0>();
-    block_barrier();  // hazard: keys and queries are written over before they are read
+    block_barrier();  // hazard: keys and queries are overwritten before they are read
     auto& ends = *(lds::Local<Ends>*)at(kQuery);
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i) {
@@ -371,7 +372,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       ++place.block;
       place.first = step;
       place.steps = even.steps_of(u32(place.block) / problem.decode.tiles_divisor);
-      block_barrier();  // hazard: sums are written over before they are read
+      block_barrier();  // hazard: sums are overwritten before they are read
     }
   }
 };

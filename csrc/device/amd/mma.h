@@ -1,22 +1,23 @@
-// Products of weight rows, streamed through registers, with tokens in LDS: 16 rows per wave, fp32 accumulation.
-// v_mfma_f32_16x16x32_fp8_fp8, v_mfma_f32_16x16x16_bf16, _f16 (CDNA3 ISA, section 7.4 "Dense matrix fused-multiply-add"),
-// v_mfma_f32_16x16x32_bf16, _f16 on gfx950; v_mfma_i32_16x16x32_i8, on gfx950 v_mfma_i32_16x16x64_i8.
+// MMA: weight rows streamed through registers times tokens in LDS, 16 rows per wave, fp32 accumulation.
+// v_mfma_f32_16x16x32_fp8_fp8, v_mfma_f32_16x16x16_bf16, _f16 (CDNA3 ISA, section 7.4 "Dense matrix
+// fused-multiply-add"), v_mfma_f32_16x16x32_bf16, _f16 on gfx950; v_mfma_i32_16x16x32_i8, on gfx950
+// v_mfma_i32_16x16x64_i8.
 #pragma once
 #include "sync.h"
 #include "wave.h"
 
 namespace mma {
 
-constexpr int kRows = 16;              // weight rows of a wave
-constexpr int kWaves = 4;              // of a block that multiply, each with rows of its own
-constexpr int kDepth = 64;             // bytes of K of a step: 16 of each row per lane
-constexpr int kLoads = 1;              // 16-byte loads of weights per lane and step
-constexpr int kChunkBytes = 8 * 1024;  // LDS for a chunk of tokens
-constexpr int kMaxVecs = 8;            // 16-byte loads of a producer lane for a chunk of tokens
-constexpr int kStages = 4;             // K slices that a wave of WaveSplitK has in registers
+constexpr int kRows = 16;              // weight rows per wave
+constexpr int kWaves = 4;              // MMA waves per block, each with its own rows
+constexpr int kDepth = 64;             // K bytes per step: 16 per row and lane
+constexpr int kLoads = 1;              // 16-byte weight loads per lane and step
+constexpr int kChunkBytes = 8 * 1024;  // LDS for a token chunk
+constexpr int kMaxVecs = 8;            // 16-byte loads per producer lane and token chunk
+constexpr int kStages = 4;             // K slices that a WaveSplitK wave holds in registers
 
-// Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Which K an instruction takes from a lane does not matter as
-// long as weights and tokens agree.
+// Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Any K permutation is correct if weights and tokens share
+// it.
 DEVICE int row(int lane, int /*load*/) { return lane % 16; }
 DEVICE int depth(int lane) { return lane / 16 * 16; }
 
@@ -24,7 +25,7 @@ struct Weights {
   u32x4 load[kLoads];
 };
 
-// Tokens of a step in LDS: kTokens * 64 bytes, in the order in which lanes read them: [kTokens / 16][depth / 16][16 tokens][16].
+// One step's tokens in LDS: kTokens * 64 bytes, in lane read order: [kTokens / 16][depth / 16][16 tokens][16].
 struct TokenVec {  // 16 bytes of one token
   int token, depth;
 };
@@ -37,15 +38,15 @@ DEVICE void store_vec(u8* step, int index, u32x4 bytes) {
 template <int kTokens>
 struct Accumulator {
   static constexpr int kLaneTokens = kTokens / 16, kLaneRows = 4;
-  f32x4 sum[kLaneTokens];  // of four neighbouring rows
-  // Adds the sums of a unit times the scale of their token, read from LDS, and of the weight.
+  f32x4 sum[kLaneTokens];  // for four consecutive rows
+  // Adds a unit's sums times the token scale, read from LDS, and the weight scale.
   DEVICE void add_scaled(const Accumulator& unit, const float* scales, float scale) {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) sum[i] += unit.sum[i] * (scales[token(wave::lane(), i)] * scale);
     compute_now();
   }
-  // The compiler must not move the next loads before the last use of the registers that they overwrite: it would load to others,
-  // and the copy from there would wait for the loads.
+  // Keeps later loads after the last use of the registers they overwrite. Otherwise the compiler loads into other
+  // registers, and the copy from there waits for the loads.
   DEVICE void compute_now() {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) asm volatile("" : "+v"(sum[i])::"memory");
@@ -91,7 +92,7 @@ DEVICE f32x4 multiply_add<F16>(f32x4 sum, u32x4 weights, u32x4 tokens) {
 #endif
 }
 
-// Sums of products of int8, which are whole numbers.
+// Exact int32 sums of int8 products.
 DEVICE i32x4 multiply_add_whole(i32x4 sum, u32x4 weights, u32x4 tokens) {
 #if defined(__gfx942__)
   Halves w = __builtin_bit_cast(Halves, weights), t = __builtin_bit_cast(Halves, tokens);
@@ -103,29 +104,29 @@ DEVICE i32x4 multiply_add_whole(i32x4 sum, u32x4 weights, u32x4 tokens) {
                                                sum, 0, 0, 0);
 #endif
 }
-// The product of a step is exact, and rounded where it is added.
+// A step's product is exact; the addition rounds.
 template <>
 DEVICE f32x4 multiply_add<I8>(f32x4 sum, u32x4 weights, u32x4 tokens) {
   return sum + __builtin_convertvector(multiply_add_whole(i32x4{}, weights, tokens), f32x4);
 }
-#define HAS_INT8_STREAMS 1  // StreamedTile of int8
+#define HAS_INT8_STREAMS 1  // StreamedTile supports int8
 
-// The same with the tokens in registers, by one wave alone: lane l holds token l % 16 of a tile, bytes 16 * (l / 16) on.
+// The same for one wave with tokens in registers: lane l holds token l % 16 of a tile, bytes 16 * (l / 16) on.
 constexpr int kTileTokens = 16;
 DEVICE int tile_token(int lane) { return lane % 16; }
 template <class Type>
 DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
   return multiply_add<Type>(sum, weights.load[0], tokens);
 }
-// Token and row of the tile that value i of a lane belongs to.
+// Token and row of a lane's value i in the tile.
 DEVICE int value_token(int lane, int /*i*/) { return lane % 16; }
 DEVICE int value_row(int lane, int i) { return lane / 16 * 4 + i; }
-constexpr int kValueTokens = 1;  // tokens of a lane; value i belongs to number i % kValueTokens
-// The rows of values 0 and 1 of a lane are in one half of a tile, those of values 2 and 3 at the same place of the other half.
+constexpr int kValueTokens = 1;  // tokens per lane; value i belongs to token i % kValueTokens
+// A lane's values 0 and 1 are in rows of one half of a tile, values 2 and 3 at the same position in the other half.
 DEVICE int half(int row) { return row / 2 % 2; }
 DEVICE int half_row(int row) { return row / 4 * 2 + row % 2; }
 
-// Adds the product of the wave's rows and a step's tokens. All waves that multiply call it together.
+// Adds the product of the wave's rows and one step's tokens. All MMA waves call it together.
 template <class Type, int kTokens>
 DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step) {
   const u32x4* tokens = (const u32x4*)step + wave::lane();

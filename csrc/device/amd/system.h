@@ -1,5 +1,5 @@
-// Words that devices exchange, and what a wave needs to wait for them. System scope is sc0 sc1 (LLVM AMDGPU usage, "Memory Model
-// gfx942"), which reaches other devices in uncached fine-grained memory.
+// Words exchanged between devices, and the primitives to wait for them. System scope is sc0 sc1 (LLVM AMDGPU usage,
+// "Memory Model gfx942"), which reaches other devices in uncached fine-grained memory.
 #pragma once
 #include "../mem.h"
 
@@ -19,11 +19,11 @@ DEVICE T load_system(const void* address) {
 namespace wave {
 
 constexpr u32 kTicksPerMicrosecond = 100;
-// Time in ticks, which clocks of all speeds share.
+// Time in ticks, independent of clock frequencies.
 DEVICE u64 time() { return __builtin_amdgcn_s_memrealtime(); }
-// Computes a value here, in lanes.
+// Forces the value to be computed here, in vector registers.
 DEVICE void in_lanes(u32& value) { asm volatile("" : "+v"(value)); }
-// Leaves the compute unit to other waves for some 64 cycles.
+// Yields the compute unit to other waves for about 64 cycles.
 DEVICE void sleep() { __builtin_amdgcn_s_sleep(1); }
 
 }  // namespace wave

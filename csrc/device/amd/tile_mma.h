@@ -1,6 +1,6 @@
-// Products of panels of tokens and of weight rows, 128 bytes of K, fp32 accumulation, in accumulator tiles of 16 tokens x 32
-// weight rows: bf16, fp16 as in mma.h, fp8 (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7; v_mfma_f32_16x16x128_f8f6f4 with
-// unit scales, CDNA4 ISA, section 7: twice the rate of the former).
+// MMA of token panels and weight panels, 128 K bytes. Accumulation is fp32, in accumulator tiles of 16 tokens x 32
+// weight rows. Types are bf16 and fp16 as in mma.h, and fp8 (v_mfma_f32_16x16x32_fp8_fp8, CDNA3 ISA, section 7;
+// v_mfma_f32_16x16x128_f8f6f4 with unit scales, CDNA4 ISA, section 7, at twice the rate).
 #pragma once
 #include "../swizzle.h"
 #include "lds_async.h"
@@ -8,33 +8,33 @@
 
 namespace tile {
 
-constexpr int kXcds = 8;                // the hardware assigns blocks to them round-robin
-constexpr int kWaveTokens = 64;         // of the tile that a wave multiplies
+constexpr int kXcds = 8;                // the hardware assigns blocks to XCDs round-robin
+constexpr int kWaveTokens = 64;         // tile tokens per wave
 constexpr int kAccumulatorTokens = 16;  // AccumulatorTile
 constexpr int kAccumulatorRows = 32;
-constexpr int kLaneTokens = 1;  // that a lane has sums of
+constexpr int kLaneTokens = 1;  // accumulated per lane
 
-// Lane l has the sums of token l % 16 and of 8 weight rows, from 8 * (l / 16) on.
+// Lane l accumulates token l % 16 and 8 weight rows, from 8 * (l / 16) on.
 struct AccumulatorTile {
   f32x4 sum[2];
   DEVICE float get(int /*token*/, int row) const { return sum[row / 4][row % 4]; }
 };
 DEVICE int accumulator_token(int lane, int /*token*/) { return lane % 16; }
 DEVICE int accumulator_row(int lane) { return lane / 16 * 8; }
-// The weight row that is row `row` of each 32 of a panel. An instruction gives lane l the sums of 4 rows of its 16, from
-// 4 * (l / 16) on; in this order the 8 rows of a lane are neighbours.
+// The weight row stored as row `row` of each 32 panel rows. An instruction gives lane l the sums for 4 of its 16 rows,
+// from 4 * (l / 16) on; this permutation makes a lane's 8 rows consecutive.
 DEVICE int weight_row(int row) { return row % 16 / 4 * 8 + row / 16 * 4 + row % 4; }
 
-// Operand registers of a lane for 16 rows: of row l % 16 the (l / 16)-th 16 bytes of each half of K. The K that an instruction
-// takes them for does not matter, as long as tokens and weights agree.
+// A lane's operand registers for 16 rows: row l % 16, 16-byte vector l / 16 of each K half. Any K permutation is
+// correct if tokens and weights share it.
 struct Fragment {
   u32x4 half[2];
 };
 
 #if defined(__gfx942__)
-constexpr int kAccumulatorInstructions = 8;  // of multiply_add<E4m3>
+constexpr int kAccumulatorInstructions = 8;  // per multiply_add<E4m3>
 #else
-#define HAS_LARGE_TILES 1  // room in LDS for two buffers of 256 x 256
+#define HAS_LARGE_TILES 1  // LDS holds two buffers of 256 x 256
 constexpr int kAccumulatorInstructions = 2;
 #endif
 template <class Type>
@@ -70,11 +70,11 @@ DEVICE void multiply_add<E4m3>(AccumulatorTile& accumulator, const Fragment& tok
 #endif
 }
 
-// A wave's part of a tile: kM x kN accumulator tiles. With kPingPong the two waves of a block on each SIMD alternate: one reads
-// fragments while the other multiplies.
+// A wave's share of a tile: kM x kN accumulator tiles. With kPingPong, a block's two waves per SIMD alternate: one
+// reads fragments while the other multiplies.
 template <class Type, int kM, int kN, bool kPingPong>
 struct Multiplier {
-  int tokens_at[2], weights_at[2];  // where the lane reads its halves of a panel's rows
+  int tokens_at[2], weights_at[2];  // where the lane reads its K halves of a panel's rows
 
   DEVICE Multiplier(int first_token, int first_row, bool weights_in_fragment_order) {
 #pragma unroll
@@ -91,9 +91,10 @@ struct Multiplier {
       fragment.half[half] = *(const lds::Local<u32x4>*)(panel + at[half] + rows * kDepth);
     return fragment;
   }
-  // Hazards. The first half reads a panel before the copies of the other half have landed: so each wave waits for its own
-  // copies before it reads the last fragments of the panel before, and then comes to this barrier. The first half also fills a
-  // panel that the other half still reads: so it starts to after a barrier behind the other half's last reads there.
+  // Hazards. The first half reads a panel before the other half's copies have landed: so each wave waits for its own
+  // copies before it reads the last fragments of the previous panel, and then arrives at this barrier. The first half
+  // also refills a panel that the other half still reads: so its refill starts after a barrier that follows the other
+  // half's last reads.
   DEVICE static void ping_pong_barrier() {
     if constexpr (kPingPong) {
       __builtin_amdgcn_sched_barrier(0);
@@ -101,8 +102,8 @@ struct Multiplier {
       __builtin_amdgcn_sched_barrier(0);
     }
   }
-  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of an
-  // accumulator tile, and of its last 4.
+  // Adds the product of two panels, times factors if kScaled: one factor for a lane's first 4 weight rows of an
+  // accumulator tile, one for its last 4.
   template <bool kScaled>
   DEVICE void multiply_add(AccumulatorTile (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
                            const float (&factor)[kN][2][kM][kLaneTokens]) const {

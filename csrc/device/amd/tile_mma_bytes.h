@@ -1,5 +1,5 @@
-// Products of accumulator tiles of int8, of e5m2, and of e4m3 with e5m2
-// (v_mfma_f32_16x16x32_bf8_fp8 and its like; v_mfma_f32_16x16x128_f8f6f4). CDNA3 and CDNA4 ISA, section 7.
+// MMA of accumulator tiles for int8, e5m2, and e4m3 with e5m2 (v_mfma_f32_16x16x32_bf8_fp8 and variants;
+// v_mfma_f32_16x16x128_f8f6f4). CDNA3 and CDNA4 ISA, section 7.
 #pragma once
 #include "tile_mma.h"
 
@@ -17,7 +17,7 @@ DEVICE void multiply_add<I8>(AccumulatorTile& accumulator, const Fragment& token
     }
 }
 
-// Of weights and tokens in the two formats of 8 bits.
+// Weights and tokens in either 8-bit float format.
 #if defined(__gfx942__)
 #define PRODUCT(type, instruction, weights_format, tokens_format)                                                      \
   template <>                                                                                                          \

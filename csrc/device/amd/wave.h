@@ -1,35 +1,36 @@
-// Waves of 64 lanes. Lane exchange is DPP: one VALU instruction per step, no LDS (CDNA3 ISA, section 6.6.10 "DPP").
+// Wave64 primitives. Lane exchange is DPP: one VALU instruction per step, no LDS (CDNA3 ISA, section 6.6.10 "DPP").
 #pragma once
 #include "../types.h"
 
 namespace wave {
 
 constexpr int kLanes = 64;
-// The likelihood that makes the compiler branch instead of select. Branches run on the scalar unit; selects cost every iteration.
+// The likelihood that makes the compiler branch instead of select. Branches run on the scalar unit; selects cost every
+// iteration.
 constexpr double kLikely = 0.9999;
 
 DEVICE int lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }
 DEVICE int thread_id() { return __builtin_amdgcn_workitem_id_x(); }
-// The wave's number in its block, in a scalar register.
+// The wave's index in its block, in a scalar register.
 DEVICE int index() { return __builtin_amdgcn_readfirstlane(thread_id() / kLanes); }
 DEVICE int block_id_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE int block_id_y() { return __builtin_amdgcn_workgroup_id_y(); }
 
-// A value that is the same in all lanes, in a scalar register.
+// A uniform value, in a scalar register.
 DEVICE int uniform(int value) { return __builtin_amdgcn_readfirstlane(value); }
-// The number of lanes that say yes, and the number of those below this lane.
+// The number of lanes where `yes` holds, and the number of such lanes below this one.
 DEVICE int count(bool yes) { return __builtin_popcountll(__builtin_amdgcn_ballot_w64(yes)); }
 DEVICE int count_below(bool yes) {
   const unsigned long long all = __builtin_amdgcn_ballot_w64(yes);
   return __builtin_amdgcn_mbcnt_hi(u32(all >> 32), __builtin_amdgcn_mbcnt_lo(u32(all), 0));
 }
-// The value of another lane. T, here and below, is float, int or u32.
+// Another lane's value. Here and below, T is float, int or u32.
 template <class T>
 DEVICE T from_lane(T value, int lane) {
   return __builtin_bit_cast(T, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, value)));
 }
 
-// The value of one lane, the same one for all, in every lane (in a scalar register). T, here and below, is float, int or u32.
+// Broadcasts one uniform lane's value to every lane (in a scalar register). Here and below, T is float, int or u32.
 template <class T>
 DEVICE T read(T value, int lane) {
   return __builtin_bit_cast(T, __builtin_amdgcn_readlane(__builtin_bit_cast(int, value), lane));
@@ -42,8 +43,8 @@ DEVICE T dpp(T identity, T value) {
                                                            /*bound_ctrl=*/false));
 }
 
-// The value of a lane in the other half of each aligned group of 2 * kHalf lanes (kHalf 1..8); which one does not matter where
-// all lanes of a half have the same.
+// A value from the other half of each aligned group of 2 * kHalf lanes (kHalf 1..8). The source lane is unspecified:
+// all lanes of a half must hold the same value.
 template <int kHalf, class T>
 DEVICE T other_half(T value) {
   static_assert(kHalf == 1 || kHalf == 2 || kHalf == 4 || kHalf == 8, "a DPP row has 16 lanes");
@@ -53,7 +54,7 @@ DEVICE T other_half(T value) {
   else return dpp<0x140>(value, value);                            // row_mirror
 }
 
-// Combines the values of each aligned group of kGroup lanes (2..16); every lane gets the result of its group.
+// Reduces each aligned group of kGroup lanes (2..16); every lane gets its group's result.
 template <int kGroup, class T, class Combine>
 DEVICE T reduce_group(T value, T identity, Combine combine) {
   static_assert(kGroup == 2 || kGroup == 4 || kGroup == 8 || kGroup == 16, "a DPP row has 16 lanes");
@@ -64,25 +65,25 @@ DEVICE T reduce_group(T value, T identity, Combine combine) {
   return value;
 }
 
-// Combines the values of all 64 lanes; every lane gets the result (in a scalar register).
+// Reduces all 64 lanes; every lane gets the result (in a scalar register).
 template <class T, class Combine>
 DEVICE T reduce(T value, T identity, Combine combine) {
   value = reduce_group<16>(value, identity, combine);
-  value = combine(value, dpp<0x142, 0xa>(identity, value));  // row_bcast15: rows 1 and 3 take rows 0 and 2
-  value = combine(value, dpp<0x143, 0xc>(identity, value));  // row_bcast31: rows 2 and 3 take row 1
+  value = combine(value, dpp<0x142, 0xa>(identity, value));  // row_bcast15: rows 0 and 2 into rows 1 and 3
+  value = combine(value, dpp<0x143, 0xc>(identity, value));  // row_bcast31: row 1 into rows 2 and 3
   return read(value, kLanes - 1);
 }
 
-// The largest of all lanes' values, in every lane.
+// The maximum over all lanes, in every lane.
 DEVICE u32 maximum(u32 value) {
   return reduce(value, 0u, [](u32 a, u32 b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
 
-// The first lane where it holds. It must hold in one.
+// The first lane where `holds` is true. At least one lane must hold.
 DEVICE int first_lane(bool holds) { return __builtin_ctzll(__builtin_amdgcn_ballot_w64(holds)); }
 
-// A value that is the same in all lanes, as if it were new: what is computed of it, as masks of lanes, is not kept in scalars from
-// one place to another.
+// Hides a uniform value's origin from the compiler, so that values computed from it, such as lane masks, are recomputed
+// instead of kept in scalar registers.
 template <class T>
 DEVICE T anew(T value) {
   asm volatile("" : "+s"(value));

@@ -1,19 +1,19 @@
-// Products of weight rows, streamed through registers, with tokens in registers, by one wave alone: 16 rows, fp32 accumulation.
-// mma.sync (PTX ISA, section 9.7.14.5), whose fp8 form this arch unpacks to fp16 again for every instruction.
+// MMA: weight rows streamed through registers times tokens in registers, by one wave: 16 rows, fp32 accumulation.
+// mma.sync (PTX ISA, section 9.7.14.5); this arch unpacks its fp8 operands to fp16 for every instruction.
 #pragma once
 #include "../panel.h"
 #include "lds_async.h"
 
 namespace mma {
 
-constexpr int kRows = 16;   // weight rows of a wave
-constexpr int kWaves = 4;   // of a block, each with rows of its own: a warpgroup
-constexpr int kDepth = 64;  // bytes of K of a step: 16 of each row per lane
-constexpr int kLoads = 2;   // 16-byte loads of weights per lane and step
-constexpr int kStages = 3;  // K slices that a wave of WaveSplitK has in registers
+constexpr int kRows = 16;   // weight rows per wave
+constexpr int kWaves = 4;   // waves per block, each with its own rows: a warpgroup
+constexpr int kDepth = 64;  // K bytes per step: 16 per row and lane
+constexpr int kLoads = 2;   // 16-byte weight loads per lane and step
+constexpr int kStages = 3;  // K slices that a WaveSplitK wave holds in registers
 
-// Lane l holds rows l / 4 and l / 4 + 8, bytes 16 * (l % 4) on. An instruction takes 8 bytes per lane and row, words 0 and 1, or
-// 2 and 3; which K they are does not matter as long as weights and tokens agree.
+// Lane l holds rows l / 4 and l / 4 + 8, bytes 16 * (l % 4) on. An instruction reads 8 bytes per lane and row, words 0
+// and 1, or 2 and 3. Any K permutation is correct if weights and tokens share it.
 DEVICE int row(int lane, int load) { return lane / 4 + 8 * load; }
 DEVICE int depth(int lane) { return lane % 4 * 16; }
 
@@ -21,7 +21,7 @@ struct Weights {
   u32x4 load[kLoads];
 };
 
-// One wave alone with the tokens in registers: lane l holds token l / 4 of a tile, bytes 16 * (l % 4) on.
+// One wave with tokens in registers: lane l holds token l / 4 of a tile, bytes 16 * (l % 4) on.
 constexpr int kTileTokens = 8;
 DEVICE int tile_token(int lane) { return lane / 4; }
 template <class Type>
@@ -39,7 +39,7 @@ INSTRUCTION(Bf16, "k16.row.col.f32.bf16.bf16.f32")
 INSTRUCTION(F16, "k16.row.col.f32.f16.f16.f32")
 #undef INSTRUCTION
 // clang-format on
-// The product is exact, and rounded where it is added.
+// The product is exact; the addition rounds.
 template <>
 DEVICE f32x4 mma_sync<I8>(f32x4 sum, u32 w0, u32 w1, u32 w2, u32 w3, u32 t0, u32 t1) {
   int a = 0, b = 0, c = 0, d = 0;
@@ -55,37 +55,37 @@ DEVICE f32x4 multiply_tile(f32x4 sum, const Weights& weights, u32x4 tokens) {
   sum = mma_sync<Type>(sum, low.x, high.x, low.y, high.y, tokens.x, tokens.y);
   return mma_sync<Type>(sum, low.z, high.z, low.w, high.w, tokens.z, tokens.w);
 }
-// Token and row of the tile that value i of a lane belongs to.
+// Token and row of a lane's value i in the tile.
 DEVICE int value_token(int lane, int i) { return lane % 4 * 2 + i % 2; }
 DEVICE int value_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
-constexpr int kValueTokens = 2;  // tokens of a lane; value i belongs to number i % kValueTokens
-// The rows of values 0 and 1 of a lane are in one half of a tile, those of values 2 and 3 at the same place of the other half.
+constexpr int kValueTokens = 2;  // tokens per lane; value i belongs to token i % kValueTokens
+// A lane's values 0 and 1 are in rows of one half of a tile, values 2 and 3 at the same position in the other half.
 DEVICE int half(int row) { return row / 8; }
 DEVICE int half_row(int row) { return row % 8; }
 
-// Products of panels that four waves together read out of LDS, fp32 accumulation: wgmma.mma_async.m64nN (PTX ISA, section 9.7.15
+// Warpgroup MMA: four waves multiply panels in LDS, fp32 accumulation: wgmma.mma_async.m64nN (PTX ISA, section 9.7.15
 // "Asynchronous warpgroup level matrix instructions").
 
-// The matrix descriptor of a panel's rows from `row` on (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor"). Its lower half has
-// the address in units of 16 bytes, and the distance of core matrices along K, which has no meaning with swizzle. Its upper
-// half has the distance of 8 rows, and the swizzle.
+// The matrix descriptor for a panel's rows from `row` on (PTX ISA, section 9.7.15.5.1.2 "Matrix descriptor"). Its lower
+// half holds the address in units of 16 bytes, and the core matrix stride along K, which is ignored with swizzle. Its
+// upper half holds the 8-row stride and the swizzle mode.
 struct Panel {
   u32 low, high;
-  int step;  // of the lower half, along 32 bytes of K
+  int step;  // lower-half increment per 32 K bytes
   DEVICE Panel(int row, bool fragment_order) {
     constexpr u32 kEightRows = 8 * tile::kDepth / 16, kSwizzle = 1u << 30, kCoreMatrix = 8 * tile::kVecBytes / 16;
     low = row * tile::kDepth / 16 + (fragment_order ? kCoreMatrix << 16 : 0),
     high = kEightRows + (fragment_order ? 0 : kSwizzle);
     step = fragment_order ? 2 * kCoreMatrix : 2;
   }
-  // Of a panel whose columns are rows of the operand: `at` counts 16 rows of the panel, of 64 of its columns. Between 8 rows
-  // of the panel is one distance, whichever of both counts.
+  // The transposed operand: panel columns are operand rows. `at` advances by 16 panel rows, 64 columns each. The 8-row
+  // stride fills both descriptor fields, whichever applies.
   struct Transposed {};
   DEVICE explicit Panel(Transposed) : Panel(0, false) {
     low = high % (1u << 16) << 16;
     step = 16 * tile::kDepth / 16;
   }
-  // The descriptor of the panel at this address, 32 * i bytes of K further on.
+  // The descriptor of the panel at this address, advanced by 32 * i K bytes.
   DEVICE i64 at(const lds::Local<u8>* panel, int i) const {
     return i64(high) << 32 | (low + (lds::address(panel) >> 4) + i * step);
   }
@@ -115,14 +115,14 @@ using SumVec = Sum<Type> __attribute__((ext_vector_type(4)));
 #define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "\
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d += or, if not `add`, = the product of 32 bytes of K of 64 rows of a and of kValues * 2 rows of b. Lane l of wave w has the
-// sums of a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], with b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
+// d += a * b^T, or d = a * b^T if not `add`, for 32 K bytes, 64 a rows and kValues * 2 b rows. Lane l of wave w holds
+// a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], for b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
 template <class Type, int kValues>
 DEVICE void wgmma(Sum<Type> (&d)[kValues], i64 a, i64 b, int add);
-// The same of 64 columns of 16 rows of a panel a, 16 bits each.
+// The same for 64 columns and 16 rows of panel a, 16-bit elements.
 template <class Type, int kValues>
 DEVICE void wgmma_of_transposed(Sum<Type> (&d)[kValues], i64 a, i64 b, int add);
-// The sums are valid after this.
+// Waits until the sums are valid.
 template <int kValues>
 DEVICE void wait_for_sums(float (&d)[kValues]);
 template <int kValues>

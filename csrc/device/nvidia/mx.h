@@ -1,2 +1,2 @@
-// Empty: up to sm_90 no matrix instruction takes block scales.
+// Empty: no matrix instruction up to sm_90 supports block scales.
 #pragma once

@@ -1,20 +1,21 @@
-// Barriers of the threads of a block, and counters that blocks share.
+// Block barriers, and counters shared by blocks.
 #pragma once
 #include "../mem.h"
 
-// A barrier of all threads of the block: after it all see what each wrote to LDS (shared memory) before.
+// Block-wide barrier: stores to LDS (shared memory) before it are visible to all threads after it.
 DEVICE void block_barrier() { __syncthreads(); }
-// The same for the kThreads threads of one consumer group.
+// The same for one consumer group's kThreads threads.
 template <int kThreads>
 DEVICE void consumer_barrier(int consumer_group) {
   asm volatile("bar.sync %0, %1;" ::"r"(consumer_group + 1), "n"(kThreads) : "memory");
 }
 
-// Nothing: the count below orders what a thread stored with mem::store_device.
+// Nothing to wait for: the count below orders this thread's mem::store_device stores.
 DEVICE void wait_for_stores() {}
-// The number of blocks that counted before, from 0 to `blocks` - 1; the last block resets the counter to 0. One thread counts
-// after a barrier, and the others read after another barrier. The count orders what the barriers order (PTX ISA, "Causality
-// order"), so that no other thread waits for a fence. In assembler, because clang's atomics have the scope of the whole system.
+// Returns the number of blocks that counted before, 0 to `blocks` - 1; the last block resets the counter to 0. One
+// thread counts after a barrier, and the others read after another barrier. The count extends the barriers' ordering
+// (PTX ISA, "Causality order"), so no other thread waits for a fence. Inline assembly, because clang's atomics have
+// system scope.
 DEVICE u32 block_count(u32* counter, u32 blocks) {
   u32 count;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(mem::global(counter)) : "memory");

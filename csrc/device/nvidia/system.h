@@ -1,4 +1,4 @@
-// Words that devices exchange, and what a warp needs to wait for them.
+// Words exchanged between devices, and the primitives to wait for them.
 #pragma once
 #include "../mem.h"
 
@@ -24,15 +24,15 @@ DEVICE T load_system(const void* address) {
 namespace wave {
 
 constexpr u32 kTicksPerMicrosecond = 1000;
-// Time in ticks, which clocks of all speeds share.
+// Time in ticks, independent of clock frequencies.
 DEVICE u64 time() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-// Nothing: all values are in lanes.
+// Nothing to do: all values are in vector registers.
 DEVICE void in_lanes(u32&) {}
-// Leaves the compute unit to other waves for a while.
+// Yields the SM to other waves for a while.
 DEVICE void sleep() { asm volatile("nanosleep.u32 20;"); }
 
 }  // namespace wave

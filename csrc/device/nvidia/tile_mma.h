@@ -1,28 +1,28 @@
-// Products of panels of tokens and of weight rows, 128 bytes of K, fp8, bf16 or fp16, fp32 accumulation, by four waves together,
-// which read both out of LDS (wgmma.mma_async.m64nN; PTX ISA, section 9.7.15 "Asynchronous warpgroup level matrix instructions").
+// Warpgroup MMA of token panels and weight panels in LDS, 128 K bytes. Types are fp8, bf16 and fp16, accumulation is
+// fp32 (wgmma.mma_async.m64nN; PTX ISA, section 9.7.15 "Asynchronous warpgroup level matrix instructions").
 #pragma once
 #include "mma.h"
 
 namespace tile {
 
-constexpr int kXcds = 1;                // one L2 cache: no remapping of blocks
-constexpr int kWaveTokens = 16;         // of the tile that a wave multiplies, next to those of three others
+constexpr int kXcds = 1;                // one L2 cache: no block remapping
+constexpr int kWaveTokens = 16;         // tile tokens per wave, a quarter of the warpgroup's
 constexpr int kAccumulatorTokens = 16;  // AccumulatorTile
 constexpr int kAccumulatorRows = 32;
-constexpr int kLaneTokens = 2;  // that a lane has sums of
+constexpr int kLaneTokens = 2;  // accumulated per lane
 
-// Lane l has the sums of tokens l / 4 and l / 4 + 8 and of 8 weight rows, from 8 * (l % 4) on.
+// Lane l accumulates tokens l / 4 and l / 4 + 8 and 8 weight rows, from 8 * (l % 4) on.
 struct AccumulatorTile {
   f32x4 sum[4];
   DEVICE float get(int token, int row) const { return sum[row / 2][token * 2 + row % 2]; }
 };
 DEVICE int accumulator_token(int lane, int token) { return lane / 4 + token * 8; }
 DEVICE int accumulator_row(int lane) { return lane % 4 * 8; }
-// The weight row that is row `row` of each 32 of a panel. An instruction gives lane l the sums of 2 rows of each 8, from
-// 2 * (l % 4) on; in this order the 8 rows of a lane are neighbours.
+// The weight row stored as row `row` of each 32 panel rows. An instruction gives lane l the sums for 2 of each 8 rows,
+// from 2 * (l % 4) on; this permutation makes a lane's 8 rows consecutive.
 DEVICE int weight_row(int row) { return row % 8 / 2 * 8 + row / 8 * 2 + row % 2; }
 
-// A wave's part of a tile: kM x kN accumulator tiles.
+// A wave's share of a tile: kM x kN accumulator tiles.
 template <class Type, int kM, int kN, bool kPingPong>
 struct Multiplier {
   static_assert(kM == 1 && !kPingPong);
@@ -31,9 +31,9 @@ struct Multiplier {
   DEVICE Multiplier(int first_token, int first_row, bool weights_in_fragment_order)
       : tokens_at(first_token / 64 * 64, false), weights_at(first_row, weights_in_fragment_order) {}
   DEVICE static void ping_pong_barrier() {}
-  // Adds the product of two panels, times factors if kScaled: those of a lane's first 4 weight rows of an accumulator tile, and
-  // of its last 4. The matrix units sum up e4m3 with some 14 bits, so that their sums are of 128 of K only (DeepSeek-V3
-  // Technical Report, section 3.3.2).
+  // Adds the product of two panels, times factors if kScaled: one factor for a lane's first 4 weight rows of an
+  // accumulator tile, one for its last 4. The tensor cores accumulate e4m3 products with about 14 bits, so their sums
+  // span only 128 K (DeepSeek-V3 Technical Report, section 3.3.2).
   template <bool kScaled>
   DEVICE void multiply_add(AccumulatorTile (&sums)[kM][kN], const lds::Local<u8>* tokens, const lds::Local<u8>* weights,
                            const float (&factor)[kN][2][kM][kLaneTokens]) const {

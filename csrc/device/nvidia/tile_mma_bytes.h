@@ -1,3 +1,3 @@
-// Products of accumulator tiles of all types of 8 bits: those of mma.h.
+// MMA of accumulator tiles for all 8-bit types: provided by mma.h.
 #pragma once
 #include "tile_mma.h"

@@ -1,14 +1,14 @@
-// The end of a tile: partial sums of other blocks, scales, bias, output.
+// Tile epilogue: other blocks' partial sums, scales, bias, output.
 #pragma once
 #include "device/arrive.h"
 #include "device/vec.h"
 #include "gemm/skinny/schedule.h"
 
-// Floats of neighbouring rows.
+// Floats of consecutive rows.
 template <int kVec>
 using FloatVec = float __attribute__((ext_vector_type(kVec)));
 
-// Results as T (bf16, fp16 or float) from element `at` on, if inside.
+// Stores results as T (bf16, fp16 or float) from element `at` on, if `inside`.
 template <class T, int kVec>
 DEVICE void store_vec(bool inside, void* out, u64 at, FloatVec<kVec> x) {
   if constexpr (__is_same(T, float)) mem::store_if(inside, (float*)out + at, x);
@@ -25,8 +25,8 @@ DEVICE FloatVec<kVec> load_bias(const SkinnyProblem& p, int row) {
   return bias;
 }
 
-// Value [i][j] of a thread belongs to token token(i) and to kVec rows of b from row(j) on. The epilogue may use registers for
-// kFreeFloats floats. The stages of kMx leave few, so with kMx the bias is loaded after the sums.
+// A thread's value [i][j] belongs to token token(i) and to kVec rows of b from row(j) on. The epilogue may use
+// registers for kFreeFloats floats. kMx stages leave few, so with kMx the bias is loaded after the sums.
 template <ScaleGranularity kScales, int kLaneTokens, int kLaneVecs, int kVec, int kGroupSteps, int kThreads,
           int kFreeFloats, bool kGated = false>
 struct TileEpilogue {
@@ -35,14 +35,14 @@ struct TileEpilogue {
   static constexpr int kValues = kLaneTokens * kLaneVecs;
   const SkinnyProblem& p;
   const StreamKSchedule<kGroupSteps>& schedule;
-  int tile = 0, first_block = 0, last_block = 0;  // the blocks that have steps of the tile
+  int tile = 0, first_block = 0, last_block = 0;  // the blocks that share the tile
   int is_second_tile = 0;                         // 1 if first_block began in an earlier tile
   int row[kLaneVecs] = {}, token[kLaneTokens] = {};
   float scale_a[kLaneTokens] = {};
   Value scale_b[kLaneVecs] = {}, bias[kLaneVecs] = {};
   float out_scale[kGated] = {};
 
-  // Called when a tile begins: loads and divisions are done when it ends.
+  // Called when a tile begins, so that loads and divisions complete before it ends.
   template <class RowOf, class TokenOf>
   DEVICE void begin(int tile_, TokenOf token_of, RowOf row_of) {
     tile = tile_, first_block = last_block = schedule.block;
@@ -72,17 +72,19 @@ struct TileEpilogue {
     }
   }
 
-  // Called by all threads of the block, also by those that stored nothing. False if a later block ends the tile.
+  // Called by all threads of the block, including those that stored nothing. Returns false if a later block ends the
+  // tile.
   DEVICE static bool is_last(const SkinnyProblem& p, int tile, int first_block, int last_block, bool stored) {
     return first_block == last_block || is_last_block(p.counters + tile, last_block - first_block + 1, stored);
   }
 
-  // Offset in bytes of value v of block b. A block has part of at most two tiles: the one it starts in and the one it ends in.
+  // Byte offset of block b's value v. A block shares at most two tiles: the one it starts in and the one it ends in.
   DEVICE int partial_offset(int b, int v) const {
     return ((b * 2 + (b == first_block ? is_second_tile : 0)) * kValues + v) * kThreads * int(sizeof(Value));
   }
 
-  // Whether value v goes to HBM. Kernels with more than two tokens per lane store all: that saves predicates, which are few.
+  // True if value v is stored to HBM. Kernels with more than two tokens per lane store every value, which saves scarce
+  // predicates.
   DEVICE bool has_partial(int v) const { return kLaneTokens > 2 || token[v / kLaneVecs] < p.m; }
 
   DEVICE void end(Value (&sum)[kLaneTokens][kLaneVecs]) const {
@@ -141,8 +143,8 @@ struct TileEpilogue {
       for (int r = 0; r < kVec; ++r)
         if (inside && row + r < p.n) store_output(p.out, at + r, x[r], p.out_type);
     };
-    // One branch on the type for all stores takes the fewest instructions. Where stores need branches too, and for many values,
-    // it takes registers: there each store has the branch.
+    // A single type branch around all stores takes the fewest instructions. Where stores also need branches, and with
+    // many values, it costs registers: there each store branches.
     if constexpr (!mem::kPredicates && kValues * kVec > 8)
       store([&](auto... value) __attribute__((always_inline)) {
         if (p.n % kVec) store_odd(value...);
@@ -156,10 +158,10 @@ struct TileEpilogue {
       });
   }
 
-  // Lanes with sums of gate get those of up, and store columns as silu_and_mul_quant rounds them.
+  // Lanes with gate sums fetch the up sums, and store columns rounded as silu_and_mul_quant does.
   DEVICE void store_gated(const Value (&sum)[kLaneTokens][kLaneVecs]) const {
     static_assert(kLaneVecs == 1);
-    constexpr int kLanesApart = kVec == 2 ? 8 : 16;  // of rows that are kGatedRows apart
+    constexpr int kLanesApart = kVec == 2 ? 8 : 16;  // between rows that are kGatedRows apart
     const float inverse = 1.0f / out_scale[0];
     const int columns = p.n / 2, column = gated_column(row[0]), other = wave::lane() ^ kLanesApart;
     auto store = [&]<class T>(T*) __attribute__((always_inline)) {

@@ -1,13 +1,13 @@
-// Stream-K: which steps of which tiles a block has.
+// Stream-K schedule: maps a block to its tiles and steps.
 #pragma once
 #include "gemm/skinny/problem.h"
 
-// Steps of a tile, from `step` to before `end`. Past the last tile of a block, `end` is at most 0.
+// A tile's steps [step, end). After a block's last tile, `end` is at most 0.
 struct TileWork {
   int tile, step, end;
 };
 
-// The steps of this block, kGroupSteps at a time. Where kGroupSteps is 1, a unit has one step.
+// This block's steps, kGroupSteps at a time. If kGroupSteps is 1, a unit has one step.
 template <int kGroupSteps>
 struct StreamKSchedule {
   const SkinnyProblem& p;
@@ -33,7 +33,7 @@ struct StreamKSchedule {
     const int tile = current.tile + 1, end = last - tile * p.steps_per_tile;
     return {tile, 0, end < p.steps_per_tile ? end : p.steps_per_tile};
   }
-  // Bytes of a row that the block has, from `step` on.
+  // The block's bytes of a row, from `step` on.
   DEVICE int bytes_left(const TileWork& work, int step) const {
     const int end = work.end * mma::kDepth;
     return (end < p.k ? end : p.k) - step * mma::kDepth;

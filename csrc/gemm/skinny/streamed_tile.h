@@ -1,4 +1,4 @@
-// Chooses the vendor's way to stream tiles of 64 rows.
+// Includes the vendor's StreamedTile.
 #pragma once
 #if defined(__AMDGCN__)
 #include "gemm/skinny/amd/streamed_tile.h"

@@ -1,11 +1,11 @@
-// Split-K over the waves of a block, for few tokens and small weights: a tile has 16 rows of b, so that fewer blocks have part
-// of it. Each wave multiplies every fourth K slice of kSliceSteps steps, with weights and tokens of kStages slices in
-// registers. The sums of the waves meet in LDS at the end of a tile.
+// Split-K across a block's waves, for few tokens and small weights. A tile has 16 rows of b, so fewer blocks share it.
+// Each wave multiplies every fourth K slice of kSliceSteps steps, and holds the weights and tokens of kStages slices in
+// registers. The waves' sums are reduced in LDS at the end of a tile.
 //
-// Up to 8 tokens the sparse instruction (v_smfmac_f32_16x16x64_fp8_fp8, a token over two rows, each with two of every four
-// bytes) does what two dense ones do. Built and emulated on gfx942, 8 x 64 x 2048, it halves matrix cycles per byte of weight
-// from 0.031 to 0.016 and adds 0.7 % to issue cycles, 0.304 to 0.306. HBM at its full rate leaves 0.48 cycles per byte, so the
-// saving shortens no kernel, and the dense instruction stays.
+// Rejected: for up to 8 tokens, the sparse instruction (v_smfmac_f32_16x16x64_fp8_fp8, a token over two rows, each with
+// two of every four bytes) does the work of two dense ones. Built and emulated on gfx942, 8 x 64 x 2048, it halves
+// matrix cycles per weight byte from 0.031 to 0.016 and adds 0.7 % issue cycles, 0.304 to 0.306. Full HBM bandwidth
+// allows 0.48 cycles per byte, so the saving shortens no kernel, and the dense instruction stays.
 #pragma once
 #include "gemm/skinny/epilogue.h"
 #include "gemm/skinny/weights.h"
@@ -20,7 +20,7 @@ struct WaveSplitK {
   static_assert(!kScaled || kSliceSteps * mma::kDepth == kScaleBlock);
   using Epilogue = TileEpilogue<kScales, kTiles, 1, 1, kUnitSteps, kThreads, 8, kGated>;
   struct Buffer {
-    // Double-buffered: a slow wave may still read the last tile's.
+    // Double-buffered: a slow wave may still read the previous tile's sums.
     float sum[2][mma::kWaves][kTiles][4][wave::kLanes];
   };
 
@@ -35,7 +35,7 @@ struct WaveSplitK {
   struct KSlice {
     mma::Weights weights[kSliceSteps] = {};
     u32x4 tokens[kSliceSteps][kTiles];
-    typename Scale::Loaded scale_a[kTiles][mma::kValueTokens] = {}, scale_b = 0;  // of kBlock
+    typename Scale::Loaded scale_a[kTiles][mma::kValueTokens] = {}, scale_b = 0;  // for kBlock
   };
   DEVICE void load(KSlice& k_slice, const WeightTile& tile, const TileWork& work) const {
     const int first = work.step + wave::index() * kSliceSteps,
@@ -71,8 +71,8 @@ struct WaveSplitK {
       }
   }
 
-  // A slice is multiplied while the next kStages - 1 are in flight. Slices past the block's last one load zeros: were a path with
-  // fewer loads to join the others, the compiler would wait for more than it must on all paths. Where loads take predicates,
+  // One slice is multiplied while the next kStages - 1 are in flight. Slices past the block's last load zeros: if a
+  // path with fewer loads joined the others, the compiler would over-wait on all paths. Where loads are predicated,
   // hardware counts them, and slices past the last are skipped.
   DEVICE void multiply() const {
     TileWork current = schedule.begin(), prefetch = current;
@@ -129,7 +129,7 @@ struct WaveSplitK {
       }
   }
 
-  // Wave w writes the w-th of the four values that each lane has.
+  // Wave w writes value w of each lane's four.
   DEVICE void begin_tile(Epilogue& epilogue, int index) const {
     const int value = wave::index();
     epilogue.begin(

@@ -1,8 +1,8 @@
-// Where a lane reads a tile of b, and its block scales.
+// A lane's addresses in a tile of b, and the tile's block scales.
 #pragma once
 #include "gemm/skinny/problem.h"
 
-// Where a lane reads a tile of b. Lanes past the last row read the last row, and their sums are not stored.
+// A lane's addresses in a tile of b. Lanes past the last row read the last row; their sums are not stored.
 struct TileWeights {
   mem::Cursor weights[mma::kLoads];
 };
@@ -19,7 +19,7 @@ DEVICE TileWeights tile_weights(const SkinnyProblem& p, int first_row, int wave_
   }
   return tile;
 }
-// The same of a weight [gate | up].
+// The same for a [gate | up] weight.
 DEVICE TileWeights gated_tile_weights(const SkinnyProblem& p, int first_row, int wave_row) {
   const int lane = wave::lane(), first_tile = u32(gated_column(first_row)) / mma::kRows;
   TileWeights tile;
@@ -32,7 +32,7 @@ DEVICE TileWeights gated_tile_weights(const SkinnyProblem& p, int first_row, int
   return tile;
 }
 
-// The same with the block scales of the tile.
+// The same with the tile's block scales.
 template <class Scale>
 struct ScaledTileWeights : TileWeights {
   const typename Scale::Type* scales;

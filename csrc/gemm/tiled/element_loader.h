@@ -1,23 +1,23 @@
-// Copies of rows of an operand of any strides to panels in LDS, element by element, converted to the type that is multiplied.
+// Copies rows of an operand with any strides to LDS panels, element by element, converted to the multiplied type.
 #pragma once
 #include "gemm/element.h"
 #include "gemm/tiled/loader.h"
 
 namespace tile {
 
-// The copies of kRows rows by the kThreads threads of a block, as TileLoader's. To: Bf16, F16, or any type of 8 bits, whose elements
-// stay as they are.
+// Copies kRows rows with a block's kThreads threads, like TileLoader. To: Bf16, F16, or any 8-bit type, whose elements
+// are copied unchanged.
 template <class To, int kRows, int kThreads>
 struct ElementLoader : RegisterLoader<ElementLoader<To, kRows, kThreads>> {
   static constexpr bool kHalves = __is_same(To, Bf16) || __is_same(To, F16);
-  static constexpr int kElements = kVecBytes / (1 + kHalves), kPanel = kDepth / (1 + kHalves);  // of a copy, of a panel
+  static constexpr int kElements = kVecBytes / (1 + kHalves), kPanel = kDepth / (1 + kHalves);  // per copy, per panel
   static constexpr int kCopies = kRows * kRowVecs / kThreads;
   const u8* first;
   i64 panel_step;
   int step, type;
   int vectors;
-  int offset[kCopies];  // of the thread's copies in bytes, or -1 for zeros
-  int depth[kCopies];   // elements of K before them in a panel
+  int offset[kCopies];  // byte offsets of the thread's copies, or -1 for zeros
+  int depth[kCopies];   // K elements before each copy in a panel
   int place[kCopies];   // in LDS
   u32x4 copy[kCopies];
 
@@ -25,7 +25,7 @@ struct ElementLoader : RegisterLoader<ElementLoader<To, kRows, kThreads>> {
   DEVICE void init(const Elements& from, i64 first_row, RowOf row_of) {
     first = from.data + first_row * from.row;
     panel_step = kPanel * from.step, step = int(from.step), type = from.type, vectors = from.vectors;
-    // Neighbouring lanes have neighbouring elements: along K, or of neighbouring rows.
+    // Adjacent lanes copy adjacent elements: along K, or in adjacent rows.
     const bool along_k = from.step <= 2;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j) {

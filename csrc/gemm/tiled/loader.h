@@ -1,24 +1,24 @@
-// Copies of rows of an operand from HBM to panels in LDS.
+// Copies operand rows from HBM to LDS panels.
 #pragma once
 #include "device/swizzle.h"
 
 namespace tile {
 
-constexpr int kNoRow = -1;  // the lane offset of zeros
+constexpr int kNoRow = -1;  // lane offset of a zero row
 
-// The copies of kRows rows by the kThreads threads of a block.
+// Copies kRows rows with a block's kThreads threads.
 template <int kRows, int kThreads>
 struct TileLoader {
   static constexpr int kCopies = kRows * kRowVecs / kThreads;  // per thread
   static_assert(kThreads % (kRowVecs * 16) == 0, "all copies of a thread have the same column");
   mem::Buffer from;
   int offset[kCopies];  // of the thread's copies at K = 0, or kNoRow
-  int column;           // of its copies in a row of a panel, in bytes
-  int step;             // bytes from a panel to the next
-  int wave_offset;      // of the wave's first copy in a panel, in bytes
+  int column;           // byte column of the thread's copies in a panel row
+  int step;             // bytes between panels
+  int wave_offset;      // byte offset of the wave's first copy in a panel
   lds::Copy copy[kCopies];
 
-  // Row r of the panel is row row_of(r), counted from `first`. kNoRow gives zeros without a read.
+  // Panel row r is row row_of(r), relative to `first`. kNoRow gives zeros without a read.
   template <class RowOf>
   DEVICE void init(const u8* first, const Layout& layout, RowOf row_of) {
     const int first_lane = wave::index() * wave::kLanes;
@@ -34,7 +34,7 @@ struct TileLoader {
       column = place.vec * kVecBytes;
     }
   }
-  // Panel number `panel` along K, of which bytes from k on are zeros.
+  // Starts copying panel `panel` along K; bytes from k on are zeros.
   DEVICE void start(int panel, int k, lds::Local<u8>* to) {
     const int at = panel * step, bytes = k - panel * kDepth;
 #pragma unroll
@@ -47,12 +47,12 @@ struct TileLoader {
   }
 };
 
-// Of a Loader that copies through registers: load(panel, k) fills them, and store(to) writes them to a panel in LDS. One panel at a
-// time is in flight: in registers until it is needed, or, where LDS has room for it, stored at once.
+// Base of loaders that copy through registers: load(panel, k) fills them, store(to) writes them to an LDS panel. One
+// panel at a time is in flight: held in registers until needed or, where LDS has room, stored at once.
 template <class Loader>
 struct RegisterLoader {
   static constexpr bool kHeld = lds::kBuffers < 3;
-  // Panel number `panel` along K, of which bytes of what is multiplied from k on are zeros.
+  // Starts copying panel `panel` along K; bytes of the multiplied type from k on are zeros.
   DEVICE void start(int panel, int k, lds::Local<u8>* to) {
     loader().load(panel, k);
     if (kHeld) return;

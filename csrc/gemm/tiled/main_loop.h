@@ -1,18 +1,18 @@
-// The main loop of tiled GEMMs: a block multiplies a tile of tokens with a tile of weight rows along K.
+// Tiled GEMM main loop: a block multiplies a token tile with a tile of weight rows along K.
 //
-// The waves divide the tile among them: each has kWaveTokens of its tokens, and all weight rows or a part of them. Panels, 128
-// bytes of K of all rows, go from HBM to LDS while the panel before is multiplied (loader.h, device/*/lds_async.h); from there
-// each wave reads its fragments once (device/*/tile_mma.h).
+// The waves partition the tile: each has kWaveTokens tokens, and all weight rows or a share of them. Panels, 128 K
+// bytes of all rows, are copied from HBM to LDS while the previous panel is multiplied (loader.h,
+// device/*/lds_async.h). Each wave reads its fragments from there once (device/*/tile_mma.h).
 #pragma once
 #include "device/scale.h"
 #include "device/tile_mma.h"
 #include "gemm/tiled/loader.h"
 
-extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [kBuffers][tokens, then weight rows of a panel]
+extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [kBuffers][a panel's tokens, then weight rows]
 
 namespace tile {
 
-// A block's tile, and the part that each wave multiplies.
+// A block's tile, and each wave's share.
 template <int kM, int kN, int kBlockThreads>
 struct BlockTile {
   static constexpr int kTileM = kM, kTileN = kN, kThreads = kBlockThreads;
@@ -23,14 +23,14 @@ struct BlockTile {
   static_assert(kScaleBlock % kWaveN == 0, "a wave needs one weight scale at a time");
   DEVICE static int wave_m() { return wave::index() % kWavesM * kWaveM; }
   DEVICE static int wave_n() { return wave::index() / kWavesM * kWaveN; }
-  // The token of a lane's `token`-th sums, counted from the wave's first token over its accumulator tiles.
+  // The token of a lane's `token`-th sums, relative to the wave's first token across its accumulator tiles.
   DEVICE static int token(int token) {
     return token / kLaneTokens * kAccumulatorTokens + accumulator_token(wave::lane(), token % kLaneTokens);
   }
 };
 template <class Tile>
 using Accumulators = AccumulatorTile[Tile::kAccumulatorsM][Tile::kAccumulatorsN];
-// The scales of a panel's products, for the lower and the upper half of a lane's weight rows.
+// A panel's scale factors, for the lower and the upper half of a lane's weight rows.
 template <class Tile>
 using ScaleFactors = float[Tile::kAccumulatorsN][2][Tile::kAccumulatorsM][kLaneTokens];
 
@@ -42,8 +42,8 @@ struct Unscaled {
   DEVICE void multiply(const Panel&, ScaleFactors&) const {}
 };
 
-// Block scales of tokens and of weight rows, for kPanels panels of K each. The lower half of a lane's weight rows has the first scale
-// of b. So has the upper half, or with kHalves a scale of its own for each accumulator tile.
+// Block scales of tokens and weight rows, each covering kPanels panels of K. The lower half of a lane's weight rows
+// uses b's first scale. The upper half uses it, too, or with kHalves a separate scale per accumulator tile.
 template <class Tile, bool kHalves, class Scale = Fp32Scale, int kPanels = 1>
 struct BlockScales {
   static constexpr bool kScaled = true;
@@ -53,9 +53,9 @@ struct BlockScales {
   };
   mem::Buffer a, b;
   int a_at[Tile::kAccumulatorsM][kLaneTokens], b_at[kWeights];  // bytes
-  int a_k, b_k = 1;                                             // elements from block to block of K
+  int a_k, b_k = 1;                                             // element strides between K blocks
 
-  // `row_of` gives the row of `tokens` that a token of the tile has.
+  // `row_of` maps a tile's token to its row of `tokens`.
   template <class RowOf>
   DEVICE void init(const typename Scale::Type* tokens, int row, int k, const typename Scale::Type* weights,
                    RowOf row_of) {
@@ -93,8 +93,8 @@ struct BlockScales {
   }
 };
 
-// Adds the products of the panels from `first` to before `last`, at least one. Rows have k bytes. The loaders have `start` and
-// `finish` of a TileLoader.
+// Adds the products of panels [first, last), at least one. Rows have k bytes. The loaders provide TileLoader's `start`
+// and `finish`.
 template <class Tile, class Type, class LoaderA, class LoaderB, class Scaling>
 DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB& loader_b, bool b_in_fragment_order,
                             const Scaling& scaling, int first, int last, int k) {
@@ -102,7 +102,7 @@ DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB
   auto* lds = (lds::Local<u8>*)dynamic_lds;
   using PanelScales = typename Scaling::Panel;
   auto start = [&](int panel, int buffer, PanelScales& scales) __attribute__((always_inline)) {
-    scales = scaling.load(panel);  // first, because they are used first and loads are waited for in order
+    scales = scaling.load(panel);  // first: they are used first, and loads are waited for in order
     loader_a.start(panel, k, lds + buffer * kBuffer);
     loader_b.start(panel, k, lds + buffer * kBuffer + kPanelA);
   };
@@ -118,11 +118,11 @@ DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB
     auto* here = lds + buffer * kBuffer;
     if constexpr (!Tile::kPingPong) {
       if (lds::kBuffers == 1 && panel != first)
-        block_barrier();  // hazard: filled while others still read the last panel
+        block_barrier();  // hazard: filled while other waves still read the previous panel
       lds::wait_for_copies<kPrefetch - 1>();
       loader_a.finish(here);
       loader_b.finish(here + kPanelA);
-      block_barrier();  // hazard: read before all waves have filled it; the next one filled while others still read there
+      block_barrier();  // hazard: read before all waves have filled it; the next one filled while other waves still read it
     }
     if (panel + kPrefetch < last) start(panel + kPrefetch, next % lds::kBuffers, scales[next]);
     lds::end_group();

@@ -1,8 +1,8 @@
-// Stores of results.
+// Output stores.
 #pragma once
 #include "device/vec.h"
 
-// The first `count` of 8 neighbouring results; 16 bytes at a time if `aligned`.
+// Stores the first `count` of 8 consecutive results, 16 bytes at a time if `aligned`.
 DEVICE void store_outputs(void* out, i64 at, const Chunk& x, int count, bool aligned, int type) {
   const bool whole = aligned && count >= kChunk;
   if (type == 2) {

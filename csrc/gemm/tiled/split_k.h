@@ -1,4 +1,4 @@
-// Split-K: several blocks have a slice of K each of one tile.
+// Split-K: several blocks compute one tile, each over a slice of K.
 #pragma once
 #include "device/arrive.h"
 #include "gemm/tiled/main_loop.h"
@@ -9,8 +9,8 @@ struct AddFloats {
   DEVICE f32x4 operator()(f32x4 a, f32x4 b) const { return a + b; }
 };
 
-// Stores the partial sums of a K slice to HBM. The last block of the tile to arrive adds up those of all slices, in the order
-// of K, and returns true.
+// Stores a K slice's partial sums to HBM. The tile's last block to arrive adds those from all slices, in K order, and
+// returns true.
 template <class Tile, class Add = AddFloats, class Problem>
 DEVICE bool reduce_split_k(Accumulators<Tile>& sums, const Problem& p, int tile_index, int k_slice) {
   constexpr int kVectors = sizeof(AccumulatorTile) / sizeof(f32x4);

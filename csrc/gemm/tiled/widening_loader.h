@@ -1,29 +1,29 @@
-// Copies of rows of 8-bit elements from HBM to panels of bf16 or fp16 in LDS. The conversion is exact.
+// Copies 8-bit operand rows from HBM to bf16 or fp16 LDS panels. The conversion is exact.
 #pragma once
 #include "gemm/element.h"
 #include "gemm/tiled/loader.h"
 
 namespace tile {
 
-// The ElementType of a type of 8 bits.
+// The ElementType of an 8-bit type.
 template <class From>
 constexpr ElementType kElementType = __is_same(From, I8)     ? kI8
                                      : __is_same(From, E5m2) ? kE5m2
                                                              : kE4m3;
 
-// The copies of kRows rows by the kThreads threads of a block, as TileLoader's. A copy is 16 elements, a panel 64 of each row: one
+// Copies kRows rows with a block's kThreads threads, like TileLoader. A copy is 16 elements, a panel 64 per row: one
 // step of a weight in fragment order.
 template <class To, class From, int kRows, int kThreads>
 struct WideningLoader : RegisterLoader<WideningLoader<To, From, kRows, kThreads>> {
   static constexpr int kRowCopies = kRowVecs / 2, kCopies = kRows * kRowCopies / kThreads;
   mem::Buffer from;
   int offset[kCopies];  // of the thread's copies at K = 0, or kNoRow
-  int place[kCopies];   // their rows of the panel
-  int depth;            // bytes of a panel's row before them
-  int step;             // bytes from a panel to the next
+  int place[kCopies];   // their panel rows
+  int depth;            // bytes before them in a panel row
+  int step;             // bytes between panels
   u32x4 copy[kCopies];
 
-  // Row r of the panel is row row_of(r), counted from `first`. kNoRow gives zeros without a read.
+  // Panel row r is row row_of(r), relative to `first`. kNoRow gives zeros without a read.
   template <class RowOf>
   DEVICE void init(const u8* first, const Layout& layout, RowOf row_of) {
     from = mem::buffer(first);
@@ -41,7 +41,7 @@ struct WideningLoader : RegisterLoader<WideningLoader<To, From, kRows, kThreads>
     const bool inside = depth < k - panel * kDepth;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j) {
-      const bool has_row = !mem::kPredicates || offset[j] != kNoRow;  // else the address itself says that there is none
+      const bool has_row = !mem::kPredicates || offset[j] != kNoRow;  // else the address encodes the missing row
       copy[j] = mem::load_or_zero(from, offset[j], panel * step, inside && has_row);
     }
   }

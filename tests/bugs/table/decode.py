@@ -127,8 +127,8 @@ BUGS = (
     Bug(
         "sums of the last dims written over",
         "attention/decode_sums.h",
-        "if (round > 0) block_barrier();  // hazard: sums of the last round are written over before they are read\n      put_round(round, out, factor);",
-        "  // hazard: sums of the last round are written over before they are read\n      put_round(round, out, factor);",
+        "if (round > 0) block_barrier();  // hazard: the previous round's sums are overwritten before they are read\n      put_round(round, out, factor);",
+        "  // hazard: the previous round's sums are overwritten before they are read\n      put_round(round, out, factor);",
         Cases(ops.paged_attention_decode, "fp16-256-packed", said="read here|written here"),
     ),
     Bug(

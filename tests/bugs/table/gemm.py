@@ -261,8 +261,8 @@ BUGS = (
     Bug(
         "the second tokens' sums written over",
         "gemm/batched.h",
-        "if (t > 0) block_barrier();  // hazard: the last sums",
-        "if (t > 1) block_barrier();  // hazard: the last sums",
+        "if (t > 0) block_barrier();  // hazard: the previous sums",
+        "if (t > 1) block_barrier();  // hazard: the previous sums",
         Tests(),
     ),
     Bug(

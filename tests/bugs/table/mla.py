@@ -113,8 +113,8 @@ BUGS = (
     Bug(
         "MLA: scores without a barrier",
         "attention/mla.h",
-        "block_barrier();  // hazard: scores of the waves",
-        "{}  // hazard: scores of the waves",
+        "block_barrier();  // hazard: the waves' scores",
+        "{}  // hazard: the waves' scores",
         Cases(ops.mla_decode, "page-1", said="read here|written here"),
     ),
     Bug(

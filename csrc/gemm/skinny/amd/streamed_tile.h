@@ -1,8 +1,10 @@
-// Tiles of 64 rows, streamed through registers. Each of four consumer waves multiplies 16 rows; producer waves load the tokens.
+// 64-row tiles streamed through registers. Each of four consumer waves multiplies 16 rows; producer waves load the
+// tokens.
 //
-// A consumer lane has kStages steps in registers: a multiplied step makes room for the one kStages further on, which may belong
-// to the next tile. So kStages - 1 steps are always in flight. Producer waves load tokens to LDS, kChunkSteps steps at a time,
-// double-buffered. They are waves of their own because a wave that waits for its tokens would also wait for its weights.
+// A consumer lane holds kStages steps in registers: a multiplied step is replaced by the one kStages further on, which
+// may belong to the next tile. So kStages - 1 steps are always in flight. Producer waves load tokens to LDS,
+// kChunkSteps steps at a time, double-buffered. Producers are separate waves because a wave that waits for its tokens
+// would also wait for its weights.
 #pragma once
 #include "gemm/skinny/epilogue.h"
 #include "gemm/skinny/weights.h"
@@ -12,11 +14,11 @@ struct StreamedTile {
   using Problem = typename ProblemOf<kGated>::Type;
   static constexpr int kStages = 8, kStepBytes = kTokens * mma::kDepth, kStepVecs = kTokens * 4;
   static constexpr int kChunkSteps = mma::kChunkBytes / kStepBytes < 4 ? mma::kChunkBytes / kStepBytes : 4;
-  static constexpr int kChunks = kStages / kChunkSteps;  // even, so that the first step is in the first buffer
+  static constexpr int kChunks = kStages / kChunkSteps;  // even, so that the first step uses the first buffer
   static constexpr int kProducerWaves =
       (kChunkSteps * kStepVecs + mma::kMaxVecs * wave::kLanes - 1) / (mma::kMaxVecs * wave::kLanes);
   static constexpr int kThreads = (mma::kWaves + kProducerWaves) * wave::kLanes;
-  static constexpr int kResident = kTokens == 64 ? 1 : 2;  // blocks
+  static constexpr int kResident = kTokens == 64 ? 1 : 2;  // blocks per compute unit
   static constexpr int kUnitSteps = kScales == ScaleGranularity::kBlock ? kScaleBlock / mma::kDepth : 1;
   static constexpr int kChunkScales = kScales == ScaleGranularity::kBlock ? kChunkSteps / kUnitSteps * kTokens : 0;
   using Sum = mma::Accumulator<kTokens>;
@@ -33,9 +35,9 @@ struct StreamedTile {
   const StreamKSchedule<kStages> schedule{p};
   const int lane = wave::lane();
 
-  // Producer waves load tokens two chunks ahead into registers. They store into one buffer while consumers read the other, and
-  // the barrier publishes it: a wave at the barrier has read what the next store overwrites. Tokens are zero past the end of K,
-  // and past the block's end of a tile.
+  // Producer waves load tokens two chunks ahead into registers. They store to one buffer while consumers read the
+  // other, and the barrier publishes it: a wave at the barrier has finished reading the buffer that the next store
+  // overwrites. Tokens are zero past the end of K, and past the block's end of a tile.
   DEVICE void produce_tokens() const {
     constexpr int kLanes = kProducerWaves * wave::kLanes, kLaneVecs = kChunkSteps * kStepVecs / kLanes;
     constexpr int kLaneScales = (kChunkScales + kLanes - 1) / kLanes;
@@ -106,7 +108,7 @@ struct StreamedTile {
 
   struct Stage {
     mma::Weights weights = {};
-    typename Scale::Loaded scale_b = 0;  // of a unit, in its first stage
+    typename Scale::Loaded scale_b = 0;  // a unit's scale, in its first stage
   };
   DEVICE void load(Stage& stage, const WeightTile& tile, const TileWork& work, int u) const {
     const int step = work.step + u, bytes = schedule.bytes_left(work, step);
@@ -116,8 +118,8 @@ struct StreamedTile {
     if (kScales == ScaleGranularity::kBlock && u % kUnitSteps == 0)
       stage.scale_b =
           Scale::load_or_zero(mem::buffer(tile.scales), 0, u32(step) / kUnitSteps * Scale::kBytes, 0 < bytes);
-    // The loads of a unit and their use stay in order: a wait for a unit is then no wait for later ones.
-    constexpr int kScalarAndLds = 0x84;  // what the compiler may still move over it
+    // A unit's loads and their uses stay in order: a wait for one unit then does not wait for later ones.
+    constexpr int kScalarAndLds = 0x84;  // what the compiler may still move across
     if (kScales == ScaleGranularity::kBlock && u % kUnitSteps == kUnitSteps - 1)
       __builtin_amdgcn_sched_barrier(kScalarAndLds);
   }

@@ -1,22 +1,23 @@
-// Tiles of 64 rows, streamed through LDS. A block has two consumer groups of four waves. Each group copies and multiplies
-// panels of its own: 128 bytes of K of the tile's rows and of all tokens. A stage is one or two panels; the groups take the
-// stages of a tile in turn. Registers hold enough loads for some 86 % of HBM's bandwidth, LDS for 96 % (measured on H200, 13312
-// x 16384). Past the end of a tile the next tile's panels follow, so that all stages but one are always in flight. A block that
-// is alone on a compute unit gets more stages: its size of dynamic LDS says so. Block scales come with their panel.
+// 64-row tiles streamed through LDS. A block has two consumer groups of four waves. Each group copies and multiplies
+// its own panels: 128 K bytes of the tile's rows and of all tokens. A stage is one or two panels; the groups alternate
+// over a tile's stages. Loads in flight in registers reach about 86 % of HBM bandwidth, in LDS 96 % (measured on H200,
+// 13312 x 16384). At the end of a tile the next tile's panels follow, so all stages but one are always in flight. A
+// block that is alone on an SM gets more stages; its dynamic LDS size tells. Block scales are copied with their panel.
 //
-// Eight waves hide little latency: each instruction before the first copy, per panel and after the last panel costs time, a
-// cold one some two cycles. So a copy needs one offset per thread, a barrier serves two panels, and the epilogue has no
-// branches.
+// Eight waves hide little latency: each instruction before the first copy, per panel and after the last panel costs
+// time, a cold one about two cycles. So a copy needs one offset per thread, a barrier serves two panels, and the
+// epilogue is branch-free.
 //
-// Tried on H200 (scaled_mm, microseconds) and not kept:
-// - Sums that meet in the LDS of a cluster of blocks: 0.2 to 0.9 less where tiles are shared, 0.3 more where they are not.
-// - Kernels that start while the one before runs (griddepcontrol), with their first panels in flight: up to 16 tokens 1.26 to 1.30
-//   times as fast as the best peer in place of 1.06 to 1.10; but AMD's GPUs have nothing like it, and it is only right where that
-//   kernel does not write the weight. With panels on their way to the L2 cache only, which is always right, the largest
-//   products take 5 % longer.
-// - Tiles of 8 to 56 rows, one for each compute unit, in place of stream-K: at best 4 % less, 12.7 for 13.3 (1 x 2304 x 16384).
-// - Tiles of 128 rows, which halve the reads of tokens: 57.1 for 58.4 (64 x 13312 x 16384), more elsewhere.
-// - Four consumer groups: 10.4 for 10.9 (1 x 4608 x 7168), as two panels a barrier give, but 3 to 8 % more for less than 20 MB.
+// Rejected after measurement on H200 (scaled_mm, microseconds):
+// - Reducing sums in the LDS of a block cluster: 0.2 to 0.9 less where tiles are shared, 0.3 more where they are not.
+// - Starting kernels while the previous one runs (griddepcontrol), with their first panels in flight: up to 16 tokens
+//   1.26 to 1.30 times the speed of the best baseline, instead of 1.06 to 1.10. AMD GPUs have no equivalent, and it is
+//   only correct if the previous kernel does not write the weight. Prefetching panels only to the L2 cache is always
+//   correct, but slows the largest products by 5 %.
+// - Tiles of 8 to 56 rows, one per SM, instead of stream-K: at best 4 % less, 12.7 versus 13.3 (1 x 2304 x 16384).
+// - Tiles of 128 rows, which halve the token reads: 57.1 versus 58.4 (64 x 13312 x 16384), more elsewhere.
+// - Four consumer groups: 10.4 versus 10.9 (1 x 4608 x 7168), the same as two panels per barrier, but 3 to 8 % more
+//   below 20 MB.
 #pragma once
 #include "device/swizzle.h"
 #include "gemm/skinny/epilogue.h"
@@ -30,11 +31,11 @@ struct StreamedTile {
   static constexpr int kConsumerGroups = 2, kConsumerThreads = mma::kWaves * wave::kLanes,
                        kThreads = kConsumerGroups * kConsumerThreads;
   static constexpr int kWeightBytes = kTileRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
-  static constexpr int kResident = 2;  // blocks, if LDS suffices
-  // Panels that a consumer group has in LDS if the block is alone on a compute unit, and otherwise; skinny_gemm.py knows both.
+  static constexpr int kResident = 2;  // blocks per SM, if LDS suffices
+  // Panels per consumer group in LDS if the block is alone on an SM, and otherwise; skinny_gemm.py knows both.
   static constexpr int kDeep = kTokens == 16 ? 10 : kTokens == 32 ? 8 : 6, kShallow = kTokens == 64 ? 3 : 4;
   static constexpr bool kScaled = kScales == ScaleGranularity::kBlock;
-  // Words that hold the scales of the tokens and of the weight.
+  // Words that hold the token scales and the weight scale.
   using Scaling = u32[kConsumerGroups][kDeep][kTokens + 2];
 
   template <int kStages, int kPanels>
@@ -50,26 +51,26 @@ struct StreamedTile {
   }
 };
 
-// The main loop with so many stages. The panels of a stage have one barrier, and a thread computes their offsets once.
+// The main loop for a given stage count. A stage's panels share one barrier, and a thread computes their offsets once.
 template <class Type, int kTokens, ScaleGranularity kScales, class Scale, bool kGated>
 template <int kStages, int kPanels>
 struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
   static constexpr int kPanelSteps = tile::kDepth / mma::kDepth, kStageSteps = kPanels * kPanelSteps;
   static constexpr int kGroupSteps = kConsumerGroups * kStageSteps;
   static constexpr int kSums = kTokens / 2;
-  static constexpr int kProducts = kTokens == 64 ? 1 : kPanels;  // at once, as many as registers suffice for
+  static constexpr int kProducts = kTokens == 64 ? 1 : kPanels;  // in flight at once, as registers allow
   using Epilogue = TileEpilogue<kScales, kTokens / 8, 1, 2, kGroupSteps, kThreads, 64, kGated>;
 
-  // The copies of a panel's rows, one after the other, by a consumer group, 16 at a time. In pairs, row 2 * i of 16 is in place
-  // i and the next one in i + 8, so that a lane's sums are of two rows in a row. In fragment order rows stay as they lie
-  // together, at half the time that copies of every other row take, and sums are exchanged at the end.
+  // Copies a panel's rows one after the other, 16 at a time, by a consumer group. With kPairs, row 2 * i of 16 is
+  // stored at i and the next one at i + 8, so a lane's sums are for two consecutive rows. In fragment order rows keep
+  // their order, in half the time that copying every other row takes, and sums are exchanged at the end.
   template <int kRows, bool kPairs>
   struct RowLoader {
-    int offset;      // of the thread's 16 bytes of the first 16 rows, at K = 0
-    int row;         // of these
-    int column;      // of its bytes in a row of a panel
-    const u8* from;  // its first 16 bytes
-    int rows;        // that there are from its first one on
+    int offset;      // of the thread's 16 bytes in the first 16 rows, at K = 0
+    int row;         // the first row the thread copies
+    int column;      // byte column in a panel row
+    const u8* from;  // the thread's first 16 bytes
+    int rows;        // valid rows from the thread's first one on
 
     DEVICE RowLoader(const tile::Layout& layout, int thread, int gated_columns = 0) {
       const tile::PanelVec place = tile::PanelVec::at(thread, layout.is_fragment_order());
@@ -84,7 +85,8 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
       column = vec * tile::kVecBytes;
     }
     DEVICE void begin(const u8* first, int count) { from = first + offset, rows = count - row; }
-    // The panel `at` bytes further on, of which only the first `bytes` of K are there, to where the wave's first 16 bytes go.
+    // Copies the panel `at` bytes further on to the wave's first 16 bytes at `to`. Only the first `bytes` of K are
+    // valid.
     DEVICE void start(int at, i64 next, int bytes, lds::Local<u8>* to) const {
       const u8* vec = from + at;
       const bool inside = column < bytes;
@@ -97,23 +99,23 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
   Scaling& scaling;  // in LDS
   const StreamKSchedule<kGroupSteps> schedule{p};
   const int lane = wave::lane(), group = wave::index() / mma::kWaves, consumer_wave = wave::index() % mma::kWaves;
-  const int thread = wave::thread_id() % kConsumerThreads;  // of the consumer group
+  const int thread = wave::thread_id() % kConsumerThreads;  // in the consumer group
 
-  // Where the scales of a token lie, or, of the one past the last, those of a tile of the weight.
+  // The scales of a token or, for token kTokens, the weight tile's scales.
   DEVICE const u8* scales_from(int token, int tile) const {
     if (token < kTokens) return (const u8*)p.scale_a + token * p.scale_a_row * Scale::kBytes;
     return (const u8*)p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row * Scale::kBytes;
   }
   DEVICE int scale_step(int token) const { return (token < kTokens ? p.scale_a_k : 1) * Scale::kBytes; }
-  // The scale of the consumer group's panel number `panel` of a stage.
+  // The scale of the consumer group's panel `panel` in a stage.
   DEVICE float scale(int stage, int panel, int token) const {
     return Scale::of_word(scaling[group][stage * kPanels + panel][token]);
   }
-  // The same for a token and the next.
+  // The scales of two consecutive tokens.
   DEVICE f32x2 scales_of_tokens(int stage, int panel, int token) const {
     return {scale(stage, panel, token), scale(stage, panel, token + 1)};
   }
-  // A word of LDS gets a scale, or zeros. An asynchronous copy has 4 bytes at least.
+  // Copies a scale to an LDS word, or zeros it. An asynchronous copy has at least 4 bytes.
   DEVICE static void start_scale(const u8* from, bool inside, u32* to) {
     if constexpr (Scale::kBytes == 4) lds::start_word(from, inside, to);
     else *to = mem::load_byte_or_zero(from, 0, 0, inside);
@@ -122,7 +124,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
   DEVICE void multiply() const {
     auto* lds = (lds::Local<u8>*)dynamic_lds + group * kStages * kPanels * kPanelBytes;
     const int wave_offset =
-        consumer_wave * wave::kLanes * tile::kVecBytes;  // of a panel: where the wave's first bytes go
+        consumer_wave * wave::kLanes * tile::kVecBytes;  // in a panel: where the wave's first bytes go
     TileWork current = schedule.begin(), prefetch = current;
     RowLoader<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread, p.n / 2);
     RowLoader<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kVecBytes, 4 * tile::kVecBytes}, thread);
@@ -165,9 +167,9 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
     for (int stage = 0;;) {
       const TileWork next = schedule.after(current);
       lds::wait_for_copies<kStages - 2>();
-      // Hazards: read before all filled it; the last stage filled while it is read.
+      // Hazards: read before all waves have filled it; the previous stage filled while it is read.
       consumer_barrier<kConsumerThreads>(group);
-      // The matrix units sum up e4m3 with some 14 bits, so that their sums are of one panel only.
+      // The tensor cores accumulate e4m3 products with about 14 bits, so their sums span only one panel.
       float product[kProducts][kSums];
 #pragma unroll
       for (int first = 0; first < kPanels; first += kProducts) {
@@ -202,7 +204,8 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
     }
   }
 
-  // Of a thread's sums, [kTokens / 8][2 rows][2 tokens], each consumer group ends with those of its half of the tokens.
+  // A thread's sums are [kTokens / 8][2 rows][2 tokens]. Each consumer group ends with the sums for its half of the
+  // tokens.
   DEVICE void begin_tile(Epilogue& epilogue, int index) const {
     const int row = index * kTileRows + consumer_wave * mma::kRows + lane / 4 * 2;
     epilogue.begin(
@@ -210,7 +213,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
         [&](int i) __attribute__((always_inline)) { return group * (kTokens / 2) + i / 2 * 8 + lane % 4 * 2 + i % 2; },
         [&](int) __attribute__((always_inline)) { return row; });
   }
-  // From rows l / 4 and l / 4 + 8 of a wave to rows l / 4 * 2 and the next one.
+  // Moves sums from a wave's rows l / 4 and l / 4 + 8 to rows l / 4 * 2 and the next one.
   DEVICE void pair_rows(float (&sum)[kSums]) const {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
@@ -225,13 +228,13 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
       sum[i] = rows[0], sum[i + 2] = rows[1];
     }
   }
-  // The other half goes to the other consumer group, through the stage that both have read.
+  // Sends the other half to the other consumer group, through the stage that both have read.
   DEVICE void end_tile(const Epilogue& epilogue, const float (&sum)[kSums], int stage) const {
     constexpr int kHalf = kSums / kConsumerGroups, kStage = kPanels * kPanelBytes / 4;
     auto* lds = (lds::Local<float>*)dynamic_lds;
     lds::Local<float>* sent = lds + (group * kStages + stage) * kStage + thread;
     const lds::Local<float>* received = lds + ((1 - group) * kStages + stage) * kStage + thread;
-    consumer_barrier<kConsumerThreads>(group);  // hazard: written while other waves' products still read there
+    consumer_barrier<kConsumerThreads>(group);  // hazard: written while other waves' products still read it
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) sent[i * kConsumerThreads] = group == 0 ? sum[kHalf + i] : sum[i];
     block_barrier();  // hazard: read before it is written
