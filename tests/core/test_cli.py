@@ -115,7 +115,7 @@ def test_doctor_reports_switches(monkeypatch):
 def test_explain_takes_every_op(op, arch):
     explained = explain.explain(op, arch)
     assert explained.arch == arch
-    assert explained.launches or "fallback: the kernels need" in explained.source, str(explained)
+    assert explained.launches or "fallback: the kernels require" in explained.source, str(explained)
 
 
 @pytest.mark.parametrize("op", [vllm_rocm_ops.ops.mla_decode, vllm_rocm_ops.ops.paged_attention_decode])

@@ -118,7 +118,7 @@ def test_rows_of_a_residual_at_no_single_stride_fall_back(the_op):
     explanation = the_op.explain(**given, arch="gfx950")
     assert (
         explanation.source
-        == "fallback: the kernels need that residual's rows lie at one stride, their elements side by side"
+        == "fallback: the kernels require that residual's rows have one stride and contiguous elements"
     )
 
 
@@ -129,7 +129,7 @@ def test_rows_of_a_residual_must_not_overlap(the_op):
     for strides in ((0, 1), (hidden - 1, 1), (1, 0)):
         storage = torch.zeros(rows * hidden, dtype=given["input"].dtype)
         given["residual"] = storage.as_strided((rows, hidden), strides)
-        with pytest.raises(ValueError, match=f"{the_op.name}: residual must be without elements in the same place"):
+        with pytest.raises(ValueError, match=f"{the_op.name}: residual must be without overlapping elements"):
             the_op(**given)
     assert tensors.overlaps_itself(torch.zeros(9).as_strided((2, 3), (2, 1))) and not tensors.overlaps_itself(
         torch.zeros(3, 1)

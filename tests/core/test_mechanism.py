@@ -207,12 +207,12 @@ def test_envelope_rules_fall_back_and_say_why(recorder):
     assert vllm_rocm_ops.stats() == {
         "rms_norm": {
             "rms_norm_bf16_x1": 1,
-            "fallback: the kernels need that input is bfloat16 or float16": 1,
-            "fallback: the kernels need that input's rows lie at one stride or at two, as heads in a wider row, their "
-            "elements side by side": 1,
+            "fallback: the kernels require that input is bfloat16 or float16": 1,
+            "fallback: the kernels require that input's rows have one stride, or two as heads of wider rows, and "
+            "contiguous elements": 1,
         },
         "rms_norm_static_fp8_quant": {
-            "fallback: the kernels need that gfx942 converts to quant_dtype (float8_e4m3fnuz)": 1
+            "fallback: the kernels require that quant_dtype is float8_e4m3fnuz, the FP8 dtype of gfx942": 1
         },
     }
     assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1"]
@@ -300,7 +300,7 @@ def test_one_warning_for_each_reason_of_an_op(recorder, monkeypatch):
     advice = ". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm"
     given = warnings_of(calls)
     needs = list(fallbacks()["rms_norm"])
-    assert [why.partition(" input")[0] for why in needs] == ["the kernels need that"] * 2
+    assert [why.partition(" input")[0] for why in needs] == ["the kernels require that"] * 2
     assert given == [f"rms_norm runs without its kernels: {why}{advice}" for why in needs]
     assert fallbacks() == {"rms_norm": dict.fromkeys(needs, 2)}
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
@@ -536,7 +536,7 @@ def test_explain_on_meta_tensors(the_op):
         if explanation.launches:
             assert explanation.launches[0].symbol in text and "default" in text and "NO " not in text
         else:
-            assert "fallback: the kernels need" in text and "NO " in text
+            assert "fallback: the kernels require" in text and "NO " in text
     assert any(explanation.launches for explanation in explanations)
 
 
@@ -552,7 +552,7 @@ def test_rows_at_two_strides_are_taken_by_rms_norm_and_at_three_by_none(the_op):
     two, three = ((x.unflatten(-1, (4, 128)), *one[1:]) for x in (qkv[:, :, :512], qkv[:, :3, :512]))
     assert not the_op.explain(*one, arch="gfx942").is_fallback
     assert the_op.explain(*two, arch="gfx942").is_fallback == (the_op is ops.layer_norm)
-    assert "NO  input's rows lie at one stride" in str(the_op.explain(*three, arch="gfx942"))
+    assert "NO  input's rows have one stride" in str(the_op.explain(*three, arch="gfx942"))
 
 
 @pytest.mark.parametrize(

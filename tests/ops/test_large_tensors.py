@@ -374,8 +374,8 @@ def test_what_products_refuse(arch):
         return explain(ops.scaled_mm, arch, a, b, one, one, bf16)
 
     assert "fallback" not in scaled(64, 200, 256, FAR, FAR)
-    assert scaled(64, 200, 256, 2**25, 256).endswith("a's rows lie at one stride, a multiple of 16 bytes below 32 MB")
-    assert scaled(64, 200, 256, 256, 2**25).endswith("b's rows lie at one stride, a multiple of 16 bytes below 32 MB")
+    assert scaled(64, 200, 256, 2**25, 256).endswith("a's rows have one stride, a multiple of 16 bytes below 32 MB")
+    assert scaled(64, 200, 256, 256, 2**25).endswith("b's rows have one stride, a multiple of 16 bytes below 32 MB")
     assert "fallback" not in scaled(600, 600, 256, TILE_FAR, TILE_FAR)
     assert scaled(600, 200, 256, 2**23, 256).endswith("256 rows of a reach over less than 2 GB")
     assert scaled(600, 200, 256, 256, 2**23).endswith("256 rows of b reach over less than 2 GB")
@@ -385,7 +385,7 @@ def test_what_products_refuse(arch):
     a, b = meta(1, 256, dtype=fp8), meta(256, 256, dtype=fp8)
     scale_b = meta(2, 2, strides=(2**31, 1))
     why = explain(ops.block_scaled_mm, arch, a, b, meta(1, 2), scale_b, bf16)
-    assert why.endswith("scale_b's rows lie less than 2^31 elements apart")
+    assert why.endswith("scale_b's row stride is below 2^31 elements")
 
 
 @ARCHS
@@ -410,7 +410,7 @@ def test_what_experts_refuse(arch):
     for m in (64, 70):
         assert "fallback" not in experts(m, 4, 256, 128, fp8, hidden_row=2**30)
         assert "fallback" not in experts(m, 4, 256, 128, bf16, hidden_row=2**23)
-        why = "hidden, unless it is quantised ahead, reaches over less than 2 GB"
+        why = "hidden, if no launch quantizes it first, spans less than 2 GB"
         assert experts(m, 4, 256, 128, bf16, hidden_row=2**24).endswith(why)
         assert experts(m, 4, 256, 128, fp8, row=2**23).endswith("an expert's w1 reaches over less than 2 GB")
     assert "Streamed" in experts(64, 4, 64, 2**15, bf16)

@@ -87,7 +87,7 @@ def test_other_arch():
 def test_not_contiguous():
     rows = torch.empty(256, 4, dtype=FP8, device="meta").t()
     assert said(ops.mxfp8_scaled_mm, dense(4, 64, 256, a=rows)).startswith(
-        "fallback: the kernels need that a has K innermost"
+        "fallback: the kernels require that a has K innermost"
     )
 
 

@@ -73,7 +73,7 @@ class OneShotAllReduce:
         matter. ValueError where the op's contract is broken."""
         a = self._arguments(op, args)
         broken = [rule for rule, holds in launches.rules(op, a, self.arch, self.group) if not holds]
-        return f"the kernels need that {'; '.join(broken)}" if broken else ""
+        return f"the kernels require that {'; '.join(broken)}" if broken else ""
 
     def sum(self, input: Tensor) -> Tensor:
         """Return the sum of all ranks' inputs [..., hidden], rounded once."""

@@ -200,7 +200,7 @@ class Op:
         rules = list(self.envelope(a, arch))
         broken = [rule for rule, holds in rules if not holds]
         if broken:
-            return fallback("the kernels need that " + "; ".join(broken), rules)
+            return fallback("the kernels require that " + "; ".join(broken), rules)
         config = self.tuned(a, arch)
         source = "tuned" if config is not None else "default"
         if config is None:
