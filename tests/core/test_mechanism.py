@@ -229,7 +229,7 @@ def broken_norms(why: str) -> None:
             assert torch.equal(out, ops.rms_norm.reference(x, weight, epsilon))
     (message,) = [str(w.message) for w in warned]
     assert message.startswith(f"rms_norm runs without its kernels: {why}")
-    assert message.endswith(". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm")
+    assert message.endswith(". To run without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm")
     assert [name.partition(why)[1] for name in stats()["rms_norm"]] == [why]
 
 
@@ -297,7 +297,7 @@ def test_one_warning_for_each_reason_of_an_op(recorder, monkeypatch):
             ops.rms_norm(x.float(), weight.float(), epsilon)
             assert ops.rms_norm.run_kernels(x.t().contiguous().t(), weight, epsilon) is None
 
-    advice = ". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm"
+    advice = ". To run without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm"
     given = warnings_of(calls)
     needs = list(fallbacks()["rms_norm"])
     assert [why.partition(" input")[0] for why in needs] == ["the kernels require that"] * 2
@@ -364,7 +364,7 @@ def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
 
     def fail(launch_, uninitialised):
         tried.append(launch_.symbol)
-        raise launch.NotLaunched(f"out of registers. To do without its kernels, set {switch}")
+        raise launch.NotLaunched(f"out of registers. To run without its kernels, set {switch}")
 
     monkeypatch.setattr(recorder, "launch", fail)
     switch = "VLLM_ROCM_OPS_DISABLE=fused_add_rms_norm"
@@ -383,7 +383,7 @@ def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
 
     why = "out of registers"
     assert warnings_of(calls) == [
-        f"fused_add_rms_norm runs without its kernels: {why}. To do without its kernels, set {switch}"
+        f"fused_add_rms_norm runs without its kernels: {why}. To run without its kernels, set {switch}"
     ]
     assert len(tried) == 2
     assert stats() == {"fused_add_rms_norm": {f"fallback: {why}": 4}}

@@ -37,7 +37,7 @@ def test_no_kernel_launches(engines, expected, tmp_path):
         list(kernels) == [f"fallback: {why}"] for kernels in answer["stats"].values()
     )
     line = (
-        rf"UserWarning: (\w+) runs without its kernels: {why}. To do without its kernels, set VLLM_ROCM_OPS_DISABLE=\1$"
+        rf"UserWarning: (\w+) runs without its kernels: {why}. To run without its kernels, set VLLM_ROCM_OPS_DISABLE=\1$"
     )
     assert sorted(re.findall(line, answers["output"], re.MULTILINE)) == sorted(answer["stats"])
     assert len(re.findall(r"UserWarning: .*\.csv is not used: ", answers["output"])) == 2
