@@ -792,7 +792,7 @@ def test_explain_shows_the_configurations_considered(split_op, tables):
     lines = str(split_op.explain(x, arch="gfx942")).splitlines()
     assert lines[2:6] == [
         "  split_sum_128 grid (1, 1, 1) block (64, 1, 1)",
-        "  of 10 configurations, by the model's microseconds:",
+        "  of 10 configurations, by predicted microseconds:",
         "  *   512.00  Split(parts=128): read 256.00 + combine 256.00",
         "      640.00  Split(parts=64): read 512.00 + combine 128.00",
     ]
