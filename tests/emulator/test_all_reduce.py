@@ -208,9 +208,7 @@ def test_what_is_unsupported():
     few = torch.zeros(2, 512, dtype=torch.bfloat16)
     assert reduce.unsupported(op, few, weight, EPSILON) == "" == reduce.unsupported(None, few)
     many = torch.zeros(129, 512, dtype=torch.bfloat16)
-    assert "input has at most 65536 values (128 KiB, twice that between ranks)" in reduce.unsupported(
-        None, many
-    )
+    assert "input has at most 65536 values (128 KiB, twice that between ranks)" in reduce.unsupported(None, many)
     assert "there are at most 64 rows, so that all blocks are resident" in reduce.unsupported(None, many)
     wide = torch.zeros(1, 16392, dtype=torch.bfloat16)
     assert reduce.unsupported(None, wide) == "the kernels require that hidden is at most 16384"
