@@ -42,7 +42,7 @@ def test_a_docstring_documents_every_argument(the_op):
     wanted = {"Raises", "Source"} | ({"Returns"} if the_op.hints["return"] is not type(None) else set())
     assert of.sections.keys() == wanted and all(of.sections.values())
     page = (op_pages.DOCS / op_pages.link(the_op.name).partition("#")[0]).read_text()
-    for text in (*of.args.values(), of.summary):
+    for text in (*map(op_pages.cell, of.args.values()), of.summary):
         assert text in " ".join(page.split())
 
 

@@ -171,6 +171,11 @@ def signature(op: Op) -> str:
     return textwrap.fill(f"{op.name}({', '.join(given)})", WIDTH, subsequent_indent=indent, break_long_words=False)
 
 
+def cell(text: str) -> str:
+    """Return a text for a cell of a table."""
+    return text.replace("|", "\\|")
+
+
 def arguments(ops: list[Op]) -> str:
     """Return a table of the arguments, with those of several ops once if they agree."""
     found: dict[str, dict[str, list[str]]] = {}
@@ -179,7 +184,11 @@ def arguments(ops: list[Op]) -> str:
             hint = inspect.formatannotation(op.hints[name])
             shown = f"`{name}`" if "Tensor" in hint else f"`{name}`: {hint}"
             found.setdefault(shown, {}).setdefault(text, []).append(op.name)
-    rows = [(name, text, listed(names, ops)) for name, by_text in found.items() for text, names in by_text.items()]
+    rows = [
+        (cell(name), cell(text), listed(names, ops))
+        for name, by_text in found.items()
+        for text, names in by_text.items()
+    ]
     header = ("argument", "meaning", "ops")
     about = "A call with other arguments raises ValueError, which names the op, the argument, and what it must be."
     return f"{about}\n\n" + markdown(
@@ -256,7 +265,18 @@ def joined_rules(group: list[str], ops: list[Op]) -> list[str]:
 # Support
 
 
-SCALED = ("scale", "scale_a", "scale_b", "q_scale", "k_scale", "v_scale", "p_scale", "kv_scale", "w1_scale")
+SCALED = (
+    "scale",
+    "scale_a",
+    "scale_b",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "p_scale",
+    "kv_scale",
+    "cache_scale",
+    "w1_scale",
+)
 
 
 def granularity(op: Op, a, name: str) -> str:
@@ -699,7 +719,7 @@ NUMERICS = """Every test case is compared with its PyTorch reference in the same
 def index() -> str:
     """Return the page with the table of all ops."""
     rows = (
-        (f"[`{op.name}`]({link(op.name)})", documentation(op).summary, *(types(op, arch) for arch in archs.ARCHS))
+        (f"[`{op.name}`]({link(op.name)})", cell(documentation(op).summary), *(types(op, arch) for arch in archs.ARCHS))
         for op in op_module.registered()
     )
     about = (
