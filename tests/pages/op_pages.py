@@ -647,7 +647,7 @@ def page(file: str, ops: list[Op]) -> str:
         described += [
             *([] if one else [f"### `{op.name}`"]),
             of.summary,
-            f"```python\n{signature(op)}\n```",
+            f"```\n{signature(op)}\n```",
             *of.body,
             " ".join(ends),
         ]
