@@ -23,14 +23,14 @@ def matrices(a: torch.dtype, b: torch.dtype, m: int = 3, k: int = 32, n: int = 5
     "a, b, k, why",
     [
         (torch.float32, torch.float32, 32, "a is not float32, which torch multiplies"),
-        (torch.bfloat16, torch.float16, 32, "bfloat16 does not meet float16"),
+        (torch.bfloat16, torch.float16, 32, "a and b are not bfloat16 with float16"),
         (
             torch.float8_e4m3fnuz,
             torch.float8_e4m3fn,
             32,
             r"gfx950 supports a's dtype \(int8, e4m3, e5m2, bf16, fp16\)",
         ),
-        (torch.int8, torch.int8, 2**17, r"K is below 2\^17, so that sums of int8 have 32 bits"),
+        (torch.int8, torch.int8, 2**17, r"K is below 2\^17, so that int8 sums fit 32 bits"),
     ],
 )
 def test_what_is_left_to_torch_says_why(a, b, k, why):
