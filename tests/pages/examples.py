@@ -125,9 +125,7 @@ def qk_norm_rope_and_cache(device):
     q_weight, k_weight = torch.randn(2, 128, dtype=torch.bfloat16, device=device)
     positions = slots = torch.tensor([0, 1, 2], device=device)
     cos_sin_cache = torch.randn(4096, 128, dtype=torch.bfloat16, device=device)
-    key_cache, value_cache = torch.zeros(
-        2, 10, 16, 2, 128, dtype=torch.bfloat16, device=device
-    )  # 10 pages of 16 tokens
+    key_cache, value_cache = torch.zeros(2, 10, 16, 2, 128, dtype=torch.bfloat16, device=device)  # 10 pages of 16
     query_out, key_out = torch.empty_like(query), torch.empty_like(key)
     ops.qk_norm_rope_and_cache(
         *(query, key, value, q_weight, k_weight, 1e-6, positions, cos_sin_cache, True),
@@ -147,9 +145,7 @@ def rope_and_cache(device):
     key, value = torch.randn(2, 3, 2 * 128, dtype=torch.bfloat16, device=device)  # 2 key heads
     positions = slots = torch.tensor([0, 1, 2], device=device)
     cos_sin_cache = torch.randn(4096, 128, dtype=torch.bfloat16, device=device)
-    key_cache, value_cache = torch.zeros(
-        2, 10, 16, 2, 128, dtype=torch.bfloat16, device=device
-    )  # 10 pages of 16 tokens
+    key_cache, value_cache = torch.zeros(2, 10, 16, 2, 128, dtype=torch.bfloat16, device=device)  # 10 pages of 16
     ops.rope_and_cache(query, key, value, positions, cos_sin_cache, True, key_cache, value_cache, slots)
 
 
