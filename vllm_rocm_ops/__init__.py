@@ -1,7 +1,7 @@
-"""Fast FP8 decode ops for AMD Instinct GPUs, and the vLLM plugin that puts them to use.
+"""Provide FP8 decode ops for AMD Instinct GPUs, and the vLLM plugin that uses them.
 
-The ops are `torch.ops.vllm_rocm_ops.<name>` and `vllm_rocm_ops.ops.<name>`; importing the package initialises no GPU
-and imports no vLLM.
+The ops are `torch.ops.vllm_rocm_ops.<name>` and `vllm_rocm_ops.ops.<name>`. Importing the package neither initializes a GPU nor
+imports vLLM.
 """
 
 import importlib.util
@@ -11,8 +11,8 @@ __all__ = ["__version__", "fallbacks", "ops", "reset_stats", "stats"]
 
 if importlib.util.find_spec("torch"):
     from vllm_rocm_ops import ops
-    from vllm_rocm_ops.core.stats import fallbacks, reset_stats, stats  # the function, in place of its module
+    from vllm_rocm_ops.core.stats import fallbacks, reset_stats, stats  # the function shadows its module
 else:
 
     def __getattr__(name: str):
-        raise ImportError(f"vllm_rocm_ops.{name} needs torch, which this Python does not have")
+        raise ImportError(f"vllm_rocm_ops.{name} needs torch, which this Python lacks")

@@ -1,11 +1,11 @@
-"""The command `vllm-rocm-ops`, also as `python -m vllm_rocm_ops`: see cli.py, which needs torch."""
+"""Run the command `vllm-rocm-ops`, also as `python -m vllm_rocm_ops`: see cli.py, which needs torch."""
 
 import importlib.util
 import sys
 
 
 def main() -> int:
-    """The entry point."""
+    """Run the command line, or report that torch is missing."""
     if importlib.util.find_spec("torch") is None:
         print(
             f"vllm-rocm-ops needs torch, and {sys.executable} has none: install the build for your GPU", file=sys.stderr

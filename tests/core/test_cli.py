@@ -115,7 +115,7 @@ def test_doctor_reports_switches(monkeypatch):
 def test_explain_takes_every_op(op, arch):
     explained = explain.explain(op, arch)
     assert explained.arch == arch
-    assert explained.launches or "fallback: the kernels need" in explained.source, str(explained)
+    assert explained.launches or "fallback: the kernels require" in explained.source, str(explained)
 
 
 @pytest.mark.parametrize("op", [vllm_rocm_ops.ops.mla_decode, vllm_rocm_ops.ops.paged_attention_decode])
@@ -147,7 +147,7 @@ def test_explain_prints_rules_and_launch(capsys):
 def test_explain_says_which_rule_does_not_hold(capsys):
     arguments = ["--with", "quant_dtype=e4m3fn", "residual=none", "--arch", "gfx942"]
     assert cli.main(["explain", "rms_norm_dynamic_per_token_quant", *arguments]) == 0
-    assert "NO  gfx942 converts to quant_dtype" in capsys.readouterr().out
+    assert "NO  quant_dtype is float8_e4m3fnuz, the FP8 dtype of gfx942" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ def test_without_torch_there_is_a_message(tmp_path, arguments):
     assert result.stderr.startswith("vllm-rocm-ops needs torch, and ") and result.stderr.count("\n") == 1
     command[-1] = command[-1].partition("\n")[0] + "\nfrom vllm_rocm_ops import ops"
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "ImportError: vllm_rocm_ops.ops needs torch, which this Python does not have" in result.stderr
+    assert "ImportError: vllm_rocm_ops.ops needs torch, which this Python lacks" in result.stderr
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "MI308X", "sm_90"])

@@ -207,12 +207,12 @@ def test_envelope_rules_fall_back_and_say_why(recorder):
     assert vllm_rocm_ops.stats() == {
         "rms_norm": {
             "rms_norm_bf16_x1": 1,
-            "fallback: the kernels need that input is bfloat16 or float16": 1,
-            "fallback: the kernels need that input's rows lie at one stride or at two, as heads in a wider row, their "
-            "elements side by side": 1,
+            "fallback: the kernels require that input is bfloat16 or float16": 1,
+            "fallback: the kernels require that input's rows have one stride, or two as heads of wider rows, and "
+            "contiguous elements": 1,
         },
         "rms_norm_static_fp8_quant": {
-            "fallback: the kernels need that gfx942 converts to quant_dtype (float8_e4m3fnuz)": 1
+            "fallback: the kernels require that quant_dtype is float8_e4m3fnuz, the FP8 dtype of gfx942": 1
         },
     }
     assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1"]
@@ -229,7 +229,7 @@ def broken_norms(why: str) -> None:
             assert torch.equal(out, ops.rms_norm.reference(x, weight, epsilon))
     (message,) = [str(w.message) for w in warned]
     assert message.startswith(f"rms_norm runs without its kernels: {why}")
-    assert message.endswith(". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm")
+    assert message.endswith(". To run without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm")
     assert [name.partition(why)[1] for name in stats()["rms_norm"]] == [why]
 
 
@@ -297,10 +297,10 @@ def test_one_warning_for_each_reason_of_an_op(recorder, monkeypatch):
             ops.rms_norm(x.float(), weight.float(), epsilon)
             assert ops.rms_norm.run_kernels(x.t().contiguous().t(), weight, epsilon) is None
 
-    advice = ". To do without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm"
+    advice = ". To run without its kernels, set VLLM_ROCM_OPS_DISABLE=rms_norm"
     given = warnings_of(calls)
     needs = list(fallbacks()["rms_norm"])
-    assert [why.partition(" input")[0] for why in needs] == ["the kernels need that"] * 2
+    assert [why.partition(" input")[0] for why in needs] == ["the kernels require that"] * 2
     assert given == [f"rms_norm runs without its kernels: {why}{advice}" for why in needs]
     assert fallbacks() == {"rms_norm": dict.fromkeys(needs, 2)}
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
@@ -364,7 +364,7 @@ def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
 
     def fail(launch_, uninitialised):
         tried.append(launch_.symbol)
-        raise launch.NotLaunched(f"out of registers. To do without its kernels, set {switch}")
+        raise launch.NotLaunched(f"out of registers. To run without its kernels, set {switch}")
 
     monkeypatch.setattr(recorder, "launch", fail)
     switch = "VLLM_ROCM_OPS_DISABLE=fused_add_rms_norm"
@@ -383,7 +383,7 @@ def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
 
     why = "out of registers"
     assert warnings_of(calls) == [
-        f"fused_add_rms_norm runs without its kernels: {why}. To do without its kernels, set {switch}"
+        f"fused_add_rms_norm runs without its kernels: {why}. To run without its kernels, set {switch}"
     ]
     assert len(tried) == 2
     assert stats() == {"fused_add_rms_norm": {f"fallback: {why}": 4}}
@@ -536,7 +536,7 @@ def test_explain_on_meta_tensors(the_op):
         if explanation.launches:
             assert explanation.launches[0].symbol in text and "default" in text and "NO " not in text
         else:
-            assert "fallback: the kernels need" in text and "NO " in text
+            assert "fallback: the kernels require" in text and "NO " in text
     assert any(explanation.launches for explanation in explanations)
 
 
@@ -552,7 +552,7 @@ def test_rows_at_two_strides_are_taken_by_rms_norm_and_at_three_by_none(the_op):
     two, three = ((x.unflatten(-1, (4, 128)), *one[1:]) for x in (qkv[:, :, :512], qkv[:, :3, :512]))
     assert not the_op.explain(*one, arch="gfx942").is_fallback
     assert the_op.explain(*two, arch="gfx942").is_fallback == (the_op is ops.layer_norm)
-    assert "NO  input's rows lie at one stride" in str(the_op.explain(*three, arch="gfx942"))
+    assert "NO  input's rows have one stride" in str(the_op.explain(*three, arch="gfx942"))
 
 
 @pytest.mark.parametrize(
@@ -792,7 +792,7 @@ def test_explain_shows_the_configurations_considered(split_op, tables):
     lines = str(split_op.explain(x, arch="gfx942")).splitlines()
     assert lines[2:6] == [
         "  split_sum_128 grid (1, 1, 1) block (64, 1, 1)",
-        "  of 10 configurations, by the model's microseconds:",
+        "  of 10 configurations, by predicted microseconds:",
         "  *   512.00  Split(parts=128): read 256.00 + combine 256.00",
         "      640.00  Split(parts=64): read 512.00 + combine 128.00",
     ]

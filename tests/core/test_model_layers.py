@@ -544,8 +544,8 @@ def test_a_model_is_a_file_a_folder_or_a_name(tmp_path):
     ("text", "message"),
     [
         ("{", "config.json is not JSON"),
-        ("{}", "config.json is no model's configuration: it has no architectures"),
-        ("[]", "config.json is no model's configuration"),
+        ("{}", "config.json is not a model's configuration: it has no architectures"),
+        ("[]", "config.json is not a model's configuration"),
         ("[" * 10**5, "config.json is not JSON"),
     ],
 )
@@ -614,7 +614,7 @@ QUARK = QUANTIZED["quark"][0]
         ({"quantization_config": {"quant_method": []}}, "quant_method must be one of fp8"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "weight_block_size must be"),
         ({"quantization_config": {"quant_method": "fp8", "ignored_layers": [1]}}, "ignored_layers must be a list of"),
-        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:("]}}, "which is no expression"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:("]}}, "which is not an expression"),
         ({"quantization_config": CHANNEL | {"config_groups": []}}, "config_groups must be an object"),
         ({"quantization_config": CHANNEL | {"config_groups": {}}}, "config_groups must have one group"),
         ({"quantization_config": CHANNEL | {"config_groups": {"group_0": 5}}}, "group_0 must be an object, got 5"),

@@ -41,7 +41,7 @@ def judge(the_op, arguments: tuple, arch) -> tuple[set[Rule], str, Rule | None]:
     for text, holds in the_op.envelope(a, arch):
         rules.add((plain(text),))
         broken += [] if holds else [text]
-    said = FALLBACK + "the kernels need that " + "; ".join(broken)
+    said = FALLBACK + "the kernels require that " + "; ".join(broken)
     return rules, said, (plain(broken[0]),) if len(broken) == 1 else None
 
 
@@ -113,33 +113,33 @@ GATED = "scaled_mm_silu_and_mul_quant"
 BREACHES = [
     # Products
     Breach("K is a multiple of 8", "batched_gemm/bf16-m1", x=[1, 2, 516], weights=[2, 516, 128]),
-    Breach("N is a multiple of 64 there", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
+    Breach("N is a multiple of 64 for weights", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
     Breach("N is at least 1", "block_scaled_mm/m1", a=(1, 16), b=(2**30, 16), scale_a=(1, 1), scale_b=(2**23, 1)),
     Breach("N is at least 1", "scaled_mm/m1", a=(1, 16), b=(16, 2**30), scale_b=(1,)),
     Breach("N is at least 1", f"{GATED}/m1", a=(1, 16), b=at((16, 2**30), 1, 0), scale_b=(1,)),
-    Breach("rows are a multiple of 16 bytes", f"{GATED}/m2", a=[2, 1000], b=[1000, 96]),
-    Breach("rows are at least 1 long", f"{GATED}/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 96), 1, 0)),
-    Breach("half of b's rows, and 48", f"{GATED}/m1", b={1: BYTES - 16}),
+    Breach("rows along K are multiples of 16 bytes", f"{GATED}/m2", a=[2, 1000], b=[1000, 96]),
+    Breach("K is at least 1", f"{GATED}/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 96), 1, 0)),
+    Breach("half of b's rows, and 48 more", f"{GATED}/m1", b={1: BYTES - 16}),
     Breach("b is not shuffled on NVIDIA", f"{GATED}/shuffled", "sm_90"),
-    Breach("rows are a multiple of 16 bytes", "block_scaled_mm/m5", a=[5, 1000], b=[192, 1000]),
-    Breach("rows are a multiple of 16 bytes", "scaled_mm/m2", a=[2, 1000], b=[1000, 48]),
-    Breach("rows are a multiple of 16 bytes", "unquantized_gemm/bf16-m16", x=[16, 500], weight=[80, 500]),
+    Breach("rows along K are multiples of 16 bytes", "block_scaled_mm/m5", a=[5, 1000], b=[192, 1000]),
+    Breach("rows along K are multiples of 16 bytes", "scaled_mm/m2", a=[2, 1000], b=[1000, 48]),
+    Breach("rows along K are multiples of 16 bytes", "unquantized_gemm/bf16-m16", x=[16, 500], weight=[80, 500]),
     Breach(
-        "rows are at least 1 long and below 32 MB",
+        "K is at least 1, rows along K are below 32 MB",
         "block_scaled_mm/m5",
         a=at((5, BYTES), 0, 1),
         b=at((192, BYTES), 0, 1),
         scale_a=(5, 2**18),
         scale_b=(2, 2**18),
     ),
-    Breach("rows are at least 1 long", "scaled_mm/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 48), 1, 0)),
+    Breach("K is at least 1", "scaled_mm/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 48), 1, 0)),
     Breach(
-        "rows are at least 1 long",
+        "K is at least 1",
         "unquantized_gemm/bf16-m16",
         x=at((16, BYTES // 2), 0, 1),
         weight=at((80, BYTES // 2), 0, 1),
     ),
-    Breach("rows are at least 1 long", "scaled_mm/m1", a=(1, 128), b=(128, 2**29), scale_b=(1,)),
+    Breach("K is at least 1", "scaled_mm/m1", a=(1, 128), b=(128, 2**29), scale_b=(1,)),
     Breach(
         "M and N are below 2^30, M * N is below 2^42",
         "block_scaled_mm/tiles",
@@ -148,7 +148,7 @@ BREACHES = [
     ),
     Breach("K is below 2^17", "gemm/int8", a=(12, 2**17), b=(2**17, 70)),
     *(
-        Breach(f"256 rows and 128 elements of K of {side} reach", "unquantized_gemm/router-m65", **{name: {0: 2**23}})
+        Breach(f"256 rows by 128 along K of {side} span", "unquantized_gemm/router-m65", **{name: {0: 2**23}})
         for side, name in (("a", "x"), ("b", "weight"))
     ),
     # Experts
@@ -157,10 +157,10 @@ BREACHES = [
     Breach("hidden_scale", "fused_experts/int8-quantized", hidden_scale=torch.float16),
     Breach("H and I are multiples", "fused_experts/fp16", hidden=[18, 132], w1=[4, 128, 132], w2=[4, 132, 64]),
     Breach("H and I are multiples", "fused_experts/fp16", w1=(4, 120, 136), w2=[4, 136, 60]),
-    Breach("weights on the input are those of one expert", "fused_experts/bf16-m70", apply_router_weight_on_input=True),
-    Breach("out_dtype is that of weights", "fused_experts/bf16-m70", out_dtype=torch.float16),
+    Breach("apply_router_weight_on_input has topk 1", "fused_experts/bf16-m70", apply_router_weight_on_input=True),
+    Breach("out_dtype is the dtype of unscaled weights", "fused_experts/bf16-m70", out_dtype=torch.float16),
     Breach(
-        "a token's results take less than 2 GB",
+        "a token's results have less than 2 GB",
         "fused_experts/bf16-m70",
         hidden=(70, 2**17),
         w1=(4, 128, 2**17),
@@ -168,16 +168,16 @@ BREACHES = [
         **{name: (70, 2**12) for name in ("topk_ids", "topk_weights")},
     ),
     Breach(
-        "what is quantised per token has at most",
+        "rows quantized per token have at most",
         "fused_experts/channel-m70",
         hidden=(70, 2**17),
         w1=(3, 160, 2**17),
         w2=(3, 2**17, 80),
         w2_scale=(3, 2**17),
     ),
-    Breach("sm_90 has AITER", "fused_experts/block-shuffled", "sm_90"),
-    Breach("sm_90's matrix instructions take block scales", "fused_experts/mx", "sm_90"),
-    Breach("sm_90's matrix instructions take block scales", "mxfp8_scaled_mm/m1", "sm_90"),
+    Breach("sm_90 is an AMD GPU", "fused_experts/block-shuffled", "sm_90"),
+    Breach("sm_90 has block-scaled matrix instructions", "fused_experts/mx", "sm_90"),
+    Breach("sm_90 has block-scaled matrix instructions", "mxfp8_scaled_mm/m1", "sm_90"),
     # Attention
     Breach("k is of q's dtype", "flash_attention/fp8-keys", k=torch.float8_e4m3fnuz, v=torch.float8_e4m3fnuz),
     Breach("a bias is", "flash_attention/bias", bias=torch.float64),
@@ -192,9 +192,9 @@ BREACHES = [
     ),
     Breach("query_len is at most 8", "mla_decode/bf16-3", query_len=9, q_nope=(9, 3, 512), q_pe=(9, 3, 64)),
     Breach("query_len is at most 8", "paged_attention_decode/bf16-64-packed", query_len=9, query=(9, 3, 64)),
-    Breach("there are at most 8192 parts", "mla_decode/bf16-3", block_table=(1, 2**16 + 1)),
+    Breach("there are at most 8192 splits", "mla_decode/bf16-3", block_table=(1, 2**16 + 1)),
     Breach(
-        "there are at most 32768 parts",
+        "there are at most 32768 splits",
         "paged_attention_decode/bf16-64-packed",
         partition=128,
         block_table=(1, 2**18 + 1),
@@ -216,13 +216,13 @@ BREACHES = [
         for name in ("key_cache", "value_cache")
     ),
     *(
-        Breach(f"{name}s lie at multiples", "paged_attention_decode/heads-6-of-2", **{f"{name}_cache": {d: odd}})
+        Breach(f"{name}s are aligned", "paged_attention_decode/heads-6-of-2", **{f"{name}_cache": {d: odd}})
         for name, odd in (("key", 2**15 + 8), ("value", 2**15 + 4))
         for d in (0, 1, 2)
     ),
     # Rotation
     Breach(
-        "sizes of heads are multiples of 8",
+        "head sizes are multiples of 8",
         "rope_and_cache/bf16-packed",
         query=[3, 4, 68],
         key=[3, 2, 68],
@@ -238,7 +238,7 @@ BREACHES = [
         kv_cache=[1, 16, 584],
     ),
     Breach(
-        "sizes of heads are multiples of 8",
+        "head sizes are multiples of 8",
         "qk_norm_rope_and_cache/bf16-packed",
         value=[3, 2, 68],
         value_cache=[1, 16, 2, 68],
@@ -281,32 +281,32 @@ BREACHES = [
 GATED = "silu_and_mul"
 CACHE = "one tensor has keys and values"
 FOLLOW = {
-    ("batched_gemm", "out's rows lie N or more apart"): "of a contract without overlaps",
+    ("batched_gemm", "out's row stride is at least N"): "the contract has no overlaps",
     ("fused_experts", "act_scale is contiguous"): "it has one element",
-    ("fused_experts", "scales of the weights are"): "the contract has others with a scale per 32 of K only",
+    ("fused_experts", "weight scales are"): "the contract has others with a scale per 32 of K only",
     (
         "fused_experts",
         "there are fewer than # experts",
     ): "with more the tiled kernels serve, which have a bound of their own",
     ("gemm", "is not #, which torch multiplies"): "no arch's kernels multiply it",
-    ("mla_decode", "sizes of heads are multiples"): "the latent's size is fixed",
-    ("mla_decode", "out is of # bits"): "the contract has query's dtype",
-    ("mla_decode", "lie side by side"): CACHE,
-    ("mla_decode", "values lie at multiples"): CACHE,
-    ("rope_and_cache_mla", "sizes of heads are multiples"): "key and value are heads, too",
-    ("rope_and_cache_mla", "lie side by side"): CACHE,
-    ("rope_and_cache_mla", "values lie at multiples"): CACHE,
-    ("paged_attention_decode", "sizes of heads are multiples"): "sizes are listed",
+    ("mla_decode", "head sizes are multiples"): "the latent's size is fixed",
+    ("mla_decode", "out has # bits"): "the contract has query's dtype",
+    ("mla_decode", "elements of a"): CACHE,
+    ("mla_decode", "values are aligned"): CACHE,
+    ("rope_and_cache_mla", "head sizes are multiples"): "key and value are heads, too",
+    ("rope_and_cache_mla", "elements of a"): CACHE,
+    ("rope_and_cache_mla", "values are aligned"): CACHE,
+    ("paged_attention_decode", "head sizes are multiples"): "sizes are listed",
     ("topk", "a lane has at most"): "of the most experts",
-    ("topk", "groups, a lane for each"): "there is one group",
+    ("topk", "groups, one lane each"): "there is one group",
     (GATED, "at least one-dimensional"): "rows have two halves",
     ("stream_memory", "a multiple of # words"): "16-byte aligned",
-    ("unquantized_gemm", "N and K are at least"): "rows are at least 1 long, and so is N",
-    ("unquantized_gemm", "does not meet"): "the contract has one dtype",
+    ("unquantized_gemm", "N and K are at least"): "K and N are at least 1",
+    ("unquantized_gemm", "are not # with #"): "the contract has one dtype",
     ("unquantized_gemm", "which torch multiplies"): "x is bfloat16 or float16",
-    ("unquantized_gemm", "multiplies "): "x is bfloat16 or float16",
-    ("unquantized_gemm", "sums of # have"): "x is bfloat16 or float16",
-    ("unquantized_gemm", "scales of rows and bias"): "bias is contiguous",
+    ("unquantized_gemm", "supports "): "x is bfloat16 or float16",
+    ("unquantized_gemm", "sums fit"): "x is bfloat16 or float16",
+    ("unquantized_gemm", "row scales and bias"): "bias is contiguous",
 }
 """Rules, by parts of their op's name and of their text, that another one implies."""
 

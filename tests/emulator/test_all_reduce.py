@@ -208,18 +208,16 @@ def test_what_is_unsupported():
     few = torch.zeros(2, 512, dtype=torch.bfloat16)
     assert reduce.unsupported(op, few, weight, EPSILON) == "" == reduce.unsupported(None, few)
     many = torch.zeros(129, 512, dtype=torch.bfloat16)
-    assert "input has at most 65536 values, 128 KiB, which are twice as much between ranks" in reduce.unsupported(
-        None, many
-    )
+    assert "input has at most 65536 values (128 KiB, twice that between ranks)" in reduce.unsupported(None, many)
     assert "there are at most 64 rows, so that all blocks are resident" in reduce.unsupported(None, many)
     wide = torch.zeros(1, 16392, dtype=torch.bfloat16)
-    assert reduce.unsupported(None, wide) == "the kernels need that hidden is at most 16384"
+    assert reduce.unsupported(None, wide) == "the kernels require that hidden is at most 16384"
     assert "multiple of 8" in reduce.unsupported(None, torch.zeros(2, 12, dtype=torch.bfloat16))
     assert "bfloat16 or float16" in reduce.unsupported(None, few.float())
     assert "layer_norm is one of rms_norm" in reduce.unsupported(ops.layer_norm, few, weight, None, EPSILON)
     with pytest.raises(ValueError, match="rms_norm: weight must be bfloat16"):
         reduce(op, few, weight[:8], EPSILON)
-    with pytest.raises(ValueError, match="all_reduce: the kernels need that .*`all_reduce` must be given, got None"):
+    with pytest.raises(ValueError, match="all_reduce: the kernels require that .*`all_reduce` must be given, got None"):
         reduce.sum(wide)
     with pytest.raises(ValueError, match="fused_add_rms_norm: residual must have memory of its own"):
         reduce(ops.fused_add_rms_norm, few, few, weight, EPSILON)

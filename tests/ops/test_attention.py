@@ -93,7 +93,7 @@ def test_an_out_that_cannot_be_written_is_refused(the_op):
 def test_an_out_scale_without_an_out_for_it_is_refused():
     given = ops.paged_attention_decode.Arguments(*inputs(ops.paged_attention_decode, "out-fp8", Emulator("gfx942")))
     for out in (None, given.out.bfloat16()):
-        with pytest.raises(ValueError, match="out must be (a tensor where there is an out_scale|e4m3)"):
+        with pytest.raises(ValueError, match="out must be (a tensor with an out_scale|e4m3)"):
             ops.paged_attention_decode(*given._replace(out=out))
     with pytest.raises(ValueError, match="out_scale must be float32 with one element"):
         ops.paged_attention_decode(*given._replace(out_scale=torch.ones(2)))
@@ -117,7 +117,7 @@ def test_an_out_that_kernels_cannot_store_to_is_the_references():
     emulator = Emulator("gfx942")
     given = ops.paged_attention_decode.Arguments(*inputs(ops.paged_attention_decode, "out", emulator))
     apart = torch.zeros(*given.out.shape[:2], 67, dtype=given.out.dtype)[..., 3:]
-    with launch.executor(emulator), pytest.warns(UserWarning, match="out's heads lie at multiples of 16 bytes"):
+    with launch.executor(emulator), pytest.warns(UserWarning, match="out's heads are contiguous and 16-byte aligned"):
         empty, _ = ops.paged_attention_decode(*given._replace(out=apart))
     assert empty.numel() == 0
     assert torch.equal(apart, ops.paged_attention_decode.reference(*given._replace(out=None))[0])

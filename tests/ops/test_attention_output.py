@@ -56,11 +56,11 @@ def test_quantized_results_have_the_bits_of_two_steps(case, arch):
 def test_scales_that_cannot_be_written_are_refused():
     given = OP.Arguments(*inputs(OP, "groups", Emulator("gfx942")))
     wrong = {
-        "out_scales must be float32 .*, one for each 128 elements": {"out_scales": given.out_scales[:, :1]},
-        "out_scales must be None where there is an out_scale": {"out_scale": torch.ones(1)},
-        "out must be a tensor where there is an out_scale or out_scales": {"out": None},
+        "out_scales must be float32 .*, one per 128 elements": {"out_scales": given.out_scales[:, :1]},
+        "out_scales must be None with an out_scale": {"out_scale": torch.ones(1)},
+        "out must be a tensor with an out_scale or out_scales": {"out": None},
         "out must be e4m3": {"out": given.out.bfloat16()},
-        "out_scales must be without elements in the same place": {"out_scales": given.out_scales[:1].expand(3, 3)},
+        "out_scales must be without overlapping elements": {"out_scales": given.out_scales[:1].expand(3, 3)},
     }
     for text, change in wrong.items():
         with pytest.raises(ValueError, match=text):

@@ -23,14 +23,14 @@ def matrices(a: torch.dtype, b: torch.dtype, m: int = 3, k: int = 32, n: int = 5
     "a, b, k, why",
     [
         (torch.float32, torch.float32, 32, "a is not float32, which torch multiplies"),
-        (torch.bfloat16, torch.float16, 32, "bfloat16 does not meet float16"),
+        (torch.bfloat16, torch.float16, 32, "a and b are not bfloat16 with float16"),
         (
             torch.float8_e4m3fnuz,
             torch.float8_e4m3fn,
             32,
-            r"gfx950 multiplies a's dtype \(int8, e4m3, e5m2, bf16, fp16\)",
+            r"gfx950 supports a's dtype \(int8, e4m3, e5m2, bf16, fp16\)",
         ),
-        (torch.int8, torch.int8, 2**17, r"K is below 2\^17, so that sums of int8 have 32 bits"),
+        (torch.int8, torch.int8, 2**17, r"K is below 2\^17, so that int8 sums fit 32 bits"),
     ],
 )
 def test_what_is_left_to_torch_says_why(a, b, k, why):
@@ -48,10 +48,10 @@ def test_what_is_left_to_torch_says_why(a, b, k, why):
         ({"scale_a": torch.ones(5)}, "scale_a must be float32 with 1 or 3 elements, got float32"),
         ({"bias": torch.ones(3).half()}, r"bias must be torch.float16, not of ints, \[N=5\] or \[M=3, 1\], got"),
         ({"activation": "gelu"}, "activation must be none or leaky_relu, got gelu"),
-        ({"block_scales": True}, r"scale_a must be float32 \[3, 1\], a scale for each block, got none"),
+        ({"block_scales": True}, r"scale_a must be float32 \[3, 1\], one scale per block, got none"),
         (
             {"block_scales": True, "scale_a": torch.ones(3, 1), "scale_b": torch.ones(5)},
-            r"scale_b must be float32 \[1, 1\], a scale for each block, got float32\[5\]",
+            r"scale_b must be float32 \[1, 1\], one scale per block, got float32\[5\]",
         ),
     ],
 )

@@ -374,18 +374,18 @@ def test_what_products_refuse(arch):
         return explain(ops.scaled_mm, arch, a, b, one, one, bf16)
 
     assert "fallback" not in scaled(64, 200, 256, FAR, FAR)
-    assert scaled(64, 200, 256, 2**25, 256).endswith("a's rows lie at one stride, a multiple of 16 bytes below 32 MB")
-    assert scaled(64, 200, 256, 256, 2**25).endswith("b's rows lie at one stride, a multiple of 16 bytes below 32 MB")
+    assert scaled(64, 200, 256, 2**25, 256).endswith("a's rows have one stride, a multiple of 16 bytes below 32 MB")
+    assert scaled(64, 200, 256, 256, 2**25).endswith("b's rows have one stride, a multiple of 16 bytes below 32 MB")
     assert "fallback" not in scaled(600, 600, 256, TILE_FAR, TILE_FAR)
-    assert scaled(600, 200, 256, 2**23, 256).endswith("256 rows of a reach over less than 2 GB")
-    assert scaled(600, 200, 256, 256, 2**23).endswith("256 rows of b reach over less than 2 GB")
-    assert scaled(4, 2**20, 2**16, 2**16, 2**16).endswith("N of them below 64 GB")
+    assert scaled(600, 200, 256, 2**23, 256).endswith("256 rows of a span less than 2 GB")
+    assert scaled(600, 200, 256, 256, 2**23).endswith("256 rows of b span less than 2 GB")
+    assert scaled(4, 2**20, 2**16, 2**16, 2**16).endswith("N rows below 64 GB")
     assert scaled(1, 2**30, 16, 16, 16).endswith("N is at least 1 and below 2^30")
-    assert "rows are at least 1 long and below 32 MB" in scaled(2, 64, 2**25, 16, 16)
+    assert "K is at least 1, rows along K are below 32 MB" in scaled(2, 64, 2**25, 16, 16)
     a, b = meta(1, 256, dtype=fp8), meta(256, 256, dtype=fp8)
     scale_b = meta(2, 2, strides=(2**31, 1))
     why = explain(ops.block_scaled_mm, arch, a, b, meta(1, 2), scale_b, bf16)
-    assert why.endswith("scale_b's rows lie less than 2^31 elements apart")
+    assert why.endswith("scale_b's row stride is below 2^31 elements")
 
 
 @ARCHS
@@ -410,9 +410,9 @@ def test_what_experts_refuse(arch):
     for m in (64, 70):
         assert "fallback" not in experts(m, 4, 256, 128, fp8, hidden_row=2**30)
         assert "fallback" not in experts(m, 4, 256, 128, bf16, hidden_row=2**23)
-        why = "hidden, unless it is quantised ahead, reaches over less than 2 GB"
+        why = "hidden, if no launch quantizes it first, spans less than 2 GB"
         assert experts(m, 4, 256, 128, bf16, hidden_row=2**24).endswith(why)
-        assert experts(m, 4, 256, 128, fp8, row=2**23).endswith("an expert's w1 reaches over less than 2 GB")
+        assert experts(m, 4, 256, 128, fp8, row=2**23).endswith("an expert's w1 spans less than 2 GB")
     assert "Streamed" in experts(64, 4, 64, 2**15, bf16)
     assert "Tiled" in experts(64, 4, 64, 2**16, bf16)  # the streamed kernels' division into items would be off
 
@@ -425,5 +425,5 @@ def test_what_mx_products_refuse():
         return explain(ops.mxfp8_scaled_mm, "gfx950", *rows, *scales, torch.bfloat16)
 
     assert "fallback" not in product(300, 300, MX_FAR)
-    assert product(300, 300, 2**24).endswith("a's rows are less than 16 MB apart; b's rows are less than 16 MB apart")
+    assert product(300, 300, 2**24).endswith("a's row stride is below 16 MB; b's row stride is below 16 MB")
     assert product(1, 2**30, 256).endswith("M and N are below 2^30")

@@ -1,5 +1,4 @@
-"""An example for the page of each op file, by the file's name: the body of a function. tests/core/test_examples.py runs what stands on
-the pages."""
+"""Define the example on each op page by a function with its file's name; tests/core/test_examples.py runs the pages."""
 
 # ruff: noqa: F841, RUF059  the results are the reader's
 
@@ -40,14 +39,14 @@ def block_scaled_mm(device, fp8):
 
 
 def dequantize_int4(device):
-    words = torch.randint(2**31, (2, 100, 8, 16), dtype=torch.int32, device=device)  # eight values each
+    words = torch.randint(2**31, (2, 100, 8, 16), dtype=torch.int32, device=device)  # eight values per word
     scale_and_shift = torch.tensor([0.1, -0.8], dtype=torch.float16, device=device).view(torch.int32)
     keys = ops.dequantize_int4(torch.cat([scale_and_shift.expand(2, 100, 8, 1), words], -1))  # fp16[2, 100, 8, 128]
 
 
 def flash_attention(device):
-    q = torch.randn(1, 100, 8, 128, dtype=torch.bfloat16, device=device)  # batch, rows, heads, size
-    k, v = torch.randn(2, 1, 100, 2, 128, dtype=torch.bfloat16, device=device)  # four heads share a key head
+    q = torch.randn(1, 100, 8, 128, dtype=torch.bfloat16, device=device)  # batch, rows, heads, head size
+    k, v = torch.randn(2, 1, 100, 2, 128, dtype=torch.bfloat16, device=device)  # GQA: four query heads per key head
     out, _, _ = ops.flash_attention(q, k, v, scale=128**-0.5, causal=True)
 
 
@@ -68,12 +67,12 @@ def gemm(device):
 
 
 def latent_norm_rope_and_cache(device):
-    qkv = torch.randn(3, 1536 + 512 + 64, dtype=torch.bfloat16, device=device)  # three tokens, as in DeepSeek-V3
+    qkv = torch.randn(3, 1536 + 512 + 64, dtype=torch.bfloat16, device=device)  # three tokens of DeepSeek-V3
     q_weight, kv_weight = (torch.randn(size, dtype=torch.bfloat16, device=device) for size in (1536, 512))
     positions = slots = torch.tensor([0, 1, 2], device=device)
     cos_sin_cache = torch.randn(4096, 64, dtype=torch.bfloat16, device=device)
     q_out, kv_out, k_pe_out = (torch.empty(3, size, dtype=torch.bfloat16, device=device) for size in (1536, 512, 64))
-    kv_cache = torch.zeros(10, 16, 512 + 64, dtype=torch.bfloat16, device=device)  # 10 pages of 16
+    kv_cache = torch.zeros(10, 16, 512 + 64, dtype=torch.bfloat16, device=device)  # 10 pages of 16 tokens
     ops.latent_norm_rope_and_cache(
         *(qkv, q_weight, kv_weight, 1e-6, positions, cos_sin_cache, False),
         *(q_out, kv_out, k_pe_out, kv_cache, slots),
@@ -100,7 +99,7 @@ def moe_routing(device):
     logits = torch.randn(4, 256, device=device)
     bias = torch.randn(256, device=device)
     weights, ids = ops.topk_softmax(logits, topk=8, renormalize=True)  # fp32[4, 8], int32[4, 8]
-    weights, ids = ops.grouped_topk(logits, 8, True, 8, 4, "sigmoid", 2.5, bias)  # as DeepSeek-V3 routes
+    weights, ids = ops.grouped_topk(logits, 8, True, 8, 4, "sigmoid", 2.5, bias)  # DeepSeek-V3's routing
 
 
 def mxfp8_scaled_mm(device):
@@ -137,7 +136,7 @@ def qk_norm_rope_and_cache(device):
 def rms_norm(device, fp8):
     x = torch.randn(4, 1024, dtype=torch.bfloat16, device=device)
     residual, weight = torch.randn_like(x), torch.randn(1024, dtype=torch.bfloat16, device=device)
-    y = ops.fused_add_rms_norm(x, residual, weight, 1e-5)  # updates residual
+    y = ops.fused_add_rms_norm(x, residual, weight, 1e-5)  # also updates residual
     values, scale = ops.rms_norm_per_block_quant(x, weight, 1e-5, fp8, group_size=128)  # fp8[4, 1024], fp32[4, 8]
 
 
@@ -171,7 +170,7 @@ def silu_and_mul(device, fp8):
 
 def silu_and_mul_with_clamp(device, fp8):
     x = torch.randn(4, 2 * 1024, dtype=torch.bfloat16, device=device)  # gate, then up
-    y = ops.silu_and_mul_with_clamp(x, 7.0, 1.702, 1.0)  # as gpt-oss has it, [4, 1024]
+    y = ops.silu_and_mul_with_clamp(x, 7.0, 1.702, 1.0)  # gpt-oss's constants, [4, 1024]
     values, scale = ops.silu_and_mul_with_clamp_per_token_quant(x, 7.0, fp8)  # fp8[4, 1024], fp32[4, 1]
 
 

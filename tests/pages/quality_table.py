@@ -1,27 +1,37 @@
-"""The tables of serving_benchmarks/quality/quality.py's and arithmetic.py's results, for a page that readme.py writes."""
+"""Write the tables of accuracy results, from serving_benchmarks/quality, for a page of readme.py."""
 
 from .compatibility import QUANTISATIONS
 from .measurements import head, markdown, measured, plural
 
 NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items() if flavour is not None}
 ABOUT = (
-    "Perplexity of held-out text in vLLM, of small models trained by `python serving_benchmarks/quality/quality.py`: of the bf16 checkpoint "
-    "without the ops, then of each checkpoint without and with them. A worst scale error is that of the layer whose scale "
-    "would explain most of the difference. Tokens are counted up to the first that differs."
+    "Perplexity of held-out text in vLLM, for small models trained by `python serving_benchmarks/quality/quality.py`: the bf16 checkpoint "
+    "in the baseline, then each checkpoint in the baseline and with the plugin. The worst scale error is that of the layer whose scale "
+    "would explain most of the difference. Equal tokens are counted up to the first difference."
 )
 
 
 def quality() -> str:
-    """For each GPU, a row for each checkpoint. Bold is beyond what the command allows."""
+    """Return a table per GPU with a row per checkpoint. Bold exceeds the command's tolerance."""
     tables = []
     for newest in measured("quality"):
         lines = [line for line, _ in newest.values()]
-        header = ("model", "quantization", "bf16", "without", "with", "difference", "worst scale error", "tokens equal")
+        header = (
+            "model",
+            "quantization",
+            "bf16",
+            "baseline",
+            "plugin",
+            "difference",
+            "worst scale error",
+            "equal tokens",
+        )
         tables.append(f"{head(lines)}:\n\n{markdown(header, map(row, lines))}")
     return "\n\n".join([ABOUT, *tables]) if tables else "Nothing yet."
 
 
 def row(line: dict) -> tuple[str, ...]:
+    """Return the cells of a checkpoint."""
     shape, perplexity = line["shape"], line["perplexity"]
     values = (f"{perplexity[side]:.4f}" if side in perplexity else "not runnable" for side in ("bf16", "stock", "ours"))
     found = (shape["model"], NAMES[shape["quantization"]], *values)
@@ -34,15 +44,15 @@ def row(line: dict) -> tuple[str, ...]:
 
 
 ARITHMETIC = (
-    "What each op makes of the activations and weights of these models, by `python serving_benchmarks/quality/arithmetic.py`: the norm of the "
-    "error over that of the exact result, which is float64's. A cell has the largest error of a call and, of all calls, the most "
-    "that ours is of stock's. Stock is vLLM's kernel or, emulated and where vLLM has none, the op's reference, which rounds where "
-    "vLLM does. The files have every layer."
+    "Error of each op on the activations and weights of these models, by `python serving_benchmarks/quality/arithmetic.py`: error norm over "
+    "the norm of the float64 result. A cell has the largest error of a call, and the largest ratio of the op's error to the baseline's. "
+    "The baseline is vLLM's kernel; in the emulator, and for ops without one, it is the op's reference, which rounds as vLLM does. The "
+    "files have every layer."
 )
 
 
 def arithmetic() -> str:
-    """A row for each result of an op, with the errors on each machine."""
+    """Return a row per result of an op, with the errors on each machine."""
     calls: dict[tuple[str, str], dict[str, list[dict]]] = {}
     machines, checkpoints, files = [], set(), []
     for newest in measured("arithmetic"):
@@ -66,7 +76,7 @@ def arithmetic() -> str:
 
 
 def errors(found: list[dict]) -> str:
-    """The largest error and the most that one is of stock's. Bold is beyond what the command allows."""
+    """Return the largest error and the largest ratio to the baseline's. Bold exceeds the command's tolerance."""
     if not found:
         return ""
     bold = "**" if any(one["wrong"] for one in found) else ""

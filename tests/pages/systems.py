@@ -1,4 +1,4 @@
-"""The page of what five other systems have, and what here takes its place: from tests/data/systems.csv."""
+"""Write the page that maps five other systems to this package, from tests/data/systems.csv."""
 
 import csv
 from dataclasses import dataclass
@@ -12,24 +12,26 @@ from .op_pages import link as link_of
 PAGE = DOCS / "systems.md"
 DATA = ROOT / "tests" / "data" / "systems.csv"
 SYSTEMS = {
-    "HF": ("hf-rocm-kernels", "Hugging Face, of its article on kernels for the MI300", "huggingface/hf-rocm-kernels"),
-    "RF": ("RadeonFlow Kernels", "the first prize of AMD's contest of 2025", "RadeonFlow/RadeonFlow_Kernels"),
-    "TS": ("Triton kernels of the Inference Sprint", "of the same contest", "scar-ai/AMD-Triton-Kernels"),
-    "PK": ("AMD perf-kernels", "Triton kernels in AMD's fork", "ROCm/triton"),
-    "MX": ("AITER's MX-FP8 for few tokens", "a proposal to AITER", "ROCm/aiter/pull/3783"),
+    "HF": ("hf-rocm-kernels", "Hugging Face, from its article on MI300 kernels", "huggingface/hf-rocm-kernels"),
+    "RF": ("RadeonFlow Kernels", "first prize of AMD's 2025 contest", "RadeonFlow/RadeonFlow_Kernels"),
+    "TS": ("Triton kernels of the Inference Sprint", "from the same contest", "scar-ai/AMD-Triton-Kernels"),
+    "PK": ("AMD perf-kernels", "Triton kernels in AMD's fork of Triton", "ROCm/triton"),
+    "MX": ("AITER small-M MX-FP8", "a proposal to AITER", "ROCm/aiter/pull/3783"),
 }
 STATES = {
-    "there": "ours does it",
-    "PyTorch's": "PyTorch does it as well",
-    "left out": "ours does not do it, on purpose",
-    "not yet": "ours will do it",
+    "there": "implemented here",
+    "PyTorch's": "covered by PyTorch",
+    "left out": "left out on purpose",
+    "not yet": "not yet implemented",
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a system has: the ids of reviews, its name, and what is here: ops by name, or a command's arguments, files, tests (a
-    file, or file::test), and why it is as it is."""
+    """A feature of a system, and its counterpart here.
+
+    `ours` has ops by name, or the arguments of a command; `where` files, `tests` files or file::test, `why` the reason for its state.
+    """
 
     system: str
     ids: str
@@ -42,21 +44,23 @@ class Row:
 
     @property
     def command(self) -> list[str]:
-        """Return the words behind `vllm-rocm-ops`, or behind `serving_benchmarks/`, if a command is ours."""
+        """Return the arguments of `vllm-rocm-ops` or `serving_benchmarks/`, if the counterpart is a command."""
         return self.ours.split() if self.ours.partition(" ")[0] in (*cli.COMMANDS, "contests") else []
 
     @property
     def ops(self) -> list[str]:
+        """Return the names of ops, if the counterpart is not a command."""
         return [] if self.command else self.ours.split()
 
 
 def rows() -> list[Row]:
+    """Return the rows of the data."""
     with DATA.open(newline="") as file:
         return [Row(**row) for row in csv.DictReader(file)]
 
 
 def link(path: str) -> str:
-    """To a file, from the folder of the pages."""
+    """Return a link to a file from the folder of pages."""
     file = path.partition("::")[0]
     shown = path.rpartition("::")[2] if "::" in path else file.rpartition("/")[2]
     inside = "vllm_rocm_ops/docs/"
@@ -64,11 +68,12 @@ def link(path: str) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row."""
     if row.command:
         ours = f"`{'python serving_benchmarks/' if row.command[0] == 'contests' else 'vllm-rocm-ops '}{row.ours}`"
     else:
         ours = ", ".join(f"[{name}]({link_of(name)})" for name in row.ops)
-    said = [row.state if row.state != "there" else "", row.why]
+    said = [{"there": "", "PyTorch's": STATES["PyTorch's"]}.get(row.state, row.state), row.why]
     state = ": ".join(filter(None, said)) if row.state != "left out" else f"left out, because {row.why}"
     return (
         row.theirs,
@@ -78,17 +83,20 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def page() -> str:
+    """Return the page."""
     found = rows()
     parts = [
         WRITTEN,
         "# Other systems",
-        "Every kernel and tool of five public systems for AMD GPUs, and what takes its place. No code of theirs is in the package.",
+        "Kernels and tools of five public systems for AMD GPUs, with their counterparts here. The package contains none of their code.",
         "\n".join(
-            f"- **{state}**: {meaning}. {sum(row.state == state for row in found)}" for state, meaning in STATES.items()
+            f"- {meaning[0].upper()}{meaning[1:]}: {count}"
+            for state, meaning in STATES.items()
+            if (count := sum(row.state == state for row in found))
         ),
     ]
     for system, (name, about, where) in SYSTEMS.items():
         of_system = [row for row in found if row.system == system]
-        table = markdown(("theirs", "ours", "where", "tested by"), map(cells, of_system))
+        table = markdown(("feature", "counterpart here", "source", "tests"), map(cells, of_system))
         parts += [f"## {name}", f"{about[0].upper()}{about[1:]}: [{where}](https://github.com/{where}).", table]
     return "\n\n".join(parts) + "\n"

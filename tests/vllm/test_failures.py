@@ -36,9 +36,7 @@ def test_no_kernel_launches(engines, expected, tmp_path):
     assert len(answer["stats"]) == 4 and all(
         list(kernels) == [f"fallback: {why}"] for kernels in answer["stats"].values()
     )
-    line = (
-        rf"UserWarning: (\w+) runs without its kernels: {why}. To do without its kernels, set VLLM_ROCM_OPS_DISABLE=\1$"
-    )
+    line = rf"UserWarning: (\w+) runs without its kernels: {why}. To run without its kernels, set VLLM_ROCM_OPS_DISABLE=\1$"
     assert sorted(re.findall(line, answers["output"], re.MULTILINE)) == sorted(answer["stats"])
     assert len(re.findall(r"UserWarning: .*\.csv is not used: ", answers["output"])) == 2
 

@@ -1,7 +1,7 @@
-"""Launches of csrc/collectives/all_reduce.h: which kernel sums up rows of all ranks and norms them, in how many blocks.
+"""Plan the launches of csrc/collectives/all_reduce.h, which sum rows of all ranks and normalize them.
 
-`Sum` and the norms of ops/rms_norm.py are what may follow an all-reduce; `a` is the named tuple of that op's arguments, whose `input`
-is this rank's.
+`Sum` (no op) and the norms of ops/rms_norm.py may follow an all-reduce; `a` is the named tuple of that op's arguments, with this
+rank's `input`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from vllm_rocm_ops.ops.families import rowwise
 
 RANKS = range(2, 9)
 MOST_RANKS = RANKS[-1]
-HEADER_BYTES = 128  # of an inbox
-BUFFERS, SLOTS = 2, MOST_RANKS + 1  # of an inbox: those of all ranks, and that of its owner's blocks
-WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two values of 16 bits beside its epoch
+HEADER_BYTES = 128  # per inbox
+BUFFERS, SLOTS = 2, MOST_RANKS + 1  # per inbox: one slot per rank, and one for its owner's blocks
+WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two 16-bit values and its epoch
 CAPACITY = 128 * 1024 // 2 // VALUES_IN_WORD
-"""Words of a call: 128 KiB of values, which are 256 KiB on each link and 5.5 us of MI300X's (48 GB/s, one direction). Twice as much would
-take the time that a vLLM all-reduce of 192 KiB and a norm take (7.0 us on MI355X, vllm#39080, and 4.5 us)."""
-THREADS, CHUNKS = 512, (2, 4)  # of a block at most, and of a thread
+"""Words per call: 128 KiB of values are 256 KiB per link, 5.5 us on MI300X (48 GB/s, one direction). Twice the capacity would take as
+long as vLLM's all-reduce of 192 KiB and a norm (7.0 us on MI355X, vllm#39080, and 4.5 us)."""
+THREADS, CHUNKS = 512, (2, 4)  # most threads per block, and vectors per thread
 PARTS = (1, 2, 4, 8)
 LARGEST_HIDDEN = THREADS * CHUNKS[-1] * rowwise.VECTOR
 SUM, PER_TENSOR, PER_GROUP = "all_reduce", "all_reduce_quant", "all_reduce_group_quant"
@@ -41,20 +41,23 @@ MODULES = {
     "rms_norm_per_block_quant": PER_GROUP,
     "rms_norm_mxfp8_quant": PER_GROUP,
 }
-"""The file of csrc/ops by op."""
+"""The file in csrc/ops, by op."""
 NORMS: dict[str, Op] = {name: getattr(ops, name) for name in MODULES}
 
 
 class Sum(NamedTuple):
-    """The arguments of an all-reduce alone."""
+    """The arguments of an all-reduce without an op."""
 
     input: Tensor
 
 
 @dataclass(frozen=True)
 class Group:
-    """A rank's view of its group: addresses of all inboxes, of its counters and of the word that its host reads; `capacity` in words,
-    and how many blocks of a launch may be resident at once."""
+    """A rank's view of its group.
+
+    It has the addresses of all inboxes, of this rank's counters and of the host's `report` word; `blocks` is the limit of resident
+    blocks per launch, `capacity` is in words.
+    """
 
     rank: int
     inboxes: tuple[int, ...]
@@ -87,7 +90,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Config:
-    """A row has `parts` blocks of `threads` threads; in the first, a thread has `chunks` vectors of 8 elements."""
+    """`parts` blocks of `threads` threads per row; in the first block a thread has `chunks` vectors of 8 elements."""
 
     parts: int
     threads: int
@@ -95,25 +98,25 @@ class Config:
 
 
 def inbox_bytes(capacity: int) -> int:
-    """Return the bytes of an inbox whose slots have `capacity` words."""
+    """Return the bytes of an inbox with slots of `capacity` words."""
     return HEADER_BYTES + BUFFERS * SLOTS * capacity * WORD_BYTES
 
 
 def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, bool]]:
-    """Yield each rule of the kernels and whether it holds."""
+    """Yield each rule of the kernels, and whether it holds."""
     if op is None:
         yield "input is bfloat16 or float16", a.input.dtype in rowwise.ELEMENTS
     else:
         yield f"{op.name} is one of {', '.join(MODULES)}", op.name in MODULES
         yield from op.envelope(a, arch)
     hidden, rows = a.input.shape[-1], rows_of(a.input)
-    yield "rows of input lie at one stride", row_stride(a.input) is not None
+    yield "input's rows have one stride", row_stride(a.input) is not None
     tensors = (a.input, getattr(a, "residual", None), getattr(a, "weight", None))
     yield "hidden is a multiple of 8, and rows are 16-byte aligned", rowwise.is_vector(hidden, *tensors)
     yield f"hidden is at most {LARGEST_HIDDEN}", hidden <= LARGEST_HIDDEN
     values = group.capacity * VALUES_IN_WORD
     yield (
-        f"input has at most {values} values, {values * 2 // 1024} KiB, which are twice as much between ranks",
+        f"input has at most {values} values ({values * 2 // 1024} KiB, twice that between ranks)",
         (a.input.numel() <= values),
     )
     yield f"there are at most {group.blocks} rows, so that all blocks are resident", rows <= group.blocks
@@ -130,7 +133,7 @@ def configs(a, arch: Arch, group: Group) -> list[Config]:
 
 
 def cost(config: Config, a, arch: Arch, group: Group) -> float:
-    """Return the microseconds that a row is expected to take from the last rank's stores on."""
+    """Return the predicted microseconds of a row after the last rank's stores."""
     costs = arch.costs.collective
     row_bytes = a.input.shape[-1] // VALUES_IN_WORD * WORD_BYTES
     read = (group.ranks - 1) * row_bytes / config.parts / costs.unit_bytes_per_us
@@ -138,7 +141,7 @@ def cost(config: Config, a, arch: Arch, group: Group) -> float:
 
 
 def default(a, arch: Arch, group: Group) -> Config:
-    """Return the configuration of the least cost, and of equals the one of the fewest blocks."""
+    """Return the configuration with the lowest cost; among equals the fewest blocks."""
     return min(configs(a, arch, group), key=lambda config: cost(config, a, arch, group))
 
 
@@ -150,7 +153,7 @@ def symbol(op: Op | None, dtype: torch.dtype, ranks: int, config: Config) -> str
 
 
 def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group: Group) -> Launch:
-    """Return the launch. `outputs` are the op's, and `normed` gets the norm before its quantization."""
+    """Return the launch. `outputs` are the op's; `normed` receives the norm before its quantization."""
     vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
     args = group.args() | {
         "input": a.input,

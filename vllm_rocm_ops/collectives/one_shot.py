@@ -1,18 +1,18 @@
-"""All-reduce of few rows in one shot, alone or with RMSNorm and quantization behind it in the same kernel.
+"""Run a one-shot all-reduce of few rows, optionally fused with the RMSNorm and quantization that follow.
 
     reduce = collectives.create(cpu_group, device, all_reduce=other)    # on all ranks
     x = reduce.sum(partial)
     y, scale = reduce(ops.rms_norm_dynamic_per_token_quant, partial, weight, 1e-6, torch.float8_e4m3fnuz, None, residual)
-    reduce.check()    # behind a synchronization of the step
+    reduce.check()    # after a synchronization of the step
     reduce.close()    # on all ranks
 
-`reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, and all ranks have the same. Where no kernel takes a call, by its
-sizes, so that it is the same on all ranks, `other` sums up and the op follows. Every rank makes the same calls in the same order, on
-one stream at a time; calls may be captured.
+`reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, equal on all ranks. Support depends on sizes only, so that ranks
+agree: an unsupported call runs `other` and then the op. Every rank makes the same calls in the same order, on one stream at a time.
+Calls may be captured.
 
-A rank that waits longer than $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT seconds gives up: its launch ends, and so do all launches to come, on all
-ranks, with NaN in place of what did not come. The kernel leaves the reason in memory of the host, where `check` finds it without
-a synchronization. Each eager call checks, and so should whoever uses the results of a replay.
+A rank that waits longer than $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT seconds gives up: its launch and all later launches on all ranks end, with
+NaN for missing values. The kernel stores the reason in host memory, where `check` reads it without a synchronization. Each eager call
+checks, and so should users of a replay's results.
 """
 
 from __future__ import annotations
@@ -39,12 +39,20 @@ ADVICE = "All ranks must make the same calls of an all-reduce"
 
 
 class RankMissing(RuntimeError):
-    """A rank did not come to an all-reduce within the limit: results since then are NaN, and the group is of no more use."""
+    """A rank missed an all-reduce's time limit: later results are NaN, and the group is unusable."""
 
 
 class OneShotAllReduce:
-    """A rank's all-reduce. `report` is the host's tensor that a kernel leaves an error in. `executor` runs launches in place of a GPU.
-    `all_reduce` sums up where no kernel takes a call. `release` frees what the group has."""
+    """A rank's all-reduce.
+
+    Args:
+        group: This rank's view of the group.
+        arch: The architecture of its GPU.
+        report: int64 tensor in host memory that receives errors of kernels.
+        executor: Runs launches in place of a GPU.
+        all_reduce: Sums inputs of calls that no kernel supports.
+        release: Frees the group's memory.
+    """
 
     def __init__(
         self,
@@ -63,30 +71,52 @@ class OneShotAllReduce:
         self.is_closed = False
 
     def check(self) -> None:
-        """Raise RankMissing if a rank did not come. It reads a word of the host's memory."""
+        """Raise RankMissing if a rank missed the time limit. Reads one word of host memory."""
         report = int(self._report[0])
         if report:
             raise RankMissing(said(report & (1 << 64) - 1, self.group))
 
     def unsupported(self, op: Op | None, *args) -> str:
-        """Why no kernel takes a call; empty if one does. `op` None is the all-reduce alone. Only shapes, dtypes, strides and alignment
-        matter. ValueError where the op's contract is broken."""
+        """Return why no kernel supports a call, by shapes, dtypes, strides and alignment.
+
+        Args:
+            op: The norm that follows, or None for the all-reduce alone.
+            args: The op's arguments, or the input.
+
+        Returns:
+            The reason, empty if a kernel supports the call.
+
+        Raises:
+            ValueError: The op's contract is broken.
+        """
         a = self._arguments(op, args)
         broken = [rule for rule, holds in launches.rules(op, a, self.arch, self.group) if not holds]
-        return f"the kernels need that {'; '.join(broken)}" if broken else ""
+        return f"the kernels require that {'; '.join(broken)}" if broken else ""
 
     def sum(self, input: Tensor) -> Tensor:
-        """Return the sum of all ranks' inputs [..., hidden], rounded once."""
+        """Return the sum of all ranks' inputs [..., hidden], bf16 or fp16, rounded once."""
         return self._execution(None, False, (input,))((input,))
 
     def __call__(self, op: Op, *args, with_norm: bool = False):
-        """Return `op` of the sum of all ranks' inputs, its first argument; `op` is a norm of ops/rms_norm.py. With `with_norm`,
-        the norm before it is quantized follows the op's results."""
+        """Return `op` of the sum of all ranks' inputs.
+
+        Args:
+            op: A norm of ops/rms_norm.py.
+            args: Its arguments, with this rank's input first.
+            with_norm: Return the norm before its quantization as well, after the op's results.
+
+        Returns:
+            The op's results, equal on all ranks.
+
+        Raises:
+            RankMissing: A rank missed the time limit.
+            ValueError: The op's contract is broken, or no kernel supports the call and there is no other all-reduce.
+        """
         args += op._defaults[len(args) :]
         return self._execution(op, with_norm, args)(args)
 
     def close(self) -> None:
-        """Free what the group has, which no launch may use any more. Collective."""
+        """Free the group's memory, which no launch may use any more. Collective."""
         if not self.is_closed:
             self.is_closed = True
             self._release()
@@ -124,7 +154,7 @@ class OneShotAllReduce:
             return Execution(name, "nothing to do", lambda args: without_kernel(op, with_norm, torch.clone, args))
         if why := self.unsupported(op, *args):
             if self._elsewhere is None:
-                raise ValueError(f"{name}: {why}; where no kernel takes a call, `all_reduce` must be given, got None")
+                raise ValueError(f"{name}: {why}; for calls without a kernel, `all_reduce` must be given, got None")
             elsewhere = functools.partial(without_kernel, op, with_norm, self._elsewhere)
             return Execution(name, FALLBACK + why, elsewhere, is_fallback=True)
         outputs = torch.empty_like(a.input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
@@ -147,7 +177,7 @@ class OneShotAllReduce:
 
 
 def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
-    """Return a call's result by another all-reduce and the op behind it."""
+    """Return a call's result by another all-reduce, followed by the op."""
     total = all_reduce(args[0])
     if op is None:
         return total
@@ -163,7 +193,7 @@ def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor]
 
 
 def said(report: int, group: Group) -> str:
-    """Return the message of an error that a kernel left."""
+    """Return the message of an error that a kernel reported."""
     seen_in, error = report >> 32, report & 0xFFFFFFFF
     missing = [rank for rank in range(group.ranks) if error >> rank & 1]
     behind = (seen_in - (error >> 11)) & 0xFFFFF  # epochs since then
@@ -171,13 +201,13 @@ def said(report: int, group: Group) -> str:
     ranks = f"rank {missing[0]}" if len(missing) == 1 else "ranks " + ", ".join(map(str, missing))
     return (
         f"all_reduce: {ranks} of {group.ranks} did not come in epoch {epoch}: rank {error >> 8 & 7} waited for more than "
-        f"{group.limit_us / 1e6:g} s. Results since then are NaN on all ranks. A longer limit is set by "
-        f"VLLM_ROCM_OPS_ALL_REDUCE_LIMIT, in seconds"
+        f"{group.limit_us / 1e6:g} s. Results since then are NaN on all ranks. VLLM_ROCM_OPS_ALL_REDUCE_LIMIT sets a longer "
+        f"limit, in seconds"
     )
 
 
 def limit_us(seconds: float | None) -> int:
-    """Return the kernels' limit, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT."""
+    """Return the kernels' time limit in microseconds, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT."""
     text = envs.VLLM_ROCM_OPS_ALL_REDUCE_LIMIT if seconds is None else seconds
     try:
         found = float(text)

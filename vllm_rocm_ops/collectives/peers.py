@@ -1,4 +1,7 @@
-"""Groups of ranks: each has an inbox that all others store to, found by handles that processes exchange, or in one process."""
+"""Create groups of ranks, each with an inbox that all others store to.
+
+Processes exchange handles to find the inboxes; ranks of one process share them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from vllm_rocm_ops.core import launch as core
 
 
 class Own:
-    """What a rank has of its own: the inbox, counters, and the word of the host's memory that a kernel leaves an error in."""
+    """A rank's own memory: its inbox, counters, and the host word that receives errors of kernels."""
 
     def __init__(self, device: torch.device, capacity: int):
         arch = archs.of_device(device.index) if device.type == "cuda" else None
@@ -33,7 +36,7 @@ class Own:
         torch.cuda.synchronize(device)
 
     def group(self, rank: int, inboxes: list[int], on_device: int, limit_us: int, capacity: int) -> Group:
-        """This rank's view, with so many ranks on its GPU."""
+        """Return this rank's view of the group, with `on_device` ranks on its GPU."""
         pointers = self.counters.data_ptr(), self.report.data_ptr()
         return Group(rank, tuple(inboxes), *pointers, self.arch.compute_units // on_device, limit_us, capacity)
 
@@ -43,7 +46,7 @@ class Own:
 
 
 def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot share memory") -> list:
-    """Return an action's results by rank. Raise RuntimeError on all ranks, with `what`, if it fails on one."""
+    """Return an action's results by rank. Raises RuntimeError with `what` on all ranks if it fails on one."""
     import torch.distributed as dist
 
     try:
@@ -59,7 +62,7 @@ def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot sh
 
 
 def _boot() -> str:
-    """Return the identity of the running machine, which its processes share."""
+    """Return the identity of the running machine, equal in its processes."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname() + (path.read_text().strip() if path.exists() else "")
 
@@ -77,8 +80,21 @@ def create(
     capacity: int = launches.CAPACITY,
     seconds: float | None = None,
 ) -> OneShotAllReduce:
-    """The all-reduce of a torch.distributed group whose ranks are processes of this machine, each with a GPU of its own; `all_reduce`
-    sums up where no kernel takes a call. Collective: if one rank fails, RuntimeError on all, with its reason."""
+    """Create the all-reduce of a torch.distributed group. Collective.
+
+    Args:
+        cpu_group: A group of 2 to 8 processes on this machine, each with its own GPU.
+        device: This rank's GPU.
+        all_reduce: Sums inputs of calls that no kernel supports.
+        capacity: Words per call, of two values each.
+        seconds: Time limit of a wait for a rank, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT.
+
+    Returns:
+        This rank's all-reduce.
+
+    Raises:
+        RuntimeError: A rank failed; raised on all ranks with its reason.
+    """
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
@@ -104,10 +120,10 @@ def create(
 
     def release() -> None:
         if any(own.report[0] for own in owns):
-            return  # a rank is missing: nobody knows what still stores to this memory
+            return  # a rank is missing, and may still store to this memory
         if owns:
             torch.cuda.synchronize(device)
-        agree(cpu_group, lambda: None)  # no launch of any rank stores any more
+        agree(cpu_group, lambda: None)  # after this no launch of any rank stores
         agree(cpu_group, close)
         for own in owns:
             own.free()
@@ -127,7 +143,7 @@ def create(
 def in_process(
     ranks: int, device: torch.device, *, capacity: int = launches.CAPACITY, seconds: float | None = None
 ) -> list[OneShotAllReduce]:
-    """All ranks of a group within this process, on one GPU: each rank's calls go to a stream of its own."""
+    """Create all ranks of a group in this process, on one GPU. Each rank's calls go to its own stream."""
     _check_ranks(ranks)
     limit, owns = limit_us(seconds), [Own(device, capacity) for _ in range(ranks)]
     inboxes = [own.inbox for own in owns]

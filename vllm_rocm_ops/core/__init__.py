@@ -1,1 +1,1 @@
-"""What every op is made of: its specification, its call, launches, arguments, and the architectures."""
+"""Define ops: specification, dispatch, launches, arguments, and GPU architectures."""

@@ -1,4 +1,4 @@
-"""Find a GPU architecture: by its name, or of a device."""
+"""Find a GPU architecture by name or by device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_rocm_ops.core.archs import Arch
 
 
 def load(name: str) -> Arch:
-    """The arch that a file of `core/archs` defines. Raises TypeError if it lacks a property or a cost."""
+    """Return the arch that a file of `core/archs` defines. Raises TypeError if it lacks a property or a cost."""
     try:
         return importlib.import_module(f"{archs.__name__}.{name}").ARCH
     except TypeError as error:
@@ -25,8 +25,17 @@ PRODUCTS = {product: arch.of_units(units) for arch in ARCHS.values() for product
 
 
 def named(name: str) -> Arch:
-    """The architecture of a name: one of `ARCHS`, such a name with a number of compute units (gfx942:80), or one of `PRODUCTS`.
-    Case does not matter. Raises ValueError."""
+    """Return the architecture of a name.
+
+    Args:
+        name: One of `ARCHS`, such a name with compute units ("gfx942:80"), or one of `PRODUCTS` ("MI300X"), in any case.
+
+    Returns:
+        The architecture with these compute units.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if name.upper() in PRODUCTS:
         return PRODUCTS[name.upper()]
     match = re.fullmatch(r"(\w+)(?::([1-9]\d{0,3}))?", name.lower())
@@ -40,7 +49,7 @@ def named(name: str) -> Arch:
 
 @functools.cache
 def of_device(index: int) -> Arch | None:
-    """The architecture of GPU `index` of this process, with its number of compute units. None if there are no kernels for it."""
+    """Return the architecture of GPU `index` with its compute units, or None if it has no kernels."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         name = properties.gcnArchName.split(":")[0]

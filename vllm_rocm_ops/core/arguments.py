@@ -1,4 +1,4 @@
-"""What the arguments of an op's call must be, whatever runs."""
+"""Check the arguments of an op's call, whether kernels or the reference run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from vllm_rocm_ops.core.tensors import canonical, describe, extent, row_stride
 
 
 def checked(op, a):
-    """Return the arguments with canonical strides, so that rules and plans see nothing that a signature leaves out. Raise
-    ValueError unless tensors are tensors, on one device, and the op's contract holds."""
+    """Return the arguments with canonical strides, so that rules and plans depend on the signature only.
+
+    Raises:
+        ValueError: A tensor argument is not a tensor, tensors are on several devices, or the op's contract is broken.
+    """
     for name, value in a._asdict().items():
         hint = op.hints[name]
         if hint in (torch.Tensor, torch.Tensor | None) and not isinstance(value, hint):
@@ -28,18 +31,20 @@ def checked(op, a):
 
 
 def refuse_gradients(op, args: tuple) -> None:
-    """No op has a backward, and what a kernel writes would have no gradient without a word."""
+    """Raise ValueError for a tensor that requires grad: no op has a backward, and the gradient would be lost silently."""
     for name, value in zip(op.Arguments._fields, args):
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise ValueError(
-                f"{op.name}: {name} must not require grad where grad mode is on, as the op has no backward, got "
+                f"{op.name}: {name} must not require grad in grad mode, as the op has no backward, got "
                 f"{describe(value)} that does: detach it, or call the op under torch.no_grad()"
             )
 
 
 def apart(op, a) -> tuple[tuple[int, int, int, int], ...]:
-    """The places of each argument that is updated in place and the first one, and of each that is written and any other; and how many
-    bytes the one must begin before the other or behind it."""
+    """Return the pairs of arguments that must not overlap, as (place, other place, bytes, other bytes).
+
+    An argument that is updated in place must not overlap the first one; an argument that is written must not overlap any other.
+    """
     names = op.Arguments._fields
     sizes = [extent(v) * v.element_size() if isinstance(v, torch.Tensor) else 0 for v in a]
     pairs = [(i, 0) for i in range(1, len(a)) if names[i] in op.mutates]
@@ -48,7 +53,7 @@ def apart(op, a) -> tuple[tuple[int, int, int, int], ...]:
 
 
 def refuse_overlap(op, args: tuple, updated: int, other: int, distance: int) -> None:
-    """Raises unless the two arguments are different columns of the same rows."""
+    """Raise ValueError unless the two arguments are different columns of the same rows."""
     one, two = args[updated], args[other]
     size, step, columns = one.element_size(), row_stride(one), one.shape[-1]
     same_rows = one.dtype == two.dtype and step is not None and step == row_stride(two)
@@ -57,5 +62,5 @@ def refuse_overlap(op, args: tuple, updated: int, other: int, distance: int) -> 
     names = op.Arguments._fields
     raise ValueError(
         f"{op.name}: {names[updated]} must have memory of its own, got some of {names[other]}'s: "
-        f"{distance} bytes behind its first element"
+        f"{distance} bytes after its first element"
     )

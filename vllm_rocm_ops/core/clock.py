@@ -1,4 +1,4 @@
-"""How calls are timed: as a decode step runs them, from a captured graph, on weights that no cache holds."""
+"""Time calls as a decode step runs them: from a captured graph, with cold caches."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.arch import Arch
 
 ROUNDS = 15
-COLD_BYTES = 640_000_000  # more than twice the largest last-level cache, 256 MB of MI300X and MI355X
-MOST_CALLS = 64  # of a graph
+COLD_BYTES = 640_000_000  # more than twice the largest last-level cache, 256 MB on MI300X and MI355X
+MOST_CALLS = 64  # per graph
 
 
 class Clock(Protocol):
-    """Times calls on tensors of `device`, for kernels of `arch`. Its numbers are in `unit`."""
+    """Times calls on tensors of `device` with kernels of `arch`, in `unit`."""
 
     arch: Arch
     device: str
     unit: str
 
     def calls(self, bytes_of_call: int) -> int:
-        """How many calls, each on inputs of its own, make one sample."""
+        """Return the calls per sample, each on its own inputs."""
 
     def prepare(self, call: Callable, sets: list[tuple]) -> object:
-        """What `samples` times: the call on each set of arguments. Runs it; raises what the call raises."""
+        """Return what `samples` times: the call on each set of arguments. Runs the call, and raises its errors."""
 
     def samples(self, prepared: dict[object, object]) -> dict[object, list[float]]:
-        """Times per call of what `prepare` gave. All are timed in turn, so that what disturbs one disturbs all."""
+        """Return times per call of what `prepare` returned, interleaved so that disturbances affect all of them."""
 
 
 def capture(call: Callable, sets: list[tuple]) -> torch.cuda.CUDAGraph:
-    """A CUDA or HIP graph of one call per set of arguments."""
+    """Return a CUDA or HIP graph with one call per set of arguments."""
     call(*sets[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for arguments in sets:
             call(*arguments)
-    graph.reads = sets  # what is freed may be unmapped before a replay
+    graph.reads = sets  # freed memory may be unmapped before a replay
     return graph
 
 
 def replays(graphs: dict, calls: int, rounds: int = ROUNDS) -> dict[object, list[float]]:
-    """Microseconds per call of every replay of graphs that hold so many calls. The graphs take turns; before each replay other
-    memory is read until no cache holds theirs, which also hides the launch of the graph."""
+    """Return microseconds per call for every replay of graphs with `calls` calls each.
+
+    The graphs take turns. Before each replay other memory is read to flush the caches, which also hides the graph's launch.
+    """
     other, total = torch.zeros(COLD_BYTES // 4, device="cuda"), torch.zeros((), device="cuda")
     times: dict[object, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
@@ -65,17 +67,17 @@ def replays(graphs: dict, calls: int, rounds: int = ROUNDS) -> dict[object, list
 
 
 def measure(graphs: dict, calls: int) -> dict[object, float]:
-    """Median microseconds per call of each of `replays`."""
+    """Return the median microseconds per call of each graph in `replays`."""
     return {name: statistics.median(times) for name, times in replays(graphs, calls).items()}
 
 
 def calls_of_graph(bytes_of_call: int) -> int:
-    """Enough calls for their inputs to exceed the last-level cache, within reason."""
+    """Return the calls whose inputs exceed the last-level cache, between 4 and `MOST_CALLS`."""
     return min(max(math.ceil(COLD_BYTES / max(bytes_of_call, 1)), 4), MOST_CALLS)
 
 
 class GpuClock:
-    """Events around replays of graphs on this process's first GPU. Raises RuntimeError where there is none with kernels."""
+    """Times graph replays by events on this process's first GPU. Raises RuntimeError if it has no kernels."""
 
     device, unit = "cuda", "us"
 
@@ -98,10 +100,10 @@ class GpuClock:
     def samples(self, prepared: dict[object, tuple[torch.cuda.CUDAGraph, int]]) -> dict[object, list[float]]:
         counts = {count for _, count in prepared.values()}
         if len(counts) != 1:
-            raise ValueError(f"graphs must have equally many calls, got {sorted(counts)}")
+            raise ValueError(f"graphs must have equal numbers of calls, got {sorted(counts)}")
         return replays({name: graph for name, (graph, _) in prepared.items()}, counts.pop())
 
 
 def tensor_bytes(*values) -> int:
-    """Bytes of all tensors among the values."""
+    """Return the bytes of all tensors among the values."""
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -1,12 +1,12 @@
-"""Whether an op computes the result of its reference: the rules for results, for the tests and for `vllm-rocm-ops bench` and `verify`.
+"""Check an op's results against its reference, for the tests and for `vllm-rocm-ops bench` and `verify`.
 
-- Against the reference in the same precision, an element of 8 or 16 bits may be off by one ULP, and few elements may be off.
-- Against float64, the error may exceed the reference's error by given factors only. For fp32 results that are no long sums,
-  errors are relative to the element.
-- An element of a matrix product may be off by what its own terms allow.
-- A matrix product of whole numbers (`whole_numbers`) is exact in any order of summation, so its bits must be the reference's.
-- Arguments that an op updates in place must have the reference's bits, but those that take results.
-- Outputs start as NaN (`unwritten_is_nan`), so that an element that no kernel wrote is noticed.
+- Against the reference in the same precision, 8-bit and 16-bit elements may be off by one ULP, and few elements may be off.
+- Against float64, the error may exceed the reference's error by fixed factors only. Errors of fp32 results that are not long sums
+  are relative to the element.
+- An element of a GEMM has a bound by the sum of its absolute terms.
+- A GEMM of integers (`whole_numbers`) is exact in any summation order, so it must match the reference bit for bit.
+- Arguments that an op updates in place must match the reference bit for bit, except those that receive results.
+- Outputs start as NaN (`unwritten_is_nan`), so that unwritten elements are detected.
 
 A result that breaks a rule raises `Wrong`.
 """
@@ -26,10 +26,10 @@ from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.core.tensors import describe
 
-OFF_BY_ONE = 0.01  # the share of elements that may be off by one ULP
+OFF_BY_ONE = 0.01  # share of elements that may be off by one ULP
 LARGEST_ERROR, MEAN_ERROR = 2.0, 1.1  # against float64, relative to the reference's errors
-FLOOR = 1e-6  # relative to the largest element, or to a product's sum of absolute terms: a few roundings of fp32
-SMALLEST = 2.0**-126  # the smallest normal fp32: an error that is always allowed
+FLOOR = 1e-6  # relative to the largest element, or to a GEMM's sum of absolute terms: a few fp32 roundings
+SMALLEST = 2.0**-126  # smallest normal fp32, an error that is always allowed
 PRODUCTS = (
     "scaled_mm",
     "block_scaled_mm",
@@ -44,7 +44,7 @@ HALF_ULP = {
     torch.float32: 2.0**-24,
 }  # at most, relative to an element
 SMALLEST_HALF_ULP = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
-STEP, SHARE_OF_SUMS = 2.0**-3, 2.0**-7  # of e4m3 results that are long sums: of an element, and of the largest
+STEP, SHARE_OF_SUMS = 2.0**-3, 2.0**-7  # tolerance of e4m3 long sums: of an element, and of the largest
 
 
 class Wrong(AssertionError):
@@ -59,7 +59,7 @@ def require(holds: bool, what: str) -> None:
 
 @contextlib.contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """A context in which tensors that PyTorch allocates start as NaN."""
+    """Fill tensors that PyTorch allocates with NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     require(torch.utils.deterministic.fill_uninitialized_memory, "torch.utils.deterministic fills no memory")
@@ -70,12 +70,12 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def generator_of(name: str) -> torch.Generator:
-    """A random generator whose seed is the case's name."""
+    """Return a random generator seeded by a case's name."""
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
 def clone(value, device: str = "cpu"):
-    """A copy with the same strides, in memory of its own."""
+    """Return a copy with the same strides, in its own memory."""
     if not isinstance(value, torch.Tensor):
         return value
     extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) + 1 if value.numel() else 0
@@ -83,12 +83,12 @@ def clone(value, device: str = "cpu"):
 
 
 def as_tuple(value) -> tuple:
-    """An op's outputs as a tuple, also if there is one or none."""
+    """Return an op's outputs as a tuple, also for one output or None."""
     return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def ulp_index(x: torch.Tensor) -> torch.Tensor:
-    """The position of each element in the ordered list of its format's values. Both zeros have position 0."""
+    """Return each element's position in the ordered values of its format. Both zeros have position 0."""
     width = 8 * x.element_size()
     bits = x.contiguous().view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]).long() & (1 << width) - 1
     sign = bits >> (width - 1)
@@ -99,8 +99,11 @@ def ulp_index(x: torch.Tensor) -> torch.Tensor:
 def check(
     name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, count_ulps: bool, floor: float
 ) -> None:
-    """Check an output against the reference in the same precision and in float64. With `count_ulps`, no element may be off by
-    more than one ULP. `floor` is an error that is always allowed, relative to the largest element."""
+    """Check an output against the reference in the same precision and in float64.
+
+    With `count_ulps`, no element may be off by more than one ULP. `floor` is an error that is always allowed, relative to the
+    largest element.
+    """
     require(
         (ours.shape, ours.dtype, ours.stride()) == (reference.shape, reference.dtype, reference.stride()),
         f"{name}: {describe(ours)}, not {describe(reference)}",
@@ -108,7 +111,7 @@ def check(
     ours = ours.cpu()
     require(torch.equal(ours.isnan(), reference.isnan()), f"{name}: NaNs differ")
     if not ours.is_floating_point():
-        # A row that overflows where its result is rounded has another MX scale in float64.
+        # A row that overflows in rounding has another MX scale in float64.
         same = torch.equal(ours, reference) and (ours.dtype in MX_SCALES or torch.equal(ours.double(), oracle))
         require(same, f"{name}: {ours.flatten()[:8].tolist()}..., not {reference.flatten()[:8].tolist()}...")
         return
@@ -124,8 +127,8 @@ def check(
         steps, largest = STEP * oracle.abs(), oracle.abs().nan_to_num().max()
         off = ((ours.double() - oracle).abs() - steps).nan_to_num().max()
         require(off <= SHARE_OF_SUMS * largest, f"{name}: off by {off} and a step")
-    if ours.element_size() > 1:  # an error of 8 bits is rounding: ULPs say more
-        infinite = reference.isinf()  # in float64 it may be finite, which would allow any error elsewhere
+    if ours.element_size() > 1:  # errors of 8-bit results are rounding, which ULPs measure better
+        infinite = reference.isinf()  # may be finite in float64, which would allow any error elsewhere
         require(
             count_ulps and ours.element_size() < 4 or torch.equal(ours[infinite], reference[infinite]),
             f"{name}: infinities differ",
@@ -145,8 +148,10 @@ def check(
 
 
 def check_terms(name: str, ours: torch.Tensor, oracle: torch.Tensor, terms: torch.Tensor, share: float) -> None:
-    """Check each element of a matrix product. It may be off by half a ULP and, for the order of summation, by a share of `terms`,
-    the matrix product of the absolute values."""
+    """Check each element of a GEMM.
+
+    It may be off by half a ULP and, for the summation order, by a share of `terms`, the GEMM of absolute values.
+    """
     allowed = HALF_ULP[ours.dtype] * oracle.abs() + SMALLEST_HALF_ULP[ours.dtype] + share * terms
     off = (ours.cpu().double() - oracle).abs() / allowed
     off = off.where(ours.cpu().isfinite() & oracle.isfinite() & terms.isfinite(), 0.0)
@@ -159,7 +164,7 @@ def check_terms(name: str, ours: torch.Tensor, oracle: torch.Tensor, terms: torc
 
 
 def absolute(value):
-    """An argument with the absolute values of its elements. MX scales have no sign."""
+    """Return an argument with absolute values. MX scales have no sign."""
     if (
         not isinstance(value, torch.Tensor)
         or value.dtype in MX_SCALES
@@ -171,8 +176,7 @@ def absolute(value):
 
 
 def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> tuple:
-    """A matrix product's arguments with small whole numbers as values and powers of two as scales. No sum of their products is
-    rounded in fp32."""
+    """Return a GEMM's arguments with small integers as values and powers of two as scales, so that fp32 sums are exact."""
 
     def small(value: torch.Tensor) -> torch.Tensor:
         return torch.randint(-3, 4, value.shape, generator=generator)
@@ -186,7 +190,7 @@ def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> t
 def whole(
     name: str, value: torch.Tensor, numbers: Callable[[torch.Tensor], torch.Tensor], generator: torch.Generator
 ) -> torch.Tensor:
-    """Return a copy of an argument that holds `numbers(value)`, or powers of two if it is a scale by name or type."""
+    """Return a copy of an argument with `numbers(value)`, or powers of two if it is a scale by name or dtype."""
     copy = clone(value)
     if value.dtype in MX_SCALES:
         copy.view(torch.uint8).copy_(torch.randint(125, 130, value.shape, generator=generator))
@@ -197,7 +201,7 @@ def whole(
 
 
 def in_float64(value):
-    """An argument as the reference takes it in float64: 16-bit tensors and the output dtype become float64."""
+    """Return an argument for the reference in float64: 16-bit tensors and the output dtype become float64."""
     halves = (torch.bfloat16, torch.float16)
     if isinstance(value, torch.Tensor):
         return value.double() if value.dtype in halves else clone(value)
@@ -205,8 +209,17 @@ def in_float64(value):
 
 
 def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False) -> None:
-    """Run the op once, and check it against its reference and against its oracle, the reference in float64. With `exact`, the
-    result must have the reference's bits."""
+    """Run the op once, and check it against its reference and its oracle, the reference in float64.
+
+    Args:
+        the_op: The op.
+        arguments: Its arguments on the CPU, in order.
+        device: Where the op runs: "cuda", or "cpu" through an executor.
+        exact: Require the reference's bits.
+
+    Raises:
+        Wrong: The result breaks a rule.
+    """
     reference_arguments, ours_arguments = [clone(v) for v in arguments], [clone(v, device) for v in arguments]
     oracle_arguments = [in_float64(v) for v in reference_arguments]
     oracle = as_tuple(the_op.reference(*oracle_arguments))
@@ -220,7 +233,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
             left, expected = got.cpu().float(), wanted.float()
             same = (left == expected) | (left.isnan() & expected.isnan())
             require(bool(same.all()), f"{the_op.name}: leaves another {name}")
-    products = 1 if the_op.name in PRODUCTS else 2  # one after the other, each with sums that the arch rounds
+    products = 1 if the_op.name in PRODUCTS else 2  # consecutive GEMMs, each with sums that the arch rounds
     floor = max(FLOOR, products * archs.of_device(0).sum_rounding) if the_op.sums and device == "cuda" else FLOOR
     for what, got, wanted, true in zip(names, ours, reference, oracle):
         name = f"{the_op.name} output {what}"
@@ -237,9 +250,19 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
 def check_case(
     the_op: Op, case: Case, device: str, arch: Arch, configs: Iterable | None = None, whole: bool = False
 ) -> None:
-    """Check a case in some configurations, by default in all, and that the configuration's kernels ran. If the configuration is
-    None, or no kernel takes the case, the reference must have run. With `whole`, a matrix product runs in each configuration on
-    whole numbers, and with each kernel once on the values of the case."""
+    """Check a case in several configurations, and that the right kernels ran.
+
+    Args:
+        the_op: The op.
+        case: The case.
+        device: Where the op runs: "cuda", or "cpu" through an executor.
+        arch: The architecture to plan for.
+        configs: The configurations, by default all. None as a configuration, or a case without kernels, must run the reference.
+        whole: Run a GEMM on integers in each configuration, and on the case's values once per kernel.
+
+    Raises:
+        Wrong: A result breaks a rule, or other kernels ran.
+    """
     arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
     a = the_op.Arguments(*arguments)
     exact = whole_numbers(the_op, arguments, generator_of(case.name)) if whole and the_op.name in PRODUCTS else None

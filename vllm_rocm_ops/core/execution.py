@@ -1,4 +1,4 @@
-"""How a call runs when an op has seen its signature before: the execution of the signature binds pointers and launches."""
+"""Run calls of a known signature: its execution binds pointers and launches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllm_rocm_ops.core.stats import counter
 
 
 class Execution:
-    """How one signature of one op runs: by the reference, or by bound launches."""
+    """Runs the calls of one signature of one op, by the reference or by bound launches."""
 
     def __init__(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool = False):
         self.apart: tuple[tuple[int, int, int, int], ...] = ()  # see arguments.apart
         self.become(op, kernel, run, is_fallback)
 
     def become(self, op: str, kernel: str, run: Callable[[tuple], object], is_fallback: bool) -> None:
-        """Run this from now on."""
+        """Run `run` from now on."""
         self.run = run
         self.is_fallback = is_fallback
         self.count = counter(op, kernel)
@@ -31,8 +31,10 @@ class Execution:
 
 
 def signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[..., tuple]:
-    """A function (executor, *arguments) -> signature, by everything that the choice of a kernel depends on. Its code is generated
-    for each op: this takes half the time of a loop over the arguments, and is a fifth of a call's dispatch."""
+    """Return a function (executor, *arguments) -> signature, which has everything that the choice of a kernel depends on.
+
+    Its code is generated per op: it takes half the time of a loop over arguments, and is a fifth of a call's dispatch.
+    """
     parts = ["executor"]
     for name in names:
         layout = f"{name}.shape if {name}.is_contiguous() else ({name}.shape, {name}.stride())"
@@ -47,22 +49,22 @@ def signature(names: tuple[str, ...], hints: dict[str, object]) -> Callable[...,
 
 
 def _outputs(outputs) -> tuple[torch.Tensor, ...]:
-    """None is no outputs."""
+    """Return the outputs as a tuple, empty for None."""
     return outputs if isinstance(outputs, tuple) else () if outputs is None else (outputs,)
 
 
 def _buffers(planned: tuple[Launch, ...], outputs, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The buffers that each call allocates: the outputs, then the launches' workspaces."""
+    """Return the buffers that each call allocates: outputs, then the launches' workspaces."""
     return (*_outputs(outputs), *(torch.empty(w, dtype=torch.uint8, device=device) for w in _workspaces(planned)))
 
 
 def _workspaces(planned: tuple[Launch, ...]) -> list[Workspace]:
-    """The launches' workspaces. One that several of them name is one."""
+    """Return the launches' workspaces; one that several launches name counts once."""
     return list({id(arg): arg for l in planned for arg in l.args.values() if isinstance(arg, Workspace)}.values())
 
 
 def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """A function that allocates buffers of the same shapes, strides and dtypes."""
+    """Return a function that allocates buffers of the same shapes, strides and dtypes."""
     makers = [
         functools.partial(torch.empty_strided, b.size(), b.stride(), dtype=b.dtype, device=b.device) for b in buffers
     ]
@@ -70,8 +72,10 @@ def _allocator(buffers: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Te
 
 
 def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tuple[str, int]]]:
-    """For each launch, for each pointer of its arguments that differs between calls: its name, and its place in (*buffers, *a).
-    The workspaces are the last of the buffers."""
+    """Return, per launch, the name and the place in (*buffers, *a) of each pointer that differs between calls.
+
+    Workspaces are the last buffers.
+    """
     place = {id(tensor): i for i, tensor in enumerate((*buffers, *a)) if isinstance(tensor, torch.Tensor)}
     workspaces = _workspaces(planned)
     place |= {id(workspace): len(buffers) - len(workspaces) + i for i, workspace in enumerate(workspaces)}
@@ -80,7 +84,7 @@ def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tupl
 
 
 def _counters(l: Launch) -> tuple[str, int] | None:
-    """The name of the launch's argument that wants counters, and how many; None where there is none."""
+    """Return the name of the launch's Counters argument and their number, or None."""
     found = [(name, int(arg)) for name, arg in l.args.items() if isinstance(arg, Counters)]
     if len(found) > 1:
         raise TypeError(f"{l.symbol} must have one Counters, got {len(found)}")
@@ -97,12 +101,15 @@ def bind_device(
     a,
     advice: str,
 ) -> Callable[[tuple], object]:
-    """Calls of one signature on a GPU: allocate, fill in the pointers, launch on the current stream. `packers` are those of the
-    arguments. `advice` ends the message of a launch that fails: of a call's first one `NotLaunched`, else RuntimeError."""
+    """Return a function that runs calls of one signature on a GPU: allocate, fill in pointers, launch on the current stream.
+
+    `packers` are those of the arguments. `advice` ends the message of a failed launch, which is `NotLaunched` for a call's first
+    launch, else RuntimeError.
+    """
     index = device.index
-    # Workspaces are allocated like outputs. While a graph is captured they come from the graph's pool: a stream does not get memory
-    # there that another stream freed, and graphs that share a pool may not run at the same time. Counters outlive a call, so
-    # the runtime owns them.
+    # Workspaces are allocated like outputs. During graph capture they come from the graph's pool, where a stream does not get memory
+    # that another stream freed; graphs that share a pool must not run concurrently. Counters outlive a call, so the runtime owns
+    # them.
     buffers = _buffers(planned, outputs, device)
     allocate, count, single = _allocator(buffers), len(_outputs(outputs)), isinstance(outputs, torch.Tensor)
     bound = []
@@ -138,7 +145,7 @@ def bind_device(
 
 
 def bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable[[tuple], object]:
-    """Calls of one signature on CPU tensors through `executor`."""
+    """Return a function that runs calls of one signature on CPU tensors through `executor`."""
     device = torch.device("cpu")
     buffers = _buffers(planned, outputs, device)
     allocate, count, single = _allocator(buffers), len(_outputs(outputs)), isinstance(outputs, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Why a call runs what it runs."""
+"""Explain which kernel a call runs, and why."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from vllm_rocm_ops.core.launch import Launch
 
-EXPLAINED_CONFIGS = 8  # the cheapest, which an explanation's text shows
+EXPLAINED_CONFIGS = 8  # cheapest configurations in an explanation's text
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """`launches` is empty where the reference runs. `considered` are all configurations with their costs, the cheapest first, where
-    the op has a cost."""
+    """The outcome of `Op.explain`.
+
+    `launches` is empty if the reference runs. `considered` has all configurations with their costs, cheapest first, if the op has
+    a cost model.
+    """
 
     op: str
     arch: str | None
@@ -24,7 +27,7 @@ class Explanation:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether the reference runs. Kernels that a call needs none of, as for no rows, are no fallback."""
+        """Return whether the reference runs. A call that needs no launch, as with no rows, is not a fallback."""
         return self.config is None
 
     def __str__(self) -> str:
@@ -32,7 +35,7 @@ class Explanation:
         lines += [f"  {'yes' if holds else 'NO '} {rule}" for rule, holds in self.rules]
         lines += [f"  {launch.symbol} grid {launch.grid} block {launch.block}" for launch in self.launches]
         if self.considered:
-            lines.append(f"  of {len(self.considered)} configurations, by the model's microseconds:")
+            lines.append(f"  of {len(self.considered)} configurations, by predicted microseconds:")
         for place, (config, terms) in enumerate(self.considered):
             if place < EXPLAINED_CONFIGS or config == self.config:
                 mark, cost = "*" if config == self.config else " ", sum(terms.values())

@@ -1,7 +1,6 @@
-"""A kernel's arguments: what its stamp says that it takes, and how a launch's values become their buffer.
+"""Pack a launch's values into a kernel's argument buffer, as the stamp of its code object describes it.
 
-Names, offsets and types are those that the compiler knew; csrc/build.py leaves them in the stamp. HIP, CUDA and the emulator get
-the same buffer.
+csrc/build.py stores names, offsets and types from the compiler in the stamp. HIP, CUDA and the emulator get the same buffer.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ POINTERS = (torch.Tensor, Workspace, Counters, Address, type(None))
 
 
 class Parameters(NamedTuple):
-    """What a kernel takes: the bytes of its argument buffer, and offset and type of each argument, by its name."""
+    """A kernel's parameters: bytes of the argument buffer, and (offset, type) by argument name."""
 
     bytes: int
     arguments: dict[str | int, tuple[int, str]]
 
 
 def parameters(path: Path, symbol: str) -> Parameters:
-    """What a kernel takes, as the stamp of its code object says. RuntimeError if that does not know the kernel."""
+    """Return a kernel's parameters from the stamp of its code object. Raises RuntimeError if the stamp lacks the kernel."""
     stamp = path.with_suffix(".json")
     try:
         return Parameters(**_kernels(stamp, stamp.stat().st_mtime_ns)[symbol])
@@ -40,12 +39,12 @@ def parameters(path: Path, symbol: str) -> Parameters:
 
 @functools.cache
 def _kernels(stamp: Path, version: int) -> dict[str, dict]:
-    """The kernels of one version of a stamp."""
+    """Return the kernels in one version of a stamp."""
     return json.loads(stamp.read_text())["kernels"]
 
 
 def in_order(l: Launch) -> Parameters:
-    """What a kernel without a stamp takes, whose arguments are in order: as they look."""
+    """Return the parameters of a kernel without a stamp, inferred from its arguments in order."""
     end, found = 0, {}
     for place, arg in enumerate(l.args):
         types = ("i64",) if isinstance(arg, I64) else ("pointer", "i32", "f32")
@@ -61,7 +60,7 @@ def in_order(l: Launch) -> Parameters:
 
 
 def _fits(arg, type: str) -> bool:
-    """Whether an argument can have a type."""
+    """Return whether an argument fits a type."""
     if type == "pointer" or isinstance(arg, POINTERS):
         return type == "pointer" and isinstance(arg, POINTERS)
     if type.startswith("f"):
@@ -81,8 +80,10 @@ def _shown(arg) -> str:
 
 
 def packer(l: Launch, takes: Parameters) -> tuple[struct.Struct, dict[str | int, object]]:
-    """The layout of the launch's argument buffer, and its values by name, with tensors as 0: `layout.pack(*values.values())` is
-    the buffer. TypeError where the kernel takes others."""
+    """Return the layout of a launch's argument buffer, and its values by name, with tensors as 0.
+
+    `layout.pack(*values.values())` is the buffer. Raises TypeError if names or types differ from the kernel's parameters.
+    """
     given = l.named
     if given.keys() != takes.arguments.keys():
         missing, unknown = (
@@ -102,8 +103,10 @@ def packer(l: Launch, takes: Parameters) -> tuple[struct.Struct, dict[str | int,
 
 
 def pack(l: Launch, takes: Parameters, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> bytes:
-    """The argument buffer (AMD's kernarg segment without hidden arguments; CUDA's parameter buffer), with an address for each
-    tensor."""
+    """Return the argument buffer with an address for each tensor.
+
+    It is AMD's kernarg segment without hidden arguments, and CUDA's parameter buffer.
+    """
     layout, values = packer(l, takes)
     values |= {name: address(arg) for name, arg in l.named.items() if isinstance(arg, torch.Tensor)}
     return layout.pack(*values.values())

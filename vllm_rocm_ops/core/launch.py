@@ -1,6 +1,6 @@
-"""Launches: what a plan asks for, which code that is, and who executes it.
+"""Describe kernel launches, find their code objects, and select their executor.
 
-HIP, CUDA and the emulator are executors of the same `Launch`; nothing else differs between them.
+HIP, CUDA and the emulator execute the same `Launch`; nothing else differs between them.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ CODE = Path(__file__).parents[1] / "code"
 
 
 class I64(int):
-    """An integer of 64 bits among arguments in order; a plain int has 32 there."""
+    """A 64-bit integer among arguments in order, where a plain int has 32 bits."""
 
 
 class Workspace(int):
-    """An argument: so many bytes of HBM, unwritten, of this call's launches that name the same object."""
+    """An argument: bytes of unwritten HBM, shared by this call's launches that name the same object."""
 
 
 class Counters(int):
-    """An argument: so many 32-bit counters, zero before the launch and left zero by it, which no launch uses that may run at
-    the same time. A launch has one such argument at most."""
+    """An argument: a number of 32-bit counters, zero before the launch and after it.
+
+    No launch that may run concurrently uses them. A launch has at most one such argument.
+    """
 
 
 class Address(int):
-    """An argument: an address of memory that is no tensor's, the same in all calls."""
+    """An argument: an address outside of tensors, the same in all calls."""
 
 
 class Launch(NamedTuple):
     """One kernel launch.
 
-    `module` is the stem of csrc/ops/<module>.hip, `symbol` the kernel. `grid` counts blocks, `block` threads, `lds` bytes
-    of dynamic LDS. `args` are the kernel's arguments by their names, those of a structure as `fields` has them: a pointer is a
-    tensor, `Workspace`, `Counters`, `Address` or None. Executors see tensors in place of workspaces and counters. Arguments of a kernel
-    without a stamp are a tuple, in order and naturally aligned: a pointer, `I64`, an int of 32 bits or a float for fp32.
+    `module` is the stem of csrc/ops/<module>.hip, `symbol` the kernel. `grid` counts blocks, `block` threads, `lds` bytes of dynamic
+    LDS. `args` are the kernel's arguments by name, with `fields` for structures: a pointer is a tensor, `Workspace`, `Counters`,
+    `Address` or None. Executors see tensors in place of workspaces and counters. A kernel without a stamp has a tuple of arguments,
+    in order and naturally aligned: a pointer, `I64`, an int (32 bits) or a float (fp32).
     """
 
     module: str
@@ -56,22 +58,24 @@ class Launch(NamedTuple):
 
     @property
     def named(self) -> dict[str | int, object]:
-        """The arguments by their names; those in order by their places."""
+        """Return the arguments by name; a tuple's by place."""
         return self.args if isinstance(self.args, dict) else dict(enumerate(self.args))
 
     def with_each(self, of: Callable[[object], object]) -> Launch:
-        """With of(argument) in place of each argument."""
+        """Return the launch with of(argument) in place of each argument."""
         args = {name: of(arg) for name, arg in self.named.items()}
         return self._replace(args=args if isinstance(self.args, dict) else tuple(args.values()))
 
 
 class NotLaunched(RuntimeError):
-    """A call's first launch failed, so that nothing of the call ran."""
+    """A call's first launch failed, so nothing of the call ran."""
 
 
 class Executor(Protocol):
-    """Runs launches of code for `arch`. `uninitialised` are the tensors that nothing has been written to yet. A launch that
-    fails and wrote nothing may raise `NotLaunched`."""
+    """Runs launches of code for `arch`.
+
+    `uninitialised` are the tensors that are still unwritten. A launch that fails without a write may raise `NotLaunched`.
+    """
 
     arch: Arch
 
@@ -79,7 +83,7 @@ class Executor(Protocol):
 
 
 def fields(structure: str, values: Mapping[str, object]) -> dict[str, object]:
-    """The arguments that fill a structure: "structure.field" for each field, some of which may be structures themselves."""
+    """Return the arguments that fill a structure, named "structure.field"; fields may be structures themselves."""
     found = {}
     for field, value in values.items():
         name = f"{structure}.{field}"
@@ -88,12 +92,12 @@ def fields(structure: str, values: Mapping[str, object]) -> dict[str, object]:
 
 
 def code_object(module: str, arch_name: str) -> Path:
-    """The file that holds `module`'s kernels for `arch_name`."""
+    """Return the path of `module`'s code object for `arch_name`."""
     return CODE / arch_name / (module + archs.ARCHS[arch_name].code_suffix)
 
 
 def built(module: str, arch_name: str) -> Path:
-    """The file that holds `module`'s kernels for `arch_name`, as its stamp says. RuntimeError if it is not there, or another."""
+    """Return the path of a code object that matches its stamp. Raises RuntimeError if it is missing or damaged."""
     path = code_object(module, arch_name)
     try:
         status = path.stat()
@@ -107,24 +111,24 @@ def built(module: str, arch_name: str) -> Path:
 
 @functools.cache
 def _is_whole(path: Path, *version: int) -> bool:
-    """Whether a code object has the hash that its stamp holds; without one it is taken for whole."""
+    """Return whether a code object has its stamp's hash; without a hash it counts as whole."""
     return stamp(path).get("sha256") in (None, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def stamp(path: Path) -> dict:
-    """What the build says of a code object; nothing where that cannot be read."""
+    """Return the stamp of a code object, empty if it cannot be read."""
     try:
         return json.loads(path.with_suffix(".json").read_text())
     except (OSError, ValueError):
         return {}
 
 
-_executor: Executor | None = None  # runs the ops on CPU tensors
+_executor: Executor | None = None  # of ops on CPU tensors
 
 
 @contextlib.contextmanager
 def executor(cpu_device: Executor) -> Iterator[None]:
-    """Within it, every op on CPU tensors is planned for `cpu_device.arch` and run by it, not by the PyTorch reference."""
+    """Run every op on CPU tensors through `cpu_device`, planned for its arch, instead of the PyTorch reference."""
     global _executor
     previous, _executor = _executor, cpu_device
     try:
@@ -134,13 +138,13 @@ def executor(cpu_device: Executor) -> Iterator[None]:
 
 
 def cpu_executor() -> Executor | None:
-    """The executor of ops on CPU tensors, if one is set."""
+    """Return the executor of ops on CPU tensors, if one is set."""
     return _executor
 
 
 @functools.cache
 def runtime():
-    """The `_C` extension, or the reason why there is none."""
+    """Return the `_C` extension and an empty text, or None and the reason why it is missing."""
     try:
         from vllm_rocm_ops import _C
     except ImportError as error:
@@ -151,7 +155,7 @@ def runtime():
 
 
 def not_loaded(planned: Iterable[Launch], arch_name: str) -> str:
-    """Why the GPU of this process does not load the code of launches. Empty if it does, or the process has initialised none."""
+    """Return why this process's GPU cannot load the code of launches; empty if it can, or no GPU is initialized."""
     if not torch.cuda.is_initialized():
         return ""
     loader, why = runtime()

@@ -1,23 +1,22 @@
-"""What an op is.
+"""Define an op: its reference, contract, kernels and dispatch.
 
-An op is one plain PyTorch function, its reference: that is the schema of the torch op, its implementation on CPU, the
-fallback on a GPU and, given float64, the oracle of its tests. Around it an `Op` holds what it takes to run kernels:
+The reference is one plain PyTorch function: the schema of the torch op, its implementation on CPU, the fallback on a GPU and, given
+float64, the oracle of its tests. An `Op` adds the functions that run kernels:
 
-    contract(a)             yields (argument, wanted, got, holds): what every caller must respect, else ValueError; that all
-                            tensors are on one device goes without saying
-    allocate(a)             the outputs, unwritten, None without; also the fake (meta) implementation
-    envelope(a, arch)       yields (rule, holds): what the kernels need; where one fails the reference runs, and says why
-    configs(a, arch)        all configurations that fit
-    cost(config, a, arch)   what one is expected to take: terms by name, in microseconds of a model of the GPU
-    default(a, arch)        the one to use, unless a row of a tuned table <arch>/<op>.csv, the user's or a shipped one, says better;
-                            where an op has none, the one of the least cost
-    plan(config, outputs, a, arch)  the launches
-    problem(a)              the sizes that a tuned row and a benchmark line are keyed by
-    cases()                 example inputs: tests, emulator and benchmarks draw from the same ones
+    contract(a)             yields (argument, wanted, got, holds): rules for callers, else ValueError; all tensors must also be on
+                            one device
+    allocate(a)             returns the outputs, unwritten, or None; also the fake (meta) implementation
+    envelope(a, arch)       yields (rule, holds): requirements of the kernels; if one fails, the reference runs and reports why
+    configs(a, arch)        returns all configurations that fit
+    cost(config, a, arch)   returns the predicted microseconds by term
+    default(a, arch)        returns the configuration to use, unless a tuned table <arch>/<op>.csv, the user's or a shipped one, has a
+                            row; an op without a default uses the lowest cost
+    plan(config, outputs, a, arch)  returns the launches
+    problem(a)              returns the sizes that key tuned rows and benchmark lines
+    cases()                 yields example inputs, shared by tests, emulator and benchmarks
 
-`a` is the named tuple of the op's arguments. All but `reference` see only shapes, strides, dtypes and alignment, so that
-`explain()` works on meta tensors without a GPU. What was decided for one such signature is kept: a repeated call binds
-pointers and launches.
+`a` is the named tuple of the op's arguments. All but `reference` depend on shapes, strides, dtypes and alignment only, so that
+`explain()` works on meta tensors without a GPU. Decisions are cached by this signature: a repeated call binds pointers and launches.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from vllm_rocm_ops.core.launch import NotLaunched
 from vllm_rocm_ops.core.stats import FALLBACK, NO_GPU, counter, warn_once
 
 NAMESPACE = "vllm_rocm_ops"
-REMEMBERED_SIGNATURES = 4096  # per op, the newest; each number of tokens of a prefill is one
+REMEMBERED_SIGNATURES = 4096  # per op, the newest; every prefill length is one
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _registered: list[Op] = []
@@ -56,9 +55,9 @@ def define(
     """Register a function as a torch op for CPU and GPU, and return the op.
 
     Args:
-        function: What the op runs. It takes its arguments by position.
-        fake: What the op returns for tensors without data.
-        like: The function whose name and parameters are the op's; by default the function itself.
+        function: The implementation, called with positional arguments.
+        fake: The implementation for tensors without data.
+        like: The function whose name and parameters the op has; by default `function`.
         mutates: The parameters that the op updates.
     """
     like = like or function
@@ -72,7 +71,7 @@ def define(
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs: `make(device, generator, fp8_dtype)` gives the op's arguments in order."""
+    """One set of inputs: `make(device, generator, fp8_dtype)` returns the op's arguments in order."""
 
     name: str
     make: Callable[[str, torch.Generator, torch.dtype], tuple]
@@ -80,12 +79,17 @@ class Case:
 
 @dataclass(eq=False)
 class Op:
-    """One op; see the module's text for the parts. `mutates` names the arguments that it updates in place, `inexact` those of them
-    that take results, which may be as far off as returned ones, where the others have the reference's bits; `sums` says
-    that results are long sums, which may cancel, so that their rounding errors are not a step or so of each result; `writes` names
-    the arguments that may hold a result, in place of a tensor that the op returns, and shares no memory with others. `peer` is what
-    PyTorch itself has for the op's arguments, to be timed beside it: the reference unless it is named. `native`, which a caller
-    may set, computes what the reference computes, faster, and runs in its place on a GPU."""
+    """One op; the module's docstring describes the functions.
+
+    Attributes:
+        mutates: Arguments that the op updates in place.
+        sums: Whether results are long sums, which may cancel, so that errors exceed a rounding step of a result.
+        writes: Arguments that receive a result in place of a returned tensor, and share no memory with others.
+        inexact: Those of `mutates` that receive results, with the tolerance of returned ones; the others match the
+            reference bit for bit.
+        peer: PyTorch's own function for the op's arguments, a baseline to time; the reference by default.
+        native: A faster equivalent of the reference on a GPU, which a caller may set.
+    """
 
     reference: Callable
     allocate: Callable
@@ -127,15 +131,28 @@ class Op:
         _registered.append(self)
 
     def __call__(self, *args, **kwargs):
+        """Call the torch op."""
         return self.torch_op(*args, **kwargs)
 
     def call(self, *args):
-        """Call the torch op where a graph is traced, else its function: without the cost of PyTorch's dispatcher, for seams."""
+        """Call the torch op while a graph is traced, else its function, which avoids PyTorch's dispatcher; for seams."""
         return self.torch_op(*args) if torch.compiler.is_compiling() else self._dispatch(*args)
 
     def explain(self, *args, arch: str | Arch | None = None, require_code: bool = False, **kwargs) -> Explanation:
-        """What a call with these arguments runs on `arch` (a name that arch.named takes; by default the arguments' device),
-        and why. The tensors may be on the meta device. With `require_code`, kernels must have been built too."""
+        """Return which kernels a call runs, and why.
+
+        Args:
+            args: The op's arguments; tensors may be on the meta device.
+            arch: An architecture or a name for `arch.named`; by default the arguments' device.
+            require_code: Fall back if the kernels are not built.
+            kwargs: The op's arguments by name.
+
+        Returns:
+            The launches, the configuration and its source, and every rule with its outcome.
+
+        Raises:
+            ValueError: The arguments break the contract, or the architecture is unknown.
+        """
         a = arguments.checked(self, self.Arguments(*args, **kwargs))
         if arch is None:
             device = next(v.device for v in a if isinstance(v, torch.Tensor))
@@ -146,8 +163,10 @@ class Op:
         return dataclasses.replace(chosen, considered=self.considered(a, arch)) if chosen.config else chosen
 
     def tuned_row(self, a, arch: Arch, folders: tuple[Path, ...] | None = None) -> tables.TunedRow | None:
-        """The row that the tuned tables hold for this problem on so many compute units, of the first folder (the user's, then
-        the shipped one) that has one whose configuration fits."""
+        """Return the tuned row of this problem and arch from the first folder with one that fits, or None.
+
+        Folders are the user's, then the shipped one.
+        """
         key = {"compute_units": arch.compute_units, **self.problem(a)}
         values = tuple(str(v) for v in key.values())
         for folder in (envs.tables(), tables.TABLES) if folders is None else folders:
@@ -159,17 +178,17 @@ class Op:
         return None
 
     def tuned(self, a, arch: Arch):
-        """The configuration of the tuned row, if there is one."""
+        """Return the configuration of the tuned row, or None."""
         row = self.tuned_row(a, arch)
         return row and row.config
 
     def forget(self) -> None:
-        """Has what was decided for calls already seen decided again."""
+        """Invalidate cached decisions."""
         self._executions.clear()
 
     @contextlib.contextmanager
     def running(self, config) -> Iterator[None]:
-        """Within it, calls that kernels take run this configuration, whatever tables and default say."""
+        """Run supported calls with this configuration, whatever tables and default say."""
         self.tuned = lambda a, arch: config
         self.forget()
         try:
@@ -179,14 +198,14 @@ class Op:
             self.forget()
 
     def considered(self, a, arch: Arch) -> tuple[tuple[object, dict[str, float]], ...]:
-        """All configurations with their costs, the cheapest first; nothing where the op has no cost."""
+        """Return all configurations with their costs, cheapest first; empty without a cost model."""
         if self.cost is None:
             return ()
         costs = [(config, self.cost(config, a, arch)) for config in self.configs(a, arch)]
         return tuple(sorted(costs, key=lambda entry: sum(entry[1].values())))
 
     def cheapest(self, a, arch: Arch):
-        """The configuration of the least cost, the first of equals."""
+        """Return the configuration with the lowest cost, the first among equals."""
         return self.considered(a, arch)[0][0]
 
     def _choose(self, a, arch: Arch | None, outputs, require_code: bool) -> Explanation:
@@ -200,7 +219,7 @@ class Op:
         rules = list(self.envelope(a, arch))
         broken = [rule for rule, holds in rules if not holds]
         if broken:
-            return fallback("the kernels need that " + "; ".join(broken), rules)
+            return fallback("the kernels require that " + "; ".join(broken), rules)
         config = self.tuned(a, arch)
         source = "tuned" if config is not None else "default"
         if config is None:
@@ -214,8 +233,12 @@ class Op:
         return Explanation(self.name, str(arch), planned, config, f"{source} {config}", tuple(rules))
 
     def run_kernels(self, *args):
-        """What a call returns where kernels take these arguments, True if that is nothing. None, with nothing done, where the
-        reference would run or the arguments break the contract: for callers that then have something better than the reference."""
+        """Run the op if kernels support the arguments, for callers with a better fallback than the reference.
+
+        Returns:
+            The results, or True for an op without results. None, with nothing run, if the reference would run or the arguments
+            break the contract.
+        """
         args += self._defaults[len(args) :]
         try:
             execution = self._execution(args)
@@ -236,7 +259,7 @@ class Op:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Within it `run_kernels` finds out what kernels take: calls that they do not take are not counted or warned of."""
+        """Probe support by `run_kernels`: unsupported calls are neither counted nor warned about."""
         self._is_trial = True
         try:
             yield
@@ -253,24 +276,24 @@ class Op:
             return execution(args)
 
     def _do_without(self, execution: Execution, why: str) -> None:
-        """Has the fallback run what a call's first launch failed for, now and later."""
+        """Fall back permanently for this signature, after a call's first launch failed."""
         execution.count.calls -= 1
         why = why.removesuffix(f". {self._advice()}")
         self.warn("launch", why)
         execution.become(self.name, FALLBACK + why, self._without_kernels(on_gpu=True), is_fallback=True)
 
     def _without_kernels(self, on_gpu: bool) -> Callable[[tuple], object]:
-        """What runs where kernels do not: on a GPU `native`, if there is one."""
+        """Return the fallback: `native` on a GPU, if set, else the reference."""
         if on_gpu and self.native is not None:
             return lambda args: self.native(*args)
         return lambda args: self.reference(*args)
 
     def warn(self, subject: str, why: str) -> None:
-        """Warn, once of a subject, that the op runs without its kernels."""
+        """Warn once per subject that the op runs without its kernels."""
         warn_once(f"{self.name}: {subject}", f"{self.name} runs without its kernels: {why}. {self._advice()}")
 
     def _execution(self, args: tuple) -> Execution:
-        """What a call with this signature runs; decided the first time."""
+        """Return the execution of this signature, decided at its first call."""
         if torch.is_grad_enabled():
             arguments.refuse_gradients(self, args)
         try:
@@ -292,7 +315,7 @@ class Op:
         return execution
 
     def _decide(self, a) -> Execution:
-        """Checks the arguments once and binds what a call with this signature runs."""
+        """Check the arguments once, choose kernels, and bind the execution of this signature."""
         a = arguments.checked(self, a)
         device = next(v.device for v in a if isinstance(v, torch.Tensor))
         outputs, executor = self.allocate(a), launches.cpu_executor()
@@ -318,7 +341,7 @@ class Op:
         if not chosen.launches:
             return Execution(self.name, chosen.source, self._without_kernels(arch is not None), is_fallback=True)
         kernel = " + ".join(launch.symbol for launch in chosen.launches)
-        # In the emulator, too, wrong arguments are found before anything is launched.
+        # The emulator, too, rejects wrong arguments before any launch.
         packers = [kernel_arguments.packer(l, takes) for l, takes in zip(chosen.launches, taken)]
         if on_gpu:
             run = bind_device(runtime, device, chosen.launches, handles, packers, outputs, a, self._advice())
@@ -327,23 +350,23 @@ class Op:
         return Execution(self.name, kernel, run)
 
     def _advice(self) -> str:
-        return f"To do without its kernels, set VLLM_ROCM_OPS_DISABLE={self.name}"
+        return f"To run without its kernels, set VLLM_ROCM_OPS_DISABLE={self.name}"
 
 
 def forget_tables() -> None:
-    """Has tables that have changed read again, for calls already seen too."""
+    """Reload changed tables, for known signatures too."""
     tables.table.cache_clear()
     for op in registered():
         op.forget()
 
 
 def registered() -> Iterator[Op]:
-    """All ops, in the order of their definition."""
+    """Return all ops in the order of definition."""
     return iter(_registered)
 
 
 def disabled() -> set[str]:
-    """The ops that VLLM_ROCM_OPS_DISABLE names, and the all-reduce of collectives/. What it names that is no op is warned of."""
+    """Return the ops, or `all_reduce`, that VLLM_ROCM_OPS_DISABLE names. Warns about unknown names."""
     words = {word.strip() for word in envs.VLLM_ROCM_OPS_DISABLE.split(",")} - {""}
     names = {op.name for op in registered()} | {"all_reduce"} if words else set()
     is_all = {word for word in words if word.lower() == "all"}

@@ -1,8 +1,8 @@
-"""e4m3 quantisation in plain PyTorch, with vLLM's conventions: the reference of every op that quantises.
+"""Quantize to FP8 and int8 in plain PyTorch with vLLM's conventions: the reference of every op that quantizes.
 
-A scale is the factor that dequantises. Values are clamped to the limit of the format: 448 for e4m3fn, and 224, not 240, for
-e4m3fnuz. NaN becomes the positive limit. Dynamic scales are at least 1 / (limit * 512). As in vLLM 0.33, values are multiplied by
-the inverse of a static scale, and divided by a dynamic one. For float64 input everything before the cast is float64.
+A scale is the factor that dequantizes. Values are clamped to the format's limit: 448 for e4m3fn, and 224, not 240, for e4m3fnuz.
+NaN becomes the positive limit. Dynamic scales are at least 1 / (limit * 512). As in vLLM 0.33, values are multiplied by the inverse
+of a static scale, and divided by a dynamic one. With float64 input everything before the cast is float64.
 """
 
 from __future__ import annotations
@@ -13,38 +13,47 @@ import torch
 
 LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 E5M2 = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e4m3fnuz}
-"""e5m2 and the e4m3 of the same GPU."""
+"""The e4m3 dtype by the e5m2 dtype of the same GPU."""
 MX_BLOCK = 32  # values that share a scale of an MX format
 MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x, clamped and rounded to nearest even."""
+    """Clamp x and round it to nearest even."""
     return x.nan_to_num(nan=LIMIT[dtype]).clamp(-LIMIT[dtype], LIMIT[dtype]).to(dtype)
 
 
 def absmax(x: torch.Tensor) -> torch.Tensor:
-    """max(abs(x)) over the last dimension, which stays with size 1. NaNs are ignored."""
+    """Return max(abs(x)) over the last dimension, which stays with size 1. NaNs are ignored."""
     return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
 
 
 def static(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x / scale with vLLM's rounding. scale has one element."""
+    """Quantize x with a static scale of one element, with vLLM's rounding."""
     return cast(x * (1.0 / scale.to(x.dtype)).reshape(()), dtype)
 
 
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The dynamic scale of values whose absolute maximum is `largest`."""
+    """Return the dynamic scale of values with absolute maximum `largest`."""
     return at_least_minimum(largest / LIMIT[dtype], dtype)
 
 
 def at_least_minimum(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale, or vLLM's minimum of a dynamic scale if that is larger."""
+    """Return the scale, raised to vLLM's minimum of a dynamic scale."""
     return scale.clamp(min=1.0 / (LIMIT[dtype] * 512.0))
 
 
 def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., hidden] -> (quantised, scale [rows, 1]). scale_ub, of one element, bounds the absolute maximum unless it is NaN."""
+    """Quantize x [..., hidden] with a dynamic scale per row.
+
+    Args:
+        x: [..., hidden], float32 or float64.
+        dtype: float8_e4m3fn or float8_e4m3fnuz.
+        scale_ub: One element: upper bound of the absolute maximum, or None. NaN bounds nothing.
+
+    Returns:
+        The pair (values [..., hidden], scale [rows, 1]).
+    """
     largest = absmax(x)
     if scale_ub is not None:
         largest = largest.fmin(scale_ub.to(largest.dtype).reshape(()))
@@ -53,15 +62,21 @@ def per_token(x: torch.Tensor, dtype: torch.dtype, scale_ub: torch.Tensor | None
 
 
 def int8(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., hidden] -> (int8, scale): x / scale to nearest even, from -127 to 127, NaN 127. The scale is the given one, or one per
-    row: absmax / 127 of an absmax of at least 1e-10, as in vLLM's per_token_quant_int8."""
+    """Quantize x [..., hidden] to int8: x / scale to nearest even, clamped to -127 to 127, NaN as 127.
+
+    Returns the pair (values, scale). Without a given scale there is one per row, absmax / 127 with an absmax of at least 1e-10, as in
+    vLLM's per_token_quant_int8.
+    """
     scale = absmax(x).clamp(min=1e-10) / 127.0 if scale is None else scale.to(x.dtype).reshape(())
     return (x / scale).nan_to_num(nan=127.0).clamp(-127.0, 127.0).round().to(torch.int8), scale
 
 
 def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., columns] -> e4m3fn, and one scale 2^(s - 127) per 32 columns with s as uint8. It is the least scale that keeps
-    the 32 values within the limit. Infinities get the scale of the largest float32, and are clamped."""
+    """Quantize x [..., columns] to MX-FP8: e4m3fn values, and s as uint8 for a scale 2^(s - 127) per 32 columns.
+
+    The scale is the smallest that keeps its 32 values within the limit. Infinities get the scale of the largest float32, and are
+    clamped.
+    """
     fp8, single = torch.float8_e4m3fn, torch.finfo(torch.float32)
     blocks = x.unflatten(-1, (-1, MX_BLOCK))
     fraction, exponent = torch.frexp(absmax(blocks).clamp(single.tiny, single.max))
@@ -72,7 +87,7 @@ def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mx_numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The exact float64 numbers of MX-FP8 values [rows, columns] with scales [rows, columns / 32]. The scale 255 is NaN."""
+    """Return the exact float64 numbers of MX-FP8 values [rows, columns] with scales [rows, columns / 32]; 255 is NaN."""
     exponents = scales.view(torch.uint8).to(torch.float64)
     factors = torch.exp2(exponents - 127).masked_fill(exponents == 255, torch.nan)
     return values.to(torch.float64) * factors.repeat_interleave(MX_BLOCK, 1)

@@ -1,4 +1,4 @@
-"""Counts of the kernels and fallbacks that ran, and warnings to the user."""
+"""Count kernel and fallback calls, and warn the user once per subject."""
 
 from __future__ import annotations
 
@@ -17,19 +17,24 @@ class Count:
 
 
 def counter(op: str, kernel: str) -> Count:
-    """The count of an op's calls that run a kernel, or that fall back."""
+    """Return the count of an op's calls of a kernel, or of a fallback."""
     return _counts.setdefault(op, {}).setdefault(kernel, Count())
 
 
 def stats() -> dict[str, dict[str, int]]:
-    """How often each op ran each kernel or fell back: {op: {kernel or "fallback: why": calls}}. Replays of a captured graph run no
-    Python and are not counted."""
+    """Return how often each op ran each kernel or fell back.
+
+    Replays of a captured graph run no Python and are not counted.
+
+    Returns:
+        {op: {kernel or "fallback: why": calls}}.
+    """
     called = {op: {kernel: c.calls for kernel, c in kernels.items() if c.calls} for op, kernels in _counts.items()}
     return {op: kernels for op, kernels in called.items() if kernels}
 
 
 def fallbacks() -> dict[str, dict[str, int]]:
-    """How often each op fell back on a GPU, and why: {op: {why: calls}}."""
+    """Return how often each op fell back on a GPU, and why: {op: {why: calls}}."""
     found = {
         op: {kernel.removeprefix(FALLBACK): calls for kernel, calls in kernels.items() if is_fallback(kernel)}
         for op, kernels in stats().items()
@@ -38,7 +43,7 @@ def fallbacks() -> dict[str, dict[str, int]]:
 
 
 def is_fallback(kernel: str) -> bool:
-    """Whether a kernel in `stats()` is the reason why none ran on a GPU."""
+    """Return whether a key of `stats()` is a fallback on a GPU."""
     return kernel.startswith(FALLBACK) and kernel != FALLBACK + NO_GPU
 
 
@@ -50,11 +55,11 @@ def reset_stats() -> None:
 
 
 warned: set[str] = set()
-"""The subjects that were warned of."""
+"""Subjects of earlier warnings."""
 
 
 def warn_once(subject: str, text: str) -> None:
-    """Warn of a subject once in this process."""
+    """Warn about a subject once per process."""
     if subject not in warned:
         warned.add(subject)
         warnings.warn(text, stacklevel=3)

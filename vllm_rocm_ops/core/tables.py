@@ -1,6 +1,7 @@
-"""Tuned tables: configurations that were measured to be best, in <arch>/<op>.csv, the user's before the shipped ones.
+"""Read tuned tables: the fastest measured configurations in <arch>/<op>.csv, the user's before the shipped ones.
 
-Beside the user's, in <arch>/, lies what vLLM's workers measure of kernels (vllm/kernel_selection.py)."""
+The user's <arch>/ folder also stores the kernel timings of vLLM's workers (vllm/selection/kernel_selection.py).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ POLL_SECONDS = 0.05
 
 
 class TunedRow(NamedTuple):
-    """A configuration from a tuned table, the origin of the row, and the file of the table."""
+    """A configuration from a tuned table, the origin of its row, and the table's path."""
 
     config: object
     source: str
@@ -35,16 +36,18 @@ class _Row(NamedTuple):
 
 
 def config_fields(config) -> dict[str, str]:
-    """A configuration as a tuned row holds it."""
+    """Return a configuration as a tuned row stores it."""
     return {name: str(value) for name, value in dataclasses.asdict(config).items()}
 
 
 @functools.cache
 def table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
-    """The tuned rows of one op on one arch, by the values of the key's columns. The columns of a table are `compute_units`, in
-    which products of one arch differ; the problem's sizes; `config.<field>` for each field, empty if the configuration has no such
-    field; and `source`, the origin of the row. A row whose configuration is empty says that no other configuration is faster than
-    the one that ships. A table without these columns, or that cannot be read, is not used, with a warning."""
+    """Return the tuned rows of one op on one arch, by the values of the key's columns.
+
+    A table's columns are `compute_units`, which distinguishes products of an arch; the problem's sizes; `config.<field>` for each
+    field, empty if the configuration lacks it; and `source`, the origin of the row. An empty configuration means that none is faster
+    than the default. A table that lacks these columns, or cannot be read, is ignored with a warning.
+    """
     try:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
@@ -61,7 +64,7 @@ def table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file that others read: they find the one before or this one, whole."""
+    """Replace a file atomically: readers find the old or the new file, whole."""
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(text)
     written.replace(path)
@@ -69,8 +72,11 @@ def replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, seconds: float) -> Iterator[None]:
-    """Waits until no other process is within it for the same path. The end of a process, however it comes, ends that too. Raises
-    TimeoutError where it takes longer than so many seconds."""
+    """Hold a lock on a path against other processes; a process that ends releases it.
+
+    Raises:
+        TimeoutError: Another process holds the lock for more than `seconds`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     with path.open("a") as file:

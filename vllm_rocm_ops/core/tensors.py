@@ -1,4 +1,4 @@
-"""How tensors lie in memory."""
+"""Inspect the memory layout of tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def rows_of(tensor: Tensor) -> int:
-    """How many rows of the last dimension a tensor has."""
+    """Return the number of rows along the last dimension."""
     return tensor.numel() // tensor.shape[-1] if tensor.shape[-1] else 0
 
 
 def row_stride(tensor: Tensor) -> int | None:
-    """Elements between neighbouring rows of the last dimension; None where no single number says it."""
+    """Return the elements between neighboring rows, or None if rows have no single stride."""
     stride = None
     for size, step in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1])):
         if size == 1:
@@ -26,8 +26,10 @@ def row_stride(tensor: Tensor) -> int | None:
 
 
 def canonical(tensor: Tensor) -> Tensor:
-    """Return the tensor with a contiguous tensor's strides in the dimensions whose stride reaches nothing: those of size 1, and all of
-    a tensor without elements."""
+    """Return the tensor with contiguous strides in dimensions whose stride has no effect.
+
+    These are dimensions of size 1, and all dimensions of a tensor without elements.
+    """
     strides, step = [], 1
     for size, given in zip(reversed(tensor.shape), reversed(tensor.stride())):
         step = given if size > 1 and tensor.numel() else step
@@ -38,7 +40,7 @@ def canonical(tensor: Tensor) -> Tensor:
 
 
 def aligned(tensor: Tensor | None, size: int = 16) -> bool:
-    """Whether every row of the tensor starts at a multiple of `size` bytes."""
+    """Return whether every row of the tensor starts at a multiple of `size` bytes."""
     if tensor is None:
         return True
     address = 0 if tensor.is_meta else tensor.data_ptr()
@@ -48,18 +50,18 @@ def aligned(tensor: Tensor | None, size: int = 16) -> bool:
 
 
 def is_wide_float(tensor: Tensor) -> bool:
-    """Whether a tensor holds floating point numbers of 16 bits or more."""
+    """Return whether a tensor has floating point elements of 16 bits or more."""
     return tensor.is_floating_point() and tensor.element_size() >= 2
 
 
 def extent(tensor: Tensor) -> int:
-    """Elements from a tensor's first to behind its last."""
+    """Return the elements from a tensor's first through its last."""
     steps = (abs(step) * (size - 1) for size, step in zip(tensor.shape, tensor.stride()))
     return sum(steps) + 1 if tensor.numel() else 0
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements may share their place: a dimension's step does not reach over those of smaller steps."""
+    """Return whether elements may overlap: a dimension's stride is within the reach of smaller strides."""
     reach = 1
     for step, size in sorted((step, size) for size, step in zip(tensor.shape, tensor.stride()) if size > 1):
         if step < reach:
@@ -69,5 +71,5 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def describe(tensor: Tensor) -> str:
-    """Type, shape and strides of a tensor, for messages."""
+    """Return the dtype, shape and strides of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"

@@ -1,1 +1,1 @@
-"""Models: configurations that are shipped, the layers of a step, and arguments of their sizes."""
+"""Read model configurations, list the ops of a decode step, and make their arguments."""

@@ -1,4 +1,4 @@
-"""The arguments of the ops that a model's step calls, in their order: random ones, of the sizes of a layer."""
+"""Make random arguments of a model's ops, with the sizes of its layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
 
 
 class Inputs(NamedTuple):
-    """What arguments are made with: random ones with the generator, on its device; on the meta device none."""
+    """Makes random tensors by a generator, on its device; tensors on the meta device have no values."""
 
     device: str
     generator: torch.Generator
@@ -22,16 +22,16 @@ class Inputs(NamedTuple):
     dtype: torch.dtype
 
     def values(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normally distributed, of the model's dtype or another."""
+        """Return normal values in the model's dtype or another."""
         return self._tensor(torch.randn, shape, dtype or self.dtype)
 
     def scales(self, *shape: int) -> Tensor:
-        """float32 in [0.5, 1.5)."""
+        """Return float32 values in [0.5, 1.5)."""
         scales = self._tensor(torch.rand, shape, torch.float32)
         return scales if scales.is_meta else scales + 0.5
 
     def exponents(self, *shape: int) -> Tensor:
-        """e8m0 scales as uint8, of 2^-2 to 2^3."""
+        """Return e8m0 scales as uint8, from 2^-2 to 2^3."""
         return (self.scales(*shape) * 6 + 122).to(torch.uint8)
 
     def _tensor(self, random: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -42,66 +42,76 @@ class Inputs(NamedTuple):
 
 
 def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bias: bool) -> tuple:
+    """Return arguments of `scaled_mm`, with scales per row or per tensor."""
     a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
     scales = (inputs.scales(rows if per_row else 1, 1) for rows in (tokens, n))
     return a, b.t(), *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
 
 
 def gated(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
-    """A weight [gate | up] with n rows. The result's scale keeps most products of k terms below FP8's limit."""
+    """Return arguments of `scaled_mm_silu_and_mul_quant`; the result's scale keeps most results within FP8's limit."""
     *product, dtype = scaled(tokens, inputs, n, k, False)
     return *product, inputs.scales(1) * (k / 16), dtype
 
 
 def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_bias: bool) -> tuple:
-    """Weights have a scale for each channel; the input has one for each token, or one."""
+    """Return arguments of `gemm` in int8, with scales per output channel and per token or tensor."""
     a, b = ((40 * inputs.values(rows, k)).clamp(-127, 127).to(torch.int8) for rows in (tokens, n))
     scales = inputs.scales(tokens if per_token else 1, 1), inputs.scales(n, 1)
     return a, b.t(), inputs.dtype, *scales, *(inputs.values(n) for _ in has_bias)
 
 
 def block_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    """Return arguments of `block_scaled_mm`."""
     a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
     blocks = -(-k // BLOCK)
     return a, b, inputs.scales(tokens, blocks), inputs.scales(-(-n // BLOCK), blocks), inputs.dtype
 
 
 def mx_scaled(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
+    """Return arguments of `mxfp8_scaled_mm`."""
     a, b = (inputs.values(rows, k, dtype=torch.float8_e4m3fn) for rows in (tokens, n))
     scales = (inputs.exponents(rows, k // MX_BLOCK) for rows in (tokens, n))
     return a, b, *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
 
 
 def unquantized(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
+    """Return arguments of `unquantized_gemm`."""
     return inputs.values(tokens, k), inputs.values(n, k), *(inputs.values(n) for _ in has_bias)
 
 
 def norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    """Return arguments of an unquantized RMSNorm."""
     rows = [inputs.values(tokens, hidden) for _ in range(2 if residual else 1)]
     return *rows, inputs.values(hidden), epsilon
 
 
 def static_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    """Return arguments of an RMSNorm with a static scale."""
     *tensors, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
     return *tensors, inputs.scales(1), epsilon, inputs.fp8_dtype
 
 
 def token_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    """Return arguments of an RMSNorm with dynamic scales per token."""
     x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
     return x, weight, epsilon, inputs.fp8_dtype, None, *(rest or [None])
 
 
 def block_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    """Return arguments of an RMSNorm with dynamic scales per block."""
     *quantized, upper_bound, rest = token_norm(tokens, inputs, hidden, residual, epsilon)
     return *quantized, BLOCK, False, upper_bound, rest
 
 
 def both_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    """Return arguments of `rms_norm_and_per_block_quant`."""
     *quantized, _, rest = token_norm(tokens, inputs, hidden, residual, epsilon)
     return *quantized, rest
 
 
 def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+    """Return arguments of an RMSNorm to MX-FP8."""
     x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
     return x, weight, epsilon, *(rest or [None])
 
@@ -109,7 +119,7 @@ def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: f
 def latent_norms(
     tokens: int, inputs: Inputs, latents: tuple[int, int], rope: int, quantization: str, epsilon: float
 ) -> tuple:
-    """The result of the first projection of latent attention, of which the latent of queries may be missing; a page for each token."""
+    """Return arguments of `latent_norm_rope_and_cache`, optionally without a query latent; one page per token."""
     q, kv = latents
     weights = [inputs.values(size) if size else None for size in latents]
     groups = {TOKEN: 1, BLOCKS: -(-q // BLOCK)}.get(quantization)
@@ -137,23 +147,28 @@ def latent_norms(
 
 
 def activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    """Return arguments of an unquantized SwiGLU, or one to MX-FP8."""
     return (inputs.values(tokens, 2 * hidden),)
 
 
 def static_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    """Return arguments of a SwiGLU with a static scale."""
     return inputs.values(tokens, 2 * hidden), inputs.scales(1), inputs.fp8_dtype
 
 
 def dynamic_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    """Return arguments of a SwiGLU with dynamic scales."""
     return inputs.values(tokens, 2 * hidden), inputs.fp8_dtype
 
 
 def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool, *rest) -> tuple:
+    """Return arguments of `grouped_topk`."""
     *how, has_bias = rest
     return inputs.values(tokens, experts), topk, renormalize, *how, inputs.scales(experts) if has_bias else None
 
 
 def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:
+    """Return arguments of `topk_softmax`."""
     return inputs.values(tokens, experts), topk, renormalize, None
 
 
@@ -168,8 +183,10 @@ def experts(
     quantization: str,
     is_quantized: bool = False,
 ) -> tuple:
-    """Each token goes to `topk` of all experts, all as likely; the rank has the first of them. Where `is_quantized`, tokens come
-    quantized per 128 columns."""
+    """Return arguments of `fused_experts` with uniform routing over all experts; the rank has the first `here`.
+
+    With `is_quantized`, hidden is already quantized per 128 columns.
+    """
     w1, w2 = (here, 2 * intermediate, hidden), (here, hidden, intermediate)
     weight_dtype = {UNQUANTIZED: None, MX: torch.float8_e4m3fn}.get(quantization, inputs.fp8_dtype)
 
@@ -198,13 +215,13 @@ def experts(
     return *values, weights, ids.int(), inputs.dtype, scale(w1), scale(w2), *static, expert_map
 
 
-PAGE = 16  # vLLM's tokens of a page
+PAGE = 16  # tokens per page in vLLM
 
 
 def heads_attention(
     tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, native: bool
 ) -> tuple:
-    """Requests of one token, with as many keys as there are positions, in a cache as ROCM_ATTN or as TRITON_ATTN has it."""
+    """Return arguments of decode attention: one token per request, `positions` keys, ROCM_ATTN's or TRITON_ATTN's cache."""
     places, width = _pages(tokens, inputs, positions)
     return (
         inputs.values(tokens, heads, size),
@@ -217,7 +234,7 @@ def heads_attention(
 def quantized_attention(
     tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, native: bool, kind: str
 ) -> tuple:
-    """The same with a result of e4m3, of a static scale, or with a scale of each head."""
+    """Return the same with an e4m3 result, with a static scale or a dynamic scale per head."""
     given = heads_attention(tokens, inputs, heads, kv_heads, size, positions, native)
     out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
     scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(tokens, heads))
@@ -227,7 +244,7 @@ def quantized_attention(
 def rotation(
     tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, rotary: int, positions: int, native: bool
 ) -> tuple:
-    """Queries, keys and values are columns of what qkv gives."""
+    """Return arguments of `rope_and_cache`; queries, keys and values are columns of one qkv tensor."""
     *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
     return *rows, places, *_angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, native), places
 
@@ -235,7 +252,7 @@ def rotation(
 def normed_rotation(
     tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, rotary: int, positions: int, native: bool
 ) -> tuple:
-    """The same behind norms of heads, with tensors of queries and keys to be written."""
+    """Return arguments of `qk_norm_rope_and_cache`."""
     *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
     norm = inputs.values(size), inputs.values(size), 1e-6
     table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, native)
@@ -244,7 +261,7 @@ def normed_rotation(
 
 
 def _rows_of_heads(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values of one tensor, and a number of each token, which is its position and its slot."""
+    """Return queries, keys and values of one tensor, and a number per token, its position and slot."""
     qkv = inputs.values(tokens, (heads + 2 * kv_heads) * size)
     return *qkv.split([heads * size, kv_heads * size, kv_heads * size], 1), torch.arange(tokens, device=inputs.device)
 
@@ -258,7 +275,7 @@ def _angles_and_cache(
 
 
 def _caches(pages: int, inputs: Inputs, kv_heads: int, size: int, native: bool) -> tuple[Tensor, ...]:
-    """Of keys and of values."""
+    """Return the key and the value cache."""
     x = 16 // inputs.dtype.itemsize
     shapes = ((kv_heads, size // x, PAGE, x), (kv_heads, size, PAGE)) if native else ((PAGE, kv_heads, size),) * 2
     return tuple(inputs.values(pages, *shape) for shape in shapes)
@@ -267,20 +284,20 @@ def _caches(pages: int, inputs: Inputs, kv_heads: int, size: int, native: bool) 
 def latent_attention(
     tokens: int, inputs: Inputs, heads: int, latent: int, rope: int, size: int, positions: int
 ) -> tuple:
-    """The same for heads of this size that share a latent and a rotated part."""
+    """Return arguments of `mla_decode`."""
     places, width = _pages(tokens, inputs, positions)
     queries = inputs.values(tokens, heads, latent), inputs.values(tokens, heads, rope)
     return *queries, inputs.values(tokens * width, PAGE, latent + rope), *places, size**-0.5
 
 
 def absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed: bool) -> tuple:
-    """A weight of each head [heads, K, N], with N side by side if transposed, else K."""
+    """Return arguments of `batched_gemm`; weights are contiguous along N if transposed, else along K."""
     weights = inputs.values(heads, k, n) if transposed else inputs.values(heads, n, k).transpose(1, 2)
     return inputs.values(tokens, heads, k), weights
 
 
 def _pages(tokens: int, inputs: Inputs, positions: int) -> tuple[tuple[Tensor, Tensor], int]:
-    """The block table and the lengths of requests, and how many pages a request has."""
+    """Return the block table and lengths of requests, and the pages per request."""
     width = -(-positions // PAGE)
     table = torch.arange(tokens * width, dtype=torch.int32, device=inputs.device).view(tokens, width)
     return (table, torch.full((tokens,), positions, dtype=torch.int32, device=inputs.device)), width

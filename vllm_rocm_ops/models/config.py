@@ -1,4 +1,4 @@
-"""A model's config.json: where it is found, and how it says that linear layers are quantised."""
+"""Read a model's config.json, and the quantization of its linear layers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
 
 SHIPPED = Path(__file__).parent
 
-# How a linear layer is quantised: weights are e4m3 in all but the first, and in those of INT8.
+# Quantization of a linear layer: weights are e4m3 except in UNQUANTIZED and INT8.
 UNQUANTIZED = "none"
-STATIC = "static"  # one scale for the input, known beforehand
-TENSOR = "tensor"  # one scale for the input, found by vLLM
+STATIC = "static"  # a static scale for the input
+TENSOR = "tensor"  # a dynamic scale per tensor for the input, computed by vLLM
 TOKEN = "token"  # a scale per token and per output channel
 BLOCKS = "block"  # a scale per 1x128 of the input and per 128x128 of the weight
 MX = "mx"  # an e8m0 scale per 32 of both; e4m3fn on every GPU
-INT8 = "int8"  # weights and input int8, with a scale per token and per output channel
-INT8_STATIC = "int8 static"  # the same with one scale for the input, known beforehand
+INT8 = "int8"  # int8 weights and input, with a scale per token and per output channel
+INT8_STATIC = "int8 static"  # the same with a static scale for the input
 
 
 def shipped() -> list[str]:
-    """The names of the models whose config.json is part of the package."""
+    """Return the names of models whose config.json is in the package."""
     return sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
 
 
 def read(model: str) -> dict:
-    """The configuration of a model: a config.json, a folder with one, or a shipped name. Raises ValueError."""
+    """Return a model's configuration, from a config.json, a folder with one, or a shipped name. Raises ValueError."""
     candidates = (Path(model), Path(model) / "config.json", SHIPPED / model / "config.json")
     try:
         path = next(path for path in candidates if path.is_file())
@@ -43,18 +43,18 @@ def read(model: str) -> dict:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict) or "architectures" not in config:
-        raise ValueError(f"{path} is no model's configuration: it has no architectures")
+        raise ValueError(f"{path} is not a model's configuration: it has no architectures")
     return config
 
 
 def shown(value: object) -> str:
-    """A value that a message can hold."""
+    """Return a value as text, shortened for messages."""
     text = str(value) or "an empty text"
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def section(config: dict, key: str) -> dict:
-    """A part of a configuration; empty where it is not there or null."""
+    """Return a section of a configuration, empty if it is missing or null."""
     part = config.get(key)
     if part is not None and type(part) is not dict:
         raise ValueError(f"{key} must be an object, got {shown(part)}")
@@ -62,7 +62,7 @@ def section(config: dict, key: str) -> dict:
 
 
 def names(config: dict, *keys: str) -> list[str]:
-    """The first list of names that a configuration has under one of these keys; empty if it has none."""
+    """Return the first list of names under one of these keys, empty if there is none."""
     key = next((key for key in keys if config.get(key)), keys[0])
     found = config.get(key) or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
@@ -71,12 +71,12 @@ def names(config: dict, *keys: str) -> list[str]:
         try:
             re.compile(expression)
         except re.error as error:
-            raise ValueError(f"{key} has re:{shown(expression)}, which is no expression: {error}") from None
+            raise ValueError(f"{key} has re:{shown(expression)}, which is not an expression: {error}") from None
     return found
 
 
 def quantization(config: dict) -> tuple[str, Callable[[str], bool]]:
-    """How linear layers are quantised by a `quantization_config`, and which modules are not. Raises ValueError."""
+    """Return the quantization of linear layers, and a test for ignored modules. Raises ValueError."""
     method = config.get("quant_method")
     if method is None:
         return UNQUANTIZED, lambda module: True
@@ -87,7 +87,7 @@ def quantization(config: dict) -> tuple[str, Callable[[str], bool]]:
 
 
 def _matches(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether a module is named by a list: in full, by its last part, as `re:<expression>`, or with wildcards."""
+    """Return whether a list names a module: in full, by its last part, as `re:<expression>`, or with wildcards."""
     return any(
         re.match(pattern[3:], module)
         if pattern.startswith("re:")
@@ -129,7 +129,7 @@ def _int8(weights: dict, inputs: dict) -> str:
         wanted = "in 8-bit int must have weights with the strategy channel or tensor, and inputs with token or tensor"
         raise ValueError(f"config_groups {wanted}")
     if not weights.get("symmetric", True) or not inputs.get("symmetric", True):
-        raise ValueError("config_groups in 8-bit int must be symmetric: layers with zero points are vLLM's")
+        raise ValueError("config_groups in 8-bit int must be symmetric: layers with zero points run in vLLM")
     return INT8 if inputs.get("dynamic") else INT8_STATIC
 
 
@@ -141,7 +141,7 @@ def _modelopt(config: dict) -> tuple[str, list[str]]:
 
 
 def _quark(config: dict) -> tuple[str, list[str]]:
-    """Layers of their own may differ in their outputs alone, which is how Quark writes that a cache is quantised."""
+    """Read a Quark configuration. Its layer entries may differ in outputs only, as for a quantized KV cache."""
 
     def of(whole: dict) -> tuple[dict, dict]:
         return section(whole, "weight"), section(whole, "input_tensors")
@@ -155,7 +155,7 @@ def _quark(config: dict) -> tuple[str, list[str]]:
     ignored = names(config, "exclude")
     if dtypes == {"int8"}:
         if not all(q.get("symmetric") for q in (weights, inputs)):
-            raise ValueError("global_quant_config in int8 must be symmetric: layers with zero points are vLLM's")
+            raise ValueError("global_quant_config in int8 must be symmetric: layers with zero points run in vLLM")
         return INT8 if inputs.get("is_dynamic") else INT8_STATIC, ignored
     if not inputs.get("is_dynamic"):
         return STATIC, ignored

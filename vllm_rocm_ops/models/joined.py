@@ -1,4 +1,4 @@
-"""Calls that are one launch in the place of several of a model's step: `layers.sequence` has those."""
+"""List fused calls that replace several launches of a model's step; `layers.sequence` has the unfused ones."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK
 
 ATTENTION, QUANTIZATION = "attention", "o's input quantization"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
-"""Launches of a step around attention, which alone is an op of ours."""
+"""Launches around attention, the only one of them that is an op by itself."""
 SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
 NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Models whose heads of queries and keys have norms; others say so."""
+"""Models with QK norms; others declare them in their configuration."""
 KINDS = {STATIC: "static", BLOCKS: "groups"}
-"""Quantizations of o's input that attention's end has, as its op is told."""
+"""Quantizations of o's input that the attention op fuses, by its argument."""
 ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
-"""Ops that VLLM_ROCM_OPS_ATTENTION=1 asks for, which are not measured."""
+"""Ops that run with VLLM_ROCM_OPS_ATTENTION=1 only, without timing."""
 
 
 def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
-    """Return the call that does both, which vLLM may run for few tokens: gate_up, SwiGLU and static quantization. None for other calls."""
+    """Return the call that fuses gate_up, SwiGLU and static quantization for few tokens; None for other calls."""
     if (product.op, activation.op) != (ops.scaled_mm, ops.silu_and_mul_quant) or product.parameters[2:] != (False,):
         return None
     layer, op = f"{product.layer} + {activation.layer}", ops.scaled_mm_silu_and_mul_quant
@@ -37,7 +37,7 @@ def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
 
 
 def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
-    """Return the calls in whose place is one that `one_launch` gave."""
+    """Return the two calls that a call of `one_launch` replaces."""
     (product, activation), (n, k) = call.layer.split(" + "), call.parameters
     made = (product, ops.scaled_mm, model_arguments.scaled, (n, k, False)), (
         activation, ops.silu_and_mul_quant, model_arguments.static_activation, (n // 2,)
@@ -46,8 +46,10 @@ def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
 
 
 def one_front(q: LayerCall | None, kv: LayerCall, rope: int) -> LayerCall | None:
-    """Return the call in the place of latent attention's norms, the rotation of keys and the cache write, or None where q is MX-FP8: `q`
-    is the norm of queries' latent, which a model may lack, `kv` the other one."""
+    """Return the call that fuses the MLA norms, the rotation of keys and the cache write, or None if q is MX-FP8.
+
+    `q` is the norm of the query latent, which a model may lack, `kv` the norm of the key latent.
+    """
     size, epsilon = kv.parameters[0], kv.parameters[-1]
     kinds = {op: kind for kind, (op, _) in NORMS.items()}
     kind = UNQUANTIZED if q is None else kinds[q.op]
@@ -60,7 +62,7 @@ def one_front(q: LayerCall | None, kv: LayerCall, rope: int) -> LayerCall | None
 
 
 def norms_of(call: LayerCall) -> tuple[LayerCall, ...]:
-    """Return the calls of `sequence` in whose place is one that `one_front` gave, among what is no op of ours."""
+    """Return the calls of `sequence` that a call of `one_front` replaces, besides launches that are not ops."""
     sizes, _, kind, epsilon = call.parameters
     made = zip(call.layer.split(" + "), [size for size in sizes if size], (kind,) * all(sizes) + (UNQUANTIZED,))
     return tuple(
@@ -69,7 +71,7 @@ def norms_of(call: LayerCall) -> tuple[LayerCall, ...]:
 
 
 def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """Return the calls of `one_front` in a step. `sequence` has the norms in their place."""
+    """Return the calls of `one_front` in a step."""
     found, q = Counter(), None
     for call in layers.sequence(config, tp, ep):
         q = call if call.layer == "q_a norm" else q
@@ -80,15 +82,17 @@ def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
 
 
 def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """Return the calls of `one_launch` in a step. `sequence` has the two in their place."""
+    """Return the calls of `one_launch` in a step."""
     found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(layers.sequence(config, tp, ep)))))
     return [dataclasses.replace(call, count=times) for call, times in found.items()]
 
 
 def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """The norm in front of experts and these, where the norm quantizes their hidden states: `sequence` has calls of the same layers in their
-    place. The quantization of shared experts' input is none then. Empty for a model whose experts have no scales per block, or whose norm
-    in front of them is vLLM's."""
+    """Return the norm before experts, with the quantization of their hidden states, and the experts that read it.
+
+    They replace the calls of these layers in `sequence`; the shared experts' input then needs no quantization launch. Empty for
+    experts without block scales, and if vLLM runs the norm before them.
+    """
     found = {call.layer: call for call in layers.calls(config, tp, ep) if call.layer in (EXPERTS_NORM, EXPERTS)}
     norm, experts = found.get(EXPERTS_NORM), found.get(EXPERTS)
     if norm is None or experts is None or norm.op is not ops.fused_add_rms_norm:
@@ -103,12 +107,12 @@ def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[L
 
 
 def has_norms(config: dict) -> bool:
-    """Return whether queries and keys have norms of their heads."""
+    """Return whether a model has QK norms."""
     return bool(config.get("use_qk_norm")) or not set(NORMED).isdisjoint(model_config.names(config, "architectures"))
 
 
 def around_attention(config: dict, tp: int = 1, native: bool = True) -> dict[tuple[str, ...], LayerCall]:
-    """Return calls of one rank by the launches in whose place they are, with the cache of ROCM_ATTN or the packed one."""
+    """Return one rank's fused calls by the launches that they replace, with ROCM_ATTN's cache or the packed one."""
     if "kv_lora_rank" in config:
         return {}
     found = rotation(config, tp, native), quantized_attention(config, tp, native)
@@ -116,7 +120,7 @@ def around_attention(config: dict, tp: int = 1, native: bool = True) -> dict[tup
 
 
 def quantized_attention(config: dict, tp: int, native: bool) -> LayerCall | None:
-    """Return attention that quantizes its result, as often as o takes that."""
+    """Return attention with a quantized result, with the count of layers whose o takes it."""
     whole = layers.attention(config, tp, native)
     name, ignored = model_config.quantization(model_config.section(config, "quantization_config"))
     count = sum(not ignored(f"model.layers.{i}.self_attn.o_proj") for i in range(whole.count))
@@ -128,13 +132,13 @@ def quantized_attention(config: dict, tp: int, native: bool) -> LayerCall | None
 
 
 def attention_of(call: LayerCall) -> LayerCall:
-    """Return attention alone, in whose place is a call of `quantized_attention`."""
+    """Return the attention call that a call of `quantized_attention` replaces."""
     changed = {"arguments": model_arguments.heads_attention, "parameters": call.parameters[:-1]}
     return dataclasses.replace(call, layer=ATTENTION, **changed)
 
 
 def rotation(config: dict, tp: int, native: bool) -> LayerCall:
-    """Return rotation and cache write of a model's layers in one launch."""
+    """Return the fused rotation and cache write of a model's layers."""
     whole = layers.attention(config, tp, native)
     heads, kv_heads, size, positions, _ = whole.parameters
     rotary = int(size * (config.get("partial_rotary_factor") or 1))

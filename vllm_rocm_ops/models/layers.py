@@ -1,9 +1,9 @@
-"""What one rank calls in a step of a model: each op with its arguments, from a Hugging Face config.json and the division.
+"""List the ops that one rank calls in a step of a model, from a Hugging Face config.json, TP and EP.
 
-`calls(model_config.read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and
-activations around them, which quantize for the linears that read their result (see vllm/graph.py); routing and
-experts. What runs no op of ours is left out: attention, rotary embeddings, collectives, norms of queries and keys in Qwen3 and GLM,
-experts in INT8, in DeepSeek the products that latent attention absorbs, and in GLM the router with the norm in front of it.
+`calls(model_config.read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and activations
+around them, with quantization for the linears that read their result (see vllm/fusion/graph.py); routing and experts. It omits
+launches that are not ops of this package: attention, RoPE, collectives, QK norms in Qwen3 and GLM, experts in INT8, DeepSeek's
+absorbed GEMMs, and GLM's router with the norm before it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.models.config import BLOCKS, INT8, INT8_STATIC, MX, STATIC, TOKEN, UNQUANTIZED
 
-VOCABULARY_UNIT = 64  # vLLM pads to a multiple
+VOCABULARY_UNIT = 64  # vLLM pads the vocabulary to a multiple
 MOST_LAYERS, MOST_SIZE = 4096, 2**20
-POSITIONS = 8192  # of a model that does not say it
+POSITIONS = 8192  # default of max_position_embeddings
 ATTENTION = ops.paged_attention_decode, ops.mla_decode
-"""Ops of attention's decode, which vLLM calls where they were measured to be faster at every length of requests."""
+"""Decode attention ops, which vLLM calls if they were measured to be faster at every sequence length."""
 LINEARS = (
     ops.scaled_mm,
     ops.scaled_mm_silu_and_mul_quant,
@@ -43,13 +43,16 @@ NORMS = {
     BLOCKS: (ops.rms_norm_per_block_quant, model_arguments.block_norm),
     MX: (ops.rms_norm_mxfp8_quant, model_arguments.mx_norm),
 }
-"""Norms without a residual, by the quantization of the linear that reads them; of another it is a launch of its own."""
+"""Norms without a residual, by the quantization of the linear that reads them; others quantize in a second launch."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of an op. `arguments(tokens, inputs, *parameters)` makes the op's arguments; `count` is how often a decode step
-    has the call, 0 if only prefill has it."""
+    """One call of an op.
+
+    `arguments(tokens, inputs, *parameters)` makes the op's arguments; `count` is the number of calls per decode step, 0 for prefill
+    only.
+    """
 
     layer: str
     op: Op
@@ -59,7 +62,7 @@ class LayerCall:
     count: int = 1
 
     def case(self, tokens: int) -> Case:
-        """The call with so many tokens, as a case of its op. On a GPU the generator may be one of that GPU."""
+        """Return the call with `tokens` tokens as a case of its op. On a GPU the generator may be on that GPU."""
 
         def make(device: str, generator: torch.Generator, fp8_dtype: torch.dtype) -> tuple:
             return self.arguments(tokens, Inputs(device, generator, fp8_dtype, self.dtype), *self.parameters)
@@ -68,8 +71,19 @@ class LayerCall:
 
 
 def sequence(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """All calls of one rank in the order of a step. Layers are divided over `tp` GPUs; routed experts too, or, whole, over `ep`
-    GPUs, 0 for those of `tp`. Raises ValueError for a model that is not known or cannot be divided so."""
+    """Return all calls of one rank in the order of a step.
+
+    Args:
+        config: A Hugging Face configuration.
+        tp: Tensor parallel ranks.
+        ep: Expert parallel ranks, 0 for `tp`; None divides experts by `tp`.
+
+    Returns:
+        The calls, repeated for each layer.
+
+    Raises:
+        ValueError: The model is unknown, or cannot be divided this way.
+    """
     names = model_config.names(config, "architectures")
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
@@ -81,14 +95,16 @@ def sequence(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall
 
 
 def calls(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """All calls of `sequence`, equal ones once with their count."""
+    """Return the distinct calls of `sequence` with their counts."""
     found = Counter(sequence(config, tp, ep))
     return [dataclasses.replace(call, count=call.count * times) for call, times in found.items()]
 
 
 def attention(config: dict, tp: int = 1, native: bool = True) -> LayerCall:
-    """Attention of decode, once for each layer, which `sequence` leaves out: whether it is ours vLLM decides when it starts. With
-    the cache of ROCM_ATTN, or the packed one."""
+    """Return decode attention, once per layer, with ROCM_ATTN's cache or the packed one.
+
+    `sequence` omits it, as vLLM chooses between the op and its own kernel at startup.
+    """
     model = _Model(config, tp, None)
     heads, positions = model.part("num_attention_heads"), model.size("max_position_embeddings", default=POSITIONS)
     if "kv_lora_rank" in config:
@@ -103,7 +119,7 @@ def attention(config: dict, tp: int = 1, native: bool = True) -> LayerCall:
 
 
 def absorbed(config: dict, tp: int = 1) -> list[LayerCall]:
-    """The products of latent attention's decode with the weights that it absorbs, which `sequence` leaves out too."""
+    """Return the absorbed GEMMs of MLA decode (W_UK, W_UV), which `sequence` omits too."""
     if "kv_lora_rank" not in config:
         return []
     model = _Model(config, tp, None)
@@ -114,7 +130,7 @@ def absorbed(config: dict, tp: int = 1) -> list[LayerCall]:
 
 
 class _Model:
-    """A configuration and how it is divided."""
+    """A configuration with its TP and EP."""
 
     def __init__(self, config: dict, tp: int, ep: int | None):
         self.config, self.tp, self.ep = config, tp, tp if ep == 0 else ep
@@ -130,7 +146,7 @@ class _Model:
         return self.size(key)
 
     def size(self, key: str, least: int = 1, most: int = MOST_SIZE, default: int | None = None) -> int:
-        """A whole number of the configuration, within these bounds. A default stands in for one that is not there or null."""
+        """Return an integer of the configuration within bounds. A default replaces one that is missing or null."""
         size = self.config[key] if default is None else self.config.get(key)
         if size is None and default is not None:
             return default
@@ -139,28 +155,28 @@ class _Model:
         return size
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number of the configuration."""
+        """Return a number of the configuration."""
         number = self.config[key] if default is None else self.config.get(key, default)
         if type(number) not in (int, float) or not 0 <= number < MOST_SIZE:
             raise ValueError(f"{key} must be a number from 0 to {MOST_SIZE}, got {model_config.shown(number)}")
         return float(number)
 
     def part(self, key: str, unit: int = 1) -> int:
-        """A rank's part of a size, which is padded to a multiple of `unit`."""
+        """Return a rank's share of a size padded to a multiple of `unit`."""
         size = -(-self[key] // unit) * unit
         if self.tp < 1 or size % self.tp:
             raise ValueError(f"tp must divide {key}={size}, got {self.tp}")
         return size // self.tp
 
     def quantization(self, *modules: str) -> str:
-        """How the linear layer that holds these modules of the checkpoint is quantised."""
+        """Return the quantization of the linear layer with these modules of the checkpoint."""
         return UNQUANTIZED if all(map(self._ignored, modules)) else self._quantization
 
     def _call(self, layer: str, op: Op, arguments: Callable, *parameters, count: int = 1) -> LayerCall:
         return LayerCall(layer, op, arguments, parameters, self.dtype, count)
 
     def linear(self, layer: str, n: int, k: int, quantization: str, count: int = 1, bias: bool = False) -> LayerCall:
-        """A product with a weight [n, k] of the rank. vLLM adds a bias to a block-scaled one by itself."""
+        """Return a linear layer with weight [n, k] on this rank. vLLM adds the bias of a block-scaled one separately."""
         sizes, has_bias = (n, k), (True,) if bias else ()
         if quantization == UNQUANTIZED:
             op, arguments = ops.unquantized_gemm, model_arguments.unquantized
@@ -175,7 +191,7 @@ class _Model:
         return self._call(layer, op, arguments, *sizes, *has_bias, count=count)
 
     def norm(self, layer: str, hidden: int, quantization: str = UNQUANTIZED, residual: bool = True) -> LayerCall:
-        """An RMSNorm, of `residual += input` if there is a residual, quantised for a linear that is quantised so."""
+        """Return an RMSNorm, optionally with a residual add, quantized for the linear that reads it."""
         op, arguments = NORMS.get(quantization, NORMS[UNQUANTIZED])
         with_residual = {ops.rms_norm: ops.fused_add_rms_norm}
         with_residual[ops.rms_norm_static_fp8_quant] = ops.fused_add_rms_norm_static_fp8_quant
@@ -183,7 +199,7 @@ class _Model:
         return self._call(layer, op, arguments, hidden, residual, self.number("rms_norm_eps"))
 
     def activation(self, layer: str, hidden: int, quantization: str) -> LayerCall:
-        """SwiGLU with so many columns of output, quantised for a linear that is quantised so."""
+        """Return SwiGLU with `hidden` output columns, quantized for the linear that reads it."""
         op, arguments = {
             STATIC: (ops.silu_and_mul_quant, model_arguments.static_activation),
             TOKEN: (ops.silu_and_mul_per_token_quant, model_arguments.dynamic_activation),
@@ -193,7 +209,7 @@ class _Model:
         return self._call(layer, op, arguments, hidden)
 
     def mlp(self, layer: str, module: str, intermediate: int) -> Iterator[LayerCall]:
-        """gate_up, SwiGLU and down with so many columns between them."""
+        """Yield gate_up, SwiGLU and down with `intermediate` columns between them."""
         down = self.quantization(f"{module}.down_proj")
         gate_up = self.quantization(f"{module}.gate_proj", f"{module}.up_proj")
         yield self.linear(f"{layer}gate_up", 2 * intermediate, self.hidden, gate_up)
@@ -201,10 +217,10 @@ class _Model:
         yield self.linear(f"{layer}down", self.hidden, intermediate, down)
 
     def experts(self, module: str, count: str) -> Iterator[LayerCall]:
-        """The choice of experts for each token, and the experts that the rank has of all, of which there are `count`."""
+        """Yield the routing, and this rank's experts; `count` is the key of the number of experts."""
         quantization = self.quantization(*(f"{module}.0.{name}_proj" for name in ("gate", "up", "down")))
         if quantization in (INT8, INT8_STATIC):
-            return  # vLLM's, and their routing
+            return  # these, and their routing, run in vLLM
         experts = self[count]
         topk = self.size("num_experts_per_tok", most=experts)
         renormalize = bool(self.config.get("norm_topk_prob"))
@@ -227,13 +243,13 @@ class _Model:
         yield self._call("experts", ops.fused_experts, model_arguments.experts, *sizes, quantization)
 
     def head(self) -> Iterator[LayerCall]:
-        """What follows the layers."""
+        """Yield the calls after the layers."""
         yield self.norm("final norm", self.hidden)
         yield self.linear("lm_head", self.part("vocab_size", VOCABULARY_UNIT), self.hidden, UNQUANTIZED)
 
 
 def _kv_heads(model: _Model) -> tuple[int, int]:
-    """A rank's heads of keys and values, and their size."""
+    """Return a rank's KV heads, and their size."""
     kv_heads = model["num_key_value_heads"]
     if kv_heads % model.tp and model.tp % kv_heads:
         raise ValueError(f"tp must divide num_key_value_heads={kv_heads} or be a multiple of it, got {model.tp}")
@@ -242,7 +258,7 @@ def _kv_heads(model: _Model) -> tuple[int, int]:
 
 
 def _attention(model: _Model, layer: int, bias: bool = False) -> Iterator[LayerCall]:
-    """What is around attention with grouped queries, whose qkv may have a bias."""
+    """Yield the calls around GQA attention, whose qkv may have a bias."""
     heads, (kv_heads, head_dim) = model.part("num_attention_heads"), _kv_heads(model)
     module = f"model.layers.{layer}.self_attn"
     qkv = model.quantization(*(f"{module}.{name}_proj" for name in "qkv"))
@@ -252,7 +268,7 @@ def _attention(model: _Model, layer: int, bias: bool = False) -> Iterator[LayerC
 
 
 def _dense(model: _Model, layer: int, name: str = "") -> Iterator[LayerCall]:
-    """The second half of a layer without experts."""
+    """Yield the MLP half of a layer without experts."""
     module = f"model.layers.{layer}.mlp"
     gate_up = model.quantization(f"{module}.gate_proj", f"{module}.up_proj")
     yield model.norm(f"{name}post-attention norm", model.hidden, gate_up)
@@ -320,8 +336,8 @@ def _deepseek(model: _Model) -> Iterator[LayerCall]:
 
 
 def _glm4_moe(model: _Model) -> Iterator[LayerCall]:
-    """In a layer of experts the router is vLLM's, in float32. So is the norm, which the compiler fuses with the router's cast."""
-    model.config = model.config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # as vLLM's class has them
+    """Yield GLM's calls. In MoE layers vLLM runs the float32 router, and the norm that its compiler fuses with the cast."""
+    model.config = model.config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # as in vLLM's class
     for i in range(model.layers):
         yield from _attention(model, i, bias=bool(model.config.get("attention_bias")))
         if _has_experts(model, i):
@@ -334,7 +350,7 @@ def _glm4_moe(model: _Model) -> Iterator[LayerCall]:
 
 
 def _shared(model: _Model, layer: int) -> Iterator[LayerCall]:
-    """The experts that all tokens share."""
+    """Yield the calls of shared experts."""
     if shared := model.size("n_shared_experts", least=0, default=0):
         intermediate = model.part("moe_intermediate_size") * shared
         yield from model.mlp("shared ", f"model.layers.{layer}.mlp.shared_experts", intermediate)

@@ -1,4 +1,4 @@
-"""All ops: `vllm_rocm_ops.ops.<name>`. A new op is one file here, one in csrc/ops, and one line below."""
+"""List all ops: `vllm_rocm_ops.ops.<name>`. A new op is one file here, one in csrc/ops, and one line below."""
 
 from vllm_rocm_ops.ops.batched_gemm import *
 from vllm_rocm_ops.ops.block_scaled_mm import *

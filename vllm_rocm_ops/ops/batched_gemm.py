@@ -1,5 +1,7 @@
-"""Matrix product of few tokens with a weight of its own for each head, as latent attention absorbs its projections; kernels:
-csrc/gemm/batched.h."""
+"""Multiply few tokens by one weight per head: the small-M batched GEMM of MLA absorption (W_UK, W_UV).
+
+Kernels: csrc/gemm/batched.h.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +22,29 @@ from vllm_rocm_ops.ops.families.gemm import Operand, Product
 
 __all__ = ["batched_gemm"]
 
-TOKENS = (16, 32, 64)  # the most that a kernel takes
-ROWS, COLUMNS = 16, 64  # along N of a tile, of a weight with K side by side and with N
-TRANSPOSED_K = 128  # elements, where N lies side by side
+TOKENS = (16, 32, 64)  # token limit, by kernel
+ROWS, COLUMNS = 16, 64  # of a tile along N, for weights contiguous along K and along N
+TRANSPOSED_K = 128  # of weights contiguous along N
 UNIT = skinny_gemm.WAVE_SPLIT_K_UNIT
 WAVES = 4
-# Microseconds of a model that no GPU has confirmed: that a tile's loads take, that a block begins and ends.
+# Cost model in microseconds, never checked on a GPU: loads of a tile, start and end of a block.
 TILE_US, BLOCK_US = 1.5, 0.5
 
 
 @dataclass(frozen=True)
 class BatchedConfig:
-    """A head's tiles are divided over so many blocks."""
+    """`blocks` share the tiles of a head."""
 
     blocks: int
 
 
 def _is_transposed(a) -> bool:
-    """Whether N lies side by side."""
+    """Return whether the weights are contiguous along N."""
     return a.weights.stride(2) == 1 and a.weights.shape[2] > 1
 
 
 def _tiles(a) -> int:
-    """Of a head."""
+    """Return the tiles per head."""
     return a.weights.shape[2] // (COLUMNS if _is_transposed(a) else ROWS)
 
 
@@ -55,7 +57,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         shape = [rows, heads, a.weights.shape[2]]
         holds = a.out.dtype == a.x.dtype and [*a.out.shape] == shape
         yield "out", f"{a.x.dtype} {shape}", describe(a.out), holds
-        yield "out", "without elements in the same place", describe(a.out), not overlaps_itself(a.out)
+        yield "out", "without overlapping elements", describe(a.out), not overlaps_itself(a.out)
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -65,21 +67,21 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"there are at most {TOKENS[-1]} rows", rows <= TOKENS[-1]
     yield "there are 1 to 65535 heads, and K and N are positive", 0 < heads < 2**16 and 0 < k and 0 < n
     if _is_transposed(a):
-        yield f"K is {TRANSPOSED_K} where N lies side by side", k == TRANSPOSED_K
-        yield f"N is a multiple of {COLUMNS} there", n % COLUMNS == 0
+        yield f"K is {TRANSPOSED_K} for weights contiguous along N", k == TRANSPOSED_K
+        yield f"N is a multiple of {COLUMNS} for weights contiguous along N", n % COLUMNS == 0
         steps = strides[:2]
     else:
-        yield "weights have K or N side by side", strides[1] == 1 or k == 1
+        yield "weights are contiguous along K or N", strides[1] == 1 or k == 1
         yield f"K is a multiple of {attention.VECTOR}", k % attention.VECTOR == 0
         yield f"N is a multiple of {ROWS}", n % ROWS == 0
         steps = (strides[0], strides[2])
     yield attention.heads_envelope("x", a.x)
-    yield "weights lie at multiples of 16 bytes", _on_vectors(a.weights, *steps)
+    yield "weights and their strides are 16-byte aligned", _on_vectors(a.weights, *steps)
     if a.out is not None:
         yield attention.heads_envelope("out", a.out)
-        yield "out's rows lie N or more apart", rows < 2 or a.out.stride(0) >= n
+        yield "out's row stride is at least N", rows < 2 or a.out.stride(0) >= n
     reach = (rows * a.x.stride(0), k * strides[1], n * strides[2], rows * _row_step(a))
-    yield "a head's tensors reach over less than 1 GB", all(0 <= step < 2**29 for step in reach)
+    yield "a head's tensors span less than 1 GB", all(0 <= step < 2**29 for step in reach)
 
 
 def _on_vectors(x: Tensor, *strides: int) -> bool:
@@ -88,12 +90,12 @@ def _on_vectors(x: Tensor, *strides: int) -> bool:
 
 
 def _row_step(a) -> int:
-    """Elements between rows of what is written."""
+    """Return the row stride of the result in elements."""
     return a.x.shape[1] * a.weights.shape[2] if a.out is None else a.out.stride(0)
 
 
 def _configs(a, arch: Arch) -> list[BatchedConfig]:
-    """A tile for each block; also four, where tiles stream."""
+    """Return one tile per block and, for streamed tiles, four."""
     if a.weights.shape[2] % (COLUMNS if _is_transposed(a) else ROWS):
         return []
     tiles = _tiles(a)
@@ -102,7 +104,7 @@ def _configs(a, arch: Arch) -> list[BatchedConfig]:
 
 
 def _cost(config: BatchedConfig, a, arch: Arch) -> dict[str, float]:
-    """A launch; rounds of blocks, in each of which tiles follow each other, or the bytes of the weights."""
+    """Return the launch, and the longer of rounds of blocks and the weights' HBM bytes."""
     heads, k, n = a.weights.shape
     blocks, resident = heads * config.blocks, 4 * arch.compute_units
     of_block = BLOCK_US + TILE_US * -(-_tiles(a) // config.blocks)
@@ -143,7 +145,7 @@ def _problem(a) -> dict[str, object]:
 
 
 def _peer(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """torch.bmm, written where vLLM has it written."""
+    """Run torch.bmm, with the result where vLLM stores it."""
     found = x.new_empty((*x.shape[:2], weights.shape[2])) if out is None else out
     torch.bmm(x.transpose(0, 1), weights, out=found.transpose(0, 1))
     return found
@@ -155,7 +157,7 @@ def _peer(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
 def _inputs(m, heads, k, n, given, device, generator, fp8_dtype) -> tuple:
     dtype, extra = given.get("dtype", torch.bfloat16), given.get("padding", 0)
     x = torch.randn(m, heads, k + extra, generator=generator).to(dtype).to(device)[..., :k]
-    both = torch.randn(heads, n + extra, k, generator=generator).to(dtype)  # as vLLM keeps both projections
+    both = torch.randn(heads, n + extra, k, generator=generator).to(dtype)  # as vLLM stores both projections
     if given.get("transposed"):
         both = torch.randn(heads, k + extra, n, generator=generator).to(dtype).to(device)
         weight = both[:, :k]
@@ -168,7 +170,7 @@ def _inputs(m, heads, k, n, given, device, generator, fp8_dtype) -> tuple:
 
 
 def _cases() -> Iterator[Case]:
-    """Every kernel; K and N around tiles and steps, tokens around those of a kernel, strides, heads of several tiles for each block."""
+    """Yield every kernel, K and N around tiles and steps, tokens around limits, strides, several tiles per block."""
 
     def case(name: str, m: int, heads: int, k: int, n: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, m, heads, k, n, given))
@@ -202,11 +204,21 @@ def _cases() -> Iterator[Case]:
     sums=True,
 )
 def batched_gemm(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """x[:, h] @ weights[h] for each head h, summed in fp32: torch.bmm with rows first.
+    """Compute x[:, h] @ weights[h] for each head h, summed in float32.
 
-    x [rows, heads, K] and weights [heads, K, N] are bf16 or fp16; K or N of the weights lies side by side, all else may be strided, as
-    vLLM keeps W_UV and W_UK_T of latent attention. Returns [rows, heads, N]; with an `out` of this shape, that is written and an
-    empty tensor returned.
+    Args:
+        x: [rows, heads, K], bf16 or fp16; rows and heads may be strided.
+        weights: [heads, K, N], x's dtype, contiguous along K or N, as vLLM stores W_UV and W_UK_T.
+        out: [rows, heads, N], x's dtype, may be strided: written in place of a new tensor.
+
+    Returns:
+        [rows, heads, N], x's dtype; an empty tensor if `out` is given.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        torch.bmm in vLLM's MLA backends.
     """
     found = _peer(x, weights, out)
     return found if out is None else found.new_empty(0)

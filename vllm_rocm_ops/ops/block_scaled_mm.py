@@ -1,4 +1,4 @@
-"""FP8 matrix product with a scale per 1x128 of the activations and per 128x128 of the weight, as DeepSeek has them."""
+"""Multiply FP8 matrices with a scale per 1x128 of the activations and per 128x128 of the weight, as in DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
 
 __all__ = ["block_scaled_mm"]
 
-UNIT = BLOCK // weight_layout.STEP  # steps of a block of K
+UNIT = BLOCK // weight_layout.STEP  # steps in a block of K
 E8M0 = torch.float8_e8m0fnu
-THREADS = 256  # of a block that widens
+THREADS = 256  # per block of the widening kernel
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -38,11 +38,11 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
-    yield "scale_b's blocks of K lie side by side", a.scale_b.stride(1) == 1 or a.scale_b.shape[1] == 1
-    yield "scale_b's rows lie less than 2^31 elements apart", a.scale_b.stride(0) < 2**31
+    yield f"a is {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.a.dtype == arch.fp8_dtype
+    yield "scale_b is contiguous along K", a.scale_b.stride(1) == 1 or a.scale_b.shape[1] == 1
+    yield "scale_b's row stride is below 2^31 elements", a.scale_b.stride(0) < 2**31
     reach = sum((size - 1) * stride for size, stride in zip(a.scale_a.shape, a.scale_a.stride()))
-    yield "scale_a reaches over fewer than 2^29 elements", reach < 2**29
+    yield "scale_a spans fewer than 2^29 elements", reach < 2**29
     operands = _operands(a)
     yield from gemm.envelope(*operands)
     if tiled.is_for(operands[0]):
@@ -81,8 +81,10 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 
 def _loadable(scale: Tensor, alike: bool) -> tuple[tuple[Tensor | Workspace, int, int], list[Launch]]:
-    """Scales as the kernels take them, with their strides: as they are where both are alike, else as float32; and the launch
-    that widens them, if it takes one."""
+    """Return a scale and its strides as the kernels read it, and the launch that widens it to float32, if one is needed.
+
+    Kernels read two scales of one dtype as they are.
+    """
     if alike or scale.dtype != E8M0:
         return (scale, *scale.stride()), []
     count, blocks = scale.numel(), scale.shape[1]
@@ -101,7 +103,7 @@ def _loadable(scale: Tensor, alike: bool) -> tuple[tuple[Tensor | Workspace, int
 
 
 def _cases() -> Iterator[Case]:
-    """Every instance, shared tiles, M, N and K around tiles and blocks, both orders of scale_a, both types of scales."""
+    """Yield every instance, shared tiles, sizes around tiles and blocks, both orders of scale_a, both dtypes of scales."""
 
     def case(name: str, m: int, n: int, k: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, m, n, k, given))
@@ -132,7 +134,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
-    padding = given.get("padding", 0)  # of each tensor another
+    padding = given.get("padding", 0)  # each tensor is padded differently
 
     def rows(count: int, padding: int) -> Tensor:
         values = torch.randn(count, k, generator=generator)
@@ -171,11 +173,24 @@ def _op(reference) -> Op:
 
 @_op
 def block_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a @ b^T with every product of 128 of K scaled, summed in fp32.
+    """Compute a @ b^T with one scale per block of 128 along K, summed in float32.
 
-    a [M, K] and b [N, K] are e4m3 of one format with K innermost (b also as `shuffle_weight(b)`), rows may be strided;
-    scale_a [M, ceil(K / 128)] in either order of memory, scale_b [ceil(N / 128), ceil(K / 128)], float32 or float8_e8m0fnu;
-    out_dtype is bf16, fp16 or fp32. Returns [M, N].
+    Args:
+        a: [M, K], e4m3, K innermost; rows may be strided.
+        b: [N, K], a's dtype, K innermost; rows may be strided. Or `shuffle_weight(b)`.
+        scale_a: [M, ceil(K / 128)], float32 or float8_e8m0fnu, row-major or column-major.
+        scale_b: [ceil(N / 128), ceil(K / 128)], float32 or float8_e8m0fnu.
+        out_dtype: bf16, fp16 or fp32.
+
+    Returns:
+        [M, N], out_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `w8a8_block_fp8_matmul`; the FP8 GEMM of RadeonFlow; amd-fp8-gemm.py of the Inference Sprint;
+        03-matrix-multiplication of AMD perf-kernels.
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
     weight = weight_layout.plain_weight(b)

@@ -1,4 +1,4 @@
-"""Rows of 4 bits as 16 bits, for attention to a cache in int4; kernel: csrc/ops/dequantize_int4.hip."""
+"""Dequantize int4 rows to bf16 or fp16, for attention over an int4 cache; kernel: csrc/ops/dequantize_int4.hip."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from vllm_rocm_ops.ops.families.gemm import divisor
 
 __all__ = ["dequantize_int4"]
 
-IN_WORD = 8  # values of an int32
+IN_WORD = 8  # values per int32
 
 
 @dataclass(frozen=True)
 class DequantizeConfig:
+    """Threads of a block; each converts one word."""
+
     threads: int
 
 
 def _words(a) -> int:
-    """Of a row's values."""
+    """Return the words of values per row."""
     return a.quantized.shape[-1] - a.groups
 
 
@@ -36,13 +38,18 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "quantized", "int32 [..., groups + size / 8]", describe(a.quantized), holds
     yield "groups", "positive", str(a.groups), a.groups > 0
     holds = _words(a) > 0 and _words(a) % a.groups == 0
-    yield "quantized", f"of a multiple of groups={a.groups} words behind these", describe(a.quantized), holds
+    yield (
+        "quantized",
+        f"of a multiple of groups={a.groups} words after the groups' scales",
+        describe(a.quantized),
+        holds,
+    )
     yield "dtype", "bfloat16 or float16", str(a.dtype), a.dtype in ELEMENTS
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     lies = row_stride(a.quantized) is not None and a.quantized.stride(-1) == 1
-    yield "quantized's rows lie at one stride, their words side by side", lies
+    yield "quantized's rows have one stride and contiguous words", lies
     yield "there are fewer than 2^31 words", rows_of(a.quantized) * _words(a) < 2**31
 
 
@@ -73,7 +80,7 @@ def _plan(config: DequantizeConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 
 def quantize(values: Tensor, groups: int) -> Tensor:
-    """Values [..., size] in this format, as perf-kernels quantises: 0 to 15 from the least to the largest value of a group."""
+    """Quantize values [..., size] as perf-kernels does: 0 to 15 from the smallest to the largest value of a group."""
     grouped = values.float().unflatten(-1, (groups, -1))
     least, largest = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     pair = torch.cat(((largest - least) / 15, least), -1).half()
@@ -91,7 +98,7 @@ def _inputs(sizes, groups, dtype, padding, device, generator, fp8_dtype) -> tupl
 
 
 def _cases() -> Iterator[Case]:
-    """Each type, one group and several, rows of a word and of more than a block has, none, rows apart."""
+    """Yield each dtype, one group and several, rows of one word and longer than a block, no rows, strided rows."""
     for name, shape, groups, dtype, padding in (
         ("bf16", (2, 3, 2, 128), 1, torch.bfloat16, 0),
         ("fp16", (5, 64), 4, torch.float16, 0),
@@ -115,12 +122,22 @@ def _cases() -> Iterator[Case]:
     cases=_cases,
 )
 def dequantize_int4(quantized: Tensor, groups: int = 1, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Values of 4 bits times their group's scale plus its shift, rounded once.
+    """Compute int4 values times their group's scale plus its shift, rounded once.
 
-    quantized int32 [..., groups + size / 8], as perf-kernels keeps keys and values (06-attention-decode): the groups' scale and shift,
-    fp16 in the lower and the upper half of a word, then the values, eight in a word, the first in the lowest bits. Returns [...,
-    size] of dtype, bf16 or fp16: keys and values [requests, N, heads, size] are as `paged_attention_decode` takes those without
-    pages.
+    Args:
+        quantized: [..., groups + size / 8], int32: per group a word with scale (lower half) and shift (upper half) in
+            fp16, then the values, eight per word, lowest bits first.
+        groups: Groups per row.
+        dtype: bf16 or fp16.
+
+    Returns:
+        [..., size], dtype. Keys and values [requests, N, heads, size] are an unpaged cache of `paged_attention_decode`.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        06-attention-decode.py of AMD perf-kernels, whose int4 cache format this is.
     """
     scale, shift = quantized[..., :groups].contiguous().view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
     words = quantized[..., groups:].unflatten(-1, (groups, -1))

@@ -1,4 +1,4 @@
-"""Attention of many query rows, dense, of sequences of their own lengths, or over a paged cache (flash attention, forward)."""
+"""Run prefill attention, dense, varlen or over a paged cache (flash attention, forward)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     q, k, v = a.q, a.k, a.v
     yield "layout", " or ".join(flash.LAYOUTS), str(a.layout), a.layout in flash.LAYOUTS
     holds = (is_wide_float(q) or flash.is_narrow(q.dtype)) and q.dim() == (3 if a.layout == "thd" else 4)
-    yield "q", f"floating point, e4m3 or int8, of layout {a.layout}", describe(q), holds
+    yield "q", f"floating point, e4m3 or int8, in layout {a.layout}", describe(q), holds
     holds = a.out_dtype in (
         (None, q.dtype) if is_wide_float(q) else (None, torch.bfloat16, torch.float16, torch.float32)
     )
-    yield "out_dtype", "None or, where q has 8 bits, bfloat16, float16 or float32", str(a.out_dtype), holds
+    yield "out_dtype", "None or, for q of 8 bits, bfloat16, float16 or float32", str(a.out_dtype), holds
     yield from _where_keys_are(a)
     kinds = (q.dtype, *((torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz) if is_wide_float(q) else ()))
     yield "k", f"of q's dtype{' or of 8 bits' if is_wide_float(q) else ''}", describe(k), k.dtype in kinds
@@ -38,12 +38,12 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     if (slopes := a.alibi_slopes) is not None:
         shape = (sizes.sequences, sizes.heads)
         holds = slopes.dtype == torch.float32 and slopes.shape == shape
-        yield "alibi_slopes", f"float32 {list(shape)}, of sequences and heads", describe(slopes), holds
+        yield "alibi_slopes", f"float32 {list(shape)}: sequences, heads", describe(slopes), holds
     if (bias := a.bias) is not None:
-        yield "bias", "None where sequences have lengths of their own", describe(bias), a.layout != "thd"
+        yield "bias", "None with layout thd", describe(bias), a.layout != "thd"
         shape = (sizes.sequences, sizes.heads, sizes.rows, sizes.keys)
         holds = bias.dim() == 4 and bias.shape[0] in (1, shape[0]) and bias.shape[1:] == shape[1:]
-        wanted = f"of 16 bits or more, {list(shape)}, of batch (or 1), heads, rows and keys"
+        wanted = f"floating point of 16 bits or more, {list(shape)}: batch (or 1), heads, rows, keys"
         yield "bias", wanted, describe(bias), holds and is_wide_float(bias)
     for name, heads in zip(
         ("q_scale", "k_scale", "v_scale", "p_scale"), (sizes.heads, *[sizes.kv_heads] * 2, sizes.heads)
@@ -56,11 +56,11 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "window", "0 or more", str(a.window), a.window >= 0
     yield "dropout", "from 0 to less than 1", str(a.dropout), 0 <= a.dropout < 1
     holds = not a.return_mask or a.layout != "thd"
-    yield "return_mask", "False where sequences have lengths of their own", str(a.return_mask), holds
+    yield "return_mask", "False with layout thd", str(a.return_mask), holds
 
 
 def _where_keys_are(a) -> Iterator[tuple[str, str, str, bool]]:
-    """The shapes of k and v, and what says where sequences begin and end."""
+    """Yield the contract of k and v, and of the arguments that locate sequences."""
     q, k, v = a.q, a.k, a.v
     if a.layout != "thd":
         for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seq_lens"):
@@ -76,10 +76,10 @@ def _where_keys_are(a) -> Iterator[tuple[str, str, str, bool]]:
             holds = of_keys is not None and of_keys.dtype == torch.int32 and of_keys.shape == (wanted,)
             got = "None" if of_keys is None else describe(of_keys)
             yield "cu_seqlens_k", f"int32 [sequences + 1={wanted}]", got, holds
-        yield "k", f"of layout {a.layout}, as q", describe(k), k.dim() == q.dim()
+        yield "k", f"in layout {a.layout}, as q", describe(k), k.dim() == q.dim()
         rows, keys = (flash.by_row(x, a.layout) for x in (q, k))
         holds = keys.shape[0] == rows.shape[0] and keys.shape[2] > 0 and keys.shape[3] == rows.shape[3]
-        yield "k", f"of {rows.shape[0]} in the batch, heads of {rows.shape[3]}", describe(k), holds
+        yield "k", f"of batch {rows.shape[0]}, head size {rows.shape[3]}", describe(k), holds
         holds = v.dim() == k.dim() and v.shape[:-1] == k.shape[:-1] and v.shape[-1] > 0
         yield "v", f"{list(k.shape[:-1])} of values, of one element or more", describe(v), holds
         return
@@ -87,7 +87,7 @@ def _where_keys_are(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "cu_seqlens_k", "None with block_table", "a tensor", a.cu_seqlens_k is None
     yield from attention.cache_contract(k, v)
     size = CacheLayout(k, v).key_size
-    yield "k", f"of heads of {q.shape[-1]}", describe(k), size == q.shape[-1]
+    yield "k", f"of head size {q.shape[-1]}", describe(k), size == q.shape[-1]
     sequences = len(a.cu_seqlens_q) - 1
     holds = table.dtype == torch.int32 and table.dim() == 2 and len(table) == sequences and table.shape[1] > 0
     yield "block_table", f"int32 [sequences={sequences}, pages]", describe(table), holds
@@ -109,15 +109,18 @@ def _problem(a) -> dict[str, object]:
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     sizes, kinds = Sizes.of(a), (torch.int8, arch.fp8_dtype)
-    yield f"q is bfloat16, float16, int8 or e4m3 as {arch.name} has it", a.q.dtype in (*attention.ELEMENTS, *kinds)
+    yield (
+        f"q is bfloat16, float16, int8 or {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
+        a.q.dtype in (*attention.ELEMENTS, *kinds),
+    )
     yield "the result is bfloat16 or float16", flash.out_dtype(a) in attention.ELEMENTS
-    yield f"k is of q's dtype, int8 or e4m3 as {arch.name} has it", a.k.dtype in (a.q.dtype, *kinds)
+    yield f"k is of q's dtype, int8 or {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.k.dtype in (a.q.dtype, *kinds)
     most = flash.GENERAL_SIZES[-1]
     yield f"heads have at most {most} elements", max(sizes.size, sizes.value_size) <= most
     yield "a bias is bfloat16, float16 or float32", a.bias is None or a.bias.dtype in flash.BIASES
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "q_scale", "k_scale", "v_scale", "p_scale"):
         yield f"{name} is contiguous", getattr(a, name) is None or getattr(a, name).is_contiguous()
-    yield "block_table's pages lie side by side", a.block_table is None or a.block_table.stride(1) == 1
+    yield "block_table's rows are contiguous", a.block_table is None or a.block_table.stride(1) == 1
     yield "there are fewer than 2^30 rows and keys", max(sizes.rows, sizes.keys) < 2**30
     yield "there are fewer than 2^30 tiles of rows", flash.tiles(a) < 2**30
     yield "the mask has fewer than 2^30 rows", not a.return_mask or sizes.sequences * sizes.heads * sizes.rows < 2**30
@@ -131,14 +134,14 @@ def _configs(a, arch: Arch) -> list[flash.FlashConfig]:
 
 
 def _narrow(x: Tensor, kind: str | None, fp8_dtype: torch.dtype) -> Tensor:
-    """Normal numbers in 8 bits, if there is a kind."""
+    """Convert normal numbers to int8 or FP8, if a kind is given."""
     if kind is None:
         return x
     return x.float().mul(40).round().clamp(-127, 127).to(torch.int8) if kind == "int8" else x.to(fp8_dtype)
 
 
 def _cache(k: Tensor, v: Tensor, lens, given: dict, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys of sequences of these lengths in the pages of a cache, and its block table."""
+    """Return the key and value caches of sequences of these lengths, and their block table."""
     x, heads = 16 // k.element_size(), k.shape[1]
     table, pages = decode.pages_of(lens, given, generator)
     page, size, value_size = given.get("page", 16), k.shape[2], v.shape[2]
@@ -159,7 +162,7 @@ def _cache(k: Tensor, v: Tensor, lens, given: dict, generator: torch.Generator) 
 
 
 def _inputs(rows, keys, heads, size, given, device, generator, fp8_dtype) -> tuple:
-    """Of each sequence so many rows and keys; heads of queries and of keys; sizes of a key and a value."""
+    """Return inputs with rows and keys per sequence, (query heads, key heads), and sizes of a key and a value."""
     dtype, layout, batch = given.get("dtype", torch.bfloat16), given.get("layout", "bshd"), given.get("batch", 1)
     (query_heads, kv_heads), (size, value_size) = heads, size if isinstance(size, tuple) else (size, size)
     a, lens = {}, keys
@@ -211,8 +214,7 @@ def _inputs(rows, keys, heads, size, given, device, generator, fp8_dtype) -> tup
 
 
 def _cases() -> Iterator[Case]:
-    """Every kernel; rows and keys around tiles, none of either, rows without keys; groups, layouts, windows, sequences of their own
-    lengths."""
+    """Yield every kernel; rows and keys around tiles, none of either, rows without keys; groups, layouts, windows, varlen."""
 
     def case(name: str, rows, keys, heads, size, **given) -> Case:
         return Case(name, functools.partial(_inputs, rows, keys, heads, size, given))
@@ -302,21 +304,44 @@ def flash_attention(
     return_lse: bool = False,
     return_mask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(scale * q @ k^T) @ v of each head, where heads share a key head in groups of neighbours.
+    """Compute softmax(scale * q @ k^T) @ v per head; groups of neighboring query heads share a key head (GQA).
 
-    q [batch, rows, heads, size] of layout bshd, [batch, heads, rows, size] of bhsd, [rows of all sequences, heads, size] of thd; k and v
-    likewise, v with a size of its own, any strides (V may be given transposed, as a view). Sequences of thd begin and end at
-    cu_seqlens_q and cu_seqlens_k, int32 [sequences + 1]; or their keys are in the pages of a cache, as `paged_attention_decode` has it, where
-    block_table int32 [sequences, pages] says, seq_lens int32 [sequences] of each with the new ones: chunked prefill.
-    causal: the last row sees all keys, the row before one less. window: a row sees that many keys at most, back from the
-    one that a causal row sees last. softcap: scores s become softcap * tanh(s / softcap). alibi_slopes float32 [sequences, heads]:
-    scores lose slope * |key - last key of a causal row|. bias [batch or 1, heads, rows, keys] is added.
-    k and v may be e4m3 or int8 where q is not, or all three may be, with scales, float32, one or one per head. With p_scale, where v is int8,
-    weights are rounded to int8 after a product with it; p_scale has one element or one per head of q, as q_scale.
-    dropout: weights are zero with this probability, the others divided by 1 - dropout; seed says which, wherever kernels run.
-    Returns out like q with v's size, of q's dtype, or of out_dtype (default float16) where q has 8 bits; the natural logarithm of the
-    sums, float32 [batch, heads, rows] or [heads, rows] of thd, empty unless return_lse; which weights dropout kept, bool
-    [batch, heads, rows, keys], empty unless return_mask. Rows without keys are 0, and their sums' logarithm is inf.
+    Args:
+        q: [batch, rows, heads, size] (bshd), [batch, heads, rows, size] (bhsd) or [total rows, heads, size] (thd,
+            varlen); bf16, fp16, e4m3 or int8; any strides.
+        k: As q, q's dtype, e4m3 or int8; with block_table a cache as of `paged_attention_decode`.
+        v: As k, with its own head size; may be a transposed view.
+        scale: Factor of the scores.
+        causal: The last row sees all keys, each row before it one less.
+        layout: "bshd", "bhsd" or "thd".
+        cu_seqlens_q: [sequences + 1], int32: where the rows of each sequence begin (thd).
+        cu_seqlens_k: [sequences + 1], int32: where the keys of each sequence begin (thd without block_table).
+        block_table: [sequences, pages], int32: keys are in a paged cache (thd, chunked prefill).
+        seq_lens: [sequences], int32: keys of each sequence in the cache, including the new ones.
+        alibi_slopes: [sequences, heads], float32: scores lose slope * |key - last key of a causal row|.
+        bias: [batch or 1, heads, rows, keys], added to the scores.
+        softcap: Scores s become softcap * tanh(s / softcap); 0 for none.
+        window: Keys that a row sees, counted back from the last key of a causal row; 0 for all.
+        q_scale: float32, one element or one per head: scale of an 8-bit q.
+        k_scale: float32, one element or one per key head: scale of 8-bit keys.
+        v_scale: float32, one element or one per key head: scale of 8-bit values.
+        p_scale: float32, one element or one per head: weights times p_scale are rounded to int8 (int8 v only).
+        dropout: Probability of a zero weight; the others are divided by 1 - dropout.
+        seed: Seed of dropout (Philox), with the same mask on every GPU.
+        out_dtype: Result dtype for an 8-bit q; float16 by default.
+        return_lse: Return the log-sum-exp of the scores.
+        return_mask: Return the dropout mask.
+
+    Returns:
+        The triple (out like q with v's size, zero for rows without keys; natural logarithm of the softmax sums, float32
+        [batch, heads, rows] or [heads, rows] (thd), inf for rows without keys, empty unless return_lse; dropout mask,
+        bool [batch, heads, rows, keys], empty unless return_mask).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        flash-attention.py and 06-fused-attention-transV.py of AMD perf-kernels.
     """
     names = locals()
     return flash.reference(flash_attention.Arguments(**names))

@@ -1,5 +1,8 @@
-"""The experts of a mixture-of-experts layer, from routed tokens to their weighted sum; kernels: csrc/ops/fused_experts.hip
-for few tokens (ops/families/experts_streamed.py), csrc/ops/fused_experts_tiled.hip for many (ops/families/experts_tiled.py)."""
+"""Run the experts of a MoE layer, from routed tokens to their weighted sum.
+
+Kernels: csrc/ops/fused_experts.hip for few tokens (ops/families/experts_streamed.py), csrc/ops/fused_experts_tiled.hip for many
+(ops/families/experts_tiled.py).
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from vllm_rocm_ops.ops.families.weight_layout import shuffle_weight, unshuffled
 
 __all__ = ["fused_experts"]
 
-TILED_FROM = 17  # tokens; with fewer the streamed kernels were the faster at every layer, on H200
+TILED_FROM = 17  # tokens; below, the streamed kernels were faster in every layer, on H200
 NO_EXPERT = 2**15 - 1
 
 
 def _quantized(x: Tensor, dtype: torch.dtype, kind: str, scale: Tensor | None) -> Tensor:
-    """x as the products see it: quantised with its static scale, or a dynamic one per 32 or 128 columns or per row, and back."""
+    """Quantize and dequantize x with its static scale, or a dynamic one per 32 or 128 columns or per row."""
     if dtype == torch.int8:
         values, dynamic = quantization.int8(x, scale)
         return values.to(x.dtype) * dynamic
@@ -49,7 +52,7 @@ def _quantized(x: Tensor, dtype: torch.dtype, kind: str, scale: Tensor | None) -
 
 
 def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Tensor:
-    """values [N, K] of one expert times its scale."""
+    """Return values [N, K] of one expert times their scales."""
     if scale is None:
         return values.to(exact)
     if scale.dtype in MX_SCALES:
@@ -71,8 +74,8 @@ def _can_stream(a, arch: Arch) -> bool:
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
     known = E5M2.get(a.w1.dtype, a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
-    yield f"{arch.name} multiplies the weights' dtype", known
-    yield f"{arch.name} has AITER, if the weights are in its order", _reads_order(a, arch)
+    yield f"{arch.name} supports the weights' dtype", known
+    yield f"the weights are not shuffled, or {arch.name} is an AMD GPU", _reads_order(a, arch)
     yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
     for name in ("hidden", "w1", "w2"):
         tensor = getattr(a, name)
@@ -81,19 +84,19 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         yield f"{name}'s rows are contiguous and 16-byte aligned", holds
     for name in ("w1", "w2"):
         weight = getattr(a, name)
-        yield f"an expert's {name} reaches over less than 2 GB", weight.shape[1] * weight.stride(1) * size < 2**31
+        yield f"an expert's {name} spans less than 2 GB", weight.shape[1] * weight.stride(1) * size < 2**31
     columns = max(h, a.hidden.stride(0)) if quantizing(a) < 2 else h
     width = a.hidden.element_size() if a.weight_only else size
-    yield "hidden, unless it is quantised ahead, reaches over less than 2 GB", m * columns * width < 2**31
+    yield "hidden, if no launch quantizes it first, spans less than 2 GB", m * columns * width < 2**31
     for name in ("topk_weights", "topk_ids", "hidden_scale", "w1_scale", "w2_scale", "act_scale", "expert_map"):
         tensor = getattr(a, name)
         yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
     if scheme(a.w1, a.w1_scale) == "mx":
-        yield f"{arch.name}'s matrix instructions take block scales", arch.block_scales
+        yield f"{arch.name} has block-scaled matrix instructions", arch.block_scales
         most = f"M is at most {streamed.MOST_TOKENS}, slots {streamed.MOST_SLOTS}, M * slots * (I / {streamed.GATE_UP_ROWS})^2"
         yield (
-            f"with a scale per 32 of K, {most} below 2^31, and lists of pairs and experts fit LDS",
+            f"with a scale per 32 along K, {most} is below 2^31, and lists of pairs and experts fit LDS",
             streamed.takes(a, arch),
         )
     elif not _can_stream(a, arch):
@@ -120,7 +123,7 @@ def _problem(a) -> dict[str, int]:
 
 
 def _cases() -> Iterator[Case]:
-    """Every instance; tokens around a tile of them; experts without tokens and with all; sizes around blocks of 128."""
+    """Yield every instance; tokens around a tile; experts without tokens and with all; sizes around blocks of 128."""
 
     def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, m, topk, experts, hidden, intermediate, given))
@@ -184,7 +187,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     of_fp8 = {"int8": torch.int8, "e5m2": next(e5m2 for e5m2, e4m3 in E5M2.items() if e4m3 == fp8_dtype)}
     weight_dtype = of_fp8.get(given.get("weights"), dtype)
     dtype = torch.int8 if weight_dtype == torch.int8 else dtype
-    step = 1 / 64 if dtype == torch.int8 else 1.0  # by which scales of int8 are smaller, and its values larger
+    step = 1 / 64 if dtype == torch.int8 else 1.0  # int8 has smaller scales and larger values
 
     bounds = (-127, 127) if dtype == torch.int8 else (-math.inf, math.inf)
 
@@ -224,7 +227,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     if given.get("mapped"):
         expert_map = torch.full((known,), -1, dtype=torch.int32)
         expert_map[1::2] = torch.arange(local, dtype=torch.int32)
-        expert_map[0] = local  # the shared expert, where there is one, which no id names
+        expert_map[0] = local  # the shared expert, if any, which no id names
         expert_map = expert_map.to(device)
     ids = ids.to(given.get("ids", torch.int32))
     if ids.dtype == torch.int64:  # beyond what 32 bits hold
@@ -289,21 +292,40 @@ def fused_experts(
     shuffled: bool = False,
     weight_only: bool = False,
 ) -> Tensor:
-    """sum over a token's experts of weight * w2[expert] @ (silu(gate) * up), where [gate, up] = w1[expert] @ hidden.
+    """Sum weight * w2[expert] @ (silu(gate) * up) over a token's experts, where [gate, up] = w1[expert] @ hidden.
 
-    hidden [M, H] bf16 or fp16, or e4m3 with hidden_scale; w1 [E, 2 I, H], gate rows first, and w2 [E, H, I] of one type;
-    topk_weights float32 and topk_ids int32 or int64 [M, topk]. Ids that are no expert count nothing: with expert_map, int32
-    [global experts], those that it maps to -1. The last `shared_experts` of E take every token with weight 1 and are no
-    target of ids. With apply_router_weight_on_input a weight scales hidden, not the result. If `shuffled`, each expert's w1 and w2
-    lie in the order of `shuffle_weight`, as AITER's experts have them, under their plain shapes.
+    Without a static scale, hidden and the activation are quantized dynamically as the weights are scaled: per 1x128
+    with block scales, per 1x32 with MX-FP8, else per token; to e4m3 for e4m3 and e5m2 weights, to int8 for int8 weights
+    (W8A8).
 
-    e4m3 weights come with float32 scales, [E], [E, N], or [E, ceil(N / 128), ceil(K / 128)]. With scales per block, hidden and
-    the activation are quantised per 1x128, else per token or, given a static scale of one element, hidden_scale or act_scale,
-    by that; e4m3 hidden has its scales [M, ceil(H / 128)], [M, 1] or [1]. MX-FP8 weights, e4m3fn, come with scales 2^(s - 127)
-    [E, N, K / 32], uint8 or float8_e8m0fnu, hidden and the activation are then quantised per 1x32 (quantization.py), and e4m3fn
-    hidden has its scales [M, H / 32]. With e5m2 weights tokens are as with e4m3 ones, so e4m3. int8 weights (W8A8) come with scales
-    [E] or [E, N]; hidden and the activation are quantised to int8 per token or by a static scale, and int8 hidden has its scales
-    [M, 1] or [1]. With weight_only (W8A16) nothing is quantised here: hidden and the activation stay bf16 or fp16. Between the products the activation is of out_dtype, bf16 or fp16. Returns [M, H].
+    Args:
+        hidden: [M, H], bf16 or fp16; or already quantized, e4m3 or int8, with hidden_scale.
+        w1: [E, 2 I, H], gate rows first; bf16, fp16, e4m3, e5m2 or int8.
+        w2: [E, H, I], w1's dtype.
+        topk_weights: [M, topk], float32.
+        topk_ids: [M, topk], int32 or int64; invalid ids are skipped.
+        out_dtype: bf16 or fp16, also of the activation between the GEMMs.
+        w1_scale: float32 [E] (per tensor), [E, N] (per channel) or [E, ceil(N / 128), ceil(K / 128)] (per block); uint8
+            or float8_e8m0fnu [E, N, K / 32] for MX-FP8. int8 has no block scales.
+        w2_scale: As w1_scale.
+        hidden_scale: Static scale of hidden, float32, one element; or the scales of a quantized hidden: [M, 1], [1],
+            [M, ceil(H / 128)] (per block) or [M, H / 32] (MX-FP8).
+        act_scale: Static scale of the activation, float32, one element.
+        expert_map: [global experts], int32: local expert of an id, -1 for none.
+        shared_experts: The last experts of E that take every token with weight 1; no id names them.
+        apply_router_weight_on_input: Scale hidden by the router weights, not the result.
+        shuffled: Each expert's w1 and w2 are in `shuffle_weight` order, as AITER stores them, with their plain shapes.
+        weight_only: W8A16: 8-bit weights, activations stay bf16 or fp16.
+
+    Returns:
+        [M, H], out_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's TritonExperts; MoE layers of RadeonFlow and the Inference Sprint; fused_moe/moe-gemm.py of AMD
+        perf-kernels; smallm_mxfp8_moe_grouped_gemm of aiter PR 3783.
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
     kind, dtype = scheme(w1, w1_scale), None if weight_only or w1_scale is None else E5M2.get(w1.dtype, w1.dtype)

@@ -1,4 +1,7 @@
-"""Matrix product of operands of any type, strides and sizes, with scales, bias and activation; kernels: csrc/ops/gemm.hip, gemm_blocks.hip."""
+"""Multiply matrices of any dtypes, strides and sizes, with scales, bias and activation.
+
+Kernels: csrc/ops/gemm.hip, csrc/ops/gemm_blocks.hip.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +27,33 @@ __all__ = ["gemm"]
 
 INTS = {torch.int32: 3, torch.int8: 4}
 OUT_TYPES = products.OUT_TYPES | INTS
-SLOPES = {"none": 1.0, "leaky_relu": 0.01}  # what results below 0 are multiplied by
-FEW = (1, 8)  # the most rows of a that a kernel without tiles takes
-THREADS = 256  # of its blocks
-ROWS, SPLIT_K = 128, (1, 2, 4, 8, 16)  # of the tiles here
-LARGE = ("int8", "e4m3", "bf16", "fp16")  # what is also multiplied in tiles of 128 rows of a
+SLOPES = {"none": 1.0, "leaky_relu": 0.01}  # factor of negative results
+FEW = (1, 8)  # row limit of the kernels without tiles
+THREADS = 256  # per block of these kernels
+ROWS, SPLIT_K = 128, (1, 2, 4, 8, 16)  # of this op's tiles
+LARGE = ("int8", "e4m3", "bf16", "fp16")  # dtypes that also have tiles of 128 rows of a
 
-# The model of `_cost`, beside that of the tiled kernels. No AMD GPU was there to measure.
-BY_ELEMENT = 4.0  # how many times as long products of elements take that are loaded one by one
-LANE_OPERATIONS = 134e3  # of a compute unit in a microsecond
-OPERATIONS = (18.0, 1.5)  # that an element of b takes, and times each row of a; of 1 to 2 rows 20, measured on H200
+# The cost model of the kernels without tiles. Never measured on an AMD GPU.
+BY_ELEMENT = 4.0  # slowdown of operands loaded element by element
+LANE_OPERATIONS = 134e3  # per compute unit and microsecond
+OPERATIONS = (18.0, 1.5)  # per element of b, and per element and row of a; 20 for 1 to 2 rows, measured on H200
 LATENCY_US = 2.0
 
 
 @dataclass(frozen=True)
 class FewConfig:
-    """A wave multiplies a column of b with all rows of a, at most `tokens`."""
+    """A wave multiplies a column of b by all rows of a, at most `tokens`."""
 
     tokens: int
 
 
 def _types(arch: Arch) -> dict[torch.dtype, str]:
-    """The names of what the kernels take on arch, in the order of ElementType in csrc/gemm/element.h."""
+    """Return the names of the dtypes that the kernels support on arch, in the order of ElementType in csrc/gemm/element.h."""
     return {torch.int8: "int8", arch.fp8_dtype: "e4m3", E5M2[arch.fp8_dtype]: "e5m2", **HALVES}
 
 
 def _multiplied(a, arch: Arch) -> tuple[str, int]:
-    """The type that a pair is multiplied in, and its bytes."""
+    """Return the dtype that a pair of operands is multiplied in, and its bytes."""
     pair = dict.fromkeys((a.a.dtype, a.b.dtype))
     for dtype, name in HALVES.items():
         if dtype in pair:
@@ -61,32 +64,32 @@ def _multiplied(a, arch: Arch) -> tuple[str, int]:
 
 
 def _operands(a, size: int) -> tuple[Operand, Operand]:
-    """a and b as rows along K, of elements of so many bytes as they are multiplied."""
+    """Return a and b as rows along K, with `size` bytes per multiplied element."""
     sides = ((a.a, a.a.stride(0)), (a.b.t(), a.b.stride(1)))
     return tuple(Operand(t, t.shape[0], t.shape[1] * size, stride * t.element_size()) for t, stride in sides)
 
 
 def _lies_in_vectors(operand: Operand) -> bool:
-    """Whether each 16 bytes of a row lie together and aligned."""
+    """Return whether rows are contiguous and 16-byte aligned."""
     rows = operand.tensor
     together = rows.stride(1) == 1 and (rows.shape[0] == 1 or operand.stride % 16 == 0)
     return together and rows.data_ptr() % 16 == 0
 
 
 def _has_vectors(operand: Operand) -> bool:
-    """The same, rows are whole vectors, and their elements are of the type that is multiplied."""
+    """Return whether rows are also whole vectors of the multiplied dtype."""
     in_memory = operand.tensor.shape[1] * operand.tensor.element_size()
     return _lies_in_vectors(operand) and in_memory == operand.k and operand.k % 16 == 0
 
 
 def _is_fast(a, operands: tuple[Operand, Operand]) -> bool:
-    """Whether the kernels of rows in vectors take a call. Two operands of 16 bits have none with scales of blocks."""
+    """Return whether the vectorized kernels support a call. They have no block scales for two 16-bit operands."""
     has_scales = a.block_scales and a.a.element_size() == a.b.element_size() == 2
     return not has_scales and all(_has_vectors(operand) and operand.stride < 2**25 for operand in operands)
 
 
 def _is_skinny(a, kind: str) -> bool:
-    """Whether the skinny kernels are among those for a call: int8 with scales, few rows of a, no more than a bias of columns behind."""
+    """Return whether the skinny kernels support a call: int8 with scales, few rows of a, at most a column bias."""
     plain = a.out_dtype in products.OUT_TYPES and a.activation == "none" and (a.bias is None or a.bias.dim() == 1)
     return (
         kind == "int8"
@@ -131,20 +134,20 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     for name, dtype in (("a", a.a.dtype), ("b", a.b.dtype)):
         yield f"{name} is not float32, which torch multiplies", dtype != torch.float32
-        yield f"{arch.name} multiplies {name}'s dtype ({', '.join(_types(arch).values())})", dtype in _types(arch)
-    yield "bfloat16 does not meet float16", {a.a.dtype, a.b.dtype} != set(HALVES)
+        yield f"{arch.name} supports {name}'s dtype ({', '.join(_types(arch).values())})", dtype in _types(arch)
+    yield "a and b are not bfloat16 with float16", {a.a.dtype, a.b.dtype} != set(HALVES)
     rest = [t for t in (a.scale_a, a.scale_b, a.bias) if t is not None]
     if a.block_scales:
         yield from gemm_blocks.envelope(a)
         rest = rest[2:]
-    yield "scales of rows and bias are contiguous", all(t.is_contiguous() for t in rest)
+    yield "row scales and bias are contiguous", all(t.is_contiguous() for t in rest)
     m, n, k = _sizes(a)
     yield "N and K are at least 1", min(n, k) > 0
-    yield "K is below 2^17, so that sums of int8 have 32 bits", k < 2**17 or torch.int8 not in (a.a.dtype, a.b.dtype)
+    yield "K is below 2^17, so that int8 sums fit 32 bits", k < 2**17 or torch.int8 not in (a.a.dtype, a.b.dtype)
     yield "M, N and K are below 2^30, M * N is below 2^40", max(m, n, k) < 2**30 and m * n < 2**40
     for name, rows in (("a", a.a), ("b", a.b.t())):
         reach = (256 * rows.stride(0) + 128 * rows.stride(1)) * rows.element_size()
-        yield f"256 rows and 128 elements of K of {name} reach over less than 2 GB", reach < 2**31
+        yield f"256 rows by 128 along K of {name} span less than 2 GB", reach < 2**31
 
 
 def _sizes(a) -> tuple[int, int, int]:
@@ -166,7 +169,7 @@ def _configs(a, arch: Arch) -> list:
 
 
 def _unit(a) -> int:
-    """Steps of K that a block of the skinny kernels has together."""
+    """Return the steps along K per unit of the skinny kernels."""
     return gemm_blocks.UNIT if a.block_scales else 1
 
 
@@ -246,14 +249,14 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 
 def _scale_strides(a) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Elements from scale to scale of a's rows and along K, and of b's columns, or of blocks of them, and along K."""
+    """Return the strides of both scales in elements: along a's rows and K, and along b's columns (or their blocks) and K."""
     if a.block_scales:
         return a.scale_a.stride(), a.scale_b.t().stride()
     return tuple((int(scale is not None and scale.numel() > 1), 0) for scale in (a.scale_a, a.scale_b))
 
 
 def _is_unscaled(a) -> bool:
-    """Whether results are the sums themselves."""
+    """Return whether results are the int32 sums themselves."""
     return a.out_dtype == torch.int32 and a.scale_a is None and a.scale_b is None and a.activation == "none"
 
 
@@ -267,9 +270,9 @@ def _torch(
     activation: str = "none",
     block_scales: bool = False,
 ) -> Tensor:
-    """PyTorch's own product of the types, which scales those of fp8, and the rest behind it. It raises where there is none."""
+    """Run PyTorch's GEMM for these dtypes, then scales, bias and activation. Raise ValueError if PyTorch has none."""
     if block_scales:
-        raise ValueError("it takes no scales of blocks of all these types")
+        raise ValueError("PyTorch has no GEMM with block scales for all of these dtypes")
     if a.dtype == b.dtype == torch.int8:
         product = torch._int_mm(a, b)
     elif a.element_size() == b.element_size() == 1:
@@ -304,7 +307,7 @@ def _op(reference) -> Op:
 
 
 def _problem(a) -> dict[str, object]:
-    """What a tuned row is keyed by: sizes, types, and whether a and b have K innermost."""
+    """Return the key of a tuned row: sizes, dtypes, and whether a and b have K innermost."""
     m, n, k = _sizes(a)
     types = [str(dtype).removeprefix("torch.") for dtype in (a.a.dtype, a.b.dtype)]
     inner = [int(stride == 1) for stride in (a.a.stride(1), a.b.stride(0))]
@@ -323,14 +326,30 @@ def gemm(
     activation: str = "none",
     block_scales: bool = False,
 ) -> Tensor:
-    """activation((a @ b) * scale_a * scale_b^T + bias), the sums in fp32, those of int8 with int8 exact if results are ints.
+    """Compute activation((a @ b) * scale_a * scale_b^T + bias), summed in float32.
 
-    a [M, K] and b [K, N] are int8, e4m3, e5m2, bf16, fp16 or fp32, each its own, with any strides; scale_a has 1 or M elements,
-    scale_b 1 or N, float32. With block_scales every product of 128 of K is scaled by itself: scale_a is [M, ceil(K / 128)], scale_b
-    [ceil(K / 128), ceil(N / 128)], with any strides, and 0 where one scale has to do for several. bias is of out_dtype, [N] or
-    [M, 1]. activation is "none" or "leaky_relu", which multiplies what is below 0 by 0.01. Returns [M, N] in bf16, fp16, fp32 or,
-    of int8 with int8, int32 or int8: rounded to nearest even, saturated, NaN as 0. Matrices of fp32 are multiplied by torch, as
-    are bf16 with fp16. MX-FP8, e8m0 scales and shuffled weights: mxfp8_scaled_mm and block_scaled_mm.
+    int8 with int8 is summed exactly if results are integers. torch multiplies fp32, and bf16 with fp16. MX-FP8, e8m0
+    scales and shuffled weights have ops of their own: `mxfp8_scaled_mm` and `block_scaled_mm`.
+
+    Args:
+        a: [M, K], int8, e4m3, e5m2, bf16, fp16 or fp32; any strides.
+        b: [K, N], any of these dtypes; any strides.
+        out_dtype: bf16, fp16, fp32 or, for int8 with int8, int32 or int8.
+        scale_a: float32, 1 or M elements, or None. With block_scales [M, ceil(K / 128)], any strides, 0 to repeat a
+            scale.
+        scale_b: float32, 1 or N elements, or None. With block_scales [ceil(K / 128), ceil(N / 128)], any strides.
+        bias: [N] or [M, 1], out_dtype, or None; not for integer results.
+        activation: "none", or "leaky_relu" with slope 0.01.
+        block_scales: Scale every block of 128 along K by itself.
+
+    Returns:
+        [M, N], out_dtype. Integers are rounded to nearest even and saturated, NaN becomes 0.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        03-matrix-multiplication-all-types.py and multreduce_matmul_kernel.py of AMD perf-kernels.
     """
     wide = torch.float64 if out_dtype == torch.float64 else torch.float32
     summed = torch.float64 if a.dtype == b.dtype == torch.int8 else wide
@@ -343,7 +362,7 @@ def gemm(
 def _finished(
     product: Tensor, wide: torch.dtype, out_dtype, scale_a, scale_b, bias, activation: str, block_scales: bool = False
 ) -> Tensor:
-    """What is behind the sums, in `wide`. Those of blocks are scaled."""
+    """Apply scales, bias and activation to the sums in `wide`, and convert. Block-scaled sums have their scales already."""
     if out_dtype == torch.int32 and scale_a is None and scale_b is None and activation == "none":
         return product.to(out_dtype)
     product = product.to(wide)

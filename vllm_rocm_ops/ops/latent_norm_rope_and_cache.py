@@ -1,9 +1,8 @@
-"""What latent attention does between its first projection and the scores, in one launch; kernels:
-csrc/ops/latent_norm_rope_and_cache.hip.
+"""Fuse the MLA norms, RoPE of keys and the paged cache write; kernels: csrc/ops/latent_norm_rope_and_cache.hip.
 
-What a norm of the queries' latent that may quantize, `rms_norm` of the keys' latent and the rotation and the write of
-`rope_and_cache_mla` do in three launches, with their roundings and their bits. Models without a latent of queries, as
-DeepSeek-V2-Lite, have the rest of it.
+Replaces three launches between the first projection of MLA and its scores, with their bits: the RMSNorm of the query latent with
+optional FP8 quantization, `rms_norm` of the key latent, and rotation and write of `rope_and_cache_mla`. Models without a query
+latent, as DeepSeek-V2-Lite, run the rest.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from vllm_rocm_ops.ops.families.rowwise import VECTOR
 
 __all__ = ["latent_norm_rope_and_cache"]
 
-LARGEST = rowwise.MAX_THREADS[1] * VECTOR  # elements of a latent
+LARGEST = rowwise.MAX_THREADS[1] * VECTOR  # elements per latent
 OUTS = "q_out", "kv_out", "k_pe_out"
 
 
 def _sizes(a) -> tuple[int, int, int]:
-    """Return the elements of a row: of the queries' latent, of the keys', of what is rotated."""
+    """Return the sizes of the query latent, the key latent and the rotated part of a row."""
     q, kv = 0 if a.q_weight is None else a.q_weight.shape[0], a.kv_weight.shape[0]
     return q, kv, a.qkv.shape[1] - q - kv
 
@@ -42,7 +41,7 @@ def _outs(a) -> tuple[str, ...]:
 
 
 def _kind(a) -> str:
-    """Return how the queries' latent is stored, as symbols end."""
+    """Return how the query latent is stored, as the suffix of symbols."""
     if a.q_out is None or not attention.is_quantized(a.q_out):
         return ""
     if a.scales_out is None:
@@ -51,7 +50,12 @@ def _kind(a) -> str:
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    yield "qkv", "of 16 bits or more, [T, row]", describe(a.qkv), a.qkv.dim() == 2 and is_wide_float(a.qkv)
+    yield (
+        "qkv",
+        "floating point of 16 bits or more, [T, row]",
+        describe(a.qkv),
+        a.qkv.dim() == 2 and is_wide_float(a.qkv),
+    )
     (tokens, row), dtype = a.qkv.shape, a.qkv.dtype
     holds, wanted = (a.q_weight is None) == (a.q_out is None), "None" if a.q_weight is None else "given"
     yield "q_out", f"{wanted}, as q_weight", "None" if a.q_out is None else describe(a.q_out), holds
@@ -66,7 +70,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         x, shape = getattr(a, name), [tokens, size]
         holds = [*x.shape] == shape and (x.dtype == dtype or name == "q_out" and attention.is_quantized(x))
         yield name, f"{dtype}{' or e4m3' * (name == 'q_out')} {shape}", describe(x), holds
-        yield name, "without elements in the same place", describe(x), not overlaps_itself(x)
+        yield name, "without overlapping elements", describe(x), not overlaps_itself(x)
     holds = a.kv_cache.dim() == 3 and a.kv_cache.shape[2] == row - q and 0 not in a.kv_cache.shape
     yield "kv_cache", f"[pages, N, {row - q}]", describe(a.kv_cache), holds
     yield rotation.cache_dtype("kv_cache", a.kv_cache, dtype)
@@ -83,27 +87,27 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     x = a.scales_out
     holds = x.dim() == 2 and x.dtype == torch.float32 and len(x) == tokens and x.shape[1] > 0 and q % x.shape[1] == 0
     yield "scales_out", f"float32 [T={tokens}, groups that divide {q}]", describe(x), holds
-    yield "scales_out", "without elements in the same place", describe(x), not overlaps_itself(x)
+    yield "scales_out", "without overlapping elements", describe(x), not overlaps_itself(x)
 
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "qkv is bfloat16 or float16", a.qkv.dtype in attention.ELEMENTS
     fp8 = arch.fp8_dtype
     if a.q_out is not None:
-        yield f"q_out is of qkv's dtype or e4m3 as {arch.name} has it", a.q_out.dtype in (a.qkv.dtype, fp8)
-    yield f"a scale is that of a row or of a group of {rowwise.GROUP_SIZES}", _groups(a)
-    yield f"latents have a multiple of {VECTOR} elements, at most {LARGEST}", _fits(a)
-    yield f"all of k_pe is rotated, a multiple of {2 * rotation.PAIRS} elements", _rotates(a)
-    yield "elements of qkv lie side by side", a.qkv.stride(1) == 1
+        yield f"q_out is of qkv's dtype or {fp8}, the FP8 dtype of {arch.name}", a.q_out.dtype in (a.qkv.dtype, fp8)
+    yield f"scales_out has one scale per row or per group of {rowwise.GROUP_SIZES}", _groups(a)
+    yield f"latent sizes are multiples of {VECTOR} and at most {LARGEST}", _fits(a)
+    yield f"all of k_pe is rotated, and its size is a multiple of {2 * rotation.PAIRS}", _rotates(a)
+    yield "qkv's rows are contiguous", a.qkv.stride(1) == 1
     weights = ("q_weight", "kv_weight")[a.q_weight is None :]
     for name in (*_outs(a), *weights, "positions", "cos_sin_cache", "slot_mapping"):
         yield f"{name} is contiguous", getattr(a, name).is_contiguous()
     for name in ("qkv", *_outs(a), *weights, "cos_sin_cache"):
         yield f"{name} is 16-byte aligned", aligned(getattr(a, name))
     cache = a.kv_cache
-    yield f"the cache is of qkv's dtype or e4m3 as {arch.name} has it", cache.dtype in (a.qkv.dtype, fp8)
-    yield "elements of a slot lie side by side", cache.stride(2) == 1
-    yield f"slots lie at multiples of {VECTOR} elements", aligned(cache, VECTOR * cache.element_size())
+    yield f"the cache is of qkv's dtype or {fp8}, the FP8 dtype of {arch.name}", cache.dtype in (a.qkv.dtype, fp8)
+    yield "slots are contiguous", cache.stride(2) == 1
+    yield f"slots are aligned to {VECTOR} elements", aligned(cache, VECTOR * cache.element_size())
     yield "there are fewer than 2^31 slots", cache.shape[0] * cache.shape[1] < 2**31
     yield "there are fewer than 2^31 tokens", len(a.qkv) < 2**31
 
@@ -122,7 +126,7 @@ def _rotates(a) -> bool:
 
 
 def _configs(a, arch: Arch) -> list[RopeConfig]:
-    """Whole waves for the longer of both latents, and for the pairs."""
+    """Return whole waves for the longer latent and the pairs."""
     if not _fits(a) or not _groups(a) or not _rotates(a):
         return []
     vectors = max(*_sizes(a)[:2], _sizes(a)[2] // 2)
@@ -130,7 +134,7 @@ def _configs(a, arch: Arch) -> list[RopeConfig]:
 
 
 def _cost(config: RopeConfig, a, arch: Arch) -> dict[str, float]:
-    """Return a launch, and the bytes."""
+    """Return the launch and the HBM bytes."""
     moved = sum(x.numel() * x.element_size() for x in (a.qkv, *(getattr(a, name) for name in _outs(a))))
     moved += len(a.qkv) * a.kv_cache.shape[2] * a.kv_cache.element_size()
     return {"launch": attention.LAUNCH_US, "bytes": moved / (arch.bandwidth_gb_s * 1e3)}
@@ -225,8 +229,11 @@ def _inputs(tokens, sizes, given, device, generator, fp8_dtype) -> tuple:
 
 
 def _cases() -> Iterator[Case]:
-    """Every kernel, both kinds of pairs, latents that share their waves with pairs and not, of several waves and parts of one, an epsilon
-    that counts, slot -1, fewer slots than tokens, any page size, no queries."""
+    """Yield every kernel, both pairings, and latents that share their waves with pairs and that do not.
+
+    More cases have latents of several waves and below one, an epsilon that matters, slot -1, fewer slots than tokens, any page size,
+    and no queries.
+    """
 
     def case(name: str, tokens: int, sizes: tuple[int, int, int], **given) -> Case:
         return Case(name, functools.partial(_inputs, tokens, sizes, given))
@@ -294,13 +301,33 @@ def latent_norm_rope_and_cache(
     scales_out: Tensor | None = None,
     scale_ub: Tensor | None = None,
 ) -> None:
-    """Normalize both latents of rows [q | kv | k_pe], rotate k_pe, and write [kv | k_pe] to their slots of a paged MLA cache.
+    """Normalize both latents of rows [q | kv | k_pe], rotate k_pe, and write [kv | k_pe] to a paged MLA cache.
 
-    qkv [T, q size + kv size + rotated size] bf16 or fp16, rows may be strided; q_weight [q size] and kv_weight [kv size] of this
-    dtype. The results go to q_out, kv_out and k_pe_out [T, size] of this dtype; q_out may be e4m3, with q_scale (float32, one
-    element) as of `rms_norm_static_fp8_quant`, or with scales_out (float32), [T, 1] as of `rms_norm_dynamic_per_token_quant` or [T,
-    groups] as of `rms_norm_per_block_quant`, which scale_ub bounds. kv_cache [pages, N, kv size + rotated size] of qkv's dtype or e4m3
-    with the scale cache_scale. Rows without q have neither q_weight nor q_out. positions, cos_sin_cache, is_neox and slot_mapping are as of `rope_and_cache_mla`.
+    Args:
+        qkv: [T, q size + kv size + rotated size], bf16 or fp16; rows may be strided.
+        q_weight: [q size], qkv's dtype; None for rows without q.
+        kv_weight: [kv size], qkv's dtype.
+        epsilon: Added to the mean square.
+        positions: [T], int64.
+        cos_sin_cache: [positions, rotary size], qkv's dtype or float32: cosines, then sines; rotates k_pe.
+        is_neox: Pair the halves of the rotated part; else neighboring elements.
+        q_out: [T, q size], qkv's dtype, or e4m3 with q_scale or scales_out: receives the normalized q; None without
+            q_weight.
+        kv_out: [T, kv size], qkv's dtype: receives the normalized kv.
+        k_pe_out: [T, rotated size], qkv's dtype: receives the rotated k_pe.
+        kv_cache: [pages, N, kv size + rotated size], qkv's dtype or e4m3; updated in place.
+        slot_mapping: [at most T], int64: cache slots of the first tokens; -1 skips a token.
+        cache_scale: float32, one element: divides the rows of an e4m3 cache; None for 1.
+        q_scale: float32, one element: static scale of an e4m3 q_out, as in `rms_norm_static_fp8_quant`.
+        scales_out: [T, 1] or [T, groups], float32: receives dynamic scales per row or per group of 64 or 128.
+        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's MultiHeadLatentAttentionWrapper: q_a and kv_a RMSNorm, `rotary_embedding` of k_pe,
+        `concat_and_cache_mla`.
     """
     q, kv = 0 if q_weight is None else len(q_weight), len(kv_weight)
     queries, keys, k_pe = qkv.split([q, kv, qkv.shape[1] - q - kv], 1)

@@ -1,6 +1,6 @@
-"""LayerNorm with an optional e4m3 quantisation behind; kernels: csrc/ops/layer_norm.hip.
+"""Normalize rows by LayerNorm, with optional FP8 quantization fused; kernels: csrc/ops/layer_norm.hip.
 
-Roundings are those of torch.nn.functional.layer_norm: fp32 up to the result, which is rounded once and then quantised.
+Rounding matches torch.nn.functional.layer_norm: float32 up to the result, which is rounded once and then quantized.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
     "layer_norm_static_fp8_quant",
 ]
 
-COLUMNS = {"weight": rowwise.around_one, "bias": rowwise.normal}  # with an element for each column, as cases fill them
+COLUMNS = {"weight": rowwise.around_one, "bias": rowwise.normal}  # per-column arguments, and their values in cases
 
 
 def _normalize(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    """LayerNorm in input's dtype, rounded once."""
+    """Apply LayerNorm and round once to input's dtype."""
     x = rowwise.exact(input)
     d = x - x.mean(-1, keepdim=True)
     n = d * torch.rsqrt(d.square().mean(-1, keepdim=True) + epsilon)
@@ -72,7 +72,7 @@ def _op(reference: Callable, peer: Callable | None = None, mx: bool = False) -> 
     make = rowwise.Cases(reference, 1, COLUMNS, MX_BLOCK if mx else 1)
 
     def cases() -> Iterator[Case]:
-        """As for the other norms, and rows with neither weight nor bias."""
+        """Yield the cases of all norms, and rows with neither weight nor bias."""
         yield from make.standard()
         yield make.case("no-weight-no-bias-general", (2, 384), weight=None, bias=None, padding=1)
 
@@ -96,10 +96,22 @@ def _peer(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: fl
 
 @functools.partial(_op, peer=_peer)
 def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    """LayerNorm over the last dimension.
+    """Apply LayerNorm over the last dimension.
 
-    input [..., hidden] bf16 or fp16, rows may be strided; weight [hidden] or None for ones; bias [hidden] or None for
-    zeros. Returns [..., hidden].
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided.
+        weight: [hidden], input's dtype; None for ones.
+        bias: [hidden], input's dtype; None for zeros.
+        epsilon: Added to the variance.
+
+    Returns:
+        [..., hidden], input's dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        torch.nn.functional.layer_norm; layernorm.py of AMD perf-kernels.
     """
     return _normalize(input, weight, bias, epsilon)
 
@@ -113,7 +125,25 @@ def layer_norm_static_fp8_quant(
     epsilon: float,
     quant_dtype: torch.dtype,
 ) -> Tensor:
-    """`layer_norm`, then division by `scale` (float32, one element) and the cast to quant_dtype. Returns [..., hidden]."""
+    """Apply LayerNorm, then quantize to FP8 with a static scale.
+
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided.
+        weight: [hidden], input's dtype; None for ones.
+        bias: [hidden], input's dtype; None for zeros.
+        scale: float32, one element: the static scale.
+        epsilon: Added to the variance.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+
+    Returns:
+        [..., hidden], quant_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
+    """
     return quantization.static(rowwise.exact(_normalize(input, weight, bias, epsilon)), scale, quant_dtype)
 
 
@@ -126,10 +156,24 @@ def layer_norm_dynamic_per_token_quant(
     quant_dtype: torch.dtype,
     scale_ub: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm`, then quantisation with one dynamic scale per row.
+    """Apply LayerNorm, then quantize to FP8 with one dynamic scale per row.
 
-    scale_ub (float32, one element) bounds the absolute maximum. Returns out [..., hidden] of quant_dtype and scale
-    [rows, 1] float32.
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided.
+        weight: [hidden], input's dtype; None for ones.
+        bias: [hidden], input's dtype; None for zeros.
+        epsilon: Added to the variance.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
+
+    Returns:
+        The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
     """
     return quantization.per_token(rowwise.exact(_normalize(input, weight, bias, epsilon)), quant_dtype, scale_ub)
 
@@ -145,10 +189,26 @@ def layer_norm_per_block_quant(
     is_scale_transposed: bool = False,
     scale_ub: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm`, then quantisation with one dynamic scale per `group_size` columns of a row.
+    """Apply LayerNorm, then quantize to FP8 with one dynamic scale per `group_size` columns of a row.
 
-    As `layer_norm_dynamic_per_token_quant`, but scale is [rows, hidden / group_size], column-major (strides (1, rows)) if
-    is_scale_transposed.
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided.
+        weight: [hidden], input's dtype; None for ones.
+        bias: [hidden], input's dtype; None for zeros.
+        epsilon: Added to the variance.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        group_size: Columns that share a scale; kernels take 64 and 128.
+        is_scale_transposed: Store scales column-major, with strides (1, rows).
+        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
+
+    Returns:
+        The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
     """
     return rowwise.per_block(
         _normalize(input, weight, bias, epsilon), quant_dtype, scale_ub, group_size, is_scale_transposed
@@ -159,9 +219,22 @@ def layer_norm_per_block_quant(
 def layer_norm_mxfp8_quant(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm`, then quantisation to MX-FP8, as `mxfp8_scaled_mm` takes it: one e8m0 scale per 32 columns of a row.
+    """Apply LayerNorm, then quantize to MX-FP8 with one e8m0 scale per 32 columns of a row.
 
-    hidden is a multiple of 32. Returns out [..., hidden] float8_e4m3fn, on all GPUs, and scale [rows, hidden / 32] uint8: s for
-    2^(s - 127), the least that keeps a group within 448.
+    Args:
+        input: [..., hidden], bf16 or fp16, hidden a multiple of 32; rows may be strided.
+        weight: [hidden], input's dtype; None for ones.
+        bias: [hidden], input's dtype; None for zeros.
+        epsilon: Added to the variance.
+
+    Returns:
+        The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
+        2^(s - 127), the smallest power of two that keeps its 32 values within 448.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.
     """
     return rowwise.mx(_normalize(input, weight, bias, epsilon))

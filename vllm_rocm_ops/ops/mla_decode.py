@@ -1,4 +1,4 @@
-"""Multi-head latent attention of few query rows per request to a paged cache; kernels: csrc/attention/mla.h."""
+"""Run paged split-KV decode for MLA, 1 to 8 query rows per request; kernels: csrc/attention/mla.h."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from vllm_rocm_ops.ops.families.decode import DecodeConfig
 
 __all__ = ["mla_decode"]
 
-LATENT, ROPE = 512, 64  # elements of a key
-STEP, LEAST_STEPS = 32, 2  # keys that a block has at a time, and how many such a part has
+LATENT, ROPE = 512, 64  # elements per key
+STEP, LEAST_STEPS = 32, 2  # keys per iteration of a block, and the fewest iterations per split
 WAVES = 8
-COUNTED_PARTS = 8  # of 16 columns, that the last of their blocks adds; more are added by a launch of their own
-LEAST_STEPS_IN_LDS = 4  # of a part of two times 64 keys
-RAGGED_SHARE = 0.1  # of what the longest of different lengths take beside their mean
-PANEL = 64  # elements of a row of a panel in LDS, and keys
-EVEN_COMBINE_BLOCKS = 528  # that add even parts: what runs at once on 132 units
-EVEN_KEYS = 128  # of a step of even parts
+COUNTED_PARTS = 8  # splits of 16 columns that the last block combines; more are combined by a second launch
+LEAST_STEPS_IN_LDS = 4  # per split of two times 64 keys
+RAGGED_SHARE = 0.1  # extra time of the longest of unequal lengths over their mean
+PANEL = 64  # elements per row of an LDS panel, and keys
+EVEN_COMBINE_BLOCKS = 528  # that combine even splits: all resident on 132 units
+EVEN_KEYS = 128  # per iteration of even splits
 
 
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
-    """Keys go through registers, or through LDS: on AMD those of more than 32 columns, on NVIDIA any that are not converted. `even`:
-    so many parts in all, of one length, which may have keys of several requests."""
+    """Keys stream through registers, or with `in_lds` through LDS.
+
+    LDS serves more than 32 columns on AMD, and any keys that need no conversion on NVIDIA. With `even`, `parts` counts the splits
+    of the whole batch, all of one length; a split may have keys of several requests.
+    """
 
     in_lds: bool = False
     even: bool = False
 
 
 def _layout(a) -> attention.CacheLayout:
-    """One head, whose values are the first elements of its keys."""
+    """Return the layout of one head whose values are the first elements of its keys."""
     rows = a.kv_cache.unsqueeze(2)
     return attention.CacheLayout(rows, rows[..., : a.q_nope.shape[2]])
 
@@ -49,7 +52,7 @@ def _layout(a) -> attention.CacheLayout:
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     dtype = a.q_nope.dtype
     holds = a.q_nope.dim() == 3 and is_wide_float(a.q_nope) and 0 not in a.q_nope.shape[1:]
-    yield "q_nope", "of 16 bits or more, [rows, heads, latent size]", describe(a.q_nope), holds
+    yield "q_nope", "floating point of 16 bits or more, [rows, heads, latent size]", describe(a.q_nope), holds
     rows, heads, latent = a.q_nope.shape
     holds = a.q_pe.dtype == dtype and a.q_pe.dim() == 3 and a.q_pe.shape[:2] == (rows, heads) and a.q_pe.shape[2] > 0
     yield "q_pe", f"{dtype} [rows={rows}, heads={heads}, size]", describe(a.q_pe), holds
@@ -67,17 +70,17 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     layout = _layout(a)
     yield "q_nope is bfloat16 or float16", a.q_nope.dtype in attention.ELEMENTS
     sizes = (a.q_nope.shape[2], a.q_pe.shape[2])
-    yield f"the latent has {LATENT} elements and the rotated part {ROPE}", sizes == (LATENT, ROPE)
+    yield f"the latent has {LATENT} elements and the RoPE part {ROPE}", sizes == (LATENT, ROPE)
     yield from attention.cache_envelope(layout, a.q_nope.dtype, arch)
     yield attention.heads_envelope("q_nope", a.q_nope)
     yield attention.heads_envelope("q_pe", a.q_pe)
     yield from decode.out_envelope(a, LATENT, arch)
     yield from decode.requests_envelope(a, layout, 2**13)
-    yield "there are fewer than 2^31 blocks of a part", _blocks(a, arch, False) < 2**31
+    yield "there are fewer than 2^31 blocks per split", _blocks(a, arch, False) < 2**31
 
 
 def _tiles(a, arch: Arch, in_lds: bool) -> int:
-    """Of 16 columns: those of a block."""
+    """Return the tiles of 16 columns per block."""
     return next((tiles for tiles in (1, 2) if _needed_tiles(a) <= tiles), 4 if in_lds else 2)  # as registers allow
 
 
@@ -86,13 +89,13 @@ def _needed_tiles(a) -> int:
 
 
 def _blocks(a, arch: Arch, in_lds: bool) -> int:
-    """Of a part."""
+    """Return the blocks per split."""
     columns = decode.COLUMNS * _tiles(a, arch, in_lds)
     return a.block_table.shape[0] * decode.column_tiles(a, a.q_nope, _layout(a), columns)
 
 
 def _lds_bytes(columns: int) -> int:
-    """Two steps' keys, a query, and weights, maxima and factors of its columns; csrc/attention/nvidia/mla_in_lds.h."""
+    """Return the LDS bytes of csrc/attention/nvidia/mla_in_lds.h: keys of two iterations, a query, and softmax state."""
     consumers = 1 if columns == 64 else 2
     rows = 2 * PANEL * (LATENT + ROPE) + columns * (LATENT + ROPE + consumers * PANEL)
     return 2 * rows + 16 * consumers * columns + 4 * columns
@@ -101,7 +104,7 @@ def _lds_bytes(columns: int) -> int:
 def _configs(a, arch: Arch) -> list[MlaConfig]:
     if (a.q_nope.shape[2], a.q_pe.shape[2]) != (LATENT, ROPE):
         return []
-    # With a partition there is one kind, whatever else is in the batch.
+    # A fixed split size allows one kind of kernel, whatever else is in the batch.
     can_be_in_lds = arch.vendor == "nvidia" and not attention.is_quantized(a.kv_cache) and not a.partition
     if arch.vendor == "amd":
         kinds = {_needed_tiles(a) > 2: LEAST_STEPS}
@@ -111,7 +114,7 @@ def _configs(a, arch: Arch) -> list[MlaConfig]:
     configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
     blocks, keys = _blocks(a, arch, True), decode.capacity(a, _layout(a))
     if can_be_in_lds and 0 < blocks * (keys + EVEN_KEYS) < 2**31:
-        parts = arch.compute_units // blocks * blocks  # of equal lengths each has keys of one request
+        parts = arch.compute_units // blocks * blocks  # with equal lengths a split has keys of one request
         configs.append(MlaConfig(parts or arch.compute_units, LEAST_STEPS_IN_LDS, in_lds=True, even=True))
     return configs
 
@@ -121,8 +124,11 @@ def _is_counted(config: MlaConfig, tiles: int) -> bool:
 
 
 def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
-    """A launch; rounds of blocks that stream their keys at their share of the bandwidth; the sum of parts. Lengths are not known: most
-    are nominal, a few fill the block table, and some differ, where parts that are not even wait for the longest."""
+    """Return the launch, rounds of blocks that stream keys at their share of HBM bandwidth, and the combine of splits.
+
+    Sequence lengths are unknown: most are taken as nominal, a few fill the block table, and some differ, where uneven splits wait
+    for the longest.
+    """
     bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
     tiles = _tiles(a, arch, config.in_lds)
     blocks_of_part = _blocks(a, arch, config.in_lds)
@@ -165,7 +171,7 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     columns, is_counted = decode.COLUMNS * tiles, _is_counted(config, tiles)
     both = (a.kv_cache, a.kv_cache), (a.kv_scale, a.kv_scale)
     shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, columns, counts=is_counted)
-    waves = WAVES if config.parts <= WAVES else 1  # of a block that have elements of their own when parts are added
+    waves = WAVES if config.parts <= WAVES else 1  # with their own elements in the combine of splits
     combine_blocks = columns * LATENT // 4 // (waves * arch.wave_lanes)
     if config.even:
         combine_blocks = min(combine_blocks, max(EVEN_COMBINE_BLOCKS // blocks, 1))
@@ -212,7 +218,7 @@ def _problem(a) -> dict[str, object]:
 
 
 def _inputs(lens, heads, given, device, generator, fp8_dtype) -> tuple:
-    """Pages in any order; garbage behind them in the table, NaN in slots that are not used."""
+    """Return inputs with pages in random order, garbage after them in the table, and NaN in unused slots."""
     requests, query_len = len(lens), given.get("query_len", 1)
     dtype, page, is_fp8 = given.get("dtype", torch.bfloat16), given.get("page", 16), given.get("fp8", False)
     latent, rope = given.get("sizes", (LATENT, ROPE))
@@ -240,8 +246,11 @@ def _inputs(lens, heads, given, device, generator, fp8_dtype) -> tuple:
 
 
 def _cases() -> Iterator[Case]:
-    """Every kernel; lengths around steps, pages and parts, empty ones and shorter than the query; heads that fill no tile and several;
-    pages of any size, large scores, a constant partition, parts that a launch of their own adds."""
+    """Yield every kernel; lengths around steps, pages and splits, empty, and shorter than the query.
+
+    More cases have heads below one tile and of several, any page size, large scores, a fixed split size, and splits that a second
+    launch combines.
+    """
 
     def case(name: str, lens: tuple[int, ...], heads: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, lens, heads, given))
@@ -301,12 +310,35 @@ def mla_decode(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last query_len rows of each request to its keys in a paged MLA cache, of which all heads have the same.
+    """Attend from the last query_len rows of each request to the latents in a paged MLA cache.
 
-    q_nope [requests * query_len, heads, latent size] bf16 or fp16, in the space of the latent, and q_pe [the same, heads, size] are the
-    parts of a query; rows and heads may be strided. kv_cache [pages, N, latent size + size] as `rope_and_cache_mla` writes it, of
-    this dtype or e4m3 with a scale (float32, one element, default 1). A value is the latent of its key. block_table, seq_lens,
-    partition, out [rows, heads, latent size] and what is returned are as of `paged_attention_decode`.
+    All heads read the same keys; a value is the latent of its key. Kernels take latents of 512 elements and RoPE parts
+    of 64.
+
+    Args:
+        q_nope: [requests * query_len, heads, latent size], bf16 or fp16: queries after W_UK absorption; rows and heads
+            may be strided.
+        q_pe: [requests * query_len, heads, RoPE size], q_nope's dtype: the rotated part; rows and heads may be strided.
+        kv_cache: [pages, N, latent size + RoPE size], as `rope_and_cache_mla` writes it; q_nope's dtype or e4m3.
+        block_table: [requests, pages], int32.
+        seq_lens: [requests], int32: keys of each request, including the query rows.
+        scale: Factor of the scores.
+        query_len: Query rows per request; kernels take 1 to 8.
+        kv_scale: float32, one element: the scale of an e4m3 cache; None for 1.
+        partition: Fixed split size in keys, a multiple of 128, which makes bits independent of the batch; 0 chooses
+            splits by cost.
+        return_lse: Return the log-sum-exp of the scores.
+        out: [rows, heads, latent size], q_nope's dtype, may be strided. Written in place of a new tensor.
+
+    Returns:
+        The pair (out [rows, heads, latent size], empty if `out` is given; natural logarithm of the softmax sums [rows,
+        heads] float32, empty unless return_lse).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        MLA decode of RadeonFlow; MLA_decode of AMD perf-kernels; the decode part of vLLM's MLA backends.
     """
     query = torch.cat((q_nope, q_pe), -1)
     rows = kv_cache.unsqueeze(2)

@@ -1,10 +1,9 @@
-"""Which experts a token goes to; kernels: csrc/ops/moe_routing.hip.
+"""Route tokens to experts; kernels: csrc/ops/moe_routing.hip.
 
-Names and arguments are those of vLLM, but results are returned, and everything is computed in fp32. exp(x) is exp2(x * log2(e)), as
-Triton compiles it for vLLM's routing: a small sigmoid has a relative error of about |logit| * 2^-24. Experts are ordered by
-score + bias, or without a bias by their logits, whose order is that of the scores before rounding. Of equals the smaller index
-comes first. A NaN logit counts as -inf, a sum of NaN or -inf as the lowest finite number: a row of nothing else goes to experts
-0 to topk - 1.
+Names and arguments match vLLM's, but results are returned. Everything is computed in float32. exp(x) is exp2(x * log2(e)), as
+Triton compiles it for vLLM's routing: a small sigmoid has a relative error of about |logit| * 2^-24. Experts are ranked by
+score + bias, or without a bias by logits; ties go to the smaller index. A NaN logit counts as -inf, a NaN or -inf sum as the
+lowest finite number: a row of nothing else goes to experts 0 to topk - 1.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from vllm_rocm_ops.ops.families import routing
 __all__ = ["grouped_topk", "topk_sigmoid", "topk_softmax"]
 
 SCORES = ("softmax", "sigmoid")
-EPSILON = 1e-20  # beside the sum that weights of grouped_topk are divided by
-TOPK_VALUES = (2, 4, 8, 16)  # the most experts of a lane, by kernel of the topk
-MOST_TOPK = 32  # a lane keeps one
+EPSILON = 1e-20  # added to the sum that grouped_topk divides weights by
+TOPK_VALUES = (2, 4, 8, 16)  # experts per lane, by kernel
+MOST_TOPK = 32  # one per lane
 MOST_GROUP_LANES = 16
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """The indices of the largest, of equals the first."""
+    """Return the indices of the largest values; ties go to the smaller index."""
     return x.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
@@ -71,7 +70,7 @@ def _route(
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """A lane has up to so many experts."""
+    """`values` is the limit of experts per lane."""
 
     values: int
 
@@ -81,7 +80,7 @@ def _groups(a) -> tuple[int, int]:
 
 
 def _division(a, arch: Arch) -> tuple[int, int, int]:
-    """Of a group: experts, and lanes, a power of two; and experts of a lane."""
+    """Return the experts and lanes of a group, a power of two, and the experts per lane."""
     groups, _ = _groups(a)
     experts = a.gating_output.shape[1] // groups
     lanes = arch.wave_lanes
@@ -107,9 +106,9 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "num_expert_group", wanted, str(groups), groups > 0 and experts % groups == 0
     yield "topk_group", f"1 to num_expert_group={groups}", str(topk_group), 0 < topk_group <= groups
     if bias is not None and topk_group < groups:
-        yield "num_expert_group", "of groups of two or more with a bias", str(groups), experts // groups >= 2
+        yield "num_expert_group", "of groups of at least two experts with a bias", str(groups), experts // groups >= 2
     most = experts // groups * topk_group
-    yield "topk", f"1 to {most}, the experts of topk_group groups", str(a.topk), 0 < a.topk <= most
+    yield "topk", f"1 to {most}, the experts in topk_group groups", str(a.topk), 0 < a.topk <= most
     scoring_func = getattr(a, "scoring_func", SCORES[0])
     yield "scoring_func", " or ".join(SCORES), scoring_func, scoring_func in SCORES
 
@@ -131,7 +130,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     if (is_padding := getattr(a, "is_padding", None)) is not None:
         yield "is_padding is contiguous", is_padding.is_contiguous()
     _, lanes, per_lane = _division(a, arch)
-    yield f"there are at most {arch.wave_lanes} groups, a lane for each", lanes > 0
+    yield f"there are at most {arch.wave_lanes} groups, one lane each", lanes > 0
     yield f"a lane has at most {TOPK_VALUES[-1]} experts", per_lane <= TOPK_VALUES[-1]
 
 
@@ -192,7 +191,7 @@ def _op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Cal
 def _topk_case(
     name: str, m: int, experts: int, topk: int, *rest, fill=routing.random, bias: torch.dtype | None = None, **given
 ) -> Case:
-    """Around the bias among the op's arguments lie `before` and `rest`."""
+    """Return a case whose arguments have `before` and `rest` around the bias."""
 
     def make(device, generator, fp8_dtype) -> tuple:
         dtype = given.get("dtype", torch.bfloat16)
@@ -205,7 +204,7 @@ def _topk_case(
 
 
 def _topk_cases(*rest) -> Iterator[Case]:
-    """Every instance on every arch, experts around multiples of lanes, ties, NaN, strides."""
+    """Yield every instance on every arch, experts around multiples of lanes, ties, NaN, strides."""
     for dtype, label in routing.ELEMENTS.items():
         yield _topk_case(label, 3, 256, 8, *rest, dtype=dtype)
         for experts, topk in ((60, 4), (128, 8), (512, 10)):
@@ -227,7 +226,7 @@ def _topk_cases(*rest) -> Iterator[Case]:
 
 
 def _grouped_cases() -> Iterator[Case]:
-    """Groups of sizes around multiples of their lanes, as many as lanes, one, all chosen; ties within and among groups."""
+    """Yield group sizes around multiples of lanes, group counts from one to all lanes, ties within and between groups."""
 
     def case(name, m, experts, topk, groups, topk_group, scoring_func="sigmoid", scale=1.0, **given) -> Case:
         return _topk_case(name, m, experts, topk, before=(groups, topk_group, scoring_func, scale), **given)
@@ -267,11 +266,24 @@ def topk_softmax(
     e_score_correction_bias: Tensor | None = None,
     is_padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The topk experts of each token by softmax, and their weights.
+    """Choose the topk experts of each token by softmax.
 
-    gating_output [M, E] bf16, fp16 or fp32, rows at any stride; e_score_correction_bias [E], of any of these types, is added to
-    choose by, not to the weights, which renormalize divides by their sum. is_padding, bool [M], marks tokens that go to no expert.
-    Returns weights [M, topk] float32 and ids [M, topk] int32, -1 for padding.
+    Args:
+        gating_output: [M, E], bf16, fp16 or fp32: router logits; rows at any stride.
+        topk: Experts per token.
+        renormalize: Divide the weights by their sum.
+        e_score_correction_bias: [E], bf16, fp16 or fp32, or None: added to the scores for the choice, not to the
+            weights.
+        is_padding: [M], bool, or None: tokens that go to no expert.
+
+    Returns:
+        The pair (weights [M, topk] float32, ids [M, topk] int32, -1 for padding).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `topk_softmax`; softmax and top-k of RadeonFlow.
     """
     how = topk, renormalize, "softmax"
     return _route(gating_output, e_score_correction_bias, *how, is_padding=is_padding)
@@ -286,11 +298,25 @@ def topk_sigmoid(
     routed_scaling_factor: float = 1.0,
     is_padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The topk experts of each token by sigmoid, and their weights, times routed_scaling_factor.
+    """Choose the topk experts of each token by sigmoid.
 
-    gating_output [M, E] bf16, fp16 or fp32, rows at any stride; e_score_correction_bias [E], of any of these types, is added to
-    choose by, not to the weights, which renormalize divides by their sum. is_padding, bool [M], marks tokens that go to no expert.
-    Returns weights [M, topk] float32 and ids [M, topk] int32, -1 for padding.
+    Args:
+        gating_output: [M, E], bf16, fp16 or fp32: router logits; rows at any stride.
+        topk: Experts per token.
+        renormalize: Divide the weights by their sum.
+        e_score_correction_bias: [E], bf16, fp16 or fp32, or None: added to the scores for the choice, not to the
+            weights.
+        routed_scaling_factor: Factor of the weights.
+        is_padding: [M], bool, or None: tokens that go to no expert.
+
+    Returns:
+        The pair (weights [M, topk] float32, ids [M, topk] int32, -1 for padding).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `topk_sigmoid`.
     """
     how = topk, renormalize, "sigmoid", routed_scaling_factor
     return _route(gating_output, e_score_correction_bias, *how, is_padding=is_padding)
@@ -307,12 +333,29 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The topk experts of each token from its topk_group best groups of neighbouring experts, and their weights.
+    """Choose the topk experts of each token from its topk_group best groups of neighboring experts.
 
-    gating_output [M, E] bf16, fp16 or fp32, rows at any stride. A group is as good as its best expert, with
-    e_score_correction_bias [E], of any of these types, as its best two together. scoring_func is softmax or
-    sigmoid; the bias is added to choose by, not to the weights, which renormalize divides by their sum + 1e-20, and which are
-    multiplied by routed_scaling_factor. Returns weights [M, topk] float32 and ids [M, topk] int32.
+    A group ranks by its best expert; with a bias, by the sum of its best two.
+
+    Args:
+        gating_output: [M, E], bf16, fp16 or fp32: router logits; rows at any stride.
+        topk: Experts per token.
+        renormalize: Divide the weights by their sum + 1e-20.
+        num_expert_group: Groups, a divisor of E.
+        topk_group: Groups to choose from.
+        scoring_func: "softmax" or "sigmoid".
+        routed_scaling_factor: Factor of the weights.
+        e_score_correction_bias: [E], bf16, fp16 or fp32, or None: added to the scores for the choice, not to the
+            weights.
+
+    Returns:
+        The pair (weights [M, topk] float32, ids [M, topk] int32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `grouped_topk`, as DeepSeek-V3 routes.
     """
     groups = num_expert_group, topk_group, EPSILON
     return _route(

@@ -1,4 +1,4 @@
-"""Matrix product of MX-FP8 tensors: e4m3fn with one e8m0 scale per 32 of K; kernels: csrc/ops/mxfp8_scaled_mm.hip."""
+"""Multiply MX-FP8 matrices: e4m3fn with one e8m0 scale per 32 along K; kernels: csrc/ops/mxfp8_scaled_mm.hip."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import (
     MX_BLOCK as BLOCK,
-)  # of K per scale; of N, where neighbouring rows of b share theirs
+)  # elements along K per scale; rows of b that may share scales
 from vllm_rocm_ops.core.quantization import MX_SCALES, mx_numbers
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride
 from vllm_rocm_ops.ops.families.gemm import OUT_TYPES, Product, activations, bias_contract, weight
@@ -23,31 +23,36 @@ from vllm_rocm_ops.ops.families.skinny_gemm import arguments
 
 __all__ = ["mxfp8_scaled_mm"]
 
-UNIT_BYTES = 256  # of K
-WAVES = 4  # of a block
+UNIT_BYTES = 256  # along K
+WAVES = 4  # per block
 
 
 class Kernel(NamedTuple):
-    """What there is to know of one: rows of b in a tile, blocks that a compute unit runs at once, units that a block
-    prefetches."""
+    """Properties of a kernel.
+
+    `rows` is the tile's rows of b, `resident` the blocks that a compute unit runs at once, `prefetch` the units that a block
+    prefetches.
+    """
 
     rows: int
     resident: int
     prefetch: int
 
 
-STREAMS = {16: Kernel(64, 3, 3), 32: Kernel(64, 3, 3), 64: Kernel(64, 2, 3)}  # by the tokens of a tile
+STREAMS = {16: Kernel(64, 3, 3), 32: Kernel(64, 3, 3), 64: Kernel(64, 2, 3)}  # by the tile's tokens
 TILES = {64: Kernel(64, 4, 1), 128: Kernel(128, 2, 1)}
 
-# The model behind `cost`; of a compute unit its clock, and what its cache and its matrix cores do in each.
+# The cost model: clock of a compute unit, and bytes from its cache and matrix FLOPs per cycle.
 LATENCY_US, SHARING_US = 1.0, 0.8
 CLOCK_MHZ, CACHE_BYTES, FLOPS = 2400, 64, 8192
 
 
 @dataclass(frozen=True)
 class MxConfig:
-    """Tiles of up to `tokens` tokens, whose units are divided evenly over `blocks` blocks. With `streams` 1, b goes from HBM
-    to registers, with 0 both operands go through LDS."""
+    """Tiles of up to `tokens` tokens, whose units are divided evenly over `blocks` blocks.
+
+    With `streams` 1, b goes from HBM to registers; with 0 both operands go through LDS.
+    """
 
     tokens: int
     streams: int
@@ -59,7 +64,7 @@ class MxConfig:
 
 
 def _sizes(a) -> tuple[int, int, int]:
-    """M, N, K."""
+    """Return M, N and K."""
     return *a.a.shape[:1], *a.b.shape
 
 
@@ -81,38 +86,40 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     m, n, k = _sizes(a)
-    yield f"{arch.name}'s matrix instructions take block scales", arch.block_scales
+    yield f"{arch.name} has block-scaled matrix instructions", arch.block_scales
     yield "N and K are at least 1, M * N * K is below 2^50", n > 0 and k > 0 and m * n * k < 2**50
     yield "M and N are below 2^30", max(m, n) < 2**30
     for name in ("a", "b", "scale_a", "scale_b"):
         rows = getattr(a, name)
         yield f"{name} has K innermost", rows.shape[1] == 1 or rows.stride(1) == 1
-        yield f"{name}'s rows are less than 16 MB apart", max(row_stride(rows), k) < 2**24
+        yield f"{name}'s row stride is below 16 MB", max(row_stride(rows), k) < 2**24
     for name in ("a", "b"):
         yield f"rows of {name} are 16-byte aligned", aligned(getattr(a, name))
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
 
 
 def _has_words(a) -> bool:
-    """Whether the scales of every 128 of K are aligned words."""
+    """Return whether the scales of every 128 along K are aligned words."""
     return a.a.shape[1] % (4 * BLOCK) == 0 and aligned(a.scale_a, 4) and aligned(a.scale_b, 4)
 
 
 def _units(config: MxConfig, a) -> tuple[int, int]:
-    """Tiles, and units of each."""
+    """Return the tiles, and the units per tile."""
     m, n, k = _sizes(a)
     return -(-m // config.tokens) * -(-n // config.kernel.rows), -(-k // UNIT_BYTES)
 
 
 def _is_shared(config: MxConfig, a) -> bool:
-    """Whether blocks share tiles."""
+    """Return whether blocks share tiles."""
     tiles, units_per_tile = _units(config, a)
     return tiles * units_per_tile % config.blocks != 0 or tiles * units_per_tile // config.blocks % units_per_tile != 0
 
 
 def _configs(a, arch: Arch) -> list[MxConfig]:
-    """The kernels that take so many tokens; of each a block per tile, blocks for all compute units up to a few times, and a
-    block for every unit or two."""
+    """Return the kernels that fit M, each with several block counts.
+
+    The counts are one block per tile, one to `resident` blocks per compute unit, and one block per two units.
+    """
     if not arch.block_scales:
         return []
     m, _, _ = _sizes(a)
@@ -131,11 +138,14 @@ def _configs(a, arch: Arch) -> list[MxConfig]:
 
 
 def _cost(config: MxConfig, a, arch: Arch) -> dict[str, float]:
-    """The time of the compute unit that has most, by a model: for each unit what takes longest of its bytes of b out of HBM,
-    all its bytes out of the cache, its flops, and the wait for what is under way; and the meeting of blocks that share tiles."""
+    """Return the modeled microseconds of the busiest compute unit.
+
+    A unit takes the longest of its HBM bytes of b, its cache bytes, its FLOPs and the latency of loads in flight. Blocks that share
+    tiles add a synchronization.
+    """
     m, (tiles, units_per_tile) = a.a.shape[0], _units(config, a)
     tokens, (rows, resident, prefetch) = config.tokens, config.kernel
-    blocks = -(-config.blocks // arch.compute_units)  # of a compute unit
+    blocks = -(-config.blocks // arch.compute_units)  # per compute unit
     hbm = arch.bandwidth_gb_s * 1e3 / arch.compute_units  # bytes / us
     of_unit = max(
         rows * (UNIT_BYTES + UNIT_BYTES // BLOCK) / -(-m // tokens) / hbm if m else 0.0,
@@ -166,7 +176,7 @@ def _plan(config: MxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 
 def _cases() -> Iterator[Case]:
-    """Every instance, tiles shared by one, two and many blocks, M, N and K around tiles and units, strides, odd scales."""
+    """Yield every instance, tiles shared by one, two and many blocks, sizes around tiles and units, strides, odd scales."""
 
     def case(name: str, m: int, n: int, k: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, m, n, k, given))
@@ -202,7 +212,7 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
         if given.get("spikes"):
             values = values * 0.01
             values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
-        storage = torch.full((count, k + padding), torch.nan)  # what lies between rows must not matter
+        storage = torch.full((count, k + padding), torch.nan)  # padding must not be read
         storage[:, :k] = values
         return storage.to(torch.float8_e4m3fn).to(device)[:, :k]
 
@@ -246,11 +256,24 @@ def _op(reference) -> Op:
 def mxfp8_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """a @ b^T + bias of MX-FP8 tensors: a scale 2^(s - 127) per 32 of K, 255 for NaN. Kernels sum in fp32.
+    """Compute a @ b^T + bias of MX-FP8 matrices; kernels sum in float32.
 
-    a [M, K] and b [N, K] are e4m3fn with K innermost and a multiple of 32, rows may be strided; scale_a [M, K / 32] and
-    scale_b [N, K / 32], or [ceil(N / 32), K / 32] where 32 rows share theirs, are uint8 or float8_e8m0fnu, as vLLM has them;
-    bias [N] is of out_dtype: bf16, fp16 or fp32. Returns [M, N].
+    Args:
+        a: [M, K], float8_e4m3fn, K innermost and a multiple of 32; rows may be strided.
+        b: [N, K], float8_e4m3fn, K innermost; rows may be strided.
+        scale_a: [M, K / 32], uint8 or float8_e8m0fnu: s for 2^(s - 127), 255 for NaN.
+        scale_b: [N, K / 32], or [ceil(N / 32), K / 32] where 32 rows share a scale; dtype as scale_a.
+        out_dtype: bf16, fp16 or fp32.
+        bias: [N], out_dtype, or None.
+
+    Returns:
+        [M, N], out_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        smallm_mxfp8_gemv and smallm_mxfp8_mfma of aiter PR 3783; vLLM's MXFP8 linear layers.
     """
     if scale_b.shape[0] != b.shape[0]:
         scale_b = scale_b.view(torch.uint8).repeat_interleave(BLOCK, 0)[: b.shape[0]]

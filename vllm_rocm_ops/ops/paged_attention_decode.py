@@ -1,4 +1,4 @@
-"""Attention of few query rows per request to a paged cache of keys and values (flash decoding); kernels: csrc/attention/decode.h."""
+"""Run paged split-KV decode attention, 1 to 8 query rows per request (flash decoding); kernels: csrc/attention/decode.h."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from vllm_rocm_ops.ops.families.decode import DecodeConfig
 
 __all__ = ["paged_attention_decode"]
 
-SIZES = (64, 128, 192, 256)  # of a head
-STEP = 128  # keys that a block has at a time
+SIZES = (64, 128, 192, 256)  # head sizes
+STEP = 128  # keys per iteration of a block
 WAVES = 4
-RESIDENT = 2  # blocks of a compute unit
-GROUP = 128  # elements of a row that share one of out_scales
+RESIDENT = 2  # blocks per compute unit
+GROUP = 128  # elements per scale of out_scales
 
 
 def _layout(a) -> CacheLayout:
@@ -40,8 +40,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     layout, dtype = _layout(a), a.query.dtype
     size = layout.key_size
     holds = layout.value_size == size
-    yield "value_cache", f"of the key's size {size}", describe(a.value_cache), holds
-    wanted = f"of 16 bits or more, [rows, heads, size={size}] or [rows, heads * size]"
+    yield "value_cache", f"of the key cache's head size {size}", describe(a.value_cache), holds
+    wanted = f"floating point of 16 bits or more, [rows, heads, size={size}] or [rows, heads * size]"
     yield "query", wanted, describe(a.query), is_wide_float(a.query) and attention.is_heads(a.query, None, None, size)
     yield decode.cache_dtype_contract("key_cache", a.key_cache, dtype)
     heads = _query(a).shape[1]
@@ -58,13 +58,13 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from attention.scale_contract("out_scale", a.out_scale)
     yield from decode.out_contract(a, a.query, a.out_scale is not None or a.out_scales is not None)
     if a.out_scales is not None:
-        yield "out_scales", "None where there is an out_scale", "both", a.out_scale is None
+        yield "out_scales", "None with an out_scale", "both", a.out_scale is None
         wanted = a.query.shape[0], heads * size // GROUP
         holds = a.out_scales.dtype == torch.float32 and a.out_scales.shape == wanted and heads * size % GROUP == 0
-        yield "out_scales", f"float32 {list(wanted)}, one for each {GROUP} elements", describe(a.out_scales), holds
+        yield "out_scales", f"float32 {list(wanted)}, one per {GROUP} elements", describe(a.out_scales), holds
         yield (
             "out_scales",
-            "without elements in the same place",
+            "without overlapping elements",
             describe(a.out_scales),
             not overlaps_itself(a.out_scales),
         )
@@ -78,19 +78,19 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "pages of a native cache have a multiple of 8 slots", not layout.is_native or layout.page_size % 8 == 0
     yield attention.heads_envelope("query", _query(a))
     yield from decode.out_envelope(a, layout.value_size, arch)
-    yield f"out_scales are of heads of {GROUP}", _has_groups(a, layout)
+    yield f"heads have {GROUP} elements if there are out_scales", _has_groups(a, layout)
     yield from decode.requests_envelope(a, layout, 2**15)
     yield "sinks is contiguous", a.sinks is None or a.sinks.is_contiguous()
-    yield "there are fewer than 2^31 blocks of a part", _blocks(a) < 2**31
+    yield "there are fewer than 2^31 blocks per split", _blocks(a) < 2**31
 
 
 def _has_groups(a, layout: CacheLayout) -> bool:
-    """Whether a head is a group, where groups have scales."""
+    """Return whether a head is one group, if groups have scales."""
     return a.out_scales is None or layout.value_size == GROUP
 
 
 def _blocks(a) -> int:
-    """Of a part."""
+    """Return the blocks per split."""
     layout = _layout(a)
     return a.block_table.shape[0] * layout.heads * decode.column_tiles(a, _query(a), layout, decode.COLUMNS)
 
@@ -101,8 +101,10 @@ def _configs(a, arch: Arch) -> list[DecodeConfig]:
 
 
 def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
-    """A launch; rounds of blocks that stream their keys and values at their share of the bandwidth; the sum of parts. Lengths are not
-    known: most are nominal, a few fill the block table."""
+    """Return the launch, rounds of blocks that stream keys and values at their share of HBM bandwidth, and the combine of splits.
+
+    Sequence lengths are unknown: most are taken as nominal, a few fill the block table.
+    """
     layout = _layout(a)
     bytes_of_key = 2 * layout.key_size * layout.key.element_size()
     bandwidth, capacity, costs = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout), arch.costs.decode
@@ -163,7 +165,7 @@ def _problem(a) -> dict[str, object]:
 
 
 def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
-    """Pages in any order; garbage behind them in the table, NaN in slots that are not used."""
+    """Return inputs with pages in random order, garbage after them in the table, and NaN in unused slots."""
     (query_heads, kv_heads), requests, query_len = heads, len(lens), given.get("query_len", 1)
     dtype, page, layout = given.get("dtype", torch.bfloat16), given.get("page", 16), given.get("layout", "packed")
     is_fp8 = given.get("fp8", False)
@@ -205,8 +207,11 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
 
 
 def _cases() -> Iterator[Case]:
-    """Every kernel; lengths around steps, pages and parts, empty ones and shorter than the query; groups that fill no tile and several;
-    pages of any size, windows, sinks, large scores, a constant partition, more parts than a block adds."""
+    """Yield every kernel; lengths around steps, pages and splits, empty, and shorter than the query.
+
+    More cases have groups below one tile and of several, any page size, windows, sinks, large scores, a fixed split size, and more
+    splits than a block combines.
+    """
 
     def case(name: str, lens: tuple[int, ...], heads: tuple[int, int], size: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, lens, heads, size, given))
@@ -293,18 +298,42 @@ def paged_attention_decode(
     out_scale: Tensor | None = None,
     out_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last query_len rows of each request to its keys and values in a paged cache.
+    """Attend from the last query_len rows of each request to its keys and values in a paged cache.
 
-    query [requests * query_len, heads, size] bf16 or fp16; caches as `rope_and_cache` writes them, of this dtype or e4m3 with scales
-    (float32, one element, default 1); block_table int32 [requests, pages], seq_lens int32 [requests] with the query's
-    rows, of which row t sees keys up to seq_len - query_len + t, with a window that many of them. sinks [heads] float32 add
-    exp(sink) to a row's sum. Heads share a key head in groups of neighbours. Nothing behind seq_len is read or used. With partition
-    a request's keys are added in parts of that many, so that its bits do not depend on the batch.
-    Keys and values without pages [requests, N, heads, size] are a cache of one page per request, with the block table arange(requests).
-    Returns out like query, 0 without keys, and the natural logarithm of the sums [rows, heads] float32, empty unless return_lse.
-    With an `out` like query, rows and heads may be strided, that is written and an empty tensor returned in its place. An `out` of
-    e4m3 gets what is quantized of the values in query's dtype: with an out_scale (float32, one element), which divides them, or with a scale
-    of their own for each 128 of a row, which `out_scales` [rows, heads * size / 128] float32, with any strides, gets.
+    Query row t of a request sees keys up to seq_len - query_len + t. Groups of neighboring query heads share a key head
+    (GQA). Nothing after seq_len is read.
+
+    Args:
+        query: [requests * query_len, heads, size] or [rows, heads * size], bf16 or fp16; rows and heads may be strided.
+        key_cache: As `rope_and_cache` writes it, query's dtype or e4m3. Unpaged keys [requests, N, heads, size] have
+            one page per request, with the block table arange(requests).
+        value_cache: As key_cache, with its dtype.
+        block_table: [requests, pages], int32.
+        seq_lens: [requests], int32: keys of each request, including the query rows.
+        scale: Factor of the scores, usually size^-0.5.
+        query_len: Query rows per request; kernels take 1 to 8.
+        k_scale: float32, one element: the scale of e4m3 keys; None for 1.
+        v_scale: float32, one element: the scale of e4m3 values; None for 1.
+        sinks: [heads], float32: adds exp(sink) to a row's softmax sum; or None.
+        window: Keys that a row sees, counted back from its own position; 0 for all.
+        partition: Fixed split size in keys, a multiple of 128, which makes bits independent of the batch; 0 chooses
+            splits by cost.
+        return_lse: Return the log-sum-exp of the scores.
+        out: Like query, or of an e4m3 dtype with out_scale or out_scales; may be strided. Written in place of a new
+            tensor.
+        out_scale: float32, one element: the static scale of an e4m3 out.
+        out_scales: [rows, heads * size / 128], float32, any strides: receives a dynamic scale per 128 elements of an
+            e4m3 out.
+
+    Returns:
+        The pair (out like query, zero for rows without keys, and empty if `out` is given; natural logarithm of the
+        softmax sums [rows, heads] float32, empty unless return_lse).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        06-attention-decode.py and paged attention of AMD perf-kernels; the decode part of vLLM's attention backends.
     """
     layout = CacheLayout(key_cache, value_cache)
     rows = attention.heads(query, layout.key_size)

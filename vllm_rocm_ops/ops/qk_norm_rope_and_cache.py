@@ -1,8 +1,7 @@
-"""RMSNorm of each head of queries and keys, their rotary position embedding, the write of keys and values to a paged cache and their
-quantization, in one launch; kernels: csrc/ops/rope_and_cache.hip.
+"""Fuse per-head QK RMSNorm, RoPE, the paged KV cache write and its quantization; kernels: csrc/ops/rope_and_cache.hip.
 
-What `rms_norm` of queries and of keys and `rope_and_cache` do in three launches, with their roundings: the norm is rounded to the
-dtype of query before it is rotated, as in Qwen3Attention of vLLM 0.33. vLLM's fused_qk_norm_rope, which writes no cache, does not
+Replaces three launches, `rms_norm` of queries, `rms_norm` of keys and `rope_and_cache`, with their rounding: the norm is rounded to
+query's dtype before the rotation, as in Qwen3Attention of vLLM 0.33. vLLM's fused_qk_norm_rope, which writes no cache, does not
 round there.
 """
 
@@ -23,9 +22,9 @@ from vllm_rocm_ops.ops.families.rowwise import exact
 
 __all__ = ["qk_norm_rope_and_cache"]
 
-OF_LANE = 2 * attention.VECTOR  # elements of a head
-WAVE = 64  # lanes, at most
-LARGEST = {8: 128, 16: 256}  # head, by lanes
+OF_LANE = 2 * attention.VECTOR  # elements of a head per lane
+WAVE = 64  # largest number of lanes
+LARGEST = {8: 128, 16: 256}  # largest head size, by lanes
 
 
 def _weights(a) -> tuple[tuple[str, Tensor], ...]:
@@ -59,7 +58,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _lanes(a) -> int:
-    """Return the lanes of a head."""
+    """Return the lanes per head."""
     return next(lanes for lanes, size in LARGEST.items() if a.q_weight.shape[0] <= size)
 
 
@@ -69,12 +68,12 @@ def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
 
 
 def _first_value(p: rotation.Parts, lanes: int) -> int:
-    """Return the first item that copies values: no wave has heads and values."""
+    """Return the first item that copies values: no wave has both heads and values."""
     return -(-(p.query.shape[1] + p.layout.heads) * lanes // WAVE) * WAVE
 
 
 def _items(p: rotation.Parts, lanes: int) -> int:
-    """Return the items of a token, one a thread."""
+    """Return the work items of a token, one per thread."""
     return _first_value(p, lanes) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
 
 
@@ -113,8 +112,10 @@ def _inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:
 
 
 def _cases() -> Iterator[Case]:
-    """Every kernel and layout, heads of 16 to 256 elements, both kinds of pairs, parts of heads rotated, an epsilon that counts, slot -1,
-    fewer slots than tokens, any page size."""
+    """Yield every kernel and layout, head sizes 16 to 256, both pairings, partial rotation, slot -1, any page size.
+
+    More cases have an epsilon that matters, and fewer slots than tokens.
+    """
 
     def case(name: str, tokens: int, heads: tuple[int, int], size: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, tokens, heads, size, given))
@@ -180,10 +181,34 @@ def qk_norm_rope_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write heads, normalized and rotated, to query_out and key_out, and keys and values to their slots of a paged cache.
+    """Normalize and rotate query and key into new tensors, and write key and value to a paged cache.
 
-    q_weight and k_weight [size] are of query's dtype, as are query_out and key_out, which are like query and key. Query and key stay
-    as they are. The rest is as of `rope_and_cache`.
+    Args:
+        query: [T, query heads * size] or [T, query heads, size], bf16 or fp16; unchanged. May be columns of one qkv
+            tensor.
+        key: [T, heads * size] or [T, heads, size], query's dtype; unchanged.
+        value: [T, heads * size] or [T, heads, size], query's dtype.
+        q_weight: [size], query's dtype: RMSNorm weight of each query head.
+        k_weight: [size], query's dtype: RMSNorm weight of each key head.
+        epsilon: Added to the mean square.
+        positions: [T], int64.
+        cos_sin_cache: [positions, rotary size], query's dtype or float32: cosines, then sines; rotates the first
+            elements of a head.
+        is_neox: Pair the halves of the rotated part; else neighboring elements.
+        query_out: As query: receives the normalized and rotated queries.
+        key_out: As key: receives the normalized and rotated keys.
+        key_cache: Native (reshape_and_cache) or packed (reshape_and_cache_flash) layout; query's dtype or e4m3; updated
+            in place.
+        value_cache: As key_cache.
+        slot_mapping: [at most T], int64: cache slots of the first tokens; -1 skips a token.
+        k_scale: float32, one element: divides keys of an e4m3 cache; None for 1.
+        v_scale: float32, one element: divides values of an e4m3 cache; None for 1.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's Qwen3Attention: `rms_norm` of q and k, `rotary_embedding`, `reshape_and_cache`.
     """
     a = qk_norm_rope_and_cache.Arguments(
         query, key, value, q_weight, k_weight, epsilon, positions, cos_sin_cache, is_neox, query_out, key_out,

@@ -1,8 +1,7 @@
-"""RMSNorm with an optional residual add in front and an optional e4m3 quantisation behind; kernels: csrc/ops/rms_norm.hip.
+"""Normalize rows by RMSNorm, with an optional residual add and FP8 quantization fused; kernels: csrc/ops/rms_norm.hip.
 
-Names, arguments and roundings are those of the ops in vLLM 0.33.0's wheel, but results are returned. `residual` is
-updated in place. `rms_norm_and_per_block_quant` has no such name there. With `one_plus_weight`, 1 + weight takes the weight's place, in float32 and with one rounding behind it, as in
-vLLM's GemmaRMSNorm.
+Names, arguments and rounding match the ops in vLLM 0.33.0's wheel, except `rms_norm_and_per_block_quant`, which it lacks; results are
+returned. `residual` is updated in place.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = [
 
 
 def _add(input: Tensor, residual: Tensor | None) -> Tensor:
-    """input + residual unrounded, which the residual takes over, rounded."""
+    """Return input + residual unrounded, and store the rounded sum in residual."""
     if residual is None:
         return rowwise.exact(input)
     z = rowwise.exact(input) + rowwise.exact(residual)
@@ -50,7 +49,7 @@ def _scaled(z: Tensor, epsilon: float) -> Tensor:
 
 
 def _normalize(z: Tensor, weight: Tensor | None, epsilon: float, one_plus_weight: bool) -> Tensor:
-    """RMSNorm of z in z's dtype, rounded once, as vLLM's plain and static ops do."""
+    """Normalize z and round once to its dtype, as vLLM's plain and static ops do."""
     n = _scaled(z, epsilon)
     if weight is None:
         return n.to(z.dtype)
@@ -58,8 +57,10 @@ def _normalize(z: Tensor, weight: Tensor | None, epsilon: float, one_plus_weight
 
 
 def _normalize_unrounded(z: Tensor, weight: Tensor, epsilon: float, one_plus_weight: bool) -> Tensor:
-    """RMSNorm of an unrounded z in weight's dtype, rounded before the weight too, as vLLM's dynamic ops do; with 1 + weight rounded
-    once."""
+    """Normalize an unrounded z, as vLLM's dynamic ops do.
+
+    The result is rounded to weight's dtype before and after the multiplication by weight; with 1 + weight only after it.
+    """
     if one_plus_weight:
         return _normalize(z, weight, epsilon, True).to(weight.dtype)
     return _scaled(z, epsilon).to(weight.dtype) * weight
@@ -70,7 +71,7 @@ def _hidden(a) -> int:
 
 
 def _one_plus(a) -> bool:
-    """Whether 1 + weight takes the weight's place; without a weight there are ones either way."""
+    """Return whether the kernel multiplies by 1 + weight. Without a weight it multiplies by ones either way."""
     return a.one_plus_weight and a.weight is not None
 
 
@@ -124,7 +125,7 @@ def _both_args(a, outputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, object]:
 
 
 def _cases(make: rowwise.Cases) -> Iterator[Case]:
-    """Inputs that reach every path: those of all norms, 1 + weight, and heads that are a part of wider rows, as Qwen3's q and k are."""
+    """Yield the cases of all norms, 1 + weight, and heads of wider rows, as Qwen3's q and k are."""
     yield from make.standard()
     for dtype, label in rowwise.ELEMENTS.items():
         offset = {"weight": rowwise.normal, "one_plus_weight": True}
@@ -178,10 +179,22 @@ def _op(
 
 @_op()
 def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float, one_plus_weight: bool = False) -> Tensor:
-    """RMSNorm over the last dimension.
+    """Apply RMSNorm over the last dimension.
 
-    input [..., hidden] bf16 or fp16, rows may be strided, also at two strides, as heads that are a part of wider rows;
-    weight [hidden] or None for ones; with one_plus_weight, 1 + weight takes its place. Returns [..., hidden].
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.
+        weight: [hidden], input's dtype; None for ones.
+        epsilon: Added to the mean square.
+        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+
+    Returns:
+        [..., hidden], input's dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `rms_norm` and GemmaRMSNorm; rmsnorm.py of AMD perf-kernels.
     """
     return _normalize(input, weight, epsilon, one_plus_weight)
 
@@ -190,9 +203,23 @@ def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float, one_plus_weig
 def fused_add_rms_norm(
     input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float, one_plus_weight: bool = False
 ) -> Tensor:
-    """residual += input, in place, then RMSNorm of the (rounded) residual.
+    """Add input to residual in place, then apply RMSNorm to the rounded sum.
 
-    input, residual [..., hidden] bf16 or fp16; weight [hidden] or None for ones. Returns [..., hidden].
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided.
+        residual: [..., hidden], input's dtype; becomes input + residual, rounded, in place.
+        weight: [hidden], input's dtype; None for ones.
+        epsilon: Added to the mean square.
+        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+
+    Returns:
+        [..., hidden], input's dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `fused_add_rms_norm`.
     """
     _add(input, residual)
     return _normalize(residual, weight, epsilon, one_plus_weight)
@@ -207,7 +234,25 @@ def rms_norm_static_fp8_quant(
     quant_dtype: torch.dtype,
     one_plus_weight: bool = False,
 ) -> Tensor:
-    """RMSNorm, then division by `scale` (float32, one element) and the cast to quant_dtype. Returns [..., hidden]."""
+    """Apply RMSNorm, then quantize to FP8 with a static scale.
+
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.
+        weight: [hidden], input's dtype.
+        scale: float32, one element: the static scale.
+        epsilon: Added to the mean square.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+
+    Returns:
+        [..., hidden], quant_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's op of this name.
+    """
     return quantization.static(rowwise.exact(_normalize(input, weight, epsilon, one_plus_weight)), scale, quant_dtype)
 
 
@@ -221,7 +266,26 @@ def fused_add_rms_norm_static_fp8_quant(
     quant_dtype: torch.dtype,
     one_plus_weight: bool = False,
 ) -> Tensor:
-    """residual += input, in place, then `rms_norm_static_fp8_quant` of the (rounded) residual."""
+    """Add input to residual in place, then apply `rms_norm_static_fp8_quant` to the rounded sum.
+
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided.
+        residual: [..., hidden], input's dtype; becomes input + residual, rounded, in place.
+        weight: [hidden], input's dtype.
+        scale: float32, one element: the static scale.
+        epsilon: Added to the mean square.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+
+    Returns:
+        [..., hidden], quant_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's op of this name; residual_rms of hf-rocm-kernels.
+    """
     _add(input, residual)
     return quantization.static(
         rowwise.exact(_normalize(residual, weight, epsilon, one_plus_weight)), scale, quant_dtype
@@ -238,10 +302,27 @@ def rms_norm_dynamic_per_token_quant(
     residual: Tensor | None = None,
     one_plus_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm, then quantisation with one dynamic scale per row.
+    """Apply RMSNorm, then quantize to FP8 with one dynamic scale per row.
 
-    With `residual`, residual += input in place first; the norm sees the unrounded sum. scale_ub (float32, one element)
-    bounds the absolute maximum. Returns out [..., hidden] of quant_dtype and scale [rows, 1] float32.
+    With a residual the norm reads the unrounded sum input + residual.
+
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.
+        weight: [hidden], input's dtype.
+        epsilon: Added to the mean square.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
+        residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
+        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+
+    Returns:
+        The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's op of this name.
     """
     n = _normalize_unrounded(_add(input, residual), weight, epsilon, one_plus_weight)
     return quantization.per_token(rowwise.exact(n), quant_dtype, scale_ub)
@@ -259,10 +340,29 @@ def rms_norm_per_block_quant(
     residual: Tensor | None = None,
     one_plus_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm, then quantisation with one dynamic scale per `group_size` columns of a row.
+    """Apply RMSNorm, then quantize to FP8 with one dynamic scale per `group_size` columns of a row.
 
-    As `rms_norm_dynamic_per_token_quant`, but scale is [rows, hidden / group_size], column-major (strides (1, rows)) if
-    is_scale_transposed.
+    With a residual the norm reads the unrounded sum input + residual.
+
+    Args:
+        input: [..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.
+        weight: [hidden], input's dtype.
+        epsilon: Added to the mean square.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        group_size: Columns that share a scale; kernels take 64 and 128.
+        is_scale_transposed: Store scales column-major, with strides (1, rows).
+        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
+        residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
+        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+
+    Returns:
+        The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's op of this name.
     """
     n = _normalize_unrounded(_add(input, residual), weight, epsilon, one_plus_weight)
     return rowwise.per_block(n, quant_dtype, scale_ub, group_size, is_scale_transposed)
@@ -272,11 +372,26 @@ def rms_norm_per_block_quant(
 def rms_norm_mxfp8_quant(
     input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, one_plus_weight: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm, then quantisation to MX-FP8, as `mxfp8_scaled_mm` takes it: one e8m0 scale per 32 columns of a row.
+    """Apply RMSNorm, then quantize to MX-FP8 with one e8m0 scale per 32 columns of a row.
 
-    With `residual`, residual += input in place first; the norm sees the rounded sum. The values quantised are those of `rms_norm`
-    or `fused_add_rms_norm`, rounded to input's dtype. hidden is a multiple of 32. Returns out [..., hidden] float8_e4m3fn, on all
-    GPUs, and scale [rows, hidden / 32] uint8: s for 2^(s - 127), the least that keeps a group within 448.
+    The result of `rms_norm` or `fused_add_rms_norm` is quantized, rounded to input's dtype.
+
+    Args:
+        input: [..., hidden], bf16 or fp16, hidden a multiple of 32; rows may be strided.
+        weight: [hidden], input's dtype.
+        epsilon: Added to the mean square.
+        residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
+        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+
+    Returns:
+        The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
+        2^(s - 127), the smallest power of two that keeps its 32 values within 448.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.
     """
     if residual is not None:
         _add(input, residual)
@@ -292,11 +407,28 @@ def rms_norm_and_per_block_quant(
     residual: Tensor | None = None,
     one_plus_weight: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMSNorm, and the quantisation of its result with one dynamic scale per 128 columns of a row beside it.
+    """Apply RMSNorm, and return the result both plain and quantized to FP8 per 128 columns of a row.
 
-    The result is that of `rms_norm` or, with `residual`, which takes the sum over, of `fused_add_rms_norm`. Quantised is the rounded
-    result, as `fused_experts` quantises its tokens: a router reads the one, experts the other. hidden is a multiple of 128. Returns
-    out [..., hidden] of input's dtype, quantised [..., hidden] of quant_dtype and scale [rows, hidden / 128] float32.
+    The result equals `rms_norm`, or `fused_add_rms_norm` with a residual. It is quantized after rounding, as
+    `fused_experts` quantizes its tokens: a router reads the plain result, experts the quantized one.
+
+    Args:
+        input: [..., hidden], bf16 or fp16, hidden a multiple of 128; rows may be strided.
+        weight: [hidden], input's dtype.
+        epsilon: Added to the mean square.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
+        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+
+    Returns:
+        The triple (out [..., hidden] of input's dtype, values [..., hidden] of quant_dtype, scale [rows, hidden / 128]
+        float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `rms_norm` or `fused_add_rms_norm` and the quantization in its MoE layers, in one launch.
     """
     if residual is not None:
         _add(input, residual)

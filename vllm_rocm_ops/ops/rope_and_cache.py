@@ -1,8 +1,7 @@
-"""Rotary position embedding, the write of keys and values to a paged cache and their quantisation, in one launch; kernels:
-csrc/ops/rope_and_cache.hip.
+"""Fuse RoPE, the paged KV cache write and its quantization into one launch; kernels: csrc/ops/rope_and_cache.hip.
 
-What vLLM's rotary_embedding does and reshape_and_cache, reshape_and_cache_flash or concat_and_cache_mla after it. A pair is
-rotated in fp32 and rounded once, to the dtype of query, before it is quantised.
+Replaces vLLM's rotary_embedding and the reshape_and_cache, reshape_and_cache_flash or concat_and_cache_mla after it. A pair is
+rotated in float32 and rounded once, to query's dtype, before quantization.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["rope_and_cache", "rope_and_cache_mla"]
 
 
 def _mla_layout(a) -> CacheLayout:
-    """The latent as values and the rotated part as keys of one head."""
+    """Return the layout of one head with the latent as values and the rotated part as keys."""
     rows = a.kv_cache.unsqueeze(2)
     latent = a.kv_c.shape[1]
     return CacheLayout(rows[..., latent:], rows[..., :latent])
@@ -38,7 +37,7 @@ def _mla(a) -> rotation.Parts:
 def _mla_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     dtype = a.q_pe.dtype
     holds = a.q_pe.dim() == 3 and is_wide_float(a.q_pe) and a.q_pe.shape[1] > 0 and a.q_pe.shape[2] > 0
-    yield "q_pe", "of 16 bits or more, [T, heads, size]", describe(a.q_pe), holds
+    yield "q_pe", "floating point of 16 bits or more, [T, heads, size]", describe(a.q_pe), holds
     tokens, _, size = a.q_pe.shape
     holds = a.k_pe.dtype == dtype and a.k_pe.shape == (tokens, size)
     yield "k_pe", f"{dtype} [T={tokens}, size={size}]", describe(a.k_pe), holds
@@ -53,7 +52,7 @@ def _mla_contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _items(p: rotation.Parts, rotary: int) -> int:
-    """Of a token: what a thread does."""
+    """Return the work items of a token, one per thread."""
     key_size, value_size = p.sizes
     rotated = (p.query.shape[1] + p.layout.heads) * (rotary // (2 * rotation.PAIRS))
     return rotated + p.layout.heads * ((key_size - rotary + value_size) // attention.VECTOR)
@@ -74,7 +73,7 @@ def _cost(parts: Callable[..., rotation.Parts], config, a, arch: Arch) -> dict[s
 
 
 def _gqa_cases() -> Iterator[Case]:
-    """Every kernel and layout, both kinds of pairs, parts of heads rotated, slot -1, fewer slots than tokens, any page size."""
+    """Yield every kernel and layout, both pairings, partial rotation, slot -1, fewer slots than tokens, any page size."""
 
     def case(name: str, tokens: int, heads: tuple[int, int], size: int, **given) -> Case:
         return Case(name, functools.partial(rotation.heads_inputs, tokens, heads, size, given))
@@ -123,7 +122,7 @@ def _mla_inputs(tokens, heads, given, device, generator, fp8_dtype) -> tuple:
 
 
 def _mla_cases() -> Iterator[Case]:
-    """Every kernel, both kinds of pairs, slot -1, fewer slots than tokens, pages apart."""
+    """Yield every kernel, both pairings, slot -1, fewer slots than tokens, padded pages."""
 
     def case(name: str, tokens: int, heads: int, **given) -> Case:
         return Case(name, functools.partial(_mla_inputs, tokens, heads, given))
@@ -167,13 +166,29 @@ def rope_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Rotates query and key in place, and writes key and value to their slots of a paged cache.
+    """Rotate query and key in place, and write key and value to their slots of a paged cache.
 
-    query [T, query heads * size], key and value [T, heads * size] bf16 or fp16, also [T, heads, size], which may be columns of one
-    tensor; positions [T] int64; cos_sin_cache [positions, rotary size] of this dtype or float32, cosines and then sines of
-    the first elements of a head, of which is_neox pairs halves, else neighbours. key_cache and value_cache are as
-    reshape_and_cache (native) or reshape_and_cache_flash (packed) of vLLM take them, of this dtype or e4m3 with the scales
-    (float32, one element, default 1), by which values are divided. slot_mapping int64 has the slots of the first tokens; -1 is none.
+    Args:
+        query: [T, query heads * size] or [T, query heads, size], bf16 or fp16; rotated in place. May be columns of one
+            qkv tensor.
+        key: [T, heads * size] or [T, heads, size], query's dtype; rotated in place.
+        value: [T, heads * size] or [T, heads, size], query's dtype.
+        positions: [T], int64.
+        cos_sin_cache: [positions, rotary size], query's dtype or float32: cosines, then sines; rotates the first
+            elements of a head.
+        is_neox: Pair the halves of the rotated part; else neighboring elements.
+        key_cache: Native (reshape_and_cache) or packed (reshape_and_cache_flash) layout; query's dtype or e4m3; updated
+            in place.
+        value_cache: As key_cache.
+        slot_mapping: [at most T], int64: cache slots of the first tokens; -1 skips a token.
+        k_scale: float32, one element: divides keys of an e4m3 cache; None for 1.
+        v_scale: float32, one element: divides values of an e4m3 cache; None for 1.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `rotary_embedding`, `reshape_and_cache` and `reshape_and_cache_flash`.
     """
     a = rope_and_cache.Arguments(
         query, key, value, positions, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping, k_scale, v_scale
@@ -196,10 +211,25 @@ def rope_and_cache_mla(
     slot_mapping: Tensor,
     scale: Tensor | None = None,
 ) -> None:
-    """Rotates q_pe and k_pe in place, and writes the rows [kv_c | k_pe] to their slots of a paged MLA cache.
+    """Rotate q_pe and k_pe in place, and write the rows [kv_c | k_pe] to their slots of a paged MLA cache.
 
-    q_pe [T, heads, size], k_pe [T, size], kv_c [T, latent size] bf16 or fp16, rows and heads may be strided; kv_cache [pages, N,
-    latent size + size] of this dtype or e4m3 with one scale. The rest is as of `rope_and_cache`.
+    Args:
+        q_pe: [T, heads, size], bf16 or fp16; rows and heads may be strided; rotated in place.
+        k_pe: [T, size], q_pe's dtype; rows may be strided; rotated in place.
+        kv_c: [T, latent size], q_pe's dtype; rows may be strided.
+        positions: [T], int64.
+        cos_sin_cache: [positions, rotary size], q_pe's dtype or float32: cosines, then sines; rotates the first
+            elements of a head.
+        is_neox: Pair the halves of the rotated part; else neighboring elements.
+        kv_cache: [pages, N, latent size + size], q_pe's dtype or e4m3; updated in place.
+        slot_mapping: [at most T], int64: cache slots of the first tokens; -1 skips a token.
+        scale: float32, one element: divides the rows of an e4m3 cache; None for 1.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `rotary_embedding` and `concat_and_cache_mla`; the MLA decode of RadeonFlow and of AMD perf-kernels.
     """
     p = _mla(
         rope_and_cache_mla.Arguments(q_pe, k_pe, kv_c, positions, cos_sin_cache, is_neox, kv_cache, slot_mapping, scale)

@@ -1,6 +1,6 @@
-"""The losses that keep a router balanced; kernels: csrc/ops/moe_routing.hip.
+"""Compute the auxiliary losses of a MoE router; kernels: csrc/ops/moe_routing.hip.
 
-Everything is computed in fp32. A NaN logit counts as -inf.
+Everything is computed in float32. A NaN logit counts as -inf.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vllm_rocm_ops.ops.families import routing
 
 __all__ = ["load_balancing_loss", "router_z_loss"]
 
-MOST_EXPERTS = (256, routing.MOST_EXPERTS)  # by kernel
+MOST_EXPERTS = (256, routing.MOST_EXPERTS)  # expert limit, by kernel
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """There are up to so many experts; the tokens are dealt to so many blocks."""
+    """`experts` is the kernel's expert limit; `blocks` share the tokens."""
 
     experts: int
     blocks: int
@@ -80,7 +80,7 @@ def _plan(name: str, config: LossConfig, out: Tensor, a, arch: Arch) -> list[Lau
 
 
 def _cases(with_ids: bool) -> Iterator[Case]:
-    """Every instance on every arch, tokens fewer and more than waves, and many of each, NaN, strides, ids of no expert."""
+    """Yield every instance on every arch, tokens below and above the waves, many tokens, NaN, strides, invalid ids."""
 
     def case(name, m, experts, topk=4, fill=routing.random, no_expert=False, **given) -> Case:
         def make(device, generator, fp8_dtype) -> tuple:
@@ -127,9 +127,20 @@ def _op(reference: Callable) -> Op:
 
 @_op
 def router_z_loss(logits: Tensor, coefficient: float = 0.001) -> Tensor:
-    """coefficient * mean over tokens of logsumexp(logits)^2: what keeps a router's logits small.
+    """Compute coefficient * mean over tokens of logsumexp(logits)^2, which keeps router logits small.
 
-    logits [M, E] bf16, fp16 or fp32, rows at any stride. Returns one float32; 0 without tokens.
+    Args:
+        logits: [M, E], bf16, fp16 or fp32; rows at any stride.
+        coefficient: Factor of the loss.
+
+    Returns:
+        A float32 scalar; 0 without tokens.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        The router z-loss of the Inference Sprint.
     """
     exponentials, maximum = routing.exponentials(routing.logits(logits))
     log_sum = maximum.squeeze(-1) + exponentials.sum(-1).log()
@@ -138,10 +149,21 @@ def router_z_loss(logits: Tensor, coefficient: float = 0.001) -> Tensor:
 
 @_op
 def load_balancing_loss(logits: Tensor, topk_ids: Tensor, coefficient: float = 0.01) -> Tensor:
-    """coefficient * E * sum over experts of the share of topk_ids that name it * its mean probability: 1 * coefficient if even.
+    """Compute coefficient * E * sum over experts of (share of topk_ids * mean probability).
 
-    logits [M, E] bf16, fp16 or fp32, rows at any stride; topk_ids [M, topk] int32 or int64, of which any outside 0 to E - 1
-    name no expert. Returns one float32; 0 without tokens.
+    Args:
+        logits: [M, E], bf16, fp16 or fp32; rows at any stride.
+        topk_ids: [M, topk], int32 or int64; ids outside 0 to E - 1 are skipped. Kernels take int32.
+        coefficient: Factor of the loss, which is the loss of a balanced router.
+
+    Returns:
+        A float32 scalar; 0 without tokens.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        The load-balancing loss of the Inference Sprint.
     """
     m, experts = logits.shape
     probabilities = routing.softmax(routing.logits(logits)).sum(0)

@@ -1,5 +1,7 @@
-"""FP8 matrix product with scales per tensor, per token and per output channel, and the same with SwiGLU and static quantization in its
-epilogue; see csrc/gemm/skinny.h for the kernels."""
+"""Multiply FP8 matrices with scales per tensor, per token and per output channel; kernels: csrc/gemm/skinny.h.
+
+`scaled_mm_silu_and_mul_quant` has SwiGLU and static quantization in the GEMM's epilogue.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def _allocate(a) -> Tensor:
 
 
 def _operand_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield f"{arch.name} multiplies a's dtype ({arch.fp8_dtype})", a.a.dtype == arch.fp8_dtype
+    yield f"a is {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.a.dtype == arch.fp8_dtype
     yield "scales are contiguous", a.scale_a.is_contiguous() and a.scale_b.is_contiguous()
 
 
@@ -87,7 +89,7 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 
 def _cases() -> Iterator[Case]:
-    """Every instance, tiles shared by few blocks and by many, M, N and K around their tiles, scales and bias in every mix."""
+    """Yield every instance, tiles shared by few and many blocks, sizes around tiles, scales and bias in every mix."""
 
     def case(name: str, m: int, n: int, k: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, m, n, k, given))
@@ -150,10 +152,25 @@ def _op(reference) -> Op:
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """(a @ b) * scale_a * scale_b^T + bias, summed in fp32.
+    """Compute (a @ b) * scale_a * scale_b^T + bias, summed in float32.
 
-    a [M, K] and b [K, N] are e4m3 of one format with K innermost (b is the view `weight.t()`, or `shuffle_weight(weight)`),
-    rows may be strided; scale_a has 1 or M elements, scale_b 1 or N, float32; bias [N] is of out_dtype: bf16, fp16 or fp32. Returns [M, N].
+    Args:
+        a: [M, K], e4m3, K innermost; rows may be strided.
+        b: [K, N], a's dtype, K innermost: the view `weight.t()`; or `shuffle_weight(weight)`.
+        scale_a: float32, 1 element (per tensor) or M (per token).
+        scale_b: float32, 1 element (per tensor) or N (per output channel).
+        out_dtype: bf16, fp16 or fp32.
+        bias: [N], out_dtype, or None.
+
+    Returns:
+        [M, N], out_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `cutlass_scaled_mm`; skinny_gemm and sparse_k of hf-rocm-kernels; amd-fp8-gemm.py of the Inference
+        Sprint; 03-matrix-multiplication of AMD perf-kernels.
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
     weight = b if b.dim() == 2 else weight_layout.plain_weight(b).t()
@@ -190,7 +207,7 @@ def _gated_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"there are at most {skinny_gemm.MOST_TOKENS} tokens", tokens.rows <= skinny_gemm.MOST_TOKENS
     yield "N is a multiple of 32", weight.rows % 32 == 0
     stride = weight.k if weight.is_shuffled else weight.stride or 0
-    yield "half of b's rows, and 48, are below 2 GB", (weight.rows // 2 + 48) * stride < 2**31
+    yield "half of b's rows, and 48 more, span less than 2 GB", (weight.rows // 2 + 48) * stride < 2**31
     yield "b is not shuffled on NVIDIA", _reads_order(weight, arch)
 
 
@@ -200,7 +217,7 @@ def _gated_plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 
 def _gated_cases() -> Iterator[Case]:
-    """Every instance, tiles shared by few blocks and by many, N and K around their tiles, scales in every mix."""
+    """Yield every instance, tiles shared by few and many blocks, N and K around tiles, scales in every mix."""
 
     def case(name: str, m: int, n: int, k: int, **given) -> Case:
         return Case(name, functools.partial(_gated_inputs, m, n, k, given))
@@ -243,10 +260,26 @@ def _gated_op(reference) -> Op:
 def scaled_mm_silu_and_mul_quant(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """`scaled_mm` with a weight [gate | up], then `silu_and_mul_quant` by `scale` (float32, one element), to the dtype of a.
+    """Multiply by a weight [gate | up] as `scaled_mm` does, then apply `silu_and_mul_quant`.
 
-    a [M, K] and b [K, N] as `scaled_mm` takes them, N / 2 columns of gate and then those of up. Sums are rounded to dtype, bf16 or
-    fp16, before the activation. Kernels take at most 64 tokens. Returns [M, N / 2].
+    The first N / 2 columns of b are gate, the others up. Kernels take up to 64 tokens.
+
+    Args:
+        a: [M, K], e4m3, K innermost; rows may be strided.
+        b: [K, N], a's dtype, K innermost: the view `weight.t()`; or `shuffle_weight(weight)`.
+        scale_a: float32, 1 element (per tensor) or M (per token).
+        scale_b: float32, 1 element (per tensor) or N (per output channel).
+        scale: float32, one element: the static scale of the result.
+        dtype: bf16 or fp16, to which the sums are rounded before the activation.
+
+    Returns:
+        [M, N / 2], a's dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `cutlass_scaled_mm` and `silu_and_mul_quant`, in one launch.
     """
     product = scaled_mm.reference(a, b, scale_a, scale_b, dtype)
     return silu_and_mul_quant.reference(product, scale, a.dtype)

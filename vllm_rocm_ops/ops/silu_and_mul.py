@@ -1,6 +1,6 @@
-"""SwiGLU activation with an optional e4m3 quantisation behind; kernels: csrc/ops/silu_and_mul.hip.
+"""Apply the SwiGLU activation, with optional FP8 quantization fused; kernels: csrc/ops/silu_and_mul.hip.
 
-Names, arguments and roundings are those of vLLM's ops, but results are returned.
+Names, arguments and rounding match vLLM's ops, but results are returned.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _silu(gate: Tensor) -> Tensor:
 
 
 def _product(input: Tensor) -> Tensor:
-    """silu(gate) * up, unrounded."""
+    """Return silu(gate) * up, unrounded."""
     gate, up = rowwise.exact(input).chunk(2, -1)
     return _silu(gate) * up
 
 
 def _rounded_product(input: Tensor) -> Tensor:
-    """silu(gate) * up, rounded after silu and after the product."""
+    """Return silu(gate) * up, rounded after silu and after the product."""
     gate, up = input.chunk(2, -1)
     return _silu(rowwise.exact(gate)).to(input.dtype) * up
 
@@ -43,18 +43,40 @@ _op = functools.partial(gated.op, module="silu_and_mul")
 
 @_op
 def silu_and_mul(input: Tensor) -> Tensor:
-    """silu(gate) * up, rounded after silu and after the product.
+    """Compute silu(gate) * up, rounded after silu and after the product.
 
-    input [..., 2 * hidden] bf16 or fp16 holds gate, then up; rows may be strided. Returns [..., hidden].
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
+
+    Returns:
+        [..., hidden], input's dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `silu_and_mul`.
     """
     return _rounded_product(input)
 
 
 @_op
 def silu_and_mul_quant(input: Tensor, scale: Tensor, quant_dtype: torch.dtype) -> Tensor:
-    """`silu_and_mul`, then division by `scale` (float32, one element) and the cast to quant_dtype.
+    """Apply `silu_and_mul`, then quantize to FP8 with a static scale.
 
-    input [..., 2 * hidden] bf16 or fp16. Returns [..., hidden].
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
+        scale: float32, one element: the static scale.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+
+    Returns:
+        [..., hidden], quant_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's op of this name; swiglu of hf-rocm-kernels.
     """
     return quantization.static(rowwise.exact(_rounded_product(input)), scale, quant_dtype)
 
@@ -63,10 +85,21 @@ def silu_and_mul_quant(input: Tensor, scale: Tensor, quant_dtype: torch.dtype) -
 def silu_and_mul_per_token_quant(
     input: Tensor, quant_dtype: torch.dtype, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up in fp32, quantised with one dynamic scale per row.
+    """Compute silu(gate) * up in float32, then quantize to FP8 with one dynamic scale per row.
 
-    input [..., 2 * hidden] bf16 or fp16; scale_ub (float32, one element) bounds the absolute maximum. Returns
-    out [..., hidden] of quant_dtype and scale [rows, 1] float32.
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
+
+    Returns:
+        The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's `silu_and_mul` and `dynamic_per_token_scaled_fp8_quant`, in one launch.
     """
     return quantization.per_token(_product(input), quant_dtype, scale_ub)
 
@@ -79,20 +112,42 @@ def silu_and_mul_per_block_quant(
     is_scale_transposed: bool = False,
     scale_ub: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up in fp32, quantised with one dynamic scale per `group_size` columns of a row.
+    """Compute silu(gate) * up in float32, then quantize to FP8 with one dynamic scale per `group_size` columns.
 
-    input [..., 2 * hidden] bf16 or fp16; scale_ub (float32, one element) bounds the scale. Returns out [..., hidden]
-    of quant_dtype and scale [rows, hidden / group_size] float32, column-major (strides (1, rows)) if
-    is_scale_transposed.
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        group_size: Columns that share a scale; kernels take 64 and 128.
+        is_scale_transposed: Store scales column-major, with strides (1, rows).
+        scale_ub: float32, one element: upper bound of the scale, or None.
+
+    Returns:
+        The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's op of this name.
     """
     return gated.per_block(_product(input), input, quant_dtype, group_size, is_scale_transposed, scale_ub)
 
 
 @_op
 def silu_and_mul_mxfp8_quant(input: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up in fp32, quantised to MX-FP8, as `mxfp8_scaled_mm` takes it: one e8m0 scale per 32 columns of a row.
+    """Compute silu(gate) * up in float32, then quantize to MX-FP8 with one e8m0 scale per 32 columns.
 
-    input [..., 2 * hidden] bf16 or fp16, hidden a multiple of 32. Returns out [..., hidden] float8_e4m3fn, on all GPUs, and scale
-    [rows, hidden / 32] uint8: s for 2^(s - 127), the least that keeps a group within 448.
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16, hidden a multiple of 32: gate, then up; rows may be strided.
+
+    Returns:
+        The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
+        2^(s - 127), the smallest power of two that keeps its 32 values within 448.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.
     """
     return rowwise.mx(_product(input))

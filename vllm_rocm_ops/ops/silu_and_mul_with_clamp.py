@@ -1,9 +1,9 @@
-"""SwiGLU activation with clamped inputs, as gpt-oss and MiniMax-M3 have it, and an optional quantisation behind; kernels:
-csrc/ops/silu_and_mul_with_clamp.hip.
+"""Apply SwiGLU with clamped inputs, as in gpt-oss and MiniMax-M3, with optional FP8 quantization fused.
 
-The formula is that of vLLM's SiluAndMulWithClamp: gate = min(gate, limit), up = clamp(up, -limit, limit), and the result
-gate * sigmoid(alpha * gate) * (up + beta). Roundings are those of vLLM's swiglu_oai_split and swiglu_oai_quantize_mxfp8: fp32 up to
-one rounding, which a dynamic quantisation does without. A NaN stays one up to the cast.
+Kernels: csrc/ops/silu_and_mul_with_clamp.hip. The formula follows vLLM's SiluAndMulWithClamp: gate = min(gate, limit),
+up = clamp(up, -limit, limit), result = gate * sigmoid(alpha * gate) * (up + beta). Rounding matches vLLM's swiglu_oai_split and
+swiglu_oai_quantize_mxfp8: float32, then one rounding. Dynamic quantization reads the unrounded result. NaN propagates up to
+the cast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GPT_OSS = {"limit": 7.0, "alpha": 1.702, "beta": 1.0}  # MiniMax-M3's too
 
 
 def _product(input: Tensor, limit: float, alpha: float, beta: float) -> Tensor:
-    """The result, unrounded."""
+    """Return the activation, unrounded."""
     gate, up = rowwise.exact(input).chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate / (1.0 + torch.exp(-alpha * gate)) * (up + beta)
@@ -48,8 +48,10 @@ def _further(a) -> dict[str, float]:
 
 
 def _cases(make: rowwise.Cases) -> Iterator[Case]:
-    """Those of all activations with gpt-oss's numbers and a limit that many values pass; limits that none or nearly all pass, and
-    the defaults of alpha and beta."""
+    """Yield the cases of all activations with gpt-oss's constants and a limit that clamps many values.
+
+    More cases have limits that clamp none or nearly all values, and the defaults of alpha and beta.
+    """
     usual = dataclasses.replace(make, further={**GPT_OSS, "limit": 1.0})
     yield from usual.standard()
     yield usual.case("limit-inf", (3, 512), limit=math.inf)
@@ -65,10 +67,22 @@ def _op(reference: Callable):
 
 @_op
 def silu_and_mul_with_clamp(input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """gate * sigmoid(alpha * gate) * (up + beta) of gate = min(gate, limit) and up clamped to [-limit, limit], rounded once.
+    """Clamp gate and up, then compute gate * sigmoid(alpha * gate) * (up + beta), rounded once.
 
-    input [..., 2 * hidden] bf16 or fp16 holds gate, then up; rows may be strided. limit is above 0, and may be infinite. Returns
-    [..., hidden].
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
+        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
+        alpha: Factor of gate in the sigmoid.
+        beta: Added to up.
+
+    Returns:
+        [..., hidden], input's dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's SiluAndMulWithClamp and swiglu_oai_split.
     """
     return _product(input, limit, alpha, beta).to(input.dtype)
 
@@ -77,7 +91,25 @@ def silu_and_mul_with_clamp(input: Tensor, limit: float, alpha: float = 1.0, bet
 def silu_and_mul_with_clamp_quant(
     input: Tensor, limit: float, scale: Tensor, quant_dtype: torch.dtype, alpha: float = 1.0, beta: float = 0.0
 ) -> Tensor:
-    """`silu_and_mul_with_clamp`, then division by `scale` (float32, one element) and the cast to quant_dtype. Returns [..., hidden]."""
+    """Apply `silu_and_mul_with_clamp`, then quantize to FP8 with a static scale.
+
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
+        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
+        scale: float32, one element: the static scale.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        alpha: Factor of gate in the sigmoid.
+        beta: Added to up.
+
+    Returns:
+        [..., hidden], quant_dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's SiluAndMulWithClamp and `static_scaled_fp8_quant`, in one launch.
+    """
     return quantization.static(rowwise.exact(_product(input, limit, alpha, beta).to(input.dtype)), scale, quant_dtype)
 
 
@@ -90,9 +122,24 @@ def silu_and_mul_with_clamp_per_token_quant(
     alpha: float = 1.0,
     beta: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """As `silu_and_mul_with_clamp`, in fp32, quantised with one dynamic scale per row.
+    """Compute `silu_and_mul_with_clamp` in float32, then quantize to FP8 with one dynamic scale per row.
 
-    scale_ub (float32, one element) bounds the absolute maximum. Returns out [..., hidden] of quant_dtype and scale [rows, 1] float32.
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
+        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
+        alpha: Factor of gate in the sigmoid.
+        beta: Added to up.
+
+    Returns:
+        The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's SiluAndMulWithClamp and `dynamic_per_token_scaled_fp8_quant`, in one launch.
     """
     return quantization.per_token(_product(input, limit, alpha, beta), quant_dtype, scale_ub)
 
@@ -108,10 +155,26 @@ def silu_and_mul_with_clamp_per_block_quant(
     alpha: float = 1.0,
     beta: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """As `silu_and_mul_with_clamp`, in fp32, quantised with one dynamic scale per `group_size` columns of a row.
+    """Compute `silu_and_mul_with_clamp` in float32, then quantize to FP8 per `group_size` columns.
 
-    scale_ub (float32, one element) bounds the scale. Returns out [..., hidden] of quant_dtype and scale [rows, hidden / group_size]
-    float32, column-major (strides (1, rows)) if is_scale_transposed.
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
+        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
+        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
+        group_size: Columns that share a scale; kernels take 64 and 128.
+        is_scale_transposed: Store scales column-major, with strides (1, rows).
+        scale_ub: float32, one element: upper bound of the scale, or None.
+        alpha: Factor of gate in the sigmoid.
+        beta: Added to up.
+
+    Returns:
+        The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's SiluAndMulWithClamp, with the quantization of `silu_and_mul_per_block_quant`.
     """
     y = _product(input, limit, alpha, beta)
     return gated.per_block(y, input, quant_dtype, group_size, is_scale_transposed, scale_ub)
@@ -121,9 +184,22 @@ def silu_and_mul_with_clamp_per_block_quant(
 def silu_and_mul_with_clamp_mxfp8_quant(
     input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As `silu_and_mul_with_clamp`, in fp32, quantised to MX-FP8, as `mxfp8_scaled_mm` takes it.
+    """Compute `silu_and_mul_with_clamp` in float32, then quantize to MX-FP8 with one e8m0 scale per 32 columns.
 
-    hidden is a multiple of 32. Returns out [..., hidden] float8_e4m3fn, on all GPUs, and scale [rows, hidden / 32] uint8: s for
-    2^(s - 127), the least that keeps a group within 448.
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16, hidden a multiple of 32: gate, then up; rows may be strided.
+        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
+        alpha: Factor of gate in the sigmoid.
+        beta: Added to up.
+
+    Returns:
+        The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
+        2^(s - 127), the smallest power of two that keeps its 32 values within 448.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        vLLM's swiglu_oai_quantize_mxfp8; the inputs of `mxfp8_scaled_mm`.
     """
     return rowwise.mx(_product(input, limit, alpha, beta))

@@ -1,4 +1,4 @@
-"""Softmax of rows of any length; kernels: csrc/ops/softmax.hip."""
+"""Compute the softmax of rows of any length; kernels: csrc/ops/softmax.hip."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True)
 class SoftmaxConfig:
-    """A block has so many threads. `kernel` is x2 or x4 where a thread keeps so many vectors of 8 elements, online where it
-    goes through rows of any length, general for any alignment."""
+    """Threads of a block, and the kernel.
+
+    `kernel` is "x2" or "x4" for the vectors of 8 elements that a thread holds, "online" for rows of any length, or "general" for
+    any alignment.
+    """
 
     threads: int
     kernel: str
@@ -40,7 +43,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     x = a.input
     yield "input is bfloat16, float16 or float32", x.dtype in ELEMENTS
     side_by_side = x.shape[-1] <= 1 or x.stride(-1) == 1
-    yield "input's rows lie at one stride, their elements side by side", side_by_side and row_stride(x) is not None
+    yield "input's rows have one stride and contiguous elements", side_by_side and row_stride(x) is not None
     yield "hidden is at least 1 and below 2^30", 1 <= _hidden(a) < 2**30
     yield "there are fewer than 2^31 rows", rows_of(x) < 2**31
 
@@ -56,7 +59,7 @@ def _configs(a, arch: Arch) -> list[SoftmaxConfig]:
 
 
 def _default(a, arch: Arch) -> SoftmaxConfig:
-    """As of norms; a row that no block holds goes online, which needs many loads in flight."""
+    """Return the default of norms, or the online kernel for rows that no block holds: it keeps many loads in flight."""
     fitting = _configs(a, arch)
     held = [config for config in fitting if config.kernel.startswith("x")]
     return rowwise.default(a, held) if held else fitting[0]
@@ -78,7 +81,7 @@ def _plan(config: SoftmaxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 
 def _masked(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Rows of -inf alone, but for the last element, in the first half, every third; and with a wide spread."""
+    """Return rows that are -inf whole, except the last element, in the first half, in every third, and a wide spread."""
     x = torch.randn(shape, generator=generator)
     x[0] = x[1] = x[2, : shape[-1] // 2] = x[3, ::3] = -math.inf
     x[1, -1] = -5.0
@@ -87,12 +90,12 @@ def _masked(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 
 def _rising(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Rows whose maximum grows all the way."""
+    """Return rows whose running maximum grows with every element."""
     return torch.linspace(-6.0, 6.0, shape[-1]).expand(shape).to(dtype)
 
 
 def _cases(reference) -> Iterator[Case]:
-    """Those of every op on rows; rows that no block holds, masked ones, and fp32."""
+    """Yield the cases of every row-wise op; rows that no block holds, masked rows, and fp32."""
     make = rowwise.Cases(reference, 1, {})
     case = make.case
     yield from make.standard()
@@ -125,9 +128,18 @@ def _op(reference) -> Op:
 
 @_op
 def softmax(input: Tensor) -> Tensor:
-    """Softmax over the last dimension, rounded once.
+    """Compute the softmax over the last dimension, rounded once.
 
-    input [..., hidden] bf16, fp16 or fp32, rows may be strided. A row with NaN or +infinity, or of -infinity alone, is NaN. Returns
-    [..., hidden].
+    Args:
+        input: [..., hidden], bf16, fp16 or fp32; rows may be strided.
+
+    Returns:
+        [..., hidden], input's dtype. A row that has NaN or +infinity, or only -infinity, is NaN.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        torch.softmax; softmax of the Inference Sprint and softmax.py of AMD perf-kernels.
     """
     return torch.softmax(rowwise.exact(input), -1).to(input.dtype)

@@ -1,4 +1,4 @@
-"""Reads, writes or copies memory, to measure its bandwidth; kernels: csrc/ops/stream_memory.hip."""
+"""Read, write or copy memory to measure HBM bandwidth; kernels: csrc/ops/stream_memory.hip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_rocm_ops.core.tensors import aligned, describe
 __all__ = ["stream_memory"]
 
 DIRECTIONS = ("read", "write", "copy")
-WORDS = 4  # of an access
+WORDS = 4  # per access
 THREADS = 256  # kThreads of the kernels
 VALUE = 0x01010101
 MOST_BLOCKS = 2**16
@@ -25,7 +25,7 @@ MOST_BLOCKS = 2**16
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """A block has so many threads."""
+    """Threads of a block."""
 
     threads: int
 
@@ -39,7 +39,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "words are contiguous and 16-byte aligned", a.words.is_contiguous() and aligned(a.words)
-    yield f"there are a multiple of {WORDS} words", a.words.numel() % WORDS == 0
+    yield f"count is a multiple of {WORDS} words", a.words.numel() % WORDS == 0
 
 
 def _plan(config: StreamConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -50,7 +50,7 @@ def _plan(config: StreamConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 
 def _cases() -> Iterator[Case]:
-    """Fewer vectors than threads, whole groups of loads, tails, more blocks than vectors, none."""
+    """Yield fewer vectors than threads, whole groups of loads, tails, more blocks than vectors, no words."""
 
     def make(count: int, direction: str, blocks: int, device, generator, fp8_dtype) -> tuple:
         words = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32)
@@ -74,10 +74,22 @@ def _cases() -> Iterator[Case]:
     cases=_cases,
 )
 def stream_memory(words: Tensor, direction: str, num_blocks: int) -> Tensor:
-    """Moves memory with so many blocks of 256 threads, each of which has every num_blocks-th run of 1024 words.
+    """Read, write or copy words with `num_blocks` blocks of 256 threads.
 
-    words [count] int32. With direction "read" the result is [num_blocks] int32, the sum of each block's words in 32 bits; with
-    "write" [count] of the bytes 1, whatever words are; with "copy" the words.
+    Args:
+        words: [count], int32; with "write" only the shape counts.
+        direction: "read", "write" or "copy".
+        num_blocks: Blocks; each has every num_blocks-th run of 1024 words.
+
+    Returns:
+        int32. "read": [num_blocks], the sum of each block's words modulo 2^32. "write": [count], all bytes 1. "copy":
+        the words.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        hbm-bw-test.py of AMD perf-kernels.
     """
     if direction == "copy":
         return words.clone()

@@ -1,4 +1,4 @@
-"""Matrix product in bf16 or fp16: lm_head, routers, and what else stays unquantised; for more than 64 tokens with gemm's kernels."""
+"""Multiply bf16 or fp16 matrices: lm_head, routers and other unquantized layers. Above 64 tokens the op `gemm`'s kernels run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16 or float16", a.x.dtype in ELEMENTS
     most = skinny_gemm.MOST_TOKENS
-    yield f"M is at most {most}, unless the weight is in rows", rows_of(a.x) <= most or a.weight.dim() == 2
+    yield f"M is at most {most}, or the weight is not shuffled", rows_of(a.x) <= most or a.weight.dim() == 2
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
     yield from gemm.envelope(gemm.activations(a.x), gemm.weight(a.weight))
     if _is_many(a) and a.weight.dim() == 2:
@@ -43,12 +43,12 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _is_many(a) -> bool:
-    """Whether the tiled kernels of csrc/ops/gemm.hip are those for so many tokens."""
+    """Return whether M is above the skinny kernels' limit, so that the tiled kernels of csrc/ops/gemm.hip run."""
     return rows_of(a.x) > skinny_gemm.MOST_TOKENS
 
 
 def _as_products_of_any(a):
-    """The arguments of the op `gemm` that multiplies the same."""
+    """Return the arguments of the op `gemm` for the same GEMM."""
     k = a.x.shape[-1]
     rows = a.x.as_strided((rows_of(a.x), k), (row_stride(a.x) or k, 1))
     return products_of_any.Arguments(rows, a.weight.t(), a.x.dtype, bias=a.bias)
@@ -75,7 +75,7 @@ def _plan(config: SkinnyConfig | TiledConfig, out: Tensor, a, arch: Arch) -> lis
 
 
 def _cases() -> Iterator[Case]:
-    """Every instance, shared tiles, M, N and K around tiles, bias, strides."""
+    """Yield every instance, shared tiles, sizes around tiles, bias, strides."""
 
     def case(name: str, m: int, n: int, k: int, **given) -> Case:
         return Case(name, functools.partial(_inputs, m, n, k, given))
@@ -123,9 +123,20 @@ def _op(reference) -> Op:
 
 @_op
 def unquantized_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias, summed in fp32: torch.nn.functional.linear.
+    """Compute x @ weight^T + bias, summed in float32.
 
-    x [..., K] and weight [N, K] (also as `shuffle_weight(weight)`) are of one dtype with K innermost, rows may be strided;
-    bias [N] is of the same. Returns [..., N] of the same.
+    Args:
+        x: [..., K], bf16 or fp16, K innermost; rows may be strided.
+        weight: [N, K], x's dtype, K innermost; rows may be strided. Or `shuffle_weight(weight)`.
+        bias: [N], x's dtype, or None.
+
+    Returns:
+        [..., N], x's dtype.
+
+    Raises:
+        ValueError: An argument breaks the contract; nothing is written.
+
+    Source:
+        torch.nn.functional.linear and vLLM's rocm_unquantized_gemm; 03-matrix-multiplication of AMD perf-kernels.
     """
     return torch.nn.functional.linear(x, weight_layout.plain_weight(weight), bias)

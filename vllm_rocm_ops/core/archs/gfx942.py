@@ -1,10 +1,10 @@
-"""AMD's CDNA3: MI300X and MI325X, and MI308X with 80 compute units. No AMD GPU was there to measure these costs."""
+"""Define AMD's CDNA3: MI300X, MI325X, and MI308X with 80 compute units. These costs were never measured on an AMD GPU."""
 
 import torch
 
 from vllm_rocm_ops.core.archs import Arch, CollectiveCosts, Costs, DecodeCosts, ExpertsCosts, SkinnyCosts
 
-# As emulated, by the cycles that instructions are issued in.
+# From the emulator's issue cycles.
 SKINNY = SkinnyCosts(
     limits={
         (16, 8): (4, 45e3),
@@ -13,23 +13,23 @@ SKINNY = SkinnyCosts(
         (64, 32): (3, 56e3),
         (64, 64): (2, 35e3),
     },
-    # As the emulator counts them. Tiles of 16 rows keep 24e3 since their loads no longer drain; that alone would move 105 of the
-    # recorded choices, beside constants that no AMD GPU has confirmed, so it waits for a model of the whole GPU.
+    # As the emulator counts them. Tiles of 16 rows keep 24e3 since their loads no longer drain. That alone would change 105 recorded
+    # choices on the basis of constants that no AMD GPU has confirmed, so it waits for a model of the whole GPU.
     in_flight={16: 12.5e3, 64: 27e3},
     block_us=1.3,
-    sharing_us=5.0,  # as of kernels through registers on H200
+    sharing_us=5.0,  # as kernels through registers on H200
     sum_round_us=0.85,  # see docs/timing.md
 )
 SUMS_BYTES_PER_US = 85e3  # see docs/timing.md
 
-# Figures of others, each with its source, at 2100 cycles per microsecond. None was measured with these kernels.
-# block_us: a whole tiny kernel took some 4100 cycles (traces of MI350X, tinygrad extra/sqtt@a9069c17).
-# unit_gb_s: 1.53 TB/s by 32 blocks of MI350X (ROCm/gfx950-gluon-tutorials); 53 for each of 80 units (pyhip vmem-bandwidth.md, MI308X).
-# latent_gb_s, lds_gb_s: predicted by the model of timing/, which is made of such figures, between 512 and 1024 keys of a block; of keys of
-# heads it says 48 too. lds_block_us: so that a block's first keys take as much more than those of 16 columns as predicted.
-# latent_us: a store and a load of 948 cycles (rocprofiler-compute, vecCopy) and an atomic of 382 to 1937 beyond L2 are 1.1 to 1.8 us.
-# counted_us: 33 KB, of which a unit has 44 KB in flight (gluon-tutorials, tcp_bound_tile_model.md) for 1000 cycles: 94 GB/s.
-# sharing_us: what `latent_us` is, and 16 sums of 8 KB at this rate. added_us: a round of 1000 cycles has 32 parts, four of each wave.
+# Published figures with their sources, at 2100 cycles per microsecond. None was measured with these kernels.
+# block_us: a tiny kernel took about 4100 cycles (traces of MI350X, tinygrad extra/sqtt@a9069c17).
+# unit_gb_s: 1.53 TB/s by 32 blocks on MI350X (ROCm/gfx950-gluon-tutorials); 53 per unit with 80 units (pyhip vmem-bandwidth.md, MI308X).
+# latent_gb_s, lds_gb_s: predicted by the model of timing/, built from such figures, between 512 and 1024 keys per block; it also
+# predicts 48 for keys of heads. lds_block_us: matches the predicted extra time of a block's first keys over those of 16 columns.
+# latent_us: a store and a load of 948 cycles (rocprofiler-compute, vecCopy) and an atomic of 382 to 1937 beyond L2 take 1.1 to 1.8 us.
+# counted_us: 33 KB at 44 KB in flight per unit (gluon-tutorials, tcp_bound_tile_model.md) and 1000 cycles: 94 GB/s.
+# sharing_us: `latent_us` plus 16 sums of 8 KB at this rate. added_us: a round of 1000 cycles has 32 splits, four per wave.
 DECODE = DecodeCosts(
     block_us=2.0,
     unit_gb_s=48.0,
@@ -40,14 +40,14 @@ DECODE = DecodeCosts(
     added_us=0.015,
     lds_block_us=1.45,
     lds_gb_s=24.0,
-    even_us=0.0,  # no kernel divides evenly
+    even_us=0.0,  # no kernel has even splits
 )
 
 COSTS = Costs(
     skinny=SKINNY,
-    experts=ExpertsCosts(tile_tokens=16, block_bytes_per_us=16.4e3),  # what it has in flight
+    experts=ExpertsCosts(tile_tokens=16, block_bytes_per_us=16.4e3),  # from its bytes in flight
     decode=DECODE,
-    # what a unit reads of keys, and a store and a load of another XCD (`latent_us` without its sums; fleet-mi300x: 1.44 us idle)
+    # the rate of keys per unit; a store and a load across XCDs (`latent_us` without its sums; fleet-mi300x: 1.44 us idle)
     collective=CollectiveCosts(unit_bytes_per_us=48e3, hand_us=1.5),
     sums_bytes_per_us=SUMS_BYTES_PER_US,
     tiled_sums_bytes_per_us=SUMS_BYTES_PER_US,

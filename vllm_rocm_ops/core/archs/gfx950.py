@@ -1,4 +1,4 @@
-"""AMD's CDNA4: MI350X and MI355X. It has the costs of gfx942: nothing is known that tells them apart."""
+"""Define AMD's CDNA4: MI350X and MI355X. Its costs are those of gfx942: no known figure distinguishes them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""NVIDIA's Hopper: H100 and H200, for development. Its costs were measured on an H200 where no comment says otherwise."""
+"""Define NVIDIA's Hopper, H100 and H200, for development. Costs were measured on an H200 unless a comment says otherwise."""
 
 import torch
 
@@ -12,14 +12,14 @@ SKINNY = SkinnyCosts(
         (64, 32): (2, 52e3),
         (64, 64): (2, 38e3),
     },
-    in_flight={16: 12e3},  # with 64 rows a block streams through LDS
-    block_us=0.0,  # among `limits`
+    in_flight={16: 12e3},  # with 64 rows blocks stream through LDS
+    block_us=0.0,  # included in `limits`
     sharing_us=3.0,
-    sum_round_us=0.0,  # among `sums_bytes_per_us`
+    sum_round_us=0.0,  # included in `sums_bytes_per_us`
 )
 
-# Those of latents were measured with all configurations of 42 shapes; the others are guesses. lds_block_us and even_us as well: by
-# them the chosen configuration takes 1.006 times the best of four of each of 39 shapes.
+# MLA costs were measured with all configurations of 42 shapes, the others are guesses. With lds_block_us and even_us, measured too,
+# the chosen configuration takes 1.006 times the best of four over 39 shapes.
 DECODE = DecodeCosts(
     block_us=2.0,
     unit_gb_s=None,

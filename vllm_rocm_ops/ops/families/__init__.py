@@ -1,1 +1,1 @@
-"""What several ops share."""
+"""Share code between ops: kernel families, contracts, cost models and cases."""

@@ -1,6 +1,6 @@
-"""The paged key and value caches of vLLM's attention backends on ROCm, as views of the tensors that vLLM's own ops take.
+"""Describe the paged KV caches of vLLM's ROCm attention backends, as views of the tensors that vLLM's ops take.
 
-Strides are the tensors'; x is 16 bytes of elements, and a page has N slots of a token each:
+Strides are those of the tensors; x is the elements in 16 bytes, and a page has N slots of one token each:
 
     packed       key_cache [pages, N, heads, size], value_cache [pages, N, heads, size of a value]
     native       key_cache [pages, heads, size / x, N, x], value_cache [pages, heads, size of a value, N]
@@ -20,22 +20,23 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.core.tensors import describe
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-LAUNCH_US = 2.0  # beside its bytes: the smallest kernels took 1.7 to 2.7 on MI308X (ROCm/FlyDSL PR 848, aiter PR 3747)
-VECTOR = 8  # elements that a lane takes together
+LAUNCH_US = 2.0  # without its bytes: the smallest kernels took 1.7 to 2.7 on MI308X (ROCm/FlyDSL PR 848, aiter PR 3747)
+VECTOR = 8  # elements per vector access of a lane
 
 
 def of_16_bytes(cache: Tensor) -> int:
-    """Elements in 16 bytes."""
+    """Return the elements in 16 bytes."""
     return 16 // cache.element_size()
 
 
 def is_quantized(cache: Tensor) -> bool:
+    """Return whether a cache is e4m3."""
     return cache.dtype in LIMIT
 
 
 @dataclass(frozen=True)
 class CacheStrides:
-    """CacheView of csrc/attention/cache.h: where an element of a key or value lies, in elements of the cache."""
+    """Strides of a cache in elements, as CacheView of csrc/attention/cache.h."""
 
     block_stride: int
     head_stride: int
@@ -46,7 +47,7 @@ class CacheStrides:
 
 
 class CacheLayout:
-    """What the shapes of a key and a value cache say."""
+    """The layout of a key and a value cache, by their shapes."""
 
     def __init__(self, key_cache: Tensor, value_cache: Tensor):
         self.key, self.value = key_cache, value_cache
@@ -62,6 +63,7 @@ class CacheLayout:
             self.value_size = value_cache.shape[3]
 
     def key_strides(self) -> CacheStrides:
+        """Return the strides of the key cache."""
         if self.is_native:
             block, head, chunk, slot, element = self.key.stride()
             return CacheStrides(block, head, slot * self.x, slot, chunk, element)
@@ -69,6 +71,7 @@ class CacheLayout:
         return CacheStrides(block, head, slot * self.x, slot, element * self.x, element)
 
     def value_strides(self) -> CacheStrides:
+        """Return the strides of the value cache."""
         if self.is_interleaved:
             block, head, group, element, slot = self.value.stride()
         elif self.is_native:
@@ -82,19 +85,19 @@ class CacheLayout:
     # For references
 
     def keys(self, pages: Tensor, slots: Tensor) -> Tensor:
-        """The keys [..., heads, size] in these slots of pages."""
+        """Return the keys [..., heads, size] in these slots of pages."""
         if self.is_native:
             return _indexed(self.key.movedim(3, 1), pages, slots).flatten(-2)
         return _indexed(self.key, pages, slots)
 
     def values(self, pages: Tensor, slots: Tensor) -> Tensor:
-        """The values [..., heads, size] in these slots of pages."""
+        """Return the values [..., heads, size] in these slots of pages."""
         if self.is_interleaved:
             return _indexed(self.value.permute(0, 2, 4, 1, 3), pages, slots // self.x, slots % self.x)
         return _indexed(self.value.movedim(3, 1) if self.is_native else self.value, pages, slots)
 
     def write(self, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Writes keys and values [tokens, heads, size] of the caches' dtypes to these slots of pages."""
+        """Write keys and values [tokens, heads, size] of the caches' dtypes to these slots of pages."""
         if self.is_native:
             _bits(self.key).movedim(3, 1)[pages, slots] = _bits(keys).unflatten(-1, (-1, self.x))
         else:
@@ -107,7 +110,7 @@ class CacheLayout:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """e4m3 as bytes, since PyTorch does not index all of its dtypes; others as they are."""
+    """Return an e4m3 tensor as bytes, since PyTorch does not index all FP8 dtypes; others unchanged."""
     return tensor.view(torch.uint8) if is_quantized(tensor) else tensor
 
 
@@ -116,7 +119,7 @@ def _indexed(cache: Tensor, *indices: Tensor) -> Tensor:
 
 
 def cache_contract(key_cache: Tensor, value_cache: Tensor) -> Iterator[tuple[str, str, str, bool]]:
-    """What the callers of every op on a cache of keys and values must respect."""
+    """Yield the contract of every op on a key and a value cache."""
     wanted = "[pages, N, heads, size] or [pages, heads, size / x, N, x], x 16 bytes of elements"
     holds = key_cache.dim() == 4 or key_cache.dim() == 5 and key_cache.shape[4] * key_cache.element_size() == 16
     yield "key_cache", wanted, describe(key_cache), holds and 0 not in key_cache.shape
@@ -138,28 +141,32 @@ def cache_contract(key_cache: Tensor, value_cache: Tensor) -> Iterator[tuple[str
 
 
 def scale_contract(name: str, scale: Tensor | None) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of an optional scale of one element."""
     if scale is not None:
         yield name, "float32 with one element", describe(scale), scale.numel() == 1 and scale.dtype == torch.float32
 
 
 def cache_envelope(layout: CacheLayout, dtype: torch.dtype, arch: Arch) -> Iterator[tuple[str, bool]]:
-    """What kernels need of the caches, of queries of this dtype."""
+    """Yield the kernels' rules for the caches, for queries of this dtype."""
     kinds = (dtype, arch.fp8_dtype)
-    yield f"the cache is of the query's dtype or e4m3 as {arch.name} has it", layout.key.dtype in kinds
-    yield f"sizes of heads are multiples of {VECTOR}", layout.key_size % VECTOR == layout.value_size % VECTOR == 0
+    yield (
+        f"the cache is of the query's dtype or {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
+        layout.key.dtype in kinds,
+    )
+    yield f"head sizes are multiples of {VECTOR}", layout.key_size % VECTOR == layout.value_size % VECTOR == 0
     yield "there are fewer than 2^31 slots", layout.pages * layout.page_size < 2**31
     key, value = layout.key_strides(), layout.value_strides()
     of_key = (key.block_stride, key.head_stride, key.slot_stride, key.chunk_stride)
-    yield "elements of a key lie side by side", key.element_stride == 1
+    yield "elements of a key are contiguous", key.element_stride == 1
     x = layout.x
-    yield f"keys lie at multiples of {x} elements", _on_vectors(layout.key, *of_key, elements=x)
+    yield f"keys are aligned to {x} elements", _on_vectors(layout.key, *of_key, elements=x)
     if layout.is_native:
         along = (value.block_stride, value.head_stride, value.group_stride, value.element_stride)
-        yield "slots of a value's element lie side by side", value.slot_stride == 1
+        yield "slots of a value's element are contiguous", value.slot_stride == 1
     else:
         along = (value.block_stride, value.head_stride, value.slot_stride)
-        yield "elements of a value lie side by side", value.element_stride == 1
-    yield f"values lie at multiples of {VECTOR} elements", _on_vectors(layout.value, *along)
+        yield "elements of a value are contiguous", value.element_stride == 1
+    yield f"values are aligned to {VECTOR} elements", _on_vectors(layout.value, *along)
 
 
 def _on_vectors(x: Tensor, *strides: int, elements: int = VECTOR) -> bool:
@@ -168,12 +175,12 @@ def _on_vectors(x: Tensor, *strides: int, elements: int = VECTOR) -> bool:
 
 
 def heads(x: Tensor, size: int) -> Tensor:
-    """[tokens, heads, size] of that or of [tokens, heads * size]."""
+    """Return [tokens, heads, size] as it is, and [tokens, heads * size] with its heads split."""
     return x if x.dim() == 3 else x.unflatten(1, (-1, size))
 
 
 def is_heads(x: Tensor, tokens: int | None, count: int | None, size: int) -> bool:
-    """Whether x is [tokens, count, size] or [tokens, count * size]; None is any number."""
+    """Return whether x is [tokens, count, size] or [tokens, count * size]; None matches any number."""
     if x.dim() not in (2, 3) or (x.dim() == 2 and x.shape[1] % size):
         return False
     found = heads(x, size)
@@ -186,6 +193,6 @@ def is_heads(x: Tensor, tokens: int | None, count: int | None, size: int) -> boo
 
 
 def heads_envelope(name: str, x: Tensor) -> tuple[str, bool]:
-    """What kernels need of [tokens, heads, size] of 16 bits."""
+    """Return the kernels' rule for 16-bit heads [tokens, heads, size]."""
     holds = x.stride(-1) == 1 and _on_vectors(x, *x.stride()[:-1])
-    return f"{name}'s heads lie at multiples of 16 bytes, their elements side by side", holds
+    return f"{name}'s heads are contiguous and 16-byte aligned", holds

@@ -1,4 +1,4 @@
-"""Flash decoding: a few query rows per request attend to a paged cache. What its ops share; kernels: csrc/attention/."""
+"""Share code between the decode attention ops: references, rules and plans of split-KV; kernels: csrc/attention/."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from vllm_rocm_ops.ops.families import attention
 from vllm_rocm_ops.ops.families.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.ops.families.gemm import divisor
 
-MOST_ROWS = 8  # of a request
-COLUMNS = 16  # rows times heads of a group that an instruction has
-FAN_IN = 16  # sums that a block adds
-PARTITION = 128  # a constant partition is a multiple of it
+MOST_ROWS = 8  # per request
+COLUMNS = 16  # packed-GQA rows of a matrix instruction: query rows times heads of a group
+FAN_IN = 16  # partial sums that a block combines
+PARTITION = 128  # a fixed split size is a multiple of it
 MOST_PARTS = 128
-NOMINAL_KEYS = 4096  # of most requests, where the block table has room for more
-LONG_SHARE = 0.05  # of the others
+NOMINAL_KEYS = 4096  # of most requests, if the block table has room for more
+LONG_SHARE = 0.05  # share of longer requests
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """The keys of a request are in at most `parts` parts, a block each. A part has at least `least_steps` steps: 128 keys each, or
-    32 of MLA."""
+    """At most `parts` splits of a request's keys, one block each.
+
+    A split has at least `least_steps` iterations of 128 keys, or 32 in MLA.
+    """
 
     parts: int
     least_steps: int = 1
 
 
 def exact(x: Tensor) -> torch.dtype:
+    """Return the dtype that references compute in."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -43,8 +46,10 @@ def exact(x: Tensor) -> torch.dtype:
 
 
 def _request(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows [query_len, heads, size], scaled, attend to keys and values [length, key heads, size]. Weights are rounded to values'
-    dtype; everything else has query's."""
+    """Attend from scaled rows [query_len, heads, size] to keys and values [length, key heads, size].
+
+    Weights are rounded to values' dtype; everything else is in query's.
+    """
     rows, heads, _ = query.shape
     length, kv_heads, _ = keys.shape
     grouped = query.unflatten(1, (kv_heads, -1))
@@ -80,7 +85,7 @@ def reference(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows [rows, heads, size of a value] of query's dtype, and the logarithms of their sums [rows, heads]."""
+    """Return the result [rows, heads, value size] in query's dtype, and the log-sum-exp [rows, heads]."""
     of, (k_scale, v_scale) = exact(query), scales
     factor = scale if k_scale is None else scale * k_scale.to(of)
     requests = query.to(of).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
@@ -100,14 +105,14 @@ def reference(
 
 
 def returned(out: Tensor | None, return_lse: bool, found: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What an op returns: nothing for what the caller has a tensor for, or does not want."""
+    """Return an op's results, with empty tensors in place of a result written to `out` and an unwanted log-sum-exp."""
     if out is not None:
         found = out.copy_(found).new_empty(0)
     return found, lse if return_lse else lse.new_empty((0, 0))
 
 
 def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The same, unwritten."""
+    """Return the same tensors as `returned`, unwritten."""
     out = query.new_empty(query.shape) if a.out is None else a.out.new_empty(0)
     shape = (query.shape[0], heads) if a.return_lse else (0, 0)
     return out, query.new_empty(shape, dtype=exact(query))
@@ -117,12 +122,13 @@ def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def cache_dtype_contract(name: str, cache: Tensor, dtype: torch.dtype) -> tuple[str, str, str, bool]:
+    """Return the contract of a cache's dtype."""
     holds = cache.dtype == dtype or attention.is_quantized(cache)
     return name, f"of dtype {dtype} or e4m3", describe(cache), holds
 
 
 def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, str, bool]]:
-    """What says where keys are, and the argument's rows."""
+    """Yield the contract of the block table and lengths, and of the query's rows."""
     table, lens = a.block_table, a.seq_lens
     holds = table.dtype == torch.int32 and table.dim() == 2 and table.shape[1] > 0
     yield "block_table", "int32 [requests, pages]", describe(table), holds
@@ -135,42 +141,49 @@ def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, s
 
 
 def out_contract(a, query: Tensor, quantizes: bool = False) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of `out`, an e4m3 tensor if the op quantizes."""
     if quantizes:
-        yield "out", "a tensor where there is an out_scale or out_scales", "None", a.out is not None
+        yield "out", "a tensor with an out_scale or out_scales", "None", a.out is not None
     if a.out is not None:
         dtype, holds = ("e4m3", a.out.dtype in LIMIT) if quantizes else (query.dtype, a.out.dtype == query.dtype)
         yield "out", f"{dtype} {list(query.shape)}", describe(a.out), holds and a.out.shape == query.shape
-        yield "out", "without elements in the same place", describe(a.out), not overlaps_itself(a.out)
+        yield "out", "without overlapping elements", describe(a.out), not overlaps_itself(a.out)
 
 
 def out_envelope(a, size: int, arch: Arch) -> Iterator[tuple[str, bool]]:
+    """Yield the kernels' rules for `out`."""
     if a.out is not None:
-        yield f"out is of 16 bits, or e4m3 as {arch.name} has it", a.out.dtype in (*ELEMENTS, arch.fp8_dtype)
+        yield (
+            f"out has 16 bits or is {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
+            a.out.dtype in (*ELEMENTS, arch.fp8_dtype),
+        )
         yield attention.heads_envelope("out", attention.heads(a.out, size))
 
 
 def partition_contract(a) -> tuple[str, str, str, bool]:
+    """Return the contract of the fixed split size."""
     holds = a.partition >= 0 and a.partition % PARTITION == 0
     return "partition", f"0 or a multiple of {PARTITION}", str(a.partition), holds
 
 
 def requests_envelope(a, layout: CacheLayout, limit: int) -> Iterator[tuple[str, bool]]:
+    """Yield the kernels' rules for requests, with a limit of splits."""
     yield f"query_len is at most {MOST_ROWS}", a.query_len <= MOST_ROWS
-    yield "block_table's pages lie side by side", a.block_table.stride(1) == 1
+    yield "block_table's rows are contiguous", a.block_table.stride(1) == 1
     yield "seq_lens is contiguous", a.seq_lens.is_contiguous()
     keys = capacity(a, layout)
-    yield "there is room for fewer than 2^30 keys of a request", keys < 2**30
+    yield "block_table has room for fewer than 2^30 keys per request", keys < 2**30
     yield "the caches span fewer than 2^35 elements", _span(layout.key) < 2**35 and _span(layout.value) < 2**35
-    yield f"there are at most {limit} parts", a.partition == 0 or -(-keys // a.partition) <= limit
+    yield f"there are at most {limit} splits", a.partition == 0 or -(-keys // a.partition) <= limit
 
 
 def _span(x: Tensor) -> int:
-    """Elements from the first to the last."""
+    """Return the elements from the first to the last."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1
 
 
 def capacity(a, layout: CacheLayout) -> int:
-    """The most keys of a request."""
+    """Return the most keys that a request may have."""
     return a.block_table.shape[1] * layout.page_size
 
 
@@ -178,7 +191,7 @@ def capacity(a, layout: CacheLayout) -> int:
 
 
 def configs(a, layout: CacheLayout, step: int, least_steps: int = 1) -> list[DecodeConfig]:
-    """Powers of two of parts; with a constant partition, as many as there may be."""
+    """Return powers of two of splits; with a fixed split size, the most splits that fit the block table."""
     keys = capacity(a, layout)
     if a.partition:
         return [DecodeConfig(-(-keys // a.partition), a.partition // step)]
@@ -187,14 +200,14 @@ def configs(a, layout: CacheLayout, step: int, least_steps: int = 1) -> list[Dec
 
 
 def divided(config: DecodeConfig, keys: int, step: int) -> tuple[int, int]:
-    """The parts of so many keys, and the most steps of a part."""
+    """Return the splits of `keys` keys, and the most iterations of a split."""
     steps = -(-keys // step)
     parts = max(min(config.parts, -(-steps // config.least_steps)), 1)
     return parts, -(-steps // parts)
 
 
 def tree(parts: int) -> list[int]:
-    """How many sums there are: those of parts, of groups of FAN_IN of them, and so on."""
+    """Return the partial sums per level of the combine: splits, groups of FAN_IN splits, and so on."""
     counts = [parts]
     while counts[-1] > 1:
         counts.append(-(-counts[-1] // FAN_IN))
@@ -213,8 +226,10 @@ def problem_arguments(
     *,
     counts: bool = True,
 ) -> dict[str, object]:
-    """DecodeProblem of csrc/attention/problem.h without query, sinks and window. A block has so many columns; the last of those
-    of a request adds the parts, if they are counted."""
+    """Return DecodeProblem of csrc/attention/problem.h without query, sinks and window.
+
+    A block has `columns` columns. With `counts`, the last block of a request to finish combines the splits.
+    """
     heads, group = query.shape[1], query.shape[1] // layout.heads
     out = outputs[0] if a.out is None else a.out
     of_out = attention.heads(out, layout.value_size).stride()
@@ -261,12 +276,12 @@ def problem_arguments(
 
 
 def column_tiles(a, query: Tensor, layout: CacheLayout, columns: int) -> int:
-    """Blocks that a request's rows and the heads of a group need."""
+    """Return the blocks for a request's rows and the heads of a group."""
     return -(-a.query_len * query.shape[1] // (layout.heads * columns))
 
 
 def rate(most_gb_s: float | None, arch: Arch, blocks: int) -> float:
-    """Bytes per microsecond of a compute unit that reads at this rate at most, while so many blocks run."""
+    """Return the bytes per microsecond of a compute unit, limited to this rate, while `blocks` blocks run."""
     if most_gb_s is None:
         return arch.bandwidth_gb_s * 1e3 / arch.compute_units
     return 1e3 * min(most_gb_s, arch.bandwidth_gb_s / max(min(blocks, arch.compute_units), 1))
@@ -276,7 +291,7 @@ def rate(most_gb_s: float | None, arch: Arch, blocks: int) -> float:
 
 
 def pages_of(lens, given: dict, generator: torch.Generator) -> tuple[Tensor, int]:
-    """A block table with pages in any order, and how many pages there are."""
+    """Return a block table with pages in random order, and the number of pages."""
     page = given.get("page", 16)
     width = max(-(-max(lens, default=0) // page), 1) + given.get("wider", 2)
     pages = len(lens) * width + 2
@@ -285,7 +300,7 @@ def pages_of(lens, given: dict, generator: torch.Generator) -> tuple[Tensor, int
 
 
 def out_of(given: dict, rows: int, heads: int, size: int, dtype: torch.dtype, device: str) -> Tensor | None:
-    """Rows and heads that lie apart, if the case asks for them."""
+    """Return an `out` with strided rows and heads, if the case asks for one."""
     if not given.get("out"):
         return None
     shape = (rows, heads + 1, size + given.get("apart", 8))
@@ -293,7 +308,7 @@ def out_of(given: dict, rows: int, heads: int, size: int, dtype: torch.dtype, de
 
 
 def fill(layout: CacheLayout, table: Tensor, lens, given: dict, generator: torch.Generator) -> None:
-    """Writes keys and values, with garbage behind them in the table; slots that are not used stay."""
+    """Write keys and values, and garbage after their pages in the table; unused slots stay."""
     for row, length in zip(table, lens):
         places = torch.arange(length)
         sizes = layout.key_size, layout.value_size

@@ -1,4 +1,4 @@
-"""What the kernels of fused_experts share: sizes, how weights are scaled, and the op's contract. `a` are the op's arguments."""
+"""Share code between the kernels of fused_experts: sizes, weight scales, and the op's contract on its arguments `a`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 BYTES = (torch.int8, *E5M2)
-"""Weights that the tiled kernels alone multiply, beside those of all kernels."""
+"""Weight dtypes that only the tiled kernels support."""
 
 
 def activation_dtype(a) -> torch.dtype | None:
-    """What tokens are quantised to in front of a product; None where they stay as they are."""
+    """Return the dtype that tokens are quantized to before a GEMM, or None if they stay unquantized."""
     dtype = a.w1.dtype
     return None if a.weight_only or dtype in HALVES else E5M2.get(dtype, dtype)
 
 
 def intermediate(a) -> int:
-    """Columns between the two products."""
+    """Return the columns between the two GEMMs."""
     return a.w1.shape[1] // 2
 
 
 def slots(a) -> int:
-    """Experts that a token goes to."""
+    """Return the experts per token, including shared ones."""
     return a.topk_ids.shape[1] + a.shared_experts
 
 
 def scheme(weight: Tensor, scale: Tensor | None) -> str:
-    """How a weight [E, N, K] is scaled: "none", "tensor", "channel", "block" (of 128x128, all float32), or "mx" (e8m0 per 1x32);
-    "unknown" where its scale fits none."""
+    """Return how a weight [E, N, K] is scaled.
+
+    "none", "tensor", "channel" and "block" (128x128) have float32 scales, "mx" has e8m0 scales per 1x32; "unknown" if the scale
+    fits none.
+    """
     if scale is None:
         return "none"
     experts, n, k = weight.shape
@@ -55,14 +58,14 @@ def scheme(weight: Tensor, scale: Tensor | None) -> str:
 
 
 def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
-    """Elements of a contiguous scale from expert to expert, and from row, or block of rows, to the next."""
+    """Return the strides of a contiguous scale in elements: between experts, and between rows or blocks of rows."""
     experts, _, k = weight.shape
     rows = {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK), "mx": k // MX_BLOCK}
     return 0 if scale is None else scale.numel() // experts, rows[scheme(weight, scale)]
 
 
 def weight_strides(a, weight: Tensor) -> tuple[int, int, int]:
-    """Bytes of an expert's weight from 16 rows to the next 16, from row to row of these, and from 16 bytes of a row to the next 16."""
+    """Return the strides of an expert's weight in bytes: between tiles of 16 rows, between rows, between 16 bytes of a row."""
     if a.shuffled:
         return FRAGMENT_ROWS * weight.shape[2] * weight.element_size(), FRAGMENT_BYTES, FRAGMENT_ROWS * FRAGMENT_BYTES
     row = weight.stride(1) * weight.element_size()
@@ -70,20 +73,20 @@ def weight_strides(a, weight: Tensor) -> tuple[int, int, int]:
 
 
 def _odds(a) -> tuple[int, float]:
-    """Experts that ids choose here, and how likely a token goes to one of them, if all experts, here or not, are as likely."""
+    """Return this rank's routed experts, and the chance that a token goes to one of them under uniform routing."""
     routed = len(a.w1) - a.shared_experts
     of_all = max(routed if a.expert_map is None else len(a.expert_map), routed, 1)
     return routed, min(a.topk_ids.shape[1] / of_all, 1.0)
 
 
 def expected_pairs(a) -> float:
-    """Pairs of tokens and our experts."""
+    """Return the expected pairs of tokens and this rank's experts."""
     routed, odds = _odds(a)
     return a.hidden.shape[0] * (routed * odds + a.shared_experts)
 
 
 def expected_tiles(a, tokens: int) -> float:
-    """Tiles of so many tokens of one expert: of each as many as k tokens for which more than k * tokens go there."""
+    """Return the expected tiles of `tokens` tokens: an expert has a k-th further one if more than k * tokens go there."""
     (routed, odds), m = _odds(a), a.hidden.shape[0]
     mean, deviation = m * odds, math.sqrt(2 * m * odds * (1.0 - odds)) or 1e-9
     more = (math.erfc((k * tokens + 0.5 - mean) / deviation) / 2 for k in range(1, -(-m // tokens)))
@@ -91,12 +94,12 @@ def expected_tiles(a, tokens: int) -> float:
 
 
 def expected_hit(a) -> float:
-    """Experts with a token."""
+    """Return the expected experts that are hit by a token."""
     return expected_tiles(a, max(a.hidden.shape[0], 1))
 
 
 def contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield the rules that callers must respect: (argument, wanted, got, holds)."""
+    """Yield the op's contract: (argument, wanted, got, holds)."""
     dims = a.hidden.dim() == 2 and a.w1.dim() == a.w2.dim() == 3
     yield "hidden, w1, w2", "[M, H], [E, 2 I, H], [E, H, I]", describe(a.hidden), dims
     m, h = a.hidden.shape
@@ -118,7 +121,7 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "topk_weights", f"float32 {list(a.topk_ids.shape)}", describe(a.topk_weights), holds
     for name, weight, scale in (("w1_scale", a.w1, a.w1_scale), ("w2_scale", a.w2, a.w2_scale)):
         needed = of_8_bits
-        wanted = "float32 [E], [E, N] or, but with int8, [E, ceil(N / 128), ceil(K / 128)], or, with e4m3fn, e8m0 or uint8 [E, N, K / 32]"
+        wanted = "float32 [E] or [E, N] or, unless int8, [E, ceil(N / 128), ceil(K / 128)] or, for e4m3fn, e8m0 or uint8 [E, N, K / 32]"
         kind = scheme(weight, scale)
         holds = (scale is not None) == needed and kind != "unknown"
         holds = holds and (scale is None or kind == "mx" or scale.dtype == torch.float32)
@@ -139,7 +142,7 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "hidden_scale", wanted, "None" if scale is None else describe(scale), holds
     if a.act_scale is not None:
         holds = dtype is not None and a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32 and kind != "mx"
-        wanted = "float32, one element, with quantised tokens and weights not scaled per 1x32"
+        wanted = "float32, one element, with quantized tokens and weights not scaled per 1x32"
         yield "act_scale", wanted, describe(a.act_scale), holds
     if a.expert_map is not None:
         holds = a.expert_map.dim() == 1 and a.expert_map.numel() > 0 and a.expert_map.dtype == torch.int32

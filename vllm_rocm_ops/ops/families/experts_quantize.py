@@ -1,5 +1,7 @@
-"""The tokens of each product of fused_experts: as they are, or quantised ahead by csrc/ops/fused_experts_quantize.hip, to e4m3 or
-int8."""
+"""Prepare the tokens of each GEMM of fused_experts: unquantized, or quantized to e4m3 or int8 by a launch of its own.
+
+Kernels: csrc/ops/fused_experts_quantize.hip.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.ops.families.rowwise import ELEMENTS, VECTOR
 
 MODULE = "fused_experts_quantize"
-THREADS = 256  # of a block at most, but for those that have a row to themselves
-ROW_THREADS, ROW_VECTORS = 512, 4  # of these: the threads to prefer, and the most vectors that one owns
+THREADS = 256  # per block at most, except for one block per row
+ROW_THREADS, ROW_VECTORS = 512, 4  # with one block per row: preferred threads, and most vectors per thread
 MOST_ROW_THREADS = 1024
 MOST_COLUMNS = MOST_ROW_THREADS * ROW_VECTORS * VECTOR  # with a scale per token
 
 
 class Rows(NamedTuple):
-    """[count, columns] elements of bf16 or fp16; 16-byte aligned rows at a stride in elements, and a multiple of 8 columns."""
+    """[count, columns] in bf16 or fp16, with 16-byte aligned rows, a stride in elements, and a multiple of 8 columns."""
 
     buffer: Tensor | Workspace
     count: int
@@ -33,8 +35,11 @@ class Rows(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """What a product multiplies with weights: rows so many bytes apart, and their scales, if any, so many elements apart: from row
-    to row, and from one group of columns to the next."""
+    """The activations of a GEMM.
+
+    `row_bytes` is the stride of rows in bytes; `scale_row` and `scale_k` are the strides of scales in elements, between rows and
+    between groups of columns.
+    """
 
     rows: Tensor | Workspace
     row_bytes: int
@@ -51,9 +56,12 @@ def quantize(
     num_rows: Tensor | Workspace | None = None,
     to_int8: bool = False,
 ) -> tuple[Activations, Launch]:
-    """x in e4m3, or in int8, and the launch that writes it: divided by the static scale if there is one, else by scales as go with how
-    the weights are scaled: float32 per 128 columns with "block", e8m0 per 32 columns with "mx", else float32 per row. `num_rows`, an
-    int32 on the device, says how many of the rows there are; the others are neither read nor written."""
+    """Return x quantized to e4m3 or int8, and the launch that writes it.
+
+    A static scale divides x if given. Otherwise scales follow the weights' scheme: float32 per 128 columns with "block", e8m0 per
+    32 columns with "mx", else float32 per row. `num_rows`, an int32 on the device, is the number of valid rows; others are neither
+    read nor written.
+    """
     group_of = {"block": BLOCK, "mx": MX_BLOCK}
     kind = "static" if static is not None else weights if weights in group_of else "token"
     vectors, lanes = -(-x.columns // VECTOR), arch.wave_lanes
@@ -83,7 +91,7 @@ def quantize(
 def operand(
     a, x: Rows, static: Tensor | None, arch: Arch, num_rows: Workspace | None = None
 ) -> tuple[Activations, list[Launch]]:
-    """x as a product of fused_experts takes it, and the launch that quantises it if the weights want that."""
+    """Return x as a GEMM of fused_experts reads it, and the launch that quantizes it, if the weights need one."""
     dtype = activation_dtype(a)
     if dtype is None:
         return Activations(x.buffer, x.stride * x.dtype.itemsize), []
@@ -92,7 +100,7 @@ def operand(
 
 
 def hidden_operand(a, arch: Arch) -> tuple[Activations, list[Launch]]:
-    """The same of the op's argument `hidden`."""
+    """Return the same for the op's argument `hidden`."""
     x, scale = a.hidden, a.hidden_scale
     if x.dtype in HALVES:
         return operand(a, Rows(x, *x.shape, x.stride(0), x.dtype), scale, arch)
@@ -101,6 +109,6 @@ def hidden_operand(a, arch: Arch) -> tuple[Activations, list[Launch]]:
 
 
 def quantizing(a) -> int:
-    """How many launches quantise the tokens of a call's two products."""
+    """Return the launches that quantize the tokens of a call's two GEMMs."""
     dtype = activation_dtype(a)
     return 0 if dtype is None else 1 + (a.hidden.dtype != dtype)

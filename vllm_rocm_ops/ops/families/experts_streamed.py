@@ -1,4 +1,4 @@
-"""The experts of fused_experts for few tokens: the kernels of csrc/ops/fused_experts.hip, which stream weights."""
+"""Plan fused_experts for few tokens: the weight-streaming kernels of csrc/ops/fused_experts.hip."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from vllm_rocm_ops.ops.families.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES
 
 MODULE = "fused_experts"
-MOST_TOKENS, MOST_SLOTS = 64, 32  # that blocks group in LDS
-TILE_ROWS, GATE_UP_ROWS = 16, 8  # of weights in a tile; of these the gate rows
-WAVES = 4  # of a block
-SLICE_BYTES = 128  # a K slice, which a wave takes at a time
-MOST_UNIT_SLICES = 4  # K slices of a unit of down, which one wave has
-RESIDENT = {"gate_up": 3, "down": 4}  # blocks of a compute unit
-# The model of `cost`, where archs are alike; `arch.costs` has the rest. Fitted to H200 at the shares of tools/bench/experts.py: the
-# share of the bandwidth that gate_up gets, and the one that down would get with no end of blocks; of a further tile of an expert's
-# tokens, a constant and the share of the time of the first one's bytes, which caches may hold; for a launch; for the one that sums
-# up split-K; and for each further time that all blocks of down are new ones.
+MOST_TOKENS, MOST_SLOTS = 64, 32  # limits of grouping in LDS
+TILE_ROWS, GATE_UP_ROWS = 16, 8  # weight rows per tile, and the gate rows among them
+WAVES = 4  # per block
+SLICE_BYTES = 128  # of a K slice, the work of a wave's iteration
+MOST_UNIT_SLICES = 4  # K slices per unit of down, the work of one wave
+RESIDENT = {"gate_up": 3, "down": 4}  # blocks per compute unit
+# The cost model, where archs agree; `arch.costs` has the rest. Fitted to H200 at the shares of tools/bench/experts.py: the share of
+# bandwidth of gate_up, and of down with unlimited blocks; for a further tile of an expert's tokens, a constant and a share of the
+# first tile's time, as caches may hold its bytes; a launch; the split-K sum; and each further wave of down's blocks.
 GATE_UP_BANDWIDTH, DOWN_BANDWIDTH = 1.03, 1.55
 FURTHER_TILE_US, FURTHER_TILE_COST = 0.2, 0.69
 LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
@@ -41,21 +40,23 @@ LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
 
 @dataclass(frozen=True)
 class StreamedConfig:
-    """For few tokens: blocks stream the weights of the experts that are hit; for the second product `split_k` blocks share each
-    tile of its rows, and the last one to arrive adds up their partial sums."""
+    """Blocks stream the weights of the experts that are hit.
+
+    In the second GEMM `split_k` blocks share each tile of rows, and the last to arrive adds their partial sums.
+    """
 
     split_k: int
 
 
 def takes(a, arch: Arch) -> bool:
-    """Whether these kernels take so many tokens, slots and experts. Items times the square of an item's tiles: see divide_by."""
+    """Return whether these kernels support the tokens, slots and experts. divide_by bounds items * tiles^2."""
     m, tiles = a.hidden.shape[0], intermediate(a) // GATE_UP_ROWS
     fits = m <= MOST_TOKENS and slots(a) <= MOST_SLOTS and m * slots(a) * tiles**2 < 2**31
     return fits and max(_gate_up_lds(a) + 2 * WAVES * 4 * arch.wave_lanes * 4, _down_lds(a)) <= arch.lds_bytes
 
 
 def _lists_bytes(a) -> int:
-    """Of the pairs in the order of their experts, as gate_up leaves them to down."""
+    """Return the bytes of the pairs sorted by expert, which gate_up passes to down."""
     return 16 + 10 * _padded_pairs(a)
 
 
@@ -64,17 +65,17 @@ def _padded_pairs(a) -> int:
 
 
 def _gate_up_lds(a) -> int:
-    """Bytes of LDS in which a block groups the pairs, beside the sums of its waves."""
+    """Return the LDS bytes that group the pairs, without the sums of waves."""
     return _lists_bytes(a) + 6 * _padded_pairs(a) + 4 * len(a.w1)
 
 
 def _down_lds(a) -> int:
-    """Bytes of LDS for the pairs and for each wave's sums."""
+    """Return the LDS bytes of the pairs and of each wave's sums."""
     return _lists_bytes(a) + WAVES * a.hidden.shape[0] * TILE_ROWS * 4
 
 
 def configs(a, arch: Arch) -> list[StreamedConfig]:
-    """Whole tiles, or split-K so that all blocks fit on the chip at once, or in two rounds; each wave with a unit at least."""
+    """Return whole tiles, and split-K that fills the GPU once or twice; each wave has at least one unit."""
     at_once, (_, units) = RESIDENT["down"] * arch.compute_units, _units(a)
     most = -(-a.hidden.shape[0] * slots(a) * units // WAVES)
     split_k = {max(min(rounds * at_once // _down_tiles(a), most), 1) for rounds in (0, 1, 2)}
@@ -86,19 +87,19 @@ def _down_tiles(a) -> int:
 
 
 def _units(a) -> tuple[int, int]:
-    """K slices in a unit of down, and units of an item: as even as can be."""
+    """Return the K slices per unit of down and the units per item, as even as possible."""
     slices = -(-intermediate(a) * a.w2.element_size() // SLICE_BYTES)
     units = -(-slices // MOST_UNIT_SLICES)
     return -(-slices // units), units
 
 
 def cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
-    """The time to stream the experts that are hit if all are as likely, each further tile of an expert's tokens, and launches."""
+    """Return the time to stream the experts hit under uniform routing, of further tiles per expert, and of launches."""
     (m, h), bandwidth, costs = a.hidden.shape, arch.bandwidth_gb_s * 1e3, arch.costs.experts
     hit, tiles = expected_hit(a), expected_tiles(a, costs.tile_tokens)
     most = RESIDENT["down"] * arch.compute_units
     blocks = _down_tiles(a) * config.split_k
-    w1, w2 = (weight.numel() // len(weight) * weight.element_size() for weight in (a.w1, a.w2))  # bytes of an expert
+    w1, w2 = (weight.numel() // len(weight) * weight.element_size() for weight in (a.w1, a.w2))  # bytes per expert
     us = w1 / (GATE_UP_BANDWIDTH * bandwidth)
     us += w2 * (1 / (DOWN_BANDWIDTH * bandwidth) + 1 / (costs.block_bytes_per_us * min(blocks, most)))
     terms = {
@@ -112,7 +113,7 @@ def cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
 
 
 def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    """The launches of a call: out [M, H] is contiguous."""
+    """Return the launches of a call; out [M, H] is contiguous."""
     m = a.hidden.shape[0]
     if m == 0:
         return []
@@ -143,7 +144,7 @@ def _product(
     step: int,
     work_per_item: int,
 ) -> Launch:
-    """The launch of one of the two products."""
+    """Return the launch of one of the two GEMMs."""
     experts, rows, k = weight.shape
     m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
     scale_size = 0 if scale is None else scale.element_size()

@@ -1,4 +1,4 @@
-"""The experts of fused_experts for many tokens: the kernels of csrc/ops/fused_experts_tiled.hip."""
+"""Plan fused_experts for many tokens: the kernels of csrc/ops/fused_experts_tiled.hip."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from vllm_rocm_ops.ops.families.rowwise import ELEMENTS, VECTOR
 from vllm_rocm_ops.ops.families.tiled_gemm import FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, SINGLE_BLOCK_RATE, lds_bytes
 
 MODULE = "fused_experts_tiled"
-BYTES_MODULE = "fused_experts_tiled_bytes"  # weights of 8 bits other than e4m3 with e4m3
-TOKENS, ROWS = (64, 128), 128  # of a tile: pairs of one expert, rows of its weight
+BYTES_MODULE = "fused_experts_tiled_bytes"  # 8-bit weights other than e4m3 with e4m3
+TOKENS, ROWS = (64, 128), 128  # per tile: pairs of one expert, rows of its weight
 THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
 MOST_EXPERTS = 1024
-# Fitted to H200 at the shares of tools/bench/experts.py: the rate of multiplying, beside that of scaled_mm_tiled; the share of
-# the bandwidth; for each of the times that all blocks are new ones; for a launch.
+# Fitted to H200 at the shares of tools/bench/experts.py: the GEMM rate relative to scaled_mm_tiled; the share of bandwidth; each
+# further wave of blocks; a launch.
 MULTIPLYING = {64: 1.07, 128: 0.85}
 STREAMING, ROUND_US, LAUNCH_US = {64: 0.92, 128: 0.55}, 0.93, 2.3
 
@@ -53,38 +53,40 @@ class TiledConfig:
 
 
 def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    """What the tiled kernels need beyond what the streamed ones do."""
+    """Yield the rules of the tiled kernels beyond those of the streamed ones."""
     (m, h), inner, experts = a.hidden.shape, intermediate(a), len(a.w1)
     yield f"there are at most {MOST_EXPERTS} experts", experts <= MOST_EXPERTS
     yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28
-    yield "a token's results take less than 2 GB", slots(a) * h * 4 < 2**31
+    yield "a token's results have less than 2 GB", slots(a) * h * 4 < 2**31
     kind = scheme(a.w1, a.w1_scale)
     scales = [scale for scale in (a.w1_scale, a.w2_scale) if scale is not None]
-    yield "scales of the weights are float32", all(scale.dtype == torch.float32 for scale in scales)
-    yield "weights alone have a scale per row or tensor", not a.weight_only or kind in ("tensor", "channel")
-    yield "out_dtype is that of weights without scales", kind != "none" or a.out_dtype == a.w1.dtype
-    once = not a.apply_router_weight_on_input or a.topk_ids.shape[1] == 1  # an id that a token repeats is another pair
-    yield "weights on the input are those of one expert a token", once
+    yield "weight scales are float32", all(scale.dtype == torch.float32 for scale in scales)
+    yield "weight-only scales are per row or per tensor", not a.weight_only or kind in ("tensor", "channel")
+    yield "out_dtype is the dtype of unscaled weights", kind != "none" or a.out_dtype == a.w1.dtype
+    once = not a.apply_router_weight_on_input or a.topk_ids.shape[1] == 1  # a repeated id is another pair
+    yield "apply_router_weight_on_input has topk 1", once
     columns = [h] if a.hidden_scale is None else []
     columns += [inner] if a.act_scale is None else []
     if a.w1.dtype == torch.int8:
-        columns = [h, inner]  # with a static scale too, rows are blocks'
+        columns = [h, inner]  # one block per row, also with a static scale
     holds = kind not in ("tensor", "channel") or a.weight_only or max(columns, default=0) <= MOST_COLUMNS
-    yield f"what is quantised per token has at most {MOST_COLUMNS} columns", holds
+    yield f"rows quantized per token have at most {MOST_COLUMNS} columns", holds
 
 
 def configs(a, arch: Arch) -> list[TiledConfig]:
-    """Every tile size."""
+    """Return every tile size."""
     return [TiledConfig(tokens) for tokens in TOKENS]
 
 
 def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
-    """The time by the model of scaled_mm_tiled, in microseconds: per product the multiplying of the compute unit that has most, or
-    the bytes that HBM brings if they take longer; and what the other launches move."""
+    """Return the microseconds by the model of scaled_mm_tiled.
+
+    A GEMM takes the longer of the busiest compute unit's multiplications and its HBM bytes; other launches take their bytes.
+    """
     (m, h), inner, size = a.hidden.shape, intermediate(a), a.w1.element_size()
     pairs, tiles = expected_pairs(a), expected_tiles(a, config.tokens)
     bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
-    # A panel of bf16 has half the products, and takes as long.
+    # A panel of bf16 has half the multiplications, and takes as long.
     rate = MULTIPLYING[config.tokens] * RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units
     hit = expected_hit(a) / len(a.w1)
     at_once = RESIDENT[ROWS] * arch.compute_units
@@ -104,12 +106,12 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
 
 
 def _kind(weight: Tensor, scale: Tensor | None) -> str:
-    """What the symbols of these kernels say of types and scales."""
+    """Return the part of symbols that names dtypes and scales."""
     return ELEMENTS.get(weight.dtype, "block" if scheme(weight, scale) == "block" else "row")
 
 
 def _kernels(a, weight: Tensor, scale: Tensor | None, tokens: torch.dtype) -> tuple[str, str]:
-    """Return the module, and what its symbols say of types and scales. `tokens` is the tokens' type in front of a quantization."""
+    """Return the module, and the part of symbols for dtypes and scales; `tokens` is the dtype before quantization."""
     name = "int8" if weight.dtype == torch.int8 else "e5m2" if weight.dtype in E5M2 else "e4m3"
     if a.weight_only:
         return BYTES_MODULE, f"{name}_with_{ELEMENTS[tokens]}"
@@ -121,7 +123,7 @@ def _kernels(a, weight: Tensor, scale: Tensor | None, tokens: torch.dtype) -> tu
 
 
 def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    """The launches of a call: out [M, H] is contiguous."""
+    """Return the launches of a call; out [M, H] is contiguous."""
     (m, h), inner, topk = a.hidden.shape, intermediate(a), a.topk_ids.shape[1]
     if m == 0:
         return []

@@ -1,4 +1,4 @@
-"""Flash attention, forward: what a call computes, in plain PyTorch; ops/flash_attention.py has what kernels take."""
+"""Compute flash attention (forward) in plain PyTorch, and plan its launches; ops/flash_attention.py has the rules."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from vllm_rocm_ops.ops.families.attention import CacheLayout, CacheStrides, of_1
 from vllm_rocm_ops.ops.families.gemm import divisor
 
 LAYOUTS = ("bshd", "bhsd", "thd")
-SCORES_AT_ONCE = 2**24  # scores that the reference has at a time
+SCORES_AT_ONCE = 2**24  # scores that the reference holds at a time
 WORD = 2**32
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether elements are 8 bits that stand for numbers by a scale."""
+    """Return whether a dtype is int8 or e4m3, whose elements have a scale."""
     return dtype == torch.int8 or dtype in LIMIT
 
 
 def out_dtype(a) -> torch.dtype:
-    """Of the result."""
+    """Return the dtype of the result."""
     return a.out_dtype or (torch.float16 if is_narrow(a.q.dtype) else a.q.dtype)
 
 
 def by_row(x: Tensor, layout: str) -> Tensor:
-    """A view [batch, rows, heads, size] of a tensor in this layout."""
+    """Return a view [batch, rows, heads, size] of a tensor in this layout."""
     return x.unsqueeze(0) if layout == "thd" else x.transpose(1, 2) if layout == "bhsd" else x
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the arguments' shapes say. Of sequences of their own lengths, rows and keys count those of all; of a cache, its slots."""
+    """Sizes of a call. In varlen batches rows and keys count all sequences; keys of a cache count its slots."""
 
     sequences: int
     rows: int
@@ -51,6 +51,7 @@ class Sizes:
 
     @staticmethod
     def of(a) -> Sizes:
+        """Return the sizes of a call's arguments."""
         q = by_row(a.q, a.layout)
         if a.block_table is not None:
             cache = CacheLayout(a.k, a.v)
@@ -64,6 +65,7 @@ class Sizes:
 
 
 def allocate(a) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the outputs, unwritten."""
     sizes = Sizes.of(a)
     out = a.q.new_empty((*a.q.shape[:-1], sizes.value_size), dtype=out_dtype(a))
     dense = (len(a.q), sizes.heads, sizes.rows)
@@ -75,22 +77,23 @@ def allocate(a) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, mask
 
 
-# Dropout: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of counter (key / 4, row, head,
-# sequence), the key % 4-th word. A weight is kept where the word is at least the threshold.
+# Dropout: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with counter (key / 4, row, head,
+# sequence); a key has word key % 4. A weight is kept if its word is at least the threshold.
 
 
 def threshold(dropout: float) -> int:
+    """Return the smallest word that keeps a weight."""
     return min(round(dropout * WORD), WORD - 1)
 
 
 def _product(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper and lower word."""
+    """Return the upper and the lower word of a product."""
     low, high = constant * (x & 0xFFFF), constant * (x >> 16)
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & (WORD - 1)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of each counter."""
+    """Return the four random words of each counter."""
     x, y, z, w = counter
     low, high = seed % WORD, seed // WORD % WORD
     for _ in range(10):
@@ -101,7 +104,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[T
 
 
 def kept(a, sequence: int, rows: Tensor, heads: int, keys: int) -> Tensor:
-    """Which weights dropout keeps: [rows, heads, keys]."""
+    """Return the dropout mask [rows, heads, keys]: True for weights that are kept."""
     device = rows.device
     groups = torch.arange(-(-keys // 4), device=device)
     parts = torch.broadcast_tensors(
@@ -121,8 +124,10 @@ def _by_head(scale: Tensor | None, heads: int, exact: torch.dtype, device) -> Te
 
 
 def _attend(a, sequence: int, first: int, length: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows q [rows, heads, size] of a sequence, from `first` on of its `length`, attend to all of its keys k [keys, key heads, size] and
-    values. Returns [rows, heads, size of a value] and the logarithms of the sums [rows, heads]."""
+    """Attend from rows q [rows, heads, size] to all keys k [keys, key heads, size] and values of a sequence.
+
+    The rows begin at row `first` of the sequence's `length`. Returns [rows, heads, value size] and the log-sum-exp [rows, heads].
+    """
     exact, device = torch.promote_types(out_dtype(a), torch.float32), q.device
     (heads, _), (keys, kv_heads, _) = q.shape[1:], k.shape
     group = heads // kv_heads
@@ -133,7 +138,7 @@ def _attend(a, sequence: int, first: int, length: int, q: Tensor, k: Tensor, v: 
     if a.softcap > 0:
         scores = a.softcap * torch.tanh(scores / a.softcap)
     rows, places = torch.arange(first, first + len(q), device=device), torch.arange(keys, device=device)
-    last = (rows + keys - length)[:, None]  # of the keys that a causal row sees
+    last = (rows + keys - length)[:, None]  # last key that a causal row sees
     if a.alibi_slopes is not None:
         scores = scores - a.alibi_slopes[sequence].to(exact)[:, None] * (last - places).abs()[:, None]
     if a.bias is not None:
@@ -156,7 +161,7 @@ def _attend(a, sequence: int, first: int, length: int, q: Tensor, k: Tensor, v: 
 
 
 def _rounded(a, weights: Tensor) -> Tensor:
-    """The weights as the product with values has them, relative to a row's largest; in float64 as they are."""
+    """Round the softmax weights as the second GEMM reads them; float64 weights stay."""
     if weights.dtype == torch.float64:
         return weights
     if a.p_scale is None:
@@ -166,7 +171,7 @@ def _rounded(a, weights: Tensor) -> Tensor:
 
 
 def _sequences(a) -> Iterator[tuple[tuple[int, slice], Tensor, Tensor, Tensor]]:
-    """Where the rows of each sequence are in a batch of rows, and these rows, its keys and its values."""
+    """Yield each sequence's (batch index, slice of rows), and its rows, keys and values."""
     q = by_row(a.q, a.layout)
     if a.cu_seqlens_q is None:
         k, v = by_row(a.k, a.layout), by_row(a.v, a.layout)
@@ -189,6 +194,7 @@ def _sequences(a) -> Iterator[tuple[tuple[int, slice], Tensor, Tensor, Tensor]]:
 
 
 def reference(a) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of a call, computed in plain PyTorch."""
     outputs = allocate(a)
     out, sizes = by_row(outputs[0], a.layout), Sizes.of(a)
     lse = torch.empty((*out.shape[:3],), dtype=outputs[1].dtype, device=out.device)
@@ -210,40 +216,45 @@ def reference(a) -> tuple[Tensor, Tensor, Tensor]:
 
 TILE_ROWS = 128
 THREADS = 256
-RESIDENT = 2  # blocks of a compute unit
-KINDS = {torch.int8: 2, torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 1}  # of elements; 0 is the product's
+RESIDENT = 2  # blocks per compute unit
+KINDS = {torch.int8: 2, torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 1}  # element kinds; 0 is the dtype of the GEMM
 BY_ELEMENT, BY_KEY, ANY_ORDER = range(3)  # FlashOrder of csrc/attention/flash_problem.h
-PLAIN_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))  # of a key and of a value
-GENERAL_SIZES = (128, 256)  # at most, of both
-BIASES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as with_output_type of csrc/device/vec.h has them
+PLAIN_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))  # head sizes of keys and values
+GENERAL_SIZES = (128, 256)  # limits of both head sizes
+BIASES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in with_output_type of csrc/device/vec.h
 
 
 @dataclass(frozen=True)
 class FlashConfig:
-    """Which tiles of 128 rows of a head a block computes: "each" block one; "fixed", as many blocks as the GPU runs at once, each its
-    share; "dynamic", as many blocks, which take the next tile when they have computed one."""
+    """Schedule of the tiles of 128 rows of a head.
+
+    "each": one tile per block. "fixed": persistent blocks, each with a fixed share. "dynamic": persistent blocks that fetch the next
+    tile when they finish one.
+    """
 
     tiles: str
 
 
 def row_tiles(a) -> int:
-    """Of a sequence; of all where they have lengths of their own, when some may be empty."""
+    """Return the row tiles of a sequence; in varlen batches an upper bound for all sequences."""
     sizes = Sizes.of(a)
     return sizes.rows // TILE_ROWS + sizes.sequences if a.layout == "thd" else -(-sizes.rows // TILE_ROWS)
 
 
 def tiles(a) -> int:
+    """Return the tiles of a call."""
     sizes = Sizes.of(a)
     return row_tiles(a) * sizes.heads * (1 if a.layout == "thd" else sizes.sequences)
 
 
 def configs(a, arch: Arch) -> list[FlashConfig]:
+    """Return one tile per block and, if tiles exceed the resident blocks, the persistent schedules."""
     persistent = ("fixed", "dynamic") if tiles(a) > RESIDENT * arch.compute_units else ()
     return [FlashConfig(of) for of in ("each", *persistent)]
 
 
 def strides(a) -> tuple[CacheStrides, CacheStrides]:
-    """Of keys and values, those of a sequence as a page."""
+    """Return the strides of keys and values, with a sequence as one page."""
     if a.block_table is not None:
         cache = CacheLayout(a.k, a.v)
         return cache.key_strides(), cache.value_strides()
@@ -256,18 +267,18 @@ def strides(a) -> tuple[CacheStrides, CacheStrides]:
 
 
 def _on_vectors(x: Tensor, steps: tuple[int, ...], elements: int) -> bool:
-    """Whether x begins at so many elements and all steps are multiples of them."""
+    """Return whether the address and all strides of x are multiples of `elements` elements."""
     address = 0 if x.is_meta else x.data_ptr()
     return address % (elements * x.element_size()) == 0 and not any(step % elements for step in steps)
 
 
 def _steps(found: CacheStrides) -> tuple[int, ...]:
-    """But for that from element to element."""
+    """Return all strides except the element stride."""
     return found.block_stride, found.head_stride, found.group_stride, found.slot_stride, found.chunk_stride
 
 
 def orders(a) -> tuple[int, int, int]:
-    """What lies together of q, k and v."""
+    """Return the order of q, k and v: contiguous elements, contiguous keys, or any."""
     sizes, (of_key, of_value), q = Sizes.of(a), strides(a), by_row(a.q, a.layout)
     is_together = q.stride(3) == 1 and sizes.size % 8 == 0 and _on_vectors(a.q, q.stride()[:3], 8)
     of_q = BY_ELEMENT if is_together else ANY_ORDER
@@ -283,12 +294,12 @@ def orders(a) -> tuple[int, int, int]:
 
 
 def page_size(a) -> int:
-    """Of a cache; without one a multiple of all that kernels take together."""
+    """Return the page size of a cache; without one, a multiple of every vector size."""
     return 2**20 if a.block_table is None else CacheLayout(a.k, a.v).page_size
 
 
 def is_plain(a) -> bool:
-    """Whether the kernels for plain arguments take a call; the general ones, which are slower, may take others."""
+    """Return whether the plain kernels support a call. The general kernels, which are slower, support more."""
     sizes, (of_key, of_value) = Sizes.of(a), strides(a)
     extras = (a.block_table, a.alibi_slopes, a.bias, a.q_scale, a.k_scale, a.v_scale)
     return (
@@ -304,7 +315,7 @@ def is_plain(a) -> bool:
 
 
 def _extras(a) -> dict[str, object]:
-    """FlashExtras of csrc/attention/flash_problem.h."""
+    """Return FlashExtras of csrc/attention/flash_problem.h."""
     sizes, q = Sizes.of(a), by_row(a.q, a.layout)
     by_head = {"query": a.q_scale, "key": a.k_scale, "value": a.v_scale, "weight": a.p_scale}
     bias, slopes = (tuple(x.stride()) if x is not None else (0,) * 4 for x in (a.bias, a.alibi_slopes))
@@ -355,6 +366,7 @@ def _mask_launch(mask: Tensor, a) -> Launch:
 
 
 def launches(config: FlashConfig, outputs: tuple[Tensor, Tensor, Tensor], a, arch: Arch) -> list[Launch]:
+    """Return the launches of a call."""
     sizes, (out, lse, mask), count = Sizes.of(a), outputs, tiles(a)
     if count == 0:
         return []

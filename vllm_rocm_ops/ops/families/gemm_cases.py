@@ -1,4 +1,4 @@
-"""The cases of the op `gemm`, and inputs of any types, orders and scales."""
+"""Make the cases of the op `gemm`: inputs of any dtypes, orders and scales."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS
 
 
 def cases() -> Iterator[Case]:
-    """Each type alone and with each other, in every order of rows and columns, sizes that nothing divides, all kinds of results
-    and of scales."""
+    """Yield each dtype alone and with others, every order of rows and columns, odd sizes, all results and scales."""
 
     def case(name: str, m: int, n: int, k: int, a: str, b: str, order: str = "rc", **given) -> Case:
         return Case(name, functools.partial(inputs, m, n, k, a, b, order, given))
@@ -72,7 +71,7 @@ def cases() -> Iterator[Case]:
 
 
 def inputs(m, n, k, a_kind, b_kind, order, given, device, generator, fp8_dtype) -> tuple:
-    """`order` says of a and of b whether they lie in rows or in columns, with a gap between them."""
+    """Return inputs; `order` has "r" or "c" for row-major or column-major a and b, both padded."""
 
     def matrix(rows: int, columns: int, kind: str, order: str, gap: int = 16) -> Tensor:
         of_kind = {"int8": torch.int8, "e4m3": fp8_dtype, "e5m2": E5M2[fp8_dtype], "fp32": torch.float32}
@@ -101,7 +100,7 @@ def inputs(m, n, k, a_kind, b_kind, order, given, device, generator, fp8_dtype) 
         bias = torch.randn((m, 1) if given["bias"] == "row" else (n,), generator=generator).to(out_dtype).to(device)
     operands = matrix(m, k, a_kind, order[0]), matrix(k, n, b_kind, order[1])
     scale_a, scale_b = scale(m), scale(n, BLOCK)
-    if block_scales:  # of few rows with those of b along K, of others with those of a
+    if block_scales:  # with few rows b's scales are column-major; a's vary with M
         scale_a = scale_a.t() if m % 2 else scale_a.t().contiguous()
         scale_b = scale_b.t().contiguous().t() if m <= MOST_TOKENS else scale_b
     return *operands, out_dtype, scale_a, scale_b, bias, given.get("activation", "none"), block_scales

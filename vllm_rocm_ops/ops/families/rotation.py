@@ -1,4 +1,4 @@
-"""Common parts of the ops that rotate and write a paged cache; kernels: csrc/ops/rope_and_cache.hip."""
+"""Share code between the ops that apply RoPE and write a paged cache; kernels: csrc/ops/rope_and_cache.hip."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from vllm_rocm_ops.ops.families.attention import CacheLayout, CacheStrides
 from vllm_rocm_ops.ops.families.gemm import OUT_TYPES, divisor
 from vllm_rocm_ops.ops.families.rowwise import exact
 
-PAIRS = 8  # that a thread rotates
+PAIRS = 8  # per thread
 THREADS = (64, 256)
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Threads of a block. A token has as many blocks as its heads need."""
+    """Threads of a block. A token has the blocks that its heads need."""
 
     threads: int
 
 
 def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> None:
-    """Rotates the first elements of the heads of x [tokens, heads, size] in place."""
+    """Rotate the first elements of the heads of x [tokens, heads, size] in place."""
     size = cos_sin_cache.shape[1]
     cos, sin = exact(cos_sin_cache[positions]).to(exact(x).dtype).unsqueeze(1).chunk(2, -1)
     rotated = x[..., :size]
@@ -41,13 +41,14 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -
 
 
 def _quantized(x: Tensor, scale: Tensor | None, cache: Tensor) -> Tensor:
-    """x as the cache has it."""
+    """Return x in the cache's dtype, divided by the scale of an e4m3 cache."""
     if not attention.is_quantized(cache):
         return x.to(cache.dtype)
     return quantization.cast(exact(x) / (1.0 if scale is None else scale.to(exact(x).dtype).reshape(())), cache.dtype)
 
 
 def write(layout: CacheLayout, keys: Tensor, values: Tensor, slot_mapping: Tensor, scales: tuple) -> None:
+    """Write keys and values to their slots of a cache."""
     held = slot_mapping >= 0
     slots = slot_mapping[held]
     tokens = [x[: len(held)][held] for x in (keys, values)]
@@ -55,13 +56,15 @@ def write(layout: CacheLayout, keys: Tensor, values: Tensor, slot_mapping: Tenso
     layout.write(slots // layout.page_size, slots % layout.page_size, *parts)
 
 
-# What both ops are to the kernels
+# Rules and plans
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Heads [tokens, heads, size], the caches that they go to, and the tensors to take their addresses from. The offsets are those
-    of the first element in the cache tensors."""
+    """Heads [tokens, heads, size], their caches, and the tensors that have their addresses.
+
+    `offsets` are those of the first elements in the cache tensors.
+    """
 
     query: Tensor
     key: Tensor
@@ -74,10 +77,12 @@ class Parts:
 
     @property
     def sizes(self) -> tuple[int, int]:
+        """Return the head sizes of keys and values."""
         return self.layout.key_size, self.layout.value_size
 
 
 def heads_parts(a) -> Parts:
+    """Return the parts of an op with key and value caches."""
     layout = CacheLayout(a.key_cache, a.value_cache)
     key_size, value_size = layout.key_size, layout.value_size
     return Parts(
@@ -93,6 +98,7 @@ def heads_parts(a) -> Parts:
 
 
 def token_contract(a, tokens: int, dtype: torch.dtype, size: int) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of positions, cosines and sines, and slots."""
     yield "positions", f"int64 [T={tokens}]", describe(a.positions), _is_indices(a.positions, tokens)
     c = a.cos_sin_cache
     holds = c.dim() == 2 and c.dtype in (dtype, torch.float32) and 0 < c.shape[1] <= size and c.shape[1] % 2 == 0
@@ -107,15 +113,17 @@ def _is_indices(x: Tensor, count: int) -> bool:
 
 
 def cache_dtype(name: str, cache: Tensor, dtype: torch.dtype) -> tuple[str, str, str, bool]:
+    """Return the contract of a cache's dtype."""
     holds = cache.dtype == dtype or attention.is_quantized(cache)
     return name, f"of dtype {dtype} or e4m3", describe(cache), holds
 
 
 def heads_contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of an op with key and value caches."""
     yield from attention.cache_contract(a.key_cache, a.value_cache)
     layout = CacheLayout(a.key_cache, a.value_cache)
     dtype, key_size = a.query.dtype, layout.key_size
-    wanted = f"of 16 bits or more, [T, query heads, size={key_size}] or [T, query heads * size]"
+    wanted = f"floating point of 16 bits or more, [T, query heads, size={key_size}] or [T, query heads * size]"
     holds = is_wide_float(a.query) and attention.is_heads(a.query, None, None, key_size)
     yield "query", wanted, describe(a.query), holds
     yield cache_dtype("key_cache", a.key_cache, dtype)
@@ -130,6 +138,7 @@ def heads_contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def envelope(parts: Callable[..., Parts], a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    """Yield the rules of the kernels."""
     p = parts(a)
     yield "query is bfloat16 or float16", p.query.dtype in attention.ELEMENTS
     yield from attention.cache_envelope(p.layout, p.query.dtype, arch)
@@ -145,6 +154,7 @@ def envelope(parts: Callable[..., Parts], a, arch: Arch) -> Iterator[tuple[str, 
 
 
 def configs(a, arch: Arch) -> list[RopeConfig]:
+    """Return the block sizes, if the rotary size fits."""
     return [RopeConfig(threads) for threads in THREADS if a.cos_sin_cache.shape[1] % (2 * PAIRS) == 0]
 
 
@@ -189,7 +199,7 @@ def problem_fields(p: Parts, a) -> dict:
 
 
 def launches(name: str, config: RopeConfig, p: Parts, items: int, args: dict, kind: str = "") -> list[Launch]:
-    """Return the launch of a kernel whose threads have `items` of a token's parts each, or nothing without tokens."""
+    """Return the launch of a kernel with `items` work items per token, one per thread; nothing without tokens."""
     if p.query.shape[0] == 0:
         return []
     symbol = f"{name}_{attention.ELEMENTS[p.query.dtype]}" + "_fp8" * attention.is_quantized(p.key_cache) + kind
@@ -199,7 +209,7 @@ def launches(name: str, config: RopeConfig, p: Parts, items: int, args: dict, ki
 
 
 def cost(config: RopeConfig, p: Parts, items: int, rotated: int, arch: Arch) -> dict[str, float]:
-    """Return a launch and the bytes, of `rotated` elements of a head read and written; idle threads of blocks break ties."""
+    """Return the launch and the HBM bytes, with `rotated` elements per head read and written; idle threads break ties."""
     tokens, size = p.query.shape[0], p.query.element_size()
     of_token = (p.query.shape[1] + p.layout.heads) * rotated * 2 * size
     of_token += p.layout.heads * sum(p.sizes) * (size + p.key_cache.element_size())
@@ -211,6 +221,7 @@ def cost(config: RopeConfig, p: Parts, items: int, rotated: int, arch: Arch) -> 
 
 
 def problem(parts: Callable[..., Parts], a) -> dict[str, object]:
+    """Return the key of a tuned row."""
     p = parts(a)
     heads = f"{p.query.shape[1]}:{p.layout.heads}"
     return {"tokens": p.query.shape[0], "heads": heads, "sizes": "+".join(map(str, p.sizes))}
@@ -220,25 +231,27 @@ def problem(parts: Callable[..., Parts], a) -> dict[str, object]:
 
 
 def cos_sin(positions: int, rotary: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return cosines and sines of random angles [positions, rotary]."""
     angles = torch.rand(positions, rotary // 2, generator=generator) * 6.3
     return torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
 
 
 def slots(tokens: int, slots: int, given: dict, generator: torch.Generator) -> Tensor:
-    """Each token in a slot of its own, the second one in none; of the last tokens some may be left."""
+    """Return a random slot per token, -1 for the second token, and none for `unmapped` last tokens."""
     chosen = torch.randperm(slots, generator=generator)[: tokens - given.get("unmapped", 0)]
     chosen[1:2] = -1
     return chosen
 
 
 def old_cache(shape: tuple[int, ...], dtype: torch.dtype, padding: int, generator: torch.Generator) -> Tensor:
-    """Old contents; `padding` elements lie between pages."""
+    """Return a cache with random contents and `padding` elements between pages."""
     size = torch.Size(shape).numel() // shape[0]
     old = torch.randn(shape[0], size + padding, generator=generator).to(dtype)
     return old[:, :size].unflatten(1, shape[1:])
 
 
 def heads_inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:
+    """Return the arguments of `rope_and_cache`."""
     query_heads, kv_heads = heads
     dtype, rotary, page = given.get("dtype", torch.bfloat16), given.get("rotary", size), given.get("page", 16)
     is_fp8, pages = given.get("fp8", False), -(-(tokens + 3) // given.get("page", 16))

@@ -1,4 +1,4 @@
-"""What the ops of csrc/ops/moe_routing.hip share, all of which read a router's logits [M, E]."""
+"""Share code between the ops of csrc/ops/moe_routing.hip, which read router logits [M, E]."""
 
 from __future__ import annotations
 
@@ -15,48 +15,52 @@ from vllm_rocm_ops.core.tensors import describe, is_wide_float
 MODULE = "moe_routing"
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MOST_EXPERTS = 512
-WAVES = 4  # of a block
+WAVES = 4  # per block
 
 
 def exact(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 where it is."""
+    """Return x in float32, or unchanged in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def logits(x: Tensor) -> Tensor:
-    """The logits that count: NaN as -inf."""
+    """Return the logits with NaN as -inf."""
     return exact(x).masked_fill(x.isnan(), -math.inf)
 
 
 def exponentials(x: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(x - maximum), the maximum's own being 1 even if infinite, and the maximum."""
+    """Return exp(x - maximum), 1 at the maximum even if it is infinite, and the maximum."""
     maximum = x.amax(-1, keepdim=True)
     return torch.where(x == maximum, 1.0, torch.exp(x - maximum)), maximum
 
 
 def softmax(x: Tensor) -> Tensor:
+    """Return the softmax by `exponentials`."""
     of_each, _ = exponentials(x)
     return of_each / of_each.sum(-1, keepdim=True)
 
 
 def contract(name: str, x: Tensor) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of logits."""
     holds = x.dim() == 2 and is_wide_float(x) and x.shape[-1] > 0
     yield name, "[M, E], floating point of 16 bits or more", describe(x), holds
 
 
 def envelope(name: str, x: Tensor) -> Iterator[tuple[str, bool]]:
+    """Yield the kernels' rules for logits."""
     yield f"{name} is bfloat16, float16 or float32", x.dtype in ELEMENTS
-    yield f"the elements of {name}'s rows lie side by side", x.stride(-1) == 1 or x.shape[-1] == 1
+    yield f"{name}'s rows are contiguous", x.stride(-1) == 1 or x.shape[-1] == 1
     yield f"there are at most {MOST_EXPERTS} experts", x.shape[-1] <= MOST_EXPERTS
     yield "there are fewer than 2^31 rows", x.shape[0] < 2**31
 
 
 def fitting(needed: int, kernels: tuple[int, ...]) -> list[int]:
-    """What the smallest kernel takes that takes so many; nothing if none does."""
+    """Return the limit of the smallest kernel that fits `needed`, in a list that is empty if none does."""
     return [most for most in kernels if most >= needed][:1]
 
 
 def launch(symbol: str, blocks: int, args: dict, arch: Arch) -> Launch:
+    """Return the launch of a routing kernel."""
     return Launch(MODULE, symbol, (blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1), args)
 
 
@@ -64,11 +68,12 @@ def launch(symbol: str, blocks: int, args: dict, arch: Arch) -> Launch:
 
 
 def random(m: int, experts: int, generator: torch.Generator) -> Tensor:
+    """Return normal values."""
     return torch.randn(m, experts, generator=generator) * 2
 
 
 def equal(m: int, experts: int, generator: torch.Generator) -> Tensor:
-    """Rows of one value, of two values in turn, of both zeros in turn, and a spike at the first and last expert."""
+    """Return rows of one value, two alternating values, alternating zeros, and spikes at the first and last expert."""
     x = torch.zeros(4, experts)
     x[0] = 1.25
     x[1, 1::2] = 0.5
@@ -78,7 +83,7 @@ def equal(m: int, experts: int, generator: torch.Generator) -> Tensor:
 
 
 def not_finite(m: int, experts: int, generator: torch.Generator) -> Tensor:
-    """Rows of NaN alone, of NaN but for one, with infinities, of -inf alone, and with NaN here and there."""
+    """Return rows of only NaN, NaN except one value, infinities, only -inf, and scattered NaN."""
     x = random(m, experts, generator)
     x[0] = math.nan
     x[1, torch.arange(experts) != experts // 2] = math.nan
@@ -90,12 +95,13 @@ def not_finite(m: int, experts: int, generator: torch.Generator) -> Tensor:
 
 
 def some_nan(m: int, experts: int, generator: torch.Generator) -> Tensor:
+    """Return normal values with NaN in every third column."""
     x = random(m, experts, generator)
     x[:, 1::3] = math.nan
     return x
 
 
 def matrix(values: Tensor, dtype: torch.dtype, padding: int, device: str) -> Tensor:
-    """A view of rows with so many elements more behind them."""
+    """Return rows as a view with `padding` more elements after each."""
     experts = values.shape[1]
     return torch.nn.functional.pad(values, (0, padding)).to(dtype).to(device)[:, :experts]

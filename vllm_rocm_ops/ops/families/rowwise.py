@@ -1,8 +1,7 @@
-"""What the ops on rows share: norms and activations, each plain or quantised per tensor, per token, per block or to MX-FP8.
+"""Share code between row-wise ops: norms and activations, plain or quantized per tensor, per token, per block or to MX-FP8.
 
-A kernel of theirs keeps a row, or a part of it, in the registers of a block: each thread owns
-`vectors_per_thread` vectors of 8 elements. Symbols end in the element type and that number, or in `general` for the kernel that takes any size
-and alignment.
+A kernel keeps a row, or a part of it, in the registers of a block: each thread owns `vectors_per_thread` vectors of 8 elements.
+Symbols end in the element type and that number, or in `general` for the kernel of any size and alignment.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES
 from vllm_rocm_ops.core.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride, rows_of
 
-VECTOR = 8  # elements of a 16-byte access
+VECTOR = 8  # elements per 16-byte access
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 GROUP_SIZES = (64, 128)
-MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 512}  # by vectors of a thread; as the kernels' launch bounds say
+MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 512}  # by vectors per thread, as in the kernels' launch bounds
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """A block has `threads` threads, each of which owns so many vectors; 0 is the general kernel."""
+    """Threads of a block, and vectors of 8 elements that each owns; 0 selects the general kernel."""
 
     threads: int
     vectors_per_thread: int
@@ -42,9 +41,11 @@ class RowConfig:
 def contract(
     a, parts: int, columns: Iterable[str] = ("weight",), whole: int = 1
 ) -> Iterator[tuple[str, str, str, bool]]:
-    """What the callers of every op on rows must respect; a row of input is `parts` times as long as a row of the output.
-    `columns` names the arguments that have an element for each column, or are None. A row of the output is a multiple of `whole`
-    elements, where no group_size says so."""
+    """Yield the contract of every row-wise op.
+
+    A row of input is `parts` times as long as a row of the output. `columns` names per-column arguments, which may be None. A row of
+    the output is a multiple of `whole` elements if there is no group_size.
+    """
     x = a.input
     yield "input", "at least one-dimensional", f"{x.dim()} dimensions", x.dim() >= 1
     yield "input", "floating point of 16 bits or more", _name(x.dtype), is_wide_float(x)
@@ -56,7 +57,7 @@ def contract(
     if residual is not None:
         holds = residual.shape == x.shape and residual.dtype == x.dtype
         yield "residual", f"{_name(x.dtype)}{list(x.shape)} like input", describe(residual), holds
-        yield "residual", "without elements in the same place", describe(residual), not overlaps_itself(residual)
+        yield "residual", "without overlapping elements", describe(residual), not overlaps_itself(residual)
     for name, value in _given(a, ("scale", "scale_ub")):
         holds = value.numel() == 1 and value.dtype == torch.float32
         yield name, "float32 with one element", describe(value), holds
@@ -81,29 +82,33 @@ def contract(
 def envelope(
     a, arch: Arch, hidden: int, columns: Iterable[str] = ("weight",), two_strides: bool = False
 ) -> Iterator[tuple[str, bool]]:
-    """What the kernels need beyond the contract. With `two_strides`, rows of the input may lie as those of heads do, where there is no
-    residual."""
+    """Yield the rules of the kernels beyond the contract.
+
+    With `two_strides`, rows of an input without a residual may have two strides, as heads of wider rows.
+    """
     x, residual = a.input, getattr(a, "residual", None)
     yield "input is bfloat16 or float16", x.dtype in ELEMENTS
     if two_strides and residual is None:
         fits = _is_side_by_side(x) and (row_stride(x) is not None or heads(x) is not None)
-        yield "input's rows lie at one stride or at two, as heads in a wider row, their elements side by side", fits
+        yield "input's rows have one stride, or two as heads of wider rows, and contiguous elements", fits
     else:
-        yield "input's rows lie at one stride, their elements side by side", _is_rows(x)
-    yield "residual's rows lie at one stride, their elements side by side", residual is None or _is_rows(residual)
+        yield "input's rows have one stride and contiguous elements", _is_rows(x)
+    if hasattr(a, "residual"):
+        yield "residual's rows have one stride and contiguous elements", residual is None or _is_rows(residual)
     for name in columns:
-        value = getattr(a, name, None)
-        yield f"{name} is contiguous", value is None or value.is_contiguous()
+        if hasattr(a, name):
+            value = getattr(a, name)
+            yield f"{name} is contiguous", value is None or value.is_contiguous()
     yield "hidden is at least 1 and below 2^30", 1 <= hidden < 2**30
     yield "there are fewer than 2^31 rows", rows_of(x) < 2**31
     if hasattr(a, "quant_dtype"):
-        yield f"{arch.name} converts to quant_dtype ({_name(arch.fp8_dtype)})", a.quant_dtype == arch.fp8_dtype
+        yield f"quant_dtype is {_name(arch.fp8_dtype)}, the FP8 dtype of {arch.name}", a.quant_dtype == arch.fp8_dtype
     if hasattr(a, "group_size"):
         yield f"group_size is one of {GROUP_SIZES}", a.group_size in GROUP_SIZES
 
 
 def allocate(a, hidden: int, mx: bool = False):
-    """The outputs: plain [..., hidden] in the input's dtype, or quantised, with the scales of the dynamic kinds behind."""
+    """Return the outputs, unwritten: [..., hidden] in input's dtype or quantized, then dynamic scales."""
     x = a.input
     if mx:
         scale = x.new_empty((rows_of(x), hidden // MX_BLOCK), dtype=MX_SCALES[0])
@@ -117,19 +122,19 @@ def allocate(a, hidden: int, mx: bool = False):
 
 
 def scales(like: Tensor, rows: int, groups: int, transposed: bool) -> Tensor:
-    """[rows, groups] float32, column-major if transposed."""
+    """Return scales [rows, groups] float32, unwritten, column-major if transposed."""
     if transposed:
         return like.new_empty((groups, rows), dtype=torch.float32).t()
     return like.new_empty((rows, groups), dtype=torch.float32)
 
 
 def problem(a, hidden: int) -> dict[str, object]:
-    """What a tuned row is keyed by."""
+    """Return the key of a tuned row."""
     return {"dtype": ELEMENTS.get(a.input.dtype), "rows": a.input.numel() // a.input.shape[-1], "hidden": hidden}
 
 
 class Heads(NamedTuple):
-    """Rows that lie at two strides: `inner_count` neighbours at the inner one, in elements, and such groups at the outer one."""
+    """Rows with two strides in elements: `inner_count` rows at the inner stride, groups of them at the outer stride."""
 
     outer_stride: int
     inner_stride: int
@@ -137,7 +142,7 @@ class Heads(NamedTuple):
 
 
 def heads(tensor: Tensor) -> Heads | None:
-    """How a tensor's rows lie at two strides; None where they lie otherwise, or further apart than the kernels can say."""
+    """Return a tensor's two row strides, or None if it has one, more, or a stride that the kernels cannot hold."""
     groups: list[tuple[int, int]] = []  # rows and their step, innermost first
     for size, step in zip(tensor.shape[-2::-1], tensor.stride()[-2::-1]):
         if groups and step == groups[-1][0] * groups[-1][1]:
@@ -151,12 +156,12 @@ def heads(tensor: Tensor) -> Heads | None:
 
 
 def is_vector(hidden: int, *tensors: Tensor | None) -> bool:
-    """Whether rows of `hidden` elements can be read and written in vectors."""
+    """Return whether rows of `hidden` elements can be read and written in vectors."""
     return hidden % VECTOR == 0 and all(aligned(tensor) for tensor in tensors)
 
 
 def configs(hidden: int, vector: bool, vectors_per_thread: tuple[int, ...], arch: Arch) -> Iterator[RowConfig]:
-    """The configurations that hold a whole row in one block, fewest vectors per thread first, and the general one."""
+    """Yield the configurations that hold a row in one block, fewest vectors per thread first, then the general one."""
     if vector:
         for count in vectors_per_thread:
             threads = threads_for(hidden // VECTOR, count, arch)
@@ -166,54 +171,58 @@ def configs(hidden: int, vector: bool, vectors_per_thread: tuple[int, ...], arch
 
 
 def threads_for(count: int, per_thread: int, arch: Arch) -> int:
-    """Whole waves, enough to hold so many elements or vectors."""
+    """Return the threads of whole waves that hold `count` elements or vectors."""
     waves = -(-count // (per_thread * arch.wave_lanes))
     return max(waves, 1) * arch.wave_lanes
 
 
 def symbol(op_name: str, dtype: torch.dtype, config: RowConfig) -> str:
+    """Return the kernel's name."""
     return f"{op_name}_{ELEMENTS[dtype]}_" + (
         f"x{config.vectors_per_thread}" if config.vectors_per_thread else "general"
     )
 
 
 def default(a, fitting: list[RowConfig], grouped: bool = False) -> RowConfig:
-    """Of those that fit a norm, the one of the fewest vectors per thread with at most 512 threads; measured on H200, it is within 5 % of
-    the best everywhere. With scales of groups, where more waves hide the shuffles, the one of the fewest of all."""
+    """Return the configuration with the fewest vectors per thread and at most 512 threads.
+
+    On H200 it was within 5 % of the best everywhere. With scales per group, where more waves hide the shuffles, there is no limit of
+    512 threads.
+    """
     limit = MAX_THREADS[1] if grouped or hasattr(a, "group_size") else 512
     return next((config for config in fitting if config.threads <= limit), fitting[0])
 
 
 def output_args(a, outputs) -> dict[str, object]:
-    """The arguments of RowOutput in csrc/device/row_output.h: the outputs, as `allocate` gives them, and how to quantise."""
+    """Return the arguments of RowOutput in csrc/device/row_output.h: outputs as of `allocate`, and the quantization."""
     out, scale_out = outputs if isinstance(outputs, tuple) else (outputs, None)
     scale_row_stride, scale_stride = (0, 0) if scale_out is None else scale_out.stride()
     return {
         "scale": getattr(a, "scale", getattr(a, "scale_ub", None)),
         "out": out,
         "scale_out": scale_out,
-        "scale_row_stride": scale_row_stride,  # elements between the scales of neighbouring rows
-        "scale_stride": scale_stride,  # and of neighbouring groups
+        "scale_row_stride": scale_row_stride,  # elements between scales of neighboring rows
+        "scale_stride": scale_stride,  # elements between scales of neighboring groups
         "group_size": getattr(a, "group_size", 0),
     }
 
 
 def exact(x: Tensor) -> Tensor:
-    """x in the precision that references compute in."""
+    """Return x in the precision that references compute in."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def per_block(
     y: Tensor, quant_dtype: torch.dtype, scale_ub: Tensor | None, group_size: int, is_scale_transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """The reference of quantisation with a scale per group: y [..., hidden] -> (quantised, scale [rows, hidden / group_size])."""
+    """Quantize y [..., hidden] with a scale per group: the reference. Return (values, scale [rows, hidden / group_size])."""
     q, scale = quantization.per_token(exact(y).unflatten(-1, (-1, group_size)), quant_dtype, scale_ub)
     result = scales(y, rows_of(y), y.shape[-1] // group_size, is_scale_transposed)
     return q.flatten(-2), result.copy_(scale.view(result.shape))
 
 
 def mx(y: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference of quantisation to MX-FP8: y [..., hidden] -> (e4m3fn, scale [rows, hidden / 32])."""
+    """Quantize y [..., hidden] to MX-FP8: the reference. Return (e4m3fn, scale [rows, hidden / 32])."""
     q, scale = quantization.mx(exact(y))
     return q, scale.reshape(rows_of(y), y.shape[-1] // MX_BLOCK)
 
@@ -222,11 +231,12 @@ Fill = Callable[[tuple[int, ...], torch.dtype, torch.Generator], Tensor]
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return normal values."""
     return torch.randn(shape, generator=generator).to(dtype)
 
 
 def corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Rows with a spike in the last, the first and the middle column, of zeros, and with the largest finite values."""
+    """Return rows with a spike in the last, first or middle column, a row of zeros, and one of large finite values."""
     x = torch.randn(shape, generator=generator)
     for row, column in enumerate((-1, 0, shape[-1] // 2)):
         x[row, column] = 300.0
@@ -236,8 +246,10 @@ def corners(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 
 def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Nine rows, in an order of each tensor's own: with infinities and NaN in the first half and in the second, of zeros, of
-    small values and of large ones."""
+    """Return nine rows in random order.
+
+    They have infinities and NaN in the first or second half, only zeros, small values, and large values.
+    """
     x, half = torch.randn(shape, generator=generator), shape[-1] // 2
     for row, value in enumerate((math.inf, -math.inf, math.nan)):
         x[row, 5] = x[row + 3, half + 7] = value
@@ -247,9 +259,11 @@ def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 @dataclass(frozen=True)
 class Cases:
-    """Makes the cases of an op: `standard` has those of every op on rows, and an op adds its own by `case`. A row of input is `parts`
-    times as long as a row of the output. `columns` fills the arguments that have an element for each column. A row of the output is a
-    multiple of `whole` elements, where no group_size says so. `further` arguments are those of all cases that do not give their own."""
+    """The cases of a row-wise op: `standard` yields those of every op, and an op adds its own by `case`.
+
+    A row of input is `parts` times as long as a row of the output. `columns` fills per-column arguments. A row of the output is a
+    multiple of `whole` elements if there is no group_size. `further` are default arguments of all cases.
+    """
 
     reference: Callable
     parts: int
@@ -259,7 +273,7 @@ class Cases:
 
     @functools.cached_property
     def parameters(self) -> dict[str, object]:
-        """The types of the op's arguments by name."""
+        """Return the types of the op's arguments by name."""
         return {k: v for k, v in typing.get_type_hints(self.reference).items() if k != "return"}
 
     def case(
@@ -272,16 +286,21 @@ class Cases:
         heads_of=0,
         **given,
     ) -> Case:
-        """One whose output has this shape. `fill` makes input and residual, whose rows are `padding` elements and more apart, or are heads
-        of rows `heads_of` elements apart. An argument is as `given`, which for one of `columns` may be another way to fill it; else as
-        usual; else its default."""
+        """Return a case whose output has this shape.
+
+        `fill` makes input and residual, with `padding` elements after each row, or as heads of rows with stride `heads_of`. Other
+        arguments are `given`, where per-column ones may be another fill; else usual values; else defaults.
+        """
         return Case(
             name, functools.partial(self._make, shape, dtype, fill, (padding, heads_of), {**self.further, **given})
         )
 
     def standard(self) -> Iterator[Case]:
-        """Inputs that reach every path: vectors per thread and their tails, strides, the general kernel, corner and special values,
-        bounds from below the least scale to none."""
+        """Yield the cases of every row-wise op.
+
+        They cover vectors per thread and their tails, strides, the general kernel, corner and special values, and bounds from below
+        the smallest scale to none.
+        """
         case, parameters = self.case, self.parameters
         columns = [name for name in self.columns if name in parameters]
         grouped = "group_size" in parameters
@@ -337,7 +356,7 @@ class Cases:
 
         usual = {
             "input": lambda: rows(self.parts * hidden, padding),
-            "residual": lambda: rows(hidden, 2 * padding),  # a stride of its own
+            "residual": lambda: rows(hidden, 2 * padding),  # unlike input's stride
             "epsilon": lambda: 1e-5,
             "scale": lambda: torch.tensor([0.013], device=device),
             "quant_dtype": lambda: fp8_dtype,
@@ -357,12 +376,12 @@ class Cases:
 
 
 def far_from_zero(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Of mean 1000 and standard deviation 1."""
+    """Return values with mean 1000 and standard deviation 1."""
     return (torch.randn(shape, generator=generator) + 1000).to(dtype)
 
 
 def tiny_variance(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Three rows whose variances are 0, that of one element a step away from the others, and a tenth of the usual epsilon."""
+    """Return three rows with variance 0, that of a single deviating element, and a tenth of the usual epsilon."""
     x = torch.full(shape, 7.0)
     x[1, 5] += 2.0**-5
     x[2] = 1e-3 * torch.randn(shape[-1], generator=generator)
@@ -370,18 +389,19 @@ def tiny_variance(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.G
 
 
 def around_one(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return values with mean 1 and standard deviation 0.2."""
     return (torch.randn(shape, generator=generator) * 0.2 + 1).to(dtype)
 
 
 def special_columns(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """One with infinities and a zero in its first block, a NaN in its second."""
+    """Return per-column values with infinities and a zero in the first block, and a NaN in the second."""
     values = around_one(shape, dtype, generator)
     values[[7, 8, 40, 130]] = torch.tensor([math.inf, -math.inf, 0.0, math.nan])
     return values
 
 
 def _given(a, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Those of the arguments of these names that there are and that are not None."""
+    """Yield the arguments of these names that exist and are not None."""
     values = ((name, getattr(a, name, None)) for name in names)
     return ((name, value) for name, value in values if value is not None)
 

@@ -1,4 +1,4 @@
-"""The skinny kernels of csrc/gemm/skinny.h, which multiply a weight with few tokens: their configurations, cost and launch."""
+"""Plan the skinny GEMM kernels of csrc/gemm/skinny.h for few tokens: configurations, cost and launch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.ops.families.gemm import PANEL, Operand, Product, divisor
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
-TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # the most that a kernel takes, by the rows of the weight in a tile
-WAVE_SPLIT_K_UNIT = 8  # steps of a unit with 16 rows, a K slice of each wave
-# All stages of csrc/gemm/skinny/nvidia/streamed_tile.h, of both consumer groups, by tokens: of one block on a compute unit, and of two.
+TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # token limits of kernels, by the weight rows of a tile
+WAVE_SPLIT_K_UNIT = 8  # steps per unit with 16 rows: one K slice per wave
+# Stages of csrc/gemm/skinny/nvidia/streamed_tile.h for both consumer groups, by tokens: with one and two blocks per compute unit.
 STAGE_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6)}
-SHORTEST = 4  # steps: with fewer a block is over before it streams
-# The model of `cost`, where archs are alike; `arch.costs` has the rest. Microseconds, fitted to all configurations of the decode shapes
-# on H200: `vllm-rocm-ops sweep linear` says what the choice costs. That a load takes; of each tile of a block.
+SHORTEST = 4  # steps; a block with fewer ends before it streams
+# The cost model, where archs agree; `arch.costs` has the rest. Microseconds, fitted to all configurations of the decode shapes on
+# H200: `vllm-rocm-ops sweep linear` reports the regret. Latency of a load; epilogue per tile of a block.
 LATENCY_US, TILE_EPILOGUE_US = 1.5, 0.5
-SPLIT_TILE_US = 1.5  # where a block's share ends within a tile, it waits for its copies and other blocks for it
-SUMMED_AT_ONCE = 8  # blocks whose sums a block loads at once: at most kBlocksAtOnce in csrc/gemm/skinny/epilogue.h
-# Of kernels through LDS only: that a block takes longer beside another, by tokens; and what is lost of the time in which some
-# compute units have no block.
+SPLIT_TILE_US = 1.5  # a block whose share ends within a tile waits for its copies, and other blocks wait for it
+SUMMED_AT_ONCE = 8  # partial sums that a block loads at once: at most kBlocksAtOnce in csrc/gemm/skinny/epilogue.h
+# For kernels through LDS only: penalty of two blocks per compute unit, by tokens; share lost while some compute units are
+# idle.
 CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
 MOST_RESIDENT = 4
 MOST_TOKENS = TOKENS[64][-1]
@@ -28,9 +28,11 @@ MOST_TOKENS = TOKENS[64][-1]
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """Tiles have `rows` rows of the weight, and K of each is split into `split_k` equal slices, of which `blocks` blocks take as many
-    each; or, with 0, by stream-K, the steps of all tiles are divided evenly, wherever tiles begin or end. With 64 rows, each wave
-    of a block has 16 of them; with 16, the waves split K."""
+    """Tiles of `rows` weight rows, with K split into `split_k` equal slices that `blocks` blocks share evenly.
+
+    With `split_k` 0 (stream-K), the steps of all tiles are divided evenly over blocks, across tile boundaries. With 64 rows, each
+    wave of a block has 16; with 16 rows, the waves split K.
+    """
 
     rows: int
     split_k: int
@@ -38,7 +40,7 @@ class SkinnyConfig:
 
 
 def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
-    """Tiles, the steps of one, and the steps of a unit, which one block has together. Steps of a tile are a multiple of those."""
+    """Return the tiles, the steps per tile, and the steps per unit, which divide those; a block has whole units."""
     unit = unit if config.rows == 64 else WAVE_SPLIT_K_UNIT
     split_k = config.split_k or 1
     of_slice = -(-b.k // (STEP * unit * split_k)) * unit
@@ -46,14 +48,13 @@ def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, in
 
 
 def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
-    """Whole tiles, stream-K, or split-K, for as many blocks as the compute units hold at once, one to four each; split-K also for
-    fewer."""
+    """Return whole tiles, stream-K and split-K for one to four blocks per compute unit; split-K also for fewer."""
     found = []
     for rows, tokens in TOKENS.items():
         if a.rows > tokens[-1]:
             continue
         tiles, steps, unit_steps = _division(SkinnyConfig(rows, 0, 1), b, unit)
-        most = max(steps // max(SHORTEST, unit_steps), 1)  # slices of a tile
+        most = max(steps // max(SHORTEST, unit_steps), 1)  # slices per tile
         resident = [arch.compute_units * i for i in range(1, MOST_RESIDENT + 1)]
         of_rows = [SkinnyConfig(rows, 1, min(count, tiles)) for count in resident]
         of_rows += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in resident]
@@ -64,9 +65,11 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyCon
 
 
 def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
-    """The time of a configuration by a model of the GPU, in microseconds: that of rounds of slices of tiles, as many as there are
-    blocks at once, each that of their bytes or the least that a block's loads in flight allow; or that of issuing its instructions;
-    and what blocks that share tiles wait for and move."""
+    """Return the modeled microseconds of a configuration.
+
+    Rounds of resident slices take the longer of their HBM bytes and the latency bound of a block's loads in flight, or the time to
+    issue instructions if that is longer. Blocks that share tiles add synchronization and partial sums.
+    """
     tiles, steps, unit_steps = _division(config, b, unit)
     costs, tokens = arch.costs.skinny, _tokens(config, a)
     resident, keeps_up = costs.limits[config.rows, tokens]
@@ -78,9 +81,9 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     rounds, rest = divmod(slices, at_once)
     least = max(longest / _in_flight(config, tokens, arch), 1.0) * LATENCY_US
     streaming = rounds * max(at_once * of_slice, least)
-    if rest:  # after a round or two, blocks are out of step, so that there is no last one of few
+    if rest:  # after a round or two blocks are out of step, so the last round is not a separate one
         streaming += rest * of_slice + max(least - rest * of_slice, 0.0) / max(rounds, 1) ** 2
-    # Of the compute unit that has the most.
+    # Per busiest compute unit.
     most_blocks, most_slices = (-(-count // arch.compute_units) for count in (config.blocks, slices))
     issuing = most_blocks * costs.block_us + most_slices * longest / keeps_up
     terms = {
@@ -103,36 +106,38 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
 
 
 def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> float:
-    """Bytes that a block has under way: of its stages, all but what its two consumer groups wait for, two panels each, or one of three."""
+    """Return the bytes that a block has in flight: all stages except those that its consumer groups wait for."""
     panels = _stage_panels(config, tokens, arch)
     return max(panels - 4, 4) * PANEL * config.rows if panels else arch.costs.skinny.in_flight[config.rows]
 
 
 def _stage_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
-    """0 where a block streams through registers."""
+    """Return the LDS panels of a block, 0 if it streams through registers."""
     if config.rows == 16 or arch.vendor == "amd":
         return 0
     return STAGE_PANELS[tokens][config.blocks > arch.compute_units]
 
 
 def _tokens(config: SkinnyConfig, a: Operand) -> int:
-    """The most that the kernel takes."""
+    """Return the token limit of the smallest kernel that fits."""
     return next(tokens for tokens in TOKENS[config.rows] if tokens >= a.rows)
 
 
 def _partial_bytes(config: SkinnyConfig, tokens: int) -> int:
-    """What blocks leave of the tiles that they share, at most two each, of so many tokens."""
+    """Return the bytes of partial sums: at most two tiles per block, with `tokens` tokens."""
     return config.blocks * 2 * config.rows * tokens * 4
 
 
 def _waves(config: SkinnyConfig, arch: Arch) -> int:
-    """Of a block: four multiply. Where 64 rows go through registers, a fifth is the producer of the tokens; where through LDS, there
-    are two consumer groups."""
+    """Return the waves per block, four of which multiply.
+
+    With 64 rows, a fifth wave produces tokens on AMD, and NVIDIA has two consumer groups.
+    """
     return 4 if config.rows == 16 else 8 if arch.vendor == "nvidia" else 5
 
 
 def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> dict:
-    """The fields of SkinnyProblem in csrc/gemm/skinny/problem.h for so many blocks, divided into tiles, steps of one, and of a unit."""
+    """Return the fields of SkinnyProblem in csrc/gemm/skinny/problem.h; `division` is as of `_division`."""
     b, (tiles, steps, unit) = product.b, division
     units_per_tile = steps // unit
     units_per_block, remainder = divmod(tiles * units_per_tile, blocks)
@@ -160,7 +165,7 @@ def arguments(product: Product, division: tuple[int, int, int], blocks: int, par
 def launch(
     module: str, config: SkinnyConfig, product: Product, arch: Arch, unit: int = 1, kind: str = "", **further
 ) -> list[Launch]:
-    """Return the launch of csrc/ops/<module>.hip's skinny kernel of a kind, whose problem may have further fields."""
+    """Return the launch of a skinny kernel in csrc/ops/<module>.hip; `further` are more fields of its problem."""
     a, b = product.a, product.b
     if a.rows == 0:
         return []

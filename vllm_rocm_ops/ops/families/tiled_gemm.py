@@ -1,4 +1,4 @@
-"""What the ops scaled_mm and block_scaled_mm share for many tokens: the tiled kernels of csrc/ops/scaled_mm_tiled.hip."""
+"""Plan the tiled GEMM kernels for many tokens, of scaled_mm and block_scaled_mm: csrc/ops/scaled_mm_tiled.hip."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
 MODULE = "scaled_mm_tiled"
-TILES = ((64, 128), (128, 128), (256, 256))  # of the output: tokens, rows of the weight
-THREADS = {128: 256, 256: 512}  # of a block, by the rows of its tile
-RESIDENT = {128: 2, 256: 1}  # blocks that a compute unit runs at once
+TILES = ((64, 128), (128, 128), (256, 256))  # tokens and weight rows of an output tile
+THREADS = {128: 256, 256: 512}  # per block, by rows of its tile
+RESIDENT = {128: 2, 256: 1}  # blocks per compute unit, by rows of a tile
 SPLIT_K = (1, 2, 3, 4, 6, 8, 12, 16)
 GROUP_M = 8  # kGroupM of csrc/gemm/tiled/rasterize.h: tiles along M whose blocks run next to each other
 
-# The model of `cost`. No AMD GPU was there to measure: rates are shares of what the chips are built for.
-FLOPS_PER_BYTE = 500  # that the matrix cores do while HBM brings a byte: about so on all archs
-RATE = {64: 0.35, 128: 0.45, 256: 0.55}  # of that, by the tokens of a tile: the larger, the fewer operands are read
-SINGLE_BLOCK_RATE = 0.6  # of the rate, while one block of two is there
-LATENCY_US = 2.0  # from a block's first load to its first product, and from its last to its results
+# The cost model. Never measured on an AMD GPU: rates are shares of peak.
+FLOPS_PER_BYTE = 500  # peak matrix FLOPs per HBM byte, about equal on all archs
+RATE = {64: 0.35, 128: 0.45, 256: 0.55}  # share of peak, by tokens of a tile: larger tiles read fewer operands
+SINGLE_BLOCK_RATE = 0.6  # share of the rate with one resident block of two
+LATENCY_US = 2.0  # from a block's first load to its first multiplication, and from its last to its results
 SHARING_US = 2.0  # for the last block of a tile to arrive and see the others' sums
 
 
 @dataclass(frozen=True)
 class TiledConfig:
-    """Tiles of `tokens` times `rows` results; K is split into `split_k` slices, each a block's."""
+    """Tiles of `tokens` x `rows` results; K is split into `split_k` slices, one block each."""
 
     tokens: int
     rows: int
@@ -36,15 +36,15 @@ class TiledConfig:
 
 
 def is_for(a: Operand) -> bool:
-    """Whether these kernels are the ones for so many tokens."""
+    """Return whether M is above the skinny kernels' limit."""
     return a.rows > MOST_TOKENS
 
 
 def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
-    """What the tiled kernels need beyond what the skinny ones do."""
+    """Yield the rules of the tiled kernels beyond those of the skinny ones."""
     for name, operand, rows in (("a", a, max(t for t, _ in TILES)), ("b", b, max(r for _, r in TILES))):
         reach = rows * (operand.stride or operand.k) + operand.k
-        yield f"{rows} rows of {name} reach over less than 2 GB", reach < 2**31
+        yield f"{rows} rows of {name} span less than 2 GB", reach < 2**31
     yield "M and N are below 2^30, M * N is below 2^42", max(a.rows, b.rows) < 2**30 and a.rows * b.rows < 2**42
 
 
@@ -57,17 +57,17 @@ def _panels(a: Operand) -> int:
 
 
 def _fits(tokens: int, rows: int, arch: Arch) -> bool:
-    """Whether LDS holds two panels of a tile, and eight waves its sums, 128 per lane."""
+    """Return whether LDS holds two panels of a tile, and eight waves its sums at 128 per lane."""
     return 2 * (tokens + rows) * PANEL <= arch.lds_bytes and tokens * rows <= 8 * arch.wave_lanes * 128
 
 
 def lds_bytes(tokens: int, rows: int, arch: Arch) -> int:
-    """What a block needs: kBuffers of csrc/device/*/lds_async.h, as many as leave room for two blocks of 128 x 128."""
+    """Return the LDS bytes of a block: kBuffers of csrc/device/*/lds_async.h, which fit two blocks of 128 x 128."""
     return (tokens + rows) * PANEL * (arch.lds_bytes // (4 * 128 * PANEL))
 
 
 def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
-    """Every tile size; split-K as long as there are no more blocks than run at once."""
+    """Return every tile size, with split-K while all blocks are resident."""
     found = []
     for tokens, rows in TILES:
         if not _fits(tokens, rows, arch):
@@ -82,11 +82,14 @@ def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
 
 
 def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, float]:
-    """The time of a configuration by a model of the GPU, in microseconds: the products of the compute unit that has most, or
-    the bytes that HBM brings if they take longer; what blocks wait for while nothing else runs; the sharing of tiles."""
+    """Return the modeled microseconds of a configuration.
+
+    The longer of the busiest compute unit's multiplications and the HBM bytes, plus latency that nothing hides, plus the combine of
+    shared tiles.
+    """
     tiles_m, tiles_n = _tiles(config, a, b)
     results, resident = config.tokens * config.rows, RESIDENT[config.rows]
-    blocks = -(-tiles_m * tiles_n * config.split_k // arch.compute_units)  # of a compute unit
+    blocks = -(-tiles_m * tiles_n * config.split_k // arch.compute_units)  # per compute unit
     single = blocks % resident
     bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
     rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units  # flops / us
@@ -101,18 +104,18 @@ def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, f
 
 
 def tiles(config: TiledConfig, a: Operand, b: Operand) -> int:
-    """Of the output."""
+    """Return the output tiles."""
     tiles_m, tiles_n = _tiles(config, a, b)
     return tiles_m * tiles_n
 
 
 def partial_bytes(config: TiledConfig, a: Operand, b: Operand) -> int:
-    """What the blocks that share tiles leave for the last of them."""
+    """Return the bytes of partial sums that blocks leave to the last block of a shared tile."""
     return tiles(config, a, b) * config.split_k * config.tokens * config.rows * 4 if config.split_k > 1 else 0
 
 
 def division(config: TiledConfig, a: Operand, b: Operand) -> dict:
-    """The fields of a kernel's problem that say how its work is divided."""
+    """Return the fields of a kernel's problem that divide its work."""
     tiles_m, tiles_n = _tiles(config, a, b)
     return {
         "tiles_m": tiles_m,
@@ -128,14 +131,14 @@ def division(config: TiledConfig, a: Operand, b: Operand) -> dict:
 
 
 def launch(module: str, kind: str, config: TiledConfig, a: Operand, b: Operand, arch: Arch, problem: dict) -> Launch:
-    """The launch of a kernel of csrc/ops/<module>.hip, a block for each slice of each tile."""
+    """Return the launch of a kernel in csrc/ops/<module>.hip, one block per slice of each tile."""
     symbol = f"{module}_{kind}_{config.tokens}x{config.rows}"
     grid, lds = tiles(config, a, b) * config.split_k, lds_bytes(config.tokens, config.rows, arch)
     return Launch(module, symbol, (grid, 1, 1), (THREADS[config.rows], 1, 1), fields("problem", problem), lds)
 
 
 def launches(config: TiledConfig, product: Product, arch: Arch, kind: str) -> list[Launch]:
-    """The launches of a product: out is written row by row. `kind` is "row", "block" or "block_e8m0"."""
+    """Return the launches of a GEMM; out is row-major. `kind` is "row", "block" or "block_e8m0"."""
     a, b = product.a, product.b
     if a.rows == 0:
         return []

@@ -1,7 +1,7 @@
-"""The order in which a weight lies in memory.
+"""Convert weights between their memory layouts.
 
-A weight is plain, [N, K] with K innermost and rows at any stride of 16 bytes, or in fragment order, as `shuffle_weight`
-leaves it, where each wave reads contiguous kilobytes. An op takes either in the same argument.
+A weight is plain, [N, K] with K innermost and a row stride that is a multiple of 16 bytes, or in fragment order after
+`shuffle_weight`, where each wave reads contiguous kilobytes. An op takes both in the same argument.
 """
 
 from __future__ import annotations
@@ -11,12 +11,22 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.tensors import describe
 
-STEP = 64  # bytes of K
+STEP = 64  # bytes along K
 FRAGMENT_ROWS, FRAGMENT_BYTES = 16, 16
 
 
 def shuffle_weight(weight: Tensor) -> Tensor:
-    """A weight [N, K] in fragment order: [N / 16, K / (64 bytes), 4, 16, 16 bytes]. N must be a multiple of 16, K of 64 bytes."""
+    """Return a weight [N, K] in fragment order.
+
+    Args:
+        weight: [N, K], any dtype, N a multiple of 16 and K of 64 bytes.
+
+    Returns:
+        [N / 16, K / (64 bytes), 4, 16, 16 bytes], which GEMM ops take in place of the weight.
+
+    Raises:
+        ValueError: N or K is not such a multiple.
+    """
     n, k = weight.shape
     in_step, in_vector = STEP // weight.element_size(), FRAGMENT_BYTES // weight.element_size()
     if n % FRAGMENT_ROWS or k % in_step:
@@ -27,19 +37,19 @@ def shuffle_weight(weight: Tensor) -> Tensor:
 
 
 def fits(shape: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Whether a weight [N, K] can be in fragment order."""
+    """Return whether a weight [N, K] can be in fragment order."""
     return shape[0] % FRAGMENT_ROWS == 0 and shape[1] * dtype.itemsize % STEP == 0
 
 
 def unshuffled(weight: Tensor) -> Tensor:
-    """A weight in fragment order under its plain shape, as [N, K]."""
+    """Return a weight that is in fragment order under its plain shape as a plain [N, K]."""
     (n, k), in_vector = weight.shape, FRAGMENT_BYTES // weight.element_size()
     steps = k * weight.element_size() // STEP
     return plain_weight(weight.view(n // FRAGMENT_ROWS, steps, STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, in_vector))
 
 
 def plain_weight(b: Tensor) -> Tensor:
-    """A weight as [N, K], from [N, K] or fragment order."""
+    """Return a weight as a plain [N, K], from [N, K] or fragment order."""
     if b.dim() == 2:
         return b
     tiles, steps, vectors, rows, in_vector = b.shape
