@@ -50,9 +50,9 @@ def test_verify_says_what_is_right_and_how_long_it_took(capsys):
     names = [o.name for o in op.registered() if o.name.startswith("silu")]
     assert [line.split()[0] for line in lines] == ["op", *names, str(len(names))]
     seconds = [float(line.split()[4]) for line in lines[1:-1]]
-    assert all(line.split()[1:3] == ["1", "0"] and line.endswith("right") for line in lines[1:-1]), lines
+    assert all(line.split()[1:3] == ["1", "0"] and line.endswith("ok") for line in lines[1:-1]), lines
     assert all(int(line.split()[3]) >= 1 for line in lines[1:-1]), lines
-    total = re.fullmatch(rf"{len(names)} cases on gfx942: all right, ([\d.]+) s of processor time", lines[-1])
+    total = re.fullmatch(rf"{len(names)} cases on gfx942: all passed, ([\d.]+) s CPU time", lines[-1])
     assert math.isclose(sum(seconds), float(total[1]), abs_tol=0.05 * (len(names) + 1) + 0.01)  # of tenths
 
 
@@ -72,7 +72,7 @@ def test_verify_divides_the_cases_over_processes():
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.splitlines()[-1].startswith("6 cases on gfx950: all right")
+    assert result.stdout.splitlines()[-1].startswith("6 cases on gfx950: all passed")
 
 
 def test_a_case_that_no_kernel_takes_is_not_called_right(capsys):
@@ -103,7 +103,7 @@ def test_a_wrong_result_fails_and_names_the_case(jobs, monkeypatch, capsys):
     broken(monkeypatch, lambda self, launch, uninitialised: None)  # leaves the outputs as they are
     assert cli.main(["verify", "--emulate", "gfx942", "--op", "rms_norm", "--case", "bf16", "--jobs", jobs]) == 1
     out = capsys.readouterr().out
-    assert "WRONG" in out and re.search(
+    assert "FAILED" in out and re.search(
         r"^  bf16 in RowConfig\(.*\): Wrong: rms_norm output 0: NaNs differ$", out, re.MULTILINE
     )
     assert "1 cases on gfx942: 1 wrong" in out
