@@ -65,7 +65,7 @@ def test_the_sample_is_an_op(commands):
 )
 def test_its_cases_catch_a_mistake(commands, text, replacement):
     result = commands(text, replacement)
-    assert result.returncode != 0 and re.search("cases on gfx942: [1-9] wrong", result.stdout)
+    assert result.returncode != 0 and re.search("cases on gfx942: [1-9] failed", result.stdout)
 
 
 def test_there_are_eight_steps():

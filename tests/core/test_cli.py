@@ -347,8 +347,8 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
         assert found[joined] == "two launches: measured: not faster than attention plus a separate quantization"
         assert found["attention"].startswith("paged_attention_decode_bf16_128_native")
         found = explained({"|RocmAttentionBackend": loses, ours: loses, apart: wins}, model)
-        assert found[joined] == "two launches: measured with 1 lengths and backends"
-        assert found["attention"] == "vLLM's kernel: measured with 1 lengths and backends"
+        assert found[joined] == "two launches: measured: 1 (context length, backend) pairs"
+        assert found["attention"] == "vLLM's kernel: measured: 1 (context length, backend) pairs"
         found = explained({"|RocmAttentionBackend": wins}, model)
         assert found[joined].startswith("two launches: unmeasured") and found["attention"].startswith("paged_")
     rotation = "norms of q and k + rotation + cache write"

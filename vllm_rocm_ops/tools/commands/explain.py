@@ -20,10 +20,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     names = options.op_names()
     parser.add_argument("op", nargs="?", choices=names, metavar="op", help="one of: " + ", ".join(names))
     options.add_model(parser)
-    arch = (
-        "architecture, architecture:compute units, or product, e.g. gfx942, gfx942:80, MI300X (default: this GPU, else "
-    )
-    parser.add_argument("--arch", help=f"{arch}{next(iter(archs.ARCHS))})")
+    first = next(iter(archs.ARCHS))
+    arch = f"architecture, optionally with :compute units, or product, e.g. {first}:80 or MI300X (default: this GPU, else {first})"
+    parser.add_argument("--arch", help=arch)
     options.add_call(parser)
     meaning = "with --model: add each call's op, blocks and configuration"
     parser.add_argument("--verbose", action="store_true", help=meaning)
