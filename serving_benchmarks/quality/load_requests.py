@@ -177,7 +177,7 @@ class Client:
             best = max(entry["logprob"] for entry in of_place.values())
             behind = best - of_place[str(token)]["logprob"]
             if not behind <= tie:
-                raise Wrong(f"token {place} ({ask.kind}) is {behind:.2f} less likely than the best, above {tie}")
+                raise Wrong(f"token {place} ({ask.kind}) is {behind:.2f} less likely than the best, limit {tie}")
 
     async def metrics(self) -> dict[str, float]:
         """Return the server's counters and gauges, summed over their labels."""

@@ -180,10 +180,10 @@ def compare(ours: dict, stock: dict, effects: dict[str, Tensor], kind: str) -> d
     most_off = MOST_OFF.get(kind, MOST_OFF_DYNAMIC)
     errors, wrong = scale_errors(difference, effects), ["no op ran"] * (not ours["stats"])
     if not abs(off) <= most_off:
-        wrong.append(f"perplexity differs by {off:+.3%}, above {most_off:.1%}")
+        wrong.append(f"perplexity differs by {off:+.3%}, limit {most_off:.1%}")
     for layer, (error, standard) in errors.items():
         if not abs(error) <= max(MOST_SCALE_ERROR, CERTAIN * standard):
-            wrong.append(f"scale of {layer} is off by {error:+.2%}, above {MOST_SCALE_ERROR:.0%}")
+            wrong.append(f"scale of {layer} is off by {error:+.2%}, limit {MOST_SCALE_ERROR:.0%}")
     return {
         "perplexity_off": off,
         "log_probabilities_off": difference.abs().mean().item(),

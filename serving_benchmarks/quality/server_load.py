@@ -116,7 +116,7 @@ async def load(session: Session, server: Server, client: Client) -> str:
         seen.wrong.append("no prefix was in the cache")
     growth, most = growth_of(samples)
     if growth > arguments.growth:
-        seen.wrong.append(f"memory grew by {growth:.1f} MiB, above {arguments.growth:g}")
+        seen.wrong.append(f"memory grew by {growth:.1f} MiB, limit {arguments.growth:g}")
     text = "\n  ".join(
         [
             f"load: {seen.told()}",

@@ -223,4 +223,4 @@ def test_vllm_with_a_wrong_scale_answers_otherwise(monkeypatch, tmp_path, layer)
     monkeypatch.setattr(quality, "run_side", planted)
     status, found = run(monkeypatch, tmp_path, "--model", "llama", "--kind", "token", "--tokens", "65536")
     assert status == 1
-    assert any(f"the scale of {layer} is off" in why for why in found["llama token"]["wrong"])
+    assert any(f"scale of {layer} is off" in why for why in found["llama token"]["wrong"])
