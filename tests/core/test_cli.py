@@ -352,7 +352,7 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
         found = explained({"|RocmAttentionBackend": wins}, model)
         assert found[joined].startswith("two launches: unmeasured") and found["attention"].startswith("paged_")
     rotation = "norms of q and k + rotation + cache write"
-    assert found[rotation] == "three launches: vLLM's kernel without VLLM_ROCM_OPS_ATTENTION=1"
+    assert found[rotation] == "three launches: vLLM without VLLM_ROCM_OPS_ATTENTION=1"
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     found = explained({}, "qwen3-8b-fp8")
     assert found[rotation].startswith("qk_norm_rope_and_cache_bf16_128: ") and found["attention"] == f"in {joined}: "

@@ -217,7 +217,7 @@ def nodes(
 
 
 def _quantized(launched: list[tuple], calls: list[LayerCall], node: Callable[..., Node]) -> list[tuple]:
-    """Return a step's launches with experts' hidden states quantized by the norm before, where the kernel model has times of both."""
+    """Return a step's launches with the experts' input quantized by the preceding norm, if the kernel model has both times."""
     ours = {call.layer: dataclasses.replace(call, count=1) for call in calls}
     changed = {layer: (layer, ours[layer], stream) for layer, _, stream in launched if layer in ours}
     if not ours or any(node(*each).source != KERNEL_MODEL for each in changed.values()):
