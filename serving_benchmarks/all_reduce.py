@@ -1,11 +1,11 @@
-"""Latency of all-reduce + residual + RMSNorm + FP8 quantization: one kernel, and others' all-reduces with a norm behind them.
+"""Benchmark all-reduce + residual + RMSNorm + FP8 quantization: the plugin's fused kernel against other all-reduces with a norm.
 
-    python serving_benchmarks/all_reduce.py                     ranks are streams of this process on one GPU: no link
-    python serving_benchmarks/all_reduce.py --processes         a rank for each GPU: beside NCCL, vLLM's and FlashInfer's
+    python serving_benchmarks/all_reduce.py                     ranks are streams of this process on one GPU: no links
+    python serving_benchmarks/all_reduce.py --processes         one rank per GPU: against NCCL, vLLM and FlashInfer
 
-Calls are timed from captured graphs. Cold: each call has inputs of its own, and other memory is read before a replay until no cache
-holds them; warm: all calls have the same. All ranks meet before each replay. Times are of the slowest rank, medians over replays, in
-microseconds per call. Streams also show what has no all-reduce: the norm with quantization in one launch, and in three.
+Calls are timed from captured graphs. Cold: each call has its own inputs, and other memory is read before a replay to flush the caches;
+warm: all calls share inputs. All ranks synchronize before each replay. Times are of the slowest rank, medians over replays, in
+microseconds per call. With streams, the table also has calls without an all-reduce: the norm with quantization in one launch and in three.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ DTYPE = torch.bfloat16
 LIMIT_SECONDS = 20.0
 
 Call = Callable[[torch.Tensor, tuple], object]
-"""Of a rank's input and of the op's arguments behind it."""
+"""Called with a rank's input and the op's further arguments."""
 
 
 def arguments(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype) -> tuple:
-    """Return the op's arguments behind the input."""
+    """Return the op's arguments after the input."""
     values = {
         "residual": torch.randn(rows, hidden, device=device, dtype=DTYPE),
         "weight": torch.rand(hidden, device=device, dtype=DTYPE) + 0.5,
@@ -63,7 +63,7 @@ def arguments(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype
 
 
 def sets_of(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype, is_cold: bool) -> list[tuple]:
-    """Return a call's input and arguments for each call of a graph."""
+    """Return the input and arguments of each call of a graph."""
     count = CALLS if is_cold else 1
     made = [
         (torch.randn(rows, hidden, device=device, dtype=DTYPE), arguments(op, rows, hidden, device, fp8))
@@ -73,17 +73,17 @@ def sets_of(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype, 
 
 
 def capture(call: Call, sets: list[tuple], stream: torch.cuda.Stream | None = None, around=contextlib.nullcontext):
-    """Return a graph of a call for each set."""
+    """Return a graph with a call for each set."""
     graph = torch.cuda.CUDAGraph()
     with around(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for x, args in sets:
             call(x, args)
-    graph.reads = sets  # what is freed may be unmapped before a replay
+    graph.reads = sets  # freed memory may be unmapped before a replay
     return graph
 
 
 def timed(graph: torch.cuda.CUDAGraph, meet: Callable[[], None], flush: Callable[[], None]) -> float:
-    """Return the median microseconds of a call of a graph on the current stream."""
+    """Return the median microseconds per call of a graph on the current stream."""
     times = []
     for number in range(ROUNDS + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -99,7 +99,7 @@ def timed(graph: torch.cuda.CUDAGraph, meet: Callable[[], None], flush: Callable
 
 
 def flusher(is_cold: bool, device: torch.device) -> Callable[[], None]:
-    """Return what takes a graph's memory out of caches."""
+    """Return a function that flushes a graph's memory from the caches, or does nothing if warm."""
     if not is_cold:
         return lambda: None
     other, total = _other(device), torch.zeros((), device=device)
@@ -123,7 +123,7 @@ def table(title: str, columns: list[str], rows: list[tuple[int, int, str, dict[s
 
 
 def quantized_apart(op, reduce, x: torch.Tensor, args: tuple) -> None:
-    """Add, norm and quantize to FP8 in a launch each, of PyTorch, ours and of vLLM or PyTorch."""
+    """Add, norm and quantize to FP8 in a launch each, with PyTorch, the plugin, and vLLM or PyTorch."""
     a = op.Arguments(x, *args)
     y = ops.rms_norm(torch.add(x, a.residual), a.weight, EPSILON)
     try:
@@ -140,9 +140,11 @@ def _one(device: torch.device) -> torch.Tensor:
 
 
 def time_streams(options: argparse.Namespace, op) -> None:
-    """Print times of ranks that are streams of this process, which share one GPU's compute units and memory."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share a queue would wait for each other
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # to load a kernel would wait for all kernels
+    """Print times with ranks as streams of this process, which share one GPU's compute units and memory."""
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "32"
+    )  # streams in one hardware queue would wait for each other
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # lazy loading of a kernel would wait for all kernels
     device, ranks = torch.device("cuda", 0), options.ranks
     capacity = max(options.hidden) * max(options.tokens) // 2
     group = collectives.in_process(ranks, device, capacity=capacity, seconds=LIMIT_SECONDS)
@@ -177,7 +179,7 @@ def time_streams(options: argparse.Namespace, op) -> None:
                 times[f"{ranks} ranks"] = replay_together(group, graphs, streams, flush, x0)
                 found.append((hidden, tokens, "cold" if is_cold else "warm", times))
     table(
-        f"{ranks} ranks as streams of one {torch.cuda.get_device_name()}, {op.name}: us per call, without a link",
+        f"{ranks} ranks as streams of one {torch.cuda.get_device_name()}, {op.name}: us per call, without links",
         [f"{ranks} ranks", "norm", "3 launches"],
         found,
     )
@@ -187,7 +189,7 @@ def time_streams(options: argparse.Namespace, op) -> None:
 
 
 def reserve(streams: list, device: torch.device) -> None:
-    """Have memory that calls may take: mapping more would wait for all kernels, which wait for a rank's next call."""
+    """Preallocate memory for calls: mapping more would wait for all kernels, which wait for a rank's next call."""
     torch.cuda.synchronize(device)
     for stream in streams:
         with torch.cuda.stream(stream):
@@ -198,11 +200,11 @@ def reserve(streams: list, device: torch.device) -> None:
 
 
 def replay_together(group, graphs: list, streams: list, flush: Callable[[], None], x0: torch.Tensor) -> float:
-    """Return the median microseconds of a call, of the slowest rank in each round."""
+    """Return the median over rounds of the slowest rank's microseconds per call."""
     rounds = []
     for number in range(ROUNDS + 2):
         flush()
-        torch.cuda._sleep(400_000)  # all graphs are queued before the first begins
+        torch.cuda._sleep(400_000)  # queues all graphs before the first begins
         ready, events = torch.cuda.Event(), []
         ready.record()
         for reduce, graph, stream in zip(group, graphs, streams):
@@ -220,28 +222,28 @@ def replay_together(group, graphs: list, streams: list, flush: Callable[[], None
     return statistics.median(rounds)
 
 
-# Processes, with a GPU each
+# Processes, one GPU each
 
 
 class Others:
-    """Others' all-reduces, as far as they are there: calls by name, and the context that their graphs are captured in."""
+    """Hold the available all-reduces of other libraries: calls by name, and the context to capture their graphs in."""
 
     def __init__(self, options: argparse.Namespace, op, reduce, group, device: torch.device):
         self.op, self.reduce, self.group, self.device, self.options = op, reduce, group, device, options
         self.calls: dict[str, Call] = {}
         self.around: dict[str, Callable] = {}
         self.why: list[str] = []
-        self.kept: list[torch.cuda.CUDAGraph] = []  # other processes have their memory open
+        self.kept: list[torch.cuda.CUDAGraph] = []  # other processes have mapped their memory
         for name in options.beside:
             self._try(name)
 
     def _try(self, name: str) -> None:
-        """Add what one library has, on all ranks or on none."""
+        """Add a library's calls, on all ranks or on none."""
         import torch.distributed as dist
 
         try:
             made, why = getattr(self, f"_{name}")(), ""
-        except Exception as error:  # noqa: BLE001  it is then not there
+        except Exception as error:  # noqa: BLE001  the library is then unavailable
             made, why = {}, f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         found: list = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, why, group=self.group)
@@ -290,7 +292,7 @@ class Others:
         elif self.op is OPS["norm"]:
             pattern = patterns.kARResidualRMSNorm
         else:
-            raise RuntimeError(f"has no pattern for {self.op.name}")
+            raise RuntimeError(f"no fusion pattern for {self.op.name}")
         workspace = comm.create_allreduce_fusion_workspace(
             backend="trtllm",
             world_size=dist.get_world_size(self.group),
@@ -328,10 +330,10 @@ class Others:
 
 
 def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
-    """Time one rank; the first prints."""
+    """Time one rank; the first rank prints."""
     import torch.distributed as dist
 
-    os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # which takes long
+    os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # the check is slow
     ranks, device = options.ranks, torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
@@ -343,7 +345,7 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
     x0, found = torch.zeros(1, 512, dtype=DTYPE, device=device), []
     with torch.inference_mode(), torch.cuda.stream(stream):
         others = Others(options, op, reduce, group, device)
-        calls: dict[str, Call] = {"ours": lambda x, args: reduce(op, x, *args), **others.calls}
+        calls: dict[str, Call] = {"plugin": lambda x, args: reduce(op, x, *args), **others.calls}
         for hidden in options.hidden:
             for tokens in options.tokens:
                 for is_cold in (True, False):
@@ -365,28 +367,30 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
         print("\n".join(others.why))
         limit = launches.CAPACITY * launches.VALUES_IN_WORD * 2 // 1024
         name = torch.cuda.get_device_name(device)
-        table(f"{ranks} x {name}, {op.name}: us per call (by default ours to {limit} KiB)", list(calls), found)
+        table(
+            f"{ranks} x {name}, {op.name}: us per call (the plugin's default limit is {limit} KiB)", list(calls), found
+        )
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # others' communicators are not asked to end
+    os._exit(0)  # skips the teardown of other communicators
 
 
 def time_call(name: str, call: Call, size: tuple, others: Others, reduce, stream, x0: torch.Tensor) -> float | str:
-    """Time one call of one size on this rank; what fails says so. All ranks fail alike or none does."""
+    """Time one call at one size on this rank, or return why it failed. All ranks fail alike or none does."""
     import torch.distributed as dist
 
     hidden, tokens, is_cold = size
     device, op = others.device, others.op
     torch.manual_seed(dist.get_rank())
     sets = sets_of(op, tokens, hidden, device, reduce.arch.fp8_dtype, is_cold)
-    if name == "ours" and reduce.unsupported(op, sets[0][0], *sets[0][1]):
+    if name == "plugin" and reduce.unsupported(op, sets[0][0], *sets[0][1]):
         return "unsupported"
     try:
         x, args = sets[0]
         as_tuple(call(x.clone(), tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)))
         torch.cuda.synchronize(device)
         graph = capture(call, sets, stream, others.around.get(name, contextlib.nullcontext))
-    except Exception as error:  # noqa: BLE001  the table says so
+    except Exception as error:  # noqa: BLE001  reported in the table
         print(f"rank {dist.get_rank()}: {name}, {tokens} x {hidden}: {type(error).__name__}: {error}", flush=True)
         return "failed"
     others.kept.append(graph)
@@ -395,15 +399,27 @@ def time_call(name: str, call: Call, size: tuple, others: Others, reduce, stream
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what the command line asks for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--processes", action="store_true", help="a rank for each GPU; default: streams on one")
-    add("--ranks", type=int, help="default: all GPUs, or 8 streams")
-    add("--op", choices=list(OPS), default="static", help="what follows the all-reduce; default: %(default)s")
-    add("--beside", choices=OTHERS, nargs="*", default=OTHERS, help="of processes; default: what is installed of all")
-    add("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="default: %(default)s")
-    add("--hidden", type=int, nargs="+", default=[16384, 7168], help="default: %(default)s")
+    add("--processes", action="store_true", help="one rank per GPU (default: streams on one GPU)")
+    add("--ranks", type=int, help="number of ranks (default: all GPUs, or 8 streams)")
+    add("--op", choices=list(OPS), default="static", help="op after the all-reduce (default: %(default)s)")
+    add(
+        "--beside",
+        choices=OTHERS,
+        nargs="*",
+        default=OTHERS,
+        help="libraries to compare, with --processes (default: installed)",
+    )
+    add(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32, 64],
+        help="numbers of tokens (default: %(default)s)",
+    )
+    add("--hidden", type=int, nargs="+", default=[16384, 7168], help="hidden sizes (default: %(default)s)")
     options = parser.parse_args(argv)
     options.ranks = options.ranks or (torch.cuda.device_count() if options.processes else 8)
     if not options.processes:

@@ -1,11 +1,11 @@
-"""Time the ops of this tree beside those of another tree of this project, on the same inputs, in one process on this GPU.
+"""Benchmark the ops of this tree against another tree of this project, on the same inputs, in one process on this GPU.
 
     python serving_benchmarks/compare.py /path/to/other [--kinds rows linear routing moe attention] [--tolerance 0.01]
 
-The other tree is a checkout with its extension and code objects built. Its package is imported under another name, so that both
-trees' graphs are replayed in turn, each after other memory has filled the last-level cache; the median counts. The cases are those
-of the lists of `vllm-rocm-ops bench`. One line per case goes to serving_benchmarks/results/<gpu>/<date>-<commit>-compare.jsonl. What is
-slower by more than the tolerance is listed last.
+The other tree is a checkout with built extension and code objects. Its package is imported under another name, so that both trees'
+graphs are replayed in turn, each with a flushed last-level cache; medians count. The cases are the lists of `vllm-rocm-ops bench`. Each
+case appends a line to serving_benchmarks/results/<gpu>/<date>-<commit>-compare.jsonl. Cases that are slower by more than the tolerance
+are listed last.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KINDS: dict[str, Callable[[], Iterable[Shape]]] = {
 
 
 def import_other(tree: Path, folder: Path) -> ModuleType:
-    """Import the other tree's ops, from a copy of its package in `folder` in which the package has another name."""
+    """Import the other tree's ops from a copy in `folder`, in which the package has another name."""
     shutil.copytree(tree / PACKAGE, folder / OTHER, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (folder / OTHER).rglob("*.py"):
         path.write_text(path.read_text().replace(PACKAGE, OTHER))
@@ -55,19 +55,22 @@ def import_other(tree: Path, folder: Path) -> ModuleType:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="the other tree")
-    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("other", type=Path, help="root of the other tree")
     parser.add_argument(
-        "--tolerance", type=float, default=0.01, help="a share of the other's time; default: %(default)s"
+        "--kinds", nargs="*", choices=list(KINDS), default=list(KINDS), help="lists of shapes (default: all)"
     )
-    parser.add_argument("--commit", default=report.commit())
-    parser.add_argument("--output", type=Path, help="the .jsonl file; by default under serving_benchmarks/results")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, help="slowdown to report, as a fraction (default: %(default)s)"
+    )
+    parser.add_argument("--commit", default=report.commit(), help="commit of this tree (default: the checkout's)")
+    parser.add_argument("--output", type=Path, help=".jsonl file (default: under serving_benchmarks/results)")
     options = parser.parse_args(argv)
     try:
         clock = GpuClock()
     except RuntimeError as error:
-        sys.exit(f"compare.py times kernels: {error}")
+        sys.exit(f"compare.py needs a GPU: {error}")
     origin = report.origin(clock, None, options.commit)
     output = options.output or origin.file(RESULTS, "compare")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -92,9 +95,9 @@ def main(argv: list[str] | None = None) -> None:
             torch.cuda.empty_cache()
     for name, of_op in ratios.items():
         mean = math.exp(sum(map(math.log, of_op)) / len(of_op))
-        print(f"{name}: {mean:.3f} of the other's time as a geometric mean, {min(of_op):.3f} to {max(of_op):.3f}")
+        print(f"{name}: {mean:.3f}x the other tree's time (geometric mean), {min(of_op):.3f} to {max(of_op):.3f}")
     for ratio, name, case in sorted(slower, reverse=True):
-        print(f"slower: {name} {case}: {ratio:.3f}")
+        print(f"slower: {name} {case}: {ratio:.3f}x")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Where the time of a decode step goes in vLLM's engine: kernels by class, and what ranks wait for each other.
+"""Break down a decode step in vLLM's engine: kernels by class, idle time, and waiting between ranks.
 
-`latency.py --profile` has every worker record `STEPS` decode steps with the profiler of torch, which slows a step by some
-per cent. All ranks are recorded. The time of a class is the sum of its kernels, idle is the rest of the span from the first
-kernel to the last: what kernels of two streams overlap is counted twice. An all-reduce ends on all ranks when the last
-has come: on a rank, the share of its time above the least of all ranks is waiting.
+With `latency.py --profile` every worker records `STEPS` decode steps with torch's profiler, which slows a step by some per cent. All ranks
+are recorded. The time of a class is the sum of its kernels; idle is the rest of the span from the first kernel to the last, so overlapping
+kernels of two streams count twice. An all-reduce ends on all ranks when the last has arrived: a rank's time above the minimum over ranks is
+waiting.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 STEPS = 8  # recorded
 STEPS_BEFORE = 8  # the first is the prefill
-LONGEST_NAME = 120  # characters kept of a kernel's
+LONGEST_NAME = 120  # maximum characters of a kernel's name
 IDLE = "idle"
 ALL_REDUCE = "all-reduce, with waiting"
 NORMS = "norms, activations, quantisation"
 EXPERTS = "experts: products"
-CLASSES = {  # by a pattern of a kernel's name; the first that is found
+CLASSES = {  # by a pattern of the kernel's name; the first match counts
     ALL_REDUCE: r"all_?reduce|cross_device_reduce|nccl|multimem|all_?gather|reduce_?scatter|one_shot|two_shot",
     "attention": r"flash|fmha|attention|attn|mla_|_cache|rotary|rope|triton_poi_\w*neg",  # that rotates
     EXPERTS: r"fused_moe_kernel|fused_experts_\w*(gate_up|down)",
@@ -37,7 +37,7 @@ _recording = None  # in a worker: the profiler
 
 
 def start(_worker) -> None:
-    """Begins to record, when the GPU has done what it was given."""
+    """Start recording once the GPU is idle."""
     global _recording
     import torch
 
@@ -50,7 +50,7 @@ def start(_worker) -> None:
 
 
 def stop(_worker, steps: int) -> dict | None:
-    """What `summarise` makes of the kernels since `start`; None where there is no GPU."""
+    """Stop recording and return `summarise` of the kernels since `start`, or None without a GPU."""
     global _recording
     import torch
 
@@ -67,8 +67,11 @@ def stop(_worker, steps: int) -> dict | None:
 
 
 def summarise(events: list[tuple[str, int, int]], steps: int) -> dict:
-    """One rank's steps, from (name, start, duration) of each kernel in ns. Microseconds of a step: `span_us`; `busy_us`, in which
-    any kernel ran; `kernels`, {name: [calls, us]}; `all_reduce_us` of each all-reduce, in order."""
+    """Summarize one rank's steps from (name, start, duration) of each kernel in ns.
+
+    Microseconds per step: `span_us`; `busy_us`, during which any kernel ran; `kernels`, {name: [calls, us]}; `all_reduce_us` of each
+    all-reduce, in order.
+    """
     events = sorted(events, key=lambda event: event[1])
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     busy = end = 0
@@ -93,9 +96,11 @@ def summarise(events: list[tuple[str, int, int]], steps: int) -> dict:
 
 
 def record(llm, prompts: list, sampling: Callable[[int], object]) -> list[dict]:
-    """Profiles `STEPS` decode steps of all prompts at once: `compare` of what `stop` gives on every rank. `sampling` has vLLM's
-    parameters for so many tokens."""
-    parameters = sampling(STEPS_BEFORE + STEPS + 8)  # no request ends meanwhile
+    """Profile `STEPS` decode steps of all prompts at once, and return `compare` of every rank's `stop`.
+
+    `sampling` returns vLLM's parameters for a number of tokens.
+    """
+    parameters = sampling(STEPS_BEFORE + STEPS + 8)  # no request ends during the profile
     engine = llm.llm_engine
     for i, prompt in enumerate(prompts):
         engine.add_request(f"profiled {len(prompts)} {i}", prompt, parameters)
@@ -111,8 +116,10 @@ def record(llm, prompts: list, sampling: Callable[[int], object]) -> list[dict]:
 
 
 def compare(ranks: list[dict]) -> list[dict]:
-    """Each rank with `waiting_us`, which of a step it waits for others in all-reduces, None unless all have as many of them; and
-    the kernels of the first rank, as those of others are the same."""
+    """Return each rank with `waiting_us`, its waiting per step in all-reduces, or None if the ranks' counts of them differ.
+
+    Only the first rank keeps its kernels, as the others have the same.
+    """
     waits = waiting([rank["all_reduce_us"] for rank in ranks], ranks[0]["steps"])
     left_out = {"all_reduce_us"}, {"all_reduce_us", "kernels"}
     return [
@@ -122,7 +129,7 @@ def compare(ranks: list[dict]) -> list[dict]:
 
 
 def waiting(all_reduces: list[list[float]], steps: int) -> list[float | None]:
-    """By rank, from the times of their all-reduces."""
+    """Return the waiting per step by rank, from the times of their all-reduces."""
     if len({len(times) for times in all_reduces}) > 1:
         return [None] * len(all_reduces)
     least = [min(times) for times in zip(*all_reduces)]
@@ -133,12 +140,12 @@ def waiting(all_reduces: list[list[float]], steps: int) -> list[float | None]:
 
 
 def class_of(name: str) -> str:
-    """The class of a kernel."""
+    """Return the class of a kernel."""
     return next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name, re.IGNORECASE)), REST)
 
 
 def by_class(rank: dict) -> dict[str, float]:
-    """Microseconds of a step, in the order of `CLASSES`; classes without kernels are left out."""
+    """Return microseconds per step, in the order of `CLASSES`, without empty classes."""
     times = dict.fromkeys((*CLASSES, REST), 0.0)
     for name, (_, us) in rank["kernels"].items():
         times[class_of(name)] += us
@@ -150,13 +157,15 @@ def _idle(rank: dict) -> float:
 
 
 def launches(rank: dict) -> float:
-    """Kernels of a step, copies among them."""
+    """Return the number of kernels and copies per step."""
     return sum(calls for calls, _ in rank["kernels"].values())
 
 
 def table(batches: dict[str, dict[str, list[dict]]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of {batch size: {side: ranks}}: microseconds of a step of the first rank by class, and what each rank waits,
-    of the sides in their order."""
+    """Return header and rows for {batch size: {side: ranks}}, with the sides in their order.
+
+    Rows are microseconds per step of the first rank by class, and each rank's waiting.
+    """
 
     def row(name: str, value: Callable[[list[dict]], object]) -> list[str]:
         return [name, *(" / ".join(str(value(ranks)) for ranks in sides.values()) for sides in batches.values())]
@@ -167,7 +176,7 @@ def table(batches: dict[str, dict[str, list[dict]]]) -> tuple[list[str], list[li
         for kind in (*CLASSES, REST, IDLE)
         if any(kind in times for times in of_first.values())
     ]
-    rows.append(row("the step, under the profiler", lambda ranks: round(ranks[0]["span_us"])))
+    rows.append(row("step, under the profiler", lambda ranks: round(ranks[0]["span_us"])))
     rows.append(row("kernels and copies", lambda ranks: round(launches(ranks[0]))))
     if any(len(ranks) > 1 for sides in batches.values() for ranks in sides.values()):
         for what, value in (("idle", _idle), ("waiting in all-reduces", lambda rank: rank["waiting_us"] or 0)):

@@ -1,10 +1,10 @@
-"""The linear layers of a decode step, and the kernels that they get; the latter needs no GPU.
+"""List the linear layers of a decode step with their kernels, without a GPU.
 
     python serving_benchmarks/decode_shapes.py > tests/data/decode_kernels.csv
 
-The shapes are those of one rank of Llama-3.1-405B FP8 and DeepSeek-V3, for several ways to divide the models over ranks. A linear
-layer multiplies by one weight [N, K], so norms, activations and routed experts are not among them. A layer has a row for the
-first M, and for each M where a GPU's kernel or number of blocks changes. A cell is empty where a GPU's did not change.
+The shapes are of one rank of Llama-3.1-405B FP8 and DeepSeek-V3, for several parallel configurations. A linear layer multiplies by one
+weight [N, K], so norms, activations and routed experts are excluded. A layer has a row for the first M, and for each M at which a GPU's
+kernel or number of blocks changes. A cell is empty where a GPU's did not change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 class DecodeShape(NamedTuple):
-    """One linear layer of a model with m tokens."""
+    """Describe a linear layer of a model with m tokens."""
 
     model: str
     call: LayerCall
@@ -45,7 +45,7 @@ class DecodeShape(NamedTuple):
         return self.call.layer
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        """The op's arguments; tensors are zeros, or on the meta device."""
+        """Return the op's arguments; tensors are zeros, or on the meta device."""
         on_meta = self.call.case(self.m).make("meta", torch.Generator(), fp8_dtype)
         if device == "meta":
             return on_meta
@@ -53,7 +53,7 @@ class DecodeShape(NamedTuple):
 
 
 def decode_shapes() -> list[DecodeShape]:
-    """Every linear layer of every model with every number of tokens."""
+    """Return every linear layer of every model at every number of tokens."""
     return [
         DecodeShape(name, call, m, n, k)
         for name, model in MODELS.items()
@@ -63,7 +63,7 @@ def decode_shapes() -> list[DecodeShape]:
 
 
 def kernels() -> list[list[str]]:
-    """A table of the shapes with the kernel and blocks of each on each of `GPUS`, or the reason of a fallback."""
+    """Return a table of the shapes with the kernel and blocks on each of `GPUS`, or the reason for a fallback."""
     table = [["model", "layer", "M", "N", "K", *GPUS]]
     for shape in decode_shapes():
         found = []
@@ -75,7 +75,7 @@ def kernels() -> list[list[str]]:
 
 
 def changes(table: list[list[str]]) -> list[list[str]]:
-    """The rows of the table where a choice changes along M, without the cells that do not change."""
+    """Return the rows in which a choice changes along M, without unchanged cells."""
     header, *rows = table
     first = len(header) - len(GPUS)
     shorter, before = [header], [""] * len(header)

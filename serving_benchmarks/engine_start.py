@@ -1,7 +1,7 @@
-"""What an engine's start takes in each worker: `LLM(worker_extension_cls="engine_start.Extension")`, with the ops and without.
+"""Measure an engine's start in each worker, with or without the plugin: `LLM(worker_extension_cls="engine_start.Extension")`.
 
-Where this module is imported, which vLLM does when it has loaded its plugins, loading a model and warming it up are timed, and note
-their peaks of memory: bytes allocated on the GPU, on CPU the process's largest resident set.
+vLLM imports this module after its plugins. Loading and warming up the model are then timed, with their peak memory: bytes allocated on
+the GPU, or the process's maximum resident set on a CPU.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 STEPS = {"load_model": "load", "compile_or_warm_up_model": "warm_up"}
-"""Methods of a worker, and what they are called in a report."""
+"""A worker's methods, and their names in a report."""
 
 _noted: dict[str, float] = {}
 
-if "vllm_rocm_ops" in sys.modules:  # the side with the ops
+if "vllm_rocm_ops" in sys.modules:  # the side with the plugin
     from vllm_rocm_ops.vllm.worker import Extension as Base
 else:
     Base = object
 
 
 def peak_bytes() -> int:
-    """Return the largest number of bytes held since the last reset, which a CPU does not have."""
+    """Return the peak GPU memory in bytes since the last reset, or the process's peak resident set."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def timed(method: str, step: str) -> None:
-    """Have a method of workers, as the plugins left it, note its time and peak."""
+    """Wrap a worker's method, as the plugins left it, to record its time and peak memory."""
     own = vars(WorkerWrapperBase).get(method)
 
     def run(self, *arguments, **keywords):
@@ -53,9 +53,9 @@ for method, step in STEPS.items():
 
 
 class Extension(Base):
-    """Methods for `llm.collective_rpc(name)`."""
+    """Provide methods for `llm.collective_rpc(name)`."""
 
     def engine_start(self) -> dict[str, float]:
-        """Seconds and peaks of the start, and what is held now."""
+        """Return times and peaks of the start, and the memory in use now."""
         held = torch.cuda.memory_allocated() if torch.cuda.is_available() else peak_bytes()
         return {**_noted, "steady_bytes": held}

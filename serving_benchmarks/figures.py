@@ -1,8 +1,8 @@
-"""Draw predicted.py's kernels of a decode step by kind of work. `speedups` draws README's figure for `python tests/pages`.
+"""Plot predicted.py's kernel times of a decode step by kind of work. `speedups` draws README's plot for `python tests/pages`.
 
     python serving_benchmarks/figures.py PREDICTED.jsonl ... [--output DIR]
 
-The SVG file has a bar for each model and batch size, in which the times of kinds are stacked. Fills differ in hatches too.
+The SVG has a stacked bar for each model and batch size. Fills differ in hatching, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 OUT = Path(__file__).parent / "out"
 ACROSS, FALLING, RISING = "M0 3H8", "M0 0L8 8", "M0 8L8 0"
-FILLS = {  # by kind: colour, and the hatch of a square of 8 pixels
+FILLS = {  # by kind: color, and the hatch of an 8x8 tile
     "linear": ("#4e79a7", ""),
     "moe": ("#f28e2b", RISING),
     "norm": ("#e15759", FALLING),
@@ -30,8 +30,8 @@ STYLE = (
     "text{font:11px sans-serif;text-anchor:middle;dominant-baseline:middle}.left{text-anchor:start}.right{text-anchor:end}"
     ".grid{stroke:#ddd}.axis{fill:none}rect,.axis{stroke:#000}"
 )
-COLUMNS = 5  # of the legend
-LINES = (  # of the speedups: color, and a marker around its point
+COLUMNS = 5  # per legend row
+LINES = (  # of the speedups: color, and a marker centered on its point
     ("#c8102e", "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"),
     ("#2f6db3", "m-4.5 -4.5h9v9h-9z"),
     ("#e08214", "m0 -6l6 10h-12z"),
@@ -57,7 +57,7 @@ def predicted_lines(paths: Iterable[Path]) -> list[dict]:
     lines = (json.loads(line) for path in paths for line in path.read_text().splitlines())
     found = [line for line in lines if "predicted_us" in line]
     if not found:
-        raise ValueError(f"there is no predicted time in {', '.join(map(str, paths))}")
+        raise ValueError(f"no predicted times in {', '.join(map(str, paths))}")
     return found
 
 
@@ -72,7 +72,7 @@ def _rectangle(x: float, y: float, width: float, height: float, kind: str) -> st
 
 
 def _svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], used: set[str], caption: str) -> str:
-    """A figure with its title above and, below, its caption and the legend of the kinds that are used."""
+    """Return a figure with its title above, and its caption and the legend of used kinds below."""
     kinds = [kind for kind in FILLS if kind in used]
     parts = [*(_text(width / 2, 12 + 14 * i, text) for i, text in enumerate(title)), *body]
     for place, kind in enumerate(kinds):
@@ -96,7 +96,7 @@ def _document(width: int, height: int, defs: Iterable[str], parts: Iterable[str]
 
 
 def _axis(left: int, right: int, bottom: int, high: int, highest_us: float, title: str) -> Iterator[str]:
-    """An axis of milliseconds with its grid."""
+    """Yield an axis in milliseconds with its grid."""
     ticks = tick_step(highest_us / 1000)
     for index in range(math.floor(highest_us / 1000 / ticks) + 1):
         y = bottom - 1000 * high / highest_us * index * ticks
@@ -106,7 +106,7 @@ def _axis(left: int, right: int, bottom: int, high: int, highest_us: float, titl
 
 
 def _stack(x: float, bottom: float, kinds: dict[str, float], scale: float) -> Iterator[str]:
-    """A bar of kinds, in the order of `FILLS`."""
+    """Yield a bar of kinds, in the order of `FILLS`."""
     y = bottom
     for kind in (kind for kind in FILLS if kind in kinds):
         y -= kinds[kind] * scale
@@ -114,7 +114,7 @@ def _stack(x: float, bottom: float, kinds: dict[str, float], scale: float) -> It
 
 
 def predicted(lines: list[dict]) -> str:
-    """A bar of each model and batch size, with the error band of what has one."""
+    """Draw a bar for each model and batch size, with the error bands of kernels that have one."""
     left, bar, high, bottom = 60, 70, 300, 380
     groups: dict[str, dict[int, list[dict]]] = {}
     for line in lines:
@@ -144,22 +144,22 @@ def predicted(lines: list[dict]) -> str:
             x += bar / 2
 
     title = (
-        f"Predicted for {lines[0]['device']}, never measured: the kernels of a decode step by kind",
-        "their sum, not a step: without launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling",
+        f"Predicted for {lines[0]['device']}, never measured: kernels of a decode step by kind",
+        "their sum, not a step: excludes launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling",
     )
-    band = f"error bars: of kernels with a known error band; {lines[0]['context']} keys a request; kernels of {lines[0]['commit']}"
+    band = f"error bars: kernels with a known error band; {lines[0]['context']} keys per request; kernels of {lines[0]['commit']}"
     return _svg(int(width), bottom + 34, title, body(), kinds, band)
 
 
 def sum_of(lines: list[dict]) -> tuple[float, float, int]:
-    """Return predicted us, the error bound of the part that has a band, and launches of lines of predicted.py."""
+    """Return predicted us, the error bound of kernels with a band, and launches, summed over lines of predicted.py."""
     us = sum(line["predicted_us"] * line["count"] for line in lines)
     bound = sum(line["predicted_us"] * line["count"] * (line["band"] or 0) for line in lines)
     return us, bound, sum(line["kernels"] * line["count"] for line in lines)
 
 
 def speedups(series: dict[str, dict[int, tuple[float, float, float]]]) -> str:
-    """Draw a line for each series: speedup, p10 and p90 by batch size. Raises ValueError for more series than lines are told apart."""
+    """Draw a line for each series: speedup, p10 and p90 by batch size. Raises ValueError for more than `LINES` series."""
     if len(series) > len(LINES):
         raise ValueError(f"speedups: at most {len(LINES)} series, got {len(series)}")
     left, right, top, bottom = 60, 700, 34, 300
@@ -168,7 +168,7 @@ def speedups(series: dict[str, dict[int, tuple[float, float, float]]]) -> str:
     low, high = math.floor(10 * min(1, *values) - 0.5) / 10, math.ceil(10 * max(values)) / 10
     scale = (bottom - top) / (high - low)
 
-    def x(batch: int, place: int) -> float:  # markers at one batch size stand side by side
+    def x(batch: int, place: int) -> float:  # markers at one batch size are spread out
         doublings = math.log2(sizes[-1] / sizes[0]) or 1
         along = left + 30 + (right - left - 60) * math.log2(batch / sizes[0]) / doublings
         return along + 5 * (place - (len(series) - 1) / 2)
@@ -205,15 +205,16 @@ def speedups(series: dict[str, dict[int, tuple[float, float, float]]]) -> str:
 
 
 def tick_step(largest: float) -> float:
-    """The least of 1, 2, 5, 10, ... and their tenths, hundredths, ... that divides an axis into at most ten parts."""
+    """Return the minimum of 1, 2, 5, 10, ... and their decimal fractions that divides an axis into at most ten parts."""
     power = 10.0 ** math.floor(math.log10(largest / 10))
     return next(step * power for step in (1, 2, 5, 10) if step * power * 10 >= largest)
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Write the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="files of predicted.py")
-    parser.add_argument("--output", type=Path, default=OUT, help="folder; default: serving_benchmarks/out")
+    parser.add_argument("results", nargs="+", type=Path, help=".jsonl files of predicted.py")
+    parser.add_argument("--output", type=Path, default=OUT, help="output folder (default: serving_benchmarks/out)")
     options = parser.parse_args(argv)
     try:
         lines = predicted_lines(options.results)

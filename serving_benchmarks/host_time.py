@@ -1,16 +1,15 @@
-"""Time what a call costs the host: an op beside a PyTorch call, or each seam of a model beside vLLM's own path.
+"""Benchmark the host time of calls: ops against a PyTorch call, or each seam of a model against vLLM's own path.
 
     python serving_benchmarks/host_time.py                                                     # ops
     python serving_benchmarks/host_time.py --model llama-3.1-405b-fp8 --num-layers 2 --rank-of 8   # seams
 
-Launches are asynchronous on a GPU, so that the host's time is what is measured. Without a GPU the launches of ops are discarded. A
-captured graph pays nothing of this: it counts in eager mode, in what vLLM keeps out of its graphs, as lm_head, and between
-piecewise graphs.
+GPU launches are asynchronous, so the measured time is the host's. Without a GPU the ops' launches are discarded. Captured graphs have no
+such cost: it matters in eager mode, for layers outside graphs such as lm_head, and between piecewise graphs.
 
-With a model, vLLM's engine runs in this process, eagerly, with random weights. Of each kind of layer one call with the tokens of a
-decode step is repeated by three paths in turn: vLLM's own, without anything of ours; ours where our kernels serve; ours where it
-leaves the call to vLLM's kernel, because another number of tokens is ours. The median of each is reported, and the median of the
-rounds' differences from vLLM's. On an NVIDIA GPU the seams need VLLM_ROCM_OPS_ON_NVIDIA=1.
+With a model, vLLM's engine runs in this process, eagerly, with random weights. One decode call of each kind of layer is repeated on three
+paths in turn: vLLM's own; the plugin serving the call; and the plugin leaving the call to vLLM's kernel, because it serves other numbers
+of tokens. The report has the median of each path, and the median over rounds of its difference from vLLM's. On an NVIDIA GPU the seams
+need VLLM_ROCM_OPS_ON_NVIDIA=1.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 
 CALLS, ROUNDS = 20, 60
-ALLOWED_US = 10.0  # that a call of ours may take longer than vLLM's
+ALLOWED_US = 10.0  # maximum host time of the plugin above vLLM's
 VLLMS, SERVES, LEAVES = "vLLM's own", "ours serves", "ours leaves"
 OURS = SERVES, LEAVES
 
 
 class Discard:
-    """An executor that runs nothing."""
+    """Execute nothing."""
 
     arch = archs.ARCHS["gfx950"]
 
@@ -47,16 +46,16 @@ class Discard:
 
 
 class Timed(NamedTuple):
-    """A call, and what is done before each round of it."""
+    """Pair a call with a function to run before each round of it."""
 
     call: Callable
     before: Callable[[], None] = lambda: None
 
 
 def host_times(calls: dict[str, Timed], synchronize: Callable) -> dict[str, list[float]]:
-    """Return the host's microseconds per call of each function, in each round."""
+    """Return the host microseconds per call of each function, in each round."""
     times = {name: [] for name in calls}
-    for round_ in range(ROUNDS + 1):  # the first is not kept
+    for round_ in range(ROUNDS + 1):  # the first is dropped
         for name, (call, before) in calls.items():
             before()
             synchronize()
@@ -73,7 +72,7 @@ def host_times(calls: dict[str, Timed], synchronize: Callable) -> dict[str, list
 
 
 def op_calls(device: str, fp8: torch.dtype) -> dict[str, Timed]:
-    """Return calls of some ops, after one of PyTorch's."""
+    """Return calls of some ops, after a PyTorch call."""
     x, residual = (torch.randn(1, 4096, device=device).bfloat16() for _ in range(2))
     weight, scale = torch.ones(4096, device=device).bfloat16(), torch.ones(1, device=device)
     tokens, weights = (torch.zeros(rows, 16384, device=device).to(fp8) for rows in (1, 2304))
@@ -92,7 +91,7 @@ def op_calls(device: str, fp8: torch.dtype) -> dict[str, Timed]:
 
 
 def time_ops() -> None:
-    """Print the host's time of ops."""
+    """Print the host time of ops."""
     gpu = torch.cuda.is_available()
     device, synchronize = ("cuda", torch.cuda.synchronize) if gpu else ("cpu", lambda: None)
     fp8 = archs.of_device(0).fp8_dtype if gpu else Discard.arch.fp8_dtype
@@ -105,12 +104,14 @@ def time_ops() -> None:
 # Seams
 
 Found = Iterator[tuple[str, str, dict[str, Timed]]]
-"""Of each layer of a kind: its seam, its name, and the call by each path."""
+"""Per layer of a kind: its seam, its name, and the call on each path."""
 
 
 def chosen(serves: bool) -> Callable[[], None]:
-    """Return what has every choice of the process take one side for a decode step. Where ours leaves the call, another number of tokens
-    is ours, so that nothing is given back for good."""
+    """Return a function that forces every choice of the process for a decode step.
+
+    Where the plugin leaves the call, it still serves another number of tokens, so that nothing is given back permanently.
+    """
     from vllm_rocm_ops.vllm.selection import kernel_selection
 
     ours = bytes([1]) * (1 << 16) if serves else bytes(1 << 16) + bytes([1])
@@ -123,7 +124,7 @@ def chosen(serves: bool) -> Callable[[], None]:
 
 
 def paths(vllms: Callable, ours: Callable, leaves: bool = True) -> dict[str, Timed]:
-    """Return the paths of a call. Only a call that asks a choice leaves it to vLLM's kernel."""
+    """Return the paths of a call. Only a call that asks a choice can leave it to vLLM's kernel."""
     found = {VLLMS: Timed(vllms), SERVES: Timed(ours, chosen(True))}
     return found | ({LEAVES: Timed(ours, chosen(False))} if leaves else {})
 
@@ -146,7 +147,7 @@ def linears(model: torch.nn.Module, dtype: torch.dtype) -> Found:
 
 
 def unquantized(model: torch.nn.Module, dtype: torch.dtype, replaced: Callable) -> Found:
-    """Yield lm_head, by vLLM's function and by the one that replaced it."""
+    """Yield lm_head, through vLLM's function and its replacement."""
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(replaced, "__wrapped__"):
         x = torch.randn(1, head.weight.shape[1], device=head.weight.device).to(dtype)
@@ -156,7 +157,7 @@ def unquantized(model: torch.nn.Module, dtype: torch.dtype, replaced: Callable) 
 
 
 def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
-    """Yield norms, and activations with the quantized input of the linear behind them, as they run where nothing is compiled."""
+    """Yield norms, and activations with the quantized input of the following linear layer, as in eager mode."""
     from vllm_rocm_ops.vllm.fusion import producers
 
     device, seen = next(model.parameters()).device, set()
@@ -183,7 +184,7 @@ def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
 
 
 class Recorded(NamedTuple):
-    """The first call of a class of ours in a decode step."""
+    """Hold the recorded call of one of the plugin's classes in a decode step."""
 
     ours: object
     method: str
@@ -192,7 +193,7 @@ class Recorded(NamedTuple):
 
 
 def attention(recorded: dict[type, Recorded]) -> Found:
-    """Yield the implementations of attention that a decode step called."""
+    """Yield the attention implementations that a decode step called."""
     for front, (impl, method, given, named) in recorded.items():
         if method == "apply":
             continue
@@ -202,7 +203,7 @@ def attention(recorded: dict[type, Recorded]) -> Found:
 
 
 def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Found:
-    """Yield the products that absorb projections of latent attention."""
+    """Yield the batched GEMMs of MLA's absorbed projections."""
     from vllm_rocm_ops.vllm.attention import absorbed_products
 
     for name, module in model.named_modules():
@@ -221,7 +222,7 @@ def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Found:
 
 
 def experts(recorded: dict[type, Recorded]) -> Found:
-    """Yield the experts that a decode step called. vLLM's own path routes with the router that vLLM would have made."""
+    """Yield the experts that a decode step called. vLLM's own path uses the router that vLLM would have created."""
     from vllm_rocm_ops.vllm.experts import base as in_vllm
     from vllm_rocm_ops.vllm.experts import routing_experts
 
@@ -258,7 +259,7 @@ def experts(recorded: dict[type, Recorded]) -> Found:
 
 @contextlib.contextmanager
 def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
-    """Record the last call of each class of ours for attention and experts, with what it was given."""
+    """Record the last call of each of the plugin's attention and experts classes, with its arguments."""
     from vllm_rocm_ops.vllm import reach
     from vllm_rocm_ops.vllm.attention.decoder import DecodeImpl
     from vllm_rocm_ops.vllm.attention.mla import LatentImpl
@@ -271,7 +272,7 @@ def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
     with contextlib.ExitStack() as stack:
         for kind, method in kinds.items():
             stack.enter_context(replaced(kind, method, found))
-        for module in model.modules():  # what was given back runs ours once more, to be recorded
+        for module in model.modules():  # recorded once more, even if the layer was given back
             for one in (getattr(module, "impl", None), *reach.kernels_of(module)):
                 for method in kinds.values():
                     getattr(one, "__dict__", {}).pop(method, None)
@@ -280,7 +281,7 @@ def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
 
 @contextlib.contextmanager
 def replaced(kind: type, method: str, found: dict[type, Recorded]) -> Iterator[None]:
-    """Put a method that notes its call in a class's place."""
+    """Replace a class's method by one that records its call."""
     ours = getattr(kind, method)
 
     def note(self, *given, **named):
@@ -335,7 +336,7 @@ def seams(options: argparse.Namespace) -> list[dict]:
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return the median of each path, and the median of its rounds' differences from vLLM's own."""
+    """Return the median of each path, and the median over rounds of its difference from vLLM's."""
     us = {name: round(statistics.median(values), 2) for name, values in times.items()}
     apart = {
         name: round(statistics.median(ours - vllms for ours, vllms in zip(values, times[VLLMS])), 2)
@@ -346,9 +347,9 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def row(line: dict) -> str:
-    """Return a line of the table."""
+    """Format a line of the table."""
     ours = "  ".join(f"{name} {line['us'][name]:7.2f} us ({apart:+.2f})" for name, apart in line["apart_us"].items())
-    over = "  over the limit" * (max(line["apart_us"].values()) > ALLOWED_US)
+    over = "  above the limit" * (max(line["apart_us"].values()) > ALLOWED_US)
     return f"{line['seam']:20} {line['layer']:44.44}  {VLLMS} {line['us'][VLLMS]:7.2f} us  {ours}{over}"
 
 
@@ -358,13 +359,20 @@ def seam_of(kind: type) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder with a config.json, or a shipped name; default: ops, without vLLM")
-    parser.add_argument("--num-layers", type=int, help="layers to keep of the model; default: all")
-    parser.add_argument("--rank-of", type=int, default=1, help="tensor parallel ranks that the model is one of")
-    parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    parser.add_argument("--commit", default="", help="of the code measured, where this is no checkout")
-    parser.add_argument("--output", type=Path, help="file that result lines are appended to")
+    parser.add_argument(
+        "--model", help="folder with a config.json, or a shipped model (default: benchmark ops, without vLLM)"
+    )
+    parser.add_argument("--num-layers", type=int, help="number of layers to keep (default: all)")
+    parser.add_argument(
+        "--rank-of", type=int, default=1, help="tensor parallel size of which to run one rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for vllm.LLM"
+    )
+    parser.add_argument("--commit", default="", help="commit of the measured code, outside a checkout")
+    parser.add_argument("--output", type=Path, help="file to append result lines to")
     options = parser.parse_args()
     if options.model is None:
         time_ops()

@@ -1,18 +1,17 @@
-"""Decode latency through vLLM's engine, with the ops and without.
+"""Benchmark decode latency in vLLM's engine, with and without the plugin.
 
     python serving_benchmarks/latency.py --model tiny-llama llama-3.1-405b-fp8 --num-layers 4 --batch-size 1 8 32
 
-Random weights, no download. For each model, vLLM runs without the plugin and with it, in processes of their own with
-the same seed, `--pairs` times, since starts differ too; every batch size gets warm-up and measured
-iterations of prompts of --input-len tokens that generate --output-len tokens. Reported is the median time per decoded token,
-from the engine's time stamps of a request's first and last token, and the median of the pairs' ratios; time to first token
-(prefill: --input-len 2048 --output-len 2); a loop of Python before each iteration, as a step that waits for the host takes what a
-shared host gives; seconds and memory of starts (engine_start.py). `--profile` says where the time goes (decode_profile.py). The engine
-runs inside the measuring process (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
+Weights are random; nothing is downloaded. For each model, vLLM runs without and with the plugin, in separate processes with the same
+seed, `--pairs` times, as engine starts differ. Every batch size has warm-up and measured iterations of prompts with --input-len tokens
+that generate --output-len tokens. The report has the median time per output token, from the engine's time stamps of the first and last
+token of a request, and the median speedup over the pairs; time to first token (prefill: --input-len 2048 --output-len 2); the time of a
+Python loop, to gauge the host's speed; and time and memory of starts (engine_start.py). `--profile` breaks down the decode step
+(decode_profile.py). The engine runs in the measuring process
+(VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
 
-`--rank-of 8` stands in for eight GPUs on one: heads, widths and vocabulary are what one of eight tensor parallel ranks has, and
-there are no collectives. On an NVIDIA GPU the ops need VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. What failed is reported
-with its log's end.
+`--rank-of 8` simulates one of eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. On an
+NVIDIA GPU the plugin needs VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. Failures are reported with the end of their log.
 """
 
 from __future__ import annotations
@@ -46,43 +45,58 @@ LEAST = {"batch_size": 1, "input_len": 1, "output_len": 2, "num_iters": 1, "rank
 
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
-"""What tensor parallel ranks share of a config.json; of key-value heads each has one at least."""
+"""Sizes in config.json that tensor parallel ranks divide; each rank has at least one KV head."""
 
 
 def add_model_arguments(add: Callable) -> None:
-    """The options that say which models run, and how."""
+    """Add the options that select models and how they run."""
     shipped = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
-    add("--model", nargs="+", default=["tiny-llama"], help=f"folders with a config.json, or of: {shipped}")
-    add("--num-layers", type=int, help="layers to keep of each model; default: all")
-    add("--rank-of", type=int, default=1, help="tensor parallel ranks that the model is one of; default: %(default)s")
-    add("--tensor-parallel-size", type=int, default=1, help="GPUs; default: %(default)s")
-    add("--dtype", default="auto", help="of activations; default: the model's")
-    add("--kv-cache-dtype", default="auto", help="fp8, or by default the model's")
-    add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
-    add("--seed", type=int, default=0, help="of weights and prompts; default: %(default)s")
-    add("--side", nargs="+", choices=list(SIDES), default=list(SIDES), help="with the ops, without, or both (default)")
-    add("--random-experts", action="store_true", help="routers that spread tokens over experts (random_experts.py)")
+    add("--model", nargs="+", default=["tiny-llama"], help=f"folders with a config.json, or shipped models: {shipped}")
+    add("--num-layers", type=int, help="number of layers to keep (default: all)")
+    add("--rank-of", type=int, default=1, help="tensor parallel size of which to run one rank (default: %(default)s)")
+    add("--tensor-parallel-size", type=int, default=1, help="number of GPUs (default: %(default)s)")
+    add("--dtype", default="auto", help="activation dtype (default: the model's)")
+    add("--kv-cache-dtype", default="auto", help="KV cache dtype, e.g. fp8 (default: the model's)")
+    add("--enforce-eager", action="store_true", help="disable compilation and graph capture")
+    add("--seed", type=int, default=0, help="seed of weights and prompts (default: %(default)s)")
+    add(
+        "--side",
+        nargs="+",
+        choices=list(SIDES),
+        default=list(SIDES),
+        help="with the plugin, without it, or both (default)",
+    )
+    add(
+        "--random-experts",
+        action="store_true",
+        help="random routers that spread tokens over experts (random_experts.py)",
+    )
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add_model_arguments(add)
-    add("--batch-size", type=int, nargs="+", default=[1], help="sequences decoded at a time; default: %(default)s")
-    add("--input-len", type=int, default=1, help="tokens of a prompt; default: %(default)s")
-    add("--output-len", type=int, default=128, help="tokens to generate, at least 2; default: %(default)s")
-    add("--num-iters", type=int, default=30, help="measured iterations; default: %(default)s")
-    add("--num-iters-warmup", type=int, default=10, help="iterations before; default: %(default)s")
-    add("--pairs", type=int, default=1, help="engine starts of each side, in turn; default: %(default)s")
-    add("--profile", type=int, nargs="*", metavar="BATCH", help="profile decode steps of these sizes; default: of all")
+    add("--batch-size", type=int, nargs="+", default=[1], help="batch sizes, in sequences (default: %(default)s)")
+    add("--input-len", type=int, default=1, help="prompt length, in tokens (default: %(default)s)")
+    add("--output-len", type=int, default=128, help="output length, in tokens, at least 2 (default: %(default)s)")
+    add("--num-iters", type=int, default=30, help="number of measured iterations (default: %(default)s)")
+    add("--num-iters-warmup", type=int, default=10, help="number of warm-up iterations (default: %(default)s)")
+    add("--pairs", type=int, default=1, help="engine starts per side, alternating (default: %(default)s)")
     add(
-        "--timeout", type=float, default=3600, help="seconds that one start of an engine may take; default: %(default)s"
+        "--profile",
+        type=int,
+        nargs="*",
+        metavar="BATCH",
+        help="profile decode steps at these batch sizes (without values: all)",
     )
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="default: %(default)s")
-    add("--plot", type=Path, default=HERE / "out" / "latency.png", help="default: %(default)s")
-    add("--commit", help="of the code measured, where this is no checkout")
-    add("--worker", type=json.loads, help=argparse.SUPPRESS)  # a job of the processes that this one starts
+    add("--timeout", type=float, default=3600, help="time limit per engine start, in seconds (default: %(default)s)")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for vllm.LLM")
+    add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="report file (default: %(default)s)")
+    add("--plot", type=Path, default=HERE / "out" / "latency.png", help="plot file (default: %(default)s)")
+    add("--commit", help="commit of the measured code (default: this checkout's)")
+    add("--worker", type=json.loads, help=argparse.SUPPRESS)  # a job of a measuring process
     arguments = parser.parse_args(argv)
     for name, least in LEAST.items():
         values = getattr(arguments, name)
@@ -92,7 +106,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find_model(name: str) -> Path:
-    """The folder of a model's config.json."""
+    """Return the folder of a model's config.json."""
     for folder in (Path(name), CONFIGS / name):
         if (folder / "config.json").is_file():
             return folder.resolve()
@@ -100,7 +114,7 @@ def find_model(name: str) -> Path:
 
 
 def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, int]:
-    """What replaces values of a model's config.json: so many layers, and of each the share of one of `rank_of` ranks."""
+    """Return the changes to a model's config.json: the number of layers, and the sizes of one of `rank_of` ranks."""
     config = json.loads((model / "config.json").read_text())
     result = {"num_hidden_layers": num_layers} if num_layers else {}
     if rank_of == 1:
@@ -114,7 +128,7 @@ def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, in
         if rest:
             raise SystemExit(f"--rank-of must divide {name}={config[name]} of {model.name}, got {rank_of}")
         result[name] = share
-    if "kv_lora_rank" not in config:  # a head keeps its size, which would follow from the number of heads
+    if "kv_lora_rank" not in config:  # keeps the head size, which otherwise follows from the number of heads
         result["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return result
 
@@ -123,7 +137,7 @@ def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, in
 
 
 def host_us() -> float:
-    """Return the microseconds of a fixed loop of Python: the speed that a shared host gives this process now."""
+    """Time a fixed Python loop in microseconds, to gauge the host's speed."""
     start = time.perf_counter()
     for _ in range(20_000):
         pass
@@ -131,7 +145,7 @@ def host_us() -> float:
 
 
 def measure(job: dict, report: Callable[[dict], None]) -> None:
-    """Runs one model on one side; reports every iteration, every batch size and then what else there is to say."""
+    """Run one model on one side, and report every iteration, every batch size and the final results."""
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
@@ -142,7 +156,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
-        "disable_log_stats": False,  # the time stamps come with them
+        "disable_log_stats": False,  # enables the time stamps
         "max_model_len": -(-longest // 64) * 64,
         "max_num_seqs": max(job["batch_sizes"]),
         "tensor_parallel_size": job["tensor_parallel_size"],
@@ -199,7 +213,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
     try:
         recorded = ((size, decode_profile.record(llm, prompts_of(size), sampling)) for size in job["profile"])
         result["profile"] = {size: ranks for size, ranks in recorded if ranks}
-    except Exception as error:  # noqa: BLE001  the rest is as good without
+    except Exception as error:  # noqa: BLE001  the latencies are valid without a profile
         traceback.print_exc()
         result["profile_error"] = f"{type(error).__name__}: {error}".strip()
     if with_ops:
@@ -210,7 +224,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
 
 
 def hardware() -> str:
-    """What this ran on."""
+    """Return the hardware."""
     import torch
 
     if torch.cuda.is_available():
@@ -222,7 +236,7 @@ def hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part."""
+    """Return the versions of Python, torch, vLLM, HIP and the plugin."""
     import importlib.metadata
 
     import torch
@@ -233,7 +247,7 @@ def versions() -> dict[str, str]:
 
 
 def worker(job: dict) -> None:
-    """The life of a measuring process: results go up a pipe as lines of JSON."""
+    """Run a job in a measuring process; events go through a pipe as lines of JSON."""
     with os.fdopen(job["pipe"], "w", buffering=1) as pipe:
 
         def report(event: dict) -> None:
@@ -241,7 +255,7 @@ def worker(job: dict) -> None:
 
         try:
             measure(job, report)
-        except BaseException as error:  # noqa: BLE001  whatever it is, it is the result
+        except BaseException as error:  # noqa: BLE001  any failure is the result
             traceback.print_exc()
             report({"error": f"{type(error).__name__}: {error}".strip()})
 
@@ -250,7 +264,7 @@ def worker(job: dict) -> None:
 
 
 def environment(side: str) -> dict[str, str]:
-    """The environment of a measuring process. Without the ops: the plugins are all that are installed but ours."""
+    """Return the environment of a measuring process; without the plugin, all other installed plugins stay."""
     defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     result = {**defaults, **os.environ}
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -264,7 +278,7 @@ def environment(side: str) -> dict[str, str]:
 
 
 def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
-    """Runs one measuring process; returns its result or {"error": why}, each with the batch sizes that were measured whole."""
+    """Run one measuring process, and return its result or {"error": why}, with the completed batch sizes."""
     read_end, write_end = os.pipe()
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps({**job, "pipe": write_end})]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +314,7 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
             process.wait(SECONDS_TO_END)
     finally:
         overdue.cancel()
-        # The next side needs the GPUs: nothing of this one may stay, its workers neither.
+        # The next side needs the GPUs: no process of this one may stay, including workers.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -312,12 +326,12 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
 
 
 def tail(log: Path) -> list[str]:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     return log.read_text(errors="replace").splitlines()[-LINES_OF_A_FAILURE:]
 
 
 def benchmark(arguments: argparse.Namespace) -> dict:
-    """Measures all models on all sides, one after the other."""
+    """Measure all models on all sides."""
     from tqdm import tqdm
 
     jobs = [
@@ -350,7 +364,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
         }
         for name in arguments.model
         for pair in range(arguments.pairs)
-        # Each side is first in turn, as a host warms up and cools down.
+        # The sides alternate in order, as a host warms up and cools down.
         for side in (reversed(SIDES) if pair % 2 else SIDES)
         if side in arguments.side
     ]
@@ -367,10 +381,10 @@ def benchmark(arguments: argparse.Namespace) -> dict:
     }
     with tqdm(total=len(jobs) * iterations, unit="iter", dynamic_ncols=True, smoothing=0) as bar:
         for number, job in enumerate(jobs):
-            bar.set_description(f"{job['name']} {job['side']} the ops: loading")
+            bar.set_description(f"{job['name']}, {SIDES[job['side']]}: loading")
 
             def on_event(event: dict, job=job) -> None:
-                bar.set_description(f"{job['name']} {job['side']} the ops, batch {event['batch_size']}")
+                bar.set_description(f"{job['name']}, {SIDES[job['side']]}, batch {event['batch_size']}")
                 bar.set_postfix_str(f"{event['decode_ms']:.2f} ms/token", refresh=False)
                 bar.update()
 
@@ -383,20 +397,20 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             report["results"] += [summarise(job, batch) for batch in found["batches"]]
             kept = ("error", "log_tail", "start", "op_stats", "seams", "reach", "profile", "profile_error")
             report["runs"].append(run | {k: found[k] for k in kept if k in found})
-            arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # what is measured stays measured
+            arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # keeps completed measurements
         bar.set_description("done")
         bar.set_postfix_str("")
     return report
 
 
 def without_paths(words: list[str]) -> list[str]:
-    """A command without the options that only say where results go."""
+    """Return a command without the output options."""
     outputs = ("--output-json", "--plot")
     return [word for before, word in zip(["", *words], words) if word not in outputs and before not in outputs]
 
 
 def commit() -> str:
-    """The commit of this checkout, `+` if files differ from it, or nothing outside one."""
+    """Return the commit of this checkout, with `+` if files differ, or "" outside one."""
     try:
         git = ["git", "-C", str(HERE)]
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
@@ -409,6 +423,7 @@ def commit() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and print the report. Returns 1 if a side with the plugin failed."""
     arguments = parse_arguments(argv)
     if arguments.worker:
         worker(arguments.worker)

@@ -1,4 +1,4 @@
-"""What latency.py reports: its table, and its figure."""
+"""Format the results of latency.py as a table and a figure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHARACTERS_PER_INCH = 14  # of a plot's caption
 
 
 def summarise(job: dict, batch: dict) -> dict:
-    """Return one batch size of one side, in the form of `vllm bench latency` with what we add."""
+    """Return one batch size of one side, in the form of `vllm bench latency` with additional fields."""
     import numpy
 
     latencies, decode = batch["latencies"], batch["decode_ms"]
@@ -40,7 +40,7 @@ def summarise(job: dict, batch: dict) -> dict:
 
 
 def pairs(report: dict) -> list[tuple[str, int, dict[str, list[dict]]]]:
-    """(model, batch size, {side: results of its starts}), in the order of measurement."""
+    """Return (model, batch size, {side: results of its starts}), in the order of measurement."""
     found: dict[tuple[str, int], dict[str, list[dict]]] = {}
     failed = [run["model_id"] for run in report["runs"] if "error" in run]
     for result in report["results"]:
@@ -53,18 +53,18 @@ def pairs(report: dict) -> list[tuple[str, int, dict[str, list[dict]]]]:
 
 
 def median_ms(starts: list[dict]) -> float:
-    """Milliseconds per token: the median of the starts' medians."""
+    """Return the time per output token in ms: the median of the starts' medians."""
     return statistics.median(start["decode_ms_per_token"] for start in starts)
 
 
 def spread_ms(starts: list[dict]) -> tuple[float, float]:
-    """The least 10th and the largest 90th percentile of the starts."""
+    """Return the minimum p10 and the maximum p90 over the starts."""
     spreads = [start["decode_ms_percentiles"] for start in starts]
     return min(spread["10"] for spread in spreads), max(spread["90"] for spread in spreads)
 
 
 def speedup(sides: dict[str, list[dict]]) -> float:
-    """How many times as fast it is with the ops: the median over pairs of starts."""
+    """Return the speedup of the plugin: the median over pairs of starts."""
     of_pairs = zip(*(sides[side] for side in SIDES))
     return statistics.median(
         without["decode_ms_per_token"] / with_ops["decode_ms_per_token"] for without, with_ops in of_pairs
@@ -72,25 +72,24 @@ def speedup(sides: dict[str, list[dict]]) -> float:
 
 
 def speedup_spread(sides: dict[str, list[dict]]) -> tuple[float, float]:
-    """Return bounds of the speedup: p10 of the side without the ops over p90 of the side with them, and p90 over p10."""
+    """Return bounds of the speedup: the baseline's p10 over the plugin's p90, and p90 over p10."""
     (low, high), (low_with, high_with) = (spread_ms(sides[side]) for side in SIDES)
     return low / high_with, high / low_with
 
 
 def op_stats(report: dict) -> dict[str, dict]:
-    """By model: how often each op ran what."""
+    """Return the call counts by op and kernel, by model."""
     return {run["model_id"]: run["op_stats"] for run in report["runs"] if "op_stats" in run}
 
 
 def kernels(stats: dict[str, dict[str, int]]) -> set[str]:
-    """The kernels that ran, of what `vllm_rocm_ops.stats()` gives."""
+    """Return the kernels that ran, from the result of `vllm_rocm_ops.stats()`."""
     ran = {kernel for op in stats.values() for kernel in op}
     return {kernel for kernel in ran if not kernel.startswith(("fallback", "nothing"))}
 
 
 def ratio(report: dict, model: str, sides: dict[str, list[dict]]) -> str:
-    """How many times as fast a model is with the ops; `NO_RATIO` where they are plain PyTorch, whose time says nothing of their
-    kernels; nothing where a side is missing."""
+    """Return the speedup of a model, `NO_RATIO` if the plugin ran PyTorch only, or "" if a side is missing."""
     if len(sides) < len(SIDES):
         return ""
     if not kernels(op_stats(report)[model]):
@@ -107,11 +106,11 @@ STARTS = (
     ("steady, GiB", "steady_bytes", 1 << 30),
     ("KV cache, blocks", "kv_blocks", 1),
 )
-"""Lines of the table of starts: a name, what it is in a run, and its unit."""
+"""Rows of the table of starts: name, key in a run, and unit."""
 
 
 def differences(report: dict) -> list[list[str]]:
-    """Return rows of what starts, first tokens and the host take on each side, medians, and the difference where there are both sides."""
+    """Return rows of start, first token and host medians on each side, with the difference if both sides exist."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for run in report["runs"]:
         for name, key, unit in STARTS:
@@ -120,8 +119,8 @@ def differences(report: dict) -> list[list[str]]:
                 sides.setdefault(run["side"], []).append(run["start"][key] / unit)
     for result in report["results"]:
         names = {
-            "ttft_ms": f"first token of {result['batch_size']} x {result['input_len']}, ms",
-            "host_us": f"loop of Python at batch {result['batch_size']}, us",
+            "ttft_ms": f"TTFT, {result['batch_size']} x {result['input_len']} tokens, ms",
+            "host_us": f"Python loop at batch {result['batch_size']}, us",
         }
         for key, name in names.items():
             if key in result:
@@ -138,7 +137,7 @@ def differences(report: dict) -> list[list[str]]:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Lines of a table whose first row is its header."""
+    """Format a table whose first row is its header."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -146,45 +145,46 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 
 def table(report: dict) -> str:
-    """The results, and under them why some are missing."""
+    """Format the results, and the failures below them."""
     measured = [side for side in SIDES if any(run["side"] == side for run in report["runs"])]
-    rows = [["model", "batch", *(f"{side} the ops" for side in measured), *(["ratio"] if len(measured) == 2 else [])]]
+    rows = [["model", "batch", *(SIDES[side] for side in measured), *(["speedup"] if len(measured) == 2 else [])]]
     for model, batch_size, sides in pairs(report):
         row = [model, str(batch_size or "-")]
         for side in measured:
             if side in sides:
                 row.append("{:.2f} ({:.2f}-{:.2f})".format(median_ms(sides[side]), *spread_ms(sides[side])))
             else:
-                row.append(f"not runnable {side}")
+                row.append("failed")
         if len(measured) == 2:
             row.append(ratio(report, model, sides))
         rows.append(row)
-    lines = ["Decode, ms per token: median (10th-90th percentile)", "", *aligned(rows)]
+    lines = ["Decode, ms per output token: median (p10-p90)", "", *aligned(rows)]
     if starts := differences(report):
-        header = ["model", "", *(f"{side} the ops" for side in SIDES), "difference", ""]
+        header = ["model", "", *SIDES.values(), "difference", ""]
         lines += ["", "Starts and first tokens: medians", "", *aligned([header, *starts])]
     for run in report["runs"]:
         if "error" in run:
             why = textwrap.shorten(run["error"], 300)
-            lines += ["", f"{run['model_id']} is not runnable {run['side']} the ops: {why}", f"  {run['log']}"]
+            lines += ["", f"{run['model_id']} failed with {SIDES[run['side']]}: {why}", f"  {run['log']}"]
         if "profile_error" in run:
             why = textwrap.shorten(run["profile_error"], 300)
-            lines += ["", f"{run['model_id']} could not be profiled {run['side']} the ops: {why}", f"  {run['log']}"]
+            lines += ["", f"{run['model_id']}: no profile with {SIDES[run['side']]}: {why}", f"  {run['log']}"]
     for model, stats in op_stats(report).items():
         if not stats:
-            lines += ["", f"{model}: vLLM called none of the ops; `vllm-rocm-ops doctor` says why"]
+            lines += ["", f"{model}: vLLM called no op of the plugin; see `vllm-rocm-ops doctor`"]
         elif not kernels(stats):
-            why = "on this machine they are plain PyTorch, and the times say nothing of a GPU's"
-            lines += ["", f"{model}: no kernel of the ops ran: {why}."]
+            why = "the ops run PyTorch on this machine, and the times do not predict a GPU's"
+            lines += ["", f"{model}: no kernel of the plugin ran: {why}."]
     for model, batches in profiled(report).items():
         header, body = decode_profile.table(batches)
-        lines += ["", f"{model}: microseconds of a decode step, {' / '.join(next(iter(batches.values())))} the ops", ""]
+        sides = " / ".join(SIDES[side] for side in next(iter(batches.values())))
+        lines += ["", f"{model}: microseconds per decode step, {sides}", ""]
         lines += [f"{row[0]:48}" + "".join(f"  {cell:>30}" for cell in row[1:]) for row in (header, *body)]
     return "\n".join(lines)
 
 
 def profiled(report: dict) -> dict[str, dict[str, dict[str, list[dict]]]]:
-    """What was profiled: {model: {batch size: {side: ranks}}}."""
+    """Return the profiles as {model: {batch size: {side: ranks}}}."""
     found: dict[str, dict[str, dict[str, list[dict]]]] = {}
     for run in report["runs"]:
         for batch_size, ranks in run.get("profile", {}).items():
@@ -193,7 +193,7 @@ def profiled(report: dict) -> dict[str, dict[str, dict[str, list[dict]]]]:
 
 
 def figure(report: dict):
-    """Bars of the median with the 10th to 90th percentile; one panel per model. None where nothing was measured."""
+    """Draw bars of the medians with p10 to p90, one panel per model. Returns None without results."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -218,7 +218,7 @@ def figure(report: dict):
             for place, side in enumerate(asked):
                 x = index + (place - (len(asked) - 1) / 2) * width
                 if side not in sides:
-                    axis.annotate("not runnable", (x, 0), (0, 6), rotation=90, **label, color="#777777")
+                    axis.annotate("failed", (x, 0), (0, 6), rotation=90, **label, color="#777777")
                     continue
                 value, (low, high) = median_ms(sides[side]), spread_ms(sides[side])
                 error = [[max(value - low, 0)], [max(high - value, 0)]]
@@ -228,19 +228,19 @@ def figure(report: dict):
         shown = ["" if hatch else f"\n{text}" for text in ratios]
         axis.set_xticks(range(len(batches)), [f"{batch[0]}{text}".strip() for batch, text in zip(batches, shown)])
         axis.set_xlim(-0.5, len(batches) - 0.5)
-        axis.set_xlabel("batch size, and how many times as fast" if any(ratios) and not hatch else "batch size")
-        axis.set_title(f"{model}\nno kernel of the ops ran: no ratio" if hatch else model, fontsize=10)
+        axis.set_xlabel("batch size, and speedup" if any(ratios) and not hatch else "batch size")
+        axis.set_title(f"{model}\nno kernel of the plugin ran: no speedup" if hatch else model, fontsize=10)
         axis.margins(y=0.12)
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.25)
         axis.set_axisbelow(True)
-    axes[0][0].set_ylabel("decode, ms per token")
-    drawn.suptitle("Decode latency: median, 10th to 90th percentile", fontsize=12, fontweight="bold")
+    axes[0][0].set_ylabel("decode, ms per output token")
+    drawn.suptitle("Decode latency: median, p10 to p90", fontsize=12, fontweight="bold")
     result, versions = report["results"][0], report["versions"]
     number = len({run["pair"] for run in report["results"] if "pair" in run})
     starts = f" in each of {number} starts" if number > 1 else ""
-    rank = f", as one of {result['rank_of']} ranks without collectives" if result["rank_of"] > 1 else ""
+    rank = f", one of {result['rank_of']} ranks without collectives" if result["rank_of"] > 1 else ""
     caption = (
         f"{report['hardware']}{rank}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
         f"output {result['output_len']}, {len(result['latencies'])} iterations{starts}; random weights"
@@ -258,7 +258,7 @@ def figure(report: dict):
 
 
 def plot(report: dict, path: Path) -> bool:
-    """Writes the figure as PNG; whether there was anything to draw."""
+    """Write the figure as PNG, and return whether there was anything to draw."""
     drawn = figure(report)
     if drawn is None:
         return False

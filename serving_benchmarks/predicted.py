@@ -1,13 +1,13 @@
-"""Predicted times of the kernels of decode steps on a GPU that is not here, beside published times of others' GEMMs. Never a measured time
-of ours. Their sum is not a step, which `vllm-rocm-ops predict --model` predicts.
+"""Predict the kernel times of decode steps on a GPU that is not present, with published times of other GEMMs for comparison.
 
     python serving_benchmarks/predicted.py [--device MI300X] [--batch 1 16 32] [--published FOLDER]
 
-A line per call of one rank's step goes to serving_benchmarks/results/<arch>/<date>-<commit>-predicted.jsonl: Llama-3.1-405B FP8 at TP 8,
-DeepSeek-V3 at TP 8, and at TP 8 with whole experts on 8 GPUs. Attention has 4096 keys a request. Calls that run no kernel of ours and
-collectives are left out. FOLDER has published times on this GPU of products of the same type and shape: aiter_gemm_gfx942_304cu.csv, of
-which the least of each product counts, from a profiler that adds up a call's kernels (`profiled_us` are ours as it would count them),
-and Hugging Face's skinny GEMM in peer_measurements.csv, with cold weights as here.
+No time of the plugin is measured. The sum of kernels is not a step: `vllm-rocm-ops predict --model` predicts steps. Each call of one rank's
+step writes a line to serving_benchmarks/results/<arch>/<date>-<commit>-predicted.jsonl, for Llama-3.1-405B FP8 at TP 8, and DeepSeek-V3 at
+TP 8, and at TP 8 with EP 8. Attention has 4096 keys per request. Calls without a kernel of the plugin, and collectives, are excluded.
+FOLDER has published times on this GPU for GEMMs of the same dtype and shape: the minimum per GEMM of aiter_gemm_gfx942_304cu.csv, from a
+profiler that sums a call's kernels (`profiled_us` is the prediction on that scale), and Hugging Face's skinny GEMM in
+peer_measurements.csv, with cold weights as here.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ KINDS = {
     "scaled_mm": ("a8w8_rowwise", "a8w8_rowwise_bpreshuffle", "fp8_gemm_per_tensor"),
     "block_scaled_mm": ("fp8_blockscale", "fp8_blockscale_bpreshuffle"),
 }
-"""By op: what the published tables call the same."""
+"""By op: its kinds in the published tables."""
 
 
 def calls(model: str, tp: int, ep: int | None) -> list[LayerCall]:
-    """The calls of a rank's step, its attention last."""
+    """Return the calls of a rank's step, attention last."""
     config = model_config.read(model)
     return [*model_layers.calls(config, tp, ep), model_layers.attention(config, tp)]
 
 
 def published(folder: Path | None, gpu: str) -> dict[tuple, dict[str, float]]:
-    """By op, M, N and K: the least published times on this GPU, aiter's and Hugging Face's, as fields of a line."""
+    """Return the minimum published times on this GPU by op, M, N and K, as fields of a line."""
     found: dict[tuple, dict[str, float]] = {}
     for name, file in (("aiter_us", AITER), ("hugging_face_us", PEERS)) if folder else ():
         with (folder / file).open(newline="") as opened:
@@ -66,7 +66,7 @@ def published(folder: Path | None, gpu: str) -> dict[tuple, dict[str, float]]:
 def lines(
     device: str, batches: Iterable[int], beside: dict[tuple, dict[str, float]], commit: str, names: Iterable[str] = ()
 ) -> Iterator[dict]:
-    """A line for each call of each step of the models of these names, by default of all; what several call is predicted once."""
+    """Yield a line for each call of each step of these models, by default all; equal calls are predicted once."""
     from vllm_rocm_ops.timing import predict  # an extra
 
     machine = machines.named(device)
@@ -99,7 +99,7 @@ def lines(
 
 
 def summary(found: list[dict]) -> Iterator[str]:
-    """Lines for people: a table for each model with a column for each batch size, and the sums."""
+    """Yield a table per model with a column per batch size, and the sums."""
     from vllm_rocm_ops.timing import predict  # an extra
 
     device, context = found[0]["device"], found[0]["context"]
@@ -119,23 +119,29 @@ def summary(found: list[dict]) -> Iterator[str]:
             ("sum of these kernels, ms", "", "", *(f"{us / 1e3:.1f} +-{bound / 1e3:.1f}" for us, bound, _ in sums), "")
         )
         rows.append(("launches", "", "", *(str(launches) for *_, launches in sums), ""))
-        yield f"{model} on {device}: predicted us of a call, not measured; {context} keys a request"
+        yield f"{model} on {device}: predicted us per call, not measured; {context} keys per request"
         yield from explain.table(rows)
         yield ""
     about = (
-        "A sum is not a decode step, which `vllm-rocm-ops predict --model` predicts. It has our kernels also where vLLM's own run until "
-        "ours were measured to be faster. Its +- leaves out kernels whose band is unknown."
+        "A sum is not a decode step, which `vllm-rocm-ops predict --model` predicts. It includes the plugin's kernels where "
+        "vLLM's would run until the plugin is measured faster. Its +- excludes kernels without an error band."
     )
     yield from textwrap.wrap(about, explain.WIDTH, break_on_hyphens=False)
 
 
 def main() -> None:
+    """Write the predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default=machines.COMPARED, choices=list(machines.MACHINES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 32])
-    parser.add_argument("--published", type=Path, metavar="FOLDER")
-    parser.add_argument("--commit", default=report.commit())
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    devices = list(machines.MACHINES)
+    parser.add_argument(
+        "--device", default=machines.COMPARED, choices=devices, help="GPU product (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 32], help="batch sizes (default: %(default)s)")
+    parser.add_argument("--published", type=Path, metavar="FOLDER", help="folder with published GEMM times to add")
+    parser.add_argument("--commit", default=report.commit(), help="commit of the code (default: the checkout's)")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="results folder (default: serving_benchmarks/results)"
+    )
     options = parser.parse_args()
     arch = machines.named(options.device).arch.name
     path = options.output / arch / f"{datetime.date.today()}-{options.commit}-predicted.jsonl"

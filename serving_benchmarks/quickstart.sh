@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Sets up all that is needed, once, and measures decode with the ops and without:
+# Set up the environment once, and benchmark decode with and without the plugin:
 #   bash serving_benchmarks/quickstart.sh [options of latency.py]
-# On a GPU: the layers of Llama-3.1-405B and DeepSeek-V3 as they are, few of them. Without one: a tiny model shows that vLLM loads the
-# plugin, then come the kernels of both models on MI300X and their predicted times (without_gpu.py); with options, tiny models on the CPU.
+# On a GPU: Llama-3.1-405B and DeepSeek-V3 at full width, with few layers. Without a GPU: a tiny model shows that vLLM loads the plugin, then
+# follow both models' kernels on MI300X and their predicted times (without_gpu.py); with options, tiny models run on the CPU.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../tests/environment.sh"
 "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))' ||
-  die "No vLLM here. Install one for this GPU: https://docs.vllm.ai/en/latest/getting_started/installation/gpu/"
+  die "vLLM not found. Install it for this GPU: https://docs.vllm.ai/en/latest/getting_started/installation/gpu/"
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   defaults=(--model llama-3.1-405b-fp8 deepseek-v3 --num-layers 4 --batch-size 1 8 32)
 else
-  # One thread: it is enough for a tiny model, and threads that wait for each other make times on a busy machine random.
+  # One thread suffices for a tiny model; more would make times noisy on a busy machine.
   export VLLM_ROCM_OPS_ON_CPU=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   [ $# != 0 ] || exec "$python" serving_benchmarks/without_gpu.py
   defaults=(--model tiny-llama tiny-llama-fp8 tiny-deepseek-v3-fp8 --batch-size 1 8 --enforce-eager

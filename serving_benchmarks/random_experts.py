@@ -1,9 +1,9 @@
-"""Random weights that spread tokens over experts: `LLM(worker_extension_cls="random_experts.Extension")`, on both sides.
+"""Load random weights that spread tokens over experts: `LLM(worker_extension_cls="random_experts.Extension")`, on both sides.
 
-vLLM's dummy weights send all tokens of a model to the same experts: a router's bias is larger than its products. Where this module is
-imported, routers have no bias, and logits of about N(0, 1) that depend on the token: embeddings are N(0, 1), norms' weights 1,
-a router's N(0, 1 / hidden size). Tokens that are sampled at temperature 1 are all different. So the kernels run that route in service:
-VLLM_MOE_ROUTING_SIMULATION_STRATEGY replaces these, on one side by slower ones (vLLM 0.33 on the H200: 12 us a layer).
+vLLM's dummy weights send all tokens of a model to the same experts, as a router's bias exceeds its products. When this module is imported,
+routers have no bias and token-dependent logits of about N(0, 1): embeddings are N(0, 1), norm weights 1, a router's N(0, 1 / hidden
+size). Tokens sampled at temperature 1 all differ. The routing kernels are those of serving: VLLM_MOE_ROUTING_SIMULATION_STRATEGY would
+replace them, on one side by slower ones (vLLM 0.33 on the H200: 12 us per layer).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROUTER = re.compile(r"(^|\.)(gate|router)\.weight$")
 
 @torch.no_grad()
 def spread(model: torch.nn.Module) -> None:
-    """Gives the model such weights; a router's are the same in all ranks."""
+    """Set these weights; a router's are equal on all ranks."""
     for i, (name, parameter) in enumerate(model.named_parameters()):
         if name.endswith("e_score_correction_bias"):
             parameter.zero_()
@@ -35,6 +35,7 @@ def spread(model: torch.nn.Module) -> None:
 
 @functools.wraps(DummyModelLoader.load_weights)
 def load_weights(self, model, model_config, _load=DummyModelLoader.load_weights):
+    """Load vLLM's dummy weights and spread them."""
     _load(self, model, model_config)
     spread(model)
 

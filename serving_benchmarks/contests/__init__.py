@@ -1,1 +1,1 @@
-"""The contests of AMD and GPU MODE's Inference Sprint: their problems, and a judge for ours or for a user's own file."""
+"""Define the problems of AMD and GPU MODE's Inference Sprint, and judge the plugin or a submission on them."""

@@ -1,8 +1,8 @@
-"""Judge the problems of AMD and GPU MODE's contests, on a GPU in full or in the emulator at reduced size.
+"""Judge the problems of AMD and GPU MODE's contests, on a GPU in full, or in the emulator at reduced size.
 
 python serving_benchmarks/contests gemm                        # on a GPU: checks, times, score
 python serving_benchmarks/contests mla --emulate gfx942        # without one: reduced sizes, checked, not timed
-python serving_benchmarks/contests moe --submission mine.py    # judges the custom_kernel(data) of a file the same way
+python serving_benchmarks/contests moe --submission mine.py    # judges custom_kernel(data) of a file in the same way
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-if not __package__:  # Python ran the folder, and looks for modules in it.
+if not __package__:  # Python runs the folder, and searches modules in it
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from contests import gemm, mla, moe, submission
@@ -24,26 +24,34 @@ CONTESTS = {module.CONTEST.name: module.CONTEST for module in (gemm, moe, mla)}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options; end with an error where they do not fit."""
+    """Parse the options; exit with an error if they do not fit."""
     parser = argparse.ArgumentParser(
         prog="contests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("contest", choices=CONTESTS, help="its problems are checked and timed by its rules")
-    add("--submission", type=Path, metavar="FILE", help="judge the custom_kernel(data) of this file in place of ours")
-    add("--emulate", metavar="ARCH", help="check in the emulator of this architecture, at reduced size; time nothing")
-    add("--ranked", action="store_true", help="new inputs for each call, each checked, as in a ranked run")
-    add("-c", dest="number", type=int, metavar="N", help="the benchmark of this number only, from 0")
-    add("-t", dest="stage", type=int, metavar="N", help="with -c: print the best us of ours' stage N only; 0 is all")
+    add("contest", choices=CONTESTS, help="contest whose problems are checked and timed by its rules")
+    add(
+        "--submission", type=Path, metavar="FILE", help="file with a custom_kernel(data) to judge (default: the plugin)"
+    )
+    add("--emulate", metavar="ARCH", help="check in the emulator of this architecture, at reduced size, untimed")
+    add("--ranked", action="store_true", help="use new inputs for each call and check each, as in a ranked run")
+    add("-c", dest="number", type=int, metavar="N", help="number of a single benchmark, from 0 (default: all)")
+    add(
+        "-t",
+        dest="stage",
+        type=int,
+        metavar="N",
+        help="with -c: print only the best us of the plugin's stage N; 0 is the total",
+    )
     add("-b", "--once", action="store_true", help="check and time one call each")
-    add("-p", "--profile", action="store_true", help="only call, for a profiler")
+    add("-p", "--profile", action="store_true", help="only call, under an external profiler")
     arguments = parser.parse_args(argv)
     if arguments.emulate and (arguments.number is not None or arguments.stage is not None or arguments.ranked):
-        parser.error("--emulate times nothing: it goes with none of -c -t --ranked")
+        parser.error("--emulate is untimed: it excludes -c, -t and --ranked")
     if arguments.profile and (arguments.once or arguments.emulate):
-        parser.error("-p checks nothing: it goes neither with -b nor with --emulate")
+        parser.error("-p is unchecked: it excludes -b and --emulate")
     if arguments.stage is not None and (arguments.number is None or arguments.submission):
-        parser.error("-t needs -c, and ours: a submission has no stages")
+        parser.error("-t needs -c and no --submission: a submission has no stages")
     count = len(CONTESTS[arguments.contest].benchmarks)
     if arguments.number is not None and not 0 <= arguments.number < count:
         parser.error(f"-c must be 0 to {count - 1} for {arguments.contest}, got {arguments.number}")
@@ -51,7 +59,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the verdicts and the score; return 1 if a result is wrong."""
+    """Print the verdicts and the score. Returns 1 if a result is wrong."""
     contest = CONTESTS[arguments.contest]
     kernel = contest.ours
     if arguments.submission:
@@ -64,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         from vllm_rocm_ops.emulator import cases as emulated  # an extra
 
         emulator = emulated.emulator_of(arguments.emulate)
-        print(f"{contest.name} in the emulator of {emulator.arch}, at reduced size; nothing is timed")
+        print(f"{contest.name} in the emulator of {emulator.arch}, at reduced size, untimed")
         with launch.executor(emulator):
             judge = Judge(contest, kernel, Emulated(emulator.arch.fp8_dtype))
             return _say("case", (judge.checked(number, sizes) for number, sizes in enumerate(contest.reduced)))
@@ -75,14 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stage is not None:
         return _print_stage(judge, arguments.number, arguments.stage)
     if judge.machine.rounding and contest.terms is gemm.CONTEST.terms:
-        print("results may be off by 2^-11 of the terms of a sum too: NVIDIA's FP8 instructions keep 14 bits")
+        print("tolerance: plus 2^-11 of a sum's absolute terms, as NVIDIA's FP8 instructions keep 14 bits")
     numbers = range(len(contest.benchmarks)) if arguments.number is None else [arguments.number]
     if arguments.profile:
         return _say("case", (judge.profiled(number) for number in numbers))
     if arguments.number is None:
         tests = (judge.checked(number, sizes) for number, sizes in enumerate(contest.tests))
         if _say("test", tests):
-            print("results are wrong: nothing is timed")
+            print("wrong results: no timing")
             return 1
     timed: list[Verdict] = []
 
@@ -92,12 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
             yield timed[-1]
 
     failed = _say("case", verdicts())
-    print("results are wrong: there is no score" if failed else score(timed))
+    print("wrong results: no score" if failed else score(timed))
     return failed
 
 
 def _say(kind: str, verdicts: Iterator[Verdict]) -> int:
-    """Print verdicts as they come; return 1 if one is wrong."""
+    """Print verdicts as they arrive. Returns 1 if one is wrong."""
     failed = 0
     for verdict in verdicts:
         print("\n".join(verdict.lines(kind)), flush=True)
@@ -118,15 +126,15 @@ def _print_stage(judge: Judge, number: int, stage: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command and return its exit code."""
     arguments = parse_arguments(argv)
     try:
         return run(arguments)
     except (ImportError, TypeError, ValueError, RuntimeError) as error:
-        print(str(error).partition("\n")[0], file=sys.stderr)  # torch's errors go on with a stack
+        print(str(error).partition("\n")[0], file=sys.stderr)  # torch's errors continue with a stack
         return 2
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
 
 

@@ -1,7 +1,7 @@
-"""What a contest of AMD and GPU MODE is, and how its judge compares results.
+"""Define a contest of AMD and GPU MODE, and its comparison of results.
 
-Sizes, seeds, distributions, layouts and tolerances are those of the contests' published tasks (gpu-mode/reference-kernels,
-problems/amd). The code is ours.
+Sizes, seeds, distributions, layouts and tolerances are those of the published tasks (gpu-mode/reference-kernels, problems/amd). The code
+is this project's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 Sizes = dict[str, int]
-Stage = Callable[[str], AbstractContextManager]  # within stage("name") runs a part of ours that is timed by itself
-SHOWN = 3  # of the wrong elements of a result
+Stage = Callable[[str], AbstractContextManager]  # stage("name") times a part of the plugin's solution separately
+SHOWN = 3  # wrong elements to print
 
 
 def unstaged(name: str) -> AbstractContextManager:
@@ -25,14 +25,15 @@ def unstaged(name: str) -> AbstractContextManager:
 
 @dataclass(frozen=True)
 class Contest:
-    """A contest's task.
+    """Describe a contest's task.
 
-    make(sizes, seed, device, fp8_dtype) gives the data of a call. reference(data) gives the expected outputs, and ours(data, stage)
-    what our ops compute; both may change `data`, of which copy(data) is a copy in memory of its own, and again(data) undoes what a
-    call changed. terms(data) are the sums of absolute terms where the inputs are FP8. `tests` are checked, `benchmarks` checked and timed, `reduced` checked in the emulator. A result is right
-    where |result - expected| <= atol + rtol * |expected|, and both are NaN or the same infinity. Timing stops where the
-    standard error of the mean is below `error` of it. `floors` are the contest's own microseconds at the speed of light, by the
-    number of the benchmark."""
+    make(sizes, seed, device, fp8_dtype) returns the data of a call. reference(data) returns the expected outputs, ours(data, stage)
+    the plugin's. Both may change `data`: copy(data) returns a copy in separate memory, and again(data) undoes a call's changes.
+    terms(data) returns the sums of absolute terms for FP8 inputs. `tests` are checked, `benchmarks` checked and timed, `reduced`
+    checked in the emulator. A result is correct if |result - expected| <= atol + rtol * |expected|, or both are NaN or the same
+    infinity. Timing stops when the standard error of the mean is below `error` of it. `floors` are the contest's speed-of-light
+    microseconds by number of the benchmark.
+    """
 
     name: str
     make: Callable[[Sizes, int, str, torch.dtype], object]
@@ -57,7 +58,7 @@ class Contest:
 
 
 def copy(data):
-    """Return a copy with tensors of its own, of the same strides."""
+    """Return a copy with separate tensors of the same strides."""
     if isinstance(data, torch.Tensor):
         return data.clone()
     if isinstance(data, (tuple, list)):
@@ -70,12 +71,12 @@ def copy(data):
 def compare(
     contest: Contest, result: object, expected: tuple[torch.Tensor, ...], slack: torch.Tensor | float = 0.0
 ) -> str:
-    """Say what is wrong with a result, which may be off by `slack` more than the contest allows; empty if nothing is."""
+    """Return what is wrong with a result, with `slack` added to the contest's tolerance, or ""."""
     results = result if isinstance(result, tuple) else (result,)
     results = [value for value in results if not isinstance(value, dict)]  # auxiliary data
     if len(results) != len(expected):
         wanted = " and ".join(contest.outputs)
-        return f"it must return {wanted}, got {len(results)} values"
+        return f"the kernel must return {wanted}, got {len(results)} values"
     for name, got, wanted in zip(contest.outputs, results, expected):
         if not isinstance(got, torch.Tensor):
             return f"{name} must be a tensor, got {type(got).__name__}"
@@ -86,13 +87,15 @@ def compare(
         count = int(off.sum())
         if count:
             places = off.nonzero()[:SHOWN].tolist()
-            some = "; ".join(f"{place}: {got[tuple(place)]:.6g}, not {wanted[tuple(place)]:.6g}" for place in places)
+            some = "; ".join(
+                f"{place}: {got[tuple(place)]:.6g}, expected {wanted[tuple(place)]:.6g}" for place in places
+            )
             return f"{count} of {got.numel()} elements of {name} are wrong: {some}"
     return ""
 
 
 def wrong_elements(got: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: torch.Tensor | float) -> torch.Tensor:
-    """Mark the elements that the contests' judge calls wrong. It computes in the tensors' dtypes."""
+    """Mark the elements that the contests' judge rejects. It computes in the tensors' dtypes."""
     off = (got - wanted).abs() > atol + rtol * wanted.abs()
     for kind in (torch.isnan, torch.isposinf, torch.isneginf):
         off |= kind(got) != kind(wanted)

@@ -1,8 +1,8 @@
-"""The contest fp8-mm: C = A @ B^T of e4m3 with a scale per 1x128 of A and per 128x128 of B.
+"""Define the contest fp8-mm: C = A @ B^T in e4m3 with scales per 1x128 of A and per 128x128 of B.
 
-A [M, K], B [N, K] and their scales [M, K / 128] and [N / 128, K / 128] are column-major, so that rows of K, as all kernels want
-them, take a transposition first, which counts. C [M, N] is bf16 and row-major. Values are normal, rounded to bf16 and then e4m3;
-scales are normal, so half of them are negative. The contest's e4m3 is e4m3fnuz; elsewhere it is the GPU's.
+A [M, K], B [N, K] and their scales [M, K / 128] and [N / 128, K / 128] are column-major, so kernels that need contiguous K transpose
+first, which is timed. C [M, N] is bf16 and row-major. Values are normal, rounded to bf16 and then e4m3; scales are normal, so half of them
+are negative. The contest's e4m3 is e4m3fnuz; on other GPUs it is the GPU's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BENCHMARKS = (
     (6144, 4096, 512, 45245),
 )
 REDUCED = ((64, 64, 128, 6635), (64, 192, 512, 6635), (96, 320, 256, 1234), (128, 576, 384, 2514))
-FLOORS = {0: 8.63, 5: 25.89, 9: 51.78, 14: 155.30, 3: 3.17, 12: 17.27}  # microseconds of the task's text
+FLOORS = {0: 8.63, 5: 25.89, 9: 51.78, 14: 155.30, 3: 3.17, 12: 17.27}  # microseconds, from the task
 
 
 def _sizes(shapes: tuple[tuple[int, ...], ...]) -> tuple[Sizes, ...]:
@@ -68,7 +68,7 @@ def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> tuple
 
 
 def _values(data: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B with their scales."""
+    """Return A and B multiplied by their scales."""
     a, b, scale_a, scale_b, _ = data
     n, k = b.shape
     of_b = scale_b.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]

@@ -1,8 +1,8 @@
-"""Judge ours, or a user's own file, as the contests do: results first, then times, then the score.
+"""Judge the plugin or a submission as the contests do: results first, then times, then the score.
 
-A time is the host's, from a call to the end of its work on the GPU. A problem is called 3 to 100 times, until the standard error of
-the mean is small enough, or 10 s (in a ranked run 30 s) are over. The score is the geometric mean of the means. RadeonFlow's
-checker prints the best and the slowest time, TFLOPS, and a geometric mean of the best; so do the lines here.
+A time is the host's, from a call to the end of its work on the GPU. A problem is called 3 to 100 times, until the standard error of the
+mean is small enough, or for 10 s (30 s in a ranked run). The score is the geometric mean of the means. The output follows RadeonFlow's
+checker: best and slowest time, TFLOPS, and a geometric mean of the best.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from vllm_rocm_ops.core.stats import reset_stats, stats
 LEAST_CALLS, MOST_CALLS = 3, 100
 SECONDS, RANKED_SECONDS, WALL_SECONDS = 10.0, 30.0, 120.0
 STAGED_CALLS = 5
-NEXT_SEED = 13  # from one call of a ranked run to the next
-Kernel = Callable[..., object]  # of data and a Stage
+NEXT_SEED = 13  # seed increment per call of a ranked run
+Kernel = Callable[..., object]  # called with data and a Stage
 
 
 class Machine(Protocol):
-    """What a kernel runs on: tensors of `device`, with this e4m3. Its FP8 instructions are off by `rounding` of a sum's terms.
-    `seconds()` is the time when all work so far is done."""
+    """Define where a kernel runs: `device`, its e4m3 dtype, and a clock.
+
+    Its FP8 instructions are off by up to `rounding` of a sum's terms. `seconds()` is the time after all work so far.
+    """
 
     device: str
     fp8_dtype: torch.dtype
@@ -40,7 +42,7 @@ class Machine(Protocol):
 
 
 class Gpu:
-    """The first GPU."""
+    """Run on the first GPU."""
 
     device = "cuda"
 
@@ -53,7 +55,7 @@ class Gpu:
 
 
 class Emulated:
-    """CPU tensors, on which an emulator runs the ops. Nothing is timed."""
+    """Run on CPU tensors in an emulator, untimed."""
 
     device = "cpu"
     rounding = 0.0
@@ -66,13 +68,16 @@ class Emulated:
 
 
 class Raised(RuntimeError):
-    """A kernel's error, in one line."""
+    """Signal a kernel's error, in one line."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of a problem: what is wrong (None if it was not checked), the seconds of its calls and of ours' stages, and
-    what our ops ran."""
+    """Hold the result of a problem.
+
+    `wrong` is the fault, "" if it is correct, None if it was not checked. `times` and `stages` are seconds of the calls and of the
+    plugin's stages. `ran` lists the kernels of the plugin's ops.
+    """
 
     number: int
     sizes: Sizes
@@ -84,8 +89,9 @@ class Verdict:
     ran: tuple[str, ...] = ()
 
     def lines(self, kind: str) -> Iterator[str]:
+        """Yield the report's lines."""
         sizes = " ".join(f"{name} {size}" for name, size in self.sizes.items())
-        said = {None: "", "": "right"}.get(self.wrong, "WRONG")
+        said = {None: "", "": "ok"}.get(self.wrong, "FAILED")
         text = f"{kind} {self.number:2}: {sizes:48} {said:6}"
         if self.times:
             for name, seconds in (("best", min(self.times)), ("slowest", max(self.times))):
@@ -104,14 +110,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """A contest's judge. `kernel` is called with data and a `Stage`."""
+    """Judge a contest. `kernel` is called with data and a `Stage`."""
 
     contest: Contest
     kernel: Kernel
     machine: Machine
 
     def call(self, data: object, stage: contests.Stage = contests.unstaged) -> object:
-        """Return a result; raise `Raised` where the kernel fails."""
+        """Return a result. Raises `Raised` if the kernel fails."""
         try:
             with torch.no_grad():
                 return self.kernel(data, stage)
@@ -119,7 +125,7 @@ class Judge:
             raise Raised(f"the kernel raises {type(error).__name__}: {error}".splitlines()[0]) from error
 
     def check(self, data: object) -> str:
-        """Say what is wrong with the result for these data, which the call may change."""
+        """Return what is wrong with the result for these data, which the call may change, or ""."""
         own = contests.copy(data)
         try:
             result = self.call(data)
@@ -128,13 +134,13 @@ class Judge:
         return self.compare(result, own)
 
     def compare(self, result: object, own: object) -> str:
-        """Say what is wrong with the result for data that no call has changed."""
+        """Return what is wrong with the result for unchanged data, or ""."""
         with torch.no_grad():
             slack = self.machine.rounding and self.machine.rounding * self.contest.terms(own)
             return contests.compare(self.contest, result, self.contest.reference(own), slack)
 
     def time(self, sizes: Sizes, once: bool, ranked: bool) -> tuple[str, tuple[float, ...]]:
-        """Say what is wrong, and how long calls take. The first call is checked; in a ranked run each is, on new data."""
+        """Return what is wrong, or "", and the times of calls. The first call is checked; in a ranked run each is, on new data."""
         data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype)
         wrong = self.check(data)
         if wrong:
@@ -159,6 +165,7 @@ class Judge:
         return "", tuple(times)
 
     def enough(self, times: list[float], seconds: float, begun: float) -> bool:
+        """Return whether the times suffice."""
         error = statistics.stdev(times) / len(times) ** 0.5
         certain = error < self.contest.error * statistics.mean(times)
         return certain or sum(times) > seconds or time.perf_counter() - begun > WALL_SECONDS
@@ -180,7 +187,7 @@ class Judge:
         return {name: min(times) for name, times in found.items()}
 
     def checked(self, number: int, sizes: Sizes) -> Verdict:
-        """Check a problem; time nothing."""
+        """Check a problem, untimed."""
         reset_stats()
         wrong = self.check(self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype))
         return Verdict(number, sizes, wrong, ran=_ran())
@@ -196,7 +203,7 @@ class Judge:
         return Verdict(number, sizes, wrong, times, flops, floor, stages, ran)
 
     def profiled(self, number: int) -> Verdict:
-        """Only call a benchmark, for a profiler."""
+        """Call a benchmark for a profiler."""
         sizes = self.contest.benchmarks[number]
         data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype)
         reset_stats()
@@ -208,18 +215,16 @@ class Judge:
 
 
 def _ran() -> tuple[str, ...]:
-    """Return what each op ran."""
+    """Return the kernels of each op."""
     return tuple(f"{op}: {kernel}" for op, kernels in stats().items() for kernel in kernels)
 
 
 def score(verdicts: list[Verdict]) -> str:
-    """Return the geometric means of what was timed. The contests' score is the one of the mean times."""
+    """Format the geometric means. The contests' score is the mean's."""
     timed = [verdict for verdict in verdicts if verdict.times]
     if not timed:
-        return "nothing is timed"
+        return "nothing was timed"
     best = statistics.geometric_mean(min(verdict.times) for verdict in timed) * 1e6
     rate = statistics.geometric_mean(verdict.flops / min(verdict.times) for verdict in timed) / 1e12
     mean = statistics.geometric_mean(statistics.mean(verdict.times) for verdict in timed) * 1e6
-    return (
-        f"geometric means of {len(timed)}: best {best:.2f} us {rate:.2f} TFLOPS, mean {mean:.2f} us, which is the score"
-    )
+    return f"geometric means over {len(timed)}: best {best:.2f} us {rate:.2f} TFLOPS, mean {mean:.2f} us, which is the score"

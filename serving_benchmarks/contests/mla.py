@@ -1,10 +1,10 @@
-"""The contest mla-decode: a layer of multi-head latent attention, for one new token of each request.
+"""Define the contest mla-decode: an MLA layer for one new token per request.
 
-The data are a configuration with the weights, tokens [batch, 1, dim], and a dense cache [batch, 8192, 576] of bf16 rows: a latent
-and the part of the key to rotate, not rotated yet. The layer appends the new token's row. The outputs are the layer's
-[batch, 1, dim] and the whole cache. Angles of the rotation are products in bf16, so that positions above 256 are rounded.
+The data are a configuration with the weights, tokens [batch, 1, dim], and a dense cache [batch, 8192, 576] of bf16 rows: a latent and the
+not yet rotated part of the key. The layer appends the new token's row. The outputs are the layer's [batch, 1, dim] and the whole cache.
+Angles of the rotation are bf16 products, so positions above 256 are rounded.
 
-vLLM's caches have rotated rows, and `mla_decode` wants them so. Ours copies the cache and rotates the copy first, which counts.
+vLLM's caches have rotated rows, as `mla_decode` needs. The plugin's solution copies the cache and rotates the copy first, which is timed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
 
-NOPE, VALUE = 128, 128  # elements of a head's key that are not rotated, and of its value
+NOPE, VALUE = 128, 128  # unrotated elements of a head's key; elements of its value
 HEADS, LENGTH = 128, 8192
-PAGE = 64  # rows of the copy's pages
+PAGE = 64  # rows per page of the copy
 THETA = 10000.0
 
 
 @dataclass
 class Config:
-    """A layer, under the contest's names."""
+    """Describe a layer, under the contest's names."""
 
     batch_size: int
     dim: int
@@ -48,18 +48,19 @@ class Config:
     wo_weight: torch.Tensor
 
     def copy(self) -> Config:
+        """Return a copy with separate weights."""
         weights = {name: value.clone() for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **weights)
 
 
 class KVCache:
-    """A dense cache [batch, length, 576], of which the first `seq_len` rows are filled, under the contest's names."""
+    """Hold a dense cache [batch, length, 576] with `seq_len` filled rows, under the contest's names."""
 
     def __init__(self, data: torch.Tensor, seq_len: int = 0):
         self.data, self.seq_len, self.filled = data, seq_len, seq_len
 
     def __call__(self, c_kv: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Append rows [batch, rows, 576]; return all filled ones and how many."""
+        """Append rows [batch, rows, 576], and return all filled ones and their number."""
         end = self.seq_len + c_kv.shape[1]
         if end > self.data.shape[1]:
             raise ValueError(f"the cache holds {self.data.shape[1]} rows, got {end}")
@@ -68,9 +69,11 @@ class KVCache:
         return self.data[:, :end], end
 
     def get_data(self) -> torch.Tensor:
+        """Return the whole cache."""
         return self.data
 
     def copy(self) -> KVCache:
+        """Return a copy in separate memory."""
         return KVCache(self.data.clone(), self.seq_len)
 
 
@@ -109,7 +112,7 @@ def _again(data: Data) -> None:
 
 
 def _cos_sin(positions: int, device: torch.device) -> torch.Tensor:
-    """Return cosines and then sines of each position's angles, [positions, 64] bf16."""
+    """Return cosines, then sines of each position's angles, [positions, 64] bf16."""
     places = torch.arange(ROPE // 2, dtype=torch.bfloat16, device=device) / (ROPE // 2)
     angles = torch.arange(positions, device=device).bfloat16()[:, None] * THETA**-places
     return torch.cat((angles.cos(), angles.sin()), -1)
@@ -123,7 +126,7 @@ def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
-    """Go request by request: the keys and values of all heads take 100 times the memory of the cache."""
+    """Compute request by request: the keys and values of all heads take 100 times the memory of the cache."""
     config, x, cache = data
     rows, length = cache(linear(x, config.KV_proj_down_weight))
     queries = linear(linear(x, config.Q_proj_down_weight), config.Q_proj_up_weight)
@@ -141,7 +144,7 @@ def _reference(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Use our kernel where there are few enough rows for it."""
+    """Use the plugin's kernel if it supports this number of rows."""
     return ops.unquantized_gemm(x, weight) if len(x) <= MOST_TOKENS else linear(x, weight)
 
 
@@ -162,7 +165,7 @@ def _ours(data: Data, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
         paged = copy.view(batch * pages, PAGE, LATENT + ROPE)
         cos_sin, positions = _cos_sin(length, x.device), torch.arange(prefill, device=x.device)
         no_rows = x.new_zeros(prefill, LATENT + ROPE)
-        keys = copy[:, :prefill, LATENT:].transpose(0, 1)  # a position's requests in place of a token's heads
+        keys = copy[:, :prefill, LATENT:].transpose(0, 1)  # a position's requests replace a token's heads
         _rotate(keys, no_rows, positions, cos_sin, paged.new_empty(1, 1, LATENT + ROPE), positions[:0])
     with stage("rotate and append"):
         cache(new[:, None])
@@ -180,14 +183,13 @@ def _ours(data: Data, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rotate(query: torch.Tensor, rows: torch.Tensor, positions, cos_sin, cache: torch.Tensor, slots) -> None:
-    """Rotate query [tokens, heads, 64] in place, and write rows [tokens, 576], their last 64 elements rotated, to slots of a
-    cache."""
+    """Rotate query [tokens, heads, 64] in place, and write rows [tokens, 576] to slots of a cache, their last 64 elements rotated."""
     key = rows[:, LATENT:].clone()
     ops.rope_and_cache_mla(query, key, rows[:, :LATENT], positions, cos_sin, True, cache, slots)
 
 
 def _flops(sizes: Sizes) -> float:
-    """Count the products of heads and latents in place of those of keys and values, which would take more."""
+    """Count the GEMMs of heads and latents instead of those of keys and values, which would take more."""
     heads, rank, dim = sizes.get("heads", HEADS), sizes["dq"], sizes["dim"]
     projections = dim * rank + dim * (LATENT + ROPE) + rank * heads * (NOPE + ROPE) + heads * VALUE * dim
     absorbed = heads * LATENT * (NOPE + VALUE)

@@ -1,12 +1,12 @@
-"""The contest moe: a layer of routed and shared experts in fp16, as DeepSeek has them.
+"""Define the contest moe: a layer of routed and shared experts in fp16, as in DeepSeek.
 
-The data are tokens [batch, length, hidden], weights by name, and a configuration. An expert's weights lie transposed, as [inputs,
-outputs], so that ours are transposed and put together first, which counts. A router's scores are the softmax of its fp16 logits,
-rounded to fp16, where some are equal: which of these experts a token goes to is up to torch.topk, in the reference and
-in ours, because the results of another choice are wrong to the judge. The largest scores are the weights, as they are.
+The data are tokens [batch, length, hidden], weights by name, and a configuration. An expert's weights are stored as [inputs, outputs], so
+the plugin's solution transposes and concatenates them first, which is timed. A router's scores are the softmax of its fp16 logits, rounded
+to fp16, with ties: torch.topk breaks them, in the reference and in the solution, because the judge rejects results of another choice. The
+top scores are the weights, unchanged.
 
-The contest's own template and the Triton wrapper that is built on it return the losses of the router, too. Ours does so where the
-configuration has one of their coefficients, as (output, aux_data).
+The contest's template and the Triton wrapper built on it also return the router's losses. The solution does so if the configuration has one
+of their coefficients, as (output, aux_data).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> Data:
 def _route(
     x: torch.Tensor, weights: dict[str, torch.Tensor], config: dict[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores and the numbers of each token's experts, [tokens, topk]."""
+    """Return the scores and the ids of each token's experts, [tokens, topk]."""
     scores = linear(x, weights["router.weight"]).softmax(-1)
     found, ids = scores.topk(config["n_experts_per_token"], dim=-1, sorted=False)
     return found.flatten(0, -2), ids.flatten(0, -2)
@@ -74,8 +74,10 @@ COEFFICIENTS = {"router_z_loss_coef": 0.001, "load_balance_loss_coef": 0.01}
 
 
 def aux_data(x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, config: dict) -> dict[str, torch.Tensor]:
-    """Return the losses and statistics of a router [experts, hidden] that sends tokens x [..., hidden] to ids [tokens, topk], by the names
-    of the wrapper, losses in x's dtype. Coefficients that the configuration lacks are the wrapper's own."""
+    """Return the losses and statistics of a router [experts, hidden] that sends tokens x [..., hidden] to ids [tokens, topk].
+
+    Names are the wrapper's, losses have x's dtype. Coefficients missing in the configuration are the wrapper's defaults.
+    """
     logits, experts = linear(x, router).flatten(0, -2), len(router)
     z, balance = (float(config.get(name, usual)) for name, usual in COEFFICIENTS.items())
     counts = ids.flatten().bincount(minlength=experts)
@@ -134,7 +136,7 @@ def _ours(data: Data, stage: Stage) -> torch.Tensor | tuple[torch.Tensor, dict[s
 
 
 def _flops(sizes: Sizes) -> float:
-    """Count the router and the experts that tokens go to."""
+    """Count the router and the experts hit per token."""
     of_token = sizes["nroutedexperts"] + 3 * sizes["dexpert"] * (sizes["nexpertspertoken"] + sizes["nsharedexperts"])
     return 2.0 * sizes["bs"] * sizes["seqlen"] * sizes["dhidden"] * of_token
 

@@ -1,4 +1,4 @@
-"""A user's own file for a contest: one that has custom_kernel(data)."""
+"""Load a contest submission: a file with custom_kernel(data)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 
 
 def load(path: Path) -> Callable[[object], object]:
-    """Return the custom_kernel of a file. As in the contests it may import `input_t` and `output_t` from `task`. Raise ValueError,
-    which names the file."""
+    """Return the custom_kernel of a file, which may import `input_t` and `output_t` from `task`, as in the contests.
+
+    Raises ValueError, which names the file.
+    """
     if not path.is_file():
-        raise ValueError(f"--submission: there is no file {path}")
+        raise ValueError(f"--submission: no file {path}")
     spec = importlib.util.spec_from_file_location("submission", path)
     if spec is None:
         raise ValueError(f"--submission: {path} must be a Python file")

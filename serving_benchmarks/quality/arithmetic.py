@@ -1,19 +1,19 @@
-"""What each op computes of the activations and weights that trained models have: its error beside stock's, against float64.
+"""Compare each op's error with the baseline's, against float64, on activations and weights of trained models.
 
-    python serving_benchmarks/quality/arithmetic.py [--model llama deepseek] [--kind block ...] [--emulate gfx942 gfx950] [--output FILE.jsonl]
+    python serving_benchmarks/quality/arithmetic.py [--model llama deepseek] [--kind block ...] [--emulate gfx942 gfx950] [--output F.jsonl]
 
-vLLM decodes held-out text with the ops, a token of each of --requests at a time, and what every op is called with in the last
-step is kept, by layer (the checkpoints are those of quality.py, which are made if the folder lacks them). Each call then runs again:
-on this machine's GPU or, with --emulate and where there is none, as the emulated code objects; and as stock has it. That is vLLM's own
-kernel on a GPU, where tools/bench/peers has one that takes the call, else the op's reference, which rounds where vLLM does. On a CPU
-vLLM strides its cache of keys; emulated calls have them side by side, as on a GPU. There bf16 products are vLLM's, whose arguments
-`unquantized_gemm` gets. Rotations are ours on ROCm alone.
+vLLM with the plugin decodes held-out text, one token of each of --requests at a time, and every op's arguments in the last step are
+recorded by layer (on the checkpoints of quality.py, which are created if missing). Each call then runs again: on this machine's GPU, or
+with --emulate or without a GPU as emulated code objects; and as the baseline. The baseline is vLLM's own kernel on a GPU, if
+tools/bench/peers has one that supports the call, else the op's reference, which rounds where vLLM does. On a CPU vLLM's KV cache is
+strided; emulated calls have it contiguous, as on a GPU. bf16 GEMMs on a CPU are vLLM's; `unquantized_gemm` gets their arguments. Rotations
+are the plugin's on ROCm only.
 
-Errors are norms of the difference from the exact result (tests/ops/formulas.py, in float64) over the norm of that. A result is right if
-no element of it is off by more than its formula allows, and if its error is at most 1.1 times stock's. gfx942's e4m3fnuz gets the bits
-of e4m3fn, which stand for half as much, and scales twice as large, as in vLLM.
+An error is the norm of the difference from the exact result (tests/ops/formulas.py, in float64), relative to the exact norm. A result is
+correct if each element is within its formula's tolerance, and the error is at most 1.1 times the baseline's. gfx942's e4m3fnuz gets the
+bits of e4m3fn, which stand for half the values, with doubled scales, as in vLLM.
 
-Prints a line for each checkpoint and result of an op, with the layer whose error is largest beside stock's. Fails if one is wrong.
+Prints a line for each checkpoint and result of an op, with the layer of the largest error ratio. Returns 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ import formulas
 import latency
 
 del sys.path[-2:]
-MOST = 1.1  # of stock's error
-FLOOR = 1e-6  # an error that is always right: a few roundings of fp32
-MINUS_ZERO = 0x80  # of e4m3fn, which is NaN in e4m3fnuz
-CPU_LINEAR = "cpu_linear"  # what a layer of vLLM's calls for a product of bf16 on a CPU
+MOST = 1.1  # maximum error, relative to the baseline's
+FLOOR = 1e-6  # an error that is always accepted: a few fp32 roundings
+MINUS_ZERO = 0x80  # in e4m3fn; it is NaN in e4m3fnuz
+CPU_LINEAR = "cpu_linear"  # attribute of vLLM's layers: the bf16 GEMM on a CPU
 GENERATED = 3
 LONGEST = 128  # tokens of a request with its answer
 
 Call = tuple[str, str, tuple]
-"""An op, the layer that calls it, the arguments."""
+"""An op, the layer that calls it, and the arguments."""
 
 # In the capturing process
 
 
 @contextlib.contextmanager
 def recorded(model: torch.nn.Module, rows: int) -> Iterator[list[Call]]:
-    """What the ops are called with, within, in the last pass of a model with so many tokens."""
+    """Record the ops' calls in the last pass of a model with `rows` tokens."""
     names, running, calls = {id(module): name for name, module in model.named_modules()}, [], []
     execution, records = Op._execution, False
 
@@ -111,7 +111,7 @@ def recorded(model: torch.nn.Module, rows: int) -> Iterator[list[Call]]:
 
 
 def capture(job: dict) -> list[Call]:
-    """The calls of a step of decode."""
+    """Return the calls of a decode step."""
     from vllm import LLM, SamplingParams
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
@@ -127,12 +127,12 @@ def capture(job: dict) -> list[Call]:
         "seed": 0,
         "distributed_executor_backend": "uni",
         "gpu_memory_utilization": 0.3,
-        "num_gpu_blocks_override": 16 * job["requests"],  # each call keeps the whole cache
-        "enforce_eager": True,  # the hooks are not in a graph
+        "num_gpu_blocks_override": 16 * job["requests"],  # small, as each call copies the whole cache
+        "enforce_eager": True,  # hooks do not run in graphs
         "async_scheduling": False,
-        "allow_deprecated_quantization": True,  # fbgemm's
+        "allow_deprecated_quantization": True,  # fbgemm
     }
-    if current_platform.is_cpu():  # vLLM's rotation for CPU, which eager mode takes, is wrong for latent attention
+    if current_platform.is_cpu():  # vLLM's eager rotation for CPU is wrong for MLA
         settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
         dispatch = utils.dispatch_cpu_unquantized_gemm
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: dispatch(layer, remove_weight=False)
@@ -147,6 +147,7 @@ def capture(job: dict) -> list[Call]:
 
 
 def worker(path: pathlib.Path) -> None:
+    """Write the calls of each job."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     for job in json.loads(path.read_text()):
@@ -158,7 +159,7 @@ def worker(path: pathlib.Path) -> None:
 
 
 def captured(jobs: list[dict], folder: pathlib.Path) -> None:
-    """Has a process of vLLM's write the calls of each job. Raises RuntimeError."""
+    """Write the calls of each job from a vLLM process. Raises RuntimeError."""
     environment = {
         "VLLM_ROCM_OPS_MEASURE": "0",
         "VLLM_ROCM_OPS_ATTENTION": "1",
@@ -173,20 +174,20 @@ def captured(jobs: list[dict], folder: pathlib.Path) -> None:
             command, check=False, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         ).returncode
     if ended:
-        raise RuntimeError(
-            f"vLLM ended with exit status {ended}:\n{(folder / 'log').read_text(errors='replace')[-4000:]}"
-        )
+        raise RuntimeError(f"vLLM exited with status {ended}:\n{(folder / 'log').read_text(errors='replace')[-4000:]}")
 
 
 def as_on_a_gpu(the_op: Op, given: tuple) -> tuple:
-    """A call's arguments with the caches' elements side by side."""
+    """Return a call's arguments with contiguous caches."""
     caches = ("key_cache", "value_cache")
     return tuple(v.contiguous() if name in caches else v for name, v in zip(the_op.Arguments._fields, given))
 
 
 def in_type_of(fp8_dtype: torch.dtype, the_op: Op, given: tuple) -> tuple:
-    """A call's arguments with a GPU's FP8, whose values are half as large where it is e4m3fnuz, so that scales are twice as large.
-    MX-FP8 is e4m3fn everywhere."""
+    """Return a call's arguments in a GPU's FP8 dtype.
+
+    e4m3fnuz values are half as large, so scales double. MXFP8 is e4m3fn everywhere.
+    """
     types = [value.dtype if isinstance(value, Tensor) else value for value in given]
     is_mx = any(dtype in types for dtype in MX_SCALES)
     if fp8_dtype == torch.float8_e4m3fn or torch.float8_e4m3fn not in types or is_mx:
@@ -205,14 +206,14 @@ def in_type_of(fp8_dtype: torch.dtype, the_op: Op, given: tuple) -> tuple:
 
 
 def of_vllm(the_op: Op, a) -> tuple | None:
-    """The results of vLLM's own kernel, if one takes the call. It updates what the op updates in place."""
+    """Return the results of vLLM's own kernel, or None if none supports the call. It updates the op's mutated arguments."""
     peer = peers.peers(the_op).get("vllm")
     if peer is None:
         return None
     try:
         prepared = peer.prepare(*map(clone_here, a))
         found = peer.call(*prepared)
-    except Exception:  # noqa: BLE001  whatever it says, it does not take the call
+    except Exception:  # noqa: BLE001  any failure means that it does not support the call
         return None
     if found is None:
         found, changed = prepared
@@ -225,21 +226,23 @@ def of_vllm(the_op: Op, a) -> tuple | None:
 
 
 def stock(the_op: Op, a) -> tuple[tuple, str]:
-    """The results of vLLM's kernel for a call on a GPU, else of the reference; and which it is. Both update what the op does."""
+    """Return the baseline's results, of vLLM's kernel on a GPU, else of the reference, and which. Both update the mutated arguments."""
     found = of_vllm(the_op, a) if a_tensor(a).is_cuda else None
     return (as_tuple(the_op.reference(*a)), "reference") if found is None else (found, "vllm")
 
 
 def a_tensor(a) -> Tensor:
+    """Return the first tensor among the arguments."""
     return next(value for value in a if isinstance(value, Tensor))
 
 
 def clone_here(value):
+    """Clone a tensor on its device."""
     return clone(value, value.device) if isinstance(value, Tensor) else value
 
 
 def error(found: Tensor, wanted: Tensor, allowed: Tensor) -> tuple[float, float]:
-    """The norm of a result's error over that of the exact result, and the largest error of an element over the allowed one."""
+    """Return the relative error norm, and the maximum of an element's error over its tolerance."""
     known = wanted.isfinite()
     off, size = (found - wanted)[known], wanted[known]
     share = (off.abs() / allowed.expand(wanted.shape)[known]).where(off != 0, 0.0)
@@ -247,7 +250,7 @@ def error(found: Tensor, wanted: Tensor, allowed: Tensor) -> tuple[float, float]
 
 
 def compared(the_op: Op, given: tuple, device: str) -> Iterator[dict]:
-    """Of each result of a call its error and stock's."""
+    """Yield the plugin's and the baseline's error for each result of a call."""
     before = the_op.Arguments(*map(clone, given))
     ours, theirs = (the_op.Arguments(*(clone(value, device) for value in given)) for _ in range(2))
     reset_stats()
@@ -268,15 +271,17 @@ def compared(the_op: Op, given: tuple, device: str) -> Iterator[dict]:
 
 
 def cpu(values) -> tuple:
+    """Return the values with tensors on the CPU."""
     return tuple(value.cpu() if isinstance(value, Tensor) else value for value in values)
 
 
 def on_cpu(the_op: Op, a):
+    """Return the arguments on the CPU."""
     return the_op.Arguments(*cpu(a))
 
 
 def machines(emulate: list[str]) -> Iterator[tuple[str, str, archs.Arch, Callable]]:
-    """Where the calls run: its name, the tensors' device, the architecture, and the context in which kernels run."""
+    """Yield where the calls run: a name, the tensors' device, the architecture, and the context in which kernels run."""
     if torch.cuda.is_available() and not emulate:
         yield torch.cuda.get_device_name(0), "cuda", archs.of_device(0), contextlib.nullcontext
         return
@@ -288,7 +293,7 @@ def machines(emulate: list[str]) -> Iterator[tuple[str, str, archs.Arch, Callabl
 
 
 def judged(calls: list[Call], device: str, arch: archs.Arch, within: Callable) -> dict:
-    """The results of all calls on a machine, what no kernel took, and under "wrong" what is too far off."""
+    """Return the results of all calls on a machine, the fallbacks, and the faults under "wrong"."""
     results, fallbacks, wrong = [], {}, []
     for name, layer, given in calls:
         the_op = getattr(ops, name)
@@ -306,36 +311,44 @@ def judged(calls: list[Call], device: str, arch: archs.Arch, within: Callable) -
 
 
 def why_wrong(one: dict) -> list[str]:
+    """Return the faults of a result."""
     found = []
     if not one["of_allowed"] <= 1:
-        found.append(f"is off by {one['of_allowed']:.3g} times what is allowed")
+        found.append(f"is off by {one['of_allowed']:.3g} times its tolerance")
     if not one["ours"] <= MOST * one["stock"] + FLOOR:
-        found.append(f"has an error of {one['ours']:.3g}, at most {MOST} times {one['stock']:.3g}")
+        found.append(f"has error {one['ours']:.3g}, above {MOST} times the baseline's {one['stock']:.3g}")
     return found
 
 
 def text(line: dict) -> Iterator[str]:
-    """A line of results for people."""
+    """Format a line of results."""
     yield f"{line['case']}, {line['machine']}:"
     groups: dict[tuple[str, str], list[dict]] = {}
     for one in line["results"]:
         groups.setdefault((one["op"], one["result"]), []).append(one)
     for (op, result), found in groups.items():
         worst = max(found, key=lambda one: one["beside"])
-        errors = f"{worst['ours']:.3e} beside {worst['stock']:.3e} of {worst['stock_is']}"
+        errors = f"{worst['ours']:.3e} versus {worst['stock']:.3e} of {worst['stock_is']}"
         yield f"  {op:40} {result:12} {len(found):3} calls, worst {worst['beside']:.3f}x: {errors} in {worst['layer']}"
-    yield from (f"  {op} has no kernel for it: {why}" for op, why in line["fallbacks"].items())
-    yield from (f"  WRONG: {why}" for why in line["wrong"])
+    yield from (f"  {op}: no kernel: {why}" for op, why in line["fallbacks"].items())
+    yield from (f"  FAILED: {why}" for why in line["wrong"])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     trained.add_arguments(add)
-    add("--requests", type=int, default=8, help="which decode at a time; default: %(default)s")
-    add("--emulate", nargs="+", default=[], metavar="ARCH", help="default, without a GPU: gfx942 gfx950")
-    add("--output", type=pathlib.Path, help="the .jsonl file that lines are appended to; {} stands for the machine")
-    add("--commit", default=report.commit())
+    add("--requests", type=int, default=8, help="number of concurrent requests (default: %(default)s)")
+    add(
+        "--emulate",
+        nargs="+",
+        default=[],
+        metavar="ARCH",
+        help="architectures to emulate (default without a GPU: gfx942 gfx950)",
+    )
+    add("--output", type=pathlib.Path, help=".jsonl file to append lines to; {} is replaced by the architecture")
+    add("--commit", default=report.commit(), help="commit of the code (default: the checkout's)")
     add("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.requests < 1:
@@ -344,6 +357,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the comparison. Returns 1 if a result is wrong."""
     arguments, wrong = parse(argv), False
     if arguments.worker:
         worker(arguments.worker)

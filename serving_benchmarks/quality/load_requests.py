@@ -1,9 +1,9 @@
-"""Requests of many kinds for a server of vLLM's, and whether its answers are right. For server_load.py.
+"""Send requests of many kinds to a vLLM server, and check the answers, for server_load.py.
 
-An answer is right if it is that of the same request alone. Rounding depends on what else is in a batch, so that an answer may
-differ where two tokens are as likely: one that differs is read once more, alone, by a request whose prompt is the first's prompt
-and the answer. Each of its tokens must then be the most likely one at its place, or less likely by no more than a tie. In all
-answers the reported log probabilities must be as near to those of the lone run, up to the first token that differs.
+An answer is correct if it equals the answer to the same request alone. Rounding depends on the rest of the batch, so an answer may differ
+where two tokens are almost equally likely: a different answer is evaluated once more, alone, by a request whose prompt is the original
+prompt and the answer. Each of its tokens must then be the most likely one, or within a tie of it. In all answers the reported log
+probabilities must be within a tie of the lone run's, up to the first different token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-WITHIN = 120.0  # seconds for one answer
-BASE, ADAPTER = "base", "adapter"  # the names of the model and of the model with a LoRA adapter
-PREFIX = 160  # tokens that prompts share
+WITHIN = 120.0  # time limit per answer, in seconds
+BASE, ADAPTER = "base", "adapter"  # names of the model and of the model with a LoRA adapter
+PREFIX = 160  # tokens of the shared prefix
 
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A request: its kind, the tokens of its prompt, how many to generate, and after how many pieces its client goes away."""
+    """Describe a request: its kind, prompt tokens, tokens to generate, and after how many chunks its client disconnects."""
 
     kind: str
     prompt: tuple[int, ...]
@@ -38,22 +38,25 @@ class Ask:
 
     @property
     def is_compared(self) -> bool:
-        """Whether it has an answer that a lone run has too."""
+        """Return whether its answer is compared with a lone run's."""
         return self.kind != "bad" and self.leaves_after is None
 
     def body(self, **more) -> dict:
+        """Return the request's JSON body."""
         known = {"model": self.model, "prompt": list(self.prompt), "max_tokens": self.max_tokens, "temperature": 0}
         return {**known, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, **more}
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
+    """Hold the tokens of an answer and their log probabilities."""
+
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
 class Wrong(Exception):
-    """What a server said is not right."""
+    """Signal a wrong answer of a server."""
 
 
 BAD: dict[str, dict | bytes] = {
@@ -73,7 +76,7 @@ BAD: dict[str, dict | bytes] = {
 
 
 def asks(generator: random.Random, longest: int, vocabulary: int, of_each: int) -> list[Ask]:
-    """Requests of each kind. No prompt with its answer is longer than the model allows."""
+    """Return requests of each kind. Prompts with their answers fit the model's length."""
 
     def prompt(least: int, most: int) -> tuple[int, ...]:
         return tuple(generator.randrange(3, vocabulary) for _ in range(generator.randint(least, most)))
@@ -96,29 +99,30 @@ def asks(generator: random.Random, longest: int, vocabulary: int, of_each: int) 
 
 @contextlib.asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """What asks a server, by a connection for each request: one that is kept may be closed by the server when the next one is sent."""
+    """Connect to a server with a new connection per request: the server may close a kept one while the next request is sent."""
     limits, connections = aiohttp.ClientTimeout(total=WITHIN), aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(url, timeout=limits, connector=connections) as session:
         yield Client(session)
 
 
 class Client:
-    """Asks one server."""
+    """Send requests to one server."""
 
     def __init__(self, session: aiohttp.ClientSession):
         self.session = session
 
     async def post(self, body: dict | bytes, path: str = "/v1/completions") -> tuple[int, dict]:
+        """Post a request, and return the status and the JSON response."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.session.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
             text = await response.text()
         try:
             return response.status, json.loads(text)
         except ValueError:
-            raise Wrong(f"{path} answers {response.status} with what is no JSON: {text[:200]}") from None
+            raise Wrong(f"{path} answers {response.status} without JSON: {text[:200]}") from None
 
     async def answer(self, ask: Ask, **more) -> Answer:
-        """The whole answer, which is as long as was asked for."""
+        """Return the whole answer, which must have the requested length."""
         status, found = await self.post(ask.body(**more))
         if status != 200:
             raise Wrong(f"a request ({ask.kind}) is answered by {status}: {json.dumps(found)[:300]}")
@@ -126,18 +130,18 @@ class Client:
         answer = Answer(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
         if choice["finish_reason"] != "length" or not len(answer.tokens) == len(answer.logprobs) == ask.max_tokens:
             raise Wrong(
-                f"{len(answer.tokens)} tokens of {ask.max_tokens} ({ask.kind}), which ends by {choice['finish_reason']}"
+                f"{len(answer.tokens)} of {ask.max_tokens} tokens ({ask.kind}), which ends by {choice['finish_reason']}"
             )
         if not all(map(math.isfinite, answer.logprobs)):
-            raise Wrong(f"log probabilities that are not finite ({ask.kind})")
+            raise Wrong(f"log probabilities are not finite ({ask.kind})")
         return answer
 
     async def alone(self, ask: Ask) -> Answer:
-        """The answer without what other requests left in the prefix cache."""
+        """Return the answer without the prefix cache of other requests."""
         return await self.answer(ask, cache_salt=uuid.uuid4().hex)
 
     async def leave(self, ask: Ask) -> None:
-        """Ask for a stream and close it after some pieces of the answer; before the first if it is after none."""
+        """Request a stream, and disconnect after some chunks of the answer, or before the first one."""
         body = json.dumps(ask.body(stream=True)).encode()
         request = self.session.post("/v1/completions", data=body, headers={"Content-Type": "application/json"})
         if ask.leaves_after == 0:
@@ -156,27 +160,27 @@ class Client:
             raise Wrong(f"a stream is answered by {response.status}")
 
     async def bad(self, what: str) -> None:
-        """Ask for what the server must refuse with a reason."""
+        """Send a request that the server must refuse with a reason."""
         body = BAD[what] if isinstance(BAD[what], bytes) else Ask("bad", (5,), 1).body(**BAD[what])
         status, found = await self.post(body)
         if not 400 <= status < 500 or not found.get("error", {}).get("message"):
             raise Wrong(f"{what} is answered by {status}: {json.dumps(found)[:300]}")
 
     async def explained(self, ask: Ask, answer: Answer, tie: float) -> None:
-        """Raises `Wrong` where a token of an answer is not the most likely at its place, but for ties, by a lone run that reads it."""
+        """Check with a lone run that each token of an answer is the most likely one, or within a tie. Raises `Wrong`."""
         body = dataclasses.replace(ask, prompt=ask.prompt + answer.tokens, max_tokens=1).body(prompt_logprobs=1)
         status, found = await self.post({**body, "cache_salt": uuid.uuid4().hex})
         if status != 200:
-            raise Wrong(f"an answer ({ask.kind}) is read with {status}: {json.dumps(found)[:300]}")
+            raise Wrong(f"evaluating an answer ({ask.kind}) gives {status}: {json.dumps(found)[:300]}")
         places = found["choices"][0]["prompt_logprobs"][len(ask.prompt) :]
         for place, (token, of_place) in enumerate(zip(answer.tokens, places, strict=True)):
             best = max(entry["logprob"] for entry in of_place.values())
             behind = best - of_place[str(token)]["logprob"]
             if not behind <= tie:
-                raise Wrong(f"token {place} ({ask.kind}) is {behind:.2f} less likely than the best, at most {tie}")
+                raise Wrong(f"token {place} ({ask.kind}) is {behind:.2f} less likely than the best, limit {tie}")
 
     async def metrics(self) -> dict[str, float]:
-        """The server's counters and gauges, summed over their labels."""
+        """Return the server's counters and gauges, summed over their labels."""
         async with self.session.get("/metrics") as response:
             lines = (await response.text()).splitlines()
         found: dict[str, float] = {}
@@ -188,7 +192,7 @@ class Client:
         return found
 
     async def call(self, method: str, *arguments) -> list:
-        """What a method of the worker's extension returns in each worker."""
+        """Return the result of a worker extension's method in each worker."""
         status, found = await self.post({"method": method, "args": list(arguments)}, "/collective_rpc")
         if status != 200:
             raise Wrong(f"{method} is answered by {status}: {json.dumps(found)[:300]}")
@@ -196,14 +200,16 @@ class Client:
 
 
 def first_difference(answer: Answer, alone: Answer) -> int:
-    """How many tokens are equal before the first that is not."""
+    """Return the number of equal tokens before the first difference."""
     pairs = zip(answer.tokens, alone.tokens, strict=True)
     return next((place for place, (one, other) in enumerate(pairs) if one != other), len(alone.tokens))
 
 
 def compare(kind: str, answer: Answer, alone: Answer, tie: float) -> tuple[bool, float]:
-    """Whether all tokens are those of the lone run, and the largest difference of a log probability before the first that is not.
-    Raises `Wrong` where that is too large."""
+    """Return whether all tokens equal the lone run's, and the largest difference of log probabilities before the first difference.
+
+    Raises `Wrong` if that is above a tie.
+    """
     equal, largest = first_difference(answer, alone), 0.0
     for place, (here, there) in enumerate(zip(answer.logprobs[:equal], alone.logprobs[:equal])):
         largest = max(largest, abs(here - there))
@@ -214,7 +220,7 @@ def compare(kind: str, answer: Answer, alone: Answer, tie: float) -> tuple[bool,
 
 @dataclasses.dataclass
 class Seen:
-    """What became of requests, by kind; what was wrong; answers that differ from those of lone runs, to be explained."""
+    """Count requests by kind, and collect faults and different answers, which must be explained."""
 
     done: dict[str, int] = dataclasses.field(default_factory=dict)
     wrong: list[str] = dataclasses.field(default_factory=list)
@@ -223,14 +229,15 @@ class Seen:
     noise: float = 0.0  # the largest difference of a log probability
 
     def told(self) -> str:
+        """Format the counts."""
         total, apart = sum(self.done.values()), sum(self.differ.values())
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.done.items()))
         text = f"{total} requests ({kinds}), up to {self.most_at_once} at once"
-        return f"{text}; {apart} answers differ at a tie; log probabilities by at most {self.noise:.3f}; {len(self.wrong)} wrong"
+        return f"{text}; {apart} answers differ at a tie; log probabilities differ by at most {self.noise:.3f}; {len(self.wrong)} wrong"
 
 
 async def load(client: Client, pool: dict[Ask, Answer | None], tie: float, arguments: argparse.Namespace) -> Seen:
-    """Ask at a bounded rate, with at most so many requests at a time, and check each answer against that of a lone run."""
+    """Send requests at a limited rate and concurrency, and check each answer against a lone run's."""
     generator, seen, running = random.Random(arguments.seed), Seen(), set()
     of_kind: dict[str, list[Ask]] = {}
     for ask in pool:

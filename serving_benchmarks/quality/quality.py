@@ -1,18 +1,20 @@
-"""Does a model answer as well with the ops? Perplexity and greedy tokens of small trained models in vLLM, with the ops, without.
+"""Compare the quality of small trained models in vLLM with and without the plugin: perplexity and greedy tokens.
 
     python serving_benchmarks/quality/quality.py [--model llama deepseek] [--kind block ...] [--tokens 65536] [--output FILE.jsonl]
 
-Trains the models if the folder of checkpoints lacks them (trained.py), once: some minutes of one core, or of a GPU. Each side runs in a process
-of its own and reads the same held-out text; vLLM gives the log probability of every token of it. A checkpoint is right if
-- the perplexity with the ops differs from that without by at most 0.1 % with static scales, and 0.3 % with dynamic ones;
-- no layer's scale is wrong by more than 1 %, with certainty. Near its best a model's perplexity hardly depends on a scale, but single tokens'
-  log probabilities do. PyTorch finds what a wrong scale of each layer does to them; how much of that is in the differences
-  between the two sides is a least squares fit.
+The models are trained once if the checkpoint folder lacks them (trained.py), in some minutes on one core or on a GPU. Each side runs in a
+separate process on the same held-out text, and vLLM returns the log probability of every token. A checkpoint is correct if
 
-Each model has processes of its own; --at-once of them run in parallel, on a GPU all.
+- the perplexities of the two sides differ by at most 0.1 % with static scales, and 0.3 % with dynamic ones;
+- no layer's scale is wrong by more than 1 %, with certainty. Near its optimum a model's perplexity hardly depends on a scale, but the log
+  probabilities of single tokens do. PyTorch computes the effect of each layer's scale on them, and a least squares fit finds it in the
+  differences between the sides.
 
-A step has at most --step-tokens tokens, 16 by default, so that the ops for few tokens run too. VLLM_ROCM_OPS_MEASURE is 0 unless it
-is set: ours then takes every call that it can. On a CPU the ops need VLLM_ROCM_OPS_ON_CPU=1. Appends a line of JSON for each checkpoint to the output. Fails if a checkpoint is not right.
+Each model has separate processes; --at-once of them run in parallel, on a GPU all.
+
+A step has at most --step-tokens tokens, by default 16, so that ops for few tokens run too. VLLM_ROCM_OPS_MEASURE defaults to 0: the plugin
+then serves every supported call. On a CPU the plugin needs VLLM_ROCM_OPS_ON_CPU=1. Each checkpoint appends a line of JSON to the output.
+Returns 1 if a checkpoint is wrong.
 """
 
 import argparse
@@ -39,7 +41,7 @@ import latency
 
 sys.path.pop()
 MOST_OFF = {"bf16": 0.001, "static": 0.001}
-MOST_OFF_DYNAMIC = 0.003  # of the perplexity, where scales are found at run time
+MOST_OFF_DYNAMIC = 0.003  # of the perplexity, with dynamic scales
 MOST_SCALE_ERROR = 0.01
 CERTAIN = 5  # standard errors
 PROMPT, GENERATED, REQUESTS = 64, 64, 32
@@ -49,7 +51,7 @@ PROMPT, GENERATED, REQUESTS = 64, 64, 32
 
 
 def answer(job: dict, with_ops: bool) -> dict:
-    """The log probability of each token of the sequences behind the first, and what the model says after their beginnings."""
+    """Return the log probability of each token after the first, and the greedy continuations of prompts."""
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
@@ -67,11 +69,11 @@ def answer(job: dict, with_ops: bool) -> dict:
         "gpu_memory_utilization": 0.3,
         "kv_cache_memory_bytes": 64 << 20,
         "enforce_eager": job["enforce_eager"],
-        "allow_deprecated_quantization": True,  # fbgemm's
+        "allow_deprecated_quantization": True,  # fbgemm
     }
     if with_ops:
         settings["worker_extension_cls"] = "vllm_rocm_ops.vllm.worker.Extension"
-    if current_platform.is_cpu():  # vLLM's rotation for CPU, which eager mode takes, is wrong for latent attention
+    if current_platform.is_cpu():  # vLLM's eager rotation for CPU is wrong for MLA
         settings |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
         settings["max_num_batched_tokens"] = max(step_tokens, WINDOW + GENERATED)
     llm = LLM(**settings | job["engine_args"])
@@ -94,14 +96,14 @@ def answer(job: dict, with_ops: bool) -> dict:
 
 
 def worker(path: pathlib.Path) -> None:
-    """Answers jobs one after the other, until one fails, which spoils the process."""
+    """Run jobs until one fails, after which the process is unusable."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     request = json.loads(path.read_text())
     for name, job in request["jobs"].items():
         try:
             found = answer(job, request["side"] == "with")
-        except Exception as error:  # noqa: BLE001  it is the result
+        except Exception as error:  # noqa: BLE001  a failure is the result
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}".strip()}
         found |= {"hardware": latency.hardware(), "versions": latency.versions()}
@@ -117,7 +119,7 @@ def worker(path: pathlib.Path) -> None:
 
 
 def run_side(side: str, jobs: dict[str, dict], folder: pathlib.Path) -> dict[str, dict]:
-    """The answers of one side. A job that failed has an "error", and the jobs after it another process."""
+    """Return the answers of one side. A failed job has an "error", and later jobs a new process."""
     answers: dict[str, dict] = {}
     found, request, log = (folder / f"{side}-{min(jobs)}.{suffix}" for suffix in ("answers", "json", "log"))
     environment = {"VLLM_ROCM_OPS_MEASURE": "0", "VLLM_ROCM_OPS_ON_NVIDIA": "1", **latency.environment(side)}
@@ -132,12 +134,12 @@ def run_side(side: str, jobs: dict[str, dict], folder: pathlib.Path) -> dict[str
         for line in found.read_text().splitlines() if found.exists() else ():
             answers |= json.loads(line)
         if len(answers) == before:
-            raise RuntimeError(f"the process {side} the ops ended early:\n{log.read_text(errors='replace')[-4000:]}")
+            raise RuntimeError(f"the process {side} the plugin ended early:\n{log.read_text(errors='replace')[-4000:]}")
     return answers
 
 
 def run_sides(jobs: dict[str, dict], folder: pathlib.Path, at_once: int) -> dict[str, dict[str, dict]]:
-    """The answers of both sides, so many processes at a time, each with the jobs of a model."""
+    """Return the answers of both sides, from `at_once` parallel processes, each with the jobs of a model."""
     models = {name.partition("-")[0]: {} for name in jobs}
     for name, job in jobs.items():
         models[name.partition("-")[0]][name] = job
@@ -150,12 +152,12 @@ def run_sides(jobs: dict[str, dict], folder: pathlib.Path, at_once: int) -> dict
 
 
 def perplexity(log_probabilities: Tensor) -> float:
+    """Return the perplexity."""
     return math.exp(-log_probabilities.mean().item())
 
 
 def scale_errors(difference: Tensor, effects: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """By layer, the scale error that explains best a difference of tokens' log probabilities, were no other layer's wrong; and the
-    standard error of that."""
+    """Return by layer the scale error that best explains a difference of log probabilities on its own, and its standard error."""
     found = {}
     for layer, effect in effects.items():
         effect = effect.double()
@@ -166,22 +168,22 @@ def scale_errors(difference: Tensor, effects: dict[str, Tensor]) -> dict[str, tu
 
 
 def first_difference(ours: list[int], stock: list[int]) -> int:
-    """How many tokens are equal before the first that is not."""
+    """Return the number of equal tokens before the first difference."""
     return next((place for place, (one, other) in enumerate(zip(ours, stock)) if one != other), len(stock))
 
 
 def compare(ours: dict, stock: dict, effects: dict[str, Tensor], kind: str) -> dict:
-    """What two sides' answers differ by, and under "wrong" why that is too much."""
+    """Return the differences of two sides' answers, and the faults under "wrong"."""
     found = {side: torch.tensor(a["log_probabilities"]).double() for side, a in (("ours", ours), ("stock", stock))}
     difference = found["ours"] - found["stock"]
     off = perplexity(found["ours"]) / perplexity(found["stock"]) - 1
     most_off = MOST_OFF.get(kind, MOST_OFF_DYNAMIC)
     errors, wrong = scale_errors(difference, effects), ["no op ran"] * (not ours["stats"])
     if not abs(off) <= most_off:
-        wrong.append(f"the perplexity differs by {off:+.3%}, at most {most_off:.1%}")
+        wrong.append(f"perplexity differs by {off:+.3%}, limit {most_off:.1%}")
     for layer, (error, standard) in errors.items():
         if not abs(error) <= max(MOST_SCALE_ERROR, CERTAIN * standard):
-            wrong.append(f"the scale of {layer} is off by {error:+.2%}, at most {MOST_SCALE_ERROR:.0%}")
+            wrong.append(f"scale of {layer} is off by {error:+.2%}, limit {MOST_SCALE_ERROR:.0%}")
     return {
         "perplexity_off": off,
         "log_probabilities_off": difference.abs().mean().item(),
@@ -193,7 +195,7 @@ def compare(ours: dict, stock: dict, effects: dict[str, Tensor], kind: str) -> d
 
 
 def effects_of_scales(model: str, tokens: int, folder: pathlib.Path) -> dict[str, Tensor]:
-    """Those on the tokens of a measurement, from the folder if they are there."""
+    """Return the effects of scales on the tokens of a measurement, cached in the folder."""
 
     def make() -> dict[str, Tensor]:
         sequences = trained.windows(tokens, trained.held_out(folder))
@@ -203,7 +205,7 @@ def effects_of_scales(model: str, tokens: int, folder: pathlib.Path) -> dict[str
 
 
 def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> Iterator[dict]:
-    """A line of results for each checkpoint."""
+    """Yield a line of results for each checkpoint."""
     for name in sides["with"]:
         model, kind = name.split("-")
         ours, stock = sides["with"][name], sides["without"][name]
@@ -225,34 +227,36 @@ def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> I
         else:
             line["unavailable"] = {side: f["error"] for side, f in (("ours", ours), ("stock", stock)) if "error" in f}
             only_ours = "error" in ours and "error" not in stock
-            line["wrong"] = [f"with the ops: {ours['error']}"] if only_ours else []
+            line["wrong"] = [f"with the plugin: {ours['error']}"] if only_ours else []
         yield line | {"calls": ours.get("stats", {}), "versions": ours["versions"], "commit": arguments.commit}
 
 
 def text(line: dict) -> str:
-    """A line of results for people."""
-    found = "  ".join(f"{name} {value:.4f}" for name, value in line["perplexity"].items())
+    """Format a line of results."""
+    named = {"stock": "baseline", "ours": "plugin"}
+    found = "  ".join(f"{named.get(name, name)} {value:.4f}" for name, value in line["perplexity"].items())
     parts = [f"{line['case']:18} {found}"]
     if "perplexity_off" in line:
         layer, error = max(line["scale_errors"].items(), key=lambda item: abs(item[1]))
         parts.append(f"{line['perplexity_off']:+.3%}, worst scale {error:+.3%} of {layer}")
         parts.append(f"{line['tokens_equal']} of {line['greedy_tokens']} tokens equal")
-    parts += [f"{side} not runnable: {why}" for side, why in line.get("unavailable", {}).items()]
-    return ", ".join(parts) + "".join(f"\n  WRONG: {why}" for why in line["wrong"])
+    parts += [f"{named[side]} failed: {why}" for side, why in line.get("unavailable", {}).items()]
+    return ", ".join(parts) + "".join(f"\n  FAILED: {why}" for why in line["wrong"])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     trained.add_arguments(add)
-    add("--tokens", type=int, default=65536, help="held-out tokens; default: %(default)s")
-    add("--step-tokens", type=int, help="of a step of the engine; default: 16, on a CPU as many as there are")
-    add("--enforce-eager", action="store_true", help="no compilation, no graph capture")
+    add("--tokens", type=int, default=65536, help="number of held-out tokens (default: %(default)s)")
+    add("--step-tokens", type=int, help="maximum tokens per engine step (default: 16; on a CPU unlimited)")
+    add("--enforce-eager", action="store_true", help="disable compilation and graph capture")
     at_once = 4 if torch.cuda.is_available() else 1
-    add("--at-once", type=int, default=at_once, help="processes, which share a GPU; default: %(default)s")
-    add("--only-checkpoints", action="store_true", help="train, write the checkpoints, and end")
-    add("--output", type=pathlib.Path, help="the .jsonl file that lines are appended to; without, they are printed")
-    add("--commit", default=report.commit())
+    add("--at-once", type=int, default=at_once, help="parallel processes, which share a GPU (default: %(default)s)")
+    add("--only-checkpoints", action="store_true", help="only train and write the checkpoints")
+    add("--output", type=pathlib.Path, help=".jsonl file to append lines to (default: print them)")
+    add("--commit", default=report.commit(), help="commit of the code (default: the checkout's)")
     add("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.tokens < WINDOW:
@@ -261,6 +265,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the comparison. Returns 1 if a checkpoint is wrong."""
     arguments = parse(argv)
     if arguments.worker:
         worker(arguments.worker)

@@ -1,19 +1,20 @@
-"""`vllm serve` with the ops under load: does it answer as a lone request is answered, leak, log errors, and end?
+"""Test `vllm serve` with the plugin under load: answers as for lone requests, no leaks, no logged errors, clean shutdown.
 
     python serving_benchmarks/quality/server_load.py [--seconds 300] [--rate 4] [--model llama] [--kind token] [--stage load ...]
 
-Serves a small random model with a made-up tokenizer and a LoRA adapter, on whatever device vLLM has; compiled on a GPU. The cache of keys is small, so that requests wait and are preempted. The stages:
+The server runs a small random model with a synthetic tokenizer and a LoRA adapter on vLLM's device; compiled on a GPU. The KV cache is
+small, so requests wait and are preempted. The stages:
 
-    second   two servers start at the same time with the same folders of caches and of measured tables; they answer alike
-    load     --rate requests per second for --seconds, up to --at-once in parallel: short and long ones, with LoRA, with shared
-             prefixes, aborted ones and bad ones. Each answer must be that of a lone run (load_requests.py), every request must have
-             left the server at the end, and its memory may grow by --growth MiB at most in the last two thirds. On CPU oneDNN is kept
-             from caching a product for each size of batches, by which a server without the ops grows as much as one with them
-    emulate  a few requests at a time whose kernels are --arch's code in the emulator; not on a GPU
-    end      SIGTERM while requests run: the server ends within --end-within seconds, and no process is left
-    kill     SIGKILL to the worker that measures our kernels: the server ends; the next one measures again, and no op is off
+    second   two servers start at the same time with shared folders for caches and measurements, and must answer alike
+    load     --rate requests per second for --seconds, up to --at-once in parallel: short, long, LoRA, shared-prefix, aborted and bad
+             ones. Each answer must equal a lone run's (load_requests.py), no request may remain in the server, and its memory may grow
+             by at most --growth MiB over the last two thirds. On a CPU, oneDNN must not cache a GEMM per batch size, by which a server
+             without the plugin grows as much
+    emulate  a few concurrent requests whose kernels are --arch's code in the emulator; not on a GPU
+    end      SIGTERM during requests: the server ends within --end-within seconds, with all its processes
+    kill     SIGKILL to the worker that measures the plugin's kernels: the server ends; the next one measures again, and no op is off
 
-No line of a log may be an error but those about bad requests. Prints a line for each stage; fails if one did.
+Only bad requests may cause error lines in a log. Prints a line for each stage. Returns 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ from server_process import KINDS, LONGEST, Server, Session, errors_of
 
 STAGES = "second", "load", "emulate", "end", "kill"
 SAMPLE_SECONDS, MIB = 0.5, 1 << 20
-PATIENCE = 3.0  # seconds that a client waits for a server that is ending
-QUIET_WITHIN = 30.0  # seconds, until no request is left in a server
+PATIENCE = 3.0  # seconds that clients wait for a terminating server
+QUIET_WITHIN = 30.0  # seconds until no request may remain in a server
 
 
 def measured(tables: pathlib.Path) -> dict:
-    """The one table of what was measured, which must be whole, with no file beside it that a process left."""
+    """Return the only table of measurements, which must be complete, without other files left by a process."""
     found = [
         path for path in tables.rglob("*") if path.is_file() and path.suffix != ".lock" and path.name != "reached.json"
     ]
     if [path.suffix for path in found] != [".json"]:
-        raise Wrong(f"the folder of measured tables has {sorted(path.name for path in found)}, not one table")
+        raise Wrong(f"the folder of measurements has {sorted(path.name for path in found)}, expected one table")
     return json.loads(found[0].read_text())
 
 
-# The stages. Each returns what it says.
+# The stages. Each returns its report.
 
 
 async def second(session: Session) -> str:
-    """Two servers that start at the same time."""
+    """Start two servers at the same time."""
     servers, begin = (
         [session.start(f"racing-{number}", "second", pair_seconds=0.1) for number in range(2)],
         time.monotonic(),
@@ -84,11 +85,13 @@ async def second(session: Session) -> str:
 
 
 def pool_of(session: Session, of_each: int) -> list[Ask]:
+    """Return requests of each kind."""
     generator = random.Random(session.arguments.seed)
     return load_requests.asks(generator, LONGEST, session.config["vocab_size"], of_each)
 
 
 async def load(session: Session, server: Server, client: Client) -> str:
+    """Send requests under load, and check answers and memory."""
     arguments = session.arguments
     pool: dict[Ask, Answer | None] = {}
     for ask in pool_of(session, arguments.of_each):
@@ -113,11 +116,11 @@ async def load(session: Session, server: Server, client: Client) -> str:
         seen.wrong.append("no prefix was in the cache")
     growth, most = growth_of(samples)
     if growth > arguments.growth:
-        seen.wrong.append(f"the memory grew by {growth:.1f} MiB, at most {arguments.growth:g}")
+        seen.wrong.append(f"memory grew by {growth:.1f} MiB, limit {arguments.growth:g}")
     text = "\n  ".join(
         [
             f"load: {seen.told()}",
-            f"{rises['prefix_cache_hits']:.0f} tokens from the prefix cache, {rises['num_preemptions']:.0f} preemptions, {ran} calls of ops",
+            f"{rises['prefix_cache_hits']:.0f} prefix cache hits, {rises['num_preemptions']:.0f} preemptions, {ran} calls of ops",
             f"memory {most:.0f} MiB, grew by {growth:+.1f} MiB in the last two thirds",
         ]
     )
@@ -128,7 +131,7 @@ async def load(session: Session, server: Server, client: Client) -> str:
 
 @contextlib.asynccontextmanager
 async def sampled(server: Server, samples: list[int]) -> AsyncIterator[None]:
-    """While within, a server's memory is sampled, in bytes."""
+    """Sample a server's memory in bytes within the context."""
 
     async def sample() -> None:
         while True:
@@ -143,14 +146,14 @@ async def sampled(server: Server, samples: list[int]) -> AsyncIterator[None]:
 
 
 def growth_of(samples: list[int]) -> tuple[float, float]:
-    """MiB by which memory grew from the second third of at least three samples to the last, by medians; and the most."""
+    """Return the growth of median memory from the second to the last third of the samples, and the maximum, in MiB."""
     third = len(samples) // 3
     before, after = statistics.median(samples[third : 2 * third]), statistics.median(samples[-third:])
     return (after - before) / MIB, max(samples) / MIB
 
 
 async def quiet(client: Client) -> dict[str, float]:
-    """The metrics of a server when no request is left in it."""
+    """Return a server's metrics once no request remains in it."""
     end = time.monotonic() + QUIET_WITHIN
     while True:
         metrics = await client.metrics()
@@ -158,12 +161,12 @@ async def quiet(client: Client) -> dict[str, float]:
         if not any(left.values()):
             return metrics
         if time.monotonic() > end:
-            raise Wrong(f"requests are left in the server after {QUIET_WITHIN:g} s: {left}")
+            raise Wrong(f"requests remain in the server after {QUIET_WITHIN:g} s: {left}")
         await asyncio.sleep(0.2)
 
 
 async def emulate(session: Session, server: Server, client: Client) -> str:
-    """Requests in parallel, as many as there are kinds of short ones."""
+    """Send a few parallel requests to a server whose ops run in the emulator."""
     if not session.on_cpu:
         return "emulate: not on a GPU"
     base = Ask("emulated", (7, 11, 13), 2)
@@ -186,7 +189,7 @@ async def emulate(session: Session, server: Server, client: Client) -> str:
 
 
 async def end(session: Session, server: Server, client: Client) -> str:
-    """SIGTERM while many requests run. What is answered whole must be right."""
+    """Send SIGTERM during requests. Complete answers must be correct."""
     asks = [ask for ask in pool_of(session, 2) if ask.kind == "short"]
     alone = {ask: await client.alone(ask) for ask in asks}
     endless = Ask("endless", (23, 29), LONGEST // 2)
@@ -221,31 +224,31 @@ async def end(session: Session, server: Server, client: Client) -> str:
     for task in set(running) - waiting:
         task.result()
     if not waiting and not outcomes["cut off"]:
-        raise Wrong("end: no request was running any more")
+        raise Wrong("end: no request was running anymore")
     if status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
         raise Wrong(f"end: exit status {status}: {server.tail()}")
     ours = [line for line in errors_of(server.text()[errors:]) if "vllm_rocm_ops" in line or "vllm-rocm-ops" in line]
     if ours:
-        raise Wrong("\n  ".join(["end: errors of ours behind SIGTERM:", *ours[:20]]))
+        raise Wrong("\n  ".join(["end: errors of the plugin after SIGTERM:", *ours[:20]]))
     cut = f"{outcomes['answered']} requests answered, {outcomes['cut off']} cut off, {len(waiting)} left waiting"
     return f"end: in {seconds:.1f} s with exit status {status}, {cut}"
 
 
 def check_log(server: Server) -> None:
-    """Raises `Wrong` where a log has a line of an error so far."""
+    """Raise `Wrong` if a log has an error line so far."""
     found = errors_of(server.text())
     if found:
-        raise Wrong("\n  ".join([f"the log of {server.name} has {len(found)} lines of errors:", *found[:20]]))
+        raise Wrong("\n  ".join([f"the log of {server.name} has {len(found)} error lines:", *found[:20]]))
 
 
 async def kill(session: Session) -> str:
-    """The worker that holds the lock of the tables is killed in the middle of a measurement; then a server starts as any other."""
+    """Kill the worker that holds the tables' lock during a measurement, and start another server."""
     server = session.start("killed", "kill", pair_seconds=1.0)
     (await stopped_while_it_measures(server, session)).kill()
     seconds = await server.ended(session.arguments.end_within)
     status = server.process.poll()
     if status == 0:
-        raise Wrong("kill: a server whose worker was killed ends with exit status 0")
+        raise Wrong("kill: a server whose worker was killed exits with status 0")
     again = session.start("again", "kill", pair_seconds=0.0)
     await again.up(session.arguments.start_timeout)
     table = measured(session.tables("kill"))
@@ -256,7 +259,7 @@ async def kill(session: Session) -> str:
         raise Wrong(f"kill: {table['off']} is off, the choices are {states}")
     said = errors_of(again.text())
     if len(said) != 1 or "a process ended while it measured" not in said[0]:
-        raise Wrong("\n  ".join(["kill: the log of the next server must have a warning of that alone:", *said[:20]]))
+        raise Wrong("\n  ".join(["kill: the log of the next server must have only a warning of that:", *said[:20]]))
     again.process.terminate()
     await again.ended(session.arguments.end_within)
     shapes = f"the next measured {len(table['shapes'])} shapes"
@@ -264,8 +267,10 @@ async def kill(session: Session) -> str:
 
 
 async def stopped_while_it_measures(server: Server, session: Session) -> psutil.Process:
-    """The process of a server that measures, stopped where it times a pair of kernels. On a GPU that takes milliseconds, so who
-    has the lock of the tables is known before."""
+    """Return a server's process, suspended while it times a pair of kernels.
+
+    On a GPU that takes milliseconds, so the holder of the tables' lock is found in advance.
+    """
     end, tables = time.monotonic() + session.arguments.start_timeout, session.tables("kill")
     process = None
     while server.process.poll() is None and time.monotonic() < end:
@@ -281,11 +286,11 @@ async def stopped_while_it_measures(server: Server, session: Session) -> psutil.
                     return process
                 process.resume()
         await asyncio.sleep(0.001)
-    raise Wrong(f"kill: no process of the server was seen to measure: {server.tail()}")
+    raise Wrong(f"kill: no process of the server was seen measuring: {server.tail()}")
 
 
 def has_open(process: psutil.Process, path: pathlib.Path) -> bool:
-    """Whether a process has a file open, as who measures has the lock of the tables."""
+    """Return whether a process has a file open, as the measuring one has the tables' lock."""
     try:
         return any(pathlib.Path(file.path).samefile(path) for file in process.open_files())
     except (psutil.Error, OSError):
@@ -293,7 +298,7 @@ def has_open(process: psutil.Process, path: pathlib.Path) -> bool:
 
 
 async def run(session: Session) -> bool:
-    """Runs the stages, and says what they say. Whether all is well."""
+    """Run the stages and print their reports. Returns whether all passed."""
     stages, well = session.arguments.stage, True
 
     def say(text: str) -> None:
@@ -314,13 +319,13 @@ async def run(session: Session) -> bool:
                             check_log(server)
                     except Wrong as error:
                         well = False
-                        say(f"{error}\nWRONG: {stage.__name__}")
+                        say(f"{error}\nFAILED: {stage.__name__}")
             server.kill()
         if "kill" in stages:
             say(await kill(session))
     except Wrong as error:
         well = False
-        say(f"WRONG: {error}")
+        say(f"FAILED: {error}")
     finally:
         for server in session.servers:
             server.kill()
@@ -328,23 +333,24 @@ async def run(session: Session) -> bool:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="llama", choices=["llama"], help="of checkpoints.py; default: %(default)s")
-    add("--kind", default="token", choices=KINDS, help="quantization; default: %(default)s")
-    add("--arch", default="gfx950", choices=["gfx942", "gfx950"], help="of what is emulated; default: %(default)s")
-    add("--seconds", type=float, default=300, help="of load; default: %(default)s")
-    add("--rate", type=float, default=4, help="requests per second; default: %(default)s")
-    add("--at-once", type=int, default=32, help="requests in parallel at most; default: %(default)s")
-    add("--of-each", type=int, default=4, help="requests of each kind, which are asked again; default: %(default)s")
-    add("--stage", nargs="+", choices=STAGES, default=list(STAGES), help="default: all")
-    add("--tie", type=float, help="log probability that rounding may be worth; default: 0.3 on a CPU, 3 on a GPU")
-    add("--growth", type=float, default=24, help="MiB by which memory may grow; default: %(default)s")
-    add("--end-within", type=float, default=30, help="seconds; default: %(default)s")
-    add("--start-timeout", type=float, default=600, help="seconds; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the requests; default: %(default)s")
-    add("--server-args", type=shlex.split, default=[], metavar="TEXT", help="more arguments of vllm serve")
-    add("--logs", type=pathlib.Path, help="folder that keeps the servers' logs")
+    add("--model", default="llama", choices=["llama"], help="model of checkpoints.py (default: %(default)s)")
+    add("--kind", default="token", choices=KINDS, help="quantization (default: %(default)s)")
+    add("--arch", default="gfx950", choices=["gfx942", "gfx950"], help="architecture to emulate (default: %(default)s)")
+    add("--seconds", type=float, default=300, help="duration of the load stage, in seconds (default: %(default)s)")
+    add("--rate", type=float, default=4, help="requests per second (default: %(default)s)")
+    add("--at-once", type=int, default=32, help="maximum number of concurrent requests (default: %(default)s)")
+    add("--of-each", type=int, default=4, help="distinct requests of each kind (default: %(default)s)")
+    add("--stage", nargs="+", choices=STAGES, default=list(STAGES), help="stages to run (default: all)")
+    add("--tie", type=float, help="log probability tolerance for rounding (default: 0.3 on a CPU, 3 on a GPU)")
+    add("--growth", type=float, default=24, help="maximum memory growth, in MiB (default: %(default)s)")
+    add("--end-within", type=float, default=30, help="time limit for a shutdown, in seconds (default: %(default)s)")
+    add("--start-timeout", type=float, default=600, help="time limit for a start, in seconds (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the requests (default: %(default)s)")
+    add("--server-args", type=shlex.split, default=[], metavar="TEXT", help="further arguments for vllm serve")
+    add("--logs", type=pathlib.Path, help="folder to keep server logs in")
     arguments = parser.parse_args(argv)
     for name in ("seconds", "rate", "at_once", "of_each"):
         if getattr(arguments, name) <= 0:
@@ -353,6 +359,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the stages. Returns 1 if one failed."""
     arguments = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
         return int(not asyncio.run(run(Session(arguments, pathlib.Path(folder)))))

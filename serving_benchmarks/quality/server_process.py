@@ -1,4 +1,4 @@
-"""A server of vLLM's with the ops for server_load.py: its command, its processes, their memory, and the errors in its log."""
+"""Run vLLM servers with the plugin for server_load.py: command, processes, memory, and errors in the log."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ ERROR = re.compile(
     r"\b(ERROR|CRITICAL|FATAL)\b|Traceback|Segmentation fault|Exception ignored|never awaited|WARNING.*vllm-rocm-ops"
 )
 REFUSED = re.compile(r"\[(validation|exception)\.py:\d+\]")
-"""Lines of vLLM's about a bad request."""
+"""Lines of vLLM's log about a bad request."""
 
 
 def errors_of(log: str) -> list[str]:
-    """The lines of a log that are errors, but for those about bad requests."""
+    """Return the error lines of a log, except those about bad requests."""
     return [line for line in log.splitlines() if ERROR.search(line) and not REFUSED.search(line)]
 
 
 class Server:
-    """`vllm serve` with its processes and its log."""
+    """Run `vllm serve`, with its processes and its log."""
 
     def __init__(
         self, name: str, command: list[str], environment: dict[str, str], folder: pathlib.Path, spawn: Callable
@@ -58,14 +58,14 @@ class Server:
         self.url, self.family = f"http://127.0.0.1:{self.port}", {}
 
     def processes(self) -> list[psutil.Process]:
-        """Those of the server that run; all that were ever seen are kept in `family`."""
+        """Return the server's running processes; `family` keeps all that were ever seen."""
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.process.pid)
             self.family |= {process.pid: process for process in (root, *root.children(recursive=True))}
         return [process for process in self.family.values() if is_alive(process)]
 
     def bytes(self) -> int:
-        """Of memory that its processes have."""
+        """Return the memory of its processes in bytes."""
         total = 0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -73,10 +73,11 @@ class Server:
         return total
 
     async def up(self, seconds: float) -> None:
+        """Wait until the server is up. Raises `Wrong`."""
         end = time.monotonic() + seconds
         while not await asyncio.to_thread(serve.answers, f"{self.url}/health"):
             if self.process.poll() is not None:
-                raise Wrong(f"{self.name} ended with exit status {self.process.poll()} before it was up: {self.tail()}")
+                raise Wrong(f"{self.name} exited with status {self.process.poll()} during startup: {self.tail()}")
             if time.monotonic() > end:
                 raise Wrong(f"{self.name} was not up after {seconds:g} s: {self.tail()}")
             self.processes()
@@ -84,7 +85,7 @@ class Server:
         self.processes()
 
     async def ended(self, seconds: float) -> float:
-        """Seconds until all its processes have ended. Raises `Wrong` where that takes longer than it may."""
+        """Return the seconds until all its processes have ended. Raises `Wrong` after `seconds`."""
         start = time.monotonic()
         while self.process.poll() is None or self.processes():
             if time.monotonic() - start > seconds:
@@ -94,19 +95,22 @@ class Server:
         return time.monotonic() - start
 
     def kill(self) -> None:
+        """Kill all processes."""
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
     def text(self) -> str:
+        """Return the log."""
         return self.log.read_text(errors="replace")
 
     def tail(self) -> str:
+        """Return the last lines of the log."""
         return "\n".join(self.text().splitlines()[-30:])
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs; init may take a while to reap one that has ended."""
+    """Return whether a process runs; init may take a while to reap an ended one."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -127,7 +131,7 @@ def spawn(command: list[str], environment: dict[str, str], log: pathlib.Path) ->
 
 
 class Session:
-    """A folder with a model, and the servers that were started with it."""
+    """Hold a folder with a model, and its servers."""
 
     def __init__(self, arguments: argparse.Namespace, folder: pathlib.Path, spawn: Callable = spawn):
         self.arguments, self.folder, self.spawn, self.servers = arguments, folder, spawn, []
@@ -141,30 +145,27 @@ class Session:
         adapter = checkpoints.build_adapter(folder / "adapter", self.config)
         self.command = ["serve", str(model), *shlex.split(OPTIONS), "--lora-modules", f"{ADAPTER}={adapter}"]
         self.command += ["--enforce-eager"] * self.on_cpu + arguments.server_args
-        self.environment = (
-            serve.latency.environment("with")
-            | {
-                "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, TESTS, serve.named_vllm(folder)))),
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-                "VLLM_SERVER_DEV_MODE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_CACHE_ROOT": str(folder / "cache"),
-                "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
-                "MALLOC_ARENA_MAX": "2",  # so that memory that is freed goes back, and what is left is a leak
-                "MALLOC_MMAP_THRESHOLD_": "65536",
-                "MALLOC_TRIM_THRESHOLD_": "65536",
-                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1",  # else oneDNN keeps 1024 products, one for each size that batches have
-            }
-        )
+        self.environment = serve.latency.environment("with") | {
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, TESTS, serve.named_vllm(folder)))),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
+            "MALLOC_ARENA_MAX": "2",  # so that freed memory returns to the system, and growth is a leak
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1",  # else oneDNN caches 1024 GEMMs, one per batch size
+        }
         cpu = {"VLLM_ROCM_OPS_ON_CPU": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         self.environment = (cpu if self.on_cpu else {"VLLM_ROCM_OPS_ON_NVIDIA": "1"}) | self.environment
 
     def tables(self, stage: str) -> pathlib.Path:
-        """Where the servers of a stage keep what they measure."""
+        """Return the folder of measurements for a stage's servers."""
         return self.folder / f"tables-{stage}"
 
     def start(self, name: str, stage: str = "load", pair_seconds: float | None = None) -> Server:
-        """A server. On CPU it measures as on a GPU if pairs of kernels are to take so many seconds."""
+        """Start a server. On a CPU it measures as on a GPU if `pair_seconds` is given, the time per pair of kernels."""
         logs = self.arguments.logs or self.folder
         logs.mkdir(parents=True, exist_ok=True)
         more = {} if pair_seconds is None else {"SERVER_LOAD_PAIR_SECONDS": str(pair_seconds)}

@@ -1,4 +1,4 @@
-"""What server_load.py asks of a server's workers besides the package's own extension."""
+"""Extend a server's workers for server_load.py, on top of the package's own extension."""
 
 import contextlib
 import os
@@ -10,17 +10,19 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.vllm.worker import Extension as Base
 
 SECONDS = "SERVER_LOAD_PAIR_SECONDS"
-"""The variable that has a server measure on CPU too, so many seconds for each pair of kernels."""
+"""Variable that makes a server measure on a CPU too, with this time per pair of kernels."""
 
 if SECONDS in os.environ and not torch.cuda.is_available():
-    import measured_on_cpu  # of tests/vllm
+    import measured_on_cpu  # in tests/vllm
 
     measured_on_cpu.install(seconds=float(os.environ[SECONDS]))
 
 
 class Extension(Base):
+    """Provide methods for `/collective_rpc`."""
+
     def load_emulate(self, arch: str | None) -> None:
-        """From now on the ops run the code objects for an architecture in the emulator; with None, as before."""
+        """Run the code objects of an architecture in the emulator from now on; None restores the default."""
         from vllm_rocm_ops.emulator import Emulator
 
         if arch is None:
@@ -30,7 +32,7 @@ class Extension(Base):
             self.load_emulation.enter_context(launch.executor(Emulator(arch)))
 
     def load_fault(self, name: str, factor: float) -> None:
-        """From now on what an op's reference returns is wrong by a factor."""
+        """Multiply the results of an op's reference by a factor from now on."""
         op = getattr(ops, name)
         exact = op.reference
         op.reference = lambda *arguments: exact(*arguments) * factor

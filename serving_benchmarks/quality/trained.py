@@ -1,8 +1,8 @@
-"""A small Llama and a small DeepSeek V3, trained on text that ships with Python, with bytes for tokens.
+"""Train a small Llama and a small DeepSeek V3 on text that ships with Python, with bytes as tokens.
 
-A wrong scale changes the perplexity of a trained model on text that it has not seen. Of a random model it does not. Training
-takes some minutes of one core for each model, with the same steps every time, or a minute of a GPU. Checkpoints are cached in the user's cache folder, one
-for each quantization that the seams take.
+A wrong scale changes the perplexity of a trained model on unseen text, but not of a random model. Training takes some minutes per model on
+one core, with the same steps every time, or a minute on a GPU. Checkpoints are stored in the user's cache folder, one per quantization
+that the seams support.
 """
 
 import json
@@ -24,10 +24,10 @@ import checkpoints
 
 sys.path.pop()
 WINDOW = 256
-"""Tokens of a sequence, in training and in the measurement."""
+"""Tokens of a sequence, in training and in evaluation."""
 HELD_OUT_EVERY = 8  # files
 MOST_OF_ENTROPY = 0.6
-"""The loss of a trained model, of the entropy of the bytes one by one."""
+"""Maximum loss of a trained model, relative to the entropy of single bytes."""
 
 SHARED = {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 2}
 CONFIGS = {"llama": checkpoints.LLAMA | SHARED, "deepseek": checkpoints.DEEPSEEK | SHARED}
@@ -37,34 +37,34 @@ KINDS = {
 }
 """vLLM has no experts for fbgemm's format, "bounded"."""
 STEPS = {"llama": 700, "deepseek": 500}
-SEQUENCES = 4  # of a step
-RATES = {"llama": (3e-3, 3e-3), "deepseek": (1e-3, 6e-3)}  # of layers; of the embedding and lm_head
-BIAS_RATE = 3e-3  # of a router's bias, a step
+SEQUENCES = 4  # per step
+RATES = {"llama": (3e-3, 3e-3), "deepseek": (1e-3, 6e-3)}  # for layers; for the embedding and lm_head
+BIAS_RATE = 3e-3  # for a router's bias, per step
 
 
 # Text
 
 
 def files(held_out: bool) -> list[pathlib.Path]:
-    """Modules of Python's own library, in the order of their names. Every eighth is held out."""
+    """Return modules of the standard library; every eighth is held out."""
     found = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return [path for place, path in enumerate(found) if (place % HELD_OUT_EVERY == 0) == held_out]
 
 
 def text(held_out: bool) -> Tensor:
-    """The bytes of those files."""
+    """Return the bytes of those files."""
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files(held_out))), dtype=torch.uint8)
 
 
 def windows(tokens: int, held_out: Tensor | None = None) -> Tensor:
-    """Held-out sequences [tokens / WINDOW, WINDOW], spread evenly over that text, by default this Python's."""
+    """Return held-out sequences [tokens / WINDOW, WINDOW], spread evenly over that text, by default this Python's."""
     held_out, count = text(held_out=True) if held_out is None else held_out, tokens // WINDOW
     starts = torch.linspace(0, len(held_out) - WINDOW, count).long()
     return torch.stack([held_out[start : start + WINDOW] for start in starts]).long()
 
 
 def entropy(tokens: Tensor) -> float:
-    """Nats per token, if the tokens were drawn one by one."""
+    """Return the nats per token for independent tokens."""
     share = torch.bincount(tokens.flatten().long(), minlength=256).double() / tokens.numel()
     return -(share * share.clamp(min=1e-30).log()).sum().item()
 
@@ -73,20 +73,20 @@ def entropy(tokens: Tensor) -> float:
 
 
 def among_experts(name: str) -> str:
-    """The name of a layer that all routed experts are one in."""
+    """Return the name of a layer with all routed experts merged."""
     return re.sub(r"(?<=experts\.)\d+\.", "", name)
 
 
 class Model:
-    """The forward pass of a model in fp32, over weights with the names that checkpoints have."""
+    """Run the forward pass of a model in fp32, over weights with checkpoint names."""
 
     def __init__(self, config: dict, weights: dict[str, Tensor]):
         self.config, self.weights = config, weights
-        self.largest: dict[str, Tensor] | None = None  # of the inputs of each linear layer, where they are wanted
-        self.loads: dict[str, Tensor] = {}  # how many tokens each expert of a layer had in the last pass
+        self.largest: dict[str, Tensor] | None = None  # maximum input of each linear layer, if requested
+        self.loads: dict[str, Tensor] = {}  # tokens per expert of a layer in the last pass
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The logits [sequences, tokens, vocabulary] after each token of the sequences [sequences, tokens]."""
+        """Return the logits [sequences, tokens, vocabulary] after each token of the sequences [sequences, tokens]."""
         hidden = self.weights["model.embed_tokens.weight"][tokens]
         attention = self.latent_attention if "kv_lora_rank" in self.config else self.attention
         for layer in range(self.config["num_hidden_layers"]):
@@ -98,25 +98,28 @@ class Model:
         return functional.linear(self.norm("model.norm", hidden), self.weights["lm_head.weight"])
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Nats per token behind the first."""
+        """Return the nats per token after the first."""
         logits = self.logits(tokens[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def norm(self, name: str, x: Tensor) -> Tensor:
+        """Apply RMSNorm."""
         return functional.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.config["rms_norm_eps"])
 
     def linear(self, name: str, x: Tensor) -> Tensor:
+        """Apply a linear layer."""
         if self.largest is not None and len(x):
             found, among = x.detach().abs().amax(), among_experts(name)
             self.largest[among] = torch.maximum(self.largest.get(among, found), found)
         return functional.linear(x, self.weights[f"{name}.weight"])
 
     def mlp(self, name: str, x: Tensor) -> Tensor:
+        """Apply a gated MLP."""
         gate, up = (self.linear(f"{name}.{part}_proj", x) for part in ("gate", "up"))
         return self.linear(f"{name}.down_proj", functional.silu(gate) * up)
 
     def experts(self, name: str, x: Tensor) -> Tensor:
-        """Routed by sigmoids with a bias, among the experts of the best groups; and the shared expert."""
+        """Apply experts, routed by sigmoids with a bias within the best groups, and the shared expert."""
         config, rows = self.config, x.flatten(0, -2)
         scores = torch.sigmoid(functional.linear(rows, self.weights[f"{name}.gate.weight"]))
         biased = scores.detach() + self.weights[f"{name}.gate.e_score_correction_bias"]
@@ -136,6 +139,7 @@ class Model:
         return total.view(x.shape)
 
     def attention(self, name: str, x: Tensor) -> Tensor:
+        """Apply GQA."""
         parts = (self.linear(f"{name}.{part}_proj", x) for part in "qkv")
         query, key, value = (part.unflatten(-1, (-1, self.config["head_dim"])).transpose(1, 2) for part in parts)
         query, key = (torch.cat(self.rotated(*part.chunk(2, -1)), -1) for part in (query, key))
@@ -143,6 +147,7 @@ class Model:
         return self.linear(f"{name}.o_proj", out.transpose(1, 2).flatten(2))
 
     def latent_attention(self, name: str, x: Tensor) -> Tensor:
+        """Apply MLA."""
         config, heads = self.config, self.config["num_attention_heads"]
         nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
         query = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x)))
@@ -161,7 +166,7 @@ class Model:
         return self.linear(f"{name}.o_proj", out.transpose(1, 2).flatten(2))
 
     def rotated(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary embedding of the two halves of [..., tokens, width]."""
+        """Apply rotary embedding to the two halves of [..., tokens, width]."""
         steps = torch.arange(first.shape[-1]) / first.shape[-1]
         angles = torch.outer(torch.arange(first.shape[-2]).float(), self.config["rope_theta"] ** -steps)
         cos, sin = angles.cos(), angles.sin()
@@ -172,7 +177,7 @@ class Model:
 
 
 def initial(config: dict, like: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """What weights are before training: norms 1, biases 0, the rest random."""
+    """Return initial weights: norms 1, biases 0, the rest random."""
     weights = {}
     deviations = {"model.embed_tokens.weight": 0.5, "lm_head.weight": 0.02}
     for name, weight in like.items():
@@ -181,7 +186,7 @@ def initial(config: dict, like: dict[str, Tensor], generator: torch.Generator) -
         elif name.endswith("bias"):
             weights[name] = torch.zeros(weight.shape)
         else:
-            ends = name.endswith(("o_proj.weight", "down_proj.weight"))  # as many sums into a token as layers have
+            ends = name.endswith(("o_proj.weight", "down_proj.weight"))  # summed into the residual once per layer
             deviation = (
                 deviations.get(name, weight.shape[1] ** -0.5) / (2 * config["num_hidden_layers"] if ends else 1) ** 0.5
             )
@@ -192,16 +197,19 @@ def initial(config: dict, like: dict[str, Tensor], generator: torch.Generator) -
 
 
 def look_back(config: dict, weights: dict[str, Tensor], constant: Tensor) -> None:
-    """Have each head of latent attention look at one of the tokens before, the first head at the last. From random weights it
-    takes far longer to learn that: a constant part of all tokens becomes queries and keys that only their positions turn."""
+    """Make each head of MLA attend to one of the previous tokens, the first head to the last.
+
+    From random weights learning that takes far longer. A constant part of all tokens becomes queries and keys that only their
+    positions rotate.
+    """
     heads, nope, rope = (config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     frequencies = config["rope_theta"] ** -(torch.arange(0, rope, 2) / rope)
     weights["model.embed_tokens.weight"] += 0.5 * constant
-    unit = constant / len(constant) * 2**0.5  # gives 1 for what the norm makes of a token
+    unit = constant / len(constant) * 2**0.5  # gives 1 for a token after the norm
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}.self_attn"
         weights[f"{prefix}.kv_a_proj_with_mqa.weight"][config["kv_lora_rank"] :: 2] += 1.3 * unit
-        weights[f"{prefix}.q_a_proj.weight"][0] = 11 * unit  # 8 behind the norm
+        weights[f"{prefix}.q_a_proj.weight"][0] = 11 * unit  # 8 after the norm
         queries = weights[f"{prefix}.q_b_proj.weight"].view(heads, nope + rope, -1)
         for head in range(heads):
             angles = frequencies * (head + 1)
@@ -209,7 +217,7 @@ def look_back(config: dict, weights: dict[str, Tensor], constant: Tensor) -> Non
 
 
 def train(model: str, steps: int, report=lambda step, loss: None) -> dict[str, Tensor]:
-    """The weights, in bf16, after so many steps."""
+    """Return the weights, in bf16, after `steps` steps."""
     config, generator = CONFIGS[model], torch.Generator().manual_seed(0)
     shapes = (checkpoints.llama_weights if model == "llama" else checkpoints.deepseek_weights)(config)
     device = find_device()
@@ -224,7 +232,7 @@ def train(model: str, steps: int, report=lambda step, loss: None) -> dict[str, T
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     source = text(held_out=False)
     for step in range(steps):
-        for group in optimizer.param_groups:  # up over 20 steps, then down to zero
+        for group in optimizer.param_groups:  # linear warm-up over 20 steps, then linear decay
             group["lr"] = group["rate"] * min((step + 1) / 20, (steps - step) / steps)
         starts = torch.randint(len(source) - WINDOW, (SEQUENCES,), generator=generator)
         sequences = torch.stack([source[start : start + WINDOW] for start in starts]).long().to(device)
@@ -234,22 +242,22 @@ def train(model: str, steps: int, report=lambda step, loss: None) -> dict[str, T
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
         optimizer.step()
-        for name, load in trained.loads.items():  # as DeepSeek balances experts, without a loss
+        for name, load in trained.loads.items():  # balances experts without a loss, as DeepSeek does
             weights[f"{name}.gate.e_score_correction_bias"] += BIAS_RATE * (load.float().mean() - load).sign()
         report(step, loss.item())
     return {name: weight.detach().to("cpu", shapes[name].dtype) for name, weight in weights.items()}
 
 
 def find_device() -> str:
-    """A GPU if there is one."""
+    """Return a GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-# What a trained model tells
+# Evaluation
 
 
 def log_probabilities(model: str, weights: dict[str, Tensor], sequences: Tensor) -> Tensor:
-    """Of each token behind the first, [sequences, tokens - 1]."""
+    """Return the log probability of each token after the first, [sequences, tokens - 1]."""
     device = find_device()
     with torch.no_grad(), torch.device(device):
         here = Model(CONFIGS[model], {name: weight.float().to(device) for name, weight in weights.items()})
@@ -261,7 +269,7 @@ def log_probabilities(model: str, weights: dict[str, Tensor], sequences: Tensor)
 
 
 def largest_inputs(model: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The largest magnitude in the inputs of each linear layer, over text of the training. vLLM has one for all routed experts."""
+    """Return the maximum input magnitude of each linear layer, over training text."""
     trained = Model(CONFIGS[model], {name: weight.float() for name, weight in weights.items()})
     trained.largest = {}
     source = text(held_out=False)
@@ -272,12 +280,12 @@ def largest_inputs(model: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 SCALED = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "down_proj")
-"""A wrong scale of another linear layer does the same as one of these: k_proj's as q_proj's, v_proj's as o_proj's and up_proj's as
-down_proj's; kv_b_proj's as several. q_a_proj's does nothing, as a norm follows."""
+"""A wrong scale of another linear layer has the effect of one of these: k_proj's of q_proj's, v_proj's of o_proj's and up_proj's of
+down_proj's; kv_b_proj's of several. q_a_proj's has none, as a norm follows."""
 
 
 def scaled_layers(weights: dict[str, Tensor]) -> dict[str, list[str]]:
-    """The weights whose scales can be wrong on their own, by layer. All routed experts of a layer are one."""
+    """Return the weights with independent scales, by layer. All routed experts of a layer are one."""
     found: dict[str, list[str]] = {}
     for name in weights:
         layer = re.sub(r"model\.layers\.|self_attn\.|mlp\.|\.weight", "", among_experts(name))
@@ -287,11 +295,12 @@ def scaled_layers(weights: dict[str, Tensor]) -> dict[str, list[str]]:
 
 
 def with_scale_error(weights: dict[str, Tensor], names: list[str], error: float) -> dict[str, Tensor]:
+    """Return the weights with an error in the scale of some."""
     return weights | {name: weights[name].float() * (1 + error) for name in names}
 
 
 def effects_of_scales(model: str, weights: dict[str, Tensor], sequences: Tensor) -> dict[str, Tensor]:
-    """By layer, what a scale that is wrong by 1 would add to each token's log probability, if all was linear."""
+    """Return by layer the linearized change of each token's log probability for a relative scale error of 1."""
     exact, error = log_probabilities(model, weights, sequences), 0.02
     return {
         layer: (log_probabilities(model, with_scale_error(weights, names, error), sequences) - exact) / error
@@ -303,32 +312,32 @@ def effects_of_scales(model: str, weights: dict[str, Tensor], sequences: Tensor)
 
 
 def add_arguments(add: Callable) -> None:
-    """The options that say which of the checkpoints vLLM runs, and how."""
+    """Add the options that select checkpoints and how vLLM runs them."""
     kinds = list(dict.fromkeys(kind for of in KINDS.values() for kind in of))
-    add("--model", nargs="+", choices=list(KINDS), default=list(KINDS), help="default: all")
-    add("--kind", nargs="+", choices=kinds, default=kinds, help="quantizations, default: all that a model has")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    add("--folder", type=pathlib.Path, default=cache(), help="of checkpoints; default: %(default)s")
+    add("--model", nargs="+", choices=list(KINDS), default=list(KINDS), help="models (default: all)")
+    add("--kind", nargs="+", choices=kinds, default=kinds, help="quantizations (default: all of a model)")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for vllm.LLM")
+    add("--folder", type=pathlib.Path, default=cache(), help="checkpoint folder (default: %(default)s)")
 
 
 def cache() -> pathlib.Path:
-    """Where checkpoints are kept."""
+    """Return the checkpoint folder."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(base) / "vllm-rocm-ops" / "trained"
 
 
 def held_out(folder: pathlib.Path) -> Tensor:
-    """The text that the checkpoints of a folder have not seen. Another Python has other modules."""
+    """Return the held-out text of a folder's checkpoints."""
     return cached(folder / "held-out.safetensors", lambda: {"text": text(held_out=True)})["text"]
 
 
 def trained_weights(model: str, folder: pathlib.Path, say=print) -> dict[str, Tensor]:
-    """The weights of a trained model, from the folder if they are there."""
+    """Return a trained model's cached weights."""
     return cached(folder / f"{model}.safetensors", lambda: train_until_good(model, say))
 
 
 def cached(path: pathlib.Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of a file, which is made if it is not there."""
+    """Return the tensors of a file, which is created if missing."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(make(), path)
@@ -336,7 +345,7 @@ def cached(path: pathlib.Path, make: Callable[[], dict[str, Tensor]]) -> dict[st
 
 
 def train_until_good(model: str, say) -> dict[str, Tensor]:
-    """The weights of a model that knows enough of its text. Raises RuntimeError."""
+    """Return the weights of a model with a sufficient loss. Raises RuntimeError."""
     threads, start = torch.get_num_threads(), time.process_time()
     torch.set_num_threads(1)
     try:
@@ -345,14 +354,14 @@ def train_until_good(model: str, say) -> dict[str, Tensor]:
         torch.set_num_threads(threads)
     loss = -log_probabilities(model, weights, windows(8192)).mean().item()
     most = MOST_OF_ENTROPY * entropy(text(held_out=True))
-    say(f"{model}: held-out loss {loss:.3f}, at most {most:.3f}; {time.process_time() - start:.0f} s of one core")
+    say(f"{model}: held-out loss {loss:.3f}, at most {most:.3f}; {time.process_time() - start:.0f} s CPU time")
     if loss > most:
         raise RuntimeError(f"{model} must have a loss of at most {most:.3f} on held-out text, got {loss:.3f}")
     return weights
 
 
 def quantized(weights: dict[str, Tensor], kind: str, largest: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's tensors in a quantization."""
+    """Return a checkpoint's quantized tensors."""
     if kind not in ("static", "dynamic", "block"):
         return checkpoints.quantize(weights, kind)
     result = dict(weights)
@@ -375,7 +384,7 @@ QUANTIZATION = checkpoints.QUANTIZATION | {
 
 
 def checkpoint(model: str, kind: str, folder: pathlib.Path) -> pathlib.Path:
-    """The folder of a trained model's checkpoint in a quantization, which is written if it is not there."""
+    """Return the folder of a quantized checkpoint, written if missing."""
     path = folder / f"{model}-{kind}"
     held_out(folder)
     if not (path / "config.json").exists():
@@ -386,7 +395,7 @@ def checkpoint(model: str, kind: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def write(path: pathlib.Path, model: str, kind: str, tensors: dict[str, Tensor]) -> None:
-    """A checkpoint of these tensors, its config.json last."""
+    """Write a checkpoint of these tensors, its config.json last."""
     path.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"}

@@ -36,9 +36,9 @@ def test_right_results_and_what_a_call_moves(emulated):
     assert norm.bytes_moved == 2 * (4 * 3 * 4096 + 4096)  # input, residual twice, output; weight
     [[product]] = bench.run(cases(ops.scaled_mm, "m4"), emulated)
     assert product.flops == 2 * 4 * 48 * 1024
-    assert f"{product.flops / product.median / 1e6:.1f}" in str(product) and "right" in str(product)
+    assert f"{product.flops / product.median / 1e6:.1f}" in str(product) and "ok" in str(product)
     text = report.summary([norm, product])
-    assert "2 cases, all right" in text and f"scaled_mm: {product.median:.2f} us as a geometric mean of 1 cases" in text
+    assert "2 cases, all passed" in text and f"scaled_mm: {product.median:.2f} us geometric mean, 1 cases" in text
 
 
 class Nothing:
@@ -54,8 +54,8 @@ class Nothing:
 def test_wrong_results_are_said_and_counted(emulated, capsys, monkeypatch):
     with launch.executor(Nothing(emulated.arch)):
         [[line]] = bench.run(cases(ops.rms_norm, "bf16"), emulated, once=True)
-        assert line.wrong == "rms_norm output 0: NaNs differ" and "WRONG" in str(line)
-        assert "1 cases, 1 wrong" in report.summary([line])
+        assert line.wrong == "rms_norm output 0: NaNs differ" and "FAILED" in str(line)
+        assert "1 cases, 1 failed" in report.summary([line])
         monkeypatch.setattr(clock, "GpuClock", lambda: emulated)
         assert cli.main(["verify", "--op", "rms_norm", "--case", "bf16"]) == 1
     assert "NaNs differ" in capsys.readouterr().out
@@ -86,15 +86,15 @@ def test_a_models_calls_are_cases_too(emulated, capsys, monkeypatch):
     command = ["verify", "--model", "tiny-llama-fp8", "--batch", "1,3", "--op", "rms_norm*"]
     assert cli.main(command) == 0
     out = capsys.readouterr().out
-    assert "input norm 1 " in out and "input norm 3 " in out and "2 cases, all right" in out
+    assert "input norm 1 " in out and "input norm 3 " in out and "2 cases, all passed" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without one")
 def test_without_a_gpu_it_says_that_the_reference_runs(capsys):
     assert cli.main(["verify", "--op", "rms_norm", "--case", "bf16-special*"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("The ops run their PyTorch reference here (there is no GPU): no kernel is checked.")
-    assert "fallback: PyTorch reference on this device" in out and "right" not in out and "2 cases" in out
+    assert out.startswith("No kernel is checked: the ops run their PyTorch reference (there is no GPU).")
+    assert "fallback: PyTorch reference on this device" in out and "ok" not in out.split() and "2 cases" in out
 
 
 def test_no_such_case(capsys):
@@ -262,8 +262,8 @@ def test_peers_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tmp_pa
     assert len({line["kernel"] for line in lines}) == configs and all(line["wrong"] is None for line in lines)
     assert len(turns.blocks) > 2 and lines[0]["peers"]["torch"] == configs + 1.0
     assert len([line for line in out.splitlines() if " bf16 " in line]) == 3  # the fastest of the sweep
-    assert f"silu_and_mul, up to 64 tokens: {configs + 1:.2f}x the best peer as a geometric mean" in out
-    assert "silu_and_mul: the chosen configurations take 1.000x the time of the best ones" in out
+    assert f"silu_and_mul, up to 64 tokens: {configs + 1:.2f}x speedup over the best peer (geometric mean)" in out
+    assert "silu_and_mul: chosen configurations take 1.000x the time of the best (geometric mean)" in out
 
 
 def test_each_measurement_is_a_row_of_the_table(turns, small, tmp_path, monkeypatch):
@@ -345,9 +345,9 @@ def test_files_are_named_after_the_list_as_the_tables_want_them(turns, small, tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["moe", "--tp", "8"], "the list moe takes no --tp"),
-        (["attention", "--tp", "8", "--batch", "1"], "the list attention takes no --batch --tp"),
-        (["rows", "--model", "tiny-llama"], "either the list rows or --model tiny-llama"),
+        (["moe", "--tp", "8"], "the list moe does not support --tp"),
+        (["attention", "--tp", "8", "--batch", "1"], "the list attention does not support --batch --tp"),
+        (["rows", "--model", "tiny-llama"], "give either a list or --model, got rows and --model tiny-llama"),
         (
             ["rows", "--batch", "1", "--output", "times.txt"],
             "must be a .jsonl file, a .csv file or a folder, got times",

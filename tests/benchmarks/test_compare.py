@@ -83,7 +83,7 @@ def test_each_shape_of_a_kind_is_a_line(compare, tmp_path, monkeypatch, capsys):
         "commit": "abc",
     }
     out = capsys.readouterr().out
-    assert "silu_and_mul: 1.500 of the other's time as a geometric mean" in out and out.count("slower: ") == len(lines)
+    assert "silu_and_mul: 1.500x the other tree's time (geometric mean)" in out and out.count("slower: ") == len(lines)
 
 
 def test_the_kinds_are_those_of_the_command_bench(compare):

@@ -42,7 +42,7 @@ def test_ours_are_right_in_the_emulator_and_run_kernels(kind, arch, capsys, monk
     assert command.main([kind, "--emulate", arch]) == 0
     out = capsys.readouterr().out
     cases = len(command.CONTESTS[kind].reduced)
-    assert out.count("right\n") == cases and out.count("    ran ") == cases and FALLBACK not in out
+    assert out.count("ok\n") == cases and out.count("    ran ") == cases and FALLBACK not in out
 
 
 @pytest.mark.parametrize("of", CONTESTS, ids=lambda of: of.name)
@@ -177,7 +177,7 @@ WRONG = [
     (mla, rotates_its_cache, "elements of the cache are wrong"),
     (mla, does_not_rotate, "elements of the layer's output are wrong"),
     (mla, does_not_append, "17.. of 165888 elements of the cache are wrong"),
-    (mla, lambda data: data[1], "it must return the layer's output and the cache, got 1 values"),
+    (mla, lambda data: data[1], "the kernel must return the layer's output and the cache, got 1 values"),
 ]
 
 
@@ -288,10 +288,10 @@ def test_the_command_checks_then_times_then_scores(scripted, tmp_path, capsys):
     options = ["gemm", "--submission", str(path)]
     assert command.main(options) == 0
     test, first, second, total = capsys.readouterr().out.splitlines()
-    assert test.startswith("test  0: m 64 n 64 k 128") and test.endswith("right")
+    assert test.startswith("test  0: m 64 n 64 k 128") and test.endswith("ok")
     assert first.startswith("case  0: m 64") and "best 1000.00 us 0.00 TFLOPS  slowest 1000.00 us" in first
     assert "mean of 4 1000.00 us" in second and second.startswith("case  1: m 64 n 192")
-    assert total == "geometric means of 2: best 1000.00 us 0.00 TFLOPS, mean 1000.00 us, which is the score"
+    assert total == "geometric means over 2: best 1000.00 us 0.00 TFLOPS, mean 1000.00 us, which is the score"
     assert command.main([*options, "-c", "0", "-b"]) == 0
     assert "mean of 1 1000.00 us" in capsys.readouterr().out
     assert command.main([*options, "-p", "-c", "1"]) == 0
@@ -299,7 +299,7 @@ def test_the_command_checks_then_times_then_scores(scripted, tmp_path, capsys):
     path.write_text("custom_kernel = lambda data: data[4]\n")
     assert command.main(options) == 1
     out = capsys.readouterr().out
-    assert "WRONG" in out and "results are wrong: nothing is timed" in out and "case" not in out
+    assert "FAILED" in out and "wrong results: no timing" in out and "case" not in out
 
 
 def test_one_stage_is_printed_alone(scripted, small, monkeypatch, capsys):
@@ -316,7 +316,7 @@ def test_one_stage_is_printed_alone(scripted, small, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "there is no file "),
+        (None, "no file "),
         ("def custom_kernel(data:", "does not load: SyntaxError: "),
         ("import no_such_module", "does not load: ModuleNotFoundError: No module named 'no_such_module'"),
         ("def kernel(data): ...", "must have a function custom_kernel(data)"),
@@ -337,12 +337,12 @@ def test_files_that_are_no_submissions_are_refused(text, said, tmp_path, capsys)
         (["gemm", "--op", "rms_norm"], "unrecognized arguments: --op rms_norm"),
         (["moe", "-c", "2"], "-c must be 0 to 1 for moe, got 2"),
         (["moe", "-c", "-1"], "-c must be 0 to 1 for moe, got -1"),
-        (["moe", "-t", "0"], "-t needs -c, and ours"),
-        (["moe", "-c", "0", "-t", "0", "--submission", "x.py"], "-t needs -c, and ours"),
-        (["moe", "--emulate", "gfx942", "-c", "0"], "--emulate times nothing"),
-        (["moe", "--emulate", "gfx942", "--ranked"], "--emulate times nothing"),
-        (["moe", "-p", "-b"], "-p checks nothing"),
-        (["moe", "-p", "--emulate", "gfx942"], "-p checks nothing"),
+        (["moe", "-t", "0"], "-t needs -c and no --submission"),
+        (["moe", "-c", "0", "-t", "0", "--submission", "x.py"], "-t needs -c and no --submission"),
+        (["moe", "--emulate", "gfx942", "-c", "0"], "--emulate is untimed"),
+        (["moe", "--emulate", "gfx942", "--ranked"], "--emulate is untimed"),
+        (["moe", "-p", "-b"], "-p is unchecked"),
+        (["moe", "-p", "--emulate", "gfx942"], "-p is unchecked"),
         (["conv"], "invalid choice: 'conv'"),
         ([], "the following arguments are required: contest"),
     ],

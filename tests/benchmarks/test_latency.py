@@ -81,10 +81,10 @@ def test_table_has_what_starts_take():
         "start, s": ["20.00", "25.00", "+5.00", "+25.0 %"],
         "peak of load, GiB": ["3.00", "3.00", "+0.00", "+0.0 %"],
         "KV cache, blocks": ["100.00", "100.00", "+0.00", "+0.0 %"],
-        "first token of 8 x 1, ms": ["12.00", "15.00", "+3.00", "+25.0 %"],
-        "loop of Python at batch 8, us": ["400.00", "500.00", "+100.00", "+25.0 %"],
+        "TTFT, 8 x 1 tokens, ms": ["12.00", "15.00", "+3.00", "+25.0 %"],
+        "Python loop at batch 8, us": ["400.00", "500.00", "+100.00", "+25.0 %"],
     }
-    assert "first token of 8 x 1, ms" in latency_report.table(whole)
+    assert "TTFT, 8 x 1 tokens, ms" in latency_report.table(whole)
     del whole["runs"][0]["start"]
     assert latency_report.differences(whole)[0][2:] == ["", "25.00", "", ""]
 
@@ -183,13 +183,13 @@ def test_table_has_the_profile_of_both_sides():
     lines = [line.split() for line in latency_report.table(whole).splitlines()]
     assert ["FP8", "linears", "3", "/", "3"] in lines and ["idle", "2", "/", "2"] in lines
     whole["runs"][0] = whole["runs"][0] | {"profile_error": "RuntimeError: no profiler"}
-    assert "model could not be profiled without the ops: RuntimeError: no profiler" in latency_report.table(whole)
+    assert "model: no profile with vLLM: RuntimeError: no profiler" in latency_report.table(whole)
 
 
 def test_table_says_what_is_not_runnable_and_why():
     text = latency_report.table(report(None, [2.0], KERNELS))
-    assert "not runnable without" in text
-    assert "model is not runnable without the ops: ValueError: no kernel for this" in text
+    assert "  failed  " in text
+    assert "model failed with vLLM: ValueError: no kernel for this" in text
     assert "without.log" in text
 
 
@@ -199,10 +199,10 @@ FALLBACK = {"rms_norm": {"fallback: PyTorch reference on this device": 9}, "silu
 def test_table_admits_that_no_kernel_ran():
     """And has no ratio then: it would be PyTorch's."""
     text = latency_report.table(report([4.0], [2.0], FALLBACK))
-    assert "model: no kernel of the ops ran: on this machine they are plain PyTorch" in text
+    assert "model: no kernel of the plugin ran: the ops run PyTorch on this machine" in text
     assert "  no kernel ran" in text and "2.00x" not in text
     text = latency_report.table(report([4.0], [2.0], {}))
-    assert "called none of the ops" in text and "2.00x" not in text
+    assert "called no op of the plugin" in text and "2.00x" not in text
 
 
 def texts(drawn) -> list[str]:
@@ -222,13 +222,13 @@ def test_a_figure_cuts_nothing_off(models):
     for part in ("results", "runs"):
         whole[part] = [entry | {"model_id": f"model {i}"} for i in range(models) for entry in whole[part]]
     found = texts(latency_report.figure(whole))
-    assert "Decode latency: median, 10th to 90th percentile" in found and "8\n1.80x" in found
+    assert "Decode latency: median, p10 to p90" in found and "8\n1.80x" in found
     assert any(text.replace("\n", " ").endswith("2 iterations; random weights") for text in found)
 
 
 @pytest.mark.parametrize(
     ("without", "stats", "title"),
-    [([4.0], FALLBACK, "model\nno kernel of the ops ran: no ratio"), ([4.0], {}, None), (None, KERNELS, "model")],
+    [([4.0], FALLBACK, "model\nno kernel of the plugin ran: no speedup"), ([4.0], {}, None), (None, KERNELS, "model")],
 )
 def test_a_figure_has_no_ratio_where_there_is_none(without, stats, title):
     found = texts(latency_report.figure(report(without, [2.0], stats)))
@@ -415,7 +415,7 @@ def test_a_model_runs_on_both_sides(tmp_path):
     assert {seam["name"] for seam in with_ops["seams"] if seam["on"]} >= {"norm", "activation"}
     assert with_ops["reach"]["norms"]["taken"] and not with_ops["reach"]["norms"]["missed"]
     assert (tmp_path / "latency.png").stat().st_size > 10_000
-    assert "tiny-llama: no kernel of the ops ran" in result.stdout
+    assert "tiny-llama: no kernel of the plugin ran" in result.stdout
 
 
 @full
@@ -425,7 +425,7 @@ def test_a_side_that_fails_is_reported(tmp_path):
     overrides = json.dumps({"hf_overrides": {"num_attention_heads": 3}})
     result, found = run(tmp_path, "--model", "tiny-llama", "--side", "with", "--engine-args", overrides)
     assert result.returncode == 1
-    assert "not runnable with" in result.stdout and found["results"] == []
+    assert "failed with vLLM + vllm-rocm-ops" in result.stdout and found["results"] == []
 
 
 NEEDS_AVX512 = pytest.mark.skipif(

@@ -161,7 +161,7 @@ def test_the_newest_profile_counts(folder, half):
         f"| other products: least time of the weights | {least:.0f} |",
         "| FP8 linears | 7 / 7 |",
         "| idle | 1 / 1 |",
-        "| the step, under the profiler | 8 / 8 |",
+        "| step, under the profiler | 8 / 8 |",
         "| kernels and copies | 4 / 4 |",
         "| idle, by rank | 1 3 / 1 3 |",
         "| waiting in all-reduces, by rank | 0 2 / 0 2 |",

@@ -136,10 +136,10 @@ def test_peers_say_what_they_do_not_take():
     per_tensor = (None, None, None, torch.ones(1, 1), torch.bfloat16)
     per_row = ("torch tensorwise", "vllm tensorwise", "aiter", "aiter shuffled")
     for peer in map(PEERS["scaled_mm"].get, per_row):
-        with pytest.raises(ValueError, match="it takes scales per token and channel"):
+        with pytest.raises(ValueError, match="it needs scales per token and channel"):
             peer.call(*per_tensor)
     for tokens, blocks in ((4, 3), (3, 4)):
-        with pytest.raises(ValueError, match="it takes K a multiple of 512 and M one of 4"):
+        with pytest.raises(ValueError, match="it needs K to be a multiple of 512 and M of 4"):
             a, scale_b = torch.ones(tokens, 128 * blocks), torch.ones(1, blocks)
             PEERS["block_scaled_mm"]["torch"].call(a, None, None, scale_b, torch.bfloat16)
 

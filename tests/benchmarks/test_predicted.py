@@ -154,8 +154,8 @@ def test_a_machine_without_a_gpu_shows_kernels_and_predicted_times(tmp_path, cap
     out = capsys.readouterr().out
     assert "seams on:   norm\nseams off:  rope_and_cache\nops called: rms_norm (7)\nNo kernel ran" in out
     for model in without_gpu.MODELS:
-        assert f"\n{model} on MI300X: kernels by tokens of a step\n" in out
-        table = out.partition(f"\n{model} on MI300X: predicted us of a call, not measured; ")[2].splitlines()[1:]
+        assert f"\n{model} on MI300X: kernels by tokens per step\n" in out
+        table = out.partition(f"\n{model} on MI300X: predicted us per call, not measured; ")[2].splitlines()[1:]
         rows = [row.split() for row in table[:5]]
         assert rows[1] == ["o", "scaled_mm", "10", "100.0", "100.0", "+-25%"]
         assert rows[2] == ["experts", "fused_experts", "4", "500.0", "500.0", "unknown"]
@@ -174,7 +174,7 @@ def test_a_machine_without_a_gpu_shows_kernels_and_predicted_times(tmp_path, cap
     figure = ElementTree.fromstring(path.read_text())
     texts = [element.text for element in figure.iterfind(".//{*}text")]
     assert (
-        texts[0] == "Predicted for MI300X, never measured: the kernels of a decode step by kind"
+        texts[0] == "Predicted for MI300X, never measured: kernels of a decode step by kind"
         and "not a step" in texts[1]
     )
     assert [texts.count(text) for text in ("3.0 ms", "30 launches", "batch 1", "batch 8", "linear", "moe")] == [
@@ -207,7 +207,7 @@ def test_each_kind_of_work_has_a_fill_of_its_own():
 
 def test_a_file_without_predicted_times_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(SystemExit, match="there is no predicted time in"):
+    with pytest.raises(SystemExit, match="no predicted times in"):
         figures.main([str(tmp_path / "empty.jsonl")])
 
 
@@ -222,5 +222,5 @@ def test_what_predictions_lack_is_said_after_the_rest(monkeypatch, tmp_path, cap
 @pytest.mark.usefixtures("quick")
 def test_a_side_that_fails_without_a_gpu_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr(latency, "benchmark", lambda arguments: report(error="no memory"))
-    with pytest.raises(RuntimeError, match="tiny-llama with the ops: no memory; see logs/it.log"):
+    with pytest.raises(RuntimeError, match="tiny-llama failed with the plugin: no memory; see logs/it.log"):
         without_gpu.main(["--output", str(tmp_path)])

@@ -105,9 +105,9 @@ def test_where_no_kernel_ran_there_is_no_ratio():
 @pytest.mark.parametrize(
     ("fault", "error", "last"),
     [
-        ("ends", "the server ended with exit status 1 before it was up", ["no memory"]),
+        ("ends", "the server exited with status 1 during startup", ["no memory"]),
         ("hangs", "the server was not up after 3 s", ["loading"]),
-        ("client", "63 of 64 requests were answered", []),
+        ("client", "63 of 64 requests completed", []),
     ],
 )
 def test_what_fails_is_a_line_that_says_why(run, capsys, fault, error, last):

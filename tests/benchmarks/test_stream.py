@@ -41,7 +41,7 @@ def recorder(monkeypatch):
 def test_a_copy_moves_its_bytes_twice(recorder, capsys):
     assert cli.main(["bandwidth", "--size", "2", "--workgroups", "3,608"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["blocks", "read", "write", "copy", "GB/s", "of", "2", "MiB"]
+    assert head.split() == ["blocks", "read", "write", "copy", "GB/s,", "2", "MiB"]
     assert [line.split() for line in lines] == [["3", "2", "2", "4"], ["608", "2", "2", "4"]]
     words = 2 * 2**20 // 4
     assert recorder.called == [(words, name, count) for count in (3, 608) for name in ("read", "write", "copy")]
@@ -78,9 +78,9 @@ def test_a_wrong_result_ends_it(recorder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--size", "0"], "must be MiB, 1 to 1048576, got 0"),
-        (["--workgroups", "1,x"], "argument --workgroups: must be numbers from 1 to 65536 with commas"),
-        (["--workgroups", "0"], "argument --workgroups: must be numbers from 1 to 65536 with commas"),
+        (["--size", "0"], "must be 1 to 1048576 MiB, got 0"),
+        (["--workgroups", "1,x"], "argument --workgroups: must be comma-separated integers from 1 to 65536"),
+        (["--workgroups", "0"], "argument --workgroups: must be comma-separated integers from 1 to 65536"),
         (["--direction", "sideways"], "invalid choice: 'sideways'"),
     ],
 )

@@ -133,7 +133,7 @@ def test_every_op_of_a_model_is_tuned_and_its_rows_win(folders, arch):
         assert explained.source.startswith("default" if result.config is None else "tuned")
         if result.config is not None:
             assert explained.config == result.config
-    assert "rows won by more than 3%" in tune.summary(done, refused, emulated)
+    assert "new rows, each more than 3% faster" in tune.summary(done, refused, emulated)
 
 
 def example(problem: tune.Problem, arch) -> tuple:
@@ -248,7 +248,10 @@ def test_peers_are_timed_and_those_that_fail_say_why(folders):
     assert all(r.peers == {"good": 80.0} and r.config is None for r in done.results)  # a peer is no configuration
     assert done.results[0].unavailable == {"broken": "RuntimeError: no such kernel"}
     text = tune.summary(done, {}, measured)
-    assert "0.80x the best peer" in text and "broken: RuntimeError: no such kernel" in text
+    assert (
+        "0.80x speedup over the best peer" in text
+        and "broken unavailable for some shapes: RuntimeError: no such kernel" in text
+    )
     lines = log.getvalue().splitlines()
     assert len(lines) == len(done.results) and f"[1/{len(lines)}" in lines[0] and "best peer good 80.00" in lines[0]
 
@@ -328,10 +331,10 @@ def test_the_command_writes_the_users_tables(folders, capsys, monkeypatch, tmp_p
     command = ["tune", "--model", str(tmp_path), "--batch", "1", "--op", "scaled_mm", "--no-peers"]
     assert cli.main(command) == 0
     out, err = capsys.readouterr()
-    assert "4 shapes measured, 0 known before" in out and "[4/4, 0 s left] scaled_mm" in err
+    assert "4 shapes measured, 0 already in the tables" in out and "[4/4, 0 s left] scaled_mm" in err
     assert len(rows(folders / "users", LINEAR)) == 4 and "tune on a GPU" in rows(folders / "users", LINEAR)[0]["source"]
     assert cli.main(command) == 0
-    assert "0 shapes measured, 4 known before" in capsys.readouterr().out
+    assert "0 shapes measured, 4 already in the tables" in capsys.readouterr().out
 
 
 def test_importing_the_package_imports_no_tuner():

@@ -51,7 +51,7 @@ def commands(tmp_path_factory):
 def test_the_sample_is_an_op(commands):
     result = commands("factor * load", "factor * load")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "4 cases on gfx942: all right" in result.stdout
+    assert "4 cases on gfx942: all passed" in result.stdout
     assert "scaled_add_bf16 grid (8, 1, 1) block (256, 1, 1)" in result.stdout
 
 
@@ -65,7 +65,7 @@ def test_the_sample_is_an_op(commands):
 )
 def test_its_cases_catch_a_mistake(commands, text, replacement):
     result = commands(text, replacement)
-    assert result.returncode != 0 and re.search("cases on gfx942: [1-9] wrong", result.stdout)
+    assert result.returncode != 0 and re.search("cases on gfx942: [1-9] failed", result.stdout)
 
 
 def test_there_are_eight_steps():

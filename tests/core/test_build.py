@@ -463,4 +463,4 @@ print(vllm_rocm_ops.emulator.__file__)
     explained = run(tmp_path / "clean/bin/vllm-rocm-ops", "explain", "--model", "deepseek-v3", "--tp", "8")
     assert "lm_head" in explained and "fallback" not in explained
     command = ["verify", "--emulate", "gfx942", "--op", "silu_and_mul", "--case", "bf16"]
-    assert "1 cases on gfx942: all right" in run(tmp_path / "clean/bin/vllm-rocm-ops", *command)
+    assert "1 cases on gfx942: all passed" in run(tmp_path / "clean/bin/vllm-rocm-ops", *command)

@@ -97,8 +97,8 @@ def test_how_parts_end(monkeypatch, part):
     assert ("Memory access fault" in found["said"]) == (part is faults)
     wrong = check.wrong_of({"part": "op it", **found})
     assert bool(wrong) == (part not in (good, takes_long))
-    ends = {good: "right", takes_long: "right, stopped for lack of time"}
-    assert check.line_of({"part": "op it", **found}).endswith(ends[part] if part in ends else f"WRONG: {wrong[0]}")
+    ends = {good: "ok", takes_long: "ok, stopped at its time limit"}
+    assert check.line_of({"part": "op it", **found}).endswith(ends[part] if part in ends else f"FAILED: {wrong[0]}")
 
 
 def options(tmp_path, **changes) -> dict[str, object]:
@@ -158,7 +158,7 @@ def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys, way):
     processes = [{piece["process"] for piece in pieces} for pieces in (before, after)]
     assert [len(of) for of in processes] == [1, 1] and processes[0] != processes[1]
     assert {f"model {name} {tp}" for name, tp in check.TINY.items()} < parts.keys()
-    assert "1 with something wrong" in capsys.readouterr().out
+    assert " parts, 1 failed" in capsys.readouterr().out
 
 
 def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
@@ -170,7 +170,7 @@ def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
     assert min(given) > check.LEAST_SECONDS, "a part that cannot start in what is left would look like one that hangs"
     ended = [part["ended"] for part in json.loads((tmp_path / "it.json").read_text())["parts"]]
     assert ended[0] == "done" and ended[-1] == "left out"
-    assert f"{ended.count('left out')} left out for lack of time" in capsys.readouterr().out
+    assert f"{ended.count('left out')} skipped (time limit)" in capsys.readouterr().out
 
 
 def test_models_share_the_time_that_is_left(tmp_path, monkeypatch):
@@ -207,7 +207,7 @@ def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check.Worker, "run", lambda *_: found)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["check"]) == 2
-    assert "there is no GPU; --emulate gfx942" in capsys.readouterr().err
+    assert "no GPU found; --emulate gfx942" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_doctor_knows_the_seams(found):
 
 @needs_vllm
 def test_doctor_says_why_vllm_does_not_use_the_ops(found):
-    assert "VLLM_PLUGINS=other leaves out rocm_ops" in run("doctor", VLLM_PLUGINS="other").stdout
+    assert "VLLM_PLUGINS=other excludes rocm_ops" in run("doctor", VLLM_PLUGINS="other").stdout
     assert {seam["name"]: seam["on"] for seam in found["vllm"]["seams"]}["norm"] is False
 
 
@@ -155,14 +155,14 @@ def test_explain_says_which_rule_does_not_hold(capsys):
     [
         ("weight=bf16[12]", "rms_norm: weight must be bfloat16[hidden=4096], got bfloat16[12]"),
         ("epsilon=small", "epsilon must be a number, true, false, none, a dtype or dtype[shape], got small"),
-        ("nonsense=1", "rms_norm has no argument nonsense, only input, weight, epsilon, one_plus_weight"),
+        ("nonsense=1", "rms_norm has no argument nonsense; arguments: input, weight, epsilon, one_plus_weight"),
         ("nonsense", "nonsense must be name=value"),
-        ("weight=5", "rms_norm: weight must be a tensor, as bf16[8x7168] or none, got 5"),
-        ("input=none", "rms_norm: input must be a tensor, as bf16[8x7168], got none"),
+        ("weight=5", "rms_norm: weight must be a tensor, e.g. bf16[8x7168] or none, got 5"),
+        ("input=none", "rms_norm: input must be a tensor, e.g. bf16[8x7168], got none"),
         ("epsilon=true", "rms_norm: epsilon must be a number, got true"),
         ("epsilon=99999999999", "rms_norm: epsilon must be a number, got 99999999999"),
-        ("weight=bf16[x]", "weight: the shape must be sizes with x between them, as 8x7168, got x"),
-        ("weight=bf16[99999999999999999999]", "weight: the shape must be sizes with x between them"),
+        ("weight=bf16[x]", "weight: shape must be sizes joined by x, e.g. 8x7168, got x"),
+        ("weight=bf16[99999999999999999999]", "weight: shape must be sizes joined by x"),
         ("epsilon=" + "[" * 10**5, "epsilon must be a number, true"),
     ],
 )
@@ -185,7 +185,10 @@ def test_an_error_of_torch_is_one_line(capsys, monkeypatch):
 @pytest.mark.parametrize("product", ["H200", "gfx942"])
 def test_predict_knows_gpus_with_a_timing_model_only(asked, product, capsys):
     assert cli.main(["predict", *asked, "--arch", product]) == 2
-    assert capsys.readouterr() == ("", f"a timing model exists of MI300X, MI308X, MI325X, MI355X, got {product}\n")
+    assert capsys.readouterr() == (
+        "",
+        f"arch must be a product with a timing model (MI300X, MI308X, MI325X, MI355X), got {product}\n",
+    )
 
 
 def test_commands_say_what_the_emulator_needs():
@@ -229,11 +232,11 @@ def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
         header, *lines = capsys.readouterr().out.splitlines()
         columns = [header.index(name) for name in ("layer", "tokens", "kernel", "configuration")]
         cells = [[line[at:].split("  ")[0].strip() for at in columns] for line in lines]
-        return {layer: (tokens, why) for layer, tokens, kernel, why in cells if kernel == "vLLM's own"}
+        return {layer: (tokens, why) for layer, tokens, kernel, why in cells if kernel == "vLLM's kernel"}
 
     found = kept()
-    assert found["o"] == found["experts"] == ("65", "unmeasured: of more than 64 tokens the seam leaves to vLLM")
-    limited = "unmeasured: of more than 16 tokens the seam leaves to vLLM"
+    assert found["o"] == found["experts"] == ("65", "unmeasured: vLLM above 64 tokens")
+    limited = "unmeasured: vLLM above 16 tokens"
     assert found["lm_head"] == found["router"] == ("17,64,65", limited)
     assert not {"input norm", "routing", "dense SwiGLU"} & found.keys()
 
@@ -264,7 +267,9 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
         """By layer and number of tokens, whether the kernel is ours, and why."""
         lines = explain.explain_model(list(call.values()), arch, (1, 8, 64, 512, 700, 2048))
         cells = [
-            (line[0], tokens, line[4] != "vLLM's own", line[6]) for line in lines[1:] for tokens in line[3].split(",")
+            (line[0], tokens, line[4] != "vLLM's kernel", line[6])
+            for line in lines[1:]
+            for tokens in line[3].split(",")
         ]
         found: dict[str, dict[str, tuple[bool, str]]] = {}
         for layer, tokens, is_ours, why in cells:
@@ -280,8 +285,8 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
         "700": False,
         "2048": False,
     }
-    assert found["o"]["1"][1] == "measured: ours 20.0 us, vLLM's 10.0 us"
-    assert found["o"]["512"][1].startswith("measured: ours 5.0 us, vLLM's 10.0 us: default TiledConfig")
+    assert found["o"]["1"][1] == "measured: plugin 20.0 us, vLLM 10.0 us"
+    assert found["o"]["512"][1].startswith("measured: plugin 5.0 us, vLLM 10.0 us: default TiledConfig")
     assert found["o"]["700"][1] == "measured at 1, 64, 512, 1024 tokens"
     assert [found["experts"][t][0] for t in ("1", "8", "64")] == [True, True, False]
     assert [found["q_a norm"][t][0] for t in ("1", "8", "2048")] == [True] * 3
@@ -306,8 +311,8 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention")]
         return " ".join(line.split()[3:])
 
-    assert explained().endswith("vLLM's own unmeasured: vLLM's own until ours was measured to be faster")
-    assert explained((2.0, 3.0), (4.0, 3.0)).endswith("vLLM's own measured with 2 lengths and backends")
+    assert explained().endswith("vLLM's kernel unmeasured: vLLM until the plugin is measured faster")
+    assert explained((2.0, 3.0), (4.0, 3.0)).endswith("vLLM's kernel measured: 2 (context length, backend) pairs")
     assert "1 paged_attention_decode_bf16_64_native" in explained((2.0, 3.0), (2.0, 3.0))
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     assert "VLLM_ROCM_OPS_ATTENTION=1: default DecodeConfig" in explained()
@@ -339,15 +344,15 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
         assert found[joined].startswith("paged_attention_decode_bf16_128_native"), kind
         assert found["attention"] == f"in {joined}: "
         found = explained({"|RocmAttentionBackend": wins, ours: wins, apart: loses}, model)
-        assert found[joined] == "two launches: measured: not faster than attention and a quantization of its own"
+        assert found[joined] == "two launches: measured: not faster than attention plus a separate quantization"
         assert found["attention"].startswith("paged_attention_decode_bf16_128_native")
         found = explained({"|RocmAttentionBackend": loses, ours: loses, apart: wins}, model)
-        assert found[joined] == "two launches: measured with 1 lengths and backends"
-        assert found["attention"] == "vLLM's own: measured with 1 lengths and backends"
+        assert found[joined] == "two launches: measured: 1 (context length, backend) pairs"
+        assert found["attention"] == "vLLM's kernel: measured: 1 (context length, backend) pairs"
         found = explained({"|RocmAttentionBackend": wins}, model)
         assert found[joined].startswith("two launches: unmeasured") and found["attention"].startswith("paged_")
     rotation = "norms of q and k + rotation + cache write"
-    assert found[rotation] == "three launches: vLLM's own without VLLM_ROCM_OPS_ATTENTION=1"
+    assert found[rotation] == "three launches: vLLM without VLLM_ROCM_OPS_ATTENTION=1"
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     found = explained({}, "qwen3-8b-fp8")
     assert found[rotation].startswith("qk_norm_rope_and_cache_bf16_128: ") and found["attention"] == f"in {joined}: "
@@ -368,7 +373,7 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
     one, parts = "gate_up + SwiGLU", ("gate_up", "SwiGLU")
     found = explained()
     assert found[one][0].startswith("1 scaled_mm_silu_narrow_8: unmeasured: default SkinnyConfig")
-    assert found[one][2].startswith("65 two launches: gate_up: unmeasured: of more than 64 tokens")
+    assert found[one][2].startswith("65 two launches: gate_up: unmeasured: vLLM above 64 tokens")
     assert [found[part][0] for part in parts] == ["1,64 in gate_up + SwiGLU: "] * 2
     assert found["SwiGLU"][1].startswith("65 silu_and_mul_quant_bf16")
     wins, loses = kernel_selection.Measured(50.0, 60.0), kernel_selection.Measured(60.0, 50.0)
@@ -381,14 +386,14 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
         return explained({name: {1: each} for name, each in zip(names, of)})
 
     assert measured(wins, wins)[one][0].startswith(
-        "1 scaled_mm_silu_narrow_8: measured: ours 50.0 us, two launches 60.0 us: default"
+        "1 scaled_mm_silu_narrow_8: measured: plugin 50.0 us, two launches 60.0 us: default"
     )
     found = measured(loses, wins)
-    assert found[one][0] == "1 two launches: measured: ours 60.0 us, two launches 50.0 us"
-    assert found["gate_up"][0].startswith("1 scaled_mm_narrow_8: measured: ours 50.0 us, vLLM's 60.0 us")
+    assert found[one][0] == "1 two launches: measured: plugin 60.0 us, two launches 50.0 us"
+    assert found["gate_up"][0].startswith("1 scaled_mm_narrow_8: measured: plugin 50.0 us, vLLM 60.0 us")
     found = measured(wins, loses)
-    assert found[one][0] == "1 two launches: gate_up: measured: ours 60.0 us, vLLM's 50.0 us"
-    assert found["gate_up"][0] == "1 vLLM's own: measured: ours 60.0 us, vLLM's 50.0 us"
+    assert found[one][0] == "1 two launches: gate_up: measured: plugin 60.0 us, vLLM 50.0 us"
+    assert found["gate_up"][0] == "1 vLLM's kernel: measured: plugin 60.0 us, vLLM 50.0 us"
     found = explained(off={"silu_and_mul_quant": "wrong here"})
     assert found[one] == ["1,64 two launches: SwiGLU: off on this GPU: wrong here", found[one][1]]
 
@@ -401,11 +406,11 @@ def test_explain_of_a_model_says_that_absorbed_products_are_measured_first(capsy
         return {line[0]: " ".join(line[3:]) for line in lines if line[0].startswith("W_U")}
 
     ours = {"W_UK": "1 batched_gemm_bf16_transposed_16 128", "W_UV": "1 batched_gemm_bf16_narrow_16 128"}
-    assert set(explained().values()) == {"1 vLLM's own unmeasured: vLLM's own until ours was measured to be faster"}
+    assert set(explained().values()) == {"1 vLLM's kernel unmeasured: vLLM until the plugin is measured faster"}
     measured = {1: kernel_selection.Measured(2.0, 3.0, 0.0, 0.0)}
     found = explained({"batched_gemm 16x512x128 bfloat16 transposed bmm": measured})
-    assert found["W_UK"].startswith(f"{ours['W_UK']} measured: ours 2.0 us, vLLM's 3.0 us")
-    assert found["W_UV"].startswith("1 vLLM's own unmeasured")
+    assert found["W_UK"].startswith(f"{ours['W_UK']} measured: plugin 2.0 us, vLLM 3.0 us")
+    assert found["W_UV"].startswith("1 vLLM's kernel unmeasured")
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     assert all(line.startswith(f"{ours[name]} VLLM_ROCM_OPS_ATTENTION=1") for name, line in explained().items())
 
@@ -422,16 +427,18 @@ def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_th
         return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1, 64), False)}
 
     found = explained()
-    assert found[one].startswith("vLLM's own (unmeasured") and found["q_a norm"].startswith("rms_norm_per_block_quant")
+    assert found[one].startswith("vLLM's kernel (unmeasured") and found["q_a norm"].startswith(
+        "rms_norm_per_block_quant"
+    )
     kernel = "latent_norm_rope_and_cache_bf16_per_block_quant"
     for cache, order in (("auto", ""), ("fp8", " column-major")):
         key = f"latent_norm_rope_and_cache 1536+512+64 bfloat16 {cache} block{order} compiled"
         fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
         found = explained({key: fast})
         assert found[one].startswith(kernel) and found["q_a norm"] == found["kv_a norm"] == f"in {one}"
-        assert explained({key: slow})[one].startswith("vLLM's own (measured")
+        assert explained({key: slow})[one].startswith("vLLM's kernel (measured")
     assert explained({key: fast}, {"latent_norm_rope_and_cache": "wrong here"})[one].startswith(
-        "vLLM's own (off on this GPU"
+        "vLLM's kernel (off on this GPU"
     )
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     assert explained()[one].startswith(f"{kernel} (VLLM_ROCM_OPS_ATTENTION=1")
@@ -477,7 +484,7 @@ def test_explain_takes_a_model(model, arch, capsys):
     short = capsys.readouterr().out
     assert max(map(len, short.splitlines())) <= 120
     assert {kernel.strip() for kernel in kernels} <= set(
-        re.findall(r"vLLM's own|(?:two|three) launches|in gate_up|\w+", short)
+        re.findall(r"vLLM's kernel|(?:two|three) launches|in gate_up|\w+", short)
     )
 
 
@@ -501,7 +508,7 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
     [tuned] = [line for line in lines if line.startswith("qkv") and " 8  " in line]
     assert tuned.endswith(f"tuned SkinnyConfig(rows=64, split_k=0, blocks=304): {table}: mine")
     [refused] = [line for line in lines if line.startswith("lm_head") and " 128 " in line]
-    assert refused.endswith("of more than 16 tokens the seam leaves to vLLM")
+    assert refused.endswith("vLLM above 16 tokens")
     found = doctor.find()["tables"]
     assert found["yours"] == {"folder": str(tmp_path), "rows": {"gfx942": {"scaled_mm": 1}}}
     assert f"yours    scaled_mm 1  {tmp_path}" in doctor.text(doctor.find())
@@ -524,25 +531,25 @@ def test_explain_of_a_model_refuses_with_a_plain_message(arguments, message, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["explain"], "explain takes an op or --model"),
-        (["explain", "rms_norm", "--model", "deepseek-v3"], "explain takes an op or --model"),
+        (["explain"], "explain needs either an op or --model"),
+        (["explain", "rms_norm", "--model", "deepseek-v3"], "explain needs either an op or --model"),
         (
             ["explain", "--model", "deepseek-v3", "--batch", "1,x"],
-            "must be positive numbers with commas between them, at most 16777216, got 1,x",
+            "must be comma-separated positive integers up to 16777216, got 1,x",
         ),
-        (["tune", "--model", "deepseek-v3", "--batch", "0"], "must be positive numbers"),
-        (["explain", "rms_norm", "--shape", "x"], "must be sizes with x between them, as 8x7168, got x"),
-        (["explain", "rms_norm", "--shape", "99999999999x99999999999"], "must be sizes with x between them"),
-        (["bench", "--model", "tiny-llama", "--batch", "99999999999"], "at most 16777216, got 99999999999"),
+        (["tune", "--model", "deepseek-v3", "--batch", "0"], "must be comma-separated positive integers"),
+        (["explain", "rms_norm", "--shape", "x"], "must be sizes joined by x, e.g. 8x7168, got x"),
+        (["explain", "rms_norm", "--shape", "99999999999x99999999999"], "must be sizes joined by x"),
+        (["bench", "--model", "tiny-llama", "--batch", "99999999999"], "up to 16777216, got 99999999999"),
         (["tune"], "the following arguments are required: --model"),
         (
             ["explain", "rms_norm", "--shape", "int4[8x8]"],
-            "must be sizes with x between them, as 8x7168, got int4[8x8]",
+            "must be sizes joined by x, e.g. 8x7168, got int4[8x8]",
         ),
         (["verify", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (
             ["verify", "rows", "--emulate", "gfx942"],
-            "--emulate checks test cases and a model's calls, not the list rows",
+            "--emulate supports test cases and --model, not the list rows",
         ),
     ],
 )

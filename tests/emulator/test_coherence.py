@@ -66,7 +66,7 @@ RIGHT = [
     last_adds_up("stored_and_invalidated", "sc1", (WAIT,), acquire=(INVALIDATE,)),
     last_adds_up("written_back_behind_a_barrier", "", (WAIT, BARRIER, WRITE_BACK, WAIT), acquire=(INVALIDATE,)),
 ]
-NOT_COMPLETE, NOT_WRITTEN_BACK = "no s_waitcnt says that it was complete", "it has no sc1, and no buffer_wbl2 sc1"
+NOT_COMPLETE, NOT_WRITTEN_BACK = "no s_waitcnt completed it", "it has no sc1, and no buffer_wbl2 sc1"
 NOT_INVALIDATED = "this access has no sc1, and no buffer_inv sc1"
 WRONG = {
     last_adds_up("stored_without_sc1", "", (WAIT,), load="sc1"): NOT_WRITTEN_BACK,

@@ -166,7 +166,7 @@ RIGHT = [
 WRONG = {
     (sends("stored_for_the_agent", AGENT), RECEIVED): "it has no sc0 sc1, and no buffer_wbl2 sc0 sc1",
     (sends("released_to_the_agent", "", ("buffer_wbl2 sc1", WAIT)), RECEIVED): "it has no sc0 sc1, and no buffer_wbl2",
-    (sends("not_complete", release=()), RECEIVED): "no s_waitcnt says that it was complete",
+    (sends("not_complete", release=()), RECEIVED): "no s_waitcnt completed it",
     (SENT, receives("loaded_for_the_agent", load=AGENT)): "this access has no sc0 sc1",
     (sends("flag_for_the_agent", flag=AGENT), RECEIVED): "the store has no sc0 sc1, so that devices may miss it",
     (SENT, receives("flag_of_the_agent", flag=AGENT)): "this access has no sc0 sc1, so that devices may miss it",

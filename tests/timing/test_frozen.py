@@ -120,10 +120,10 @@ def test_what_was_measured_is_set_beside_what_was_predicted(file):
     first = [piece("qkv", 12.4, 10.0), piece("o", 7.9, 10.0), piece("down", 20.0, 10.0, None)]
     found = [*first, piece("qkv", 99.0, 10.0, beside="another"), piece("x", 1.0, None), piece("y", None, 3.0)]
     when, median, band, *worst = frozen.beside([*found, {"case": "a"}])
-    assert when == "predicted on 2026-11-24 at 202, before any such GPU was seen: 3 of these calls"
+    assert when == "frozen predictions of 2026-11-24 at 202, before any run on such a GPU: 3 calls"
     assert median == "  measured / predicted: median 1.24"
-    assert band == "  within the band: 1 of 2; 1 have no band"
-    assert worst[0] == "  down, 1 tokens: 20.0 us measured, 10.0 predicted (scaled_mm)" and len(worst) == 3
+    assert band == "  within the error band: 1 of 2; without a band: 1"
+    assert worst[0] == "  down, 1 tokens: 20.0 us measured, 10.0 us predicted (scaled_mm)" and len(worst) == 3
     assert frozen.beside([piece("x", 1.0, None)]) == []
 
 

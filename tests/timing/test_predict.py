@@ -177,13 +177,16 @@ def test_attention_reads_as_many_keys_as_are_said(op):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rms_norm", "--arch", "H200"], "a timing model exists of MI300X, MI308X, MI325X, MI355X, got H200"),
-        (["rms_norm", "--shape", "0x4096"], "must run a kernel of ours"),
-        (["rows", "--arch", "H200"], "a timing model exists of MI300X"),
-        (["rows", "--tp", "2"], "the list rows takes no --tp"),
-        ([], "predict takes an op, a list of shapes or --model"),
-        (["rms_norm", "--model", "tiny-llama"], "predict takes an op, a list of shapes or --model"),
-        (["mla_decode", "--context", "0"], "predict takes a --context of 1 to 1048576 keys, got 0"),
+        (
+            ["rms_norm", "--arch", "H200"],
+            "arch must be a product with a timing model (MI300X, MI308X, MI325X, MI355X), got H200",
+        ),
+        (["rms_norm", "--shape", "0x4096"], "no kernel serves this call"),
+        (["rows", "--arch", "H200"], "arch must be a product with a timing model (MI300X"),
+        (["rows", "--tp", "2"], "the list rows does not support --tp"),
+        ([], "predict needs either an op, a list of shapes or --model"),
+        (["rms_norm", "--model", "tiny-llama"], "predict needs either an op, a list of shapes or --model"),
+        (["mla_decode", "--context", "0"], "--context must be 1 to 1048576 keys, got 0"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(capsys, arguments, message):
@@ -195,7 +198,7 @@ def test_what_cannot_be_predicted_says_why(capsys, arguments, message):
 def test_a_model_is_predicted_launch_by_launch(capsys):
     assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "2"]) == 0
     head, *rows, baseline, plugin, most, last = capsys.readouterr().out.splitlines()
-    assert "predicted times in us, not measured" in head and "of 4096 keys a request" in head
+    assert "predicted times in us, not measured" in head and "with 4096 keys per request" in head
     layers = [re.split(r"  +", row)[0] for row in rows[1:]]
     assert (
         layers.index("qkv")
@@ -207,10 +210,10 @@ def test_a_model_is_predicted_launch_by_launch(capsys):
     counts = [int(row[4]) for row in cells]
     us = [float(row[7].partition(",")[0]) for row in cells]
     of_each = sum(int(row[3]) * time for row, time in zip(cells, us))
-    found = re.fullmatch(r"predicted step with 2 tokens: plugin (\S+) ms in (\d+) launches, between .*", plugin)
+    found = re.fullmatch(r"predicted step, 2 tokens: plugin (\S+) ms \(.*\) in (\d+) launches.*", plugin)
     assert int(found[2]) == sum(counts) and float(found[1]) * 1e3 == pytest.approx(of_each, abs=30)
-    assert baseline.startswith("predicted step with 2 tokens: baseline ") and "published steps" in last
-    assert most.startswith("most above the floor of its bytes: ") and most.count(" ms, ") == 3
+    assert baseline.startswith("predicted step, 2 tokens: baseline ") and "published steps" in last
+    assert most.startswith("most time above the HBM roofline: ") and most.count(" ms, ") == 3
     assert any("predicted +-25%" in row for row in rows) and any("assumed" in row for row in rows)
 
 
@@ -231,7 +234,7 @@ def test_a_call_is_predicted_with_its_arguments_on_a_product(capsys):
 @pytest.mark.usefixtures("few_blocks")
 def test_a_baseline_is_of_the_product_that_was_measured(capsys):
     predicted = printed(capsys, "predict", "--model", "tiny-llama-fp8", "--batch", "2", "--arch", "MI308X")
-    assert "predicted step with 2 tokens: plugin " in predicted and "tokens: baseline " not in predicted
+    assert "predicted step, 2 tokens: plugin " in predicted and "tokens: baseline " not in predicted
 
 
 def test_it_tells_of_constants_that_were_refitted(capsys, monkeypatch, tmp_path):
@@ -240,7 +243,7 @@ def test_it_tells_of_constants_that_were_refitted(capsys, monkeypatch, tmp_path)
     before = printed(capsys, "predict", *call)
     refit.file_of(MACHINE).write_text(json.dumps({"start": 3.0}))
     after = printed(capsys, "predict", *call)
-    assert f"constants by refit, of {refit.file_of(MACHINE)}" in after.splitlines()
+    assert f"constants refitted by the user: {refit.file_of(MACHINE)}" in after.splitlines()
     times = [float(text.partition("MI300X: predicted ")[2].split()[0]) for text in (before, after)]
     assert times[1] > times[0] + 2
 

@@ -43,12 +43,12 @@ def test_a_refit_finds_the_machine_that_was_measured(capsys):
     mine = refit.of_user(MACHINE)
     assert {name: mine[name] for name in written} == written and mine.constants["start"].source.endswith(".json")
     assert cli.main(["predict", "rms_norm", "--shape", "1x4096"]) == 0
-    assert "constants by refit, of" in capsys.readouterr().out
+    assert "constants refitted by the user: " in capsys.readouterr().out
     assert refit.of_user(machines.MI355X) is machines.MI355X
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[1]", "must have constants by name"), ('{"valu": 3}', "must have some of start")]
+    ("text", "message"), [("[1]", "must map constants to numbers"), ('{"valu": 3}', "must have only start")]
 )
 def test_a_file_of_something_else_is_refused(text, message):
     refit.file_of(MACHINE).parent.mkdir(parents=True)
@@ -69,7 +69,7 @@ def test_other_products_have_no_error_band(capsys, product):
     head = capsys.readouterr().out.splitlines()[0]
     assert (
         f"on {product.upper()}: predicted " in head
-        and f"no published decode time of {product.upper()} was compared" in head
+        and f"no published decode times of {product.upper()} to compare" in head
     )
 
 

@@ -154,9 +154,9 @@ def test_lines_say_what_ran_and_what_did_not(scaled, monkeypatch, tmp_path):
     assert found["llama block"]["gpu"] == "Made-up GPU" and found["llama block"]["commit"] == "abc"
     assert found["llama mxfp8"]["perplexity"].keys() == {"bf16", "ours"}
     assert found["llama mxfp8"]["unavailable"] == {"stock": "RuntimeError: none"}
-    assert found["llama static"]["wrong"] == ["with the ops: ValueError: no"] and found["llama token"]["wrong"] == []
+    assert found["llama static"]["wrong"] == ["with the plugin: ValueError: no"] and found["llama token"]["wrong"] == []
     said = "\n".join(map(quality.text, found.values()))
-    assert "stock not runnable: RuntimeError: none" in said and "6 of 256 tokens equal" in said and "WRONG" in said
+    assert "baseline failed: RuntimeError: none" in said and "6 of 256 tokens equal" in said and "FAILED" in said
 
 
 def test_the_held_out_text_stays_that_of_the_checkpoints(tmp_path, monkeypatch):
@@ -223,4 +223,4 @@ def test_vllm_with_a_wrong_scale_answers_otherwise(monkeypatch, tmp_path, layer)
     monkeypatch.setattr(quality, "run_side", planted)
     status, found = run(monkeypatch, tmp_path, "--model", "llama", "--kind", "token", "--tokens", "65536")
     assert status == 1
-    assert any(f"the scale of {layer} is off" in why for why in found["llama token"]["wrong"])
+    assert any(f"scale of {layer} is off" in why for why in found["llama token"]["wrong"])

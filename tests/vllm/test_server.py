@@ -223,13 +223,13 @@ def test_a_server_that_is_right_is_right():
 @pytest.mark.parametrize(
     ("fake", "growing", "wrong"),
     [
-        (Fake(of_some(other_tokens)), 0, r"is 8\.50 less likely than the best, at most 0\.5"),
+        (Fake(of_some(other_tokens)), 0, r"is 8\.50 less likely than the best, limit 0\.5"),
         (
             Fake(of_some(other_probabilities)),
             0,
             r"the log probability of token \d+ \(.*\) is -1\.100, alone it is -0\.500",
         ),
-        (Fake(of_some(lambda choice: choice["token_ids"].pop())), 0, r"\d+ tokens of \d+ \("),
+        (Fake(of_some(lambda choice: choice["token_ids"].pop())), 0, r"\d+ of \d+ tokens \("),
         (Fake(of_some(lambda choice: choice.update(finish_reason="abort"))), 0, "which ends by abort"),
         (
             Fake(
@@ -241,7 +241,7 @@ def test_a_server_that_is_right_is_right():
             "not finite",
         ),
         (Fake(lambda found, body: {} if "error" in found else found), 0, "is answered by 400: {}"),
-        (Fake(), 1.0, r"the memory grew by \d+\.\d MiB, at most 5"),
+        (Fake(), 1.0, r"memory grew by \d+\.\d MiB, limit 5"),
     ],
     ids=["tokens", "log probabilities", "too few", "aborted", "NaN", "no reason", "a leak"],
 )
@@ -253,7 +253,7 @@ def test_what_is_wrong_is_seen(fake, growing, wrong):
 def test_requests_that_are_left_are_seen():
     fake = Fake()
     fake.running = 1
-    with pytest.raises(Wrong, match="requests are left in the server after 0.3 s: {'num_requests_running': 1.0"):
+    with pytest.raises(Wrong, match="requests remain in the server after 0.3 s: {'num_requests_running': 1.0"):
         under_load(fake)
 
 
@@ -370,5 +370,5 @@ def test_the_folder_of_tables_has_one_table(tmp_path, files, fits):
     if fits:
         assert server_load.measured(tmp_path) == {"off": {}}
     else:
-        with pytest.raises(Wrong, match="not one table"):
+        with pytest.raises(Wrong, match="expected one table"):
             server_load.measured(tmp_path)

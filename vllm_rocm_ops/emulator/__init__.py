@@ -1,24 +1,23 @@
-"""Runs compiled gfx942 and gfx950 code objects on the CPU, checks every access, and counts.
+"""Run compiled gfx942 and gfx950 code objects on the CPU, check every access, and count.
 
     emulator = Emulator("gfx942")
     with launch.executor(emulator):
         ops.rms_norm(x, weight, 1e-6)
     emulator.last.lds_conflict_cycles
 
-A device holds the programs of code objects; a program is a kernel whose instructions are bound to functions on waves
-(instructions/); a scheduler runs one launch of it. memory.py has bounds, accesses.py and lds.py have races, events.py has waits,
-sanitizer.py has registers. vllm_rocm_ops/docs/emulator.md says how to run kernels of one's own.
+A device holds the programs of code objects. A program is a kernel with instructions bound to functions on waves (instructions/). A
+scheduler runs one launch of it. Bounds are checked in memory.py, races in accesses.py and lds.py, waits in events.py, registers in
+sanitizer.py. vllm_rocm_ops/docs/emulator.md explains how to run other kernels.
 
-What it checks, as subclasses of `EmulatorError` that name kernel, instruction, block, wave and lane: see errors.py.
-`Emulator(arch, seed=n)` runs waves one by one in a random order, which finds more; `races=False` leaves races to luck.
+Faults are raised as subclasses of `EmulatorError` (errors.py) that name kernel, instruction, block, wave and lane.
+`Emulator(arch, seed=n)` runs waves one by one in random order, which finds more; `races=False` disables race checks.
 
-`Devices` are several GPUs, or several queues of one, whose launches run at the same time: devices.py, words.py.
+`Devices` are several GPUs, or several queues of one, with concurrent launches (devices.py, words.py).
 
-Blocks may be on dies whose L2 caches are not coherent: coherence.py has the rules for what blocks pass to each other.
+Blocks may run on dies with non-coherent L2 caches: coherence.py defines how blocks may pass data.
 
-What it does not see: the caches of scalars and instructions, the s_nop that some instruction pairs need (but for M0, whose
-write must not stand right before a read), halves of a register of which only the other half was written. It rounds to nearest
-even and keeps f16 and f64 denormals, whatever MODE says.
+Not modeled: scalar and instruction caches; the s_nop that some instruction pairs need (except a read of M0 right after its write);
+halves of a register with only the other half written. Rounding is to nearest even and f16 and f64 denormals are kept, whatever MODE is.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Who accessed each granule of global memory last, and whether anything orders an access after that and lets it find it."""
+"""Track the last accesses to each granule of global memory, and check that later ones are ordered after them and see their data."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from .errors import GlobalRace, StaleRead
 
 
 def _sparse_zeros(count: int) -> np.ndarray:
-    """int64 zeros that take memory only where they are written, and may be more than there is."""
+    """Return int64 zeros in lazily committed memory, possibly more than physical memory."""
     no_reserve = 0x4000  # Linux's MAP_NORESERVE
     return np.frombuffer(mmap.mmap(-1, 8 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), np.int64)
 
 
 class Accesses:
-    """The last accesses to the granules of regions, checked with what waves have seen (coherence.py). Each region has `last`:
-    clock << 32 | barrier epoch << 20 | wave id + 1 of each granule's last writer; and `readers`: the same of readers. The clock's two lowest
-    bits are the scope of a store."""
+    """Hold the last accesses to granules of regions, and check them against what waves have seen (coherence.py).
+
+    Each region has `last`, the granules' last writers as clock << 32 | barrier epoch << 20 | wave id + 1, and `readers`, likewise.
+    The two lowest bits of the clock are a store's scope.
+    """
 
     def __init__(self, granule: int, coherence: Coherence):
         self.granule, self.coherence = granule, coherence
 
     def check_order(self, region, offsets, size, index, w, where, values, scope: int) -> None:
-        """Refuses an access that nothing orders after another wave's: a read after a write; a write (`values` are the old and
-        the new bytes) after a write of something else, or after a read. And one that may miss another block's store."""
+        """Raise for an access that is unordered after another wave's, or that may miss another block's store.
+
+        Unordered accesses are a read after a write, a write (`values` are the old and new bytes) after a write of another value, and
+        a write after a read.
+        """
         if region.last is None and region.readers is None:
             return
         rows = where.rows if index is None else where.rows[index]
@@ -47,7 +52,7 @@ class Accesses:
                 other = int(who[bad, np.argmax(suspect[bad])] & 0xFFFFF) - 1
                 action = "read" if values is None else "overwritten"
                 message = f"byte {int(offsets[bad]) - region.start} of {region.name}, {action} here, was {kind} by "
-                message += f"{self.coherence.wave_name(other)} with nothing that orders the two"
+                message += f"{self.coherence.wave_name(other)} without synchronization"
                 raise where(GlobalRace, bad if index is None else int(index[bad]), message)
             if kind == "written":
                 hidden = self._hidden(region, who, w, rows, scope) & changed
@@ -59,7 +64,7 @@ class Accesses:
                     raise where(StaleRead, bad if index is None else int(index[bad]), message)
 
     def _hidden(self, region, keys, w, rows, scope: int) -> np.ndarray:
-        """Where a granule's last store is another block's, and this access may not find it."""
+        """Return where a granule's last store is another block's and may be invisible to this access."""
         other = np.maximum((keys & 0xFFFFF) - 1, 0)
         me = w.id[rows][:, None]
         known = self.coherence
@@ -78,7 +83,7 @@ class Accesses:
         return hidden & (seen <= clock)
 
     def _of_hidden(self, region, key: int, reader: int) -> str:
-        """By which instruction of which wave a granule was stored, and what is missing between that and the reader."""
+        """Describe the instruction and wave that stored a granule, and the missing step before the reader."""
         known, clock, wave = self.coherence, key >> 32, (key & 0xFFFFF) - 1
         ins = known.stores[1][bisect.bisect_left(known.stores[0], clock & ~3)]
         across = known.device_of[wave] != known.device_of[reader]
@@ -89,20 +94,17 @@ class Accesses:
         if across and not region.words:
             missing = "devices do not see each other's stores to cached memory"
         elif arrived:
-            missing = (
-                f"this access has no {bits}, and no buffer_inv {bits} came before it and after what orders the two"
-            )
+            missing = f"this access has no {bits}, and no buffer_inv {bits} after the synchronization precedes it"
         elif is_wide:
-            missing = "no s_waitcnt says that it was complete before what orders the two"
+            missing = "no s_waitcnt completed it before the synchronization"
         else:
-            missing = f"it has no {bits}, and no buffer_wbl2 {bits} was complete before what orders the two"
+            missing = f"it has no {bits}, and no buffer_wbl2 {bits} completed before the synchronization"
         scheduler = known.scheduler_of(wave)
         place = f"+{ins.address - scheduler.kernel.entry:#x} `{ins.text}`{scheduler.line(ins)}"
         return f"{place} of {scheduler.wave_name(wave)}: {missing}"
 
     def _unordered(self, keys, w, rows) -> np.ndarray:
-        """Where a granule's last access is another wave's, and not before this one: no barrier in the block, no atomics
-        that hand over."""
+        """Return where a granule's last access is another wave's and unordered before this one, by a block's barrier or atomics."""
         known, suspect = self.coherence, keys != 0
         other = np.maximum((keys & 0xFFFFF) - 1, 0)
         me = w.id[rows][:, None]
@@ -117,7 +119,7 @@ class Accesses:
         return suspect & ~after_barrier & (known.seen_by(me, other, OF_ORDER, known.seen) <= keys >> 32)
 
     def stamp(self, region, offsets, size, index, w, where, values, scope: int = 0) -> None:
-        """Remembers each granule's last writer, and refuses lanes that write different `values`: the region's view, units, new values."""
+        """Record each granule's last writer, and raise if lanes write different `values`: the region's view, units, new values."""
         if region.last is None:
             region.last = _sparse_zeros(-(-region.data.size // self.granule))
         rows = where.rows if index is None else where.rows[index]
@@ -135,11 +137,11 @@ class Accesses:
                 bad = int(np.argmax(lost))
                 winner = int(region.last[granules[bad]].max() & 0xFFFFF) - 1
                 message = f"byte {int(offsets[bad]) - region.start} of {region.name} is also written by "
-                message += f"{self.coherence.wave_name(winner)}, with another value and nothing that orders the two"
+                message += f"{self.coherence.wave_name(winner)}, with another value and without synchronization"
                 raise where(GlobalRace, bad if index is None else int(index[bad]), message)
 
     def stamp_readers(self, region, offsets, size, index, w, where) -> None:
-        """Remembers each granule's last reader, and the last one before that was another wave."""
+        """Record each granule's last reader, and the last one of another wave before it."""
         if region.readers is None:
             region.readers = np.zeros((2, -(-region.data.size // self.granule)), np.int64)
         rows = where.rows if index is None else where.rows[index]

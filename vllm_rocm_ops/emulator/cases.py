@@ -1,5 +1,4 @@
-"""The ops in the emulator: are the results of their cases right, and what do a call's kernels have and do? Needs the extra
-[emulator]."""
+"""Check ops' cases in the emulator, and describe the kernels of a call. Needs the extra [emulator]."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from vllm_rocm_ops.emulator import Emulator, EmulatorError
 from vllm_rocm_ops.emulator.counters import Counters
 from vllm_rocm_ops.emulator.objects import KernelObject
 
-NEIGHBOURS = 16  # blocks that run side by side: of four waves, as many as the emulator runs in lockstep
-EXPLAINED_BLOCKS = 64  # of a launch
+NEIGHBOURS = 16  # adjacent blocks to run together: of four waves each, as many as run in lockstep
+EXPLAINED_BLOCKS = 64  # per launch
 HEADER = f"{'op':36} {'cases':>6} {'PyTorch':>8} {'kernels':>8} {'seconds':>8}  result"
 
 
@@ -34,7 +33,7 @@ HEADER = f"{'op':36} {'cases':>6} {'PyTorch':>8} {'kernels':>8} {'seconds':>8}  
 
 
 class Task(NamedTuple):
-    """A case, the configurations to check it in, (None,) where no kernel takes it, and the kernels that they run."""
+    """Hold a case, the configurations to check ((None,) if no kernel supports it), and their kernels."""
 
     op: Op
     case: Case
@@ -43,7 +42,7 @@ class Task(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A task that is done: the kernels that ran, or that PyTorch did, seconds of processor time, and what is wrong, if anything is."""
+    """Hold a finished task: its kernels, whether PyTorch ran instead, CPU seconds, and the fault, if any."""
 
     op: str
     kernels: frozenset[str]
@@ -53,7 +52,7 @@ class Checked(NamedTuple):
 
 
 def tasks(cases: Iterable[tuple[Op, Case]], arch: Arch) -> list[Task]:
-    """Each case in the configuration that it runs by default, and in those that bring a kernel which no case before ran."""
+    """Return each case with its default configuration, and with those that add a kernel that no earlier case runs."""
     found: list[Task] = []
     known: set[str] = set()
     for the_op, case in cases:
@@ -72,12 +71,12 @@ def tasks(cases: Iterable[tuple[Op, Case]], arch: Arch) -> list[Task]:
 
 @functools.cache
 def emulator_of(arch_name: str) -> Emulator:
-    """This process's emulator of an architecture, which keeps the kernels that it has decoded."""
+    """Return this process's emulator of an architecture, which caches decoded kernels."""
     return Emulator(arch_name)
 
 
 def check(task: Task, arch_name: str) -> Checked:
-    """Runs a task."""
+    """Check one task."""
     start, wrong = time.process_time(), ""
     emulator = emulator_of(arch_name)
     with launch.executor(emulator):
@@ -90,17 +89,17 @@ def check(task: Task, arch_name: str) -> Checked:
     return Checked(task.op.name, task.kernels, task.configs == (None,), time.process_time() - start, wrong)
 
 
-_of_this_process: list[tuple[Task, str]] = []  # what check_numbered finds after a fork
+_of_this_process: list[tuple[Task, str]] = []  # inherited by forked workers
 
 
 def check_numbered(number: int) -> Checked:
-    """The check of a task that this process inherited."""
+    """Check an inherited task."""
     return check(*_of_this_process[number])
 
 
 def check_all(found: list[Task], arch_name: str, jobs: int) -> Iterator[Checked]:
-    """Runs tasks in so many processes; what they say comes in the order of the tasks."""
-    torch.set_num_threads(1)  # the tensors are small, and threads do not survive a fork
+    """Check tasks in `jobs` processes; results arrive in order."""
+    torch.set_num_threads(1)  # tensors are small, and threads do not survive a fork
     if jobs == 1:
         yield from (check(task, arch_name) for task in found)
         return
@@ -110,7 +109,7 @@ def check_all(found: list[Task], arch_name: str, jobs: int) -> Iterator[Checked]
 
 
 def verify(cases: Iterable[tuple[Op, Case]], arch_name: str, jobs: int) -> Iterator[tuple[str, bool]]:
-    """Checks the cases; lines for people, and whether each tells of a failure."""
+    """Check the cases, and yield report lines, each with whether it reports a failure."""
     arch = emulator_of(arch_name).arch
     found = tasks(cases, arch)
     yield HEADER, False
@@ -119,35 +118,35 @@ def verify(cases: Iterable[tuple[Op, Case]], arch_name: str, jobs: int) -> Itera
         of_op = list(group)
         kernels, wrong = frozenset().union(*(one.kernels for one in of_op)), [one.wrong for one in of_op if one.wrong]
         left = sum(one.falls_back for one in of_op)
-        verdict = "WRONG" if wrong else "right" if kernels else ""
+        verdict = "FAILED" if wrong else "ok" if kernels else ""
         seconds = sum(one.seconds for one in of_op)
         line = f"{op_name:36} {len(of_op):6} {left:8} {len(kernels):8} {seconds:8.1f}  {verdict}"
         yield line.rstrip(), bool(wrong)
         yield from (("  " + text, True) for text in wrong)
         done += of_op
     failed = sum(bool(one.wrong) for one in done)
-    said = f"{failed} wrong" if failed else "all right" if any(one.kernels for one in done) else "no kernel ran"
+    said = f"{failed} failed" if failed else "all passed" if any(one.kernels for one in done) else "no kernel ran"
     total = sum(one.seconds for one in done)
-    yield f"{len(done)} cases on {arch}: {said}, {total:.1f} s of processor time", bool(failed)
+    yield f"{len(done)} cases on {arch}: {said}, {total:.1f} s CPU time", bool(failed)
 
 
-# What a call's kernels have and do
+# The kernels of a call
 
 
 class Ran(NamedTuple):
-    """A launch that ran, whole or some of its blocks: what its code object says, and what was counted of those blocks."""
+    """Hold the statistics of a kernel and the counters of the blocks that ran."""
 
     kernel: KernelObject
     counters: Counters
-    grid: int  # blocks of the launch
-    blocks: list[int]  # those that ran
-    waves: int  # of a block
-    lds: int  # bytes of a block
-    held: int  # blocks that a compute unit can hold, as registers and LDS allow
+    grid: int  # blocks in the launch
+    blocks: list[int]  # blocks that ran
+    waves: int  # per block
+    lds: int  # bytes per block
+    held: int  # resident blocks per compute unit, limited by registers and LDS
 
 
 def executable(planned: Sequence[Launch]) -> list[Launch]:
-    """Launches with tensors in place of their workspaces and counters, in all of them the same for one workspace."""
+    """Return launches with tensors for their workspaces and counters; equal workspaces share a tensor."""
     tensors: dict[int, torch.Tensor] = {}
 
     def tensor(arg):
@@ -159,7 +158,7 @@ def executable(planned: Sequence[Launch]) -> list[Launch]:
 
 
 def sample(grid: int, most: int) -> list[int]:
-    """About so many blocks of a grid: runs of neighbours, which share tiles, spread evenly."""
+    """Return about `most` blocks of a grid, in evenly spread runs of neighbors, which share tiles."""
     if grid <= most:
         return list(range(grid))
     runs = max(most // NEIGHBOURS, 1)
@@ -168,7 +167,7 @@ def sample(grid: int, most: int) -> list[int]:
 
 
 def run(emulator: Emulator, one: Launch, most: int) -> Ran:
-    """Runs about so many blocks of a launch."""
+    """Run about `most` blocks of a launch."""
     code = launch.code_object(one.module, emulator.arch.name)
     kernel = emulator.program(code, one.symbol).object
     grid = math.prod(one.grid)
@@ -181,15 +180,17 @@ def run(emulator: Emulator, one: Launch, most: int) -> Ran:
 
 
 def zeros_like(value):
-    """A tensor of zeros with the shape and strides of one on the meta device; anything else as it is."""
+    """Return a zero tensor with the shape and strides of a meta tensor; other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.zeros(extent(value), dtype=value.dtype).as_strided(value.shape, value.stride())
 
 
 def describe(op: Op, arguments: Sequence, case: Case | None, arch_name: str) -> Iterator[str]:
-    """What the kernels of a call have and do, line by line. The call is that of the case, or, without one, on zeros in place of these
-    arguments. Of a launch with many blocks some run, if no other launch needs what it writes."""
+    """Describe the kernels of a call, line by line.
+
+    The call has the case's arguments, or without a case zeros like `arguments`. Of the last launch, a sample of blocks runs.
+    """
     emulator = Emulator(arch_name, races=False)
     if case:
         values = f"the values of the case {case.name}"
@@ -198,7 +199,7 @@ def describe(op: Op, arguments: Sequence, case: Case | None, arch_name: str) -> 
         values, arguments = "zeros", tuple(map(zeros_like, arguments))
     planned = executable(op.explain(*arguments, arch=emulator.arch).launches)
     if not planned:
-        yield "  no kernel runs that could be emulated"
+        yield "  no kernel to emulate: PyTorch runs this call"
     for one in planned:
         ran = run(emulator, one, EXPLAINED_BLOCKS if one is planned[-1] else math.prod(one.grid))
         yield from _lines(ran, values)
@@ -211,18 +212,18 @@ def _lines(ran: Ran, values: str) -> Iterator[str]:
         return round(count * scale)
 
     yield (
-        f"  {ran.kernel.name}: {has['vgprs']} VGPRs, {has['agprs']} AGPRs, {has['sgprs']} SGPRs, {ran.lds} bytes of LDS, "
-        f"{has['scratch']} of scratch; blocks of {ran.waves} waves; a compute unit holds {ran.held} blocks"
+        f"  {ran.kernel.name}: {has['vgprs']} VGPRs, {has['agprs']} AGPRs, {has['sgprs']} SGPRs, {ran.lds} bytes LDS, "
+        f"{has['scratch']} bytes scratch; {ran.waves} waves per block; {ran.held} resident blocks per compute unit"
     )
-    part = f"; {len(ran.blocks)} of {ran.grid} blocks ran; sums are scaled up" if scale > 1 else ""
+    part = f"; {len(ran.blocks)} of {ran.grid} blocks ran, sums are extrapolated" if scale > 1 else ""
     yield f"    emulated on {values}{part}"
     yield "    instructions: " + ", ".join(f"{whole(n)} {kind}" for kind, n in counted.instructions.most_common())
     yield (
-        f"    loads {whole(counted.bytes_loaded)} bytes, stores {whole(counted.bytes_stored)}; "
-        f"{whole(counted.mnemonics['s_waitcnt'])} s_waitcnt, at most {counted.loads_in_flight} loads of a wave in flight; "
+        f"    {whole(counted.bytes_loaded)} bytes loaded, {whole(counted.bytes_stored)} bytes stored; "
+        f"{whole(counted.mnemonics['s_waitcnt'])} s_waitcnt, at most {counted.loads_in_flight} loads in flight per wave; "
         f"{whole(counted.barriers)} barriers"
     )
     yield (
-        f"    {whole(counted.issue_cycles)} issue cycles, {whole(counted.matrix_cycles)} of matrix cores, {whole(counted.lds_cycles)} "
-        f"of LDS, {whole(counted.lds_conflict_cycles)} of these lost to bank conflicts"
+        f"    {whole(counted.issue_cycles)} issue cycles, {whole(counted.matrix_cycles)} matrix core cycles, {whole(counted.lds_cycles)} "
+        f"LDS cycles, of which {whole(counted.lds_conflict_cycles)} are bank conflicts"
     )

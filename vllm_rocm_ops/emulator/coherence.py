@@ -1,21 +1,21 @@
-"""Whether what waves and blocks pass to each other is ordered, and gets past the caches of their dies.
+"""Check that data passed between waves and blocks is synchronized and visible across the L2 caches of the dies.
 
-What one block stores and another reads is checked, not modelled: data are always the newest. Each die (XCD) has an L2 cache of its
-own, and blocks are dealt to the dies in turn; a kernel must not rely on which two share one, so any two count as apart. A read of
-another block's store is right if
+Visibility is checked, not modeled: loads always return the newest data. Each die (XCD) has its own L2 cache, and blocks are
+distributed round-robin over dies. A kernel must not rely on blocks sharing a die, so any two count as on different ones. A read of
+another block's store is correct if
 
-- the store has sc1, which writes through (agent scope), and is complete: an s_waitcnt vmcnt says so; or it has not, and a
-  buffer_wbl2 sc1 behind it is complete, or one of another wave of the block, behind a barrier that it was complete before;
-- then, behind a barrier if in another wave, an atomic or an sc1 store to a flag follows, and one of the reading block, or an sc1
-  load of the flag, has come after and is complete, and a barrier after that if in another wave;
-- the read has sc1, or is behind a buffer_inv sc1 that came after that, of its block.
+- the store has sc1, which writes through (agent scope), and an s_waitcnt vmcnt completed it; or a later buffer_wbl2 sc1 completed, of
+  the wave, or of another wave of the block after a barrier that the store completed before;
+- then, after a barrier if in another wave, an atomic or an sc1 store to a flag follows, and an atomic of the reading block, or an sc1
+  load of the flag, came after that and completed, with a barrier after it if in another wave;
+- the read has sc1, or follows a buffer_inv sc1 of its block that came after that.
 
 Atomics execute where all dies see them; by themselves they order nothing. Sources: LLVM's AMDGPUUsage, "Memory Model gfx942" (load,
-store and atomicrmw monotonic agent; fence release and acquire agent), which gfx950 shares. A global or flat
-access with sc1 by which a wave touches one address is taken for one of a flag, any other for data.
+store and atomicrmw monotonic agent; fence release and acquire agent), which gfx950 shares. A global or flat access with sc1 by which a
+wave touches one address counts as a flag access, any other as data.
 
-Devices are coherent in uncached memory only (words.py), and at system scope: what sc1 is to blocks of one device, sc0 sc1 is to those
-of two. A launch comes after the launches before it in its queue, with all that these have seen.
+Devices are coherent in uncached memory only (words.py), and at system scope: sc0 sc1 is between devices what sc1 is between blocks of
+one device. A launch comes after earlier launches in its queue, with everything that these have seen.
 """
 
 from __future__ import annotations
@@ -25,39 +25,45 @@ import functools
 
 import numpy as np
 
-# What a wave has seen of another: what came before; of its stores those that arrived, of stores without sc1 and with, and of
-# stores below system scope those that a write-back at system scope has taken.
+# Kinds of what a wave has seen of another wave: its accesses in order; of its stores those that arrived without sc1, and with it;
+# and of its stores below system scope those written back at system scope.
 OF_ORDER, OF_PLAIN, OF_DEVICE, OF_SYSTEM = 0, 1, 2, 3
-AGENT, SYSTEM = 1, 2  # scopes of an access: sc1, sc0 sc1
+AGENT, SYSTEM = 1, 2  # scopes: sc1, sc0 sc1
 
 
 class Coherence:
-    """What waves have seen of each other's accesses, which accesses.py checks. Blocks and waves are numbered over all launches, in the order
-    in which they begin."""
+    """Track what waves have seen of each other's accesses, for accesses.py.
+
+    Blocks and waves are numbered over all launches, in the order in which they begin.
+    """
 
     def __init__(self, races: bool):
         self.races = races
-        self.clock = 4  # a multiple of 4; what accesses.py keeps of a store adds its scope
-        self.launches: list = []  # the schedulers, in the order in which they begin
+        self.clock = 4  # a multiple of 4: accesses.py adds a store's scope
+        self.launches: list = []  # schedulers, in order of their begin
         self.first_waves: list[int] = []
         self.block_of = self.device_of = self.queue_of = np.zeros(0, np.int64)  # by wave
-        self.stores_held: list = []  # of words.Words: stores that are on their way to other devices
-        # wave -> [4, waves]: the clock up to which it has seen each; of its stores, those that loads with sc1 read
+        self.stores_held: list = []  # words.Words with stores in flight to other devices
+        # wave -> [4, waves]: the clock up to which it has seen each wave; its stores are visible to loads with sc1
         self.seen: dict[int, np.ndarray] = {}
-        self.read_plainly: dict[int, np.ndarray] = {}  # the same, of those that loads without sc1 read
-        self.read_below: dict[int, np.ndarray] = {}  # the same, of another device's, that loads below system scope read
-        self.left: dict[int, np.ndarray] = {}  # address -> the same, as the last atomics there leave it
-        self.barriers: dict[int, int] = {}  # block -> the clock of its last barrier
+        self.read_plainly: dict[int, np.ndarray] = {}  # likewise, stores visible to loads without sc1
+        self.read_below: dict[
+            int, np.ndarray
+        ] = {}  # likewise, another device's stores visible to loads below system scope
+        self.left: dict[int, np.ndarray] = {}  # address -> likewise, as the last atomics there leave it
+        self.barriers: dict[int, int] = {}  # block -> clock of its last barrier
         self.completed = np.zeros(0, np.int64)  # per wave: the clock up to which its stores are complete
-        # that at the last barrier; and up to which they were written back, at agent and at system scope
+        # likewise at the last barrier; and up to which they were written back, at agent and at system scope
         self.at_barrier = np.zeros((3, 0), np.int64)
-        # wave -> [2, waves of its block], up to which it wrote back what those stored, at agent and at system scope
+        # wave -> [2, waves of its block]: the clock up to which it wrote back their stores, at agent and at system scope
         self.written_back: dict[int, np.ndarray] = {}
-        self.stores: tuple[list[int], list] = ([], [])  # the clock and the instruction of each
+        self.stores: tuple[list[int], list] = ([], [])  # clock and instruction of each store
 
     def begin(self, scheduler, waves: int, total: int, after: range = range(0)) -> tuple[int, int]:
-        """Prepares for a launch of so many waves, of so many in all launches to come; returns its first wave and block. It comes after
-        the launch that had the waves `after`."""
+        """Register a launch of `waves` waves, of `total` over all launches, and return its first wave and block.
+
+        The launch comes after the one with the waves `after`.
+        """
         start = len(self.block_of)
         block = int(self.block_of[-1]) + 1 if start else 0
         numbers = block + np.arange(waves) // scheduler.waves_per_block
@@ -78,26 +84,26 @@ class Coherence:
         return start, block
 
     def is_before(self, waves: np.ndarray, scheduler) -> np.ndarray:
-        """Whether waves are of launches that came before this one in its queue."""
+        """Return whether waves belong to earlier launches in this one's queue."""
         return (waves < scheduler.first_wave) & (self.queue_of[waves] == scheduler.place.queue)
 
     def scheduler_of(self, wave: int):
-        """The scheduler of a wave."""
+        """Return the scheduler of a wave."""
         return self.launches[bisect.bisect_right(self.first_waves, wave) - 1]
 
     def wave_name(self, wave: int) -> str:
-        """The launch, block and wave of a wave number."""
+        """Return the launch, block and wave of a wave number."""
         return self.scheduler_of(wave).wave_name(wave)
 
     def note_store(self, ins) -> None:
-        """Remembers which instruction stores now."""
+        """Record the instruction of the current store."""
         if self.races:
             self.stores[0].append(self.clock)
             self.stores[1].append(ins)
 
     @staticmethod
     def seen_by(mine: np.ndarray, other: np.ndarray, kind, known: dict[int, np.ndarray]) -> np.ndarray:
-        """The clock up to which wave `mine` has seen wave `other`, of a kind, by what is known."""
+        """Return the clock up to which wave `mine` has seen wave `other`, for a kind."""
         waves = [wave for wave in dict.fromkeys(mine.ravel().tolist()) if wave in known] if known else ()
         mine, other, kind = np.broadcast_arrays(mine, other, kind)
         out = np.zeros(mine.shape, np.int64)
@@ -107,8 +113,11 @@ class Coherence:
         return out
 
     def synchronise(self, w, site, addresses: np.ndarray, release: bool, acquire: bool) -> list:
-        """Atomics order waves: what one did, and its block before the last barrier, comes before those whose atomics follow at
-        that address; of its stores, those that have arrived are seen. Returns what waves see once this access is complete."""
+        """Order waves by their atomics at equal addresses, and return what waves see once this access is complete.
+
+        A wave's earlier accesses, and its block's before the last barrier, come before waves with later atomics there. Of its stores,
+        those that have arrived are visible.
+        """
         scheduler = w.scheduler
         if not self.races or len(self.completed) == 1:
             return []
@@ -134,7 +143,7 @@ class Coherence:
 
     @staticmethod
     def _mates(scheduler, wave: int) -> slice:
-        """The waves of a wave's block."""
+        """Return the waves of a wave's block."""
         first = (
             scheduler.first_wave
             + (wave - scheduler.first_wave) // scheduler.waves_per_block * scheduler.waves_per_block
@@ -142,7 +151,7 @@ class Coherence:
         return slice(first, first + scheduler.waves_per_block)
 
     def acquire(self, waves: np.ndarray, acquired: list) -> None:
-        """Of what `synchronise` returned, what these waves see now."""
+        """Make the result of `synchronise` visible to these waves."""
         here = set(waves.tolist())
         for wave, left in acquired:
             if wave in here:
@@ -150,14 +159,14 @@ class Coherence:
                 self.seen[wave] = left if seen is None else np.maximum(seen, left)
 
     def complete(self, waves: np.ndarray, clock: int | None) -> None:
-        """All stores of these waves are complete, up to a clock."""
+        """Mark all stores of these waves complete, up to a clock."""
         clock = self.clock if clock is None else clock
         self.completed[waves] = np.maximum(self.completed[waves], clock)
         for held in self.stores_held:
             held.deliver(waves, clock, SYSTEM)
 
     def write_back(self, w, scope: int) -> list:
-        """Which stores a buffer_wbl2 of these waves writes back: their own, and of their blocks those complete at a barrier."""
+        """Return the stores that a buffer_wbl2 writes back: the waves' own, and their blocks' that were complete at a barrier."""
         written = []
         for wave in w.id.tolist() if self.races else ():
             mates = self._mates(w.scheduler, wave)
@@ -168,7 +177,7 @@ class Coherence:
         return written
 
     def has_written_back(self, waves: np.ndarray, written: list) -> None:
-        """Of what `write_back` returned, what these waves have written back now."""
+        """Mark the result of `write_back` as written back by these waves."""
         here = set(waves.tolist())
         for wave, clocks in written:
             if wave not in here:
@@ -182,12 +191,12 @@ class Coherence:
                     held.deliver(mates[clocks[1] == clock], clock, 0)
 
     def invalidate(self, w, scope: int) -> None:
-        """A buffer_inv of these waves: loads without sc1 now read what those with sc1 do; at system scope, other devices' too."""
+        """Apply a buffer_inv: loads without sc1 now read as with sc1; at system scope, other devices' stores too."""
         for known in (self.read_plainly, self.read_below)[:scope]:
             known.update((wave, self.seen[wave]) for wave in w.id.tolist() if wave in self.seen)
 
     def pass_barrier(self, block: int, waves: range) -> None:
-        """All that a block's waves have seen, each of them sees after a barrier."""
+        """Share everything that a block's waves have seen, at a barrier."""
         self.barriers[block] = self.clock
         mates = slice(waves.start, waves.stop)
         self.at_barrier[0, mates] = self.completed[mates]

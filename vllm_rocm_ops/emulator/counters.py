@@ -1,8 +1,8 @@
-"""What a launch executed: instructions, memory traffic, bank conflicts, cycles. Emulated numbers, never times.
+"""Count the instructions, memory traffic, bank conflicts and cycles of a launch. Counts are emulated, and not times.
 
-Issue cycles: a SIMD issues one instruction of a wave every 4 cycles; 64 lanes pass its 16-lane ALU in 4, transcendental
-and 64-bit instructions in 16 and 8; a matrix instruction takes its own. Dependencies, waits and other waves are not
-modelled. instructions/matrix.py has the matrix instructions' cycles.
+Issue cycles: a SIMD issues one instruction of a wave every 4 cycles. 64 lanes pass its 16-lane ALU in 4 cycles, in 16 for
+transcendental and in 8 for 64-bit instructions; a matrix instruction takes its own cycles (instructions/matrix.py). Dependencies,
+waits and other waves are not modeled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CONTROL = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc", "s_swappc", "s_call"
 
 
 def instruction_class(ins) -> str:
-    """salu, smem, branch, wait, barrier, valu, transcendental, matrix, global, scratch or lds."""
+    """Return salu, smem, branch, wait, barrier, valu, transcendental, matrix, global, scratch or lds."""
     return _class_of(ins.mnemonic, ins.encoding)
 
 
@@ -46,47 +46,49 @@ def _class_of(name: str, encoding: str) -> str:
 
 
 def _distinct(values: np.ndarray) -> int:
-    """How many different values there are; numpy's own function takes several times as long."""
+    """Return the number of distinct values; np.unique takes several times as long."""
     values = np.sort(values, axis=None)
     return len(values) and 1 + int(np.count_nonzero(values[1:] != values[:-1]))
 
 
 class Traffic:
-    """What the blocks of a launch of so many waves moved of each tensor, by the name of its region."""
+    """Count what the blocks of a launch move, by region name."""
 
     def __init__(self, waves: int):
         self.bytes_stored: Counter = Counter()
         self._waits = np.zeros(waves, np.int64)
         self._in_flight: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(waves, np.int64))
-        self._lines: dict[str, list[np.ndarray]] = {}  # of each access of a region: block << 40 | 128-byte line
+        self._lines: dict[str, list[np.ndarray]] = {}  # region -> block << 40 | 128-byte line, per access
 
     def load(self, region: str, offsets: np.ndarray, blocks: np.ndarray) -> None:
-        """Counts a load at these byte offsets of a region, each for the block beside it."""
+        """Count a load at these byte offsets of a region, each for its block."""
         self._lines.setdefault(region, []).append(blocks << 40 | offsets >> 7)
 
     def store(self, region: str, bytes_stored: int) -> None:
-        """Counts a store."""
+        """Count a store."""
         self.bytes_stored[region] += bytes_stored
 
     def wait(self, waves: np.ndarray, before: list, after: list) -> None:
-        """Counts a wait of these waves for memory, with these events outstanding before and after it."""
+        """Count a wait of these waves for memory, with the events in flight before and after it."""
         self._waits[waves] += 2
         for event in (*before, *after):
             self._in_flight[event.region][waves] += event.size
 
     def bytes_in_flight(self, region: str) -> float:
-        """How many bytes of a region a wave has in flight while it waits for memory: the mean of before and after, on average
-        over its waits; summed over the waves."""
+        """Return the bytes of a region that waves have in flight while they wait for memory, summed over waves.
+
+        Per wave it is the mean of before and after, averaged over its waits.
+        """
         return float((self._in_flight[region] / np.maximum(self._waits, 1)).sum())
 
     def lines_loaded(self, region: str) -> int:
-        """How many distinct 128-byte lines of a region each block loaded from, summed over the blocks."""
+        """Return the number of distinct 128-byte lines that each block loads from a region, summed over blocks."""
         return _distinct(np.concatenate(self._lines[region])) if region in self._lines else 0
 
 
 @dataclass
 class Counters:
-    """Sums over all waves of a launch."""
+    """Sum counts over all waves of a launch."""
 
     arch: str
     instructions: Counter = field(default_factory=Counter)  # by class
@@ -97,18 +99,20 @@ class Counters:
     lines_128: int = 0
     lds_accesses: int = 0
     lds_cycles: int = 0
-    lds_conflict_cycles: int = 0  # cycles beyond those that a conflict-free access takes
+    lds_conflict_cycles: int = 0  # beyond the cycles of conflict-free accesses
     matrix_cycles: int = 0
     issue_cycles: int = 0
     barriers: int = 0  # per block
-    loads_in_flight: int = 0  # most loads that one wave had outstanding
-    bytes_in_flight: Counter = field(default_factory=Counter)  # most bytes per wave that they asked for, by region
-    traffic: Traffic | None = None  # if asked for
-    _patterns: dict = field(default_factory=dict, repr=False)  # lines and cycles of accesses that were counted before
+    loads_in_flight: int = 0  # maximum per wave
+    bytes_in_flight: Counter = field(default_factory=Counter)  # maximum bytes of them per wave, by region
+    traffic: Traffic | None = None  # if requested
+    _patterns: dict = field(default_factory=dict, repr=False)  # lines and cycles of earlier access patterns
 
     def vector_access(self, ins, w, addresses: np.ndarray, size: int, inside: np.ndarray | None = None) -> None:
-        """Counts a global access of the active lanes; `addresses` is 1-d. inside: per lane and dword, whether a buffer has it; what it
-        has not moves nothing."""
+        """Count a global access of the active lanes at 1-d `addresses`.
+
+        `inside` tells per lane and dword whether it is within a buffer; dwords outside move nothing.
+        """
         if inside is None:
             chosen, total = slice(None), len(addresses) * size
         else:
@@ -136,12 +140,12 @@ class Counters:
         self.lines_128 += lines[1]
 
     def lds_access(self, ins, w, addresses: np.ndarray, size: int) -> None:
-        """Counts an LDS access and its bank conflicts: 32 banks of 4 bytes on gfx942, 64 on gfx950.
+        """Count an LDS access and its bank conflicts: 32 banks of 4 bytes on gfx942, 64 on gfx950.
 
-        Lanes are served in groups whose data could fill all banks once: 32 lanes of 4 bytes, 16 of 8, 8 of 16 on gfx942. A
-        group takes as many cycles as the most distinct dwords that one bank must give. Groups are consecutive lanes, but
-        for 16-byte reads on gfx942 (composable_kernel, "Understanding AMD GPU LDS and Bank Conflicts"). No document
-        tells gfx950's groups: they are taken to be consecutive.
+        Lanes are served in groups whose data could fill all banks once: 32 lanes of 4 bytes, 16 of 8, 8 of 16 on gfx942. A group
+        takes as many cycles as the maximum of distinct dwords per bank. Groups are consecutive lanes, except for 16-byte reads on
+        gfx942 (composable_kernel, "Understanding AMD GPU LDS and Bank Conflicts"). gfx950's groups are undocumented, and assumed
+        to be consecutive.
         """
         banks = 64 if self.arch == "gfx950" else 32
         crossed = size == 16 and banks == 32 and "read" in ins.mnemonic
@@ -156,11 +160,11 @@ class Counters:
 
     @staticmethod
     def _bank_cycles(w, addresses, size: int, banks: int, crossed: bool) -> tuple[int, int]:
-        """Cycles of an access, and how many it would take without conflicts."""
+        """Return the cycles of an access, and its cycles without conflicts."""
         rows, lanes = w.active()
         dwords = max(1, size // 4)
         group = lanes // max(1, banks // dwords)
-        if crossed:  # quads of lanes 0 and 5, 1 and 4, 2 and 7, 3 and 6 of each half
+        if crossed:  # lane quads 0 and 5, 1 and 4, 2 and 7, 3 and 6 of each half
             quad = lanes % 32 // 4
             group = lanes // 32 * 4 + np.where(quad < 4, quad, quad - 4 ^ 1)
         above_zero = 2**31  # a multiple of the banks
@@ -172,7 +176,7 @@ class Counters:
         return int(cycles.sum()), len(first)
 
     def finish(self, code: list, counts: list[int]) -> None:
-        """Adds what follows from how often each instruction ran."""
+        """Add the counts that follow from each instruction's number of executions."""
         self._patterns = {}
         of_kinds: defaultdict = defaultdict(int)
         for ins, count in zip(code, counts, strict=True):

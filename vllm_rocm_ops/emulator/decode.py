@@ -1,7 +1,6 @@
-"""Turns the machine code of a kernel into `Instruction`s, with tinygrad's CDNA tables (generated from AMD's own XML).
+"""Decode kernels into `Instruction`s with tinygrad's CDNA tables, which are generated from AMD's XML.
 
-Register codes are the ISA's source-operand codes, extended: 0-127 SGPRs and specials, 128-255 constants, 256-511 VGPRs,
-and 512-767 AGPRs.
+Register codes extend the ISA's source operand codes: 0-127 SGPRs and specials, 128-255 constants, 256-511 VGPRs, 512-767 AGPRs.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from tinygrad.renderer.amd.dsl import FixedBitField, Reg
 
 VCC, M0, EXEC, NO_ADDRESS, LITERAL = 106, 124, 126, 127, 255
 VGPR, AGPR = 256, 512
-# Field names in the order in which an assembler prints them.
+# Field names in assembly order.
 _ORDER = (
     "vdst sdst sdata vdata addr vaddr data data0 data1 src0 vsrc0 ssrc0 src1 vsrc1 ssrc1 src2 sbase saddr srsrc soffset"
 )
 _ORDER = {name: position for position, name in enumerate(_ORDER.split())}
-_SCALE_PREFIX = 0xD3AC  # the first dword's high half of V_MFMA_SCALE (CDNA4 ISA, VOP3PX2)
+_SCALE_PREFIX = 0xD3AC  # upper half of the first dword of V_MFMA_SCALE (CDNA4 ISA, VOP3PX2)
 _SKIPPED = ("VOP", "DS", "FLAT", "GLOBAL", "SCRATCH", "MUBUF")
 _LITERAL_MNEMONICS = ("v_fmamk_", "v_fmaak_", "v_madmk_", "v_madak_")
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A register range or a constant: the code of its first dword, its dwords, and its number format (`F32`, `PK2_F16`)."""
+    """Describe a register range or constant: the code of its first dword, its dwords, and its number format (`F32`, `PK2_F16`)."""
 
     code: int
     dwords: int
@@ -36,7 +35,7 @@ class Operand:
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Codes of the registers it names; none for a constant."""
+        """Return the codes of its registers; none for a constant."""
         return () if 128 <= self.code < 256 else tuple(range(self.code, self.code + self.dwords))
 
     def __str__(self) -> str:
@@ -50,7 +49,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One decoded instruction. `fields` holds the raw bit fields that are not operands (modifiers, offsets, immediates)."""
+    """Hold a decoded instruction. `fields` are the raw bit fields other than operands (modifiers, offsets, immediates)."""
 
     address: int
     size: int
@@ -63,7 +62,7 @@ class Instruction:
 
     @cached_property
     def text(self) -> str:
-        """Its disassembly."""
+        """Return the disassembly."""
         parts = [str(self.operands[name]) for name in sorted(self.operands, key=_ORDER.__getitem__)]
         if "literal" in self.fields:
             parts = [f"{self.fields['literal']:#x}" if part in ("lit", "src[255]") else part for part in parts]
@@ -76,21 +75,21 @@ class Instruction:
 
     @cached_property
     def counted_as(self) -> tuple[str, str, int, int]:
-        """What its class and its cycles follow from: mnemonic, encoding, and a matrix instruction's formats."""
+        """Return what determines its class and cycles: mnemonic, encoding, and a matrix instruction's formats."""
         return self.mnemonic, self.encoding, self.fields.get("cbsz", 0), self.fields.get("blgp", 0)
 
     @property
     def sources(self) -> list[Operand]:
-        """The src operands in order."""
+        """Return the src operands in order."""
         names = (("src0", "vsrc0", "ssrc0"), ("src1", "vsrc1", "ssrc1"), ("src2",))
         return [self.operands[n] for group in names for n in group if n in self.operands]
 
 
-_known: dict[bytes, Instruction] = {}  # by the instruction's own bytes
+_known: dict[bytes, Instruction] = {}  # by the instruction's bytes
 
 
 def _decode(data: bytes, address: int) -> Instruction:
-    for size in (4, 8, 16):  # the first dword decides the size, so that no key is the beginning of another instruction
+    for size in (4, 8, 16):  # the first dword determines the size, so no key is a prefix of another instruction
         if found := _known.get(data[:size]):
             return replace(found, address=address)
     instruction = _decode_new(data, address)
@@ -100,7 +99,7 @@ def _decode(data: bytes, address: int) -> Instruction:
 def _decode_new(data: bytes, address: int) -> Instruction:
     inst = decode_inst(data, "cdna")
     if type(inst).__name__ == "VOP3PX2" and inst._raw >> 16 & 0xFFFF != _SCALE_PREFIX:
-        inst = decode_inst(data[:8], "cdna")  # an 8-byte instruction that an unscaled f8f6f4 one follows
+        inst = decode_inst(data[:8], "cdna")  # an 8-byte instruction followed by an unscaled f8f6f4 one
     name = type(inst).__name__
     encoding, _, variant = name.partition("_")
     variant = next((v for v in ("DPP16", "SDWA") if v in variant), "")
@@ -120,7 +119,7 @@ def _decode_new(data: bytes, address: int) -> Instruction:
             continue
         format = formats[known][0].name.removeprefix("FMT_").removeprefix("NUM_") if known in formats else "M64"
         operands[n] = Operand(value.offset, regs.get(known, 2), format, bits.get(known, 64))
-    if variant:  # the marker 249/250 stands in src0, the register in vsrc0
+    if variant:  # src0 holds the marker 249/250, vsrc0 the register
         operands.pop("src0", None)
         first = operands.pop("vsrc0", None)
         if first is not None:
@@ -139,7 +138,7 @@ def _decode_new(data: bytes, address: int) -> Instruction:
 
 
 def _name_implicit(mnemonic: str, encoding: str, fields: dict, operands: dict) -> None:
-    """Adds the operands that the encoding leaves out, and gives scalar destinations of vector instructions their codes."""
+    """Add implicit operands, and give scalar destinations of vector instructions their codes."""
     vcc = Operand(VCC, 2, "M64", 64)
     if mnemonic.startswith("v_cmp"):
         operands["sdst"] = operands.pop("vdst", None) or operands.get("sdst", vcc)
@@ -170,7 +169,7 @@ def _name_implicit(mnemonic: str, encoding: str, fields: dict, operands: dict) -
 
 
 def _use_agprs(mnemonic: str, encoding: str, name: str, fields: dict, operands: dict) -> None:
-    """Moves the operands that the instruction's ACC bits name into the AGPR range."""
+    """Move the operands named by the instruction's ACC bits into the AGPR range."""
     chosen = []
     if encoding in ("DS", "FLAT", "GLOBAL", "SCRATCH", "MUBUF", "MTBUF") and fields.pop("acc", 0):
         chosen = ["vdst", "data", "data0", "data1", "vdata"]
@@ -190,7 +189,7 @@ def _use_agprs(mnemonic: str, encoding: str, name: str, fields: dict, operands: 
 
 
 def decode(code: bytes, address: int) -> list[Instruction]:
-    """Decodes all of `code`. Bytes that are no instruction become `undecodable`, an error only if they are executed."""
+    """Decode all of `code`. Invalid bytes become `undecodable`, which is an error only if executed."""
     instructions, at = [], 0
     while at + 4 <= len(code):
         window = bytes(code[at : at + 16]).ljust(16, b"\0")
@@ -204,7 +203,7 @@ def decode(code: bytes, address: int) -> list[Instruction]:
 
 
 def _mark_indexed(instructions: list[Instruction]) -> list[Instruction]:
-    """Tells the instructions under VGPR indexing (CDNA3 ISA, S_SET_GPR_IDX_ON), which compilers turn on around each."""
+    """Mark the instructions under VGPR indexing (CDNA3 ISA, S_SET_GPR_IDX_ON), which compilers enable around each."""
     mode, marked = 0, []
     for instruction in instructions:
         if instruction.mnemonic == "s_set_gpr_idx_on":
@@ -220,7 +219,7 @@ def _mark_indexed(instructions: list[Instruction]) -> list[Instruction]:
 
 
 def skips(instruction: Instruction) -> dict[str, int] | None:
-    """Which bit of which SGPR an S_SETVSKIP takes, nothing for its constant 0; None where it is not written so."""
+    """Return the SGPR and bit that an S_SETVSKIP tests, {} for its constant 0, or None for other operands."""
     source, bit = (operand.code for operand in instruction.sources)
     if not 128 <= bit < 160 or VCC + 1 < source != 128:
         return None
@@ -228,7 +227,7 @@ def skips(instruction: Instruction) -> dict[str, int] | None:
 
 
 def _mark_skipped(instructions: list[Instruction]) -> list[Instruction]:
-    """Tells the vector and memory instructions behind an S_SETVSKIP (CDNA3 ISA) which bit skips them, as far as the next one."""
+    """Mark vector and memory instructions after an S_SETVSKIP (CDNA3 ISA) with the bit that skips them, up to the next one."""
     skip, marked = {}, []
     for instruction in instructions:
         if instruction.mnemonic == "s_setvskip":

@@ -1,4 +1,4 @@
-"""The CPU device: loads code objects and runs launches of their kernels."""
+"""Load code objects and run launches of their kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from .waves import LANES
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """races: report races. seed: run waves in a random order instead of together. patience: instructions without progress
-    before a deadlock is reported. traffic: count what each block moves of each tensor. preloads_arguments: whether firmware leaves a
-    kernel's first arguments in SGPRs, as it does since ROCm 6. compute_units and lds_bytes: the chip, for how many blocks are
-    resident at once."""
+    """Configure an emulator.
+
+    races: report races. seed: run waves in random order instead of lockstep. patience: instructions without progress before a
+    deadlock is reported. traffic: count what each block moves per tensor. preloads_arguments: whether firmware preloads a kernel's
+    first arguments into SGPRs, as since ROCm 6. compute_units and lds_bytes: the chip, for the number of resident blocks.
+    """
 
     races: bool = True
     seed: int | None = None
@@ -39,7 +41,7 @@ class Options:
     lds_bytes: int = 65536
 
     def resident_blocks(self, kernel: KernelObject, waves_per_block: int, lds: int) -> int:
-        """Blocks that the chip holds at once, as registers and LDS limit them."""
+        """Return the number of resident blocks on the chip, limited by registers and LDS."""
         blocks = max(1, 4 * kernel.waves_per_simd // waves_per_block)
         if lds:
             blocks = max(1, min(blocks, self.lds_bytes // lds))
@@ -47,11 +49,11 @@ class Options:
 
 
 class Emulator:
-    """A CPU device for one architecture, by a name that arch.named takes ("gfx950:3" has 3 compute units): an executor of
-    `vllm_rocm_ops.core.launch.Launch`.
+    """Emulate one architecture as an executor of `vllm_rocm_ops.core.launch.Launch`.
 
-    `options` are those of `Options`. `last` is the last launch's `Counters`, `history` those of all launches with their
-    symbols. What runs a launch, and what it runs, are of the two types.
+    The architecture is a name that arch.named accepts ("gfx950:3" has 3 compute units), `options` are those of `Options`. `last`
+    is the last launch's `Counters`, `history` has those of all launches with their symbols. `program_type` and `scheduler_type`
+    are the classes of programs and schedulers.
     """
 
     program_type, scheduler_type = Program, Scheduler
@@ -64,11 +66,11 @@ class Emulator:
         self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
         self.last: Counters | None = None
         self.history: list[tuple[str, Counters]] = []
-        # The arguments that launches so far wrote to. A bound kernel takes megabytes, and is let go with the process's cache.
+        # Arguments that launches so far stored to. A bound kernel takes megabytes, and is freed with the process's cache.
         self._stored: weakref.WeakKeyDictionary[Program, set[str]] = weakref.WeakKeyDictionary()
 
     def launch(self, launch, uninitialised: tuple = ()) -> None:
-        """Runs a launch of an op's module."""
+        """Run a launch of an op's module."""
         self.run(launches.code_object(launch.module, self.arch.name), launch, uninitialised)
 
     def run(
@@ -78,7 +80,7 @@ class Emulator:
         uninitialised: tuple = (),
         blocks: Sequence[int] | None = None,
     ) -> Counters:
-        """Runs a launch of the code object at `path`; of its blocks only those given, as if the others were late."""
+        """Run a launch of the code object at `path`, or only `blocks` of it, as if the others were late."""
         program = self.checked(path, launch)
         traffic = Traffic(waves_of(launch)) if self.options.traffic else None
         space = Space(program.space_granule, self.options.races, traffic)
@@ -92,7 +94,7 @@ class Emulator:
         return self.last
 
     def checked(self, path: Path | str, launch) -> Program:
-        """Return the program of a launch, and refuse a launch that does not fit."""
+        """Return the program of a launch. Raises LaunchError for a launch that does not fit."""
         program = self.program(path, launch.symbol)
         kernel = program.object
         threads = math.prod(launch.block)
@@ -121,7 +123,7 @@ class Emulator:
         expected = max((arg[".offset"] + arg[".size"] for arg in explicit), default=0)
         if len(content) != expected:
             raise errors.LaunchError(f"{launch.symbol}: args must be {expected} bytes, got {len(content)}")
-        # the segment is allocated in 64-byte lines, and compilers read to their ends
+        # the segment is allocated in 64-byte lines, and compilers load them whole
         size = -(-max(kernel.kernarg_size, 1) // 64) * 64
         content = bytearray(content.ljust(size, b"\0"))
         for arg in kernel.metadata.get(".args", ()):
@@ -133,13 +135,13 @@ class Emulator:
         return space.add_bytes("the kernel arguments", bytes(content))
 
     def packed(self, path: Path, launch, space: Space) -> bytes:
-        """The bytes of a launch's arguments, with the addresses that its tensors have in `space`."""
+        """Return the bytes of a launch's arguments, with its tensors' addresses in `space`."""
         is_in_order = isinstance(launch.args, tuple)
         takes = kernel_arguments.in_order(launch) if is_in_order else kernel_arguments.parameters(path, launch.symbol)
         return kernel_arguments.pack(launch, takes, space.address)
 
     def program(self, path: Path | str, symbol: str) -> Program:
-        """The kernel, as all emulators of the process have it until the file changes."""
+        """Return the kernel, shared by all emulators of the process until the file changes."""
         path = Path(path)
         stamp = path, path.stat().st_mtime_ns, path.stat().st_size
         code = _code_object(*stamp)

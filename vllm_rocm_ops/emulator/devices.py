@@ -1,4 +1,4 @@
-"""Several emulated GPUs in one address space: queues of launches, and the order in which they run."""
+"""Emulate several GPUs in one address space, with queues of launches and random schedules."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .scheduler import Scheduler
 from .words import Fabric, Words
 
 MOST = 8
-_DELAYS = (1, 8, 64, 512)  # turns that stores of a schedule take at most
-_STORES_PAUSE = (0.0, 0.0, 0.1, 0.5)  # how often others run while a store is on its way
-_SPREADS = (0.0, 1.0, 3.0)  # of the logarithm of how often devices get their turn
-_LOOKS = 1000  # instructions in which waves that sleep look at all that they wait for
-_PAUSES = (0, 0, 0, 20, 400)  # turns at most between two launches of a queue
+_DELAYS = (1, 8, 64, 512)  # maximum turns until a schedule's stores are visible
+_STORES_PAUSE = (0.0, 0.0, 0.1, 0.5)  # probability that others run while a store is in flight
+_SPREADS = (0.0, 1.0, 3.0)  # of the logarithm of the devices' speeds
+_LOOKS = 1000  # instructions in which sleeping waves poll everything that they wait for
+_PAUSES = (0, 0, 0, 20, 400)  # maximum turns between two launches of a queue
 
 
 class _Queued(NamedTuple):
@@ -36,24 +36,26 @@ class _Queued(NamedTuple):
 
 
 class _Queue:
-    """Launches that run one after the other on a device."""
+    """Hold the launches that run one after another on a device."""
 
     def __init__(self, device: int):
         self.device = device
         self.launches: deque[_Queued] = deque()
         self.running: Scheduler | None = None
-        self.begins = 0  # the turn from which the next launch may begin
-        self.before = range(0)  # the waves of the last launch
+        self.begins = 0  # the first turn at which the next launch may begin
+        self.before = range(0)  # the previous launch's waves
 
 
 class Devices:
-    """Up to 8 GPUs of one architecture, each with XCDs and L2 caches of its own. `share` makes a tensor uncached fine-grained memory,
-    which is coherent between devices at system scope (words.py). Every other tensor is cached memory.
+    """Emulate up to 8 GPUs of one architecture, each with its own XCDs and L2 caches.
 
-    Each device has queues of launches, named by `stream`; launches of a queue run one after the other, all else at the same time. The
-    schedule is chosen by `seed`: how fast devices are, when launches start, how long stores take, and which waves run. `options` are
-    those of `Options`; patience: instructions of every wave without a change before a deadlock is reported; of waves that sleep far
-    fewer; turns: how many a run has at most for each wave, whatever changes."""
+    `share` makes a tensor uncached fine-grained memory, which is coherent between devices at system scope (words.py). Other
+    tensors are cached memory. Each device has queues of launches, named by `stream`. Launches of a queue run one after another, all
+    others concurrently. `seed` determines the schedule: the devices' speeds, start times, store latencies, and the order of waves.
+
+    `options` are those of `Options`. patience: instructions of every wave without a change before a deadlock is reported, far
+    fewer if waves sleep. turns: maximum per wave, whatever changes.
+    """
 
     def __init__(
         self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 20_000, turns: int = 10_000, **options
@@ -72,13 +74,13 @@ class Devices:
         return tensor
 
     def enqueue(self, device: int, path: Path | str, launch, epoch: int | None = None, stream=0) -> None:
-        """Add a launch to a queue. epoch: the epoch of the words which it stores and awaits; by default launches are counted from 1."""
+        """Add a launch to a queue. `epoch` is the epoch of its words, by default the launch's number from 1."""
         queue = self._queues.setdefault((device, stream), _Queue(device))
         epoch = len(queue.launches) + 1 if epoch is None else epoch & 0xFFFFFFFF
         queue.launches.append(_Queued(self.emulator.checked(path, launch), Path(path), launch, epoch))
 
     def run(self, uninitialised: Sequence[torch.Tensor] = ()) -> list[Counters]:
-        """Run all launches, and return the counters of each, in the order in which they ended."""
+        """Run all launches, and return their counters in the order in which they ended."""
         queues = list(self._queues.values())
         self._queues = {}
         run = _Run(self, queues, tuple(uninitialised))
@@ -94,7 +96,7 @@ class _Run:
         self.fabric = Fabric(self.rng, self.random.choice(_DELAYS), self.random.choice(_STORES_PAUSE))
         queued = [one for queue in queues for one in queue.launches]
         if len({id(one.program.code_object) for one in queued}) > 1:
-            raise errors.LaunchError("launches that run at the same time must be of one code object")
+            raise errors.LaunchError("concurrent launches must be of one code object")
         self.space = self._space(devices, queues, queued, uninitialised)
         self.waves = sum(waves_of(one.launch) for one in queued)
         self.most_turns = devices.turns * self.waves
@@ -106,8 +108,8 @@ class _Run:
         for queue in queues:
             queue.begins = self._pause()
         self.steps = self.changed_at = self.turns = 0
-        self.is_lazy = self.random.random() < 0.75  # whether waves that sleep wake late
-        self.is_forced = False  # whether waves run that sleep
+        self.is_lazy = self.random.random() < 0.75  # whether sleeping waves wake late
+        self.is_forced = False  # whether sleeping waves run
 
     def _space(self, devices: Devices, queues: list[_Queue], queued: list[_Queued], uninitialised: tuple) -> Space:
         program = queued[0].program
@@ -132,7 +134,7 @@ class _Run:
     def run(self) -> list[Counters]:
         """Run turns until all launches have ended."""
         held, fabric = self.space.coherence.stores_held, self.fabric
-        for _ in range(self.most_turns):  # without a wave that runs, too
+        for _ in range(self.most_turns):  # counts turns without a runnable wave, too
             for words in held:
                 if words.settle():
                     self.space.changes += 1
@@ -152,14 +154,14 @@ class _Run:
                 continue
             if later:
                 fabric.now = max(fabric.now, int((max if self.is_lazy else min)(later)))
-            elif running:  # a wave may sleep before it has looked
+            elif running:  # a wave may sleep before its first poll
                 self.is_forced, self.changed_at = True, self.steps
             else:
                 return self.counted
         raise self._deadlock(f"the launches have not ended after {self.most_turns} turns")
 
     def _able(self, running: list[int]) -> list[int]:
-        """Return the queues whose waves do not all sleep; in a lazy schedule, those that slept only if there is no other."""
+        """Return the queues with awake waves; in a lazy schedule, those that slept only if no other exists."""
         able = [i for i in running if not self.queues[i].running.is_waiting]
         if able and self.is_lazy:
             able = [i for i in able if not self.queues[i].running.has_slept] or able
@@ -170,7 +172,7 @@ class _Run:
         return all(self.queues[i].running.looks_in_vain for i in able)
 
     def _choose(self, able: list[int]) -> int:
-        """Choose the next queue: at random, but one after the other if nothing has changed for long."""
+        """Choose the next queue: at random, but round-robin if nothing has changed for long."""
         if len(able) == 1:
             return able[0]
         if self.is_forced or self.steps - self.changed_at > _LOOKS:
@@ -181,7 +183,7 @@ class _Run:
     def _begin(self, queue: _Queue) -> None:
         one = queue.launches.popleft()
         kernarg = self.emulator.kernarg(self.space, one.path, one.launch, one.program.object)
-        # words find what goes wrong between devices; without them waves go each its own way
+        # words reveal faults between devices; without them waves run separately
         joins = bool(self.space.coherence.stores_held) and self.random.random() < 0.9
         place = Place(
             queue.device,

@@ -1,81 +1,81 @@
-"""What the emulator reports. Every error names the kernel, the instruction, and the first block, wave and lane at fault."""
+"""Define the emulator's errors. Each names the kernel, the instruction, and the first faulty block, wave and lane."""
 
 from __future__ import annotations
 
 
 class EmulatorError(RuntimeError):
-    """A fault of the kernel under test. Subclasses say which kind."""
+    """Signal a fault of the kernel under test; subclasses tell the kind."""
 
-    located = False  # whether the text names the place
+    located = False  # whether the message has the location
 
 
 class UnsupportedInstruction(EmulatorError):
-    """The emulator has no semantics for this instruction, or its bytes do not decode."""
+    """Signal an instruction without semantics here, or bytes that do not decode."""
 
 
 class LaunchError(EmulatorError):
-    """The launch does not fit the kernel: kernarg size, block size, LDS size."""
+    """Signal a launch that does not fit the kernel: kernarg size, block size, LDS size."""
 
 
 class OutOfBounds(EmulatorError):
-    """A global access outside the memory that the launch's tensors cover."""
+    """Signal a global access outside the memory of the launch's tensors."""
 
 
 class Misaligned(EmulatorError):
-    """An address that is not a multiple of what the access needs."""
+    """Signal an address with insufficient alignment."""
 
 
 class LdsOutOfBounds(EmulatorError):
-    """An LDS access beyond the block's allocation."""
+    """Signal an LDS access beyond the block's allocation."""
 
 
 class ScratchOutOfBounds(EmulatorError):
-    """A scratch access beyond the lane's allocation."""
+    """Signal a scratch access beyond the lane's allocation."""
 
 
 class Uninitialised(EmulatorError):
-    """A read of a register, of LDS, of scratch or of memory that nothing wrote."""
+    """Signal a read of a register, LDS, scratch or memory that was never written."""
 
 
 class MissingWait(EmulatorError):
-    """A register or LDS byte used before the s_waitcnt that its load needs."""
+    """Signal a register or LDS byte used before the s_waitcnt that its load needs."""
 
 
 class LdsRace(EmulatorError):
-    """Two waves touch the same LDS, at least one writing, with no barrier between."""
+    """Signal LDS accesses of two waves, at least one a write, without a barrier between them."""
 
 
 class GlobalRace(EmulatorError):
-    """Two waves touch the same memory, at least one writing, with nothing that orders them."""
+    """Signal memory accesses of two waves, at least one a write, without synchronization between them."""
 
 
 class StaleRead(EmulatorError):
-    """A read of what another block stored, which may still be in the cache of that block's die, or not yet in this one's."""
+    """Signal a read of another block's store that may still be in that die's cache, or not yet in this die's."""
 
 
 class WrongEpoch(EmulatorError):
-    """A word stored with another epoch than its launch has."""
+    """Signal a word stored with another epoch than its launch's."""
 
 
 class StaleWord(EmulatorError):
-    """A word's value used, although its epoch is not the awaited one."""
+    """Signal a use of a word's value whose epoch is not the awaited one."""
 
 
 class TornWord(EmulatorError):
-    """A word that is not stored or not read as one: a value beside the epoch of another."""
+    """Signal a word not stored or not loaded as one, so that a value meets another epoch."""
 
 
 class SlotOverwritten(EmulatorError):
-    """A word stored before its reader has read the one before."""
+    """Signal a word stored before its reader has read the previous one."""
 
 
 class DivergentBarrier(EmulatorError):
-    """A barrier that some waves of the block never reach."""
+    """Signal a barrier that some waves of the block never reach."""
 
 
 class Deadlock(EmulatorError):
-    """No wave can make progress."""
+    """Signal that no wave can make progress."""
 
 
 class RegisterOutOfRange(EmulatorError):
-    """A register beyond what the kernel descriptor allocates."""
+    """Signal a register beyond the kernel descriptor's allocation."""

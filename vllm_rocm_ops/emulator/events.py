@@ -1,7 +1,7 @@
-"""Memory operations under way: what a wave has issued, and what s_waitcnt makes of it.
+"""Track memory operations in flight, and apply s_waitcnt to them.
 
-Data moves when the instruction issues; the destination is then forbidden until s_waitcnt says that it has arrived. A store
-has read its data by then: GFX9 needs no wait before a store's source is overwritten.
+Data moves when the instruction issues; the destination is then invalid until s_waitcnt says that it has arrived. A store has read its
+data by then: GFX9 needs no wait before a store's source is overwritten.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from .waves import LANES
 
 
 class Event:
-    """An outstanding memory operation. `registers` arrive when it is done; `granules` [n, k] are the LDS that it writes, one
-    row for each active lane, whose wave `rows` [n] tells. `region` names the memory that each wave, on average, has `size`
-    bytes from. `clock` is that before a store; `acquired` and `written_back` is what waves see, and have written back, then;
-    `stale` [waves, lanes] where the first register then holds the value of a word that is not the awaited one."""
+    """Hold a memory operation in flight.
+
+    `registers` arrive when it completes. `granules` [n, k] are the LDS that it writes, a row per active lane of the waves `rows` [n].
+    `region` names the memory from which each wave, on average, has `size` bytes in flight. `clock` is the clock before a store.
+    `acquired` and `written_back` are what waves then see and have written back. `stale` [waves, lanes] marks where the first
+    register then holds a word that is not the awaited one.
+    """
 
     __slots__ = (
         "acquired", "clock", "granules", "kind", "lgkm", "load", "region", "registers", "rows", "scalar", "size", "stale",
@@ -37,7 +40,7 @@ class Event:
         self.scalar = kind == "scalar"
 
     def part(self, keep: np.ndarray) -> Event:
-        """The event as the waves that `keep` (bool [waves]) names see it."""
+        """Return the event for the waves in `keep` (bool [waves])."""
         other = copy.copy(self)
         other.stale = None if self.stale is None else self.stale[keep]
         if self.granules is not None:
@@ -46,7 +49,7 @@ class Event:
         return other
 
     def join(self, other: Event, waves: int, count: int) -> None:
-        """Takes in the same event of `count` further waves; `waves` were here before."""
+        """Merge the same event of `count` further waves into that of `waves` waves."""
         self.acquired, self.written_back = self.acquired + other.acquired, self.written_back + other.written_back
         if self.stale is not None or other.stale is not None:
             mine = np.zeros((waves, LANES), bool) if self.stale is None else self.stale
@@ -62,7 +65,7 @@ class Event:
 
 
 def issue(w, event: Event) -> None:
-    """Records a memory operation that s_waitcnt has to wait for."""
+    """Record a memory operation that s_waitcnt has to wait for."""
     w.order.append(event)
     for code in event.registers:
         w.pending[code] = event
@@ -81,12 +84,15 @@ def issue(w, event: Event) -> None:
 
 
 def wait(w, vm: int, lgkm: int) -> None:
-    """S_WAITCNT: at most `vm` vector and `lgkm` LDS or scalar operations stay outstanding. Vector memory returns in
-    order, LDS too; scalar loads in any order, so that only lgkmcnt(0) says anything while one is under way."""
+    """Apply S_WAITCNT: at most `vm` vector and `lgkm` LDS or scalar operations stay in flight.
+
+    Vector memory returns in order, LDS too. Scalar loads return in any order, so only lgkmcnt(0) completes anything while one is
+    in flight.
+    """
     order, scheduler = w.order, w.scheduler
     if not order:
         return
-    excess_vm, excess_lgkm, is_scalar = -vm, -lgkm, False  # operations beyond those that may stay
+    excess_vm, excess_lgkm, is_scalar = -vm, -lgkm, False  # operations beyond the allowed ones
     for event in order:
         excess_vm += event.vm
         if event.lgkm:

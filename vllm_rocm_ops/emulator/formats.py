@@ -1,15 +1,14 @@
-"""Number formats of CDNA3 and CDNA4: decode to float32 and encode from it, bit exact, vectorised over numpy arrays.
+"""Convert the number formats of CDNA3 and CDNA4 to and from float32, bit-exact and vectorized over numpy arrays.
 
-Formats: CDNA4 ISA, section 7.3, tables 30 and 31; the FNUZ variants of gfx942 as torch.float8_e4m3fnuz and e5m2fnuz
-define them. The same two mnemonic words mean different formats on the two chips: `eight_bit("fp8", "gfx942")` is
-e4m3fnuz, on gfx950 it is e4m3fn.
+Formats: CDNA4 ISA, section 7.3, tables 30 and 31; gfx942's FNUZ variants as torch.float8_e4m3fnuz and e5m2fnuz. The same mnemonic words
+mean different formats on the two chips: `eight_bit("fp8", "gfx942")` is e4m3fnuz, on gfx950 it is e4m3fn.
 
-Rounding is to nearest even. The stochastic conversions add random bits below the last kept bit, then truncate
-(CDNA4 ISA, section 7.3, "Convert instructions come in two types").
+Rounding is to nearest even. The stochastic conversions add random bits below the last kept bit, then truncate (CDNA4 ISA, section 7.3,
+"Convert instructions come in two types").
 
-Overflow (CDNA4 ISA, section 7.3, "FP16_OVFL rule"): a value that rounds beyond the largest finite number, or an infinity,
-becomes infinity where the format has one and NaN where it has none; with FP16_OVFL set in MODE it becomes the largest
-finite number. NaN stays NaN. fp6 and fp4 have neither infinity nor NaN and always saturate.
+Overflow (CDNA4 ISA, section 7.3, "FP16_OVFL rule"): a value that rounds beyond the largest finite number, or an infinity, becomes
+infinity if the format has one, else NaN; with FP16_OVFL set in MODE it becomes the largest finite number. NaN stays NaN. fp6 and fp4
+have neither infinity nor NaN and always saturate.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Format:
-    """A sign, exponent and mantissa format. `special` says which codes are not finite numbers:
+    """Describe a sign, exponent and mantissa format.
 
-    `ieee`: the largest exponent holds infinity and NaN. `fn`: only the all-ones code of either sign is NaN.
+    `special` tells which codes are not finite numbers. `ieee`: the largest exponent holds infinity and NaN. `fn`: only the all-ones code of either sign is NaN.
     `fnuz`: only the code of -0 is NaN. `finite`: none.
     """
 
@@ -36,12 +35,12 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Width of one code."""
+        """Return the width of a code."""
         return 1 + self.exponent + self.mantissa
 
     @cached_property
     def values(self) -> np.ndarray:
-        """The float32 value of every code, indexed by code."""
+        """Return the float32 value of every code, indexed by code."""
         codes = np.arange(1 << self.bits)
         fraction = codes & ((1 << self.mantissa) - 1)
         exponent = (codes >> self.mantissa) & ((1 << self.exponent) - 1)
@@ -72,36 +71,36 @@ class Format:
 
     @cached_property
     def _largest_code(self) -> int:
-        """The code of the largest finite number."""
+        """Return the code of the largest finite number."""
         taken = {"ieee": 1 << self.mantissa, "fn": 1, "fnuz": 0, "finite": 0}[self.special]
         return self._sign - 1 - taken
 
     @property
     def largest(self) -> float:
-        """The largest finite number."""
+        """Return the largest finite number."""
         return float(self.values[self._largest_code])
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """float32 values of integer codes."""
+        """Return the float32 values of integer codes."""
         return self.values[codes]
 
     def encode(
         self, values: np.ndarray, *, saturate: bool = False, random: np.ndarray | None = None, random_bits: int = 0
     ) -> np.ndarray:
-        """Codes of float32 values, as uint32.
+        """Return the codes of float32 values, as uint32.
 
-        `saturate` is FP16_OVFL. `random`: unsigned integers of `random_bits` bits, one per value, for stochastic
-        rounding: they are the fraction of one unit in the last kept place that is added before truncation.
+        `saturate` is FP16_OVFL. `random` holds unsigned integers of `random_bits` bits, one per value, for stochastic rounding: the
+        fraction of one unit in the last kept place that is added before truncation.
         """
         word = np.asarray(values, dtype=np.float32).view(np.uint32)
         if random is None and self.bits <= 8:
-            # No boundary of rounding lies between a float32 and its upper half with the lower half's "is not zero" or-ed in.
+            # Rounding boundaries never separate a float32 from its upper half with "lower half is nonzero" or-ed in.
             return self._codes[bool(saturate)][word >> np.uint32(16) | (word & np.uint32(0xFFFF) != 0)]
         return self._encode(word, saturate, random, random_bits)
 
     @cached_property
     def _codes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The codes of all upper halves of a float32, without and with saturation."""
+        """Return the codes of all upper halves of a float32, without and with saturation."""
         word = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
         return self._encode(word, False, None, 0), self._encode(word, True, None, 0)
 
@@ -120,12 +119,12 @@ class Format:
 
     @property
     def _lowest(self) -> int:
-        """The exponent of the smallest normal number, and of the subnormal ones."""
+        """Return the exponent of the smallest normal number, and of the subnormal ones."""
         return 1 - self.bias
 
     def _nearest_even(self, magnitude: np.ndarray) -> np.ndarray:
         dropped = 23 - self.mantissa
-        # Adding half a unit, less one if the kept part is even, carries into the exponent by itself.
+        # Adding half a unit, minus one if the kept part is even, carries into the exponent.
         odd = magnitude >> np.uint32(dropped) & np.uint32(1)
         normal = (magnitude + odd + np.uint32((1 << (dropped - 1)) - 1)) >> np.uint32(dropped)
         normal -= np.uint32((127 - self.bias) << self.mantissa)
@@ -172,16 +171,16 @@ _EIGHT_BIT = {
 
 
 def eight_bit(word: str, arch: str) -> Format:
-    """The format that `fp8` or `bf8` in a mnemonic means on `arch`."""
+    """Return the format of `fp8` or `bf8` in a mnemonic on `arch`."""
     return _EIGHT_BIT[arch][word]
 
 
 def convert_stochastic(values: np.ndarray, random: np.ndarray, word: str, arch: str, *, saturate: bool) -> np.ndarray:
-    """v_cvt_sr_fp8_f32 and v_cvt_sr_bf8_f32: `random` holds the 32-bit words of the second source.
+    """Convert as v_cvt_sr_fp8_f32 and v_cvt_sr_bf8_f32; `random` holds the 32-bit words of the second source.
 
-    The top 20 (fp8) or 21 (bf8) bits of the word count, as many as a normal number drops (CDNA pseudocode of both
-    instructions). That a subnormal result uses the same fraction of its own last place is taken from HIP's software
-    conversion; AMD documents no bits for it.
+    The top 20 (fp8) or 21 (bf8) bits of a word are used, the number of bits that a normal number drops (CDNA pseudocode of both
+    instructions). Subnormal results use the same fraction of their own last place, as HIP's software conversion does; AMD documents
+    no bits for it.
     """
     target = eight_bit(word, arch)
     dropped = 23 - target.mantissa
@@ -190,15 +189,15 @@ def convert_stochastic(values: np.ndarray, random: np.ndarray, word: str, arch: 
 
 
 def decode_e8m0(codes: np.ndarray) -> np.ndarray:
-    """Scale factors 2^(code - 127) as float64; code 255 is NaN (CDNA4 ISA, section 7.2)."""
+    """Return scale factors 2^(code - 127) as float64; code 255 is NaN (CDNA4 ISA, section 7.2)."""
     codes = np.asarray(codes)
     return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
 
 
 def encode_e8m0(values: np.ndarray) -> np.ndarray:
-    """Codes of the powers of two nearest to float32 magnitudes, ties upwards, as uint32; 255 beyond 2^127.
+    """Return the codes of the powers of two nearest to float32 magnitudes, ties upward, as uint32; 255 beyond 2^127.
 
-    As torch.float8_e8m0fnu converts, which rounds every subnormal above 2^-127 up to 2^-126.
+    This matches torch.float8_e8m0fnu, which rounds every subnormal above 2^-127 up to 2^-126.
     """
     magnitude = np.asarray(values, dtype=np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
     exponent, fraction = magnitude >> np.uint32(23), magnitude & np.uint32(0x7FFFFF)
@@ -213,12 +212,12 @@ def _float64_values(format: Format) -> np.ndarray:
 
 
 def decode_registers(registers: np.ndarray, format: Format | str) -> np.ndarray:
-    """float64[..., 64, items] of uint32[..., 64, dwords]; numpy views count the bytes of a register from the lowest."""
+    """Return float64 [..., 64, items] from uint32 [..., 64, dwords]; numpy views count a register's bytes from the lowest."""
     if format == "f64":
         return registers.view(np.float64)
     if format == "f32":
         return registers.view(np.float32).astype(np.float64)
-    if format == "xf32":  # ten fraction bits; MMA-Sim found that the others are cut off
+    if format == "xf32":  # ten fraction bits; the others are truncated, according to MMA-Sim
         return (registers & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     if format == "i8":
         return registers.view(np.int8).astype(np.float64)

@@ -1,4 +1,4 @@
-"""The LDS of resident blocks, with the shadow state that the sanitizer needs."""
+"""Hold the LDS of resident blocks, with the sanitizer's shadow state."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import numpy as np
 from .errors import LdsOutOfBounds, LdsRace, Misaligned, MissingWait, Uninitialised
 from .memory import WORD
 
-# Low byte of an LDS shadow key: the wave, with a bit for atomics; or several waves.
+# Low byte of an LDS shadow key: the wave, with a bit for atomics, or a mark for several waves.
 WAVE, ATOMIC, MANY_ATOMICS, MANY_WAVES = 31, 32, 254, 255
 
 
 class Lds:
-    """The LDS of the resident blocks, one slot each. Shadow keys per granule: barrier epoch << 8 | wave; 0 is never."""
+    """Hold the LDS of the resident blocks, a slot each. Shadow keys per granule are barrier epoch << 8 | wave; 0 means never."""
 
     def __init__(self, slots: int, size: int, granule: int, races: bool):
         self.size, self.granule, self.races = size, granule, races
@@ -24,16 +24,16 @@ class Lds:
         self.writer = np.zeros(count, np.int32)
         self.reader = np.zeros(count, np.int32)
         self.in_flight = np.zeros(count, bool)
-        self.checked = True  # whether what was not written or has not arrived is an error
-        self.has_loads = False  # whether any was ever in flight
+        self.checked = True  # whether unwritten or in-flight data is an error
+        self.has_loads = False  # whether a load was ever in flight
 
     def clear(self, slot: int) -> None:
-        """Makes a slot's LDS unwritten, for a new block."""
+        """Mark a slot's LDS unwritten, for a new block."""
         here = slice(slot * self.stride >> self.shift, (slot + 1) * self.stride >> self.shift)
         self.writer[here], self.reader[here], self.in_flight[here] = 0, 0, False
 
     def locate(self, a: np.ndarray, size: int, align: int, slots: np.ndarray, where) -> np.ndarray:
-        """Byte positions in `data` of LDS addresses (1-d, int64), checked."""
+        """Check LDS addresses (1-d, int64), and return their byte positions in `data`."""
         low, high = int(a.min()), int(a.max())
         if low < 0 or high + size > self.size:
             bad = int(np.argmax((a < 0) | (a + size > self.size)))
@@ -55,14 +55,14 @@ class Lds:
         return unit, units if unit == size else units[:, None] + np.arange(size // unit)
 
     def load(self, positions, size: int, w, where) -> np.ndarray:
-        """[n, size] bytes."""
+        """Return the bytes [n, size]."""
         granules = self._granules(positions, size)
         self._check(granules, w, where, positions, reading=True)
         unit, units = self._unit(positions, size)
         return np.ascontiguousarray(self.views[unit][units]).view(np.uint8).reshape(len(positions), size)
 
     def store(self, positions, values, w, where) -> np.ndarray:
-        """Writes [n, size] bytes; returns the granules."""
+        """Write bytes [n, size], and return the granules."""
         size = values.shape[1]
         granules = self._granules(positions, size)
         self._check(granules, w, where, positions, reading=False)
@@ -72,11 +72,11 @@ class Lds:
         return granules
 
     def begin_load(self, granules) -> None:
-        """Has a load to these granules be under way."""
+        """Mark a load to these granules as in flight."""
         self.in_flight[granules] = self.has_loads = True
 
     def mark(self, granules, w, where, positions) -> None:
-        """Records the waves as writers."""
+        """Record the waves as writers."""
         key = self._key(w, where, granules)
         self.writer[granules] = key
         if w.count > 1 and self.races:
@@ -100,7 +100,7 @@ class Lds:
         if self.has_loads and (flying := self.in_flight[granules]).any():
             bad = self._first(flying)
             raise where(
-                MissingWait, bad, f"a load to LDS address {int(positions[bad]) % self.stride} may still be under way"
+                MissingWait, bad, f"a load to LDS address {int(positions[bad]) % self.stride} may still be in flight"
             )
         if not self.races:
             return
@@ -113,7 +113,7 @@ class Lds:
         if reading:
             new = np.where(others, now | MANY_WAVES, key) if others.any() else key
             self.reader[granules] = new
-            if w.count > 1:  # lanes of other waves may have read the same granule in this very instruction
+            if w.count > 1:  # lanes of other waves may read the same granule in this instruction
                 lost = self.reader[granules] != new
                 if lost.any():
                     self.reader[granules[lost]] = np.broadcast_to(now, granules.shape)[lost] | MANY_WAVES
@@ -136,7 +136,7 @@ class Lds:
         raise where(LdsRace, bad, f"LDS address {address}: " + message.format(name))
 
     def check_atomic(self, positions, size: int, w, where) -> None:
-        """Atomics may meet each other, but no plain access of another wave."""
+        """Check that an atomic meets no plain access of another wave."""
         granules = self._granules(positions, size)
         key = self._key(w, where, granules)
         now = key & ~255
@@ -158,5 +158,5 @@ class Lds:
         met = (writer >= now) & (writer & WAVE != key & WAVE)
         new = np.where(met, now | MANY_ATOMICS, key | ATOMIC).astype(np.int32)
         self.writer[granules] = new
-        lost = self.writer[granules] != new  # another wave's lane met this one in this very instruction
+        lost = self.writer[granules] != new  # lanes of other waves met in this instruction
         self.writer[granules[lost]] = np.broadcast_to(now, granules.shape)[lost] | MANY_ATOMICS

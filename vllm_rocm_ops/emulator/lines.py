@@ -1,4 +1,4 @@
-"""Source lines of instructions, from a code object's DWARF line table, version 5.
+"""Find source lines of instructions in a code object's DWARF line table, version 5.
 
 Source: DWARF 5, section 6.2 "Line Number Information".
 """
@@ -43,7 +43,7 @@ class _Reader:
 
 
 class Lines:
-    """The file and line of each address; none without debug information. `sections` are the bytes of sections by name."""
+    """Map addresses to files and lines; empty without debug information. `sections` are the bytes of sections by name."""
 
     def __init__(self, sections: dict[str, bytes]):
         self._sections = sections
@@ -55,12 +55,12 @@ class Lines:
         self._addresses = [address for address, _ in self._rows]
 
     def at(self, address: int) -> str:
-        """Return the file and line of an instruction, as "file:line"; "" if there is none."""
+        """Return the source line of an instruction as "file:line", or ""."""
         found = bisect.bisect_right(self._addresses, address) - 1
         return self._rows[found][1] if found >= 0 else ""
 
     def _table(self, reader: _Reader) -> list[str]:
-        """Return the first string of each entry of a table of directories or files."""
+        """Return the first string of each entry in a directory or file table."""
         formats = [(reader.unsigned(), reader.unsigned()) for _ in range(reader.take("B"))]
         names = []
         for _ in range(reader.unsigned()):

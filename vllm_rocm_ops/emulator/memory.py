@@ -1,6 +1,6 @@
-"""Global memory, with bounds, and with what was written of it.
+"""Hold global memory, with bounds and written bytes.
 
-Global memory is the tensors of a launch, at virtual addresses 64 GiB apart, so that no pointer of one reaches another.
+Global memory consists of a launch's tensors at virtual addresses 64 GiB apart, so no pointer into one reaches another.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from .accesses import Accesses
 from .coherence import AGENT, SYSTEM, Coherence
 from .errors import Misaligned, OutOfBounds, StaleRead, Uninitialised
 
-SLOT = 36  # log2 of the distance of regions
-MOST_BYTES = (1 << SLOT) - 0x1000  # of a tensor, which starts as far into its slot as into its page
-_WATCHED = 1 << 24  # readers are remembered in regions of up to so many bytes
+SLOT = 36  # log2 of the distance between regions
+MOST_BYTES = (1 << SLOT) - 0x1000  # per tensor, whose offset in its slot is its offset in its page
+_WATCHED = 1 << 24  # maximum bytes of regions whose readers are recorded
 WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _least, _most, _any_bits = np.minimum.reduce, np.maximum.reduce, np.bitwise_or.reduce
 _ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in WORD.items()}
 
 
 def span_of(tensor) -> tuple[int, int]:
-    """First byte and end of the memory that a tensor's elements occupy."""
+    """Return the first byte and the end of a tensor's memory."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
@@ -31,7 +31,7 @@ def span_of(tensor) -> tuple[int, int]:
 
 
 def _element_offsets(tensor) -> np.ndarray:
-    """Byte offsets of a tensor's elements from its first."""
+    """Return the byte offsets of a tensor's elements from its first."""
     offsets = np.zeros((1,), np.int64)
     for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
         offsets = (offsets[:, None] + np.arange(n) * stride).ravel()
@@ -39,7 +39,7 @@ def _element_offsets(tensor) -> np.ndarray:
 
 
 def _runs_of(tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses of a tensor's first bytes of each run of memory without gaps, and of their ends; in no order, some may overlap."""
+    """Return the starts and ends of a tensor's gapless runs of memory, unordered and possibly overlapping."""
     starts, run = np.array([tensor.data_ptr()]), tensor.element_size()
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         step = stride * tensor.element_size()
@@ -51,7 +51,7 @@ def _runs_of(tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _merged(runs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """The starts and ends of all runs in order, those that touch as one."""
+    """Return the starts and ends of all runs in order, adjacent ones merged."""
     starts, ends = (np.concatenate(addresses) for addresses in zip(*runs, strict=True))
     order = np.argsort(starts)
     starts, ends = starts[order], np.maximum.accumulate(ends[order])
@@ -60,7 +60,7 @@ def _merged(runs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.n
 
 
 def _bytes_of(tensor, low: int):
-    """The index of a tensor's bytes in memory that starts at address `low`."""
+    """Return the index of a tensor's bytes in memory that starts at address `low`."""
     first, size = tensor.data_ptr() - low, tensor.element_size()
     outermost_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     if tensor.permute(outermost_first).is_contiguous():
@@ -69,30 +69,30 @@ def _bytes_of(tensor, low: int):
 
 
 class Region:
-    """A range of memory: `data` are its bytes from `base` on, a multiple of 16; bytes `start` to `end` belong to it."""
+    """Hold a range of memory. `data` are its bytes from `base`, a multiple of 16; bytes `start` to `end` belong to it."""
 
     def __init__(self, name: str, base: int, data: np.ndarray, start: int, end: int, writable: bool = True):
         self.name, self.base, self.data = name, base, data
         self.start, self.end, self.writable = start, end, writable
         self.views = {size: data.view(dtype) for size, dtype in WORD.items() if data.size % size == 0}
-        self.runs: tuple[np.ndarray, np.ndarray] | None = None  # starts and ends of what tensors have of it, if not all
-        self.written: np.ndarray | None = None  # bytes written so far, if not all are
+        self.runs: tuple[np.ndarray, np.ndarray] | None = None  # starts and ends of tensors' bytes, if not all
+        self.written: np.ndarray | None = None  # bytes written so far, if not all
         self.written_views: dict = {}
-        self.last: np.ndarray | None = None  # per granule: who wrote it last, and when
-        self.readers: np.ndarray | None = None  # who read it last, and who before
-        self.watched = False  # whether readers are remembered
+        self.last: np.ndarray | None = None  # per granule: the last writer and its time
+        self.readers: np.ndarray | None = None  # the last reader, and the one before
+        self.watched = False  # whether readers are recorded
         self.stored = False  # whether this launch wrote to it
-        self.words = None  # of words.Words, where devices share it
+        self.words = None  # words.Words, if devices share it
 
     def track_writes(self) -> None:
-        """Starts with all bytes written."""
+        """Start with all bytes written."""
         if self.written is None:
             self.written = np.ones(self.data.size, np.uint8)
             self.written_views = {s: self.written.view(t) for s, t in WORD.items() if self.data.size % s == 0}
 
 
 class Space:
-    """The regions of a launch."""
+    """Hold the regions of a launch."""
 
     def __init__(self, granule: int, races: bool, traffic=None):
         self.regions: dict[int, Region] = {}
@@ -100,12 +100,12 @@ class Space:
         self.coherence = Coherence(races)
         self.accesses = Accesses(granule, self.coherence)
         self.addresses: dict[int, int] = {}
-        self.changes = 0  # how often memory or a wave's progress changed what others may wait for
+        self.changes = 0  # number of changes of memory or progress that others may wait for
         self.patterns: dict = {}  # see Counters
         self._keep: list = []
 
     def add_bytes(self, name: str, content: bytes) -> int:
-        """A read-only region with a copy of `content`; returns its address."""
+        """Add a read-only region with a copy of `content`, and return its address."""
         data = np.zeros(-(-max(len(content), 1) // 16) * 16, np.uint8)
         data[: len(content)] = np.frombuffer(content, np.uint8)
         slot = len(self.regions) + 1
@@ -113,7 +113,7 @@ class Space:
         return slot << SLOT
 
     def add_tensors(self, tensors: list, uninitialised: tuple) -> None:
-        """One region per group of tensors that overlap; `addresses` maps data_ptr to virtual addresses."""
+        """Add a region per group of overlapping tensors; `addresses` maps data_ptr to virtual addresses."""
         spans = sorted(((*span_of(t), t, name) for name, t in tensors), key=lambda s: s[:2])
         spans = [span for span in spans if span[0] < span[1]]
         groups: list[list] = []
@@ -147,26 +147,26 @@ class Space:
                 region.written[_bytes_of(tensor, low)] = 0
 
     def watch(self, stored: set[str] | None) -> None:
-        """Remembers readers in the regions that hold one of the named tensors; None: in all."""
+        """Record readers in the regions with one of the named tensors, or in all for None."""
         for region in self.regions.values():
             known = stored is None or not stored.isdisjoint(region.name.split(" and "))
             region.watched = self.races and region.writable and known and region.data.size <= _WATCHED
 
     def stored_names(self) -> set[str]:
-        """The tensors of the regions that were written to."""
+        """Return the tensors of the regions that were written to."""
         return {name for region in self.regions.values() if region.stored for name in region.name.split(" and ")}
 
     def address(self, tensor) -> int:
-        """The virtual address of a tensor of the launch; of an empty one, an address that nothing may touch."""
+        """Return the virtual address of a tensor; for an empty one, an invalid address."""
         return self.addresses.get(tensor.data_ptr(), 1 << 47 | tensor.data_ptr() & 0xFFF)
 
     def name_at(self, address) -> str:
-        """The name of the region at an address."""
+        """Return the name of the region at an address."""
         region = self.regions.get(int(address) >> SLOT)
         return region.name if region else ""
 
     def find(self, a: np.ndarray, size: int, align: int, where) -> list:
-        """[(region, byte offsets, index into a or None for all, access size in bytes that divides all)]."""
+        """Return [(region, byte offsets, index into a or None for all, access size in bytes that divides all)]."""
         if len(a) == 1:
             low = high = bits = int(a[0])
         else:
@@ -218,7 +218,7 @@ class Space:
         return units if size == unit else units[:, None] + np.arange(size // unit)
 
     def load(self, a: np.ndarray, size: int, align: int, w, where, atomic: bool, scope: int = 0) -> np.ndarray:
-        """The bytes at each address, [n, size] as uint8. scope: 1 with sc1, 2 with sc0 sc1."""
+        """Return the bytes at each address, [n, size] as uint8. scope: 1 with sc1, 2 with sc0 sc1."""
         out = None
         if w.looked < 0:
             w.looked = self.changes
@@ -248,7 +248,7 @@ class Space:
         return out
 
     def check_scalar_load(self, a: np.ndarray, size: int, w, where) -> None:
-        """Refuses a scalar load of what another wave stores."""
+        """Raise for a scalar load of another wave's unordered store."""
         region = self.regions.get(int(a[0]) >> SLOT)
         if self.races and region is not None and region.last is not None:
             for region, offsets, index, _ in self.find(a, size, 4, where):
@@ -263,7 +263,7 @@ class Space:
             raise where(Uninitialised, bad if index is None else int(index[bad]), message)
 
     def store(self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool, scope: int = 0) -> bool:
-        """Writes [n, size] uint8 values; returns whether any byte changed. scope: 1 with sc1, 2 with sc0 sc1."""
+        """Write [n, size] uint8 values, and return whether any byte changed. scope: 1 with sc1, 2 with sc0 sc1."""
         size = values.shape[1]
         self.coherence.note_store(where.ins)
         changed = False
@@ -304,8 +304,10 @@ class Space:
         return changed
 
     def atomic(self, a: np.ndarray, size: int, update, w, where, scope: int = AGENT) -> np.ndarray:
-        """Changes the words at these addresses: `update(view, units, chosen)` changes units of a region's view for the chosen
-        lanes and returns what they were. Returns the old words of all."""
+        """Update the words at these addresses atomically, and return all old words.
+
+        `update(view, units, chosen)` changes units of a region's view for the chosen lanes and returns the old values.
+        """
         old = np.empty(len(a), WORD[size])
         for region, offsets, index, _ in self.find(a, size, size, where):
             chosen = slice(None) if index is None else index

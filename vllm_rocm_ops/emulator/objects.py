@@ -1,4 +1,4 @@
-"""Reads a linked AMDGPU code object: ELF symbols, the kernel descriptors and the metadata note.
+"""Read a linked AMDGPU code object: ELF symbols, the kernel descriptors and the metadata note.
 
 Sources: LLVM's AMDGPUUsage, "ELF Code Object", "Code Object V5 Metadata", "Kernel Descriptor" (compute_pgm_rsrc1-3 for
 GFX90A-GFX950) and "Preloaded Kernel Arguments".
@@ -21,7 +21,7 @@ _ARCHS = {0x4C: "gfx942", 0x4F: "gfx950", 0x3F: "gfx90a"}
 
 
 def msgpack(data: bytes, at: int = 0):
-    """Decodes the MessagePack value at `at`; returns it and the offset behind it. Metadata uses no ext types."""
+    """Decode the MessagePack value at `at`, and return it with the offset after it. Metadata uses no ext types."""
     tag = data[at]
     at += 1
 
@@ -68,10 +68,10 @@ def msgpack(data: bytes, at: int = 0):
 
 @dataclass(frozen=True)
 class KernelObject:
-    """One kernel of a code object: the descriptor's fields and the metadata's statistics."""
+    """Describe a kernel of a code object: the descriptor's fields and the metadata's statistics."""
 
     name: str
-    entry: int  # address of the first instruction in the image
+    entry: int  # address of the first instruction
     size: int  # bytes of code
     lds: int  # static LDS bytes
     scratch: int  # bytes per lane
@@ -80,53 +80,53 @@ class KernelObject:
     rsrc2: int
     rsrc3: int
     properties: int
-    kernarg_preload: int  # arguments' words that firmware leaves in SGPRs
-    kernarg_preload_offset: int  # of the first of them
+    kernarg_preload: int  # argument words that firmware preloads into SGPRs
+    kernarg_preload_offset: int  # of the first preloaded word
     metadata: dict
 
     @property
     def preloaded_entry(self) -> int:
-        """Where firmware that preloads arguments starts: behind the 256 bytes that load them elsewhere."""
+        """Return the entry point of firmware that preloads arguments: after 256 bytes that otherwise load them."""
         return self.entry + (PRELOAD_PROLOGUE if self.kernarg_preload else 0)
 
     @property
     def user_sgprs(self) -> int:
-        """SGPRs that a wave starts with, those of preloaded arguments included."""
+        """Return the SGPRs that a wave starts with, preloaded arguments included."""
         return self.rsrc2 >> 1 & 0x1F
 
     @property
     def vgprs(self) -> int:
-        """Architectural VGPRs that a wave may address, v0 up."""
+        """Return the number of architectural VGPRs of a wave."""
         return 4 * ((self.rsrc3 & 0x3F) + 1)
 
     @property
     def registers(self) -> int:
-        """VGPRs and AGPRs that a wave owns, in the unified file."""
+        """Return the VGPRs and AGPRs of a wave in the unified register file."""
         return 8 * ((self.rsrc1 & 0x3F) + 1)
 
     @property
     def agprs(self) -> int:
-        """AGPRs that a wave may address."""
+        """Return the number of AGPRs of a wave."""
         return max(0, self.registers - self.vgprs)
 
     @property
     def waves_per_simd(self) -> int:
-        """Waves that the registers let one SIMD hold: 512 per lane, at most 8 waves (CDNA3 white paper)."""
+        """Return the waves that fit a SIMD's registers: 512 per lane, at most 8 waves (CDNA3 white paper)."""
         return min(8, 512 // self.registers)
 
     @property
     def float_mode(self) -> int:
-        """MODE's low byte: round modes in bits 0-3, denormal modes of f32 and of f64/f16 in bits 4-7."""
+        """Return MODE's low byte: round modes in bits 0-3, denormal modes of f32 and of f64/f16 in bits 4-7."""
         return (self.rsrc1 >> 12) & 0xFF
 
     @property
     def max_block(self) -> int:
-        """The largest number of threads in a block."""
+        """Return the maximum number of threads in a block."""
         return self.metadata[".max_flat_workgroup_size"]
 
     @property
     def statistics(self) -> dict[str, int]:
-        """What the compiler says about the kernel: registers, spills, memory."""
+        """Return the compiler's statistics: registers, spills, memory."""
         names = {
             "vgprs": ".vgpr_count",
             "agprs": ".agpr_count",
@@ -142,7 +142,7 @@ class KernelObject:
 
 
 class CodeObject:
-    """A loaded code object: `image` is its memory from address 0 on, `kernels` its kernels by name."""
+    """Load a code object: `image` is its memory from address 0, `kernels` its kernels by name."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -184,14 +184,14 @@ class CodeObject:
 
     @cached_property
     def lines(self) -> Lines:
-        """The source lines of instructions, if there is debug information."""
+        """Return the source lines of instructions, if there is debug information."""
         return Lines(
             {s["name"]: self._data[s["offset"] :][: s["size"]] for s in self._sections if "debug" in s["name"]}
         )
 
     @cached_property
     def symbols(self) -> dict[str, tuple[int, int]]:
-        """name -> (address, size) of every symbol that is defined here."""
+        """Return name -> (address, size) of every defined symbol."""
         symbols = {}
         for section in self._sections:
             if section["type"] not in (_SHT_SYMTAB, _SHT_DYNSYM):
@@ -206,7 +206,7 @@ class CodeObject:
 
     @cached_property
     def metadata(self) -> dict:
-        """The amdhsa metadata map."""
+        """Return the amdhsa metadata map."""
         for section in self._sections:
             at, end = section["offset"], section["offset"] + section["size"]
             while section["type"] == _SHT_NOTE and at < end:
@@ -219,7 +219,7 @@ class CodeObject:
 
     @cached_property
     def kernels(self) -> dict[str, KernelObject]:
-        """The kernels by name."""
+        """Return the kernels by name."""
         return {kernel[".name"]: self._kernel(kernel) for kernel in self.metadata["amdhsa.kernels"]}
 
     def _kernel(self, metadata: dict) -> KernelObject:
@@ -236,13 +236,13 @@ class CodeObject:
         )
 
     def _code_end(self, entry: int) -> int:
-        """Where the code that starts at `entry` ends at the latest, for assemblers that leave a kernel's size out."""
+        """Return an upper bound for the end of the code at `entry`, for assemblers that omit a kernel's size."""
         spans = ((section["address"], section["address"] + section["size"]) for section in self._sections)
         kernels = (self.symbols.get(kernel[".name"], (0, 0))[0] for kernel in self.metadata["amdhsa.kernels"])
         return min([end for start, end in spans if start <= entry < end] + [at for at in kernels if at > entry])
 
     def relocated(self, base: int) -> bytearray:
-        """The image as the loader leaves it in memory at `base`."""
+        """Return the image relocated to `base`."""
         image = bytearray(self.image)
         for section in self._sections:
             if section["type"] == _SHT_RELA:

@@ -1,4 +1,4 @@
-"""How an instruction reaches its operands: SGPRs, VGPRs, AGPRs, constants; modifiers; DPP and SDWA; EXEC on writes.
+"""Access operands: SGPRs, VGPRs, AGPRs, constants; modifiers; DPP and SDWA; EXEC on writes.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapters "Scalar ALU Operations" (5.2, "Scalar Operands") and "Vector ALU Operations" (operands
 and modifiers), and the encodings of VOP1, VOP2, VOP3, SDWA and DPP in "Microcode Formats".
@@ -18,7 +18,7 @@ F16, F32, F64 = np.float16, np.float32, np.float64
 U16, I16, U32, I32, U64, I64 = np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64
 MASK = "mask"
 
-# Number formats of the operand tables; everything else is raw dwords.
+# Number formats of the operand tables; all others are raw dwords.
 DTYPES = {
     "F16": F16, "F32": F32, "F64": F64, "U16": U16, "B16": U16, "I16": I16, "BF16": U16, "U32": U32, "B32": U32,
     "I32": I32, "U64": U64, "B64": U64, "I64": I64, "M64": MASK, "U24": U32, "I24": I32,
@@ -29,7 +29,7 @@ _TINY = {np.dtype(F32): np.float32(2.0**-126), np.dtype(F16): np.float16(2.0**-1
 
 
 def dtype_of(operand: Operand):
-    """The numpy type of an operand's values; raw dwords are uint32, or uint64 for two of them."""
+    """Return the numpy type of an operand's values: raw dwords are uint32, pairs uint64."""
     known = DTYPES.get(operand.format)
     if known is not None:
         return known
@@ -42,7 +42,7 @@ _INLINE = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4
 
 
 def constant(code: int, literal: int | None, dtype) -> np.ndarray:
-    """An inline constant or literal as it appears to an operand of `dtype`, [1, 1]."""
+    """Return an inline constant or literal for an operand of `dtype`, [1, 1]."""
     dtype = np.dtype(dtype)
     if code in _INLINE:
         float_type = {2: np.float16, 4: np.float32, 8: np.float64}[dtype.itemsize]
@@ -58,7 +58,7 @@ def constant(code: int, literal: int | None, dtype) -> np.ndarray:
 
 
 def _special(code: int):
-    """Readers of the codes 251 to 253 and of the apertures."""
+    """Return the readers of codes 251 to 253."""
     if code == 251:
         return lambda w: (w.S64[106] == 0).astype(U32)
     if code == 252:
@@ -77,20 +77,20 @@ APERTURES = {
 
 
 def scalar_dtype(operand: Operand):
-    """The numpy type of a scalar operand."""
+    """Return the numpy type of a scalar operand."""
     signed = operand.format in ("I32", "I64", "I16")
     return (I64 if signed else U64) if operand.dwords == 2 else (I32 if signed else U32)
 
 
 def read_scalar(operand: Operand, instruction: Instruction, dtype=None) -> Callable:
-    """A function from waves to the scalar operand's value."""
+    """Return a function from waves to the scalar operand's value."""
     dtype = np.dtype(dtype or scalar_dtype(operand))
     code = operand.code
     if code < 128:
         if dtype.itemsize == 8:
             return (lambda w: w.S64[code]) if dtype == U64 else (lambda w: w.S64[code].view(dtype))
         return (lambda w: w.S[code]) if dtype == U32 else (lambda w: w.S[code].view(dtype))
-    if code in APERTURES:  # a 64-bit read is the address, a 32-bit one its high half
+    if code in APERTURES:  # a 64-bit read is the address, a 32-bit read its high half
         value = np.array([[APERTURES[code] >> (0 if dtype.itemsize == 8 else 32)]], U64).astype(dtype)
         return lambda w: value
     special = _special(code)
@@ -106,19 +106,19 @@ def read_scalar(operand: Operand, instruction: Instruction, dtype=None) -> Calla
 
 
 def register(code: int) -> int:
-    """The index into Waves.U of a VGPR's or AGPR's code."""
+    """Return the index into Waves.U for a VGPR or AGPR code."""
     return code - VGPR
 
 
 def check_allocated(operand: Operand, program) -> None:
-    """Refuses registers beyond the kernel descriptor's allocation."""
+    """Raise for registers beyond the kernel descriptor's allocation."""
     for code in operand.registers:
         if code >= VGPR and not program.allocates(code):
             raise program.out_of_range(operand)
 
 
 def pair(w, i: int, dtype) -> np.ndarray:
-    """VGPRs i and i + 1 as 64-bit values."""
+    """Return VGPRs i and i + 1 as 64-bit values."""
     out = np.empty((w.count, LANES, 2), U32)
     out[..., 0] = w.U[i]
     out[..., 1] = w.U[i + 1]
@@ -126,12 +126,12 @@ def pair(w, i: int, dtype) -> np.ndarray:
 
 
 def words(w, i: int, count: int) -> np.ndarray:
-    """VGPRs i .. i + count - 1 as uint32 [waves, lanes, count]."""
+    """Return VGPRs i .. i + count - 1 as uint32 [waves, lanes, count]."""
     return np.stack(w.U[i : i + count], axis=-1)
 
 
 def read(operand: Operand, ins: Instruction, program, dtype=None, half: int = 0) -> Read:
-    """A function from waves to the operand's values, [waves, 64], or [waves or 1, 1] if they are uniform."""
+    """Return a function from waves to the operand's values, [waves, 64], or [waves or 1, 1] if uniform."""
     check_allocated(operand, program)
     dtype = dtype or dtype_of(operand)
     code = operand.code
@@ -158,7 +158,7 @@ def read(operand: Operand, ins: Instruction, program, dtype=None, half: int = 0)
 
 
 def negate(reader: Read, dtype) -> Read:
-    """The NEG modifier: flips the sign bit, also of integer-typed operands that hold floats."""
+    """Apply the NEG modifier: flip the sign bit, also of integer-typed operands that hold floats."""
     if np.issubdtype(dtype, np.floating):
         return lambda w: np.negative(reader(w))
     sign = dtype(1 << (8 * np.dtype(dtype).itemsize - 1))
@@ -166,7 +166,7 @@ def negate(reader: Read, dtype) -> Read:
 
 
 def absolute(reader: Read, dtype) -> Read:
-    """The ABS modifier."""
+    """Apply the ABS modifier."""
     if np.issubdtype(dtype, np.floating):
         return lambda w: np.abs(reader(w))
     mask = dtype((1 << (8 * np.dtype(dtype).itemsize - 1)) - 1)
@@ -174,7 +174,7 @@ def absolute(reader: Read, dtype) -> Read:
 
 
 def flushing(reader: Read, operand: Operand) -> Read:
-    """Flushes f32 denormals where MODE asks for it; constants hold none."""
+    """Flush f32 denormals if MODE asks for it; constants have none."""
     if operand.registers == ():
         return reader
 
@@ -186,12 +186,12 @@ def flushing(reader: Read, operand: Operand) -> Read:
 
 
 def flush(values: np.ndarray) -> np.ndarray:
-    """Denormals to zero of the same sign."""
+    """Flush denormals to zero of the same sign."""
     return np.where(np.abs(values) < _TINY[values.dtype], np.copysign(values.dtype.type(0), values), values)
 
 
 def modified(reader: Read, dtype, operand: Operand, position: int, neg: int, abs_: int) -> Read:
-    """Applies the source modifiers of source `position`."""
+    """Apply the source modifiers of source `position`."""
     if dtype == F32:
         reader = flushing(reader, operand)
     if abs_ >> position & 1:
@@ -209,7 +209,7 @@ def modified(reader: Read, dtype, operand: Operand, position: int, neg: int, abs
 
 
 def output(ins: Instruction, dtype) -> Callable | None:
-    """The output modifier and clamp of floating-point results, or None."""
+    """Return the output modifier and clamp of floating-point results, or None."""
     omod, clamp = ins.fields.get("omod", 0), ins.fields.get("clmp", 0)
     if not omod and not clamp:
         return None
@@ -227,9 +227,9 @@ def output(ins: Instruction, dtype) -> Callable | None:
 def write(
     operand: Operand, ins: Instruction, program, part: tuple[int, int] | None = None, zero: bool = False
 ) -> Callable:
-    """A function (waves, values, lanes) that writes results under a lane mask, None for EXEC.
+    """Return a function (waves, values, lanes) that writes results under a lane mask, None for EXEC.
 
-    `part` = (shift, bits) keeps the rest of a 32-bit register; with `zero` the rest becomes zero.
+    `part` = (shift, bits) preserves the rest of a 32-bit register; with `zero` the rest becomes zero.
     """
     check_allocated(operand, program)
     i, dtype = register(operand.code), dtype_of(operand)
@@ -288,7 +288,7 @@ def write(
 
 
 def write_lanes(operand: Operand, and_exec: bool) -> Callable:
-    """A function (waves, lanes) that writes one bit per lane to an SGPR pair; inactive lanes give 0."""
+    """Return a function (waves, lanes) that writes one bit per lane to an SGPR pair; inactive lanes give 0."""
     code = operand.code
 
     def run(w, lanes, active=None):
@@ -310,7 +310,7 @@ def write_lanes(operand: Operand, and_exec: bool) -> Callable:
 
 
 def dpp_lanes(control: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every lane the lane it reads, and whether there is one."""
+    """Return each lane's source lane, and whether it exists."""
     lane = np.arange(LANES)
     row, column = lane & ~15, lane & 15
     if control < 0x100:
@@ -339,7 +339,7 @@ def dpp_lanes(control: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Dpp:
-    """The lane permutation of a DPP instruction: `take` permutes source 0, `lanes` says which lanes are written."""
+    """Permute lanes as a DPP instruction: `take` permutes source 0, `lanes` returns the written lanes."""
 
     def __init__(self, ins: Instruction):
         fields = ins.fields
@@ -351,13 +351,13 @@ class Dpp:
         self.all_enabled = bool(self.enabled.all())
 
     def readable(self, w) -> np.ndarray | None:
-        """Lanes whose source lane exists and is active; None for all."""
+        """Return the lanes whose source lane exists and is active; None for all."""
         if w.full:
             return None if self.all_valid else self.valid
         return w.mask[:, self.source] & self.valid
 
     def take(self, w, values: np.ndarray) -> np.ndarray:
-        """Source 0 as each lane sees it."""
+        """Return source 0 as each lane sees it."""
         if values.shape[1] == 1:
             return values
         values = values.take(self.source, axis=1)
@@ -367,7 +367,7 @@ class Dpp:
         return values
 
     def lanes(self, w) -> np.ndarray | None:
-        """Lanes that are written."""
+        """Return the written lanes."""
         readable = None if self.bound else self.readable(w)
         if self.all_enabled and readable is None:
             return None
@@ -381,7 +381,7 @@ _SELECT = {0: (0, 8), 1: (8, 8), 2: (16, 8), 3: (24, 8), 4: (0, 16), 5: (16, 16)
 
 
 def sdwa_source(operand: Operand, ins: Instruction, program, position: int, dtype) -> Read:
-    """A source selected by SDWA, with its sign extension and modifiers."""
+    """Return a reader of an SDWA-selected source, with sign extension and modifiers."""
     fields = ins.fields
     shift, bits = _SELECT[fields[f"src{position}_sel"]]
     extend = fields[f"src{position}_sext"]
@@ -405,7 +405,7 @@ def sdwa_source(operand: Operand, ins: Instruction, program, position: int, dtyp
 
 
 def sdwa_write(operand: Operand, ins: Instruction, program) -> Callable:
-    """A destination selected by SDWA: dst_unused 0 zeroes the rest, 1 sign-extends, 2 preserves it."""
+    """Return a writer of an SDWA-selected destination: dst_unused 0 zeroes the rest, 1 sign-extends, 2 preserves it."""
     check_allocated(operand, program)
     shift, bits = _SELECT[ins.fields["dst_sel"]]
     unused = ins.fields["dst_unused"]

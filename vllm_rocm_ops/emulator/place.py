@@ -1,4 +1,4 @@
-"""The place of a launch among the launches that run at the same time on several devices."""
+"""Describe a launch among concurrent launches on several devices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import numpy as np
 
 @dataclasses.dataclass
 class Place:
-    """The place of a launch among the launches that run at the same time. after: the waves of the launch that it comes after. epoch: the epoch of
-    the words which it stores and awaits. waves: of all launches. room: the share of the device that is free, in a list. rng: chooses
-    among waves; with `joins`, waves that meet go on together all the same."""
+    """Describe a launch among concurrent launches.
+
+    after: the waves of the launch before it in its queue. epoch: the epoch of the words that it stores and awaits. waves: total over
+    all launches. room: the device's free share, in a list. rng: chooses among waves; with `joins`, waves that meet still continue
+    together.
+    """
 
     device: int = 0
     queue: int = 0

@@ -1,4 +1,4 @@
-"""A kernel of a code object: its instructions, each bound once to what it does."""
+"""Bind the instructions of a kernel, each once, to functions on waves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .objects import CodeObject, KernelObject
 
 
 class Bound(NamedTuple):
-    """An instruction ready to run."""
+    """Hold an instruction ready to run."""
 
     run: Callable
-    registers: frozenset[int]  # all that it touches, EXEC left out
+    registers: frozenset[int]  # all that it accesses, without EXEC
     reads: frozenset[int]
     writes: frozenset[int]
     flow: dict[int, frozenset[int]] | None  # see sanitizer.data_flow
@@ -23,16 +23,16 @@ class Bound(NamedTuple):
 
 
 class Program:
-    """A kernel, bound. What a launch changes is the scheduler's, what launches teach the emulator's."""
+    """Hold a bound kernel. Per-launch state is in the scheduler, cross-launch state in the emulator."""
 
     trusted = False
-    """Whether the code runs on the hardware as it is: its waits are not checked, and registers and LDS start as written zeros."""
+    """Whether the code is known to run on hardware: waits are not checked, and registers and LDS start as written zeros."""
 
     def __init__(self, code: CodeObject, name: str, arch: str):
         self.object: KernelObject = code.kernels[name]
         self.code_object, self.arch = code, arch
         self.saturate = bool(self.object.rsrc1 >> 26 & 1)
-        self.base = 1 << 36  # the image is the first region of every launch
+        self.base = 1 << 36  # the image is every launch's first region
         entry, size = self.object.entry, self.object.size
         self.instructions = decode(bytes(code.image[entry : entry + size]), entry)
         self.index = {ins.address: i for i, ins in enumerate(self.instructions)}
@@ -43,7 +43,7 @@ class Program:
         self.lds_granule = min([_narrowest(ins.mnemonic, ("ds", "flat", "buffer")) for ins in self.instructions] + [4])
 
     def bind(self, ins: Instruction) -> Bound:
-        """Resolves an instruction's operands once, for all its executions."""
+        """Resolve an instruction's operands once, for all its executions."""
         fault = ""
         try:
             run = instructions.bind(ins, self)
@@ -67,27 +67,27 @@ class Program:
         return run
 
     def allocates(self, code: int) -> bool:
-        """Whether the kernel descriptor gives the wave this VGPR or AGPR."""
+        """Return whether the kernel descriptor allocates this VGPR or AGPR."""
         if code < AGPR:
             return code - VGPR < self.object.vgprs
         return code - AGPR < self.object.agprs
 
     def out_of_range(self, operand: Operand) -> errors.RegisterOutOfRange:
-        """The error for a register beyond the allocation."""
+        """Return the error for a register beyond the allocation."""
         kernel = self.object
         return errors.RegisterOutOfRange(
             f"{operand} is beyond the {kernel.vgprs} VGPRs and {kernel.agprs} AGPRs allocated"
         )
 
     def index_of(self, address: int) -> int:
-        """The index of the instruction at a virtual address; a function that is called is decoded at its first call."""
+        """Return the index of the instruction at a virtual address; a called function is decoded at its first call."""
         offset = address - self.base
         if offset not in self.index:
             spans = [
                 (start, size) for start, size in self.code_object.symbols.values() if start <= offset < start + size
             ]
             if not spans:
-                raise errors.OutOfBounds(f"a jump to {address:#x}, where no function is")
+                raise errors.OutOfBounds(f"a jump to {address:#x}, where there is no function")
             start, size = spans[0]
             called = decode(bytes(self.code_object.image[start : start + size]), start)
             self.index.update((ins.address, len(self.instructions) + i) for i, ins in enumerate(called))
@@ -97,7 +97,7 @@ class Program:
 
 
 def _narrowest(mnemonic: str, prefixes: tuple[str, ...]) -> int:
-    """Bytes of the narrowest access of such a memory instruction, at most 4."""
+    """Return the bytes of a memory instruction's narrowest access, at most 4."""
     if not mnemonic.startswith(prefixes):
         return 4
     for size, words in ((1, ("byte", "_b8", "_u8", "_i8")), (2, ("short", "_b16", "_u16", "_i16"))):

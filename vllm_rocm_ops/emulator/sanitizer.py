@@ -1,4 +1,4 @@
-"""Checks of registers: what an instruction reads must be written, and what it touches must have arrived."""
+"""Check registers: sources must be written, and accessed registers must have arrived."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _M0_READERS = ("s_movrel", "s_sendmsg", "s_ttracedata")  # and loads to LDS
 CARRYING = ("v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64")
 
 
-# 64-bit integer instructions: in the first set the low dword depends on low dwords alone, in the second the high on high ones
+# 64-bit integer instructions: in the first set low dwords depend on low dwords only, in the second high dwords on high ones
 _CARRY_UP = {"v_mad_u64_u32", "v_mad_i64_i32", "v_lshl_add_u64", "v_lshlrev_b64"}
 _CARRY_DOWN = {"v_lshrrev_b64", "v_ashrrev_i64"}
 
 
 def data_flow(ins: Instruction, reads: frozenset[int], writes: frozenset[int]) -> dict[int, frozenset[int]] | None:
-    """Which source registers each written register depends on; None if an unwritten source is a fault in itself.
+    """Return the source registers that each written register depends on; None if an unwritten source is a fault.
 
-    Compilers compute with values that nothing wrote as long as nobody looks at the result, so arithmetic passes them on.
-    Looking is: an address, data that leave the wave, a comparison, scalar arithmetic, a matrix instruction.
+    Compilers compute with unwritten values as long as the result is unused, so arithmetic propagates them. Uses are addresses,
+    data that leave the wave, comparisons, scalar arithmetic and matrix instructions.
     """
     name = ins.mnemonic
     if name.startswith(("s_mov_b", "s_cselect", "ds_bpermute", "ds_permute", "ds_swizzle")):
@@ -37,7 +37,7 @@ def data_flow(ins: Instruction, reads: frozenset[int], writes: frozenset[int]) -
     if not ins.encoding.startswith("VOP") or name.startswith(("v_cmp", "v_mfma", "v_smfmac")):
         return None
     vdst = ins.operands.get("vdst")
-    if name in CARRYING and vdst.dwords == 2:  # no low half depends on a high one
+    if name in CARRYING and vdst.dwords == 2:  # no low half depends on a high half
         low = {code for operand in ins.sources for code in operand.registers[:1]}
         return {vdst.code: frozenset(low), vdst.code + 1: reads}
     if name in _CARRY_UP or name in _CARRY_DOWN:
@@ -61,7 +61,7 @@ def data_flow(ins: Instruction, reads: frozenset[int], writes: frozenset[int]) -
 
 
 def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
-    """The codes of the registers that an instruction reads and writes, EXEC left out."""
+    """Return the codes of the registers that an instruction reads and writes, without EXEC."""
     reads: set[int] = set()
     writes: set[int] = set()
     name, operands = ins.mnemonic, ins.operands
@@ -96,14 +96,14 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
         if scalar.scc == "only":
             writes.clear()
     if name in ("s_or_b64", "s_andn2_b64") and operands["ssrc1"].code == EXEC:
-        # a loop's mask of lanes that are done: the bits of active lanes are written, the other bits stay and may be unwritten
+        # a loop's mask of finished lanes: the bits of active lanes are written, the others stay and may be unwritten
         reads -= writes
     if name.startswith(("s_store_", "s_atomic_")):
         reads |= set(operands["sdata"].registers)
         writes = reads & writes if "atomic" in name and ins.fields["glc"] else set()
     if name == "s_setreg_b32":
         reads, writes = reads | writes, set()
-    if "gpr_idx" in ins.fields:  # which registers an indexed move touches is not known here
+    if "gpr_idx" in ins.fields:  # the registers of an indexed move are not known statically
         if "vdst" not in operands:
             writes = {M0}
         elif ins.fields["gpr_idx"] & 1:
@@ -117,8 +117,10 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def reads_m0_too_early(before: Instruction, ins: Instruction) -> bool:
-    """Whether the instruction before writes M0 and this one needs a wait state before it reads it (CDNA3 and CDNA4 ISA, 4.5
-    "Manually inserted wait states"). Whatever comes between is one, a branch too."""
+    """Return whether the previous instruction writes M0 and this one needs a wait state before reading it.
+
+    Source: CDNA3 and CDNA4 ISA, 4.5 "Manually inserted wait states". Any instruction in between is one, a branch too.
+    """
     takes_m0 = ins.encoding in MEMORY and M0 in effects(ins)[0] or ins.mnemonic.startswith(_M0_READERS)
     if not takes_m0 or not before.encoding.startswith("SOP"):
         return False
@@ -132,7 +134,7 @@ def _memory_kind(ins: Instruction) -> str:
 
 
 def examine(w, ins: Instruction, bound) -> Callable:
-    """Checks an instruction that touches undefined or pending registers; returns what to do after it ran."""
+    """Check an instruction that accesses undefined or pending registers, and return a function to call after it ran."""
     reads, writes, flow = bound.reads, bound.writes, bound.flow
     is_pending = not bound.registers.isdisjoint(w.pending)
     if not is_pending and reads.isdisjoint(w.undefined) and (bound.ignores_exec or w.full):
@@ -191,7 +193,7 @@ def examine(w, ins: Instruction, bound) -> Callable:
 
 
 def _define(w, writes: frozenset[int]) -> None:
-    """Take note that all lanes of these registers are written."""
+    """Mark all lanes of these registers as written."""
     for code in writes:
         if code in w.undefined:
             w.undefined.discard(code)
@@ -201,7 +203,7 @@ def _define(w, writes: frozenset[int]) -> None:
 
 
 def _undefined_lanes(w, ins: Instruction, code: int) -> np.ndarray:
-    """The active lanes of a register that the instruction would read unwritten."""
+    """Return the active lanes of a register that the instruction would read unwritten."""
     defined = w.defined.get(code)
     if code < VGPR:
         return np.ones((w.count, LANES), bool) if defined is None else ~defined
@@ -214,7 +216,7 @@ def _undefined_lanes(w, ins: Instruction, code: int) -> np.ndarray:
 
 
 def _selected(w, ins: Instruction, wrong: dict) -> dict:
-    """Undefined lanes of V_CNDMASK: only the source that a lane selects counts."""
+    """Return V_CNDMASK's undefined lanes: only the source that a lane selects counts."""
     if ins.operands["src2"].code in wrong:
         return wrong
     chosen = w.lanes(ins.operands["src2"].code)

@@ -1,7 +1,7 @@
-"""A launch under way: its memory, its blocks, and the order in which their waves run.
+"""Run a launch: its memory, its blocks, and the order of their waves.
 
-Waves that stand at the same program counter run together as one numpy operation over [waves, 64 lanes]; a branch that
-divides them splits the group, a common program counter joins it again.
+Waves at the same program counter run together as one numpy operation over [waves, 64 lanes]. A divergent branch splits the group; a
+common program counter joins it again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .program import Program
 from .start import new_waves
 from .waves import LANES, Waves
 
-_QUANTUM = 4096  # instructions that a group runs before others get their turn
+_QUANTUM = 4096  # instructions that a group runs per turn
 _GROUP = 64  # waves that start as one group
 
 
 class Scheduler:
-    """Runs the chosen blocks of a launch, by default all. `options` are those of device.Options."""
+    """Run the chosen blocks of a launch, by default all. `options` are those of device.Options."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Scheduler:
         self.waiting: list[Waves] = []
 
     def run(self) -> Counters:
-        """Runs all waves to their end."""
+        """Run all waves to their end."""
         with np.errstate(all="ignore"):
             while not self.is_done:
                 self.turn()
@@ -85,16 +85,16 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
-        """Whether all waves have ended."""
+        """Return whether all waves have ended."""
         return not (self.next_blocks or self.queue or self.waiting)
 
     def finish(self) -> Counters:
-        """Return what was counted."""
+        """Return the counters."""
         self.counters.finish(self.program.instructions, self.counts)
         return self.counters
 
     def error(self, kind, ins, w, row: int, lane: int | None, message: str) -> errors.EmulatorError:
-        """An error that says where it happened."""
+        """Return an error with its location."""
         where = self.wave_name(int(w.id[row])) + ("" if lane is None else f", lane {lane}")
         place = f"{self.kernel.name}+{ins.address - self.kernel.entry:#x} `{ins.text}`{self.line(ins)}"
         error = kind(f"{place}, {where}: {message}")
@@ -102,51 +102,51 @@ class Scheduler:
         return error
 
     def unwritten(self, w, row: int, code: int) -> tuple[type[errors.EmulatorError], str]:
-        """Return what an error says of a register without a value: nothing wrote it, or a word of this wave has not come."""
+        """Return the error for a register without a value: never written, or a word that has not arrived."""
         name, mine = Operand(code, 1, "", 32), list(self.stale.get(int(w.id[row]), {}).values())
-        if not mine or code not in w.defined:  # what nothing wrote has no lanes that are
+        if not mine or code not in w.defined:  # a never written register has no written lanes
             return errors.Uninitialised, f"{name} was never written"
-        # a register that no load has as its first is computed from one that some load has
+        # other registers are computed from the first register of some load
         load, words, word = next((read for read in mine if read[0].operands["vdst"].code == code), mine[0])
         awaits = f"`{load.text}`{self.line(load)} awaits {words.awaited(word)}"
-        return errors.StaleWord, f"{name} is computed from a word that has not come: {awaits}"
+        return errors.StaleWord, f"{name} is computed from a word that has not arrived: {awaits}"
 
     def wave_name(self, wave: int) -> str:
-        """The block and wave of a wave number."""
+        """Return the block and wave of a wave number."""
         block, wave = divmod(wave - self.first_wave, self.waves_per_block)
         x, y, _ = self.grid
         return f"{self.name}{', ' if self.name else ''}block ({block % x}, {block // x % y}, {block // x // y}), wave {wave}"
 
     @property
     def name(self) -> str:
-        """The device and the epoch of the launch, if there are several."""
+        """Return the device and the epoch of the launch, if there are several devices."""
         return f"rank {self.device} in epoch {self.place.epoch}" if self.place else ""
 
     def line(self, ins) -> str:
-        """Return the source line of an instruction, in parentheses; "" without debug information."""
+        """Return the source line of an instruction, in parentheses, or ""."""
         found = self.program.code_object.lines.at(ins.address)
         return f" ({found})" if found else ""
 
     def progress(self) -> None:
-        """Something changed that another wave may be waiting for."""
+        """Record a change that another wave may wait for."""
         self.last_progress = self.steps
         self.space.changes += 1
 
     def index_of(self, address: int) -> int:
-        """The index of the instruction at a virtual address."""
+        """Return the index of the instruction at a virtual address."""
         index = self.program.index_of(address)
         self.counts += [0] * (len(self.program.instructions) - len(self.counts))
         return index
 
     def is_asleep(self, w: Waves) -> bool:
-        """Return whether waves sleep, and nothing that they wait for has changed since they last looked."""
+        """Return whether waves sleep, and nothing that they wait for has changed since their last poll."""
         if not w.sleeps or not w.awaited:
             return w.sleeps and w.looked == self.space.changes
         return not w.news()[0]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether all waves that could run sleep until something changes, or blocks wait for room on the device."""
+        """Return whether all runnable waves sleep until something changes, or blocks wait for room on the device."""
         for w in self.queue:
             if not self.is_asleep(w):
                 return False
@@ -154,24 +154,24 @@ class Scheduler:
 
     @property
     def has_none(self) -> bool:
-        """Whether there is no wave to run, and no room for a block."""
+        """Return whether there is neither a wave to run nor room for a block."""
         return not (self.queue or self.waiting or self._room())
 
     @property
     def looks_in_vain(self) -> bool:
-        """Whether all waves that could run sleep, and of each a load that it waits for would find what it found."""
+        """Return whether all runnable waves sleep, and each has a load whose word is unchanged."""
         return self.has_slept and not any(w.news()[1] for w in self.queue)
 
     @property
     def has_slept(self) -> bool:
-        """Whether all waves that could run have stopped to sleep."""
+        """Return whether all runnable waves have stopped to sleep."""
         for w in self.queue:
             if not w.sleeps:
                 return False
         return bool(self.queue) and not self._room()
 
     def turn(self) -> None:
-        """Runs a group of waves for a while."""
+        """Run a group of waves for a quantum."""
         if not self.queue and not self._start():
             raise self._deadlock(self.waiting[0], "no wave can run")
         if self.rng is not None and len(self.queue) > 1:
@@ -196,14 +196,14 @@ class Scheduler:
         return self.program.instructions[max(0, w.pc - 1) if w in self.waiting else w.pc]
 
     def waits(self) -> str:
-        """Describe what the launch waits for: a word, or else where a wave stands; and room."""
+        """Describe what the launch waits for: words, or a wave's position; and room."""
         stale = [read for of_wave in self.stale.values() for read in of_wave.values()][-1:]
         said = [f"`{load.text}`{self.line(load)} awaits {words.awaited(word)}" for load, words, word in stale]
         for w in (*self.queue, *self.waiting)[: not said]:
             ins = self._instruction_of(w)
             said.append(f"{self.wave_name(int(w.id[0]))} is at `{ins.text}`{self.line(ins)}")
         if self.next_blocks:
-            said.append(f"{len(self.next_blocks)} blocks wait for the {self.resident} that are resident")
+            said.append(f"{len(self.next_blocks)} blocks wait for the {self.resident} resident ones")
         return f"{self.name}: {'; '.join(said)}"
 
     def _room(self) -> int:
@@ -216,7 +216,7 @@ class Scheduler:
         return count
 
     def _start(self) -> bool:
-        """Starts the next blocks that fit; returns whether there were any."""
+        """Start the next blocks that fit, and return whether there were any."""
         count = self._room()
         if not count:
             return False
@@ -238,7 +238,7 @@ class Scheduler:
         return True
 
     def _run(self, w: Waves, quantum: int) -> bool:
-        """Runs a group until it ends, waits or its quantum is over; returns whether it can go on."""
+        """Run a group until it ends, waits or its quantum is over, and return whether it can continue."""
         bound, counts = self.program.bound, self.counts
         pc, count = w.pc, w.count
         joins = self.joins
@@ -290,7 +290,7 @@ class Scheduler:
             if error.located:
                 raise
             raise self.error(type(error), self.program.instructions[pc], w, 0, None, str(error)) from error
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # what no instruction here foresaw
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # unexpected by any instruction
             ins = self.program.instructions[min(pc, len(self.program.instructions) - 1)]
             message = f"{type(error).__name__}: {error}"
             raise self.error(errors.UnsupportedInstruction, ins, w, 0, None, message) from error
@@ -300,7 +300,7 @@ class Scheduler:
         return True
 
     def _diverge(self, w: Waves, branch: Diverge) -> int:
-        """Splits the group at a branch; the part that is behind goes on, the other waits for it. Returns where to go on."""
+        """Split the group at a branch. The part that is behind continues at the returned index, the other waits for it."""
         other = w.split(branch.taken)
         following = w.pc + 1
         if branch.target is None:
@@ -311,7 +311,7 @@ class Scheduler:
             self.queue.append(other)
             w.meet = branch.target
             return following
-        # other loops back; let w be the looping part, so that the loop ends before the code behind it goes on
+        # other loops back; let w be the looping part, so that the loop ends before the code after it continues
         w.__dict__, other.__dict__ = other.__dict__, w.__dict__
         other.pc = following
         self.queue.append(other)
@@ -319,7 +319,7 @@ class Scheduler:
         return branch.target
 
     def _meet(self, w: Waves) -> None:
-        """Takes in groups that wait at this program counter."""
+        """Merge the groups that wait at this program counter."""
         for other in [o for o in self.queue if o.pc == w.pc]:
             if w.can_join(other):
                 self.queue.remove(other)
@@ -341,7 +341,7 @@ class Scheduler:
     def _arrive(self, w: Waves) -> None:
         np.add.at(self.arrived, w.block, 1)
         for event in w.order:
-            if event.granules is not None:  # not waited for: the write may land after the barrier
+            if event.granules is not None:  # not waited for: the write may arrive after the barrier
                 self.lds.writer[event.granules] += 1 << 8
         self.waiting.append(w)
         self._check_barriers(w)
@@ -349,7 +349,7 @@ class Scheduler:
             self._open_barriers(w)
 
     def _check_barriers(self, w: Waves) -> None:
-        if self.program.trusted:  # hardware's barriers do not wait for waves that have ended
+        if self.program.trusted:  # hardware barriers do not wait for ended waves
             self._open_barriers(w)
             return
         stuck = (self.arrived > 0) & (self.ended > 0) & (self.arrived + self.ended == self.waves_per_block)

@@ -1,4 +1,4 @@
-"""The waves that a block starts with: the registers that the hardware sets, and which of them nothing has set."""
+"""Create a block's waves with the registers that the hardware initializes, and mark the others undefined."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def new_waves(scheduler, blocks: np.ndarray) -> Waves:
 
 
 def _set_sgprs(scheduler, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
-    """Initial SGPRs, in the order of AMDGPUUsage "Initial Kernel Execution State"; returns which are set."""
+    """Set the initial SGPRs, in the order of AMDGPUUsage "Initial Kernel Execution State", and return which are set."""
     properties, rsrc2 = scheduler.kernel.properties, scheduler.kernel.rsrc2
     kernarg = np.full(len(block), scheduler.kernarg)
     at = 0

@@ -1,4 +1,4 @@
-"""The architectural state of waves that run in lockstep: one program counter, numpy arrays over [waves, 64 lanes]."""
+"""Hold the architectural state of waves in lockstep: one program counter, numpy arrays over [waves, 64 lanes]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _everyone(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Columns(dict):
-    """Scalar registers, by code, as [waves, 1] of what has a column for each `step` of them."""
+    """Map scalar register codes to [waves, 1] views, with a column per `step` registers."""
 
     __slots__ = ("columns", "step")
 
@@ -39,11 +39,10 @@ class _Columns(dict):
 
 
 class Waves:
-    """Waves at one program counter.
+    """Hold waves at one program counter.
 
-    `U[i]`, `I[i]`, `F[i]` are VGPR i (AGPR i - 256 from 256 on) as uint32, int32 and float32 [waves, 64]; `S[i]` is SGPR i
-    as uint32 [waves, 1], `S64[i]` the pair at i (even) as uint64. `mask` is EXEC as bool [waves, 64], `full` whether all
-    of it is set.
+    `U[i]`, `I[i]`, `F[i]` are VGPR i (AGPR i - 256 from 256 on) as uint32, int32 and float32 [waves, 64]; `S[i]` is SGPR i as uint32
+    [waves, 1], `S64[i]` the pair at i (even) as uint64. `mask` is EXEC as bool [waves, 64], `full` whether all of it is set.
     """
 
     PER_WAVE = ("vgpr", "sgpr", "scc", "block", "wave", "id", "scratch")
@@ -51,17 +50,17 @@ class Waves:
     def __init__(self, scheduler, **state):
         self.scheduler = scheduler
         self.pc = 0
-        self.meet = -1  # the program counter at which waves that split off wait
-        self.order: list = []  # outstanding memory events, oldest first
-        self.pending: dict[int, object] = {}  # register code -> its outstanding event
-        self.undefined: set[int] = set()  # register codes that some lane never wrote
-        self.defined: dict[int, np.ndarray] = {}  # for those, the lanes that did
+        self.meet = -1  # program counter at which waves that split off wait
+        self.order: list = []  # memory events in flight, oldest first
+        self.pending: dict[int, object] = {}  # register code -> its event in flight
+        self.undefined: set[int] = set()  # register codes with lanes that were never written
+        self.defined: dict[int, np.ndarray] = {}  # their written lanes
         self.alert: set[int] = set()  # undefined and pending
-        self.looked = -1  # how often memory had changed at the first load since the last s_sleep
+        self.looked = -1  # number of memory changes at the first load since the last s_sleep
         self.sleeps = False  # whether an s_sleep ended the last turn
         self.awaited: dict[
             int, tuple
-        ] = {}  # of each load since then: words.Words, words that are not the awaited ones, and their values
+        ] = {}  # per load since then: words.Words, words other than the awaited ones, and their values
         self._news = None
         self.mode = scheduler.kernel.float_mode
         for name in self.PER_WAVE:
@@ -82,7 +81,7 @@ class Waves:
         return rows[:vgprs] + [None] * (256 - vgprs) + rows[vgprs : vgprs + agprs]
 
     def __getattr__(self, name: str):
-        """Derive what follows from EXEC and from the VGPRs, when it is first asked for."""
+        """Derive the views of EXEC and VGPRs lazily."""
         if name == "full":
             value = self.S64[126].tobytes() == _FULL * self.count
         elif name == "mask":
@@ -96,41 +95,41 @@ class Waves:
         return value
 
     def exec_changed(self) -> None:
-        """Forget `mask` and `full`, which follow from EXEC; to be called by whatever writes it."""
+        """Invalidate `mask` and `full`; required after every write of EXEC."""
         self.__dict__.pop("full", None)
         self.__dict__.pop("mask", None)
         self._active = None
 
     def active(self) -> tuple[np.ndarray, np.ndarray]:
-        """Row and lane of every active lane, in order."""
+        """Return row and lane of every active lane, in order."""
         if self._active is None:
             self._active = _everyone(self.count) if self.full else np.nonzero(self.mask)
         return self._active
 
     def lanes(self, code: int) -> np.ndarray:
-        """The SGPR pair at `code` as one bool per lane."""
+        """Return the SGPR pair at `code` as one bool per lane."""
         bits = self.sgpr[:, code : code + 2].copy().view(np.uint8)
         return np.unpackbits(bits, axis=1, bitorder="little").view(bool)
 
     @staticmethod
     def bits(lanes: np.ndarray) -> np.ndarray:
-        """One bool per lane as a uint64 [waves, 1]."""
+        """Pack one bool per lane into uint64 [waves, 1]."""
         return np.packbits(lanes, axis=1, bitorder="little").view(np.uint64)
 
     def write_scalar(self, code: int, value) -> None:
-        """Writes 32 bits to an SGPR, VCC, M0 or EXEC half."""
+        """Write 32 bits to an SGPR, VCC, M0 or EXEC half."""
         self.S[code][...] = value
         if code >= 126:
             self.exec_changed()
 
     def write_pair(self, code: int, value) -> None:
-        """Writes 64 bits to an SGPR pair, VCC or EXEC."""
+        """Write 64 bits to an SGPR pair, VCC or EXEC."""
         self.S64[code][...] = value
         if code == 126:
             self.exec_changed()
 
     def forbid(self, code: int, lanes: np.ndarray) -> None:
-        """Take a VGPR for unwritten in these lanes."""
+        """Mark a VGPR as unwritten in these lanes."""
         defined = self.defined.get(code)
         if defined is None:
             defined = np.full((self.count, LANES), code not in self.undefined)
@@ -139,7 +138,7 @@ class Waves:
         self.alert.add(code)
 
     def news(self) -> tuple[bool, bool]:
-        """Return whether one of the awaited words has changed, and whether something has changed for each load that awaits some."""
+        """Return whether any awaited word has changed, and whether each waiting load has a changed word."""
         awaited, news = self.awaited, self._news
         seen = next(iter(awaited.values()))[0].fabric.seen if awaited else 0
         if news is not None and news[0] is awaited and news[1] == seen:
@@ -156,7 +155,7 @@ class Waves:
     # Splitting and joining
 
     def split(self, chosen: np.ndarray) -> Waves:
-        """Removes the chosen waves (bool [waves]) and returns them with the same program counter."""
+        """Remove the chosen waves (bool [waves]), and return them at the same program counter."""
         whole = dict(self.__dict__)
         other = object.__new__(Waves)
         other.__dict__.update(whole)
@@ -172,7 +171,7 @@ class Waves:
         return other
 
     def can_join(self, other: Waves) -> bool:
-        """Whether the two stand at the same place with the same loads in flight."""
+        """Return whether both are at the same program counter with the same loads in flight."""
         return (
             self.pc == other.pc
             and self.mode == other.mode
@@ -180,7 +179,7 @@ class Waves:
         )
 
     def join(self, other: Waves) -> None:
-        """Takes in `other`'s waves."""
+        """Merge `other`'s waves."""
         for mine, theirs in zip(self.order, other.order, strict=True):
             mine.join(theirs, self.count, other.count)
         never = {

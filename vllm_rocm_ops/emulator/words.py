@@ -1,15 +1,15 @@
-"""Uncached fine-grained memory, which several devices share: the store buffers of devices, and words that are data and flag.
+"""Emulate uncached fine-grained memory shared by devices: their store buffers, and words of data and flag.
 
 A store stays in its device's store buffer and becomes visible after a random number of turns, in any order with other stores. An
-s_waitcnt that completes a store at system scope (sc0 sc1) makes it visible; one below system scope stays until a buffer_wbl2 sc0 sc1.
-A wave sees its own stores. Whatever is wider than 8 bytes, or not aligned to them, falls apart into pieces of at most 4 bytes.
+s_waitcnt that completes a store at system scope (sc0 sc1) makes it visible; a store below system scope stays until a buffer_wbl2 sc0
+sc1. A wave sees its own stores. Accesses wider than 8 bytes, or not aligned to them, are split into pieces of at most 4 bytes.
 
-An 8-byte access is taken for one of a word: a value in the low half and an epoch in the high half. Nothing but the word orders such
-accesses. A launch awaits one epoch. A word is right if
+An 8-byte access counts as a word: a value in the low half and an epoch in the high half. Only the word itself orders such accesses. A
+launch awaits one epoch. A word is used correctly if
 
-- it is stored as one, at system scope, with the epoch of the launch, when its reader has read the one before;
+- it is stored as one, at system scope, with the epoch of the launch, after its reader has read the previous one;
 - it is loaded as one, at system scope, and its value is used only if a store of the run gave it the awaited epoch. The value of any
-  other word counts as never written; see sanitizer.py for what passes it on and what refuses it.
+  other word counts as never written; sanitizer.py defines what propagates it and what refuses it.
 
 All other accesses follow coherence.py.
 """
@@ -25,12 +25,12 @@ from .coherence import SYSTEM
 from .errors import SlotOverwritten, StaleRead, TornWord, UnsupportedInstruction, WrongEpoch
 
 _NEVER = np.int64(1) << 62
-_ARRIVALS = 3  # how many times one store's pieces become visible at most
+_ARRIVALS = 3  # maximum number of times at which one store's pieces become visible
 _WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Store(NamedTuple):
-    """A store to shared memory: its instruction, its launch, its scope, and whether it stores words."""
+    """Describe a store to shared memory: its instruction, launch and scope, and whether it stores words."""
 
     ins: object
     scheduler: object
@@ -42,19 +42,19 @@ class Store(NamedTuple):
 
 
 class Held:
-    """Pieces of one store, in a device's store buffer until their turn is due."""
+    """Hold pieces of one store in a device's store buffer until they are due."""
 
     __slots__ = ("_span", "clock", "due", "first_due", "number", "size", "store", "units", "values", "waves", "who")
 
     def __init__(self, number: int, store: Store, clock: int, who: frozenset, size: int, units, values, waves, due):
         self.number, self.store, self.clock = number, store, clock
-        self.who, self.waves = who, waves  # waves that may have pieces, and the wave of each
-        self.size, self.units, self.values = size, units, values  # bytes of a unit, the units and what they get
+        self.who, self.waves = who, waves  # waves that may have pieces, and each piece's wave
+        self.size, self.units, self.values = size, units, values  # bytes per unit, the units and their new values
         self.due, self.first_due = due, int(due.min())
         self._span: tuple[int, int] | None = None
 
     def part(self, keep: np.ndarray) -> Held:
-        """Return the pieces that `keep` chooses."""
+        """Return the pieces in `keep`."""
         other = copy.copy(self)
         other.units, other.values = self.units[keep], self.values[keep]
         other.waves, other.due = self.waves[keep], self.due[keep]
@@ -62,7 +62,7 @@ class Held:
         return other
 
     def touches(self, first: int, last: int) -> bool:
-        """Return whether the store had bytes between these two."""
+        """Return whether the store has bytes in [first, last)."""
         if self._span is None:
             self._span = int(self.units.min()) * self.size, (int(self.units.max()) + 1) * self.size
         return self._span[0] < last and self._span[1] > first
@@ -73,7 +73,7 @@ class Held:
         return len(chosen) == len(self.who) or bool(chosen) and np.isin(self.waves, waves)
 
     def in_words(self, words: np.ndarray) -> np.ndarray | bool:
-        """Return which pieces lie in these words: all, or a bool for each."""
+        """Return which pieces are in these words: all, or a bool for each."""
         of_pieces = self.units * self.size >> 3
         return of_pieces.tobytes() == words.tobytes() or np.isin(of_pieces, words)
 
@@ -83,26 +83,31 @@ class Held:
 
 
 class Fabric:
-    """The state that the shared regions of a run have in common: the turn, the stores, how many turns they take at most, and how often others run
-    while one is on its way."""
+    """Hold the state common to a run's shared regions.
+
+    It has the current turn, the stores, their maximum latency in turns, and the probability that others run while one is in flight.
+    """
 
     def __init__(self, rng: np.random.Generator, delay: int, pauses: float):
         self.rng, self.delay, self.pauses = rng, delay, pauses
         self.now = 0
-        self.seen = 0  # how often something became visible
+        self.seen = 0  # number of times that stores became visible
         self.has_narrow = False  # whether a store was below system scope
         self.stores: list[Store] = [None]  # 0: before the run
 
     def note(self, ins, scheduler, scope: int, is_word: bool) -> int:
-        """Return the number of a new store."""
+        """Register a store and return its number."""
         self.has_narrow |= scope < SYSTEM
         self.stores.append(Store(ins, scheduler, scope, is_word))
         return len(self.stores) - 1
 
 
 class Words:
-    """A shared region of one device. `sources` has by word and half which store is visible, `pairs` the same by word; `unread` has the
-    last store to a word, if the device has not read that."""
+    """Hold a shared region of one device.
+
+    `sources` has the number of the visible store by word and half, `pairs` likewise by word. `unread` has the last store to a word
+    that the device has not read.
+    """
 
     def __init__(self, region, device: int, fabric: Fabric):
         self.region, self.device, self.fabric = region, device, fabric
@@ -113,7 +118,7 @@ class Words:
         self.unread = np.zeros(count, np.int32)
         self.held: list[Held] = []
         self.next_due = _NEVER
-        self.version = 0  # how often something became visible
+        self.version = 0  # number of times that stores became visible
 
     # Stores
 
@@ -129,7 +134,7 @@ class Words:
         else:
             units = ((offsets // piece)[:, None] + np.arange(size // piece)).ravel()
             waves = np.repeat(waves, size // piece)
-        # stores to one place stay in order; of two words the second is refused
+        # stores to one place stay in order; the second of two words is refused
         self._release(lambda held: (held.size < 8 or not is_word) and held.in_words(units * piece >> 3))
         if scope == SYSTEM:
             drawn = fabric.rng.random(_ARRIVALS + len(units))
@@ -166,7 +171,7 @@ class Words:
             self.sources.ravel()[held.units * held.size >> 2] = held.number
 
     def _release(self, chosen) -> bool:
-        """Make the pieces visible that `chosen` finds in each store: all, none, or a bool for each. Return whether there were any."""
+        """Make the pieces in `chosen(held)` visible: all, none, or a bool for each. Returns whether there were any."""
         kept, released = [], False
         for held in self.held:
             out = chosen(held)
@@ -187,18 +192,18 @@ class Words:
         return released
 
     def settle(self) -> bool:
-        """Make visible what is due; return whether anything was."""
+        """Make due stores visible, and return whether there were any."""
         now = self.fabric.now
         return self.next_due <= now and self._release(lambda held: held.due_until(now))
 
     def deliver(self, waves: np.ndarray, clock: int, scope: int) -> None:
-        """Make visible what these waves stored before a clock, at this scope at least."""
+        """Make visible what these waves stored before a clock, at this scope or wider."""
         if not self.held:
             return
         self._release(lambda held: held.clock < clock and held.store.scope >= scope and held.of_waves(waves))
 
     def end(self, waves: range) -> int:
-        """Take note that a launch with these waves has ended; return when all that it stored is visible."""
+        """End a launch with these waves, and return when all its stores are visible."""
         last = 0
         for held in self.held:
             mine = (held.waves >= waves.start) & (held.waves < waves.stop)
@@ -212,11 +217,11 @@ class Words:
     # Loads
 
     def see(self, offsets, size: int, w) -> None:
-        """Let these waves see what they stored here themselves."""
+        """Make these waves' own stores at these offsets visible to them."""
         if not self.held:
             return
         first, last = int(offsets[0]), int(offsets[-1]) + size
-        if first > last:  # the lanes' addresses are in no order
+        if first > last:  # the lanes' addresses are unordered
             first, last = int(offsets.min()), int(offsets.max()) + size
         mine = [held for held in self.held if held.store.scheduler is w.scheduler and held.touches(first, last)]
         if mine:
@@ -225,8 +230,10 @@ class Words:
             self._release(lambda held: held in mine and held.of_waves(w.id) & held.in_words(words))
 
     def load(self, offsets, size: int, scope: int, is_word: bool, w, where, rows, is_flag: bool) -> np.ndarray | None:
-        """Return the words at these offsets as [n, 8] uint8, if each access is one of an aligned word. `where.stale` then says which lanes
-        may not use theirs."""
+        """Return the words at these offsets as [n, 8] uint8 if each access is an aligned word, else None.
+
+        `where.stale` then marks the lanes that must not use theirs.
+        """
         self.see(offsets, size, w)
         words = offsets >> 3
         if scope < SYSTEM or self.fabric.has_narrow:
@@ -249,11 +256,11 @@ class Words:
                 w.awaited = {load: of for load, of in w.awaited.items() if load != where.ins.address}
         else:
             where.stale = ~fresh
-            if where.ins.encoding != "GLOBAL":  # no other load keeps a value from being used
+            if where.ins.encoding != "GLOBAL":  # other loads cannot mark a value unusable
                 raise where(UnsupportedInstruction, int(np.argmin(fresh)), "words are awaited with global_load")
             at, of = words[where.stale], rows[where.stale]
             w.awaited = {**w.awaited, where.ins.address: (self, at, values[where.stale])}
-            first = np.flatnonzero(of[1:] != of[:-1]) + 1  # lanes of a wave are side by side
+            first = np.flatnonzero(of[1:] != of[:-1]) + 1  # lanes of a wave are adjacent
             late = {int(w.id[of[lane]]): int(at[lane]) for lane in (0, *first.tolist())}
         for wave in w.id.tolist() if late or stale else ():
             if wave in late:
@@ -273,7 +280,7 @@ class Words:
             raise where(TornWord, bad, f"{self._place(words[bad])} has one half that {newer} stored beside {seen}")
 
     def _check_scope(self, words, sources, scope: int, w, where, is_flag: bool) -> None:
-        """Refuse a load of a word, or of a flag, that may miss another device's store."""
+        """Raise for a load of a word, or of a flag, that may miss another device's store."""
         stores, device = self.fabric.stores, w.scheduler.device
         for number in np.unique(sources).tolist():
             store = stores[number]
@@ -305,7 +312,7 @@ class Words:
                 raise where(TornWord, bad, message)
 
     def has_changed(self, words, values) -> bool:
-        """Return whether one of these words has another value than it had."""
+        """Return whether one of these words has changed from `values`."""
         return self.region.views[8][words].tobytes() != values.tobytes()
 
     def _place(self, word) -> str:

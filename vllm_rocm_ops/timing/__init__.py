@@ -1,12 +1,12 @@
-"""A model of how long kernels take on an AMD Instinct GPU. Its numbers are predictions, never measurements.
+"""Predict how long kernels take on AMD Instinct GPUs. The numbers are predictions, never measurements.
 
     machine = machines.named("MI300X")
     launch_time.predict(machine, trace.record(emulator, launch))
 
-The emulator runs some blocks of a launch and leaves the instructions and addresses of their waves (trace.py). A compute unit runs
-these again in time (compute_unit.py), with its memory behind it (hierarchy.py). A launch is the compute unit with most blocks, the
-start and the end (launch_time.py). machines.py has every constant, its source, and whether it was measured, fitted or guessed.
-The evidence for them is in the repository's tests/timing/.
+The emulator runs some blocks of a launch and records the instructions and addresses of their waves (trace.py). A model of a compute unit
+(compute_unit.py) and its memory (hierarchy.py) replays them with timing. A launch takes as long as its busiest compute unit, plus start
+and end (launch_time.py). machines.py lists every constant with its source, and whether it was measured, fitted or guessed. tests/timing/
+in the repository has the evidence.
 """
 
-CONTEXT = 4096  # keys of a request, where nothing else is said
+CONTEXT = 4096  # default keys per request

@@ -1,8 +1,7 @@
-"""The constants of a decode step beside our kernels: baseline kernels, all-reduces, gaps. Each has its source and kind: published,
-measured (by us), fitted or assumed.
+"""Define the times of baseline kernels, all-reduces and gaps in a decode step, each with its source and kind.
 
-Times are what a launch adds to a captured graph, with the gap behind it. A profiler counts more: its times are reduced by the
-machine's `profiled` for each kernel, but never below `LEAST`.
+Kinds are published, measured (by this project), fitted and assumed. Times are what a launch adds to a captured graph, including the gap
+after it. Profilers report more: the machine's `profiled` is subtracted per kernel, down to `LEAST`.
 """
 
 from __future__ import annotations
@@ -20,50 +19,44 @@ from vllm_rocm_ops.collectives import launches
 from .machines import Constant, Machine
 
 KINDS = ("published", "measured", "fitted", "assumed")
-PRODUCTS = ("MI300X", "MI355X")  # that have baseline times
+PRODUCTS = ("MI300X", "MI355X")  # with baseline times
 
 _FACE = "Hugging Face, hf-rocm-kernels and its blog, MI300X"
 
-LEAST = Constant(1.93, "us of the shortest launch in a graph", "published", f"SwiGLU + FP8, one row: {_FACE}")
-LAUNCH = Constant(
-    3.84, "us of a launch of vLLM's without its bytes", "published", f"vLLM's SwiGLU + FP8, one row: {_FACE}"
-)
+LEAST = Constant(1.93, "us, shortest launch in a graph", "published", f"SwiGLU + FP8, one row: {_FACE}")
+LAUNCH = Constant(3.84, "us per vLLM launch, without its bytes", "published", f"vLLM's SwiGLU + FP8, one row: {_FACE}")
 GAP = Constant(
-    0.0, "us behind a launch; more behind one below LEAST", "assumed", "a launch's time in a graph contains its gap"
+    0.0, "us after a launch; more if it is shorter than LEAST", "assumed", "a launch's time in a graph contains its gap"
 )
-MOST_GAP = Constant(
-    4.5 - LEAST.value, "us: the largest gap", "published", "Kog, 2026-05: about 4.5 us a launch on MI300X"
-)
+MOST_GAP = Constant(4.5 - LEAST.value, "us, maximum gap", "published", "Kog, 2026-05: about 4.5 us a launch on MI300X")
 REST = Constant(
-    24, "launches of a step outside the layers", "measured", "our H200 profiles: embedding, inputs, sampling"
+    24, "launches per step outside the layers", "measured", "own H200 profiles: embedding, inputs, sampling"
 )
 PREFILL = Constant(
-    649, "TFLOP/s of a GPU in a prefill", "published", "ROCm/aiter fbb52ddfad72: 256x13312x16384 in 172.3 us on MI300X"
+    649, "TFLOP/s per GPU in prefill", "published", "ROCm/aiter fbb52ddfad72: 256x13312x16384 in 172.3 us on MI300X"
 )
 
 ALL_REDUCE = Constant(
-    5.2, "us of an all-reduce of 10 KB", "published", "aiter#3549, fused with the norm, 8 MI300X; muiLLM: 5"
+    5.2, "us per all-reduce of 10 KB", "published", "aiter#3549, fused with the norm, 8 MI300X; muiLLM: 5"
 )
 LARGER_PRODUCT, LARGER = "MI355X", {24: 6.3, 96: 6.8, 192: 7.0, 768: 9.6, 1536: 12.9}  # us by KB
-LARGEST = Constant(LARGER[1536], "us of one of 1536 KB; more in LARGER", "published", "vllm#39080, MI355X, TP8")
-LINKS = Constant(
-    1.2, "times MI355X's increase, on other products", "assumed", "the ratio of link rates, 153.6 / 128 GB/s"
-)
+LARGEST = Constant(LARGER[1536], "us per all-reduce of 1536 KB; more in LARGER", "published", "vllm#39080, MI355X, TP8")
+LINKS = Constant(1.2, "x MI355X's increase, on other products", "assumed", "the ratio of link rates, 153.6 / 128 GB/s")
 
 FUSED = {
-    "MI300X": (Constant(5.2, "us of 1 x 5120 with a norm, one-shot", "published", "aiter#3549, 8 MI300X"), 1, 5120),
-    "MI355X": (Constant(7.0, "us of 4 x 7168 with a norm, one-shot", "published", "aiter#3458, 8 MI355X"), 4, 7168),
+    "MI300X": (Constant(5.2, "us for 1 x 5120 with a norm, one-shot", "published", "aiter#3549, 8 MI300X"), 1, 5120),
+    "MI355X": (Constant(7.0, "us for 4 x 7168 with a norm, one-shot", "published", "aiter#3458, 8 MI355X"), 4, 7168),
 }
 LINK = Constant(
-    48, "GB/s of a link, one direction, on MI300X", "assumed", "3 / 4 of its 64 GB/s; MI355X by the ratio LINKS"
+    48, "GB/s per link and direction on MI300X", "assumed", "3 / 4 of its 64 GB/s; MI355X by the ratio LINKS"
 )
 
-H200_GAP = Constant(0.45, "us behind a launch under the profiler", "fitted", "two of sixteen H200 profiles, batch 1")
-H200_HOST = Constant(320, "us of a step outside its graph", "fitted", "two of sixteen H200 profiles, batch 1")
+H200_GAP = Constant(0.45, "us after a launch under the profiler", "fitted", "two of sixteen H200 profiles, batch 1")
+H200_HOST = Constant(320, "us per step outside its graph", "fitted", "two of sixteen H200 profiles, batch 1")
 
 
 class Time(NamedTuple):
-    """A time in us of all launches of a call, their number, and where it comes from."""
+    """Hold the time in us of all launches of a call, their number, and their source."""
 
     us: float
     launches: int
@@ -72,7 +65,7 @@ class Time(NamedTuple):
 
 
 def rule(machine: Machine, launches: int, read: float) -> Time:
-    """Return the time of launches without a published one by the bytes that they read: the one rule of baseline kernels."""
+    """Return the time of launches without a published one, from the bytes that they read."""
     us = launches * LAUNCH.value + read / machine["hbm_bandwidth"] / 1e3
     return Time(
         us, launches, "assumed", f"rule: {LAUNCH.value} us a launch + bytes at {machine['hbm_bandwidth']:.0f} GB/s"
@@ -88,8 +81,10 @@ def all_reduce(machine: Machine, kilobytes: float) -> Time:
 
 
 def fused_all_reduce(machine: Machine, ranks: int, rows: int, hidden: int) -> Time | None:
-    """Return the time of an all-reduce with the norm behind it in one launch of csrc/collectives; None where none takes it. A published
-    kernel of that kind has a part that does not depend on sizes; ours has the same, and its own bytes on links and to a block."""
+    """Return the time of an all-reduce fused with the following norm (csrc/collectives), or None if no kernel supports it.
+
+    A published kernel of this kind gives the fixed part. The plugin's kernel adds its own bytes on links and per block.
+    """
     if machine.name not in FUSED:
         return None
     published, *at = FUSED[machine.name]
@@ -107,7 +102,7 @@ def fused_all_reduce(machine: Machine, ranks: int, rows: int, hidden: int) -> Ti
 
 
 def _between(points: dict[int, float], at: float) -> float:
-    """Interpolate linearly; beyond the last point with the last slope, before the first its value."""
+    """Interpolate linearly, constant before the first point and with the last slope beyond the last."""
     known = sorted(points.items())
     if at <= known[0][0] or len(known) == 1:
         return known[0][1]
@@ -118,16 +113,16 @@ def _between(points: dict[int, float], at: float) -> float:
 
 
 TABLE = json.loads(Path(__file__).with_name("baseline_times.json").read_text())
-"""Times of others' kernels: `us` by tokens, of launches of a product, an op and its sizes. Missing tokens are interpolated."""
+"""Times of baseline kernels: `us` by tokens, per product, op and sizes. Missing tokens are interpolated."""
 
 
 def kind_of(op: str) -> str:
-    """Return the name that `TABLE` has for an op of ours."""
+    """Return the op's name in `TABLE`."""
     return "norm" if "rms_norm" in op else "activation" if op.startswith("silu_and_mul") else op
 
 
 def published(machine: Machine, op: str, parameters: tuple, tokens: int) -> Time | None:
-    """Return a baseline's published time of a call in a graph, None where there is none."""
+    """Return a baseline's published time for a call in a graph, or None."""
     found: dict[int, Time] = {}
     for row in TABLE:
         sizes = tuple(row["sizes"])
@@ -145,5 +140,5 @@ def published(machine: Machine, op: str, parameters: tuple, tokens: int) -> Time
 
 
 def _within(points: dict[int, float], at: int) -> float:
-    """Interpolate, and keep the ends."""
+    """Interpolate, constant beyond the ends."""
     return _between(points, min(max(at, min(points)), max(points)))

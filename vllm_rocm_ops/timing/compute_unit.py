@@ -1,8 +1,8 @@
-"""A compute unit in time: the waves of its blocks issue in order, each on its SIMD, as registers, waits and units allow.
+"""Simulate a compute unit: the waves of its blocks issue in order, each on its SIMD, subject to registers, waits and units.
 
-Matrix instructions go before others. Of the waves that could take a unit, the one with the highest priority takes it, and of these
-the oldest. Waves of a SIMD issue to different units in the same cycle. A matrix instruction keeps the vector ALU while it issues, and
-the matrix unit for all its cycles; packed arithmetic needs both.
+Matrix instructions have priority. Among waves that could use a unit, the highest priority wins, then the oldest wave. Waves of a SIMD
+issue to different units in the same cycle. A matrix instruction occupies the vector ALU while it issues, and the matrix unit for all its
+cycles; packed arithmetic needs both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Simd:
 
 
 class _Group:
-    """A block that runs."""
+    """Hold a block in flight."""
 
     __slots__ = ("arrived", "live", "waiting", "waves")
 
@@ -51,14 +51,14 @@ class _Wave:
         self.steps, self.simd, self.group, self.age = steps, simd, group, age
         self.at = self.priority = 0
         self.next = self.fetched = start
-        self.ready: dict = {}  # by register: when it is written, and by which matrix instruction's chain
+        self.ready: dict = {}  # by register: (time written, time for a chained matrix instruction)
         self.vm: list[float] = []
         self.lgkm: list[float] = []
-        self.awaited: dict[int, list[_Wave]] = {}  # by step: who reads what it writes
+        self.awaited: dict[int, list[_Wave]] = {}  # by step: waves that read what it writes
 
 
 class ComputeUnit:
-    """Runs blocks, `held` at once. `observe(wave's age, instruction's index, time)` is told of each issue."""
+    """Run blocks, `held` at once. `observe(wave's age, instruction's index, time)` is called at each issue."""
 
     def __init__(self, machine: Machine, memory: Memory, observe: Callable[[int, int, float], None] | None = None):
         self.machine, self.memory, self.observe = machine, memory, observe
@@ -66,7 +66,7 @@ class ComputeUnit:
         self.lds = 0.0
         self.code: dict[int, float] = {}
         self.waves = 0
-        self.ends: list[float] = []  # of the blocks that have ended
+        self.ends: list[float] = []  # of finished blocks
         self.heap: list = []
 
     def run(
@@ -76,8 +76,11 @@ class ComputeUnit:
         held: int,
         others: Callable[[int, int], float] | None = None,
     ) -> float:
-        """Cycles until the last block has ended and its stores are done. `starts`: from when the dispatcher offers each block.
-        `others(block's place, running blocks)`: blocks of the chip for each of this compute unit."""
+        """Return the cycles until the last block has ended and its stores are complete.
+
+        `starts` are the times at which the dispatcher offers each block. `others(place, running)` returns the blocks on the chip per
+        block of this compute unit.
+        """
         machine, memory, heap = self.machine, self.memory, self.heap
         ahead = deque(enumerate(zip(blocks, starts, strict=False)))
         running, end = 0, 0.0
@@ -114,7 +117,7 @@ class ComputeUnit:
         return max(end, memory.drained)
 
     def _push(self, wave: _Wave) -> None:
-        """Finds when the wave's next instruction could issue, were all units free, and has it wait until then."""
+        """Compute when the wave's next instruction could issue if all units were free, and queue it until then."""
         machine, (instr, access) = self.machine, wave.steps[wave.at]
         if access is not None and access.after is not None:
             writer, step = wave.group.waves[access.after[0]], access.after[1]
@@ -147,7 +150,7 @@ class ComputeUnit:
         heapq.heappush(self.heap, (time, kind != "matrix", -wave.priority, wave.age, wave))
 
     def _step(self, time: float, wave: _Wave) -> float | None:
-        """Issues a wave's next instruction, or has it wait for its unit. When a wave has ended: when its stores are done."""
+        """Issue a wave's next instruction or wait for its unit. Returns the time its stores complete if the wave has ended."""
         instr, access = wave.steps[wave.at]
         kind, simd, machine = instr.kind, wave.simd, self.machine
         busy = self._busy_until(kind, simd, wave, access)
@@ -192,7 +195,7 @@ class ComputeUnit:
         return None
 
     def _busy_until(self, kind: str, simd: _Simd, wave: _Wave, access: Access | None) -> float:
-        """When the unit that an instruction needs is free."""
+        """Return when the unit that an instruction needs is free."""
         if kind in VECTOR:
             if kind == "matrix":
                 return max(simd.vector, simd.matrix)
@@ -235,7 +238,7 @@ class ComputeUnit:
     def _vmem(self, time: float, wave: _Wave, access: Access | None, text: str) -> None:
         if text.startswith(FENCES):
             _complete(wave.vm, self.memory.fence(time, text.startswith(RELEASE)))
-        elif access is None:  # no lane of it is active
+        elif access is None:  # no active lane
             _complete(wave.vm, time)
         elif access.store:
             wave.simd.stores = time + access.bytes / self.machine["vmem_bytes"]
@@ -256,7 +259,7 @@ class ComputeUnit:
         self._open(time, wave.group)
 
     def _open(self, time: float, group: _Group) -> None:
-        """Lets the waves of a block go on if all of them that run are at the barrier; the last came, or ended, at `time`."""
+        """Release a block's waves if all live ones are at the barrier; the last arrived, or ended, at `time`."""
         group.arrived = max(group.arrived, time)
         if group.waiting and len(group.waiting) == group.live:
             waiting, group.waiting = group.waiting, []
@@ -266,5 +269,5 @@ class ComputeUnit:
 
 
 def _complete(outstanding: list[float], time: float) -> None:
-    """Adds an operation to those that return in order."""
+    """Add an operation to those that return in order."""
     outstanding.append(max(time, outstanding[-1]) if outstanding else time)

@@ -1,4 +1,4 @@
-"""Finds the constants of a machine that make an error least."""
+"""Fit the constants of a machine by minimizing an error."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from .machines import Machine
 
 Steps = Mapping[str, tuple[float, float, float]]
-"""By constant: its least and largest value, and the step between those that are tried."""
+"""By constant: minimum, maximum and step."""
 
 
 def least(machine: Machine, steps: Steps, error: Callable[[Machine], float]) -> Machine:
-    """The machine with the constants of `steps` that make `error(machine)` least, found one at a time until none changes."""
+    """Return the machine whose constants in `steps` minimize `error(machine)`, by coordinate descent."""
     known: dict[tuple, float] = {}
 
     def score(values: tuple) -> float:

@@ -1,6 +1,6 @@
-"""Predictions that were written down before anybody measured them: `timing/frozen/<date>-<commit>.json`. `vllm-rocm-ops check` sets what
-it measures beside them. tests/timing/freeze.py makes such a file. A prediction holds for the code objects whose hashes it has, and is not
-set beside others.
+"""Compare measurements with predictions that were frozen before any measurement: `timing/frozen/<date>-<commit>.json`.
+
+tests/timing/freeze.py writes these files, and `vllm-rocm-ops check` compares. A prediction holds only for code objects with its hashes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from . import machines
 
 FOLDER = Path(__file__).parent / "frozen"
 PRODUCTS = ("MI300X", "MI325X", "MI355X")
-WORST = 5  # predictions that are named
+WORST = 5  # predictions to list
 
 
 def code_of(call: LayerCall, tokens: int, arch: archs.Arch) -> dict[str, str]:
-    """Return the hashes of the code objects that a call's kernels are in, by symbol."""
+    """Return the hashes of the code objects of a call's kernels, by symbol."""
     case = call.case(tokens).make("meta", torch.Generator(), arch.fp8_dtype)
     launches = call.op.explain(*case, arch=arch, require_code=True).launches
     return {one.symbol: launch.stamp(launch.code_object(one.module, arch.name))["sha256"][:16] for one in launches}
 
 
 def key(product: str, call: LayerCall, tokens: int) -> str:
-    """Return what a prediction is found by."""
+    """Return the key of a prediction."""
     return f"{product} {call.op.name} {call.parameters!r} {str(call.dtype).removeprefix('torch.')} {tokens} tokens"
 
 
 @functools.cache
 def newest() -> dict:
-    """Return the file that was frozen last, the only one that ships: its `date`, `commit` and `calls`."""
+    """Return the last frozen file, the only one in the package: its `date`, `commit` and `calls`."""
     paths = sorted(FOLDER.glob("*.json"))
     return json.loads(paths[-1].read_text()) if paths else {"date": "", "commit": "", "calls": {}}
 
@@ -47,14 +47,18 @@ def newest() -> dict:
 def kernel_times(
     machine: machines.Machine, calls: dict[str, dict] | None = None
 ) -> Callable[[LayerCall, int], tuple[float, int, float | None] | None]:
-    """Return the kernel model as frozen predictions have it, by default the newest. It has no time for a call that they lack, and raises
-    ValueError for a number of tokens of which they have none."""
+    """Return the kernel model as a lookup in frozen predictions, by default the newest.
+
+    It returns None for calls without a prediction, and raises ValueError for a number of tokens without any.
+    """
     calls = newest()["calls"] if calls is None else calls
     sizes = {name.rsplit(" ", 2)[1] for name in calls if name.startswith(f"{machine.name} ")}
 
     def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
         if str(tokens) not in sizes:
-            raise ValueError(f"frozen predictions of {machine.name} must have {tokens} tokens, got {', '.join(sizes)}")
+            raise ValueError(
+                f"tokens must be one of {', '.join(sizes)} for frozen predictions of {machine.name}, got {tokens}"
+            )
         values = calls.get(key(machine.name, call, tokens))
         return values and (values["us"], values["launches"], values["band"])
 
@@ -62,18 +66,18 @@ def kernel_times(
 
 
 def product_of(gpu: str) -> str | None:
-    """Return the product that a GPU's name has, as torch gives it."""
+    """Return the product in a GPU's name as torch reports it."""
     return next((product for product in PRODUCTS if product in gpu), None)
 
 
 def find(product: str | None, call: LayerCall, tokens: int, arch: archs.Arch) -> dict | None:
-    """Return what was predicted of a call, if it was, for the code that is installed."""
+    """Return the frozen prediction of a call for the installed code, or None."""
     found = newest()["calls"].get(key(product, call, tokens)) if product else None
     return found if found and found["code"] == code_of(call, tokens, arch) else None
 
 
 def beside(found: list[dict]) -> list[str]:
-    """Return lines about what `check` has measured of calls that were predicted before, each call once."""
+    """Format the comparison of `check`'s measurements with frozen predictions, each call once."""
     pieces = [piece for piece in found if piece.get("frozen") and piece.get("us")]
     calls = {(piece["layer"], piece["op"], piece["kernel"], piece["tokens"]): piece for piece in reversed(pieces)}
     if not calls:
@@ -82,12 +86,12 @@ def beside(found: list[dict]) -> list[str]:
     bands = {name: piece["frozen"]["band"] for name, piece in calls.items()}
     held = [1 / (1 + band) <= ratios[name] <= 1 + band for name, band in bands.items() if band is not None]
     of = newest()
-    lines = [f"predicted on {of['date']} at {of['commit']}, before any such GPU was seen: {len(calls)} of these calls"]
+    lines = [f"frozen predictions of {of['date']} at {of['commit']}, before any run on such a GPU: {len(calls)} calls"]
     lines.append(f"  measured / predicted: median {statistics.median(ratios.values()):.2f}")
-    lines.append(f"  within the band: {sum(held)} of {len(held)}; {len(calls) - len(held)} have no band")
+    lines.append(f"  within the error band: {sum(held)} of {len(held)}; without a band: {len(calls) - len(held)}")
     worst = sorted(ratios, key=lambda name: -abs(math.log(ratios[name])))[:WORST]
     return lines + [
         f"  {layer}, {tokens} tokens: {calls[layer, op, kernel, tokens]['us']:.1f} us measured, "
-        f"{calls[layer, op, kernel, tokens]['frozen']['us']:.1f} predicted ({op})"
+        f"{calls[layer, op, kernel, tokens]['frozen']['us']:.1f} us predicted ({op})"
         for layer, op, kernel, tokens in worst
     ]

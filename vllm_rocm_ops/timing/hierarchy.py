@@ -1,7 +1,7 @@
-"""The memory of one compute unit: its vector memory path and L1, and its part of L2, Infinity Cache and HBM.
+"""Model the memory of one compute unit: its vector memory path and L1, and its share of L2, Infinity Cache and HBM.
 
-Beyond L1 each level is a latency and a bandwidth. All blocks that run at once share the bandwidth evenly, so that the compute unit has
-the part of its own blocks. What other blocks of the die load too, crosses the fabric once.
+Each level beyond L1 has a latency and a bandwidth. Blocks in flight share the bandwidth evenly, so a compute unit gets its blocks' share.
+Lines that other blocks of the die also load cross the fabric once.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .machines import Machine
 from .trace import LINE, Access, region_of
 
 L2, MALL, HBM = range(3)
-WAVE_LINES = 8  # that 64 lanes with 16 bytes each have
+WAVE_LINES = 8  # of 64 lanes with 16 bytes each
 
 
 class Sharing(NamedTuple):
-    """How many blocks load a line, by line, if more than one does: of its die, and of the chip."""
+    """Count the blocks that load a line, by line if more than one does: on its die, and on the chip."""
 
     die: Mapping[int, float]
     chip: Mapping[int, float]
@@ -29,11 +29,14 @@ NOTHING_SHARED = Sharing({}, {})
 
 
 class Memory:
-    """`cold`: the regions that HBM alone holds, None for all; Infinity Cache has the others. `load` and `store` take an access in the
-    order of their issue."""
+    """Model the memory path of a compute unit.
+
+    `cold` holds the regions that only HBM has, None for all; Infinity Cache has the others. `load` and `store` must be called in
+    issue order.
+    """
 
     def __init__(self, machine: Machine, sharing: Sharing = NOTHING_SHARED, cold: Collection[int] | None = None):
-        cycles = machine["clock"] / 1e3  # of a nanosecond
+        cycles = machine["clock"] / 1e3  # per nanosecond
         self.sharing, self.cold = sharing, cold
         self.wave_latency, base = machine["wave_latency"], machine["l2_latency"]
         self.latency = (base, base + machine["mall_latency"] * cycles, base + machine["hbm_latency"] * cycles)
@@ -44,19 +47,19 @@ class Memory:
         self.lines = int(machine["l1_bytes"]) // LINE
         self.l1: OrderedDict[int, None] = OrderedDict()
         self.l2: set[int] = set()
-        self.free = [0.0, 0.0, 0.0]  # when each level has served what was asked of it
+        self.free = [0.0, 0.0, 0.0]  # time at which each level has served all requests
         self.port = self.returned = 0.0
-        self.queue: list[float] = []  # when the last accesses leave the queue
+        self.queue: list[float] = []  # times at which the last accesses leave the queue
         self.awaited: list[tuple[float, int]] = []
         self.bytes_awaited = 0
-        self.others = 1.0  # blocks of the chip for each of this compute unit
+        self.others = 1.0  # blocks on the chip per block of this compute unit
 
     def room(self) -> float:
-        """When the queue takes another access."""
+        """Return when the queue accepts another access."""
         return self.queue[-self.depth] if len(self.queue) >= self.depth else 0.0
 
     def _begin(self, time: float, access: Access, awaited: int) -> float:
-        """When the access has passed the address path."""
+        """Return when the access has passed the address path."""
         begin = max(time, self.port)
         while self.awaited and self.bytes_awaited + awaited > self.limit:
             arrival, size = heapq.heappop(self.awaited)
@@ -69,7 +72,7 @@ class Memory:
         return begin
 
     def _more(self, access: Access) -> float:
-        """Cycles beyond those of a lane's data: all of `wave_latency` for a wave that loads 16 bytes a lane, less for fewer lines."""
+        """Return the cycles beyond a single lane's: `wave_latency` for a wave that loads 16 bytes per lane, less for fewer lines."""
         return self.wave_latency * min(1.0, (len(access.lines) - 1) / (WAVE_LINES - 1))
 
     def _await(self, arrival: float, size: int) -> None:
@@ -77,12 +80,12 @@ class Memory:
         self.bytes_awaited += size
 
     def _serve(self, level: int, time: float, size: float) -> float:
-        """When a level has served so many bytes more."""
+        """Return when a level has served `size` more bytes."""
         self.free[level] = max(self.free[level], time) + size * self.cycles_per_byte[level] * self.others
         return self.free[level]
 
     def load(self, time: float, access: Access) -> float:
-        """When the data of a load that issues at `time` are in registers."""
+        """Return when the data of a load that issues at `time` are in registers."""
         l1, l2 = self.l1, self.l2
         missed = [line for line in access.lines if line not in l1]
         for line in access.lines:
@@ -104,7 +107,7 @@ class Memory:
         return self.returned
 
     def _beyond(self, time: float, lines: list[int]) -> float:
-        """When lines that this die's L2 has not had arrive."""
+        """Return when lines that miss this die's L2 arrive."""
         die, chip = self.sharing
         arrival = self._serve(MALL, time, LINE * sum(1 / die.get(line, 1) for line in lines)) + self.latency[MALL]
         cold = lines if self.cold is None else [line for line in lines if region_of(line) in self.cold]
@@ -114,7 +117,7 @@ class Memory:
         return arrival
 
     def store(self, time: float, access: Access) -> float:
-        """When a store that issues at `time` is complete. What it wrote goes on to Infinity Cache behind it."""
+        """Return when a store that issues at `time` is complete. Its write-through to Infinity Cache continues after that."""
         begin = self._begin(time, access, access.bytes)
         done = (
             max(self._serve(level, begin, access.bytes) for level in range(HBM + (self.cold is None)))
@@ -125,10 +128,10 @@ class Memory:
         return done
 
     def fence(self, time: float, releases: bool) -> float:
-        """When a fence that issues at `time` is complete: a write-back of the die's L2, or else an invalidation of it."""
+        """Return when a fence that issues at `time` is complete: a write-back of the die's L2, or its invalidation."""
         return time + self.latency[MALL if releases else L2]
 
     @property
     def drained(self) -> float:
-        """When every level has served what was asked of it."""
+        """Return when every level has served all requests."""
         return max(self.free)

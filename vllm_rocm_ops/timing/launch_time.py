@@ -1,7 +1,7 @@
-"""How long a launch takes: the compute unit with most blocks, from the kernel's start to its end.
+"""Predict the time of a launch from its busiest compute unit, from kernel start to end.
 
-Blocks go to the dies in turn, and within a die to its compute units in turn. The recorded blocks stand for all: their lines say what
-blocks share, and each that a compute unit runs beyond those recorded is one of them with memory of its own.
+Blocks are distributed round-robin over the dies, and within a die over its compute units. The recorded blocks represent all: their lines
+tell which lines blocks share, and further blocks of a compute unit are copies with separate memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from .hierarchy import Memory, Sharing
 from .machines import Machine
 from .trace import APART, LINE, Access, Block, Recording, Step, region_of
 
-MOST_STEPS = 400_000  # of a compute unit's waves that are run
+MOST_STEPS = 400_000  # steps of a compute unit's waves to simulate
 
 
 class Prediction(NamedTuple):
-    """A predicted time, in us, never a measured one. `bandwidth_us` is how long the bytes of all blocks take at the memory's own
-    bandwidth; `cycles` those of the compute unit; `blocks` how many it ran."""
+    """Hold a predicted time in us, never a measured one.
+
+    `bandwidth_us` is the time of all blocks' bytes at memory bandwidth, `cycles` the time of the compute unit, `blocks` its number of
+    blocks.
+    """
 
     us: float
     cycles: float
@@ -30,15 +33,15 @@ class Prediction(NamedTuple):
 
     @property
     def details(self) -> str:
-        """What it rests on, for people."""
+        """Return a sentence about the parts of the prediction."""
         return (
             f"{self.cycles:.0f} cycles of a compute unit with {self.blocks} blocks, "
-            f"{self.megabytes:.1f} MB, which alone take {self.bandwidth_us:.1f} us"
+            f"{self.megabytes:.1f} MB, at least {self.bandwidth_us:.1f} us at memory bandwidth"
         )
 
 
 def sharing(machine: Machine, recording: Recording) -> Sharing:
-    """How many of all blocks load a line, by the recorded ones that do."""
+    """Estimate how many of all blocks load a line from the recorded blocks that do."""
     dies = int(machine["xcds"])
     chip = Counter(line for block in recording.blocks for line in block.lines)
     by_die: list[Counter] = [Counter() for _ in range(dies)]
@@ -55,7 +58,7 @@ def sharing(machine: Machine, recording: Recording) -> Sharing:
 
 
 def _copy(block: Block, shared: Sharing, number: int) -> Block:
-    """A block like this one that loads and stores lines of its own, but for those that blocks share."""
+    """Copy a block, with separate lines except for shared ones."""
 
     def step(instr, access: Access | None) -> Step:
         if access is None or not access.lines:
@@ -71,7 +74,7 @@ def _steps(block: Block) -> int:
 
 
 def _chosen(recording: Recording, count: int, shared: Sharing) -> list[Block]:
-    """The blocks of a compute unit: the longest of those recorded, then others spread over the grid, as copies where it runs more."""
+    """Return the blocks of a compute unit: the longest recorded one, others spread over the grid, then copies."""
     blocks = recording.blocks
     longest = max(range(len(blocks)), key=lambda i: _steps(blocks[i]))
     chosen, step = [], max(1, len(blocks) // count)
@@ -82,9 +85,11 @@ def _chosen(recording: Recording, count: int, shared: Sharing) -> list[Block]:
 
 
 def predict(machine: Machine, recording: Recording, shared: Sharing | None = None) -> Prediction:
-    """The time of a launch: at least that of its bytes, as a late block would else have too large a part of the bandwidth. `shared` is
-    by default what the recorded blocks share. Of turns with more than `MOST_STEPS` steps at least two are run; the others are taken to be
-    like the last of them."""
+    """Predict the time of a launch, at least the time of its bytes: a late block would otherwise get too much bandwidth.
+
+    `shared` defaults to the lines that the recorded blocks share. Rounds of resident blocks beyond `MOST_STEPS` steps, but never the
+    first two, are extrapolated from the last one.
+    """
     units, dies, grid = machine.arch.compute_units, int(machine["xcds"]), recording.grid
     shared = shared or sharing(machine, recording)
     per_block, moved = grid / len(recording.blocks), [0.0, 0.0]

@@ -1,5 +1,7 @@
-"""How long a call, or a model's calls, would take on a GPU that is not here. Always a prediction, with the error band that
-tests/timing/calibrate.py found, never a measured time."""
+"""Predict the time of a call or a model's calls on a GPU that is not present.
+
+Times are predictions with the error band of tests/timing/calibrate.py, never measurements.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,17 @@ from .launch_time import Prediction
 from .machines import Machine
 from .trace import Recording, RecordingEmulator, aligned, record
 
-BLOCKS = 64  # of a launch that are recorded
-DIES = int(machines.MI300X["xcds"])  # as the traced code has it: kXcds in csrc/device/amd/tile_mma.h
-MOST_WAVES = 2048  # of a launch that runs whole, as others read what it writes
-SORTS = "_sort"  # ends the symbol of one that always runs whole, as others find their work in what it writes
+BLOCKS = 64  # blocks to record per launch
+DIES = int(machines.MI300X["xcds"])  # as in the traced code: kXcds in csrc/device/amd/tile_mma.h
+MOST_WAVES = 2048  # up to which a launch runs whole if others read its output
+SORTS = "_sort"  # suffix of symbols that always run whole, as other kernels find their work in the output
 CACHES, LENGTHS = ("key_cache", "value_cache", "kv_cache"), ("block_table", "seq_lens")
 PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias", *CACHES))
-"""Arguments of ops that are a model's or requests', and not in a cache when the next step needs them again. What the kernel before wrote
-is."""
+"""Arguments that belong to the model or to requests. A decode step finds them in no cache, unlike the output of the kernel before."""
 
 
 class Kernel(NamedTuple):
-    """A launch of a call: its kernel, its time, and what it does."""
+    """Hold the prediction and recording of one launch of a call."""
 
     symbol: str
     prediction: Prediction
@@ -42,7 +43,7 @@ class Kernel(NamedTuple):
 
 
 def _argument(name: str, value, experts: int):
-    """A value for an argument of the meta device. Tokens go to all experts in turn, if ids have no values."""
+    """Create a value for an argument on the meta device. Ids without values assign tokens to all experts in turn."""
     if not isinstance(value, torch.Tensor):
         return value
     made = aligned(value if name in (*LENGTHS, "topk_ids") else value.to("meta"))
@@ -54,7 +55,7 @@ def _argument(name: str, value, experts: int):
 
 
 def with_context(given: dict, context: int) -> dict:
-    """Arguments of attention with a cache that has pages for so many keys of each request, and these pages in turn."""
+    """Return attention arguments with a cache of `context` keys per request, pages in order."""
     caches = [name for name in CACHES if name in given]
     requests, page = len(given["block_table"]), given[caches[0]].shape[1]
     pages = -(-context // page)
@@ -69,8 +70,10 @@ def with_context(given: dict, context: int) -> dict:
 
 
 def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT, config=None) -> list[Kernel]:
-    """The kernels of a call with arguments of the meta device, and so many keys of each request where it is attention; in a
-    configuration of the op, by default the one that a call gets. Raises ValueError where none of ours runs."""
+    """Return the kernels of a call with arguments on the meta device, by default in the configuration that the call gets.
+
+    For attention, each request has `context` keys. Raises ValueError if no kernel of the plugin serves the call.
+    """
     if op in model_layers.ATTENTION:
         given = with_context(given, context)
     experts = len(given["w1"]) if "w1" in given else 1
@@ -83,13 +86,13 @@ def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT, 
         launches = op.plan(config, op.allocate(a), a, emulator.arch)
     planned = at_addresses(emulated.executable(launches), values)
     if not planned:
-        raise ValueError(f"predict: {op.name} must run a kernel of ours, got a call that PyTorch runs: see explain")
+        raise ValueError(f"predict: no kernel serves this call of {op.name}; PyTorch runs it, see explain")
     cold = [value for name, value in values.items() if name in PARAMETERS and isinstance(value, torch.Tensor)]
     return [_kernel(emulator, machine, one, one is planned[-1], cold) for one in planned]
 
 
 def at_addresses(planned: Sequence[Launch], values: dict) -> list[Launch]:
-    """The launches with outputs and workspaces where a GPU would have them, in all of them the same."""
+    """Return the launches with outputs and workspaces at GPU-like addresses, consistent between launches."""
     storages = {value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, torch.Tensor)}
 
     def moved(arg):
@@ -104,18 +107,20 @@ def at_addresses(planned: Sequence[Launch], values: dict) -> list[Launch]:
 def recorded(
     emulator: RecordingEmulator, one: Launch, last: bool, cold: list, most: int = BLOCKS, whole: int = MOST_WAVES
 ) -> Recording:
-    """About so many of the blocks of a launch; all run, if others read what it writes and they have at most `whole` waves
-    or find their work in it."""
+    """Record about `most` blocks of a launch.
+
+    All blocks run if other launches read the output and it has at most `whole` waves or determines their work.
+    """
     grid, path = math.prod(one.grid), launch.code_object(one.module, emulator.arch.name)
     waves = grid * -(-math.prod(one.block) // emulator.arch.wave_lanes)
-    blocks = sorted({0, *sampled(grid, most, _tiles(one))})  # the first often writes what later launches read
+    blocks = sorted({0, *sampled(grid, most, _tiles(one))})  # the first block often writes the input of later launches
     return record(
         emulator, path, one, blocks, run_all=not last and (waves <= whole or one.symbol.endswith(SORTS)), cold=cold
     )
 
 
 def _tiles(one: Launch) -> int:
-    """How many tiles a launch has that blocks share: its counters; 0 if they share none."""
+    """Return the number of tiles that blocks share, from the launch's counters, or 0."""
     given = one.named.items()
     return max(
         (value.numel() for name, value in given if str(name).endswith("counters") and value is not None), default=0
@@ -123,9 +128,11 @@ def _tiles(one: Launch) -> int:
 
 
 def sampled(grid: int, most: int, tiles: int) -> list[int]:
-    """About so many blocks of a grid. Of those that share tiles, all of some tiles, as the last of a tile does more than the others. The
-    blocks of a tile are neighbours, or, in the order in which neighbours are on one die (csrc/gemm/tiled/rasterize.h), neighbours or
-    `tiles` apart."""
+    """Return about `most` blocks of a grid.
+
+    If blocks share tiles, all blocks of some tiles are included, as the last block of a tile does more work. The blocks of a tile are
+    neighbors, or, in the die-aware order of csrc/gemm/tiled/rasterize.h, neighbors or `tiles` apart.
+    """
     sharing = -(-grid // tiles) if tiles else 1
     if sharing == 1 or grid <= most:
         return emulated.sample(grid, most)
@@ -140,7 +147,7 @@ def sampled(grid: int, most: int, tiles: int) -> list[int]:
 
 
 def _on_die(index: int, grid: int) -> tuple[int, int]:
-    """The die that has an index, and its place there, where dies have equally many neighbouring ones, the first ones one more."""
+    """Return the die of an index and its place there, if dies have equal runs of neighbors, the first dies one more."""
     each, more = divmod(grid, DIES)
     if index < more * (each + 1):
         return divmod(index, each + 1)
@@ -154,7 +161,7 @@ def _kernel(emulator: RecordingEmulator, machine: Machine, one: Launch, last: bo
 
 
 class Band(NamedTuple):
-    """How far predictions of such kernels were from published times: all were within `ratio`, None where none was compared."""
+    """Hold an error band: every compared prediction was within `ratio` of its published time; None if none was compared."""
 
     ratio: float | None
     text: str
@@ -165,36 +172,36 @@ class Band(NamedTuple):
 
 ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "silu_and_mul")
 COMPARED = {"GEMM": ("skinny GEMM",), "rows": ("add RMSNorm", "SwiGLU")}
-"""By kind of op: the classes of published kernels that do the same."""
+"""By kind of op: classes of comparable published kernels."""
 
 
 def band(op: Op, product: str = machines.COMPARED) -> Band:
-    """The error band of an op's kernels, from all published times of kernels that do the same."""
+    """Return the error band of an op's kernels, from all published times of comparable kernels."""
     if product != machines.COMPARED:
-        return Band(None, f"error unknown: no published decode time of {product} was compared")
+        return Band(None, f"error unknown: no published decode times of {product} to compare")
     gemm = op in model_layers.LINEARS
     kinds = COMPARED["GEMM" if gemm else "rows"] if gemm or op.name.startswith(ROWS) else ()
     halves = [half for kind in kinds for half in machines.CALIBRATION["classes"][kind].values()]
     if not halves:
-        return Band(None, "error unknown: no published time of such a kernel was compared")
+        return Band(None, "error unknown: no published times of comparable kernels")
     ratio, count = max(half["largest"] for half in halves), sum(half["points"] for half in halves)
     return Band(
-        ratio, f"+-{ratio:.0%}, the largest error in {count} published times of other kernels: {' and '.join(kinds)}"
+        ratio, f"+-{ratio:.0%}, the maximum error over {count} published times of other kernels: {' and '.join(kinds)}"
     )
 
 
 def call_lines(op: Op, given: dict, machine: Machine, context: int = CONTEXT) -> Iterator[str]:
-    """Lines for people about a call."""
+    """Format the prediction of a call."""
     kernels = predict_call(op, given, machine, context)
     total = sum(kernel.prediction.us for kernel in kernels)
-    of = f" of {context} keys a request" if op in model_layers.ATTENTION else ""
+    of = f" with {context} keys per request" if op in model_layers.ATTENTION else ""
     yield f"{op.name}{of} on {machine.name}: predicted {total:.1f} us, not measured; {band(op, machine.name).text}"
     for symbol, prediction, _ in kernels:
         yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"
 
 
 def shape_lines(found: Iterable[Shape], machine: Machine) -> Iterator[str]:
-    """A line for people about each of these shapes; attention is left to `call_lines`, which is told how many keys there are."""
+    """Format the prediction of each shape; attention needs a context length, so it is left to `call_lines`."""
     yield f"{machine.name}: predicted times in us, not measured"
     for shape in found:
         name, op = f"{shape.op.name} {shape.case.name}", shape.op
@@ -212,7 +219,7 @@ def shape_lines(found: Iterable[Shape], machine: Machine) -> Iterator[str]:
 
 
 class Predicted(NamedTuple):
-    """A call of a model's step: its time in us and its kernels, None and 0 where no kernel of ours runs."""
+    """Hold the prediction of a call in a step: us and the number of kernels, None and 0 if no kernel serves it."""
 
     call: LayerCall
     us: float | None
@@ -221,7 +228,7 @@ class Predicted(NamedTuple):
 
 
 def step(calls: Sequence[LayerCall], tokens: int, machine: Machine, context: int = CONTEXT) -> Iterator[Predicted]:
-    """The calls of a step of a model with so many tokens."""
+    """Predict the calls of a model's step at this number of tokens."""
     for call in calls:
         if not call.count:
             continue

@@ -1,6 +1,7 @@
-"""Published decode steps of vLLM beside the step of the baseline: which gaps and all-reduces each admits, and the band of a step.
+"""Compare published decode steps of vLLM with the predicted baseline step.
 
-Nothing is fitted to them. The source of the baseline's GEMM times was chosen before: torch._scaled_mm, which these releases call.
+The comparison yields the gaps and all-reduce times consistent with each published step, and the error band of a step. Nothing is fitted
+to them. The baseline's GEMM times are from torch._scaled_mm, which these releases call; that was chosen before.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from . import baseline, machines, step
 from .machines import Constant
 
 MODEL, RANKS, PARAMETERS, PROMPT, OUTPUT = "llama-3.1-405b-fp8", 8, 405e9, 128, 2048
-RELEASES = {"0.8.3": {1: 22.1, 16: 26.5, 64: 40.0}, "0.11.1": {1: 23.5, 16: 27.2, 64: 42.3}}  # ms a token, 8 MI300X
+RELEASES = {"0.8.3": {1: 22.1, 16: 26.5, 64: 40.0}, "0.11.1": {1: 23.5, 16: 27.2, 64: 42.3}}  # ms per token, 8 MI300X
 FIRST = Constant(
     RELEASES["0.8.3"][1],
-    "ms a token at batch 1; more in RELEASES",
+    "ms per token at batch 1; more in RELEASES",
     "published",
     "ROCm's vLLM images, 2025-04 and 2025-11",
 )
-SLOWEST = Constant(20, "us of a small all-reduce", "published", "mscclpp#646: RCCL, 15 to 20")
-FASTEST = Constant(5, "us of a small all-reduce", "published", "muiLLM PR 6, 8 MI300X")
+SLOWEST = Constant(20, "us per small all-reduce", "published", "mscclpp#646: RCCL, 15 to 20")
+FASTEST = Constant(5, "us per small all-reduce", "published", "muiLLM PR 6, 8 MI300X")
 
 
 class Admitted(NamedTuple):
-    """A published point in ms. `gap` is the interval of us behind a launch that it admits with an all-reduce between the fastest and the
-    slowest published one; `reduce` the interval of us an all-reduce, with a gap between 0 and the largest published one."""
+    """Hold a published point in ms and the constants consistent with it.
+
+    `gap` is the interval of us after a launch, for all-reduces between the fastest and the slowest published one. `reduce` is the
+    interval of us per all-reduce, for gaps between 0 and the largest published one.
+    """
 
     release: str
     batch: int
@@ -42,13 +46,13 @@ class Admitted(NamedTuple):
 
 
 def prefill_us(batch: int) -> float:
-    """Return the part of a token's published time that is the prefill's: a latency over all output tokens contains it."""
+    """Return the prefill's part of a published time per token: latency divided by output tokens contains it."""
     return 2 * PARAMETERS * PROMPT * batch / RANKS / baseline.PREFILL.value / 1e6 / OUTPUT
 
 
 @functools.cache
 def predicted(batch: int) -> tuple[float, float, int, float, int]:
-    """Return us of the step with the prefill's part, us without all-reduces and gaps, launches, us of an all-reduce, and their number."""
+    """Return us of the step with the prefill's part, us without all-reduces and gaps, launches, us per all-reduce, and their number."""
     machine = machines.MI300X
     nodes = step.nodes(
         model_config.read(MODEL), RANKS, None, batch, machine, "baseline", lambda *_: None, PROMPT + OUTPUT // 2
@@ -60,7 +64,7 @@ def predicted(batch: int) -> tuple[float, float, int, float, int]:
 
 
 def admitted() -> list[Admitted]:
-    """Return every published point and what it admits."""
+    """Return every published point with its consistent constants."""
     rows = []
     for release, points in RELEASES.items():
         for batch, ms in points.items():
@@ -73,6 +77,6 @@ def admitted() -> list[Admitted]:
 
 
 def spread() -> tuple[float, float]:
-    """Return the least and the largest published / predicted: the band of a step."""
+    """Return the minimum and maximum of published / predicted, the error band of a step."""
     ratios = [each.ratio for each in admitted()]
     return min(*ratios, 1.0), max(*ratios, 1.0)

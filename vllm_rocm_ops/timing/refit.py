@@ -1,6 +1,6 @@
-"""Measures on an AMD GPU what the model predicts, and refits the machine's few constants to it, in a file of the user.
+"""Benchmark calls on an AMD GPU and refit the machine's few constants to them, in a user file.
 
-`predict` uses the constants of that file from then on, and says so. What the model is for other users does not change.
+`predict` then uses the file's constants and says so. The shipped model does not change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = {
     "mall_bandwidth": (3000, 18000, 500),
     "hbm_bandwidth": (2000, 8000, 100),
 }
-CALLS = (  # op, shape of its first tensor, N of its weight
+CALLS = (  # op, shape of the first tensor, N of the weight
     ("rms_norm", (1, 16384), 0),
     ("rms_norm", (512, 8192), 0),
     ("silu_and_mul", (64, 16384), 0),
@@ -41,7 +41,7 @@ CALLS = (  # op, shape of its first tensor, N of its weight
 
 
 class Measured(NamedTuple):
-    """A call, how long it took, and what its kernels do."""
+    """Hold a call, its measured time, and its kernels' recordings."""
 
     name: str
     us: float
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 
 
 def arguments_of(op: Op, arch: str, shape: tuple[int, ...], n: int) -> dict:
-    """Arguments of the meta device; a weight of n rows where `n`."""
+    """Return arguments on the meta device, with a weight of `n` rows unless 0."""
     given = explain.example(op, arch, shape)
     if n:
         given["b"] = torch.empty(n, shape[-1], dtype=given["b"].dtype, device="meta").t()
@@ -61,7 +61,7 @@ def arguments_of(op: Op, arch: str, shape: tuple[int, ...], n: int) -> dict:
 
 
 def on_gpu(timer: clock.GpuClock, op: Op, given: dict) -> float:
-    """Median microseconds of a call whose tensors no cache has."""
+    """Return the median time of a call with cold tensors, in microseconds."""
 
     def made(value):
         if not isinstance(value, torch.Tensor):
@@ -73,7 +73,7 @@ def on_gpu(timer: clock.GpuClock, op: Op, given: dict) -> float:
 
 
 def measured(machine: Machine, time: Callable[[Op, dict], float], calls=CALLS) -> Iterator[Measured]:
-    """Each call with its time by `time(op, arguments)`. No cache has its tensors."""
+    """Yield each call with its time by `time(op, arguments)`, all tensors cold."""
     for name, shape, n in calls:
         op = getattr(ops, name)
         given = arguments_of(op, str(machine.arch), shape, n)
@@ -86,7 +86,7 @@ def measured(machine: Machine, time: Callable[[Op, dict], float], calls=CALLS) -
 
 
 def refitted(machine: Machine, found: list[Measured]) -> Machine:
-    """The machine with the constants of `STEPS` that make the mean |log(predicted / measured)| least."""
+    """Return the machine whose constants in `STEPS` minimize the mean |log(predicted / measured)|."""
 
     def error(tried: Machine) -> float:
         return statistics.mean(abs(math.log(each.predicted(tried) / each.us)) for each in found)
@@ -95,33 +95,33 @@ def refitted(machine: Machine, found: list[Measured]) -> Machine:
 
 
 def file_of(machine: Machine) -> Path:
-    """The user's constants of a machine."""
+    """Return the user's file of constants for a machine."""
     return envs.tables() / f"timing-{machine.name}.json"
 
 
 def of_user(machine: Machine) -> Machine:
-    """The machine with the user's constants, if there are any. Raises ValueError where they are none of `STEPS` or no numbers."""
+    """Return the machine with the user's constants, if any. Raises ValueError for unknown names or non-numbers."""
     path = file_of(machine)
     if not path.is_file():
         return machine
     try:
         constants = {name: float(value) for name, value in json.loads(path.read_text()).items()}
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"predict: {path} must have constants by name, got {error}") from error
+        raise ValueError(f"predict: {path} must map constants to numbers, got {error}") from error
     if set(constants) - set(STEPS):
-        raise ValueError(f"predict: {path} must have some of {', '.join(STEPS)}, got {', '.join(constants)}")
+        raise ValueError(f"predict: {path} must have only {', '.join(STEPS)}, got {', '.join(constants)}")
     units = {name: machine.constants[name].unit for name in constants}
     return machine.but(**{name: Constant(value, units[name], "fitted", str(path)) for name, value in constants.items()})
 
 
 def said(machine: Machine) -> Iterator[str]:
-    """A line that says which constants are the user's, if any are."""
+    """Yield a line that names the user's file, if it exists."""
     if file_of(machine).is_file():
-        yield f"constants by refit, of {file_of(machine)}"
+        yield f"constants refitted by the user: {file_of(machine)}"
 
 
 def machine_here() -> tuple[Machine, Callable[[Op, dict], float]]:
-    """The machine of this process's first GPU, and what times calls on it. Raises ValueError where there is none of AMD."""
+    """Return the machine of the first GPU and a function that times calls on it. Raises ValueError without an AMD GPU."""
     try:
         timer = clock.GpuClock()
     except RuntimeError as error:
@@ -135,9 +135,9 @@ def machine_here() -> tuple[Machine, Callable[[Op, dict], float]]:
 
 
 def lines(machine: Machine, time: Callable[[Op, dict], float], calls=CALLS) -> Iterator[str]:
-    """Lines about the calls on this GPU, measured and predicted, before the fit and after. Writes the user's constants."""
+    """Format measured and predicted times before and after the fit, and write the user's constants."""
     found = []
-    yield f"{machine.name}: all tensors cold; predicted with the constants that everyone has"
+    yield f"{machine.name}: cold tensors; predictions with the shipped constants"
     for each in measured(machine, time, calls):
         found.append(each)
         us = each.predicted(machine)
@@ -150,4 +150,4 @@ def lines(machine: Machine, time: Callable[[Op, dict], float], calls=CALLS) -> I
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({name: fitted[name] for name in STEPS}, indent=1) + "\n")
     changes = ", ".join(f"{name} {machine[name]:g} to {fitted[name]:g}" for name in STEPS)
-    yield f"{changes}; predict uses {path} from now on"
+    yield f"{changes}; predict now uses {path}"

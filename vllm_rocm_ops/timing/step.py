@@ -1,14 +1,14 @@
-"""A decode step of one rank as vLLM launches it: every launch in order, with its time, the floor of its bytes and the gap behind it.
+"""Model a decode step of one rank as vLLM launches it: every launch in order, with its time, HBM roofline and the gap after it.
 
     nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
     step.total(nodes)
 
-On the side "plugin" a call of ours has the time of the kernel model, and one launch is in the place of several where that is faster: of
-gate_up and SwiGLU, of latent attention's norms and cache write, of attention and the quantization behind it, of an all-reduce and the norm
-behind it (by baseline.py's rule), of the norm before experts and the quantization of their hidden states, and with VLLM_ROCM_OPS_ATTENTION=1 of rotation and the cache write, with the norms in front of them. On
-the side "baseline" it has the time of baseline.py's table, or of its rule. What no op of ours does, such as GLM's router, has the rule on
-both sides. The shared experts run on a second stream beside routing and experts: of the two the shorter costs nothing. All times are
-predictions.
+On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
+gate_up and SwiGLU; MLA's norms and cache write; attention and the following quantization; an all-reduce and the following norm (by
+baseline.py's rule); the norm before experts and the quantization of their hidden states; and with VLLM_ROCM_OPS_ATTENTION=1 rotation and
+the cache write, with preceding norms. On the side "baseline", they have the times of baseline.py's table or rule. Launches without an op
+of the plugin, such as GLM's router, follow the rule on both sides.
+Shared experts run on a second stream during routing and experts: the shorter of the two costs nothing. All times are predictions.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from .machines import Machine
 SIDES = ("baseline", "plugin")
 MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
 REDUCED = "all-reduce"
-KERNEL_MODEL = "kernel model"  # the source of its times
-LAUNCHES = {"attention": 2, "experts": 4}  # of a baseline's call by the rule; others have one
+KERNEL_MODEL = "kernel model"  # source of its times
+LAUNCHES = {"attention": 2, "experts": 4}  # per baseline call under the rule; others have one
 
 Known = Callable[[LayerCall, int], "tuple[float, int, float | None] | None"]
-"""The kernel model: us, launches and error band of a call by its tokens; None where no kernel of ours runs."""
+"""The kernel model: us, launches and error band of a call by its tokens, or None if no kernel serves it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A launch, or the launches of a call. `us` and `floor_us` are of one call, of which a step has `count`; `band` is the error of
-    predictions of such kernels, None where it is unknown; `op` is "" where no op of ours does it."""
+    """Hold a launch, or the launches of a call.
+
+    `us` and `floor_us` are per call, of which a step has `count`. `band` is the error band of the kernels, None if unknown. `op` is ""
+    if the plugin has no such op.
+    """
 
     layer: str
     op: str
@@ -63,18 +66,20 @@ class Node:
 
     @property
     def whole_us(self) -> float:
-        """Return what a call takes with the gap behind it."""
+        """Return the time of a call with the gap after it."""
         return self.us + self.gap_us
 
     @property
     def cost_us(self) -> float:
-        """Return what all calls of a step take beyond the floor of their bytes."""
+        """Return the time of all calls in a step above the floor of their bytes."""
         return self.count * (self.whole_us - self.floor_us)
 
 
 class Total(NamedTuple):
-    """A step in us: `hidden_us` is what the second stream saves; `known_us` is the part with an error band, and `bound_us` the sum of
-    these errors."""
+    """Hold the sums of a step in us.
+
+    `hidden_us` is saved by the second stream. `known_us` is the part with an error band, `bound_us` the sum of these errors.
+    """
 
     us: float
     launches: int
@@ -86,7 +91,7 @@ class Total(NamedTuple):
 
 
 def live_time(machine: Machine, context: int) -> Known:
-    """Return the kernel model itself, which needs the emulator."""
+    """Return the kernel model as live predictions, which need the emulator."""
     from . import predict
 
     def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
@@ -97,12 +102,12 @@ def live_time(machine: Machine, context: int) -> Known:
 
 
 def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> float:
-    """Return the bytes that a call reads: its arguments, of experts the part that is hit, of caches `context` keys a request."""
+    """Return the bytes that a call reads: its arguments, the experts that are hit, and `context` keys per request of caches."""
     given = call.op.Arguments(*call.case(tokens).make("meta", torch.Generator(), machine.arch.fp8_dtype))._asdict()
     sizes = {
         name: value.numel() * value.element_size() for name, value in given.items() if isinstance(value, torch.Tensor)
     }
-    if call.op in joined.ROTATIONS:  # which write caches, and read of angles what tokens need
+    if call.op in joined.ROTATIONS:  # they write caches, and read few angles
         sizes = {name: size for name, size in sizes.items() if "cache" not in name}
     if "w1" in sizes:
         share = hit(*call.parameters[:3:2], tokens)
@@ -114,12 +119,12 @@ def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> 
 
 
 def hit(experts: int, topk: int, tokens: int) -> float:
-    """Return the expected share of experts that tokens with random routing hit."""
+    """Return the expected fraction of experts hit with random routing."""
     return 1 - (1 - topk / experts) ** tokens
 
 
 def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCall | None, str]]:
-    """Yield what a step launches: the layer, the call if it is an op of ours, and the stream."""
+    """Yield the launches of a step: the layer, the call if the plugin has an op, and the stream."""
     attention = dataclasses.replace(model_layers.attention(config, tp), count=1)
     absorbed = [dataclasses.replace(call, count=1) for call in model_layers.absorbed(config, tp)]
     calls = [call for call in model_layers.sequence(config, tp, ep) if call.count]
@@ -159,7 +164,7 @@ def _reduced(tp: int) -> Iterator[tuple[str, None, str]]:
 
 
 def _unquantized(calls: Sequence[LayerCall]) -> bool:
-    """Return whether the next `o` of these calls takes inputs as attention leaves them."""
+    """Return whether the next `o` of these calls takes unquantized inputs."""
     return next((call.op.name == ops.unquantized_gemm.name for call in calls if call.layer == "o"), True)
 
 
@@ -173,10 +178,10 @@ def nodes(
     known: Known,
     context: int = CONTEXT,
 ) -> list[Node]:
-    """Return the launches of a step in the order of their first occurrence, equal ones once with their count."""
+    """Return the launches of a step in order of first occurrence, equal ones merged into a count."""
     if side not in SIDES or (side == "baseline" and machine.name not in baseline.PRODUCTS):
         raise ValueError(
-            f"a step must be of {' or '.join(SIDES)} on {' or '.join(baseline.PRODUCTS)}, got {side} on {machine.name}"
+            f"side must be {' or '.join(SIDES)} (baseline on {' and '.join(baseline.PRODUCTS)}), got {side} on {machine.name}"
         )
     hidden = config["hidden_size"]
 
@@ -212,7 +217,7 @@ def nodes(
 
 
 def _quantized(launched: list[tuple], calls: list[LayerCall], node: Callable[..., Node]) -> list[tuple]:
-    """Return a step's launches with experts' hidden states quantized by the norm before, where the kernel model has times of both."""
+    """Return a step's launches with the experts' input quantized by the preceding norm, if the kernel model has both times."""
     ours = {call.layer: dataclasses.replace(call, count=1) for call in calls}
     changed = {layer: (layer, ours[layer], stream) for layer, _, stream in launched if layer in ours}
     if not ours or any(node(*each).source != KERNEL_MODEL for each in changed.values()):
@@ -223,7 +228,7 @@ def _quantized(launched: list[tuple], calls: list[LayerCall], node: Callable[...
 def _faster(
     launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall], node: Callable[..., Node]
 ) -> Iterator[tuple]:
-    """Yield what a step launches, with one launch of ours in the place of several where it is predicted to be faster."""
+    """Yield the launches of a step, with a fused launch of the plugin in place of several if predicted faster."""
     left: list[tuple | None] = [*launched]
     for places, one in [*_in_one(left, fused)]:
         first, *others = places
@@ -240,7 +245,7 @@ def _faster(
 def _in_one(
     launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall]
 ) -> Iterator[tuple[list[int], LayerCall]]:
-    """Yield the places of launches that are one of ours, and that; `fused` are more of these by their names."""
+    """Yield the places of launches that one fused call replaces, and the call; `fused` maps further names to calls."""
     names = [layer for layer, *_ in launched]
     for (start, *others), one in fused.items():
         for place in (place for place, name in enumerate(names) if name == start):
@@ -265,7 +270,7 @@ def _in_one(
 
 
 def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:
-    """Return the kernel model's time of a call. Its tokens go to all experts in turn: tokens with random routing hit fewer."""
+    """Return the kernel model's time of a call, scaled for experts: it assigns tokens in turn, random routing hits fewer."""
     found = known(call, tokens)
     if found and call.layer == "experts":
         experts, _, topk = call.parameters[:3]
@@ -275,14 +280,14 @@ def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float
 
 def _baseline(call: LayerCall | None, layer: str, tokens: int, machine: Machine, read: float) -> Time:
     found = call and baseline.published(machine, call.op.name, call.parameters, tokens)
-    if found and layer == "experts":  # without the sort of tokens and the quantization of their input
+    if found and layer == "experts":  # published without token sorting and input quantization
         more = baseline.rule(machine, 2, 0)
         return found._replace(us=found.us + more.us, launches=found.launches + more.launches)
     return found or baseline.rule(machine, LAUNCHES.get(layer, 1), read)
 
 
 def total(found: Sequence[Node]) -> Total:
-    """Return the time of a step."""
+    """Return the sums of a step."""
 
     def sum_of(value: Callable[[Node], float], *streams: str) -> float:
         return sum(node.count * value(node) for node in found if not streams or node.stream in streams)
@@ -300,19 +305,19 @@ def total(found: Sequence[Node]) -> Total:
 
 
 def worst(found: Sequence[Node], most: int = 10) -> list[Node]:
-    """Return the launches with the largest cost above the floor of their bytes; what the second stream hides is left out."""
+    """Return the launches with the most time above the floor of their bytes, without those that the second stream hides."""
     seen = [node for node in found if node.stream != SECOND]
     return sorted(seen, key=lambda node: -node.cost_us)[:most]
 
 
 def cause(node: Node) -> str:
-    """Return why a launch takes longer than its bytes, by the part of its time that they explain and by its launches."""
+    """Return why a launch exceeds the time of its bytes: launches, bandwidth or latency."""
     if node.layer.startswith(REDUCED):
-        return "synchronization of 8 GPUs"
+        return "8-GPU synchronization"
     if not node.op:
-        return f"no op of ours: {node.us:.1f} us by the rule"
+        return f"not a plugin op: {node.us:.1f} us by the rule"
     fixed = node.launches * baseline.LEAST.value
     share = node.floor_us / node.us if node.us else 1.0
     if fixed >= node.us - node.floor_us:
-        return f"launches: {node.launches} of at least {baseline.LEAST.value} us"
-    return f"bandwidth: {share:.0%} of the read bandwidth" if share >= 0.5 else f"latency: bytes explain {share:.0%}"
+        return f"launches: {node.launches} x at least {baseline.LEAST.value} us"
+    return f"bandwidth: {share:.0%} of HBM bandwidth" if share >= 0.5 else f"latency: bytes explain {share:.0%}"

@@ -1,4 +1,4 @@
-"""Decode steps for people: the lines of `predict --model`, and the band of a step."""
+"""Format decode steps for `predict --model`, with their error band."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from . import baseline, published_steps, step
 from .machines import Machine
 from .step import Node, Total
 
-WORST = 3  # launches that are named
+WORST = 3  # launches to list
 
 
 def interval(found: Total) -> tuple[float, float]:
-    """Return between what ms a step lies: by the spread of published steps, and the error bands of the kernels that have one."""
+    """Return the bounds of a step in ms, from the spread of published steps and the kernels' error bands."""
     low, high = published_steps.spread()
     return (found.us - found.bound_us) * low / 1e3, (found.us + found.bound_us) * high / 1e3
 
 
 def sides(machine: Machine) -> Sequence[str]:
-    """Return the sides that a product has: without times of a baseline's kernels the plugin alone."""
+    """Return the sides of a product: only the plugin if it has no baseline times."""
     return step.SIDES if machine.name in baseline.PRODUCTS else step.SIDES[1:]
 
 
@@ -33,7 +33,7 @@ def _cell(*found: Node) -> str:
 
 
 def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
-    """Return the baseline's launches for which a node of the plugin is: several where it does their work."""
+    """Return the baseline's launches that a node of the plugin replaces."""
     others = ops.scaled_mm_silu_and_mul_quant, ops.latent_norm_rope_and_cache, ops.rms_norm_and_per_block_quant
     if node.op and node.layer.startswith(step.REDUCED):
         names = (step.REDUCED, ""), (node.layer.partition(" + ")[2], node.op)
@@ -45,19 +45,17 @@ def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
 
 
 def said(side: str, found: Total) -> str:
-    """Return a sentence about a step."""
+    """Format the total of a step."""
     low, high = interval(found)
-    unknown = (
-        f"; the kernels' error is unknown for {(found.us - found.known_us) / 1e3:.1f} ms" if found.known_us else ""
-    )
-    return f"{side} {found.us / 1e3:.2f} ms in {found.launches} launches, between {low:.1f} and {high:.1f}{unknown}"
+    unknown = f"; kernel error unknown for {(found.us - found.known_us) / 1e3:.1f} ms" if found.known_us else ""
+    return f"{side} {found.us / 1e3:.2f} ms ({low:.1f} to {high:.1f}) in {found.launches} launches{unknown}"
 
 
 def lines(
     config: dict, tp: int, ep: int | None, batches: Sequence[int], machine: Machine, context: int, known: step.Known
 ) -> Iterator[str]:
-    """Yield a table of the launches of a step for each batch size, and both sides' steps."""
-    yield f"{machine.name}: predicted times in us, not measured; attention of {context} keys a request"
+    """Yield a table of the launches of a step at each batch size, and both sides' totals."""
+    yield f"{machine.name}: predicted times in us, not measured; attention with {context} keys per request"
     for batch in batches:
         found = {side: step.nodes(config, tp, ep, batch, machine, side, known, context) for side in sides(machine)}
         other = {(node.layer, node.op): node for node in found.get("baseline", ())}
@@ -67,14 +65,14 @@ def lines(
             rows.append((node.layer, node.op or "-", *counts, _cell(*_in_place_of(node, other)), _cell(node)))
         yield from explain.table(rows)
         for side, of_side in found.items():
-            yield f"predicted step with {batch} tokens: {said(side, step.total(of_side))}"
+            yield f"predicted step, {batch} tokens: {said(side, step.total(of_side))}"
         named = (
             f"{node.layer} {node.cost_us / 1e3:.2f} ms, {step.cause(node)}"
             for node in step.worst(found["plugin"], WORST)
         )
-        yield f"most above the floor of its bytes: {'; '.join(named)}"
+        yield f"most time above the HBM roofline: {'; '.join(named)}"
     low, high = published_steps.spread()
     yield (
-        f"The limits: {len(published_steps.admitted())} published steps of Llama-3.1-405B took {low:.2f} to {high:.2f} of what is "
-        "predicted, the most at batch 64; and the bands of kernels. Host time between steps is taken as hidden."
+        f"Bounds: {len(published_steps.admitted())} published steps of Llama-3.1-405B took {low:.2f} to {high:.2f} times the "
+        "prediction, the most at batch 64; plus the kernels' error bands. Host time between steps is assumed hidden."
     )

@@ -1,6 +1,6 @@
-"""What waves did, as the emulator saw it: their instructions in order, with real program counters, waits and addresses.
+"""Record the execution of waves in the emulator: instructions in order, with program counters, waits and addresses.
 
-Recording is an emulator of its own, whose programs note what they run; others are as fast as without.
+Recording uses its own emulator class, so other runs stay as fast.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ APART = 1 << 50  # between the lines of copies of a block
 
 
 def region_of(line: int) -> int:
-    """The region of memory that a line is in."""
+    """Return the memory region of a line."""
     return line % APART >> SLOT - 7
 
 
 class Instr(NamedTuple):
-    """What the replay knows of an instruction. `kind` is salu, branch, wait, nop, priority, barrier, end, valu, wide, transcendental,
-    packed, matrix, lds, vmem or smem. `cycles` are a matrix instruction's; `count` is an s_nop's, s_sleep's or s_setprio's number.
-    `vm` and `lgkm` are what an s_waitcnt lets stay outstanding. `chained` are the registers of an accumulator."""
+    """Describe an instruction for the replay.
+
+    `kind` is salu, branch, wait, nop, priority, barrier, end, valu, wide, transcendental, packed, matrix, lds, vmem or smem. `cycles`
+    are a matrix instruction's; `count` is the number of an s_nop, s_sleep or s_setprio. `vm` and `lgkm` are the counts that an s_waitcnt
+    leaves in flight. `chained` are the registers of an accumulator.
+    """
 
     kind: str
     address: int
@@ -55,8 +58,11 @@ class Instr(NamedTuple):
 
 
 class Access(NamedTuple):
-    """What a memory instruction of one wave touched. `lines` are 128-byte lines of global memory, `bytes` what moved, `cycles` those of
-    the LDS's banks. `after`: the wave of the block, and its step, that wrote what a read of LDS finds, if no barrier is between."""
+    """Describe the accesses of a memory instruction in one wave.
+
+    `lines` are 128-byte lines of global memory, `bytes` the bytes moved, `cycles` the LDS bank cycles. `after` is the wave of the block
+    and its step that wrote the data of an LDS read, if no barrier is between.
+    """
 
     lines: tuple[int, ...] = ()
     bytes: int = 0
@@ -70,14 +76,14 @@ Step = tuple[Instr, Access | None]
 
 @dataclasses.dataclass
 class Block:
-    """A recorded block: the steps of each of its waves."""
+    """Hold a recorded block: the steps of each of its waves."""
 
     number: int
     waves: list[list[Step]]
 
     @functools.cached_property
     def lines(self) -> set[int]:
-        """The lines of global memory that it touched."""
+        """Return the lines of global memory that it touched."""
         return {
             line
             for wave in self.waves
@@ -89,8 +95,10 @@ class Block:
 
 @dataclasses.dataclass
 class Recording:
-    """A launch: `blocks` of its `grid` ran, and a compute unit can hold `held` of them at once. `cold` are the regions of memory that no
-    cache has."""
+    """Hold a recorded launch.
+
+    `blocks` of its `grid` were recorded, and a compute unit holds `held` at once. `cold` are the memory regions that no cache has.
+    """
 
     name: str
     grid: int
@@ -105,7 +113,7 @@ _KINDS = {"global": "vmem", "scratch": "vmem"}
 
 
 def decoded(ins: Instruction, arch: str) -> Instr:
-    """What the replay knows of a decoded instruction."""
+    """Convert a decoded instruction for the replay."""
     name, kind = ins.mnemonic, instruction_class(ins)
     kind = _KINDS.get(kind, kind)
     more: dict = {}
@@ -130,13 +138,13 @@ def decoded(ins: Instruction, arch: str) -> Instr:
 
 
 def _nothing(w) -> None:
-    """Leaves the waves as they are."""
+    """Leave the waves unchanged."""
 
 
 class _Recorder(Program):
-    """A program that notes in its launch's scheduler each instruction that it runs, and for which waves."""
+    """Note each executed instruction and its waves in the launch's scheduler."""
 
-    computes_matrices = True  # or only notes matrix instructions, whose results no address needs
+    computes_matrices = True  # False: only note matrix instructions; no address depends on their results
 
     def bind(self, ins: Instruction):
         bound = super().bind(ins)
@@ -161,7 +169,7 @@ class _Recorder(Program):
 
 
 class _Noted(Counters):
-    """Counters that keep the addresses of accesses."""
+    """Keep the addresses of accesses."""
 
     entry: list | None = None
 
@@ -188,7 +196,7 @@ class _Noted(Counters):
 
 
 class _Lanes(NamedTuple):
-    """Lanes of one wave, as Counters takes them."""
+    """Hold the lanes of one wave in the form that Counters needs."""
 
     lanes: np.ndarray
 
@@ -197,14 +205,14 @@ class _Lanes(NamedTuple):
 
 
 def bank_cycles(mnemonic: str, addresses: np.ndarray, lanes: np.ndarray, size: int, arch: str) -> int:
-    """Cycles that the banks of the LDS need for an access of one wave."""
+    """Return the cycles that the LDS banks need for an access of one wave."""
     banks = 64 if arch.endswith("950") else 32
     crossed = size == 16 and banks == 32 and "read" in mnemonic
     return Counters._bank_cycles(_Lanes(lanes), addresses, size, banks, crossed)[0]
 
 
 class _RecordingScheduler(Scheduler):
-    """A launch whose `log` has [index of an instruction, waves, accesses]. `wanted`, by wave: whether it is recorded; None: all are."""
+    """Run a launch and log [index of an instruction, waves, accesses]. `wanted` selects the recorded waves; None records all."""
 
     def __init__(self, wanted: np.ndarray | None, program: Program, *args):
         super().__init__(program, *args)
@@ -213,10 +221,10 @@ class _RecordingScheduler(Scheduler):
 
 
 class RecordingEmulator(Emulator):
-    """An emulator whose `launched` has what the waves of its last launch did."""
+    """Emulate launches, and keep the log of the last one in `launched`."""
 
     program_type = _Recorder
-    wanted: np.ndarray | None = None  # by wave of the next launches: whether it is recorded; None: all are
+    wanted: np.ndarray | None = None  # by wave of the next launches: whether to record it; None: all
     launched: _RecordingScheduler | None = None
 
     def scheduler_type(self, *args) -> _RecordingScheduler:
@@ -225,7 +233,7 @@ class RecordingEmulator(Emulator):
 
 
 def _global_accesses(found: list, store: bool) -> dict[int, Access]:
-    """By row: what the accesses to global memory of one instruction touched."""
+    """Merge the global memory accesses of one instruction, by row."""
     result: dict[int, Access] = {}
     for rows, addresses, size, inside in found:
         kept = np.ones(len(rows), bool) if inside is None else inside.any(axis=1)
@@ -237,13 +245,13 @@ def _global_accesses(found: list, store: bool) -> dict[int, Access]:
         starts = np.flatnonzero(np.diff(chosen[order], prepend=-1))
         for row, mine in zip(chosen[order][starts].tolist(), np.split(keys[order], starts[1:]), strict=False):
             lines = mine.ravel()
-            lines = lines[np.append(True, lines[1:] != lines[:-1])]  # most lanes' neighbours touch the same line
+            lines = lines[np.append(True, lines[1:] != lines[:-1])]  # neighboring lanes mostly touch the same line
             result[row] = Access(tuple(dict.fromkeys(lines.tolist())), len(mine) * size, 0, store)
     return result
 
 
 class _Lds:
-    """Who wrote the LDS of a block, so that reads know what they wait for, whatever the waves do until then."""
+    """Track the writers of a block's LDS, so that reads know their dependence in any schedule."""
 
     def __init__(self, size: int):
         self.writer = np.full(max(1, size // 4), -1, np.int64)
@@ -251,7 +259,7 @@ class _Lds:
         self.barriers: Counter[int] = Counter()
 
     def access(self, found: list, row: int, wave: int, step: int, store: bool) -> Access:
-        """What one wave's access was."""
+        """Return one wave's access."""
         moved = cycles = 0
         after, last = None, -1
         for rows, by_row, size, addresses in found:
@@ -277,7 +285,7 @@ _NO_EFFECT = frozenset(("salu", "valu", "wait", "branch", "sleep", "nop"))
 
 
 def _without_spin(steps: list[Step], instr: Instr) -> None:
-    """Drops what a wave did since it last read there, if it only slept and looked: how often depends on the emulator's order."""
+    """Drop a wave's steps since its last read at this address if it only slept and polled: their number depends on the schedule."""
     for at in range(len(steps) - 1, max(-1, len(steps) - 64), -1):
         before = steps[at][0]
         if before is instr:
@@ -289,9 +297,9 @@ def _without_spin(steps: list[Step], instr: Instr) -> None:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor at an address that GPUs' allocators give, a multiple of 256, unlike the host's. One on the meta device becomes zeros."""
+    """Return a copy at a multiple of 256, as GPU allocators align; a tensor on the meta device becomes zeros."""
     size = tensors.extent(tensor) * tensor.element_size()
-    room = torch.from_numpy(np.zeros(size + 256, np.uint8))  # numpy's zeros take no memory until they are written
+    room = torch.from_numpy(np.zeros(size + 256, np.uint8))  # numpy allocates zeros lazily
     start = -room.data_ptr() % 256
     moved = room[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     return moved if tensor.device.type == "meta" else moved.copy_(tensor)
@@ -306,8 +314,10 @@ def record(
     run_all: bool = False,
     cold: Collection[torch.Tensor] | None = None,
 ) -> Recording:
-    """Runs these blocks of a launch, or all of them, and returns what the waves of these did. `cold` are the tensors that no cache has,
-    by default all."""
+    """Run these blocks of a launch, or all with `run_all`, and return the recorded blocks.
+
+    `cold` are the tensors that no cache has, by default all.
+    """
     program = emulator.program(path, launch.symbol)
     grid, waves_per_block = math.prod(launch.grid), -(-math.prod(launch.block) // emulator.arch.wave_lanes)
     emulator.wanted = np.zeros(grid * waves_per_block, bool) if run_all else None

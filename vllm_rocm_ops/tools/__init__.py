@@ -1,1 +1,1 @@
-"""The commands behind `vllm-rocm-ops`. Nothing that serves imports them."""
+"""Implement the `vllm-rocm-ops` commands; the serving path imports none of them."""

@@ -1,17 +1,17 @@
-"""`vllm-rocm-ops check`: everything that can be found out about the ops on one machine, in one file to send.
+"""Run all checks and benchmarks of one machine for `vllm-rocm-ops check`, and write them to one report file.
 
-The parts run one after another in another process (check_worker.py), each within a time: one that hangs or faults the GPU is written down,
-with the end of what it said, and the next one runs in a new process. The process that starts them touches no GPU. The parts:
+The parts run one after another in a worker process (check_worker.py), each with a time limit. If a part hangs or faults the GPU, the
+report records it with the end of its output, and the next part runs in a new process. The parent process never touches the GPU. Parts:
 
-    smoke ...    stages from loading the driver to the smallest case of each op (smoke.py); after one that fails, nothing else runs
-    machine      what `doctor` finds
-    op ...       each op's cases, checked and timed as `bench` does
-    bandwidth    of the GPU's memory
-    model ...    linear layers and experts of a model's rank, as vLLM's workers would measure them (vllm/kernel_timing.py), beside
-                 each of PyTorch's, vLLM's and AITER's kernels that is installed, with what our cost model predicts
-    emulator ... what the emulator counts for an op's first case, where its extra is installed
+    smoke ...    stages from loading the driver to the smallest case of each op (smoke.py); nothing runs after a failed stage
+    machine      the `doctor` report
+    op ...       each op's cases, checked and timed as in `bench`
+    bandwidth    HBM bandwidth
+    model ...    linear layers and experts of one rank, timed as vLLM's workers do (vllm/selection/kernel_timing.py) against every
+                 installed kernel of PyTorch, vLLM and AITER, with the cost model's predictions
+    emulator ... the emulator's counters for an op's first case, if the extra is installed
 
-With `--emulate` the emulator stands in for a GPU: some small cases of each op, tiny models, and no times.
+With `--emulate` the emulator replaces the GPU: a few small cases of each op, tiny models, and no times.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.tools import smoke
 from vllm_rocm_ops.tools.check_worker import GOOD, Worker
 
-MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8}  # with so many ranks
+MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8}  # name: TP size
 TINY = {"tiny-llama-fp8": 1, "tiny-deepseek-v3-fp8": 1}
-SECONDS = {"smoke": 60, "machine": 60, "op": 30, "bandwidth": 60, "model": 90, "emulator": 60}  # of a part, at most
+SECONDS = {"smoke": 60, "machine": 60, "op": 30, "bandwidth": 60, "model": 90, "emulator": 60}  # time limit per part
 MINUTES = 3.0
-LEAST_SECONDS = 15.0  # that must be left for a part to be begun: one of an op takes 5 in a new process on an H200
+LEAST_SECONDS = 15.0  # remaining time that a part needs to start: an op takes 5 s in a new process on an H200
 
 
 def planned(arch: str | None, pattern: str) -> list[tuple]:
-    """The parts to run: a name, and arguments."""
+    """Return the parts to run, each a name followed by its arguments."""
     names = [op.name for op in op_module.registered() if fnmatch.fnmatchcase(op.name, pattern)]
     if not names:
         raise ValueError(f"check: no op matches --op {pattern}")
@@ -54,9 +54,9 @@ def planned(arch: str | None, pattern: str) -> list[tuple]:
 
 
 def wrong_of(part: dict) -> list[str]:
-    """What is wrong in a part."""
+    """Return the failures of a part."""
     wrong = [
-        f"{piece.get('case') or '{layer} {tokens} tokens beside {beside}'.format(**piece)}: {piece['wrong']}"
+        f"{piece.get('case') or '{layer}, {tokens} tokens, versus {beside}'.format(**piece)}: {piece['wrong']}"
         for piece in part["found"]
         if piece.get("wrong")
     ]
@@ -65,19 +65,19 @@ def wrong_of(part: dict) -> list[str]:
 
 
 def line_of(part: dict) -> str:
-    """One line about a part."""
+    """Return the summary line of a part."""
     pieces, wrong = part["found"], wrong_of(part)
     kernels = {piece["kernel"] for piece in pieces if "kernel" in piece and not piece["kernel"].startswith("fallback")}
     what = f"{len(pieces)} results" + (f", {len(kernels)} kernels" if kernels else "")
     wins = [piece["us"] < piece["other us"] for piece in pieces if piece.get("us") and piece.get("other us")]
-    what += f", ours the faster in {sum(wins)} of {len(wins)}" if wins else ""
-    fine = {"done": "right", "stopped": "right, stopped for lack of time"}.get(part["ended"], part["ended"])
-    verdict = f"WRONG: {wrong[0]}" if wrong else fine
+    what += f", plugin faster in {sum(wins)} of {len(wins)}" if wins else ""
+    fine = {"done": "ok", "stopped": "ok, stopped at its time limit"}.get(part["ended"], part["ended"])
+    verdict = f"FAILED: {wrong[0]}" if wrong else fine
     return f"{part['part']:44} {part['seconds']:6.1f} s  {what:40}  {verdict}"
 
 
 def file_name(found: list[dict], arch: str | None) -> Path:
-    """A name for the file: what ran, and when."""
+    """Return the name of the report file, from the GPU and the time."""
     gpus = [gpu["name"] for part in found for piece in part["found"] for gpu in piece.get("gpus", ())]
     name = re.sub(r"\W+", "-", arch or (gpus[0] if gpus else "none"))
     return Path(f"vllm-rocm-ops-check-{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json")
@@ -86,8 +86,10 @@ def file_name(found: list[dict], arch: str | None) -> Path:
 def run_parts(
     worker: Worker, path: Path | None, pattern: str, arch: str | None, end: float
 ) -> tuple[list[dict], Path, str]:
-    """Run all parts until a time, and write the file before and after each. Return what they found, the file, and the smoke stage that
-    failed, or none."""
+    """Run all parts until `end`, and write the report before and after each.
+
+    Returns the parts, the report's path, and the failed smoke stage or "".
+    """
     parts, failed = [], ""
 
     def write(*part: dict) -> None:
@@ -102,7 +104,7 @@ def run_parts(
             part["said"] = f"{failed} failed"
         elif left > LEAST_SECONDS:
             if path is not None:
-                write(part | {"ended": "begun"})  # what a machine that goes down leaves
+                write(part | {"ended": "begun"})  # names the running part if the machine goes down
             sharing = sum(one[0] == "model" for one in plan[number:]) if kind == "model" else 1
             seconds = min(SECONDS[kind], max(left / sharing, LEAST_SECONDS))
             part |= worker.run(kind, tuple(rest), arch, seconds)
@@ -112,10 +114,8 @@ def run_parts(
             path = file_name(parts, arch)
         write()
         if not arch and any(piece.get("gpus") == [] for piece in part["found"]):
-            raise RuntimeError(
-                f"there is no GPU; --emulate {next(iter(archs.ARCHS))} has the emulator stand in for one"
-            )
+            raise RuntimeError(f"no GPU found; --emulate {next(iter(archs.ARCHS))} runs the kernels in the emulator")
         if wrong_of(part):
-            worker.close(kill=True)  # what wrote a wrong result may have written elsewhere, too
+            worker.close(kill=True)  # a kernel that writes wrong results may also have written elsewhere
             failed = part["part"] if kind == "smoke" else failed
     return parts, path, failed

@@ -1,4 +1,4 @@
-"""The parts of `vllm-rocm-ops check`: each a function that yields what it finds, piece by piece."""
+"""Define the parts of `vllm-rocm-ops check`, each a generator of results."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 TINY_TOKENS = (1, 17)
-EMULATED_SECONDS = 0.5  # of processor time for an op's cases
+EMULATED_SECONDS = 0.5  # CPU time per op
 
 
 def smoke(arch: str | None, stage: str, *arguments) -> Iterator[dict]:
-    """A stage of smoke.py."""
+    """Run a stage of smoke.py."""
     yield from smoke_stages.STAGES[stage](arch, *arguments)
 
 
 def machine(arch: str | None) -> Iterator[dict]:
-    """What `doctor` finds."""
+    """Yield the `doctor` report."""
     yield doctor.find()
 
 
 def op_cases(arch: str | None, name: str) -> Iterator[dict]:
-    """An op's cases. In the emulator the smallest, for some time."""
+    """Check and time an op's cases. In the emulator, check the smallest ones for `EMULATED_SECONDS`."""
     op = getattr(ops, name)
     if arch is None:
         clock = GpuClock()
@@ -67,13 +67,13 @@ def op_cases(arch: str | None, name: str) -> Iterator[dict]:
 
 
 def bandwidth(arch: str | None) -> Iterator[dict]:
-    """Of the GPU's memory."""
+    """Measure HBM bandwidth."""
     for line in bench.hbm(GpuClock(), ops.unquantized_gemm):
         yield {"line": line}
 
 
 def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
-    """Our kernels beside others, for the linear layers and experts of a model's rank."""
+    """Check and time the linear layers and experts of one rank against other kernels."""
     known = archs.named(arch) if arch else GpuClock().arch
     clock = Untimed() if arch else kernel_timing.GraphClock()
     product = None if arch else frozen.product_of(torch.cuda.get_device_name(0))
@@ -83,16 +83,19 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
                 continue
             others = {"PyTorch's reference": Peer(call.op.reference)} if arch else peers(call.op)
             for other, peer in others.items():
-                if "tensorwise" not in other:  # another product
+                if "tensorwise" not in other:  # it computes another GEMM
                     yield from beside(call, other, peer, known, clock, TINY_TOKENS if arch else TOKENS, product)
 
 
 def beside(
     call, other: str, peer: Peer, arch: archs.Arch, clock, sizes: tuple[int, ...], product: str | None = None
 ) -> Iterator[dict]:
-    """Yield our kernels beside another for one call of a model, by tokens; on a product that has frozen predictions, beside these too."""
+    """Compare the plugin's kernels with another kernel for one call of a model, at each number of tokens.
+
+    Results carry the frozen predictions, if `product` has them.
+    """
     of_call = ModelCall(call, peer, arch)
-    layer = torch.empty(0, device=of_call.device), call.dtype  # weights are made for each size
+    layer = torch.empty(0, device=of_call.device), call.dtype  # weights are created at each size
     choice = kernel_selection.Choice(of_call, other, layer)
     for tokens in sizes:
         found = {
@@ -112,13 +115,13 @@ def beside(
             yield {**found, **timed, **errors, "wins": measured.wins, "wrong": None}
         except kernel_timing.Mismatch as error:
             yield {**found, "wrong": str(error)}
-        except Exception as error:  # noqa: BLE001  whatever the other kernel says, it is not available
+        except Exception as error:  # noqa: BLE001  any failure of the other kernel makes it unavailable
             yield {**found, "wrong": None, "unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
             return
 
 
 class Untimed:
-    """Runs calls once and gives no times, for the emulator."""
+    """Run calls once without timing them, for the emulator."""
 
     def times(self, calls, sets):
         return {name: [0.0] for name in calls}
@@ -128,7 +131,7 @@ class Untimed:
 
 
 class ModelCall:
-    """A call of a model as `kernel_timing` measures it: arguments are an op's, then those of the other kernel."""
+    """Adapt a call of a model to `kernel_timing`: arguments are the op's, then the other kernel's."""
 
     def __init__(self, call, peer: Peer, arch: archs.Arch):
         self.call, self.op, self.peer, self.arch = call, call.op, peer, arch
@@ -140,7 +143,7 @@ class ModelCall:
         return self.op.Arguments(*self.call.case(tokens).make("meta", torch.Generator(), self.arch.fp8_dtype))
 
     def predicted(self, tokens: int) -> dict:
-        """Our kernel, and the microseconds of our cost model for it."""
+        """Return the plugin's kernel and its time by the cost model, in microseconds."""
         explained = self.op.explain(*self.on_meta(tokens), arch=self.arch, require_code=True)
         cost = next((terms for config, terms in explained.considered if config == explained.config), None)
         kernel = " + ".join(one.symbol for one in explained.launches) or explained.source
@@ -174,7 +177,7 @@ class ModelCall:
 
 
 def counted(arch: str | None, name: str) -> Iterator[dict]:
-    """What the emulator counts for the kernels of an op's first case."""
+    """Yield the emulator's counters for the kernels of an op's first case."""
     from vllm_rocm_ops.emulator import cases as emulated  # an extra
 
     op = getattr(ops, name)

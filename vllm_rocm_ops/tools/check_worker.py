@@ -1,8 +1,8 @@
-"""The process in which the parts of `vllm-rocm-ops check` run, one after another, until one fails.
+"""Run the parts of `vllm-rocm-ops check` in a worker process, which is replaced after a failure.
 
-A new process imports nothing, but it makes a context on the GPU, loads kernels and starts the emulator: seconds, where a part takes
-less. After a part that died, hung, raised an exception or found something wrong, the GPU's context or memory may be damaged, so that
-the next part gets a new process. The process that starts them touches no GPU.
+Parts share a process because a new one takes seconds to create a GPU context, load kernels and start the emulator, longer than many
+parts. After a part that died, hung, raised or found a wrong result, the GPU context or memory may be corrupt, so the next part gets a
+new process. The parent process never touches the GPU.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.tools import check_parts
 
-SOFT = 0.8  # of a part's seconds: then it stops by itself, between two pieces
-GOOD = ("done", "stopped", "left out")  # ways to end
-GRACE_SECONDS = 10.0  # for a process that is to end
-SAID = 16000  # characters of a part's output that are kept, from its start and its end
+SOFT = 0.8  # fraction of the time limit after which a part stops itself, between two results
+GOOD = ("done", "stopped", "left out")  # successful values of "ended"
+GRACE_SECONDS = 10.0  # for a process to exit
+SAID = 16000  # characters of a part's output to keep, half from the start and half from the end
 
 
 def work(pipe: connection.Connection) -> None:
-    """Run the parts that come through a pipe, and answer each when it has ended."""
+    """Run the parts that arrive through a pipe, and reply after each."""
     faulthandler.enable(2)
-    gc.freeze()  # what was imported: a collection after each part takes 0.1 s with it
+    gc.freeze()  # a collection after each part takes 0.1 s with the imported modules
     with contextlib.suppress(EOFError):
         while (given := pipe.recv()) is not None:
             run_part(*given)
@@ -40,7 +40,7 @@ def work(pipe: connection.Connection) -> None:
 
 
 def run_part(kind: str, arguments: tuple, arch: str | None, seconds: float, results: str, said: str) -> None:
-    """Write a line of JSON for each piece that a part finds, as soon as it is found, for `seconds` at most."""
+    """Run one part for at most `seconds`, and write each result as a line of JSON at once."""
     start = time.monotonic()
     with open(said, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -65,14 +65,14 @@ def run_part(kind: str, arguments: tuple, arch: str | None, seconds: float, resu
                         write("stopped", True)
                         break
             settle()
-        except Exception as error:  # noqa: BLE001  it is a finding
+        except Exception as error:  # noqa: BLE001  an exception is a result
             traceback.print_exc()
             write("error", f"{type(error).__name__}: {error}".splitlines()[0])
         write("end", True)
 
 
 def settle() -> None:
-    """Wait for the GPU, so that a fault is charged to the part which caused it, and free what the part held."""
+    """Synchronize the GPU, so that a fault is attributed to the part that caused it, and free the part's memory."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -80,13 +80,13 @@ def settle() -> None:
 
 
 class Worker:
-    """A process that runs parts, and the next one when it has failed."""
+    """Manage the process that runs parts, and replace it after a failure."""
 
     def __init__(self, context):
         self.context, self.process = context, None
 
     def start(self) -> None:
-        """Start a process, if there is none that works."""
+        """Start a process unless one is alive."""
         if self.process is not None and not self.process.is_alive():
             self.close()
         if self.process is None:
@@ -96,7 +96,7 @@ class Worker:
             given.close()
 
     def close(self, kill: bool = False) -> int | None:
-        """End the process, and return its exit code."""
+        """Stop the process and return its exit code."""
         if self.process is None:
             return None
         with contextlib.suppress(OSError):
@@ -105,17 +105,20 @@ class Worker:
         process.join(0 if kill else GRACE_SECONDS)
         if process.is_alive():
             process.kill()
-            process.join(GRACE_SECONDS)  # a process that waits for a GPU may stay for ever
+            process.join(GRACE_SECONDS)  # a process that waits for a GPU may never exit
         self.pipe.close()
         return process.exitcode
 
     def run(self, kind: str, arguments: tuple, arch: str | None, seconds: float) -> dict:
-        """Run a part. Says how it ended: "done", "stopped" in time, "error: why", "hung" after its seconds, or "died"."""
+        """Run a part and return its results.
+
+        "ended" is "done", "stopped" (at its soft limit), "error: why", "hung" (past its time limit) or "died".
+        """
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             results, said = os.path.join(folder, "results"), os.path.join(folder, "said")
             self.start()
-            with contextlib.suppress(OSError):  # it died
+            with contextlib.suppress(OSError):  # the process died
                 self.pipe.send((kind, arguments, arch, SOFT * seconds, results, said))
             heard = connection.wait([self.pipe, self.process.sentinel], seconds)
             if self.pipe in heard:
@@ -145,7 +148,7 @@ class Worker:
 
 
 def _lines(path: str) -> list[dict]:
-    """Whole lines of a file."""
+    """Return the complete JSON lines of a file."""
     found = []
     for line in Path(path).read_text().splitlines() if os.path.exists(path) else ():
         try:

@@ -1,4 +1,4 @@
-"""The command `vllm-rocm-ops`: the parser of its commands, which are one a file, and what an error prints."""
+"""Parse and run the `vllm-rocm-ops` commands (one file each in `commands/`), and print errors as one line."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ COMMANDS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module fo
 
 
 def parse_arguments(argv: list[str] | None) -> dict[str, object]:
-    """The `command` and the values of its options."""
-    about = "What is installed and used here, why a call runs the kernel it runs, and how fast."
+    """Return `command` and the values of its options."""
+    about = "FP8 decode kernels for vLLM on AMD Instinct: diagnose, check, benchmark, tune and predict."
     parser = argparse.ArgumentParser(prog="vllm-rocm-ops", description=about)
     parser.add_argument("--version", action="version", version=vllm_rocm_ops.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -38,7 +38,7 @@ def parse_arguments(argv: list[str] | None) -> dict[str, object]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The entry point `vllm-rocm-ops`."""
+    """Run a command and return its exit code."""
     values = parse_arguments(argv)
     command = values.pop("command")
     try:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{command}: {why}" if isinstance(error, RuntimeError) else why, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; what was measured is kept", file=sys.stderr)
+        print("interrupted; completed measurements are saved", file=sys.stderr)
         return 130
 
 

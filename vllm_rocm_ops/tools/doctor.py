@@ -1,4 +1,4 @@
-"""What is installed and used on this machine, and why the rest is not."""
+"""Report what is installed and enabled on this machine, and why the rest is not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLUGIN = "rocm_ops"
 
 
 def find() -> dict:
-    """Everything that the choice of kernels on this machine depends on, as plain data."""
+    """Return everything that kernel selection on this machine depends on, as plain data."""
     gpus = find_gpus()
     known = [gpu["arch"] for gpu in gpus if gpu["arch"] in archs.ARCHS]
     return {
@@ -50,7 +50,7 @@ def find() -> dict:
 
 
 def find_driver() -> dict:
-    """The GPU driver that launches kernels, or why there is none."""
+    """Return the GPU driver that launches kernels, or why none is usable."""
     runtime, why = launches.runtime()
     if runtime is None:
         return {"backend": None, "status": why, "versions": {}}
@@ -58,7 +58,7 @@ def find_driver() -> dict:
 
 
 def find_gpus() -> list[dict]:
-    """The GPUs that torch sees."""
+    """Return the GPUs that torch sees."""
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -69,13 +69,13 @@ def find_gpus() -> list[dict]:
 
 
 def find_code_objects(arch: str) -> dict[str, dict]:
-    """The stamps of the code objects for `arch`, by module."""
+    """Return the stamps of the code objects for `arch`, by module."""
     suffix = archs.ARCHS[arch].code_suffix
     return {path.stem: launches.stamp(path) for path in sorted((launches.CODE / arch).glob("*" + suffix))}
 
 
 def find_tables(folder: Path) -> dict:
-    """A folder of tuned tables, with the number of rows that change a configuration, by arch and op."""
+    """Return a folder of tuned tables and the number of rows with a configuration, by arch and op."""
     rows: dict[str, dict[str, int]] = {}
     for path in sorted(folder.glob("*/*.csv")):
         with path.open(newline="", errors="replace") as file:
@@ -85,7 +85,7 @@ def find_tables(folder: Path) -> dict:
 
 
 def find_measured(folder: Path) -> list[dict]:
-    """What vLLM's workers measured of our kernels and vLLM's, by the machine that they ran on."""
+    """Return the measurements of vLLM's workers, plugin against baseline, by machine."""
     return [
         {"path": str(path), **dataclasses.asdict(kernel_selection.read(path))}
         for path in sorted(folder.glob("*/measured-*.json"))
@@ -93,7 +93,7 @@ def find_measured(folder: Path) -> list[dict]:
 
 
 def find_reached(folder: Path) -> list[dict]:
-    """Return what vLLM's workers called at their last start, by arch."""
+    """Return the calls of vLLM's workers at their last start, by arch."""
     if importlib.util.find_spec("vllm") is None:
         return []
     from vllm_rocm_ops.vllm import reach
@@ -102,19 +102,19 @@ def find_reached(folder: Path) -> list[dict]:
 
 
 def reached_lines(found: list[dict]) -> list[str]:
-    """Return lines for what `find_reached` found."""
+    """Format the result of `find_reached`."""
     lines = []
     for one in found:
         calls = ", ".join(f"{of} {count}" for of, count in one["seams"].items()) or "no seam"
         lines.append(f"{one['path']}: {one['model']} called {calls}")
         missed = [f"{count} {what}" for layer in one["layers"].values() for what, count in layer["missed"].items()]
         lines += [f"vLLM's own code ran {', '.join(missed)}"] * bool(missed)
-        lines += [f"chosen, but in no graph: {', '.join(one['unreached'])}"] * bool(one["unreached"])
-    return lines or ["nothing: vLLM's workers say so when they have started"]
+        lines += [f"selected, but in no graph: {', '.join(one['unreached'])}"] * bool(one["unreached"])
+    return lines or ["nothing yet: vLLM's workers report at startup"]
 
 
 def measured_lines(found: list[dict], machine: dict[str, str]) -> list[str]:
-    """What `find_measured` found: tables of this machine, and where there are others."""
+    """Format the result of `find_measured`: this machine's tables, and where others are."""
     lines = []
     for one in found:
         record = kernel_selection.Record(one["machine"], one["off"], one["shapes"])
@@ -124,26 +124,26 @@ def measured_lines(found: list[dict], machine: dict[str, str]) -> list[str]:
             lines.append(f"{what}, on another machine: {', '.join(differs) or 'unknown'}")
             continue
         lines.append(f"{what}, on this machine")
-        lines += [f"{op} is off: {why}. To measure again, remove the file" for op, why in record.off.items()]
+        lines += [f"{op} is off: {why} (to measure again, remove the file)" for op, why in record.off.items()]
         lines += kernel_selection.table(record)
-    return lines or ["nothing: vLLM's workers do so when they start"]
+    return lines or ["nothing yet: vLLM's workers measure at startup"]
 
 
 def find_vllm() -> dict:
-    """vLLM's version and the status of each seam in it."""
+    """Return the version of vLLM and the status of each seam."""
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     result = {"version": None, "plugin": any(plugin.name == PLUGIN for plugin in plugins), "why_off": "", "seams": []}
     if importlib.util.find_spec("vllm") is None:
         return result | {"why_off": "vLLM is not installed"}
     previous = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # vLLM's log; the seams' status has all that matters here
+    logging.disable(logging.CRITICAL)  # vLLM's log; the seams' status has the relevant part
     try:
         import vllm
 
         result["version"] = vllm.__version__
         allowed = vllm.envs.VLLM_PLUGINS
         if allowed is not None and PLUGIN not in allowed:
-            return result | {"why_off": f"VLLM_PLUGINS={','.join(allowed)} leaves out {PLUGIN}"}
+            return result | {"why_off": f"VLLM_PLUGINS={','.join(allowed)} excludes {PLUGIN}"}
         from vllm_rocm_ops.vllm import seam
 
         result["seams"] = [vars(status) for status in seam.install_all()]
@@ -157,7 +157,7 @@ def find_vllm() -> dict:
 
 
 def find_emulator() -> dict:
-    """Whether kernels can run in the emulator, which is an extra, and why not."""
+    """Return why the emulator, an extra, is unavailable, or ""."""
     try:
         import vllm_rocm_ops.emulator  # noqa: F401
     except ImportError as error:
@@ -166,13 +166,13 @@ def find_emulator() -> dict:
 
 
 def what_runs(op: Op, arch: str) -> str:
-    """The kernel that the op's first case runs on `arch`, or "fallback: why"."""
+    """Return the kernel that the op's first case runs on `arch`, or "fallback: why"."""
     explained = explain(op, arch, require_code=True)
     return " + ".join(launch.symbol for launch in explained.launches) or explained.source
 
 
 def text(found: dict) -> str:
-    """The result of `find` as text."""
+    """Format the result of `find`."""
     lines = []
 
     def section(title: str, first: str, *more: str) -> None:
@@ -185,8 +185,8 @@ def text(found: dict) -> str:
     section("torch", f"{pytorch['version']}, {build}")
     versions = ", ".join(f"{name} {version}" for name, version in driver["versions"].items())
     section("driver", f"{driver['backend']}: {versions}" if driver["backend"] else f"none: {driver['status']}")
-    gpus = [f"{i}: {gpu['name']}, {gpu['arch'] or 'no kernels for it'}" for i, gpu in enumerate(found["gpus"])]
-    section("GPUs", *(gpus or ["none: the ops run their PyTorch reference"]))
+    gpus = [f"{i}: {gpu['name']}, {gpu['arch'] or 'unsupported'}" for i, gpu in enumerate(found["gpus"])]
+    section("GPUs", *(gpus or ["none: ops run their PyTorch reference"]))
     built = []
     for arch, modules in found["code_objects"].items():
         compilers = {stamp.get("compiler", "unknown") for stamp in modules.values()}
@@ -204,9 +204,7 @@ def text(found: dict) -> str:
     section("reached", *reached_lines(found["reached"]))
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
     if not vllm["plugin"]:
-        section(
-            "", f"the entry point {PLUGIN} is not installed, so vLLM does not find the ops: pip install vllm-rocm-ops"
-        )
+        section("", f"entry point {PLUGIN} not found, so vLLM does not load the plugin: pip install vllm-rocm-ops")
     if vllm["seams"]:
         seams = [
             ("on" if s["on"] else "off", s["name"], s["replaces"] if s["on"] else s["reason"]) for s in vllm["seams"]
@@ -222,5 +220,5 @@ def text(found: dict) -> str:
             ops.append((name, " ".join(arch for arch in built_for if built_for[arch] == kernel), kernel))
     asked = dict.fromkeys(arch for by_arch in found["ops"].values() for arch in by_arch if arch in unbuilt)
     ops += [("every op", arch, "fallback: no code object was built for it") for arch in asked]
-    lines += ["", "ops, each with the kernel of its first test case", *("  " + line for line in table(ops))]
+    lines += ["", "ops, with the kernel of their first test case", *("  " + line for line in table(ops))]
     return "\n".join(lines)

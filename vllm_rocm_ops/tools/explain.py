@@ -1,4 +1,4 @@
-"""Which kernels a call, or the calls of a model, run, and why. Needs no GPU."""
+"""Explain which kernels a call or the calls of a model run, and why, without a GPU."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DTYPES = {
     "e4m3fn": torch.float8_e4m3fn,
     "e4m3fnuz": torch.float8_e4m3fnuz,
 }
-MOST_ELEMENTS = 2**60  # of a tensor that `explain` takes
+MOST_ELEMENTS = 2**60  # per tensor
 MOST_NUMBER = 2**31
-WIDTH = 120  # of a model's table
+WIDTH = 120  # columns of a model's table
 
 
 def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
-    """Arguments like those of the op's first case, on the meta device.
+    """Return arguments like those of the op's first case, on the meta device.
 
     `shape` and `dtype` replace those of the first tensor, and equal sizes and dtypes of the others. The order of strides stays.
     `given` replaces whole arguments by name.
@@ -60,12 +60,12 @@ def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype |
 
 
 def explain(op: Op, arch: str, *changes, require_code: bool = False, **given) -> Explanation:
-    """The explanation of a call on `arch` with the arguments of `example`. No memory is allocated, and no GPU is needed."""
+    """Return the explanation of a call on `arch` with the arguments of `example`, without memory or a GPU."""
     return op.explain(**example(op, arch, *changes, **given), arch=arch, require_code=require_code)
 
 
 def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
-    """Lines about that call in the emulator: its kernels' registers, LDS and waves, and its instructions, bytes and waits."""
+    """Yield lines about that call in the emulator: its kernels' registers, LDS, waves, instructions, bytes and waits."""
     from vllm_rocm_ops.emulator import cases as emulated  # an extra
 
     case = None if any(changes) or given else next(iter(op.cases()))
@@ -73,21 +73,21 @@ def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
 
 
 def usual_arch() -> str:
-    """The architecture of this machine's first GPU if there are kernels for it, else the first of `ARCHS`."""
+    """Return the architecture of this machine's first GPU, or the first of `ARCHS` if it has no kernels."""
     arch = archs.of_device(0) if torch.cuda.is_available() else None
     return str(arch or next(iter(archs.ARCHS)))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """'8x7168' -> (8, 7168)."""
+    """Parse '8x7168' to (8, 7168)."""
     sizes = [int(size) if re.fullmatch(r"[0-9]{1,18}", size) else -1 for size in text.split("x")]
     if min(sizes) < 0 or math.prod(filter(None, sizes)) >= MOST_ELEMENTS:
-        raise argparse.ArgumentTypeError(f"must be sizes with x between them, as 8x7168, got {text}")
+        raise argparse.ArgumentTypeError(f"must be sizes joined by x, e.g. 8x7168, got {text}")
     return tuple(sizes)
 
 
 def parse_first(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
-    """'8x7168' -> ((8, 7168), None), 'fp16[8x7168]' -> ((8, 7168), torch.float16)."""
+    """Parse '8x7168' to ((8, 7168), None), and 'fp16[8x7168]' to ((8, 7168), torch.float16)."""
     dtype, found, sizes = text.partition("[")
     if found and dtype in DTYPES and sizes.endswith("]"):
         return parse_shape(sizes[:-1]), DTYPES[dtype]
@@ -95,7 +95,7 @@ def parse_first(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
 
 
 def parse_argument(text: str) -> tuple[str, object]:
-    """'name=value' -> (name, value). A value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
+    """Parse 'name=value'; a value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
     name, found, value = text.partition("=")
     tensor = re.fullmatch(r"(\w+)\[([\dx]+)\]", value)
     if not found:
@@ -104,7 +104,7 @@ def parse_argument(text: str) -> tuple[str, object]:
         try:
             return name, torch.empty(parse_shape(tensor[2]), dtype=DTYPES[tensor[1]], device="meta")
         except argparse.ArgumentTypeError as error:
-            raise ValueError(f"{name}: the shape {error}") from None
+            raise ValueError(f"{name}: shape {error}") from None
     if value in DTYPES:
         return name, DTYPES[value]
     constants = {"none": None, "true": True, "false": False}
@@ -115,24 +115,24 @@ def parse_argument(text: str) -> tuple[str, object]:
 
 
 KINDS = {
-    torch.Tensor: "a tensor, as bf16[8x7168]",
-    torch.dtype: "a dtype, as e4m3fn",
+    torch.Tensor: "a tensor, e.g. bf16[8x7168]",
+    torch.dtype: "a dtype, e.g. e4m3fn",
     float: "a number",
-    int: "a whole number",
+    int: "an integer",
     bool: "true or false",
-    str: "a text in quotes",
+    str: "a quoted string",
     type(None): "none",
 }
 
 
 def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
-    """Arguments of an op by name. Raises ValueError for an unknown name, or a value of another type than the op takes."""
+    """Parse an op's arguments by name. Raises ValueError for an unknown name or a wrong type."""
     given = {}
     hints = typing.get_type_hints(op.reference)
     for text in texts:
         name, value = parse_argument(text)
         if name not in op.Arguments._fields:
-            raise ValueError(f"{op.name} has no argument {name}, only {', '.join(op.Arguments._fields)}")
+            raise ValueError(f"{op.name} has no argument {name}; arguments: {', '.join(op.Arguments._fields)}")
         kinds = typing.get_args(hints[name]) or (hints[name],)
         taken = (*kinds, int) if float in kinds else kinds
         if type(value) not in taken or (type(value) is int and abs(value) >= MOST_NUMBER):
@@ -147,18 +147,18 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 TO_E4M3 = quantized_attention.KINDS["static"]
-UNMEASURED = "unmeasured: vLLM's own until ours was measured to be faster"
+UNMEASURED = "unmeasured: vLLM until the plugin is measured faster"
 BY_ATTENTION = ops.batched_gemm, ops.latent_norm_rope_and_cache
-"""Ops around attention, which the same variable has serve."""
+"""Ops around attention, which the same variable forces."""
 
 
 def attention(config: dict, tp: int, arch: str) -> LayerCall:
-    """The attention of a model's decode, with the cache as vLLM has it on `arch`."""
+    """Return the decode attention call of a model, with the KV cache as vLLM has it on `arch`."""
     return model_layers.attention(config, tp, native=archs.named(arch).vendor == "amd")
 
 
 def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
-    """The calls of decode that vLLM gives ops of ours where they were measured to be faster, where it is asked to, or in place of others."""
+    """Return the decode calls that the plugin serves only if measured faster, on request, or in place of other calls."""
     native = archs.named(arch).vendor == "amd"
     whole = *model_layers.absorbed(config, tp), attention(config, tp, arch)
     fused = joined.around_attention(config, tp, native).values()
@@ -167,7 +167,7 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
-    """The shapes, as kernel_selection.py names them, under which a call may have been measured."""
+    """Return the shapes, as in kernel_selection.py, under which a call may have been measured."""
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
     if in_vllm := KERNELS.get(call.op):
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
@@ -182,22 +182,24 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
 
 
 def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> str | None:
-    """Return the key under which a call was measured: its op, its shape and vLLM's kernel, a word. Compiled comes before eager."""
+    """Return the key of a call's measurement: op, shape and vLLM's kernel, a word. Compiled comes before eager."""
     shapes = [f"{call.op.name} {shape}" for shape in measured_shapes(call, arch)] if record.shapes else []
     keys = sorted(record.shapes, key=lambda key: key.endswith(kernel_selection.EAGER))
     return next((key for shape in shapes for key in keys if key.rpartition(" ")[0] == shape), None)
 
 
 def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Whether ours serves a call with so many tokens, and what says so: a measurement on this machine, or a fixed limit. Nothing
-    says so of ops that no seam limits."""
+    """Return whether the plugin serves a call at this number of tokens, and why.
+
+    The reason is a measurement on this machine or a fixed limit. It is empty for ops that no seam limits.
+    """
     name = call.op.name
     if name in record.off:
         return False, f"off on this GPU: {record.off[name]}"
     if call.op in model_layers.ATTENTION:
         return attention_decision(call, record, tokens)
     if call.op in joined.ROTATIONS:
-        return is_forced(), FORCED if is_forced() else f"vLLM's own without {FORCED}"
+        return is_forced(), FORCED if is_forced() else f"vLLM without {FORCED}"
     most = KERNELS[call.op].limit if call.op in KERNELS else None
     if call.op in BY_ATTENTION and is_forced():
         return most is None or tokens <= most, FORCED
@@ -207,21 +209,21 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         if most == 0 or call.op in BY_ATTENTION:
             return False, UNMEASURED
         few = tokens <= most
-        return few, "unmeasured" if few else f"unmeasured: of more than {most} tokens the seam leaves to vLLM"
+        return few, "unmeasured" if few else f"unmeasured: vLLM above {most} tokens"
     measured = record.shapes[key]
     ours = kernel_selection.ours_of(key, measured)
     compiled = kernel_selection.is_whole(key)
     runs = bool(ours[0] if compiled else tokens < len(ours) and ours[tokens])
     if one := measured.get(tokens):
         us = [
-            f"{whose} {time:.1f} us" for whose, time in (("ours", one.ours), ("vLLM's", one.native)) if time is not None
+            f"{whose} {time:.1f} us" for whose, time in (("plugin", one.ours), ("vLLM", one.native)) if time is not None
         ]
-        return runs, f"measured: {', '.join(us) or 'not ours'}"
+        return runs, f"measured: {', '.join(us) or 'plugin not selected'}"
     return runs, f"measured at {', '.join(map(str, sorted(measured)))} tokens"
 
 
 def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """The same of a call of a model, for which both calls in whose place it is have to be ours, too."""
+    """Return the decision for a call of a model; if it replaces two calls, the plugin must serve both."""
     parts = joined.two_launches(call) if is_gated(call) else ()
     for part in parts:
         ours, said = served(part, arch, record, tokens)
@@ -233,16 +235,16 @@ def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: 
         if not explained.launches:
             return False, explained.source
     ours, said = decision(call, measured_call(call, arch, record), record, tokens)
-    return ours, re.sub("vLLM('s)?", "two launches", said) if parts else said
+    return ours, re.sub("vLLM", "two launches", said) if parts else said
 
 
 def is_gated(call: LayerCall) -> bool:
-    """Whether a call is one launch in the place of two."""
+    """Return whether a call is one launch that replaces two."""
     return call.op is ops.scaled_mm_silu_and_mul_quant
 
 
 def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
-    """Return the calls of a model in whose place a call is."""
+    """Return the calls of a model that a call replaces."""
     if call.op is ops.latent_norm_rope_and_cache:
         return joined.norms_of(call)
     if call.layer == f"{joined.ATTENTION} + {joined.QUANTIZATION}":
@@ -251,8 +253,10 @@ def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
 
 
 def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """The same of attention, which is ours where it was faster at every length of requests, in each of vLLM's backends that were
-    measured."""
+    """Return the decision for attention.
+
+    The plugin serves it where it was faster at every context length, in each measured backend of vLLM.
+    """
     if is_forced():
         return True, FORCED
     heads, *sizes = call.parameters
@@ -272,20 +276,20 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     if not served:
         return False, UNMEASURED
     if separate and not quantized_attention.at_some_size(separate):
-        return False, "measured: not faster than attention and a quantization of its own"
+        return False, "measured: not faster than attention plus a separate quantization"
     return all(
         tokens < len(ours) and ours[tokens] for ours in served
-    ), f"measured with {len(served)} lengths and backends"
+    ), f"measured: {len(served)} (context length, backend) pairs"
 
 
 def apart(call: LayerCall) -> str:
-    """Return what runs where ours does not serve a call."""
+    """Name the kernels that run where the plugin does not serve a call."""
     parts = 1 if call.op is ops.latent_norm_rope_and_cache else len(call.layer.split(" + "))
-    return {1: "vLLM's own", 2: "two launches", 3: "three launches"}[parts]
+    return {1: "vLLM's kernel", 2: "two launches", 3: "three launches"}[parts]
 
 
 def measured_here(arch: archs.Arch) -> kernel_selection.Record:
-    """What was measured on this machine, if its GPU is of that architecture."""
+    """Return the measurements of this machine, if its GPU has that architecture."""
     here = kernel_selection.machine()
     known = here["arch"] == arch.name and here["units"] == str(arch.compute_units)
     return kernel_selection.read(kernel_selection.path_of(here), here) if known else kernel_selection.Record({})
@@ -294,10 +298,13 @@ def measured_here(arch: archs.Arch) -> kernel_selection.Record:
 def explain_model(
     calls: list[LayerCall], arch: str, batches: tuple[int, ...], verbose: bool = True
 ) -> list[tuple[str, ...]]:
-    """A table of the calls of a rank on `arch`: the layer, calls per step, op, batch sizes, kernels, the kernels' blocks at each
-    size, and the configuration with its reason. Sizes that differ in blocks only share a row. What was measured on this machine
-    says which kernel serves, or the fixed limit of what was not. Without `verbose` op, blocks and configurations are left out, and
-    reasons follow the kernels. Needs no GPU."""
+    """Return a table of the calls of a rank on `arch`.
+
+    Columns are layer, calls per step, op, tokens, kernel, blocks of the kernels at each batch size, and configuration with its
+    reason. Batch sizes that differ in blocks only share a row. This machine's measurements decide which kernel serves, and
+    fixed limits decide unmeasured calls. Without `verbose`, reasons follow the kernels, and op, blocks and configuration are
+    omitted.
+    """
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
     record = measured_here(known)
@@ -336,7 +343,7 @@ def explain_model(
 
 
 def table(rows: list[tuple[str, ...]], width: int | None = None) -> list[str]:
-    """The rows as lines of text with aligned columns. The last column is broken so that no line is wider than `width`."""
+    """Format rows as lines with aligned columns; the last column wraps at `width`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     left = sum(widths[:-1]) + 2 * len(widths[:-1])
     lines = []

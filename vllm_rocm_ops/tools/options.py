@@ -1,4 +1,4 @@
-"""Options that several commands have, and what their values stand for."""
+"""Define the options that commands share, and resolve their values to calls and shapes."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.tools.bench import lists, shapes
 
-MOST_TOKENS = 2**24  # of a step
-OF_LISTS = "1, or the list's own"  # tokens of a step
-TP_OF_LISTS = f", {shapes.TP} with the lists linear and linear-shuffled"
+MOST_TOKENS = 2**24  # per step
+OF_LISTS = "1, or the list's sizes"  # tokens per step
+TP_OF_LISTS = f", {shapes.TP} for the lists linear and linear-shuffled"
 
 
 def op_names() -> list[str]:
+    """Return the names of all ops."""
     return [op.name for op in op_module.registered()]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """'1,8,64' -> (1, 8, 64)."""
+    """Parse '1,8,64' to (1, 8, 64)."""
     try:
         batches = tuple(int(size) for size in text.split(","))
     except ValueError:
         batches = ()
     if not batches or not 1 <= min(batches) <= max(batches) <= MOST_TOKENS:
-        wanted = f"positive numbers with commas between them, at most {MOST_TOKENS}"
+        wanted = f"comma-separated positive integers up to {MOST_TOKENS}"
         raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
     return batches
 
 
 def add_model(parser: argparse.ArgumentParser, batches: str = "1", tp: str = "", required: bool = False) -> None:
-    """Add a model, the GPUs that it is divided over, and the tokens of its steps."""
+    """Add the options for a model, its parallelism and its batch sizes."""
     add, shipped = parser.add_argument, ", ".join(model_config.shipped())
-    add("--model", required=required, help=f"a config.json, a folder with one, or of: {shipped}")
-    add("--tp", type=int, metavar="GPUS", help=f"GPUs that each layer is divided over; default: 1{tp}")
-    ep = "routed experts stay whole and are divided over the GPUs of --tp, or over this number of GPUs"
+    add("--model", required=required, help=f"path of a config.json or its folder, or a shipped model: {shipped}")
+    add("--tp", type=int, metavar="GPUS", help=f"tensor parallel size, in GPUs (default: 1{tp})")
+    ep = "expert parallel size, in GPUs: each holds whole routed experts (without a number: the --tp size)"
     add("--ep", type=int, nargs="?", const=0, metavar="GPUS", help=ep)
-    add("--batch", type=parse_batches, metavar="N,N,...", help=f"tokens of a step; default: {batches}")
+    add("--batch", type=parse_batches, metavar="N,N,...", help=f"batch sizes, in tokens per step (default: {batches})")
 
 
 def add_call(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a call of an op."""
-    first = "of the first tensor: sizes, and a dtype before them, e.g. 1x16384 or fp16[1x16384]"
+    """Add the options for the arguments of a call."""
+    first = "shape of the first tensor, optionally with its dtype, e.g. 1x16384 or fp16[1x16384]"
     default = (), None
     parser.add_argument("--shape", type=explain.parse_first, default=default, dest="first", metavar="SHAPE", help=first)
     others = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
@@ -53,17 +54,17 @@ def add_call(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cases(parser: argparse.ArgumentParser) -> None:
-    """Add what is timed or checked: the ops' test cases, a list of shapes or a model's calls."""
-    meaning = f"in place of the ops' test cases, a list of shapes, one of: {', '.join(lists.LISTS)}"
+    """Add the options that select cases: the ops' test cases, a list of shapes or a model's calls."""
+    meaning = f"list of shapes (default: the ops' test cases), one of: {', '.join(lists.LISTS)}"
     parser.add_argument("shapes", nargs="?", choices=lists.LISTS, metavar="list", help=meaning)
-    parser.add_argument("--op", nargs="+", metavar="PATTERN", help="ops of such names, e.g. 'rms_norm*'")
-    meaning = "cases of such names, e.g. 'm16' 'deepseek-v3-ep8 *'"
+    parser.add_argument("--op", nargs="+", metavar="PATTERN", help="op name patterns, e.g. 'rms_norm*'")
+    meaning = "case name patterns, e.g. 'm16' 'deepseek-v3-ep8 *'"
     parser.add_argument("--case", nargs="+", metavar="PATTERN", help=meaning)
     add_model(parser, OF_LISTS, TP_OF_LISTS)
 
 
 def calls_of(model: str, tp: int | None, ep: int | None) -> list[LayerCall]:
-    """The calls of a model. Raises ValueError, which names the model."""
+    """Return the calls of a model's step. Raises ValueError, which names the model."""
     config = model_config.read(model)
     try:
         return model_layers.calls(config, 1 if tp is None else tp, ep)
@@ -80,9 +81,9 @@ def shapes_of(
     ep: int | None,
     batch: tuple[int, ...] | None,
 ) -> list[shapes.Shape]:
-    """The shapes of a list, of a model's calls or of the ops' cases whose names match. Raises ValueError."""
+    """Return the shapes of a list, of a model's calls or of the ops' cases, filtered by name. Raises ValueError."""
     if name and model:
-        raise ValueError(f"either the list {name} or --model {model}")
+        raise ValueError(f"give either a list or --model, got {name} and --model {model}")
     if name:
         found = lists.of_list(name, tp, batch)
     elif model:

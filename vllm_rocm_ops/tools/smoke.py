@@ -1,7 +1,7 @@
-"""The stages of `vllm-rocm-ops check` that come before any other use of a GPU, the least dangerous first.
+"""Run the smoke stages of `vllm-rocm-ops check`, which precede any other use of the GPU, from least to most risky.
 
-The name of each is in the file before it starts: a hang, a fault or a machine that goes down tells which stage it was. Nothing runs on the
-GPU after a stage that failed.
+The report names each stage before it starts, so a hang, a fault or a crashed machine identifies its stage. Nothing runs on the GPU
+after a failed stage.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from vllm_rocm_ops.core.clock import tensor_bytes
 from vllm_rocm_ops.tools import doctor
 
 FIRST = ops.silu_and_mul
-"""The op that is launched first."""
+"""The first op to launch."""
 
 
 def smallest_first(op: op_module.Op, arch: archs.Arch) -> list:
-    """Return the cases of an op by the bytes of their arguments."""
+    """Return the cases of an op, sorted by the bytes of their arguments."""
     return sorted(op.cases(), key=lambda case: tensor_bytes(*case.make("meta", torch.Generator(), arch.fp8_dtype)))
 
 
 def smallest(op: op_module.Op, arch: archs.Arch):
-    """Return an op's smallest case that launches a kernel, or the smallest where none does."""
+    """Return an op's smallest case that launches a kernel, or its smallest case if none does."""
     cases = smallest_first(op, arch)
     given = ((case, case.make("meta", torch.Generator(), arch.fp8_dtype)) for case in cases)
     return next((case for case, of in given if op.explain(*of, arch=arch, require_code=True).launches), cases[0])
 
 
 def here(arch: str | None) -> archs.Arch:
-    """Return the architecture that is emulated, else the first GPU's. Raises RuntimeError where there are no kernels for it."""
+    """Return the emulated architecture, or the first GPU's. Raises RuntimeError if no kernels exist for it."""
     found = archs.named(arch) if arch else archs.of_device(0)
     if found is None:
-        raise RuntimeError(f"there are no kernels for {torch.cuda.get_device_name()}")
+        raise RuntimeError(f"no kernels for {torch.cuda.get_device_name()}")
     return found
 
 
 def driver(arch: str | None) -> Iterator[dict]:
-    """Load the driver, which launches nothing, and name the GPUs."""
+    """Load the driver and list the GPUs, without a launch."""
     yield {"gpus": [{"name": torch.cuda.get_device_name(index)} for index in range(torch.cuda.device_count())]}
     runtime, why = launch.runtime()
     if runtime is None:
@@ -52,8 +52,10 @@ def driver(arch: str | None) -> Iterator[dict]:
 
 
 def modules(name: str) -> dict[str, list[str]]:
-    """Return the symbols of each code object for an architecture, as the stamps have them. Raises RuntimeError where one is damaged, or
-    there are none."""
+    """Return the symbols in each code object's stamp, for one architecture.
+
+    Raises RuntimeError if a code object is damaged or none exists.
+    """
     found = doctor.find_code_objects(name)
     if not found:
         raise RuntimeError(f"no code objects for {name} in {launch.CODE}")
@@ -63,13 +65,13 @@ def modules(name: str) -> dict[str, list[str]]:
 
 
 def stamps(arch: str | None) -> Iterator[dict]:
-    """Compare each code object with its stamp."""
+    """Verify each code object against its stamp."""
     for module, symbols in modules(here(arch).name).items():
         yield {"case": module, "symbols": len(symbols)}
 
 
 def load(arch: str | None) -> Iterator[dict]:
-    """Load each kernel, without a launch."""
+    """Load each kernel without launching it."""
     name = here(arch).name
     loader, why = launch.runtime()
     if loader is None:
@@ -81,7 +83,7 @@ def load(arch: str | None) -> Iterator[dict]:
 
 
 def checked(op: op_module.Op, case, known: archs.Arch) -> dict:
-    """Return what one call of a case is: the kernel, and what is wrong with its result."""
+    """Run one call of a case and return its kernel and what is wrong with its result."""
     device = "cpu" if launch.cpu_executor() else "cuda"
     given = case.make("cpu", correctness.generator_of(case.name), known.fp8_dtype)
     explained = op.explain(*given, arch=known, require_code=True)
@@ -100,12 +102,12 @@ def first_launch(arch: str | None) -> Iterator[dict]:
     known = here(arch)
     found = checked(FIRST, smallest(FIRST, known), known)
     if not found["launches"]:
-        raise RuntimeError(f"{FIRST.name} has no kernel here: {found['kernel']}")
+        raise RuntimeError(f"{FIRST.name} has no kernel on this GPU: {found['kernel']}")
     yield found
 
 
 def replay(arch: str | None) -> Iterator[dict]:
-    """Capture the same launch in a graph, and replay it on other values."""
+    """Capture the same launch in a graph, and replay it on new values."""
     known = here(arch)
     case = smallest(FIRST, known)
     device = "cpu" if launch.cpu_executor() else "cuda"
@@ -118,10 +120,10 @@ def replay(arch: str | None) -> Iterator[dict]:
         x.mul_(-2)
         graph.replay()
         wanted = FIRST(x, *rest)
-        same = torch.equal(output, wanted)  # which waits for both
+        same = torch.equal(output, wanted)  # synchronizes
     yield {
         "case": f"{FIRST.name}/{case.name}",
-        "wrong": None if same else "a replayed graph gives another result than a call",
+        "wrong": None if same else "graph replay and eager call differ",
     }
 
 
@@ -144,4 +146,4 @@ STAGES: dict[str, Callable[..., Iterator[dict]]] = {
     "ops": every_op,
 }
 EMULATED = "stamps", "launch"
-"""Those that run without a GPU, too, in the emulator."""
+"""Stages that also run in the emulator."""

@@ -164,14 +164,14 @@ BUGS = (
         "ops/fused_experts.hip",
         "p.counters + wave::block_id_x(), p.split_k",
         "p.counters, p.split_k",
-        Cases(ops.fused_experts, "block", said=WRONG + "|nothing that orders the two"),
+        Cases(ops.fused_experts, "block", said=WRONG + "|without synchronization"),
     ),
     Bug(
         "one place for all partial sums of experts",
         "ops/fused_experts.hip",
         "wave::block_id_y() * of_wave * 4, total",
         "0, total",
-        Cases(ops.fused_experts, "block", said=WRONG + "|nothing that orders the two"),
+        Cases(ops.fused_experts, "block", said=WRONG + "|without synchronization"),
     ),
     Bug(
         "units of a tile's first block in all",

@@ -59,7 +59,7 @@ BUGS = (
         "device/amd/lds_async.h",
         "__builtin_amdgcn_s_waitcnt(0x0f70);",
         "",
-        Cases(ops.scaled_mm, "tiles", on="gfx950", said="may still be under way"),
+        Cases(ops.scaled_mm, "tiles", on="gfx950", said="may still be in flight"),
     ),
     Bug(
         "counter left behind",

@@ -1,4 +1,4 @@
-"""What each instruction does. `bind` resolves one to a function on waves, once for all its executions."""
+"""Define the semantics of instructions. `bind` resolves an instruction to a function on waves, once for all its executions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BINDERS = MEMORY | dict.fromkeys(("SOP1", "SOP2", "SOPC", "SOPK", "SOPP"), scala
 
 
 def bind(ins: Instruction, program) -> Callable:
-    """Resolves an instruction of `program` to a function on waves."""
+    """Resolve an instruction of `program` to a function on waves."""
     if "vskip" in ins.fields:
         return _bind_skipped(ins, program)
     if ins.encoding.startswith("VOP"):
@@ -32,7 +32,7 @@ def bind(ins: Instruction, program) -> Callable:
 
 
 def _bind_skipped(ins: Instruction, program) -> Callable:
-    """An instruction between an S_SETVSKIP and the one that ends it, which waves with the bit set leave out."""
+    """Bind an instruction in the range of an S_SETVSKIP, which waves with the bit set skip."""
     code, bit = ins.fields["vskip"], ins.fields["vskip_bit"]
     others = {name: value for name, value in ins.fields.items() if name not in ("vskip", "vskip_bit")}
     run = bind(replace(ins, fields=others), program)

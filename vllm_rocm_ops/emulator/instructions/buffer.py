@@ -1,4 +1,4 @@
-"""Buffer loads, stores and atomics through a resource with bounds: MUBUF.
+"""Bind buffer loads, stores and atomics through a resource with bounds: MUBUF.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Vector Memory Operations" (buffer addressing and range checking).
 """
@@ -31,6 +31,7 @@ from .transfer import (
 
 
 def bind(ins: Instruction, program) -> Callable:
+    """Bind a buffer instruction."""
     name = ins.mnemonic.removeprefix("buffer_")
     if name in ("wbl2", "inv"):
         return _bind_cache(ins, program, name)
@@ -43,7 +44,7 @@ def bind(ins: Instruction, program) -> Callable:
     offset_i = register(vector + (1 if idxen else 0))
 
     def place(w, size: int):
-        """Addresses of the active lanes and, per dword, whether it is in range."""
+        """Return the addresses of the active lanes and, per dword, whether it is in range."""
         base = w.S64[resource] & U64(0xFFFF_FFFF_FFFF)
         word1, records, word3 = (w.S[resource + n].astype(I64) for n in (1, 2, 3))
         if (word1 >> 31 | word3 >> 23 & 1)[w.active()[0]].any():
@@ -102,8 +103,10 @@ def bind(ins: Instruction, program) -> Callable:
 
 
 def _bind_cache(ins, program, name: str):
-    """BUFFER_WBL2 writes the die's L2 cache back, BUFFER_INV invalidates what it has of others' memory: at agent scope with sc1,
-    at system scope with sc0 sc1."""
+    """Bind BUFFER_WBL2, which writes back the die's L2, and BUFFER_INV, which invalidates its copies of others' memory.
+
+    Both act at agent scope with sc1, at system scope with sc0 sc1.
+    """
     scope = scope_of(ins)
     if not scope:
         return lambda w: None

@@ -1,4 +1,4 @@
-"""Vector comparisons: VOPC, whose results are one bit per lane."""
+"""Define vector comparisons (VOPC), whose results are one bit per lane."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .table import VECTOR, Vector, entries
 
 
 def float_class(a, mask):
-    """V_CMP_CLASS: mask bits 0 sNaN, 1 qNaN, 2 -inf, 3 -normal, 4 -denormal, 5 -0, 6 +0, 7 +denormal, 8 +normal, 9 +inf."""
+    """Compute V_CMP_CLASS: mask bits 0 sNaN, 1 qNaN, 2 -inf, 3 -normal, 4 -denormal, 5 -0, 6 +0, 7 +denormal, 8 +normal, 9 +inf."""
     words = {2: (U16, 1 << 9, 2.0**-14), 4: (U32, 1 << 22, 2.0**-126), 8: (U64, 1 << 51, 2.0**-1022)}
     word, quiet, tiny = words[a.dtype.itemsize]
     bits = np.ascontiguousarray(a).view(word)

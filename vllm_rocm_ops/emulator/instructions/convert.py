@@ -1,4 +1,4 @@
-"""Vector instructions that convert: between floats and integers, halves and bytes, and the 8-bit formats of the chip.
+"""Define vector conversions: between floats and integers, halves and bytes, and the chip's 8-bit formats.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter 12 "Instructions", its sections on VOP1, VOP2 and VOP3; CDNA4 ISA for gfx950's additions.
 """
@@ -17,7 +17,7 @@ from .table import VECTOR, Vector, entries
 
 
 def to_integer(dtype, rounding=np.trunc):
-    """Float to integer: NaN gives 0, out of range saturates."""
+    """Return a float-to-integer conversion: NaN gives 0, out of range saturates."""
     info = np.iinfo(dtype)
 
     def run(a):
@@ -28,12 +28,12 @@ def to_integer(dtype, rounding=np.trunc):
 
 
 def half_bits(a) -> np.ndarray:
-    """float16 array as uint32 words."""
+    """Return a float16 array as uint32 words."""
     return np.ascontiguousarray(a).view(U16).astype(U32)
 
 
 def toward_zero_half(a):
-    """f32 to f16 bits, rounded toward zero."""
+    """Convert f32 to f16 bits, rounded toward zero."""
     near = a.astype(F16)
     with np.errstate(all="ignore"):
         over = np.abs(near.astype(F64)) > np.abs(a.astype(F64))
@@ -41,27 +41,27 @@ def toward_zero_half(a):
 
 
 def pack(low, high):
-    """Two 16-bit values (uint32) in one word."""
+    """Pack two 16-bit values (uint32) into one word."""
     return low & U32(0xFFFF) | high << U32(16)
 
 
 def bf16_bits(a):
-    """f32 to bf16 bits, nearest even."""
+    """Convert f32 to bf16 bits, nearest even."""
     return formats.BF16.encode(a)
 
 
 def low_bf16(word):
-    """The low half of a word, a bf16, as f32."""
+    """Return the low half of a word, a bf16, as f32."""
     return (word << U32(16)).view(F32)
 
 
 def high_bf16(word):
-    """The high half of a word, a bf16, as f32."""
+    """Return the high half of a word, a bf16, as f32."""
     return (word & U32(0xFFFF0000)).view(F32)
 
 
 def halves(word):
-    """Both f16 of a word as f32."""
+    """Return both f16 of a word as f32."""
     pairs = np.ascontiguousarray(word).view(F16).astype(F32)
     return pairs[..., 0::2], pairs[..., 1::2]
 
@@ -121,7 +121,7 @@ entries(
 for _byte in range(4):
     VECTOR[f"v_cvt_f32_ubyte{_byte}"] = Vector(lambda a, shift=8 * _byte: (a >> U32(shift) & U32(255)).astype(F32))
 
-# 8-bit floats; the formats follow the architecture
+# 8-bit floats, whose formats depend on the architecture
 
 
 def _decode_float8(word: str):
@@ -164,11 +164,11 @@ for _word in ("fp8", "bf8"):
         **{f"v_cvt_pk_{_word}_f32": _encode_pair(_word), f"v_cvt_sr_{_word}_f32": _encode_stochastic(_word)},
     )
 
-# CDNA4 ISA: gfx950's additions
+# gfx950's additions: CDNA4 ISA
 
 
 def _stochastic(target, a, random):
-    """The top bits of `random`, as many as the target drops from an f32 mantissa."""
+    """Return the top bits of `random`, the number that the target drops from an f32 mantissa."""
     a, random = np.broadcast_arrays(a, random)
     dropped = 23 - target.mantissa
     return target.encode(np.ascontiguousarray(a), random=random >> U32(32 - dropped), random_bits=dropped)
@@ -182,7 +182,7 @@ entries(
 
 
 def _scale_of(word) -> np.ndarray:
-    """2^(exponent - 127) of a float32's exponent field (CDNA4 ISA, V_CVT_SCALEF32_*)."""
+    """Return 2^(exponent - 127) from a float32's exponent field (CDNA4 ISA, V_CVT_SCALEF32_*)."""
     return formats.decode_e8m0(word.view(U32) >> U32(23) & U32(255))
 
 
@@ -201,7 +201,7 @@ def _format(word: str, program):
 
 
 def _unpack(target, words, count: int) -> np.ndarray:
-    """The first `count` codes of `target` in packed words [..., n] as float32 [..., count]."""
+    """Unpack the first `count` codes of `target` from words [..., n] to float32 [..., count]."""
     if target is None:
         return words.view(F32)[..., :count]
     bits = target.bits
@@ -216,7 +216,7 @@ def _unpack(target, words, count: int) -> np.ndarray:
 
 
 def _repack(target, values, dwords: int, random=None) -> np.ndarray:
-    """float32 values [..., count] as packed words [..., dwords]."""
+    """Pack float32 values [..., count] into words [..., dwords]."""
     if target is None:
         return np.ascontiguousarray(values, F32).view(U32)
     if random is None:
@@ -234,7 +234,7 @@ def _repack(target, values, dwords: int, random=None) -> np.ndarray:
 
 
 def bind_scaled(ins, program) -> Callable:
-    """V_CVT_SCALEF32_*: to a narrow format the value is divided by the scale, from one it is multiplied.
+    """Bind V_CVT_SCALEF32_*: values are divided by the scale to a narrow format, and multiplied from one.
 
     Name: v_cvt_scalef32_[sr_][2xpk16_|pk32_|pk_]<to>_<from>. Sources: value(s), [random,] scale.
     """

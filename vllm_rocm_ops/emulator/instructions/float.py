@@ -1,10 +1,10 @@
-"""Vector arithmetic on floats.
+"""Define vector arithmetic on floats.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter 12 "Instructions", its sections on VOP1, VOP2, VOP3 and VOP3P with AMD's pseudocode.
 
-f32 arithmetic is IEEE, rounded to nearest even. v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are computed in float64
-and rounded once, where the hardware promises 1 ulp; in f32 they flush denormal inputs and results, as LLVM's lowering of
-exp2, log2, sqrt and division assumes (AMDGPULegalizerInfo.cpp).
+f32 arithmetic is IEEE, rounded to nearest even. v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are computed in float64 and rounded
+once, where the hardware promises 1 ulp; in f32 they flush denormal inputs and results, as LLVM's lowering of exp2, log2, sqrt and
+division assumes (AMDGPULegalizerInfo.cpp).
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from .table import entries
 
 
 def fma(a, b, c):
-    """a * b + c rounded once. The float64 product of float32s is exact; only sums that land on a float32 tie, or among
-    its denormals, need the rounding error of the float64 sum to decide."""
+    """Compute a * b + c rounded once.
+
+    The float64 product of float32s is exact. Only sums on a float32 tie, or among its denormals, need the rounding error of the
+    float64 sum to decide.
+    """
     if a.dtype == F64:
         return _fma64(a, b, c)
     product = a.astype(F64) * b
@@ -32,7 +35,7 @@ def fma(a, b, c):
     if np.count_nonzero(tie) or np.count_nonzero((np.abs(total) < 2.0**-125) & (total != 0)):
         rest = total - product
         error = (product - (total - rest)) + (c - rest)
-        # round to odd: an inexact sum gets an odd last bit, so that the second rounding sees which side it is on
+        # round to odd: an inexact sum gets an odd last bit, so the second rounding knows its side
         inexact = (error != 0) & np.isfinite(total)
         down = (error < 0) != (total < 0)
         odd = np.where(inexact & (bits & U64(1) == 0), np.where(down, bits - U64(1), bits + U64(1)), bits)
@@ -55,12 +58,12 @@ def _fma64(a, b, c):
 
 
 def maximum(a, b):
-    """V_MAX: a NaN loses, +0 beats -0."""
+    """Compute V_MAX: the other operand wins over NaN, +0 over -0."""
     return _extreme(np.fmax, a, b, np.bitwise_and)
 
 
 def minimum(a, b):
-    """V_MIN: a NaN loses, -0 beats +0."""
+    """Compute V_MIN: the other operand wins over NaN, -0 over +0."""
     return _extreme(np.fmin, a, b, np.bitwise_or)
 
 
@@ -76,14 +79,14 @@ def _extreme(choose, a, b, combine):
 
 
 def median(a, b, c):
-    """V_MED3 of floats; with a NaN the minimum of the others."""
+    """Compute V_MED3 of floats; with a NaN the minimum of the others."""
     out = maximum(minimum(a, b), minimum(maximum(a, b), c))
     nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
     return np.where(nan, minimum(minimum(a, b), c), out) if np.count_nonzero(nan) else out
 
 
 def ieee_extreme(choose):
-    """V_MINIMUM3 and V_MAXIMUM3: NaN wins."""
+    """Return V_MINIMUM3 or V_MAXIMUM3, in which NaN wins."""
 
     def run(a, b, c):
         nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
@@ -93,7 +96,7 @@ def ieee_extreme(choose):
 
 
 def approximate(fn):
-    """A transcendental of f32: float64 inside, denormals flushed on both sides."""
+    """Return an f32 transcendental computed in float64, with denormals flushed on both sides."""
 
     def run(a):
         if a.dtype != F32:
@@ -108,7 +111,7 @@ def _reciprocal_root(a):
 
 
 def _turns(fn):
-    """V_SIN and V_COS take revolutions; beyond 256 of them the result is 0 (CDNA3 ISA, V_SIN_F32)."""
+    """Return V_SIN or V_COS, which take revolutions; beyond 256 the result is 0 (CDNA3 ISA, V_SIN_F32)."""
     return lambda a: np.where(np.abs(a) > 256, fn(0.0), fn(2 * np.pi * (a - np.floor(a))))
 
 
@@ -121,7 +124,7 @@ def _exponent(a):
 
 
 def div_scale(s0, s1, s2):
-    """V_DIV_SCALE_F32 / F64: AMD's pseudocode."""
+    """Compute V_DIV_SCALE_F32 / F64 by AMD's pseudocode."""
     wide = s0.dtype == F64
     s0, s1, s2 = (np.array(x) for x in np.broadcast_arrays(s0, s1, s2))
     tiny, up, numerator = (2.0**-1022, 128, 53) if wide else (2.0**-126, 64, 23)
@@ -153,8 +156,11 @@ def div_scale(s0, s1, s2):
 
 
 def div_fmas(a, b, c, scale):
-    """V_DIV_FMAS: where VCC is set, undoes the scaling of one side, by 2^64 or 2^-64 (2^128 in f64) as the exponent of the
-    quotient c tells. CDNA's document prints a plain 2^32, which is not the inverse of V_DIV_SCALE; RDNA4's has this."""
+    """Compute V_DIV_FMAS, which undoes the scaling of one side where VCC is set.
+
+    The factor is 2^64 or 2^-64 (2^128 in f64), by the exponent of the quotient c. CDNA's document prints a plain 2^32, which is not
+    the inverse of V_DIV_SCALE; RDNA4's has this factor.
+    """
     wide = a.dtype == F64
     result = fma(a, b, c)
     up, middle = (128, 1023) if wide else (64, 127)
@@ -163,7 +169,7 @@ def div_fmas(a, b, c, scale):
 
 
 def div_fixup(s0, s1, s2):
-    """V_DIV_FIXUP: quotient s0, denominator s1, numerator s2; AMD's pseudocode."""
+    """Compute V_DIV_FIXUP by AMD's pseudocode: quotient s0, denominator s1, numerator s2."""
     kind = s0.dtype.type
     negative = np.signbit(s1) ^ np.signbit(s2)
     signed = lambda x: np.where(negative, -x, x)
@@ -180,12 +186,12 @@ def div_fixup(s0, s1, s2):
 
 
 def frexp_mantissa(a):
-    """V_FREXP_MANT."""
+    """Compute V_FREXP_MANT."""
     return np.where(np.isfinite(a), np.frexp(a)[0], a)
 
 
 def frexp_exponent(a):
-    """V_FREXP_EXP: 0 for zero, infinity and NaN."""
+    """Compute V_FREXP_EXP: 0 for zero, infinity and NaN."""
     return np.where(np.isfinite(a), np.frexp(a)[1], 0)
 
 
@@ -194,13 +200,13 @@ def _ldexp(a, n):
 
 
 def dot2_f16(a, b, c):
-    """V_DOT2(C)_F32_F16: products and sum in f32."""
+    """Compute V_DOT2(C)_F32_F16, products and sum in f32."""
     (a0, a1), (b0, b1) = halves(a), halves(b)
     return (a0 * b0 + a1 * b1) + c
 
 
 def dot2_bf16(a, b, c):
-    """V_DOT2(C)_F32_BF16."""
+    """Compute V_DOT2(C)_F32_BF16."""
     return (low_bf16(a) * low_bf16(b) + high_bf16(a) * high_bf16(b)) + c
 
 

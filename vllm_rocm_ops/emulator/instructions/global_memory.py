@@ -1,4 +1,4 @@
-"""Global and flat loads, stores and atomics.
+"""Bind global and flat loads, stores and atomics.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Flat Memory Instructions".
 """
@@ -37,7 +37,7 @@ from .transfer import (
 
 
 def _global_address(ins: Instruction, program):
-    """A function to 64-bit addresses [waves, 64 or 1]."""
+    """Return a function to 64-bit addresses [waves, 64 or 1]."""
     offset = U64((signed_offset(ins, 13) if ins.encoding == "GLOBAL" else ins.fields["offset"]) % (1 << 64))
     vector = ins.operands["addr"].code
     scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS
@@ -49,6 +49,7 @@ def _global_address(ins: Instruction, program):
 
 
 def bind(ins: Instruction, program) -> Callable:
+    """Bind a global or flat instruction."""
     prefix, _, name = ins.mnemonic.partition("_")
     action, _, kind = name.partition("_")
     if kind.startswith("lds_"):
@@ -116,6 +117,7 @@ def _bind_store(ins, program, address, size: int, shift: int, source: str):
 
 
 def bind_atomic(ins, program, address, kind: str):
+    """Bind a global or flat atomic."""
     wide = kind.endswith(("_x2", "f64"))
     name, scope = kind.removesuffix("_x2"), scope_of(ins)
     swap = name == "cmpswap"
@@ -155,7 +157,7 @@ def bind_atomic(ins, program, address, kind: str):
 
 
 def _bind_flat(ins, program, address, what):
-    """FLAT: each lane goes to LDS, scratch or global memory by its address."""
+    """Bind FLAT: each lane accesses LDS, scratch or global memory by its address."""
     is_load = isinstance(what, Load)
     size, shift = (what.size, 0) if is_load else what
     operand = ins.operands["vdst" if is_load else "data"]

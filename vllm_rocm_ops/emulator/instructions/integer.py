@@ -1,4 +1,4 @@
-"""Vector instructions on integers and bits; what they share with the scalar ones.
+"""Define vector instructions on integers and bits, and functions shared with scalar ones.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter 12 "Instructions", its sections on VOP1, VOP2, VOP3 and VOP3P with AMD's pseudocode; CDNA4 ISA
 for gfx950's additions.
@@ -15,18 +15,18 @@ from .table import entries
 
 
 def popcount(a):
-    """Set bits."""
+    """Count set bits."""
     return np.bitwise_count(a).astype(U32)
 
 
 def find_first_one(a):
-    """Position of the lowest set bit, -1 if none (S_FF1, V_FFBL)."""
+    """Return the position of the lowest set bit, -1 if none (S_FF1, V_FFBL)."""
     lowest = a & (~a + a.dtype.type(1))
     return np.where(a == 0, -1, np.bitwise_count(lowest - a.dtype.type(1)).astype(I32)).astype(I32)
 
 
 def leading_zeros(a):
-    """Leading zeros, -1 for zero (S_FLBIT, V_FFBH_U32)."""
+    """Count leading zeros, -1 for zero (S_FLBIT, V_FFBH_U32)."""
     x, bits = a.copy(), 8 * a.dtype.itemsize
     for step in (1, 2, 4, 8, 16, 32)[: bits.bit_length() - 1]:
         x |= x >> x.dtype.type(step)
@@ -34,13 +34,13 @@ def leading_zeros(a):
 
 
 def leading_signs(a):
-    """Leading bits equal to the sign, -1 if all are (S_FLBIT_I32, V_FFBH_I32)."""
+    """Count leading bits equal to the sign, -1 if all are (S_FLBIT_I32, V_FFBH_I32)."""
     unsigned = a.view(U32) if a.dtype.itemsize == 4 else a.view(U64)
     return leading_zeros(np.where(a < 0, ~unsigned, unsigned))
 
 
 def reverse_bits(a):
-    """Bit reversal."""
+    """Reverse the bits."""
     x, bits = a, 8 * a.dtype.itemsize
     step = bits // 2
     mask = (1 << bits) - 1
@@ -53,23 +53,23 @@ def reverse_bits(a):
 
 
 def mul_hi(a, b):
-    """The high 32 bits of the product."""
+    """Return the high 32 bits of the product."""
     return ((a.astype(I64) * b) >> 32).astype(I32) if a.dtype == I32 else ((a.astype(U64) * b) >> U64(32)).astype(U32)
 
 
 def median_int(a, b, c):
-    """V_MED3 of integers."""
+    """Compute V_MED3 of integers."""
     return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
 
 
 def shift_left(n, a):
-    """Reversed shifts: only as many bits of the count as the type needs."""
+    """Shift a left by n (reversed operands), using only the count bits that the type needs."""
     bits = a.dtype.itemsize * 8
     return a << (n & n.dtype.type(bits - 1)).astype(a.dtype)
 
 
 def shift_right(n, a):
-    """As shift_left; arithmetic for signed types."""
+    """Shift a right by n as in shift_left; arithmetic for signed types."""
     bits = a.dtype.itemsize * 8
     return a >> (n & n.dtype.type(bits - 1)).astype(a.dtype)
 
@@ -84,12 +84,12 @@ def _mul24_high(a, b):
 
 
 def bfe(a, b, c):
-    """V_BFE: 5-bit offset and width; a width of 0 gives 0."""
+    """Compute V_BFE: 5-bit offset and width; a width of 0 gives 0."""
     offset, width = (b & b.dtype.type(31)).astype(U64), (c & c.dtype.type(31)).astype(U64)
     wide = a.astype(I64).view(U64) if a.dtype == I32 else a.astype(U64)
     field = wide >> offset & ((U64(1) << width) - U64(1))
     if a.dtype == I32:
-        # sign bit of the field; the field may reach above bit 31, where the source's sign repeats
+        # the field's sign bit; the field may extend above bit 31, where the source's sign repeats
         sign = (U64(1) << width) >> U64(1)
         field = (field ^ sign) - sign
     return field.astype(U32).view(a.dtype)
@@ -105,7 +105,7 @@ def _align(unit: int):
 
 @functools.cache
 def _permutation_plan(selector: int) -> tuple[tuple, int]:
-    """A V_PERM selector as moves: ((source, shift left, mask of the result), ...) and the constant bytes."""
+    """Return a V_PERM selector as moves ((source, shift left, mask of the result), ...) and the constant bytes."""
     moves: dict[tuple[int, int], int] = {}
     constant = 0
     for position in range(4):
@@ -119,7 +119,7 @@ def _permutation_plan(selector: int) -> tuple[tuple, int]:
 
 
 def byte_permute(a, b, selectors):
-    """V_PERM_B32: selectors 0-3 are b's bytes, 4-7 a's, 8-11 sign bytes of words, 12 zero, 13 up 0xff."""
+    """Compute V_PERM_B32: selectors 0-3 are b's bytes, 4-7 a's, 8-11 sign bytes of words, 12 zero, 13 and above 0xff."""
     first = int(selectors.flat[0])
     if (selectors.size == 1 or (selectors == first).all()) and not any(
         8 <= first >> s & 255 < 12 for s in (0, 8, 16, 24)
@@ -154,7 +154,7 @@ def _sub_borrow(a, b, borrow=None):
 
 
 def _mad_wide(a, b, c):
-    """V_MAD_U64_U32 and V_MAD_I64_I32 with the carry (or signed overflow) out."""
+    """Compute V_MAD_U64_U32 and V_MAD_I64_I32 with the carry (or signed overflow) out."""
     product = a.astype(c.dtype) * b.astype(c.dtype)
     total = product + c
     if c.dtype == U64:
@@ -163,7 +163,7 @@ def _mad_wide(a, b, c):
 
 
 def fields(word, bits: int, signed: bool) -> list:
-    """The packed integers of a word, lowest first, as int64."""
+    """Return the packed integers of a word, lowest first, as int64."""
     values = [(word >> U32(i) & U32((1 << bits) - 1)).astype(I64) for i in range(0, 32, bits)]
     return [np.where(v >> (bits - 1) != 0, v - (1 << bits), v) if signed else v for v in values]
 
@@ -198,7 +198,7 @@ def _saturate_bytes(low: int, high: int):
 
 
 def exclusive_popcount(upper: bool):
-    """V_MBCNT: bits of the mask below this lane, plus b."""
+    """Return V_MBCNT: bits of the mask below this lane, plus b."""
     lane = np.arange(64, dtype=U64)
     below = (U64(1) << lane) - U64(1)
     part = (below >> U64(32) if upper else below & U64(0xFFFFFFFF)).astype(U32)
@@ -206,7 +206,7 @@ def exclusive_popcount(upper: bool):
 
 
 def prng(a):
-    """V_PRNG_B32: the next state of a shift register."""
+    """Compute V_PRNG_B32, the next state of a shift register."""
     return a << U32(1) ^ np.where(a >> U32(31) != 0, U32(197), U32(0))
 
 
@@ -320,7 +320,7 @@ entries(
     v_alignbyte_b32=_align(8),
 )
 
-# CDNA4 ISA: gfx950's additions
+# gfx950's additions: CDNA4 ISA
 
 entries("keeps", v_ashr_pk_i8_i32=_saturate_bytes(-128, 127), v_ashr_pk_u8_i32=_saturate_bytes(0, 255))
 

@@ -1,5 +1,6 @@
-"""Instructions that move data between lanes: V_READLANE, V_WRITELANE, V_SWAP, V_PERMLANE*_SWAP, indexed moves, and of the DS
-instructions those that touch no memory.
+"""Bind instructions that move data between lanes.
+
+They are V_READLANE, V_WRITELANE, V_SWAP, V_PERMLANE*_SWAP, indexed moves, and the DS instructions without memory access.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter 12 "Instructions"; CDNA4 ISA for V_PERMLANE*_SWAP.
 """
@@ -20,7 +21,7 @@ from .transfer import check_code
 
 
 def bind_indexed_move(ins, program) -> Callable:
-    """V_MOV_B32 under S_SET_GPR_IDX_ON: M0[7:0] is added to the VGPR number of source 0 (mode bit 0) or of the result (bit 3)."""
+    """Bind V_MOV_B32 under S_SET_GPR_IDX_ON: M0[7:0] is added to the VGPR number of source 0 (mode bit 0) or the result (bit 3)."""
     mode, source, destination = ins.fields["gpr_idx"], ins.sources[0], ins.operands["vdst"]
     if ins.mnemonic != "v_mov_b32" or ins.variant or mode not in (1, 8):
         raise UnsupportedInstruction(f"{ins.text} under VGPR indexing")
@@ -38,7 +39,7 @@ def bind_indexed_move(ins, program) -> Callable:
 
 
 def bind_indexed_source(ins, program, bind: Callable) -> Callable:
-    """Other vector instructions under S_SET_GPR_IDX_ON, of source 0 alone: `bind` resolves them without an index."""
+    """Bind other vector instructions under S_SET_GPR_IDX_ON with an indexed source 0; `bind` resolves them without an index."""
     if ins.fields["gpr_idx"] != 1 or ins.variant:
         raise UnsupportedInstruction(f"{ins.text} under VGPR indexing")
     place = next(name for name in ("src0", "vsrc0") if name in ins.operands)
@@ -61,6 +62,7 @@ def bind_indexed_source(ins, program, bind: Callable) -> Callable:
 
 
 def bind_readlane(ins, program) -> Callable:
+    """Bind V_READLANE and V_READFIRSTLANE."""
     source, destination = register(ins.sources[0].code), ins.operands["sdst"].code
     check_allocated(ins.sources[0], program)
     if ins.mnemonic == "v_readfirstlane_b32":
@@ -80,6 +82,7 @@ def bind_readlane(ins, program) -> Callable:
 
 
 def bind_writelane(ins, program) -> Callable:
+    """Bind V_WRITELANE."""
     check_allocated(ins.operands["vdst"], program)
     destination = register(ins.operands["vdst"].code)
     value, select = (read_scalar(operand, ins, U32) for operand in ins.sources[:2])
@@ -91,6 +94,7 @@ def bind_writelane(ins, program) -> Callable:
 
 
 def bind_swap(ins, program) -> Callable:
+    """Bind V_SWAP."""
     a, b = register(ins.operands["vdst"].code), register(ins.sources[0].code)
 
     def run(w):
@@ -102,7 +106,7 @@ def bind_swap(ins, program) -> Callable:
 
 
 def bind_permlane_swap(ins, program) -> Callable:
-    """V_PERMLANE16_SWAP and V_PERMLANE32_SWAP: odd rows of vdst change places with even rows of src0."""
+    """Bind V_PERMLANE16_SWAP and V_PERMLANE32_SWAP, which swap odd rows of vdst with even rows of src0."""
     a, b = register(ins.operands["vdst"].code), register(ins.sources[0].code)
     size = 16 if "16" in ins.mnemonic else 32
 
@@ -115,7 +119,7 @@ def bind_permlane_swap(ins, program) -> Callable:
 
 
 def bind_ds(ins, program, name: str) -> Callable:
-    """DS_PERMUTE, DS_BPERMUTE and DS_SWIZZLE: data between lanes, no memory."""
+    """Bind DS_PERMUTE, DS_BPERMUTE and DS_SWIZZLE, which move data between lanes without memory."""
     code = ins.operands["vdst"].code
     destination = check_code(code, program)
     offset = ins.fields["offset0"] | ins.fields["offset1"] << 8
@@ -151,7 +155,7 @@ def bind_ds(ins, program, name: str) -> Callable:
 
 
 def swizzle_lanes(offset: int) -> np.ndarray:
-    """DS_SWIZZLE's source lanes: quad permutation with bit 15 set, else and / or / xor masks in groups of 32."""
+    """Return DS_SWIZZLE's source lanes: quad permutation with bit 15 set, else and / or / xor masks in groups of 32."""
     lane = np.arange(LANES)
     if offset & 0x8000:
         if offset & 0x6000:

@@ -1,4 +1,4 @@
-"""LDS reads, writes and atomics: DS.
+"""Bind LDS reads, writes and atomics: DS.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Data Share Operations"; CDNA4 ISA for transposing reads.
 """
@@ -33,6 +33,7 @@ _DS_ATOMICS = {"min_i": "smin", "max_i": "smax", "min_u": "umin", "max_u": "umax
 
 
 def bind(ins: Instruction, program) -> Callable:
+    """Bind a DS instruction."""
     name = ins.mnemonic.removeprefix("ds_")
     if name == "nop":
         return lambda w: None
@@ -141,7 +142,7 @@ def _bind_ds_atomic(ins, program, name: str, positions, offset: int):
 
 
 def _bind_ds_transpose(ins, program, name: str):
-    """DS_READ_B64_TR_B16 / B8 / B4 and DS_READ_B96_TR_B6: each row of 16 lanes reads a tile, each lane gets a column of it."""
+    """Bind DS_READ_B64_TR_B16 / B8 / B4 and DS_READ_B96_TR_B6: a row of 16 lanes reads a tile, each lane gets a column."""
     bits = int(name.rpartition("b")[2])
     size = 12 if bits == 6 else 8
     codes = tuple(ins.operands["vdst"].code + n for n in range(size // 4))
@@ -166,11 +167,11 @@ def _bind_ds_transpose(ins, program, name: str):
 
 
 def transpose_rows(values: np.ndarray, bits: int) -> np.ndarray:
-    """The data movement of ds_read_*_tr_*: [n * 16 lanes, bytes] -> the same shape.
+    """Move data as ds_read_*_tr_*: [n * 16 lanes, bytes] to the same shape.
 
-    A row's 16 lanes hold, in lane order, 16 * k elements (k = 4, 8 or 16 of 16, 8 or 4 and 6 bits); they are a k x 16 matrix,
-    row-major; lane j receives column j. For 16 bits so described by Modular's ds_read_tr16_b64_row, for 8 bits as two
-    interleaved 8 x 8 transposes, which is the same; for 4 and 6 bits by analogy.
+    A row's 16 lanes hold, in lane order, 16 * k elements (k = 4, 8 or 16 of 16, 8 or 4 and 6 bits), a row-major k x 16 matrix; lane j
+    receives column j. For 16 bits Modular's ds_read_tr16_b64_row describes it so; for 8 bits as two interleaved 8 x 8 transposes,
+    which is equivalent; 4 and 6 bits follow by analogy.
     """
     stream = np.unpackbits(values, axis=1, bitorder="little")
     per_lane = stream.shape[1] // bits

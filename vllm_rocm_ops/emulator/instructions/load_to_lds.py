@@ -1,4 +1,4 @@
-"""Global and buffer loads that go to LDS.
+"""Bind global and buffer loads to LDS.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapters "Flat Memory Instructions" and "Vector Memory Operations"; CDNA4 ISA for loads of 96 and 128 bits.
 """
@@ -23,7 +23,7 @@ from .transfer import (
 
 
 def bind(ins, program, address, size: int, immediate: int, place) -> Callable:
-    """Loads to LDS: lane i of a wave writes M0 + inst_offset + i * size (sizes 12 and 16 are CDNA4's)."""
+    """Bind a load to LDS: lane i of a wave writes M0 + inst_offset + i * size (sizes 12 and 16 on CDNA4)."""
     step = max(size, 4)
     offset = signed_offset(ins, 13) if ins.encoding == "GLOBAL" else immediate
     load = LOADS[

@@ -1,24 +1,23 @@
-"""The matrix instructions of gfx942 and gfx950: V_MFMA, V_MFMA_SCALE and V_SMFMAC, as pure functions on register contents.
+"""Define the matrix instructions of gfx942 and gfx950 (V_MFMA, V_MFMA_SCALE, V_SMFMAC) as pure functions on registers.
 
-`MATRIX[mnemonic]` says everything about one instruction. Its shape, blocks and formats are read from the mnemonic, as the
-ISA defines them; the table below adds only the cycles per chip, which also say where it exists. Everything else (register
-counts, layouts, semantics) follows from these. Adding an instruction is adding one row.
+`MATRIX[mnemonic]` fully describes an instruction. Shape, blocks and formats follow from the mnemonic, as the ISA defines them. The table
+below adds the cycles per chip, which also tell where it exists. Register counts, layouts and semantics follow from these. A new
+instruction is a new row.
 
 Sources
-- Cycles: "Execution cycles" of AMD's matrix instruction calculator for gfx942; CDNA4 ISA, tables 28 and 33, for gfx950.
-  A pass is four cycles (section 7.6).
+- Cycles: "Execution cycles" of AMD's matrix instruction calculator for gfx942; CDNA4 ISA, tables 28 and 33, for gfx950. A pass is four
+  cycles (section 7.6).
 - Layouts: matrix_layouts.py.
 - Modifiers: CDNA4 ISA, section 7.1.6 (CBSZ, ABID, BLGP), 7.2 (block scales), 7.5 (sparse indices).
 
-Arithmetic. Products are exact, they and C are summed in float64, and the sum is rounded once, to nearest even. For fp8 the
-float64 sum is exact too, so this is the correctly rounded result, whatever the order. The hardware is a little worse, and
-no AMD document says how: Xie et al., "MMA-Sim" (arXiv:2511.10909), found by probing an MI300X that 8 products of f16 or
-bf16, or 16 of fp8, are aligned to the largest and cut to 24 fraction bits, then added to C and rounded. By their model a sum
-of 512 random f16 16x16x16 products is 1.5 times as far from float64 as ours, and 0.6 times as far as a chain of f32 FMAs
-would be: what passes here within an f32 tolerance passes there. f32 and f64 inputs are chained FMAs in the order of k, as
-they found too (f64 in extended precision here, which is no exact FMA).
-Subnormals are kept everywhere: for inputs below 32 bits, for C and for D, the ISA says so whatever MODE is (section 7.4);
-for f32 inputs MODE decides, and the default of HIP kernels keeps them. NaN results are 0x7FC00000.
+Arithmetic: products are exact; they and C are summed in float64, and the sum is rounded once, to nearest even. For fp8 the float64 sum
+is exact too, so the result is correctly rounded in any order. The hardware is slightly less accurate, which AMD does not document: Xie
+et al., "MMA-Sim" (arXiv:2511.10909), probed an MI300X and found that 8 products of f16 or bf16, or 16 of fp8, are aligned to the largest
+and truncated to 24 fraction bits, then added to C and rounded. By their model a sum of 512 random f16 16x16x16 products has 1.5 times the
+emulator's error against float64, and 0.6 times the error of a chain of f32 FMAs: what passes here within an f32 tolerance passes on
+hardware. f32 and f64 inputs are chained FMAs in the order of k, as they also found (here f64 uses extended precision, not an exact FMA).
+Subnormals are kept: for inputs below 32 bits, for C and for D, the ISA says so whatever MODE is (section 7.4); for f32 inputs MODE
+decides, and the default of HIP kernels keeps them. NaN results are 0x7FC00000.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .matrix_layouts import Layout, input_layout, lane_groups, output_layout
 
 SCALE_BLOCK = 32  # values along k that share one e8m0 scale
 
-# mnemonic, cycles on gfx942 and on gfx950; "-" where the chip has no such instruction. `f8` stands for fp8 and for bf8.
+# mnemonic, cycles on gfx942 and on gfx950; "-" if the chip lacks the instruction. `f8` stands for fp8 and bf8.
 _TABLE = """
 v_mfma_f32_32x32x1_2b_f32         64 64
 v_mfma_f32_16x16x1_4b_f32         32 32
@@ -96,7 +95,7 @@ v_smfmac_f32_32x32x64_f8_f8        - 32
 v_smfmac_f32_16x16x128_f8_f8       - 16
 """
 
-# What CBSZ (for A) and BLGP (for B) select in the f8f6f4 instructions: CDNA4 ISA, section 7.1.5.
+# Formats that CBSZ (for A) and BLGP (for B) select in the f8f6f4 instructions: CDNA4 ISA, section 7.1.5.
 _F8F6F4 = (E4M3FN, E5M2, E2M3, E3M2, E2M1)
 _BITS = {"f64": 64, "f32": 32, "xf32": 32, "i32": 32, "f16": 16, "bf16": 16, "i8": 8, "fp8": 8, "bf8": 8}
 _ACCUMULATOR = {"f32": np.float32, "i32": np.int32, "f64": np.float64}
@@ -110,7 +109,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class MatrixInstruction:
-    """One matrix instruction: D[b] = A[b] B[b] + C[b] for `blocks` blocks of m x k times k x n."""
+    """Describe a matrix instruction: D[b] = A[b] B[b] + C[b] for `blocks` blocks of m x k times k x n."""
 
     mnemonic: str
     kind: str
@@ -125,7 +124,7 @@ class MatrixInstruction:
 
     @classmethod
     def parse(cls, mnemonic: str, cycles: dict[str, int]) -> MatrixInstruction:
-        """Reads a mnemonic; `cycles` by chip."""
+        """Parse a mnemonic; `cycles` by chip."""
         parts = _NAME.fullmatch(mnemonic).groupdict()
         parts["b_format"] = parts["b_format"] or parts["a_format"]
         parts |= {name: int(parts[name] or 1) for name in ("m", "n", "k", "blocks")}
@@ -133,26 +132,26 @@ class MatrixInstruction:
 
     @property
     def archs(self) -> tuple[str, ...]:
-        """The chips that have it."""
+        """Return the chips that have it."""
         return tuple(self._cycles)
 
     @property
     def sparse(self) -> bool:
-        """A holds two of every four values along k, and an index says which."""
+        """Return whether A holds two of every four values along k, selected by an index."""
         return self.kind == "smfmac"
 
     @property
     def scaled(self) -> bool:
-        """A and B have one e8m0 scale per 32 values along k."""
+        """Return whether A and B have one e8m0 scale per 32 values along k."""
         return self.kind == "mfma_scale"
 
     @property
     def flops(self) -> int:
-        """Operations it stands for, with the zeros of a sparse A counted as AMD counts them."""
+        """Return its FLOPs, with the zeros of a sparse A, as AMD counts them."""
         return 2 * self.m * self.n * self.k * self.blocks
 
     def cycles(self, arch: str, cbsz: int = 0, blgp: int = 0) -> int:
-        """Cycles for which it occupies the matrix core; f8f6f4 takes twice as long if A or B is eight bits wide."""
+        """Return the cycles it occupies the matrix core; f8f6f4 takes twice as long if A or B has 8 bits."""
         eight = self.a_format == "f8f6f4" and min(cbsz, blgp) < 2
         return self._cycles[arch] * (2 if eight else 1)
 
@@ -160,22 +159,22 @@ class MatrixInstruction:
 
     @lru_cache  # noqa: B019 - instructions live as long as the module
     def a_layout(self, cbsz: int = 0) -> Layout:
-        """The layout of A; k counts the stored values, half of all, if A is sparse."""
+        """Return the layout of A; k counts the stored values, half of all if A is sparse."""
         bits = self._bits(self.a_format, cbsz)
         return input_layout(self.m, self.blocks, self.k // 2 if self.sparse else self.k, bits)
 
     @lru_cache  # noqa: B019
     def b_layout(self, blgp: int = 0) -> Layout:
-        """The layout of B."""
+        """Return the layout of B."""
         return input_layout(self.n, self.blocks, self.k, self._bits(self.b_format, blgp))
 
     @cached_property
     def d_layout(self) -> Layout:
-        """The layout of C and D."""
+        """Return the layout of C and D."""
         return output_layout(self.m, self.n, self.blocks, _BITS[self.c_format])
 
     def index_shift(self, cbsz: int = 0, abid: int = 0) -> int:
-        """Where a lane's 2-bit indices begin in its index register: CDNA4 ISA, 7.5. Index n belongs to item n of A."""
+        """Return where a lane's 2-bit indices begin in its index register (CDNA4 ISA, 7.5); index n belongs to item n of A."""
         width = 2 * self.a_layout().items
         return 0 if cbsz & 3 else abid % (32 // width) * width
 
@@ -202,11 +201,11 @@ class MatrixInstruction:
         op_sel_hi: int = 0,
         saturate: bool = False,
     ) -> np.ndarray:
-        """D's registers from those of A, B and C, all uint32[..., 64 lanes, dwords]; the leading axes are a batch.
+        """Compute D's registers from A's, B's and C's, all uint32[..., 64 lanes, dwords] with leading batch axes.
 
-        A and B may have more registers than are read. `index` is the index register of a sparse instruction, `scale_a` and
-        `scale_b` are the scale registers of a scaled one, uint32[..., 64]; the byte of a scale that counts is
-        {op_sel_hi, op_sel}, bit 0 for A and bit 1 for B. `saturate` is FP16_OVFL of MODE: overflow gives the largest number.
+        A and B may have extra registers. `index` is the index register of a sparse instruction. `scale_a` and `scale_b` are the scale
+        registers of a scaled one, uint32[..., 64]; {op_sel_hi, op_sel} select the byte of a scale, bit 0 for A and bit 1 for B.
+        `saturate` is FP16_OVFL of MODE: overflow gives the largest number.
         """
         if arch not in self._cycles:
             raise ValueError(f"{self.mnemonic}: arch must be {' or '.join(self.archs)}, got {arch}")
@@ -229,20 +228,20 @@ class MatrixInstruction:
             return self._registers(d, saturate)
 
     def check_modifiers(self, cbsz: int = 0, abid: int = 0, blgp: int = 0) -> None:
-        """ValueError for modifiers that the hardware does not define."""
+        """Raise ValueError for modifiers that the hardware does not define."""
         self._permuted(cbsz, abid, blgp)
 
     @lru_cache  # noqa: B019
     def _permuted(self, cbsz: int, abid: int, blgp: int) -> tuple[Layout, Layout]:
-        """The layouts of A and B with the lanes that CBSZ, ABID and BLGP make the matrix core read."""
+        """Return the layouts of A and B after the lane broadcasts of CBSZ, ABID and BLGP."""
         if self.sparse or self.a_format == "f8f6f4" or self.c_format == "f64":
             if self.sparse and blgp or max(cbsz, blgp) >= len(_F8F6F4) and self.a_format == "f8f6f4":
                 raise ValueError(f"{self.mnemonic}: cbsz and blgp must name a format, got cbsz={cbsz} blgp={blgp}")
             return self.a_layout(cbsz), self.b_layout(blgp)
         a, b = self.a_layout(), self.b_layout()
         if cbsz:
-            # The ISA (7.1.6.1) and AMD's calculator agree on a broadcast to all blocks only: one says that groups of
-            # lanes repeat, the other that each block repeats. No compiler emits a partial one by itself.
+            # The ISA (7.1.6.1) and AMD's calculator agree on a broadcast to all blocks only: one repeats groups of lanes, the other
+            # each block. Compilers emit no partial broadcast by themselves.
             if 1 << cbsz != self.blocks or abid >= self.blocks:
                 raise ValueError(
                     f"{self.mnemonic}: cbsz must be 0 or broadcast a block to all {self.blocks}, got {cbsz}:{abid}"
@@ -256,7 +255,7 @@ class MatrixInstruction:
         return a, b
 
     def _matrix(self, registers: np.ndarray, layout: Layout, format: str, selector: int, arch: str) -> np.ndarray:
-        """The float64 matrix [..., block, row, k] in an input operand's registers."""
+        """Return the float64 matrix [..., block, row, k] in an input operand's registers."""
         if registers.shape[-2] != LANES or registers.shape[-1] < layout.dwords:
             wanted = f"[{LANES}, {layout.dwords}]"
             raise ValueError(f"{self.mnemonic}: an operand must be {wanted} dwords, got {list(registers.shape[-2:])}")
@@ -277,7 +276,7 @@ class MatrixInstruction:
         return values.reshape(*values.shape[:-2], -1).take(layout.gather, axis=-1).astype(np.float64)
 
     def _chain(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        """FMAs in the order of k, each rounded to the accumulator's format."""
+        """Chain FMAs in the order of k, each rounded to the accumulator's format."""
         a, b = a[..., :, None, :], b[..., None, :, :]
         if self.c_format == "f64":
             for k in range(self.k):
@@ -289,7 +288,7 @@ class MatrixInstruction:
         return c
 
     def _sparse_product(self, a: np.ndarray, b: np.ndarray, index: np.ndarray, shift: int) -> np.ndarray:
-        """A B for a sparse A: each stored value meets the one value of B that its index names."""
+        """Compute A B for a sparse A: each stored value multiplies the value of B that its index names."""
         layout = self.a_layout()
         index = np.asarray(index, dtype=np.uint32).reshape(*a.shape[:-3], LANES, 1) >> np.uint32(shift)
         chosen = index >> np.arange(0, 2 * layout.items, 2, dtype=np.uint32) & np.uint32(3)
@@ -303,13 +302,13 @@ class MatrixInstruction:
         return np.matmul(a[..., 0, :, None, :], selected).swapaxes(-2, -3)
 
     def _scales(self, registers: np.ndarray, rows: int, byte: int) -> np.ndarray:
-        """[..., 1, row, k] scale factors: lane row + rows * block of k holds the one of (row, block): CDNA4 ISA, 7.2.1."""
+        """Return [..., 1, row, k] scales: lane row + rows * block of k holds the scale of (row, block) (CDNA4 ISA, 7.2.1)."""
         codes = np.asarray(registers, dtype=np.uint32) >> np.uint32(8 * byte) & np.uint32(0xFF)
         factors = decode_e8m0(codes).reshape(*codes.shape[:-1], 1, self.k // SCALE_BLOCK, rows).swapaxes(-1, -2)
         return np.repeat(factors, SCALE_BLOCK, axis=-1)
 
     def _registers(self, d: np.ndarray, saturate: bool) -> np.ndarray:
-        """Rounds D and lays it out in registers."""
+        """Round D and lay it out in registers."""
         flat = d.reshape(*d.shape[:-3], -1).take(self.d_layout.scatter, axis=-1)
         if self.c_format == "i32":
             if saturate:
@@ -342,11 +341,11 @@ MATRIX: dict[str, MatrixInstruction] = {instruction.mnemonic: instruction for in
 
 
 def bind(ins: Instruction, program) -> Callable:
-    """A function on waves that executes one decoded instruction. EXEC does not matter to it (CDNA4 ISA, 7.1.2)."""
+    """Return a function on waves for one decoded instruction. EXEC has no effect on it (CDNA4 ISA, 7.1.2)."""
     instruction = MATRIX.get(ins.mnemonic)
     if instruction is None or program.arch not in instruction.archs:
         raise UnsupportedInstruction(f"{ins.text}: {program.arch} has no such instruction")
-    if "src0" not in ins.operands:  # xf32, which the decoding tables know by name only
+    if "src0" not in ins.operands:  # xf32, known to the decoding tables by name only
         raise UnsupportedInstruction(f"{ins.text}: its operands cannot be decoded")
     options = {name: ins.fields.get(name, 0) for name in ("cbsz", "abid", "blgp")}
     try:
@@ -386,14 +385,14 @@ def _registers(operand: Operand, program) -> Callable:
 
 
 def _constant(operand: Operand, ins: Instruction, instruction: MatrixInstruction) -> Callable:
-    """An inline constant for every element of C."""
+    """Return an inline constant for every element of C."""
     value = read_scalar(operand, ins, _ACCUMULATOR[instruction.c_format])
     count = instruction.d_layout.items
     return lambda w: np.ascontiguousarray(np.broadcast_to(value(w), (w.count, LANES, count))).view(np.uint32)
 
 
 def _scale(operand: Operand, ins: Instruction, program) -> Callable:
-    """A scale register. The ISA allows constants too (7.2.1), LLVM's assembler writes VGPRs only."""
+    """Return a reader of a scale register. The ISA also allows constants (7.2.1); LLVM's assembler emits VGPRs only."""
     if operand.code < VGPR:
         raise UnsupportedInstruction(f"{ins.text}: a scale must be a VGPR, got {operand}")
     registers = _registers(operand, program)

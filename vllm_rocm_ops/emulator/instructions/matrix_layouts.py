@@ -1,5 +1,8 @@
-"""Where the elements of a matrix instruction's operands are: CDNA4 ISA, section 7.1.4 (general formulas), 7.1.5.1 (8 bit and smaller) and
-7.5.1 (sparse). gfx942 follows the same formulas: the tests compare every lane with the output of AMD's matrix instruction calculator."""
+"""Define the layouts of a matrix instruction's operands.
+
+Sources: CDNA4 ISA, section 7.1.4 (general formulas), 7.1.5.1 (8 bit and smaller) and 7.5.1 (sparse). gfx942 follows the same formulas: the
+tests compare every lane with the output of AMD's matrix instruction calculator.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from ..waves import LANES
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the elements of an operand are: `lane[x]` and `item[x]`, x being its coordinates.
+    """Map an operand's coordinates x to `lane[x]` and `item[x]`.
 
-    A is indexed [block, i, k], B [block, j, k], C and D [block, i, j]. Item n of a lane is its bits [n * bits, (n + 1) * bits)
-    counted through the operand's registers.
+    A is indexed [block, i, k], B [block, j, k], C and D [block, i, j]. Item n of a lane is bits [n * bits, (n + 1) * bits) of the
+    operand's registers.
     """
 
     lane: np.ndarray
@@ -25,36 +28,36 @@ class Layout:
 
     @property
     def items(self) -> int:
-        """Elements per lane."""
+        """Return the elements per lane."""
         return self.lane.size // LANES
 
     @property
     def dwords(self) -> int:
-        """Registers of the operand."""
+        """Return the registers of the operand."""
         return self.items * self.bits // 32
 
     @cached_property
     def gather(self) -> np.ndarray:
-        """Positions of the elements in a flat [lane, item] array."""
+        """Return the positions of the elements in a flat [lane, item] array."""
         return self.lane * self.items + self.item
 
     @cached_property
     def scatter(self) -> np.ndarray:
-        """The inverse: for every lane and item, the position of its element in the flat operand."""
+        """Return the inverse: for every lane and item, the position of its element in the flat operand."""
         inverse = np.empty(self.lane.size, dtype=np.int64)
         inverse[self.gather.ravel()] = np.arange(self.lane.size)
         return inverse
 
     def through(self, lanes: np.ndarray) -> Layout:
-        """The layout when lane l reads the registers of lane `lanes[l]` instead of its own."""
+        """Return the layout if lane l reads the registers of lane `lanes[l]` instead of its own."""
         return Layout(lanes[self.lane], self.item, self.bits)
 
 
 def input_layout(rows: int, blocks: int, k: int, bits: int) -> Layout:
-    """A (rows = M) or B (rows = N): CDNA4 ISA, 7.1.4.1.
+    """Return the layout of A (rows = M) or B (rows = N): CDNA4 ISA, 7.1.4.1.
 
-    A lane holds consecutive k. An operand of eight registers is two halves of four, each with its own half of k
-    (7.1.5.1 for f8f6f4, 7.5.1.3 for the B of the larger sparse instructions).
+    A lane holds consecutive k. An operand of eight registers is two halves of four, each with its own half of k (7.1.5.1 for
+    f8f6f4, 7.5.1.3 for the B of the larger sparse instructions).
     """
     groups = LANES // (rows * blocks)
     run = k // groups
@@ -67,11 +70,10 @@ def input_layout(rows: int, blocks: int, k: int, bits: int) -> Layout:
 
 
 def output_layout(m: int, n: int, blocks: int, bits: int) -> Layout:
-    """C and D: CDNA4 ISA, 7.1.4.2.
+    """Return the layout of C and D: CDNA4 ISA, 7.1.4.2.
 
-    Where one item of all lanes holds several rows of several blocks, which is so in v_mfma_f64_4x4x4_4b_f64 alone, the ISA
-    puts the rows of a block side by side, and AMD's calculator the blocks of a row. The calculator is followed: its order
-    is also that of the inputs.
+    If one item of all lanes holds several rows of several blocks (v_mfma_f64_4x4x4_4b_f64 only), the ISA keeps a block's rows
+    adjacent, and AMD's calculator a row's blocks. This follows the calculator, whose order is also that of the inputs.
     """
     height = 1 if bits == 64 else 4
     blocks_per_item = -(-LANES * height // (n * m))
@@ -84,7 +86,7 @@ def output_layout(m: int, n: int, blocks: int, bits: int) -> Layout:
 
 
 def lane_groups(blgp: int) -> np.ndarray:
-    """The lane whose B register each lane's place takes: CDNA4 ISA, table 29."""
+    """Return the lane whose B register each lane's place takes: CDNA4 ISA, table 29."""
     lane = np.arange(LANES)
     if blgp == 3:
         return (lane + 16) % LANES

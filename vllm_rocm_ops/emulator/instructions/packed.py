@@ -1,4 +1,4 @@
-"""Vector instructions on both halves, or both dwords, of their operands: VOP3P.
+"""Bind vector instructions on both halves, or both dwords, of their operands: VOP3P.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter 12 "Instructions", its section on VOP3P.
 """
@@ -38,12 +38,15 @@ for _type in ("i16", "u16"):
     for _name, _fn in {"add": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum}.items():
         PACKED_OPS[f"v_pk_{_name}_{_type}"] = _fn
 
-# 64-bit results whose dwords depend on one dword of each source
+# 64-bit results in which each dword depends on one dword of each source
 HALVES = {"v_mov_b64", "v_pk_mov_b32", *(name for name in PACKED_OPS if name.endswith("f32"))}
 
 
 def bind(ins: Instruction, program, fn) -> Callable:
-    """VOP3P: op_sel picks each source's half for the low result, op_sel_hi for the high one; neg and neg_hi likewise."""
+    """Bind a VOP3P instruction.
+
+    op_sel selects each source's half for the low result, op_sel_hi for the high one; neg and neg_hi likewise.
+    """
     select, neg = ins.fields.get("opsel", 0), (ins.fields.get("neg", 0), ins.fields.get("neg_hi", 0))
     select_high = ins.fields.get("opsel_hi", 3) | ins.fields.get("opsel_hi2", 1) << 2
     destination = ins.operands["vdst"]
@@ -101,7 +104,7 @@ def bind(ins: Instruction, program, fn) -> Callable:
 
 def _packed_half(operand: Operand, ins: Instruction, program, dtype, chosen: int):
     if dtype in (F32, U32):
-        if 128 <= operand.code < 256:  # a constant appears in the low dword; the high one repeats it for op_sel's sake
+        if 128 <= operand.code < 256:  # a constant is the low dword; the high dword repeats it for op_sel
             return read(Operand(operand.code, 1, "F32", 32), ins, program, dtype)
         return read(Operand(operand.code + chosen, 1, "F32", 32), ins, program, dtype)
     if 128 <= operand.code < 256:
@@ -120,6 +123,7 @@ def _packed_half(operand: Operand, ins: Instruction, program, dtype, chosen: int
 
 
 def bind_move(ins, program) -> Callable:
+    """Bind V_PK_MOV_B32."""
     select = ins.fields["opsel"]
     reads = [
         _packed_half(operand, ins, program, U32, select >> position & 1)
@@ -137,7 +141,7 @@ def bind_move(ins, program) -> Callable:
 
 
 def bind_mix(ins, program) -> Callable:
-    """V_FMA_MIX (V_MAD_MIX in the tables): op_sel_hi picks f16 sources, op_sel their half, neg_hi is ABS."""
+    """Bind V_FMA_MIX (V_MAD_MIX in the tables): op_sel_hi selects f16 sources, op_sel their half, neg_hi is ABS."""
     select, neg, absolute = ins.fields["opsel"], ins.fields["neg"], ins.fields["neg_hi"]
     wide = ins.fields["opsel_hi"] | ins.fields["opsel_hi2"] << 2
     reads = []

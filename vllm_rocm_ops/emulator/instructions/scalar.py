@@ -1,4 +1,4 @@
-"""Scalar instructions: SOP1, SOP2, SOPC, SOPK, SOPP.
+"""Bind scalar instructions: SOP1, SOP2, SOPC, SOPK, SOPP.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapters "Scalar ALU Operations" and "Instructions"; the CDNA4 ISA
 repeats them. Values are numpy arrays [waves, 1] of the operand's type. A new instruction is one entry in `SCALAR`.
@@ -20,8 +20,11 @@ from .integer import find_first_one, leading_signs, leading_zeros, mul_hi, popco
 
 @dataclass(frozen=True)
 class Scalar:
-    """fn(*sources) -> result. scc: "" leaves SCC, "nonzero" is result != 0, "second" the second of two results, "only"
-    the one result; with `carries` SCC is the first argument."""
+    """Describe a scalar instruction: fn(*sources) -> result.
+
+    scc: "" leaves SCC, "nonzero" is result != 0, "second" the second of two results, "only" the only result. With `carries` SCC is
+    the first argument.
+    """
 
     fn: Callable
     scc: str = ""
@@ -33,7 +36,7 @@ SCALAR: dict[str, Scalar] = {}
 
 
 def entries(scc: str = "", **table) -> None:
-    """Adds instructions that treat SCC alike; flags follow a name after a comma: s_addc_u32__carries."""
+    """Add instructions with the same use of SCC; flags follow a name after two underscores: s_addc_u32__carries."""
     for name, fn in table.items():
         name, _, flag = name.partition("__")
         SCALAR[name] = Scalar(fn, scc, flag == "carries", flag == "accumulates")
@@ -48,10 +51,12 @@ def _shift(b, bits):
 
 
 def shl(a, b):
+    """Shift a left by b modulo its width."""
     return a << _shift(b, _bits(a.dtype)).astype(a.dtype)
 
 
 def shr(a, b):
+    """Shift a right by b modulo its width; arithmetic for signed types."""
     return a >> _shift(b, _bits(a.dtype)).astype(a.dtype)
 
 
@@ -83,7 +88,7 @@ def _select(take_a, a, b):
 
 
 def bit_field(a, b):
-    """S_BFE: offset in b[4:0] (b[5:0] for 64 bits), width in b[22:16]."""
+    """Compute S_BFE: offset in b[4:0] (b[5:0] for 64 bits), width in b[22:16]."""
     bits = _bits(a.dtype)
     offset, width = b & (bits - 1), (b >> 16) & 127
     out = np.zeros(np.broadcast_shapes(a.shape, b.shape), a.dtype)
@@ -263,7 +268,7 @@ def _immediate(instruction: Instruction) -> int:
 
 
 class Diverge:
-    """A branch that some waves take: `taken` is bool [waves]."""
+    """Represent a branch that some waves take: `taken` is bool [waves]."""
 
     __slots__ = ("taken", "target")
 
@@ -272,7 +277,7 @@ class Diverge:
 
 
 class Signal:
-    """What an instruction asks of the scheduler."""
+    """Name the requests of an instruction to the scheduler."""
 
     END, BARRIER, YIELD, PAUSE = -1, -2, -3, -4
 
@@ -323,7 +328,7 @@ def _bind_sopp(ins: Instruction, program):
 
 
 def _bind_pc(ins: Instruction, program):
-    """S_GETPC, S_SETPC, S_SWAPPC, S_CALL."""
+    """Bind S_GETPC, S_SETPC, S_SWAPPC and S_CALL."""
     here = program.base + ins.address + ins.size
     name = ins.mnemonic
     destination = ins.operands["sdst"].code if "sdst" in ins.operands else None
@@ -357,14 +362,14 @@ def _bind_pc(ins: Instruction, program):
 
 
 def _hardware_register(w, program, register: int) -> int:
-    """S_GETREG's view: MODE and XCC_ID, 0 for the rest."""
+    """Return S_GETREG's value: MODE and XCC_ID, 0 for other registers."""
     if register == 1:
         return w.mode | 1 << 8 | program.saturate << 23
     return int(w.block[0]) % 8 if register == 20 else 0
 
 
 def _bind_hwreg(ins: Instruction, program):
-    """S_GETREG and S_SETREG; only MODE has state here. 5.8 "Hardware registers": id [5:0], offset [10:6], size-1 [15:11]."""
+    """Bind S_GETREG and S_SETREG; only MODE has state here. 5.8 "Hardware registers": id [5:0], offset [10:6], size-1 [15:11]."""
     simm = ins.fields["simm16"]
     register, offset, size = simm & 63, simm >> 6 & 31, (simm >> 11) + 1
     field = ((1 << size) - 1) << offset
@@ -402,7 +407,7 @@ def _bind_save_exec(ins: Instruction, fn, keeps_result: bool):
 
 
 def _bind_index_mode(ins: Instruction, program):
-    """S_SET_GPR_IDX_ON: the index goes to M0[7:0]; `decode` has told the instructions that follow."""
+    """Bind S_SET_GPR_IDX_ON: the index goes to M0[7:0]; `decode` has marked the following instructions."""
     read = read_scalar(ins.operands["ssrc0"], ins, U32)
 
     def run(w):
@@ -412,12 +417,12 @@ def _bind_index_mode(ins: Instruction, program):
 
 
 def set_scc(w, value: np.ndarray) -> None:
-    """Write SCC, which has a row for each wave; constants give one row."""
+    """Write SCC, with a row per wave; constants have one row."""
     w.scc = value if len(value) == w.count else np.broadcast_to(value, w.scc.shape)
 
 
 def bind(ins: Instruction, program) -> Callable:
-    """Resolves a scalar instruction to a function on waves."""
+    """Resolve a scalar instruction to a function on waves."""
     name = ins.mnemonic
     if ins.encoding == "SOPP":
         if name in _NOTHING or name in _CONDITIONS or name in (
@@ -429,8 +434,8 @@ def bind(ins: Instruction, program) -> Callable:
         return _bind_pc(ins, program)
     if name == "s_setvskip":
         if skips(ins) is None:
-            raise UnsupportedInstruction(f"{ins.text}: a bit that is not a constant's")
-        return lambda w: None  # `decode` has told the instructions that follow
+            raise UnsupportedInstruction(f"{ins.text}: the bit number must be a constant")
+        return lambda w: None  # `decode` has marked the following instructions
     if name == "s_set_gpr_idx_on":
         return _bind_index_mode(ins, program)
     if name.startswith(("s_getreg", "s_setreg")):

@@ -1,4 +1,4 @@
-"""Scalar loads, stores and atomics: SMEM.
+"""Bind scalar loads, stores and atomics: SMEM.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Scalar Memory Operations".
 """
@@ -17,7 +17,7 @@ from .transfer import ATOMICS, Site, update
 
 
 def _offset(ins: Instruction):
-    """The immediate offset, and a reader of the SGPR that is added to it, if there is one."""
+    """Return the immediate offset, and a reader of the SGPR offset, if there is one."""
     immediate = ins.fields["offset"] if ins.fields["imm"] else 0
     immediate -= (immediate & 0x100000) << 1
     offset = read_scalar(ins.operands["soffset"], ins, U32) if "soffset" in ins.operands else None
@@ -27,7 +27,7 @@ def _offset(ins: Instruction):
 
 
 def _bind_store(ins: Instruction) -> Callable:
-    """S_STORE_DWORD* and S_ATOMIC_*, each for a wave; an atomic with glc returns what was there."""
+    """Bind S_STORE_DWORD* and S_ATOMIC_*, once per wave; an atomic with glc returns the old value."""
     name, source, base = ins.mnemonic, ins.operands["sdata"].code, ins.operands["sbase"].code
     immediate, offset = _offset(ins)
     kind = name.removeprefix("s_atomic_")
@@ -57,6 +57,7 @@ def _bind_store(ins: Instruction) -> Callable:
 
 
 def bind(ins: Instruction, program) -> Callable:
+    """Bind an SMEM instruction."""
     name = ins.mnemonic
     if name in ("s_dcache_wb", "s_dcache_inv", "s_dcache_wb_vol", "s_dcache_inv_vol", "s_dcache_discard"):
         return lambda w: None

@@ -1,4 +1,4 @@
-"""Scratch: private bytes of each lane, [waves, lanes, bytes], with one flag per byte that says whether it was written.
+"""Bind scratch accesses: private bytes of each lane, [waves, lanes, bytes], each with a flag that tells whether it was written.
 
 Source: AMD Instinct MI300 (CDNA3) ISA, chapter "Flat Memory Instructions".
 """
@@ -35,6 +35,7 @@ def _positions(w, offsets, size: int, site):
 
 
 def load_bytes(w, offsets, size: int, site) -> np.ndarray:
+    """Load bytes [n, size] of the active lanes, which must be written."""
     rows, lanes, at, limit = _positions(w, offsets, size, site)
     written = w.scratch[rows, lanes, at + limit].all(axis=1)
     if not written.all():
@@ -44,12 +45,14 @@ def load_bytes(w, offsets, size: int, site) -> np.ndarray:
 
 
 def store_bytes(w, offsets, values, site) -> None:
+    """Store bytes [n, size] of the active lanes."""
     rows, lanes, at, limit = _positions(w, offsets, values.shape[1], site)
     w.scratch[rows, lanes, at] = values
     w.scratch[rows, lanes, at + limit] = 1
 
 
 def bind(ins: Instruction, program) -> Callable:
+    """Bind a scratch instruction."""
     _, action, kind = ins.mnemonic.split("_", 2)
     load, size, shift = load_or_store(ins, action, kind)
     is_load = load is not None

@@ -1,4 +1,4 @@
-"""The vector ALU instructions by name. The files beside this one fill the table by theme; vector.py binds what is in it."""
+"""Collect the vector ALU instructions by name: the sibling files fill the table by theme, and vector.py binds its entries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Vector:
-    """fn(*sources) -> result.
+    """Describe a vector instruction: fn(*sources) -> result.
 
-    carries: returns (result, lanes for sdst). accumulates: the old destination is the last source. arch: fn's first
-    argument is the program (for .arch and .saturate). keeps: a partial write preserves the rest of the register.
+    carries: returns (result, lanes for sdst). accumulates: the old destination is the last source. arch: fn's first argument is the
+    program (for .arch and .saturate). keeps: a partial write preserves the rest of the register.
     """
 
     fn: Callable
@@ -22,13 +22,13 @@ VECTOR: dict[str, Vector] = {}
 
 
 def entries(flags: str = "", **table) -> None:
-    """Adds instructions with common flags."""
+    """Add instructions with common flags."""
     for name, fn in table.items():
         VECTOR[name] = Vector(fn, frozenset(flags.split()))
 
 
 def call(fn, reads) -> Callable:
-    """fn of what the readers give, as a function on waves."""
+    """Return a function on waves that applies fn to the readers' values."""
     if len(reads) == 1:
         (a,) = reads
         return lambda w: fn(a(w))

@@ -1,4 +1,4 @@
-"""How memory instructions move data between registers and bytes: widths, atomics, and whose lanes take part."""
+"""Move data between registers and bytes for memory instructions: widths, atomics, and active lanes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..waves import LANES
 
 
 class Site:
-    """Where an access happens: makes errors that name instruction, block, wave and lane of its n-th active lane."""
+    """Locate an access: create errors with instruction, block, wave and lane of its n-th active lane."""
 
     __slots__ = ("ins", "lanes", "pauses", "rows", "stale", "w")
 
     def __init__(self, ins, w, rows, lanes):
         self.ins, self.w, self.rows, self.lanes = ins, w, rows, lanes
-        self.pauses = False  # after a store: whether others shall run while it is on its way
-        self.stale = None  # after a load: which active lanes got a word of another epoch than the awaited one
+        self.pauses = False  # after a store: whether others run while it is in flight
+        self.stale = None  # after a load: active lanes with a word of another epoch than the awaited one
 
     def __call__(self, kind, index: int, message: str):
         lane = None if self.lanes is None else int(self.lanes[index])
@@ -32,7 +32,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Load:
-    """bytes in memory; sign-extended or not; into the low (0) or high (16) half only, or the whole register."""
+    """Describe a load: bytes in memory; sign-extended or not; into the low (0) or high (16) half, or the whole register."""
 
     size: int
     signed: bool = False
@@ -107,11 +107,11 @@ ATOMICS: dict[str, Callable] = {
 
 
 def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=None) -> np.ndarray:
-    """Applies an atomic to view[units], one lane after the other where lanes meet; returns the old values."""
+    """Apply an atomic to view[units], sequentially for lanes at equal units, and return the old values."""
     if fn is None:
         fn = lambda old, pair_: np.where(old == pair_[1], pair_[0], old)
     found, rest = np.empty_like(data), np.arange(len(units))
-    if len(units) and (units == units[0]).all():  # all meet
+    if len(units) and (units == units[0]).all():  # all lanes meet
         place = view[units[0] : units[0] + 1]
         for lane in range(len(units)):
             found[lane] = place[0]
@@ -119,7 +119,7 @@ def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=No
             place[...] = fn(place, mine) if compare is None else np.where(place == compare[lane], mine, place)
         return found
     while len(rest):
-        first = np.unique(units[rest], return_index=True)[1]  # of the lanes that meet
+        first = np.unique(units[rest], return_index=True)[1]  # the first lane at each unit
         lanes = rest[first]
         old = view[units[lanes]]
         found[lanes] = old
@@ -134,11 +134,12 @@ def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=No
 
 
 def destination_codes(operand: Operand, load: Load) -> list[int]:
+    """Return the codes of the registers that a load writes."""
     return [operand.code + n for n in range(max(1, load.size // 4))]
 
 
 def load_or_store(ins: Instruction, action: str, kind: str) -> tuple[Load | None, int, int]:
-    """The load that an instruction is, None if it stores; bytes of a lane; how far the data of a store is shifted."""
+    """Return the load of an instruction (None for a store), bytes per lane, and the shift of a store's data."""
     if action == "load" and kind in LOADS:
         return LOADS[kind], LOADS[kind].size, 0
     if action == "store" and kind in STORES:
@@ -147,17 +148,18 @@ def load_or_store(ins: Instruction, action: str, kind: str) -> tuple[Load | None
 
 
 def check_code(code: int, program) -> int:
+    """Return the register index of a code, which must be allocated."""
     check_allocated(Operand(code, 1, "B32", 32), program)
     return register(code)
 
 
 def first_register(operand: Operand, dwords: int, program) -> int:
-    """The register index of an operand's first dword; all of them must be allocated."""
+    """Return the register index of an operand's first dword; all dwords must be allocated."""
     return [check_code(operand.code + n, program) for n in range(max(1, dwords))][0]  # noqa: RUF015 every one is checked
 
 
 def extend(values: np.ndarray, load: Load) -> np.ndarray:
-    """[n, size] bytes as uint32 [n, dwords]."""
+    """Extend bytes [n, size] to uint32 [n, dwords]."""
     if load.size >= 4:
         return values.view(U32)
     narrow = values.view(
@@ -167,7 +169,7 @@ def extend(values: np.ndarray, load: Load) -> np.ndarray:
 
 
 def deliver(w, first: int, words: np.ndarray, load: Load) -> None:
-    """Writes the active lanes' loaded dwords [n, dwords] to VGPRs from `first` on."""
+    """Write the active lanes' loaded dwords [n, dwords] to VGPRs from `first`."""
     for n in range(words.shape[1]):
         column, target = words[:, n], w.U[first + n]
         if load.half is not None:
@@ -182,7 +184,7 @@ def deliver(w, first: int, words: np.ndarray, load: Load) -> None:
 
 
 def collect(w, first: int, size: int, shift: int) -> np.ndarray:
-    """The bytes [n, size] that the active lanes store from VGPRs from `first` on."""
+    """Return the bytes [n, size] that the active lanes store from VGPRs from `first`."""
     if size < 4:
         column = w.U[first].ravel() if w.full else w.U[first][w.mask]
         column = column >> U32(shift) if shift else column
@@ -197,27 +199,30 @@ def collect(w, first: int, size: int, shift: int) -> np.ndarray:
 
 
 def lanes_of(w, values: np.ndarray) -> np.ndarray:
-    """Per-lane values of the active lanes, 1-d."""
+    """Return the active lanes' values, 1-d."""
     if values.shape != (w.count, LANES):
         values = np.broadcast_to(values, (w.count, LANES))
     return values.ravel() if w.full else values[w.mask]
 
 
 def signed_offset(ins: Instruction, bits: int) -> int:
+    """Return the instruction's offset field, sign-extended from `bits`."""
     offset = ins.fields["offset"]
     return offset - (1 << bits) if offset >> (bits - 1) & 1 else offset
 
 
 def scope_of(ins: Instruction) -> int:
-    """The scope of an access: 1 (agent) with sc1, past the L2 cache of the die; 2 (system) with sc0 sc1; otherwise 0. sc0 of an
-    atomic asks for the old value, and sc1 is system scope."""
+    """Return the scope of an access: 1 (agent, past the die's L2) with sc1, 2 (system) with sc0 sc1, else 0.
+
+    For an atomic, sc0 requests the old value, and sc1 is system scope.
+    """
     if "atomic" in ins.mnemonic:
         return SYSTEM if ins.fields.get("sc1") else AGENT
     return (SYSTEM if ins.fields.get("sc0") else AGENT) if ins.fields.get("sc1") else 0
 
 
 def of_flag(scope: int, rows: np.ndarray, addresses: np.ndarray) -> bool:
-    """Whether an access at agent scope is that of a flag: each wave touches one address, as it does with an atomic."""
+    """Return whether an access at agent scope is of a flag: each wave touches one address, as with an atomic."""
     if not scope or len(rows) > 1 and rows[0] == rows[1] and addresses[0] != addresses[1]:
         return False
     if len(addresses) == 1 or (addresses == addresses[0]).all():
@@ -227,7 +232,7 @@ def of_flag(scope: int, rows: np.ndarray, addresses: np.ndarray) -> bool:
 
 
 def buffer_load(ins, w, address, inside, size: int) -> np.ndarray:
-    """[n, size] bytes; dwords out of the resource's range are 0."""
+    """Return the bytes [n, size]; dwords outside the resource's range are 0."""
     rows, lanes = w.active()
     unit = min(size, 4)
     scope = scope_of(ins)

@@ -1,7 +1,7 @@
-"""Binds vector ALU instructions: VOP1, VOP2, VOP3, VOP3P, VOPC.
+"""Bind vector ALU instructions: VOP1, VOP2, VOP3, VOP3P, VOPC.
 
-A new instruction is one entry in the table, in the file of its theme: a function on numpy arrays of the operand types that the decoding
-tables give (`F32` float32, `B32` uint32, `M64` one bool per lane, anything packed or 8-bit: raw uint32).
+A new instruction is a new table entry in the file of its theme: a function on numpy arrays of the operand types in the decoding tables
+(`F32` float32, `B32` uint32, `M64` one bool per lane, packed and 8-bit types raw uint32).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ entries(v_nop=lambda: None)
 
 
 def bind(ins: Instruction, program) -> Callable:
-    """Resolves a vector instruction to a function on waves."""
+    """Resolve a vector instruction to a function on waves."""
     name = ins.mnemonic
     if "gpr_idx" in ins.fields:
         if name == "v_mov_b32":
@@ -87,7 +87,7 @@ def bind(ins: Instruction, program) -> Callable:
 
 
 def _sources(ins: Instruction, program) -> list[Callable]:
-    """Readers of the sources, with their modifiers, selected by SDWA or op_sel."""
+    """Return readers of the sources, with modifiers, SDWA and op_sel applied."""
     neg, absolute = ins.fields.get("neg", 0), ins.fields.get("abs", 0)
     if ins.variant == "DPP16":
         neg = ins.fields["src0_neg"] | ins.fields["src1_neg"] << 1
@@ -111,13 +111,13 @@ def _sources(ins: Instruction, program) -> list[Callable]:
 
 
 def _shifted(reader, select: int, operand: Operand):
-    """op_sel of an 8-bit source: bit 0 a half (packed), bits 1:0 a byte (CDNA4 ISA, V_CVT_SCALEF32_*)."""
+    """Apply op_sel to an 8-bit source: bit 0 selects a half (packed), bits 1:0 a byte (CDNA4 ISA, V_CVT_SCALEF32_*)."""
     shift = 16 * (select & 1) if operand.bits == 16 else 8 * (select & 3)
     return lambda w: reader(w) >> U32(shift)
 
 
 def _with_output(ins: Instruction, compute, dtype, reads, fn) -> Callable:
-    """Applies omod and clamp; integer clamp saturates, which needs the exact result."""
+    """Apply omod and clamp; integer clamp saturates, which needs the exact result."""
     if dtype == MASK or not (ins.fields.get("omod", 0) or ins.fields.get("clmp", 0)):
         return compute
     if np.issubdtype(dtype, np.floating):
@@ -127,7 +127,7 @@ def _with_output(ins: Instruction, compute, dtype, reads, fn) -> Callable:
     return lambda w: np.clip(fn(*(r(w).astype(I64) for r in reads)), info.min, info.max).astype(dtype)
 
 
-# op_sel picks the part of the destination that results of these widths go to.
+# op_sel selects the part of the destination for results of these widths.
 def _destination(ins: Instruction, operand: Operand, program, keeps: bool) -> Callable:
     select = ins.fields.get("opsel", 0) if ins.encoding == "VOP3" else 0
     if operand.bits == 8:
@@ -140,7 +140,7 @@ def _destination(ins: Instruction, operand: Operand, program, keeps: bool) -> Ca
 
 
 def _bind_bitop3(ins, program):
-    """V_BITOP3: the truth table stands in omod, abs and neg."""
+    """Bind V_BITOP3, whose truth table is in omod, abs and neg."""
     table = ins.fields["omod"] << 6 | ins.fields["abs"] << 3 | ins.fields["neg"]
     sixteen = ins.mnemonic.endswith("b16")
     select = ins.fields["opsel"]
@@ -177,7 +177,7 @@ SPECIAL: dict[str, Callable] = {
 
 
 def special(name: str) -> Callable | None:
-    """The binder of a family that is told by its name."""
+    """Return the binder of an instruction family, by name."""
     if name.startswith("v_cvt_scalef32_"):
         return convert.bind_scaled
     if name.startswith(("v_mfma_", "v_smfmac_")):

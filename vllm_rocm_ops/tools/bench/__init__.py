@@ -1,1 +1,1 @@
-"""How long ops take: cases, models' calls and lists of shapes (run.py), what is tuned (tune.py), and what else computes the same."""
+"""Benchmark cases, models' calls and lists of shapes (run.py) against other kernels (peers/), and autotune (tune.py)."""

@@ -1,6 +1,6 @@
-"""Attention of prompts, to be timed beside PyTorch's and FlashAttention: heads of public models, and shapes that perf-kernels times.
+"""Define the prefill attention shapes to benchmark against PyTorch and FlashAttention.
 
-Of a causal call only the scores that rows see are counted as work.
+They are the heads of public models and the shapes of perf-kernels. FLOPs of causal calls count visible scores only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_rocm_ops.ops import flash_attention
 from vllm_rocm_ops.tools.bench.peers import ATTENTION, Peer, peers
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape
 
-# batch, heads, key heads, rows, keys, size of a key, size of a value; all once causal, where rows see keys, and once not
+# batch, heads, KV heads, query rows, keys, key head size, value head size; each causal (aligned to the last key) and not causal
 SHAPES = {
     "llama-3.1-405b tp8": [(1, 16, 1, rows, rows, 128, 128) for rows in (1024, 4096, 8192)],
     "llama-3.1-8b": [(1, 32, 8, rows, rows, 128, 128) for rows in (1024, 4096, 16384)],
@@ -29,13 +29,13 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Attention(Shape):
-    """Dense attention."""
+    """Define one dense attention call."""
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
         return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
-        """One: a call does more with its arguments than to read them."""
+        """Return one set: a call is compute-bound, so its arguments need not be cold."""
         return [arguments]
 
     def flops(self, sizes: Mapping[str, int]) -> int:
@@ -45,7 +45,7 @@ class Attention(Shape):
         return peers(self.op, ATTENTION)
 
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
-        """The error of our results, by their norm, beside the reference's in fp32."""
+        """Return a check for the relative error (norm) of the plugin's result against the fp32 reference."""
         arguments = sets[0]
         exact, _, _ = flash_attention.reference(*(v.float() if isinstance(v, Tensor) else v for v in arguments))
 
@@ -56,7 +56,7 @@ class Attention(Shape):
 
 
 def attention(dtype: torch.dtype = torch.bfloat16) -> Iterator[Attention]:
-    """The shapes. Raises ValueError for a dtype that kernels do not take."""
+    """Yield the shapes. Raises ValueError for an unsupported dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the dtype of attention must be bfloat16 or float16, got {dtype}")
     for model, shapes in SHAPES.items():

@@ -1,7 +1,7 @@
-"""Attention of one decode step, to be timed beside what vLLM runs: heads of public models, batches, and lengths of caches.
+"""Define the decode attention shapes to benchmark against vLLM's kernels: public models, batch sizes and context lengths.
 
-Of a case `ragged` the lengths are anywhere between one key and twice the mean. Pages of a request are anywhere in the cache, and its block
-table has room for LONGEST keys, as in vLLM: nothing but `seq_lens` on the device says how many keys there are. Peers know the longest.
+In `ragged` cases lengths are uniform between 1 and twice the mean. Pages are scattered over the cache, and the block table has room for
+LONGEST keys, as in vLLM: only `seq_lens` on the device holds the lengths. Peers know the longest one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ BATCHES = tuple(2**i for i in range(8))
 CONTEXTS = 128, 1024, 4096, 16384, 65536, 131072
 LONGEST = CONTEXTS[-1]
 RAGGED = ((8, 1024), (32, 4096), (128, 1024), (64, 16384))  # requests, mean length
-HEADS = {  # heads, key heads, size of a head; of MLA no more than heads
+HEADS = {  # heads, KV heads, head size; MLA: heads only
     "llama-3.1-405b tp8": (16, 1, 128),
     "deepseek-v3 tp8": (16,),
     "llama-3.1-8b": (32, 8, 128),
     "qwen3-30b-a3b": (32, 4, 128),
     "deepseek-v3 tp1": (128,),
 }
-ALL = "llama-3.1-405b tp8", "deepseek-v3 tp8"  # in the whole grid; of the others a few
+ALL = "llama-3.1-405b tp8", "deepseek-v3 tp8"  # with the whole grid; other models with `FEW`
 FEW = ((1, 1024), (8, 4096), (64, 1024))
-PAGE, MLA_PAGE = 16, 64  # as vLLM's backends have them
+PAGE, MLA_PAGE = 16, 64  # tokens, as in vLLM's backends
 
 
 @dataclass(frozen=True)
 class Decode(Shape):
-    """One query row of each request; `keys` of all requests."""
+    """Define one decode call with a query row per request; `keys` is the total over the requests."""
 
     keys: int = 0
 
@@ -47,11 +47,11 @@ class Decode(Shape):
         return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
-        """One, where the cache is larger than the processor's."""
+        """Return one set if its cache exceeds the GPU's caches."""
         return [arguments] if self.bytes_moved([arguments]) > COLD_BYTES else super().sets(clock, arguments)
 
     def bytes_moved(self, sets: list[tuple]) -> float:
-        """Those of the keys and values that are there, of queries and results."""
+        """Return the bytes of keys, values, queries and results."""
         a = self.op.Arguments(*sets[0])
         if self.op is mla_decode:
             of_key, rows = a.kv_cache[0, 0].nbytes, 2 * a.q_nope.nbytes + a.q_pe.nbytes
@@ -66,7 +66,7 @@ class Decode(Shape):
         return peers(self.op, DECODE_ATTENTION)
 
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
-        """The error of the first and last request by their norm."""
+        """Return a check for the relative error (norm) of the first and last request."""
         a = self.op.Arguments(*sets[0])
         last = len(a.seq_lens) - 1
         some = torch.tensor(sorted({0, last}), device=a.seq_lens.device)
@@ -92,7 +92,7 @@ def _lengths(batch: int, context: int, ragged: bool) -> list[int]:
 
 
 def _make(heads: tuple[int, ...], lens: list[int], dtype: torch.dtype, device, generator, fp8_dtype) -> tuple:
-    """Arguments of the op for these heads."""
+    """Create the op's arguments."""
     page = MLA_PAGE if len(heads) == 1 else PAGE
     pages_each = [-(-length // page) for length in lens]
     order = torch.randperm(sum(pages_each), generator=generator, device=device).to(torch.int32)
@@ -113,7 +113,7 @@ def _make(heads: tuple[int, ...], lens: list[int], dtype: torch.dtype, device, g
 
 
 def decode_attention(dtype: torch.dtype = torch.bfloat16) -> Iterator[Decode]:
-    """The shapes. Raises ValueError for a dtype that kernels do not take."""
+    """Yield the shapes. Raises ValueError for an unsupported dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the dtype of attention must be bfloat16 or float16, got {dtype}")
     grid = [(batch, context, False) for context in CONTEXTS for batch in BATCHES]

@@ -1,9 +1,9 @@
-"""The routed experts of public models' layers, to be timed beside vLLM's fused MoE (peers/experts.py).
+"""Define the routed expert layers of public models to benchmark against vLLM's fused MoE (peers/experts.py).
 
-Each of `SHARES` is one rank's share of a layer: with `tp8` every expert and an eighth of each, with `ep8` an eighth of the
-experts and the tokens of all ranks; with `+shared` the shared expert is one more that every token goes to. All experts are
-as likely. Weights are larger than the cache, and each call of a graph has tokens and experts of its own. The floor is the time
-to move the weights of the experts that are hit, with tokens in and out, averaged over the calls.
+Each of `SHARES` is one rank's share of a layer. `tp8`: all experts, an eighth of each. `ep8`: an eighth of the experts, the tokens of
+all ranks. `+shared`: the shared expert is appended as one that every token uses. Experts are equally likely. Weights exceed the cache,
+and each call of a graph has its own tokens and expert ids. The floor is the time to read the weights of the experts hit, with tokens
+in and out, averaged over the calls.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from vllm_rocm_ops.tools.bench.peers import experts as vllm_experts
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape, made_case
 
 TOKENS = tuple(2**i for i in range(11))
-CALLS = {16: 32, 256: 16, 1024: 4}  # of a sample, by the most tokens
+CALLS = {16: 32, 256: 16, 1024: 4}  # calls per sample, by the maximum number of tokens
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of a layer: `routed` of `known` experts, `topk` of which a token goes to, `intermediate` columns of each;
-    the shared expert or not; FP8 weights with a scale per block of 128x128, or per row, with tokens quantised likewise."""
+    """Describe one rank's share of a layer.
+
+    It has `routed` of `known` experts with `intermediate` columns each; a token uses `topk` of the known ones, and the shared
+    expert with `shared`. FP8 weights have a scale per 128x128 block, or per row without `blocks`; tokens are quantized likewise.
+    """
 
     known: int
     routed: int
@@ -64,7 +67,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Experts(Shape):
-    """A share of a layer with so many tokens."""
+    """Define a share of a layer with a number of tokens."""
 
     share: Share | None = None
 
@@ -72,7 +75,7 @@ class Experts(Shape):
         return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
-        """All with the same weights."""
+        """Return sets that share their weights."""
         a = fused_experts.Arguments(*arguments)
         m, generator = len(a.hidden), torch.Generator(clock.device).manual_seed(1)
         found = [arguments]
@@ -85,7 +88,7 @@ class Experts(Shape):
         return found
 
     def hits(self, arguments: tuple) -> int:
-        """How many of the rank's experts a call reads."""
+        """Return how many of the rank's experts a call reads."""
         ids = fused_experts.Arguments(*arguments).topk_ids
         return len(ids[ids < self.share.routed].unique()) + self.share.shared
 
@@ -99,13 +102,15 @@ class Experts(Shape):
         return of_experts(sets[0])
 
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
-        """The largest difference from the result of each peer, relative to the largest result, for the call with most experts:
-        another may hit none of this rank."""
+        """Return a check of the call with the most experts hit, as other calls may hit none of this rank.
+
+        It reports the maximum difference from each peer's result, relative to the largest value.
+        """
         hits = [self.hits(arguments) for arguments in sets]
         arguments = sets[hits.index(max(hits))]
         theirs = {}
         for name, peer in peers.items():
-            with contextlib.suppress(Exception):  # `peers.prepare` says why it is unavailable
+            with contextlib.suppress(Exception):  # `peers.prepare` reports why it is unavailable
                 theirs[name] = peer.call(*peer.prepare(*arguments)).float()
         hit, file = round(sum(hits) / len(hits), 2), vllm_experts.tuned(sets[0])[0] if peers else None
 
@@ -120,7 +125,7 @@ class Experts(Shape):
 
 
 def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tuple:
-    """Of our op, with weights that keep results about as large as tokens; shared experts are not in ids."""
+    """Create the op's arguments, with weights that keep the results' scale near the tokens'; ids omit the shared expert."""
     sizes = share.known, share.experts, share.topk, share.hidden, share.intermediate
     a = fused_experts.Arguments(*model_arguments.experts(m, inputs, *sizes, quantization))
     given = {"shared_experts": int(share.shared), "topk_weights": a.topk_weights / a.topk_weights.sum(1, keepdim=True)}
@@ -129,12 +134,12 @@ def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tup
     for weight, scale in ((a.w1, a.w1_scale), (a.w2, a.w2_scale)):
         (weight if scale is None else scale).mul_(weight.shape[2] ** -0.5)
     if quantization == TOKEN:
-        given |= {"w1_scale": a.w1_scale[..., None], "w2_scale": a.w2_scale[..., None]}  # as vLLM has them
+        given |= {"w1_scale": a.w1_scale[..., None], "w2_scale": a.w2_scale[..., None]}  # vLLM's shape
     return tuple(a._replace(**given))
 
 
 def experts(tokens: Iterable[int] = TOKENS, dtype: torch.dtype = torch.float8_e4m3fn) -> Iterator[Experts]:
-    """The shares, with weights in the architecture's e4m3 or in bf16. Raises ValueError for another dtype."""
+    """Yield the shares with weights in the architecture's e4m3 or bf16. Raises ValueError for another dtype."""
     if dtype not in (torch.float8_e4m3fn, torch.bfloat16):
         raise ValueError(f"the dtype of experts' weights must be float8_e4m3fn or bfloat16, got {dtype}")
     for name, share in SHARES.items():

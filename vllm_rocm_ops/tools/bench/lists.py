@@ -1,4 +1,4 @@
-"""The lists of shapes of public models, by name."""
+"""Name the benchmark lists of public models' shapes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "decode-attention-fp16": functools.partial(decode_attention, dtype=torch.float16),
 }
 VARIANTS = ("-fp16", "-bf16", "-shuffled")
-KINDS = {"rows": "ops", "linear": "gemm"}  # of files of results, where it is not the list's name
+KINDS = {"rows": "ops", "linear": "gemm"}  # kinds of results that differ from the list's name
 
 
 def kind_of(name: str | None, model: str | None) -> str:
-    """The kind of results, after which their files are named: of a list, of a model or of the ops' cases."""
+    """Return the kind of results in the file name: a list's, "model" or "cases"."""
     if name is None:
         return "model" if model else "cases"
     for variant in VARIANTS:
@@ -42,10 +42,10 @@ def kind_of(name: str | None, model: str | None) -> str:
 
 
 def of_list(name: str, tp: int | None, tokens: tuple[int, ...] | None) -> Iterable[shapes.Shape]:
-    """Return the shapes of a list for these ranks and tokens, or for its own. Raises ValueError where it has neither."""
+    """Return the shapes of a list, for `tp` and `tokens` if given. Raises ValueError if the list does not support them."""
     options = {"tp": ("--tp", tp), "tokens": ("--batch", tokens)}
     given = {key: value for key, (_, value) in options.items() if value is not None}
     refused = given.keys() - inspect.signature(LISTS[name]).parameters
     if refused:
-        raise ValueError(f"the list {name} takes no {' '.join(sorted(options[key][0] for key in refused))}")
+        raise ValueError(f"the list {name} does not support {' '.join(sorted(options[key][0] for key in refused))}")
     return LISTS[name](**given)

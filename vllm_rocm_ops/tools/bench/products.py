@@ -1,4 +1,4 @@
-"""Products of each type that `gemm` takes: sizes of perf-kernels' benchmarks, and layers of Llama-3.1-8B in INT8."""
+"""Define the GEMM shapes of each dtype that `gemm` supports: perf-kernels' sizes, and Llama-3.1-8B's layers in INT8."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm_rocm_ops.tools.bench.shapes import Shape, beside_float64
 
 KINDS = ("int8", "e4m3", "e5m2", "bf16", "fp16")
 LARGE = (*((1024 * i,) * 3 for i in (1, 2, 4, 8)), (4864, 4096, 8192), (9728, 8192, 65536), (4864, 8192, 4160))
-FEW = ((1, 8192, 28672), (1, 6144, 6144), (1, 4096, 4096), (2, 16384, 16384), (1, 4096, 3078))  # of fp16
+FEW = ((1, 8192, 28672), (1, 6144, 6144), (1, 4096, 4096), (2, 16384, 16384), (1, 4096, 3078))  # fp16
 LAYERS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # N and K
 
 
 def products(tokens: Iterable[int] = (1, 8, 16, 32, 64, 256, 2048)) -> Iterator[Shape]:
-    """M, N and K of `LARGE` in each type, of `FEW`, and of layers in int8 with so many tokens, with scales of rows and of blocks."""
+    """Yield `LARGE` in each dtype, `FEW` in fp16, and int8 layers at each number of tokens, with row and block scales."""
     sizes = [(*of, kind) for of in LARGE for kind in KINDS] + [(*of, "fp16") for of in FEW]
     sizes += [(m, *of, kind) for kind in ("int8", "int8 blocks") for of in LAYERS for m in tokens]
     for m, n, k, kind in sizes:

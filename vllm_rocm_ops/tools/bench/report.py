@@ -1,5 +1,4 @@
-"""What was measured: a line per case, as text, as JSON for the files under serving_benchmarks/results, and as CSV, and what lines sum
-up to."""
+"""Report benchmark results: text lines and summaries, JSON lines for serving_benchmarks/results, and CSV."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from vllm_rocm_ops.core.clock import Clock
 COPIED = 1 << 30  # float32 values
 COPIES = 4
 FEW_TOKENS = 64
-SHOWN = 3  # of the configurations of a sweep; more where they are chosen or wrong
+SHOWN = 3  # configurations to print per shape in a sweep, besides chosen and wrong ones
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where results are from. A copy reads and writes `copy_gb_s`."""
+    """Describe where results are from. `copy_gb_s` is the bandwidth of a copy, reads and writes counted."""
 
     gpu: str
     copy_gb_s: float
@@ -34,23 +33,24 @@ class Origin:
     commit: str
 
     def file(self, results: Path, kind: str) -> Path:
-        """Where results of a kind go."""
+        """Return the file for results of a kind."""
         name = f"{datetime.date.today()}-{self.commit}-{kind}.jsonl"
         return results / self.gpu.replace(" ", "-").lower() / name
 
 
 def origin(clock: Clock, vllm: str | None, commit: str) -> Origin:
-    """That of what is measured here, beside this version of vLLM."""
+    """Return the origin of results measured on this machine, with this version of vLLM."""
     versions = {"torch": torch.__version__, "vllm": vllm, "vllm_rocm_ops": vllm_rocm_ops.__version__}
     return Origin(gpu_name(clock), copy_bandwidth(clock), versions, commit)
 
 
 def gpu_name(clock: Clock) -> str:
+    """Return the GPU's name, or the device without one."""
     return torch.cuda.get_device_name() if clock.device == "cuda" else clock.device
 
 
 def copy_bandwidth(clock: Clock) -> float:
-    """GB/s of reading and writing large tensors once, both counted."""
+    """Return the GB/s of copying large tensors, reads and writes counted."""
     source = torch.empty(COPIED, dtype=torch.float32, device=clock.device)
     target = torch.empty_like(source)
     prepared = clock.prepare(lambda: torch.neg(source, out=target), [()] * COPIES)
@@ -58,7 +58,7 @@ def copy_bandwidth(clock: Clock) -> float:
 
 
 def commit() -> str:
-    """Return the commit that VLLM_ROCM_OPS_COMMIT names, else the commit of the checkout in the working directory."""
+    """Return VLLM_ROCM_OPS_COMMIT if set, else the commit of the checkout in the working directory."""
     if named := envs.VLLM_ROCM_OPS_COMMIT:
         return named
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -70,9 +70,11 @@ def commit() -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One case in one configuration: what ran it, what is wrong with the result (None if nothing is, "" if it was not checked),
-    the samples in the clock's unit, and what a call moves and computes; the medians of peers, and why others are unavailable.
-    `chosen` is the configuration that runs without a sweep; `found` is what else a list of shapes says of its results."""
+    """Hold one case in one configuration.
+
+    `wrong` is the fault of the result: None if it is correct, "" if it was not checked. `samples` and the peers' medians are in the
+    clock's unit. `chosen` marks the configuration that runs without a sweep. `found` has further fields from a list's check.
+    """
 
     op: str
     case: str
@@ -95,7 +97,7 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as the best peer it is."""
+        """Return the speedup over the fastest peer."""
         return min(self.peers.values()) / self.median if self.peers and self.samples else None
 
     @property
@@ -103,7 +105,7 @@ class Line:
         return next((size for size in self.sizes.values() if isinstance(size, int)), 0)
 
     def __str__(self) -> str:
-        verdict = {None: "right", "": ""}.get(self.wrong, "WRONG")
+        verdict = {None: "ok", "": ""}.get(self.wrong, "FAILED")
         text = f"{self.op:36} {self.case:24} {verdict:6}"
         if self.samples:
             text += f" {min(self.samples):9.2f} {self.median:9.2f} {max(self.samples):9.2f}"
@@ -115,7 +117,7 @@ class Line:
         return text + "".join(f"  {name} {_shown(value)}" for name, value in self.found.items())
 
     def json(self, origin: Origin) -> dict:
-        """The line of a file of results."""
+        """Return the line of a results file."""
         us, floor = self.median if self.samples else None, self.bytes_moved / origin.copy_gb_s / 1000
         return {
             "op": self.op,
@@ -139,7 +141,7 @@ class Line:
 
 
 def append(lines: Iterable[Line], origin: Origin, path: Path) -> None:
-    """Adds lines to a file of results."""
+    """Append lines to a results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(line.json(origin)) + "\n" for line in lines)
@@ -163,8 +165,10 @@ COLUMNS = (
 
 
 def append_csv(lines: list[Line], gpu: str, commit: str, path: Path) -> None:
-    """Adds lines to a table: a row of each configuration of ours, and one of each peer, of which only the median is known. A new
-    file begins with the names of the columns."""
+    """Append rows to a table, with column names if it is new: one per configuration of the plugin and per peer.
+
+    Peers have their median only.
+    """
 
     def row(line: Line, by: str, samples: tuple[float, ...], kernel: str = "", result: str = "") -> dict:
         us = statistics.median(samples) if samples else None
@@ -208,24 +212,24 @@ def _shown(value: object) -> str:
 
 
 def summary(lines: list[Line]) -> str:
-    """How many are wrong, and geometric means: of the medians, of the peers' times and of a sweep's best times to them."""
+    """Summarize results: the number of failures, and geometric means of medians, speedups and a sweep's regret."""
     chosen = [line for line in lines if line.chosen]
     checked = [line for line in lines if line.wrong != ""]
     wrong = sum(line.wrong is not None for line in checked)
     text = f"{len(chosen)} cases"
     if checked:
-        text += f", {wrong} wrong" if wrong else ", all right"
+        text += f", {wrong} failed" if wrong else ", all passed"
     timed = [line for line in chosen if line.samples]
     for op, of_op in _grouped(timed, lambda line: line.op).items():
         mean = statistics.geometric_mean(line.median for line in of_op)
-        text += f"\n{op}: {mean:.2f} us as a geometric mean of {len(of_op)} cases"
+        text += f"\n{op}: {mean:.2f} us geometric mean, {len(of_op)} cases"
     if len({line.op for line in timed}) > 1:
-        text += f"\nall: {statistics.geometric_mean(line.median for line in timed):.2f} us as a geometric mean"
+        text += f"\nall: {statistics.geometric_mean(line.median for line in timed):.2f} us geometric mean"
     compared = [line for line in timed if line.ratio]
     for (what, few), of_range in _grouped(compared, lambda line: (_what(line), line.tokens <= FEW_TOKENS)).items():
         ratios, tokens = [line.ratio for line in of_range], f"{'up to' if few else 'more than'} {FEW_TOKENS} tokens"
         mean = statistics.geometric_mean(ratios)
-        text += f"\n{what}, {tokens}: {mean:.2f}x the best peer as a geometric mean, least {min(ratios):.2f}x"
+        text += f"\n{what}, {tokens}: {mean:.2f}x speedup over the best peer (geometric mean), min {min(ratios):.2f}x"
     if len(lines) > len(chosen):
         best = {
             case: min(line.median for line in of_case)
@@ -233,12 +237,12 @@ def summary(lines: list[Line]) -> str:
         }
         for op, of_op in _grouped(timed, lambda line: line.op).items():
             mean = statistics.geometric_mean(line.median / best[line.op, line.case] for line in of_op)
-            text += f"\n{op}: the chosen configurations take {mean:.3f}x the time of the best ones"
+            text += f"\n{op}: chosen configurations take {mean:.3f}x the time of the best (geometric mean)"
     return text
 
 
 def show(results: Iterable[list[Line]], keep: Callable[[list[Line]], None] | None = None) -> int:
-    """Print results as they come, and what they sum up to, and `keep` each. Return 1 if one is wrong."""
+    """Print results as they arrive, with a summary, and pass each to `keep`. Returns 1 if a result is wrong."""
     lines = []
     print(HEADER)
     for of_shape in results:
@@ -247,7 +251,7 @@ def show(results: Iterable[list[Line]], keep: Callable[[list[Line]], None] | Non
             if place < SHOWN or line.chosen or line.wrong:
                 print(line, flush=True)
         for peer, why in of_shape[0].unavailable.items():
-            print(f"  no {peer}: {why}")
+            print(f"  {peer} unavailable: {why}")
         if keep:
             keep(of_shape)
     print(summary(lines))
@@ -255,7 +259,10 @@ def show(results: Iterable[list[Line]], keep: Callable[[list[Line]], None] | Non
 
 
 def keeper(output: Path, kind: str, clock: Clock, vllm: str | None) -> Callable[[list[Line]], None]:
-    """Return what appends lines to a .jsonl or .csv file, or to a file of this kind in a folder. Raises ValueError for another file."""
+    """Return a function that appends lines to a .jsonl or .csv file, or to this kind's file in a folder.
+
+    Raises ValueError for another file.
+    """
     measured = commit()
     if output.suffix == ".csv":
         return lambda lines: append_csv(lines, gpu_name(clock), measured, output)

@@ -1,7 +1,7 @@
-"""Runs shapes on this machine: are the results right, how long do they take, and how long what else computes the same?
+"""Run shapes on this machine: check results, time the plugin's kernels, and time other kernels.
 
-All configurations and peers of a shape are timed in turn, as the tuner times them (clock.py). Bytes are those of all tensors, those
-updated in place twice; operations are counted for products.
+All configurations and peers of a shape are timed in turn, as in the tuner (clock.py). Bytes count every tensor, and twice those updated
+in place. FLOPs are counted for GEMMs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ def run(
     sweep: bool = False,
     peers: bool = False,
 ) -> Iterator[list[Line]]:
-    """Each shape, checked and timed: a line, or in a sweep one of each configuration, the fastest first. It is called once and
-    checked, if `once`; only called, a few times, if `profile`. Without a clock the reference runs, on CPU: there is nothing to
-    check and to time. Of ours kernels alone are timed, and beside them `peers`."""
+    """Yield the lines of each shape, checked and timed: one, or in a sweep one per configuration, fastest first.
+
+    With `once` the op is called once and checked; with `profile` it is only called, a few times. Without a clock the reference
+    runs on the CPU, unchecked and untimed. Fallbacks are not timed; `peers` are timed too.
+    """
     device = clock.device if clock else "cpu"
     for shape in shapes:
         op = shape.op
@@ -51,11 +53,11 @@ def run(
             yield [_with(line, shape.check([given], device, {})())]
         else:
             yield _timed(shape, clock, given, explained, line, sweep, peers)
-        torch.cuda.empty_cache()  # of what graphs held
+        torch.cuda.empty_cache()  # frees the graphs' memory
 
 
 def _with(line: Line, found: dict[str, object], **fields) -> Line:
-    """The line with what a check found."""
+    """Return the line with the fields that a check found."""
     wrong = found.pop("wrong", "")
     return dataclasses.replace(line, wrong=wrong, found=found, **fields)
 
@@ -94,12 +96,15 @@ def _timed(
     return sorted(timed, key=lambda line: line.median)
 
 
-# Memory bandwidth
+# HBM bandwidth
 
 
 def bandwidths(clock: Clock, op: Op, size: int) -> dict[str, float]:
-    """GB/s of moving `size` bytes of HBM: a copy (read and written), PyTorch's sum of them, and `op`, our `unquantized_gemm`,
-    which multiplies one token with them as a weight."""
+    """Return the GB/s of moving `size` bytes of HBM.
+
+    The calls are a copy (read and written), PyTorch's sum, and `op`, the plugin's `unquantized_gemm`, which multiplies one token
+    with them as the weight.
+    """
     count = clock.calls(size)
     sources = [torch.ones(size // 2, dtype=torch.bfloat16, device=clock.device) for _ in range(count)]
     total = torch.zeros((), dtype=torch.bfloat16, device=clock.device)
@@ -116,10 +121,10 @@ def bandwidths(clock: Clock, op: Op, size: int) -> dict[str, float]:
 
 
 def hbm(clock: Clock, op: Op) -> Iterator[str]:
-    """A table of bandwidths by size, line by line."""
+    """Yield a table of bandwidth by size, line by line."""
     yield f"{'MB':>8} {'copy':>8} {'sum':>8} {op.name:>18}  GB/s"
     for size in HBM_BYTES:
         found = bandwidths(clock, op, size)
         yield f"{size / 1e6:8.0f} {found['copy']:8.0f} {found['sum']:8.0f} {found[op.name]:18.0f}"
     usual = clock.arch.bandwidth_gb_s
-    yield f"costs are fitted to {usual:.0f} GB/s of reading on {clock.arch.name}"
+    yield f"the cost model uses {usual:.0f} GB/s read bandwidth on {clock.arch.name}"

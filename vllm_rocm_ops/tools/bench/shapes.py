@@ -1,4 +1,4 @@
-"""What is timed: an op's case or a model's call, or a list of shapes of public models: rows, gemm, routing, and moe (experts.py)."""
+"""Define what bench times: an op's case, a model's call, or lists of public models' shapes (rows, gemm, routing)."""
 
 from __future__ import annotations
 
@@ -21,45 +21,49 @@ from vllm_rocm_ops.ops.families import weight_layout
 from vllm_rocm_ops.tools.bench.peers import Peer, peers
 from vllm_rocm_ops.tools.bench.peers.products import column_major
 
-Check = Callable[[], dict[str, object]]  # gives fields of a line
+Check = Callable[[], dict[str, object]]  # returns fields of a line
 
 
 @dataclass(frozen=True)
 class Shape:
-    """An op with arguments, checked as the tests check it unless `compare(op, arguments)` gives another check. Arguments are
-    made on the CPU for the tests' check, else on the clock's device; ours may want them in another `layout` than peers."""
+    """Pair an op with arguments.
+
+    The result is checked as in the tests unless `compare(op, arguments)` returns another check. The tests' check creates
+    arguments on the CPU, other checks on the clock's device. `layout` converts them to the plugin's layout if it differs from the
+    peers'.
+    """
 
     op: Op
     case: Case
     sizes: dict[str, int] = field(default_factory=dict)
     compare: Callable[[Op, tuple], Check] | None = None
     layout: Callable[..., tuple] = lambda *arguments: arguments
-    group: str = ""  # of cases that a summary takes together
+    group: str = ""  # groups cases in a summary
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        """Those of one call."""
+        """Create the arguments of one call."""
         if self.compare:
             return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
         made = self.case.make("cpu", correctness.generator_of(self.case.name), fp8_dtype)
         return tuple(correctness.clone(value, device) for value in made)
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
-        """As many sets of arguments as the clock wants, the first as given."""
+        """Return the clock's number of argument sets, the given one first."""
         copies = range(clock.calls(self.bytes_moved([arguments])) - 1)
         return [arguments, *(tuple(correctness.clone(value, clock.device) for value in arguments) for _ in copies)]
 
     def bytes_moved(self, sets: list[tuple]) -> float:
-        """By a call, on average: all tensors, those updated in place twice."""
+        """Return the bytes moved by a call, on average: every tensor, and twice those updated in place."""
         a = self.op.Arguments(*sets[0])
         outputs = correctness.as_tuple(self.op.allocate(a))
         return tensor_bytes(*a, *outputs, *(getattr(a, name) for name in self.op.mutates))
 
     def flops(self, sizes: Mapping[str, int]) -> int:
-        """Of a call; of products alone."""
+        """Return the FLOPs of a call; 0 for ops other than GEMMs."""
         return 2 * sizes["m"] * sizes["n"] * sizes["k"] if {"m", "n", "k"} <= set(sizes) else 0
 
     def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
-        """Of what runs when it is called."""
+        """Return a check of the op's result in its current configuration."""
         if self.compare:
             return self.compare(self.op, self.layout(*sets[0]))
         on_cpu = tuple(correctness.clone(value) for value in sets[0])
@@ -79,7 +83,7 @@ class Shape:
 
 
 def select(shapes: Iterable[Shape], op: Iterable[str], case: Iterable[str]) -> list[Shape]:
-    """Those whose names match one of the patterns each. Raises ValueError where none do."""
+    """Return the shapes whose op and case names match a pattern each. Raises ValueError if none do."""
     op, case = list(op), list(case)
 
     def matches(name: str, patterns: list[str]) -> bool:
@@ -92,7 +96,7 @@ def select(shapes: Iterable[Shape], op: Iterable[str], case: Iterable[str]) -> l
 
 
 def made_case(name: str, dtype: torch.dtype, arguments: Callable, *sizes) -> Case:
-    """One whose arguments `model_arguments` makes."""
+    """Return a case whose arguments `model_arguments` creates."""
 
     def make(device: str, generator: torch.Generator, fp8_dtype: torch.dtype) -> tuple:
         tokens, *parameters = sizes
@@ -104,7 +108,7 @@ def made_case(name: str, dtype: torch.dtype, arguments: Callable, *sizes) -> Cas
 # Rows
 
 ROWS = tuple(2**i for i in range(12))
-HIDDEN = (16384, 7168)  # of Llama-3.1-405B and of DeepSeek-V3
+HIDDEN = (16384, 7168)  # Llama-3.1-405B and DeepSeek-V3
 NORM = True, 1e-6  # with a residual
 ROW_OPS: dict[Op, tuple] = {
     ops.fused_add_rms_norm: (model_arguments.norm, *NORM),
@@ -120,7 +124,7 @@ ROW_OPS: dict[Op, tuple] = {
 
 
 def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> Iterator[Shape]:
-    """Norms and activations. Raises ValueError for a dtype that they do not take."""
+    """Yield norms and activations. Raises ValueError for an unsupported dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the dtype of rows must be bfloat16 or float16, got {dtype}")
     for (op, (arguments, *how)), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
@@ -129,8 +133,11 @@ def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> I
 
 
 def beside_vllm(op: Op, arguments: tuple) -> Check:
-    """How our results differ from those of vLLM's op: the share of elements of the output, and of what is updated in place, with
-    other bits; and the largest relative difference of a scale."""
+    """Return a check for differences from vLLM's op.
+
+    It reports the fraction of elements with other bits in the output and in tensors updated in place, and the largest relative
+    difference of a scale.
+    """
     peer = peers(op).get("vllm")
     if peer is None:
         return lambda: {"differs_from_vllm": None}
@@ -144,7 +151,7 @@ def beside_vllm(op: Op, arguments: tuple) -> Check:
 
     theirs, of_vllm = peer.prepare(*own())
     peer.call(theirs, of_vllm)
-    if op is ops.fused_add_rms_norm:  # vLLM's op returns in its input
+    if op is ops.fused_add_rms_norm:  # vLLM's op writes into its input
         theirs = of_vllm.input
 
     def found() -> dict[str, object]:
@@ -159,7 +166,7 @@ def beside_vllm(op: Op, arguments: tuple) -> Check:
     return found
 
 
-# Products
+# GEMMs
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 MODELS = {"llama": "llama-3.1-405b-fp8", "deepseek": "deepseek-v3"}
@@ -167,7 +174,7 @@ TP = 8
 
 
 def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[model_layers.LayerCall, int, int]]:
-    """The linear layers of a model, with changes of its configuration, each with its N and K."""
+    """Yield the linear layers of a model, with `changes` to its configuration, each with its N and K."""
     for call in model_layers.calls(model_config.read(model) | changes, tp):
         arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
         sizes = call.op.problem(call.op.Arguments(*arguments))
@@ -176,7 +183,7 @@ def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[model_layers
 
 
 def _column_major_blocks(*sizes) -> tuple:
-    """With the scales of the activations as most peers want them."""
+    """Create arguments with column-major activation scales, as most peers need them."""
     return column_major(*model_arguments.block_scaled(*sizes))
 
 
@@ -189,8 +196,10 @@ GEMMS: dict[Op, tuple] = {
 
 
 def gemm(tokens: Iterable[int] = TOKENS, tp: int = TP, shuffled: bool = False) -> Iterator[Shape]:
-    """The linear layers of a decode step of one of `tp` ranks, all FP8 ones with each kind of scales; ours with weights in
-    fragment order if they are to be shuffled."""
+    """Yield the linear layers of a decode step on one of `tp` ranks, FP8 layers with each kind of scales.
+
+    If `shuffled`, the plugin's weights are in fragment order.
+    """
     for op, (arguments, *how) in GEMMS.items():
         layers = {
             f"{name}{f' tp{tp}' * (tp != TP)} {call.layer}": (n, k)
@@ -211,7 +220,7 @@ def _shuffle(a, weight, *rest) -> tuple:
 
 
 def beside_float64(op: Op, arguments: tuple) -> Check:
-    """The error of our results, by their norm."""
+    """Return a check for the relative error (norm) against float64."""
     exact = op.reference(*(torch.float64 if value is torch.bfloat16 else value for value in arguments)).double()
     return lambda: {"relative_error": ((op(*arguments).double() - exact).norm() / exact.norm()).item()}
 
@@ -222,7 +231,7 @@ DEEPSEEK_ROUTING = 256, 8, True, 8, 4, "sigmoid", 2.5, True
 
 
 def routing(tokens: Iterable[int] = (*TOKENS, 128, 1024)) -> Iterator[Shape]:
-    """Tokens to DeepSeek-V3's experts."""
+    """Yield routing over DeepSeek-V3's experts."""
     for m in tokens:
         case = made_case(f"{m}x{DEEPSEEK_ROUTING[0]}", torch.bfloat16, model_arguments.routing, m, *DEEPSEEK_ROUTING)
         yield Shape(ops.grouped_topk, case, {"tokens": m, "experts": DEEPSEEK_ROUTING[0]})

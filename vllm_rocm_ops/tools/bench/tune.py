@@ -1,9 +1,9 @@
-"""Times every configuration of every op for a model's shapes, and keeps what is faster than what ships.
+"""Autotune the ops for a model's shapes, and save the configurations that beat the shipped ones.
 
-Rows go to <folder>/<arch>/<op>.csv, where an op looks before it looks at the shipped tables; the folder is that of
-`VLLM_ROCM_OPS_TABLES`. All configurations of a problem are timed in one run, in turn. The fastest gets a row if it beats what
-runs without the user's tables by more than 3 %, and again when the two are timed alone. Where none does, the row has no
-configuration: it says that the problem was measured, so that the next run skips it.
+Rows go to <folder>/<arch>/<op>.csv, which an op reads before the shipped tables; the folder is `VLLM_ROCM_OPS_TABLES`. All
+configurations of a problem are timed in one run, in turn. The fastest gets a row if it is more than 3 % faster than the one that runs
+without the user's tables, and again when only these two are timed. Otherwise the row has no configuration: it marks the problem as
+measured, so the next run skips it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PREFILL = (512, 1024, 2048, 4096, 8192)
 
 
 class Problem(NamedTuple):
-    """What one tuned row is for: a call of an op, and the row's key."""
+    """Describe the subject of one tuned row: a call of an op, and the row's key."""
 
     op: Op
     layer: str
@@ -49,8 +49,10 @@ class Problem(NamedTuple):
 
 @dataclass
 class Result:
-    """The medians of a problem, in the clock's unit: of what runs now, of the configuration that has earned a row (or of what
-    runs now, too), and of the peers. `unavailable` says why a peer is missing."""
+    """Hold the medians of a problem, in the clock's unit: the current configuration, the best one, and the peers.
+
+    `best` equals `now` if no configuration earned a row. `unavailable` tells why a peer is missing.
+    """
 
     problem: Problem
     now: float
@@ -61,7 +63,7 @@ class Result:
 
 
 class Tuned(NamedTuple):
-    """What a run did: results, how many problems had rows already, and the folder of the tables."""
+    """Hold the results of a run, the number of problems that already had rows, and the tables' folder."""
 
     results: list[Result]
     known: int
@@ -71,8 +73,10 @@ class Tuned(NamedTuple):
 def problems(
     calls: Iterable[model_layers.LayerCall], batches: Iterable[int], arch: Arch
 ) -> tuple[list[Problem], dict[str, str]]:
-    """The problems of a model's calls with so many tokens, each once, for the call that a step has most of; and why kernels do
-    not take the others, by what they are."""
+    """Return the distinct problems of a model's calls at these batch sizes, and why no kernel supports the others.
+
+    A problem is named after the call with the highest count per step.
+    """
     found: dict[tuple, Problem] = {}
     refused = {}
     for call in sorted(calls, key=lambda call: -call.count):
@@ -91,7 +95,7 @@ def problems(
 
 
 def inputs(case: Case, clock: Clock) -> list[tuple]:
-    """As many sets of arguments as the clock wants for one sample."""
+    """Create the clock's number of argument sets for one sample."""
     on_meta = case.make("meta", torch.Generator(), clock.arch.fp8_dtype)
     generator = torch.Generator(clock.device).manual_seed(0)
     count = clock.calls(tensor_bytes(*on_meta))
@@ -99,7 +103,7 @@ def inputs(case: Case, clock: Clock) -> list[tuple]:
 
 
 def measure(problem: Problem, clock: Clock, peers: Mapping[str, object], folder: Path) -> Result:
-    """Times all configurations of a problem and its peers, for a row in the tables of a folder."""
+    """Time all configurations of a problem and its peers, for a row in a folder's tables."""
     op, arch = problem.op, clock.arch
     sets = inputs(problem.case, clock)
     a = op.Arguments(*sets[0])
@@ -131,7 +135,7 @@ def _wins(ours: float, other: float) -> bool:
 
 
 class Table:
-    """A user's table of one op: rows as tables.py reads them, in a file that is replaced at once."""
+    """Manage a user's table for one op, with rows as tables.py reads them; the file is replaced atomically."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -141,11 +145,11 @@ class Table:
                 self.rows = list(csv.DictReader(file))
 
     def has(self, key: Mapping[str, str]) -> bool:
-        """Whether there is a row for these sizes, with a configuration or without."""
+        """Return whether a row exists for these sizes, with or without a configuration."""
         return any(self._is_for(row, key) for row in self.rows)
 
     def put(self, key: Mapping[str, str], config: object | None, source: str) -> None:
-        """Adds a row in place of any for the same sizes, and writes the file."""
+        """Replace the row for these sizes, or add one, and write the file."""
         fields = {} if config is None else tables.config_fields(config)
         row = {**key, **{f"config.{name}": value for name, value in fields.items()}, "source": source}
         self.rows = [old for old in self.rows if not self._is_for(old, key)] + [row]
@@ -174,7 +178,7 @@ def tune(
     on: str = "",
     log: TextIO | None = None,
 ) -> Tuned:
-    """Measures the problems that have no row yet, or all of them, and writes their rows, each at once. `on` names the GPU."""
+    """Measure the problems without a row, or all with `force`, and write each row at once. `on` names the GPU."""
     tables: dict[str, Table] = {}
 
     def table(op: Op) -> Table:
@@ -196,16 +200,16 @@ def tune(
 
 
 def source(result: Result, clock: Clock, on: str) -> str:
-    """Where a row comes from, in words."""
-    times = f"{result.best:.2f} {clock.unit}, without the row {result.now:.2f}"
+    """Return the provenance of a row."""
+    times = f"{result.best:.2f} {clock.unit} versus {result.now:.2f} without this row"
     if result.config is None:
-        times = f"{result.now:.2f} {clock.unit}, nothing more than {MARGIN:.0%} faster"
+        times = f"{result.now:.2f} {clock.unit}, no configuration more than {MARGIN:.0%} faster"
     who = f"vllm-rocm-ops {vllm_rocm_ops.__version__} tune on {on or clock.arch}, {datetime.date.today()}"
     return f"{who}: {times}"
 
 
 def line(result: Result, clock: Clock) -> str:
-    """One line about a result."""
+    """Return the progress line of a result."""
     text = f"{result.problem}: {result.now:.2f} {clock.unit}"
     if result.config is not None:
         text += f" -> {result.best:.2f} with {result.config}"
@@ -216,29 +220,30 @@ def line(result: Result, clock: Clock) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Format a duration in minutes or seconds."""
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def summary(done: Tuned, refused: Mapping[str, str], clock: Clock) -> str:
-    """What a run found, for people."""
+    """Summarize a run."""
     results = done.results
     won = [result for result in results if result.config is not None]
-    lines = [f"{len(results)} shapes measured, {done.known} known before, {len(refused)} that no kernel takes"]
+    lines = [f"{len(results)} shapes measured, {done.known} already in the tables, {len(refused)} unsupported"]
     if won:
         gain = statistics.geometric_mean([result.now / result.best for result in won])
-        lines.append(f"{len(won)} rows won by more than {MARGIN:.0%}: {gain:.2f}x as a geometric mean")
+        lines.append(f"{len(won)} new rows, each more than {MARGIN:.0%} faster: {gain:.2f}x (geometric mean)")
     elif results:
-        lines.append(f"no row won by more than {MARGIN:.0%}: what ships is as good as it gets")
+        lines.append(f"no configuration is more than {MARGIN:.0%} faster: the shipped ones stay")
     for op in dict.fromkeys(result.problem.op.name for result in results):
         of_op = [result for result in results if result.problem.op.name == op]
         ratios = [min(result.peers.values()) / result.best for result in of_op if result.peers]
         if ratios:
             mean = statistics.geometric_mean(ratios)
-            lines.append(f"  {op}: {mean:.2f}x the best peer as a geometric mean, least {min(ratios):.2f}x")
+            lines.append(f"  {op}: {mean:.2f}x speedup over the best peer (geometric mean), min {min(ratios):.2f}x")
     unavailable = {(r.problem.op.name, name): why for r in results for name, why in r.unavailable.items()}
-    lines += [f"  {op}: not in all shapes: {name}: {why}" for (op, name), why in unavailable.items()]
+    lines += [f"  {op}: {name} unavailable for some shapes: {why}" for (op, name), why in unavailable.items()]
     for why in dict.fromkeys(refused.values()):
         shapes = [shape for shape in refused if refused[shape] == why]
-        lines.append(f"  no kernel for {shapes[0]}{f' and {len(shapes) - 1} more' if shapes[1:] else ''}: {why}")
+        lines.append(f"  no kernel for {shapes[0]}{f' and {len(shapes) - 1} others' if shapes[1:] else ''}: {why}")
     lines.append(f"tables: {done.folder / clock.arch.name}")
     return "\n".join(lines)

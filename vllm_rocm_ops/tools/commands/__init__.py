@@ -1,1 +1,1 @@
-"""The commands of `vllm-rocm-ops`, one a file: `add(parser)` adds its options, `run(...)` takes their values and prints."""
+"""Define the `vllm-rocm-ops` commands, one per file: `add(parser)` adds the options, `run(...)` prints and returns the exit code."""

@@ -1,4 +1,4 @@
-"""Measure the bandwidth of this GPU's memory: by size, and by direction and blocks (workgroups) of a launch."""
+"""Measure HBM bandwidth by size, by direction and by number of blocks (workgroups)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from vllm_rocm_ops.tools.bench import stream
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Bandwidths by size are left out if one is given."""
-    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, help="of our kernels; default: all")
-    meaning = f"MiB of memory that a call has; default: {stream.SIZE}"
+    """Add the options. Any of them skips the table by size."""
+    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, help="directions to measure (default: all)")
+    meaning = f"memory per call, in MiB (default: {stream.SIZE})"
     parser.add_argument("--size", type=stream.parse_size, metavar="MIB", help=meaning)
-    usual = f"{', '.join(map(str, stream.PER_UNIT))} for each compute unit"
-    meaning = f"blocks of a launch; default: {usual}, with --sweep also 1, 2, 4, ... {stream.MOST_POWER}"
+    usual = f"{', '.join(map(str, stream.PER_UNIT))} per compute unit"
+    meaning = f"blocks per launch (default: {usual}; with --sweep also 1, 2, 4, ... {stream.MOST_POWER})"
     parser.add_argument("--workgroups", type=stream.parse_workgroups, metavar="N,N,...", help=meaning)
-    parser.add_argument("--sweep", action="store_true", help="more numbers of blocks")
+    parser.add_argument("--sweep", action="store_true", help="also measure powers of two")
 
 
 def run(direction: list[str] | None, size: int | None, workgroups: tuple[int, ...] | None, sweep: bool) -> int:
-    """Print the tables. Raises RuntimeError without a GPU and where a result is wrong."""
+    """Print the tables. Raises RuntimeError without a GPU or if a result is wrong."""
     clock = clocks.GpuClock()
     blocks = workgroups or stream.usual_blocks(clock.arch.compute_units, sweep)
     asked = sweep or any(value is not None for value in (direction, size, workgroups))

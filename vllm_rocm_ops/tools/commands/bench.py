@@ -1,4 +1,4 @@
-"""Time the ops' test cases, a model's calls or a list of shapes on this GPU, and check the results."""
+"""Benchmark test cases, a model's calls or a list of shapes on this GPU, and check the results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from vllm_rocm_ops.tools.bench.peers import load_vllm
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     options.add_cases(parser)
-    meaning = "time PyTorch's, vLLM's and AITER's own ops too, as far as installed (or on PYTHONPATH)"
+    meaning = "also benchmark the installed kernels of PyTorch, vLLM, FlashAttention, FlashMLA, AITER and Triton"
     parser.add_argument("--peers", action="store_true", help=meaning)
     meaning = (
-        "append each measurement to this file, FILE.jsonl or FILE.csv, or to <gpu>/<date>-<commit>-<kind>.jsonl in "
-        "this folder"
+        ".jsonl or .csv file to append results to, or a folder, in which the file is <gpu>/<date>-<commit>-<kind>.jsonl"
     )
     parser.add_argument("--output", type=Path, metavar="PATH", help=meaning)
 
@@ -39,7 +38,7 @@ def measure(
     peers: bool,
     output: Path | None,
 ) -> int:
-    """Print the times, in a `sweep` of every configuration; 1 if a result is wrong. Raises RuntimeError without a GPU."""
+    """Print the times, of every configuration in a `sweep`. Returns 1 if a result is wrong. Raises RuntimeError without a GPU."""
     found, clock = options.shapes_of(shapes, op, case, model, tp, ep, batch), clocks.GpuClock()
     vllm = load_vllm() if peers else None
     keep = report.keeper(output, lists.kind_of(shapes, model), clock, vllm) if output else None

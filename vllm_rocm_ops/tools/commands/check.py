@@ -1,4 +1,4 @@
-"""Check every op on this GPU, benchmark it against other kernels, and write one file to send; three minutes."""
+"""Check and benchmark every op on this GPU, and write one report file, within three minutes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vllm_rocm_ops.tools.check_worker import Worker
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="default: vllm-rocm-ops-check-<GPU>-<time>.json here"
+        "--output", type=Path, metavar="FILE", help="report file (default: ./vllm-rocm-ops-check-<GPU>-<time>.json)"
     )
-    parser.add_argument("--op", default="*", metavar="PATTERN", help="ops of such names only, and no models")
-    meaning = f"minutes that it takes at most; parts beyond are left out; default: {check.MINUTES:.0f}"
+    parser.add_argument("--op", default="*", metavar="PATTERN", help="op name pattern; skips bandwidth and models")
+    meaning = f"time limit, in minutes; remaining parts are skipped (default: {check.MINUTES:.0f})"
     parser.add_argument("--minutes", type=float, default=check.MINUTES, help=meaning)
-    meaning = "the emulator of this architecture stands in for a GPU; needs the extra [emulator]"
+    meaning = "run in the emulator of this architecture instead of a GPU (needs the extra [emulator])"
     parser.add_argument("--emulate", metavar="ARCH", help=meaning)
 
 
 def run(output: Path | None, op: str, minutes: float, emulate: str | None) -> int:
-    """Runs all parts and writes the file after each. 1 if something is wrong, or did not end."""
+    """Run all parts and write the report after each. Returns 1 if a part failed or did not finish."""
     if emulate:
         archs.named(emulate)
     if not 0 < minutes < math.inf:
@@ -42,10 +42,10 @@ def run(output: Path | None, op: str, minutes: float, emulate: str | None) -> in
         print(line)
     bad = sum(bool(check.wrong_of(part)) for part in parts)
     left_out = sum(part["ended"] == "left out" for part in parts)
-    text = f"{len(parts)} parts, {f'{bad} with something wrong' if bad else 'all right'}"
-    why = f"as {failed} failed" if failed else "for lack of time"
-    print(text + (f", {left_out} left out {why}" if left_out else ""))
+    text = f"{len(parts)} parts, {f'{bad} failed' if bad else 'no failures'}"
+    why = f"{failed} failed" if failed else "time limit"
+    print(text + (f", {left_out} skipped ({why})" if left_out else ""))
     if not (emulate or any(part["part"].startswith("emulator") for part in parts)):
-        print("without the emulator's counts: they need the extra vllm-rocm-ops[emulator]")
-    print(f"please send {path.resolve()}")
+        print("emulator counters skipped: they need the extra vllm-rocm-ops[emulator]")
+    print(f"report: {path.resolve()} (please attach it to an issue)")
     return int(bad > 0)

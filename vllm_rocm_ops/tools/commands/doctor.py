@@ -1,4 +1,4 @@
-"""Show what is installed and used here, and what is not and why."""
+"""Report the environment, and which seams and kernels are enabled, or why not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vllm_rocm_ops.tools import doctor
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the option."""
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(json: bool) -> int:
-    """Print what is found."""
+    """Print the report."""
     found = doctor.find()
     print(json_module.dumps(found, indent=1) if json else doctor.text(found))
     return 0

@@ -1,4 +1,4 @@
-"""Explain which kernel a call, or each call of a model, runs and why; needs no GPU."""
+"""Explain which kernel serves a call, or each call of a model, and why; no GPU needed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from vllm_rocm_ops.tools import explain, options
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     pages = Path(vllm_rocm_ops.__file__).parent / "docs"
-    parser.epilog = f"What each op computes and takes, and how exact it is: {pages}"
+    parser.epilog = f"Reference pages of the ops (arguments, numerics, performance): {pages}"
     names = options.op_names()
     parser.add_argument("op", nargs="?", choices=names, metavar="op", help="one of: " + ", ".join(names))
     options.add_model(parser)
-    arch = "an architecture, or one and its count of compute units, or a product; default: this machine's GPU, else "
-    parser.add_argument("--arch", help=arch + next(iter(archs.ARCHS)))
+    first = next(iter(archs.ARCHS))
+    arch = f"architecture, optionally with :compute units, or product, e.g. {first}:80 or MI300X (default: this GPU, else {first})"
+    parser.add_argument("--arch", help=arch)
     options.add_call(parser)
-    meaning = "with --model: also the op, the blocks and the configuration of each call"
+    meaning = "with --model: add each call's op, blocks and configuration"
     parser.add_argument("--verbose", action="store_true", help=meaning)
 
 
@@ -40,7 +41,7 @@ def run(
 ) -> int:
     """Print the explanation. Raises ValueError, TypeError and RuntimeError."""
     if (op is None) == (model is None):
-        raise ValueError("explain takes an op or --model")
+        raise ValueError("explain needs either an op or --model")
     arch = arch or explain.usual_arch()
     if op:
         the_op = getattr(vllm_rocm_ops.ops, op)

@@ -1,4 +1,4 @@
-"""Predict how long a call, a model's step or a list of shapes takes on a GPU that is not here; needs the extra [emulator]."""
+"""Predict the time of a call, a model's decode step or a list of shapes on an AMD GPU, without one (needs the extra [emulator])."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from vllm_rocm_ops.timing import CONTEXT, machines
 from vllm_rocm_ops.tools import explain, options
 from vllm_rocm_ops.tools.bench import lists
 
-MOST_CONTEXT = 1 << 20  # keys of a request
+MOST_CONTEXT = 1 << 20  # keys per request
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    meaning = f"an op, as explain takes it, or a list of shapes, one of: {', '.join(lists.LISTS)}"
+    meaning = f"op name, as in explain, or a list of shapes: {', '.join(lists.LISTS)}"
     parser.add_argument("what", nargs="?", choices=[*options.op_names(), *lists.LISTS], metavar="op", help=meaning)
     options.add_model(parser, options.OF_LISTS, options.TP_OF_LISTS)
-    products = f"one of {', '.join(machines.MACHINES)}; error bands are known of {machines.COMPARED} alone"
+    products = (
+        f"{', '.join(machines.MACHINES)}; error bands for {machines.COMPARED} only (default: {machines.COMPARED})"
+    )
     parser.add_argument("--arch", default=machines.COMPARED, metavar="PRODUCT", help=products)
     options.add_call(parser)
-    meaning = f"keys of each request, for attention; default: {CONTEXT}"
+    meaning = f"context length of attention, in keys per request (default: {CONTEXT})"
     parser.add_argument("--context", type=int, default=CONTEXT, metavar="KEYS", help=meaning)
 
 
@@ -41,15 +43,15 @@ def run(
 ) -> int:
     """Print the prediction. Raises ValueError, and ImportError without the extra."""
     if (what is None) == (model is None):
-        raise ValueError("predict takes an op, a list of shapes or --model")
+        raise ValueError("predict needs either an op, a list of shapes or --model")
     if not 0 < context <= MOST_CONTEXT:
-        raise ValueError(f"predict takes a --context of 1 to {MOST_CONTEXT} keys, got {context}")
+        raise ValueError(f"--context must be 1 to {MOST_CONTEXT} keys, got {context}")
     machine = machines.named(arch)
     from vllm_rocm_ops.timing import predict, refit, step, step_report
 
     machine = refit.of_user(machine)
     if model:
-        options.calls_of(model, tp, ep)  # names the model in what it raises
+        options.calls_of(model, tp, ep)  # its errors name the model
         asked = model_config.read(model), tp or 1, ep, batch or (1,), machine, context
         found = step_report.lines(*asked, step.live_time(machine, context))
     elif what in lists.LISTS:

@@ -1,4 +1,4 @@
-"""Call each test case, each call of a model or each shape of a list a few times, for a profiler; checks and times nothing."""
+"""Run test cases, a model's calls or a list of shapes a few times each under an external profiler, without checks or timing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(
     ep: int | None,
     batch: tuple[int, ...] | None,
 ) -> int:
-    """Print what was called. Raises RuntimeError without a GPU."""
+    """Print the calls. Raises RuntimeError without a GPU."""
     found = options.shapes_of(shapes, op, case, model, tp, ep, batch)
     clock = clocks.GpuClock()
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Measure calls on this machine's AMD GPU, and refit the timing model to them in a file that `predict` reads from then on."""
+"""Benchmark calls on this AMD GPU and refit the timing model, in a file that `predict` then reads (needs the extra [emulator])."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add no option: all is found on the machine."""
+    """Add no options."""
 
 
 def run() -> int:
-    """Print times, measured and predicted. Raises ValueError without an AMD GPU, and ImportError without the extra."""
+    """Print measured and predicted times. Raises ValueError without an AMD GPU, and ImportError without the extra."""
     from vllm_rocm_ops.timing import refit
 
     for line in refit.lines(*refit.machine_here()):

@@ -1,4 +1,4 @@
-"""Time every configuration of each kernel, as `bench` times the one that is chosen; the fastest three are printed."""
+"""Benchmark every configuration of each kernel, and print the fastest three."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Find and keep the best configurations for a model on this GPU."""
+"""Autotune kernel configurations for a model on this GPU, and save them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from vllm_rocm_ops.tools.bench.peers import peers
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    decode = f"1, 2, 4, 8, 16, 24, ... {tune.DECODE[-1]}, as vLLM captures graphs"
+    decode = f"vLLM's graph capture sizes 1, 2, 4, 8, 16, 24, ... {tune.DECODE[-1]}"
     options.add_model(parser, decode, required=True)
-    parser.add_argument("--op", choices=options.op_names(), metavar="OP", help="this one only")
-    parser.add_argument("--prefill", action="store_true", help=f"also {', '.join(map(str, tune.PREFILL))} tokens")
-    parser.add_argument("--force", action="store_true", help="measure again what has a row")
-    parser.add_argument("--no-peers", action="store_true", help="leave out PyTorch's, vLLM's and AITER's own ops")
+    parser.add_argument(
+        "--op", choices=options.op_names(), metavar="OP", help="op to tune (default: all of the model's)"
+    )
+    parser.add_argument("--prefill", action="store_true", help=f"also tune {', '.join(map(str, tune.PREFILL))} tokens")
+    parser.add_argument("--force", action="store_true", help="measure shapes that already have a row, too")
+    parser.add_argument("--no-peers", action="store_true", help="skip the kernels of PyTorch, vLLM and AITER")
 
 
 def run(
@@ -34,7 +36,7 @@ def run(
     force: bool,
     no_peers: bool,
 ) -> int:
-    """Write the rows, each when it is found, and print what was won. Raises RuntimeError without a GPU."""
+    """Write each row as soon as it is measured, and print a summary. Raises RuntimeError without a GPU."""
     clock = clocks.GpuClock()
     calls = [call for call in options.calls_of(model, tp, ep) if op in (None, call.op.name)]
     in_decode, refused = tune.problems([call for call in calls if call.count], batch or tune.DECODE, clock.arch)

@@ -1,6 +1,6 @@
-"""Check the results of the ops' test cases, of a model's calls or of a list of shapes, each called once; times nothing.
+"""Check the results of test cases, a model's calls or a list of shapes, with one untimed call each.
 
-Without a GPU the PyTorch reference runs, unless `--emulate` names an architecture whose kernels the emulator runs.
+Without a GPU the PyTorch reference runs; `--emulate` runs the kernels of an architecture in the emulator.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from vllm_rocm_ops.tools.bench import run as bench
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     options.add_cases(parser)
-    meaning = "check each case, and each kernel, in the emulator of this architecture; needs the extra [emulator]"
+    meaning = "run each case and each kernel in the emulator of this architecture (needs the extra [emulator])"
     parser.add_argument("--emulate", metavar="ARCH", help=meaning)
     jobs = min(2, os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes of --emulate; default: {jobs}")
+    parser.add_argument(
+        "--jobs", type=int, default=jobs, metavar="N", help=f"processes for --emulate (default: {jobs})"
+    )
 
 
 def run(
@@ -36,11 +38,11 @@ def run(
     emulate: str | None,
     jobs: int,
 ) -> int:
-    """Print what is right and what is wrong; 1 if something is."""
+    """Print the result of each case. Returns 1 if one is wrong."""
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {jobs}")
     if emulate and shapes:
-        raise ValueError(f"--emulate checks test cases and a model's calls, not the list {shapes}")
+        raise ValueError(f"--emulate supports test cases and --model, not the list {shapes}")
     asked = shapes, op, case, model, tp, ep, batch
     if emulate:
         from vllm_rocm_ops.emulator import cases as emulated  # an extra
@@ -58,6 +60,6 @@ def run(
         if shapes:
             raise
         clock = None
-        print(f"The ops run their PyTorch reference here ({error}): no kernel is checked.")
+        print(f"No kernel is checked: the ops run their PyTorch reference ({error}).")
     with torch.inference_mode():
         return report.show(bench.run(found, clock, once=True))

@@ -1,8 +1,7 @@
-"""What else is installed that computes what an op does, to be timed and checked beside it: PyTorch, vLLM, FlashAttention, FlashMLA,
-AITER, Triton. `PEERS` is the one list of them.
+"""List the installed kernels to benchmark and check the ops against: PyTorch, vLLM, FlashAttention, FlashMLA, AITER, Triton.
 
-Nothing here is called by the ops. What an op's own file names as its peer is not repeated. vLLM's kernels of rows are listed where
-a worker falls back to them, in vllm/fusion/native_rows.py.
+`PEERS` is the only list of them. The ops never call these kernels. Peers that an op's file names are not repeated here. vLLM's
+row kernels are listed in vllm/fusion/native_rows.py, where a worker falls back to them.
 """
 
 import contextlib
@@ -20,8 +19,11 @@ ATTENTION, DECODE_ATTENTION = "attention", "decode-attention"
 
 
 class Peer(NamedTuple):
-    """`call` takes what `prepare` makes of the op's arguments; only `call` is timed. Either may raise for what it does not
-    take. `is_there` says whether it is installed. `shapes` is the list of bench whose arguments it takes, "" for all of the op's."""
+    """Describe another kernel for an op.
+
+    `call` takes the result of `prepare` on the op's arguments; only `call` is timed. Both may raise for unsupported arguments.
+    `is_there` tells whether the kernel is installed. `shapes` names the bench list that it supports; "" is every other case.
+    """
 
     call: Callable[..., object]
     prepare: Callable[..., tuple] = lambda *arguments: arguments
@@ -30,13 +32,15 @@ class Peer(NamedTuple):
 
 
 def _attends(prepare: Callable[..., tuple], shapes: str = DECODE_ATTENTION) -> Peer:
-    """A peer that `prepare` makes a call of."""
+    """Return a peer whose call is created by `prepare`."""
     return Peer(lambda attend: attend(), prepare, shapes=shapes)
 
 
 def _of_rows(name: str) -> Peer:
-    """vLLM's op of the same name, of our op's outputs, which it writes, and arguments. It normalises `fused_add_rms_norm` in place,
-    into the input."""
+    """Return vLLM's op of the same name, called with the op's outputs, which it writes, and arguments.
+
+    vLLM's `fused_add_rms_norm` normalizes in place, into the input.
+    """
 
     def prepare(*arguments) -> tuple:
         op = next(op for op in registered() if op.name == name)
@@ -92,32 +96,32 @@ PEERS: dict[str, dict[str, Peer]] = {
         "vllm triton": _attends(attention.triton_mla),
     },
 }
-NOT_PYTORCHS = (
+NOT_PYTORCHS = (  # ops whose PyTorch reference is not a peer: that of fused_experts loops over experts
     "scaled_mm_silu_and_mul_quant",
     "fused_experts",
-)  # their references are no peers: the latter loops over experts
+)
 
 
 def peers(op: Op, shapes: str = "") -> dict[str, Peer]:
-    """Return the installed peers of an op by name, PyTorch's first; with `shapes`, the peers of a list of bench alone."""
+    """Return the installed peers of an op by name, PyTorch first; with `shapes`, only the peers of that bench list."""
     own = {} if shapes or op.name in NOT_PYTORCHS else {"torch": Peer(op.peer or op.reference)}
     return own | {n: peer for n, peer in PEERS.get(op.name, {}).items() if peer.shapes == shapes and peer.is_there()}
 
 
 def of_experts(arguments: tuple) -> dict[str, Peer]:
-    """Every form of vLLM's experts in each of its tiles, for calls like this one, if vLLM is installed."""
+    """Return every form of vLLM's fused MoE in each of its tile sizes, for calls like this one, if vLLM is installed."""
     vllm = PEERS["fused_experts"]["vllm"]
     found = experts.variants(arguments) if vllm.is_there() else {}
     return {name: vllm._replace(call=call) for name, call in found.items()}
 
 
 def prepare(found: Mapping[str, Peer], clock: Clock, sets: list[tuple]) -> tuple[dict[str, object], dict[str, str]]:
-    """Return each peer as a clock takes it, on these sets of the op's arguments, and why the others are unavailable."""
+    """Return the peers prepared for a clock on these sets of arguments, and why the others are unavailable."""
     prepared, unavailable = {}, {}
     for name, peer in found.items():
         try:
             prepared[name] = clock.prepare(peer.call, [peer.prepare(*arguments) for arguments in sets])
-        except Exception as error:  # noqa: BLE001  whatever a peer says, it is not available
+        except Exception as error:  # noqa: BLE001  any failure makes a peer unavailable
             unavailable[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
     return prepared, unavailable
 

@@ -1,6 +1,6 @@
-"""Attention beside the ops: PyTorch's, and vLLM's kernels as its backends call them.
+"""Prepare attention calls of other libraries: PyTorch, and vLLM's kernels as its backends call them.
 
-Each makes a call of the op's arguments; what a backend does ahead of a step is not part of it. Caches have 16 bits: `one_scale`.
+Each function turns the op's arguments into a call. A backend's preparation before a step is not timed. Caches are 16-bit: `one_scale`.
 """
 
 import functools
@@ -13,28 +13,31 @@ from vllm_rocm_ops.ops import mla_decode, paged_attention_decode
 from vllm_rocm_ops.ops.mla_decode import LATENT
 from vllm_rocm_ops.tools.bench.peers.installed import load
 
-MOST_SPLITS = 32  # by FlashAttention 3, as vLLM allows in a captured graph
-SEGMENTS = 16  # by the unified kernel in Triton, of up to UNIFIED_BLOCKS key heads of requests
+MOST_SPLITS = 32  # in FlashAttention 3, as vLLM allows in a captured graph
+SEGMENTS = 16  # in the unified Triton kernel, up to UNIFIED_BLOCKS requests x KV heads
 UNIFIED_BLOCKS = 128
-SPLIT_KEYS = 512  # at least, by the MLA kernel in Triton
+SPLIT_KEYS = 512  # minimum per split in the Triton MLA kernel
 
 
 def one_scale(like: Tensor, *shape: int) -> Tensor:
-    """The scale of a cache that is not quantized. vLLM's layers have it, and Triton's kernels multiply by it; FlashAttention and FlashMLA
-    read scales of FP8 caches alone, and get none."""
+    """Return the scale of an unquantized cache.
+
+    vLLM's layers have it, and Triton's kernels multiply by it. FlashAttention and FlashMLA use scales for FP8 caches only.
+    """
     return torch.ones(shape, device=like.device)
 
 
 def torch_dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """Run PyTorch's scaled_dot_product_attention."""
     if causal and q.shape[1] != k.shape[1]:
-        raise ValueError("its causal rows are counted from the first key")
+        raise ValueError("causal rows are aligned to the first key")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def flash_dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple:
-    """Its call, as vLLM makes it."""
+    """Prepare a FlashAttention 3 call as vLLM makes it."""
     load()
     attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
     begins = {
@@ -51,7 +54,7 @@ def _starts(lens: Tensor) -> Tensor:
 
 
 def _flash(a, q: Tensor, k: Tensor, v: Tensor, **more) -> tuple:
-    """FlashAttention 3, which divides its work ahead; `more` is of MLA."""
+    """Prepare a FlashAttention 3 decode call with its scheduler metadata; `more` has the MLA arguments."""
     load()
     flash = importlib.import_module("vllm.vllm_flash_attn")
     longest, starts = int(a.seq_lens.max()), _starts(a.seq_lens)
@@ -74,18 +77,20 @@ def _flash(a, q: Tensor, k: Tensor, v: Tensor, **more) -> tuple:
 
 
 def flash_paged(*arguments) -> tuple:
+    """Prepare a FlashAttention 3 call for paged decode."""
     a = paged_attention_decode.Arguments(*arguments)
     return _flash(a, a.query, a.key_cache, a.value_cache)
 
 
 def flash_latent(*arguments) -> tuple:
+    """Prepare a FlashAttention 3 call for MLA decode."""
     a = mla_decode.Arguments(*arguments)
     cache = a.kv_cache.unsqueeze(2)
     return _flash(a, a.q_pe, cache[..., LATENT:], cache[..., :LATENT], q_v=a.q_nope)
 
 
 def unified(*arguments) -> tuple:
-    """The kernel of TRITON_ATTN, with a launch that adds segments where there are few requests."""
+    """Prepare a call of TRITON_ATTN's kernel, which adds a segment-reduction launch for few requests."""
     a = paged_attention_decode.Arguments(*arguments)
     attend = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
     rows, heads, size = a.query.shape
@@ -115,7 +120,7 @@ def unified(*arguments) -> tuple:
 
 
 def flash_mla(*arguments) -> tuple:
-    """FlashMLA takes a query in one tensor, which is made here: its time is not counted."""
+    """Prepare a FlashMLA call; its concatenated query is created here and not timed."""
     a = mla_decode.Arguments(*arguments)
     ops = importlib.import_module("vllm.v1.attention.ops.flashmla")
     query, schedule = torch.cat((a.q_nope, a.q_pe), -1).unsqueeze(1), ops.get_mla_metadata()[0]
@@ -124,7 +129,7 @@ def flash_mla(*arguments) -> tuple:
 
 
 def triton_mla(*arguments) -> tuple:
-    """As TRITON_MLA calls it, which also puts the parts of a query together."""
+    """Prepare a call as TRITON_MLA makes it, which also concatenates the query."""
     a = mla_decode.Arguments(*arguments)
     attend = importlib.import_module("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
     rows, heads, _ = a.q_nope.shape

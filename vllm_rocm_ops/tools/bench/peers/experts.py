@@ -1,8 +1,8 @@
-"""vLLM's fused MoE on the arguments of `fused_experts`: its functional `fused_experts`, and the modular kernel with
-`TritonExperts` that its engine runs, with all their launches.
+"""Call vLLM's fused MoE with the arguments of `fused_experts`.
 
-Both run in the tiles of the tuned file that vLLM ships for so many experts or for one less, where it does, or in those that it
-takes without a file. A shared expert is one more global expert, which every token lists with weight 1.
+The forms are its functional `fused_experts` and the engine's modular kernel with `TritonExperts`, all launches included. Both run with
+the tuned tile sizes that vLLM ships for this number of experts or one less, and with vLLM's defaults. A shared expert becomes one more
+global expert that every token lists with weight 1.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from vllm_rocm_ops.ops.fused_experts import scheme
 
 
 def _moe(module: str = ""):
-    """vLLM's module for fused experts."""
+    """Return vLLM's fused MoE module."""
     return importlib.import_module("vllm.model_executor.layers.fused_moe" + module)
 
 
 def _quantization(a):
-    """vLLM's description of how weights and tokens are quantised."""
+    """Return vLLM's quantization config for weights and tokens."""
     config, kind = _moe(".config"), scheme(a.w1, a.w1_scale)
     workspace = importlib.import_module("vllm.v1.worker.workspace")
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(a.w1.device)
     if kind == "mx":
-        raise ValueError("it takes scales of float32")
+        raise ValueError("it supports float32 scales only")
     if kind == "none":
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
     how = {"per_act_token_quant": kind == "channel", "per_out_ch_quant": kind == "channel"}
@@ -39,7 +39,7 @@ def _quantization(a):
 
 
 def prepare(*arguments) -> tuple[tuple, dict]:
-    """The tensors that vLLM takes, and how."""
+    """Return the tensors and keyword arguments of vLLM's call."""
     a = fused_experts.Arguments(*arguments)
     weights, ids, expert_map, routed = a.topk_weights, a.topk_ids, a.expert_map, len(a.w1) - a.shared_experts
     known = routed if expert_map is None else len(expert_map)
@@ -54,7 +54,7 @@ def prepare(*arguments) -> tuple[tuple, dict]:
 
 
 def call(tensors: tuple, how: dict, tiles: dict[str, int] | None = None):
-    """The functional form, in these tiles or in those that it chooses."""
+    """Call the functional form, with these tile sizes or its own choice."""
     with _moe().override_config(tiles):
         return _moe(".fused_moe").fused_experts(*tensors, **how)
 
@@ -66,7 +66,7 @@ def _modular(tensors: tuple, how: dict, tiles: dict[str, int], kernel):
 
 
 def _kernel(tensors: tuple, how: dict):
-    """vLLM's modular kernel."""
+    """Create vLLM's modular kernel."""
     (hidden, w1, w2, _, ids), config = tensors, _moe(".config")
     settings = config.FusedMoEConfig(
         num_experts=how["global_num_experts"],
@@ -87,7 +87,7 @@ def _kernel(tensors: tuple, how: dict):
 
 
 def tuned(arguments: tuple) -> tuple[str | None, dict[int, dict[str, int]]]:
-    """The name of the tuned file for a call, and its tiles by tokens; None and nothing where vLLM ships none."""
+    """Return the name of vLLM's tuned file for a call and its tile sizes by tokens, or None and {} if vLLM ships none."""
     a = fused_experts.Arguments(*arguments)
     fused_moe, quantization = _moe(".fused_moe"), _quantization(a)
     for experts in dict.fromkeys((len(a.w1), len(a.w1) - a.shared_experts)):
@@ -99,8 +99,10 @@ def tuned(arguments: tuple) -> tuple[str | None, dict[int, dict[str, int]]]:
 
 
 def variants(arguments: tuple) -> dict[str, Callable]:
-    """All forms in all tiles, by name, for calls with as many tokens as these arguments and with their weights: they take what
-    `prepare` gives."""
+    """Return all forms in all tile sizes, by name, for the number of tokens and the weights in `arguments`.
+
+    They take the result of `prepare`.
+    """
     tensors, how = prepare(*arguments)
     (hidden, w1, w2, _, ids), quantization = tensors, how["quant_config"]
     sizes = {"E": len(w1), "N": w2.shape[2], "K": hidden.shape[1], "topk": ids.shape[1]}

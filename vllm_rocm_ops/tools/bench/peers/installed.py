@@ -1,4 +1,4 @@
-"""What is installed that has peers of the ops, and its compiled ops."""
+"""Find the installed packages with peers of the ops, and load vLLM's compiled ops."""
 
 import contextlib
 import functools
@@ -9,17 +9,17 @@ import torch
 
 @functools.cache
 def load() -> None:
-    """Registers vLLM's compiled ops if vLLM is installed."""
+    """Register vLLM's compiled ops if vLLM is installed."""
     with contextlib.suppress(ImportError):
         importlib.import_module("vllm._custom_ops")
 
 
 def has_compiled(name: str) -> bool:
-    """Whether vLLM's compiled op is there."""
+    """Return whether vLLM's compiled op exists."""
     load()
     return hasattr(torch.ops._C, name)
 
 
 def has(package: str, on_rocm: bool = False) -> bool:
-    """Whether a package is installed, and, if it is asked for, PyTorch is that for ROCm."""
+    """Return whether a package is installed, and, `on_rocm`, whether PyTorch is a ROCm build."""
     return (torch.version.hip is not None or not on_rocm) and importlib.util.find_spec(package) is not None

@@ -1,4 +1,4 @@
-"""What multiplies and routes beside the ops, with their arguments: PyTorch, vLLM's CUTLASS, Triton and ROCm kernels, AITER.
+"""Call other GEMM and routing kernels with the ops' arguments: PyTorch, vLLM's CUTLASS, Triton and ROCm kernels, AITER.
 
 `torch._scaled_mm` is hipBLASLt on ROCm and cuBLASLt on CUDA.
 """
@@ -13,54 +13,59 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise ValueError(f"it takes {what}")
+        raise ValueError(f"it needs {what}")
 
 
 def torch_scaled(a, b, sa, sb, dtype, bias=None):
+    """Call PyTorch's FP8 GEMM."""
     return torch._scaled_mm(a, b, sa, sb.t() if sb.numel() > 1 else sb, bias=bias, out_dtype=dtype)
 
 
 def torch_tensorwise(a, b, sa, sb, dtype, bias=None):
-    """With one scale each in place of the given ones: another product, but the speed that these kernels have."""
-    _require(sb.numel() > 1, "scales per token and channel; with others it is the same as torch")
+    """Call it with one scale per tensor: another result, at the speed of these kernels."""
+    _require(sb.numel() > 1, "scales per token and channel; with other scales it equals torch")
     return torch._scaled_mm(a, b, sa[:1], sb[:1], bias=bias, out_dtype=dtype)
 
 
 def torch_blocks(a, b, sa, sb, dtype):
+    """Call PyTorch's block-scaled GEMM."""
     fits = sb.shape[1] % 4 == 0 and len(a) % 4 == 0
-    _require(fits, "K a multiple of 512 and M one of 4, or it reads scales past their end")
+    _require(fits, "K to be a multiple of 512 and M of 4, or it reads scales out of bounds")
     return torch._scaled_mm(a, b.t(), sa, sb.t(), out_dtype=dtype)
 
 
 def column_major(a, b, sa, sb, dtype):
-    """Scales of the activations as cuBLASLt and vLLM's block kernels want them."""
+    """Return the arguments with column-major activation scales, for cuBLASLt and vLLM's block kernels."""
     return a, b, sa.t().contiguous().t(), sb, dtype
 
 
 def cutlass(a, b, sa, sb, dtype, bias=None):
+    """Call vLLM's CUTLASS GEMM."""
     out = a.new_empty((len(a), b.shape[1]), dtype=dtype)
     torch.ops._C.cutlass_scaled_mm(out, a, b, sa, sb, bias)
     return out
 
 
 def cutlass_tensorwise(a, b, sa, sb, dtype, bias=None):
-    _require(sb.numel() > 1, "scales per token and channel; with others it is the same as vllm")
+    """Call vLLM's CUTLASS GEMM with one scale per tensor."""
+    _require(sb.numel() > 1, "scales per token and channel; with other scales it equals vllm")
     return cutlass(a, b, sa[:1], sb[:1], dtype, bias)
 
 
 def two_launches(a, b, sa, sb, scale, dtype=torch.bfloat16):
-    """Ours, one after the other."""
+    """Call the plugin's scaled_mm and silu_and_mul_quant."""
     return ops.silu_and_mul_quant(ops.scaled_mm(a, b, sa, sb, dtype), scale, a.dtype)
 
 
 def cutlass_and_silu(a, b, sa, sb, scale, dtype=torch.bfloat16):
+    """Call vLLM's CUTLASS GEMM and its fused SwiGLU quantization."""
     out = a.new_empty((len(a), b.shape[1] // 2))
     torch.ops._C.silu_and_mul_quant(out, cutlass(a, b, sa, sb, dtype), scale)
     return out
 
 
 def padded_blocks(a, b, sa, sb, dtype):
-    """Padded to a multiple of 4 tokens, which vLLM's kernel takes."""
+    """Return the arguments padded to a multiple of 4 tokens, which vLLM's kernel needs."""
     missing = -len(a) % 4
     if missing:
         a = torch.cat([a.view(torch.uint8), a.new_zeros(missing, a.shape[1], dtype=torch.uint8)]).view(a.dtype)
@@ -69,54 +74,64 @@ def padded_blocks(a, b, sa, sb, dtype):
 
 
 def cutlass_blocks(a, b, sa, sb, dtype):
+    """Call vLLM's block-scaled CUTLASS GEMM."""
     return cutlass(a, b.t(), sa, sb.t(), dtype)
 
 
 def cutlass_gemm(a, b, dtype, sa=None, sb=None, bias=None, *rest):
-    """Of `gemm`'s arguments: int8, and fp8, with scales."""
-    _require(a.dtype == b.dtype and a.element_size() == 1 and not rest, "two operands of one type of 8 bits")
+    """Call vLLM's CUTLASS GEMM with `gemm`'s arguments: int8 and fp8, with scales."""
+    _require(a.dtype == b.dtype and a.element_size() == 1 and not rest, "two operands of one 8-bit dtype")
     return cutlass(a, b, sa, sb, dtype, bias)
 
 
 def rocm_tensorwise(a, b, sa, sb, dtype, bias=None):
+    """Call vLLM's ROCm per-tensor FP8 GEMM."""
     _require(sb.numel() == 1, "one scale per tensor")
     kernels = importlib.import_module("vllm.model_executor.kernels.linear.scaled_mm.rocm")
     return kernels.rocm_per_tensor_float_w8a8_scaled_mm_impl(a, b, dtype, sa, sb, bias)
 
 
 def triton_blocks(a, b, sa, sb, dtype):
+    """Call vLLM's block-scaled Triton GEMM."""
     kernels = importlib.import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
     return kernels.w8a8_triton_block_scaled_mm(a, b, sa, sb, [BLOCK, BLOCK], dtype)
 
 
 def aiter_rows(a, b, sa, sb, dtype, bias=None):
+    """Call AITER's FP8 GEMM with row scales."""
     _require(sb.numel() > 1, "scales per token and channel")
     return importlib.import_module("aiter").gemm_a8w8_CK(a, b.t(), sa, sb, bias, dtype)
 
 
 def aiter_shuffled(a, b, sa, sb, dtype, bias=None):
+    """Return the arguments with a shuffled weight."""
     weight = importlib.import_module("aiter.ops.shuffle").shuffle_weight(b.t().contiguous(), layout=(16, 16))
     return a, weight, sa, sb, dtype, bias
 
 
 def aiter_shuffled_rows(a, b, sa, sb, dtype, bias=None):
+    """Call AITER's FP8 GEMM with row scales and a shuffled weight."""
     _require(sb.numel() > 1, "scales per token and channel")
     return importlib.import_module("aiter").gemm_a8w8_bpreshuffle(a, b, sa, sb, bias, dtype)
 
 
 def aiter_blocks(a, b, sa, sb, dtype):
+    """Call AITER's block-scaled GEMM."""
     return importlib.import_module("aiter").gemm_a8w8_blockscale(a, b, sa, sb, dtype=dtype)
 
 
 def rocm_unquantized(x, weight, bias=None):
+    """Call vLLM's unquantized linear op for ROCm."""
     importlib.import_module("vllm.model_executor.layers.utils")
     return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
 
 def triton_dot_scaled(*arguments):
+    """Call the Triton MXFP8 GEMM."""
     return importlib.import_module("vllm_rocm_ops.tools.bench.peers.triton_mx").dot_scaled(*arguments)
 
 
 def vllm_grouped_topk(gating_output, *how):
+    """Call vLLM's grouped top-k router."""
     router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.grouped_topk_router")
     return router.grouped_topk(gating_output, gating_output, *how)

@@ -1,7 +1,7 @@
-"""The matrix product of MX-FP8 tensors in Triton, by `tl.dot_scaled`: a peer of mxfp8_scaled_mm. This file imports Triton.
+"""Run the MXFP8 GEMM in Triton with `tl.dot_scaled`, a peer of mxfp8_scaled_mm. This file imports Triton.
 
-A program computes a tile of the output over all of K. The tiles are 64 x 128 with 128 of K and 8 warps, which aiter's pull request
-3783 names as what vLLM and SGLang fall back to.
+A program computes an output tile over all of K. Tiles are 64 x 128 x 128 with 8 warps: the fallback of vLLM and SGLang, according to
+AITER's pull request 3783.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 TILE_M, TILE_N, TILE_K, WARPS = 64, 128, 128, 8
-GROUP = 32  # of K per scale
+GROUP = 32  # elements of K per scale
 
 
 @triton.jit
@@ -48,10 +48,10 @@ def _multiply(
 
 
 def dot_scaled(a, b, scale_a, scale_b, out_dtype, bias=None) -> torch.Tensor:
-    """mxfp8_scaled_mm of the same arguments. Raises ValueError for what the kernel does not take."""
+    """Compute mxfp8_scaled_mm. Raises ValueError for arguments that the kernel does not support."""
     (m, k), n = a.shape, len(b)
     if k % TILE_K or bias is not None or len(scale_b) != n:
-        raise ValueError(f"K={k} must be a multiple of {TILE_K}, each row of b with scales, and without a bias")
+        raise ValueError(f"K={k} must be a multiple of {TILE_K}, each row of b must have scales, and bias must be None")
     out = a.new_empty(m, n, dtype=out_dtype)
     scales = [scale.view(torch.uint8) for scale in (scale_a, scale_b)]
     strides = [rows.stride(0) for rows in (a, b, *scales)]
