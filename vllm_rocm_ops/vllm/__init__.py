@@ -34,7 +34,7 @@ _summarizing = 0  # id of the process that logs at exit
 
 
 def summarize_at_exit(*_) -> None:
-    """Log this process's fallbacks when it ends, and those of its forks.
+    """Log the fallbacks of this process, and of its forks, when it ends.
 
     vLLM's workers end as multiprocessing processes do, which skips `atexit`.
     """

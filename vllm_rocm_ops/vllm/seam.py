@@ -166,7 +166,7 @@ def ordered(found: list[Seam]) -> list[Seam]:
     while left:
         ready = next((seam for seam in left.values() if not left.keys() & set(seam.after)), None)
         if ready is None:
-            raise ValueError(f"seams must not wait for each other, got a cycle of {', '.join(left)}")
+            raise ValueError(f"the `after` of seams must have no cycle, got {', '.join(left)}")
         done.append(left.pop(ready.name))
     return done
 

@@ -13,13 +13,11 @@ traces the layer, there are no kept experts, and the op's reference runs.
 - Tensor parallelism: a rank has a slice of each expert, and vLLM sums the ranks' results.
 - Expert parallelism: `expert_map` says which experts a rank has.
 - Data parallelism: vLLM sends tokens between ranks, by all-gather and reduce-scatter or by MoRI, quantized if the kept
-    experts want
-  that, which the op supports. MoRI's buffers have spare rows, which go to no expert. Timing uses unquantized tokens on
-      both sides.
+  experts want that, which the op supports. MoRI's buffers have spare rows, which go to no expert. Timing uses
+  unquantized tokens on both sides.
 - The batched activation format (DeepEP low latency, NIXL) stays vLLM's.
-- Shared experts are linear layers and served by their seams. Fused with AITER's
-    (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS) the
-  layer stays AITER's, so the op's `shared_experts` is unused here.
+- Shared experts are linear layers and served by their seams. If AITER fuses them into the routed experts
+  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), the layer stays AITER's, so the op's `shared_experts` is unused here.
 """
 
 import copy
@@ -92,7 +90,7 @@ def run(
         activation: vLLM's activation.
         global_num_experts: Experts of all ranks.
         hidden_scale: The scale of quantized tokens.
-        out_dtype: The result's dtype, by default that of hidden.
+        out_dtype: The result's dtype, by default hidden's.
     """
     out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
     quantized = None if on_input or hidden_scale is not None else handed_over.quantized(hidden)

@@ -1,6 +1,6 @@
 """Route tokens in the plugin's experts, where vLLM allows it: `grouped_topk` or `topk_softmax`, then `fused_experts`.
 
-vLLM calls such experts monolithic. Their classes come before those of the seams fp8_experts and unquantized_experts.
+vLLM calls such experts monolithic. Their classes come before the ones that fp8_experts and unquantized_experts register.
 They save vLLM's routing kernels and two copies of the result. vLLM routes with expert load balancing, with
 enable_return_routed_experts, in layers quantized by Quark, and for calls that no kernel supports.
 """

@@ -5,7 +5,7 @@ is timed at vLLM's kernel warm-up, before graphs are captured: in graphs of one 
 from HBM and not from a cache, plugin and vLLM in turn (clock.py).
 
 Each pair is checked first, on a sample of rows and columns computed in float32 from dequantized weights. The plugin's
-error may be at most `LARGEST_ERROR` times that of vLLM's kernel, and the two whole results may differ by no more than
+error may be at most `LARGEST_ERROR` times vLLM's, and the two whole results may differ by no more than
 that allows.
 
 One worker per machine times, the others wait for the file's lock and read.
