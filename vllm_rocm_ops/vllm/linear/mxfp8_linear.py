@@ -160,7 +160,7 @@ def install() -> None:
         @classmethod
         def is_supported(cls, compute_capability=None):
             if not (current_platform.is_cpu() or current_platform.supports_mx()):
-                return False, "requires matrix instructions with block scales (gfx950)"
+                return False, "requires matrix instructions with block scales"
             return super().is_supported(compute_capability)
 
         @classmethod
