@@ -102,7 +102,7 @@ def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows per 128 columns by vLLM's kernel, or on CPU by what there is."""
+    """Quantize rows per 128 columns by vLLM's kernel, on CPU by PyTorch."""
     if x.device.type == "cpu":
         from vllm_rocm_ops.vllm.fusion.fused_quant import QUANT_DTYPE
 
