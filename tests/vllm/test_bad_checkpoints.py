@@ -49,7 +49,11 @@ BAD = {
     "no scale, per channel": ("token", without(SCALE), f"{SCALE} {WANTED.format('nothing', 256)}"),
     "no scale in a merged layer": ("token", without(MERGED), f"qkv_proj.weight_scale {WANTED.format('nothing', 128)}"),
     "no scale, per block": ("block", without(INVERSE), f"{INVERSE} {WANTED.format('nothing', 8)}"),
-    "no scale, MX-FP8": ("mxfp8", without(SCALE), f"{SCALE} must be in the checkpoint and no NaN, got nothing in 4096"),
+    "no scale, MX-FP8": (
+        "mxfp8",
+        without(SCALE),
+        f"{SCALE} must be in the checkpoint and not NaN, got nothing in 4096",
+    ),
     "no input scale": ("static", without(INPUT), f"{INPUT} {WANTED.format('nothing', 1)}"),
     "NaN": ("token", changed(SCALE, element(NAN)), f"{SCALE} {WANTED.format('nan', 1)}"),
     "NaN in a block": ("block", changed(INVERSE, element(NAN)), f"{INVERSE} {WANTED.format('nan', 1)}"),
@@ -79,7 +83,7 @@ BAD = {
     "NaN, MX-FP8": (
         "mxfp8",
         changed(SCALE, lambda s: s.clone().fill_(255)),
-        f"{SCALE} must be in the checkpoint and no NaN",
+        f"{SCALE} must be in the checkpoint and not NaN",
     ),
     "a wrong shape, per channel": ("token", changed(SCALE, lambda s: s[:-1]), "(?i)size|shape|Assertion"),
     "a wrong shape, per block": ("block", changed(INVERSE, lambda s: s[:, :-1]), "(?i)size|shape|Assertion"),

@@ -602,17 +602,17 @@ def test_rotation_and_write_have_to_be_asked_for(roped, monkeypatch):
 
 def test_the_seam_of_rotation_needs_the_hooks(configuration, monkeypatch):
     monkeypatch.setattr(seam, "active", list)
-    with pytest.raises(seam.Unavailable, match="it needs decode_attention"):
+    with pytest.raises(seam.Unavailable, match="requires decode_attention"):
         rope_and_cache.probe()
     monkeypatch.setattr(seam, "active", lambda: ["decode_attention"])
     rope_and_cache.probe()
     monkeypatch.setattr(rope_and_cache, "PARAMETERS", ("layer", "query"))
-    with pytest.raises(seam.Unavailable, match="do_rope_and_kv_cache_update.layer, query., it has .layer, query, key,"):
+    with pytest.raises(seam.Unavailable, match="do_rope_and_kv_cache_update.layer, query., got .layer, query, key,"):
         rope_and_cache.probe()
     monkeypatch.undo()
     monkeypatch.setattr(seam, "active", lambda: ["decode_attention"])
     monkeypatch.setattr(rope_and_cache, "NORM_PARAMETERS", ("layer",))
-    with pytest.raises(seam.Unavailable, match="do_qk_norm_rope_kvcache_update.layer., it has .layer, qkv, q_out,"):
+    with pytest.raises(seam.Unavailable, match="do_qk_norm_rope_kvcache_update.layer., got .layer, qkv, q_out,"):
         rope_and_cache.probe()
 
 

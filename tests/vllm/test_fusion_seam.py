@@ -95,7 +95,7 @@ def test_another_plugins_passes_are_left(monkeypatch):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "get_pass_manager_cls", classmethod(lambda cls: "other.Passes"))
-    with pytest.raises(seam.Unavailable, match="as the platform's passes, it has other.Passes"):
+    with pytest.raises(seam.Unavailable, match="as the platform's passes, got other.Passes"):
         fusion.probe()
 
 

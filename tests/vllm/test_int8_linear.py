@@ -164,7 +164,7 @@ def test_activations_with_a_zero_point_are_vllms():
     config = linear.Int8ScaledMMLinearLayerConfig(
         is_static_input_scheme=False, is_channelwise=True, input_symmetric=False
     )
-    assert ours.can_implement(config) == (False, "takes no activations with a zero point")
+    assert ours.can_implement(config) == (False, "supports symmetric activations only")
     assert type(linear.init_int8_linear_kernel(True, False, False, "test")) is not ours
 
 

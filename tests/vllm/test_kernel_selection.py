@@ -212,7 +212,7 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     with caplog.at_level(logging.WARNING):
         warm_up(ours_wins(range(MOST + 1)))
     [line] = caplog.messages
-    assert re.match(r"vllm-rocm-ops: product is off on this GPU, vLLM's own kernels run: .*48x64, 64 tokens", line)
+    assert re.match(r"vllm-rocm-ops: product is off on this GPU and vLLM's kernels run .*: .*48x64, 64 tokens", line)
     assert {product.serve(m) for m in (1, 8, 64)} == {"native"}
     assert other.serve(64) == "ours"
     assert {one.key: one.state for one in selection.choices()} == {
@@ -248,7 +248,7 @@ def test_a_kernel_that_fails_after_its_launch_is_the_one_to_blame(fails, caplog)
     failed.clear()
     warm_up(clock)
     assert list(selection.read(file()).off) == ["product"] * (fails == "ours")
-    assert ("is not measured: RuntimeError: illegal address" in caplog.text) == (fails == "native")
+    assert ("timing of product failed: RuntimeError: illegal address" in caplog.text) == (fails == "native")
 
 
 def test_a_native_kernel_that_the_sample_does_not_explain_serves(caplog):
@@ -257,7 +257,7 @@ def test_a_native_kernel_that_the_sample_does_not_explain_serves(caplog):
     product.native = lambda x, weight: product.ran.append("native") or -(x @ weight.t())
     started(product)
     warm_up(ours_wins(range(MOST + 1)))
-    assert "cannot be judged" in caplog.text
+    assert "too large for a comparison" in caplog.text
     assert product.serve(1) == "native"
     assert "product" not in selection.read(file()).off
 
@@ -274,7 +274,7 @@ def test_memory_that_is_full_leaves_what_was_measured(caplog):
     product.ours = full
     started(product)
     warm_up(ours_wins(range(MOST + 1)))
-    assert "is not measured: OutOfMemoryError" in caplog.text
+    assert "failed: OutOfMemoryError" in caplog.text
     assert [product.serve(m) for m in (32, 64)] == ["ours", "native"]
     assert selection.read(file()).off == {}
 
@@ -314,7 +314,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch, ca
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "file"))
     product = started(Product())
     warm_up(ours_wins(range(MOST + 1)))
-    assert "what is measured is not kept" in caplog.text
+    assert "results are not saved" in caplog.text
     assert product.serve(MOST) == "ours"
 
 
@@ -366,7 +366,7 @@ def test_a_worker_that_was_killed_while_measuring(caplog):
     warm_up(ours_wins(range(MOST + 1)))
     assert asked == sorted(asked) and {*asked} == {"other", "product"}
     assert product.serve(MOST) == other.serve(MOST) == "ours"
-    assert "a process ended while it measured product 48x64 VllmKernel at 64 tokens, which is" in caplog.text
+    assert "a process died while timing product 48x64 VllmKernel at 64 tokens, which is timed again" in caplog.text
     record = selection.read(file())
     assert (record.off, record.ended) == ({}, {}) and len(record.shapes) == 2
     assert [path.suffix for path in file().parent.iterdir()].count(".json") == 1
@@ -401,7 +401,7 @@ def test_a_worker_that_dies_again_while_measuring():
     warm_up(clock := ours_wins(range(MOST + 1)))
     assert "ours" not in product.ran
     assert product.serve(1) == "native" and other.serve(1) == "ours"
-    why = "2 processes ended while they measured it, the last one product 48x64 VllmKernel at 64 tokens"
+    why = "2 processes died while timing it, the last one at product 48x64 VllmKernel at 64 tokens"
     assert selection.read(file()).off == {"product": why}
     assert not clock.asked
 
@@ -435,7 +435,7 @@ def test_a_process_that_measures_without_end(caplog, monkeypatch):
     finally:
         measures_long.kill()
         measures_long.join()
-    assert not clock.asked and "only what is known is used, as another process measures: " in caplog.text
+    assert not clock.asked and "only recorded results are used, because another process is timing: " in caplog.text
     assert (product.serve(LIMIT), product.serve(MOST)) == ("ours", "native") and other.serve(MOST) == "ours"
     measures(product, other)
     assert product.serve(MOST) == "ours"
@@ -499,7 +499,7 @@ def test_ranks_stay_in_step_when_one_fails(caplog, monkeypatch):
     monkeypatch.setattr(selection, "read", lambda: None)
     warm_up(FakeClock(), lambda mine: asked.append(mine) or [mine])
     assert asked == [selection.Decided({}, {})]
-    assert "nothing was measured: TypeError" in caplog.text
+    assert "kernel timing failed: TypeError" in caplog.text
     assert product.serve(LIMIT) == "ours"
 
 
@@ -565,11 +565,11 @@ def test_progress_and_one_table_are_logged(caplog, monkeypatch):
     with caplog.at_level(logging.INFO):
         warm_up(ours_wins({1, 8, 32}))
     lines = "\n".join(caplog.messages).splitlines()
-    assert any(re.match(r"vllm-rocm-ops: measured \d of 6 pairs in \d+ s", line) for line in lines)
+    assert any(re.match(r"vllm-rocm-ops: timed \d of 6 comparisons in \d+ s", line) for line in lines)
     place = next(i for i, line in enumerate(lines) if line.startswith("op "))
     table = [re.split(r"  +", line) for line in lines[place:]]
-    assert table[0][:6] == ["op", "shape and vLLM's kernel", "tokens", "ours us", "vLLM's us", "winner"]
-    assert [row[2:6] for row in table[1:]] == [["1..32", "5.0", "10.0", "ours"], ["64..256", "50.0", "10.0", "vLLM's"]]
+    assert table[0][:6] == ["op", "shape and vLLM's kernel", "tokens", "plugin us", "vLLM us", "runs"]
+    assert [row[2:6] for row in table[1:]] == [["1..32", "5.0", "10.0", "plugin"], ["64..256", "50.0", "10.0", "vLLM"]]
 
 
 class Watch:
@@ -617,10 +617,11 @@ def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
         assert 9 < watch.now - begin <= kernel_timing.MOST_SECONDS == 10
         if sizes[0] == 1:
             text = (
-                "12 of 21 pairs were not measured in 7 s; fixed limits hold there until the next start: 48x64 at 64, "
+                "12 of 21 comparisons did not fit into 7 s, default token limits apply there until the next start: "
+                "48x64 at 64, "
             )
             assert text in caplog.text
-    assert "not measured" not in caplog.text and [len(ours) for ours in decided.shapes.values()] == [1, *[MOST + 1] * 3]
+    assert "did not fit" not in caplog.text and [len(ours) for ours in decided.shapes.values()] == [1, *[MOST + 1] * 3]
 
 
 def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
@@ -795,7 +796,7 @@ def test_ranks_gather_and_the_first_says(caplog):
         with caplog.at_level(logging.INFO):
             clock = ours_wins({1, 8} if number else {1, 32})
             kernel_timing.warm_up(CAPTURED, MOST, clock, gather(group), says=number == 0)
-        results.put((number, [product.serve(m) for m in (1, 8, 32)], "our kernels and vLLM's" in caplog.text))
+        results.put((number, [product.serve(m) for m in (1, 8, 32)], "selected kernels on this GPU" in caplog.text))
 
     served = ["ours", "native", "native"]
     assert sorted(as_ranks(rank)) == [(0, served, True), (1, served, False)]
@@ -828,7 +829,7 @@ def test_a_vllm_that_is_otherwise_starts(caplog):
     from vllm_rocm_ops.vllm.selection import measured_selection
 
     measured_selection.warm_up(types.SimpleNamespace())
-    assert "vllm-rocm-ops: fixed limits hold: " in caplog.text
+    assert "vllm-rocm-ops: kernel timing failed, default token limits apply: " in caplog.text
 
 
 def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
@@ -949,7 +950,7 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
         assert answer["stats"]["vllm"] == {"its kernel": layers}
         kinds = collections.Counter(key.partition(" ")[0] for key in record.shapes)
         assert kinds == {"scaled_mm": 4, "paged_attention_decode": 1, **dict.fromkeys(rows, 1)} and not record.off
-        assert output.count("our kernels and vLLM's on this GPU") == 2
+        assert output.count("selected kernels on this GPU") == 2
     else:
         assert "scaled_mm" not in answer["stats"]
         assert answer["stats"]["vllm"] == {"its kernel": layers * steps}

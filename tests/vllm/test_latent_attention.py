@@ -162,7 +162,7 @@ def test_backends_are_checked(configuration, monkeypatch):
     attention_backends.probe(latent_attention.BACKENDS)
     monkeypatch.setattr(latent_attention.LatentImpl, "METHOD", ("forward_mqa", "q"))
     with pytest.raises(
-        seam.Unavailable, match="this vLLM lacks TritonMLAImpl.forward_mqa.q., it has .q, kv_c_and_k_pe_cache"
+        seam.Unavailable, match="this vLLM lacks TritonMLAImpl.forward_mqa.q., got .q, kv_c_and_k_pe_cache"
     ):
         attention_backends.probe(latent_attention.BACKENDS)
     for member, backend in latent_attention.BACKENDS.items():

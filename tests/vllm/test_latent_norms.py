@@ -429,7 +429,7 @@ def test_another_layer_is_not_replaced(monkeypatch):
     monkeypatch.delitem(op_registry_oot, "MultiHeadLatentAttentionWrapper", raising=False)
     latent_norms.probe()
     monkeypatch.setattr(seam, "active", lambda: [name for name in active if name != "norm"])
-    with pytest.raises(seam.Unavailable, match="it needs norm"):
+    with pytest.raises(seam.Unavailable, match="requires norm"):
         latent_norms.probe()
     monkeypatch.setattr(seam, "active", lambda: active)
     real = latent_norms.backends.methods

@@ -806,7 +806,7 @@ def test_a_probe_notices_other_tables_and_signatures(module, monkeypatch):
         with pytest.raises(seam.Unavailable, match=f"this vLLM lacks {BROKEN[module]}"):
             module.probe()
     monkeypatch.setattr(linear, "choose_scaled_mm_linear_kernel", lambda kernels: None)
-    with pytest.raises(seam.Unavailable, match=r"\(config, possible_kernels\), it has \(kernels\)"):
+    with pytest.raises(seam.Unavailable, match=r"\(config, possible_kernels\), got \(kernels\)"):
         module.probe()
 
 

@@ -105,7 +105,7 @@ def test_tensor_parallelism(parallel, expected):
     assert counted(answer["stats"])[OFF] == calls and counted(answer["stats"])["scaled_mm"] == 4 * calls
     assert answer["other_ranks"] == [answer["stats"]]
     assert answer["fallbacks"] == [{OFF: {why: calls}}] * 2
-    found = re.findall(rf"own code ran instead of {OFF} (\d+) times \({why}\)$", parallel["output"], re.MULTILINE)
+    found = re.findall(rf"own code in this process: {OFF} (\d+)x \({why}\)$", parallel["output"], re.MULTILINE)
     assert len(found) == 2 and min(map(int, found)) >= calls
 
 

@@ -290,7 +290,7 @@ print(json.dumps({
     assert without["first"] == with_patches["first"] == "RocmOpsScaledLinear"
     assert (without["linear"], without["experts"], without["gemms"]) == ([], [], 0)
     assert len(without["replaced"]) == 3 and with_patches["replaced"] == []
-    assert with_patches["warnings"] == [] and "additional_config is no dict" in without["warnings"][0]
+    assert with_patches["warnings"] == [] and "additional_config is not a dict" in without["warnings"][0]
     assert without["factors"] == [] and [name.partition(" with ")[0] for name in with_patches["factors"]] == [FACTOR]
     ours = ["BlockScaled", "Int8", "Mxfp8", "Scaled"]
     assert with_patches["linear"] == [f"RocmOps{name}Linear" for name in ours]

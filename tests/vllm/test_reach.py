@@ -57,7 +57,10 @@ def all_on(monkeypatch):
 def test_layers_are_counted_by_kind_and_class():
     """8-bit linear layers without a kernel of ours, and attention that says what it lacks, are missed."""
     mine, lacking, theirs = type("RocmOpsImpl", (), {}), type("RocmOpsOther", (), {}), type("FlashImpl", (), {})
-    mine.rocm_ops, lacking.rocm_ops = types.SimpleNamespace(lacks=""), types.SimpleNamespace(lacks="it has ALiBi")
+    mine.rocm_ops, lacking.rocm_ops = (
+        types.SimpleNamespace(lacks=""),
+        types.SimpleNamespace(lacks="ALiBi is not supported"),
+    )
     layers = [linear("RocmOpsScaledLinear"), linear("Marlin"), linear("Marlin"), linear(None, torch.bfloat16)]
     layers += [experts("RocmOpsFp8Experts"), experts("TritonExperts"), OtherRMSNorm()]
     found = reach.found(worker(layers, [mine(), lacking(), theirs(), None]))
@@ -65,7 +68,7 @@ def test_layers_are_counted_by_kind_and_class():
         "linear layers": (1, {"Method": 2}),
         "layers of experts": (1, {"Method": 1}),
         "norms": (0, {"OtherRMSNorm": 1}),
-        "layers of attention": (1, {"RocmOpsOther, it has ALiBi": 1, "FlashImpl": 1}),
+        "layers of attention": (1, {"RocmOpsOther, ALiBi is not supported": 1, "FlashImpl": 1}),
     }
 
 
@@ -86,8 +89,11 @@ def test_one_line_warns(caplog):
     with caplog.at_level(logging.INFO):
         reach.say(reach.found(worker([linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()])))
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "vllm-rocm-ops: takes 1 linear layers"),
-        ("WARNING", "vllm-rocm-ops: vLLM's own code runs 1 linear layers (1 Method); 2 norms (2 OtherRMSNorm)"),
+        ("INFO", "vllm-rocm-ops: covers 1 linear layers"),
+        (
+            "WARNING",
+            "vllm-rocm-ops: not covered, vLLM's own code runs: 1 linear layers (1 Method); 2 norms (2 OtherRMSNorm)",
+        ),
     ]
     caplog.clear()
     reach.say({})
@@ -119,7 +125,7 @@ def test_calls_are_counted_by_seam_and_pattern(called, caplog):
     assert found.patterns == {"silu_and_mul_quant 512 bfloat16": 4} and found.unreached == []
     with caplog.at_level(logging.INFO):
         reach.say_calls(found)
-    assert caplog.messages == ["vllm-rocm-ops: calls up to the end of the warm-up: activation 4, scaled_linear 2"]
+    assert caplog.messages == ["vllm-rocm-ops: calls until the end of the warm-up: activation 4, scaled_linear 2"]
 
 
 def test_a_pattern_may_be_reached_with_its_linear(called):

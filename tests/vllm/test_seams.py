@@ -56,11 +56,11 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
         "quantized_attention",
     }
     assert off.keys() == broken | {"fusion", "unquantized_linear", "rope_and_cache"}
-    assert off["activation"].startswith("this vLLM lacks ") and "(x), it has (rows)" in off["activation"]
+    assert off["activation"].startswith("this vLLM lacks ") and "(x), got (rows)" in off["activation"]
     assert off["norm"] == "IndexError: list index out of range"
-    assert "it needs norm" in off["latent_norms"]
+    assert "requires norm" in off["latent_norms"]
     assert off["fusion"] == "VLLM_ROCM_OPS_SEAMS=-fusion"
-    assert "(config, possible_kernels), it has (keywords)" in off["scaled_linear"]
+    assert "(config, possible_kernels), got (keywords)" in off["scaled_linear"]
     assert off["unquantized_linear"] == "for rocm and cuda only"
     assert lines_about(answers["output"]) == {name: off[name] for name in broken}
     assert answer["stats"] == {}
@@ -73,7 +73,7 @@ def test_an_unknown_vllm_is_left_alone(engines, expected):
     before = "import vllm\nvllm.__version__ = '0.99.0'"
     answers = engines.run({"new": engines.job(MODEL)}, before=before)
     answer = answers["new"]
-    reason = "tried on vLLM 0.30 to 0.33, this is 0.99.0"
+    reason = "tested on vLLM 0.30 to 0.33, got 0.99.0; VLLM_ROCM_OPS_ANY_VERSION=1 skips this check"
     here = [name for name in seam.NAMES if "cpu" in seam.load(name).platforms]
     assert {name: answer["seams"][name] for name in here} == dict.fromkeys(here, reason)
     assert lines_about(answers["output"]) == {"every": reason}
@@ -126,12 +126,13 @@ def test_one_reason_is_one_line(installed, monkeypatch):
     """A reason of all seams turns the plugin off; that a seam is for another platform is no reason to mention."""
     assert installed() == (["first", "norm", "fusion"], [])
     off = "vllm-rocm-ops is off: {}. vLLM's own code runs."
-    assert installed("0.34.0") == ([], [off.format("tried on vLLM 0.30 to 0.33, this is 0.34.0")])
+    skip = "VLLM_ROCM_OPS_ANY_VERSION=1 skips this check"
+    assert installed("0.34.0") == ([], [off.format(f"tested on vLLM 0.30 to 0.33, got 0.34.0; {skip}")])
     old = {"versions": ("0.30", "0.32")}
-    line = "vllm-rocm-ops: first, fusion off: tried on vLLM 0.30 to 0.32, this is 0.33.0. vLLM's own code runs."
+    line = f"vllm-rocm-ops: first, fusion off: tested on vLLM 0.30 to 0.32, got 0.33.0; {skip}. vLLM's own code runs."
     assert installed(first=old, fusion=old) == (["norm"], [line])
-    monkeypatch.setattr(seam, "lacks", lambda platform: "there are kernels for gfx942 and gfx950 only")
-    assert installed() == ([], [off.format("there are kernels for gfx942 and gfx950 only")])
+    monkeypatch.setattr(seam, "lacks", lambda platform: "this GPU is not supported, kernels exist for gfx942")
+    assert installed() == ([], [off.format("this GPU is not supported, kernels exist for gfx942")])
     monkeypatch.setattr(seam, "wanted", lambda name, switch: False)
     monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "none")
     assert installed() == ([], [off.format("VLLM_ROCM_OPS_SEAMS=none")])
@@ -158,7 +159,7 @@ def test_untested_versions_have_to_be_asked_for(installed, monkeypatch, version)
     assert active == ["first", "fusion"]
     assert lines == [
         "vllm-rocm-ops: norm off: this vLLM lacks it. vLLM's own code runs.",
-        f"vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 turns on first, fusion, not tried on this vLLM, {version}",
+        f"vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 enables first, fusion, not tested on vLLM {version}",
     ]
     assert installed() == (["first", "norm", "fusion"], [])
 
@@ -241,7 +242,7 @@ def test_a_seam_comes_after_those_that_it_names():
     assert [name for name in names if name not in later] == sorted(set(names) - later)
     assert names.index("latent_norms") > max(map(names.index, ("latent_attention", "norm")))
     assert names.index("routing_experts") > max(map(names.index, ("fp8_experts", "unquantized_experts")))
-    with pytest.raises(ValueError, match="seams that each come after another: norm"):
+    with pytest.raises(ValueError, match="must have no cycle, got norm"):
         seam.ordered([dataclasses.replace(seam.load("norm"), after=("norm",))])
 
 
@@ -286,7 +287,7 @@ class Machine:
         (None, 90, None, ""),
         ("0", 90, None, ""),
         pytest.param("1", 90, "cuda", "", marks=full),
-        ("1", 100, "cuda", "there are kernels for sm_90 only"),
+        ("1", 100, "cuda", "this GPU is not supported, kernels exist for sm_90"),
     ],
 )
 def test_nvidia_has_to_be_asked_for(switch, capability, platform, lack, monkeypatch):

@@ -152,7 +152,10 @@ def test_other_gpus_of_amd_are_left_alone():
     code = "import selection; selection.fake_amd('gfx90a', '0'); from vllm_rocm_ops.vllm import register; register()"
     output = processes.run(code, python_files(RELEASES[NEWEST]), HERE.parents[1], HERE, VLLM_PLUGINS="none")
     [line] = [line for line in output.splitlines() if "rocm-ops" in line]
-    assert "vllm-rocm-ops is off: there are kernels for gfx942 and gfx950 only. vLLM's own code runs." in line
+    assert (
+        "vllm-rocm-ops is off: this GPU is not supported, kernels exist for gfx942 and gfx950. vLLM's own code runs."
+        in line
+    )
 
 
 @pytest.mark.parametrize("release", ASKED)

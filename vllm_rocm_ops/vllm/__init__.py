@@ -1,7 +1,7 @@
-"""Everything that knows vLLM. `register` is the entry point `vllm.general_plugins`.
+"""Connect the ops to vLLM. `register` is the entry point in the group `vllm.general_plugins`.
 
-vLLM calls `register` once in every process: front end, engine core, each worker. An exception from it would end vLLM, so it
-raises none.
+vLLM calls `register` once in every process: front end, engine core, each worker. An exception in it would end vLLM, so
+it raises none.
 """
 
 import functools
@@ -16,8 +16,10 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def register() -> None:
-    """Install the seams on ROCm, and where the user asked for them: VLLM_ROCM_OPS_ON_NVIDIA=1, VLLM_ROCM_OPS_ON_CPU=1. Idempotent.
-    Initialises no device."""
+    """Install the seams on ROCm. Idempotent, and initializes no device.
+
+    Other platforms are opt-in: VLLM_ROCM_OPS_ON_NVIDIA=1, VLLM_ROCM_OPS_ON_CPU=1.
+    """
     try:
         from vllm_rocm_ops.vllm import seam
 
@@ -25,14 +27,17 @@ def register() -> None:
         if seam.install_all():
             summarize_at_exit()
     except Exception as error:  # noqa: BLE001  an exception here would end vLLM itself
-        logger.warning("vllm-rocm-ops is off: %s: %s", type(error).__name__, error)
+        logger.warning("vllm-rocm-ops is off: %s: %s. vLLM's own code runs.", type(error).__name__, error)
 
 
-_summarizing = 0  # the process that does
+_summarizing = 0  # id of the process that logs at exit
 
 
 def summarize_at_exit(*_) -> None:
-    """Log what fell back in this process when it ends, and in its forks. vLLM's workers end as processes of multiprocessing do."""
+    """Log the fallbacks of this process, and of its forks, when it ends.
+
+    vLLM's workers end as multiprocessing processes do, which skips `atexit`.
+    """
     global _summarizing
     if _summarizing != os.getpid():
         _summarizing = os.getpid()
@@ -41,15 +46,18 @@ def summarize_at_exit(*_) -> None:
 
 
 def summarize() -> None:
-    """Log which ops fell back in this process, how often and why, in one line. Nothing if none did."""
-    found = [f"{op} {calls} times ({why})" for op, reasons in fallbacks().items() for why, calls in reasons.items()]
+    """Log which ops fell back in this process, how often and why, in one line. Log nothing if none did."""
+    found = [f"{op} {calls}x ({why})" for op, reasons in fallbacks().items() for why, calls in reasons.items()]
     if found:
-        logger.info("vllm-rocm-ops: in this process vLLM's own code ran instead of %s", "; ".join(found))
+        logger.info("vllm-rocm-ops: calls that fell back to vLLM's own code in this process: %s", "; ".join(found))
 
 
 def know_variables() -> None:
-    """Register our environment variables with vLLM. vLLM warns of an unknown VLLM_ variable, or refuses to start, as the user
-    wants. Its compile cache is keyed by the variables that it knows."""
+    """Register the package's environment variables with vLLM.
+
+    vLLM warns of unknown VLLM_ variables, or refuses to start, as configured. Known variables are part of its compile
+    cache key.
+    """
     from vllm.envs import environment_variables
 
     for name in envs.VARIABLES:

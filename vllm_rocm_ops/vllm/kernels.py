@@ -1,9 +1,9 @@
-"""What vLLM calls each op for: by op, its kernels beside vLLM's, as kernel_selection.py asks them.
+"""Map each op to its `Kernels`: the plugin's kernel and vLLM's for the same call, see kernel_selection.py.
 
-For the commands, which know a call of a model by its op and arguments, each has besides
+The commands know a model's call by op and arguments. For them each entry also has
 
-    limit                        the most tokens that ours takes where nothing was measured
-    layers_of(a)                 the layers as which a call with these arguments may have been measured
+    limit                        the token limit of the plugin's kernel before timing
+    layers_of(a)                 the layer descriptions under which a call with these arguments may have been timed
     exact_of(a, rows, columns)   these rows and columns of the call's result, in float32
 """
 

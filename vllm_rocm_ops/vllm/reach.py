@@ -1,5 +1,8 @@
-"""Which layers of a model the seams have taken, and which ops a start has called. A probe finds a name that vLLM no longer has, not a
-model with layers of its own, whose norms, for instance, are a class that no seam replaces."""
+"""Report which layers of a model the seams cover, and which ops a start called.
+
+A seam's probe finds a name that vLLM no longer has. It does not find a model with layer classes of its own, such as
+norms that no seam replaces.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,19 @@ SEAMS = {
     "layers of experts": ("fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"),
     "layers of attention": ("decode_attention", "latent_attention"),
 }
-"""Kinds of layers, and the seams that take them."""
+"""Layer kinds, and the seams that cover each."""
 
 
 @dataclasses.dataclass
 class Reach:
-    """Layers of a kind: how many run through a seam, and those that no seam took, by class."""
+    """Count a kind's layers: those that run through a seam, and the rest by class."""
 
     taken: int = 0
     missed: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def kernels_of(module: torch.nn.Module) -> Iterator[object]:
-    """Yield the linear kernels and experts of ours that a layer holds."""
+    """Yield the plugin's linear kernels and experts that a layer holds."""
     method = getattr(module, "quant_method", None)
     moe = getattr(method, "moe_kernel", None)
     holders = [vars(one) for one in (method, getattr(module, "scheme", None), moe) if hasattr(one, "__dict__")]
@@ -47,7 +50,7 @@ def kernels_of(module: torch.nn.Module) -> Iterator[object]:
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """Return the kind of a layer that a seam may take. A linear layer is one with a weight of 8 bits."""
+    """Return the kind of a layer that a seam may cover. Linear layers count if their weight has 8 bits."""
     name, weight = type(module).__name__, getattr(module, "weight", None)
     if "RMSNorm" in name:
         return "norms"
@@ -61,7 +64,7 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
-    """Yield the kind of each layer, whether a seam has taken it, and what it is."""
+    """Yield for each layer of a model: its kind, whether a seam covers it, and its class."""
     for module in model.modules():
         kind = kind_of(module)
         if kind in ("norms", "activations"):
@@ -72,7 +75,7 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
 
 
 def attention(config) -> Iterator[tuple[str, bool, str]]:
-    """Yield the same of the layers of attention, which a model's configuration lists."""
+    """Yield the same for attention layers, which a model's configuration lists."""
     for layer in config.compilation_config.static_forward_context.values():
         if impl := getattr(layer, "impl", None):
             what, ours = type(impl).__name__, getattr(impl, "rocm_ops", None)
@@ -81,8 +84,10 @@ def attention(config) -> Iterator[tuple[str, bool, str]]:
 
 
 def found(worker) -> dict[str, Reach]:
-    """Return what the seams have taken of the models that a worker has loaded, by kind of layer. Kinds whose seams are all off are not
-    in it."""
+    """Return, by kind, how many layers of a worker's models the seams cover.
+
+    Kinds whose seams are all off are left out.
+    """
     on, result = set(seam.active()), {}
     every = [one for model in row_selection.models_of(worker) for one in layers(model)]
     for kind, taken, what in (*every, *attention(worker.vllm_config)):
@@ -96,33 +101,41 @@ def found(worker) -> dict[str, Reach]:
 
 
 def say(reached: dict[str, Reach]) -> None:
-    """Log what was taken, and warn of what was not."""
+    """Log the covered layers, and warn of the others."""
     counts = [f"{one.taken} {kind}" for kind, one in reached.items() if one.taken]
     if counts:
-        logger.info("vllm-rocm-ops: takes %s", ", ".join(counts))
+        logger.info("vllm-rocm-ops: covers %s", ", ".join(counts))
     missed = [
         f"{sum(one.missed.values())} {kind} ({', '.join(f'{count} {what}' for what, count in sorted(one.missed.items()))})"
         for kind, one in reached.items()
         if one.missed
     ]
     if missed:
-        logger.warning("vllm-rocm-ops: vLLM's own code runs %s", "; ".join(missed))
+        logger.warning("vllm-rocm-ops: not covered, vLLM's own code runs: %s", "; ".join(missed))
 
 
 @dataclasses.dataclass
 class Calls:
-    """Count a worker's calls up to the end of its warm-up: by seams that are on, which share a count where they share their ops, and by
-    pattern that was chosen."""
+    """Count a worker's calls until the end of its warm-up."""
 
     seams: dict[str, int]
+    """By seam that is on. Seams that share their ops share a count."""
     patterns: dict[str, int]
+    """By selected pattern."""
     unreached: list[str]
-    """Patterns that no graph holds, and seams that were not called though all shapes of a captured number of tokens are theirs.
-    Attention may run outside of graphs."""
+    """Selected patterns in no graph, and uncalled seams whose shapes all select the plugin at one captured size.
+
+    Attention is left out: it may run outside of graphs.
+    """
 
 
 def calls(captured: tuple[int, ...] = ()) -> Calls:
-    """Return this process's calls. Shapes of layers tell which seams should have been called for the `captured` numbers of tokens."""
+    """Return this process's calls by seam and by selected pattern.
+
+    Args:
+        captured: The captured token counts. A seam is expected to have calls if all its shapes select the plugin at one
+            of them.
+    """
     counts = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
     shared: dict[tuple[str, ...], list[str]] = {}
     for name in seam.active():
@@ -133,7 +146,7 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
     names = {pattern: (op, f"scaled_mm_{op}", f"all_reduce_{op}") for pattern, op in op_of.items()}
     patterns = {pattern: sum(counts.get(name, 0) for name in of) for pattern, of in names.items()}
     result = Calls({}, patterns, [])
-    has_run = bool(counts)  # a worker on CPU may not, before its first request
+    has_run = bool(counts)  # a CPU worker may have no call before its first request
     result.unreached += [pattern for pattern, count in result.patterns.items() if has_run and not count]
     for ops, names in shared.items():
         of = "/".join(names)
@@ -146,16 +159,16 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
 
 
 def say_calls(called: Calls) -> None:
-    """Log what a worker has called, and warn of what was chosen and that no graph holds."""
+    """Log a worker's calls, and warn of selected patterns and seams without one."""
     counts = [f"{of} {count}" for of, count in called.seams.items() if count]
     if counts:
-        logger.info("vllm-rocm-ops: calls up to the end of the warm-up: %s", ", ".join(counts))
+        logger.info("vllm-rocm-ops: calls until the end of the warm-up: %s", ", ".join(counts))
     if called.unreached:
-        logger.warning("vllm-rocm-ops: chosen, but in no graph of this model: %s", ", ".join(called.unreached))
+        logger.warning("vllm-rocm-ops: selected, but in no graph of this model: %s", ", ".join(called.unreached))
 
 
 def write(worker, called: Calls) -> None:
-    """Write what this start has reached, for `doctor`."""
+    """Write what this start reached to reached.json, for `vllm-rocm-ops doctor`."""
     path = kernel_selection.path_of(kernel_selection.machine()).with_name("reached.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     layers = {kind: dataclasses.asdict(one) for kind, one in found(worker).items()}
@@ -164,7 +177,7 @@ def write(worker, called: Calls) -> None:
 
 
 def read(folder: Path) -> list[dict]:
-    """Return what the last starts have reached, by architecture. A file that is no such file is left out."""
+    """Return what the last starts reached, one entry per arch. Unreadable files are left out."""
     result = []
     for path in sorted(folder.glob("*/reached.json")):
         try:

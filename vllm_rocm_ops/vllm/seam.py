@@ -1,13 +1,18 @@
-"""A seam is one place where vLLM takes our code instead of its own: a file with a `SEAM`, and its line in `FILES`.
+"""Install the seams, the places where vLLM calls the plugin's code instead of its own.
 
-A seam is installed if the user asks for it, it is made for this platform, it was tried on this vLLM version, and its probe
-finds every name and signature that the seam touches. Otherwise the seam stays off, vLLM's own code runs, and `status` says why.
-The log has one line for each reason, however many seams are off for it. With `VLLM_ROCM_OPS_ANY_VERSION=1` the probes alone say
-whether a seam fits this vLLM version.
+A seam is a file with a `SEAM`, and its line in `FILES`. It is installed if
 
-On NVIDIA no seam is installed, unless `VLLM_ROCM_OPS_ON_NVIDIA=1`. The seams then serve vLLM's CUDA platform as they serve its
-ROCm platform, so that a model can be measured with the ops and without. On CPU, which has no kernels, no seam is installed,
-unless `VLLM_ROCM_OPS_ON_CPU=1`. Then the ops' references run, for tests.
+- the user asks for it (VLLM_ROCM_OPS_SEAMS),
+- it supports this platform,
+- it was tested on this vLLM version, or VLLM_ROCM_OPS_ANY_VERSION=1 skips this check,
+- its probe finds every name and signature that it touches.
+
+Otherwise the seam stays off, vLLM's own code runs, and `status` says why. The log has one line per reason, not per
+seam.
+
+The platform is ROCm. On NVIDIA, VLLM_ROCM_OPS_ON_NVIDIA=1 installs the seams into vLLM's CUDA platform, to measure a
+model with and without the ops. On CPU, which has no kernels, VLLM_ROCM_OPS_ON_CPU=1 installs them for tests, and the
+ops' references run.
 """
 
 import ast
@@ -50,21 +55,25 @@ FILES = {
     "unquantized_experts": "experts",
     "unquantized_linear": "linear",
 }
-"""The file of each seam, or the folder that has a file of its name."""
+"""The file of each seam, or the folder whose file has the seam's name."""
 
 NAMES = tuple(FILES)
 
 
 class Unavailable(Exception):
-    """A probe raises it when vLLM or the machine lacks something that a seam needs."""
+    """Signal that vLLM or the machine lacks something that a seam needs. Raised by probes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """One replacement inside vLLM.
+    """Describe one replacement inside vLLM.
 
-    `versions` are the first and last vLLM minor releases that the seam was tried on. `probe` raises when a name or a
-    signature that `install` relies on is missing; it changes nothing. `after` names seams that are installed before this one. `ops` begin the names of the ops that it calls.
+    Attributes:
+        replaces: What the seam replaces, for people.
+        probe: Raises if a name or signature that `install` relies on is missing. Changes nothing.
+        versions: The first and the last vLLM minor release that the seam was tested on.
+        after: Seams that are installed before this one.
+        ops: Prefixes of the names of the ops that the seam calls.
     """
 
     name: str
@@ -79,7 +88,7 @@ class Seam:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Whether a seam is on in this process, and why."""
+    """Tell whether a seam is on in this process, and why."""
 
     name: str
     replaces: str
@@ -91,28 +100,29 @@ _status: dict[str, Status] = {}
 
 
 def status() -> list[Status]:
-    """Every seam's status, in the order of installation. Empty until `install_all` ran."""
+    """Return the status of every seam in installation order. Empty until `install_all` ran."""
     return list(_status.values())
 
 
 def active() -> list[str]:
-    """The names of the seams that are on."""
+    """Return the names of the seams that are on."""
     return [entry.name for entry in _status.values() if entry.on]
 
 
 def replace(theirs: type, ours: type) -> type:
-    """Register a subclass in the place of a custom op of vLLM's, under the name by which `custom_ops` switches that."""
+    """Register a subclass in place of vLLM's custom op, under the name by which `custom_ops` switches it."""
     theirs.register_oot(ours)
     ours.name = theirs.name
     return ours
 
 
 def log_off(level: int, what: str, reason: str) -> None:
+    """Log seams that are off, and why."""
     logger.log(level, "vllm-rocm-ops%s off: %s. vLLM's own code runs.", what, reason)
 
 
 def load(name: str) -> Seam:
-    """The seam of that name. Imports the seam's file, which does not import vLLM."""
+    """Import a seam's file, which does not import vLLM, and return its `SEAM`."""
     return importlib.import_module(module_of(name)).SEAM
 
 
@@ -123,14 +133,14 @@ def module_of(name: str) -> str:
 
 
 def install_all() -> list[Status]:
-    """Install every seam that applies here, once per process."""
+    """Install every seam that applies here, once per process, and return their status."""
     if _status:
         return status()
     import vllm
 
     platform = served_platform()
     if platform is None:
-        logger.debug("vllm-rocm-ops has nothing for this platform")
+        logger.debug("vllm-rocm-ops is off: unsupported platform")
         return []
     lack, off, untested = lacks(platform), {}, []
     for seam in ordered([load(name) for name in NAMES]):
@@ -145,25 +155,27 @@ def install_all() -> list[Status]:
             what = " is" if len(names) == len(_status) - for_others else f": {', '.join(names)}"
             log_off(level, what, reason)
     if untested:
-        text = "vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 turns on %s, not tried on this vLLM, %s"
+        text = "vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 enables %s, not tested on vLLM %s"
         logger.warning(text, ", ".join(untested), vllm.__version__)
     return status()
 
 
 def ordered(found: list[Seam]) -> list[Seam]:
-    """The same seams, each behind those in its `after`."""
+    """Return the seams sorted so that each comes after those in its `after`."""
     left, done = {seam.name: seam for seam in found}, []
     while left:
         ready = next((seam for seam in left.values() if not left.keys() & set(seam.after)), None)
         if ready is None:
-            raise ValueError(f"seams that each come after another: {', '.join(left)}")
+            raise ValueError(f"the `after` of seams must have no cycle, got {', '.join(left)}")
         done.append(left.pop(ready.name))
     return done
 
 
 def served_platform() -> str | None:
-    """vLLM's platform as `Seam.platforms` names it. None for other platforms, and for NVIDIA and CPU unless the user asked for
-    them."""
+    """Return vLLM's platform as `Seam.platforms` names it.
+
+    None for other platforms, and for NVIDIA and CPU unless their variable is set.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -174,17 +186,17 @@ def served_platform() -> str | None:
 
 
 def lacks(platform: str) -> str:
-    """Why this machine has no kernels. Empty if it has kernels, and on CPU."""
+    """Return why this machine has no kernels. Empty if it has them, and on CPU."""
     if platform == "cpu":
         return ""
     arch = arch_here(platform)
     if arch is None:
-        return f"there are kernels for {' and '.join(_known(platform))} only"
+        return f"this GPU is not supported, kernels exist for {' and '.join(_known(platform))}"
     code = launches.CODE / arch
     if not any(code.glob("*")):
-        return f"there are no code objects in {code}; this package was installed without them"
+        return f"{code} has no code objects; this package was installed without them"
     try:
-        importlib.import_module("vllm_rocm_ops._C")  # which opens no driver
+        importlib.import_module("vllm_rocm_ops._C")  # opens no driver
     except ImportError as error:
         return f"the extension vllm_rocm_ops._C does not load: {error}"
     return ""
@@ -195,7 +207,7 @@ def _known(platform: str) -> list[str]:
 
 
 def arch_here(platform: str | None) -> str | None:
-    """This machine's arch, if there are kernels for it. vLLM is asked, which initialises no GPU."""
+    """Return this machine's arch if the package has kernels for it. Asks vLLM, which initializes no GPU."""
     if platform == "rocm":
         from vllm.platforms import rocm
 
@@ -209,7 +221,7 @@ def arch_here(platform: str | None) -> str | None:
 
 
 def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status, int]:
-    """The status of a seam that was installed if it applies, and the level of the log for it."""
+    """Install a seam if it applies, and return its status and the log level for it."""
 
     def off(reason: str, level: int = logging.WARNING) -> tuple[Status, int]:
         return Status(seam.name, seam.replaces, False, reason), level
@@ -221,19 +233,28 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status
     if lack:
         return off(lack)
     if not in_range(version, seam.versions) and envs.VLLM_ROCM_OPS_ANY_VERSION != "1":
-        return off(f"tried on vLLM {seam.versions[0]} to {seam.versions[1]}, this is {version}")
+        tested = f"tested on vLLM {seam.versions[0]} to {seam.versions[1]}, got {version}"
+        return off(f"{tested}; VLLM_ROCM_OPS_ANY_VERSION=1 skips this check")
     try:
         seam.probe()
         seam.install()
     except Unavailable as error:
         return off(str(error))
-    except Exception as error:  # noqa: BLE001  the other seams go on
+    except Exception as error:  # noqa: BLE001  the other seams are still installed
         return off(f"{type(error).__name__}: {error}")
     return Status(seam.name, seam.replaces, True, f"vLLM {version}"), logging.DEBUG
 
 
 def wanted(name: str, switch: str) -> bool:
-    """Whether the switch asks for a seam: "all", "none", names, or "-name" for all but that one; comma separated."""
+    """Return whether VLLM_ROCM_OPS_SEAMS asks for a seam.
+
+    Args:
+        name: The seam.
+        switch: The variable's value, comma-separated: "all", "none", names, or "-name" for all but that one.
+
+    Raises:
+        ValueError: The value names an unknown seam.
+    """
     words = [word.strip() for word in switch.split(",") if word.strip()]
     unknown = {word.removeprefix("-") for word in words} - {"all", "none", *NAMES}
     if unknown:
@@ -244,12 +265,12 @@ def wanted(name: str, switch: str) -> bool:
 
 
 def names(name: str) -> bool:
-    """Whether the user asks for a seam by its name."""
+    """Return whether VLLM_ROCM_OPS_SEAMS lists a seam by name."""
     return name in [word.strip() for word in envs.VLLM_ROCM_OPS_SEAMS.split(",")]
 
 
 def in_range(version: str, versions: tuple[str, str]) -> bool:
-    """Whether a vLLM version is within two minor releases, both included. False for a version without numbers."""
+    """Return whether a vLLM version is within two minor releases, inclusive. False for a version without numbers."""
 
     def minor(text: str) -> tuple[int, int] | None:
         numbers = re.match(r"(\d+)\.(\d+)", text)
@@ -265,14 +286,14 @@ def require(holds: object, wanted: str) -> None:
 
 
 def require_parameters(function: Callable, *names: str) -> None:
-    """Raise `Unavailable` unless a callable's first parameters after `self` have these names, in this order."""
+    """Raise `Unavailable` unless a callable's first parameters after `self` have these names in this order."""
     found = [name for name in inspect.signature(function).parameters if name != "self"]
-    text = f"{function.__qualname__}({', '.join(names)}), it has ({', '.join(found)})"
+    text = f"{function.__qualname__}({', '.join(names)}), got ({', '.join(found)})"
     require(tuple(found[: len(names)]) == names, text)
 
 
 def require_function(path: str, *wanted: str) -> None:
-    """Raise `Unavailable` unless a module has a function with these parameters, and no more."""
+    """Raise `Unavailable` unless a module has a function with exactly these parameters. Reads the source only."""
     module, _, name = path.rpartition(".")
     require_in(
         {node.name: node for node in body_of(module) if isinstance(node, ast.FunctionDef)}, name, name, 0, wanted
@@ -282,14 +303,23 @@ def require_function(path: str, *wanted: str) -> None:
 def require_in(
     functions: dict[str, ast.FunctionDef], name: str, says: str, bound: int, wanted: tuple, may: tuple = ()
 ) -> None:
-    """Raise `Unavailable` unless a function has these parameters behind so many that are bound, and none but those that it `may` have."""
+    """Raise `Unavailable` unless a function has the wanted parameters.
+
+    Args:
+        functions: Functions by name, as parsed.
+        name: The function.
+        says: Its name in the error.
+        bound: How many leading parameters to skip, such as `self`.
+        wanted: The names of the parameters, in order.
+        may: Further parameters that the function may have.
+    """
     had = [argument.arg for argument in functions[name].args.args[bound:]] if name in functions else []
-    text = f"{says}({', '.join(wanted)}), it has ({', '.join(had)})"
+    text = f"{says}({', '.join(wanted)}), got ({', '.join(had)})"
     require(name in functions and [one for one in had if one not in may] == [*wanted], text)
 
 
 def body_of(module: str) -> list[ast.stmt]:
-    """Return what a module of vLLM's has, read and not imported."""
+    """Return the statements of a vLLM module from its source, without an import."""
     import vllm
 
     source = Path(vllm.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").read_text()

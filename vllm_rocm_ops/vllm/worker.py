@@ -1,4 +1,7 @@
-"""Statistics and seams of vLLM's workers: `LLM(worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension")`."""
+"""Report the plugin's statistics and seams from vLLM's workers.
+
+Use: `LLM(worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension")`.
+"""
 
 import dataclasses
 
@@ -8,23 +11,28 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 
 
 class Extension:
-    """Methods for `llm.collective_rpc(name)`, which returns one answer per worker."""
+    """Add methods for `llm.collective_rpc(name)`, which returns one answer per worker."""
 
     def vllm_rocm_ops_stats(self) -> dict[str, dict[str, int]]:
-        """`vllm_rocm_ops.stats()` of the worker."""
+        """Return the worker's `vllm_rocm_ops.stats()`."""
         return vllm_rocm_ops.stats()
 
     def vllm_rocm_ops_fallbacks(self) -> dict[str, dict[str, int]]:
-        """How often each op fell back to vLLM's code in the worker, and why."""
+        """Return the calls of each op that fell back to vLLM's code in the worker, by reason."""
         return vllm_rocm_ops.fallbacks()
 
     def vllm_rocm_ops_reset_stats(self) -> None:
-        """`vllm_rocm_ops.reset_stats()` in the worker."""
+        """Call `vllm_rocm_ops.reset_stats()` in the worker."""
         vllm_rocm_ops.reset_stats()
 
     def vllm_rocm_ops_choices(self) -> list[dict]:
-        """Which kernels serve each shape of a layer in the worker: "unmeasured", "measured" or "off", and the numbers of tokens
-        that are ours."""
+        """Return the kernel choice for each layer shape of the worker.
+
+        Returns:
+            One dict per shape: `shape`, `state` ("unmeasured", "measured" or "off"), `why`, and `ours`, the token
+                counts served by the
+            plugin's kernel.
+        """
         return [
             {
                 "shape": one.key,
@@ -36,9 +44,9 @@ class Extension:
         ]
 
     def vllm_rocm_ops_reach(self) -> dict[str, dict]:
-        """Return what the seams have taken of the worker's models, by kind of layer: how many layers, and what no seam took, by class."""
+        """Return, by layer kind, how many of the worker's layers the seams cover, and the rest by class."""
         return {kind: dataclasses.asdict(one) for kind, one in reach.found(self).items()}
 
     def vllm_rocm_ops_seams(self) -> list[dict]:
-        """The seams' status in the worker."""
+        """Return the status of each seam in the worker."""
         return [dataclasses.asdict(entry) for entry in seam.status()]

@@ -1,1 +1,1 @@
-"""Attention's decode: the backends of vLLM that ours serve in, and what lies around attention."""
+"""Serve decode attention in vLLM's backends, and the ops around attention."""

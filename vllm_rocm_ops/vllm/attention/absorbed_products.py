@@ -1,8 +1,9 @@
-"""The two products by which latent attention absorbs its projections: W_UK_T in front of its decode, W_UV behind it.
+"""Serve the two batched GEMMs of MLA's weight absorption: W_UK_T before decode attention, W_UV after it.
 
-vLLM computes both by torch.bmm, in the middle of a long method. So a layer's two weights get a class of ours, which has torch.bmm
-ask first: our `batched_gemm` serves where it was measured to be faster, with VLLM_ROCM_OPS_ATTENTION=1 wherever it fits. Values,
-memory and all other uses of a weight stay as they are. Where ours is never the faster, the weight gets its class back.
+vLLM computes both by torch.bmm in the middle of a long method. A layer's two weights therefore get a subclass whose
+torch.bmm asks the plugin first. `batched_gemm` serves where it was timed to be faster, or wherever it fits with
+VLLM_ROCM_OPS_ATTENTION=1. The weight's values, memory and other uses do not change. A weight for which the plugin is
+never faster gets its class back.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
 
 WEIGHTS = "W_UK_T", "W_UV"
-MOST_TOKENS = 64  # that our kernels take
+MOST_TOKENS = 64  # limit of the kernels
 
 
 class Absorbed:
-    """In front of a weight's class. `rocm_ops_choice` is the weight's, None where ours serves wherever it fits."""
+    """Mix into a weight's class. `rocm_ops_choice` is the weight's `Choice`, None where the plugin is forced."""
 
     rocm_ops_choice: Choice | None
 
@@ -38,18 +39,24 @@ class Absorbed:
 
 
 class AbsorbedParameter(Absorbed, Parameter):
-    pass
+    """A `Parameter` whose torch.bmm asks the plugin."""
 
 
 class AbsorbedTensor(Absorbed, Tensor):
-    pass
+    """A `Tensor` whose torch.bmm asks the plugin."""
 
 
 CLASSES = {Parameter: AbsorbedParameter, Tensor: AbsorbedTensor}
 
 
 def adopt(layer: torch.nn.Module, is_forced: bool, most_tokens: int) -> None:
-    """Give a layer's weights our class, if ours may serve. A step has so many tokens at most."""
+    """Give a layer's weights the plugin's class, if `batched_gemm` may serve.
+
+    Args:
+        layer: The attention layer, with `W_UK_T` and `W_UV` [heads, K, N].
+        is_forced: Whether the plugin serves wherever it fits, timed or not.
+        most_tokens: The largest number of query rows in a step.
+    """
     if not is_forced and envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
     for name in WEIGHTS:
@@ -72,7 +79,13 @@ def leave(weights: Tensor) -> None:
 
 
 def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor | None:
-    """What torch.bmm returns, by our op; None where it is not ours. x [heads, rows, K]; out [heads, rows, N]."""
+    """Return torch.bmm's result by `batched_gemm`, or None where vLLM's torch.bmm serves.
+
+    Args:
+        x: [heads, rows, K], bf16 or fp16.
+        weights: [heads, K, N], of x's dtype.
+        out: [heads, rows, N], or None to allocate it.
+    """
     choice = weights.rocm_ops_choice
     if choice is not None and not choice.is_ours(x.shape[1]):
         if choice.is_never_ours:
@@ -87,7 +100,7 @@ def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor 
 
 
 def _run(*arguments) -> Tensor | None:
-    """What `Op.run_kernels` returns, None for more tokens than kernels take; on CPU the op's reference runs, or the emulator."""
+    """Return `Op.run_kernels`, None above `MOST_TOKENS`. On CPU run the op's reference, or the emulator."""
     op = ops.batched_gemm
     if len(arguments[0]) > MOST_TOKENS:
         return None
@@ -95,7 +108,7 @@ def _run(*arguments) -> Tensor | None:
 
 
 class AbsorbedProducts:
-    """The products as they are measured. A layer: its weights, and their type."""
+    """Describe the GEMMs for timing. A layer: its weights and their dtype."""
 
     op, limit, sampled_rows = ops.batched_gemm, MOST_TOKENS, 8
 

@@ -1,6 +1,4 @@
-"""vLLM's attention backends that subclasses of ours replace in place, through its registry: decoder.py and mla.py have
-what our layers do.
-"""
+"""Replace vLLM's attention backends in place through its registry, by subclasses of decoder.py and mla.py."""
 
 from __future__ import annotations
 
@@ -17,16 +15,23 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 
 Batch = tuple[int, int]
-"""Requests and their query length."""
+"""Requests, and their common query length."""
 
 NO_BATCH = 0, 0
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One of vLLM's backends. `kind` goes in front of its implementation. `needs` are classes and their attributes that it relies
-    on. `caches(impl, layer, kv_cache)` are its key and value cache as our ops take them, None where they are in another order;
-    `batch(metadata)` the requests and their query length if all are decode rows, else `NO_BATCH`."""
+    """Describe one of vLLM's backends.
+
+    Attributes:
+        path: The backend's class.
+        kind: The class mixed into its implementation.
+        impl: The name of the implementation.
+        needs: Classes and their attributes that the plugin relies on.
+        caches: Returns the key and the value cache [pages, slots, heads, size], None for an unsupported memory order.
+        batch: Returns the batch if all its rows are decode rows of one query length, else `NO_BATCH`.
+    """
 
     path: str
     kind: type
@@ -42,13 +47,13 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """Return the name of the class."""
         return self.path.rpartition(".")[2]
 
 
 @functools.cache
 def made(backend: Backend) -> type:
-    """Our class for a backend."""
+    """Return the subclass for a backend."""
     stock = getattr(importlib.import_module(backend.module), backend.name)
     module = backend.kind.__module__
 
@@ -62,7 +67,7 @@ def made(backend: Backend) -> type:
 
 
 def find(backends: dict[str, Backend], module: str, name: str) -> type:
-    """The class of that name, which vLLM's registry asks a module for."""
+    """Return the subclass of that name, for which vLLM's registry asks a module."""
     for backend in backends.values():
         if name == f"RocmOps{backend.name}":
             return made(backend)
@@ -70,7 +75,10 @@ def find(backends: dict[str, Backend], module: str, name: str) -> type:
 
 
 def check(member: str, backend: Backend) -> None:
-    """A backend is vLLM's own, and the files have what our subclass relies on. They are read and not imported, which takes long."""
+    """Raise `Unavailable` unless a backend is vLLM's own and has what the subclass relies on.
+
+    Reads the source files: an import takes long.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     seam.require_parameters(register_backend, "backend", "class_path")
@@ -86,12 +94,12 @@ def check(member: str, backend: Backend) -> None:
 
 
 def require_method(path: str, name: str, *wanted: str, may: tuple[str, ...] = ()) -> None:
-    """Raise `Unavailable` unless a class has a method with these parameters, and no more than those that it `may` have."""
+    """Raise `Unavailable` unless a class has a method with these parameters, and no others than it `may` have."""
     seam.require_in(methods(path), name, f"{path.rpartition('.')[2]}.{name}", 1, wanted, may)
 
 
 def methods(path: str) -> dict[str, ast.FunctionDef]:
-    """Return the methods that a class itself has."""
+    """Return the methods that a class itself defines."""
     return {node.name: node for node in _class(path).body if isinstance(node, ast.FunctionDef)}
 
 
@@ -107,7 +115,7 @@ def _class(path: str) -> ast.ClassDef:
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
-    """What a class declares, and what its methods assign."""
+    """Return the attributes that a class declares, and those that its methods assign."""
     declared = {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
     found = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)]
     return declared | {part.attr for part in found if isinstance(part.value, ast.Name) and part.value.id == "self"}
@@ -116,7 +124,15 @@ def _attributes(node: ast.ClassDef) -> set[str]:
 def seam_of(
     name: str, replaces: str, backends: dict[str, Backend], platforms: dict[str, tuple[str, ...]], op: str
 ) -> seam.Seam:
-    """Return the seam that replaces these backends by an op, on each platform those that it has."""
+    """Return the seam that replaces backends by an op.
+
+    Args:
+        name: The seam.
+        replaces: What it replaces, for people.
+        backends: The backends, by vLLM's name.
+        platforms: The names of the replaced backends, by platform.
+        op: The op.
+    """
 
     def served() -> dict[str, Backend]:
         return {member: backends[member] for member in platforms[seam.served_platform()]}
@@ -126,14 +142,14 @@ def seam_of(
 
 
 def probe(backends: dict[str, Backend]) -> None:
-    """Each backend is vLLM's own and as expected."""
+    """Raise `Unavailable` unless each backend is vLLM's own and as expected."""
     for member, backend in backends.items():
         check(member, backend)
     _classes.cache_clear()
 
 
 def install(backends: dict[str, Backend]) -> None:
-    """Have vLLM's registry find our subclasses in the backends' places."""
+    """Register the subclasses in vLLM's registry."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for member, backend in backends.items():
@@ -144,24 +160,24 @@ def install(backends: dict[str, Backend]) -> None:
 
 
 def packed(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[pages, heads, N, key and value], in any order in memory."""
+    """Split [pages, heads, slots, key and value], in any memory order."""
     return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
 
 
 def packed_unless_shuffled(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The same, unless the user has AITER shuffle the cache."""
+    """Split a packed cache, unless AITER's shuffled layout is enabled."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else packed(impl, layer, kv_cache)
 
 
 def packed_unless_interleaved(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The same, unless groups of slots have their elements side by side, as AITER's kernels for gfx1250 may want it."""
+    """Split a packed cache, unless slots are interleaved, as AITER's kernels for gfx1250 may want it."""
     return None if getattr(impl, "_shuffle_kv_layout", False) else packed(impl, layer, kv_cache)
 
 
 def native(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-    """[pages, 2, N, heads * size]. A fusion for AITER has vLLM interleave values."""
+    """Split [pages, 2, slots, heads * size]. None where vLLM interleaves the values for an AITER fusion."""
     from vllm.v1.attention.ops.paged_attn import PagedAttention
 
     if getattr(impl, "_use_interleaved_v_cache", False):
@@ -170,7 +186,10 @@ def native(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tens
 
 
 def of_cpu(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-    """[pages, heads, N, key and value] as bytes: all keys of a page, transposed, before its values. AMX has another order."""
+    """Split the CPU backend's [pages, heads, slots, key and value].
+
+    In memory a page has all its keys, transposed, before its values. None for AMX, whose order differs.
+    """
     if layer.isa not in ("vec", "vec16"):
         return None
     pages, heads, slots, both = kv_cache.shape
@@ -181,18 +200,18 @@ def of_cpu(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tens
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """Rows of heads [tokens, heads, size] in the same memory, as ops know columns of one tensor; x where heads are apart."""
+    """View [tokens, heads, size] as [tokens, heads * size], or return x where its heads are not contiguous."""
     return x.flatten(1) if x.dim() == 3 and x.stride()[1:] == (x.shape[2], 1) else x
 
 
 def batch_of_all(metadata) -> Batch:
-    """Where requests may have any lengths: their sum is the number of tokens, so they are equal if it is that of the longest."""
+    """Return the batch where requests may have any lengths: all are equal if num_tokens = requests * longest."""
     requests, longest = metadata.block_table.shape[0], metadata.max_query_len
     return (requests, longest) if metadata.num_actual_tokens == requests * longest else NO_BATCH
 
 
 def batch_of_decodes(metadata) -> Batch:
-    """Where decode rows come first. They are all if they are as many as tokens."""
+    """Return the batch where vLLM puts decode rows first: all rows are decode rows if none are left."""
     if not metadata.num_decodes:
         return NO_BATCH
     requests, longest = metadata.num_decodes, metadata.decode_metadata.max_query_len

@@ -1,11 +1,11 @@
-"""Seam: in vLLM's attention backends our `paged_attention_decode` serves batches of decode rows where it is the faster.
+"""Serve decode batches in vLLM's attention backends by `paged_attention_decode`, where it is faster.
 
-A backend is replaced in place by a subclass, whose layers run our op for batches in which every row is a decode row: all requests
-have the same query length, 1 to 8. Prefill, mixed batches, the cache write and metadata stay vLLM's, and so does each layer that
-our op lacks something for. What decides is known on the host and constant in a captured graph: shapes, the longest query and the
-layer's configuration. Rows that only pad a graph have no keys; nothing behind the batch's tokens is written.
+A subclass replaces each backend in place. Its layers run the op for decode-only batches with one query length, 1 to 8.
+Prefill, mixed batches, the cache write and metadata stay vLLM's, as do layers with an unsupported feature. The decision
+uses values known on the host and constant in a captured graph: shapes, the longest query, the layer's configuration.
+Rows that pad a graph have no keys, and nothing after the batch's tokens is written.
 
-Ours serves where it was measured to be faster at every length (timing.py), so nowhere until it was measured. With
+The op serves where it was timed to be faster at every context length (timing.py), so nowhere before timing. With
 VLLM_ROCM_OPS_ATTENTION=1 it serves wherever it fits.
 """
 
@@ -35,12 +35,12 @@ PLAIN, E4M3 = ("auto", "float16", "bfloat16"), ("fp8", "fp8_e4m3")  # vLLM's nam
 
 
 def is_forced() -> bool:
-    """Whether ours serves wherever it fits, measured or not."""
+    """Return whether the op serves wherever it fits, timed or not."""
     return envs.VLLM_ROCM_OPS_ATTENTION == "1"
 
 
 def run(op: Op, *arguments):
-    """What `Op.run_kernels` returns; on CPU an op's reference runs, or the emulator."""
+    """Return `Op.run_kernels`. On CPU run the op's reference, or the emulator."""
     if arguments[0].device.type != "cpu":
         return op.run_kernels(*arguments)
     found = op(*arguments)
@@ -48,11 +48,11 @@ def run(op: Op, *arguments):
 
 
 class Decoder:
-    """What our op is to one layer's implementation. `lacks` says why it serves none of the layer's calls; empty if it may."""
+    """Serve one layer's calls by an op. `lacks` says why no call can be served, empty if calls may be."""
 
     op: Op
     never_ours: bool | None = None
-    """The answer of `is_never_ours`, once it is final."""
+    """The answer of `is_never_ours`, once final."""
 
     def __init__(self, impl, backend: Backend):
         from vllm import envs as vllm_envs
@@ -61,22 +61,23 @@ class Decoder:
         self.impl, self.backend, self.config = impl, backend, get_current_vllm_config()
         self.is_forced, self.is_batch_invariant = is_forced(), bool(vllm_envs.VLLM_BATCH_INVARIANT)
         self.is_fp8 = impl.kv_cache_dtype in E4M3
-        self.lacks = next((f"it has {what}" for what, has in self.unfit() if has), "")
-        self.choices: dict[
-            int, tuple[kernel_selection.Choice, ...]
-        ] = {}  # by query length, one for each length of requests
-        self.quantized = ""  # how the result is quantized in vLLM's graph: not, "static", or "groups"
+        self.lacks = next((f"{what} is not supported" for what, has in self.unfit() if has), "")
+        self.choices: dict[int, tuple[kernel_selection.Choice, ...]] = {}  # by query length, one per context length
+        self.quantized = ""  # output quantization in vLLM's graph: none, "static", or "groups"
         if self.is_forced and not self.lacks and getattr(impl, "supports_quant_query_input", False):
-            impl.supports_quant_query_input = False  # ours takes queries of 16 bits
+            impl.supports_quant_query_input = False  # the op supports 16-bit queries only
 
     def unfit(self) -> Iterator[tuple[str, bool]]:
-        """What a layer may have that our op lacks, and whether this one has it."""
+        """Yield each unsupported feature, and whether this layer has it."""
         dtypes = PLAIN + E4M3 if self.backend.on_gpu else PLAIN
-        yield f"a cache of {self.impl.kv_cache_dtype}", self.impl.kv_cache_dtype not in dtypes
+        yield f"kv_cache_dtype={self.impl.kv_cache_dtype}", self.impl.kv_cache_dtype not in dtypes
 
     def takes(self, query_len: int) -> bool:
-        """Whether requests may have this query length. More than one is no constant of a captured graph if it holds mixed batches
-        too, or if queries are cut on the device."""
+        """Return whether a query length is supported.
+
+        More than 1 is not a constant of a captured graph if the graph also serves mixed batches, or if queries are cut
+        on the device.
+        """
         if query_len == 1:
             return True
         from vllm.config import CUDAGraphMode
@@ -86,14 +87,14 @@ class Decoder:
         return 1 < query_len <= MOST_ROWS and not mixed and not self.is_cut()
 
     def is_cut(self) -> bool:
-        """Whether query lengths are fewer on the device than on the host."""
+        """Return whether query lengths may be smaller on the device than on the host."""
         return getattr(self.config.speculative_config, "enable_adaptive_verification", False)
 
     def adopt(self, layer: torch.nn.Module) -> None:
-        """What else of a layer may be ours, once its weights are loaded."""
+        """Adopt further ops of a layer, once its weights are loaded."""
 
     def is_ours(self, batch: Batch) -> bool:
-        """Whether ours serves a batch of decode rows."""
+        """Return whether the op serves a batch of decode rows."""
         requests, query_len = batch
         if not self.takes(query_len):
             return False
@@ -101,8 +102,11 @@ class Decoder:
         return self.is_forced or bool(choices) and all(choice.is_ours(requests) for choice in choices)
 
     def is_never_ours(self) -> bool:
-        """Return whether vLLM's implementation serves every batch from now on: of each query length ours loses at some length of
-        requests. Kept once nothing is left to measure, as each call that is left to vLLM asks."""
+        """Return whether vLLM's implementation serves every batch from now on.
+
+        For each query length the op loses at some context length. Cached once nothing is left to time: every call left
+        to vLLM asks.
+        """
         if self.never_ours is None:
             never = all(any(choice.is_never_ours for choice in choices) for choices in self.choices.values())
             never = bool(self.lacks) or (never and not self.is_forced)
@@ -113,37 +117,41 @@ class Decoder:
 
 
 class HeadsDecoder(Decoder):
-    """Of layers that keep a key and a value of each head."""
+    """Serve layers that cache a key and a value per head."""
 
     op = ops.paged_attention_decode
     rope: Op | None = None
-    """Our op that rotates and writes the cache. The seam rope_and_cache sets it, and the next one."""
+    """The op that rotates and writes the cache. The seam rope_and_cache sets both."""
     norm_rope: Op | None = None
-    """Our op that normalizes each head first."""
+    """The op that also normalizes each head."""
 
     def unfit(self):
         impl = self.impl
         yield from super().unfit()
-        yield "keys of an encoder", getattr(impl, "attn_type", "decoder") != "decoder"
-        yield f"heads of {impl.head_size}", impl.head_size not in SIZES
+        yield "encoder attention", getattr(impl, "attn_type", "decoder") != "decoder"
+        yield f"head size {impl.head_size}", impl.head_size not in SIZES
         yield "ALiBi", impl.alibi_slopes is not None
-        yield "a soft cap", bool(impl.logits_soft_cap)
-        yield "sinks that are not float32", impl.sinks is not None and impl.sinks.dtype != torch.float32
-        yield "a window", self.window > 0 and not self.backend.on_gpu
-        yield "a look back by chunks", getattr(impl, "chunk_lookback", -1) != -1
-        # A request's rows would be ours in one batch and vLLM's in another.
-        yield "rows that must not depend on the batch", self.is_batch_invariant
+        yield "a logits soft cap", bool(impl.logits_soft_cap)
+        yield "a sink dtype other than float32", impl.sinks is not None and impl.sinks.dtype != torch.float32
+        yield "a sliding window on CPU", self.window > 0 and not self.backend.on_gpu
+        yield "chunked look-back", getattr(impl, "chunk_lookback", -1) != -1
+        # The kernel for a request's rows would depend on the batch.
+        yield "batch invariance", self.is_batch_invariant
 
     @functools.cached_property
     def window(self) -> int:
-        """Keys that a row sees; 0 for all."""
+        """Return the sliding window in keys, 0 for none."""
         found = self.impl.sliding_window
-        behind = found[0] if isinstance(found, tuple) else found  # in front of the row's own
+        behind = found[0] if isinstance(found, tuple) else found  # keys before the row's own
         return 0 if behind in (None, -1) else behind + 1
 
     def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor, *scales: Tensor | None) -> bool:
-        """Write the output of a batch, if ours serves it; with a scale, or scales of groups to write, that of e4m3."""
-        # First what most calls that are left to vLLM fail for: this is the host's time.
+        """Write the output of a batch and return True, or return False if vLLM serves it.
+
+        query is [tokens, heads, size] in bf16 or fp16. With a static scale, or scales per group of 128 to write, output
+        is e4m3.
+        """
+        # Most calls left to vLLM fail here: this is host time of every step.
         batch = self.backend.batch(metadata)
         if self.lacks or batch == NO_BATCH or not self.is_ours(batch):
             return False
@@ -163,7 +171,7 @@ class HeadsDecoder(Decoder):
         scale: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> bool:
-        """Write the output of a batch of decode rows, unless our kernels do not take it."""
+        """Write the output of a batch of decode rows. Return False if unsupported."""
         (requests, query_len), caches = batch, self.caches(layer, kv_cache)
         if caches is None:
             return False
@@ -174,7 +182,7 @@ class HeadsDecoder(Decoder):
         return run(self.op, query, *caches, *places, *rest, 0, False, out, scale, groups) is not None
 
     def caches(self, layer, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The caches of keys and values, in the dtype that they hold."""
+        """Return the key and the value cache in the dtype of their elements."""
         found = self.backend.caches(self.impl, layer, kv_cache)
         if found is None or not self.is_fp8:
             return found
@@ -183,18 +191,18 @@ class HeadsDecoder(Decoder):
         return found[0].view(current_platform.fp8_dtype()), found[1].view(current_platform.fp8_dtype())
 
     def scales(self, layer) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and of values."""
+        """Return the scales of keys and of values."""
         return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
 
     def may_rotate(self, op: Op | None) -> bool:
-        """Whether our op rotates for the layer and writes its cache. This is not measured."""
+        """Return whether the op rotates for the layer and writes its cache. This is never timed."""
         takes_cache = (
             self.impl.kv_cache_dtype in PLAIN + E4M3 and getattr(self.impl, "attn_type", "decoder") == "decoder"
         )
         return op is not None and self.is_forced and takes_cache
 
     def rotate(self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, slot_mapping) -> bool:
-        """Rotate queries and keys, and write the cache, unless our kernels do not take it."""
+        """Rotate queries and keys, and write the cache. Return False if unsupported."""
         caches = self.may_rotate(self.rope) and self.caches(layer, kv_cache)
         if not caches:
             return False
@@ -203,12 +211,12 @@ class HeadsDecoder(Decoder):
         return run(self.rope, *given) is not None
 
     def heads_of(self, qkv: Tensor) -> list[Tensor]:
-        """Return queries, keys and values [tokens, heads, size] of rows that hold all three."""
+        """Split rows of q, k and v into [tokens, heads, size] each."""
         impl, rows = self.impl, qkv.unflatten(1, (-1, self.impl.head_size))
         return [*rows.split([impl.num_heads, impl.num_kv_heads, impl.num_kv_heads], 1)]
 
     def normalize_and_rotate(self, layer, qkv, q_out, k_out, positions, q_weight, k_weight, epsilon, *rest) -> bool:
-        """Write queries and keys, normalized and rotated, and the cache, unless our kernels do not take it."""
+        """Normalize and rotate queries and keys, and write the cache. Return False if unsupported."""
         *angles, kv_cache, slots = rest
         caches = self.may_rotate(self.norm_rope) and self.caches(layer, kv_cache)
         if not caches:
@@ -217,7 +225,7 @@ class HeadsDecoder(Decoder):
         given = *self.heads_of(qkv), *norm, positions, *angles, q_out, k_out, *caches, slots, *self.scales(layer)
         return run(self.norm_rope, *given) is not None
 
-    # When it is measured
+    # For timing
 
     def describe(self) -> str:
         impl = self.impl
@@ -225,7 +233,7 @@ class HeadsDecoder(Decoder):
         return f"{impl.num_heads}:{impl.num_kv_heads}x{impl.head_size} {impl.kv_cache_dtype}{more}"
 
     def widths(self) -> tuple[int, int, int]:
-        """Elements of a row of queries, of output, and of a token in the cache."""
+        """Return the elements of a query row, of an output row, and of a token in the cache."""
         impl = self.impl
         row = impl.num_heads * impl.head_size
         return row, row, 2 * impl.num_kv_heads * impl.head_size
@@ -234,18 +242,18 @@ class HeadsDecoder(Decoder):
         return CacheLayout(*self.caches(layer, layer.kv_cache)).page_size
 
     def ours(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:
-        """The output of a batch and its scales, by our op."""
+        """Return the output of a batch and its scales, by the op."""
         outputs = quantized_attention.outputs(self.quantized, query)
         return outputs if self.run(batch, layer, query, layer.kv_cache, metadata, *outputs) else None
 
     def theirs(self, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...]:
-        """The same by vLLM's implementation."""
+        """Return the same by vLLM's implementation."""
         outputs = quantized_attention.outputs(self.quantized, query)
         self.impl.quantized_forward(layer, query, None, None, layer.kv_cache, metadata, *outputs)
         return outputs
 
     def exact(self, query_len: int, keys: int, layer, query: Tensor, metadata, requests: Tensor) -> Tensor:
-        """The output of some requests in float32, of a copy of their pages."""
+        """Return the float32 output of some requests, from a copy of their pages."""
         layout = CacheLayout(*self.caches(layer, layer.kv_cache))
         pages, table = attention_timing.pages_of(metadata.block_table, requests, keys, layout.page_size)
         slots = torch.arange(layout.page_size, device=query.device)
@@ -256,19 +264,19 @@ class HeadsDecoder(Decoder):
 
 
 def is_causal(metadata) -> bool:
-    """Whether a row sees all keys before it, and only these."""
+    """Return whether a row sees exactly the keys up to its own."""
     others = ("mm_prefix_range_tensor", "rswa_prefix_lens", "dynamic_causal")
     return metadata.causal is True and all(getattr(metadata, name, None) is None for name in others)
 
 
 class DecodeImpl:
-    """In front of a backend's implementation."""
+    """Mix into a backend's implementation."""
 
     METHOD = (
         *("forward", "layer", "query", "key", "value", "kv_cache", "attn_metadata"),
         *("output", "output_scale", "output_block_scale"),
     )
-    """The name and the parameters of what is replaced."""
+    """The replaced method and its parameters."""
 
     rocm_ops_backend: Backend
 
@@ -298,12 +306,12 @@ class DecodeImpl:
         return self.quantized_forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
     def lacks_quantization(self, scale: Tensor | None, groups: Tensor | None) -> bool:
-        """Return whether vLLM's implementation takes no call with these scales."""
+        """Return whether vLLM's implementation does not support these scales."""
         static = scale is not None and not super().fused_output_quant_supported(quantized_attention.static_key())
         return groups is not None or static
 
     def quantized_forward(self, *given, output_scale=None, output_block_scale=None):
-        """Run vLLM's implementation, and a quantization behind it where that has none."""
+        """Run vLLM's implementation, and a separate quantization where it does not support the fused one."""
         *given, output, scale, groups = given if len(given) == 9 else (*given, output_scale, output_block_scale)
         if self.lacks_quantization(scale, groups):
             return quantized_attention.behind(super().forward, self.rocm_ops, given, output, scale, groups)
@@ -331,13 +339,13 @@ class DecodeImpl:
         self.do_kv_cache_update(layer, key, value, kv_cache, layer_slot_mapping)
 
     def fused_qk_norm_rope_kvcache_supported(self):
-        # The pass names an op of AITER's, which need not be used.
+        # The pass names an op of AITER's, even where AITER is not used.
         may_pass = hasattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant")
         ours = may_pass and self.rocm_ops.may_rotate(self.rocm_ops.norm_rope)
         return super().fused_qk_norm_rope_kvcache_supported() or ours
 
     def set_interleaved_v_cache(self):
-        """Leave the order of values, which vLLM's pass changes for AITER's op, unless that op is there."""
+        """Keep the order of values, which vLLM's pass changes for AITER's op, unless that op exists."""
         if super().fused_qk_norm_rope_kvcache_supported():
             super().set_interleaved_v_cache()
 
@@ -370,7 +378,7 @@ OF_SPLIT = ("num_decodes", "num_decode_tokens", "decode_metadata")
 def _of_heads(
     module: str, stem: str, impl: str, metadata: str, more: tuple[str, ...], *rest, base: str | None = None, **given
 ) -> Backend:
-    """`base` is the class that an implementation has its attributes from, and whose module has the metadata."""
+    """Return a backend. `base` is the class that defines the implementation's attributes, its module the metadata."""
     base = f"{STOCK}.{base or f'{module}.{impl}'}"
     module = f"{STOCK}.{module}"
     needs = (base, OF_IMPL), (f"{base.rpartition('.')[0]}.{metadata}", (*OF_BATCH, *more))

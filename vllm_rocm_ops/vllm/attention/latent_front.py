@@ -1,5 +1,7 @@
-"""What lies between the projections of a layer of latent attention as one call of our op, for the seam latent_norms.py: its tensors, and
-how row_selection.py measures it beside vLLM's layers."""
+"""Describe the part of an MLA layer between its projections as one op call, for the seam latent_norms.py.
+
+It has the call's tensors, and what row_selection.py needs to time it against vLLM's layers.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,28 @@ from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 KINDS = "static", "token", "block"
-"""Quantizations of queries, as models and records have them, in the order of fused_quant.KEYS."""
+"""Quantizations of queries by their names in models and records, in the order of fused_quant.KEYS."""
 
 
 def shape_of(
     sizes: tuple[int, int, int], dtype: torch.dtype, cache: str, kind: str, is_column_major: bool, is_bounded: bool
 ) -> str:
-    """Return what tells a layer's call from another's, for all numbers of tokens, as it is recorded."""
+    """Return the name of a layer's call for all token counts, as it is recorded.
+
+    Args:
+        sizes: Columns of q, kv and k_pe; q's are 0 without a query latent.
+        dtype: The layer's dtype.
+        cache: vLLM's name of the cache dtype.
+        kind: The quantization of queries, of `KINDS`, or "".
+        is_column_major: Whether scales per block are column-major.
+        is_bounded: Whether dynamic scales have an upper bound.
+    """
     traits = f" {kind}" * bool(kind) + " column-major" * is_column_major + " bound" * is_bounded
     return f"{'+'.join(map(str, sizes))} {kernel_selection.types(dtype)} {cache}{traits}"
 
 
 def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
-    """Return the shapes under which a call of a model may have been recorded: with each cache, and each order and bound of scales."""
+    """Return the names under which a model's call may be recorded: each cache dtype, scale order and bound."""
     latents, rope, kind = parameters
     traits = {"block": [(False, False), (True, False)], "token": [(False, False), (False, True)]}
     return [
@@ -41,8 +52,10 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
 
 
 class Front:
-    """What lies between a layer's projections, as our op has it, and as row_selection.py measures it. Its inputs are the first
-    projection's result, positions, slots and a cache whose pages have one slot."""
+    """Implement the part between a layer's projections by the op, and as row_selection.py times it.
+
+    Its inputs are the first projection's result, positions, slots, and a cache whose pages have one slot.
+    """
 
     op = ops.latent_norm_rope_and_cache
 
@@ -65,7 +78,7 @@ class Front:
         self.kernels, self.theirs = self, self.vllms
 
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the static scale of queries, and the bound of their dynamic ones."""
+        """Return the static scale of queries, and the upper bound of their dynamic scales."""
         linear = self.layer.q_b_proj
         return (
             linear.input_scale if self.kind == "static" else None,
@@ -73,21 +86,21 @@ class Front:
         )
 
     def norms(self) -> tuple[Tensor | None, Tensor, float]:
-        """Return the weights and the epsilon."""
+        """Return the weights of both norms, and their epsilon."""
         q, kv = self.layer.q_a_layernorm, self.layer.kv_a_layernorm
         return None if q is None else q.weight.data, kv.weight.data, kv.variance_epsilon
 
     def split(self, qkv: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return the parts of the first projection's result: q, kv and k_pe."""
+        """Split the first projection's result into q, kv and k_pe."""
         q, kv, k_pe = qkv.split(self.sizes, 1)
         return q if self.sizes[0] else None, kv, k_pe
 
     def angles(self) -> tuple[Tensor, bool]:
-        """Return the table of the rotation, and which elements it pairs."""
+        """Return the table of cosines and sines, and whether the rotation is NeoX-style."""
         return self.layer.rotary_emb.cos_sin_cache, self.layer.rotary_emb.is_neox_style
 
     def outputs(self, qkv: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Return tensors for q, kv, k_pe and the scales of q, if it has some of its own."""
+        """Allocate q, kv, k_pe, and the dynamic scales of q if it has any."""
         from vllm_rocm_ops.vllm.fusion import fused_quant
 
         def made(columns: int, dtype: torch.dtype) -> Tensor | None:
@@ -102,7 +115,7 @@ class Front:
         return *map(made, self.sizes, dtypes), scales
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """Return whether our kernels take the results of a first projection of this dtype."""
+        """Return whether kernels support the first projection's result in this dtype."""
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -115,14 +128,14 @@ class Front:
         on_meta = (value.to("meta") if isinstance(value, Tensor) else value for value in given)
         return native_kernel.has_kernels(self.op, *on_meta)
 
-    # When it is measured
+    # For timing
 
     def runs_unmeasured(self) -> bool:
-        """Return whether ours runs where it was not measured."""
+        """Return whether the op runs before it was timed."""
         return self.decoder.is_forced
 
     def take(self, is_ours: bool) -> None:
-        """Have the layer run ours, or vLLM's."""
+        """Have the layer run the op, or vLLM's code."""
         self.layer.rocm_ops_front = self if is_ours or self.decoder.is_forced else None
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
@@ -130,7 +143,7 @@ class Front:
         return 3.0 * tokens * sum(self.sizes) * self.dtype.itemsize, 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return random ones."""
+        """Return random inputs."""
         device = self.layer.kv_a_layernorm.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         qkv = torch.randn(tokens, sum(self.sizes), generator=generator, device=device).to(self.dtype)
@@ -140,7 +153,7 @@ class Front:
         return qkv, positions, torch.arange(tokens, device=device), cache
 
     def ours(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
-        """Return q, its scale, kv, k_pe and the cache, by our kernel, or None where it does not take the call."""
+        """Return q, its scale, kv, k_pe and the cache by the op, or None where no kernel supports the call."""
         *outs, scales = self.outputs(qkv)
         static, bound = self.scales()
         of_cache = self.decoder.cache(cache), slots, self.decoder.scale(self.attn)
@@ -150,7 +163,10 @@ class Front:
         return outs[0], static if scales is None else scales, *outs[1:], cache
 
     def computed(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-        """Return q, its scale, kv and k_pe by vLLM's layers, which its compiler sees. Their rotation has one key's head alone."""
+        """Return q, its scale, kv and k_pe by vLLM's layers, as its compiler sees them.
+
+        The rotation has a single key head.
+        """
         (q, kv, k_pe), scale = self.split(qkv), None
         if q is not None:
             q = self.layer.q_a_layernorm.vllm_forward(q)
@@ -161,7 +177,7 @@ class Front:
         return q, scale, kv, k_pe.squeeze(1)
 
     def written(self, found: tuple, slots: Tensor, cache: Tensor) -> tuple:
-        """Return what was computed and the cache, which vLLM's backend writes."""
+        """Write the cache by vLLM's backend, and return the results and the cache."""
         *_, kv, k_pe = found
         where = slots, self.attn.kv_cache_dtype, self.attn._k_scale
         self.attn.impl.do_kv_cache_update(kv, k_pe.unsqueeze(1), cache, *where)
@@ -177,14 +193,17 @@ class Front:
         return lambda qkv, positions, slots, cache: self.written(graph()(qkv, positions), slots, cache)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return what `ours` or `vllms` gave, as `exact` has it."""
+        """Return the results of `ours` or `vllms` in the form of `exact`."""
         q, scale, kv, k_pe, cache = output
         q = q if scale is None else row_selection.dequantized(q[:tokens], scale)
         rows = self.decoder.cache(cache)[:, 0].float()
         return [q, kv, k_pe, rows * self.attn._k_scale if self.decoder.is_fp8 else rows]
 
     def exact(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> list[Tensor | None]:
-        """Return q, not quantized but bounded as its quantized values are, kv, k_pe and their row of the cache, in float32."""
+        """Return q, kv, k_pe and their row of the cache in float32.
+
+        q is not quantized, but clamped to the range of its quantized values.
+        """
         from vllm_rocm_ops.vllm.fusion import fused_quant
 
         q, kv, k_pe = self.split(qkv.float())

@@ -1,14 +1,18 @@
-"""Seam: in layers of latent attention one launch of ours stands between the first projection and q_b_proj: `latent_norm_rope_and_cache`
-normalizes both latents, quantizes that of queries for q_b_proj, rotates k_pe and writes the cache. Layers whose queries have no latent,
-as DeepSeek-V2-Lite's, have the other latent's norm, the rotation and the write in it.
+"""Serve the part of an MLA layer between its first projection and q_b_proj in one launch.
 
-vLLM lets a plugin replace `MultiHeadLatentAttentionWrapper`. Ours calls one op with the layer's name, which finds the cache and the slots
-as vLLM's unified_mla_kv_cache_update does, and calls vLLM's attention without that. vLLM splits a compiled model at the cache's update,
-as slots are not padded in graphs of pieces; so it does at this op, whose outputs are made in the piece before, as attention's is. The
-rotation of queries stays vLLM's, behind q_b_proj.
+`latent_norm_rope_and_cache` normalizes both latents, quantizes the query latent for q_b_proj, rotates k_pe and writes
+the cache. In layers without a query latent, as in DeepSeek-V2-Lite, it covers the other latent's norm, the rotation and
+the write.
 
-Decided before vLLM compiles, once for all numbers of tokens (row_selection.py), where it was measured to win over vLLM's compiled norms,
-quantization and rotation and its write of the cache; with VLLM_ROCM_OPS_ATTENTION=1 it serves wherever it fits.
+vLLM lets a plugin replace `MultiHeadLatentAttentionWrapper`. The subclass calls one op with the layer's name, which
+finds the cache and the slots as vLLM's unified_mla_kv_cache_update does, and then vLLM's attention without that update.
+vLLM splits a compiled model at the cache update, because piecewise graphs do not pad slots. It also splits at this op,
+whose outputs are allocated in the piece before, as attention's are. The rotation of queries stays vLLM's, after
+q_b_proj.
+
+Selected once for all token counts, before vLLM compiles (row_selection.py): where the op was timed to be faster than
+vLLM's compiled norms, quantization and rotation and its cache write, or wherever it fits with
+VLLM_ROCM_OPS_ATTENTION=1.
 """
 
 import functools
@@ -27,30 +31,30 @@ from vllm_rocm_ops.vllm.fusion import row_selection
 
 UPDATE, NAME = "vllm::unified_mla_kv_cache_update", "latent_norms"
 OURS = f"vllm_rocm_ops::{NAME}"
-"""The ops at which vLLM splits a compiled model: its own that writes the cache, and the one that stands in its place."""
+"""The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
 
 
 def lacks(layer: torch.nn.Module) -> Iterator[str]:
-    """Yield what a layer has that our launch does not serve."""
+    """Yield the features of a layer that the op does not support."""
     attn = layer.mla_attn
     decoder = getattr(attn.impl, "rocm_ops", None)
     if layer.rotary_emb is None or layer.fuse_qkv_rmsnorm:
-        yield "no rotation, or norms that vLLM fuses"
+        yield "no rotation, or fuse_qkv_rmsnorm"
         return
     if decoder is None or getattr(layer, "dcp_q_replicate", False) or layer.is_sparse or layer.indexer is not None:
-        yield "a backend, an index or heads of other GPUs that are not ours to write for"
+        yield "sparse attention, dcp_q_replicate or an unsupported backend"
         return
     if attn.use_direct_call or attn.use_pcp or getattr(attn, "hisparse_cache", None) is not None:
-        yield "a cache that is written elsewhere"
+        yield "a cache written elsewhere"
     if attn.kv_cache_dtype not in attention.PLAIN + attention.E4M3:
-        yield f"a cache of {attn.kv_cache_dtype}"
+        yield f"kv_cache_dtype={attn.kv_cache_dtype}"
     if getattr(layer.q_b_proj, "vllm_rocm_ops_is_mx", False):
         yield "queries in MX-FP8"
     if decoder.is_batch_invariant:
-        yield "rows that must not depend on the batch"
+        yield "batch invariance"
     norms = [norm for norm in (layer.q_a_layernorm, layer.kv_a_layernorm) if norm is not None]
     if not all(hasattr(norm, "rocm_ops_forward") and not hasattr(norm, "bias") for norm in norms):
-        yield "norms that are not ours"
+        yield "norms that the seam norm does not cover"
     elif norms[0].variance_epsilon != norms[-1].variance_epsilon:
         yield "two epsilons"
     table = getattr(layer.rotary_emb, "cos_sin_cache", None)
@@ -59,7 +63,7 @@ def lacks(layer: torch.nn.Module) -> Iterator[str]:
 
 
 def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front]:
-    """Yield what our launch may serve in a model that vLLM compiles, or in any where it is forced."""
+    """Yield the parts that the op may serve: in a model that vLLM compiles, or in any if forced."""
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
@@ -74,7 +78,7 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front]:
             yield one
 
 
-# In the place of vLLM's layer
+# The replacement of vLLM's layer
 
 
 def latent_norms(
@@ -93,7 +97,7 @@ def latent_norms(
     scale_ub: Tensor | None,
     layer_name,
 ) -> None:
-    """Run our op with the cache and the slots that the step has for a layer."""
+    """Run the op with the step's cache and slots of a layer."""
     from vllm.model_executor.layers.attention.attention import get_attention_context
     from vllm.utils.torch_utils import _resolve_layer_name
 
@@ -106,7 +110,10 @@ def latent_norms(
 def cache_of(
     layer, cache: Tensor, slots: Tensor | None, qkv: Tensor, *written: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a layer's cache in the dtype that it holds, the slots, and the scale. A run without a cache has no slots."""
+    """Return a layer's cache in the dtype of its elements, the slots, and the scale.
+
+    A run without a cache, as vLLM's profile run, has no slots.
+    """
     if slots is None or cache.numel() == 0:
         none = qkv.new_empty(0, dtype=torch.int64)
         return qkv.new_empty((1, 1, sum(x.shape[1] for x in written))), none, None
@@ -115,7 +122,7 @@ def cache_of(
 
 
 def define() -> None:
-    """Register the op as one that writes its outputs. As of vLLM's own, the cache is none of its arguments."""
+    """Register the op with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument."""
     from vllm.utils.torch_utils import LayerNameType
 
     latent_norms.__annotations__["layer_name"] = LayerNameType
@@ -123,13 +130,13 @@ def define() -> None:
 
 
 def of_wrapper(theirs: type) -> type:
-    """Return our subclass of vLLM's layer."""
+    """Return the subclass of vLLM's layer."""
     from vllm.utils.torch_utils import _encode_layer_name
 
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     class RocmOpsLatentAttention(theirs):
-        """vLLM's layer, with one launch of ours between its projections where that was chosen."""
+        """Run the op between the projections of vLLM's layer where it was selected."""
 
         rocm_ops_front: Front | None = None
 
@@ -137,7 +144,7 @@ def of_wrapper(theirs: type) -> type:
             front = self.rocm_ops_front
             if front is None or llama_4_scaling is not None:
                 return super().forward(positions, hidden_states, llama_4_scaling)
-            if self.q_lora_rank is None:  # both projections in front of the split, as their input is quantized once
+            if self.q_lora_rank is None:  # both projections before the split: their input is quantized once
                 qkv, made = self.kv_a_proj_with_mqa(hidden_states)[0], self.q_proj(hidden_states)[0]
             else:
                 qkv = self.fused_qkv_a_proj(hidden_states)[0]
@@ -152,7 +159,7 @@ def of_wrapper(theirs: type) -> type:
             q = made if q is None else self.q_b_proj(q)[0]
             q = q.view(-1, self.num_heads, self.qk_head_dim)
             nope = self.qk_nope_head_dim
-            # What rotates keys without need is not run where vLLM's rotation is compiled.
+            # The compiler removes this unneeded rotation of keys.
             unrotated = qkv[:, -self.qk_rope_head_dim :].unsqueeze(1)
             q[..., nope:], _ = self.rotary_emb(positions, q[..., nope:], unrotated)
             shape = hidden_states.shape[0], self.num_heads * self.v_head_dim
@@ -168,7 +175,10 @@ def of_wrapper(theirs: type) -> type:
 
 
 def probe() -> None:
-    """Our backends are there; vLLM's layer is one that a plugin may replace, with the parts, the ops and the split that ours uses."""
+    """Raise `Unavailable` unless the seam fits this vLLM.
+
+    The MLA backends are replaced, a plugin may replace vLLM's layer, and its parts, ops and split are as expected.
+    """
     from vllm.config import CompilationConfig
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.model_executor.layers import mla
@@ -178,7 +188,7 @@ def probe() -> None:
 
     for needed in ("latent_attention", "norm"):
         if needed not in seam.active():
-            raise seam.Unavailable(f"it needs {needed}")
+            raise seam.Unavailable(f"requires {needed}")
     wrapper = mla.MultiHeadLatentAttentionWrapper
     seam.require(issubclass(wrapper, PluggableLayer), "MultiHeadLatentAttentionWrapper as a PluggableLayer")
     free = wrapper.__name__ not in op_registry_oot
@@ -200,7 +210,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Define the op, have vLLM split compiled models at it, and put our layer in the place of vLLM's."""
+    """Define the op, have vLLM split compiled models at it, and replace vLLM's layer."""
     from vllm.config import CompilationConfig
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 

@@ -1,8 +1,9 @@
-"""Seam: in vLLM's backends of latent attention our `mla_decode` serves decode rows where it is the faster, as decoder.py has it for heads
-with keys and values of their own, and `batched_gemm` the products before and behind it (absorbed_products.py).
+"""Serve decode rows in vLLM's MLA backends by `mla_decode`, where it is faster, as decoder.py does for MHA and GQA.
 
-vLLM itself puts decode rows first and calls `forward_mqa` for these alone, mixed batch or not. Where it asks for the same bits in
-any batch, a request's keys are added in parts of a constant size.
+`batched_gemm` serves the absorption GEMMs before and after it (absorbed_products.py).
+
+vLLM puts decode rows first and calls `forward_mqa` for these alone, in mixed batches too. With VLLM_BATCH_INVARIANT=1
+the split-KV size is fixed, so that a request's bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -23,36 +24,47 @@ from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find
 from vllm_rocm_ops.vllm.attention.decoder import STOCK, Decoder
 
 PARTITION = 512
-"""Keys of a part, where bits may not depend on the batch."""
+"""Keys per split with batch invariance."""
 
 
 class LatentDecoder(Decoder):
-    """Of layers that keep a latent and a rotated part of each token."""
+    """Serve layers that cache a latent and a rotated part per token."""
 
     op = ops.mla_decode
 
     def unfit(self):
         impl = self.impl
         yield from super().unfit()
-        yield f"a latent of {impl.kv_lora_rank}", impl.kv_lora_rank != LATENT
-        yield f"a rotated part of {impl.qk_rope_head_dim}", impl.qk_rope_head_dim != ROPE
-        yield "prefills split over GPUs", getattr(impl, "pcp_world_size", 1) > 1
-        yield "AITER's decode of a cache split over GPUs", impl.dcp_world_size > 1 and "Aiter" in self.backend.name
+        yield f"kv_lora_rank={impl.kv_lora_rank}", impl.kv_lora_rank != LATENT
+        yield f"qk_rope_head_dim={impl.qk_rope_head_dim}", impl.qk_rope_head_dim != ROPE
+        yield "prefill context parallelism", getattr(impl, "pcp_world_size", 1) > 1
+        yield "decode context parallelism with AITER", impl.dcp_world_size > 1 and "Aiter" in self.backend.name
 
     def takes(self, query_len: int) -> bool:
-        """Of a cache that is split over GPUs each has a part of the last keys, so that rows would see other keys."""
+        """Return whether a query length is supported.
+
+        With decode context parallelism only 1: each GPU has a part of the last keys, so further rows would see other
+        keys.
+        """
         is_split = self.impl.dcp_world_size > 1
         return super().takes(query_len) and not self.is_cut() and (query_len == 1 or not is_split)
 
     def adopt(self, layer: torch.nn.Module) -> None:
-        """The products around attention, unless bits may not depend on the batch."""
+        """Adopt the absorption GEMMs, unless batch invariance is on."""
         if not self.is_batch_invariant:
             scheduler = self.config.scheduler_config
             most = max(scheduler.max_num_seqs, 1) * MOST_ROWS
             absorbed_products.adopt(layer, self.is_forced, min(most, scheduler.max_num_batched_tokens))
 
     def serve(self, q, kv_cache: Tensor, metadata, layer) -> tuple[Tensor, Tensor | None] | None:
-        """The output and, for a cache that is split over GPUs, the logarithms of sums. None unless ours serves the batch."""
+        """Return the output, and its log-sum-exp with decode context parallelism. None where vLLM serves the batch.
+
+        Args:
+            q: [rows, heads, 576], or its latent and rotated parts as a tuple.
+            kv_cache: [pages, slots, 576].
+            metadata: The backend's metadata.
+            layer: The attention layer.
+        """
         if self.lacks or metadata.causal is not True:
             return None
         q = q if isinstance(q, tuple) else q.split([LATENT, ROPE], -1)
@@ -68,7 +80,7 @@ class LatentDecoder(Decoder):
         return found and (found[0], found[1] if is_split else None)
 
     def cache(self, kv_cache: Tensor) -> Tensor:
-        """The cache in the dtype that it holds."""
+        """Return the cache in the dtype of its elements."""
         from vllm.platforms import current_platform
 
         return kv_cache.view(current_platform.fp8_dtype()) if self.is_fp8 else kv_cache
@@ -76,7 +88,7 @@ class LatentDecoder(Decoder):
     def scale(self, layer) -> Tensor | None:
         return layer._k_scale if self.is_fp8 else None
 
-    # When it is measured
+    # For timing
 
     def describe(self) -> str:
         return f"{self.impl.num_heads}x{LATENT}+{ROPE} {self.impl.kv_cache_dtype}"
@@ -107,14 +119,17 @@ class LatentDecoder(Decoder):
 
 
 def batch_of_rows(rows: int, metadata) -> Batch:
-    """The batch of decode rows. Beside prefills only single rows are known to be of equal length: each request has one or more."""
+    """Return the batch of decode rows.
+
+    Next to prefills only single rows are known to have equal lengths: each request has one or more.
+    """
     requests = metadata.decode.seq_lens.shape[0]
     query_len = 1 if metadata.num_prefills else metadata.max_query_len
     return (requests, query_len) if rows == requests * query_len else NO_BATCH
 
 
 class LatentImpl:
-    """In front of a backend's implementation."""
+    """Mix into a backend's implementation."""
 
     METHOD = "forward_mqa", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"
     rocm_ops_backend: Backend

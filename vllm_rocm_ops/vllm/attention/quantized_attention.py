@@ -1,18 +1,20 @@
-"""Seam: attention's own end quantizes its result for the linear behind it, in the layers of the seam decode_attention.
+"""Fuse output quantization into decode attention, in the layers of the seam decode_attention.
 
-vLLM's pass for that, fuse_attn_quant, is off in every optimization level of 0.30 to 0.33, knows static scales only, and has to have
-attention in a compiled piece: the user asks for it by `-cc.pass_config.fuse_attn_quant=true`, which gives up piecewise graphs unless
-`-cc.use_inductor_graph_partition=true`. Here the whole graph of a model is changed before vLLM splits it at attention:
+vLLM's own pass, fuse_attn_quant, is off at every optimization level of 0.30 to 0.33, supports static scales only, and
+needs attention inside a compiled piece: with `-cc.pass_config.fuse_attn_quant=true` vLLM gives up piecewise graphs,
+unless `-cc.use_inductor_graph_partition=true` is set too. This seam changes a model's whole graph before vLLM splits it
+at attention:
 
-    attention -> views -> equal quantizations       attention with an output of e4m3, and its scale, or scales per 128 that it writes
+    attention -> views -> equal quantizations       attention with an e4m3 output, and its scale, or scales per 128 that
+        it writes
 
-where nothing else reads the result. vLLM's op has both arguments. A call that our kernels do not serve runs vLLM's implementation, with
-the scale where that takes one, else with vLLM's quantization behind it, as it was in the graph.
+where nothing else reads the result. vLLM's op has both arguments. Calls that no kernel supports run vLLM's
+implementation: with the scale where it supports one, else followed by vLLM's quantization, as in the original graph.
 
-It is decided before vLLM compiles: for layers whose attention was measured to be ours at some batch size, in an earlier start on this GPU,
-and with VLLM_ROCM_OPS_ATTENTION=1 wherever our op fits. The first start measures attention as it is. The next one has the changed graph,
-and measures attention with its quantization twice: beside vLLM's kernels, and beside our attention with vLLM's quantization behind it.
-From then on these decide, and the graph is as vLLM made it where one of them was as fast.
+Selected before vLLM compiles: for layers whose attention won at some batch size in an earlier start on this GPU, or
+wherever it fits with VLLM_ROCM_OPS_ATTENTION=1. The first start times attention alone. The next start has the changed
+graph and times the fused op against vLLM's kernels, and against the plugin's attention followed by vLLM's quantization.
+From then on these times decide, and vLLM's graph stays unchanged where one of the two was as fast.
 """
 
 from __future__ import annotations
@@ -36,16 +38,16 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 KINDS = {"static": " to e4m3", "groups": f" to e4m3 by {GROUP}"}
-"""How a result is quantized, and what the description of a measurement says of it."""
+"""Kinds of output quantization, and their names in a timing record."""
 SEPARATE = "separate"
-"""The name of two launches, our attention and vLLM's quantization, in the key of a measurement."""
+"""The name of two launches, the plugin's attention and vLLM's quantization, in a timing record."""
 MEASURED_SCALE = 0.01
 SPLIT, LAYER = "vllm.compilation.backends", "vllm.model_executor.layers.attention.attention"
 ATTENTION = "vllm::unified_attention_with_output"
 ARGUMENTS = "query", "key", "value", "output", "layer_name", "output_scale", "output_block_scale", "kv_cache_dummy_dep"
 
 _fused: dict[str, frozenset[str]] = {}
-"""The kinds that layers of a model may have, by their names."""
+"""The kinds that a layer may fuse, by layer name."""
 
 
 # Calls
@@ -53,24 +55,24 @@ _fused: dict[str, frozenset[str]] = {}
 
 @functools.cache
 def static_key():
-    """Return vLLM's key of a static scale per tensor."""
+    """Return vLLM's key of a static per-tensor scale."""
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
     return kFp8StaticTensorSym
 
 
 def kind(scale: Tensor | None, groups: Tensor | None) -> str:
-    """Return the kind of a call with these scales; empty where it quantizes nothing."""
+    """Return the kind of a call with these scales, empty without quantization."""
     return "groups" if groups is not None else "static" if scale is not None else ""
 
 
 def behind(forward: Callable, decoder, given: list, output: Tensor, scale: Tensor | None, groups: Tensor | None):
-    """Run an implementation's forward on 16 bits and vLLM's quantization behind it, of all rows, as in a graph."""
-    if given[-1] is None:  # vLLM's profile run, whose forward fills the output
+    """Run an implementation in 16 bits, then vLLM's quantization of all rows, as in the original graph."""
+    if given[-1] is None:  # vLLM's profile run: forward fills the output
         if groups is not None:
             groups.fill_(1.0)
         return forward(*given, output)
-    dtype = given[1].dtype if given[1].dtype in ELEMENTS else decoder.config.model_config.dtype  # queries may be of FP8
+    dtype = given[1].dtype if given[1].dtype in ELEMENTS else decoder.config.model_config.dtype  # queries may be FP8
     plain = output.new_empty(output.shape, dtype=dtype)
     forward(*given, plain)
     quantize(plain.flatten(1), output.flatten(1), scale, groups)
@@ -78,7 +80,7 @@ def behind(forward: Callable, decoder, given: list, output: Tensor, scale: Tenso
 
 
 def quantize(x: Tensor, out: Tensor, scale: Tensor | None, groups: Tensor | None) -> None:
-    """Quantize rows by vLLM's kernels; on CPU by PyTorch."""
+    """Quantize rows by vLLM's kernels, on CPU by PyTorch."""
     limit = LIMIT[out.dtype]
     if x.device.type == "cpu":
         from vllm_rocm_ops.core import quantization
@@ -98,12 +100,12 @@ def quantize(x: Tensor, out: Tensor, scale: Tensor | None, groups: Tensor | None
 
 @functools.cache
 def measured_scale(device: torch.device) -> Tensor:
-    """Return the static scale that is measured with."""
+    """Return the static scale used for timing."""
     return torch.full((1,), MEASURED_SCALE, device=device)
 
 
 def outputs(of: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return a result to be written, its scale, and scales of groups to be written."""
+    """Allocate an output, and return it with its static scale and its scales per group."""
     if not of:
         return torch.empty_like(query), None, None
     from vllm.platforms import current_platform
@@ -115,7 +117,7 @@ def outputs(of: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | Non
 
 
 def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
-    """Return what `outputs` are filled with as rows."""
+    """Return `outputs` as rows, dequantized."""
     rows = output.flatten(1)
     if groups is not None:
         return (rows.float().unflatten(1, (-1, GROUP)) * groups[..., None]).flatten(1)
@@ -126,7 +128,14 @@ def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | No
 
 
 def wins(decoder, of: str, decided: kernel_selection.Decided, beside: str) -> bool | None:
-    """Return whether ours was measured to win beside a kernel at some batch size, at every length. None where it was not measured."""
+    """Return whether the plugin won at some batch size at every context length. None if it was not timed.
+
+    Args:
+        decoder: The layer's decoder.
+        of: The kind of output quantization, or "".
+        decided: The recorded decisions.
+        beside: The baseline's name in the record.
+    """
     begin = f"{decoder.op.name} {decoder.describe()}{KINDS.get(of, '')} page "
     end = f" of {decoder.config.model_config.max_model_len} keys {beside}"
     found = [ours for key, ours in decided.shapes.items() if key.startswith(begin) and key.endswith(end)]
@@ -134,13 +143,13 @@ def wins(decoder, of: str, decided: kernel_selection.Decided, beside: str) -> bo
 
 
 def at_some_size(found: list[bytes]) -> bool:
-    """Return whether ours serves at some batch size in all of these, which are as `Choice.ours`."""
+    """Return whether the plugin serves at one batch size in all of these tables, which are as `Choice.ours`."""
     found = [ours + ours[-1:] * (max(map(len, found)) - len(ours)) for ours in found]
     return any(all(at) for at in zip(*found))
 
 
 def may_quantize(decoder, of: str, decided: kernel_selection.Decided) -> bool:
-    """Return whether a layer's attention quantizes its result so."""
+    """Return whether a layer's attention fuses this kind of quantization."""
     if decoder.lacks or (of == "groups" and decoder.impl.head_size != GROUP):
         return False
     if decoder.is_forced or decoder.op.name in decided.off:
@@ -152,7 +161,7 @@ def may_quantize(decoder, of: str, decided: kernel_selection.Decided) -> bool:
 
 
 def decide(config, decided: kernel_selection.Decided) -> None:
-    """Decide for the layers of a model that a worker has loaded, from what is known of this GPU."""
+    """Decide for the layers of a loaded model, from the recorded decisions."""
     _fused.clear()
     if "quantized_attention" not in seam.active():
         return
@@ -169,14 +178,17 @@ def decide(config, decided: kernel_selection.Decided) -> None:
 
 
 def writes_scales() -> bool:
-    """Return whether vLLM's op says that it writes its output and scales of groups, without which a compiler may leave them out."""
+    """Return whether vLLM's op declares its output and group scales as mutated.
+
+    Without that a compiler may drop the write.
+    """
     arguments = getattr(torch.ops.vllm, ATTENTION.partition("::")[2]).default._schema.arguments
     written = {one.name for one in arguments if one.alias_info and one.alias_info.is_write}
     return {"output", "output_block_scale"} <= written
 
 
 def may_fuse(decoder, of: str) -> bool:
-    """Return whether a layer's attention was decided to quantize its result."""
+    """Return whether a layer was decided to fuse this kind of quantization."""
     context = decoder.config.compilation_config.static_forward_context
     return any(
         of in kinds for name, kinds in _fused.items() if getattr(context.get(name), "impl", None) is decoder.impl
@@ -184,14 +196,15 @@ def may_fuse(decoder, of: str) -> bool:
 
 
 def said() -> str:
-    """Return what was decided, for the fingerprint of vLLM's compile cache. Empty where nothing is fused."""
+    """Return the decisions for the fingerprint of vLLM's compile cache, empty if nothing is fused."""
     return ", ".join(sorted(f"{name} {'/'.join(sorted(kinds))}" for name, kinds in _fused.items() if kinds))
 
 
 def kinds_of(name: object) -> frozenset[str]:
-    """Return the kinds that a layer may have, by its name in a graph; where that does not tell it, those that all layers may have.
+    """Return the kinds that a layer may fuse, by its name in a graph.
 
-    PyTorch 2.11 has a graph take names as inputs.
+    An unknown name may be any layer's: then return the kinds that all layers may fuse. PyTorch 2.11 passes names as
+    graph inputs.
     """
     given = name.meta.get("example_value") if isinstance(name, fx.Node) else name
     given = getattr(given, "real_obj", given)
@@ -205,7 +218,7 @@ def kinds_of(name: object) -> frozenset[str]:
 
 
 class Fusion(NamedTuple):
-    """Attention in a graph, and the quantizations that alone read its result: `views` begin with what allocates that."""
+    """Hold an attention node and the quantizations that alone read its result. `views` begins with its allocation."""
 
     node: fx.Node
     views: list[fx.Node]
@@ -214,7 +227,7 @@ class Fusion(NamedTuple):
 
     @classmethod
     def of(cls, node: fx.Node) -> Fusion | None:
-        """Return what can be fused at a node, and was decided to be."""
+        """Return the fusion at a node, if it is possible and was decided."""
         from vllm_rocm_ops.vllm.fusion import markers
 
         given = dict(zip(ARGUMENTS, node.args)) | node.kwargs
@@ -230,7 +243,7 @@ class Fusion(NamedTuple):
         return found if is_there and found.kind in kinds_of(given["layer_name"]) else None
 
     def apply(self) -> None:
-        """Change the graph: what quantizations made are the output, and its scale."""
+        """Rewrite the graph: the quantized values become the output, the scales its scale."""
         graph, (values, scales) = self.node.graph, self.markers[0].meta["example_value"]
         scale, name = self.markers[0].args[1], "output_scale"
         for view in self.views:
@@ -249,7 +262,7 @@ class Fusion(NamedTuple):
 
 
 def fuse(graph: fx.Graph) -> int:
-    """Have attention quantize its results in a model's graph, and return how often."""
+    """Fuse quantizations into attention in a model's graph, and return how many."""
     found = [fusion for node in graph.nodes if is_attention(node) if (fusion := Fusion.of(node)) is not None]
     for fusion in found:
         fusion.apply()
@@ -257,19 +270,19 @@ def fuse(graph: fx.Graph) -> int:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Return whether a node is vLLM's op of attention that writes its output, by whichever overload."""
+    """Return whether a node is any overload of vLLM's attention op with an output argument."""
     name = getattr(node.target, "_qualified_op_name", None) or getattr(node.target, "name", str)
     name = name() if callable(name) else name
     return node.op == "call_function" and name.partition(".")[0] == ATTENTION
 
 
 def is_view(node: object) -> bool:
-    """Return whether a node is another's memory in another shape."""
+    """Return whether a node is a view or reshape."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target in ("view", "reshape")
 
 
 def views_of(node: fx.Node) -> list[fx.Node]:
-    """Return what a view is one of, and all its views."""
+    """Return a view's base and all views of it."""
     while is_view(node):
         node = node.args[0]
     found = [node]
@@ -279,12 +292,12 @@ def views_of(node: fx.Node) -> list[fx.Node]:
 
 
 def is_allocation(node: fx.Node) -> bool:
-    """Return whether a node allocates rows, whose number is known in front of it."""
+    """Return whether a node allocates rows whose size is known before it."""
     return node.op == "call_function" and node.target is torch.empty and len(size_of(node)) == 2
 
 
 def size_of(node: fx.Node) -> tuple:
-    """Return the size that `torch.empty` is given."""
+    """Return the size argument of a `torch.empty` node."""
     size = node.args[0] if len(node.args) == 1 else node.args
     if isinstance(size, fx.Node):
         size = size.args[0] if size.target is torch.Size else ()
@@ -292,7 +305,7 @@ def size_of(node: fx.Node) -> tuple:
 
 
 def kind_of(marker: fx.Node) -> str:
-    """Return the kind of a quantization; empty for one that attention's end does not have."""
+    """Return the kind of a quantization marker, empty if attention does not support it."""
     from vllm_rocm_ops.vllm.fusion.markers import How
 
     rows, scale, bound, how = marker.args
@@ -305,13 +318,13 @@ def kind_of(marker: fx.Node) -> str:
 
 
 def like(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what stands for a value of another type in a graph."""
+    """Return a fake value of another dtype."""
     return value.new_empty(value.shape, dtype=dtype)
 
 
 def allocate(graph: fx.Graph, rows: fx.Node, scales: Tensor) -> fx.Node:
-    """Allocate scales of groups for the rows that a node allocates, in the order in memory that vLLM's quantization has."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # which takes long to import
+    """Allocate group scales for allocated rows, in the memory order of vLLM's quantization."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
     tokens, device, columns = size_of(rows)[0], rows.kwargs.get("device"), scales.shape[1]
     is_transposed = columns > 1 and statically_known_true(scales.stride(0) == 1)
@@ -330,18 +343,21 @@ def allocate(graph: fx.Graph, rows: fx.Node, scales: Tensor) -> fx.Node:
 
 
 def probe() -> None:
-    """Our backends are there, quantizations are marked, and vLLM splits a graph and calls attention as expected. Files are read and not
-    imported, which needs vLLM's kernels."""
+    """Raise `Unavailable` unless the seam fits this vLLM.
+
+    decode_attention and fusion are on, and vLLM splits a graph and calls attention as expected. Reads source files: an
+    import would need vLLM's kernels.
+    """
     missing = {"decode_attention", "fusion"} - set(seam.active())
     if missing:
-        raise seam.Unavailable(f"it needs {' and '.join(sorted(missing))}")
+        raise seam.Unavailable(f"requires {' and '.join(sorted(missing))}")
     seam.require_function(f"{SPLIT}.split_graph", "graph", "splitting_ops")
     seam.require_function(f"{LAYER}.{ATTENTION.partition('::')[2]}", *ARGUMENTS)
 
 
 @functools.cache
 def change_graphs() -> None:
-    """Change a model's graph before vLLM splits it, from now on."""
+    """Wrap vLLM's split_graph, so that later graphs are changed before the split."""
     module = importlib.import_module(SPLIT)
     split = module.split_graph
 
@@ -349,19 +365,23 @@ def change_graphs() -> None:
     def split_graph(graph, splitting_ops):
         if any(_fused.values()) and (count := fuse(graph.graph)):
             graph.recompile()
-            logger.info("vllm-rocm-ops: attention quantizes its result in %d layers", count)
+            logger.info(
+                "vllm-rocm-ops: output quantization is fused into attention in %d layers "
+                "(VLLM_ROCM_OPS_SEAMS=-quantized_attention disables it)",
+                count,
+            )
         return split(graph, splitting_ops)
 
     module.split_graph = split_graph
 
 
 def install() -> None:
-    """Leave vLLM's function to `decide`, when a worker has loaded a model: a plugin is loaded before the kernels that it needs."""
+    """Do nothing: `decide` wraps vLLM's function after a model is loaded, when the kernels that it needs are."""
 
 
 SEAM = seam.Seam(
     name="quantized_attention",
-    replaces="split_graph of vllm.compilation.backends, in front of which attention gets the quantization behind it",
+    replaces="split_graph of vllm.compilation.backends; quantizations are fused into attention before it",
     probe=probe,
     install=install,
     ops=("paged_attention_decode",),

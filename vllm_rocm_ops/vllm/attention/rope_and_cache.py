@@ -1,11 +1,15 @@
-"""Seam: in the layers of the seam decode_attention our `rope_and_cache` rotates queries and keys and writes the cache, in one launch,
-and `qk_norm_rope_and_cache` does so behind the norms of their heads.
+"""Serve vLLM's fusions of rotary embedding and cache write, in the attention layers of the seam decode_attention.
 
-vLLM's passes fuse_rope_kvcache and fuse_qk_norm_rope_kvcache put these into one call of a backend that says that it can. Without
-AITER none of vLLM's does; ours does with VLLM_ROCM_OPS_ATTENTION=1, as this was never measured. The user asks for a pass, which ROCm
-alone has, by `-cc.pass_config.fuse_rope_kvcache=true -cc.use_inductor_graph_partition=true`, or with fuse_qk_norm_rope_kvcache,
-which finds the norms of Qwen3 and GLM from vLLM 0.31 on, and only where AITER is installed, used or not: it names an op of AITER's. The
-pass for latent attention calls vLLM's op and asks no backend.
+`rope_and_cache` rotates queries and keys and writes the cache in one launch. `qk_norm_rope_and_cache` normalizes the
+heads first.
+
+vLLM's passes fuse_rope_kvcache and fuse_qk_norm_rope_kvcache call them if a backend supports the fusion. Without AITER
+none of vLLM's backends does. The plugin's do with VLLM_ROCM_OPS_ATTENTION=1 only, because the fusion was never timed.
+
+The user enables a pass, on ROCm only, by `-cc.pass_config.fuse_rope_kvcache=true
+-cc.use_inductor_graph_partition=true`, or by fuse_qk_norm_rope_kvcache. The latter matches the norms of Qwen3 and GLM
+from vLLM 0.31 on, and needs AITER installed, even if unused, because it names an op of AITER's. vLLM's pass for MLA
+calls vLLM's op and asks no backend.
 """
 
 from vllm_rocm_ops import ops
@@ -32,11 +36,11 @@ NORM_PARAMETERS = (
 
 
 def probe() -> None:
-    """Our backends are there, and vLLM asks a backend for the fusion."""
+    """Raise `Unavailable` unless decode_attention is on and vLLM asks a backend for the fusions."""
     from vllm.config import PassConfig
 
     if "decode_attention" not in seam.active():
-        raise seam.Unavailable("it needs decode_attention")
+        raise seam.Unavailable("requires decode_attention")
     base = "vllm.v1.attention.backend.AttentionImpl"
     for name in ("rope_kvcache", "qk_norm_rope_kvcache"):
         seam.require(f"fuse_{name}" in PassConfig.__dataclass_fields__, f"PassConfig.fuse_{name}")
@@ -46,7 +50,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Give our backends the ops."""
+    """Give the plugin's decoders the ops."""
     attention.HeadsDecoder.rope, attention.HeadsDecoder.norm_rope = ops.rope_and_cache, ops.qk_norm_rope_and_cache
 
 

@@ -1,8 +1,8 @@
-"""Our decode attention and vLLM's, as kernel_timing.py times them when a worker starts.
+"""Describe the plugin's and vLLM's decode attention for kernel_timing.py, which times them when a worker starts.
 
-The builders of vLLM's metadata know their layers, and are made before the warm-up, when the caches are there and hold nothing. A
-layer's choices are one for each length of `LENGTHS`, which is of all requests; the numbers of tokens are those of requests. Ours
-serves a batch if it does at every length, since a captured graph has any.
+vLLM's metadata builders know their layers. They are created before the warm-up, when the caches exist and are empty. A
+layer has one choice per context length of `LENGTHS`, with the number of requests as its token count. The plugin serves
+a batch if it wins at every length, because a captured graph serves any.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 LENGTHS = (128, 1024, 8192)
-"""Keys of each request. Longer ones than the model's are left out."""
+"""Keys of each request. Lengths above the model's maximum are left out."""
 
 
 class NotingBuilder:
-    """In front of a backend's builder of metadata."""
+    """Mix into a backend's metadata builder: choose the layers' kernels when the builder is created."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, *arguments, **keywords):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *arguments, **keywords)
@@ -40,14 +40,22 @@ class NotingBuilder:
                     decoder.adopt(layers[name])
                 if decoder is not None and is_measured(decoder):
                     choose(decoder, layers[name], self, kv_cache_spec.block_size)
-        except Exception as error:  # noqa: BLE001  nothing is measured then, and vLLM's own serves
-            logger.warning("vllm-rocm-ops: attention is not measured: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001  without timing vLLM's backend serves
+            logger.warning(
+                "vllm-rocm-ops: decode attention stays on vLLM's backend, its timing failed: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
 
 def is_measured(decoder: Decoder) -> bool:
-    """Whether it has to be. Queries in FP8, which vLLM gives some of its implementations, ours does not take. Kernels chosen by the
-    batch are not the same in any batch."""
-    if decoder.is_batch_invariant or getattr(decoder.impl, "dcp_world_size", 1) > 1:  # heads are then gathered
+    """Return whether a layer's decode attention is to be timed.
+
+    Not for FP8 queries, which vLLM gives some of its implementations and the op does not support. Not for batch
+    invariance, because a kernel selected by batch size breaks it. Not for decode context parallelism, which gathers the
+    heads.
+    """
+    if decoder.is_batch_invariant or getattr(decoder.impl, "dcp_world_size", 1) > 1:
         return False
     in_fp8 = decoder.is_fp8 and getattr(decoder.impl, "supports_quant_query_input", False)
     may_serve = not decoder.lacks and not in_fp8 and decoder.config.model_config.dtype in ELEMENTS
@@ -77,7 +85,7 @@ def choose(decoder: Decoder, layer: torch.nn.Module, builder, page_size: int) ->
 
 
 class Layer:
-    """A layer and what calls it. Pages below `filled` of its cache have random values."""
+    """Hold a layer and what calls it. The first `filled` pages of its cache have random values."""
 
     def __init__(self, decoder: Decoder, module: torch.nn.Module, builder):
         self.decoder, self.module, self.builder, self.filled = decoder, module, builder, 0
@@ -87,7 +95,7 @@ class Layer:
         return self.module.kv_cache
 
     def fill(self, pages: int) -> None:
-        """Put random values into the first pages of the cache."""
+        """Write random values to the first pages of the cache."""
         part, self.filled = self.cache[self.filled : pages], max(self.filled, pages)
         if part.element_size() > 1:
             part.normal_()
@@ -98,12 +106,14 @@ class Layer:
 
 
 class Context:
-    """What `kernel_selection.Kernels` is asked, of requests of one query length, each with so many keys. A layer of it: a tensor of
-    the layer's own, the dtype of queries, and a `Layer`."""
+    """Implement `kernel_selection.Kernels` for requests of one query length and one context length.
+
+    A layer of it: a tensor of the layer, the dtype of its queries, and a `Layer`.
+    """
 
     sampled_rows = 4
     native = ""
-    """The name of what ours is measured beside: of vLLM's backend, unless a class has one."""
+    """The name of the timed baseline: vLLM's backend, unless a subclass sets it."""
 
     def __init__(self, decoder: Decoder, page_size: int, query_len: int, keys: int):
         self.op, self.query_len, self.keys = decoder.op, query_len, keys
@@ -143,7 +153,7 @@ class Context:
         return of.decoder.theirs(of.module, query, metadata)
 
     def shown(self, outputs: tuple[Tensor | None, ...]) -> Tensor:
-        """A row for each request, of what was quantized as its scales say."""
+        """Return a row per request, dequantized."""
         rows = quantized_attention.dequantized(*outputs)
         return rows.reshape(len(rows) // self.query_len, -1)
 
@@ -154,7 +164,7 @@ class Context:
 
 
 class Separate(Context):
-    """The same of our attention with vLLM's quantization behind it, which says whether one launch is the faster."""
+    """Time fused output quantization against the plugin's attention followed by vLLM's quantization."""
 
     native = quantized_attention.SEPARATE
 
@@ -167,8 +177,10 @@ class Separate(Context):
 
 
 def common_metadata(of: Layer, requests: int, query_len: int, keys: int):
-    """vLLM's description of a batch of decode rows, as a captured graph has it. Where the cache has too few pages, requests share
-    them."""
+    """Return vLLM's description of a batch of decode rows, as a captured graph has it.
+
+    Requests share pages where the cache has too few.
+    """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     config, device, page_size = of.decoder.config, of.cache.device, of.decoder.page_size(of.module)
@@ -193,7 +205,7 @@ def common_metadata(of: Layer, requests: int, query_len: int, keys: int):
 
 
 def pages_of(block_table: Tensor, requests: Tensor, keys: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """The pages of some requests, one behind the other, and the block table for a cache of these."""
+    """Return the pages of some requests, concatenated, and the block table for a cache of these pages."""
     table = block_table[requests, : -(-keys // page_size)]
     places = torch.arange(table.numel(), dtype=torch.int32, device=table.device)
     return table.flatten().long(), places.view(table.shape)

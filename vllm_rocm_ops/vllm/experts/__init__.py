@@ -1,1 +1,1 @@
-"""Layers of experts: a file for each seam, and what they share."""
+"""Serve MoE layers: one file per seam, and their common code."""

@@ -1,23 +1,23 @@
-"""Our experts in vLLM's mixture-of-experts layers. Each keeps vLLM's native experts for the calls that it does not take.
+"""Implement the plugin's experts in vLLM's MoE layers. Each keeps vLLM's experts for unsupported calls.
 
-vLLM has no registry for experts, so the seams wrap vLLM's functions that select experts, in every module that imported them.
-Our experts come before all others if the user named no backend and our experts can serve the layer. The weights stay as loaded,
-for which vLLM's backend is TRITON, and the native experts are vLLM's for that backend. Where the user asked for AITER by its
-switch, weights are shuffled as AITER wants them, which our op reads too, the native experts are AITER's, vLLM routes, and ours
-serve what they were measured to win.
+vLLM has no registry for experts, so the seams wrap its functions that select experts, in every module that imported
+them. The plugin's experts come first if the user named no backend and they support the layer. Weights stay as loaded,
+which vLLM calls the TRITON backend, and the kept experts are vLLM's for that backend. With AITER enabled by its switch,
+weights are shuffled for AITER, which the op reads too. Then the kept experts are AITER's, vLLM routes, and the plugin
+serves where it was timed to be faster.
 
-Each call chooses between our op and the native experts. On ROCm vLLM runs the whole layer in one opaque op, so the choice is
-made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo traces the
-layer. There are no native experts there, and our op's reference runs.
+Each call chooses between the op and the kept experts. On ROCm vLLM runs the whole layer in one opaque op, so the choice
+is made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo
+traces the layer, there are no kept experts, and the op's reference runs.
 
-With tensor parallelism a rank has a part of each expert, and vLLM adds up the ranks' results. With expert parallelism
-`expert_map` says which experts a rank has. With data parallelism vLLM sends tokens between ranks, by all-gather and
-reduce-scatter or by MoRI, quantized if the native experts want them so, and our op takes them so; MoRI's buffers have room for
-more tokens than came, and the rest goes to no expert. Both sides are measured with tokens that nothing has quantized. Experts
-that get their tokens in batches (DeepEP's low latency, NIXL) stay vLLM's. Shared experts are linear layers, which the seams
-for linear layers serve. vLLM fuses shared experts into the routed ones with AITER's experts only
-(VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), and such a layer stays AITER's, so the op's argument `shared_experts` has no use
-here.
+- Tensor parallelism: a rank has a slice of each expert, and vLLM sums the ranks' results.
+- Expert parallelism: `expert_map` says which experts a rank has.
+- Data parallelism: vLLM sends tokens between ranks, by all-gather and reduce-scatter or by MoRI, quantized if the kept
+  experts want that, which the op supports. MoRI's buffers have spare rows, which go to no expert. Timing uses
+  unquantized tokens on both sides.
+- The batched activation format (DeepEP low latency, NIXL) stays vLLM's.
+- Shared experts are linear layers and served by their seams. If AITER fuses them into the routed experts
+  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), the layer stays AITER's, so the op's `shared_experts` is unused here.
 """
 
 import copy
@@ -40,7 +40,7 @@ from vllm_rocm_ops.vllm.experts.expert_support import Predicates, refusal, say_r
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
-MOST_TOKENS = 64  # that ours take where they were not measured (kernel_selection.py)
+MOST_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
 APPLY = (
     *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts"),
@@ -53,7 +53,7 @@ APPLY = (
 def op_arguments(
     experts, hidden, w1, w2, topk_weights, topk_ids, expert_map, on_input: bool, hidden_scale, out_dtype: torch.dtype
 ) -> tuple:
-    """Return the arguments of `fused_experts`, with the scales in `experts`. Hidden that vLLM has quantized comes with its scale."""
+    """Return the arguments of `fused_experts`, with the scales in `experts`. Quantized tokens come with their scale."""
     hidden_scale = experts.a1_scale if hidden_scale is None else hidden_scale
     scales = experts.w1_scale, experts.w2_scale, hidden_scale, experts.a2_scale
     routing = topk_weights, topk_ids, out_dtype
@@ -75,8 +75,23 @@ def run(
     hidden_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`fused_experts` with the scales in `experts`, or `theirs()` for calls that it does not take. Hidden that vLLM has quantized
-    comes with its scale and the type of the result."""
+    """Run `fused_experts` with the scales in `experts`, or `theirs()` where vLLM serves.
+
+    Args:
+        experts: The plugin's experts.
+        theirs: Runs vLLM's experts, None if there are none.
+        hidden: [tokens, hidden], quantized if vLLM did so.
+        w1: [experts, 2 * inner, hidden].
+        w2: [experts, hidden, inner].
+        topk_weights: [tokens, top k], float32.
+        topk_ids: [tokens, top k].
+        expert_map: From all experts to this rank's, -1 for others. None if the rank has all.
+        apply_router_weight_on_input: Whether weights multiply the tokens, not the results.
+        activation: vLLM's activation.
+        global_num_experts: Experts of all ranks.
+        hidden_scale: The scale of quantized tokens.
+        out_dtype: The result's dtype, by default hidden's.
+    """
     out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
     quantized = None if on_input or hidden_scale is not None else handed_over.quantized(hidden)
     if quantized is not None and quantized[0].dtype == w1.dtype and scheme(w1, experts.w1_scale) == "block":
@@ -109,10 +124,12 @@ def run(
 
 
 class Experts:
-    """Calls of experts as they are measured: routing is uniform over all experts, also those of other ranks. A layer: both
-    weights, the tokens' type, who keeps the scales, and the rest of `run`'s arguments."""
+    """Describe calls of experts for timing. Routing is uniform over all experts, of all ranks.
 
-    op, limit, sampled_rows = ops.fused_experts, MOST_TOKENS, 3  # a row takes the whole weights of its experts
+    A layer: both weights, the tokens' dtype, the holder of the scales, and the rest of `run`'s arguments.
+    """
+
+    op, limit, sampled_rows = ops.fused_experts, MOST_TOKENS, 3  # a row needs the whole weights of its experts
 
     def most_tokens(self):
         return 0 if native_kernel.asks_for_aiter("MOE") else self.limit
@@ -185,7 +202,7 @@ KERNELS = Experts()
 
 
 def _exact(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool) -> Tensor:
-    """One expert's weight [N, K], dequantised."""
+    """Return one expert's weight [N, K] in float32."""
     weight = weight_layout.unshuffled(weights[expert]) if shuffled else weights[expert]
     weight, kind = weight.float(), scheme(weights, scales)
     if kind == "none":
@@ -199,7 +216,7 @@ def _exact(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool) 
 
 
 def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
-    """Values as a static scale leaves them: that of a model does not fit random tokens."""
+    """Round values as their static scale does: a model's scale does not fit random tokens."""
     if scales is None:
         return x
     scale = scales.flatten()[expert if scales.numel() > 1 else 0]
@@ -207,7 +224,7 @@ def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) 
 
 
 def whole(native) -> object:
-    """vLLM's kernel around native experts."""
+    """Return vLLM's kernel around its experts."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 
@@ -215,7 +232,7 @@ def whole(native) -> object:
 
 
 def probe(oracle, select: str, *parameters: str) -> None:
-    """vLLM's base class of experts and the module that selects experts are as expected."""
+    """Raise `Unavailable` unless vLLM's base class of experts and its selecting module are as expected."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
@@ -237,12 +254,12 @@ def probe(oracle, select: str, *parameters: str) -> None:
 
 
 def registers(oracle) -> bool:
-    """Whether this vLLM asks a registry for experts before it selects its own, as a patch in patches/ has it."""
+    """Return whether this vLLM asks a registry for experts before it selects its own, as with a patch in patches/."""
     return hasattr(oracle, "select_registered_experts")
 
 
 def register_first(made: type, ours: list[type]) -> None:
-    """Put a class at the front of our list and, if vLLM has a registry for experts, before our other classes there."""
+    """Put a class first in the plugin's list, and in vLLM's registry of experts if there is one."""
     ours.insert(0, made)
     if registers(made.oracle):
         from vllm.model_executor.layers.fused_moe.oracle.registry import register_moe_experts
@@ -251,14 +268,14 @@ def register_first(made: type, ours: list[type]) -> None:
 
 
 def replace(theirs: Callable, ours: Callable) -> None:
-    """Replace vLLM's function by ours in every module that has it."""
+    """Replace a function of vLLM's in every module that imported it."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(theirs.__name__) is theirs:
             setattr(module, theirs.__name__, ours)
 
 
 def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> type | None:
-    """The first of our classes that can serve a layer. None if the user named a backend or no class can."""
+    """Return the plugin's first class that supports a layer. None if the user named a backend or no class does."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
     if config.moe_backend != "auto":
@@ -271,8 +288,14 @@ def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> 
 
 
 def native_class(oracle, backend, scheme: tuple) -> type | None:
-    """vLLM's experts for a backend, of several those for a pair (weight key, activation key). None on CPU."""
-    # vLLM's module for MX-FP8 has a function of its own for the backends that it adds.
+    """Return vLLM's experts for a backend, None on CPU.
+
+    Args:
+        oracle: vLLM's module that selects experts.
+        backend: Its backend.
+        scheme: A pair (weight key, activation key), which decides among several classes.
+    """
+    # vLLM's MX-FP8 module has another function for the backends that it adds.
     classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)
     if seam.served_platform() == "cpu":
         return None
@@ -281,14 +304,20 @@ def native_class(oracle, backend, scheme: tuple) -> type | None:
 
 
 def copy_of(quant_config):
-    """A copy that holds the same scales. vLLM's MX-FP8 experts remove the scales from the configuration that they are given."""
+    """Copy a configuration and keep its scales. vLLM's MX-FP8 experts remove them from the given one."""
     return dataclasses.replace(quant_config, _w1=copy.copy(quant_config._w1), _w2=copy.copy(quant_config._w2))
 
 
 def modular(name: str, schemes: tuple, oracle, backend) -> type:
-    """Our class of experts for tokens that vLLM has routed. `schemes` are pairs (weight key, activation key).
+    """Return the plugin's class of experts for tokens that vLLM has routed.
 
     `apply` must write into a buffer of vLLM's, so the op's result is copied.
+
+    Args:
+        name: The class name.
+        schemes: Pairs (weight key, activation key).
+        oracle: vLLM's module that selects experts.
+        backend: The backend whose experts are kept.
     """
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import _quantize_input
@@ -299,7 +328,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             super().__init__(moe_config, quant_config)
             native = self.native_class()
             self.native = native and native(moe_config, copy_of(quant_config))
-            self.whole = native and whole(self.native)  # for tokens that are not vLLM's
+            self.whole = native and whole(self.native)  # for timing, on tokens outside of vLLM's step
             moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
             self.is_fed_as_native = moves_tokens
 
@@ -361,7 +390,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
                 )
                 return output
 
-            # With apply_router_weight_on_input vLLM has multiplied the input by the weights already.
+            # With apply_router_weight_on_input vLLM has already multiplied the input by the weights.
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
             leave = None if self.native is None else theirs
             ids = topk_ids if expert_tokens_meta is None else those_that_came(topk_ids, expert_tokens_meta)
@@ -375,16 +404,16 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 
 
 def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
-    """The class with its name and the attributes that `Predicates` reads."""
+    """Return a class with its name and the attributes that `Predicates` reads."""
     made.__name__ = made.__qualname__ = name
     made.schemes, made.native_class = schemes, staticmethod(lambda: native_class(oracle, backend, schemes[0]))
     made.oracle, made.backend = oracle, backend
-    made.beside_aiter = backend.name == "TRITON"  # vLLM has AITER's for the same layers
+    made.beside_aiter = backend.name == "TRITON"  # AITER has experts for the same layers
     made.shuffled = backend.name == "AITER"
     return made
 
 
 def those_that_came(ids: Tensor, meta) -> Tensor:
-    """The experts of the tokens that other ranks have sent, in a buffer with room for more: -1 for the rest."""
+    """Return the expert ids, with -1 for the spare rows of a buffer of tokens from other ranks."""
     came = torch.arange(len(ids), device=ids.device) < meta.expert_num_tokens
     return torch.where(came[:, None], ids, -1)

@@ -1,4 +1,4 @@
-"""Which mixture-of-experts layers our experts serve: their answers when vLLM asks."""
+"""Answer vLLM which MoE layers the plugin's experts support."""
 
 import functools
 import logging
@@ -14,26 +14,28 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def refusal(config) -> str:
-    """Which way of moving tokens between ranks our experts do not serve. Empty if they do."""
+    """Return the unsupported way of moving tokens between ranks, empty if it is supported."""
     backend = config.all2all_backend
     if config.use_batched_activation_format:
-        return f"tokens in batches of an expert's, as {backend} sends them"
+        return f"the batched activation format of {backend}"
     if getattr(config, "use_passthrough_all2all", False):
-        return "experts that send tokens themselves"
+        return "experts with their own all-to-all"
     if config.use_all2all_kernels and not (config.use_ag_rs_all2all_kernels or config.use_mori_kernels):
-        return f"tokens that {backend} sends"
+        return f"all2all_backend={backend}"
     return "prefill context parallelism" if config.pcp_size != 1 else ""
 
 
 @functools.cache
 def say_refused(why: str) -> None:
-    """Log, once, why experts stay vLLM's."""
-    logger.info("vllm-rocm-ops: experts stay vLLM's: ours do not support %s", why)
+    """Log, once per reason, why experts stay vLLM's."""
+    logger.info("vllm-rocm-ops: MoE experts stay on vLLM's kernels, because the plugin does not support %s", why)
 
 
 class Predicates:
-    """Our experts' answers when vLLM asks what they support. `schemes` are pairs of weight and activation key. `native_class()`
-    is vLLM's class for the calls that our op does not take."""
+    """Answer vLLM's questions about the plugin's experts.
+
+    `schemes` are pairs of weight and activation key. `native_class()` returns vLLM's class for unsupported calls.
+    """
 
     @property
     def expects_unquantized_inputs(self):
@@ -61,7 +63,7 @@ class Predicates:
             return False, f"{experts_class.__name__} does not support {extra or moe_config.in_dtype}"
         asks = native_kernel.asks_for_aiter("MOE")
         if asks and experts_class.beside_aiter:
-            return False, f"{experts_class.__name__} leaves the layer to AITER, which was asked for"
+            return False, f"{experts_class.__name__} leaves the layer to AITER (VLLM_ROCM_USE_AITER_MOE)"
         if experts_class.shuffled:
             h, inner = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
             dtype = moe_config.in_dtype if weight_key is None else weight_key.dtype
@@ -93,11 +95,13 @@ class Predicates:
         return not refusal(config)
 
     def leave(self) -> None:
-        """Have the native experts serve later calls by themselves. Experts that route have no counterpart in vLLM to leave to."""
+        """Have vLLM's experts serve later calls directly. Experts that route have no counterpart to leave to."""
 
     def map_of_native(self, expert_map: Tensor | None) -> Tensor | None:
-        """What the native experts want for the map from all experts to those of this rank: AITER's want which are here, and that
-        no expert follows."""
+        """Return vLLM's form of the map from all experts to this rank's.
+
+        AITER's experts want a mask of this rank's experts, with a final 0.
+        """
         native = getattr(self.native, "fused_experts", self.native)
         if expert_map is None or not getattr(native, "consumes_expert_mask", False):
             return expert_map

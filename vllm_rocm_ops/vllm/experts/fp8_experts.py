@@ -1,18 +1,18 @@
-"""Seam: FP8 experts run our `fused_experts` where it is the faster, see base.py.
+"""Run FP8 experts by `fused_experts` where it is faster, see base.py.
 
-They have scales per 128x128 block, tensor or channel. Activations are quantized as vLLM quantizes them, except with one
-dynamic scale per tensor: our op has one scale per token then.
+Scales are per 128x128 block, tensor or channel. Activations are quantized as in vLLM, except for one dynamic scale per
+tensor: the op then uses one scale per token.
 """
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.experts import base as experts
 
 OURS: list[type] = []
-"""Our classes, in the order in which they are asked."""
+"""The plugin's classes, in the order in which they are asked."""
 
 
 def probe() -> None:
-    """vLLM's selection of FP8 experts and their base class are as expected."""
+    """Raise `Unavailable` unless vLLM's selection of FP8 experts and their base class are as expected."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -30,11 +30,11 @@ SCHEMES = (
     ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
     ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
 )
-"""vLLM's names of the pairs (weight key, activation key) that our op takes."""
+"""vLLM's names of the supported pairs (weight key, activation key)."""
 
 
 def install() -> None:
-    """Have vLLM ask our experts first."""
+    """Have vLLM ask the plugin's experts first."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 

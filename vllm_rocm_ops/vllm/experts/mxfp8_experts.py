@@ -1,21 +1,21 @@
-"""Seam: MX-FP8 experts (e4m3fn with one e8m0 scale per 32 of K) run our `fused_experts` where it is the faster, see base.py.
+"""Run MX-FP8 experts (e4m3fn with one e8m0 scale per 32 of K) by `fused_experts` where it is faster, see base.py.
 
-On ROCm only gfx950 has matrix instructions for this format. There vLLM's Triton experts serve all other calls. AITER's experts,
-if installed, come after ours. vLLM routes the tokens.
+On ROCm only gfx950 has matrix instructions for this format. There vLLM's Triton experts serve all other calls, and
+AITER's, if installed, come after the plugin's. vLLM routes the tokens.
 """
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.experts import base as experts
 
 OURS: list[type] = []
-"""Our classes, in the order in which they are asked."""
+"""The plugin's classes, in the order in which they are asked."""
 
 SCHEME = "kMxfp8Static", "kMxfp8Dynamic"
 """vLLM's names of the weight key and the activation key."""
 
 
 def probe() -> None:
-    """vLLM's selection of MX-FP8 experts and their base class are as expected."""
+    """Raise `Unavailable` unless vLLM's selection of MX-FP8 experts and their base class are as expected."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -26,7 +26,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Have vLLM ask our experts first."""
+    """Have vLLM ask the plugin's experts first."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 

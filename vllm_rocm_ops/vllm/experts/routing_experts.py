@@ -1,8 +1,8 @@
-"""Seam: our experts also route tokens, where vLLM lets them: `grouped_topk` or `topk_softmax`, then `fused_experts`.
+"""Route tokens in the plugin's experts, where vLLM allows it: `grouped_topk` or `topk_softmax`, then `fused_experts`.
 
-vLLM calls such experts monolithic. Their classes come before those of the seams fp8_experts and unquantized_experts. They save
-the kernels of vLLM's routing and two copies of the result. vLLM routes in layers with expert load balancing, in layers that
-report where tokens went, in layers that Quark quantized, and for any call that our kernels do not take.
+vLLM calls such experts monolithic. Their classes come before the ones that fp8_experts and unquantized_experts register.
+They save vLLM's routing kernels and two copies of the result. vLLM routes with expert load balancing, with
+enable_return_routed_experts, in layers quantized by Quark, and for calls that no kernel supports.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from vllm_rocm_ops.vllm.experts import fp8_experts, unquantized_experts
 from vllm_rocm_ops.vllm.linear import native_kernel
 
 METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
-"""vLLM's methods of routing: the function from logits to scores, and whether a token's weights are normalised to sum to one."""
+"""vLLM's routing methods: the scoring function, and whether a token's weights are normalized to sum to 1."""
 
 ROUTER = {
     *("use_grouped_topk", "num_expert_group", "topk_group", "scoring_func", "routed_scaling_factor"),
@@ -43,8 +43,21 @@ def route(
     scale: float,
     has_native: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The weights and ids that vLLM's router returns for these arguments of a layer. If the layer `has_native` experts, vLLM's
-    router itself runs for calls that our kernels do not take."""
+    """Return the weights and ids of vLLM's router.
+
+    Args:
+        method: A value of `METHODS`.
+        topk: Experts per token.
+        router_logits: [tokens, experts].
+        num_expert_group: Groups of experts, None or 0 for none.
+        topk_group: Groups per token.
+        bias: [experts], added to the scores for the choice only. None for none.
+        scale: Multiplies the weights.
+        has_native: Whether vLLM's router may run calls that no kernel supports. Else the op's reference does.
+
+    Returns:
+        Weights and ids, [tokens, topk].
+    """
     scoring_func, renormalize = method
 
     def theirs() -> tuple[Tensor, Tensor]:
@@ -75,7 +88,7 @@ def route(
 
 
 def takes(method: tuple[str, bool], config) -> bool:
-    """Whether kernels route for layers of this configuration. A layer's groups are known only at a call."""
+    """Return whether kernels route for layers of this configuration. A layer's groups are known only at a call."""
     scoring_func, renormalize = method
     logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
     what = logits, config.experts_per_token, renormalize
@@ -86,33 +99,33 @@ def takes(method: tuple[str, bool], config) -> bool:
 
 
 def router_factory():
-    """vLLM's module that makes a layer's router."""
+    """Return vLLM's module that makes a layer's router."""
     from vllm.model_executor.layers.fused_moe.router import router_factory
 
     return router_factory
 
 
 def is_padding(tokens: int) -> Tensor | None:
-    """Which tokens only pad a captured graph's batch. vLLM's routers without groups send these to no expert."""
+    """Return which tokens pad a captured graph's batch. vLLM's routers without groups send these to no expert."""
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 
     return fused_topk_router._get_padding_mask(tokens)
 
 
 def kept_by() -> str:
-    """Which part of vLLM's configuration needs vLLM's own routing. Empty if none does."""
+    """Return the part of vLLM's configuration that needs vLLM's own routing, empty if none does."""
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
     outputs = getattr(config, "aux_output_config", config.model_config)  # model_config: before vLLM 0.31
     if getattr(outputs, "enable_return_routed_experts", False):
-        return "a report of where tokens went"
+        return "enable_return_routed_experts"
     quark = config.quant_config is not None and config.quant_config.get_name() == "quark"
-    return "a layer of Quark's, which calls no experts that route" if quark else ""
+    return "Quark layers, which call no monolithic experts" if quark else ""
 
 
 def monolithic(modular: type) -> type:
-    """Our class of experts that route tokens, for the layers that a modular class serves."""
+    """Return the plugin's class of experts that route tokens, for the layers that a modular class supports."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
 
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
@@ -133,7 +146,7 @@ def monolithic(modular: type) -> type:
             asked = moe_config, weight_key, activation_key, activation_format
             supported, why = experts.Predicates.is_supported_config(experts_class, *asked)
             if supported and not takes(METHODS[moe_config.routing_method.name], moe_config):
-                return False, f"{experts_class.__name__} has no kernels for that routing"
+                return False, f"{experts_class.__name__} has no routing kernels for this layer"
             return supported, why
 
         @staticmethod
@@ -184,13 +197,13 @@ def monolithic(modular: type) -> type:
 
 
 def probe() -> None:
-    """fp8_experts or unquantized_experts is on, and vLLM's class of monolithic experts is as expected."""
+    """Raise `Unavailable` unless a required seam is on and vLLM's monolithic experts are as expected."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 
     if not fp8_experts.OURS + unquantized_experts.OURS:
-        raise seam.Unavailable("it needs fp8_experts or unquantized_experts")
+        raise seam.Unavailable("requires fp8_experts or unquantized_experts")
     seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
     seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
     seam.require_parameters(router_factory().create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
@@ -200,9 +213,9 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Have vLLM ask our experts that route first."""
+    """Have vLLM ask the plugin's monolithic experts first."""
     for ours in (fp8_experts.OURS, unquantized_experts.OURS):
-        for modular in [one for one in ours[::-1] if not one.shuffled]:  # beside AITER's experts, its routing stays
+        for modular in [one for one in ours[::-1] if not one.shuffled]:  # with AITER's experts vLLM routes
             experts.register_first(monolithic(modular), ours)
 
 

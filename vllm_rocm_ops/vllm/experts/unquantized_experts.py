@@ -1,14 +1,14 @@
-"""Seam: experts in bf16 and fp16 run our `fused_experts` where it is the faster, see base.py."""
+"""Run bf16 and fp16 experts by `fused_experts` where it is faster, see base.py."""
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.experts import base as experts
 
 OURS: list[type] = []
-"""Our classes, in the order in which they are asked."""
+"""The plugin's classes, in the order in which they are asked."""
 
 
 def probe() -> None:
-    """vLLM's selection of unquantized experts and their base class are as expected."""
+    """Raise `Unavailable` unless vLLM's selection of unquantized experts and their base class are as expected."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     experts.probe(unquantized, "select_unquantized_moe_backend", "moe_config")
@@ -17,7 +17,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Have vLLM ask our experts first."""
+    """Have vLLM ask the plugin's experts first."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     backends = unquantized.UnquantizedMoeBackend

@@ -1,1 +1,1 @@
-"""Norms, activations and quantizations: the pass on vLLM's graph, and the seams of what is not compiled."""
+"""Fuse norms, activations and quantizations: the pass on vLLM's graph, and the seams for eager code."""

@@ -1,14 +1,15 @@
-"""Seam: vLLM's `SiluAndMul` runs our SwiGLU ops, which also quantize for a linear that takes quantized input.
+"""Run vLLM's `SiluAndMul` by the SwiGLU ops, fused with the quantization of a linear's input.
 
-In a model that vLLM compiles it is a marker, and graph.py decides, with the quantization behind it. Elsewhere, as within experts, which
-are whole to the compiler, an activation knows the linear behind it (`consumer`).
+In a model that vLLM compiles an activation is a marker, and graph.py selects the op, with the quantization after it.
+Elsewhere, as inside experts, which are opaque to the compiler, an activation knows the linear that reads it
+(`consumer`).
 """
 
 from vllm_rocm_ops.vllm import seam
 
 
 def probe() -> None:
-    """`SiluAndMul` is a `CustomOp` that a plugin may replace."""
+    """Raise `Unavailable` unless `SiluAndMul` is a `CustomOp` that a plugin may replace."""
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.activation import SiluAndMul
 
@@ -19,7 +20,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Register the subclass by vLLM's `register_oot`."""
+    """Register the subclass through vLLM's `register_oot`."""
     import torch
     from vllm.model_executor.layers.activation import SiluAndMul
 
@@ -29,20 +30,20 @@ def install() -> None:
     keys = fused_quant.runnable(fused_quant.ACTIVATIONS)
 
     class RocmOpsSiluAndMul(SiluAndMul):
-        """vLLM's SiluAndMul, with our ops for the inputs that they take."""
+        """Run vLLM's SiluAndMul by the plugin's ops, for the inputs that they support."""
 
         consumer: tuple[torch.nn.Module, str] | None = None
-        """The linear that alone reads the result: its parent module, and its name there, which LoRA may give to another later."""
+        """The only linear that reads the result: its parent module, and its name there, which LoRA may rebind."""
 
         def dispatch_forward(self, compile_native: bool):
-            """Return our forward. Keep the one that vLLM chose."""
+            """Return the plugin's forward. Keep vLLM's."""
             self.vllm_forward = super().dispatch_forward(compile_native)
             uncompiled = super().dispatch_forward(compile_native=False)
             self.traced = markers.of_activation(uncompiled) if markers.runs_passes() else uncompiled
             return self.rocm_ops_forward
 
         def rocm_ops_forward(self, x):
-            """Run our op, or vLLM's forward for inputs that the kernels do not take."""
+            """Run the op, or vLLM's forward for inputs that the kernels do not support."""
             if torch.compiler.is_compiling():
                 return self.traced(x)
             if x.dtype not in fused_quant.DTYPES or not fused_quant.in_rows(x):

@@ -1,11 +1,12 @@
-"""Seam: an all-reduce, alone or with the norm behind it, is one launch of ours where all ranks have measured together that it wins.
+"""Replace an all-reduce, alone or with the norm after it, by one launch where all ranks timed it together to be faster.
 
-reduced.py has the launch, measured_all_reduce.py measures and puts it in place: in the worker's communicator, in the functions that models
-without a compiled graph call, and in compiled graphs (graph.py). Below are norms that stay vLLM's because its pass fuses them with AITER's
-all-reduce in front of them.
+reduced.py has the launch. measured_all_reduce.py times it and puts it in place: in the worker's communicator, in the
+functions that models without a compiled graph call, and in compiled graphs (graph.py). This file has the seam, and the
+norms that stay vLLM's because its pass fuses them with AITER's all-reduce.
 
-AITER has a one-stage kernel for small tensors and a two-stage kernel, which is slower than an all-reduce and a norm. A norm stays vLLM's
-where the pass has a pattern for its quantization and a decode step's tensors are small enough; where they are not, the pass is off.
+AITER has a one-stage kernel for small tensors, and a two-stage kernel that is slower than an all-reduce and a norm. A
+norm stays vLLM's where the pass matches its quantization and a decode step's tensors fit the one-stage kernel. Where
+they do not, the pass is disabled.
 """
 
 from __future__ import annotations
@@ -18,20 +19,32 @@ from vllm_rocm_ops.vllm import seam
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-DECODE_TOKENS = 8  # up to which AITER's one-stage kernel has to take an all-reduce with a norm
+DECODE_TOKENS = 8  # tokens of a decode step that AITER's one-stage kernel must support
 
 
 def takes_one_stage(communicator, config) -> bool:
-    """Return whether AITER's one-stage kernel takes the all-reduce and norm of a decode step, as vLLM's communicator says."""
+    """Return whether AITER's one-stage kernel supports a decode step's all-reduce and norm, as vLLM says."""
     takes, model = getattr(communicator, "use_1stage_fused_ar_rms", None), config.model_config
-    if takes is None:  # an older vLLM does not say, and keeps its fusion
+    if takes is None:  # an older vLLM has no such method and keeps its fusion
         return True
     return takes(torch.empty(DECODE_TOKENS, model.get_hidden_size(), dtype=model.dtype, device="meta"))
 
 
 def leave(config, compiles: bool, says: bool) -> tuple[frozenset, list[str]]:
-    """Return the quantizations behind norms that vLLM fuses with AITER's all-reduce in one stage, None for a norm alone; or have it fuse
-    none. Its pass has patterns for a norm alone and for one with a quantization by groups."""
+    """Decide which norms stay fused with AITER's all-reduce.
+
+    Disable vLLM's pass where AITER would use its two-stage kernel. The pass matches a norm alone, and a norm with a
+    quantization per group.
+
+    Args:
+        config: The worker's `VllmConfig`. Its `fuse_allreduce_rms` may be cleared.
+        compiles: Whether vLLM compiles the model.
+        says: Whether this rank logs.
+
+    Returns:
+        The keys of the quantizations that stay vLLM's, None for a norm alone, and lines for the compile cache's
+            fingerprint.
+    """
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     passes = config.compilation_config.pass_config
@@ -42,17 +55,23 @@ def leave(config, compiles: bool, says: bool) -> tuple[frozenset, list[str]]:
     from vllm._aiter_ops import rocm_aiter_ops
 
     communicator, hidden = rocm_aiter_ops.get_aiter_allreduce(), config.model_config.get_hidden_size()
-    if communicator is None:  # the pass fuses nothing
+    if communicator is None:  # the pass fuses nothing without it without it without it
         return frozenset(), []
     keys = {None}
     if takes_one_stage(communicator, config):
-        text = "vllm-rocm-ops: norms stay vLLM's where it fuses them with AITER's all-reduce. VLLM_ROCM_OPS_SEAMS=norm,all has ours"
+        text = (
+            "vllm-rocm-ops: norms that vLLM fuses with AITER's all-reduce stay vLLM's "
+            "(VLLM_ROCM_OPS_SEAMS=norm,all uses the plugin's)"
+        )
         if getattr(communicator, "supports_per_group_quant", False):
             keys.add(fused_quant.kFp8Dynamic128Sym)
         said = []
     else:
         keys, passes.fuse_allreduce_rms = set(), False
-        text = "vllm-rocm-ops: vLLM's fusion of AITER's all-reduce with norms is off: %d tokens of %d take its two-stage kernel"
+        text = (
+            "vllm-rocm-ops: disabled fuse_allreduce_rms, because AITER would use its slower two-stage kernel for "
+            "%d tokens of hidden size %d (VLLM_ROCM_OPS_SEAMS=norm,all keeps it enabled)"
+        )
         said = [DECODE_TOKENS, hidden]
     if says:
         logger.info(text, *said)
@@ -60,7 +79,7 @@ def leave(config, compiles: bool, says: bool) -> tuple[frozenset, list[str]]:
 
 
 def probe() -> None:
-    """Ranks of a group find each other as we need it, and a worker's steps and vLLM's functions have the names that we replace."""
+    """Raise `Unavailable` unless groups, a worker's steps and the replaced functions of vLLM are as expected."""
     from vllm.distributed import parallel_state
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -73,7 +92,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Define the torch op that a compiled graph from vLLM's cache may hold. Nothing is replaced until it was measured."""
+    """Define the torch op that a graph from vLLM's compile cache may hold. Nothing is replaced before timing."""
     from vllm_rocm_ops.vllm.fusion import reduced  # noqa: F401
 
 

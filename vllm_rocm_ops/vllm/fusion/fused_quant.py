@@ -1,7 +1,8 @@
-"""The ops for a norm or an activation and the quantization of its result, and which of them this machine has.
+"""List the ops that fuse a norm or an activation with a quantization, and find those that this machine runs.
 
-Whether an op runs is decided when a graph is traced, by conditions that hold for every number of tokens. Where an op was chosen on a
-GPU its kernel runs, or vLLM's (native_rows.py), never its reference. This file imports vLLM, so seams import it in their `install` only.
+An op is selected when a graph is traced, by conditions that hold for every token count. A selected op on a GPU runs its
+kernel or vLLM's (native_rows.py), never its reference. This file imports vLLM, so seams import it inside `install`
+only.
 """
 
 import torch
@@ -21,7 +22,7 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 
 KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
 MX = kMxfp8Dynamic
-"""Quantizations by QuantFP8, and that to MX-FP8, which is an op of vLLM's."""
+"""Quantizations by QuantFP8, and the quantization to MX-FP8, which is an op of vLLM's."""
 GROUP = 128
 DTYPES = (torch.bfloat16, torch.float16)
 QUANT_DTYPE = current_platform.fp8_dtype()
@@ -39,11 +40,11 @@ ACTIVATIONS = {
     kFp8Dynamic128Sym: ("silu_and_mul_per_block_quant",),
     MX: ("silu_and_mul_mxfp8_quant",),
 }
-"""The ops by the quantization of their result."""
+"""The ops, by the quantization of their result."""
 
 
 def has_kernels(name: str) -> bool:
-    """Whether this machine has kernels for the op, for rows of any length and number."""
+    """Return whether this machine has kernels for the op, for any row length and row count."""
     row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
     examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
     examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
@@ -53,23 +54,23 @@ def has_kernels(name: str) -> bool:
 
 
 def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | None, ...]:
-    """Return the quantization keys whose ops all have kernels for this machine. The key None stands for no quantization."""
+    """Return the quantization keys whose ops all have kernels for this machine. None stands for no quantization."""
     return tuple(key for key, names in table.items() if all(map(has_kernels, names)))
 
 
 def op_of(table: dict[QuantKey | None, tuple[str, ...]], key: QuantKey | None, has_residual: bool):
-    """Return the op of a table for a quantization, with a residual or without."""
+    """Return the op of a table for a quantization, with or without a residual."""
     return getattr(ops, table[key][-1 if has_residual else 0])
 
 
 def pattern(op, columns: int, dtype: torch.dtype, has_residual: bool, is_bounded: bool, column_major: bool) -> str:
-    """Return what tells a norm or an activation with its quantization from another, for all numbers of tokens."""
+    """Return the name of a norm or an activation with its quantization, for all token counts."""
     traits = " residual" * has_residual + " bound" * is_bounded + " column-major" * column_major
     return f"{op.name} {columns} {kernel_selection.types(dtype)}{traits}"
 
 
 def in_rows(x: torch.Tensor) -> bool:
-    """Whether the rows of x lie at one stride for any number of tokens, which is x's first dimension."""
+    """Return whether rows have one stride, for any size of the first dimension, the token count."""
     step = None
     for size, stride in zip(x.shape[-2:0:-1], x.stride()[-2:0:-1]):
         if size == 1:
@@ -81,12 +82,12 @@ def in_rows(x: torch.Tensor) -> bool:
 
 
 def in_heads(x: torch.Tensor) -> bool:
-    """Whether the rows of x lie at two strides, as heads [tokens, heads, size] do that are a slice of a wider projection."""
+    """Return whether rows have two strides, as heads [tokens, heads, size] in a slice of a wider projection."""
     return x.dim() == 3 and x.stride(-1) == 1 and x.stride(-2) < 2**31
 
 
 class Quantized(QuantizedActivation):
-    """vLLM's pre-quantized activation with a `shape`, which multi-head latent attention reads from its input."""
+    """Add a `shape` to vLLM's pre-quantized activation. MLA reads it from its input."""
 
     @property
     def shape(self) -> torch.Size:
@@ -94,7 +95,13 @@ class Quantized(QuantizedActivation):
 
 
 def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
-    """The key of the quantized input that a linear takes, if the key is in `keys` and fits so many columns. Else None."""
+    """Return the key of the quantized input that a linear accepts, None if the key is not in `keys` or does not fit.
+
+    Args:
+        linear: vLLM's linear layer, or None.
+        columns: The columns of its input. A key with groups of 128 needs a multiple of 128.
+        keys: The keys whose ops are runnable.
+    """
     key = None if linear is None else get_input_quant_key(linear)
     if key == kFp8Dynamic128Sym and columns % GROUP != 0:
         return None
@@ -102,13 +109,13 @@ def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | 
 
 
 def made_for(linear: torch.nn.Module, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
-    """Return the key of a linear's input in a compiled graph, as `key_of`. MX-FP8 linears take no quantized input elsewhere."""
+    """Return the key of a linear's input in a compiled graph, as `key_of`. Only there MX-FP8 counts."""
     is_mx = getattr(linear, "vllm_rocm_ops_is_mx", False) and MX in keys
     return MX if is_mx else key_of(linear, columns, keys)
 
 
 def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Quantized:
-    """silu(first half of x) * second half, quantized as `key` says for `linear`."""
+    """Return silu(first half of x) * second half, quantized by `key` for `linear`."""
     if key == kFp8StaticTensorSym:
         scale = linear.input_scale
         data = ops.silu_and_mul_quant.call(x, scale, QUANT_DTYPE)

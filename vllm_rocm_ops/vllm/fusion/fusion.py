@@ -1,6 +1,7 @@
-"""Seam: a pass of ours in vLLM's compiled mode fuses norms and activations with the quantization behind them, see graph.py.
+"""Add the plugin's pass to vLLM's compiled mode.
 
-Quantizations are told apart by markers (markers.py) while vLLM traces a model that it compiles. Elsewhere vLLM's code runs.
+The pass fuses norms and activations with the quantization after them (graph.py). While vLLM traces a model that it
+compiles, markers tell quantizations apart (markers.py). Elsewhere vLLM's code runs.
 """
 
 import inspect
@@ -12,7 +13,10 @@ PARAMETERS = ("static", "group_shape", "num_token_padding", "column_major_scales
 
 
 def probe() -> None:
-    """The platform names vLLM's own pass manager, its norms are nodes of its IR, and a plugin may replace QuantFP8."""
+    """Raise `Unavailable` unless the seam fits this vLLM.
+
+    The platform uses vLLM's own pass manager, norms are nodes of its IR, and a plugin may replace QuantFP8.
+    """
     import torch
     import vllm.ir.ops
     from vllm.compilation.passes.inductor_pass import get_pass_context
@@ -23,7 +27,7 @@ def probe() -> None:
     from vllm.platforms import current_platform
 
     named = getattr(current_platform, "get_pass_manager_cls", lambda: None)()
-    seam.require(named == MANAGER, f"{MANAGER} as the platform's passes, it has {named}")
+    seam.require(named == MANAGER, f"{MANAGER} as the platform's passes, got {named}")
     seam.require_parameters(get_pass_context)
     seam.require_parameters(get_current_vllm_config_or_none)
     for name in ("rms_norm", "fused_add_rms_norm"):
@@ -38,7 +42,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Name our pass manager, and register the subclass by vLLM's `register_oot`."""
+    """Name the plugin's pass manager, and register the subclass through vLLM's `register_oot`."""
     import torch
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.platforms import current_platform
@@ -46,7 +50,7 @@ def install() -> None:
     from vllm_rocm_ops.vllm.fusion import markers, moe_input, row_selection
 
     class RocmOpsQuantFP8(QuantFP8):
-        """vLLM's quantization, marked in models that it compiles."""
+        """Mark vLLM's quantization in models that it compiles."""
 
         def __init__(self, *arguments, **keywords):
             super().__init__(*arguments, **keywords)
@@ -56,7 +60,7 @@ def install() -> None:
                 self._forward_method = self.rocm_ops_forward
 
         def rocm_ops_forward(self, *arguments, **keywords):
-            """Mark the quantization where a graph is traced."""
+            """Mark the quantization while a graph is traced."""
             forward = self.marked if torch.compiler.is_compiling() else self.vllm_forward
             return forward(*arguments, **keywords)
 

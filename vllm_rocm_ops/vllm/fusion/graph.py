@@ -1,16 +1,17 @@
-"""Our norms and activations in vLLM's compiled graph, with the quantization behind them: a pass in front of vLLM's own.
+"""Put the plugin's norms and activations into vLLM's compiled graph, fused with the quantization after them.
 
-vLLM's platform names the class that runs the passes on each piece of a compiled model. Norms are nodes of vLLM's IR there, quantizations
-and activations are markers (markers.py). The pass replaces
+vLLM's platform names the class that runs the passes on each piece of a compiled model. There norms are nodes of vLLM's
+IR, quantizations and activations are markers (markers.py). This pass runs before vLLM's and replaces
 
-    norm -> quantizations         that alone read the result, by one op of ours, where that was measured to win
-    norm -> experts               by one that quantizes, too, where that was measured to win (moe_input.py)
-    activation -> quantizations   likewise; a static one with the linear in front of it, where nothing else reads that
-    all-reduce -> norm            of either kind, by one op of ours, where it wins on all ranks (reduced.py)
-    norm, activation              by ours, where the compiler would fuse nothing with it
-    every other marker            by what vLLM would have traced: its own passes find what they find without us
+    norm -> quantizations         its only readers, by one op, where it was timed to be faster
+    norm -> experts               by an op that also quantizes, where it was timed to be faster (moe_input.py)
+    activation -> quantizations   likewise; a static one with the linear before it, if nothing else reads that
+    all-reduce -> norm            of either kind, by one op, where all ranks timed it to be faster (reduced.py)
+    norm, activation              by the op alone, where the compiler would fuse nothing with it
+    every other marker            by what vLLM would have traced, so that its passes match
 
-An op that updates a residual is functional until vLLM's last pass, as vLLM's are. Then it updates the residual itself.
+An op that updates a residual is functional until vLLM's last pass, as vLLM's are. Then it updates the residual in
+place.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
 
 
 class Producer:
-    """A norm or an activation in a graph, and who reads its result."""
+    """Hold a norm or an activation in a graph, and the readers of its result."""
 
     name = ""
     table: ClassVar[dict] = {}
@@ -71,20 +72,23 @@ class Producer:
         self.node = self.result = node
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments that our ops take, by name."""
+        """Return the arguments of the plugin's ops, by name."""
         return {"input": self.node.args[0]}
 
     def takes(self) -> bool:
-        """Return whether our kernels take the inputs for any number of tokens."""
+        """Return whether the kernels support the inputs for any token count."""
         x = self.node.args[0]
         rows = x.meta["val"]
         return rows.dtype in fused_quant.DTYPES and fused_quant.in_rows(rows)
 
     def op(self, key) -> Op:
+        """Return the op for a quantization."""
         return fused_quant.op_of(self.table, key, self.residual is not None)
 
 
 class Norm(Producer):
+    """Hold a norm, with its residual if it has one."""
+
     name, table = "norm", fused_quant.NORMS
 
     def __init__(self, node: fx.Node):
@@ -109,7 +113,7 @@ class Norm(Producer):
         return super().takes() and (self.residual is None or self.may_update(self.residual))
 
     def may_update(self, residual: fx.Node) -> bool:
-        """Return whether a residual may be updated in place: nothing else reads it, and it is no input that somebody holds."""
+        """Return whether a residual may be updated in place: no later reader, and not a caller's input."""
         is_last = not any(self.node < user for user in residual.users) and not is_view(residual)
         inputs = residual.graph.find_nodes(op="placeholder")
         is_given = residual not in inputs or inputs.index(residual) in get_pass_context().donated_input_ids
@@ -117,16 +121,18 @@ class Norm(Producer):
 
 
 class Activation(Producer):
+    """Hold a SiluAndMul."""
+
     name, table = "activation", fused_quant.ACTIVATIONS
 
     def linear(self) -> fx.Node | None:
-        """Return our linear whose result nothing but the activation reads."""
+        """Return the plugin's linear before the activation, if nothing else reads it."""
         x = self.node.args[0]
         return x if is_func(x, LINEAR) and x.args[4] is None and len(x.users) == 1 else None
 
 
 class Fusion(VllmInductorPass):
-    """Puts our ops into a piece of a compiled model."""
+    """Put the plugin's ops into a piece of a compiled model."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -146,7 +152,7 @@ class Fusion(VllmInductorPass):
         graph.eliminate_dead_code()
 
     def take(self, producer: Producer) -> bool:
-        """Put an op of ours in a producer's place, and return whether one serves there."""
+        """Replace a producer by an op, and return whether the plugin serves it."""
         readers = list(producer.result.users) if producer.result is not None else []
         if not readers or not producer.takes() or makes_with_norm(producer.node.args[0]):
             return False
@@ -166,7 +172,7 @@ class Fusion(VllmInductorPass):
         return True
 
     def quantize(self, producer: Producer, readers: list[fx.Node]) -> bool:
-        """Put an op of ours that quantizes in a producer's place, if equal quantizations alone read it, and return whether one serves."""
+        """Replace a producer and equal quantizations, its only readers. Return whether that was done."""
         if len({(reader.target, str(reader.args)) for reader in readers}) != 1 or not is_quantization(readers[0]):
             return False
         key, given = quantization(readers[0])
@@ -190,7 +196,7 @@ class Fusion(VllmInductorPass):
         return True
 
     def hand_over(self, norm: Norm, readers: list[fx.Node]) -> bool:
-        """Have a norm quantize its result, too, for the experts that read it, and return whether that serves."""
+        """Have a norm also quantize its result for the experts that read it. Return whether that serves."""
         op, wins = moe_input.OP, choices.ours.get(moe_input.pattern(norm.result, norm.residual))
         if not wins or op.name in choices.off or (layer := moe_input.layer_of(norm.result, readers)) is None:
             return False
@@ -202,8 +208,11 @@ class Fusion(VllmInductorPass):
         return True
 
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
-        """Return the decision for a pattern. A model's first norm, which has no residual, goes with the later ones. An unmeasured pattern
-        is ours unless a pass of vLLM's has it, as none of MX-FP8 does."""
+        """Return the decision for a pattern.
+
+        A model's first norm, without residual, follows the others. An untimed pattern is the plugin's unless a vLLM
+        pass covers it, as none covers MX-FP8.
+        """
         traits = given.get("scale_ub") is not None, given.get("is_scale_transposed", False)
         dtype = given["input"].meta["val"].dtype
         for adds in (producer.residual is not None, True):
@@ -217,19 +226,19 @@ class Fusion(VllmInductorPass):
         return key == fused_quant.MX or not (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant)
 
     def is_all_reduced(self, norm: Norm, key) -> bool:
-        """Return whether vLLM fuses a norm with AITER's all-reduce in front of it."""
+        """Return whether vLLM fuses a norm with AITER's all-reduce before it."""
         before = unviewed(norm.node.args[0])
         return key in choices.all_reduced and norm.epsilon in EPSILONS and "all_reduce" in str(before.target)
 
     def summed(self, producer: Producer, op: Op, given: dict, everywhere: bool = False) -> fx.Node | None:
-        """Return the all-reduce in front of a norm, if that is to be one launch with the norm, which alone reads it."""
+        """Return the all-reduce before a norm, if the norm is its only reader and both are to be one launch."""
         before = producer.node.args[0]
         if not (producer.name == "norm" and is_func(before, ALL_REDUCE) and len(before.users) == 1):
             return None
         return before if reduced.wins(reduced.group_of(before), op, given, everywhere) else None
 
     def uuid(self) -> str:
-        """Return a hash of source and choices."""
+        """Return a hash of the source and the choices."""
         modules = sys.modules[__name__], lowering, markers, moe_input, reduced
         sources = [Path(module.__file__).read_text() for module in modules]
         made = (
@@ -243,13 +252,13 @@ class Fusion(VllmInductorPass):
 
 
 def is_quantization(node: fx.Node) -> bool:
-    """Return whether a node is a marker or vLLM's op to MX-FP8."""
+    """Return whether a node quantizes: a marker, or vLLM's op to MX-FP8."""
     return node.target in (QUANTIZATION, MX_QUANTIZATION)
 
 
 def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
-    """Return vLLM's key of a quantization, or None for one that our ops do not have, and our ops' arguments for it."""
-    if marker.target is MX_QUANTIZATION:  # behind x: whether scales are swizzled, and how they are aligned
+    """Return vLLM's key of a quantization, None if unsupported, and the op arguments for it."""
+    if marker.target is MX_QUANTIZATION:  # args after x: scale swizzling and alignment
         return (None if any(marker.args[1:]) or marker.kwargs else fused_quant.MX), {}
     _, scale, bound, how = marker.args
     how = markers.How(*how)
@@ -266,12 +275,12 @@ def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
 
 
 def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
-    """Return a quantization's values and scales, the latter given to an op with a static scale."""
+    """Return the values and scales that replace a quantization. A static scale is an argument of the op."""
     return (outputs, given["scale"]) if "scale" in op.Arguments._fields else outputs
 
 
 def are_alike(ours: tuple, theirs: tuple) -> bool:
-    """Return whether results have the same shapes, types and strides for any number of tokens."""
+    """Return whether results have the same shapes, dtypes and strides for any token count."""
     return all(
         one.dtype == other.dtype
         and one.dim() == other.dim()
@@ -287,21 +296,21 @@ def is_view(node: fx.Node) -> bool:
 
 
 def unviewed(node: fx.Node) -> fx.Node:
-    """Return what computes a node's values."""
+    """Return the node that computes a node's values."""
     while node.target in VIEWS or is_func(node, operator.getitem):
         node = node.args[0]
     return node
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Return whether the compiler fuses nothing into what computes a node: an input, an output, a GEMM, an op that is not PyTorch's."""
+    """Return whether the compiler does not fuse into a node: a graph input or output, a GEMM, an op outside PyTorch."""
     node = unviewed(node)
     is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
     return node.op != "call_function" or node.target in GEMMS or not is_pytorchs
 
 
 def makes_with_norm(node: fx.Node) -> bool:
-    """Return whether a kernel of the compiler's that makes a node holds a norm."""
+    """Return whether the compiler's kernel that makes a node contains a norm."""
     seen, left = set(), [node]
     while left:
         node = unviewed(left.pop())
@@ -325,7 +334,7 @@ def one_plus_of(weight: fx.Node) -> fx.Node | None:
 
 
 def place_of(producer: Producer, given: dict) -> fx.Node:
-    """Return the node before which all arguments exist: the producer, or what follows a scale that is computed after it."""
+    """Return the node before which all arguments exist: the producer, or the node after a later scale."""
     last = max([producer.node, *(value for value in given.values() if isinstance(value, fx.Node))])
     return producer.node if last is producer.node else last.next
 
@@ -338,8 +347,10 @@ def insert(
     summed: fx.Node | None = None,
     makes: tuple = (),
 ) -> list[fx.Node]:
-    """Replace a producer, the quantizations that read it and the all-reduce before it by an op of ours, and return its outputs: `makes`,
-    where it makes more than the producer."""
+    """Replace a producer, its quantizations and the all-reduce before it by an op.
+
+    Return its outputs: `makes`, if it has more than the producer.
+    """
     node, residual, is_static = producer.node, producer.residual, "scale" in op.Arguments._fields
     place = place_of(producer, given)
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
@@ -369,7 +380,7 @@ def insert(
 
 
 def insert_gated(producer: Producer, linear: fx.Node, scale: fx.Node, quantizes: list[fx.Node]) -> None:
-    """Put one op in the place of a linear, the activation that reads it and the static quantizations that read that."""
+    """Replace a linear, its activation and the static quantizations of that by one op."""
     a, b, scale_a, scale_b, _, *rest = linear.args
     with producer.node.graph.inserting_before(place_of(producer, {"scale": scale})):
         values = producer.node.graph.call_function(GATED, (a, b, scale_a, scale_b, scale, *rest))
@@ -387,7 +398,7 @@ def items(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def update_in_place(graph: fx.Graph) -> None:
-    """Have our ops update their residual, which `Norm.may_update` allowed."""
+    """Have ops update their residual in place, which `Norm.may_update` allowed."""
     ours = {reduced.OP, *(op.torch_op for op in registered())}
     for node in graph.find_nodes(op="call_function", target=auto_functionalized):
         if node.args[0] not in ours:
@@ -404,10 +415,10 @@ def update_in_place(graph: fx.Graph) -> None:
 
 
 class PassManager(PostGradPassManager):
-    """vLLM's passes, with ours in front of those that fuse."""
+    """Run vLLM's passes, with the plugin's before those that fuse."""
 
     def configure(self, config) -> None:
-        """Add our pass behind vLLM's removal of views that change nothing."""
+        """Add the plugin's pass after vLLM's removal of no-op views."""
         super().configure(config)
         at = sum(isinstance(one, NoOpEliminationPass) for one in self.passes[:1])
         self.passes.insert(at, Fusion(config))

@@ -1,4 +1,4 @@
-"""What vLLM would have traced, in the place of a marker (markers.py) that no op of ours takes."""
+"""Replace a marker (markers.py) that no op takes by what vLLM would have traced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def trace(function: Callable, args: tuple) -> fx.Graph:
-    """Trace a function of nodes and constants. Kernels that write their arguments become functional, as they are in vLLM's graph."""
+    """Trace a function of nodes and constants. Kernels that mutate arguments become functional, as in vLLM's graph."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import detect_fake_mode
     from torch._inductor.decomposition import select_decomp_table
@@ -34,7 +34,10 @@ def trace(function: Callable, args: tuple) -> fx.Graph:
 
 
 def size_in(graph: fx.Graph, size: torch.SymInt) -> fx.Node | None:
-    """Return the input of a graph that is a size. A result whose size is read has one more reader, and vLLM's patterns do not match it."""
+    """Return the graph input that holds a size.
+
+    Reading the size from a result would add a reader, and vLLM's patterns would not match it.
+    """
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
@@ -43,7 +46,7 @@ def size_in(graph: fx.Graph, size: torch.SymInt) -> fx.Node | None:
 
 
 def lower(marker: fx.Node, traces: dict[tuple, fx.Graph]) -> None:
-    """Put what vLLM would have traced in a marker's place."""
+    """Replace a marker by what vLLM would have traced."""
     inputs, copies = [arg for arg in marker.args if isinstance(arg, fx.Node)], {}
     values = [arg.meta["val"] for arg in inputs]
     facts = [(value.shape, value.stride(), value.dtype, value.device) for value in values]

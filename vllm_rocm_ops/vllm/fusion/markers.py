@@ -1,8 +1,9 @@
-"""Quantizations and activations as one node each of a traced model.
+"""Mark quantizations and activations, each as one node of a traced model.
 
-vLLM computes them in different forms: aten chains, `_C` kernels, AITER's. While vLLM traces a model for its compiled mode, each is a
-marker, an op that says how vLLM would compute it. graph.py puts our ops in the place of markers, or what vLLM would have traced. A marker
-that runs computes the same. A quantization to MX-FP8 is an op of vLLM's in every form, and needs no marker.
+vLLM computes them in different forms: aten chains, `_C` kernels, AITER's. While vLLM traces a model for its compiled
+mode, each is a marker: an op that records how vLLM would compute it. graph.py replaces markers by the plugin's ops, or
+by what vLLM would have traced. A marker that runs computes the same. A quantization to MX-FP8 is one op in all of
+vLLM's forms and needs no marker.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _activate: list[Callable] = []
 
 
 class How(NamedTuple):
-    """The traits that tell one of vLLM's quantizations from another, as integers."""
+    """Hold the traits, as integers, that distinguish vLLM's quantizations."""
 
     static: int
     rows: int
@@ -35,7 +36,7 @@ class How(NamedTuple):
 
 
 def quantize(x: Tensor, scale: Tensor | None, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
-    """Return vLLM's quantization of x and its scales, which are `scale` or its own where that is static."""
+    """Return vLLM's quantization of x and its scales. A static scale is returned as given."""
     return _quantize[tuple(how)](x, scale, bound)
 
 
@@ -58,11 +59,11 @@ QUANTIZATION = torch.ops.vllm_rocm_ops.marked_quant.default
 MX_QUANTIZATION = torch.ops.vllm.mxfp8_quantize.default
 ACTIVATION = ops.silu_and_mul.torch_op
 FORMS = {QUANTIZATION: quantize, ACTIVATION: activate}
-"""Markers, and what vLLM traces in their place. The activation's is our own op."""
+"""Markers, and what vLLM traces in their place. The activation's marker is the plugin's own op."""
 
 
 def runs_passes() -> bool:
-    """Return whether vLLM runs its passes, and ours, on the model that is being built."""
+    """Return whether vLLM runs its passes, and the plugin's, on the model being built."""
     config = get_current_vllm_config_or_none()
     if config is None or "fusion" not in seam.active():
         return False
@@ -71,11 +72,13 @@ def runs_passes() -> bool:
 
 
 def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
-    """Return a forward that marks one of vLLM's quantizations while a model is traced. vLLM's forms do not read `use_triton`.
+    """Return a forward that marks one of vLLM's quantizations while a model is traced.
+
+    No form of vLLM's reads `use_triton`.
 
     Args:
         quant: vLLM's QuantFP8.
-        forward: What it computes, not compiled on its own.
+        forward: Its computation, not compiled on its own.
     """
     group, padding = quant.group_shape, quant.num_token_padding
     how = How(

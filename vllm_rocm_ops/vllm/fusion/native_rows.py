@@ -1,8 +1,7 @@
-"""vLLM's kernels of rows, which bench times beside ours, and what runs in vLLM, on a GPU, for a call of a norm or an activation that our kernels do not take: vLLM's own kernels, in place of
-an op's PyTorch reference.
+"""Fall back to vLLM's kernels for norms and activations, in place of an op's PyTorch reference.
 
-Layers that our kernels cannot serve run vLLM's forward, see fused_quant.py. Left are single calls: of addresses that are not
-aligned, for instance, or of kernels that do not load.
+Layers that the kernels cannot serve run vLLM's forward, see fused_quant.py. This file covers single calls on a GPU:
+unaligned addresses, or kernels that do not load. bench times the same kernels as baselines.
 """
 
 import types
@@ -36,13 +35,13 @@ COMPILED: dict[str, Callable] = {
         out[0], a.input, out[1], a.group_size, a.scale_ub, a.is_scale_transposed
     ),
 }
-"""vLLM's compiled ops, by the names of ours: of our outputs, which they write, and our arguments."""
+"""vLLM's compiled ops, by op name. Called with the outputs, which they write, and the op's arguments."""
 
 
 def _norm(
     input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, one_plus_weight: bool = False
 ) -> Tensor:
-    from vllm import _custom_ops  # noqa: F401  which registers `COMPILED`
+    from vllm import _custom_ops  # noqa: F401  registers `COMPILED`
 
     if one_plus_weight:
         return _gemma(input, weight, epsilon, residual)
@@ -58,7 +57,7 @@ def _norm(
 
 
 def _gemma(input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None) -> Tensor:
-    """vLLM's GemmaRMSNorm, which leaves the residual as it is."""
+    """Run vLLM's GemmaRMSNorm, which does not update the residual."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
     norm = types.SimpleNamespace(weight=weight, variance_epsilon=epsilon)
@@ -103,7 +102,7 @@ def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows per 128 columns by vLLM's kernel, or on CPU by what there is."""
+    """Quantize rows per 128 columns by vLLM's kernel, on CPU by PyTorch."""
     if x.device.type == "cpu":
         from vllm_rocm_ops.vllm.fusion.fused_quant import QUANT_DTYPE
 
@@ -147,7 +146,7 @@ ACTIVATIONS: dict[str, Callable] = {
     ),
     "silu_and_mul_mxfp8_quant": lambda x: _mx(_activation(x)),
 }
-"""By op, with the op's arguments. Scales per block have no bound, as no seam gives one."""
+"""By op, with the op's arguments. Scales per block have no bound: no seam passes one."""
 
 
 def install(table: dict[str, Callable]) -> None:

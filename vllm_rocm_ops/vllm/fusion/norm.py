@@ -1,17 +1,17 @@
-"""Seam: vLLM's `RMSNorm` and `GemmaRMSNorm` run our RMSNorm ops.
+"""Run vLLM's `RMSNorm` and `GemmaRMSNorm` by the RMSNorm ops.
 
-In a model that vLLM compiles a norm is a node of its IR, and graph.py puts our ops in its place, with the quantization behind it.
-This seam serves what is not compiled, where a norm runs alone. `VLLM_ROCM_OPS_SEAMS=-norm` turns off both.
+In a model that vLLM compiles a norm is a node of its IR, and graph.py replaces it, with the quantization after it. This
+seam serves eager code, where a norm runs alone. `VLLM_ROCM_OPS_SEAMS=-norm` turns off both.
 """
 
 from vllm_rocm_ops.vllm import seam
 
 CLASSES = {"RMSNorm": False, "GemmaRMSNorm": True}
-"""vLLM's norms -> whether 1 + weight takes the weight's place."""
+"""vLLM's norms -> whether they multiply by 1 + weight."""
 
 
 def probe() -> None:
-    """Both are a `CustomOp` that a plugin may replace, and choose their forward in `dispatch_forward`."""
+    """Raise `Unavailable` unless both are a `CustomOp` that a plugin may replace, with forwards as expected."""
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers import layernorm
 
@@ -27,7 +27,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Register the subclasses by vLLM's `register_oot`."""
+    """Register the subclasses through vLLM's `register_oot`."""
     from vllm.model_executor.layers import layernorm
 
     from vllm_rocm_ops.vllm.fusion import fused_quant, native_rows
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def made_of(norm: type, one_plus: bool) -> type:
-    """Register our subclass of a norm of vLLM's in its place."""
+    """Register the subclass of a norm of vLLM's in its place."""
     import torch
     from vllm import envs
 
@@ -47,15 +47,18 @@ def made_of(norm: type, one_plus: bool) -> type:
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     class RocmOpsNorm(norm):
-        """vLLM's norm, with our ops where it is not compiled, for the inputs that they take."""
+        """Run vLLM's eager norm by the plugin's ops, for the inputs that they support."""
 
         def dispatch_forward(self, compile_native: bool):
-            """Return our forward. Keep the one that vLLM chose."""
+            """Return the plugin's forward. Keep vLLM's."""
             self.vllm_forward = super().dispatch_forward(compile_native)
             return self.vllm_forward if envs.VLLM_BATCH_INVARIANT else self.rocm_ops_forward
 
         def rocm_ops_forward(self, x, residual=None):
-            """Run our op, which updates the residual in place. vLLM's norm of 1 + weight leaves its residual, and is vLLM's then."""
+            """Run the op, which updates the residual in place.
+
+            vLLM's GemmaRMSNorm does not update its residual, so with a residual it stays vLLM's.
+            """
             takes = (
                 not torch.compiler.is_compiling()
                 and getattr(self, "variance_size_override", None) is None

@@ -1,4 +1,4 @@
-"""Layers of a model whose result a linear may take quantized: norms, and activations in front of `down_proj`."""
+"""Find the layers whose result a linear may read quantized: norms, and activations before `down_proj`."""
 
 import types
 from collections.abc import Iterator
@@ -7,26 +7,29 @@ import torch
 
 
 def norms(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the norms of a model that our ops serve."""
+    """Yield the norms of a model that the plugin's ops serve."""
     for layer in model.modules():
         if hasattr(layer, "variance_epsilon") and hasattr(layer, "rocm_ops_forward"):
             yield layer
 
 
 def gated(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the layers of a model whose `down_proj` takes the result of their `act_fn`, which is ours."""
+    """Yield the layers of a model whose `down_proj` reads the result of `act_fn`, if the plugin covers that."""
     for layer in model.modules():
         if hasattr(getattr(layer, "act_fn", None), "consumer") and feeds(layer):
             yield layer
 
 
 def opaque(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return the layers of a model that its compiler and passes do not see: shared experts run inside an op of vLLM's."""
+    """Return the layers that the compiler and its passes do not see: shared experts run inside an op of vLLM's."""
     return {part for shared in model.modules() if type(shared).__name__ == "SharedExperts" for part in shared.modules()}
 
 
 def feeds(layer: torch.nn.Module) -> bool:
-    """Return whether a layer hands the result of `act_fn` to `down_proj` as it is: its forward is run with stand-ins that tell."""
+    """Return whether a layer passes the result of `act_fn` to `down_proj` unchanged.
+
+    Runs the layer's forward with stand-ins that record it.
+    """
     made, got = object(), []
 
     def down_proj(x):
@@ -36,11 +39,11 @@ def feeds(layer: torch.nn.Module) -> bool:
     parts = {"gate_up_proj": lambda x: (x, None), "act_fn": lambda x: made, "down_proj": down_proj, "expert_gate": None}
     try:
         type(layer).forward(types.SimpleNamespace(**parts), torch.empty(1, device="meta"))
-    except Exception:  # noqa: BLE001  a forward that does more with the result cannot do so with a stand-in
+    except Exception:  # noqa: BLE001  a forward that changes the result fails on a stand-in
         return False
     return got == [made]
 
 
 def width(linear: torch.nn.Module) -> int:
-    """Return the columns of a linear's input. Layers that every rank holds whole do not say what a rank has."""
+    """Return the columns of a linear's input on this rank. Replicated layers have only `input_size`."""
     return linear.input_size_per_partition if hasattr(linear, "input_size_per_partition") else linear.input_size

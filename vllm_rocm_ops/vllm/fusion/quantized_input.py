@@ -1,10 +1,10 @@
-"""Seam: vLLM's own FP8 linear kernels take a `QuantizedActivation` and say so.
+"""Let vLLM's own FP8 linear kernels accept a `QuantizedActivation`, and advertise it.
 
-`FP8ScaledMMLinearKernel.apply_weights` takes one already, but only a few subclasses say so. The block-scaled kernels take none.
-`Fp8LinearMethod` and `FBGEMMFp8LinearMethod` do not tell the layer which input its kernel takes. A kernel that overrides
-`apply_weights` is left alone, as it may quantize in its own way.
+`FP8ScaledMMLinearKernel.apply_weights` accepts one already, but only a few subclasses advertise it. The block-scaled
+kernels accept none. `Fp8LinearMethod` and `FBGEMMFp8LinearMethod` do not tell the layer which input its kernel accepts.
+A kernel that overrides `apply_weights` is left alone, because it may quantize in its own way.
 
-Weights from vLLM's weight cache are prepared already. `Fp8LinearMethod` does not call its kernel's preparation then, so this
+Weights from vLLM's weight cache are already prepared, and `Fp8LinearMethod` skips its kernel's preparation. Then this
 seam tells the kernel the order of the weight, and the layer its kernel's input.
 """
 
@@ -14,7 +14,7 @@ from vllm_rocm_ops.vllm import seam
 
 
 def probe() -> None:
-    """Both base classes have the methods that the seam wraps, and vLLM stores a layer's input quantization as expected."""
+    """Raise `Unavailable` unless both base classes and a layer's record of its input quantization are as expected."""
     import torch
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
@@ -58,15 +58,15 @@ def install() -> None:
     current = handed_over.current
 
     def tell(layer, kernel) -> None:
-        """Store in a layer which quantized input its kernel takes, for the layer that makes the input."""
-        # With batch invariance, Fp8LinearMethod reads the input as a tensor.
+        """Store in a layer which quantized input its kernel accepts, for the producer of the input."""
+        # With batch invariance Fp8LinearMethod reads its input as a tensor.
         if kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT:
             layer.vllm_rocm_ops_quantize = row_selection.quantizer(layer, kernel)
             layer.vllm_rocm_ops_column_major_scales = kernel.quant_fp8.column_major_scales
             expose_input_quant_key(layer, kernel)
 
     def advertise(base) -> None:
-        """Have kernels with the base's `apply_weights` say that they take quantized input, and store it in their layers."""
+        """Have kernels with the base's `apply_weights` advertise quantized input, and store it in their layers."""
         construct, prepare = base.__init__, base.process_weights_after_loading
 
         @functools.wraps(construct)
@@ -86,7 +86,7 @@ def install() -> None:
         base.input_quant_key = lambda self: getattr(self, "rocm_ops_input_key", None)
 
     def takes_rows(kernel, key) -> bool:
-        """Return whether a kernel takes scales per 128 columns in float32, those of a row side by side."""
+        """Return whether a kernel supports float32 scales per 128 columns, contiguous per row."""
         quant = kernel.quant_fp8
         return key == fused_quant.kFp8Dynamic128Sym and not (
             quant.column_major_scales or quant.use_ue8m0 or getattr(quant, "tma_aligned_scales", False)

@@ -1,9 +1,9 @@
-"""An all-reduce with the norm of ours behind it in one launch, and an all-reduce alone, where the ranks of a tensor-parallel group have
-agreed on that: measured_all_reduce.py.
+"""Run an all-reduce, alone or with the norm after it, in one launch, where the ranks of a group agreed on it.
 
-A compiled graph holds one torch op for all norms, which graph.py puts in the place of `torch.ops.vllm.all_reduce` and a norm. It chooses
-at a call, by the number of tokens: one launch where that was measured to be the faster, else vLLM's all-reduce and our norm. All ranks
-choose alike, as they have the same table and the same tokens.
+measured_all_reduce.py decides. A compiled graph holds one torch op for all norms, which graph.py puts in place of
+`torch.ops.vllm.all_reduce` and a norm. The op chooses at each call by token count: one launch where that was timed to
+be faster, else vLLM's all-reduce and the plugin's norm. All ranks choose alike, because they have the same table and
+token count.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
 
 NAME = "all_reduce"
 HELPERS = {"fused_allreduce_rms_norm": False, "fused_allreduce_gemma_rms_norm": True}
-"""vLLM's functions for models that it does not compile -> whether 1 + weight takes the weight's place, and the residual is left as is."""
+"""vLLM's functions for eager models -> whether they multiply by 1 + weight and do not update the residual."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What may be one launch: `norm` names an op of ops/rms_norm.py, and is empty for an all-reduce alone; `helper` names vLLM's function
-    whose place that takes."""
+    """Describe a candidate for one launch.
+
+    Attributes:
+        norm: The name of an op of ops/rms_norm.py, empty for an all-reduce alone.
+        hidden: The columns.
+        helper: The replaced function of vLLM's, of `HELPERS`, or "".
+    """
 
     norm: str
     hidden: int
@@ -40,33 +45,33 @@ class Call:
 
     @property
     def op(self) -> types.SimpleNamespace:
-        """The name of the launch, as `kernel_selection.Kernels` has it."""
+        """Return the name of the launch, as `kernel_selection.Kernels` has it."""
         return types.SimpleNamespace(name=f"{NAME}_{self.norm}" if self.norm else NAME)
 
     def describe(self, _: tuple = ()) -> str:
-        """Return what tells the shapes apart."""
+        """Return the name of the shape."""
         traits = " residual" * self.has_residual + " column-major" * self.is_column_major
         return f"{self.hidden} {kernel_selection.types(self.dtype)}{traits}{' ' * bool(self.helper)}{self.helper}"
 
     def most_tokens(self) -> int:
-        """Return 0: nothing is ours where nothing was measured."""
+        """Return 0: vLLM's runs before timing."""
         return 0
 
 
 @dataclasses.dataclass
 class Shared:
-    """The all-reduce of a group, and where a launch of ours serves. `native` is what each call was measured beside."""
+    """Hold the all-reduce of a group, and the choice of each call."""
 
     reduce: Callable
     choices: dict[Call, Choice]
 
     def serves(self, call: Call, tokens: int) -> bool:
-        """Return whether a launch of ours serves a call of so many tokens."""
+        """Return whether the plugin's launch serves a call with this token count."""
         choice = self.choices.get(call)
         return choice is not None and choice.is_ours(tokens)
 
     def wins(self, call: Call, everywhere: bool) -> bool:
-        """Return whether a launch of ours serves some number of tokens, or all that it may serve."""
+        """Return whether the plugin's launch serves some token count, or with `everywhere` all that it supports."""
         choice = self.choices.get(call)
         ours = choice.ours[1:] if choice is not None else b""
         return bool(ours) and (all(ours) if everywhere else any(ours))
@@ -77,7 +82,7 @@ groups: dict[str, Shared] = {}
 
 
 def state() -> list[str]:
-    """Return what decides which graphs hold an all-reduce of ours."""
+    """Return what decides which graphs hold the plugin's all-reduce."""
     return sorted(
         f"{name} {choice.key} {'all' if all(choice.ours[1:]) else 'some'}"
         for name, shared in groups.items()
@@ -87,12 +92,12 @@ def state() -> list[str]:
 
 
 def wins(name: str, op: Op, given: dict[str, object], everywhere: bool) -> bool:
-    """Return whether a norm with these arguments is to be one launch with the all-reduce of a group in front of it."""
+    """Return whether a norm with these arguments is to be one launch with the all-reduce of a group before it."""
     return name in groups and groups[name].wins(call_of(op, given), everywhere)
 
 
 def call_of(op: Op, given: dict[str, object]) -> Call:
-    """Return what a norm's arguments, or the nodes of them, make a call."""
+    """Return the `Call` of a norm, from its argument values or nodes."""
     x = given["input"]
     x = x if isinstance(x, Tensor) else x.meta["val"]
     residual, is_column_major = given.get("residual") is not None, bool(given.get("is_scale_transposed", False))
@@ -116,7 +121,7 @@ def all_reduce_norm(
     norm: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the op `norm` returns for the sum of all ranks' inputs, with an empty tensor behind it where that is one."""
+    """Return the op `norm` of the sum of all ranks' inputs, padded by an empty tensor to two results."""
 
 
 FIELDS = tuple(all_reduce_norm.__annotations__)[:-1]
@@ -129,7 +134,7 @@ def _arguments(values: tuple) -> tuple[Op, tuple, str]:
 
 
 def pair(values: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return two results: PyTorch takes no list from an op that updates an argument."""
+    """Return two results: PyTorch supports no list from an op that mutates an argument."""
     return values, values.new_empty(0) if scale is None else scale
 
 
@@ -161,17 +166,17 @@ def group_of(all_reduce: torch.fx.Node) -> str:
 
 
 def node_arguments(op: Op, given: dict[str, object], summed: torch.fx.Node) -> dict[str, object]:
-    """Return the torch op's arguments, by name, for those of a norm behind an all-reduce."""
+    """Return the torch op's arguments, by name, for a norm after an all-reduce."""
     known = dict.fromkeys(FIELDS) | {"quant_dtype": torch.uint8, "group_size": 0, "is_scale_transposed": False}
     known |= {name: given[name] for name in op.Arguments._fields}
     return known | {"input": summed.args[0], "norm": op.name, "group": group_of(summed)}
 
 
-# Where vLLM calls an all-reduce by itself
+# All-reduces outside of compiled graphs
 
 
 def communicator(theirs: Callable[[Tensor], Tensor], shared: Shared, call: Call) -> Callable[[Tensor], Tensor]:
-    """Return what a communicator's `all_reduce` becomes."""
+    """Return the replacement of a communicator's `all_reduce`."""
 
     def all_reduce(input_: Tensor) -> Tensor:
         is_alike = input_.dim() == 2 and input_.shape[1] == call.hidden and input_.dtype == call.dtype
@@ -181,7 +186,7 @@ def communicator(theirs: Callable[[Tensor], Tensor], shared: Shared, call: Call)
 
 
 def helper(theirs: Callable, shared: Shared, call: Call) -> Callable:
-    """Return what one of `HELPERS` becomes."""
+    """Return the replacement of a function of `HELPERS`."""
     one_plus = HELPERS[call.helper]
 
     def fused(hidden_states: Tensor, residual: Tensor, norm: torch.nn.Module) -> tuple[Tensor, Tensor]:
@@ -197,13 +202,13 @@ def helper(theirs: Callable, shared: Shared, call: Call) -> Callable:
 
 
 def run_helper(reduce: Callable, one_plus: bool, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float):
-    """Return the norm and the residual as one of `HELPERS` does."""
+    """Return the norm and the residual as a function of `HELPERS` does."""
     residual = residual.clone() if one_plus else residual
     return reduce(ops.fused_add_rms_norm, x, residual, weight, epsilon, one_plus), residual
 
 
 def replace_everywhere(modules: Iterable[types.ModuleType], name: str, theirs: Callable, ours: Callable) -> None:
-    """Put ours in the place of a function of vLLM's in all modules that have imported it by name."""
+    """Replace a function of vLLM's in all modules that imported it by name."""
     for module in modules:
         if getattr(module, name, None) is theirs:
             setattr(module, name, ours)

@@ -1,14 +1,15 @@
-"""Which norms and activations of a model run our ops: those that vLLM's compiler does not serve as well.
+"""Select the norms and activations that run by the plugin's ops: those that vLLM's compiler serves less well.
 
-Our op makes the norm, or the activation, and the quantised input of the linear behind it. In vLLM that is a part of the compiled
-graph, so it cannot be chosen at a call. It is decided by pattern between loading and compilation, once for all numbers of tokens.
+An op covers the norm, or the activation, and the quantization of the next linear's input. In vLLM these are part of the
+compiled graph, so the choice cannot be made at a call. It is made per pattern between loading and compilation, once for
+all token counts.
 
-    measured    the same small graph is compiled with the model's settings and vLLM's passes, and timed beside our op (kernel_timing.py).
-                Ours has to win over all that was measured, and may nowhere be the slower.
-    unmeasured  vLLM's where one of its passes fuses norms, or activations, with the quantisation; else ours.
-    off         vLLM's, as our op was wrong on this GPU.
+    measured    The same small graph is compiled with the model's settings and vLLM's passes, and timed against the op
+                (kernel_timing.py). The op must win by the geometric mean, and be slower at no token count.
+    unmeasured  vLLM's where one of its passes fuses the quantization, else the plugin's.
+    off         vLLM's, because the op was wrong on this GPU.
 
-What stays vLLM's is in the fingerprint of vLLM's compile cache.
+Patterns that stay vLLM's are part of the fingerprint of vLLM's compile cache.
 """
 
 from __future__ import annotations
@@ -35,17 +36,23 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, Measured, Rec
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-TOKENS = (2, 8, 64, 256)  # that are measured, and the most of a step. Not one, for which Dynamo would compile once more
-SHARE = 0.4  # of the time to measure in a start, of which the rest is for linear layers, experts and attention
-SETS = 16  # of inputs, one for each call of a graph
+TOKENS = (2, 8, 64, 256)  # token counts to time, besides the largest step. Not 1, for which Dynamo compiles again
+SHARE = 0.4  # of a start's timing limit; the rest is for linear layers, experts and attention
+SETS = 16  # of inputs, one per call of a graph
 SAMPLED_ROWS = 8
-FUSED = "fused"  # the word of a key where a pass of vLLM's fuses the quantization
+FUSED = "fused"  # in keys whose quantization a vLLM pass fuses
 
 
 @dataclasses.dataclass
 class Choices:
-    """Choices made before vLLM compiles: which patterns are ours (`fused_quant.pattern`), which ops are off, which quantizations
-    behind an all-reduce and a norm are vLLM's, and which seams are on."""
+    """Hold the choices made before vLLM compiles.
+
+    Attributes:
+        ours: Whether the plugin serves a pattern (`fused_quant.pattern`).
+        off: Ops that are off on this GPU.
+        all_reduced: Quantizations after an all-reduce and a norm that stay vLLM's.
+        on: Which of the seams norm and activation are on.
+    """
 
     ours: dict[str, bool] = dataclasses.field(default_factory=dict)
     off: frozenset[str] = frozenset()
@@ -58,12 +65,12 @@ _stay: set[str] = set()
 
 
 def stay() -> list[str]:
-    """The keys of what stays vLLM's in this process."""
+    """Return the keys of the patterns that stay vLLM's in this process."""
     return sorted(_stay)
 
 
 def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """How vLLM quantises the input of a layer."""
+    """Return vLLM's quantization of a layer's input, as a function of x."""
     quantize = getattr(kernel, "native", None) or kernel
     quant_fp8 = getattr(quantize.quant_fp8, "vllm_forward", quantize.quant_fp8)
 
@@ -78,7 +85,7 @@ def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor
 
 
 class Fused:
-    """A norm or an activation of ours, with the linear that takes its quantised result: as `kernel_timing.measure` takes it."""
+    """Describe a norm or an activation with the linear that reads its quantized result, for `kernel_timing.measure`."""
 
     def __init__(
         self,
@@ -111,7 +118,7 @@ class Fused:
         return float(tokens * self.columns * (tensors * self.dtype.itemsize + 1)), 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
-        """The input and the residual."""
+        """Return a random input and residual."""
         device = next(self.linear.parameters()).device
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -122,7 +129,7 @@ class Fused:
         return x, random(self.columns) if self.has_residual else None
 
     def ours(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return the quantized result, its scales and the residual, by our kernels, or None where they do not take it."""
+        """Return the quantized result, its scales and the residual by the op, or None where no kernel supports it."""
         from vllm_rocm_ops.vllm.fusion import fused_quant
 
         given = {"input": x, "residual": residual, "quant_dtype": fused_quant.QUANT_DTYPE, "group_size": BLOCK}
@@ -136,14 +143,17 @@ class Fused:
         return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
 
     def vllms(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The same by vLLM's layers."""
+        """Return the same by vLLM's layers."""
         if residual is None:
             return *self.linear.vllm_rocm_ops_quantize(self.producer.vllm_forward(x)), None
         output, residual = self.producer.vllm_forward(x, residual)
         return *self.linear.vllm_rocm_ops_quantize(output), residual
 
     def exact(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The result, which is not quantised but bounded as its quantised values are, and the residual, in float32."""
+        """Return the result and the residual in float32.
+
+        The result is not quantized, but clamped to the range of its quantized values.
+        """
         from vllm_rocm_ops.vllm.fusion import fused_quant
 
         x = x.float()
@@ -160,7 +170,7 @@ class Fused:
         return result if most is None else result.clamp(-most, most), x if self.has_residual else None
 
     def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
-        """Return what `ours` or `vllms` gave, as `exact` has it."""
+        """Return the results of `ours` or `vllms` in the form of `exact`."""
         values, scale, residual = output
         return [dequantized(values[:tokens], scale), residual]
 
@@ -170,19 +180,22 @@ class Fused:
         return lambda *tensors: graph()(*tensors)
 
     def runs_unmeasured(self) -> bool:
-        """Return whether ours runs where it was not measured: unless a pass of vLLM's fuses the quantization."""
+        """Return whether the op runs before timing: unless a vLLM pass fuses the quantization."""
         return FUSED not in self.key.rpartition(" ")[2].split("-")
 
     def take(self, is_ours: bool) -> None:
-        """Take what was decided, which a graph's pass reads from `choices`."""
+        """Do nothing: a graph's pass reads the decision from `choices`."""
 
 
 finders: list[Callable[[torch.nn.Module, bool], Iterator[Fused]]] = []
-"""Of other seams: what each finds in a model, which vLLM compiles or not, that is to be decided for all numbers of tokens."""
+"""Further patterns, by seam: functions of a model and whether vLLM compiles it."""
 
 
 def dequantized(values: Tensor, scale: Tensor) -> Tensor:
-    """Return a quantized result in float32. Some of vLLM's kernels pad the tokens of the scales. Scales of MX-FP8 are exponents."""
+    """Return a quantized result in float32.
+
+    Some of vLLM's kernels pad the rows of the scales. MX-FP8 scales are exponents.
+    """
     scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
     groups = values.float().unflatten(1, (scale.shape[-1] if scale.dim() == 2 else 1, -1))
     scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and scale.numel() > 1 else scale.reshape(-1)[0]
@@ -190,7 +203,7 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked) -> Measured:
-    """Check and time our op against vLLM's, as `kernel_timing.compare`. The errors are those of the first result."""
+    """Check and time the op against vLLM's, as `kernel_timing.compare`. The errors are the first result's."""
     sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
     rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
     exact = one.exact(*(value if value is None else value[rows] for value in sets[0]))
@@ -213,7 +226,7 @@ def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_tim
 
 
 def models_of(worker) -> list[torch.nn.Module]:
-    """The model that a worker has loaded, and the one that drafts tokens for it, if there is one."""
+    """Return the model that a worker has loaded, and its draft model if there is one."""
     runner = worker.model_runner
     drafts = (
         getattr(getattr(runner, name, None), "model", None) for name in ("speculator", "drafter")
@@ -224,14 +237,24 @@ def models_of(worker) -> list[torch.nn.Module]:
 def fused_in(
     model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[..., str], compiles: bool
 ) -> Iterator[Fused]:
-    """Yield the pairs of a norm or an activation and a linear whose input it may make. Norms quantize in models that vLLM `compiles`;
-    those as wide as the model are of its decoder layers, with a residual. `baseline` is `baseline_of` the model."""
+    """Yield the pairs of a norm or an activation and a linear whose input it may quantize.
+
+    Norms quantize in models that vLLM compiles. Norms as wide as the model belong to its decoder layers and have a
+    residual.
+
+    Args:
+        model: The model.
+        hidden: The model's hidden size.
+        dtype: The model's dtype.
+        baseline: `baseline_of` the model.
+        compiles: Whether vLLM compiles the model.
+    """
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     tables = {True: fused_quant.NORMS, False: fused_quant.ACTIVATIONS}
     keys = {is_norm: fused_quant.runnable(table) for is_norm, table in tables.items()}
     norms = {(type(norm), norm.weight.shape[0]): norm for norm in producers.norms(model) if compiles}
-    kinds, opaque = {}, producers.opaque(model)  # kinds of linears, which are many
+    kinds, opaque = {}, producers.opaque(model)  # one linear of each kind
     for linear in model.modules():
         if hasattr(linear, "vllm_rocm_ops_quantize"):
             traits = getattr(linear, "input_scale_ub", None) is None, linear.vllm_rocm_ops_column_major_scales
@@ -245,7 +268,7 @@ def fused_in(
             continue
         is_norm, columns = hasattr(producer, "variance_epsilon"), producers.width(linear)
         key, is_opaque = fused_quant.made_for(linear, columns, keys[is_norm]), producer in opaque or not compiles
-        is_mx = key == fused_quant.MX  # which no pass of vLLM's fuses, and no linear takes
+        is_mx = key == fused_quant.MX  # no vLLM pass fuses it, and no linear accepts it
         if key is not None and not (is_mx and is_opaque):
             has_residual, how = is_norm and columns == hidden, baseline(is_norm, producer in opaque, not is_mx)
             op = fused_quant.op_of(tables[is_norm], key, has_residual)
@@ -253,7 +276,7 @@ def fused_in(
 
 
 def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
-    """Return by pattern whether our op runs."""
+    """Return, by pattern, whether the op runs."""
     ours = {}
     for one in found:
         measured = decided.shapes.get(one.key)
@@ -263,8 +286,11 @@ def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
 
 
 def compiler(config) -> Callable[[Callable], Callable]:
-    """What compiles a function as vLLM compiles a piece of the model of this configuration: with its settings of Inductor and its
-    passes, for any number of tokens. Nothing, where that is not Inductor."""
+    """Return a function that compiles another as vLLM compiles a piece of the model.
+
+    It uses the model's Inductor settings and vLLM's passes. The result supports any token count. Without Inductor
+    functions are returned as they are.
+    """
     from vllm.compilation.backends import VllmBackend
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.compilation.passes.pass_manager import PostGradPassManager
@@ -273,7 +299,7 @@ def compiler(config) -> Callable[[Callable], Callable]:
     if config.compilation_config.backend not in ("", "inductor"):
         return lambda function: function
     backend = VllmBackend(config)
-    backend.pass_manager = PostGradPassManager()  # without ours
+    backend.pass_manager = PostGradPassManager()  # without the plugin's pass
     backend.configure_post_pass()
     most = config.scheduler_config.max_num_batched_tokens
 
@@ -287,7 +313,7 @@ def compiler(config) -> Callable[[Callable], Callable]:
         def graph(*tensors):
             return function(*tensors)
 
-        graph.__code__ = graph.__code__.replace()  # Dynamo counts compilations by the object
+        graph.__code__ = graph.__code__.replace()  # Dynamo counts compilations per code object
         run = torch.compile(graph, backend=inductor, fullgraph=True)
 
         def call(*tensors):
@@ -302,15 +328,15 @@ def compiler(config) -> Callable[[Callable], Callable]:
 
 
 def start(compiles: Callable, wanted: dict[Fused, list[int]]) -> None:
-    """Start the compiler if baselines are to be compiled. vLLM's own compilation needs it next, so this is no time to measure."""
+    """Start the compiler if baselines are to be compiled, outside the time limit: vLLM needs it next anyway."""
     here = kernel_selection.machine()
     if kernel_timing.in_order(wanted, kernel_selection.read(kernel_selection.path_of(here), here), 1.0):
-        with contextlib.suppress(Exception):  # which measuring says
+        with contextlib.suppress(Exception):  # timing reports it
             compiles()(torch.neg)(next(iter(wanted)).inputs(TOKENS[0], 0)[0])
 
 
 def is_compiled(config, model: torch.nn.Module) -> bool:
-    """Return whether vLLM compiles classes of a model, and runs its passes on them. Some models of its compiled mode have none."""
+    """Return whether vLLM compiles classes of a model and runs its passes on them. Some models have none."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
     from vllm.config import CompilationMode
 
@@ -320,10 +346,13 @@ def is_compiled(config, model: torch.nn.Module) -> bool:
 
 
 def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
-    """Return what names vLLM's kernel of a norm or an activation in a model: with AITER or not, fused with the quantization or not, compiled
-    or eager, as opaque layers are. What is measured beside one does not hold beside another."""
+    """Return a function that names vLLM's kernel of a norm or an activation in a model.
+
+    The name tells AITER, fused quantization, and compiled or eager, as opaque layers are. Times against one baseline do
+    not hold for another.
+    """
     passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
-    runs = compiles and seam.served_platform() != "cpu"  # which sets the switches, too
+    runs = compiles and seam.served_platform() != "cpu"  # CPU sets these switches, too, but runs no passes
     aiter = ["AITER"] * native_kernel.asks_for_aiter("RMSNORM")
 
     def name(is_norm: bool, is_opaque: bool = False, has_pass: bool = True) -> str:
@@ -336,7 +365,14 @@ def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
 
 
 def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
-    """Decide for the model that a worker has loaded."""
+    """Select for the models that a worker has loaded.
+
+    Args:
+        worker: vLLM's worker.
+        clock: Times calls, None to use recorded times only.
+        gather: Returns the decisions of all ranks.
+        says: Whether this rank logs.
+    """
     config, models = worker.vllm_config, models_of(worker)
     compiles = [is_compiled(config, model) for model in models]
     all_reduced, stays = all_reduce.leave(config, any(compiles), says)

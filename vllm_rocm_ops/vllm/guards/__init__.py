@@ -1,1 +1,1 @@
-"""Seams that run no kernel: they keep a wrong configuration or a stale graph from being served."""
+"""Keep a wrong configuration or a stale graph from being served. These seams run no kernel."""

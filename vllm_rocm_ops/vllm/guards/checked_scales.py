@@ -1,7 +1,7 @@
-"""Seam: a checkpoint whose FP8 scales are missing or cannot be scales, or whose weights are e5m2, is refused when it is loaded.
+"""Refuse a checkpoint at load if its FP8 scales are missing or invalid, or its weights are e5m2.
 
-vLLM finds scales of a wrong shape. Without this seam the others load, and the model answers with anything. Some scales of a
-layer's experts may be missing, as of experts that only pad: these get back what vLLM had there, and a line says so.
+vLLM finds scales of a wrong shape. Without this seam the other faults load, and the model answers nonsense. Some expert
+scales of a layer may be missing, as for experts that only pad. They get vLLM's initial values back, with a warning.
 """
 
 import functools
@@ -21,11 +21,12 @@ E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 WEIGHT_SCALE = re.compile(r"(.*weight)_scale(_inv)?$")
 INPUT_SCALE = re.compile(r".*input_scale$")
 NOT_LOADED = torch.finfo(torch.float32).min
-"""What vLLM fills scales with. Where a checkpoint has merged layers with one scale per tensor, all scales but the first keep it."""
+"""vLLM's initial value of scales. Merged layers with one scale per tensor keep it in all scales but the first."""
 MX_NAN = 255
 
 
 def probe() -> None:
+    """Raise `Unavailable` unless vLLM's default loader is as expected."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     seam.require_parameters(DefaultModelLoader.load_weights, "model", "model_config")
@@ -33,6 +34,7 @@ def probe() -> None:
 
 
 def install() -> None:
+    """Wrap the loader's methods."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     load, read = DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights
@@ -56,7 +58,7 @@ def install() -> None:
 
 
 def scales(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """The scales of e4m3 weights: name, scale, and the weight unless it is a scale of inputs."""
+    """Yield the scales of e4m3 weights: name, scale, and the weight, None for input scales."""
     for layer, module in model.named_modules():
         own = {name: value.data for name, value in module.named_parameters(recurse=False) if not value.is_meta}
         if not any(value.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz) for value in own.values()):
@@ -72,12 +74,12 @@ def scales(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]
 
 
 def unloaded(scale: Tensor) -> Tensor:
-    """Where nothing was loaded into a scale since `forget_scales`."""
+    """Return a mask of the elements that were not loaded since `forget_scales`."""
     return scale.view(torch.uint8) == MX_NAN if scale.dtype in MX_SCALES else scale == NOT_LOADED
 
 
 def forget_scales(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Mark the scales of weights as not loaded. Returns what those of experts were."""
+    """Mark weight scales as not loaded, and return the previous scales of experts."""
     before = {}
     for name, scale, weight in scales(model):
         if weight is not None and weight.dim() == 3:
@@ -90,26 +92,29 @@ def forget_scales(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def keep_padding(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
-    """Give scales of experts that were not loaded, while others of the layer were, what they had before."""
+    """Restore unloaded expert scales where others of the layer were loaded."""
     for name, scale, _ in scales(model):
         left = unloaded(scale)
         if name in before and left.any() and not left.all():
             scale.copy_(torch.where(left, before[name].float(), scale.float()).to(scale.dtype))
-            logger.warning(
-                "vllm-rocm-ops: %d of %d elements of %s are not in the checkpoint", left.sum(), left.numel(), name
-            )
+            text = "vllm-rocm-ops: %d of %d elements of %s are not in the checkpoint and keep vLLM's initial values"
+            logger.warning(text, left.sum(), left.numel(), name)
 
 
 def is_per_tensor(scale: Tensor, weight: Tensor | None) -> bool:
-    """Whether a linear layer has a scale for each of the layers that it was merged of."""
+    """Return whether a linear layer has one scale for each layer that it was merged from."""
     return scale.dim() < 2 and (weight is None or weight.dim() == 2)
 
 
 def check(model: torch.nn.Module) -> None:
-    """Raise ValueError for a scale that was not loaded or cannot be one."""
+    """Check all scales of a model.
+
+    Raises:
+        ValueError: A scale was not loaded or is invalid.
+    """
     for name, scale, weight in scales(model):
         if scale.dtype in MX_SCALES:
-            bad, wanted = scale.view(torch.uint8) == MX_NAN, "be in the checkpoint and no NaN"
+            bad, wanted = scale.view(torch.uint8) == MX_NAN, "be in the checkpoint and not NaN"
         else:
             first = scale.flatten()[:1]
             left = (scale == NOT_LOADED) & (first != NOT_LOADED) & is_per_tensor(scale, weight)
@@ -123,7 +128,7 @@ def check(model: torch.nn.Module) -> None:
 
 
 def not_zero(weight: Tensor, scale: Tensor, at: list[int]) -> bool:
-    """Whether any value of a weight that one element of its scale is for is not zero."""
+    """Return whether the part of a weight that one element of its scale covers has a nonzero value."""
     part = weight
     if scale.dim() == weight.dim():
         for dimension, place in enumerate(at):
@@ -139,7 +144,7 @@ def not_zero(weight: Tensor, scale: Tensor, at: list[int]) -> bool:
 
 SEAM = seam.Seam(
     name="checked_scales",
-    replaces="nothing; checks FP8 scales behind DefaultModelLoader.load_weights, and types in get_all_weights",
+    replaces="nothing; checks FP8 scales after DefaultModelLoader.load_weights, and dtypes in get_all_weights",
     probe=probe,
     install=install,
 )

@@ -1,7 +1,7 @@
-"""Seam: a fingerprint of the ops in vLLM's configuration.
+"""Add a fingerprint of the ops to vLLM's configuration.
 
-vLLM's compile cache is keyed by vLLM's environment and configuration, and not by what a plugin replaced. A graph that was
-compiled without the ops, or with other ops, would be loaded and run. vLLM hashes `additional_config` into the key, so the
+vLLM's compile cache key covers vLLM's environment and configuration, not what a plugin replaced. A graph compiled
+without the ops, or with other ops, would be loaded and run. vLLM hashes `additional_config` into the key, so the
 fingerprint goes there. A vLLM with patch 03 also asks for it.
 """
 
@@ -21,8 +21,12 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def fingerprint() -> str:
-    """The version, the active seams, the order of weights, a hash of the code objects' stamps, the names of stamps that cannot be
-    read, the shapes of shuffled weights, the norms and activations that stay vLLM's, and the layers whose attention quantizes."""
+    """Return a line of everything that a compiled graph depends on.
+
+    It has the version, the active seams, the weight order, a hash of the code objects' stamps, the names of unreadable
+    stamps, the shapes of shuffled weights, the patterns that stay vLLM's, and the layers whose attention quantizes its
+    output.
+    """
     stamps, unreadable = hashlib.sha256(), []
     for stamp in sorted(launches.CODE.glob("*/*.json")):
         try:
@@ -34,26 +38,28 @@ def fingerprint() -> str:
     what = f"{', '.join(seam.active())}; {order} weights; code {stamps.hexdigest()[:16]}"
     what += f"; unreadable {', '.join(unreadable)}" if unreadable else ""
     what += f"; shuffled {', '.join(sorted(native_kernel.shuffled))}" if native_kernel.shuffled else ""
-    what += f"; vLLM's {', '.join(row_selection.stay())}" if row_selection.stay() else ""
+    what += f"; left to vLLM {', '.join(row_selection.stay())}" if row_selection.stay() else ""
     what += f"; attention to e4m3 in {quantized_attention.said()}" if quantized_attention.said() else ""
     return f"{vllm_rocm_ops.__version__} with {what}"
 
 
 def mark(vllm_config) -> None:
-    """Put the fingerprint into a configuration and into the log. vLLM has set up logging and loaded all plugins by now."""
+    """Put the fingerprint into a configuration and log it. Logging is set up and all plugins are loaded by then."""
     from vllm import plugins
 
     found = fingerprint()
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": found}
     elif not hasattr(plugins, "register_compile_factor"):
-        logger.warning("vllm-rocm-ops: additional_config is no dict. After an update, clear vLLM's compile cache.")
+        logger.warning(
+            "vllm-rocm-ops: additional_config is not a dict, so the compile cache does not know the plugin version. "
+            "After an update, clear vLLM's compile cache."
+        )
     logger.info("vllm-rocm-ops %s", found)
 
 
 def mark_again(worker) -> None:
-    """Put what was decided when a worker loaded its model into the fingerprint, also in copies of the configuration that the model
-    holds."""
+    """Add a loaded model's decisions to the fingerprint, also in the model's copies of the configuration."""
     decided = row_selection.stay() or native_kernel.shuffled or quantized_attention.said()
     if SEAM.name not in seam.active() or not decided:
         return
@@ -64,7 +70,7 @@ def mark_again(worker) -> None:
 
 
 def probe() -> None:
-    """`VllmConfig` has the field `additional_config`, and the platform completes configurations."""
+    """Raise `Unavailable` unless `VllmConfig` has `additional_config` and the platform completes configurations."""
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 

@@ -1,10 +1,10 @@
-"""Seam, CPU only: what vLLM's CPU build lacks for FP8 models, so that FP8 models can be tested on any machine."""
+"""Fill the gaps of vLLM's CPU build for FP8 models, so that they can be tested on any machine. CPU only."""
 
 from vllm_rocm_ops.vllm import seam
 
 
 def probe() -> None:
-    """The functions that the seam replaces or calls exist."""
+    """Raise `Unavailable` unless the functions that the seam replaces or calls exist."""
     import torch
     from vllm import _custom_ops
     from vllm.model_executor.layers.fusion import fused_act_quant
@@ -35,7 +35,7 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, kFp8StaticTensorSym
 
-    # Loading a checkpoint with one scale per tensor quantizes the weight again by an op that does nothing on CPU.
+    # Loading a checkpoint with per-tensor scales requantizes the weight by an op that does nothing on CPU.
     without_gap = _custom_ops.scaled_fp8_quant
 
     def scaled_fp8_quant(
@@ -55,14 +55,14 @@ def install() -> None:
 
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
 
-    # vLLM's own row for this key calls an op that CPU builds lack.
+    # vLLM's entry for this key calls an op that CPU builds lack.
     _FUSED_ACT_QUANT.pop((SiluAndMul, kFp8StaticTensorSym), None)
 
-    # vLLM's attention uses AMX tiles, for which a process must ask Linux. A GEMM in fp32 asks, but not every model
-    # has one.
+    # vLLM's attention uses AMX tiles, which a process must request from Linux. An fp32 GEMM does so, but some models
+    # have none.
     torch.cpu._init_amx()
 
-    # vLLM takes a device without a capability, such as a CPU, for a GPU that needs Marlin.
+    # vLLM treats a device without a capability, such as a CPU, as a GPU that needs Marlin.
     construct = FBGEMMFp8Config.__init__
 
     def __init__(self, *arguments, **keywords):

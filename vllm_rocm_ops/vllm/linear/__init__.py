@@ -1,1 +1,1 @@
-"""Linear layers: a file for each seam, and what they share."""
+"""Serve linear layers: one file per seam, and their common code."""

@@ -1,7 +1,7 @@
-"""Seam: FP8 linear layers with scales per 128x128 block of the weight run our `block_scaled_mm` where it is the faster.
+"""Run FP8 linear layers with 128x128 block scales by `block_scaled_mm` where it is faster.
 
-vLLM's native kernel, if there is one, serves all other calls (native_kernel.py), prepares the weight and says how the input is
-quantized. With `VLLM_ROCM_OPS_SHUFFLE=1` our op may serve any number of tokens, see scaled_linear.py.
+vLLM's kernel, if there is one, serves all other calls (native_kernel.py), prepares the weight and defines the
+quantization of the input. With `VLLM_ROCM_OPS_SHUFFLE=1` the op may serve any token count, see scaled_linear.py.
 """
 
 import torch
@@ -13,19 +13,28 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 
-MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
+MOST_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
 
 def block_scaled_linear(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, native: str
 ) -> Tensor:
-    """`block_scaled_mm`, or the kernel that is kept by the name `native`, on the same arguments."""
+    """Run `block_scaled_mm`, or the kept kernel on the same arguments.
+
+    Args:
+        a: [M, K], e4m3.
+        b: [N, K], e4m3.
+        scale_a: [M, K / 128], float32.
+        scale_b: [N / 128, K / 128], rounded up, float32.
+        out_dtype: The result's dtype.
+        native: The name of the kept kernel.
+    """
     given = a, b, scale_a, scale_b, out_dtype, native
     return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
 class BlockScaledLinear(native_kernel.Linear):
-    """`block_scaled_linear` as it is measured. A layer: the arguments but a and its scale."""
+    """Describe `block_scaled_linear` for timing. A layer: the arguments except a and its scale."""
 
     op, run, limit = ops.block_scaled_mm, staticmethod(block_scaled_linear), MOST_TOKENS
 
@@ -43,7 +52,7 @@ class BlockScaledLinear(native_kernel.Linear):
 
     def arguments(self, layer, x, seed):
         b, scale_b, out_dtype, native = layer
-        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x)  # which compiles nothing
+        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x)  # compiles nothing
         return a, b, scale_a, scale_b, out_dtype, native
 
     def exact(self, arguments, x, rows, columns):
@@ -73,7 +82,7 @@ define(block_scaled_linear, _fake)
 
 
 def probe() -> None:
-    """vLLM's table of block-scaled kernels, the function that chooses one and their base class are as expected."""
+    """Raise `Unavailable` unless vLLM's block-scaled kernels, their selection and base class are as expected."""
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
     methods = {"__init__": ("config",), "apply_block_scaled_mm": ("A", "B", "As", "Bs")}
@@ -81,7 +90,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Put our kernel first in vLLM's table. vLLM's `register_linear_kernel` appends, and before 0.33 takes no block kernels."""
+    """Insert the plugin's kernel first in vLLM's table. vLLM's function appends, before 0.33 no block kernels."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.utils import replace_parameter
@@ -89,7 +98,7 @@ def install() -> None:
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS
 
     class RocmOpsBlockScaledLinear(native_kernel.Keeping, Fp8BlockScaledMMLinearKernel):
-        """`block_scaled_mm` and the native kernel of a layer."""
+        """Choose between `block_scaled_mm` and vLLM's kernel."""
 
         @classmethod
         def can_implement(cls, config):
@@ -97,7 +106,7 @@ def install() -> None:
                 key.scale.group_shape for key in (config.weight_quant_key, config.activation_quant_key)
             )
             if (*weight, *activation) != (BLOCK, BLOCK, 1, BLOCK):
-                return False, f"takes blocks of {BLOCK}x{BLOCK} and groups of {BLOCK} only"
+                return False, f"supports weight blocks of {BLOCK}x{BLOCK} and activation groups of {BLOCK} only"
             possible, why = super().can_implement(config)
             return (
                 native_kernel.can_keep(cls.native_class(config), Fp8BlockScaledMMLinearKernel)
@@ -107,7 +116,7 @@ def install() -> None:
 
         @classmethod
         def native_class(cls, config):
-            """The kernel that vLLM would choose without ours."""
+            """Return the kernel that vLLM would choose without the plugin."""
             return native_kernel.choose(cls, config, table, "fp8_block_w8a8")
 
         def __init__(self, config):
@@ -120,7 +129,7 @@ def install() -> None:
             prepare = super() if self.native is None else self.native
             prepare.process_weights_after_loading(layer)
             order, params = "plain", self._get_layer_params(layer)
-            if params.block_scale.dtype == torch.float8_e8m0fnu:  # the op takes float32, as inputs' scales are
+            if params.block_scale.dtype == torch.float8_e8m0fnu:  # the op needs float32, as inputs' scales are
                 replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
             scale = self._get_layer_params(layer).block_scale.data
             described = params.weight, scale, self.config.out_dtype, None

@@ -1,8 +1,8 @@
-"""Seam: INT8 linear layers (W8A8, symmetric) run our `gemm` where it was measured to be the faster.
+"""Run INT8 linear layers (W8A8, symmetric) by `gemm` where it was timed to be faster.
 
-Weights have a scale each or one per output channel; activations are quantized by vLLM's own op, with one static scale or a scale
-per token. vLLM's native kernel serves all other calls (native_kernel.py) and prepares the weight. Until ours was measured on a GPU,
-the native kernel serves there. Layers whose activations have a zero point are left to vLLM.
+Weights have one scale, or one per output channel. vLLM's op quantizes activations, with one static scale or one scale
+per token. vLLM's kernel serves all other calls (native_kernel.py) and prepares the weight. Before timing on a GPU it
+serves all. Layers whose activations have a zero point are left to vLLM.
 """
 
 import types
@@ -15,28 +15,36 @@ from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 
-MOST_TOKENS = 0  # that ours takes where it was not measured (kernel_selection.py)
+MOST_TOKENS = 0  # default token limit, before timing (kernel_selection.py)
 
 
 def int8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, native: str
 ) -> Tensor:
-    """`gemm` of x [M, K], which is quantized first, and weight [K, N], or the kernel that is kept by the name `native`, on x.
-    Without an input_scale each token has its own."""
+    """Run `gemm` on quantized x, or the kept kernel on x.
+
+    Args:
+        x: [M, K], bf16 or fp16.
+        weight: [K, N], int8.
+        weight_scale: 1 or N scales, float32.
+        input_scale: 1 scale, None for one scale per token.
+        bias: [N] or None.
+        native: The name of the kept kernel.
+    """
 
     given = x, weight, weight_scale, input_scale, bias, native
     return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
 def quantized(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x as int8 and its scale, by vLLM's op."""
+    """Return x as int8 and its scale, by vLLM's op."""
     from vllm import _custom_ops
 
     return _custom_ops.scaled_int8_quant(x.contiguous(), input_scale)[:2]
 
 
 class Int8Linear(native_kernel.Linear):
-    """`int8_linear` as it is measured. A layer: the arguments but x, and its type."""
+    """Describe `int8_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.gemm, staticmethod(int8_linear), MOST_TOKENS
 
@@ -94,7 +102,7 @@ define(int8_linear, _fake)
 
 
 def probe() -> None:
-    """vLLM's table of INT8 kernels, the function that chooses one, a kernel's methods and the quantization op are as expected."""
+    """Raise `Unavailable` unless vLLM's INT8 kernels, their selection and the quantization op are as expected."""
     from vllm import _custom_ops
     from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
@@ -104,19 +112,19 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Put our kernel first in vLLM's table. `register_linear_kernel` would append it, behind kernels that take everything."""
+    """Insert the plugin's kernel first in vLLM's table. `register_linear_kernel` appends, after catch-all kernels."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
     table = linear._POSSIBLE_INT8_KERNELS
 
     class RocmOpsInt8Linear(native_kernel.Keeping, CutlassInt8ScaledMMLinearKernel):
-        """`gemm` and the native kernel of a layer. Without one, weights are prepared as those of CUTLASS and of Triton."""
+        """Choose between `gemm` and vLLM's kernel. Without one, weights are prepared as for CUTLASS and Triton."""
 
         @classmethod
         def can_implement(cls, c):
             if not c.input_symmetric:
-                return False, "takes no activations with a zero point"
+                return False, "supports symmetric activations only"
             return True, None
 
         def __init__(self, c, layer_param_names):

@@ -1,10 +1,10 @@
-"""Seam: MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) run our `mxfp8_scaled_mm` where it is the faster.
+"""Run MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) by `mxfp8_scaled_mm` where it is faster.
 
-On ROCm only gfx950 has matrix instructions for this format. There vLLM's native kernel serves all other calls (native_kernel.py)
-and prepares the weight. The prepared weight may have one scale for 32 rows, which our op reads too.
+On ROCm only gfx950 has matrix instructions for this format. There vLLM's kernel serves all other calls
+(native_kernel.py) and prepares the weight. A prepared weight may have one scale per 32 rows, which the op reads too.
 
-The input is quantized by vLLM's op in front of either, where a compiled graph shows it to graph.py. vLLM's native kernel quantizes
-within; handed `Rows`, it finds that done.
+vLLM's op quantizes the input before either, where a compiled graph shows it to graph.py. vLLM's kernel quantizes
+inside. Given `Rows`, it skips that.
 """
 
 import functools
@@ -20,7 +20,7 @@ from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 
-MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
+MOST_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 GROUP = 32
 
 
@@ -30,19 +30,19 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Rows:
-    """Stand for the input of vLLM's native kernel, which takes the values and scales in place of a quantization of it."""
+    """Stand for the input of vLLM's kernel, with values and scales instead of a tensor to quantize."""
 
     def __init__(self, values: Tensor, scale: Tensor, dtype: torch.dtype):
         self.values, self.scale, self.dtype = values, scale, dtype
         self.shape, self.device = values.shape, values.device
 
     def reshape(self, *shape: int) -> "Rows":
-        """Return the rows, which are in two dimensions already."""
+        """Return self: the rows are two-dimensional already."""
         return self
 
 
 def unless_quantized(within: Callable) -> Callable:
-    """Return vLLM's quantization with `Rows` left as they are."""
+    """Wrap vLLM's quantization so that it unpacks `Rows`."""
 
     @functools.wraps(within)
     def quantized(x, *arguments, **keywords):
@@ -60,13 +60,23 @@ def mxfp8_linear(
     out_dtype: torch.dtype,
     native: str,
 ) -> Tensor:
-    """`mxfp8_scaled_mm` of a [M, K] and weight [N, K], or the kernel that is kept by the name `native`, on the same values."""
+    """Run `mxfp8_scaled_mm`, or the kept kernel on the same values.
+
+    Args:
+        a: [M, K], e4m3fn.
+        scale_a: [M, K / 32], e8m0.
+        weight: [N, K], e4m3fn.
+        weight_scale: [N, K / 32] or [N / 32, K / 32], e8m0.
+        bias: [N] or None.
+        out_dtype: The result's dtype.
+        native: The name of the kept kernel.
+    """
     given = a, scale_a, weight, weight_scale, bias, out_dtype, native
     return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
 class Mxfp8Linear(native_kernel.Linear):
-    """`mxfp8_linear` as it is measured. A layer: the arguments but a and its scales."""
+    """Describe `mxfp8_linear` for timing. A layer: the arguments except a and its scales."""
 
     op, run, limit = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear), MOST_TOKENS
 
@@ -113,7 +123,7 @@ define(mxfp8_linear, _fake)
 
 
 def probe() -> None:
-    """vLLM's table of MX-FP8 kernels, the function that chooses one, their base class and the quantization op are as expected."""
+    """Raise `Unavailable` unless vLLM's MX-FP8 kernels, their selection and quantization are as expected."""
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
@@ -127,7 +137,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Put our kernel first in vLLM's table. `register_linear_kernel` would append it, behind a kernel that takes everything."""
+    """Insert the plugin's kernel first in vLLM's table. `register_linear_kernel` appends, after a catch-all kernel."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
@@ -138,19 +148,19 @@ def install() -> None:
     rocm_native.mxfp8_e4m3_quantize = unless_quantized(rocm_native.mxfp8_e4m3_quantize)
 
     def tell(layer: torch.nn.Module) -> None:
-        """Store in a layer how its input is quantized, for the norm or the activation in front of it."""
+        """Store in a layer how its input is quantized, for the norm or activation before it."""
         layer.vllm_rocm_ops_quantize, layer.vllm_rocm_ops_is_mx = quantize, True
         layer.vllm_rocm_ops_column_major_scales = False
 
     class RocmOpsMxfp8Linear(native_kernel.Keeping, Mxfp8LinearKernel):
-        """`mxfp8_scaled_mm` and the native kernel of a layer."""
+        """Choose between `mxfp8_scaled_mm` and vLLM's kernel."""
 
-        supports_pre_processed_weights = True  # as in the native kernels: preparation only rewrites parameters
+        supports_pre_processed_weights = True  # as in vLLM's kernels: preparation only rewrites parameters
 
         @classmethod
         def is_supported(cls, compute_capability=None):
             if not (current_platform.is_cpu() or current_platform.supports_mx()):
-                return False, "needs matrix instructions that take block scales"
+                return False, "requires matrix instructions with block scales"
             return super().is_supported(compute_capability)
 
         @classmethod
@@ -174,7 +184,7 @@ def install() -> None:
             replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())
 
         def apply_weights(self, layer, x, bias=None):
-            # The native kernel keeps some weights in bf16. vLLM's emulation quantizes no input.
+            # vLLM's kernel keeps some weights in bf16. Its emulation does not quantize the input.
             serves = self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
             if not serves or native_kernel.leaves(self, x):
                 return self.native.apply_weights(layer, x, bias)

@@ -1,9 +1,9 @@
-"""Our linear kernels keep vLLM's native kernel for the same layer, for the calls that our ops do not take.
+"""Keep vLLM's kernel next to the plugin's for the same linear layer, for unsupported or slower calls.
 
-Each call chooses between our op and the native kernel (kernel_selection.py), inside one opaque torch op: a compiled graph
-serves every number of tokens, and a captured graph holds the choice for its batch size. The torch op names the native kernel by
-class and configuration. Both are the same in every process, so graphs from vLLM's compile cache find the kernel, and equal layers
-compile to equal graphs. A kernel has no other state: the weights are arguments of the torch op.
+Each call chooses between the op and vLLM's kernel (kernel_selection.py) inside one opaque torch op: a compiled graph
+serves every token count, and a captured graph holds the choice for its batch size. The torch op names the kept kernel
+by class and configuration. Both are the same in every process, so graphs from vLLM's compile cache find the kernel, and
+equal layers compile to equal graphs. A kernel has no other state: the weights are arguments of the torch op.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
 
 MARK = "vllm_rocm_ops_order"
-"""The name of the buffer that holds the layout of a layer's weight. vLLM's weight cache keeps buffers beside the weights."""
+"""The buffer with the order of a layer's weight. vLLM's weight cache saves buffers with the weights."""
 
 STATES = [(order, alone) for order in (None, "plain", "fragments") for alone in (False, True)]
-"""The values of that buffer, by index: the order of the weight, and whether our kernel alone reads it."""
+"""The buffer's values, by index: the order of the weight, and whether only the plugin's kernel reads it."""
 
-PART_BYTES = 16 << 20  # of a weight that is summed or reordered at a time
+PART_BYTES = 16 << 20  # chunk of a weight that is summed or reordered at a time
 
 shuffled: set[str] = set()
-"""The shapes of weights that this process has put in fragment order."""
+"""The shapes of weights that this process put in fragment order."""
 
 _kernels: dict[str, object] = {}
 
@@ -41,12 +41,18 @@ METHODS = {
     "process_weights_after_loading": ("layer",),
     "apply_weights": ("layer", "x", "bias"),
 }
-"""The methods of each base class of vLLM's linear kernels that ours override or call, and their parameters."""
+"""The methods of vLLM's linear kernels that the plugin overrides or calls, and their parameters."""
 
 
 def probe(table: str, base: type, config: str, **methods: tuple[str, ...]) -> None:
-    """Require vLLM's table of kernels, the function that chooses one, and the methods of their base class, whose argument for a
-    configuration has that name."""
+    """Raise `Unavailable` unless a kind of vLLM's linear kernels is as expected.
+
+    Args:
+        table: The name of vLLM's table of kernels.
+        base: Their base class.
+        config: The name of the configuration's parameter.
+        **methods: Further methods and their parameters.
+    """
     from vllm.model_executor.kernels import linear
 
     seam.require(isinstance(getattr(linear, table, None), dict), table)
@@ -56,27 +62,29 @@ def probe(table: str, base: type, config: str, **methods: tuple[str, ...]) -> No
 
 
 class Keeping:
-    """In front of vLLM's base class of a kind of kernels: ours, which keeps vLLM's own for the same layer."""
+    """Mix into vLLM's base class of a kind of kernels, and keep vLLM's kernel for the same layer."""
 
     order = None
 
     @classmethod
     def is_supported(cls, compute_capability=None) -> tuple[bool, str | None]:
-        """Answer vLLM. Our kernels sum in an order that depends on the number of tokens."""
+        """Answer vLLM. The op's order of summation depends on the token count."""
         from vllm import envs as vllm_envs
 
         return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
 
     def keep_native(self, native: type | None, *arguments) -> None:
-        """Make and keep the kernel that vLLM would run. Until the order of the weight is known, it serves alone."""
+        """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
         self.native = native and native(*arguments)
         self.native_name = native and keep(self.native)
         self.order = None if self.native else "plain"
 
 
 def register_first(ours: type, table: dict, kind: str) -> None:
-    """Have vLLM ask our kernel before its own: by `register_linear_kernel` if that can prepend, as a patch in patches/ lets it,
-    else in vLLM's table."""
+    """Have vLLM ask the plugin's kernel before its own.
+
+    By `register_linear_kernel` if it can prepend, as with a patch in patches/, else in vLLM's table.
+    """
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms import current_platform
 
@@ -88,7 +96,7 @@ def register_first(ours: type, table: dict, kind: str) -> None:
 
 @contextlib.contextmanager
 def without(kernels: list[type], ours: type):
-    """Take our kernel out of vLLM's list for a while."""
+    """Remove the plugin's kernel from vLLM's list within a context."""
     place = kernels.index(ours)
     del kernels[place]
     try:
@@ -98,8 +106,7 @@ def without(kernels: list[type], ours: type):
 
 
 def choose(ours: type, config, table: dict, quantization: str) -> type | None:
-    """The kernel that vLLM would choose without ours. None if there is none, and on CPU, where the tests need our ops'
-    references to run."""
+    """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests."""
     from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
     from vllm.platforms import current_platform
 
@@ -113,7 +120,7 @@ def choose(ours: type, config, table: dict, quantization: str) -> type | None:
 
 
 def can_keep(native: type | None, base: type) -> tuple[bool, str]:
-    """A kernel's answer to vLLM. The native kernel must have its input quantized by `base`, as ours has."""
+    """Answer vLLM whether its kernel can be kept: its input must be quantized by `base`, as the plugin's is."""
     plain = native is None or (
         native.apply_weights is base.apply_weights and getattr(native, "apply_input_quant", True)
     )
@@ -121,39 +128,44 @@ def can_keep(native: type | None, base: type) -> tuple[bool, str]:
 
 
 def keep(kernel: object) -> str:
-    """Keep a kernel. Returns the name by which `kept` finds it."""
+    """Keep a kernel, and return the name by which `kept` finds it."""
     name = f"{type(kernel).__name__} {kernel.config}"
     _kernels.setdefault(name, kernel)
     return name
 
 
 def kept(name: str) -> object:
-    """The native kernel of that name."""
+    """Return the kernel that was kept by this name."""
     return _kernels[name]
 
 
 def run_or_native(native: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
-    """Our op, where the choice for as many tokens as the first argument has rows is ours, and its kernels take the arguments;
-    else `native()`."""
+    """Run an op where the choice selects it and its kernels support the arguments, else `native()`.
+
+    Args:
+        native: Runs vLLM's kernel.
+        op: The op.
+        choice: The choice for the layer's shape.
+        *arguments: The op's. The first is [tokens, ...].
+    """
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
     output = op.run_kernels(*arguments) if choice.is_ours(tokens) else None
     return native() if output is None else output
 
 
 def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
-    """Rows of a tensor, in float32."""
+    """Return rows of a tensor in float32."""
     one_byte = tensor.element_size() == 1
     return tensor.view(torch.uint8)[places].view(tensor.dtype).float() if one_byte else tensor[places].float()
 
 
 def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
-    """A bias in float32, 0 where there is none."""
+    """Return elements of a bias in float32, 0 without one."""
     return 0.0 if bias is None else bias[places].float()
 
 
 def asks_for_aiter(kind: str) -> bool:
-    """Return whether vLLM runs AITER's kernels of a kind ("LINEAR", "MOE"): by the value of its switches, whoever set them, where the
-    library is installed."""
+    """Return whether vLLM uses AITER for a kind ("LINEAR", "MOE"): its switches are on and AITER is installed."""
     from vllm import _aiter_ops
     from vllm import envs as vllm_envs
 
@@ -162,8 +174,10 @@ def asks_for_aiter(kind: str) -> bool:
 
 
 def leaves(kernel, tokens: Tensor) -> bool:
-    """Return whether a kernel of ours leaves a call outside of compiled graphs to the kernel it keeps, with nothing left to measure. A
-    kernel that never serves its layer hands all later calls over."""
+    """Return whether an eager call goes to vLLM's kernel, with nothing left to time.
+
+    A kernel that never serves its layer hands over all later calls.
+    """
     choice = None if torch.compiler.is_compiling() else getattr(kernel, "choice", None)
     if choice is None or choice.layers is not None or choice.is_ours(tokens.numel() // max(tokens.shape[-1], 1)):
         return False
@@ -173,23 +187,25 @@ def leaves(kernel, tokens: Tensor) -> bool:
 
 
 class Linear:
-    """What `kernel_selection.Kernels` wants to know of linear layers. A layer's first value is its weight, [N, K] unless
-    `columns` says otherwise."""
+    """Implement `kernel_selection.Kernels` for linear layers.
+
+    A layer's first value is its weight, [N, K] unless `columns` differs.
+    """
 
     op: Op
     limit: int
-    """The most tokens of a call that ours takes where nothing was measured."""
+    """The token limit of the op before timing."""
     choice_of: Callable[..., Choice]
     run: Callable[..., Tensor]
     """The function of the seam's torch op, which serves a call by its choice."""
     theirs: Callable[..., Tensor]
-    """vLLM's kernel on the arguments of `run`."""
+    """Runs vLLM's kernel on the arguments of `run`."""
     taken: Callable[..., tuple]
-    """The arguments of our op, from those of `run`."""
+    """Returns the op's arguments for those of `run`."""
     sampled_rows = 8
 
     def ours(self, *arguments) -> Tensor | None:
-        """Run our op, or return None where its kernels do not take the arguments."""
+        """Run the op, or return None where its kernels do not support the arguments."""
         return self.op.run_kernels(*self.taken(*arguments))
 
     def serve(self, choice: Choice, *arguments) -> Tensor:
@@ -198,14 +214,14 @@ class Linear:
         return self.theirs(*arguments) if output is None else output
 
     def call(self, kernel, *arguments) -> Tensor:
-        """Run a call that `leaves` did not leave: the torch op in a compiled graph, its function elsewhere."""
+        """Run a call that `leaves` did not leave: by the torch op in a compiled graph, else by its function."""
         if torch.compiler.is_compiling():
             return getattr(torch.ops.vllm_rocm_ops, self.run.__name__)(*arguments)
         choice = getattr(kernel, "choice", None)
-        if choice is None or choice.layers is not None:  # a key takes as long to make as an op to launch
+        if choice is None or choice.layers is not None:  # making a key takes as long as launching an op
             choice = kernel.choice = self.choice_of(*arguments)
             return self.serve(choice, *arguments)
-        output = self.op.run_kernels(*self.taken(*arguments))  # as `ours`, in a frame less
+        output = self.op.run_kernels(*self.taken(*arguments))  # as `ours`, with one frame less
         return self.theirs(*arguments) if output is None else output
 
     def most_tokens(self) -> int:
@@ -220,12 +236,12 @@ class Linear:
         return layer[0].nbytes + tokens * (k * layer[0].element_size() + 2 * n), 2.0 * tokens * n * k
 
     def sizes(self, layer: tuple, *types: torch.dtype, bias: Tensor | None = None) -> str:
-        """A layer's sizes and types, and whether it has a bias, for its description."""
+        """Return a layer's sizes, dtypes, and whether it has a bias, for its description."""
         k, n = self.columns(layer)
         return f"{n}x{k} {kernel_selection.types(*types)}" + " bias" * (bias is not None)
 
     def choice(self, key: tuple, native: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
-        """The choice for layers of a key, noted for one of them with so many tokens if it is to be measured."""
+        """Return the choice for layers of a key, and note the layer if it is to be timed."""
         choice = kernel_selection.choice(key) or kernel_selection.choose(key, self, native, layer())
         if choice.layers is not None:
             choice.note(weight, tokens, layer)
@@ -233,8 +249,10 @@ class Linear:
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
-    """Whether installed kernels for this machine, which its GPU loads, take these arguments, which are on the meta device. True on
-    CPU, where our ops' references run."""
+    """Return whether kernels that this machine's GPU loads support these arguments, given on the meta device.
+
+    True on CPU, where references run.
+    """
     arch = seam.arch_here(seam.served_platform())
     if arch is None:
         return True
@@ -248,12 +266,12 @@ def has_kernels(op: Op, *arguments, **keywords) -> bool:
 
 
 def rows_of(weight: Tensor) -> Tensor:
-    """A weight as [N, K]. It is given as [N, K], or as the transposed view [K, N] that vLLM makes for some kernels."""
+    """Return a weight as [N, K], given as such or as the transposed view [K, N] that vLLM makes for some kernels."""
     return weight if weight.stride(-1) == 1 else weight.t()
 
 
 def fragments_of(weight: Tensor) -> Tensor:
-    """A weight in fragment order, given with the shape [N, K] or [K, N], in the shape that `shuffle_weight` returns."""
+    """View a weight in fragment order, given as [N, K] or [K, N], in the shape of `shuffle_weight`."""
     rows = rows_of(weight)
     (n, k), size = rows.shape, weight.element_size()
     return rows.view(
@@ -262,7 +280,7 @@ def fragments_of(weight: Tensor) -> Tensor:
 
 
 class Digest(NamedTuple):
-    """What tells the order of a weight [N, K] without a copy of it: checksums of it in rows and, if it fits, in fragment order."""
+    """Identify the order of a weight [N, K] without a copy: its checksum in rows and, if it fits, in fragment order."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -277,13 +295,15 @@ class Digest(NamedTuple):
 
 
 def parts(rows: Tensor) -> tuple[Tensor, ...]:
-    """A weight [N, K] in parts of `PART_BYTES` at most, of whole fragments: no second weight is held while they are read."""
+    """Split a weight [N, K] into chunks of whole fragments, at most `PART_BYTES` each, to bound temporary memory."""
     return rows.split(max(PART_BYTES // (rows.shape[1] * rows.element_size() * FRAGMENT_ROWS), 1) * FRAGMENT_ROWS)
 
 
 def checksum(rows: Tensor, reorder: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
-    """Return the sum, modulo 2^64, of a weight's words as `reorder` leaves them, each times a random number of its row and one of
-    its column."""
+    """Return a checksum of a weight in the order in which `reorder` leaves it.
+
+    It sums, modulo 2^64, each word times a random number of its row and one of its column.
+    """
     row_bytes = rows.shape[1] * rows.element_size()
     word = torch.int32 if row_bytes % 4 == 0 else torch.uint8
     generator = torch.Generator(rows.device).manual_seed(0)
@@ -299,8 +319,15 @@ def checksum(rows: Tensor, reorder: Callable[[Tensor], Tensor] = torch.clone) ->
 
 
 def order(weight: Tensor, before: Digest) -> str | None:
-    """The order in which vLLM's kernel left a weight that was `before`: "plain"; "fragments", as some of AITER's kernels want
-    it; None for an unknown one."""
+    """Return the order in which vLLM's kernel left a weight.
+
+    Args:
+        weight: The prepared weight.
+        before: Its digest before.
+
+    Returns:
+        "plain"; "fragments", as some of AITER's kernels want it; None if unknown.
+    """
     rows = rows_of(weight)
     if (rows.shape, rows.dtype) != before[:2]:
         return None
@@ -313,43 +340,58 @@ def order(weight: Tensor, before: Digest) -> str | None:
 
 
 def in_fragments(weight: Tensor) -> Tensor:
-    """Put a weight in fragment order where it lies, and return it as [N, K] without the padding of its rows."""
+    """Put a weight in fragment order in place, and return it as [N, K] without row padding."""
     rows = rows_of(weight)
-    packed = rows.as_strided(rows.shape, (rows.shape[1], 1))  # no row ends behind its own in `rows`
+    packed = rows.as_strided(rows.shape, (rows.shape[1], 1))  # each row ends at or before its end in `rows`
     for source, place in zip(parts(rows), parts(packed)):
         place.copy_(shuffle_weight(source).view(place.shape))
     return packed
 
 
 def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:
-    """Note the order of the weight that was just prepared, in our kernel and in a buffer of the layer."""
+    """Record the order of a prepared weight, in the kernel and in a buffer of the layer."""
     kernel.order = order
     state = torch.tensor(STATES.index((order, kernel.native is None)), dtype=torch.uint8, device="cpu")
     layer.register_buffer(MARK, state, persistent=False)
 
 
 def recall_order(kernel, layer: torch.nn.Module) -> None:
-    """Read the order of a weight that another process prepared from the layer's buffer, if there is one."""
+    """Read the order of a weight that another process prepared from the layer's buffer, if there is one.
+
+    Raises:
+        RuntimeError: The weight is in fragment order and the kernel is vLLM's.
+    """
     state = getattr(layer, MARK, None)
     if state is None:
         return
     order, alone = STATES[int(state)]
-    if hasattr(kernel, "native"):  # it is ours
+    if hasattr(kernel, "native"):  # the plugin's
         kernel.order, kernel.native = order, None if alone else kernel.native
     elif alone and order == "fragments":
         raise RuntimeError(
-            f"the weight was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which {type(kernel).__name__} cannot read"
+            f"the cached weight was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which {type(kernel).__name__} cannot read"
         )
 
 
 def wants_fragments(
     layer: torch.nn.Module, weight: Tensor, kernels: Linear, kept: object, description: tuple, scale: Tensor, out_dtype
 ) -> bool:
-    """Whether to put a layer's weight in fragment order. The user must ask for it, the sizes must allow it, nothing but the
-    linear kernel may read the weight, and our op must have kernels, as vLLM's do not read that order. Where a kernel of vLLM's is
-    kept, ours must have been measured to be the faster at every number of tokens, in a start before; `description` is the layer
-    as `kernels` describe it."""
-    # Latent attention marks a projection that it reads by the first name, DeepSeek V4 by the second.
+    """Return whether to put a layer's weight in fragment order.
+
+    The user must enable it, the sizes must allow it, nothing else may read the weight, and the op must have kernels,
+    because vLLM's do not read that order. Where a kernel of vLLM's is kept, the op must have won at every token count
+    in an earlier start.
+
+    Args:
+        layer: The layer.
+        weight: Its prepared weight.
+        kernels: The layer's kind.
+        kept: vLLM's kernel, or None.
+        description: The layer as `kernels` describes it.
+        scale: The weight's scale.
+        out_dtype: The result's dtype.
+    """
+    # MLA marks a projection that it reads by the first name, DeepSeek V4 by the second.
     read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
     asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
     rows = rows_of(weight).to("meta")
@@ -367,8 +409,11 @@ def wants_fragments(
 
 
 def won_everywhere(key: str) -> bool:
-    """Whether ours was measured to be the faster for a shape at every number of tokens of this vLLM. A graph that was compiled for
-    the other order must not be found again, which the seam that measures sees to (row_selection.py)."""
+    """Return whether the op won for a shape at every token count of this vLLM.
+
+    The compile cache must not find a graph for the other order, which the seam measured_selection ensures
+    (row_selection.py).
+    """
     from vllm.config import get_current_vllm_config
 
     scheduler = get_current_vllm_config().scheduler_config

@@ -1,13 +1,12 @@
-"""Seam: FP8 linear layers with scales per tensor, per token or per output channel run our `scaled_mm` where it is the faster.
+"""Run FP8 linear layers with scales per tensor, token or output channel by `scaled_mm` where it is faster.
 
-vLLM's native kernel, if there is one, serves all other calls (native_kernel.py) and prepares the weight. Our op reads both
-layouts that it may leave: rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is our fragment order.
-With `VLLM_ROCM_OPS_SHUFFLE=1` a weight is put in fragment order at loading where ours was measured to be the faster at every
-number of tokens, in a start before, or nothing else serves. The native kernel does not read that order, so our op then serves any
-number of tokens.
+vLLM's kernel, if there is one, serves all other calls (native_kernel.py) and prepares the weight. The op reads both
+layouts that it may leave: rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is the fragment
+order. With `VLLM_ROCM_OPS_SHUFFLE=1` a weight is put in fragment order at load, if the op won at every token count in
+an earlier start, or nothing else serves. vLLM's kernel does not read that order, so the op then serves any token count.
 
-`gated_linear` is such a linear with SwiGLU and static quantization behind, which graph.py puts in the place of the three. Few tokens take
-one launch where that was measured to be faster than two.
+`gated_linear` fuses such a linear with SwiGLU and static quantization. graph.py puts it in place of the three. It is
+one launch for token counts at which that was timed to be faster than two.
 """
 
 import torch
@@ -21,8 +20,8 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
-MOST_TOKENS = 64  # that ours takes where it was not measured (kernel_selection.py)
-BESIDE_CUTLASS = 32  # the same on NVIDIA: 64 took 1.04 of the time without ours (a step of Llama-3.1-405B, four H200)
+MOST_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
+BESIDE_CUTLASS = 32  # the same on NVIDIA: 64 took 1.04x the baseline's time (Llama-3.1-405B step, 4x H200)
 
 
 def scaled_linear(
@@ -35,20 +34,31 @@ def scaled_linear(
     in_fragments: bool,
     native: str,
 ) -> Tensor:
-    """`scaled_mm`, or the kernel that is kept by the name `native`, on the same arguments. The native kernel prepared b."""
+    """Run `scaled_mm`, or the kept kernel on the same arguments.
+
+    Args:
+        a: [M, K], e4m3.
+        b: The weight as the kept kernel prepared it: [K, N], or its fragments.
+        scale_a: 1 or M scales, float32.
+        scale_b: 1 or N scales, float32.
+        bias: [N] or None.
+        out_dtype: The result's dtype.
+        in_fragments: Whether b is in fragment order.
+        native: The name of the kept kernel.
+    """
     given = a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native
     return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
 def _weight(b: Tensor, in_fragments: bool) -> Tensor:
-    """A weight as `scaled_mm` takes it."""
+    """Return a weight in the form of `scaled_mm`."""
     if in_fragments:
         return native_kernel.fragments_of(b)
     return b.t() if b.stride(-1) == 1 else b
 
 
 class ScaledLinear(native_kernel.Linear):
-    """`scaled_linear` as it is measured. A layer: the arguments but a and its scale, a static scale, K."""
+    """Describe `scaled_linear` for timing. A layer: the arguments except a and its scale, a static scale, K."""
 
     op, run, limit = ops.scaled_mm, staticmethod(scaled_linear), MOST_TOKENS
 
@@ -84,8 +94,8 @@ class ScaledLinear(native_kernel.Linear):
 
     def arguments(self, layer, x, seed):
         b, scale_b, bias, out_dtype, in_fragments, native, static, _ = layer
-        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x, static)  # which compiles nothing
-        scale_a = scale_a if scale_a.numel() == 1 else scale_a[: len(x)]  # some native kernels pad the tokens
+        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x, static)  # compiles nothing
+        scale_a = scale_a if scale_a.numel() == 1 else scale_a[: len(x)]  # some of vLLM's kernels pad the tokens
         return a[: len(x)], b, scale_a, scale_b, bias, out_dtype, in_fragments, native
 
     def exact(self, arguments, x, rows, columns):
@@ -120,18 +130,24 @@ def gated_linear(
     in_fragments: bool,
     native: str,
 ) -> Tensor:
-    """`scaled_mm_silu_and_mul_quant`, or `scaled_linear` and `silu_and_mul_quant`. b is [gate | up]; `scale` is the result's."""
+    """Run `scaled_mm_silu_and_mul_quant`, or `scaled_linear` and `silu_and_mul_quant`.
+
+    As `scaled_linear`, where b is [gate | up] and `scale` is the result's.
+    """
     given = a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native
     return GATED.serve(GATED.choice_of(*given), *given)
 
 
 class GatedLinear(ScaledLinear):
-    """`gated_linear` as it is measured. A layer: the arguments but a and its scale, a static scale, K."""
+    """Describe `gated_linear` for timing. A layer: the arguments except a and its scale, a static scale, K."""
 
     op, run = ops.scaled_mm_silu_and_mul_quant, staticmethod(gated_linear)
 
     def serve(self, choice, *arguments):
-        """Run a call by its choice, where ours serves the linear alone, too: it was not measured beside vLLM's linear."""
+        """Run a call by its choice, if the plugin also serves the linear alone.
+
+        The fused launch was timed against the plugin's linear, not vLLM's.
+        """
         a, b, scale_a, scale_b, _, *rest = arguments
         tokens = a.shape[0]
         wins = choice.is_ours(tokens) and KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)
@@ -200,7 +216,7 @@ define(gated_linear, _gated_fake)
 
 
 def probe() -> None:
-    """vLLM's table of FP8 kernels, the function that chooses one and their base class are as expected."""
+    """Raise `Unavailable` unless vLLM's FP8 kernels, their selection and base class are as expected."""
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 
     names = ("A", "B", "out_dtype", "As", "Bs", "bias", "output_shape")
@@ -208,7 +224,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Put our kernel first in vLLM's table. `register_linear_kernel` would append it, behind kernels that take everything."""
+    """Insert the plugin's kernel first in vLLM's table. `register_linear_kernel` appends, after catch-all kernels."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
     from vllm.model_executor.utils import replace_parameter
@@ -216,17 +232,17 @@ def install() -> None:
     table = linear._POSSIBLE_FP8_KERNELS
 
     class RocmOpsScaledLinear(native_kernel.Keeping, FP8ScaledMMLinearKernel):
-        """`scaled_mm` and the native kernel of a layer."""
+        """Choose between `scaled_mm` and vLLM's kernel."""
 
         @classmethod
         def can_implement(cls, c):
             if c.activation_quant_key.scale.group_shape.is_per_group():
-                return False, "takes no scales per group"
+                return False, "does not support group scales"
             return native_kernel.can_keep(cls.native_class(c), FP8ScaledMMLinearKernel)
 
         @classmethod
         def native_class(cls, c):
-            """The kernel that vLLM would choose without ours."""
+            """Return the kernel that vLLM would choose without the plugin."""
             return native_kernel.choose(cls, c, table, "fp8_w8a8")
 
         def __init__(self, c, layer_param_names):

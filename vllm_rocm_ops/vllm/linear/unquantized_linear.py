@@ -1,9 +1,9 @@
-"""Seam, GPUs only: linear layers in bf16 and fp16, as lm_head is, run our `unquantized_gemm` where it is the faster.
+"""Run bf16 and fp16 linear layers, such as lm_head, by `unquantized_gemm` where it is faster. GPUs only.
 
-vLLM's own function serves all other calls: on ROCm a torch op that chooses among kernels, on CUDA PyTorch's linear. Compiled graphs
-hold our torch op in its place, unless a compiler pass of vLLM's looks for vLLM's op beside a norm. vLLM calls lm_head outside of
-its graphs, where the host's time counts: there no torch op is in between, and a layer that ours never serves gets vLLM's function
-back.
+vLLM's function serves all other calls: on ROCm a torch op that chooses among kernels, on CUDA PyTorch's linear.
+Compiled graphs hold the plugin's torch op in its place, unless a compiler pass of vLLM's matches vLLM's op next to a
+norm. vLLM calls lm_head outside of its graphs, where host time counts. There no torch op is involved, and a layer that
+the plugin never serves gets vLLM's function back.
 """
 
 import functools
@@ -20,19 +20,19 @@ from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 DECIDED = "vllm_rocm_ops_choice"
-"""The attribute of a layer that holds its choice, where nothing is left to measure."""
+"""The attribute of a layer with its choice, once nothing is left to time."""
 
-MOST_TOKENS = 16  # that ours takes where it was not measured (kernel_selection.py)
+MOST_TOKENS = 16  # default token limit, before timing (kernel_selection.py)
 
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`unquantized_gemm`, or vLLM's own function on the same arguments."""
+    """Run `unquantized_gemm`, or vLLM's function, on x [..., K], weight [N, K] and bias [N] or None."""
     theirs = functools.partial(KERNELS.theirs, x, weight, bias)
     return native_kernel.run_or_native(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
 
 
 def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.Choice:
-    """Return the choice for a call, noted where it is to be measured."""
+    """Return the choice for a call, and note the layer if it is to be timed."""
     layer = weight, bias, x.dtype
     choice = _choice(layer)
     if choice.layers is not None:
@@ -41,14 +41,14 @@ def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.C
 
 
 def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
-    """The choice for layers of this shape beside vLLM's function, or one that a name tells apart."""
+    """Return the choice for layers of this shape. `native` distinguishes choices without a timed baseline."""
     weight, bias, dtype = layer
     key = "unquantized", weight.shape, dtype, bias is None
     return kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native or replaced(), layer)
 
 
 class UnquantizedLinear(native_kernel.Linear):
-    """`unquantized_linear` as it is measured. A layer: the arguments but x, and its type."""
+    """Describe `unquantized_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MOST_TOKENS
 
@@ -88,20 +88,20 @@ define(unquantized_linear, _fake)
 
 
 def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`unquantized_gemm`, or None for what it leaves to vLLM's own."""
-    choice = _choice((weight, bias, x.dtype), "within vLLM's op")  # which is not measured: it has no call without ours
+    """Return `unquantized_gemm`, or None for calls left to vLLM."""
+    choice = _choice((weight, bias, x.dtype), "within vLLM's op")  # not timed: it has no call without the plugin
     return native_kernel.run_or_native(lambda: None, ops.unquantized_gemm, choice, x, weight, bias)
 
 
 def replaced() -> str:
-    """The name of vLLM's function for such layers on this platform."""
+    """Return the name of vLLM's function for such layers on this platform."""
     from vllm.platforms import current_platform
 
     return "default_unquantized_gemm" if current_platform.is_cuda() else "rocm_unquantized_gemm"
 
 
 def probe() -> None:
-    """vLLM's dispatch returns its function for this platform, and the function for ROCm calls a torch op."""
+    """Raise `Unavailable` unless vLLM dispatches to its function for this platform, which on ROCm is a torch op."""
     from vllm.model_executor.layers import utils
 
     theirs = getattr(utils, replaced())
@@ -111,8 +111,10 @@ def probe() -> None:
 
 
 def is_matched() -> bool:
-    """Return whether a pass of vLLM's matches its op beside a norm: AITER's norm with padding, AITER's all-reduce with a norm and the
-    indexer's projection."""
+    """Return whether a pass of vLLM's matches its op next to a norm.
+
+    These are AITER's norm with padding, AITER's all-reduce with a norm, and the indexer's projection.
+    """
     from vllm.config import get_current_vllm_config_or_none
     from vllm.platforms import current_platform
 
@@ -123,8 +125,10 @@ def is_matched() -> bool:
 
 
 def give_back(layer: torch.nn.Module, replacement: Callable, theirs: Callable) -> None:
-    """Give a layer that ours never serves vLLM's function back. Layers of embeddings look it up at each call, so that they get it when
-    ours serves none of them."""
+    """Give a layer that the plugin never serves vLLM's function back.
+
+    Embedding layers look the function up at each call, so they get it when the plugin serves none of them.
+    """
     from vllm.model_executor.layers import utils
 
     method = getattr(layer, "quant_method", None)
@@ -139,7 +143,7 @@ _looked_up: set[kernel_selection.Choice] = set()
 
 
 def install() -> None:
-    """Register our op with vLLM's if this vLLM lets plugins do so, else replace the function where vLLM's dispatch finds it."""
+    """Register the op with vLLM's if this vLLM allows it, else replace the function that vLLM's dispatch finds."""
     from vllm import envs
     from vllm.model_executor.layers import utils
 

@@ -1,1 +1,1 @@
-"""Which kernel serves a call: measured when a worker starts, kept in a file, agreed on by ranks."""
+"""Select the kernel for each call: timed when a worker starts, recorded in a file, agreed on by the ranks."""

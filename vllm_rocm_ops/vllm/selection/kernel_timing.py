@@ -1,12 +1,14 @@
-"""Times our kernels against vLLM's native ones when a worker of vLLM's starts, for kernel_selection.py.
+"""Time the plugin's kernels against vLLM's when a worker starts, for kernel_selection.py.
 
-The layers of a shape are known from vLLM's profile run, which calls the seams with the model's own weights. At vLLM's kernel
-warm-up, before graphs are captured, each shape is measured: graphs of one call per layer, which walk the model's weights, so
-that no cache holds them, ours and native in turn (clock.py). Each pair is checked first: against a sample of rows and
-columns that is computed in float32 from the dequantised weights, our error may be at most `LARGEST_ERROR` of the native
-kernel's, and the two whole results may be no further apart than that allows.
+The layers of a shape are known from vLLM's profile run, which calls the seams with the model's own weights. Each shape
+is timed at vLLM's kernel warm-up, before graphs are captured: in graphs of one call per layer, so that weights come
+from HBM and not from a cache, plugin and vLLM in turn (clock.py).
 
-One worker of a machine measures, the others wait at the file's lock and read.
+Each pair is checked first, on a sample of rows and columns computed in float32 from dequantized weights. The plugin's
+error may be at most `LARGEST_ERROR` times vLLM's, and the two whole results may differ by no more than
+that allows.
+
+One worker per machine times, the others wait for the file's lock and read.
 """
 
 from __future__ import annotations
@@ -41,37 +43,37 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import (
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-LARGEST_ERROR = 2.0  # of the native kernel's own
-NO_SAMPLE = 0.25  # a relative error of the native kernel that says that the sample is not what it computes
-FLOOR = 1e-5  # a relative error that is always allowed: of a sum of float32 in another order
+LARGEST_ERROR = 2.0  # times the error of vLLM's kernel
+NO_SAMPLE = 0.25  # relative error of vLLM's kernel above which the sample is not what it computes
+FLOOR = 1e-5  # relative error that is always allowed: float32 sums in another order
 SAMPLED_GROUPS = 4  # of columns
-ROWS_AT_A_TIME = 1024  # of two results that are compared
-SAMPLE_US = 500.0  # that the calls of one graph are to take
-MOST_SECONDS = 10.0  # of a start, for linear layers, experts, attention, norms and activations, and for waiting
-MOST_SECONDS_WAITING = 60.0  # for another process that measures, which compiles too
-FEW_ROUNDS = 5  # after which a kernel that was the faster in each is the faster
-HOPELESS = 1.5  # times the native kernel's time in one replay: not measured further
+ROWS_AT_A_TIME = 1024  # of two results, when compared
+SAMPLE_US = 500.0  # target duration of a graph's calls
+MOST_SECONDS = 10.0  # per start, for linear layers, experts, attention, norms and activations, and for waiting
+MOST_SECONDS_WAITING = 60.0  # for another process that times, and compiles too
+FEW_ROUNDS = 5  # after which a kernel that was faster in each is selected
+HOPELESS = 1.5  # times vLLM's time in one replay: not timed further
 PROGRESS_SECONDS = 5.0
-ROOF_SHARE, OPERATIONS_PER_US, LAUNCH_US = 0.5, 4e8, 3.0  # of a call, when its time is estimated
-CAPTURE_US, REPLAY_US, CHECK_US = 15e3, 300.0, 10e3  # of a graph and of a replay, besides its calls; of a check
+ROOF_SHARE, OPERATIONS_PER_US, LAUNCH_US = 0.5, 4e8, 3.0  # per call, for estimates
+CAPTURE_US, REPLAY_US, CHECK_US = 15e3, 300.0, 10e3  # per graph, replay and check, besides calls
 
 
 class Mismatch(Exception):
-    """Our result is not what it must be."""
+    """Signal that the plugin's result is wrong."""
 
 
 class Clock(Protocol):
-    """Times calls."""
+    """Time calls."""
 
     def times(self, calls: dict[str, Callable], sets: list[tuple]) -> dict[str, list[float]]:
-        """Microseconds per call of each function on each set of arguments, in turn."""
+        """Return microseconds per call of each function, in turn, over the sets of arguments."""
 
     def finish(self) -> None:
-        """Waits for all that was launched, which raises what went wrong."""
+        """Wait for all launches, and raise their errors."""
 
 
 class GraphClock:
-    """Replays of captured graphs between which caches are emptied."""
+    """Time replays of captured graphs, with caches flushed in between."""
 
     def times(self, calls, sets):
         graphs = {name: clocks.capture(call, sets) for name, call in calls.items()}
@@ -89,13 +91,13 @@ class GraphClock:
 
 
 def is_clear(times: dict[str, list[float]]) -> bool:
-    """Whether more samples would not change who serves: all of one kernel are below all of the other."""
+    """Return whether more samples would not change the choice: all of one kernel are below all of the other."""
     ours, native = times["ours"], times["native"]
     return max(ours) * (1 + kernel_selection.MARGIN) < min(native) or min(ours) > max(native)
 
 
 def sizes(captured: Iterable[int], most: int) -> list[int]:
-    """The numbers of tokens to measure: one, the captured sizes, powers of two above them, and the most of a step."""
+    """Return the token counts to time: 1, the captured sizes, powers of two above them, and a step's largest."""
     found = {1, *(size for size in captured if size <= most)}
     power = 1 << max(found).bit_length() if len(found) > 1 else 2
     while power < most:
@@ -105,41 +107,41 @@ def sizes(captured: Iterable[int], most: int) -> list[int]:
 
 
 def estimate(kernels: Kernels, layer: tuple, layers: int, tokens: int, bandwidth_gb_s: float) -> tuple[int, float]:
-    """How many layers a graph has a call of, and seconds for the pair."""
+    """Return how many layers a graph calls, and the seconds to time the pair."""
     us = call_us(*kernels.work(layer, tokens), bandwidth_gb_s)
     calls = calls_of_graph(us, layers)
     return calls, pair_seconds(us, calls)
 
 
 def call_us(moved: float, operations: float, bandwidth_gb_s: float) -> float:
-    """A pessimistic time of a call that moves so many bytes and has so many operations."""
+    """Return a pessimistic time of a call, in microseconds, from its bytes and operations."""
     return max(moved / (bandwidth_gb_s * 1e3 * ROOF_SHARE), operations / OPERATIONS_PER_US) + LAUNCH_US
 
 
 def calls_of_graph(us: float, layers: int) -> int:
-    """Calls of one graph, each of a layer of its own."""
+    """Return the calls per graph, each of another layer."""
     return max(1, min(layers, math.ceil(SAMPLE_US / us)))
 
 
 def pair_seconds(us: float, calls: int) -> float:
-    """Seconds for one pair, each kernel in a graph of so many calls."""
+    """Return the seconds to time a pair, each kernel in a graph of this many calls."""
     return (2 * (CAPTURE_US + (FEW_ROUNDS + 2) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
 
 
 def sample(count: int, most: int) -> Tensor:
-    """The first, the last and some numbers between."""
+    """Return at most `most` of `count` indices, evenly spaced, with the first and the last."""
     if count <= most:
         return torch.arange(count)
     return torch.linspace(0, count - 1, most).long()
 
 
 def relative(error: Tensor, size: Tensor) -> float:
-    """The root of the sum of squares of an error, as a share of that of what it is an error of."""
+    """Return the norm of an error relative to the norm of the exact value."""
     return float(error.square().sum().sqrt() / size.square().sum().sqrt().clamp_min(1e-30))
 
 
 def distance(ours: Tensor, native: Tensor) -> float:
-    """The same of two whole results, some rows at a time, as memory is short."""
+    """Return the relative distance of two whole results, a few rows at a time to save memory."""
     off = size = torch.zeros((), device=native.device)
     for ours_rows, native_rows in zip(ours.split(ROWS_AT_A_TIME), native.split(ROWS_AT_A_TIME)):
         off = off + (ours_rows.float() - native_rows.float()).square().sum()
@@ -148,34 +150,48 @@ def distance(ours: Tensor, native: Tensor) -> float:
 
 
 def check(ours: Tensor, native: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
-    """The relative errors of both kernels. Raises `Mismatch` where ours is not as near as it must be."""
+    """Return the relative errors of both kernels.
+
+    Args:
+        ours: The plugin's result, [tokens, columns].
+        native: vLLM's result.
+        exact: The float32 result at these rows and columns.
+        rows: Sampled rows.
+        columns: Sampled columns.
+
+    Raises:
+        Mismatch: The plugin's error is too large.
+        ArithmeticError: vLLM's own error is too large to judge the plugin's.
+    """
     if ours.shape != native.shape or ours.dtype != native.dtype:
-        raise Mismatch(f"{ours.dtype} {list(ours.shape)} in place of {native.dtype} {list(native.shape)}")
+        raise Mismatch(f"result must be {native.dtype} {list(native.shape)}, got {ours.dtype} {list(ours.shape)}")
 
     def sampled(output: Tensor) -> Tensor:
         return output[rows][:, columns].float()
 
     error, native_error = (relative(sampled(output) - exact, exact) for output in (ours, native))
     if not native_error <= NO_SAMPLE:
-        raise ArithmeticError(f"vLLM's own kernel is {native_error:.2g} off, so that ours cannot be judged")
+        raise ArithmeticError(f"vLLM's kernel has relative error {native_error:.2g}, too large for a comparison")
     if not error <= LARGEST_ERROR * native_error + FLOOR:
-        raise Mismatch(f"a relative error of {error:.2g}, vLLM's kernel has {native_error:.2g}")
+        raise Mismatch(f"relative error {error:.2g}, vLLM's kernel has {native_error:.2g}")
     apart = distance(ours, native)
     if not apart <= (LARGEST_ERROR + 1) * native_error + FLOOR:
-        raise Mismatch(f"{apart:.2g} away from vLLM's kernel, which has an error of {native_error:.2g}")
+        raise Mismatch(f"differs by {apart:.2g} from vLLM's kernel, which has relative error {native_error:.2g}")
     return error, native_error
 
 
 def compare(
     kernels, sets: list[tuple], judge: Callable, clock: Clock, marked: contextlib.AbstractContextManager, fresh=tuple
 ) -> Measured:
-    """Check a call of ours against vLLM's, and time both on all sets of arguments.
+    """Check a call of the plugin's against vLLM's, and time both on all sets of arguments.
 
     Args:
         kernels: Has `op`, `ours` and `theirs`, as `Kernels`.
-        judge: Takes both results and returns their relative errors. Raises `Mismatch` where ours is wrong.
-        marked: Is entered while ours runs.
-        fresh: Returns the arguments of a call that may write them.
+        sets: Arguments of the calls in a graph.
+        judge: Returns the relative errors of both results. Raises `Mismatch` where the plugin's is wrong.
+        clock: Times the calls.
+        marked: Is entered while the plugin runs.
+        fresh: Copies the arguments of a call that may write them.
     """
     native = kernels.theirs(*fresh(sets[0]))
     clock.finish()
@@ -199,12 +215,12 @@ def compare(
 def measure_pair(
     one: Choice, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
 ) -> Measured:
-    """Check and time ours against native for some tokens, as `compare`."""
+    """Check and time the plugin's kernel against vLLM's at a token count, as `compare`."""
     kernels = one.kernels
     columns_in, columns_out = kernels.columns(layers[0])
     device = next(value for value in layers[0] if isinstance(value, Tensor)).device
     generator = torch.Generator(device).manual_seed(tokens)
-    dtype = next((value for value in layers[0] if isinstance(value, torch.dtype)), torch.bfloat16)  # of tokens
+    dtype = next((value for value in layers[0] if isinstance(value, torch.dtype)), torch.bfloat16)  # tokens' dtype
     x = torch.randn(tokens, columns_in, generator=generator, device=device).to(dtype)
     sets = [kernels.arguments(layer, x, seed) for seed, layer in enumerate(layers)]
     starts = sample(-(-columns_out // GROUP), SAMPLED_GROUPS) * GROUP
@@ -214,7 +230,7 @@ def measure_pair(
     def judge(*results) -> tuple[float, float]:
         ours, native = map(getattr(kernels, "shown", lambda output: output), results)
         bits = native.view(torch.uint8) if native.itemsize == 1 else native
-        reached = bits.any(1).nonzero().flatten()  # not the tokens that have no expert here
+        reached = bits.any(1).nonzero().flatten()  # without tokens that have no expert on this rank
         rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]
         return check(ours, native, kernels.exact(sets[0], x, rows, columns), rows, columns)
 
@@ -223,7 +239,7 @@ def measure_pair(
 
 @contextlib.contextmanager
 def marker(path: Path, text: str) -> Iterator[None]:
-    """While ours runs, and both are timed, a file says so; one that is left behind tells of a process that ended there."""
+    """Keep a file while the plugin is timed. One that is left over shows where a process died."""
     with contextlib.suppress(OSError):
         path.write_text(text)
     try:
@@ -234,8 +250,11 @@ def marker(path: Path, text: str) -> Iterator[None]:
 
 
 def take_marker(path: Path, record: Record, save: Callable) -> None:
-    """Remember the op in whose measurement a process ended, before the next may end. It may have been killed: the op is measured
-    again, behind all others. It is off when a second process has ended there before one came through."""
+    """Record the op during whose timing a process died, before the next may die.
+
+    The process may have been killed, so the op is timed again, after all others. It is off once a second process died
+    there before one succeeded.
+    """
     try:
         op, _, what = path.read_text().partition("\n")
     except OSError:
@@ -243,18 +262,20 @@ def take_marker(path: Path, record: Record, save: Callable) -> None:
     if op:
         record.ended[op] = record.ended.get(op, 0) + 1
         if record.ended[op] > 1:
-            record.off[op] = f"{record.ended[op]} processes ended while they measured it, the last one {what}"
+            record.off[op] = f"{record.ended[op]} processes died while timing it, the last one at {what}"
         else:
-            logger.warning("vllm-rocm-ops: a process ended while it measured %s, which is measured again", what)
+            logger.warning("vllm-rocm-ops: a process died while timing %s, which is timed again", what)
         save()
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: float) -> list[tuple[Choice, list[int]]]:
-    """Return what a record lacks, the most valuable first: powers of two, few tokens before many, then the sizes between; at each
-    size by their share of a step. Sizes for which one kernel is chosen are one item. Last come ops in whose measurement a
-    process ended."""
+    """Return what a record lacks, the most valuable first.
+
+    Powers of two come first, few tokens before many, then the sizes between. At each size the share of a step decides.
+    The sizes of a shape with one choice are one item. Ops during whose timing a process died come last.
+    """
 
     def place(item: tuple[Choice, list[int]]) -> tuple:
         one, at = item
@@ -279,8 +300,17 @@ def measure(
     pair: Callable,
     end: float,
 ) -> None:
-    """Measure what a record lacks of some choices, each at so many tokens, by `pair`, and put it there. `save()` keeps the record.
-    Nothing is begun that would end after the time `end`, by its estimate."""
+    """Time what a record lacks, and add the results.
+
+    Args:
+        wanted: The token counts of each choice.
+        clock: Times calls.
+        record: Gets the results.
+        path: The record's file. Its `.running` file marks the current op.
+        save: Writes the record.
+        pair: Checks and times one choice at one token count.
+        end: The deadline, on the monotonic clock. Nothing starts that would end later by its estimate.
+    """
     start = shown = time.monotonic()
     arch = archs.ARCHS.get(record.machine.get("arch", ""))
     bandwidth = arch.bandwidth_gb_s if arch else 1000.0
@@ -288,7 +318,10 @@ def measure(
     count, given_up = sum(len(at) for _, at in todo), set()
     if todo:
         shapes = len({one for one, _ in todo})
-        logger.info("vllm-rocm-ops: times its kernels against vLLM's: %d shapes, %d pairs", shapes, count)
+        text = (
+            "vllm-rocm-ops: timing kernels against vLLM's: %d shapes, %d comparisons (VLLM_ROCM_OPS_MEASURE=0 disables)"
+        )
+        logger.info(text, shapes, count)
     for one, at in todo:
         op, layers = one.kernels.op.name, list(one.layers.values())
         if op in record.off or one in given_up:
@@ -300,18 +333,18 @@ def measure(
             continue
         if now - shown > PROGRESS_SECONDS:
             shown = now
-            logger.info("vllm-rocm-ops: measured %d of %d pairs in %.0f s", done, count, now - start)
+            logger.info("vllm-rocm-ops: timed %d of %d comparisons in %.0f s", done, count, now - start)
         for tokens, (calls, _) in zip(at, estimates):
             done += 1
             marked = marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
             try:
                 found = pair(one, layers[:calls], tokens, clock, marked)
-            except Exception as error:  # noqa: BLE001  the other shapes go on
+            except Exception as error:  # noqa: BLE001  the other shapes are still timed
                 why = f"{str(error).partition(chr(10))[0]} ({one.shape}, {tokens} tokens)"
                 if isinstance(error, Mismatch):
                     record.off[op] = why
                     break
-                logger.warning("vllm-rocm-ops: %s is not measured: %s: %s", op, type(error).__name__, why)
+                logger.warning("vllm-rocm-ops: timing of %s failed: %s: %s", op, type(error).__name__, why)
                 if not isinstance(error, ArithmeticError):
                     given_up.add(one)
                     break
@@ -319,14 +352,21 @@ def measure(
             record.shapes.setdefault(one.key, {})[tokens] = found
         save()
     if left:
-        text = "vllm-rocm-ops: %d of %d pairs were not measured in %.0f s; fixed limits hold there until the next start: %s"
-        logger.info(text, len(left), count, time.monotonic() - start, ", ".join(left))
+        logger.info(
+            "vllm-rocm-ops: %d of %d comparisons did not fit into %.0f s, "
+            "default token limits apply there until the next start: %s",
+            len(left),
+            count,
+            time.monotonic() - start,
+            ", ".join(left),
+        )
 
 
 def say_off(off: dict[str, str]) -> None:
     """Warn of ops that are off."""
+    text = "vllm-rocm-ops: %s is off on this GPU and vLLM's kernels run (`vllm-rocm-ops doctor` tells how to retry): %s"
     for op, why in off.items():
-        logger.warning("vllm-rocm-ops: %s is off on this GPU, vLLM's own kernels run: %s", op, why)
+        logger.warning(text, op, why)
 
 
 def warm_up(
@@ -336,9 +376,17 @@ def warm_up(
     gather: Callable[[Decided], list[Decided]],
     says: bool = True,
 ) -> None:
-    """Measure what this process's choices need, or read what another has; agree with the other ranks through `gather`; take it, and
-    say what it is, if this process `says` so. No layer is noted from now on. Whatever fails leaves choices as they are, and the
-    ranks in step."""
+    """Time what this process's choices need, or read it from the record, and apply what all ranks agree on.
+
+    No layer is noted from now on. A failure leaves the choices as they are and the ranks in step.
+
+    Args:
+        captured: The captured token counts.
+        most: The largest token count of a step.
+        clock: Times calls, None to use the record only.
+        gather: Returns the decisions of all ranks.
+        says: Whether this process logs the result.
+    """
     wanted = {one: sizes(captured, min(most, one.most)) for one in kernel_selection.choices() if one.layers}
     record, decided = agree(wanted, clock, gather)
     kernel_selection.settle(decided)
@@ -353,14 +401,21 @@ def agree(
     pair: Callable = measure_pair,
     share: float = 1.0,
 ) -> tuple[Record, Decided]:
-    """This machine's record, with what is `wanted` where there is a clock, and what all ranks decide. It may take its share of
-    `MOST_SECONDS`, less what this start has spent."""
+    """Return this machine's record, and the decision of all ranks.
+
+    Args:
+        wanted: The token counts of each choice.
+        clock: Times calls, None to use the record only.
+        gather: Returns the decisions of all ranks.
+        pair: Checks and times one choice at one token count.
+        share: Of `MOST_SECONDS` that this may take, minus the time that this start has spent.
+    """
     record = Record({})
     begin = time.monotonic()
     try:
         record = _measured_here(wanted, clock, pair, begin + share * MOST_SECONDS - kernel_selection.spent())
-    except Exception as error:  # noqa: BLE001  vLLM starts without it
-        logger.warning("vllm-rocm-ops: nothing was measured: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001  vLLM starts anyway
+        logger.warning("vllm-rocm-ops: kernel timing failed: %s: %s", type(error).__name__, error)
     kernel_selection.spend(time.monotonic() - begin)
     return record, kernel_selection.agreed(gather(record.decided()))
 
@@ -372,11 +427,11 @@ def say(record: Record, decided: Decided, known: set[str]) -> None:
         Record(record.machine, record.off, {k: v for k, v in record.shapes.items() if k in known})
     )
     if lines:
-        logger.info("vllm-rocm-ops: our kernels and vLLM's on this GPU\n%s", "\n".join(lines))
+        logger.info("vllm-rocm-ops: selected kernels on this GPU:\n%s", "\n".join(lines))
 
 
 def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: Callable, end: float) -> Record:
-    """This machine's record, with what is wanted, measured until `end` at most, where there is a clock."""
+    """Return this machine's record, with what is wanted timed until `end` if there is a clock."""
     here = kernel_selection.machine()
     path = kernel_selection.path_of(here)
     if clock is None or not wanted:
@@ -386,11 +441,13 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
         try:
             stack.enter_context(tables.locked(path.with_suffix(".lock"), MOST_SECONDS_WAITING))
         except TimeoutError as error:
-            logger.warning("vllm-rocm-ops: only what is known is used, as another process measures: %s", error)
+            logger.warning(
+                "vllm-rocm-ops: only recorded results are used, because another process is timing: %s", error
+            )
             return kernel_selection.read(path, here)
         except OSError as error:
             keeps = False
-            logger.warning("vllm-rocm-ops: what is measured is not kept: %s", error)
+            logger.warning("vllm-rocm-ops: results are not saved: %s", error)
         record = kernel_selection.read(path, here)
 
         def save() -> None:
@@ -400,7 +457,7 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
         take_marker(path.with_suffix(".running"), record, save)
         with torch.inference_mode():
             measure(wanted, clock, record, path, save, pair, end)
-        if record.ended:  # not by what was measured, which came to its end now
+        if record.ended:  # timing succeeded this time
             record.ended.clear()
             save()
         return record

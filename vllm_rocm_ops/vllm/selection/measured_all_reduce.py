@@ -1,12 +1,12 @@
-"""Whether an all-reduce and the norm behind it are one launch of ours: measured by all ranks of a tensor-parallel group together, before
-vLLM compiles a model. Until then, and wherever it does not win, vLLM's all-reduce runs.
+"""Select the all-reduces that run in one launch with the norm after them, or alone, before vLLM compiles a model.
 
-Every rank takes part in every step, and a step that fails on one rank ends all of it on all ranks, by `collectives.agree` over the group's
-CPU group. All ranks must get the same bits, within the error that is allowed beside vLLM's, and the slowest rank's time counts. What is
-measured is in the machine's file, beside what else is; the first rank reads and writes it.
+All ranks of a tensor-parallel group time them together. Before that, and wherever the plugin does not win, vLLM's
+all-reduce runs. Every rank takes part in every step, and a failure on one rank ends the step on all, by
+`collectives.agree` over the group's CPU group. All ranks must get the same bits, within the allowed error, and the
+slowest rank's time counts. The first rank reads and writes the results in the machine's file.
 
-In a model that vLLM compiles ours is timed against vLLM's all-reduce and our norm, which has won by itself before (row_selection.py), or
-against AITER's fused kernel where a pass has it. In others, against the function of vLLM's that they call.
+Baseline in a model that vLLM compiles: vLLM's all-reduce and the plugin's norm, selected before (row_selection.py), or
+AITER's fused kernel where a pass uses it. Baseline in other models: the function of vLLM's that they call.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measu
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-MOST_SECONDS = 5.0  # of a start
-SETS, CALLS, ROUNDS = 4, 16, 9  # of inputs, of a graph, and of its replays
+MOST_SECONDS = 5.0  # per start
+SETS, CALLS, ROUNDS = 4, 16, 9  # sets of inputs, calls per graph, replays
 EPSILON, SCALE, GROUP = 1e-6, 0.05, 128
 AITER = "AITER"
-"""The end of a key whose launch was measured beside AITER's fused one."""
+"""The end of a key whose baseline is AITER's fused launch."""
 
 
 class Clock(Protocol):
-    """Times calls that ranks make together."""
+    """Time calls that ranks make together."""
 
     def times(self, group, agree: Callable, calls: dict[str, Callable], sets: list[tuple]) -> dict[str, list[float]]:
-        """Return this rank's microseconds per call of each function, in turn, from replays that all ranks begin together."""
+        """Return this rank's microseconds per call of each function, in turn. All ranks start a replay together."""
 
     def finish(self) -> None:
-        """Wait for all that was launched, which raises what went wrong."""
+        """Wait for all launches, and raise their errors."""
 
 
 class GraphClock:
-    """Replays of graphs that vLLM's communicator captures."""
+    """Time replays of graphs that vLLM's communicator captures."""
 
     def times(self, group, agree, calls, sets):
         def capture(call: Callable) -> torch.cuda.CUDAGraph:
@@ -72,7 +72,7 @@ class GraphClock:
 
         def replay(name: str) -> None:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            calls["native"](*sets[0])  # where ranks meet
+            calls["native"](*sets[0])  # synchronizes the ranks
             start.record()
             graphs[name].replay()
             end.record()
@@ -88,11 +88,11 @@ class GraphClock:
         torch.cuda.synchronize()
 
 
-# What may be one launch
+# Candidates
 
 
 def calls_of(config, models: list[torch.nn.Module]) -> dict[Call, torch.nn.Module | None]:
-    """Return the calls of a worker's models, with the norm behind each that a helper of vLLM's is called with."""
+    """Return the calls of a worker's models, each with a norm if a function of vLLM's gets one."""
     hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
     found: dict[Call, torch.nn.Module | None] = {Call("", hidden, dtype): None}
     choices = row_selection.choices
@@ -117,18 +117,18 @@ def calls_of(config, models: list[torch.nn.Module]) -> dict[Call, torch.nn.Modul
 
 
 def is_aiters(call: Call) -> bool:
-    """Return whether a pass of vLLM's has AITER's fused kernel for a norm alone behind an all-reduce, which takes no quantization here."""
+    """Return whether a vLLM pass fuses AITER's all-reduce with this norm, which has no quantization."""
     return call.norm == "fused_add_rms_norm" and not call.helper and None in row_selection.choices.all_reduced
 
 
 def sizes(call: Call, shared_blocks: int) -> list[int]:
-    """Return the numbers of tokens to measure: powers of two, and the most that a launch takes."""
+    """Return the token counts to time: powers of two, and the largest that a launch supports."""
     most = min(launches.CAPACITY * launches.VALUES_IN_WORD // call.hidden, shared_blocks)
     return sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
 
 
 class Both:
-    """A call by ours and by vLLM's, as ranks measure it: both take this rank's input and what is behind it, which all ranks have."""
+    """Describe a call for timing. Both sides get this rank's input, and further arguments equal on all ranks."""
 
     def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable, device: torch.device):
         self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, device
@@ -136,7 +136,7 @@ class Both:
         self.word = f"{group.world_size}-ranks" + f"-{AITER}" * is_aiters(call)
 
     def inputs(self, tokens: int, seed: int) -> tuple[list[Tensor], tuple]:
-        """Return the inputs of all ranks, and the arguments behind them."""
+        """Return the inputs of all ranks, and the further arguments."""
         generator = torch.Generator(self.device).manual_seed(seed)
         hidden, dtype = self.call.hidden, self.call.dtype
 
@@ -163,11 +163,11 @@ class Both:
 
     @property
     def one_plus(self) -> bool:
-        """Whether 1 + weight takes the weight's place."""
+        """Return whether the norm multiplies by 1 + weight."""
         return reduced.HELPERS.get(self.call.helper, False)
 
     def ours(self, x: Tensor, *args) -> tuple:
-        """Return the results of our launch, and the residual behind them."""
+        """Return the results of the plugin's launch, then the residual."""
         if self.op is None:
             return (self.reduce.sum(x),)
         if self.call.helper:
@@ -176,7 +176,7 @@ class Both:
         return (*as_tuple(self.reduce(self.op, x, *args)), *self._residual(args))
 
     def theirs(self, x: Tensor, *args) -> tuple:
-        """Return the same by vLLM's all-reduce, and our norm unless vLLM's is part of it."""
+        """Return the same by vLLM's all-reduce and the plugin's norm, or vLLM's if fused."""
         if self.call.helper:
             return helper_of(self.call)(x, args[0], self.norm)
         if is_aiters(self.call):
@@ -191,7 +191,7 @@ class Both:
         return (args[self.op.Arguments._fields.index("residual") - 1],) if self.call.has_residual else ()
 
     def results(self, found: tuple, args: list) -> list[Tensor]:
-        """Return what a call has computed, without quantization."""
+        """Return a call's results, dequantized."""
         found, residual = (found[:-1], found[-1:]) if self.call.has_residual else (found, ())
         if self.op is not None and "scale" in self.op.Arguments._fields:
             found = (*found, args[self.op.Arguments._fields.index("scale") - 1])
@@ -219,11 +219,11 @@ def helper_of(call: Call) -> Callable:
     return getattr(found, "vllms", found)
 
 
-# Measuring
+# Timing
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """Return a hash of bits."""
+    """Return a hash of the tensors' bits."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
@@ -231,7 +231,7 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
-    """Check and time a call on all ranks. `Mismatch` on all of them where ours is wrong on one."""
+    """Check and time a call on all ranks. Raise `Mismatch` on all if the result is wrong on one."""
     rank, sets = both.group.rank_in_group, [both.inputs(tokens, seed) for seed in range(SETS)]
 
     def run(function: Callable) -> tuple[list[Tensor], tuple]:
@@ -256,9 +256,9 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
         return "", digest(list(raw)), *errors
 
     judged = agree(judge)
-    wrong = [f"rank {number} has {why}" for number, (why, *_) in enumerate(judged) if why]
+    wrong = [f"rank {number}: {why}" for number, (why, *_) in enumerate(judged) if why]
     if not wrong and len({bits for _, bits, *_ in judged}) > 1:
-        wrong = ["the ranks have not the same bits"]
+        wrong = ["the ranks have different bits"]
     if wrong:
         raise kernel_timing.Mismatch("; ".join(wrong))
     on_rank = [(every[rank], *args) for every, args in sets]
@@ -269,7 +269,7 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
 
 
 def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: dict, end: float) -> Record:
-    """Measure what the first rank's record lacks until a time, and return the record, which all ranks have then."""
+    """Time what the first rank's record lacks until `end`, and return the record, equal on all ranks."""
     is_first = every[0].group.rank_in_group == 0
     record = agree(lambda: kernel_selection.read(path, here))[0]
     running = path.with_name(f"{path.stem}-{reduced.NAME}.running")
@@ -285,7 +285,7 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
                 kept.ended = others | {op: n for op, n in record.ended.items() if op.startswith(reduced.NAME)}
                 kernel_selection.write(path, kept)
         except OSError as error:
-            logger.warning("vllm-rocm-ops: what is measured of all-reduces is not kept: %s", error)
+            logger.warning("vllm-rocm-ops: all-reduce results are not saved: %s", error)
 
     def after_crashes() -> Record:
         if is_first:
@@ -317,7 +317,7 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
 
 
 def key_of(both: Both) -> str:
-    """Return the key of what is measured."""
+    """Return the key of a call in the record."""
     return f"{both.call.op.name} {both.call.describe()} {both.word}"
 
 
@@ -325,31 +325,31 @@ def key_of(both: Both) -> str:
 
 
 def lacks(config, group, clock: Clock | None) -> str:
-    """Why a group does without our all-reduce, before anything is tried; empty if nothing speaks against it."""
+    """Return why a group does not use the plugin's all-reduce, before any attempt. Empty if it may."""
     if reduced.NAME not in seam.active():
-        return "its seam is off"
+        return "the seam all_reduce is off"
     if reduced.NAME in disabled():
         return "VLLM_ROCM_OPS_DISABLE"
     if clock is None:
-        return "nothing is measured here"
+        return "kernels are not timed here"
     if group.world_size not in launches.RANKS:
-        return f"{group.world_size} ranks"
+        return f"{group.world_size} ranks are not supported"
     if getattr(config.parallel_config, "use_ubatching", False):
-        return "two halves of a batch run at a time"
+        return "microbatching (use_ubatching)"
     from vllm import envs as vllms
 
     return "VLLM_BATCH_INVARIANT" if vllms.VLLM_BATCH_INVARIANT else ""
 
 
 def before_compiling(worker, group, clock: Clock | None, create: Callable = collectives.create) -> None:
-    """Decide for the group of a worker that has loaded its model. All ranks call it. Whatever fails on one leaves all without it."""
+    """Select for the group of a worker that has loaded its model. All ranks call it. A failure on one disables all."""
     reduced.groups.pop(group.unique_name, None)
     if group.world_size == 1:
         return
     says = group.rank_in_group == 0
 
     def agree(act: Callable[[], object], keep: bool = False):
-        """Return an action's results by rank, or this rank's alone, where others need not have it."""
+        """Return an action's results by rank, or with `keep` this rank's alone."""
         mine = []
         found = collectives.agree(group.cpu_group, lambda: mine.append(act()) if keep else act(), "off")
         return mine[0] if keep else found
@@ -358,7 +358,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
         config = worker.vllm_config
         reasons = [why for why in agree(lambda: lacks(config, group, clock)) if why]
         if reasons:
-            logger.debug("vllm-rocm-ops: no all-reduce of ours: %s", reasons[0])
+            logger.debug("vllm-rocm-ops: all-reduce stays vLLM's: %s", reasons[0])
             return
         start = time.monotonic()
         with torch.inference_mode():
@@ -367,17 +367,17 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
     except RuntimeError as error:
         reduced.groups.pop(group.unique_name, None)
         if says:
-            logger.warning("vllm-rocm-ops: vLLM's own all-reduce runs: %s", error)
+            logger.warning("vllm-rocm-ops: all-reduce stays vLLM's: %s", error)
 
 
 def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end: float) -> None:
-    """Measure, and put ours in the place of vLLM's where it wins."""
+    """Time, and put the plugin's launches in place where they win."""
     communicator = group.device_communicator
     theirs = communicator.all_reduce
     try:
         reduce = create(group.cpu_group, group.device, all_reduce=theirs)
     except RuntimeError as error:  # on all ranks
-        logger.info("vllm-rocm-ops: vLLM's own all-reduce runs: %s", error)
+        logger.info("vllm-rocm-ops: all-reduce stays vLLM's: %s", error)
         return
     models = row_selection.models_of(worker)
     every = agree(
@@ -390,7 +390,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     path = kernel_selection.path_of(here)
     known = agree(lambda: [key_of(both) for both in every])
     if any(keys != known[0] for keys in known):
-        raise RuntimeError(f"{reduced.NAME}: off: the ranks have not the same calls")
+        raise RuntimeError(f"{reduced.NAME}: off: the ranks have different calls")
     record = measure_all(every, clock, agree, path, here, end)
     decided = record.decided()
     choices = {both.call: made_choice(both, decided) for both in every}
@@ -418,7 +418,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
 
 
 def made_choice(both: Both, decided: Decided) -> Choice:
-    """Return the choice of a call, which all ranks decide alike."""
+    """Return the choice of a call, equal on all ranks."""
     choice = kernel_selection.choose((reduced.NAME, both.call), both.call, both.word, ())
     choice.state, choice.ours = "unmeasured", bytes(1)
     choice.decide(decided)
@@ -426,7 +426,7 @@ def made_choice(both: Both, decided: Decided) -> Choice:
 
 
 def checked(run: Callable, check: Callable[[], None]) -> Callable:
-    """Return a worker's function that fails if a rank was missing in its step: when results are there, which may be later."""
+    """Wrap a worker's function to raise if a rank was missing in its step, once results are there."""
 
     @functools.wraps(run)
     def call(*arguments, **keywords):

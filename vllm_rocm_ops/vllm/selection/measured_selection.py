@@ -1,5 +1,8 @@
-"""Seam: at vLLM's kernel warm-up our linear kernels and experts are timed against vLLM's, see kernel_timing.py; before vLLM
-compiles a model, its norms and activations, see row_selection.py."""
+"""Time the plugin's kernels against vLLM's when a worker starts.
+
+Norms and activations are timed before vLLM compiles a model (row_selection.py), linear layers, experts and attention at
+vLLM's kernel warm-up (kernel_timing.py).
+"""
 
 import functools
 import logging
@@ -21,7 +24,7 @@ METHOD, WARM_UP, LOAD = "compile_or_warm_up_model", "kernel_warmup", "load_model
 
 
 def probe() -> None:
-    """Executors reach a worker's methods through its wrapper, which looks for its own first."""
+    """Raise `Unavailable` unless executors reach a worker's methods through its wrapper, as expected."""
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     seam.require_parameters(getattr(WorkerBase, METHOD))
@@ -33,8 +36,11 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Decide on norms and activations when a worker has loaded its model. Note layers from the start of its device to its warm-up,
-    and measure then. With VLLM_ROCM_OPS_MEASURE=0 nothing is noted or measured."""
+    """Wrap a worker's start.
+
+    Norms and activations are selected when the model is loaded. Layers are noted from the device's start to the
+    warm-up, and timed then. With VLLM_ROCM_OPS_MEASURE=0 nothing is noted or timed.
+    """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def load_model(self, *arguments, **keywords):
@@ -54,8 +60,10 @@ def install() -> None:
         return begin(self, *arguments, **keywords)
 
     def compile_or_warm_up_model(self):
-        """The worker's own, with our measurement behind vLLM's kernel warm-up: before graphs are captured. A worker without one,
-        as on CPU, captures none."""
+        """Run the worker's method, and time kernels after vLLM's kernel warm-up, before graphs are captured.
+
+        A worker without kernel warm-up, as on CPU, captures none.
+        """
         worker = self.worker
         module = sys.modules[getattr(type(worker), METHOD).__module__]
         theirs = getattr(module, WARM_UP, None)
@@ -68,7 +76,7 @@ def install() -> None:
         @functools.wraps(theirs)
         def kernel_warmup(of, *arguments, **keywords):
             theirs(of, *arguments, **keywords)
-            if not keywords.get("process_local_only"):  # of one rank, without the others
+            if not keywords.get("process_local_only"):  # process-local: the other ranks do not take part
                 warm_up(of)
 
         setattr(module, WARM_UP, kernel_warmup)
@@ -84,19 +92,23 @@ def install() -> None:
 
 
 def say_calls(worker) -> None:
-    """Say on the first rank what a worker has called so far, and write it."""
+    """Log a worker's calls so far on the first rank, and write them for `vllm-rocm-ops doctor`."""
     if getattr(worker, "rank", 0):
         return
     try:
         called = reach.calls(captured_by(worker.vllm_config))
         reach.say_calls(called)
         reach.write(worker, called)
-    except Exception as error:  # noqa: BLE001  the worker starts without it
-        logger.info("vllm-rocm-ops: not said to `doctor` what this start called: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001  the worker starts anyway
+        logger.info(
+            "vllm-rocm-ops: this start's calls are not recorded for `vllm-rocm-ops doctor`: %s: %s",
+            type(error).__name__,
+            error,
+        )
 
 
 def captured_by(config) -> list[int] | tuple[()]:
-    """Return the numbers of tokens that graphs are captured for."""
+    """Return the token counts for which graphs are captured."""
     from vllm.config import CUDAGraphMode
 
     settings = config.compilation_config
@@ -105,7 +117,7 @@ def captured_by(config) -> list[int] | tuple[()]:
 
 
 def warm_up(worker) -> None:
-    """Measure for a worker, and agree with those of its tensor-parallel group, the first of which says what was found."""
+    """Time kernels for a worker, and agree within its tensor-parallel group. The group's first rank logs the result."""
     try:
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_tp_group
@@ -121,15 +133,22 @@ def warm_up(worker) -> None:
                 left = call_others(row_selection.models_of(worker), tokens, config.model_config.dtype)
             kernel_timing.warm_up(captured_by(config), most, timer, gather, says)
         if left and says:
-            text = "vllm-rocm-ops: unmeasured, so that fixed limits hold, as vLLM's profile run did not call them: %s"
+            text = "vllm-rocm-ops: not timed, as vLLM's profile run did not call them (default token limits apply): %s"
             logger.info(text, ", ".join(left))
     except Exception as error:  # noqa: BLE001  the worker starts without it
-        logger.warning("vllm-rocm-ops: fixed limits hold: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "vllm-rocm-ops: kernel timing failed, default token limits apply: %s: %s", type(error).__name__, error
+        )
 
 
 def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) -> list[str]:
-    """Call each FP8 linear layer of a shape that the profile run did not call, so that it is measured too: a projection of latent
-    attention, for instance, or what drafts tokens. Returns the names of layers that cannot be called so, experts among them."""
+    """Call each FP8 linear layer whose shape the profile run did not call, so that it is timed too.
+
+    Examples are a projection of MLA and a draft model's layers.
+
+    Returns:
+        The names of layers that cannot be called this way, experts among them.
+    """
     seen = {
         (layer[0].shape, layer[0].dtype) for one in kernel_selection.choices() for layer in (one.layers or {}).values()
     }
@@ -150,7 +169,7 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
             x = torch.zeros(1, module.input_size_per_partition, dtype=dtype, device=weight.device)
             with torch.inference_mode():
                 method.apply(module, x, getattr(module, "bias", None))
-        except Exception:  # noqa: BLE001  it has its fixed limit
+        except Exception:  # noqa: BLE001  its default limit applies
             left.append(name)
         for one in set(kernel_selection.choices()) - before:
             one.most = most
@@ -158,7 +177,7 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
 
 
 def before_compiling(worker) -> None:
-    """Decide on a worker's norms and activations, as `warm_up`."""
+    """Select a worker's norms, activations and all-reduces, as `warm_up` does for the rest."""
     try:
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_tp_group
@@ -174,22 +193,22 @@ def before_compiling(worker) -> None:
         finally:
             compile_cache.mark_again(worker)
     except Exception as error:  # noqa: BLE001  the worker starts without it
-        logger.warning("vllm-rocm-ops: norms and activations are not chosen: %s: %s", type(error).__name__, error)
+        logger.warning("vllm-rocm-ops: selection of norms and activations failed: %s: %s", type(error).__name__, error)
 
 
 def clock() -> kernel_timing.Clock | None:
-    """What times on this device; None on CPU, and where the user wants no measurement."""
+    """Return the clock for this device, None on CPU and with VLLM_ROCM_OPS_MEASURE=0."""
     measures = envs.VLLM_ROCM_OPS_MEASURE != "0" and seam.served_platform() != "cpu"
     return kernel_timing.GraphClock() if measures else None
 
 
 def group_clock() -> measured_all_reduce.Clock | None:
-    """What times calls that ranks make together, where `clock` times others."""
+    """Return the clock for calls that ranks make together, None where `clock` is or without a GPU."""
     return measured_all_reduce.GraphClock() if clock() is not None and torch.cuda.is_available() else None
 
 
 def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selection.Decided]:
-    """What each rank of a group has decided."""
+    """Return the decisions of each rank of a group."""
     if group.world_size == 1:
         return [decided]
     found = [None] * group.world_size
@@ -199,7 +218,7 @@ def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selecti
 
 SEAM = seam.Seam(
     name="measured_selection",
-    replaces="nothing; times ours against vLLM's when a model is loaded and at vLLM's kernel warm-up, through WorkerWrapperBase",
+    replaces="nothing; times kernels against vLLM's at model load and kernel warm-up, through WorkerWrapperBase",
     probe=probe,
     install=install,
 )
