@@ -655,15 +655,15 @@ def index() -> str:
         for op in op_module.registered()
     )
     about = (
-        "Names, arguments and roundings are those of vLLM's ops, but results are returned. A GPU's column has the types that its "
-        "kernels take and, if they differ, return. PyTorch computes other types. sm_90 is for development."
+        "Ops have the names, arguments and rounding of vLLM's ops, but return their results. GPU columns list the kernels' input dtypes "
+        "and, if different, output dtypes; PyTorch runs other dtypes. sm_90 is for development."
     )
     parts = (
         WRITTEN,
         "# Ops",
         about,
         markdown(("op", "computes", *archs.ARCHS), rows),
-        "`explain` says which kernel a call runs, and why:",
+        "`explain` reports the kernel that a call runs, and why:",
         explanation(),
         "Other pages: " + ", ".join(f"[{name.lower()}]({name}.md)" for name in GUIDES) + ".",
     )
