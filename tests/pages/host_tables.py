@@ -1,4 +1,4 @@
-"""Build the tables of host time and start time, from result files of host_time.py and latency.py."""
+"""The tables of what the plugin costs the host and a start, from the results of host_time.py and of latency.py."""
 
 import json
 
@@ -10,7 +10,7 @@ from .measurements import kind_of, lines_of, links, markdown, oldest_first
 
 
 def host_times() -> str:
-    """Return a table per GPU, with a row per seam and layer from each model's newest results."""
+    """Return a table for each GPU: a row for each layer of a seam, the newest of each model."""
     tables = []
     for folder in sorted(
         {path.parent for path in measurements.RESULTS.glob("*/*.jsonl") if kind_of(path) == "host-time"}
@@ -36,7 +36,7 @@ def host_times() -> str:
 
 
 def starts() -> str:
-    """Return a table per result file of starts, with medians over its pairs."""
+    """Return a table for each result file of starts, medians over its pairs."""
     tables = []
     for path in oldest_first(measurements.RESULTS.glob("*/*-start.json")):
         report = json.loads(path.read_text())
