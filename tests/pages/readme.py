@@ -1,4 +1,4 @@
-"""Generate the parts of README.md and other pages between `<!-- name -->` and `<!-- /name -->`, README's figure, and whole pages."""
+"""Generate the documentation: parts of pages, each between `<!-- name -->` and `<!-- /name -->`, whole pages, and figures."""
 
 import pathlib
 import re
@@ -178,7 +178,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
 
 
 def fresh(path: pathlib.Path) -> str:
-    """Return a file's text with every generated part regenerated."""
+    """Return a file's text with every generated part written anew."""
     text = path.read_text()
     for name, make in BLOCKS[path].items():
         block = f"<!-- {name} -->\n{make()}\n<!-- /{name} -->"
@@ -191,7 +191,7 @@ def fresh(path: pathlib.Path) -> str:
 
 
 def documents() -> dict[pathlib.Path, str]:
-    """Return the expected text of every file that has generated parts."""
+    """Return the wanted text of every generated file, and of every file with generated parts."""
     pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
     pages[FIGURE] = measurements.whole_models_figure()
     return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages
