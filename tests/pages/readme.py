@@ -1,5 +1,4 @@
-"""What is generated: parts of README.md and of pages, each between `<!-- name -->` and `<!-- /name -->`, README's figure, and whole
-pages."""
+"""Generate the documentation: parts of pages, each between `<!-- name -->` and `<!-- /name -->`, whole pages, and figures."""
 
 import ast
 import itertools
@@ -22,8 +21,10 @@ from . import (
     host_tables,
     measurements,
     op_pages,
+    pictures,
     predicted_table,
     quality_table,
+    results_page,
     step_table,
     systems,
 )
@@ -31,7 +32,6 @@ from .measurements import RESULTS, ROOT, markdown
 from .op_pages import DOCS
 
 README = ROOT / "README.md"
-FIGURE = RESULTS / "speedup.svg"
 
 
 def variables() -> str:
@@ -164,52 +164,50 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "doctor": doctor_sample,
     },
     DOCS / "configuration.md": {"variables": variables, "seams": seams},
-    DOCS / "measuring.md": {
+    DOCS / "benchmarks.md": {
         "unmeasured": measurements.unmeasured,
         "engine": measurements.engine,
+        "serving": measurements.serving,
         "attention in the engine": measurements.attention_in_engine,
-        "experts": measurements.experts_summary,
-        "decode attention": attention_table.decode_summary,
+        "decode attention": attention_table.decode,
+        "prefill attention": attention_table.prefill,
+        "experts": measurements.experts,
         "single ops": measurements.single_ops,
+        "regret": measurements.regret,
+        "host time": host_tables.host_times,
+        "starts": host_tables.starts,
         "quality": quality_table.quality,
         "arithmetic": quality_table.arithmetic,
     },
     DOCS / "architecture.md": {"tree": tree},
-    DOCS / "timing.md": {
-        "products": predicted_table.products,
+    DOCS / "timing.md": {"accuracy": predicted_table.accuracy},
+    ROOT / "tests" / "timing" / "notes.md": {
         "published": predicted_table.published,
         "simpler": predicted_table.simpler,
         "facts": predicted_table.facts,
     },
     DOCS / "decode_steps.md": {
         "steps": step_table.steps,
+        "worst": step_table.worst,
+        "products": predicted_table.products,
         "published": step_table.published,
         "others": step_table.others,
         "profiles": step_table.h200,
-        "worst": step_table.worst,
-        "launches": step_table.every,
         "constants": step_table.constants,
         "times": step_table.times,
     },
     RESULTS / "README.md": {
-        "profiles": measurements.profiles,
-        "engine": measurements.engine_commands,
-        "serving": measurements.serving,
-        "experts": measurements.experts,
-        "decode attention": attention_table.decode,
-        "attention": attention_table.prompts,
-        "host time": host_tables.host_times,
-        "starts": host_tables.starts,
-        "single ops": measurements.results,
-        "predicted": predicted_table.calls,
-        "static": measurements.static,
-        "waits": measurements.waits,
+        "engine": results_page.engine,
+        "steps": results_page.steps,
+        "ops": results_page.ops,
+        "kernels": results_page.kernels,
+        "index": results_page.index,
     },
 }
 
 
 def fresh(path: pathlib.Path) -> str:
-    """A file's text with every generated part written anew."""
+    """Return a file's text with every generated part written anew."""
     text = path.read_text()
     for name, make in BLOCKS[path].items():
         block = f"<!-- {name} -->\n{make()}\n<!-- /{name} -->"
@@ -222,7 +220,6 @@ def fresh(path: pathlib.Path) -> str:
 
 
 def documents() -> dict[pathlib.Path, str]:
-    """Every file that has generated parts, with the text that it should have."""
+    """Return the wanted text of every generated file, and of every file with generated parts."""
     pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
-    pages[FIGURE] = measurements.whole_models_figure()
-    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages
+    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages | pictures.drawn()
