@@ -428,6 +428,22 @@ def test_held_out_points_are_hollow():
     assert f" {height['1.0']:.1f}m-5 0a5" in drawn
 
 
+def test_a_baselines_share_of_the_roofline_is_of_the_same_bytes(folder, monkeypatch):
+    """Half the plugin's where the baseline takes twice as long. Ragged lengths and other batch sizes are left out."""
+    drawn = {}
+    monkeypatch.setattr(figures, "roofline", lambda models, title: drawn.update(models) or title)
+    monkeypatch.setitem(pictures.PEAK_GB_S, "Made-up GPU", 1000.0)
+
+    def attention(case: str) -> str:
+        batch, context = map(int, case.split()[0].split("x"))
+        of = {"op": "mla_decode", "shape": {"batch": batch, "context": context}, "bandwidth_gb_s": 800.0}
+        return line(2.0, case=f"model tp8 {case}", peers={"slow": 9.0, "fast": 4.0}, **of)
+
+    write(folder / "2026-11-21-a-decode-attention.jsonl", "".join(map(attention, ("1x128", "2x128", "1x128 ragged"))))
+    assert pictures.attention() == "Decode attention on Made-up GPU, measured: share of 1 TB/s"
+    assert drawn == {"model tp8: MLA, one layer": {("plugin", 1): {128: 0.8}, ("baseline", 1): {128: 0.4}}}
+
+
 @pytest.mark.parametrize("name", pictures.FIGURES)
 def test_a_page_uses_every_figure(name):
     """In both color schemes, and with one text for each."""

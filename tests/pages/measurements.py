@@ -187,9 +187,13 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
+LIBRARIES = "aiter", "torch", "vllm"  # named without their kernels
+
+
 def peers_of(lines: Iterable[dict]) -> str:
     """Return the names of the lines' best baselines."""
-    return " or ".join(sorted({name.split()[0] for line in lines if (name := best_peer(line))}))
+    names = {name for line in lines if (name := best_peer(line))}
+    return " or ".join(sorted({name.split()[0] if name.split()[0] in LIBRARIES else name for name in names}))
 
 
 # Ops, for benchmarks.md

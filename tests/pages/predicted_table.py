@@ -106,24 +106,24 @@ KINDS = {
 
 def accuracy() -> str:
     """Return a row for each class of points that no constant was fitted to: the calibration's held-out halves, then published times."""
-    rows = []
+    rows, classes = [], calibrate.read()["classes"]
     for kind, name in KINDS.items():
-        found = calibrate.read()["classes"][kind][report.HALVES[1]]
-        order = f"{found['right']} of {found['pairs']}"
-        rows.append(
-            (name, "MI300X", "held out", str(found["points"]), _share(found["median"]), _share(found["p90"]), order)
-        )
+        found = classes[kind][report.HALVES[1]]
+        rows.append((name, "MI300X", "held out", str(found["points"]), _share(found["median"]), _share(found["p90"])))
     published = json.loads(PUBLISHED.read_text())
-    pairs = {(each["op"], each["gpu"]): f"{each['right']} of {each['pairs']}" for each in published["pairs"]}
     for each in published["classes"]:
         if each["set"] not in FITTED and each["predicted"]:
             errors = _share(each["median"]), "" if each["p90"] is None else _share(each["p90"])
-            points = f"{each['predicted']} of {each['points']}"
-            rows.append((*_class(each), points, *errors, pairs.pop((each["op"], each["gpu"]), "")))
+            rows.append((*_class(each), f"{each['predicted']} of {each['points']}", *errors))
     right, every = (sum(each[name] for each in published["pairs"]) for name in ("right", "pairs"))
-    rows.append(("all pairs of published times", "", "", "", "", "", f"{right} of {every}"))
-    header = "kernels", "GPU", "set", "points", "p50 error", "p90 error", "pairs in order"
-    return markdown(header, rows)
+    by_class = "; ".join(" ".join(_pair(each)[:2]) + f": {_pair(each)[2]}" for each in published["pairs"])
+    header = "kernels", "GPU", "set", "points", "p50 error", "p90 error"
+    return f"{markdown(header, rows)}\n\nPairs in order: **{right} of {every}**. {by_class}."
+
+
+def _pair(each: dict) -> tuple[str, str, str]:
+    """Return a class of pairs, its GPU, and the pairs in order."""
+    return OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], f"{each['right']} of {each['pairs']}"
 
 
 def simpler() -> str:
@@ -158,10 +158,7 @@ def published() -> str:
         for each in found["classes"]
         for reason, count in each.get("left out", {}).items()
     ]
-    pairs = [
-        (OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], f"{each['right']} of {each['pairs']}")
-        for each in found["pairs"]
-    ]
+    pairs = map(_pair, found["pairs"])
     total = [sum(each[name] for each in found["pairs"]) for name in ("right", "pairs")]
     header = (
         "kernels",

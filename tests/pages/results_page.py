@@ -92,7 +92,7 @@ def _ms(case: EngineCase, batch: int) -> str:
 
 
 def steps() -> str:
-    """Return a row for each profiled step: us by class of kernels, baseline / plugin."""
+    """Return a row for each profiled step: us by class of kernels, baseline / plugin, a longer step in bold."""
     kinds = *decode_profile.CLASSES, decode_profile.REST, decode_profile.IDLE
     rows = []
     for run in measurements.profiled_runs():
@@ -102,6 +102,7 @@ def steps() -> str:
             classes = [decode_profile.by_class(rank) for rank in firsts]
             cells = (" / ".join(f"{of[kind]:.0f}" if kind in of else "" for of in classes) for kind in kinds)
             spans = " / ".join(f"{rank['span_us']:.0f}" for rank in firsts)
+            spans = f"**{spans}**" if firsts[0]["span_us"] < firsts[-1]["span_us"] else spans
             launches = " / ".join(f"{decode_profile.launches(rank):.0f}" for rank in firsts)
             least = f"{floor:.0f}" if floor else ""
             what = f"[{run.name}]({run.path.relative_to(measurements.RESULTS).as_posix()})", run.hardware, run.layers
