@@ -404,8 +404,9 @@ def test_predicted_times_are_hatched_and_named():
 def test_a_breakdown_stacks_classes_of_each_side():
     sides = {"without": ({"attention": 1.0, "idle": 3.0}, 4.0), "with": ({"attention": 1.0, "idle": 1.0}, 2.0)}
     drawn = figures.breakdown({"model": {"8": sides}})
-    (_, first), (_, second) = bars(drawn, 'class="f-blue"')
-    (_, idle), (_, less) = bars(drawn, 'class="f-purple"')
+    (top, first), (_, second) = bars(drawn, 'class="f-blue"')
+    (above, idle), (_, less) = bars(drawn, 'class="f-purple"')
+    assert above + idle == pytest.approx(top, abs=0.2), "idle is stacked on attention"
     assert first == second and idle == pytest.approx(3 * first, abs=0.2) and less == pytest.approx(first, abs=0.2)
     assert {"attention", "idle", "4.0", "2.0", "batch 8"} <= set(texts_of(drawn))
 
@@ -414,7 +415,10 @@ def test_a_share_of_the_roofline_is_drawn_by_side():
     curves = {("plugin", 1): {128: 0.4, 1024: 0.8}, ("baseline", 1): {128: 0.2, 1024: 0.4}}
     drawn = figures.roofline({"model": curves}, "title")
     y = {found[1]: float(found[0]) for found in re.findall(r'y="([\d.]+)" class="right">([\d]+)%<', drawn)}
-    plugin, baseline = re.findall(r'class="line s-red(?: dashed)?" d="M([\d.]+ [\d.]+L[\d.]+ [\d.]+)"', drawn)
+    plugin, baseline = (
+        re.search(rf'class="line s-red{dashed}" d="M([\d.]+ [\d.]+L[\d.]+ [\d.]+)"', drawn)[1]
+        for dashed in ("", " dashed")
+    )
     assert [float(at.split()[1]) for at in plugin.split("L")] == [y["40"], y["80"]]
     assert [float(at.split()[1]) for at in baseline.split("L")] == [y["20"], y["40"]]
     assert {"128", "1k", "plugin, batch 1", "best baseline, batch 1"} <= set(texts_of(drawn))
@@ -449,7 +453,7 @@ def test_a_page_uses_every_figure(name):
     """In both color schemes, and with one text for each."""
     pages = [readme.README, *readme.DOCS.glob("*.md"), RESULTS_PAGE]
     assert any(f"results/{name}.svg)" in page.read_text() for page in pages)
-    drawn = (measurements.RESULTS / f"{name}.svg").read_text()
+    drawn = pictures.FIGURES[name]()
     xml.etree.ElementTree.fromstring(drawn)
     assert "@media (prefers-color-scheme:dark)" in drawn
     assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= set(re.findall(r"--(\w+):", drawn))
