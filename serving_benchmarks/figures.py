@@ -54,7 +54,7 @@ def predicted_lines(paths: Iterable[Path]) -> list[dict]:
     lines = (json.loads(line) for path in paths for line in path.read_text().splitlines())
     found = [line for line in lines if "predicted_us" in line]
     if not found:
-        raise ValueError(f"there is no predicted time in {', '.join(map(str, paths))}")
+        raise ValueError(f"no predicted times in {', '.join(map(str, paths))}")
     return found
 
 
@@ -78,8 +78,8 @@ def predicted(lines: list[dict]) -> str:
     kinds = {kind_of(line["layer"], line["op"]) for line in lines}
     used = [kind for kind in FILLS if kind in kinds]
     parts = [
-        text(width / 2, 16, f"Predicted for {lines[0]['device']}, never measured: the kernels of a decode step by kind", "title"),
-        text(width / 2, 36, "their sum, not a step: without launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling"),
+        text(width / 2, 16, f"Predicted for {lines[0]['device']}, never measured: kernels of a decode step by kind", "title"),
+        text(width / 2, 36, "their sum, not a step: excludes launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling"),
         *panel.frame(panel.linear_ticks(), "{:g}", axis="ms, predicted sum of these kernels"),
     ]  # fmt: skip
     x = panel.left + bar * 0.75
@@ -96,7 +96,7 @@ def predicted(lines: list[dict]) -> str:
             parts.append(text(x, panel.bottom + 14, f"batch {batch}"))
             x += bar
         x += bar / 2
-    band = f"error bars: of kernels with a known error band; {lines[0]['context']} keys a request; kernels of {lines[0]['commit']}"
+    band = f"error bars: kernels with a known error band; {lines[0]['context']} keys per request; kernels of {lines[0]['commit']}"
     parts.append(text(width / 2, panel.bottom + 54, band))
     rows = [(rectangle(-10, -6, 20, 12, f"#{kind}"), kind) for kind in used]
     parts += svg.legend(rows, width / 2 - 105 * len(rows[:COLUMNS]) / 2 + 10, panel.bottom + 78, COLUMNS, 105)

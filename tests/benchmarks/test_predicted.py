@@ -172,7 +172,7 @@ def test_a_machine_without_a_gpu_shows_kernels_and_predicted_times(tmp_path, cap
     figure = ElementTree.fromstring(path.read_text())
     texts = [element.text for element in figure.iterfind(".//{*}text")]
     assert (
-        texts[0] == "Predicted for MI300X, never measured: the kernels of a decode step by kind"
+        texts[0] == "Predicted for MI300X, never measured: kernels of a decode step by kind"
         and "not a step" in texts[1]
     )
     assert [texts.count(text) for text in ("3.0 ms", "30 launches", "batch 1", "batch 8", "linear", "moe")] == [
