@@ -48,8 +48,8 @@ def test_the_newest_line_of_each_checkpoint_is_a_row(folder):
     ]
 
 
-def test_the_page_on_measuring_has_the_table(folder):
-    page = readme.DOCS / "measuring.md"
+def test_the_page_of_benchmarks_has_the_table(folder):
+    page = readme.DOCS / "benchmarks.md"
     assert "<!-- quality -->\nNothing yet.\n<!-- /quality -->" in readme.fresh(page)
     (folder / "2026-11-22-b-quality.jsonl").write_text(line("llama", "static") + "\n")
     assert "| llama | FP8, a static scale per tensor | 5.2500 |" in readme.fresh(page)

@@ -32,7 +32,8 @@ EXAMPLE = {"op": "fused_add_rms_norm_static_fp8_quant", "shape": "1x16384", "arc
 GUIDES = (
     "compatibility",
     "configuration",
-    "measuring",
+    "benchmarks",
+    "benchmarking",
     "tuning",
     "development",
     "architecture",

@@ -1,22 +1,31 @@
-"""The tables of serving_benchmarks/quality/quality.py's and arithmetic.py's results, for a page that readme.py writes."""
+"""Tabulate the results of serving_benchmarks/quality/quality.py and arithmetic.py for benchmarks.md."""
 
 from .compatibility import QUANTISATIONS
 from .measurements import head, markdown, measured, plural
 
 NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items() if flavour is not None}
 ABOUT = (
-    "Perplexity of held-out text in vLLM, of small models trained by `python serving_benchmarks/quality/quality.py`: of the bf16 checkpoint "
-    "without the ops, then of each checkpoint without and with them. A worst scale error is that of the layer whose scale "
-    "would explain most of the difference. Tokens are counted up to the first that differs."
+    "Perplexity of held-out text in vLLM, for small models that `python serving_benchmarks/quality/quality.py` trains: the bf16 "
+    "checkpoint on the baseline, then each checkpoint on the baseline and with the plugin. The worst scale error names the layer whose "
+    "scale would explain most of the difference. Greedy tokens are counted up to the first difference."
 )
 
 
 def quality() -> str:
-    """For each GPU, a row for each checkpoint. Bold is beyond what the command allows."""
+    """Return a table per GPU: a row for each checkpoint, bold beyond the command's limits."""
     tables = []
     for newest in measured("quality"):
         lines = [line for line, _ in newest.values()]
-        header = ("model", "quantization", "bf16", "without", "with", "difference", "worst scale error", "tokens equal")
+        header = (
+            "model",
+            "quantization",
+            "bf16",
+            "baseline",
+            "plugin",
+            "difference",
+            "worst scale error",
+            "tokens equal",
+        )
         tables.append(f"{head(lines)}:\n\n{markdown(header, map(row, lines))}")
     return "\n\n".join([ABOUT, *tables]) if tables else "Nothing yet."
 
@@ -34,15 +43,15 @@ def row(line: dict) -> tuple[str, ...]:
 
 
 ARITHMETIC = (
-    "What each op makes of the activations and weights of these models, by `python serving_benchmarks/quality/arithmetic.py`: the norm of the "
-    "error over that of the exact result, which is float64's. A cell has the largest error of a call and, of all calls, the most "
-    "that ours is of stock's. Stock is vLLM's kernel or, emulated and where vLLM has none, the op's reference, which rounds where "
-    "vLLM does. The files have every layer."
+    "Relative error of each op against float64, on the activations and weights of these models, by "
+    "`python serving_benchmarks/quality/arithmetic.py`. A cell has the largest error of a call, and the largest ratio of a plugin's error to "
+    "the baseline's. The baseline is vLLM's kernel; in the emulator, and where vLLM has no kernel, it is the op's reference, which "
+    "rounds where vLLM does."
 )
 
 
 def arithmetic() -> str:
-    """A row for each result of an op, with the errors on each machine."""
+    """Return a row for each result of an op, with the errors on each machine."""
     calls: dict[tuple[str, str], dict[str, list[dict]]] = {}
     machines, checkpoints, files = [], set(), []
     for newest in measured("arithmetic"):
@@ -66,7 +75,7 @@ def arithmetic() -> str:
 
 
 def errors(found: list[dict]) -> str:
-    """The largest error and the most that one is of stock's. Bold is beyond what the command allows."""
+    """Return the largest error and the largest ratio to the baseline's, bold beyond the command's limits."""
     if not found:
         return ""
     bold = "**" if any(one["wrong"] for one in found) else ""

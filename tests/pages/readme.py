@@ -18,8 +18,10 @@ from . import (
     host_tables,
     measurements,
     op_pages,
+    pictures,
     predicted_table,
     quality_table,
+    results_page,
     step_table,
     systems,
 )
@@ -27,7 +29,6 @@ from .measurements import RESULTS, ROOT, markdown
 from .op_pages import DOCS
 
 README = ROOT / "README.md"
-FIGURE = RESULTS / "speedup.svg"
 
 
 def variables() -> str:
@@ -134,45 +135,43 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "doctor": doctor_sample,
     },
     DOCS / "configuration.md": {"variables": variables, "seams": seams},
-    DOCS / "measuring.md": {
+    DOCS / "benchmarks.md": {
         "unmeasured": measurements.unmeasured,
         "engine": measurements.engine,
+        "serving": measurements.serving,
         "attention in the engine": measurements.attention_in_engine,
-        "experts": measurements.experts_summary,
-        "decode attention": attention_table.decode_summary,
+        "decode attention": attention_table.decode,
+        "prefill attention": attention_table.prefill,
+        "experts": measurements.experts,
         "single ops": measurements.single_ops,
+        "regret": measurements.regret,
+        "host time": host_tables.host_times,
+        "starts": host_tables.starts,
         "quality": quality_table.quality,
         "arithmetic": quality_table.arithmetic,
     },
-    DOCS / "timing.md": {
-        "products": predicted_table.products,
+    DOCS / "timing.md": {"accuracy": predicted_table.accuracy},
+    ROOT / "tests" / "timing" / "notes.md": {
         "published": predicted_table.published,
         "simpler": predicted_table.simpler,
         "facts": predicted_table.facts,
     },
     DOCS / "decode_steps.md": {
         "steps": step_table.steps,
+        "worst": step_table.worst,
+        "products": predicted_table.products,
         "published": step_table.published,
         "others": step_table.others,
         "profiles": step_table.h200,
-        "worst": step_table.worst,
-        "launches": step_table.every,
         "constants": step_table.constants,
         "times": step_table.times,
     },
     RESULTS / "README.md": {
-        "profiles": measurements.profiles,
-        "engine": measurements.engine_commands,
-        "serving": measurements.serving,
-        "experts": measurements.experts,
-        "decode attention": attention_table.decode,
-        "attention": attention_table.prompts,
-        "host time": host_tables.host_times,
-        "starts": host_tables.starts,
-        "single ops": measurements.results,
-        "predicted": predicted_table.calls,
-        "static": measurements.static,
-        "waits": measurements.waits,
+        "engine": results_page.engine,
+        "steps": results_page.steps,
+        "ops": results_page.ops,
+        "kernels": results_page.kernels,
+        "index": results_page.index,
     },
 }
 
@@ -193,5 +192,4 @@ def fresh(path: pathlib.Path) -> str:
 def documents() -> dict[pathlib.Path, str]:
     """Return the wanted text of every generated file, and of every file with generated parts."""
     pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
-    pages[FIGURE] = measurements.whole_models_figure()
-    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages
+    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages | pictures.drawn()
