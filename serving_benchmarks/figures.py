@@ -67,7 +67,7 @@ def sum_of(lines: list[dict]) -> tuple[float, float, int]:
 
 def predicted(lines: list[dict]) -> str:
     """Draw a stacked bar for each model and batch size, with the error band of the part that has one."""
-    bar = 70
+    bar = 84  # pixels per batch size
     groups: dict[str, dict[int, list[dict]]] = {}
     for line in lines:
         groups.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)

@@ -205,7 +205,7 @@ def test_each_kind_of_work_has_a_fill_of_its_own():
 
 def test_a_file_without_predicted_times_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(SystemExit, match="there is no predicted time in"):
+    with pytest.raises(SystemExit, match="no predicted times in"):
         figures.main([str(tmp_path / "empty.jsonl")])
 
 
