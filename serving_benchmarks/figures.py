@@ -1,43 +1,40 @@
-"""Plot predicted.py's kernel times of a decode step by kind of work. `speedups` draws README's plot for `python tests/pages`.
+"""Draw the figures of the documentation from results and predictions: `python tests/pages` writes them all.
 
     python serving_benchmarks/figures.py PREDICTED.jsonl ... [--output DIR]
 
-The SVG has a stacked bar for each model and batch size. Fills differ in hatching, too.
+As a command it draws predicted.py's kernels of a decode step by kind of work, a bar for each model and batch size. Predicted times
+are hatched in every figure, measured ones are solid.
 """
 
 from __future__ import annotations
 
 import argparse
-import html
 import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import decode_profile
+import svg
+from svg import COLORS, MARKERS, Panel, rectangle, text
+
 OUT = Path(__file__).parent / "out"
-ACROSS, FALLING, RISING = "M0 3H8", "M0 0L8 8", "M0 8L8 0"
-FILLS = {  # by kind: color, and the hatch of an 8x8 tile
-    "linear": ("#4e79a7", ""),
-    "moe": ("#f28e2b", RISING),
-    "norm": ("#e15759", FALLING),
-    "activation": ("#76b7b2", FALLING + RISING),
-    "routing": ("#59a14f", "M3 3h1v1h-1z"),
-    "lm_head": ("#edc948", ACROSS),
-    "attention": ("#d4d4d4", "M2 4L4 2L6 4L4 6z"),
+RISING = "M-2 2L2 -2M0 8L8 0M6 10L10 6"
+FALLING = "M-2 6L2 10M0 0L8 8M6 -2L10 2"
+FILLS = {  # by kind of work: its color and its hatch
+    "linear": ("blue", RISING),
+    "moe": ("orange", RISING),
+    "norm": ("red", RISING),
+    "activation": ("teal", RISING),
+    "routing": ("green", FALLING),
+    "lm_head": ("yellow", FALLING),
+    "attention": ("purple", FALLING),
 }
-STYLE = (
-    "text{font:11px sans-serif;text-anchor:middle;dominant-baseline:middle}.left{text-anchor:start}.right{text-anchor:end}"
-    ".grid{stroke:#ddd}.axis{fill:none}rect,.axis{stroke:#000}"
-)
-COLUMNS = 5  # per legend row
-LINES = (  # of the speedups: color, and a marker centered on its point
-    ("#c8102e", "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"),
-    ("#2f6db3", "m-4.5 -4.5h9v9h-9z"),
-    ("#e08214", "m0 -6l6 10h-12z"),
-    ("#35875a", "m0 -6l6 6l-6 6l-6 -6z"),
-    ("#7b5aa6", "m-5 -2h3v-3h4v3h3v4h-3v3h-4v-3h-3z"),
-)
+CLASSES = ("blue", "purple", "orange", "red", "brown", "green", "teal", "yellow", "plain")
+"""Colors of a measured step's classes, in the order of the figure's legend."""
+SIDES = {"baseline": "plain", "plugin": "red"}
+COLUMNS = 5  # of a legend
 
 
 def kind_of(layer: str, op: str) -> str:
@@ -61,160 +58,272 @@ def predicted_lines(paths: Iterable[Path]) -> list[dict]:
     return found
 
 
-def _text(x: float, y: float, text: str, kind: str = "", upright: bool = False) -> str:
-    kind = f' class="{kind}"' if kind else ""
-    turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if upright else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{kind}{turned}>{html.escape(text)}</text>'
-
-
-def _rectangle(x: float, y: float, width: float, height: float, kind: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="url(#{kind})"/>'
-
-
-def _svg(width: int, height: int, title: tuple[str, str], body: Iterable[str], used: set[str], caption: str) -> str:
-    """Return a figure with its title above, and its caption and the legend of used kinds below."""
-    kinds = [kind for kind in FILLS if kind in used]
-    parts = [*(_text(width / 2, 12 + 14 * i, text) for i, text in enumerate(title)), *body]
-    for place, kind in enumerate(kinds):
-        x = width / 2 + 110 * (place % COLUMNS - COLUMNS / 2)
-        y = height + 40 + 18 * (place // COLUMNS)
-        parts += [_rectangle(x, y - 6, 20, 12, kind), _text(x + 26, y, kind, "left")]
-    parts.append(_text(width / 2, height + 18, caption))
-    fills = (
-        f'<pattern id="{kind}" width="8" height="8" patternUnits="userSpaceOnUse"><path fill="{color}" d="M0 0H8V8H0z"/>'
-        f'<path fill="none" stroke="#000" stroke-width=".6" d="{hatch}"/></pattern>'
-        for kind, (color, hatch) in FILLS.items()
-        if kind in kinds
-    )
-    return _document(width, height + 40 + 18 * -(-len(kinds) // COLUMNS), ["<defs>", *fills, "</defs>"], parts)
-
-
-def _document(width: int, height: int, defs: Iterable[str], parts: Iterable[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-    background = '<path fill="#fff" d="M0 0H9999V9999H0z"/>'
-    return "\n".join((head, f"<style>{STYLE}</style>", *defs, background, *parts, "</svg>\n"))
-
-
-def _axis(left: int, right: int, bottom: int, high: int, highest_us: float, title: str) -> Iterator[str]:
-    """Yield an axis in milliseconds with its grid."""
-    ticks = tick_step(highest_us / 1000)
-    for index in range(math.floor(highest_us / 1000 / ticks) + 1):
-        y = bottom - 1000 * high / highest_us * index * ticks
-        yield f'<path class="grid" d="M{left} {y:.1f}H{right}"/>' + _text(left - 6, y, f"{index * ticks:g}", "right")
-    yield f'<path class="axis" d="M{left} {bottom - high}V{bottom}H{right}"/>'
-    yield _text(16, bottom - high / 2, title, upright=True)
-
-
-def _stack(x: float, bottom: float, kinds: dict[str, float], scale: float) -> Iterator[str]:
-    """Yield a bar of kinds, in the order of `FILLS`."""
-    y = bottom
-    for kind in (kind for kind in FILLS if kind in kinds):
-        y -= kinds[kind] * scale
-        yield _rectangle(x - 21, y, 42, kinds[kind] * scale, kind)
-
-
-def predicted(lines: list[dict]) -> str:
-    """Draw a bar for each model and batch size, with the error bands of kernels that have one."""
-    left, bar, high, bottom = 60, 70, 300, 380
-    groups: dict[str, dict[int, list[dict]]] = {}
-    for line in lines:
-        groups.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)
-    bands = {name: [sum_of(of) for of in found.values()] for name, found in groups.items()}
-    highest = max(us + bound for of in bands.values() for us, bound, _ in of)
-    scale = high / highest
-    width = max(left + bar * sum(len(found) + 0.5 for found in groups.values()) + 20, 110 * COLUMNS + 120)
-    kinds = {kind_of(line["layer"], line["op"]) for line in lines}
-
-    def body() -> Iterator[str]:
-        yield from _axis(left, int(width) - 20, bottom, high, highest, "ms, predicted sum of these kernels")
-        x = left + bar * 0.75
-        for name, found in groups.items():
-            yield _text(x + bar * (len(found) - 1) / 2, bottom + 28, name)
-            for (batch, of), (us, bound, launches) in zip(found.items(), bands[name]):
-                stack: dict[str, float] = {}
-                for line in of:
-                    kind = kind_of(line["layer"], line["op"])
-                    stack[kind] = stack.get(kind, 0.0) + line["predicted_us"] * line["count"]
-                yield from _stack(x, bottom, stack, scale)
-                low, top = (bottom - (us + sign * bound) * scale for sign in (-1, 1))
-                yield f'<path class="axis" d="M{x} {low:.1f}V{top:.1f}M{x - 5} {low:.1f}h10M{x - 5} {top:.1f}h10"/>'
-                yield _text(x, top - 22, f"{us / 1000:.1f} ms") + _text(x, top - 10, f"{launches} launches")
-                yield _text(x, bottom + 12, f"batch {batch}")
-                x += bar
-            x += bar / 2
-
-    title = (
-        f"Predicted for {lines[0]['device']}, never measured: kernels of a decode step by kind",
-        "their sum, not a step: excludes launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling",
-    )
-    band = f"error bars: kernels with a known error band; {lines[0]['context']} keys per request; kernels of {lines[0]['commit']}"
-    return _svg(int(width), bottom + 34, title, body(), kinds, band)
-
-
 def sum_of(lines: list[dict]) -> tuple[float, float, int]:
-    """Return predicted us, the error bound of kernels with a band, and launches, summed over lines of predicted.py."""
+    """Return predicted us, the error bound of the part with a band, and launches of lines of predicted.py."""
     us = sum(line["predicted_us"] * line["count"] for line in lines)
     bound = sum(line["predicted_us"] * line["count"] * (line["band"] or 0) for line in lines)
     return us, bound, sum(line["kernels"] * line["count"] for line in lines)
 
 
-def speedups(series: dict[str, dict[int, tuple[float, float, float]]]) -> str:
-    """Draw a line for each series: speedup, p10 and p90 by batch size. Raises ValueError for more than `LINES` series."""
-    if len(series) > len(LINES):
-        raise ValueError(f"speedups: at most {len(LINES)} series, got {len(series)}")
-    left, right, top, bottom = 60, 700, 34, 300
-    sizes = sorted({batch for points in series.values() for batch in points})
-    values = [value for points in series.values() for point in points.values() for value in point]
+def predicted(lines: list[dict]) -> str:
+    """Draw a stacked bar for each model and batch size, with the error band of the part that has one."""
+    bar = 84  # pixels per batch size
+    groups: dict[str, dict[int, list[dict]]] = {}
+    for line in lines:
+        groups.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)
+    sums = {name: [sum_of(of) for of in found.values()] for name, found in groups.items()}
+    highest = max(us + bound for of in sums.values() for us, bound, _ in of) / 1e3
+    width = max(80 + bar * sum(len(found) + 0.5 for found in groups.values()), svg.WIDTH)
+    panel = Panel(60, width - 20, 90, 390, 0, highest)
+    kinds = {kind_of(line["layer"], line["op"]) for line in lines}
+    used = [kind for kind in FILLS if kind in kinds]
+    parts = [
+        text(width / 2, 16, f"Predicted for {lines[0]['device']}, never measured: kernels of a decode step by kind", "title"),
+        text(width / 2, 36, "their sum, not a step: excludes launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling"),
+        *panel.frame(panel.linear_ticks(), "{:g}", axis="ms, predicted sum of these kernels"),
+    ]  # fmt: skip
+    x = panel.left + bar * 0.75
+    for name, found in groups.items():
+        parts.append(text(x + bar * (len(found) - 1) / 2, panel.bottom + 32, name))
+        for (batch, of), (us, bound, launches) in zip(found.items(), sums[name]):
+            stack = dict.fromkeys(used, 0.0)
+            for line in of:
+                stack[kind_of(line["layer"], line["op"])] += line["predicted_us"] * line["count"] / 1e3
+            parts += _stack(panel, x - 21, 42, {f"#{kind}": ms for kind, ms in stack.items() if ms})
+            low, top = (panel.y((us + sign * bound) / 1e3) for sign in (-1, 1))
+            parts.append(svg.whiskers(x, low, top))
+            parts.append(text(x, top - 24, f"{us / 1000:.1f} ms") + text(x, top - 10, f"{launches} launches"))
+            parts.append(text(x, panel.bottom + 14, f"batch {batch}"))
+            x += bar
+        x += bar / 2
+    band = f"error bars: kernels with a known error band; {lines[0]['context']} keys per request; kernels of {lines[0]['commit']}"
+    parts.append(text(width / 2, panel.bottom + 54, band))
+    rows = [(rectangle(-10, -6, 20, 12, f"#{kind}"), kind) for kind in used]
+    parts += svg.legend(rows, width / 2 - 105 * len(rows[:COLUMNS]) / 2 + 10, panel.bottom + 78, COLUMNS, 105)
+    height = panel.bottom + 78 + 19 * -(-len(used) // COLUMNS)
+    return svg.document(height, parts, width, (svg.pattern(kind, *FILLS[kind]) for kind in used))
+
+
+def _stack(panel: Panel, x: float, width: float, fills: dict[str, float]) -> Iterator[str]:
+    """Yield a bar of values by fill, from the axis up."""
+    base = 0.0
+    for fill, value in fills.items():
+        base += value
+        yield rectangle(x, panel.y(base), width, panel.y(base - value) - panel.y(base), fill)
+
+
+Points = dict[int, tuple[float, float, float]]
+"""By batch size: a value, and the low and the high end of its spread or band."""
+
+
+def speedups(measured: dict[str, Points], predictions: dict[str, Points] | None = None, product: str = "") -> str:
+    """Draw a line for each measured model, and beside them hatched bars of the predicted ones. Raises ValueError for too many lines."""
+    if len(measured) > len(COLORS):
+        raise ValueError(f"speedups: at most {len(COLORS)} series, got {len(measured)}")
+    predictions = predictions or {}
+    values = [
+        value
+        for found in (measured, predictions)
+        for points in found.values()
+        for of in points.values()
+        for value in of
+    ]
     low, high = math.floor(10 * min(1, *values) - 0.5) / 10, math.ceil(10 * max(values)) / 10
-    scale = (bottom - top) / (high - low)
+    ticks = [tenth / 10 for tenth in range(round(10 * low), round(10 * high) + 1)]
+    panel = Panel(60, 540 if predictions else 810, 62, 330, low, high)
+    sizes = sorted({batch for points in measured.values() for batch in points})
+    of_models = {what.partition(",")[0]: color for what, color in zip(measured, COLORS)}
+    of_predicted = {what: of_models.get(what.partition(",")[0], "plain") for what in predictions}
+    parts = [text(svg.WIDTH / 2, 16, "Decode speedup of vllm-rocm-ops over vLLM by batch size", "title")]
+    parts += _ground(panel, ticks, "Measured (bars: p10 to p90)")
+    parts += [text(panel.x(batch, sizes[0], sizes[-1]), panel.bottom + 14, f"{batch}") for batch in sizes]
+    for place, ((what, points), color, marker) in enumerate(zip(measured.items(), COLORS, MARKERS)):
+        apart = 5 * (place - (len(measured) - 1) / 2)  # markers at one batch size are side by side
+        at = [(panel.x(batch, sizes[0], sizes[-1]) + apart, *map(panel.y, of)) for batch, of in sorted(points.items())]
+        bars = "".join(f"M{x:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{x - 4:.1f} {p10:.1f}h8" for x, _, p10, p90 in at)
+        parts.append(svg.line([(x, y) for x, y, *_ in at], color, marker) + svg.path(f"line s-{color}", bars))
+    if predictions:
+        right = Panel(600, 810, 62, 330, low, high)
+        parts += _ground(right, ticks, f"{product}: predicted, never measured")
+        parts += _bars(right, predictions, of_predicted, 1.0)
+    rows = [
+        *((svg.path(f"f-{color}", f"M0 0{marker}"), what) for what, color, marker in zip(measured, COLORS, MARKERS)),
+        *((rectangle(-7, -6, 14, 12, f"#hatch-{color}"), what) for what, color in of_predicted.items()),
+    ]
+    top = panel.bottom + 58
+    parts += svg.legend(rows, 40, top, 1, svg.WIDTH)
+    hatches = (svg.pattern(f"hatch-{color}", color) for color in dict.fromkeys(of_predicted.values()))
+    return svg.document(top + 19 * len(rows), parts, defs=hatches)
 
-    def x(batch: int, place: int) -> float:  # markers at one batch size are spread out
-        doublings = math.log2(sizes[-1] / sizes[0]) or 1
-        along = left + 30 + (right - left - 60) * math.log2(batch / sizes[0]) / doublings
-        return along + 5 * (place - (len(series) - 1) / 2)
 
-    def y(value: float) -> float:
-        return bottom - scale * (value - low)
+def _ground(panel: Panel, ticks: list[float], title: str) -> Iterator[str]:
+    """Yield a panel of speedups, with the part that is slower shaded."""
+    yield svg.path("f-shade", f"M{panel.left} {panel.y(1):.1f}H{panel.right}V{panel.bottom}H{panel.left}z")
+    yield from panel.frame(ticks, "{:.1f}x", title)
+    yield svg.path("axis", f"M{panel.left} {panel.y(1):.1f}H{panel.right}")
+    yield text(panel.right - 6, panel.bottom - 9, "slower than vLLM", "right")
+    yield text((panel.left + panel.right) / 2, panel.bottom + 34, "batch size")
 
-    middle = (len(series) - 1) / 2
-    parts = [_text((left + right) / 2, 14, "Decode speedup with vllm-rocm-ops by batch size (bars: p10 to p90)")]
-    parts.append(f'<path fill="#f3f3f3" d="M{left} {y(1):.1f}H{right}V{bottom}H{left}z"/>')
-    for tenth in range(round(10 * low), round(10 * high) + 1):
-        parts.append(f'<path class="grid" d="M{left} {y(tenth / 10):.1f}H{right}"/>')
-        parts.append(_text(left - 8, y(tenth / 10), f"{tenth / 10:.1f}x", "right"))
-    parts += [_text(x(batch, middle), bottom + 14, f"{batch}") for batch in sizes]
-    parts.append(f'<path class="axis" d="M{left} {top}V{bottom}H{right}M{left} {y(1):.1f}H{right}"/>')
-    parts.append(_text(right - 6, y(1) + 10, "slower than vLLM", "right"))
-    parts.append(_text((left + right) / 2, bottom + 32, "batch size"))
-    for place, ((what, points), (color, marker)) in enumerate(zip(series.items(), LINES)):
-        at = [(x(batch, place), *map(y, point)) for batch, point in sorted(points.items())]
-        line = "L".join(f"{across:.1f} {value:.1f}" for across, value, _, _ in at)
-        bars = "".join(
-            f"M{across:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{across - 4:.1f} {p10:.1f}h8" for across, _, p10, p90 in at
+
+def _bars(
+    panel: Panel, series: dict[str, Points], colors: dict[str, str], base: float, label: str = ""
+) -> Iterator[str]:
+    """Yield hatched bars from a base, by batch size and series, with their bands."""
+    sizes = sorted({batch for points in series.values() for batch in points})
+    step = (panel.right - panel.left) / len(sizes)
+    width = min(34, step * 0.8 / len(series))
+    for group, batch in enumerate(sizes):
+        middle = panel.left + step * (group + 0.5)
+        yield text(middle, panel.bottom + 14, f"{batch}")
+        for place, (name, points) in enumerate(series.items()):
+            if batch in points:
+                value, low, high = points[batch]
+                x = middle + width * (place - len(series) / 2)
+                top, bottom = sorted((panel.y(value), panel.y(base)))
+                yield rectangle(x + 1, top, width - 2, bottom - top, f"#hatch-{colors[name]}")
+                yield svg.path(
+                    f"line s-{colors[name]}",
+                    f"M{x + 1:.1f} {top:.1f}h{width - 2:.1f}v{bottom - top:.1f}h{2 - width:.1f}z",
+                )
+                yield svg.whiskers(x + width / 2, panel.y(low), panel.y(high))
+                if label:
+                    yield text(x + width / 2, panel.y(high) - 9, label.format(value))
+
+
+def predicted_steps(models: dict[str, dict[str, Points]], floors: dict[str, dict[int, float]], product: str) -> str:
+    """Draw both sides' predicted steps in ms, a panel for each model, with the floor of a step's bytes."""
+    parts = [text(svg.WIDTH / 2, 16, f"Predicted decode step on {product}, never measured: ms by batch size", "title")]
+    width = (svg.WIDTH - 20) / len(models)
+    for place, (model, sides) in enumerate(models.items()):
+        highest = max(of[2] for points in sides.values() for of in points.values())
+        panel = Panel(60 + width * place, width * (place + 1), 62, 330, 0, highest * 1.08)
+        parts += panel.frame(panel.linear_ticks(), "{:g}", model, "" if place else "ms per token")
+        parts += _bars(panel, sides, SIDES, 0.0, "{:.1f}")
+        step = (panel.right - panel.left) / len(floors[model])
+        for group, (_, floor) in enumerate(sorted(floors[model].items())):
+            parts.append(
+                svg.path(
+                    "line s-ink dashed",
+                    f"M{panel.left + step * (group + 0.08):.1f} {panel.y(floor):.1f}h{step * 0.84:.1f}",
+                )
+            )
+        parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "batch size"))
+    rows = [(rectangle(-7, -6, 14, 12, f"#hatch-{color}"), f"{side}, predicted") for side, color in SIDES.items()]
+    rows.append(
+        (svg.path("line s-ink dashed", "M-16 0h24"), "least time of the step's bytes; whiskers: the band of a step")
+    )
+    parts += svg.legend(rows, 80, 386, 3, 180)
+    return svg.document(404, parts, defs=[svg.pattern(f"hatch-{color}", color) for color in SIDES.values()])
+
+
+Step = tuple[dict[str, float], float]
+"""A profiled step: ms by class of kernels, and its span in ms."""
+
+
+def breakdown(models: dict[str, dict[int, dict[str, Step]]]) -> str:
+    """Draw a measured step by class of kernels, a panel for each model, baseline beside plugin. Raises ValueError for too many classes."""
+    steps = [step for batches in models.values() for sides in batches.values() for step in sides.values()]
+    every = *decode_profile.CLASSES, decode_profile.REST, decode_profile.IDLE
+    classes = [name for name in every if any(name in of for of, _ in steps)]
+    if len(classes) > len(CLASSES):
+        raise ValueError(f"breakdown: at most {len(CLASSES)} classes, got {len(classes)}")
+    color = dict(zip(classes, CLASSES))
+    parts = [
+        text(
+            svg.WIDTH / 2, 16, "Where a decode step's time goes, measured: baseline (left) and plugin (right)", "title"
         )
-        beside = bottom + 54 + 18 * place
-        marks = (
-            "".join(f"M{across:.1f} {value:.1f}{marker}" for across, value, _, _ in at)
-            + f"M{left + 30} {beside}{marker}"
-        )
-        parts.append(
-            f'<path fill="none" stroke="{color}" stroke-width="1.5" d="M{line}{bars}"/><path fill="{color}" d="{marks}"/>'
-        )
-        parts.append(_text(left + 44, beside, what, "left"))
-    return _document(right + 20, bottom + 54 + 18 * len(series), [], parts)
+    ]
+    width = (svg.WIDTH - 20) / len(models)
+    for place, (model, batches) in enumerate(models.items()):
+        highest = max(max(sum(of.values()), span) for sides in batches.values() for of, span in sides.values())
+        panel = Panel(60 + width * place, width * (place + 1), 62, 350, 0, highest * 1.06)
+        parts += panel.frame(panel.linear_ticks(), "{:g}", model, "" if place else "ms per token, under the profiler")
+        step = (panel.right - panel.left) / len(batches)
+        for group, (batch, sides) in enumerate(batches.items()):
+            middle = panel.left + step * (group + 0.5)
+            parts.append(text(middle, panel.bottom + 14, f"batch {batch}"))
+            for x, (of, span) in zip((middle - 44, middle + 2), sides.values()):
+                parts += _stack(panel, x, 42, {color[name]: of[name] for name in classes if name in of})
+                parts.append(svg.path("line s-ink", f"M{x - 1:.1f} {panel.y(span):.1f}h44"))
+                parts.append(text(x + 21, panel.y(max(sum(of.values()), span)) - 9, f"{span:.1f}"))
+    rows = [(rectangle(-10, -6, 20, 12, color[name]), name) for name in classes]
+    rows.append((svg.path("line s-ink", "M-16 0h24"), "the step; kernels of two streams overlap"))
+    parts += svg.legend(rows, 110, 394, 2, 330)
+    return svg.document(394 + 19 * -(-len(rows) // 2), parts)
 
 
-def tick_step(largest: float) -> float:
-    """Return the minimum of 1, 2, 5, 10, ... and their decimal fractions that divides an axis into at most ten parts."""
-    power = 10.0 ** math.floor(math.log10(largest / 10))
-    return next(step * power for step in (1, 2, 5, 10) if step * power * 10 >= largest)
+Curves = dict[tuple[str, int], dict[int, float]]
+"""By side and batch size: a value by context length."""
+
+
+def roofline(models: dict[str, Curves], title: str) -> str:
+    """Draw a share of the HBM roofline by context length, a panel for each model: plugin solid, baseline dashed and hollow."""
+    batches = sorted({batch for curves in models.values() for _, batch in curves})
+    contexts = sorted({keys for curves in models.values() for points in curves.values() for keys in points})
+    parts = [text(svg.WIDTH / 2, 16, title, "title")]
+    width = (svg.WIDTH - 20) / len(models)
+    for place, (model, curves) in enumerate(models.items()):
+        panel = Panel(60 + width * place, width * (place + 1), 62, 330, 0, 1)
+        parts += panel.frame(
+            [tenth / 10 for tenth in range(0, 11, 2)], "{:.0%}", model, "" if place else "of the HBM roofline"
+        )
+        for keys in contexts:
+            named = f"{keys // 1024}k" if keys >= 1024 else f"{keys}"
+            parts.append(text(panel.x(keys, contexts[0], contexts[-1], 18), panel.bottom + 14, named))
+        parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "context length, keys per request"))
+        for (side, batch), points in curves.items():
+            at = [
+                (panel.x(keys, contexts[0], contexts[-1], 18), panel.y(share)) for keys, share in sorted(points.items())
+            ]
+            which = batches.index(batch)
+            parts.append(svg.line(at, COLORS[which], MARKERS[which], dashed=side == "baseline"))
+    rows = [
+        (svg.path(f"line s-{color}{' dashed' * hollow}", "M-14 0h28") + svg.path(f"s-{color} f-{'page' if hollow else color}", f"M0 0{marker}"),
+         f"{side}, batch {batch}")
+        for side, hollow in (("plugin", False), ("best baseline", True)) for batch, color, marker in zip(batches, COLORS, MARKERS)
+    ]  # fmt: skip
+    parts += svg.legend(rows, 150, 386, len(batches), 200)
+    return svg.document(386 + 38, parts)
+
+
+def accuracy(points: dict[str, list[tuple[float, float, bool]]], title: str, band: float) -> str:
+    """Draw predicted / measured by measured us, a color for each kernel; points that were held out of the fit are hollow."""
+    times = [us for of in points.values() for us, *_ in of]
+    ratios = [predicted / us for of in points.values() for us, predicted, _ in of]
+    reach = 1.1 * max(*ratios, 1 / min(ratios), 1 + band)
+    panel = Panel(60, 810, 40, 330, 1 / reach, reach, logarithmic=True)
+    first, last = min(times), max(times)
+    ticks = [
+        tick for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 2) if panel.low <= tick <= panel.high
+    ]
+    parts = [text(svg.WIDTH / 2, 16, title, "title")]
+    low, high = panel.y(1 / (1 + band)), panel.y(1 + band)
+    parts.append(svg.path("f-shade", f"M{panel.left} {low:.1f}V{high:.1f}H{panel.right}V{low:.1f}z"))
+    parts += panel.frame(ticks, "{:.1f}", axis="predicted / measured")
+    parts.append(svg.path("axis", f"M{panel.left} {panel.y(1):.1f}H{panel.right}"))
+    parts.append(text(panel.left + 6, high - 9, f"shaded: within {band:.0%}", "left"))
+    for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500):
+        if first <= tick <= last:
+            x = panel.x(tick, first, last)
+            parts.append(
+                svg.path("grid", f"M{x:.1f} {panel.top}V{panel.bottom}") + text(x, panel.bottom + 14, f"{tick}")
+            )
+    parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "measured us, published by others"))
+    rows = []
+    for (kind, of), color, marker in zip(points.items(), COLORS, MARKERS):
+        for us, predicted, held_out in of:
+            at = f"M{panel.x(us, first, last):.1f} {panel.y(predicted / us):.1f}{marker}"
+            parts.append(svg.path(f"s-{color} f-{'page' if held_out else color}", at, ' stroke-width="1.6"'))
+        rows.append((svg.path(f"f-{color}", f"M0 0{marker}"), kind))
+    rows.append((svg.path("s-ink f-page", f"M0 0{MARKERS[0]}"), "hollow: held out of the fit"))
+    parts += svg.legend(rows, 70, 386, len(rows), 142)
+    return svg.document(404, parts)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help=".jsonl files of predicted.py")
-    parser.add_argument("--output", type=Path, default=OUT, help="output folder (default: serving_benchmarks/out)")
+    parser.add_argument("results", nargs="+", type=Path, help="files of predicted.py")
+    parser.add_argument("--output", type=Path, default=OUT, help="folder; default: serving_benchmarks/out")
     options = parser.parse_args(argv)
     try:
         lines = predicted_lines(options.results)

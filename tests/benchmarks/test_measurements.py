@@ -1,24 +1,21 @@
-"""What the README and its pages say of results, for made-up ones."""
+"""Tables and figures of results, for made-up results and for the committed ones."""
 
 import json
 import os
-import pathlib
 import re
 import xml.etree.ElementTree
 
+import figures
 import pytest
-from pages import measurements, op_pages, readme
+from pages import attention_table, host_tables, measurements, op_pages, pictures, readme, results_page
 from pages.measurements import (
     NO_ATTENTION,
     attention_in_engine,
     engine,
-    engine_commands,
     measured,
-    profiles,
     single_ops,
     times,
     unmeasured,
-    whole_models_figure,
     whole_models_table,
 )
 
@@ -84,7 +81,7 @@ def report(
 
 
 def test_the_newest_pair_through_the_engine_counts(folder):
-    assert engine() == engine_commands() == "Nothing yet."
+    assert engine() == results_page.engine() == "Nothing yet."
     pair = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 16, 5.0)]
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8))
     write(
@@ -93,12 +90,13 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
     rank = "llama, one TP8 rank, no all-reduce | 1 x Made-up GPU"
     assert engine().splitlines()[4:] == [
-        f"| {rank} | 4 | 64 | 1 | 1 x 5 | 3.00 | 2.00 | 1.50x (0.83 to 2.67) |  |",
-        "| llama | 1 x Made-up GPU | all | 64 | 1 | 1 x 5 | 2.00 | 4.00 | **0.50x** (0.30 to 0.86) | 320 / 320 |",
+        f"| {rank} | 4 | 1 x 5 | 1.50x (0.83 to 2.67) |  |  |  |  |",
+        "| llama | 1 x Made-up GPU | all | 1 x 5 | **0.50x** (0.30 to 0.86) |  |  |  | 320 / 320 |",
     ]
-    commands = engine_commands()
-    assert "(made-up-gpu/2026-11-21-b-latency.json)" in commands and "\npython it --rank-of 8\n" in commands
-    assert "2026-11-21-a" not in commands
+    assert results_page.engine().splitlines()[4:] == [
+        f"| {rank} | 4 | 64 | 1 x 5 | 3.00 / 2.00 |",
+        "| llama | 1 x Made-up GPU | all | 64 | 1 x 5 | **2.00 / 4.00** |",
+    ]
 
 
 def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
@@ -117,16 +115,15 @@ def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
         "6.00 / 4.50 / 3.00 1.50x |"
     ]
     [row] = engine().splitlines()[4:]
-    assert row.startswith("| llama, TRITON_MLA | 1 x Made-up GPU | 4 | 64 | 8 | 1 x 5 | 6.00 | 3.00 | 2.00x (")
-    assert "2026-11-21-a" in engine_commands()
-    assert (
-        f"2026-11-21-b-latency.json), torch 2.11.0, vllm 0.33.0:\n\n```\nVLLM_ROCM_OPS_SEAMS={NO_ATTENTION} python"
-        in (engine_commands())
-    )
+    assert row.startswith("| llama, TRITON_MLA | 1 x Made-up GPU | 4 | 1 x 5 |  | 2.00x (")
+    assert results_page.engine().endswith(" | 6.00 / 3.00 |")
 
 
-@pytest.mark.parametrize("half", ["--tensor-parallel-size 2", "--rank-of 2"])
-def test_the_newest_profile_counts(folder, half):
+@pytest.mark.parametrize(
+    ("half", "ranks"),
+    [("--tensor-parallel-size 2", "TP2"), ("--rank-of 2", "one TP2 rank, no all-reduce")],
+)
+def test_the_newest_profile_counts(folder, half, ranks):
     """Beside the least time of the weights: two layers of tiny-llama on one of two GPUs."""
 
     def profiled(us: float) -> str:
@@ -138,33 +135,68 @@ def test_the_newest_profile_counts(folder, half):
         made["runs"] = [{"model_id": "tiny-llama", "side": side, "profile": {"8": r}} for side, r in runs]
         return json.dumps(made)
 
-    assert profiles() == "Nothing yet."
+    assert results_page.steps() == "Nothing yet."
     write(folder / "2026-11-21-b-latency.json", profiled(7.0))
     write(folder / "2026-11-21-a-latency.json", profiled(9.0), age=1)
     write(folder / "2026-11-21-ops.jsonl", line(1.0, copy_gb_s=2.0))
-    assert (
-        profiles().splitlines()[0].startswith("**tiny-llama**, 2 layers, 1 x Made-up GPU, [2026-11-21-b-latency.json]")
-    )
     hidden, intermediate, vocabulary, head, key_value = (
         *(CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size")),
         *(CONFIG["hidden_size"] // CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]),
     )
     layer = hidden * (2 * hidden + 2 * key_value * head + 3 * intermediate) // 2  # elements of a rank, two bytes each
     least = 2 * (2 * layer + hidden * vocabulary // 2) / 2.0 / 1e3
-    assert profiles().splitlines()[1:] == [
-        "Above the least time of the weights, with the ops, ms:",
-        "",
-        "- batch 8: FP8 linears 0.01, idle 0.00",
-        "",
-        "| class | batch 8 |",
-        "| --- | --- |",
-        f"| other products: least time of the weights | {least:.0f} |",
-        "| FP8 linears | 7 / 7 |",
-        "| idle | 1 / 1 |",
-        "| step, under the profiler | 8 / 8 |",
-        "| kernels and copies | 4 / 4 |",
-        "| idle, by rank | 1 3 / 1 3 |",
-        "| waiting in all-reduces, by rank | 0 2 / 0 2 |",
+    header, _, row = results_page.steps().splitlines()
+    cells = dict(zip(header.split(" | "), row.split(" | ")))
+    assert cells.pop("| model") == f"| [tiny-llama, {ranks}](made-up-gpu/2026-11-21-b-latency.json)"
+    found = {name.strip("| "): cell.strip("| ") for name, cell in cells.items() if cell.strip("| ")}
+    assert found == {
+        "GPU": "1 x Made-up GPU", "layers": "2", "batch": "8", "step": "8 / 8", "launches": "4 / 4",
+        "weights alone": f"{least:.0f}", "FP8 linears": "7 / 7", "idle": "1 / 1",
+    }  # fmt: skip
+
+
+def test_starts_and_host_times_show_the_newest_of_each_model(folder):
+    def started(with_ms: float) -> str:
+        made = json.loads(report(("without", 1, 1.0), ("with", 1, 1.0)))
+        for result in made["results"]:
+            result["ttft_ms"] = with_ms if result["side"] == "with" else 10.0
+        made["runs"] = [{"model_id": "llama", "side": side, "start": {"load_s": 2.0}} for side in ("without", "with")]
+        return json.dumps(made)
+
+    assert host_tables.starts() == host_tables.host_times() == "Nothing yet."
+    write(folder / "2026-11-21-a-start.json", started(99.0), age=1)
+    write(folder / "2026-11-21-b-start.json", started(12.0))
+    [row] = host_tables.starts().splitlines()[2:]
+    assert row == "| llama | Made-up GPU | 4 | 1 | 2.00 / 2.00 | **10.00 / 12.00** (+20.0 %) |"
+
+    def timed(serves: float) -> str:
+        us, apart = {"vLLM's own": 50.0, "ours serves": 50 + serves}, {"ours serves": serves}
+        of = {"model": "llama", "seam": "norm", "us": us, "apart_us": apart}
+        return "".join(json.dumps(of | {"layer": layer}) + "\n" for layer in "ab")
+
+    write(folder / "2026-11-21-a-host-time.jsonl", timed(1.0), age=1)
+    write(folder / "2026-11-21-b-host-time.jsonl", timed(10.5))
+    [row] = host_tables.host_times().splitlines()[4:]
+    assert row == "| llama | `norm` | 2 | 50 | **+10.5** |  |"
+
+
+def test_attention_is_compared_with_each_baseline(folder):
+    def attention(case: str, us: float, **peers: float) -> str:
+        batch, context = map(int, case.split("x"))
+        of = {"op": "mla_decode", "shape": {"batch": batch, "context": context}, "peers": peers}
+        return line(us, case=f"model tp8 {case}", **of)
+
+    write(
+        folder / "2026-11-21-a-decode-attention.jsonl",
+        attention("1x128", 2.0, fast=4.0)
+        + attention("2x128", 2.0, fast=1.0, slow=8.0)
+        + attention("64x128", 1.0, slow=3.0),
+    )
+    rows = attention_table.decode().splitlines()[4:]
+    short = attention_table.SHORT
+    assert rows == [
+        f"| model tp8 | {short} | 2 | 1.00x, least **0.50x** | 4.00x, least 4.00x | 1.00x, least **0.50x** |",
+        "| model tp8 | longer or more | 1 |  | 3.00x, least 3.00x | 3.00x, least 3.00x |",
     ]
 
 
@@ -199,14 +231,15 @@ def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, sa
 def test_a_table_through_the_engine_says_over_how_many_gpus(folder):
     experts = "--tensor-parallel-size 4 --engine-args '{\"enable_expert_parallel\": true}'"
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 3.0), ("with", 1, 2.0), options=experts))
-    assert "\n| llama, TP4 + EP | 1 x Made-up GPU | 4 | 64 | 1 | 1 x 5 | 3.00 | 2.00 | 1.50x (" in engine()
+    assert "\n| llama, TP4 + EP | 1 x Made-up GPU | 4 | 1 x 5 | 1.50x (" in engine()
 
 
 def test_the_spread_covers_all_pairs(folder):
     """n is pairs x iterations; the speedup is the median of the pairs, its bounds are of the widest percentiles."""
     pairs = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 1, 4.0), ("with", 1, 2.5)]
     write(folder / "2026-11-21-a-latency.json", report(*pairs))
-    assert engine().endswith(f" | 2 x 5 | 3.50 | 2.25 | 1.55x ({2.5 / 3.5:.2f} to {5 / 1.5:.2f}) |  |")
+    assert engine().endswith(f" | 2 x 5 | 1.55x ({2.5 / 3.5:.2f} to {5 / 1.5:.2f}) |  |  |  |  |")
+    assert results_page.engine().endswith(" | 2 x 5 | 3.50 / 2.25 |")
 
 
 def test_the_switches_of_the_baseline_are_said(folder):
@@ -225,9 +258,7 @@ def test_the_readme_has_whole_models_and_real_parallelism(folder, monkeypatch):
     rows = whole_models_table().splitlines()[4:]
     assert [row.split(" | ")[0] for row in rows] == ["| llama, TP4, 4 of 9 layers", "| llama"]
     assert rows[1] == "| llama | 1 x Made-up GPU | 1 x 5 |  | 1.50x (0.83 to 2.67) |  |  |"
-    drawn = xml.etree.ElementTree.fromstring(whole_models_figure())
-    texts = [element.text for element in drawn.iter() if element.tag.endswith("text")]
-    assert {"2", "8", "0.9x", "1.5x", "llama, 1 x Made-up GPU"} <= set(texts)
+    assert {"2", "8", "0.9x", "1.5x", "llama, 1 x Made-up GPU"} <= set(texts_of(pictures.speedups()))
 
 
 def test_the_newest_line_of_what_is_chosen_counts(folder):
@@ -271,27 +302,47 @@ def test_bold_is_what_is_slower(ratios, text):
 # The committed results
 
 
-def tables(page: pathlib.Path, lines: list[str], path: pathlib.Path) -> set[str]:
-    """Return the parts of a page that show something of a result file that has these lines, where there is no other."""
-    path.write_text("\n".join(lines) + "\n")
-    return {name for name, make in readme.BLOCKS[page].items() if make() not in ("", "Nothing yet.")} - {"unmeasured"}
-
-
-NOT_SHOWN = "decode_step"  # the kind of files whose benchmark is gone
-RESULT_FILES = sorted(
-    path for path in measurements.RESULTS.glob("*/*.jsonl") if measurements.kind_of(path) != NOT_SHOWN
-)
+GONE = results_page.GONE  # the kind of files whose benchmark no longer exists
+RESULT_FILES = sorted(path for path in measurements.RESULTS.glob("*/*.jsonl") if measurements.kind_of(path) != GONE)
+PAGES = RESULTS_PAGE, readme.DOCS / "benchmarks.md"
+TABLES = {
+    # kind of file -> the tables that show it
+    **{kind: {"ops", "single ops"} for kind in measurements.PER_OP},
+    "products": {"ops"},
+    "moe": {"ops", "experts"},
+    "attention": {"ops", "prefill attention"},
+    "decode-attention": {"ops", "decode attention"},
+    "static": {"kernels"},
+    "quality": {"quality"},
+    "arithmetic": {"arithmetic"},
+    "configurations": {"regret"},
+    "host-time": {"host time"},
+    "serve": {"serving"},
+    **{kind: set() for kind in ("predicted", "waits", "compare")},  # in the index alone
+}
 
 
 @pytest.mark.parametrize("file", RESULT_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_every_op_of_a_result_file_stands_in_one_table_of_the_results(folder, file):
-    """And the answers of models and the errors of ops, which the results leave to it, on the page on measuring."""
-    page = readme.DOCS / "measuring.md" if file.stem.endswith(("-quality", "-arithmetic")) else RESULTS_PAGE
+def test_every_op_of_a_result_file_stands_in_the_tables_of_its_kind(folder, file):
+    """And each file in the index."""
     lines = file.read_text().splitlines()
     ops = {line: json.loads(line).get("op") for line in lines}
+    path = folder / file.name
     for op in set(ops.values()):
-        shown = tables(page, [line for line in lines if ops[line] == op], folder / file.name)
-        assert len(shown) == 1, f"{op} of {file.name} stands in {shown or 'no table'}"
+        path.write_text("".join(line + "\n" for line in lines if ops[line] == op))
+        blocks = {name: make for page in PAGES for name, make in readme.BLOCKS[page].items()}
+        shown = {name for name, make in blocks.items() if make() not in ("", "Nothing yet.")} - {"unmeasured", "index"}
+        assert shown == TABLES[measurements.kind_of(file)], f"{op} of {file.name} stands in {shown or 'no table'}"
+    [row] = results_page.index().splitlines()[4:]
+    assert row.startswith(f"| [{file.name}]({folder.name}/{file.name}) | ") and row.endswith(
+        f" | {sum(o == op for o in ops.values())} |"
+    )
+
+
+def test_the_index_has_every_result_file():
+    files = [path for path in measurements.RESULTS.glob("*/*") if path.is_file()]
+    index = results_page.index()
+    assert [path.name for path in files if f"({path.parent.name}/{path.name})" not in index] == []
 
 
 def test_the_page_of_an_op_shows_every_kind_of_its_results():
@@ -310,14 +361,104 @@ def test_the_page_of_an_op_shows_every_kind_of_its_results():
         assert re.search(r"\| \**\d+\.\d\dx", text), f"the page of {name} has no ratio"
 
 
+def texts_of(drawn: str) -> list[str]:
+    return [element.text for element in xml.etree.ElementTree.fromstring(drawn).iter() if element.tag.endswith("text")]
+
+
 def test_speedups_are_drawn_in_place():
-    """Batch 4 lies twice as far along as batch 2, and a speedup as far up as its label."""
-    drawn = measurements.figures.speedups({"one": {1: (1.2, 1.1, 1.3), 2: (1.0, 1.0, 1.0), 4: (0.9, 0.8, 0.95)}})
+    """Batch 4 is twice as far along as batch 2, and a speedup as far up as its label."""
+    drawn = figures.speedups({"one": {1: (1.2, 1.1, 1.3), 2: (1.0, 1.0, 1.0), 4: (0.9, 0.8, 0.95)}})
     y = {found[1]: float(found[0]) for found in re.findall(r'y="([\d.]+)" class="right">([\d.]+)x<', drawn)}
-    points = re.search(r'stroke-width="1.5" d="M([\d. L]+)', drawn)[1].split("L")
+    points = re.search(r'class="line s-red" d="M([\d. L]+)', drawn)[1].split("L")
     (first, at_first), (second, at_second), (third, at_third) = (map(float, point.split()) for point in points)
     assert second - first == pytest.approx(third - second, abs=0.2) and second > first
     assert (at_first, at_second, at_third) == (y["1.2"], y["1.0"], y["0.9"]) and at_first < at_second < at_third
     assert f"{y['1.1']:.1f}V{y['1.3']:.1f}" in drawn
     with pytest.raises(ValueError, match="at most 5 series, got 6"):
-        measurements.figures.speedups({str(i): {1: (1.0, 1.0, 1.0)} for i in range(6)})
+        figures.speedups({str(i): {1: (1.0, 1.0, 1.0)} for i in range(6)})
+
+
+def bars(drawn: str, fill: str) -> list[tuple[float, float]]:
+    """Return y and height of the bars with a fill. The legend's begin above their origin, at a negative y."""
+    found = re.findall(rf'y="([\d.]+)" width="[\d.]+" height="([\d.]+)" {re.escape(fill)}/>', drawn)
+    return [(float(y), float(height)) for y, height in found]
+
+
+def test_predicted_times_are_hatched_and_named():
+    measured_points = {"a, b": {1: (1.5, 1.5, 1.5), 8: (1.0, 1.0, 1.0)}}
+    drawn = figures.speedups(measured_points, {"a, c": {1: (1.2, 1.1, 1.4), 8: (0.9, 0.8, 1.0)}}, "MI300X")
+    assert "MI300X: predicted, never measured" in texts_of(drawn)
+    y = {found[1]: float(found[0]) for found in re.findall(r'y="([\d.]+)" class="right">([\d.]+)x<', drawn)}
+    faster, slower = bars(drawn, 'fill="url(#hatch-red)"')  # in the color of the measured model
+    assert faster == (y["1.2"], pytest.approx(y["1.0"] - y["1.2"], abs=0.1))
+    assert slower == (y["1.0"], pytest.approx(y["0.9"] - y["1.0"], abs=0.1))
+    sides = {"baseline": {1: (4.0, 3.0, 5.0)}, "plugin": {1: (2.0, 1.0, 3.0)}}
+    drawn = figures.predicted_steps({"model": sides}, {"model": {1: 1.5}}, "MI300X")
+    [(_, baseline)], [(_, plugin)] = (bars(drawn, f'fill="url(#hatch-{color})"') for color in figures.SIDES.values())
+    assert baseline == pytest.approx(2 * plugin, rel=0.01) and {"4.0", "2.0", "plugin, predicted"} <= set(
+        texts_of(drawn)
+    )
+    assert "never measured" in texts_of(drawn)[0]
+
+
+def test_a_breakdown_stacks_classes_of_each_side():
+    sides = {"without": ({"attention": 1.0, "idle": 3.0}, 4.0), "with": ({"attention": 1.0, "idle": 1.0}, 2.0)}
+    drawn = figures.breakdown({"model": {"8": sides}})
+    (top, first), (_, second) = bars(drawn, 'class="f-blue"')
+    (above, idle), (_, less) = bars(drawn, 'class="f-purple"')
+    assert above + idle == pytest.approx(top, abs=0.2), "idle is stacked on attention"
+    assert first == second and idle == pytest.approx(3 * first, abs=0.2) and less == pytest.approx(first, abs=0.2)
+    assert {"attention", "idle", "4.0", "2.0", "batch 8"} <= set(texts_of(drawn))
+
+
+def test_a_share_of_the_roofline_is_drawn_by_side():
+    curves = {("plugin", 1): {128: 0.4, 1024: 0.8}, ("baseline", 1): {128: 0.2, 1024: 0.4}}
+    drawn = figures.roofline({"model": curves}, "title")
+    y = {found[1]: float(found[0]) for found in re.findall(r'y="([\d.]+)" class="right">([\d]+)%<', drawn)}
+    plugin, baseline = (
+        re.search(rf'class="line s-red{dashed}" d="M([\d.]+ [\d.]+L[\d.]+ [\d.]+)"', drawn)[1]
+        for dashed in ("", " dashed")
+    )
+    assert [float(at.split()[1]) for at in plugin.split("L")] == [y["40"], y["80"]]
+    assert [float(at.split()[1]) for at in baseline.split("L")] == [y["20"], y["40"]]
+    assert {"128", "1k", "plugin, batch 1", "best baseline, batch 1"} <= set(texts_of(drawn))
+
+
+def test_held_out_points_are_hollow():
+    points = {"kernel": [(2.0, 2.0, False), (20.0, 25.0, True)]}
+    drawn = figures.accuracy(points, "title", 0.25)
+    assert drawn.count('class="s-red f-red"') == 1 == drawn.count('class="s-red f-page"')
+    height = {found[1]: float(found[0]) for found in re.findall(r'y="([\d.]+)" class="right">([\d.]+)<', drawn)}
+    assert f" {height['1.0']:.1f}m-5 0a5" in drawn
+
+
+def test_a_baselines_share_of_the_roofline_is_of_the_same_bytes(folder, monkeypatch):
+    """Half the plugin's where the baseline takes twice as long. Ragged lengths and other batch sizes are left out."""
+    drawn = {}
+    monkeypatch.setattr(figures, "roofline", lambda models, title: drawn.update(models) or title)
+    monkeypatch.setitem(pictures.PEAK_GB_S, "Made-up GPU", 1000.0)
+
+    def attention(case: str) -> str:
+        batch, context = map(int, case.split()[0].split("x"))
+        of = {"op": "mla_decode", "shape": {"batch": batch, "context": context}, "bandwidth_gb_s": 800.0}
+        return line(2.0, case=f"model tp8 {case}", peers={"slow": 9.0, "fast": 4.0}, **of)
+
+    write(folder / "2026-11-21-a-decode-attention.jsonl", "".join(map(attention, ("1x128", "2x128", "1x128 ragged"))))
+    assert pictures.attention() == "Decode attention on Made-up GPU, measured: share of 1 TB/s"
+    assert drawn == {"model tp8: MLA, one layer": {("plugin", 1): {128: 0.8}, ("baseline", 1): {128: 0.4}}}
+
+
+@pytest.mark.parametrize("name", pictures.FIGURES)
+def test_a_page_uses_every_figure(name):
+    """In both color schemes, and with one text for each."""
+    pages = [readme.README, *readme.DOCS.glob("*.md"), RESULTS_PAGE]
+    assert any(f"results/{name}.svg)" in page.read_text() for page in pages)
+    drawn = pictures.FIGURES[name]()
+    xml.etree.ElementTree.fromstring(drawn)
+    assert "@media (prefers-color-scheme:dark)" in drawn
+    assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= set(re.findall(r"--(\w+):", drawn))
+
+
+def test_no_other_figure_is_kept():
+    drawn = set(pictures.drawn())
+    assert set(readme.ROOT.glob("serving_benchmarks/results/**/*.svg")) == drawn

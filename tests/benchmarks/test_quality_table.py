@@ -43,16 +43,16 @@ def test_the_newest_line_of_each_checkpoint_is_a_row(folder):
     text = quality()
     assert "**Made-up GPU**, torch 2.11.0, vllm 0.33.0" in text
     assert text.splitlines()[-2:] == [
-        "| llama | FP8, a static scale per tensor | 5.2500 | 5.5000 | 5.5006 | +0.010% | -0.225% | 2000 of 2048 |",
-        "| deepseek | FP8, a dynamic scale per tensor | 5.2500 | 5.5000 | 5.5006 | **+0.400%** | **-0.225%** | 2000 of 2048 |",
+        "| llama | FP8, per tensor, static | 5.2500 | 5.5000 | 5.5006 | +0.010% | -0.225% | 2000 of 2048 |",
+        "| deepseek | FP8, per tensor, dynamic | 5.2500 | 5.5000 | 5.5006 | **+0.400%** | **-0.225%** | 2000 of 2048 |",
     ]
 
 
-def test_the_page_on_measuring_has_the_table(folder):
-    page = readme.DOCS / "measuring.md"
+def test_the_page_of_benchmarks_has_the_table(folder):
+    page = readme.DOCS / "benchmarks.md"
     assert "<!-- quality -->\nNothing yet.\n<!-- /quality -->" in readme.fresh(page)
     (folder / "2026-11-22-b-quality.jsonl").write_text(line("llama", "static") + "\n")
-    assert "| llama | FP8, a static scale per tensor | 5.2500 |" in readme.fresh(page)
+    assert "| llama | FP8, per tensor, static | 5.2500 |" in readme.fresh(page)
 
 
 def test_what_one_side_cannot_run_has_no_difference(folder):
@@ -60,5 +60,5 @@ def test_what_one_side_cannot_run_has_no_difference(folder):
     del found["perplexity_off"]
     (folder / "2026-11-22-b-quality.jsonl").write_text(json.dumps(found) + "\n")
     assert quality().splitlines()[-1] == (
-        "| llama | FP8, a dynamic scale per tensor | 5.2500 | not runnable | 5.5000 |  |  |  |"
+        "| llama | FP8, per tensor, dynamic | 5.2500 | not runnable | 5.5000 |  |  |  |"
     )

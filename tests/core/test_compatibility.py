@@ -31,7 +31,7 @@ def test_every_method_that_explain_knows_is_on_the_page():
 
 @pytest.mark.parametrize("name", ["MXFP4", "INT4"])
 def test_what_is_refused_is_named(name):
-    rows = [row for row in table_below("Quantisations") if row[0] == name]
+    rows = [row for row in table_below("Quantization and attention") if row[0] == name]
     assert len(rows) >= 2 and all(row[-1].startswith("refused: ") for row in rows)
 
 
@@ -40,7 +40,7 @@ def test_what_is_refused_is_named(name):
     [
         ([["RocmOpsX holds Y", "RocmOpsX holds Y"]] * 2, "selected"),
         ([["RocmOpsX", "AiterX"]] * 2, "selected without AITER"),
-        ([["Y", "Y"]] * 2, "refused: vLLM's own come first"),
+        ([["Y", "Y"]] * 2, "refused: vLLM's kernel comes first"),
         ([["Y", "Y"], ["vllm_rocm_ops.f", "vllm_rocm_ops.f"]], "selected: 0.1 not at all, 0.2 always"),
     ],
 )

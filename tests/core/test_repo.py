@@ -25,15 +25,18 @@ from vllm_rocm_ops.core import envs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.ops.families.decode import MOST_ROWS
 from vllm_rocm_ops.tools import check, cli
+from vllm_rocm_ops.tools.bench import tune
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import absorbed_products, decoder, mla, timing
 from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.linear import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, measured_all_reduce
 
 ROOT = readme.ROOT
 LARGEST_FILE = 200_000
 LARGEST_CODE = 20 * 1024
-README_LINES, README_TABLES = 130, 2  # written, and generated
+README_LINES, README_TABLES = 90, 2  # written, and generated
 needs_git = pytest.mark.skipif(not in_git(), reason="git alone knows the order of a day's results, and what is tracked")
 
 
@@ -492,15 +495,29 @@ def test_what_is_generated_is_fresh():
     }
 
 
-def test_architecture_lists_every_source_file():
-    text = (DOCS / "architecture.md").read_text()
-    listed = {
-        f"{folder}/{file}"
-        for folder, _, rest in (part.partition("/\n") for part in text.split("\n### ")[1:])
-        for file in re.findall(r"^\| `([^`]+)` \|", rest, re.MULTILINE)
-    }
-    sources = {name(path) for top in ("vllm_rocm_ops", "csrc") for path in under(top, ".py", ".h", ".hip", ".cpp")}
-    assert listed == {path for path in sources if not path.endswith("/__init__.py")}
+def test_the_module_map_has_every_folder_and_names_files_that_exist():
+    """A row stands for its folder, for sub-folders that it names as `folder/`, and for those of vendors."""
+    rows = re.findall(
+        r"^\| `([^|]+) \| (.+) \|$", (DOCS / "architecture.md").read_text().partition("## Module map")[2], re.MULTILINE
+    )
+    mapped = set()
+    for folders, rest in rows:
+        folders = [ROOT / folder for folder in re.findall(r"[\w/]+", folders)]
+        named = re.findall(r"`([\w/]+/|[\w/]+\.(?:py|h|hip|cpp|sh))`", rest)
+        missing = [one for one in named if not any((base / one).exists() for base in (*folders, ROOT))]
+        assert folders and all(map(pathlib.Path.is_dir, folders)) and not missing
+        mapped |= {*folders, *(folder / one for folder in folders for one in named if one.endswith("/"))}
+    sources = [path for top in ("vllm_rocm_ops", "csrc") for path in under(top, ".py", ".h", ".hip", ".cpp")]
+    homes = {path.parent.parent if path.parent.name in ("amd", "nvidia") else path.parent for path in sources}
+    assert homes - mapped == {ROOT / "vllm_rocm_ops"}  # the entry points of the package and of its command
+
+
+def test_every_source_file_says_what_it_is():
+    """Python in a docstring, C++ in a comment that it begins with."""
+    python = [path for path in under("vllm_rocm_ops", ".py") if path.read_text().strip()]
+    silent = [name(path) for path in python if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent += [name(path) for path in under("csrc", ".h", ".hip", ".cpp") if not path.read_text().startswith("//")]
+    assert silent == []
 
 
 def test_the_readme_is_short():
@@ -512,20 +529,43 @@ def test_the_readme_is_short():
     assert sum(found.count("| --- |") > 0 for found in generated) <= README_TABLES
 
 
+def said(page: pathlib.Path) -> str:
+    """Return a page's text without line breaks."""
+    return " ".join(page.read_text().split())
+
+
 def test_the_readme_states_the_limits_of_selection():
-    text = " ".join(readme.README.read_text().split())
     limits = {
         f"more than {kernel_timing.LARGEST_ERROR:g}x the error",
         f"more than {100 * kernel_selection.MARGIN:g} % faster",
         f"timing takes about {kernel_timing.MOST_SECONDS:g} s of a start",
-        f"the plugin up to {experts.MOST_TOKENS} tokens and BF16 linear layers up to {unquantized_linear.MOST_TOKENS}",
         f"serves 1 to {MOST_ROWS} query rows",
+        f"over {launches.RANKS[0]} to {launches.RANKS[-1]} GPUs",
+        f"more than {launches.CAPACITY * launches.VALUES_IN_WORD * 2 // 1024} KiB",
         "in three minutes",
     }
-    assert {limit for limit in limits if limit not in text} == set()
+    assert {limit for limit in limits if limit not in said(readme.README)} == set()
     assert check.MINUTES == 3
+    assert [b for b in (*decoder.PLATFORMS["rocm"], *mla.PLATFORMS["rocm"]) if b not in said(readme.README)] == []
+
+
+def test_the_page_on_tuning_states_the_limits_of_selection():
+    limits = {
+        f"FP8 linear layers, MXFP8 linear layers and MoE | up to {experts.MOST_TOKENS} tokens",
+        f"BF16 and FP16 linear layers | up to {unquantized_linear.MOST_TOKENS} tokens",
+        f"more than {100 * kernel_selection.MARGIN:g} % faster",
+        f"{kernel_timing.LARGEST_ERROR:g}x the baseline's error",
+        f"{kernel_timing.MOST_SECONDS:g} s for each start",
+        f"{kernel_timing.MOST_SECONDS_WAITING:g} s for another process",
+        f"{measured_all_reduce.MOST_SECONDS:g} s for the all-reduce",
+        f"{', '.join(map(str, timing.LENGTHS[:-1]))} and {timing.LENGTHS[-1]} keys",
+        f"{', '.join(map(str, row_selection.TOKENS[:-1]))} and {row_selection.TOKENS[-1]} tokens",
+        f"more than {100 * tune.MARGIN:g} % faster than the one that ships",
+    }
+    assert {limit for limit in limits if limit not in said(DOCS / "tuning.md")} == set()
     fp8 = scaled_linear, block_scaled_linear, mxfp8_linear
     assert {of.MOST_TOKENS for of in fp8} == {experts.MOST_TOKENS}
+    assert (int8_linear.MOST_TOKENS, absorbed_products.KERNELS.most_tokens()) == (0, 0)
 
 
 @pytest.mark.parametrize("page", [readme.README, DOCS / "configuration.md"], ids=name)
@@ -550,19 +590,19 @@ def test_the_readme_links_every_guide():
 
 
 def test_the_readme_states_what_the_package_requires():
-    section = readme.README.read_text().partition("\n## Requirements\n")[2].partition("\n## ")[0]
+    section = " ".join(readme.README.read_text().partition("\nRequires ")[2].partition("\n\n")[0].split())
     project = (ROOT / "pyproject.toml").read_text()
     assert set(re.findall(r"MI\d+\w", section)) == set(archs.PRODUCTS)
     first, last = {field.name: field for field in dataclasses.fields(seam.Seam)}["versions"].default
-    assert f"| vLLM | {first} to {last}. " in section
-    assert f"| torch | {re.search(r'torch>=([0-9.]+)', project)[1]} or newer" in section
+    assert f"vLLM {first} to {last}," in section
+    assert f"torch {re.search(r'torch>=([0-9.]+)', project)[1]} or newer for ROCm" in section
     python, for_emulator = (
         re.search(f"{what} *>= *'?([0-9.]+)", project)[1] for what in ('python = "', "python_version")
     )
-    assert f"| Python | {python} or newer; {for_emulator} for the emulator" in section
+    assert f"Python {python} or newer ({for_emulator} for the emulator)" in section
     driver = (ROOT / "csrc" / "runtime" / "driver.cpp").read_text()
     releases = " or ".join(sorted(set(re.findall(r"libamdhip64\.so\.(\d+)", driver))))
-    assert f"| ROCm | the driver library of ROCm {releases} |" in section
+    assert f"the driver library of ROCm {releases}." in section
 
 
 def headings(page: pathlib.Path) -> set[str]:

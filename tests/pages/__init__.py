@@ -1,9 +1,9 @@
-"""The pages of the documentation: what writes them, and what tests take from them."""
+"""Generate the pages of the documentation, and read them in tests."""
 
 import re
 
 
 def block_of(text: str, language: str) -> str:
-    """The one block of code in this language."""
+    """Return the only code block in this language."""
     [block] = re.findall(rf"^```{re.escape(language)}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return block

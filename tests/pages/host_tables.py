@@ -1,4 +1,4 @@
-"""The tables of what the plugin costs the host and a start, from the results of host_time.py and of latency.py."""
+"""Tabulate the plugin's cost to the host and to a start, from the results of host_time.py and latency.py."""
 
 import json
 
@@ -6,42 +6,62 @@ import host_time
 import latency_report
 
 from . import measurements
-from .measurements import kind_of, lines_of, links, markdown, oldest_first
+from .measurements import kind_of, lines_of, markdown, oldest_first
+
+KIND = "host-time"
 
 
 def host_times() -> str:
-    """Return a table for each GPU: a row for each layer of a seam, the newest of each model."""
+    """Return a table for each GPU: a row for each model and seam, from the newest file of each model."""
     tables = []
-    for folder in sorted(
-        {path.parent for path in measurements.RESULTS.glob("*/*.jsonl") if kind_of(path) == "host-time"}
-    ):
-        newest = {}
-        for path in oldest_first(path for path in folder.glob("*.jsonl") if kind_of(path) == "host-time"):
+    for folder in sorted({path.parent for path in measurements.RESULTS.glob("*/*.jsonl") if kind_of(path) == KIND}):
+        newest: dict[tuple[str, str], list[dict]] = {}
+        for path in oldest_first(path for path in folder.glob("*.jsonl") if kind_of(path) == KIND):
             found = lines_of(path)
-            newest = {key: value for key, value in newest.items() if key[0] not in {line["model"] for line in found}}
-            newest |= {(line["model"], line["seam"], line["layer"]): (line, path) for line in found}
+            newest = {key: of for key, of in newest.items() if key[0] not in {line["model"] for line in found}}
+            for line in found:
+                newest.setdefault((line["model"], line["seam"]), []).append(line)
         body = []
-        for line, _ in newest.values():
-            us, apart = line["us"], line["apart_us"]
-            cells = [f"{us[name]:.1f} ({apart[name]:+.1f})" if name in us else "" for name in host_time.OURS]
-            cells = [
-                f"**{cell}**" * bool(cell and apart[name] > host_time.ALLOWED_US) or cell
-                for cell, name in zip(cells, host_time.OURS)
-            ]
-            body.append((line["model"], f"`{line['seam']}`", line["layer"], f"{us[host_time.VLLMS]:.1f}", *cells))
-        header = "model", "seam", "layer", host_time.VLLMS, *host_time.OURS
-        files = links({path for _, path in newest.values()})
-        tables.append(f"**{folder.name}**, {files}:\n\n{markdown(header, body)}")
+        for (model, seam), of in newest.items():
+            baseline = [line["us"][host_time.VLLMS] for line in of]
+            row = model, f"`{seam}`", str(len(of)), _range(baseline, "{:.0f}")
+            body.append((*row, *(_added(of, path) for path in host_time.OURS)))
+        header = "model", "seam", "layers", "baseline us", "kernel runs: added us", "falls back: added us"
+        tables.append(f"**{folder.name}**:\n\n{markdown(header, body)}")
     return "\n\n".join(tables) or "Nothing yet."
+
+
+def _range(values: list[float], form: str) -> str:
+    low, high = (form.format(value) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _added(lines: list[dict], path: str) -> str:
+    """Return the range of a path's median differences from the baseline, bold where one is above the limit."""
+    values = [line["apart_us"][path] for line in lines if path in line["apart_us"]]
+    if not values:
+        return ""
+    return f"**{_range(values, '{:+.1f}')}**" if max(values) > host_time.ALLOWED_US else _range(values, "{:+.1f}")
+
+
+WORSE = 0.02  # share of the baseline, from which on more is bold
 
 
 def starts() -> str:
-    """Return a table for each result file of starts, medians over its pairs."""
-    tables = []
+    """Return a row for the newest starts of each model on a GPU: medians over pairs, baseline / plugin, bold where the plugin needs more."""
+    newest: dict[tuple[str, str, str], dict[str, str]] = {}
     for path in oldest_first(measurements.RESULTS.glob("*/*-start.json")):
         report = json.loads(path.read_text())
-        header = "model", "what", *latency_report.SIDES, "difference", "share"
-        tables.append(
-            f"`{report['command']}`, {links([path])}:\n\n{markdown(header, latency_report.differences(report))}"
-        )
-    return "\n\n".join(tables) or "Nothing yet."
+        result = report["results"][0]
+        pairs = str(sum(run["side"] == "with" for run in report["runs"]))
+        cells = {name: _pair(*of) for _, name, *of in latency_report.differences(report) if "blocks" not in name}
+        case = result["model_id"], report["hardware"].partition(" x ")[2], str(result["num_layers"] or "all")
+        newest[case] = {"pairs": pairs} | cells
+    names = dict.fromkeys(name for cells in newest.values() for name in cells)
+    rows = [(*case, *(cells.get(name, "") for name in names)) for case, cells in newest.items()]
+    return markdown(("model", "GPU", "layers", *names), rows) if rows else "Nothing yet."
+
+
+def _pair(baseline: str, plugin: str, _: str, percent: str) -> str:
+    text = f"{baseline} / {plugin}"
+    return f"**{text}** ({percent})" if percent and float(percent.removesuffix(" %")) > 100 * WORSE else text

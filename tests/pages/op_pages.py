@@ -28,7 +28,8 @@ EXAMPLE = {"op": "fused_add_rms_norm_static_fp8_quant", "shape": "1x16384", "arc
 GUIDES = (
     "compatibility",
     "configuration",
-    "measuring",
+    "benchmarks",
+    "benchmarking",
     "tuning",
     "development",
     "architecture",
@@ -723,15 +724,15 @@ def index() -> str:
         for op in op_module.registered()
     )
     about = (
-        "Names, arguments and rounding match vLLM's ops, but results are returned. A GPU's column has the input dtypes of its kernels "
-        "and, if they differ, the result dtypes; PyTorch runs other dtypes. sm_90 is for development."
+        "Ops have the names, arguments and rounding of vLLM's ops, but return their results. GPU columns list the kernels' input dtypes "
+        "and, if different, output dtypes; PyTorch runs other dtypes. sm_90 is for development."
     )
     parts = (
         WRITTEN,
         "# Ops",
         about,
         markdown(("op", "computes", *archs.ARCHS), rows),
-        "`explain` shows which kernel a call runs, and why:",
+        "`explain` reports the kernel that a call runs, and why:",
         explanation(),
         f"## Numerics\n\n{NUMERICS}",
         f"## Quantization\n\n{paragraphs(inspect.getdoc(quantization))[1]}",

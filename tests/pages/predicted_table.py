@@ -1,18 +1,18 @@
-"""The tables of predicted times, for pages that readme.py writes: kernels of decode steps, and others' published points."""
+"""Tabulate predictions beside published times, for timing.md, decode_steps.md and the timing model's notes."""
 
 import json
 
-from timing import microbenchmarks
+from timing import calibrate, microbenchmarks, report
 
-from .measurements import ROOT, links, markdown, measured
+from .measurements import ROOT, markdown, measured
 
 PUBLISHED = ROOT / "tests" / "timing" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
-"""By who published times of products: the field of a line, and which of ours is counted in the same way."""
+"""By publisher of GEMM times: the field of a line, and the field of the prediction that counts the same way."""
 
 
 def _by_step(newest: dict) -> dict[str, dict[int, list[dict]]]:
-    """Lines of calls by model and tokens."""
+    """Group lines of calls by model and tokens."""
     found: dict[str, dict[int, list[dict]]] = {}
     for line, _ in newest.values():
         found.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)
@@ -20,7 +20,7 @@ def _by_step(newest: dict) -> dict[str, dict[int, list[dict]]]:
 
 
 def _beside(lines: list[dict], field: str, ours: str) -> str:
-    """Of the products with a published time: the sum of ours and of those in a step."""
+    """Return predicted / published ms of a step's GEMMs that have a published time."""
     found = [line for line in lines if field in line]
     if not found:
         return ""
@@ -43,47 +43,14 @@ def products() -> str:
                 if any(cells):
                     rows.append((model, who, *cells))
         tables.append(
-            f"**{line['device']}**: ms of a step's GEMMs with a published time, ours predicted / published. Kernels of {commits}.\n\n"
+            f"**{line['device']}**: ms of a step's GEMMs with a published time, predicted plugin / published. Kernels of {commits}.\n\n"
             + markdown(("model", "published by", *(f"batch {batch}" for batch in batches)), rows)
         )
     return "\n\n".join(tables) or "Nothing yet."
 
 
-def calls() -> str:
-    """A row for each call of each model, a column for each number of tokens."""
-    tables = []
-    for newest in measured("predicted"):
-        line, _ = next(iter(newest.values()))
-        models = _by_step(newest)
-        batches = list(dict.fromkeys(batch for of in models.values() for batch in of))
-        rows = []
-        for model, of in models.items():
-            layers: dict[tuple, dict[int, dict]] = {}
-            for batch, lines in of.items():
-                for each in lines:
-                    layers.setdefault((each["layer"], each["op"], each["count"]), {})[batch] = each
-            rows += [
-                (model, layer, f"`{op}`", str(count), *(_cell(found.get(batch)) for batch in batches))
-                for (layer, op, count), found in layers.items()
-            ]
-        tables.append(
-            f"**{line['device']}**: predicted us of a call, in brackets as a profiler would count it; and what others published of the "
-            "same product, A aiter's tuner by a profiler, H Hugging Face from a graph: "
-            f"{links(path for _, path in newest.values())}\n\n"
-            + markdown(("model", "layer", "op", "calls", *(f"batch {batch}" for batch in batches)), rows)
-        )
-    return "\n\n".join(tables) or "Nothing yet."
-
-
-def _cell(line: dict | None) -> str:
-    if line is None:
-        return ""
-    others = [f"{who} {line[name]:.1f}" for who, name in (("A", "aiter_us"), ("H", "hugging_face_us")) if name in line]
-    return ", ".join([f"{line['predicted_us']:.1f} ({line['profiled_us']:.1f})", *others])
-
-
 def facts() -> str:
-    """Return a row for each public number of the chip: what was published, what the model said first, and what it says now."""
+    """Return a row for each public number of the chip: published, first predicted, and predicted now."""
     rows = []
     for row in microbenchmarks.FACTS:
         low, high, rule = row["least"], row["most"], row.get("rule", "nothing")
@@ -94,7 +61,7 @@ def facts() -> str:
         half = ", fitted" if rule.endswith("chosen by it") else ", held out" if row["first"] != row["now"] else ""
         published = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         rows.append((f"{row['test']}: {row['condition']}", f"{published} {row['unit']}", first, now + half, rule))
-    header = ("what", "published", "held out, first prediction", "the model now", "what was fitted")
+    header = ("fact", "published", "first prediction, held out", "the model now", "fitted")
     sources = "; ".join(dict.fromkeys(row["source"] for row in microbenchmarks.FACTS))
     return f"{markdown(header, rows)}\n\nSources: {sources}."
 
@@ -110,26 +77,57 @@ SETS = {
 }
 OPS = {
     "a8w8_rowwise_bpreshuffle": "int8 GEMM",
-    "attn_fwd": "attention of prompts",
-    "attn_fwd varlen": "attention of prompts, in groups",
+    "attn_fwd": "prefill attention",
+    "attn_fwd varlen": "prefill attention, varlen",
     "bf16": "bf16 GEMM",
     "fp8_blockscale_bpreshuffle": "FP8 GEMM, block scales",
     "fused_moe stage 1": "fused MoE, first stage",
     "fused_moe stage 1+2": "fused MoE, both stages",
-    "mla_decode": "latent attention of decode",
+    "mla_decode": "MLA decode",
 }
 
 
 def _share(value: float | None) -> str:
-    return "over half have none" if value is None else f"{100 * value:.0f} %"
+    return "over half without" if value is None else f"{100 * value:.0f} %"
 
 
 def _class(each: dict) -> tuple[str, str, str]:
     return OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], SETS[each["set"]]
 
 
+FITTED = "fit", "fit_clock"  # sets that constants were fitted to
+KINDS = {
+    "skinny GEMM": "skinny FP8 GEMM, 1 to 32 rows",
+    "add RMSNorm": "add + RMSNorm + FP8, 1 to 2048 rows",
+    "SwiGLU": "SwiGLU + FP8, 1 to 2048 rows",
+    "gemv": "wvSplitK, FP16, one row",
+}
+
+
+def accuracy() -> str:
+    """Return a row for each class of points that no constant was fitted to: the calibration's held-out halves, then published times."""
+    rows, classes = [], calibrate.read()["classes"]
+    for kind, name in KINDS.items():
+        found = classes[kind][report.HALVES[1]]
+        rows.append((name, "MI300X", "held out", str(found["points"]), _share(found["median"]), _share(found["p90"])))
+    published = json.loads(PUBLISHED.read_text())
+    for each in published["classes"]:
+        if each["set"] not in FITTED and each["predicted"]:
+            errors = _share(each["median"]), "" if each["p90"] is None else _share(each["p90"])
+            rows.append((*_class(each), f"{each['predicted']} of {each['points']}", *errors))
+    right, every = (sum(each[name] for each in published["pairs"]) for name in ("right", "pairs"))
+    by_class = "; ".join(" ".join(_pair(each)[:2]) + f": {_pair(each)[2]}" for each in published["pairs"])
+    header = "kernels", "GPU", "set", "points", "p50 error", "p90 error"
+    return f"{markdown(header, rows)}\n\nPairs in order: **{right} of {every}**. {by_class}."
+
+
+def _pair(each: dict) -> tuple[str, str, str]:
+    """Return a class of pairs, its GPU, and the pairs in order."""
+    return OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], f"{each['right']} of {each['pairs']}"
+
+
 def simpler() -> str:
-    """A row for each class of published points with shapes that the simpler models were not fitted to."""
+    """Return a row for each class of published points with shapes held out of the simpler models' fit."""
     found = json.loads(PUBLISHED.read_text())
     ours = {_class(each): _share(each["median"]) for each in found["classes"]}
     names = list(found["simpler"][0])[4:]
@@ -141,7 +139,7 @@ def simpler() -> str:
 
 
 def published() -> str:
-    """A row for each class of published points, then the pairs."""
+    """Return a row for each class of published points, then the pairs."""
     found = json.loads(PUBLISHED.read_text())
 
     def signed(value: float | None) -> str:
@@ -156,29 +154,26 @@ def published() -> str:
     ]  # fmt: skip
     reasons = sorted({reason for each in found["classes"] for reason in each["why"]})
     left = [
-        f"{count} rows of {_class(each)[0]} on {_class(each)[1]}, as {reason}"
+        f"{count} rows of {_class(each)[0]} on {_class(each)[1]}: {reason}"
         for each in found["classes"]
         for reason, count in each.get("left out", {}).items()
     ]
-    pairs = [
-        (OPS.get(each["op"], each["op"]), each["gpu"].partition(" (")[0], f"{each['right']} of {each['pairs']}")
-        for each in found["pairs"]
-    ]
+    pairs = map(_pair, found["pairs"])
     total = [sum(each[name] for each in found["pairs"]) for name in ("right", "pairs")]
     header = (
         "kernels",
         "GPU",
         "set",
         "predicted",
-        "median error",
-        "nine of ten within",
-        "median of predicted / measured",
+        "p50 error",
+        "p90 error",
+        "p50 of predicted / measured",
     )
     return "\n\n".join(
         (
             markdown(header, rows),
-            "Why rows have no time: " + "; ".join(reasons) + ".",
+            "Reasons for rows without a prediction: " + "; ".join(reasons) + ".",
             "Left out: " + "; ".join(left) + ".",
-            markdown(("pairs of", "GPU", "in order"), [*pairs, ("all", "", f"{total[0]} of {total[1]}")]),
+            markdown(("pairs", "GPU", "in order"), [*pairs, ("all", "", f"{total[0]} of {total[1]}")]),
         )
     )

@@ -1,18 +1,18 @@
-"""Write the tables of accuracy results, from serving_benchmarks/quality, for a page of readme.py."""
+"""Tabulate the results of serving_benchmarks/quality/quality.py and arithmetic.py for benchmarks.md."""
 
 from .compatibility import QUANTISATIONS
 from .measurements import head, markdown, measured, plural
 
 NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items() if flavour is not None}
 ABOUT = (
-    "Perplexity of held-out text in vLLM, for small models trained by `python serving_benchmarks/quality/quality.py`: the bf16 checkpoint "
-    "in the baseline, then each checkpoint in the baseline and with the plugin. The worst scale error is that of the layer whose scale "
-    "would explain most of the difference. Equal tokens are counted up to the first difference."
+    "Perplexity of held-out text in vLLM, for small models that `python serving_benchmarks/quality/quality.py` trains: the bf16 "
+    "checkpoint on the baseline, then each checkpoint on the baseline and with the plugin. The worst scale error names the layer whose "
+    "scale would explain most of the difference. Greedy tokens are counted up to the first difference."
 )
 
 
 def quality() -> str:
-    """Return a table per GPU with a row per checkpoint. Bold exceeds the command's tolerance."""
+    """Return a table per GPU: a row for each checkpoint, bold beyond the command's limits."""
     tables = []
     for newest in measured("quality"):
         lines = [line for line, _ in newest.values()]
@@ -24,14 +24,13 @@ def quality() -> str:
             "plugin",
             "difference",
             "worst scale error",
-            "equal tokens",
+            "tokens equal",
         )
         tables.append(f"{head(lines)}:\n\n{markdown(header, map(row, lines))}")
     return "\n\n".join([ABOUT, *tables]) if tables else "Nothing yet."
 
 
 def row(line: dict) -> tuple[str, ...]:
-    """Return the cells of a checkpoint."""
     shape, perplexity = line["shape"], line["perplexity"]
     values = (f"{perplexity[side]:.4f}" if side in perplexity else "not runnable" for side in ("bf16", "stock", "ours"))
     found = (shape["model"], NAMES[shape["quantization"]], *values)
@@ -44,15 +43,15 @@ def row(line: dict) -> tuple[str, ...]:
 
 
 ARITHMETIC = (
-    "Error of each op on the activations and weights of these models, by `python serving_benchmarks/quality/arithmetic.py`: error norm over "
-    "the norm of the float64 result. A cell has the largest error of a call, and the largest ratio of the op's error to the baseline's. "
-    "The baseline is vLLM's kernel; in the emulator, and for ops without one, it is the op's reference, which rounds as vLLM does. The "
-    "files have every layer."
+    "Relative error of each op against float64, on the activations and weights of these models, by "
+    "`python serving_benchmarks/quality/arithmetic.py`. A cell has the largest error of a call, and the largest ratio of a plugin's error to "
+    "the baseline's. The baseline is vLLM's kernel; in the emulator, and where vLLM has no kernel, it is the op's reference, which "
+    "rounds where vLLM does."
 )
 
 
 def arithmetic() -> str:
-    """Return a row per result of an op, with the errors on each machine."""
+    """Return a row for each result of an op, with the errors on each machine."""
     calls: dict[tuple[str, str], dict[str, list[dict]]] = {}
     machines, checkpoints, files = [], set(), []
     for newest in measured("arithmetic"):
@@ -76,7 +75,7 @@ def arithmetic() -> str:
 
 
 def errors(found: list[dict]) -> str:
-    """Return the largest error and the largest ratio to the baseline's. Bold exceeds the command's tolerance."""
+    """Return the largest error and the largest ratio to the baseline's, bold beyond the command's limits."""
     if not found:
         return ""
     bold = "**" if any(one["wrong"] for one in found) else ""

@@ -1,11 +1,7 @@
-"""What is generated: parts of README.md and of pages, each between `<!-- name -->` and `<!-- /name -->`, README's figure, and whole
-pages."""
+"""Generate the documentation: parts of pages, each between `<!-- name -->` and `<!-- /name -->`, whole pages, and figures."""
 
-import ast
-import itertools
 import pathlib
 import re
-import textwrap
 from collections.abc import Callable
 
 import vllm_rocm_ops
@@ -22,8 +18,10 @@ from . import (
     host_tables,
     measurements,
     op_pages,
+    pictures,
     predicted_table,
     quality_table,
+    results_page,
     step_table,
     systems,
 )
@@ -31,16 +29,16 @@ from .measurements import RESULTS, ROOT, markdown
 from .op_pages import DOCS
 
 README = ROOT / "README.md"
-FIGURE = RESULTS / "speedup.svg"
 
 
 def variables() -> str:
+    """Return a row for each environment variable."""
     rows = ((f"`{v.name}`", f"`{v.default}`" if v.default else "", v.meaning) for v in envs.VARIABLES.values())
     return markdown(("variable", "default", "meaning"), rows)
 
 
 def seams() -> str:
-    """Return a row for each seam that a user may name."""
+    """Return a row for each seam of the ROCm platform."""
     loaded = (seam.load(name) for name in seam.NAMES)
     return markdown(
         ("seam", "replaces"), ((f"`{one.name}`", one.replaces) for one in loaded if "rocm" in one.platforms)
@@ -63,7 +61,7 @@ ATTENTION = {"MHA, GQA": (ops.paged_attention_decode, "key_cache"), "MLA": (ops.
 
 
 def support() -> str:
-    """Return the support matrix: which formats and KV cache dtypes have kernels on which GPU."""
+    """Return the support matrix: the layers that have kernels for each format, and the KV cache dtypes, by GPU."""
 
     def runs(arch: str, linears: tuple[str, ...], experts: tuple[str, ...]) -> str:
         kinds = {"linear": linears, "MoE": experts}
@@ -81,14 +79,15 @@ def support() -> str:
 
     rows = [(name, *(runs(arch, *of) for arch in compatibility.AMD)) for name, of in FORMATS.items()]
     rows.append(("; ".join(compatibility.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name, of in ATTENTION.items():
-        rows.append((f"{name} decode attention, KV cache", *(cached(arch, *of) for arch in compatibility.AMD)))
-    fp8 = (str(archs.ARCHS[arch].fp8_dtype).removeprefix("torch.") for arch in compatibility.AMD)
-    rows.append(("FP8 dtype", *(f"`{dtype}`" for dtype in fp8)))
+        alike.setdefault(tuple(cached(arch, *of) for arch in compatibility.AMD), []).append(name)
+    rows += [(f"{', '.join(names)} decode attention: KV cache", *cells) for cells, names in alike.items()]
     titles = []
     for arch in compatibility.AMD:
-        products = (name for name, of in archs.PRODUCTS.items() if of.name == arch)
-        titles.append(f"{', '.join(products)} ({arch})")
+        products = ", ".join(name for name, of in archs.PRODUCTS.items() if of.name == arch)
+        fp8 = str(archs.ARCHS[arch].fp8_dtype).removeprefix("torch.float8_")
+        titles.append(f"{products} ({arch}, FP8 is {fp8})")
     return markdown(("weights and activations", *titles), rows)
 
 
@@ -97,7 +96,7 @@ SHOWN_SEAMS = ("scaled_linear", "block_scaled_linear", "fp8_experts")
 
 
 def doctor_sample() -> str:
-    """Return the sections of `doctor` that a user looks at first, as they are for an MI300X."""
+    """Return the sections of `doctor` that a user reads first, composed for an MI300X."""
     product, arch = next((product, of.name) for product, of in archs.PRODUCTS.items())
     known = [seam.load(name) for name in SHOWN_SEAMS]
     found = {
@@ -127,34 +126,6 @@ def doctor_sample() -> str:
     return "\n".join(("```", "$ vllm-rocm-ops doctor", *lines, " " * 14 + "...", "```"))
 
 
-SUFFIXES = (".py", ".h", ".hip", ".cpp")
-
-
-def tree() -> str:
-    """Return every source file of the package and of csrc with its first sentence, folder by folder."""
-
-    def said(path: pathlib.Path) -> str:
-        if path.suffix == ".py":
-            text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        else:
-            lines = itertools.takewhile(lambda line: line.startswith("//"), path.read_text().splitlines())
-            text = " ".join(line.removeprefix("//") for line in lines)
-        if not text:
-            raise ValueError(f"{path.relative_to(ROOT)} must begin with a docstring or comment that says what it is")
-        return textwrap.shorten(re.split(r"[.;](?: |$)", " ".join(text.split()))[0], 110, placeholder=" ...")
-
-    rows: dict[str, list[tuple[str, str]]] = {}
-    for top in ("vllm_rocm_ops", "csrc"):
-        for path in sorted((ROOT / top).rglob("*"), key=lambda path: (path.parent, path.name)):
-            if path.suffix in SUFFIXES and path.name != "__init__.py":
-                place = path.relative_to(ROOT)
-                folder = (
-                    "/".join(place.parts[:2] if top == "csrc" else place.parts[:-1]) if len(place.parts) > 2 else top
-                )
-                rows.setdefault(folder, []).append((f"`{place.relative_to(folder)}`", said(path)))
-    return "\n\n".join(f"### {folder}/\n\n{markdown(('file', 'what'), body)}" for folder, body in rows.items())
-
-
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {
         "unmeasured": measurements.unmeasured,
@@ -164,52 +135,49 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "doctor": doctor_sample,
     },
     DOCS / "configuration.md": {"variables": variables, "seams": seams},
-    DOCS / "measuring.md": {
+    DOCS / "benchmarks.md": {
         "unmeasured": measurements.unmeasured,
         "engine": measurements.engine,
+        "serving": measurements.serving,
         "attention in the engine": measurements.attention_in_engine,
-        "experts": measurements.experts_summary,
-        "decode attention": attention_table.decode_summary,
+        "decode attention": attention_table.decode,
+        "prefill attention": attention_table.prefill,
+        "experts": measurements.experts,
         "single ops": measurements.single_ops,
+        "regret": measurements.regret,
+        "host time": host_tables.host_times,
+        "starts": host_tables.starts,
         "quality": quality_table.quality,
         "arithmetic": quality_table.arithmetic,
     },
-    DOCS / "architecture.md": {"tree": tree},
-    DOCS / "timing.md": {
-        "products": predicted_table.products,
+    DOCS / "timing.md": {"accuracy": predicted_table.accuracy},
+    ROOT / "tests" / "timing" / "notes.md": {
         "published": predicted_table.published,
         "simpler": predicted_table.simpler,
         "facts": predicted_table.facts,
     },
     DOCS / "decode_steps.md": {
         "steps": step_table.steps,
+        "worst": step_table.worst,
+        "products": predicted_table.products,
         "published": step_table.published,
         "others": step_table.others,
         "profiles": step_table.h200,
-        "worst": step_table.worst,
-        "launches": step_table.every,
         "constants": step_table.constants,
         "times": step_table.times,
     },
     RESULTS / "README.md": {
-        "profiles": measurements.profiles,
-        "engine": measurements.engine_commands,
-        "serving": measurements.serving,
-        "experts": measurements.experts,
-        "decode attention": attention_table.decode,
-        "attention": attention_table.prompts,
-        "host time": host_tables.host_times,
-        "starts": host_tables.starts,
-        "single ops": measurements.results,
-        "predicted": predicted_table.calls,
-        "static": measurements.static,
-        "waits": measurements.waits,
+        "engine": results_page.engine,
+        "steps": results_page.steps,
+        "ops": results_page.ops,
+        "kernels": results_page.kernels,
+        "index": results_page.index,
     },
 }
 
 
 def fresh(path: pathlib.Path) -> str:
-    """A file's text with every generated part written anew."""
+    """Return a file's text with every generated part written anew."""
     text = path.read_text()
     for name, make in BLOCKS[path].items():
         block = f"<!-- {name} -->\n{make()}\n<!-- /{name} -->"
@@ -222,7 +190,6 @@ def fresh(path: pathlib.Path) -> str:
 
 
 def documents() -> dict[pathlib.Path, str]:
-    """Every file that has generated parts, with the text that it should have."""
+    """Return the wanted text of every generated file, and of every file with generated parts."""
     pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
-    pages[FIGURE] = measurements.whole_models_figure()
-    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages
+    return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages | pictures.drawn()

@@ -1,26 +1,26 @@
-"""The tables of predicted decode steps: both sides, published steps, our H200 profiles, and the worst launches."""
+"""Tabulate predicted decode steps: both sides, published steps, H200 profiles, and the costliest launches."""
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from timing import other_steps
 
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.timing import CONTEXT, baseline, frozen, machines, published_steps, step, step_report
+from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report
 
 from .measurements import RESULTS, markdown
 
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8
 BATCHES = (1, 8, 32, 64)
-MOST = 10  # launches that are named
+MOST = 10  # launches in a table
 
 
 @functools.cache
 def nodes(product: str, model: str, side: str, batch: int) -> tuple[step.Node, ...]:
-    """Return the launches of a step, our kernels as they are frozen."""
+    """Return the launches of a step, with the frozen times of the plugin's kernels."""
     machine = machines.named(product)
     given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, frozen.kernel_times(machine)
     return tuple(step.nodes(*given))
@@ -56,7 +56,7 @@ def steps() -> str:
             for side in step.SIDES:
                 found = [total(product, model, side, batch) for batch in BATCHES]
                 rows.append((product, model, side, str(found[0].launches), *map(_ms, found)))
-            rows.append((product, model, "floor of bytes", "", *(f"{of.floor_us / 1e3:.1f}" for of in found)))
+            rows.append((product, model, "least time of bytes", "", *(f"{of.floor_us / 1e3:.1f}" for of in found)))
     return markdown(("GPU", "model, TP 8", "side", "launches", *(f"batch {batch}" for batch in BATCHES)), rows)
 
 
@@ -88,7 +88,7 @@ def _interval(low: float, high: float, digits: int) -> str:
 
 
 def published() -> str:
-    """Return what each published step admits, and the verdict on the slopes."""
+    """Return the gaps and all-reduces that each published step admits, and the verdict on the slopes."""
     rows = [
         (
             each.release, str(each.batch), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
@@ -111,16 +111,16 @@ def published() -> str:
     return f"{markdown(head, rows)}\n\n{steeper}\n\n{verdict}"
 
 
-# Our own profiles on H200
+# Profiles on H200
 
-PROFILES = {  # of serving_benchmarks/results/nvidia-h200: layers with shared experts, of all layers
+PROFILES = {  # files of results/nvidia-h200: layers with shared experts, all layers
     "2026-11-22-215c3c3-llama-tp4": (0, 30),
     "2026-11-23-9afc31a-llama-rank-of-8": (0, 40),
     "2026-11-23-9afd86e-deepseek-rank-of-8": (17, 20),
     "2026-11-23-e10d0ef-deepseek-whole-rank-of-8": (58, 61),
 }
 FITTED = {("2026-11-23-9afc31a-llama-rank-of-8", "without"), ("2026-11-23-e10d0ef-deepseek-whole-rank-of-8", "without")}
-ALONE = "2026-11-22-cf0696c-gemm.jsonl"  # times of block-scaled products alone
+ALONE = "2026-11-22-cf0696c-gemm.jsonl"  # times of block-scaled GEMMs alone
 ONCE, DENSE, SHARED = (
     ((2112, 7168), (3072, 1536), (7168, 2048)),
     ((4608, 7168), (7168, 2304)),
@@ -163,8 +163,8 @@ def _alone(side: str) -> dict[tuple[int, int, int], float]:
 
 
 def second_stream(kernels: dict, side: str, batch: int, experts: int, layers: int) -> float:
-    """Return us of the shared experts. The profile has one sum for all block-scaled linears: the main stream's take at most
-    what they take alone, and the second stream's at least their share."""
+    """Return us of the shared experts. The profile has one sum for all block-scaled linears: those of the main stream take at most their
+    time alone, those of the second stream at least their share."""
 
     def sums(pattern: str) -> tuple[float, float]:
         found = [times for name, times in kernels.items() if pattern in name]
@@ -182,7 +182,7 @@ def second_stream(kernels: dict, side: str, batch: int, experts: int, layers: in
 
 
 def profiles() -> Iterator[Profile]:
-    """Yield every profile of the engine with its step: measured kernels, two streams, gaps and one time outside the graph."""
+    """Yield every profile of the engine with its step: measured kernels, two streams, gaps and the time outside the graph."""
     for name, (experts, layers) in PROFILES.items():
         report = json.loads((RESULTS / "nvidia-h200" / f"{name}-latency.json").read_text())
         engine = {(line["side"], line["batch_size"]): line["decode_ms_per_token"] for line in report["results"]}
@@ -197,7 +197,7 @@ def profiles() -> Iterator[Profile]:
 
 
 def others() -> str:
-    """Return published / predicted of other engines, whether the band holds it, and their sources."""
+    """Return published / predicted of other engines, bold outside the band, and their sources."""
     low, high = published_steps.spread()
     rows = []
     for other in other_steps.OTHERS:
@@ -242,7 +242,7 @@ def h200() -> str:
 
 
 def _by_cost(product: str, model: str) -> list[tuple[tuple, dict[int, step.Node]]]:
-    """Return the launches of the plugin's steps by batch size, with the largest mean share of a step's cost above the floor first."""
+    """Return the launches of the plugin's steps by batch size, largest mean share of a step's cost above the floor first."""
     found: dict[tuple, dict[int, step.Node]] = {}
     for batch in BATCHES:
         for node in nodes(product, model, "plugin", batch):
@@ -251,50 +251,36 @@ def _by_cost(product: str, model: str) -> list[tuple[tuple, dict[int, step.Node]
 
 
 def _share(product: str, model: str, batch: int, node: step.Node) -> float:
-    """Return a launch's part of what its step costs above the floor; what the second stream hides is no part of it."""
+    """Return a launch's share of its step's cost above the floor, zero where the second stream hides it."""
     of = total(product, model, "plugin", batch)
     return node.cost_us / (of.us - of.floor_us) if node.stream != step.SECOND else 0.0
 
 
-def _tables(suffix: str, head: Sequence[str], row: Callable[..., tuple[str, ...]], most: int | None = None) -> str:
-    """Return a table for each GPU and model: a `row(product, model, stream, nodes by batch size)` for each launch, behind its name."""
-    titles = ("launch", "op", "calls", *head)
+def worst() -> str:
+    """Return a table for each GPU and model: the launches of the plugin's step that cost most above the time of their bytes."""
+    head = (
+        "launch",
+        "op",
+        "calls",
+        *(f"batch {n}" for n in BATCHES),
+        f"cause at {BATCHES[0]}",
+        f"cause at {BATCHES[-1]}",
+    )
     tables = []
     for product in baseline.PRODUCTS:
         for model in MODELS:
-            rows = [
-                (layer, f"`{op}`" if op else "", str(count), *row(product, model, stream, of))
-                for (layer, op, count, stream), of in _by_cost(product, model)[:most]
-            ]
-            tables.append(f"### {product}, {model}{suffix}\n\n{markdown(titles, rows)}")
+            rows = (_row(product, model, *launch) for launch in _by_cost(product, model)[:MOST])
+            tables.append(f"### {product}, {model}\n\n{markdown(head, rows)}")
     return "\n\n".join(tables)
 
 
-def worst() -> str:
-    """Return for each GPU and model the ten launches of the plugin's step that cost most above their bytes."""
-
-    def row(product: str, model: str, stream: str, of: dict[int, step.Node]) -> tuple[str, ...]:
-        costs = _cells(of, lambda node, batch: f"{node.cost_us / 1e3:.2f} ({_share(product, model, batch, node):.0%})")
-        causes = _cells(of, lambda node, batch: step.cause(node))
-        return *costs, causes[0], causes[-1]
-
-    return _tables("", (*(f"batch {batch}" for batch in BATCHES), "cause at 1", "cause at 64"), row, MOST)
-
-
-def every() -> str:
-    """Return every launch of the plugin's steps, largest cost first: us, floor and gap by batch size."""
-
-    def row(product: str, model: str, stream: str, of: dict[int, step.Node]) -> tuple[str, ...]:
-        return next(iter(of.values())).kind, stream, *_cells(of, lambda node, batch: _launch(node))
-
-    about = f"us / floor of bytes / gap behind it; {CONTEXT} keys a request; largest cost above the floor first."
-    return about + "\n\n" + _tables(", all", ("kind", "stream", *(f"batch {batch}" for batch in BATCHES)), row)
+def _row(product: str, model: str, launch: tuple, of: dict[int, step.Node]) -> tuple[str, ...]:
+    layer, op, count, _ = launch
+    costs = _cells(of, lambda node, batch: f"{node.cost_us / 1e3:.2f} ({_share(product, model, batch, node):.0%})")
+    causes = _cells(of, lambda node, batch: step.cause(node))
+    return layer, f"`{op}`" if op else "", str(count), *costs, causes[0], causes[-1]
 
 
 def _cells(of: dict[int, step.Node], text: Callable[[step.Node, int], str]) -> list[str]:
-    """Return a text for each batch size, nothing where the step has no such launch: one in the place of two is not at all sizes."""
+    """Return a text for each batch size, nothing where the step has no such launch."""
     return [text(of[batch], batch) if batch in of else "" for batch in BATCHES]
-
-
-def _launch(node: step.Node) -> str:
-    return f"{node.us:.1f} / {node.floor_us:.1f} / {node.gap_us:.1f}"

@@ -1,12 +1,12 @@
-"""Fits the constants that no microbenchmark gives, and says how far predictions are from published times.
+"""Fit the constants that no microbenchmark gives, and report the error of predictions against published times.
 
     python -m timing.calibrate MEASUREMENTS OBJECTS
 
 MEASUREMENTS is a folder with peer_measurements.csv, gfx942_issue_microbench.csv and gfx942_traced_asm.csv; nothing else is read of it.
 OBJECTS has the kernels that were measured, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co from
 huggingface/hf-rocm-kernels, wvsplitk.co from vLLM's csrc/rocm/skinny_gemms.cu, and what traced.py reads. The barrier is fitted first, on
-one traced kernel, then the others on decode. What the package needs goes to its calibration.json, the evidence to the file of that name
-and figure.svg beside this one; `--check` only prints. Held-out points are predicted with the constants that the others gave, never fitted.
+one traced kernel, then the others on decode. The package's constants go to its calibration.json, the evidence to the file of that name
+in this folder; `--check` only prints. Held-out points are predicted with the constants that the others gave, never fitted.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from vllm_rocm_ops.timing.launch_time import Prediction
 from vllm_rocm_ops.timing.machines import Machine
 from vllm_rocm_ops.timing.trace import Recording, RecordingEmulator, aligned, record
 
-from . import microbenchmarks, points, report, scatter, traced
+from . import microbenchmarks, points, report, traced
 from .points import Point
 from .report import HALVES, Case
 
 CALIBRATION = Path(machines.__file__).with_name("calibration.json")
 EVIDENCE = Path(__file__).with_name("calibration.json")
 SHIPPED = ("fitted", "classes")  # of what was found: what predictions and their error bands need
-FIGURE = Path(__file__).with_name("figure.svg")
 BLOCKS = 64  # of a launch that are recorded
 STEPS = {"start": (0.0, 3.0, 0.1), "wave_latency": (0, 1000, 50), "mall_bandwidth": (4000, 12000, 500)}
 FITTED = {"barrier": traced.BARRIERS, **STEPS}
@@ -213,11 +212,6 @@ def written(found: dict) -> dict[Path, str]:
     return {CALIBRATION: json.dumps(shipped, indent=1) + "\n", EVIDENCE: text + "\n"}
 
 
-def figure(found: dict) -> str:
-    """The scatter plot of a calibration, an SVG file."""
-    return scatter.draw([Case(*row) for row in found["points"]], f"{machines.MI300X.name}, published decode times")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m timing.calibrate", description=__doc__.splitlines()[0])
     parser.add_argument("measurements", type=Path)
@@ -233,8 +227,6 @@ def main(argv: list[str] | None = None) -> int:
         print(text, end="")
         if not arguments.check:
             path.write_text(text)
-    if not arguments.check:
-        FIGURE.write_text(figure(found))
     return 0
 
 

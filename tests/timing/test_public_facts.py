@@ -38,7 +38,7 @@ def test_of_a_range_the_nearest_end_counts(results):
         assert found.passes is (abs(found.error) <= microbenchmarks.BAND)
 
 
-MISSED = {"1 KiB of a wave in flight"}  # beyond the band; docs/timing.md says why
+MISSED = {"1 KiB of a wave in flight"}  # beyond the band; tests/timing/notes.md says why
 
 
 def test_facts_are_within_the_band_of_calls_that_stream(results):

@@ -1,4 +1,4 @@
-"""What a calibration reports: its statistics by hand, and that the committed ones and the figure are those of its points."""
+"""A calibration's report: statistics by hand, and the committed ones recomputed from their points."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def test_the_committed_report_is_that_of_the_committed_points():
     assert FOUND["baselines"] == report.baselines(CASES, machines.MI300X["hbm_bandwidth"])
     assert FOUND["same_shape"] == report.ranks(CASES, same_shape=True)
     assert calibrate.written(FOUND) == {path: path.read_text() for path in (calibrate.CALIBRATION, calibrate.EVIDENCE)}
-    assert calibrate.figure(FOUND) == calibrate.FIGURE.read_text()
 
 
 def test_the_model_is_nearer_than_the_median_of_its_class():

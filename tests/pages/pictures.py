@@ -1,0 +1,125 @@
+"""Collect the numbers of the documentation's figures from results and predictions."""
+
+import pathlib
+
+import decode_profile
+import figures
+import latency_report
+from timing import calibrate, report
+
+from vllm_rocm_ops.timing import step
+
+from . import attention_table, measurements, step_table
+from .measurements import RESULTS
+
+PEAK_GB_S = {"NVIDIA H100 80GB HBM3": 3350.0, "NVIDIA H200": 4800.0}
+"""HBM bandwidth by GPU, of NVIDIA's data sheets."""
+PREDICTED = "MI300X"
+ATTENTION_BATCHES = (1, 8, 64)
+PROFILED = ("llama-3.1-405b-fp8", "deepseek-v3")
+
+
+def speedups() -> str:
+    """Return the measured speedups of whole models, beside the predicted ones."""
+    _, cases = measurements.whole_models()
+    measured = {
+        f"{measurements.named(case)}, {case.gpus}": {
+            batch: (latency_report.speedup(run.sides), *latency_report.speedup_spread(run.sides))
+            for batch, run in case.runs.items()
+        }
+        for case in cases
+    }
+    predicted = {}
+    for model, name in step_table.MODELS.items():
+        points = {}
+        for batch in step_table.BATCHES:
+            baseline, plugin = (step_table.total(PREDICTED, model, side, batch) for side in step.SIDES)
+            low = (baseline.us - baseline.bound_us) / (plugin.us + plugin.bound_us)
+            high = (baseline.us + baseline.bound_us) / (plugin.us - plugin.bound_us)
+            points[batch] = baseline.us / plugin.us, low, high
+        predicted[f"{name}, TP8, {PREDICTED}: predicted (bars: error band of the kernels that have one)"] = points
+    return figures.speedups(measured, predicted, PREDICTED)
+
+
+def predicted_steps() -> str:
+    """Return both sides' predicted steps, with the band of a step."""
+    models, floors = {}, {}
+    for model in step_table.MODELS:
+        found = {
+            side: {batch: step_table.total(PREDICTED, model, side, batch) for batch in step_table.BATCHES}
+            for side in step.SIDES
+        }
+        name = f"{model}, TP {step_table.RANKS}"
+        models[name] = {
+            side: {batch: (of.us / 1e3, *step_table.step_report.interval(of)) for batch, of in totals.items()}
+            for side, totals in found.items()
+        }
+        floors[name] = {batch: of.floor_us / 1e3 for batch, of in found["plugin"].items()}
+    return figures.predicted_steps(models, floors, PREDICTED)
+
+
+def breakdown() -> str:
+    """Return the profiled steps of each model's run with most batch sizes."""
+    models = {}
+    for model in PROFILED:
+        found = [one for one in measurements.profiled_runs() if one.model == model]
+        one = max(found, key=lambda one: len(one.batches))
+        models[f"{one.name.partition(', no')[0]}, {one.layers} layers, {one.hardware}"] = {
+            batch: {
+                side: (
+                    {kind: us / 1e3 for kind, us in decode_profile.by_class(ranks[0]).items()},
+                    ranks[0]["span_us"] / 1e3,
+                )
+                for side, ranks in sides.items()
+            }
+            for batch, sides in one.batches.items()
+        }
+    return figures.breakdown(models)
+
+
+def attention() -> str:
+    """Return decode attention of one TP8 rank as a share of the HBM roofline."""
+    lines = [
+        line
+        for newest in measurements.measured(attention_table.DECODE)
+        for line, _ in newest.values()
+        if line["shape"]["batch"] in ATTENTION_BATCHES and not line["case"].endswith(" ragged")
+    ]
+    [gpu] = {line["gpu"] for line in lines}
+    models = {}
+    for name, of_model in attention_table.by_model(lines).items():
+        if name.endswith(" tp8"):
+            curves: figures.Curves = {}
+            for line in of_model:
+                share = line["bandwidth_gb_s"] / PEAK_GB_S[gpu]
+                shares = {"plugin": share, "baseline": share / measurements.ratio(line)}
+                for side, value in shares.items():
+                    curves.setdefault((side, line["shape"]["batch"]), {})[line["shape"]["context"]] = value
+            models[f"{name}: {'MLA' if of_model[0]['op'] == 'mla_decode' else 'GQA'}, one layer"] = curves
+    return figures.roofline(models, f"Decode attention on {gpu}, measured: share of {PEAK_GB_S[gpu] / 1e3:g} TB/s")
+
+
+def accuracy() -> str:
+    """Return the calibration's points, with the error band of kernels that stream weights."""
+    points: dict[str, list[tuple[float, float, bool]]] = {}
+    found = calibrate.read()
+    for row in found["points"]:
+        case = report.Case(*row)
+        points.setdefault(case.kind, []).append((case.us, case.predicted, case.half != report.HALVES[0]))
+    title = "Predicted against published times of decode kernels, MI300X"
+    band = max(half["largest"] for half in found["classes"]["skinny GEMM"].values())
+    return figures.accuracy(points, title, band)
+
+
+FIGURES = {
+    "speedup": speedups,
+    "step_breakdown": breakdown,
+    "decode_attention": attention,
+    "predicted_steps": predicted_steps,
+    "prediction_accuracy": accuracy,
+}
+
+
+def drawn() -> dict[pathlib.Path, str]:
+    """Return the SVG text of every figure by its path."""
+    return {RESULTS / f"{name}.svg": draw() for name, draw in FIGURES.items()}

@@ -1,0 +1,152 @@
+"""Tabulate serving_benchmarks/results for the README of that folder: an index of its files and four summaries."""
+
+import json
+import pathlib
+import statistics
+
+import decode_profile
+import latency_report
+
+from . import measurements
+from .measurements import EngineCase, lines_of, links, markdown, measured, newest_lines, oldest_first, times
+
+MANY = 3  # ops or models that the index names
+GONE = "decode_step"  # the kind of files whose benchmark no longer exists
+
+
+def index() -> str:
+    """Return a table per folder: each file with its contents, oldest first."""
+    tables = []
+    for folder in sorted(path for path in measurements.RESULTS.glob("*") if path.is_dir()):
+        rows = [(links([path]), *contents(path)) for path in oldest_first(folder.glob("*.*"))]
+        if rows:
+            tables.append(f"### {folder.name}\n\n{markdown(('file', 'of', 'lines'), rows)}")
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+def contents(path: pathlib.Path) -> tuple[str, str]:
+    """Return the ops or models of a file, and the number of its lines."""
+    if path.suffix == ".txt":
+        return "output of the command", str(len(path.read_text().splitlines()))
+    if path.suffix == ".json":
+        report = json.loads(path.read_text())
+        return ", ".join(map(engine_run, reports(report))), str(len(report["results"]))
+    lines = lines_of(path)
+    names = dict.fromkeys(named for line in lines for named in names_of(line))
+    shown = ", ".join(list(names)[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
+    return shown, str(len(lines))
+
+
+def reports(report: dict) -> list[tuple[str, str, list[int]]]:
+    """Return the models of a report of latency.py: model with its ranks and layers, sides, batch sizes."""
+    found: dict[str, tuple[list[str], list[int]]] = {}
+    for result in report["results"]:
+        ranks = measurements.parallelism(result["rank_of"], measurements.options_of(report["command"]))
+        layers = f"{result['num_layers']} layers" if result["num_layers"] else "all layers"
+        sides, sizes = found.setdefault(f"{result['model_id']}{ranks}, {layers}", ([], []))
+        sides.append(SIDES[result["side"]])
+        sizes.append(result["batch_size"])
+    return [(name, " and ".join(dict.fromkeys(sides)), sorted(set(sizes))) for name, (sides, sizes) in found.items()]
+
+
+SIDES = {"without": "baseline", "with": "plugin"}
+
+
+def engine_run(found: tuple[str, str, list[int]]) -> str:
+    name, sides, sizes = found
+    return f"{name}, {sides}, batch {' '.join(map(str, sizes))}"
+
+
+def names_of(line: dict) -> list[str]:
+    """Return the ops, the model or the kernel that a line belongs to."""
+    if "results" in line:  # of arithmetic.py
+        return [f"`{one['op']}`" for one in line["results"]]
+    if "seam" in line:
+        return [f"seams of {line['model']}"]
+    return [f"`{line['op']}`"] if "op" in line else [f"`{line['kernel']}`"] if "kernel" in line else [line["model"]]
+
+
+def engine() -> str:
+    """Return a table for each set of conditions: ms per token at every batch size, baseline / plugin, bold where the plugin is slower."""
+    tables = []
+    for how, cases in measurements.engine_cases().items():
+        batches = sorted({batch for case in cases for batch in case.runs})
+        rows = [(*case[:3], *_lengths(case), *(_ms(case, batch) for batch in batches)) for case in cases]
+        header = "model", "GPU", "layers", "generated", "n", *(f"batch {batch}" for batch in batches)
+        tables.append(f"{how}\n\n{markdown(header, rows)}")
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+def _lengths(case: EngineCase) -> tuple[str, str]:
+    runs = case.runs.values()
+    generated = dict.fromkeys(str(run.sides["with"][0]["output_len"]) for run in runs)
+    return ", ".join(generated), ", ".join(dict.fromkeys(map(measurements.samples, runs)))
+
+
+def _ms(case: EngineCase, batch: int) -> str:
+    if batch not in case.runs:
+        return ""
+    baseline, plugin = (latency_report.median_ms(case.runs[batch].sides[side]) for side in latency_report.SIDES)
+    text = f"{baseline:.2f} / {plugin:.2f}"
+    return f"**{text}**" if baseline < plugin else text
+
+
+def steps() -> str:
+    """Return a row for each profiled step: us by class of kernels, baseline / plugin, a longer step in bold."""
+    kinds = *decode_profile.CLASSES, decode_profile.REST, decode_profile.IDLE
+    rows = []
+    for run in measurements.profiled_runs():
+        floor = sum(measurements.weights_us(run.path.parent.name, run.model, run.command).values())
+        for batch, sides in run.batches.items():
+            firsts = [ranks[0] for ranks in sides.values()]
+            classes = [decode_profile.by_class(rank) for rank in firsts]
+            cells = (" / ".join(f"{of[kind]:.0f}" if kind in of else "" for of in classes) for kind in kinds)
+            spans = " / ".join(f"{rank['span_us']:.0f}" for rank in firsts)
+            spans = f"**{spans}**" if firsts[0]["span_us"] < firsts[-1]["span_us"] else spans
+            launches = " / ".join(f"{decode_profile.launches(rank):.0f}" for rank in firsts)
+            least = f"{floor:.0f}" if floor else ""
+            what = f"[{run.name}]({run.path.relative_to(measurements.RESULTS).as_posix()})", run.hardware, run.layers
+            rows.append((*what, batch, spans, launches, least, *(cell if cell != " / " else "" for cell in cells)))
+    header = "model", "GPU", "layers", "batch", "step", "launches", "weights alone"
+    return markdown((*header, *kinds), rows) if rows else "Nothing yet."
+
+
+def ops() -> str:
+    """Return a row for each GPU and op that was timed beside a baseline: speedups over the best one."""
+    rows = []
+    for newest in measured(*measurements.timed_kinds() - {GONE}):
+        lines = [line for line, _ in newest.values()]
+        for op in dict.fromkeys(line["op"] for line in lines):
+            of = [line for line in lines if line["op"] == op]
+            found = [value for line in of if (value := measurements.ratio(line))]
+            if found:
+                faster = f"{sum(value > 1 for value in found)} of {len(found)}"
+                cells = times([statistics.geometric_mean(found)]), times([min(found)]), times([max(found)])
+                rows.append((of[0]["gpu"], f"`{op}`", measurements.peers_of(of), faster, *cells))
+            else:
+                rows.append((of[0]["gpu"], f"`{op}`", "none", "", "", "", ""))
+    header = "GPU", "op", "best baseline", "faster in", "geometric mean", "least", "most"
+    return markdown(header, rows) if rows else "Nothing yet."
+
+
+COLUMNS = {
+    "waves per block": "waves_per_block",
+    "VGPRs": "vgprs",
+    "AGPRs": "agprs",
+    "SGPRs": "sgprs",
+    "VGPR spills": "vgpr_spills",
+    "SGPR spills": "sgpr_spills",
+    "LDS bytes": "lds",
+    "waves per CU at most": "occupancy",
+}
+
+
+def kernels() -> str:
+    """Return a row for each kernel that streams the weights or the cache of decode, from its AMD code objects."""
+    rows = []
+    for folder in sorted(path for path in measurements.RESULTS.glob("*") if path.is_dir()):
+        found = {line["kernel"]: line for line, _ in newest_lines(folder, ["static"]).values()}
+        rows += [
+            (line["arch"], f"`{name}`", *(str(line[key]) for key in COLUMNS.values())) for name, line in found.items()
+        ]
+    return markdown(("arch", "kernel", *COLUMNS), rows) if rows else "Nothing yet."
