@@ -3,9 +3,7 @@
 import ast
 import contextlib
 import dataclasses
-import fnmatch
 import graphlib
-import os
 import pathlib
 import re
 import shlex
@@ -13,11 +11,13 @@ import shutil
 import subprocess
 import sys
 
+import prose
 import pytest
 from marks import BUILT
 from pages import readme
 from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, launches_of
+from sources import FILES, ROOT, source_files
 
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
@@ -30,33 +30,10 @@ from vllm_rocm_ops.vllm.experts import base as experts
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
-ROOT = readme.ROOT
 LARGEST_FILE = 200_000
 LARGEST_CODE = 20 * 1024
 README_LINES, README_TABLES = 130, 2  # written, and generated
 needs_git = pytest.mark.skipif(not in_git(), reason="git alone knows the order of a day's results, and what is tracked")
-
-
-def source_files(root: pathlib.Path) -> list[pathlib.Path]:
-    """All files but those that .gitignore names. Found without git, which a downloaded archive may lack."""
-    patterns = (root / ".gitignore").read_text().split()
-
-    def ignored(path: pathlib.Path) -> bool:
-        place = "/" + path.relative_to(root).as_posix()
-        return path.name == ".git" or any(
-            fnmatch.fnmatchcase(place if pattern.startswith("/") else path.name, pattern.rstrip("/"))
-            for pattern in patterns
-            if path.is_dir() or not pattern.endswith("/")
-        )
-
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not ignored(pathlib.Path(folder, name))]
-        found += [path for name in names if not ignored(path := pathlib.Path(folder, name))]
-    return sorted(found)
-
-
-FILES = source_files(ROOT)
 
 
 def files(*patterns: str) -> list[pathlib.Path]:
@@ -450,6 +427,62 @@ def test_ruff(command):
         [sys.executable, "-m", "ruff", *command, *sources], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_prose_has_only_the_faults_that_are_allowed():
+    """Counts of tests/data/prose.csv may only shrink."""
+    places, counts = prose.found(FILES), prose.allowed()
+    above = prose.excess(places, counts)
+    assert not above, "rewrite these:\n" + "\n".join(above)
+    below = [key for key, count in counts.items() if len(places.get(key, ())) < count]
+    assert not below, "lower these counts by `python tests/prose.py`"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "wanted"),
+    [
+        (".md", "The error is at most that of the baseline.", ["that of"]),
+        (".md", "Errors, those\nof the baseline.", ["that of"]),
+        (".md", "It takes so many tokens, and as\nmany rows.", ["so many", "so many"]),
+        (".md", "Dequantisation of neighbours.", ["spelling", "spelling"]),
+        (".md", "`that of` and\n```\nthose of\n```\n[a page](neighbour) quantizes", []),
+        (".py", "x = 1  # that many", ["so many"]),
+        (".py", "# as\n# many as there are", ["so many"]),
+        (".py", "x = 'that of'  # as\ny = 1  # many", []),
+        (".py", 'def f():\n    """Of a part."""', ["headless"]),
+        (".py", 'def f():\n    """The blocks per split."""', ["headless"]),
+        (".py", 'def f():\n    """Returns the blocks."""', ["headless"]),
+        (".py", 'def f():\n    """Count of blocks."""', ["headless"]),
+        (".py", 'def f():\n    """Return the blocks per split."""', []),
+        (".py", 'class F:\n    @functools.cached_property\n    def f(self):\n        """The blocks."""', []),
+        (".py", 'def test_f():\n    """A wave ends."""', []),
+        (".py", 'def test_f():\n    """What a wave ends."""', ["headless"]),
+        (".py", 'class F:\n    """Of a part."""', ["headless"]),
+        (".py", 'x = 1\n"""How many blocks."""', ["headless"]),
+        (".hip", "int x;  // behaves like that of\n", ["that of"]),
+        (
+            ".hip",
+            "// so\n// many\nf('\"', \"// as many\", '\"');  /* normalises\n * neighbours */",
+            ["so many", "spelling", "spelling"],
+        ),
+        (".h", "int that, of;", []),
+    ],
+)
+def test_faults_of_prose_are_seen(suffix, text, wanted):
+    assert [fault for fault, *_ in prose.faults(suffix, text)] == wanted
+
+
+@pytest.mark.parametrize(("found", "counts", "status"), [(2, 1, 1), (1, 2, 0), (1, 1, 0), (1, None, 0)])
+def test_counts_of_faults_only_shrink(tmp_path, monkeypatch, found, counts, status):
+    """A file that has more faults than allowed fails, and keeps its count."""
+    (tmp_path / "page.md").write_text("that of\n" * found)
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose, "FILES", [tmp_path / "page.md"])
+    monkeypatch.setattr(prose, "ALLOWED", tmp_path / "prose.csv")
+    if counts:
+        prose.ALLOWED.write_text(f"file,fault,count\npage.md,that of,{counts}\nold.md,that of,1\n")
+    assert prose.main() == status
+    assert prose.allowed() == {("page.md", "that of"): min(found, counts or found)}
 
 
 def test_clang_format():
