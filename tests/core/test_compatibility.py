@@ -49,3 +49,25 @@ def test_a_cell_says_where_ours_are_taken(monkeypatch, answers, cell):
         compatibility, "selection", lambda: {("linear x", "gfx942"): dict(zip(("0.1", "0.2"), answers))}
     )
     assert compatibility.selected("linear x", "gfx942") == cell
+
+
+@pytest.mark.parametrize("table", compatibility.RECORDING, ids=lambda path: path.name)
+@pytest.mark.parametrize("is_in_others", [False, True], ids=["newest", "in others"])
+def test_a_table_without_a_release_is_named(monkeypatch, table, is_in_others):
+    """A release that a seam was tried on, or that another table has, must be a column."""
+    monkeypatch.setattr(compatibility, "recorded", compatibility.recorded.__wrapped__)
+    read = compatibility.read_rows
+    if is_in_others:
+        lacking = "0.30"
+        monkeypatch.setattr(
+            compatibility,
+            "read_rows",
+            lambda path: [{k: v for k, v in row.items() if path != table or k != lacking} for row in read(path)],
+        )
+    else:
+        lacking = "0.99"
+        monkeypatch.setattr(compatibility.seam, "load", lambda name: compatibility.seam.Seam)
+        monkeypatch.setattr(compatibility.seam.Seam, "versions", ("0.30", lacking))
+    message = f"{table.name} must have a column for vLLM {lacking}: copy build/{table.name}, which"
+    with pytest.raises(ValueError, match=message):
+        compatibility.recorded(table)

@@ -4,6 +4,7 @@ miss a bound by little, and FOLLOW says why a rule cannot be broken alone."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op
 from vllm_rocm_ops.core.stats import FALLBACK
 from vllm_rocm_ops.core.tensors import canonical
+from vllm_rocm_ops.ops.families import gated
 
 OPS = list(op.registered())
 ARCH = archs.ARCHS["gfx950"]
@@ -108,7 +110,6 @@ def inputs(the_op) -> Iterator[tuple]:
 
 
 BYTES = 2**25  # of a row, from which on it is too long
-GATED = "scaled_mm_silu_and_mul_quant"
 
 BREACHES = [
     # Products
@@ -116,11 +117,13 @@ BREACHES = [
     Breach("N is a multiple of 64 there", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
     Breach("N is at least 1", "block_scaled_mm/m1", a=(1, 16), b=(2**30, 16), scale_a=(1, 1), scale_b=(2**23, 1)),
     Breach("N is at least 1", "scaled_mm/m1", a=(1, 16), b=(16, 2**30), scale_b=(1,)),
-    Breach("N is at least 1", f"{GATED}/m1", a=(1, 16), b=at((16, 2**30), 1, 0), scale_b=(1,)),
-    Breach("rows are a multiple of 16 bytes", f"{GATED}/m2", a=[2, 1000], b=[1000, 96]),
-    Breach("rows are at least 1 long", f"{GATED}/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 96), 1, 0)),
-    Breach("half of b's rows, and 48", f"{GATED}/m1", b={1: BYTES - 16}),
-    Breach("b is not shuffled on NVIDIA", f"{GATED}/shuffled", "sm_90"),
+    Breach("N is at least 1", "scaled_mm_silu_and_mul_quant/m1", a=(1, 16), b=at((16, 2**30), 1, 0), scale_b=(1,)),
+    Breach("rows are a multiple of 16 bytes", "scaled_mm_silu_and_mul_quant/m2", a=[2, 1000], b=[1000, 96]),
+    Breach(
+        "rows are at least 1 long", "scaled_mm_silu_and_mul_quant/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 96), 1, 0)
+    ),
+    Breach("half of b's rows, and 48", "scaled_mm_silu_and_mul_quant/m1", b={1: BYTES - 16}),
+    Breach("b is not shuffled on NVIDIA", "scaled_mm_silu_and_mul_quant/shuffled", "sm_90"),
     Breach("rows are a multiple of 16 bytes", "block_scaled_mm/m5", a=[5, 1000], b=[192, 1000]),
     Breach("rows are a multiple of 16 bytes", "scaled_mm/m2", a=[2, 1000], b=[1000, 48]),
     Breach("rows are a multiple of 16 bytes", "unquantized_gemm/bf16-m16", x=[16, 500], weight=[80, 500]),
@@ -278,7 +281,7 @@ BREACHES = [
     ),
 ]
 
-GATED = "silu_and_mul"
+GATED = [the_op.name for the_op in OPS if inspect.getmodule(the_op.configs) is gated]
 CACHE = "one tensor has keys and values"
 FOLLOW = {
     ("batched_gemm", "out's rows lie N or more apart"): "of a contract without overlaps",
@@ -299,7 +302,7 @@ FOLLOW = {
     ("paged_attention_decode", "sizes of heads are multiples"): "sizes are listed",
     ("topk", "a lane has at most"): "of the most experts",
     ("topk", "groups, a lane for each"): "there is one group",
-    (GATED, "at least one-dimensional"): "rows have two halves",
+    **{(name, "at least one-dimensional"): "rows have two halves" for name in GATED},
     ("stream_memory", "a multiple of # words"): "16-byte aligned",
     ("unquantized_gemm", "N and K are at least"): "rows are at least 1 long, and so is N",
     ("unquantized_gemm", "does not meet"): "the contract has one dtype",

@@ -74,7 +74,41 @@ REFUSED = {
 """What no kernel of ours reads -> a quantization_config for each way in which checkpoints have it."""
 
 
+SELECTION = VLLM_TESTS / "selection.csv"
+REACH = ROOT / "tests" / "data" / "reach.csv"
+RECORDING = {
+    SELECTION: "python -m pytest tests/vllm/test_selection.py",
+    REACH: "FULL_TESTS=1 python -m pytest tests/vllm/test_families.py -k every_release",
+}
+"""Tables with a column per vLLM release -> the command that writes each to build/."""
+
 # Facts
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, each by column."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def release_columns(rows: list[dict[str, str]]) -> tuple[str, ...]:
+    """Return the columns that are named by a minor release."""
+    return tuple(name for name in rows[0] if re.fullmatch(r"\d+\.\d+", name))
+
+
+@functools.cache
+def recorded(path: pathlib.Path) -> list[dict[str, str]]:
+    """Return the rows of a table of RECORDING, which has the releases of the others and the newest that a seam was tried on."""
+    newest = {seam.load(name).versions[1] for name in seam.NAMES}
+    wanted = newest.union(*(release_columns(read_rows(table)) for table in RECORDING))
+    rows = read_rows(path)
+    missing = sorted(wanted.difference(release_columns(rows)))
+    if missing:
+        raise ValueError(
+            f"{path.relative_to(ROOT)} must have a column for vLLM {', '.join(missing)}: copy build/{path.name}, which "
+            f"`{RECORDING[path]}` writes"
+        )
+    return rows
 
 
 def constant(path: pathlib.Path, name: str) -> object:
@@ -89,19 +123,17 @@ def constant(path: pathlib.Path, name: str) -> object:
 def selection() -> dict[tuple[str, str], dict[str, list[str]]]:
     """(what, arch) -> release -> what vLLM selects with the plugin, without and with AITER."""
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    with (VLLM_TESTS / "selection.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["plugin"] == "with":
-                for release in releases():
-                    found.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
+    for row in recorded(SELECTION):
+        if row["plugin"] == "with":
+            for release in releases():
+                found.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
     return found
 
 
 @functools.cache
 def releases() -> tuple[str, ...]:
     """The minor releases of vLLM in selection.csv."""
-    with (VLLM_TESTS / "selection.csv").open(newline="") as file:
-        return tuple(name for name in next(csv.reader(file)) if re.fullmatch(r"\d+\.\d+", name))
+    return release_columns(recorded(SELECTION))
 
 
 def installed(name: str) -> str:
@@ -289,10 +321,8 @@ def aiter_table() -> str:
 
 def reach_table() -> str:
     """Return a table of the layers that the seams take and the patterns that a step's graph holds, of vLLM's releases."""
-    with (ROOT / "tests" / "data" / "reach.csv").open(newline="") as file:
-        known = list(csv.DictReader(file))
     rows = []
-    for row in known:
+    for row in recorded(REACH):
         cells = [row[release] for release in releases()]
         alike = len(set(cells)) == 1
         rows.append(
