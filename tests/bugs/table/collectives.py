@@ -1,4 +1,4 @@
-"""Bugs in the all-reduce, its calls, and what vLLM's ranks measure and agree on."""
+"""Bugs in the all-reduce, its calls, and the measurements and choices that vLLM's ranks share."""
 
 from ..bug import Bug, Tests
 

@@ -1,4 +1,4 @@
-"""Bugs in the end of decode attention, which quantizes the result."""
+"""Bugs in the quantizing epilogue of decode attention."""
 
 from vllm_rocm_ops import ops
 

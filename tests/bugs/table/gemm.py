@@ -1,4 +1,4 @@
-"""Bugs in GEMMs of any types and batches."""
+"""Bugs in plain and batched GEMMs."""
 
 from vllm_rocm_ops import ops
 

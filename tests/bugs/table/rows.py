@@ -1,4 +1,4 @@
-"""Bugs in activations, softmax and other rows, and what all kernels share."""
+"""Bugs in activations, softmax and other row kernels, and in code that all kernels share."""
 
 from vllm_rocm_ops import ops
 

@@ -1,4 +1,4 @@
-"""Bugs in seams of attention."""
+"""Bugs in attention seams."""
 
 from ..bug import Bug, Tests
 

@@ -1,4 +1,4 @@
-"""Bugs in seams of norms and activations, and passes on vLLM's graph."""
+"""Bugs in norm and activation seams, and in passes over vLLM's graph."""
 
 from ..bug import Bug, Tests
 

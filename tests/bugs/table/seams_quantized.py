@@ -1,4 +1,4 @@
-"""Bugs in what gives attention the quantization of its result, and vLLM's backends to it."""
+"""Bugs in fusing the output quantization into attention, ours and vLLM's."""
 
 from ..bug import Bug, Tests
 

@@ -1,4 +1,4 @@
-"""Bugs in GEMMs of few tokens."""
+"""Bugs in skinny GEMMs."""
 
 from vllm_rocm_ops import ops
 

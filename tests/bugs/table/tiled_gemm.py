@@ -1,4 +1,4 @@
-"""Bugs in tiled and MX-FP8 GEMMs, and what scaled GEMMs share."""
+"""Bugs in tiled and MX-FP8 GEMMs, and in code that scaled GEMMs share."""
 
 from vllm_rocm_ops import ops
 
