@@ -2,6 +2,7 @@
 
     python tests/all_reduce_on_gpu.py                        ranks are streams of this process on one GPU
     python tests/all_reduce_on_gpu.py --processes            ranks are processes, with a GPU each if there are enough
+
 Two graphs with calls of different kernels and sizes are replayed in random order, with eager calls between, until each
 rank has made --launches launches. Ranks are skewed at random: each sleeps before replays, and between calls of its
 graphs. The first results are checked in float64 and against all ranks' bits; the GPU compares all later ones with the

@@ -1,9 +1,11 @@
 """Run NVIDIA's compute-sanitizer over the op tests, on a GPU with sm_90 code, and print a line per tool.
 
     python tests/sanitize.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION] [--of-each 3] [--workers 4]
+
 It runs cases of tests/ops/test_ops.py in all configurations: the smallest case for each kernel, and at least --of-each
 cases per op. With pytest's -k it runs the matching tests of tests/ops instead, one process per tool. Otherwise a tool's
 cases are divided among --workers processes, which run at once on all visible GPUs in turn.
+
 It fails if a tool found anything in one of the package's kernels or could not say where, if a test failed or was
 skipped, if none ran, and if a tool takes longer than --timeout; then it lists the cases that did not end. Each tensor
 is its own allocation, so that an out-of-bounds access shows. racecheck covers shared memory only.
@@ -53,7 +55,7 @@ OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|error)s?\b(?=.* in [\d.]+s)"
 class Result:
     """The findings of a tool.
 
-    The number of each finding by kernel, ours and others; passed and failed tests; and why the result cannot be
+    The number of each finding by kernel, the plugin's and others; passed and failed tests; and why the result cannot be
     trusted, if so.
     """
 
@@ -119,7 +121,7 @@ def reports(output: str) -> Iterator[tuple[str, str]]:
 def parse(output: str, status: int, kernels: set[str]) -> Result:
     """Return the result of a tool over pytest, from its output.
 
-    Reports without a kernel count as ours.
+    Reports without a kernel count as the plugin's.
     """
     ours, others = collections.Counter(), collections.Counter()
     totals, why = [], ""

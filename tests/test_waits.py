@@ -4,7 +4,9 @@ The matrix instructions of a streaming loop read registers that vector loads wro
 loops read their operands from LDS. The steady path of a loop is the shortest path around it with all of its matrix
 instructions. Loads return in order, so the number of loads that an s_waitcnt leaves in flight is the distance from a
 load to its matrix instruction. The tests know only the code.
+
     python tests/test_waits.py commit [folder of code objects]
+
 prints a line of JSON per streaming loop: the loads of one iteration, and the loads that each wait leaves in flight,
 stage by stage. serving_benchmarks/results/<arch>/*-waits.jsonl have such lines.
 """

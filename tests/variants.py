@@ -124,7 +124,7 @@ def variants(value) -> Iterator:
 
 
 def together(arguments: tuple) -> Iterator[tuple]:
-    """Arguments with another size wherever tensors have one, or it twice; and with another dtype wherever they have one."""
+    """Yield arguments with one size, or twice it, replaced wherever tensors have it, and with one dtype replaced."""
     tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
 
     def each(change) -> tuple:

@@ -1,4 +1,7 @@
-"""The page of what works with what leaves out nothing that the tests know. That it is fresh, test_repo.py tests."""
+"""Test that the compatibility page covers all that the tests record.
+
+test_repo.py tests that it is fresh.
+"""
 
 import pytest
 from pages import compatibility
@@ -7,13 +10,13 @@ from vllm_rocm_ops.models import config as model_config
 
 
 def table_below(title: str) -> list[list[str]]:
-    """The rows of the tables below a title of the page."""
+    """Return the rows of the tables below a title of the page."""
     text = compatibility.PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
 
 
 def test_every_recorded_selection_is_on_the_page():
-    """Each kind of linear and of experts; those with a condition behind a comma are of one of these kinds."""
+    """Each kind of linear and of experts is shown; a row with a condition after a comma belongs to one of these kinds."""
     recorded = {what for what, _ in compatibility.selection() if what.startswith(("linear ", "experts "))}
     shown = {what for _, *rows, _ in compatibility.QUANTISATIONS.values() for what in rows if what}
     assert shown == {what for what in recorded if "," not in what}

@@ -1,4 +1,4 @@
-"""The example on each page of ops runs as it stands there, with the kernels of the ops that it calls."""
+"""Test that the example on each op page runs as written, with the kernels of the ops that it calls."""
 
 import re
 
@@ -22,7 +22,7 @@ def test_an_example_runs(file):
     )
     reset_stats()
     with launch.executor(emulator):
-        exec(compile(code, f"{file}.md", "exec"), {})  # noqa: S102  a page's own
+        exec(compile(code, f"{file}.md", "exec"), {})  # a page of the repository
     called = set(re.findall(r"\bops\.(\w+)\(", code))
     assert called & {op.name for op in FILES[file]}
     ran = stats()

@@ -1,4 +1,4 @@
-"""The rules of the house, as tests."""
+"""Test the repository's rules."""
 
 import ast
 import contextlib
@@ -37,7 +37,7 @@ needs_git = pytest.mark.skipif(not in_git(), reason="git alone knows the order o
 
 
 def files(*patterns: str) -> list[pathlib.Path]:
-    """Source files, by patterns relative to the root."""
+    """Return the source files that match patterns relative to the root."""
     return [path for path in FILES if any(path.relative_to(ROOT).match(pattern) for pattern in patterns)]
 
 
@@ -50,12 +50,12 @@ def name(path: pathlib.Path) -> str:
 
 
 def without_comments(text: str) -> str:
-    """C++ without its comments."""
+    """Return C++ without its comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
 def code_strings(path: pathlib.Path) -> str:
-    """A Python file's names and strings, without comments and docstrings."""
+    """Return a Python file's code, without comments and docstrings."""
     tree = ast.parse(path.read_text())
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
@@ -69,7 +69,7 @@ def code_strings(path: pathlib.Path) -> str:
 VENDOR_TOKENS = {
     r"__builtin_amdgcn|__gfx\d|\bs_waitcnt\b": ("csrc/device/amd/", "csrc/gemm/skinny/amd/", "csrc/attention/amd/"),
     r"__nvvm_|__syncthreads|__nv_": ("csrc/device/nvidia/", "csrc/gemm/skinny/nvidia/", "csrc/attention/nvidia/"),
-    # Those that choose the vendor's header.
+    # These choose the vendor's header.
     r"__AMDGCN__|__NVPTX__|__HIP|__CUDA": (
         "csrc/device/gpu.h",
         "csrc/device/tile_mma.h",
@@ -93,7 +93,7 @@ def test_kernels_speak_of_vendors_only_in_their_folders(tokens):
 
 
 def test_python_names_archs_only_in_their_registry():
-    """A spec asks the Arch for what it needs to know, never for its name."""
+    """A spec asks the Arch for its properties, never for its name."""
     pattern = rf"['\"].*?\b({'|'.join(archs.ARCHS)})\b"
     allowed = {
         *under("vllm_rocm_ops/core/archs", ".py"),
@@ -108,7 +108,7 @@ def test_python_names_archs_only_in_their_registry():
 
 
 def exported(vendor: str) -> set[str]:
-    """What csrc/device/<vendor> defines: functions, constants, types; with their namespace."""
+    """Return the functions, constants and types that csrc/device/<vendor> defines, with their namespace."""
     names = set()
     for path in under(f"csrc/device/{vendor}", ".h"):
         text = without_comments(path.read_text())
@@ -121,7 +121,7 @@ def exported(vendor: str) -> set[str]:
 
 
 def test_vendors_export_the_same_names():
-    """Only what a header needs for itself may be missing from the other vendor's, and what kernels use behind a HAS_."""
+    """Only internals of a header, and what kernels use under a HAS_ macro, may be missing from the other vendor's."""
     amd, nvidia = exported("amd"), exported("nvidia")
     assert {path.name for path in under("csrc/device/amd", ".h")} == {p.name for p in under("csrc/device/nvidia", ".h")}
     assert len(amd & nvidia) > 10
@@ -135,7 +135,7 @@ def test_vendors_export_the_same_names():
 
 
 def test_every_kernel_file_has_its_spec():
-    """An op's file of its name, or one of what several ops share, which names it as its MODULE."""
+    """The spec is a file of the same name, or one that several ops share, which names the kernel file as its MODULE."""
     specs = {path.stem for path in files("vllm_rocm_ops/ops/*.py")}
     for path in files("vllm_rocm_ops/ops/families/*.py"):
         specs |= set(re.findall(r'^(?:\w+_)?MODULE = "(\w+)"', path.read_text(), re.MULTILINE))
@@ -150,7 +150,7 @@ def test_the_folder_of_ops_has_nothing_else():
 
 @pytest.mark.parametrize("arch", BUILT)
 def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
-    """Over all cases, in all configurations: so the tests that run the cases run all kernels."""
+    """This holds over all cases in all configurations, so the tests that run the cases run all kernels."""
     planned: dict[str, set[str]] = launches.symbols()
     for op in op_module.registered():
         for _, _, planned_launch in launches_of(op, arch):
@@ -160,7 +160,7 @@ def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
         path.stem: {symbol.decode() for symbol in re.findall(pattern, launch.code_object(path.stem, arch).read_bytes())}
         for path in files("csrc/ops/*.hip")
     }
-    # What a file needs of an arch it asks for by a HAS_, and without has no kernels.
+    # A file that needs a feature of an arch asks for it by a HAS_ macro, and has no kernels without it.
     assert planned == {module: symbols for module, symbols in compiled.items() if symbols}
 
 
@@ -192,7 +192,7 @@ def test_environment_variables_are_declared_and_used():
 
 
 def test_environment_is_read_in_one_place():
-    """doctor shows what is set; what runs before the package is installed has to look for itself."""
+    """Only `doctor`, and scripts that run before the package is installed, read it elsewhere."""
     python = [path for path in FILES if path.suffix == ".py" and path.parts[len(ROOT.parts)] not in ("tests", SCRIPTS)]
     readers = {name(path) for path in python if re.search(r"os\.(environ|getenv)", path.read_text())}
     built = {"csrc/build.py", "csrc/wheels.py", "setup.py"}
@@ -217,7 +217,7 @@ assert not torch.cuda.is_initialized()
 
 
 def packages_imported(path: pathlib.Path) -> set[str]:
-    """The top-level modules that a file imports, also within functions."""
+    """Return the top-level modules that a file imports, also within functions."""
     modules = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -228,8 +228,11 @@ def packages_imported(path: pathlib.Path) -> set[str]:
 
 
 def import_graph(package: pathlib.Path) -> dict[str, set[str]]:
-    """Which modules of a package each of its modules imports, within functions too, but not for type checkers alone. What is
-    imported from a package is its module of that name or, where it has none, the package itself."""
+    """Return the modules of a package that each of its modules imports, also within functions.
+
+    Imports for type checkers only do not count. A name imported from a package is its module of that name or, without
+    such a module, the package itself.
+    """
 
     def dotted(path: pathlib.Path) -> str:
         path = path.relative_to(package.parent)
@@ -300,7 +303,7 @@ def test_only_the_vllm_folder_knows_vllm():
 
 
 COMMANDS = ("tools", "timing", "emulator")
-"""Folders of `vllm_rocm_ops` that no process that serves imports."""
+"""Folders of `vllm_rocm_ops` that no serving process imports."""
 WORKER_MODULES = 116  # at most, packages among them; fewer is better
 
 
@@ -316,12 +319,12 @@ def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
 
 
 def belongs(module: str, *folders: str) -> bool:
-    """Return whether a module of the package is one of these, or in one."""
+    """Return whether a module of the package is, or is in, one of these."""
     return module.partition(".")[2].partition(".")[0] in folders
 
 
 def test_a_worker_imports_no_command():
-    """The plugin and its seams, which vLLM's workers import, and what these import, within functions too."""
+    """vLLM's workers import the plugin, its seams and their imports, also within functions."""
     graph = import_graph(ROOT / "vllm_rocm_ops")
     worker = reached(graph, {module for module in graph if belongs(module, "vllm")})
     assert {"vllm_rocm_ops.vllm.fusion.norm", "vllm_rocm_ops.core.clock", "vllm_rocm_ops.ops.gemm"} < worker
@@ -422,7 +425,7 @@ def test_nothing_is_left_for_later():
 def test_ruff(command):
     sources = [
         str(path) for path in FILES if path.suffix == ".py"
-    ]  # outside git ruff would look at what git ignores too
+    ]  # outside git, ruff would also check what git ignores
     result = subprocess.run(
         [sys.executable, "-m", "ruff", *command, *sources], capture_output=True, text=True, check=False
     )
@@ -516,7 +519,7 @@ def test_a_user_reads_once_what_a_bare_system_lacks(tmp_path, command):
 
 @needs_git
 def test_what_is_generated_is_fresh():
-    """README, the page of results, and a page for every op and for nothing else."""
+    """README, the results page, and one page per op are up to date, and there is no other page."""
     documents = readme.documents()
     stale = [name(path) for path, text in documents.items() if not path.exists() or path.read_text() != text]
     assert not stale, "run: python tests/pages"
@@ -563,10 +566,10 @@ def test_the_readme_states_the_limits_of_selection():
 
 @pytest.mark.parametrize("page", [readme.README, DOCS / "configuration.md"], ids=name)
 def test_switches_name_what_there_is(page):
-    """Every value of VLLM_ROCM_OPS_SEAMS and _DISABLE, and the verb and the options of every command."""
+    """Every value of VLLM_ROCM_OPS_SEAMS and _DISABLE, and the verb and options of every command, must exist."""
     text = page.read_text()
     for value in re.findall(r"VLLM_ROCM_OPS_SEAMS=([\w,-]+)", text):
-        seam.wanted("norm", value)  # raises for a name that is no seam
+        seam.wanted("norm", value)  # raises for a name that is not a seam
     known = {op.name for op in op_module.registered()}
     assert set(re.findall(r"VLLM_ROCM_OPS_DISABLE=(\w+)", text)) <= known
     commands = re.findall(
@@ -599,7 +602,7 @@ def test_the_readme_states_what_the_package_requires():
 
 
 def headings(page: pathlib.Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 

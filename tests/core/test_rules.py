@@ -1,6 +1,9 @@
-"""Each rule of each op's contract and envelope is broken by an input that breaks no other, which is then refused or falls back with
-that rule's text. Most inputs are variants of cases (variants.py); BREACHES has those that change several arguments at once, or
-miss a bound by little, and FOLLOW says why a rule cannot be broken alone."""
+"""Break each rule of each op's contract and envelope by an input that breaks no other.
+
+The call is then refused or falls back with that rule's text. Most inputs are variants of cases (variants.py); BREACHES
+has those that change several arguments at once, or miss a bound by little, and FOLLOW says why a rule cannot be broken
+alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from vllm_rocm_ops.ops.families import gated
 OPS = list(op.registered())
 ARCH = archs.ARCHS["gfx950"]
 Rule = tuple[str, ...]
-"""The argument and what is wanted of it, or the text of an envelope's rule; without numbers and dtypes."""
+"""An argument and its requirement, or the text of an envelope's rule; without numbers and dtypes."""
 
 
 def plain(text: str) -> str:
@@ -29,7 +32,10 @@ def plain(text: str) -> str:
 
 
 def judge(the_op, arguments: tuple, arch) -> tuple[set[Rule], str, Rule | None]:
-    """The rules that are asked, what a call says if one alone is broken, and that rule. A contract ends at its first breach."""
+    """Return the rules that are checked, the call's message if exactly one is broken, and that rule.
+
+    A contract ends at its first breach.
+    """
     rules, broken = set(), []
     tensors = (torch.Tensor, torch.Tensor | None)
     for name, value in zip(the_op.Arguments._fields, arguments):
@@ -48,7 +54,7 @@ def judge(the_op, arguments: tuple, arch) -> tuple[set[Rule], str, Rule | None]:
 
 
 def said_by(the_op, arguments: tuple, arch) -> str:
-    """What a call's error or fallback says."""
+    """Return the message of a call's error or fallback."""
     try:
         return the_op.explain(*arguments, arch=arch).source
     except ValueError as error:
@@ -59,7 +65,10 @@ def said_by(the_op, arguments: tuple, arch) -> str:
 
 
 def changed(value, change):
-    """An argument changed: a tuple is a tensor's shape, a list one whose rows begin at multiples of 16, a dictionary has strides."""
+    """Return an argument with a change applied.
+
+    A tuple is a tensor's shape, a list is a shape whose rows begin at multiples of 16, and a dictionary has strides.
+    """
     if callable(change):
         return change(value)
     if not isinstance(value, torch.Tensor):
@@ -72,7 +81,7 @@ def changed(value, change):
 
 
 def at(shape: tuple[int, ...], *strides: int):
-    """A change to this shape with these strides."""
+    """Return a change to this shape with these strides."""
     return lambda value: laid(value, strides, shape)
 
 
@@ -91,7 +100,7 @@ class Breach:
 
 
 def inputs(the_op) -> Iterator[tuple]:
-    """Variants of each case that is asked a rule that no case before was."""
+    """Yield variants of each case that is the first to be checked for a rule."""
     others, asked = donors(the_op, ARCH.fp8_dtype), set()
     for base in cases(the_op, ARCH.fp8_dtype).values():
         rules, _, broken = judge(the_op, base, ARCH)
@@ -109,10 +118,10 @@ def inputs(the_op) -> Iterator[tuple]:
                 yield (*there[:i], other, *there[i + 1 :])
 
 
-BYTES = 2**25  # of a row, from which on it is too long
+BYTES = 2**25  # the shortest row length in bytes that is too long
 
 BREACHES = [
-    # Products
+    # GEMMs
     Breach("K is a multiple of 8", "batched_gemm/bf16-m1", x=[1, 2, 516], weights=[2, 516, 128]),
     Breach("N is a multiple of 64 there", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
     Breach("N is at least 1", "block_scaled_mm/m1", a=(1, 16), b=(2**30, 16), scale_a=(1, 1), scale_b=(2**23, 1)),
@@ -311,11 +320,11 @@ FOLLOW = {
     ("unquantized_gemm", "sums of # have"): "x is bfloat16 or float16",
     ("unquantized_gemm", "scales of rows and bias"): "bias is contiguous",
 }
-"""Rules, by parts of their op's name and of their text, that another one implies."""
+"""Rules that another rule implies, by parts of their op's name and of their text."""
 
 
 ABSENT = re.compile("residual|weight|scoring_func|num_expert_group|topk_group")
-"""Arguments that some of the ops which share a rule do not have."""
+"""Arguments that only some of the ops sharing a rule have."""
 
 
 @pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)

@@ -1,4 +1,4 @@
-"""Bugs in fusing the output quantization into attention, ours and vLLM's."""
+"""Bugs in fusing the output quantization into attention, in the plugin's and vLLM's backends."""
 
 from ..bug import Bug, Tests
 
