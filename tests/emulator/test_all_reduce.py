@@ -112,7 +112,7 @@ def test_every_kernel(arch_name, op, dtype, ranks, hidden):
 
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_the_bits_of_two_ops(arch_name):
-    """Those of the op behind the all-reduce alone, which the emulator runs by itself, in every configuration."""
+    """Bits are equal to an all-reduce followed by the op, which the emulator runs separately, in every configuration."""
     from vllm_rocm_ops.core import launch as core
     from vllm_rocm_ops.emulator import Emulator
 

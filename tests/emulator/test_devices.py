@@ -64,7 +64,7 @@ LOADS, STORES = 2 * 4, 4
 
 
 def test_words_wake_waves(built, monkeypatch):
-    """Waves that sleep go on when words come: they need not be woken for want of others, and look once for each store at most."""
+    """Sleeping waves resume when words come: none must be woken for lack of others, or looks more than once per store."""
     arch_name, path = built
     forced, turn = set(), devices._Run._turn
     monkeypatch.setattr(devices._Run, "_turn", lambda run, queue: (forced.add(run.is_forced), turn(run, queue)))

@@ -387,7 +387,7 @@ def test_all_blocks_of_each_device_are_resident(tmp_path):
 
 
 def test_all_blocks_of_a_launch_meet(code):
-    """Each block waits for all others, on 5 compute units, whose blocks have shares of the room that are no binary fractions."""
+    """Each block waits for all others, on 5 compute units, where a block's share of resources is not a binary fraction."""
     fabric = Fabric(code, 1, 0, ":5")
     fabric.enqueue(0, MEETS, fabric.zeros(1), fabric.zeros(1), blocks=5 * RESIDENT)
     fabric.run()
@@ -439,7 +439,7 @@ def test_a_flag_wakes_waves(code, monkeypatch):
 
 
 def test_devices_are_skewed(code, monkeypatch):
-    """Some schedules have devices of one speed, some one that is several times as fast, and some pause between launches."""
+    """Some schedules have devices of equal speed, some one several times faster, and some pauses between launches."""
     ratios, pauses = set(), set()
     turn = devices._Run._turn
 

@@ -96,7 +96,7 @@ def test_encode_is_the_nearest_and_ties_go_to_even(format):
     ids=lambda value: getattr(value, "name", None),
 )
 def test_overflow_follows_fp16_ovfl(format, infinity, nan, largest):
-    """CDNA4 ISA, section 7.3: without the mode bit NaN, or infinity where there is one; with it the largest number."""
+    """CDNA4 ISA, 7.3: overflow gives infinity, or NaN without infinities; with the mode bit, the largest number."""
     step = format.largest - float(format.values[largest - 1])
     too_large = np.array([format.largest + 0.75 * step, format.largest * 4, np.inf], dtype=np.float32)
     assert list(format.encode(too_large)) == [infinity] * 3

@@ -878,7 +878,7 @@ lds(
 )
 
 
-# Loads straight to LDS, wider than a dword on gfx950; s[4:5] are the inputs: lane l gets bytes 16 l to 16 l + 15 of row 0 on
+# Loads straight to LDS, wider than a dword on gfx950; s[4:5] are the inputs: lane l gets bytes 16 l to 16 l + 15
 def loaded(all_, words: int):
     flat = [x for row in all_ for x in row]
     return [flat[words * lane : words * (lane + 1)] for lane in LANES]

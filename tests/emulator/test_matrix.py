@@ -162,7 +162,7 @@ def test_gfx942_cycles_and_registers_are_the_calculators():
 # gfx950 layouts: the tables of the CDNA4 ISA document
 
 
-# Sections 7.1.5.1 and 7.5.1.3: for each run of registers, the first k that lanes 0-15, 16-31, 32-47 and 48-63 hold there.
+# Sections 7.1.5.1 and 7.5.1.3: for each run of registers, the first k held by lanes 0-15, 16-31, 32-47 and 48-63.
 CDNA4_TABLES = [
     ("v_mfma_f32_16x16x128_f8f6f4", "e2m1", {(0, 3): (0, 32, 64, 96)}),
     ("v_mfma_f32_32x32x64_f8f6f4", "e2m1", {(0, 3): (0, 0, 32, 32)}),
@@ -220,7 +220,7 @@ def test_gfx950_sparse_pairs_registers_as_measured(mnemonic):
 
 
 def test_gfx950_cycles_are_those_of_the_cdna4_isa():
-    """Table 28 and 33: 32x32 takes 32, 16x16 takes 16, except where k is smaller than the core's width, and f64."""
+    """CDNA4 ISA, tables 28 and 33: 32x32 takes 32, 16x16 takes 16, except with k below the core's width, and f64."""
     f8f6f4 = MATRIX["v_mfma_scale_f32_16x16x128_f8f6f4"], MATRIX["v_mfma_f32_32x32x64_f8f6f4"]
     for cbsz, blgp in itertools.product(range(5), repeat=2):
         slow = 2 if cbsz < 2 or blgp < 2 else 1
@@ -669,8 +669,8 @@ def test_the_decoder_reads_as_many_registers_as_the_formats_need(tmp_path):
         assert (decoded_one.fields["cbsz"], decoded_one.fields["blgp"]) == (cbsz, blgp)
 
 
-# Kernels: compiled from clang's builtins, run by the emulator. Each lane loads what the comment of its layout says, so the
-# layouts are stated a second time, as a kernel's author would.
+# Kernels: compiled from clang's builtins, run by the emulator. Each lane loads what the comment of its layout says,
+# so the layouts are stated a second time, as a kernel's author would.
 
 
 KERNELS = """

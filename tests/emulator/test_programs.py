@@ -1,4 +1,4 @@
-"""Compiled C++ through the emulator: random programs against the host's compiler, and a split-K GEMM with planted faults."""
+"""Run compiled C++ in the emulator: random programs against the host's compiler, and a split-K GEMM with faults."""
 
 from __future__ import annotations
 
