@@ -1,4 +1,4 @@
-"""Draws predicted against measured times as an SVG file, without a library for plots."""
+"""Draw predicted against measured times as an SVG file, without a plotting library."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from .report import Case
 
-SIZE, LEFT, TOP = 420, 70, 30  # of the square, in pixels, and where it starts
-MARKS = {  # by place of the class: colour, and the outline of a mark of 8 pixels around its place
+SIZE, LEFT, TOP = 420, 70, 30  # size of the square in pixels, and its position
+MARKS = {  # by index of the class: color, and the outline of a mark of 8 pixels around its position
     0: ("#4e79a7", "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z"),
     1: ("#e15759", "m-4 -4h8v8h-8z"),
     2: ("#59a14f", "m0 -5l5 9h-10z"),
@@ -29,7 +29,7 @@ def _text(x: float, y: float, text: str, kind: str = "", more: str = "") -> str:
 
 
 def draw(cases: Sequence[Case], title: str) -> str:
-    """The figure. Fitted points are filled, held-out ones are not."""
+    """Return the figure, with fitted points filled and held-out ones not."""
     times = [us for case in cases for us in (case.us, case.predicted)]
     low = math.log(max(tick for tick in (0.1, 0.5, *TICKS) if tick <= min(times)))
     high = math.log(min(tick for tick in (*TICKS, 1e9) if tick >= max(times)))

@@ -1,4 +1,4 @@
-"""What a calibration reports: its statistics by hand, and that the committed ones and the figure are those of its points."""
+"""Test the report on a calibration: its statistics by hand, and that the committed ones match its points and figure."""
 
 from __future__ import annotations
 
