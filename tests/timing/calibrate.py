@@ -83,7 +83,7 @@ def _swiglu(folder: Path, point: Point) -> Prepared:
     return path, Launch("", _symbol(path, "swiglu_vectorized"), (grid, 1, 1), (threads, 1, 1), args), []
 
 
-_SKINNY = {  # by n, k, maximum rows: producers of A, of B, consumers, splits of k; lanes of A, of B, queue, rows, instructions
+_SKINNY = {  # by n, k, maximum rows: producers of A, of B, consumers, splits; lanes of A, B, queue, rows, instructions
     (2304, 16384, 8): (3, 6, 2, 16, 1, 4, 3, 8, 4),
     (2304, 16384, 16): (3, 4, 2, 8, 1, 4, 3, 16, 8),
     (2304, 16384, 32): (2, 4, 2, 8, 2, 4, 2, 16, 8),
