@@ -50,7 +50,7 @@ def place_of_residual(op) -> int | None:
 
 
 def check_results(op, inputs, args, results, residuals) -> None:
-    """Check that all ranks have the same bits, and those of the first rank against the reference and in float64."""
+    """Check that all ranks have the same bits, and compare the first rank with the reference and float64."""
     for got in results[1:]:
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(results[0], got, strict=True))
     wanted_args, exact_args = [correctness.clone(v) for v in args], [correctness.in_float64(v) for v in args]

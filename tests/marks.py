@@ -10,7 +10,7 @@ import pytest
 from vllm_rocm_ops.core.arch import ARCHS
 
 FULL = bool(os.environ.get("FULL_TESTS"))
-"""Whether all tests run, by --full."""
+"""True with --full: all tests run."""
 full = pytest.mark.skipif(not FULL, reason="takes long: bash tests/run.sh --full")
 
 AMD = tuple(name for name, arch in ARCHS.items() if arch.vendor == "amd")

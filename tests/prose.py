@@ -88,14 +88,15 @@ def in_python(text: str) -> str:
 def is_headless(node: ast.AST, docstring: str) -> bool:
     """Return whether a docstring lacks its verb.
 
-    A function's docstring begins with an imperative verb. A class, a module, a property, a value and a test may be described by a
+    A function's docstring begins with an imperative verb and a capital letter. A class, a module, a property, a value and a test may be described by a
     noun or a sentence.
     """
     words = [word.strip(".,:;`'\"()").lower() for word in docstring.split()[:2]]
     is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     if not words or not is_function or node.name.startswith("test_") or is_property(node):
         return bool(words) and words[0] in OPENINGS
-    return words[0] not in VERBS or words[1:] == ["of"]
+    is_noun = words[1:] == ["of"] and words[0] != "warn"
+    return words[0] not in VERBS or is_noun or not docstring.lstrip()[0].isupper()
 
 
 def is_property(node: ast.FunctionDef) -> bool:

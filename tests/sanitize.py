@@ -32,7 +32,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_rocm_ops import ops  # the ops register at import
+from vllm_rocm_ops import ops  # noqa: F401  the ops register at import
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op
 from vllm_rocm_ops.core.arch import Arch

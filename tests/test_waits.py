@@ -163,7 +163,7 @@ class Loop:
         self.touched = [effects(ins) for ins in self.on_path]
 
     def _forward(self) -> dict[int, list[int]]:
-        """The control flow within the loop, without back edges."""
+        """Return the control flow within the loop, without back edges."""
         following = {node: [n for n in self.flow.following[node] if n in self.body] for node in self.body}
         parts = [(self.body, self.first)]
         while parts:
@@ -204,7 +204,7 @@ class Loop:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether a matrix instruction reads a register that a load wrote, or a value converted from one."""
+        """Return whether a matrix instruction reads a loaded register, or a value converted from one."""
         loaded: set[int] = set()
         for _ in range(2):
             for ins, (reads, writes) in zip(self.on_path, self.touched, strict=True):

@@ -91,7 +91,7 @@ def test_flags_that_do_not_fit_are_refused(options, said, capsys):
 
 
 def test_blocks_share_runs_of_words():
-    """Of 2500 words with 2 blocks, the first has words 0 to 1023 and 2048 to 2499."""
+    """The first of 2 blocks has words 0 to 1023 and 2048 to 2499 of 2500."""
     x = torch.arange(2500, dtype=torch.int32)
     wanted = [int(x[:1024].sum() + x[2048:].sum()), int(x[1024:2048].sum())]
     assert ops.stream_memory(x, "read", 2).tolist() == wanted

@@ -137,8 +137,8 @@ class Code:
 class Tests:
     """Tests by their names, or files of tests.
 
-    Without names, those of tests/ops for an op that launches a kernel of a module that includes the file. They run on
-    kernels built from `module`, by default from each module that includes the file.
+    Without names, the tests of tests/ops run for each op that launches a kernel of a module that includes the file.
+    Kernels are built from `module`, by default from each module that includes the file.
     """
 
     __test__ = False  # not a test class for pytest

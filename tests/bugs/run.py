@@ -240,7 +240,7 @@ def main() -> int:
 
     if any(bug.is_seam for bug in bugs):
         with silent():
-            from vllm import LLM  # once, before forking; it imports nothing of the package
+            from vllm import LLM  # noqa: F401  once, before forking; it imports nothing of the package
     torch.set_num_threads(1)
     if any(isinstance(bug.by, Tests) and not bug.by.names for bug in bugs):
         launched_by()  # once, before forking

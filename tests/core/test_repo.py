@@ -456,6 +456,7 @@ def test_prose_has_only_the_faults_that_are_allowed():
         (".py", 'def f():\n    """The blocks per split."""', ["headless"]),
         (".py", 'def f():\n    """Returns the blocks."""', ["headless"]),
         (".py", 'def f():\n    """Count of blocks."""', ["headless"]),
+        (".py", 'def f():\n    """return the blocks."""', ["headless"]),
         (".py", 'def f():\n    """Return the blocks per split."""', []),
         (".py", 'class F:\n    @functools.cached_property\n    def f(self):\n        """The blocks."""', []),
         (".py", 'def test_f():\n    """A wave ends."""', []),

@@ -142,7 +142,7 @@ PLACES = {
     "replay": (Graph, "replay"),
     "ops": (smoke, "smallest_first"),
 }
-"""What each stage is the first to call."""
+"""The function that each stage is the first to call."""
 
 
 @pytest.mark.parametrize(

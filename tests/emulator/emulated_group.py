@@ -65,7 +65,7 @@ class EmulatedGroup:
 
 
 class Queue:
-    """Put the launches of a rank into its device's queue, or in turn into those of its streams."""
+    """A queue that puts a rank's launches into its device's queue, or in turn into its streams' queues."""
 
     def __init__(self, group: EmulatedGroup, rank: int, epoch: int, streams: int):
         self.group, self.rank, self.epoch, self.streams = group, rank, epoch, streams

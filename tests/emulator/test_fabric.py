@@ -382,7 +382,7 @@ def test_streams_take_room_from_each_other(code):
 
 
 def test_all_blocks_of_each_device_are_resident(tmp_path):
-    """Each device is filled by blocks that wait for those of the other device, and has separate resources."""
+    """Each device is filled by blocks that wait for the other device's, and has separate resources."""
     Group(compile_one_shot("gfx942", tmp_path), "gfx942:1", 2, ((RESIDENT_ROWS, HIDDEN),), 0).run()
 
 

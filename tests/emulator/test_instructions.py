@@ -649,7 +649,7 @@ dpp("row_newbcast:5", lambda n: n & ~15 | 5)
 
 
 def shifted_under_mask(all_):
-    """row_shr:1 reads lane - 1; lanes 0-31 are inactive and cannot be read."""
+    """Return the results of row_shr:1, which reads lane - 1, with lanes 0-31 inactive and not readable."""
     out = []
     for lane in LANES:
         if lane < 32:

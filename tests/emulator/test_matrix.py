@@ -206,7 +206,7 @@ def test_gfx950_sparse_pairs_registers_as_measured(mnemonic):
     """One-hot probes on an MI355X showed which item of B meets which item of A.
 
     With the first two of four places selected, item a of lane group g of A met item 16 * (g // 2) + 4 * (a % 8 // 2) +
-    a % 2 of lane group 2 * (g % 2) + a // 8 of B for fp8; half as many items for f16 (public bring-up notes of a gfx950
+    a % 2 of lane group 2 * (g % 2) + a // 8 of B for fp8; half the items for f16 (public bring-up notes of a gfx950
     kernel).
     """
     instruction = MATRIX[mnemonic]
@@ -452,7 +452,7 @@ def test_f64_blgp_negates():
     ],
 )
 def test_abid_chooses_the_set_of_indices(mnemonic, sets):
-    """CDNA4 ISA, 7.5: the index register holds as many sets as fit; any CBSZ selects the first."""
+    """CDNA4 ISA, 7.5: the index register holds all sets that fit; any CBSZ selects the first."""
     arch = MATRIX[mnemonic].archs[0]
     for abid in range(sets):
         case = Case(mnemonic, arch, abid=abid, seed=abid)

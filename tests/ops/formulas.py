@@ -44,7 +44,7 @@ def exact(x: Tensor | None) -> Tensor | None:
 def quantized(name: str, y: Tensor, off: Tensor, q: Tensor, scale: Tensor) -> Found:
     """Yield quantized values q with `scale`, which represent y.
 
-    y is known up to `off`; `scale` has as many dimensions as y.
+    y is known up to `off`; `scale` has y's number of dimensions.
     """
     limit = LIMIT[q.dtype]
     wanted = (y / scale).clamp(-limit, limit)

@@ -77,7 +77,7 @@ SIZES: dict[str, Callable[[random.Random, dict], object]] = {
     "lens": lambda rng, of: tuple(rng.randint(0, 150) for _ in range(rng.randint(1, 4))),
     "tokens": lambda rng, of: rng.randint(4, 12),
 }
-"""How to draw a size of a case, by the parameter's name in the op's file."""
+"""Functions that draw a size of a case, by the parameter's name in the op's file."""
 
 
 def resized(case: Case, the_op: Op, rng: random.Random) -> Callable:
@@ -349,7 +349,7 @@ class Fuzz:
         self.found.calls += 1
         try:
             ran = run(the_op, given, config, device)
-        except Exception as error:  # each is a finding
+        except Exception as error:  # noqa: BLE001  each is a finding
             what = f"{the_op.name} {case.name} {config}"
             self.found.wrong.append(f"call {number} on {arch.name}, {what}: {type(error).__name__}: {error}")
             return

@@ -78,7 +78,7 @@ def test_blocks_of_few_tiles_share_them(arch):
 
 
 def test_few_tokens_of_an_expert_each_are_streamed_many_are_not():
-    """Mixtral's layers have 2 of 8 experts per token: the tokens per expert decide, not those of the call."""
+    """Mixtral's layers have 2 of 8 experts per token: the tokens per expert decide, not the call's tokens."""
     forms = {m: fused_experts.explain(*layer("sm_90", m, 2, 8, 6144, 2048), arch="sm_90").config for m in (16, 32)}
     assert isinstance(forms[16], StreamedConfig) and forms[32] == TiledConfig(64)
 

@@ -1,4 +1,4 @@
-"""Test that split-K GEMMs give the same bits in any order of blocks and waves, and fused launches those of several."""
+"""Test bit-equal results: split-K GEMMs in any order of blocks and waves, and fused launches versus separate ones."""
 
 import dataclasses
 

@@ -145,7 +145,7 @@ def moe(us: str, **others) -> dict[str, str]:
         ([moe("763.61"), moe("763.61", M=2048)], [left_out.COPY] * 2),
         ([moe("763.6"), moe("763.60", M=2048)], [None] * 2),  # four digits
         ([moe("763.61"), moe("763.6100", M=2048)], [left_out.COPY] * 2),
-        ([moe("763.616"), moe("763.616", code_object="b.co")], [None] * 2),  # as many tokens
+        ([moe("763.616"), moe("763.616", code_object="b.co")], [None] * 2),  # equal numbers of tokens
         ([moe("763.616"), moe("763.616", M=2048, N=256), moe("763.616", M=2048, gpu="MI300X")], [None] * 3),
         ([moe("698", M=4096)], [left_out.IMPOSSIBLE]),  # 688 TFLOP/s take 699 us
         ([moe("705", M=4096), moe("690", M=4096, op="fused_moe stage 1+2", N=341)], [None, left_out.IMPOSSIBLE]),

@@ -100,7 +100,7 @@ def predict_row(fields: dict[str, str], git: Path, folder: Path, recorder: publi
             raise ValueError(f"{row.code_object} must have one kernel, got {len(code.kernels)}")
         what = call(row, next(iter(code.kernels.values())))
         return Found(published.predict(machine, what, path, recorder), "")
-    except Exception as error:  # a malformed row must not stop the others
+    except Exception as error:  # noqa: BLE001  a malformed row must not stop the others
         text = " ".join(str(error).split())
         return Found(None, text if type(error) is ValueError else f"{type(error).__name__}: {text}")
 

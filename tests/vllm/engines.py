@@ -40,7 +40,7 @@ FAMILIES = {
 NOT_COMPILED = ("bounded",)
 """Kinds that run eagerly only: compiled, they are like "token"."""
 STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
-"""What vLLM's CPU build runs without the plugin."""
+"""Models that vLLM's CPU build runs without the plugin."""
 
 
 def identity(value: str | tuple[str, ...]) -> str:

@@ -63,7 +63,7 @@ def run_nodes(self, graph_module, inputs, *_):
 
 def define_schemas() -> torch.library.Library:
     """Define the kernels that vLLM's passes name, until `forget_schemas`."""
-    import vllm._custom_ops  # registers the existing ones
+    import vllm._custom_ops  # noqa: F401  registers the existing ones
 
     library = torch.library.Library("_C", "FRAGMENT")
     for schema in SCHEMAS:

@@ -35,7 +35,7 @@ def begin(code: str, folders: list[str], environment: dict[str, str], output: st
     os.environ.update(environment)
     sys.path[:0] = folders
     sys.dont_write_bytecode = False  # compiling vLLM's source takes seconds, too
-    exec(code, {"__name__": "__main__"})  # a test's own
+    exec(code, {"__name__": "__main__"})  # noqa: S102  a test's own
 
 
 def run(code: str, *folders: pathlib.Path, timeout: float = 900, **environment: str) -> str:

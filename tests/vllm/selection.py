@@ -274,7 +274,7 @@ def forked(function, *arguments):
     if child == 0:
         try:
             answer = function(*arguments)
-        except BaseException as error:  # whatever it is, the parent shows it
+        except BaseException as error:  # noqa: BLE001  whatever it is, the parent shows it
             import traceback
 
             answer = {"error": f"{error!r}\n{traceback.format_exc()}"}

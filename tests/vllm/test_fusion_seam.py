@@ -101,7 +101,6 @@ def test_another_plugins_passes_are_left(monkeypatch):
 
 def test_a_marker_that_runs_quantizes():
     """It runs if nothing runs the passes after all."""
-
     quant, x = quantization("VLLM_COMPILE"), torch.randn(3, 256).bfloat16()
     found, wanted = quant.marked(x), quant.vllm_forward(x)
     assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, wanted))
@@ -111,7 +110,7 @@ def test_a_marker_that_runs_quantizes():
 @pytest.mark.parametrize("aiter", ["0", "1"])
 @pytest.mark.parametrize("release", test_selection.ASKED)
 def test_vllms_own_fusions_find_what_is_left(release, aiter):
-    """vLLM's pass finds as many with markers as without, on a faked MI300X.
+    """With markers, vLLM's pass finds the same number as without, on a faked MI300X.
 
     The quantizations are custom ops, aten chains and AITER's. vLLM does not find its own fusion with groups of an aten
     chain.

@@ -41,7 +41,7 @@ class Packing(Native):
 
 
 KINDS = {"tensors": (False, True), "fused": (False, False), "channels": (True, False), "channels static": (True, True)}
-"""Whether weights have a scale per channel, and activations a static one."""
+"""Kind -> whether weights have a scale per channel, and whether activations have a static one."""
 
 
 @pytest.fixture

@@ -491,7 +491,7 @@ def test_ranks_agree(rank):
 
 
 def test_ranks_agree_though_one_ran_out_of_time():
-    """Where it measured nothing, the others decide.
+    """The others decide where it measured nothing.
 
     Above all measured sizes the fixed limit holds, if the plugin was faster there.
     """
@@ -932,7 +932,7 @@ def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
 FRAMES_OF_A_STEP, FRAMES_OF_A_STEP_OF_VLLMS = 190, 120
 """The package's Python frames in a decode step, without references.
 
-First those of two layers with eight linears, five norms, two activations and two of attention, all the plugin's; then
+First come two layers with eight linears, five norms, two activations and two of attention, all the plugin's; then
 with vLLM's linears and activations. Norms are the plugin's in a model that is not compiled.
 """
 

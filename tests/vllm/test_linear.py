@@ -82,7 +82,6 @@ def make(monkeypatch):
 
     The kernel keeps `native`, if given.
     """
-
     monkeypatch.setattr(native_kernel, "_kernels", {})
     monkeypatch.setattr(kernel_timing, "MOST_SECONDS", 1000.0)  # the references of a busy CPU take their time
 

@@ -444,7 +444,7 @@ def test_two_ranks_in_the_engine(engines):
     """A step of few tokens has one launch for each all-reduce and norm, and all but the last quantize.
 
     A prompt's step has vLLM's all-reduce and the plugin's norms. Tokens are equal to a run without fused all-reduces,
-    which has twice as many launches there.
+    which has twice the launches there.
     """
     found = engine_of_two(engines, "5", "cache-reduced")
     plain = engine_of_two(engines, "5", VLLM_ROCM_OPS_SEAMS="-all_reduce")
