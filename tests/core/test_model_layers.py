@@ -56,7 +56,7 @@ def test_deepseek_at_tp8():
 
 
 def test_experts_whose_hidden_states_the_norm_quantizes():
-    """As experts quantize them; for other models there are none."""
+    """It has the quantization of experts; other models have none."""
     norm, experts = joined.quantized_hidden(read("deepseek-v3"), 8)
     assert (norm.layer, norm.op, norm.count) == ("post-attention norm", ops.rms_norm_and_per_block_quant, 58)
     fp8 = torch.float8_e4m3fnuz

@@ -94,7 +94,7 @@ def test_scales_of_32_are_those_of_the_definition():
     "columns, one_plus, has_residual", [(2048, False, True), (2176, True, True), (640, False, False)]
 )
 def test_norm_gives_the_bits_of_two_launches(columns, one_plus, has_residual, dtype, arch_name):
-    """In each configuration of the norm: the result, the residual, and the values and scales of experts."""
+    """The result, the residual, and the experts' values and scales are equal in each configuration of the norm."""
     emulator = Emulator(arch_name)
     x, residual = rows_of(3, columns, dtype), rows_of(3, columns, dtype).flip(1)
     weight = (torch.rand(columns, generator=generator_of("weight")) - 0.5 + (not one_plus)).to(dtype)

@@ -115,7 +115,7 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
 
 
 def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster():
-    """Two launches fewer in a layer with shared experts: theirs and that of experts."""
+    """A layer with shared experts has two launches fewer: their quantization, and the routed experts'."""
 
     def found(both: float | None, side: str = "plugin", tp: int = 1) -> list:
         def known(call, tokens) -> tuple | None:
@@ -130,7 +130,7 @@ def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster
     assert (norm.op, norm.us, norm.count) == ("rms_norm_and_per_block_quant", 3.5, 58)
     assert (experts.launches, apart["experts"].launches) == (3, 4)
     assert "shared experts' input quantization" in apart and "shared experts' input quantization" not in joined
-    for tp, fewer in (1, 2), (8, 1):  # of 8 ranks, the all-reduce is one launch with a norm of one output alone
+    for tp, fewer in (1, 2), (8, 1):  # with 8 ranks, only a norm with one output is fused with the all-reduce
         few, many = (step.total(found(us, tp=tp)) for us in (3.5, None))
         assert many.launches - few.launches == fewer * 58
     for others in (found(limit), found(None), found(0.1, "baseline")):

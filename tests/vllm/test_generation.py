@@ -78,7 +78,7 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
         activation = "silu_and_mul" if kind == "mxfp8" else activation
     handed = (
         layers - dense if compiled and kind == "block" else 0
-    )  # norms in front of experts, which take hidden states quantized
+    )  # norms before experts that accept quantized hidden states
     per_step = collections.Counter({"rms_norm": norms, "fused_add_rms_norm": add_norms})
     per_step.update({norm: quantized})
     per_step.update({add_norm: quantized_add})
