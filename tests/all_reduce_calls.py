@@ -1,4 +1,4 @@
-"""Calls of an all-reduce and what must hold for their results, on emulated devices and on GPUs."""
+"""All-reduce calls and checks of their results, on emulated devices and on GPUs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ EPSILON = 1e-6
 
 
 def generator_of(*what) -> torch.Generator:
-    """Return a random generator whose seed is what the call is."""
+    """Return a random generator seeded with the call's description."""
     return correctness.generator_of(repr(what))
 
 
 def arguments(op, arch, dtype, rows, hidden, generator, *, has_residual=True, adds_one=False, has_weight=True) -> list:
-    """Return the arguments behind the input, as a rank has them: all ranks have the same."""
+    """Return the arguments after the input, which are equal on all ranks."""
     weight = torch.randn(hidden, generator=generator) * 0.1 + (0.0 if adds_one else 1.0)
     residual = torch.randn(rows, hidden, generator=generator).to(dtype)
     values = {
@@ -45,12 +45,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place_of_residual(op) -> int | None:
-    """Return the residual's place behind the input."""
+    """Return the index of the residual among the arguments after the input."""
     return op.Arguments._fields.index("residual") - 1 if op and "residual" in op.Arguments._fields else None
 
 
 def check_results(op, inputs, args, results, residuals) -> None:
-    """Check that all ranks have the same bits, and those of the first beside the reference in the same precision and in float64."""
+    """Check that all ranks have the same bits, and compare the first rank with the reference and float64."""
     for got in results[1:]:
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(results[0], got, strict=True))
     wanted_args, exact_args = [correctness.clone(v) for v in args], [correctness.in_float64(v) for v in args]

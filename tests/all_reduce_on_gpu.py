@@ -1,13 +1,13 @@
-"""The all-reduce on GPUs, for long: right, with the same bits on all ranks, in flat memory, and never a hang.
+"""Run the all-reduce on GPUs for long: correct, bit-equal on all ranks, flat memory, no hang.
 
     python tests/all_reduce_on_gpu.py                        ranks are streams of this process on one GPU
-    python tests/all_reduce_on_gpu.py --processes            ranks are processes, with a GPU each if there are as many
+    python tests/all_reduce_on_gpu.py --processes            ranks are processes, with a GPU each if there are enough
 
-Two graphs of calls of different kernels and sizes are replayed in random order, with eager calls between, until each rank has made
---launches launches. Ranks are skewed at random: each sleeps before replays, and between calls of its graphs. The first results
-are checked in float64 and against all ranks' bits; the GPU compares all later ones with the first. Neighbouring calls have different
-inputs, so that a word of another epoch shows. Then the last rank stays away, and the error must name it and the epoch. Processes
-that share a GPU take turns, a time slice each: --launches 1000 takes seconds.
+Two graphs with calls of different kernels and sizes are replayed in random order, with eager calls between, until each
+rank has made --launches launches. Ranks are skewed at random: each sleeps before replays, and between calls of its
+graphs. The first results are checked in float64 and against all ranks' bits; the GPU compares all later ones with the
+first. Consecutive calls have different inputs, so that a word of another epoch shows. Then the last rank stays away,
+and the error must name it and the epoch. Processes that share a GPU run in time slices: --launches 1000 takes seconds.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ OPS = (
     ops.fused_add_rms_norm_static_fp8_quant,
     ops.rms_norm_per_block_quant,
 )
-CALLS, GRAPHS, EAGER_EVERY = 15, 2, 16  # of a graph; rounds
+CALLS, GRAPHS, EAGER_EVERY = 15, 2, 16  # calls per graph, graphs, rounds between eager calls
 SKEW_CYCLES = 40_000  # 20 us at most
 LIMIT_SECONDS, SHORT_SECONDS, MOST_SECONDS = 20.0, 1.0, 150.0
 
 
 class Call:
-    """A call of all ranks, and on a rank its tensors."""
+    """A call that all ranks make, and its tensors on each rank."""
 
     def __init__(self, number: int, ranks: int, arch):
         self.op, (self.rows, self.hidden) = OPS[number % len(OPS)], SIZES[number % len(SIZES)]
@@ -55,7 +55,7 @@ class Call:
 
 
 class OnRank:
-    """A call's tensors on a rank: `run` makes it, `found` is what it gave last."""
+    """A call's tensors on a rank: `run` makes the call, `found` keeps its last results."""
 
     def __init__(self, call: Call, rank: int, reduce, device: torch.device):
         self.call, self.reduce = call, reduce
@@ -78,13 +78,13 @@ class OnRank:
         self.found = (*correctness.as_tuple(found), *residual)
 
     def results(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Return the outputs and the residual, in the host's memory."""
+        """Return the outputs and the residual, in host memory."""
         found = [each.cpu() for each in self.found]
         return (tuple(found), None) if self.residual is None else (tuple(found[:-1]), found[-1])
 
 
 def packed(results: tuple) -> tuple:
-    """Return outputs and residual as bytes beside their types: PyTorch does not load a pickled FP8 tensor."""
+    """Return outputs and residual as bytes with their types: PyTorch does not load a pickled FP8 tensor."""
     outputs, residual = results
     return [(each.view(torch.uint8) if each.element_size() == 1 else each, each.dtype) for each in outputs], residual
 
@@ -96,7 +96,10 @@ def unpacked(results: tuple) -> tuple:
 
 
 class Rank:
-    """A rank's stream, calls and graphs. Its counter `wrong` has the bytes that ever differed from the first results."""
+    """A rank's stream, calls and graphs.
+
+    Its counter `wrong` has the number of bytes that ever differed from the first results.
+    """
 
     def __init__(self, rank: int, reduce, device: torch.device, calls: list[Call]):
         self.rank, self.reduce = rank, reduce
@@ -107,14 +110,14 @@ class Rank:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
         self.reserve()
-        with torch.cuda.stream(self.stream):  # what eager calls run is loaded
+        with torch.cuda.stream(self.stream):  # loads what eager calls need
             torch.cuda._sleep(1)
             self._count(self._bytes(self.calls[:2], inputs=True), torch.zeros_like(self._bytes(self.calls[:2], True)))
             self.wrong.zero_()
         torch.cuda.synchronize(device)
 
     def reserve(self) -> None:
-        """Have memory that eager calls may take: mapping more would wait for all kernels, which wait for this rank."""
+        """Reserve memory for eager calls: mapping more would wait for all kernels, which wait for this rank."""
         with torch.cuda.stream(self.stream):
             sizes = [2048] * 2048 + [1 << 21] * 16
             taken = [torch.empty(size, dtype=torch.uint8, device=self.wrong.device) for size in sizes]
@@ -128,12 +131,12 @@ class Rank:
         self.wrong.add_((found != expected).sum())
 
     def skew(self) -> None:
-        """Sleep on the GPU for a random time, half the times not at all."""
+        """Sleep on the GPU for a random time, half the time not at all."""
         if self.random.random() < 0.5:
             torch.cuda._sleep(self.random.randrange(SKEW_CYCLES))
 
     def eager(self, number: int) -> None:
-        """Make a call outside a graph, and compare it where its results are known."""
+        """Make a call outside a graph, and compare its results if they are known."""
         with torch.cuda.stream(self.stream):
             self.skew()
             call = self.calls[number]
@@ -145,7 +148,7 @@ class Rank:
                 call.found = captured
 
     def capture(self) -> None:
-        """Capture the graphs, which compare their results with those known."""
+        """Capture the graphs, which compare their results with the known ones."""
         self.expected = [self._bytes([call]) for call in self.calls]
         for first in range(0, len(self.calls), CALLS):
             calls, graph = self.calls[first : first + CALLS], torch.cuda.CUDAGraph()
@@ -157,7 +160,7 @@ class Rank:
                     self.skew()
                     call.run()
                 self._count(self._bytes(calls), expected)
-            graph.reads = expected  # what is freed may be unmapped before a replay
+            graph.reads = expected  # freed memory may be unmapped before a replay
             self.graphs.append(graph)
 
     def replay(self, number: int) -> None:
@@ -168,7 +171,10 @@ class Rank:
 
 
 def in_flat_memory(device: torch.device, act: Callable[[], None]) -> str:
-    """Act, and say by how much memory grew. RuntimeError if it was more than noise of other processes."""
+    """Call `act`, and return by how much memory grew.
+
+    Raise RuntimeError if it grew by more than the noise of other processes.
+    """
 
     def used() -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
@@ -190,7 +196,10 @@ def calls_of(ranks: int, arch) -> list[Call]:
 
 
 def replay_all(members: list[Rank], launches: int, device: torch.device, seconds: float = 1e9) -> Iterator[str]:
-    """Replay graphs until each rank has made so many launches, all ranks the same ones, or until it took so long; yield what was seen."""
+    """Replay graphs until each rank has made `launches` launches or `seconds` have passed, and yield what was seen.
+
+    All ranks replay the same graphs.
+    """
     shared, begun, rounds, eager = random.Random(0), time.perf_counter(), 0, 0
 
     def act() -> None:
@@ -231,7 +240,7 @@ def replay_all(members: list[Rank], launches: int, device: torch.device, seconds
 
 
 def missing(error: RankMissing | None, late: int, epoch: int, result: torch.Tensor, seconds: float) -> str:
-    """Check what is said of a rank that stayed away, and that its peers have NaN."""
+    """Check the error that names a rank that stayed away, and that the other ranks have NaN."""
     text = str(error)
     assert f"rank {late} of " in text and f"did not come in epoch {epoch}:" in text, text
     assert result.isnan().all(), "a result without a rank is no NaN"
@@ -240,7 +249,7 @@ def missing(error: RankMissing | None, late: int, epoch: int, result: torch.Tens
 
 
 def caught(reduce) -> RankMissing | None:
-    """Return what check raises."""
+    """Return the exception that check raises."""
     try:
         reduce.check()
     except RankMissing as error:
@@ -251,7 +260,7 @@ def caught(reduce) -> RankMissing | None:
 def run_streams(ranks: int, launches: int) -> Iterator[str]:
     """Run all ranks in this process."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share a queue would wait for each other
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # to load a kernel would wait for all kernels
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # lazy loading of a kernel would wait for all kernels
     device = torch.device("cuda", 0)
     group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS)
     calls = calls_of(ranks, group[0].arch)
@@ -298,7 +307,7 @@ def run_streams(ranks: int, launches: int) -> Iterator[str]:
 
 
 def run_process(rank: int, ranks: int, launches: int, store: str) -> None:
-    """Run one rank of a group of processes; the first prints."""
+    """Run one rank of a process group; the first rank prints."""
     import datetime
 
     import torch.distributed as dist

@@ -13,7 +13,10 @@ _CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: its instructions; pointers are s[4:5], s[6:7], ... after `LOAD_POINTERS`; s2 is the block, v0 the thread."""
+    """A kernel's instructions.
+
+    Pointers are s[4:5], s[6:7], ... after `LOAD_POINTERS`; s2 is the block, v0 the thread.
+    """
 
     name: str
     body: str
@@ -21,10 +24,8 @@ class Kernel:
     lds: int = 0
     scratch: int = 0
     max_block: int = 1024
-    denormals: bool = True  # f32 denormals, as HIP kernels have them
-    preload: int = (
-        0  # words of arguments that firmware leaves in s[2:]; what is more than 256 bytes into the body finds them
-    )
+    denormals: bool = True  # f32 denormals, as HIP kernels keep them
+    preload: int = 0  # argument words that firmware preloads to s[2:]; it enters such a kernel 256 bytes into the body
 
     @property
     def source(self) -> str:
@@ -58,7 +59,7 @@ class Kernel:
 
     @property
     def metadata(self) -> str:
-        """Its entry in the metadata note."""
+        """The kernel's entry in the metadata note."""
         args = "".join(
             f"""
       - .address_space: global
@@ -82,7 +83,7 @@ class Kernel:
     .args:{args}"""
 
 
-# For firmware that does not preload: 256 bytes that load two pointers to where they would be.
+# Without preloading by firmware: 256 bytes that load two pointers to the registers that preloading would fill.
 PRELOAD_PROLOGUE = """
   s_load_dwordx4 s[4:7], s[0:1], 0x0
   s_waitcnt lgkmcnt(0)
@@ -98,7 +99,7 @@ LOAD_POINTERS = """
 
 
 def source(kernels: list[Kernel], arch: str) -> str:
-    """One assembler file with all of them."""
+    """Return one assembler file with all kernels."""
     functions = "".join(kernel.source for kernel in kernels)
     metadata = "".join(kernel.metadata for kernel in kernels)
     return f"""
@@ -115,12 +116,12 @@ amdhsa.kernels:{metadata}
 
 @functools.cache
 def build_module():
-    """csrc/build.py, which compiles."""
+    """Return csrc/build.py, which compiles."""
     return load_build(_CSRC)
 
 
 def assemble(kernels: list[Kernel], arch: str, folder: Path) -> Path:
-    """Assembles and links the kernels; returns the code object."""
+    """Assemble and link the kernels, and return the code object."""
     text, output = folder / f"{arch}.s", folder / f"{arch}.co"
     text.write_text(source(kernels, arch))
     build_module().compile_source(text, arch, output)

@@ -1,4 +1,4 @@
-"""All tests use the shipped tuned tables only, vLLM's CPU platform has the seams, and the longest files start first."""
+"""Use the shipped tuned tables only, give vLLM's CPU platform the seams, and start the longest files first."""
 
 import os
 import sys
@@ -22,18 +22,21 @@ LONGEST = (
         "test_server",
     ),
 )
-"""The files that take longest, from minutes down to half a minute."""
+"""The slowest files, from minutes down to half a minute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, so that no worker is left with one at the end."""
+    """Put the slowest files first, so that no worker is left with one at the end."""
     place = {stem: place for place, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
 def state() -> dict[str, str]:
-    """Return what tests of one process share: the package's variables that are set, what hides one, and seams that are off though this
-    platform has them."""
+    """Return the state that tests of one process share.
+
+    It consists of the package's variables that are set, variables that hide one, and seams that are off though this
+    platform has them.
+    """
     found = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_OPS_")}
     envs, seam = (sys.modules.get(f"vllm_rocm_ops.{name}") for name in ("envs", "vllm.seam"))
     hidden = vars(envs) if envs else {}
@@ -44,7 +47,7 @@ def state() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def process_is_left_as_it_was():
-    """Clear the warnings that a process gives once, and fail a test that leaves another state to the tests after it."""
+    """Clear the warnings that are given once per process, and fail a test that leaves another state to later tests."""
     stats = sys.modules.get("vllm_rocm_ops.core.stats")
     if stats:
         stats.warned.clear()

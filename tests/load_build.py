@@ -1,4 +1,4 @@
-"""Loads csrc/build.py, which is in no package, as a module."""
+"""Load csrc/build.py, which is in no package, as a module."""
 
 import importlib.util
 import sys
@@ -8,7 +8,10 @@ ARCHS = "vllm_rocm_ops/core/archs"
 
 
 def load_build(csrc: Path):
-    """Return the module csrc/build.py of a tree. A copy of the kernels alone gets this tree's archs beside it."""
+    """Return the module csrc/build.py of a tree.
+
+    A copy without the package gets this tree's archs.
+    """
     archs = csrc.parent / ARCHS
     if not archs.exists():
         archs.parent.mkdir(parents=True, exist_ok=True)

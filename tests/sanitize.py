@@ -1,14 +1,14 @@
-"""NVIDIA's compute-sanitizer over the op tests, on a GPU that our code is compiled for (sm_90): a line for each of its tools.
+"""Run NVIDIA's compute-sanitizer over the op tests, on a GPU with sm_90 code, and print a line per tool.
 
     python tests/sanitize.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION] [--of-each 3] [--workers 4]
 
-Runs cases of tests/ops/test_ops.py, in all configurations: for each kernel the smallest that runs it, and --of-each of an op at
-least. With -k, pytest's own, it runs those tests of tests/ops that fit instead, a tool's in one process. Otherwise a tool's cases are
-dealt among as many processes as there are --workers; so many run at once, on all visible GPUs in turn.
+It runs cases of tests/ops/test_ops.py in all configurations: the smallest case for each kernel, and at least --of-each
+cases per op. With pytest's -k it runs the matching tests of tests/ops instead, one process per tool. Otherwise a tool's
+cases are divided among --workers processes, which run at once on all visible GPUs in turn.
 
-Fails if a tool found anything in a kernel of ours or could not say where, if a test failed, was skipped or none ran, and if a tool
-takes longer than --timeout; then it says which cases did not end. Each tensor is an allocation of its own, so that an access beyond one
-shows. racecheck looks at shared memory only.
+It fails if a tool found anything in one of the package's kernels or could not say where, if a test failed or was
+skipped, if none ran, and if a tool takes longer than --timeout; then it lists the cases that did not end. Each tensor
+is its own allocation, so that an out-of-bounds access shows. racecheck covers shared memory only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_rocm_ops import ops  # noqa: F401  the ops register when they are imported
+from vllm_rocm_ops import ops  # noqa: F401  the ops register at import
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op
 from vllm_rocm_ops.core.arch import Arch
@@ -40,21 +40,24 @@ from vllm_rocm_ops.core.op import Case, Op
 
 OP_TESTS = pathlib.Path(__file__).resolve().parent / "ops"
 TOOLS = "memcheck", "racecheck", "initcheck", "synccheck"
-FOUND = 86  # the exit status of a tool that has found something
+FOUND = 86  # exit status of a tool that has findings
 PRINTED = 100_000  # reports at most
 HEAD = re.compile(r"^========= (\S.*)$")
 SUMMARY = re.compile(r"^(?:\w+ SUMMARY: (\d+) (?:error|hazard)s?(?: displayed.*)?)$")
 SILENT = re.compile(
     r"^(COMPUTE-SANITIZER|\w+ SUMMARY:|Target application returned an error|Saved host backtrace|Host Frame)"
 )
-MIDDLE = re.compile(r"(?<=[^=\n])(?=={9} \S)")  # where a report begins behind pytest's words
+MIDDLE = re.compile(r"(?<=[^=\n])(?=={9} \S)")  # a report that begins after pytest's words on a line
 OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|error)s?\b(?=.* in [\d.]+s)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a tool said: how often it found what in which kernel of ours, and in others; tests that passed and failed; why it cannot
-    be trusted, if so."""
+    """The findings of a tool.
+
+    The number of each finding by kernel, the plugin's and others; passed and failed tests; and why the result cannot be
+    trusted, if so.
+    """
 
     ours: dict[str, int]
     others: dict[str, int]
@@ -78,19 +81,19 @@ class Result:
 
 
 def kernels_of(the_op: Op, case: Case, arch: Arch) -> set[str]:
-    """Those that a case runs in its configurations."""
+    """Return the kernels that a case runs in its configurations."""
     a = the_op.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))
     plans = (the_op.plan(config, the_op.allocate(a), a, arch) for config in the_op.configs(a, arch))
     return {planned.symbol for plan in plans for planned in plan}
 
 
 def size_of(the_op: Op, case: Case, arch: Arch) -> int:
-    """Elements of a case's tensors."""
+    """Return the number of elements in a case's tensors."""
     return sum(x.numel() for x in case.make("meta", torch.Generator(), arch.fp8_dtype) if isinstance(x, torch.Tensor))
 
 
 def chosen(arch: Arch, of_each: int) -> list[tuple[Op, Case]]:
-    """For each kernel the smallest case that runs it, and so many of each op that has kernels."""
+    """Return the smallest case that runs each kernel, and at least `of_each` cases for each op with kernels."""
     found = []
     for the_op in op.registered():
         known: set[str] = set()
@@ -104,7 +107,7 @@ def chosen(arch: Arch, of_each: int) -> list[tuple[Op, Case]]:
 
 
 def reports(output: str) -> Iterator[tuple[str, str]]:
-    """Each report of a tool: its first line, and all of its lines."""
+    """Yield each report of a tool: its first line, and all of its lines."""
     lines: list[str] = []
     for line in [*MIDDLE.sub("\n", output).splitlines(), "========= end"]:
         if HEAD.match(line) and not re.match(r"=+ and ", line):
@@ -116,7 +119,10 @@ def reports(output: str) -> Iterator[tuple[str, str]]:
 
 
 def parse(output: str, status: int, kernels: set[str]) -> Result:
-    """What the output of a tool over pytest says. Reports that name no kernel count as ours."""
+    """Return the result of a tool over pytest, from its output.
+
+    Reports without a kernel count as the plugin's.
+    """
     ours, others = collections.Counter(), collections.Counter()
     totals, why = [], ""
     for head, text in reports(output):
@@ -150,7 +156,7 @@ def parse(output: str, status: int, kernels: set[str]) -> Result:
 
 
 def find_sanitizer() -> str:
-    """The path of compute-sanitizer. SystemExit where there is none."""
+    """Return the path of compute-sanitizer, or raise SystemExit."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     homes += sorted(map(str, pathlib.Path("/usr/local").glob("cuda*")), reverse=True)
     folders = [folder for home in homes for folder in (f"{home}/bin", f"{home}/compute-sanitizer")]
@@ -166,7 +172,7 @@ def find_sanitizer() -> str:
 
 
 def gpu() -> Arch:
-    """What this machine's first GPU is. SystemExit where it has none that compute-sanitizer checks."""
+    """Return the name of this machine's first GPU, or raise SystemExit if compute-sanitizer does not support it."""
     arch = archs.of_device(0) if torch.cuda.is_available() and not torch.version.hip else None
     if arch is None:
         raise SystemExit("compute-sanitizer needs an NVIDIA GPU that the kernels are compiled for, and finds none")
@@ -175,7 +181,7 @@ def gpu() -> Arch:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Tests that a process runs under a tool."""
+    """Tests that one process runs under a tool."""
 
     tool: str
     tests: list[str]
@@ -183,7 +189,7 @@ class Share:
     environment: dict[str, str]
 
     def run(self, sanitizer: str, began: dict[str, float], seconds: float) -> int | None:
-        """The exit status, which is None if the tool takes longer than so many seconds since it began with its first share."""
+        """Return the exit status, or None if the tool exceeds `seconds` since it began its first share."""
         left = began.setdefault(self.tool, time.monotonic()) + seconds - time.monotonic()
         command = [sanitizer, "--tool", self.tool, "--error-exitcode", str(FOUND), "--print-limit", str(PRINTED)]
         command += ["--report-api-errors", "no"] if self.tool == "memcheck" else []
@@ -201,7 +207,7 @@ class Share:
                 return None
 
     def not_ended(self) -> list[str]:
-        """The tests that have no outcome in the log, in their order; the first may have begun."""
+        """Return the tests without an outcome in the log, in order; the first may have begun."""
         ended = re.findall(r"\b(?:PASSED|FAILED|ERROR|SKIPPED)\b", self.log.read_text(errors="replace"))
         return [test.rpartition("::")[2] for test in self.tests if "::" in test][len(ended) :]
 
@@ -213,7 +219,10 @@ class Share:
 
 
 def shares(tools: list[str], tests: list[str], whole: bool, workers: int, logs: pathlib.Path) -> list[Share]:
-    """What the processes run, those of a tool in a row. Each has a GPU and its part of the processor's cores."""
+    """Return the shares of all processes, ordered by tool.
+
+    Each has a GPU and its part of the CPU cores.
+    """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = itertools.cycle(named.split(",") if named else map(str, range(torch.cuda.device_count() or 1)))
     of_all = {

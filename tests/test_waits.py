@@ -1,14 +1,14 @@
-"""The loops that stream weights keep their loads in flight. The tests read the code objects of gfx942 and gfx950.
+"""Test that the loops that stream weights keep their loads in flight, in the code objects of gfx942 and gfx950.
 
-The matrix instructions of a streaming loop read registers that vector loads wrote, or what was converted from them. Other loops
-read their operands from LDS. The
-steady path of a loop is the shortest way around it with all of its matrix instructions. Loads return in order, so the number of
-loads that an s_waitcnt leaves in flight is the distance from a load to its matrix instruction. The tests know only the code.
+The matrix instructions of a streaming loop read registers that vector loads wrote, or values converted from them. Other
+loops read their operands from LDS. The steady path of a loop is the shortest path around it with all of its matrix
+instructions. Loads return in order, so the number of loads that an s_waitcnt leaves in flight is the distance from a
+load to its matrix instruction. The tests know only the code.
 
     python tests/test_waits.py commit [folder of code objects]
 
-prints a line of JSON per streaming loop: the loads of one iteration, and the loads that each wait leaves in flight, stage by
-stage. serving_benchmarks/results/<arch>/*-waits.jsonl have such lines.
+prints a line of JSON per streaming loop: the loads of one iteration, and the loads that each wait leaves in flight,
+stage by stage. serving_benchmarks/results/<arch>/*-waits.jsonl have such lines.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vllm_rocm_ops.emulator.decode import Instruction, decode
 from vllm_rocm_ops.emulator.objects import CodeObject
 from vllm_rocm_ops.emulator.sanitizer import effects
 
-ATTENTION = "paged_attention_decode"  # its keys and values are in flight in turn: ops/test_attention.py
-STAGED = re.compile(r"flash_attention_(bf16|fp16)_\d+")  # the general ones convert what they load
+ATTENTION = "paged_attention_decode"  # alternates keys and values in flight: ops/test_attention.py
+STAGED = re.compile(r"flash_attention_(bf16|fp16)_\d+")  # the general kernels convert what they load
 STREAM = ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_", "mla_decode_bf16", "mla_decode_fp16")
 ALWAYS = ("fused_experts", "mla_decode", "scaled_mm")  # others with --full
 MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip") if path.stem != ATTENTION)
@@ -48,12 +48,12 @@ def counts_as_vector_memory(ins: Instruction) -> bool:
 
 
 def is_load(ins: Instruction) -> bool:
-    """Whether an instruction is a load to registers."""
+    """Return whether an instruction loads to registers."""
     return counts_as_vector_memory(ins) and "_load_" in ins.mnemonic and bool(effects(ins)[1])
 
 
 def left_in_flight(ins: Instruction) -> int | None:
-    """The number of vector memory operations that a wait leaves in flight. None if the instruction is no such wait."""
+    """Return the number of vector memory operations that a wait leaves in flight, or None for other instructions."""
     if ins.mnemonic != "s_waitcnt":
         return None
     field = ins.fields["simm16"]
@@ -62,18 +62,18 @@ def left_in_flight(ins: Instruction) -> int | None:
 
 
 def is_conversion(ins: Instruction) -> bool:
-    """Whether an instruction is one of those that make 16 bits of e4m3."""
+    """Return whether an instruction converts e4m3 to 16 bits."""
     return ins.mnemonic.startswith(("v_cvt_pk_f32_fp8", "v_cvt_pk", "v_perm", "v_pack"))
 
 
 def is_store_or_barrier(ins: Instruction) -> bool:
-    """Whether an instruction stores or is a barrier, as at the end of a tile."""
+    """Return whether an instruction stores or is a barrier, as at the end of a tile."""
     stores = ins.mnemonic.startswith("ds_write") or (counts_as_vector_memory(ins) and not is_load(ins))
     return stores or ins.mnemonic == "s_barrier"
 
 
 def cycles(nodes: Iterable[int], following: dict[int, list[int]]) -> list[set[int]]:
-    """The strongly connected components of these nodes that have a cycle (Tarjan)."""
+    """Return the strongly connected components of these nodes that have a cycle (Tarjan)."""
     nodes = set(nodes)
     index: dict[int, int] = {}
     low: dict[int, int] = {}
@@ -128,11 +128,11 @@ class Flow:
         return [target] if ins.mnemonic == "s_branch" else [place + 1, target]
 
     def first_of(self, nodes: set[int], following: dict[int, list[int]]) -> int:
-        """The instruction at which a loop is entered."""
+        """Return the instruction at which a loop is entered."""
         return min(after for node in following.keys() - nodes for after in following[node] if after in nodes)
 
     def loops(self) -> Iterator[Loop]:
-        """The innermost loops that have matrix instructions."""
+        """Return the innermost loops with matrix instructions."""
         yield from self._loops(set(self.following), self.following)
 
     def _loops(self, nodes: set[int], following: dict[int, list[int]]) -> Iterator[Loop]:
@@ -147,7 +147,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Wait:
-    """An s_waitcnt for vector memory: its index among the instructions, and the number of operations that it leaves in flight."""
+    """An s_waitcnt for vector memory: its instruction index, and the number of operations that it leaves in flight."""
 
     place: int
     left: int
@@ -163,7 +163,7 @@ class Loop:
         self.touched = [effects(ins) for ins in self.on_path]
 
     def _forward(self) -> dict[int, list[int]]:
-        """The control flow within the loop, without back edges."""
+        """Return the control flow within the loop, without back edges."""
         following = {node: [n for n in self.flow.following[node] if n in self.body] for node in self.body}
         parts = [(self.body, self.first)]
         while parts:
@@ -199,12 +199,12 @@ class Loop:
 
     @property
     def loads(self) -> int:
-        """Loads to registers in one iteration."""
+        """The loads to registers of one iteration."""
         return sum(map(is_load, self.on_path))
 
     @cached_property
     def streams(self) -> bool:
-        """Whether a matrix instruction reads a register that a load wrote, or what was converted from one."""
+        """Return whether a matrix instruction reads a loaded register, or a value converted from one."""
         loaded: set[int] = set()
         for _ in range(2):
             for ins, (reads, writes) in zip(self.on_path, self.touched, strict=True):
@@ -217,11 +217,14 @@ class Loop:
 
     @cached_property
     def stages(self) -> list[list[Wait]]:
-        """The waits of one iteration, by stages. A stage ends when loads follow a matrix instruction that reads loaded registers."""
+        """Return the waits of one iteration, by stage.
+
+        A stage ends when loads follow a matrix instruction that reads loaded registers.
+        """
         unused: set[int] = set()
         waits: list[Wait] = []
         used = False
-        for _ in range(3):  # in the first iteration nothing was loaded yet
+        for _ in range(3):  # the first iteration starts without loads
             stages: list[list[Wait]] = []
             for place, ins, (reads, writes) in zip(self.path, self.on_path, self.touched, strict=True):
                 left = left_in_flight(ins)
@@ -244,7 +247,7 @@ class Loop:
         return self.loads / len(self.stages)
 
     def detours(self) -> Iterator[Wait]:
-        """The waits on detours from the steady path that store nothing."""
+        """Return the waits on detours from the steady path that store nothing."""
         left = self.body - set(self.path)
         beside: dict[int, set[int]] = {node: set() for node in left}
         for node in left:
@@ -268,7 +271,7 @@ class Loop:
 
 
 def streaming_loops(path: Path) -> list[tuple[str, Loop]]:
-    """The streaming loops of a code object, each with its kernel's name."""
+    """Return the streaming loops of a code object, each with its kernel's name."""
     code = CodeObject(path)
     return [(name, loop) for name in code.kernels for loop in Flow(code, name).loops() if loop.streams]
 
@@ -279,7 +282,7 @@ def shipped_loops(arch: str, module: str) -> list[tuple[str, Loop]]:
 
 
 def faults(loop: Loop) -> list[str]:
-    """The errors in the waits of a streaming loop."""
+    """Return the errors in the waits of a streaming loop."""
     if len(loop.stages) < 3:
         return [f"{loop.loads} loads are in {len(loop.stages)} stages"]
     least = int(loop.loads - 1.5 * loop.stage_loads)
@@ -300,8 +303,11 @@ def faults(loop: Loop) -> list[str]:
 
 
 def early_waits(loop: Loop) -> list[int]:
-    """The waits of a loop that brings its operands to LDS which leave fewer operations in flight than loads since the last barrier,
-    behind all of these and in front of a matrix instruction."""
+    """Return the waits of a loop through LDS that leave too few operations in flight.
+
+    Such a wait follows all loads since the last barrier, precedes a matrix instruction, and leaves fewer operations in
+    flight than these loads.
+    """
     instructions, body = loop.flow.instructions, loop.body
     following = {
         node: [n for n in loop.flow.following[node] if n in body and instructions[node].mnemonic != "s_barrier"]
@@ -326,7 +332,7 @@ def early_waits(loop: Loop) -> list[int]:
 
 
 def _last_first(following: dict[int, list[int]]) -> list[int]:
-    """The nodes of an acyclic graph, each behind those that follow it."""
+    """Return the nodes of an acyclic graph, each after its successors."""
     found: dict[int, None] = {}
     for root in following:
         work = [root]
@@ -341,7 +347,7 @@ def _last_first(following: dict[int, list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("arch", AMD)
 def test_the_next_keys_are_in_flight_while_keys_are_multiplied(arch):
-    """In flash attention."""
+    """Check flash attention."""
     code = CodeObject(launch.CODE / arch / "flash_attention.co")
     names = [name for name in code.kernels if STAGED.fullmatch(name)]
     assert len(names) == 8
@@ -353,8 +359,11 @@ def test_the_next_keys_are_in_flight_while_keys_are_multiplied(arch):
 @pytest.mark.parametrize("module", [pytest.param(m, marks=() if m in ALWAYS else full) for m in MODULES])
 @pytest.mark.parametrize("arch", CHIPS)
 def test_stages_stay_in_flight(arch, module):
-    """A wait leaves all stages in flight, except the one that is multiplied and half of the next, whose loads may come between its
-    matrix instructions. The waits of two stages differ by the loads of one stage at most."""
+    """A wait leaves all stages in flight, except the one being multiplied and half of the next.
+
+    The loads of the next stage may be issued between the matrix instructions. The waits of two stages differ by at most
+    the loads of one stage.
+    """
     wrong = {name: found for name, loop in shipped_loops(arch, module) if (found := faults(loop))}
     assert not wrong
 
@@ -362,7 +371,7 @@ def test_stages_stay_in_flight(arch, module):
 @full
 @pytest.mark.parametrize("arch", AMD)
 def test_streaming_kernels_are_found(arch):
-    """The kernels for few tokens stream, except those whose loads go through LDS, and no other kernel does."""
+    """The skinny kernels stream, except those that load through LDS, and no other kernel does."""
     streaming = {name for module in MODULES for name, _ in shipped_loops(arch, module)}
     expected = {
         name
@@ -374,7 +383,7 @@ def test_streaming_kernels_are_found(arch):
 
 
 def drained(path: Path) -> set[str]:
-    """Return the kernels of a code object that wait for what they need later."""
+    """Return the kernels of a code object that wait for operands that they need later."""
     return {name for name, loop in streaming_loops(path) if faults(loop)}
 
 

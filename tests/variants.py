@@ -1,5 +1,7 @@
-"""Calls of an op that differ from a case in one thing, for tests that compare what is chosen for both. Nothing is computed: tensors
-are on the meta device, where any strides are, or hold nothing."""
+"""Calls of an op that differ from a case in one thing, to compare what is chosen for both.
+
+Nothing is computed: tensors are on the meta device, which allows any strides, or are unwritten.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ FAR = (2**16, 2**24, 2**29, 2**31, 2**35)  # elements; a multiple of any vector
 
 @functools.cache
 def cases(the_op, fp8: torch.dtype) -> dict[str, tuple]:
-    """The arguments of an op's cases without values, by name."""
+    """Return the arguments of an op's cases without values, by name."""
     found = {}
     for case in the_op.cases():
         made = the_op.Arguments(*case.make("meta", torch.Generator().manual_seed(1), fp8))  # with all defaults
@@ -28,14 +30,17 @@ def cases(the_op, fp8: torch.dtype) -> dict[str, tuple]:
 
 
 def laid(tensor: torch.Tensor, strides, shape=None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor without values at these strides."""
+    """Return a tensor without values at these strides."""
     return torch.empty_strided(
         tensor.shape if shape is None else shape, strides, dtype=dtype or tensor.dtype, device="meta"
     )
 
 
 def resized(tensor: torch.Tensor, shape, dtype: torch.dtype | None = None, room: int = 1) -> torch.Tensor:
-    """A tensor of another shape, with its dimensions in the same order of memory; rows begin at multiples of `room` elements."""
+    """Return a tensor of another shape, with the same order of dimensions in memory.
+
+    Rows begin at multiples of `room` elements.
+    """
     strides, step, order = [0] * len(shape), 1, range(len(shape))[::-1]
     if len(shape) == tensor.dim():
         order = sorted(order, key=lambda d: (tensor.stride(d), -d))
@@ -47,14 +52,14 @@ def resized(tensor: torch.Tensor, shape, dtype: torch.dtype | None = None, room:
 
 
 def unit_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with odd strides, far beyond what kernels take, in its dimensions of size 1."""
+    """Return the tensor with odd strides, far beyond the kernels' limits, in its dimensions of size 1."""
     return tensor.as_strided(
         tensor.shape, [2**40 + 1 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride())]
     )
 
 
 def roomy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with room behind each row of each dimension but the last."""
+    """Return the tensor with padding after each row of each dimension but the last."""
     strides, step = [], 1
     for size in reversed(tensor.shape):
         strides.insert(0, step)
@@ -63,7 +68,7 @@ def roomy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor with another stride in one dimension, in which it has several elements."""
+    """Yield the tensor with another stride in one dimension of several elements."""
     for d, size in enumerate(tensor.shape):
         step = tensor.stride(d)
         for other in (step + 1, step + 4, step + 16, 2 * step, 0, *FAR) if size > 1 else ():
@@ -71,7 +76,7 @@ def strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def shaped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor with one dimension of another size, one more, and one less."""
+    """Yield the tensor with one dimension of another size, with one more, and with one less."""
     for d, size in enumerate(tensor.shape):
         for other in sorted({0, 1, size - 1, size + 1, size + 4, 2 * size} - {size, -1}):
             yield resized(tensor, (*tensor.shape[:d], other, *tensor.shape[d + 1 :]))
@@ -82,7 +87,7 @@ def shaped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def moved(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor with its first element between vectors."""
+    """Yield the tensor with its first element off a vector's boundary."""
     storage = torch.empty(tensor.untyped_storage().nbytes() + 32, dtype=torch.uint8)
     for start in (tensor.element_size(), 8):
         if storage.numel() < 2**24:
@@ -94,7 +99,7 @@ def moved(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def values(value) -> Iterator:
-    """Other values of an argument that is no tensor."""
+    """Yield other values of an argument that is not a tensor."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -108,7 +113,7 @@ def values(value) -> Iterator:
 
 
 def variants(value) -> Iterator:
-    """Other values of one argument."""
+    """Yield other values of one argument."""
     if not isinstance(value, torch.Tensor):
         yield from values(value)
         return
@@ -119,7 +124,7 @@ def variants(value) -> Iterator:
 
 
 def together(arguments: tuple) -> Iterator[tuple]:
-    """Arguments with another size wherever tensors have one, or it twice; and with another dtype wherever they have one."""
+    """Yield arguments with one size, or twice it, replaced wherever tensors have it, and with one dtype replaced."""
     tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
 
     def each(change) -> tuple:
@@ -144,7 +149,7 @@ def together(arguments: tuple) -> Iterator[tuple]:
 
 
 def donors(the_op, fp8: torch.dtype) -> dict[str, tuple[torch.Tensor]]:
-    """For each argument a tensor that one of the op's cases has for it."""
+    """Return a tensor for each argument from one of the op's cases."""
     found: dict[str, tuple[torch.Tensor]] = {}
     for arguments in cases(the_op, fp8).values():
         for name, value in zip(the_op.Arguments._fields, arguments):
@@ -154,7 +159,7 @@ def donors(the_op, fp8: torch.dtype) -> dict[str, tuple[torch.Tensor]]:
 
 
 def on_cpu(arguments: tuple) -> tuple:
-    """The arguments in memory that is not written."""
+    """Return the arguments in CPU memory that is not written."""
     return tuple(
         torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) if isinstance(v, torch.Tensor) else v for v in arguments
     )

@@ -1,4 +1,4 @@
-"""The losses that the contest of experts returns beside its output."""
+"""Test the losses that the contest of experts returns in addition to its output."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
-"""The commands bench, sweep, verify and profile: what they say of right and wrong results, and of times.
+"""Test the commands bench, sweep, verify and profile: their reports on right and wrong results, and on times.
 
-The emulator's cycles are the clock."""
+The clock is the emulator's cycles.
+"""
 
 import csv
 import functools
@@ -104,7 +105,7 @@ def test_no_such_case(capsys):
 
 def test_bandwidths_count_all_bytes_once():
     class Recorder:
-        """Says that a call takes a microsecond."""
+        """A clock that reports one microsecond per call."""
 
         device, unit = "cpu", "us"
 
@@ -122,17 +123,17 @@ def test_bandwidths_count_all_bytes_once():
     assert found == {"copy": 1048.576, "sum": 1048.576, "unquantized_gemm": 1048.576}
 
 
-# Lists of shapes, sweeps, peers and files
+# Lists of shapes, sweeps, baselines and files
 
 
 class Turns(EmulatorClock):
-    """Says that what is timed takes one microsecond more each time, in the order in which it is prepared."""
+    """A clock that reports one microsecond more for each launch, in the order in which they are prepared."""
 
     unit = "us"
 
     def __init__(self, arch):
         super().__init__(arch)
-        self.blocks, self.last = set(), None  # of what was timed, of what ran
+        self.blocks, self.last = set(), None  # of the timed launch, of the last one that ran
 
     def launch(self, launch, uninitialised):
         super().launch(launch, uninitialised)
@@ -164,7 +165,7 @@ def turns(monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Shapes of a tiny model, and tiny shares of experts."""
+    """Use shapes of a tiny model, and tiny shares of experts."""
     monkeypatch.setattr(shapes, "MODELS", {"tiny": "tiny-llama-fp8"})
     sizes = {"known": 8, "topk": 2, "hidden": 128, "intermediate": 128}
     shares = {"all": experts.Share(routed=8, shared=True, **sizes), "half": experts.Share(routed=4, **sizes)}

@@ -1,4 +1,4 @@
-"""serving_benchmarks/compare.py: two trees' ops in one process. What it times needs a GPU."""
+"""Test serving_benchmarks/compare.py, which runs two trees' ops in one process, without its timing, which needs a GPU."""
 
 import argparse
 import functools

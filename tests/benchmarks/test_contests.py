@@ -1,4 +1,4 @@
-"""The contests' problems and their judge: ours in the emulator, submissions that are wrong, and the rules of timing."""
+"""Test the contests' problems and their judge: the plugin in the emulator, wrong submissions, and the timing rules."""
 
 import dataclasses
 import os
@@ -22,7 +22,7 @@ FP8 = torch.float8_e4m3fnuz
 
 
 def of_reduced(of: contest.Contest):
-    """The data of the smallest problem."""
+    """Return the data of the smallest problem."""
     return of.data(of.reduced[0], "cpu", FP8)
 
 
@@ -30,13 +30,13 @@ def judge_of(of: contest.Contest, kernel) -> judge.Judge:
     return judge.Judge(of, lambda data, stage: kernel(data), judge.Emulated(FP8))
 
 
-# Ours
+# The plugin's submissions
 
 
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=full)])
 @pytest.mark.parametrize("kind", command.CONTESTS)
 def test_ours_are_right_in_the_emulator_and_run_kernels(kind, arch, capsys, monkeypatch):
-    if not FULL and kind != "gemm":  # whose problems take no time
+    if not FULL and kind != "gemm":  # its problems take no time
         few = dataclasses.replace(command.CONTESTS[kind], reduced=command.CONTESTS[kind].reduced[:1])
         monkeypatch.setitem(command.CONTESTS, kind, few)
     assert command.main([kind, "--emulate", arch]) == 0
@@ -199,7 +199,7 @@ def test_infinities_and_nans_must_be_where_the_references_are():
 
 
 class Scripted:
-    """A machine whose every call takes the next of these seconds."""
+    """A machine whose successive calls take these seconds."""
 
     device, fp8_dtype, rounding = "cpu", FP8, 0.0
 
@@ -215,7 +215,7 @@ class Scripted:
 
 @pytest.fixture
 def small():
-    """The contest of gemm, with its reduced problems as benchmarks."""
+    """Return the contest of gemm, with its reduced problems as benchmarks."""
     return dataclasses.replace(gemm.CONTEST, tests=gemm.CONTEST.reduced[:1], benchmarks=gemm.CONTEST.reduced[:2])
 
 
@@ -226,7 +226,7 @@ def test_calls_end_when_the_mean_is_certain(small):
     _, times = judge.Judge(small, kernel, Scripted(1e-3, 2e-3, 3e-3)).time(small.benchmarks[0], False, False)
     assert len(times) == judge.MOST_CALLS  # 1, 2, 3, 3, 3, ... ms: not within 0.1 % after 100
     _, times = judge.Judge(small, kernel, Scripted(*(1e-3, 1.004e-3) * 10)).time(small.benchmarks[0], False, False)
-    assert len(times) == 5  # which deviate by 0.22 %, so that their mean is known to 0.1 %
+    assert len(times) == 5  # they deviate by 0.22 %, so that their mean is known to 0.1 %
     _, times = judge.Judge(small, kernel, Scripted(3.0, 2.0, 4.0, 3.5)).time(small.benchmarks[0], False, False)
     assert times == pytest.approx((3.0, 2.0, 4.0, 3.5))  # 10 s are over
     assert len(judge.Judge(small, kernel, Scripted(1e-3)).time(small.benchmarks[0], True, False)[1]) == 1
@@ -267,7 +267,7 @@ def test_stages_are_timed_and_named(small, monkeypatch):
 
 @pytest.fixture
 def scripted(monkeypatch, small):
-    """The command, on a machine whose calls take a millisecond, with the small contest."""
+    """Return the command on a machine whose calls take a millisecond, with the small contest."""
     monkeypatch.setattr(command, "CONTESTS", {"gemm": small})
     monkeypatch.setattr(command, "GpuClock", lambda: type("Clock", (), {"arch": type("Arch", (), {"fp8_dtype": FP8})}))
     monkeypatch.setattr(command, "Gpu", lambda fp8_dtype: Scripted(1e-3))
@@ -360,7 +360,7 @@ def test_without_a_gpu_it_says_what_it_needs(capsys):
 
 
 def test_the_folder_runs_as_a_command():
-    """From another folder, with modules whose names ops have too."""
+    """It runs from another folder, with modules that share names with ops."""
     run = [sys.executable, ROOT / "serving_benchmarks" / "contests", "mla", "--emulate", "gfx90a"]
     result = subprocess.run(
         run, cwd=ROOT / "tests", env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False

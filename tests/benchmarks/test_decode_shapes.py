@@ -1,4 +1,4 @@
-"""serving_benchmarks/decode_shapes.py: which kernel each linear layer of a decode step gets on each GPU, without one."""
+"""Test serving_benchmarks/decode_shapes.py: the kernel of each linear layer in a decode step, without a GPU."""
 
 import csv
 import importlib.util

@@ -1,4 +1,4 @@
-"""The benchmark of the host's time: what it alternates, and that it finds the seams of a model."""
+"""Test the benchmark of host time: what it alternates, and that it finds the seams of a model."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_differences_are_of_the_same_round():
 
 @pytest.mark.slow
 def test_the_seams_of_a_model_are_timed(tmp_path):
-    """On CPU, where vLLM keeps no kernel for linears and references run in the ops' places."""
+    """On CPU, vLLM keeps no kernel for linears, and references replace the ops."""
     command = [sys.executable, str(ROOT / "serving_benchmarks" / "host_time.py"), "--model", "tiny-llama-fp8"]
     command += ["--engine-args", '{"gpu_memory_utilization": 0.2}', "--output", str(tmp_path / "lines.jsonl")]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,4 +1,4 @@
-"""serving_benchmarks/latency.py: what it reports, and real runs of it with small models on this machine."""
+"""Test serving_benchmarks/latency.py: its report, and real runs with small models on this machine."""
 
 import copy
 import importlib
@@ -23,11 +23,14 @@ import latency
 import latency_report
 
 SHRUNK = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 512}
-"""What makes a real configuration small; its layers keep their kinds, its quantization stays."""
+"""Overrides that make a real configuration small, with the same kinds of layers and quantization."""
 
 
 def report(without: list[float] | None, with_ops: list[float], stats: dict) -> dict:
-    """A report of one model at batch size 8, from decode times in ms; without is None where that side failed."""
+    """Return a report on one model at batch size 8, from decode times in ms.
+
+    `without` is None if that side failed.
+    """
     job = {"name": "model", "input_len": 1, "output_len": 128, "num_layers": None, "rank_of": 1, "pair": 0}
     runs, results = [], []
     for side, times in (("without", without), ("with", with_ops)):
@@ -72,7 +75,7 @@ def test_table_compares_medians():
 
 
 def test_table_has_what_starts_take():
-    """Medians of each side over its starts, and what the ops add."""
+    """The table has the medians of each side over its starts, and what the ops add."""
     whole = report([4.0], [5.0], KERNELS)
     for run, seconds in zip(whole["runs"], (20.0, 25.0)):
         run["start"] = {"start_s": seconds, "load_peak_bytes": 3 << 30, "kv_blocks": 100}
@@ -90,7 +93,7 @@ def test_table_has_what_starts_take():
 
 
 def test_sides_are_first_in_turn(tmp_path, monkeypatch):
-    """As a host warms up and cools down."""
+    """A host warms up and cools down."""
     started = []
     monkeypatch.setattr(
         latency, "run_side", lambda job, *_: started.append((job["pair"], job["side"])) or {"batches": []}
@@ -101,7 +104,7 @@ def test_sides_are_first_in_turn(tmp_path, monkeypatch):
 
 
 def test_pairs_of_starts_have_the_median_of_their_ratios():
-    """A start that is slow on both sides does not count for either."""
+    """A start that is slow on both sides counts for neither."""
     whole = {"results": [], "runs": [], "hardware": "1 x GPU", "versions": {"vllm": "0", "torch": "0"}}
     for pair, (without, with_ops) in enumerate([(4.0, 2.0), (5.0, 4.0), (4.4, 2.0)]):
         one = report([without], [with_ops], KERNELS)
@@ -112,7 +115,7 @@ def test_pairs_of_starts_have_the_median_of_their_ratios():
     assert any("1 iterations in each of 3 starts" in t.replace("\n", " ") for t in texts(latency_report.figure(whole)))
 
 
-EVENTS = [  # name, start and duration in ns: two steps on a rank, with two streams for a while
+EVENTS = [  # name, start and duration in ns: two steps on a rank, for a while with two streams
     ("void vllm::cross_device_reduce_1stage<bf16>", 2_000, 3_000),
     ("scaled_mm_skinny_16", 0, 2_000),
     ("triton_red_fused_rms_norm_quant_0", 6_000, 1_000),
@@ -139,7 +142,7 @@ def test_a_profile_sums_kernels_and_what_is_idle():
 
 
 def test_what_ranks_wait_for_each_other():
-    """The last to come waits for none."""
+    """The last rank to arrive waits for none."""
     of_ranks = [9.0, 3.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]
     ranks = [{"steps": 2, "kernels": {}, "all_reduce_us": times} for times in of_ranks]
     assert decode_profile.compare(ranks) == [
@@ -197,7 +200,7 @@ FALLBACK = {"rms_norm": {"fallback: PyTorch reference on this device": 9}, "silu
 
 
 def test_table_admits_that_no_kernel_ran():
-    """And has no ratio then: it would be PyTorch's."""
+    """It has no ratio then: it would be PyTorch's."""
     text = latency_report.table(report([4.0], [2.0], FALLBACK))
     assert "model: no kernel of the plugin ran: the ops run PyTorch on this machine" in text
     assert "  no kernel ran" in text and "2.00x" not in text
@@ -206,7 +209,7 @@ def test_table_admits_that_no_kernel_ran():
 
 
 def texts(drawn) -> list[str]:
-    """All texts of a figure, each of which is whole within it."""
+    """Return all texts of a figure, and check that each is whole within it."""
     drawn.canvas.draw()
     found = [text for text in drawn.findobj(lambda artist: hasattr(artist, "get_text")) if text.get_text().strip()]
     for text in found:
@@ -243,7 +246,7 @@ def test_plot_is_a_png(tmp_path, without):
 
 
 def test_what_is_not_there_is_not_printed(tmp_path, monkeypatch, capsys):
-    """Where all runs fail: neither hardware nor a plot."""
+    """If all runs fail, it prints neither hardware nor a plot."""
     failed = {"results": [], "runs": report(None, [2.0], {})["runs"][:1], "hardware": None, "versions": {}}
     monkeypatch.setattr(latency, "benchmark", lambda arguments: failed)
     latency.main(["--output-json", "x.json", "--plot", str(tmp_path / "plot.png")])
@@ -279,7 +282,7 @@ def test_unknown_model():
 
 
 def test_real_configurations_hold_the_published_sizes():
-    """Of the models that shapes are derived from."""
+    """Shapes are derived from these models."""
 
     def of(name: str, *keys: str) -> list:
         config = json.loads((latency.find_model(name) / "config.json").read_text())
@@ -308,7 +311,7 @@ with os.fdopen(job["pipe"], "w") as pipe:
 
 
 def test_no_process_outlives_its_side(tmp_path, monkeypatch):
-    """A worker that vLLM forgets would keep its GPU memory from the other side."""
+    """A worker that vLLM forgets would keep GPU memory from the other side."""
     (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
     events = []
@@ -333,7 +336,7 @@ pipe.write('{"hardware": "1 x GPU"}\\n{"batch": {"batch_size": 8}}\\n')
     ],
 )
 def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, ends, error):
-    """Also a side that takes too long. What was measured before stays measured."""
+    """A side that takes too long is reported as well. Earlier measurements are kept."""
     (tmp_path / "stub.py").write_text(f"{WHOLE}\nprint('lines\\n' * 99)\n{ends}")
     monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
     found = latency.run_side({"side": "with", "random_experts": False, "timeout": 3}, tmp_path / "log", print)
@@ -381,7 +384,7 @@ def test_a_rank_has_its_share_of_a_model():
 
 
 def run(folder: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict]:
-    """Runs the script as a user does, with few and short iterations."""
+    """Run the script as a user does, with few and short iterations."""
     few = ["--output-len", "4", "--num-iters", "2", "--num-iters-warmup", "1", "--enforce-eager"]
     files = ["--output-json", str(folder / "latency.json"), "--plot", str(folder / "latency.png")]
     result = subprocess.run(
@@ -464,7 +467,7 @@ NEEDS_AVX512 = pytest.mark.skipif(
     ],
 )
 def test_real_configurations_run(tmp_path, model, layers, overrides, op):
-    """Shrunk, but of the same kinds of layers: the quantised ops are called."""
+    """They are shrunk, with the same kinds of layers: the quantized ops are called."""
     cache = {"kv_cache_dtype": "fp8"} if model.endswith("-kv") else {}
     engine_args = json.dumps({"hf_overrides": SHRUNK | overrides} | cache)
     arguments = ["--num-layers", str(layers), "--side", "with", "--random-experts", "--engine-args", engine_args]
@@ -478,7 +481,7 @@ def test_random_routers_spread_tokens(monkeypatch):
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     monkeypatch.setattr(DummyModelLoader, "load_weights", DummyModelLoader.load_weights)  # importing replaces it
-    for method in ("load_model", "compile_or_warm_up_model"):  # which the module times, where it is imported first
+    for method in ("load_model", "compile_or_warm_up_model"):  # the module times these, if it is imported first
         monkeypatch.setattr(WorkerWrapperBase, method, vars(WorkerWrapperBase).get(method), raising=False)
     random_experts = importlib.import_module("random_experts")
     layer = torch.nn.ModuleDict({name: torch.nn.Linear(64, 256, bias=False) for name in ("gate", "gate_proj")})

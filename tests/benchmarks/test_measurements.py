@@ -27,7 +27,7 @@ CONFIG = json.loads((measurements.latency.CONFIGS / "tiny-llama" / "config.json"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """That of one GPU; the older of two files is the one that was written first."""
+    """Return the folder of one GPU's results; of two files the older is the one written first."""
     monkeypatch.setattr(measurements, "RESULTS", tmp_path)
     monkeypatch.setattr(measurements, "committed", lambda path: path.stat().st_mtime_ns)
     (tmp_path / "made-up-gpu").mkdir()
@@ -100,7 +100,10 @@ def test_the_newest_pair_through_the_engine_counts(folder):
 
 
 def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
-    """Which is no side of the other tables, nor is a run of vLLM's own choice of a backend one of a backend asked for."""
+    """It is not a side of other tables.
+
+    A run with vLLM's own choice of backend is not part of one with a requested backend.
+    """
 
     def runs(name: str, *results: tuple[str, int, float], backend: str = "TRITON_MLA", **environment: str) -> None:
         asked = f"""--engine-args '{{"attention_backend": "{backend}"}}'"""
@@ -124,7 +127,7 @@ def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
     [("--tensor-parallel-size 2", "TP2"), ("--rank-of 2", "one TP2 rank, no all-reduce")],
 )
 def test_the_newest_profile_counts(folder, half, ranks):
-    """Beside the least time of the weights: two layers of tiny-llama on one of two GPUs."""
+    """The minimum time of the weights is beside it: two layers of tiny-llama on one of two GPUs."""
 
     def profiled(us: float) -> str:
         rank = {"kernels": {"scaled_mm_skinny_16": [4.0, us]}, "span_us": us + 1, "busy_us": us, "steps": 8}
@@ -235,7 +238,7 @@ def test_a_table_through_the_engine_says_over_how_many_gpus(folder):
 
 
 def test_the_spread_covers_all_pairs(folder):
-    """n is pairs x iterations; the speedup is the median of the pairs, its bounds are of the widest percentiles."""
+    """n is pairs x iterations; the speedup is the median of the pairs, its bounds are the widest percentiles."""
     pairs = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 1, 4.0), ("with", 1, 2.5)]
     write(folder / "2026-11-21-a-latency.json", report(*pairs))
     assert engine().endswith(f" | 2 x 5 | 1.55x ({2.5 / 3.5:.2f} to {5 / 1.5:.2f}) |  |  |  |  |")
@@ -324,7 +327,7 @@ TABLES = {
 
 @pytest.mark.parametrize("file", RESULT_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_op_of_a_result_file_stands_in_the_tables_of_its_kind(folder, file):
-    """And each file in the index."""
+    """Each file is in the index, too."""
     lines = file.read_text().splitlines()
     ops = {line: json.loads(line).get("op") for line in lines}
     path = folder / file.name
@@ -346,7 +349,7 @@ def test_the_index_has_every_result_file():
 
 
 def test_the_page_of_an_op_shows_every_kind_of_its_results():
-    """Times beside peers, from files of any name."""
+    """It shows times of other libraries, from files of any name."""
     timed: dict[str, set[tuple[str, str]]] = {}
     for path in RESULT_FILES:
         for line in measurements.lines_of(path):
@@ -366,7 +369,7 @@ def texts_of(drawn: str) -> list[str]:
 
 
 def test_speedups_are_drawn_in_place():
-    """Batch 4 is twice as far along as batch 2, and a speedup as far up as its label."""
+    """Batch 4 is twice as far along as batch 2, and a speedup is at the height of its label."""
     drawn = figures.speedups({"one": {1: (1.2, 1.1, 1.3), 2: (1.0, 1.0, 1.0), 4: (0.9, 0.8, 0.95)}})
     y = {found[1]: float(found[0]) for found in re.findall(r'y="([\d.]+)" class="right">([\d.]+)x<', drawn)}
     points = re.search(r'class="line s-red" d="M([\d. L]+)', drawn)[1].split("L")

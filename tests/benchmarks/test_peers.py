@@ -1,4 +1,4 @@
-"""What is timed beside the ops. Most of it needs a GPU: here, that arguments and names fit."""
+"""Test the baselines of ops without a GPU: their arguments and names."""
 
 import functools
 import importlib.util
@@ -22,7 +22,7 @@ from vllm_rocm_ops.vllm.fusion.native_rows import COMPILED
 
 TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
 CALLS = [call for model in TINY for call in model_layers.calls(model_config.read(model)) if call.count]
-ON_GPUS = (ops.block_scaled_mm, ops.fused_experts)  # alone PyTorch multiplies so, or nothing of it does
+ON_GPUS = (ops.block_scaled_mm, ops.fused_experts)  # without them PyTorch multiplies so, or not at all
 DECODES = ops.paged_attention_decode, ops.mla_decode
 KERNELS = ("flash_attn_varlen_func", "get_scheduler_metadata", "unified_attention", "get_mla_metadata")
 KERNELS += "flash_mla_with_kvcache", "decode_attention_fwd"
@@ -86,7 +86,7 @@ def test_block_peers_get_whole_fours_of_tokens_and_their_layout_of_scales():
 
 
 def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeypatch):
-    """And PyTorch's and FlashAttention's kernels of prompts and steps are peers for bench's lists of them, not for other arguments."""
+    """PyTorch's and FlashAttention's attention kernels are baselines for bench's lists only, not for other arguments."""
     given = {}
 
     def call(peer: str, *_, **options) -> tuple:
@@ -121,7 +121,7 @@ def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeyp
 
 
 def test_what_vllm_runs_is_written_in_one_package():
-    """And in the files of rows and of attention's quantization, to which a worker falls back."""
+    """Only the files of rows and of attention's quantization, to which a worker falls back, name them as well."""
     root = Path(__file__).resolve().parents[2]
     paths = [*root.glob("vllm_rocm_ops/**/*.py"), *root.glob("serving_benchmarks/**/*.py")]
     found = {path.relative_to(root) for path in paths if re.search(OF_OTHERS, path.read_text())}
@@ -168,7 +168,7 @@ def test_vllms_own_ops_on_cpu_compute_the_same():
 def test_vllms_routing_is_the_same():
     call = next(call for call in CALLS if call.op is ops.grouped_topk)
     logits, *how = call.case(16).make("cpu", GENERATOR, torch.float8_e4m3fn)
-    arguments = logits.float(), *how  # of bf16, vLLM's plain PyTorch makes bf16
+    arguments = logits.float(), *how  # for bf16, vLLM's plain PyTorch returns bf16
     ours = call.op(*arguments)
     peer = peers(call.op)["vllm"]
     theirs = peer.call(*peer.prepare(*arguments))
@@ -191,7 +191,7 @@ def test_vllms_experts_get_what_they_take(model):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_vllms_experts_compute_a_share_in_the_tiles_that_are_named(routed, shared, dtype, monkeypatch):
-    """Its kernels are Triton's: our reference stands in for them, with the shared expert as vLLM has it."""
+    """Its kernels are Triton's: the plugin's reference replaces them, with the shared expert as in vLLM."""
     fused_moe = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
     override = importlib.import_module("vllm.model_executor.layers.fused_moe")
     ran_in = []

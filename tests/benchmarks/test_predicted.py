@@ -1,4 +1,4 @@
-"""serving_benchmarks/predicted.py and without_gpu.py: lines of predicted kernels beside published times, their tables and figure."""
+"""Test serving_benchmarks/predicted.py and without_gpu.py: predicted kernels versus published times, tables, figure."""
 
 import csv
 import importlib
@@ -24,7 +24,7 @@ sys.path.remove(str(SCRIPTS))
 
 @pytest.fixture
 def folder(tmp_path):
-    """Published times of one product on two GPUs."""
+    """Return a folder with published times of one product on two GPUs."""
     of = {
         "gpu": "MI300X",
         "op": "a8w8_rowwise",
@@ -79,11 +79,11 @@ def test_steps_are_listed_beside_published_times(folder, monkeypatch):
     assert "| one | Hugging Face | 1.3 / 1.4 |  |" in products
 
 
-# What a machine without a GPU shows
+# On a machine without a GPU
 
 
 def made_up(device: str, batches: list[int], beside: dict, commit: str, names: list[str]):
-    """Two kernels for each model and batch size, of 1 and of 2 ms, one with an error band."""
+    """Return two kernels of 1 and 2 ms for each model and batch size, one with an error band."""
     for batch in batches:
         for name in names:
             line = {"model": name, "device": device, "batch": batch, "context": 4096, "commit": commit}
@@ -106,7 +106,7 @@ def made_up(device: str, batches: list[int], beside: dict, commit: str, names: l
 
 
 class InlinePool:
-    """Runs what is submitted at once, in this process."""
+    """A pool that runs submitted calls at once, in this process."""
 
     def __init__(self, *how):
         pass
@@ -127,7 +127,7 @@ class InlinePool:
 
 
 def report(**of_with) -> dict:
-    """As latency.py reports a tiny run of both sides."""
+    """Return latency.py's report on a tiny run of both sides."""
     seams = [{"name": "norm", "on": True}, {"name": "rope_and_cache", "on": False}]
     run = {"model_id": "tiny-llama", "log": "logs/it.log"}
     runs = [
@@ -140,7 +140,7 @@ def report(**of_with) -> dict:
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A tiny run and predictions that take no time."""
+    """Replace the run and the predictions by ones that take no time."""
     monkeypatch.setattr(latency, "benchmark", lambda arguments: report())
     monkeypatch.setattr(predicted, "lines", made_up)
     monkeypatch.setattr(without_gpu, "ProcessPoolExecutor", InlinePool)

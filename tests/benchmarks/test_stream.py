@@ -1,4 +1,4 @@
-"""The command bandwidth: the bytes that count, the blocks of a sweep, and what is refused."""
+"""Test the command bandwidth: the bytes that count, the blocks of a sweep, and refusals."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from vllm_rocm_ops.tools.bench import run, stream
 
 
 class Recorder:
-    """Says that each call takes a millisecond, and knows what was called."""
+    """A clock that reports one millisecond per call, and records the calls."""
 
     device, unit, arch = "cpu", "us", archs.ARCHS["gfx942"]
 
@@ -91,7 +91,7 @@ def test_flags_that_do_not_fit_are_refused(options, said, capsys):
 
 
 def test_blocks_share_runs_of_words():
-    """Of 2500 words with 2 blocks the first has words 0 to 1023 and 2048 to 2499."""
+    """The first of 2 blocks has words 0 to 1023 and 2048 to 2499 of 2500."""
     x = torch.arange(2500, dtype=torch.int32)
     wanted = [int(x[:1024].sum() + x[2048:].sum()), int(x[1024:2048].sum())]
     assert ops.stream_memory(x, "read", 2).tolist() == wanted

@@ -1,4 +1,4 @@
-"""The Triton kernel that is timed beside mxfp8_scaled_mm, in Triton's interpreter, which a process has from its start or not at all."""
+"""Test the Triton baseline of mxfp8_scaled_mm in Triton's interpreter, which must be enabled when the process starts."""
 
 import importlib.util
 import os

@@ -1,4 +1,7 @@
-"""The tuner: what it measures, which rows it writes, and that they win. Clocks: the emulator's cycles, and a script."""
+"""Test the tuner: what it measures, the rows it writes, and that these win.
+
+Its clocks are the emulator's cycles, and a script.
+"""
 
 import csv
 import dataclasses
@@ -34,7 +37,7 @@ LINEAR = ops.scaled_mm
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """Empty folders in place of the shipped tables and of the user's."""
+    """Replace the shipped tables and the user's by empty folders."""
     monkeypatch.setattr(tables, "TABLES", tmp_path / "shipped")
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "users"))
     op_module.forget_tables()
@@ -43,7 +46,7 @@ def folders(tmp_path, monkeypatch):
 
 
 class EmulatorClock:
-    """The issue cycles of a launch in the emulator: no time, but a number that configurations differ in."""
+    """A clock of issue cycles in the emulator, which are not a time but differ between configurations."""
 
     device, unit = "cpu", "cycles"
 
@@ -70,7 +73,7 @@ class EmulatorClock:
 
 
 class ScriptedClock:
-    """Says what `script(what, round)` says: `what` is a configuration or a peer's name."""
+    """A clock that returns `script(what, round)`, where `what` is a configuration or a baseline's name."""
 
     device, unit = "cpu", "us"
     arch = archs.ARCHS["gfx942"]
@@ -108,7 +111,7 @@ def rows(folder, op, arch: str = "gfx942") -> list[dict]:
 
 
 def other_config(problem: tune.Problem):
-    """A configuration that is not the default."""
+    """Return a configuration other than the default."""
     a = problem.op.Arguments(*problem.case.make("meta", torch.Generator(), ScriptedClock.arch.fp8_dtype))
     default = problem.op.default(a, ScriptedClock.arch)
     return default, next(c for c in problem.op.configs(a, ScriptedClock.arch) if c != default)
@@ -116,7 +119,7 @@ def other_config(problem: tune.Problem):
 
 @pytest.mark.parametrize("arch", AMD)
 def test_every_op_of_a_model_is_tuned_and_its_rows_win(folders, arch):
-    """The kernels that ship, in the emulator; the fastest by its count runs afterwards."""
+    """The shipped kernels run in the emulator; the fastest by its count runs afterwards."""
     emulated = EmulatorClock(arch)
     users = folders / "users"
     wanted, refused = tune.problems(model_layers.calls(config_of_model()), (1, 3), emulated.arch)
@@ -141,7 +144,7 @@ def example(problem: tune.Problem, arch) -> tuple:
 
 
 def test_the_row_runs_in_calls_already_seen(folders):
-    """The fastest configuration by cycles, then the same call in the emulator."""
+    """The fastest configuration by cycles runs in the same call afterwards."""
     emulated = EmulatorClock("gfx942")
     [problem, *_] = problems_of(ops.rms_norm_static_fp8_quant, emulated.arch, (3,))
     arguments = problem.case.make("cpu", torch.Generator().manual_seed(0), emulated.arch.fp8_dtype)
@@ -197,7 +200,7 @@ def test_a_shipped_row_is_what_must_be_beaten(folders):
 
 
 def test_in_the_shipped_tables_a_row_must_beat_the_default(folders):
-    """Else a row that is as good as before would lose to itself."""
+    """Otherwise a row no better than before would be written again and again."""
     [problem, *_] = problems_of(LINEAR)
     default, other = other_config(problem)
     measured = ScriptedClock(lambda what, _: {default: 100.0, other: 50.0}.get(what, 200.0))
@@ -245,7 +248,9 @@ def test_peers_are_timed_and_those_that_fail_say_why(folders):
     measured = ScriptedClock(lambda what, _: 80.0 if what == "good" else 100.0)
     log = io.StringIO()
     done = tune.tune(problems_of(LINEAR), measured, folders / "users", peers=lambda op: peers, log=log)
-    assert all(r.peers == {"good": 80.0} and r.config is None for r in done.results)  # a peer is no configuration
+    assert all(
+        r.peers == {"good": 80.0} and r.config is None for r in done.results
+    )  # a baseline is not a configuration
     assert done.results[0].unavailable == {"broken": "RuntimeError: no such kernel"}
     text = tune.summary(done, {}, measured)
     assert (
@@ -264,14 +269,14 @@ def test_what_no_kernel_takes_is_counted():
 
 
 def test_nothing_is_tuned_without_code(monkeypatch, tmp_path):
-    """Else all configurations were the reference, and as fast as each other."""
+    """Otherwise all configurations were the reference, and equally fast."""
     monkeypatch.setattr(launch, "CODE", tmp_path)
     found, refused = tune.problems(model_layers.calls(config_of_model()), (8,), ScriptedClock.arch)
     assert found == [] and all("no code object of" in why for why in refused.values())
 
 
 def test_a_problem_of_many_layers_is_one():
-    """The first layer's norm and the others' have one key: that of the call of which there are more is measured."""
+    """The first layer's norm and the others' have one key: the call with the larger count is measured."""
     norms = problems_of(ops.rms_norm_per_block_quant)
     assert norms == []
     calls = model_layers.calls(model_config.read("deepseek-v3"), 8)

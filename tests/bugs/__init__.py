@@ -1,1 +1,1 @@
-"""Plausible mistakes that tests must catch: table/ has them, run.py plants them."""
+"""Plant plausible mistakes that tests must catch: table/ lists them, run.py plants them."""

@@ -1,4 +1,4 @@
-"""Plant plausible mistakes, and say which tests catch them: python tests/bugs [names]"""
+"""Plant plausible mistakes and report the tests that catch them: python tests/bugs [names]."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A planted bug, and the ways in which it is caught."""
+"""A planted bug, and the ways of catching it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from vllm_rocm_ops.emulator.errors import EmulatorError, UnsupportedInstruction
 from .kernel_copy import CSRC, ROOT, KernelCopy, PlantedEmulator
 
 WRONG = "error|NaNs differ"
-"""What a case says of values; those that nobody wrote are NaN."""
+"""The report of a case with wrong values; elements that no kernel wrote are NaN."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A plausible mistake: in `file`, of csrc or of the package, `old` stands once and becomes `new`. `by` says what catches it."""
+    """A plausible mistake.
+
+    In `file`, of csrc or of the package, `old` occurs once and becomes `new`. `by` names what catches it.
+    """
 
     what: str
     file: str
@@ -49,7 +52,10 @@ class Bug:
 
 
 class Cases:
-    """Cases of an op in the emulator, in all configurations: one fails and says `said`. Only kernels that they launch are compiled."""
+    """Cases of an op in the emulator, in all configurations: one fails and says `said`.
+
+    Only kernels that they launch are compiled.
+    """
 
     def __init__(self, op: Op, *names: str, on: str = "gfx942", said: str = ""):
         self.op, self.names, self.on, self.said = op, names, on, said
@@ -67,9 +73,9 @@ class Cases:
                 with launch.executor(emulator):
                     for config in self.op.configs(
                         self.op.Arguments(*arguments), emulator.arch
-                    ):  # not all come by the bug
+                    ):  # not every configuration launches the bug
                         with self.op.running(config):
-                            for _ in range(2):  # what a call leaves behind shows in the next
+                            for _ in range(2):  # leftovers of the first call show in the second
                                 run_and_check(self.op, arguments, "cpu")
             except (AssertionError, EmulatorError) as error:
                 return f"{self.op.name}-{case.name} on {self.on}: {as_said(error, self.said)}"
@@ -78,8 +84,10 @@ class Cases:
 
 
 class Call:
-    """A test of tests/ops, by module and function, called with `arguments` in the emulator. With `as_executor` it also gets what the
-    fixture `executor` gives, else the arch alone."""
+    """A test of tests/ops, by module and function, called with `arguments` in the emulator.
+
+    With `as_executor` it gets the value of the fixture `executor`, too, else only the arch.
+    """
 
     def __init__(self, test: str, *arguments, on: str = "gfx942", as_executor: bool = True):
         self.test, self.arguments, self.on, self.as_executor = test, arguments, on, as_executor
@@ -102,8 +110,10 @@ class Call:
 
 
 class Code:
-    """A function of tests, by module and name, that is given a code object and returns the names of kernels that are wrong: all have
-    `part` in them. The code object has one kernel, or where `symbol` is empty the whole module."""
+    """A function of tests, by module and name, that takes a code object and returns the names of faulty kernels.
+
+    All names contain `part`. The code object has one kernel, or the whole module if `symbol` is empty.
+    """
 
     def __init__(self, module: str, symbol: str, check: str, part: str = "", on: str = "gfx942"):
         self.module, self.symbol, self.check, self.part, self.on = module, symbol, check, part, on
@@ -125,10 +135,13 @@ class Code:
 
 
 class Tests:
-    """Tests by their names, or files of tests. Without names, those of tests/ops that concern an op which launches a kernel of a module
-    that includes the file. For kernels `module`, by default each that includes the file, is built."""
+    """Tests by their names, or files of tests.
 
-    __test__ = False  # for pytest
+    Without names, the tests of tests/ops run for each op that launches a kernel of a module that includes the file.
+    Kernels are built from `module`, by default from each module that includes the file.
+    """
+
+    __test__ = False  # not a test class for pytest
 
     def __init__(self, *names: str, module: str = ""):
         self.names, self.module = names, module
@@ -136,7 +149,7 @@ class Tests:
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Nothing catches it, as nothing can see it."""
+    """A change that no test can see."""
 
     why: str
     module: str = ""

@@ -1,4 +1,4 @@
-"""Has a process import a module of the package with a mistake in it."""
+"""Import a module of the package with a mistake in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .kernel_copy import replaced
 
 
 def plant(bug: Bug) -> None:
-    """Have this process, which has not imported the module, import it with the mistake."""
+    """Make this process, which has not imported the module, import it with the mistake."""
     replaced(bug.path.read_text(), bug.file, bug.old, bug.new)
     module = ".".join(("vllm_rocm_ops", *Path(bug.file).with_suffix("").parts))
     if module in sys.modules:

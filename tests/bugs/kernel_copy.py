@@ -1,4 +1,4 @@
-"""A copy of the kernels' sources that mistakes are planted in."""
+"""A copy of the kernels' sources in which to plant mistakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = {"bf16": "Bf16", "fp16": "F16"}
 
 
 class DoesNotFit(AssertionError):
-    """The text that a bug replaces is not in its file, or not once."""
+    """The text that a bug replaces is missing from its file, or occurs more than once."""
 
 
 def replaced(source: str, file: str, old: str, new: str) -> str:
@@ -56,11 +56,17 @@ INSTANCES: dict[str, tuple[str, Callable[[str], str]]] = {
     "paged_attention_decode": ("#define SIZES", _paged),
     "batched_gemm": ("#define TOKENS", _batched),
 }
-"""By module: before which macro its kernels are not yet made, and the line that makes one. It compiles in a tenth of the time."""
+"""By module: the macro before which no kernel is instantiated, and the line that instantiates one.
+
+A single kernel compiles in a tenth of the time.
+"""
 
 
 class KernelCopy:
-    """A copy of the kernels' sources and of the code objects that ship. Modules, or one kernel, can be built with a mistake in them."""
+    """A copy of the kernels' sources and of the shipped code objects.
+
+    Modules, or a single kernel, can be built with a mistake in them.
+    """
 
     def __init__(self, root: Path):
         shutil.copytree(CSRC, root / "csrc")
@@ -79,15 +85,18 @@ class KernelCopy:
         return self._build.CSRC
 
     def plant(self, file: str, old: str, new: str, modules: Iterable[str], archs: Iterable[str]) -> None:
-        """Build the modules with one text replaced. The sources stay as they were."""
+        """Build the modules with one text replaced, and restore the sources."""
         with self._replaced(file, old, new):
             self._build.build(sorted(modules), list(archs))
 
     def compile(self, file: str, old: str, new: str, module: str, symbol: str, arch: str) -> Path:
-        """One kernel with one text replaced, as a code object of its own: of a module's other kernels only their names are left."""
+        """Compile one kernel with one text replaced, and return its code object.
+
+        Only the names are left of the module's other kernels.
+        """
         stamp = json.loads((CODE / arch / f"{module}.json").read_text())
         others = [other for other in stamp["kernels"] if other != symbol]
-        # A template that nobody calls is read, no more.
+        # A template without callers is parsed only.
         left_out = "{0}(...)={0}(__VA_ARGS__); template <int> __attribute__((device)) void {0}_left_out(__VA_ARGS__)"
         code = self.code.with_name("kernels") / arch / f"{symbol}.co"
         source = self.csrc / "ops" / f"{module}.hip"
@@ -124,7 +133,7 @@ class KernelCopy:
 
 
 class PlantedEmulator(Emulator):
-    """Runs kernels as they are with a bug in their sources; those that are launched are compiled then."""
+    """Run kernels with a bug in their sources, compiling each at its launch."""
 
     def __init__(self, kernels: KernelCopy, chip: str, *bug: str):
         super().__init__(chip)

@@ -1,10 +1,10 @@
-"""Plants bugs of the table, each in a process of its own, and says what catches them: python tests/bugs [names]
+"""Plant bugs of the table, each in its own process, and report what catches them: python tests/bugs [names].
 
-A bug that cases, a call or a check of code objects catch has only the kernels that they need compiled. One that tests catch is built
-in a folder of its own, a mistake in Python is imported, and the tests run until one fails: those that the bug names, with --full; else
-all of tests/ops that concern an op which launches a kernel of a module that includes the file, first as they run by default, and where
-none of these fails, with --full. A table lists what failed. The exit status is 1 if a bug survives that is not marked as equivalent.
-Without names all bugs run.
+For a bug that cases, a call or a check of code objects catch, only the kernels they need are compiled. A bug that tests
+catch is built in its own folder, a mistake in Python is imported. Then tests run until one fails: with --full those
+that the bug names, else all of tests/ops for an op that launches a kernel of a module that includes the file, first the
+default selection and, if none fails, with --full. A table lists what failed. The exit status is 1 if a bug survives
+that is not marked as equivalent. Without names, all bugs run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TESTS = ROOT / "tests"
 
 @functools.cache
 def included(path: Path) -> frozenset[str]:
-    """A source of kernels and all headers that it includes, by their paths in csrc."""
+    """Return a kernel source and all headers that it includes, by their paths in csrc."""
     found, left = set(), [path]
     while left:
         of = left.pop()
@@ -52,7 +52,7 @@ def included(path: Path) -> frozenset[str]:
 
 @functools.cache
 def launched_by() -> dict[str, set[str]]:
-    """The ops of which a case launches a kernel of a module, by module."""
+    """Return, by module, the ops of which a case launches one of its kernels."""
     import torch
 
     from vllm_rocm_ops.core import arch, op
@@ -78,8 +78,10 @@ class Result:
 
 
 class FirstFailure:
-    """A pytest plugin that keeps the name and the message of the first test that fails. With `ops` it leaves out what concerns none of
-    them, and what plants bugs of its own."""
+    """A pytest plugin that keeps the name and the message of the first failing test.
+
+    With `ops` it deselects tests that concern none of them, and tests that plant bugs.
+    """
 
     test = said = ""
 
@@ -91,7 +93,7 @@ class FirstFailure:
             items[:] = sorted(filter(self.concerns, items), key=lambda item: item.path.stem != "test_ops")
 
     def concerns(self, item: pytest.Item) -> bool:
-        """Whether a test has one of the ops as a parameter, or else its file names one."""
+        """Return whether a test has one of the ops as a parameter, or else its file names one."""
         given = getattr(item, "callspec", None)
         of = given and (given.params.get("the_op") or given.params.get("name"))
         named = getattr(of, "name", of) in self.ops
@@ -119,14 +121,14 @@ def silent():
 
 
 def find(test: str) -> str:
-    """A test's name with the path of its file, from a name without the folder."""
+    """Return the name of a test with its file's path, given the name without the folder."""
     file, separator, rest = test.partition("::")
     (path,) = TESTS.rglob(file)
     return f"{path}{separator}{rest}"
 
 
 def judge(name: str) -> Result:
-    """Say what catches a bug, in this process. The process is not used again."""
+    """Report what catches a bug, in this process, which must not be reused."""
     bug, start = BUGS[name], time.monotonic()
 
     def result(verdict: str, caught: bool, said: str = "") -> Result:
@@ -157,12 +159,12 @@ def judge(name: str) -> Result:
 
 
 def modules_of(bug: Bug) -> list[str]:
-    """Return the modules of kernels that are built: the one named, or each that includes the file."""
+    """Return the kernel modules to build: the one named, or each that includes the file."""
     return [bug.by.module] if bug.by.module else [m.stem for m in CSRC.glob("ops/*.hip") if bug.file in included(m)]
 
 
 def archs_of(bug: Bug) -> list[str]:
-    """Return the archs that the tests name, or all of AMD's."""
+    """Return the archs that the tests name, or all AMD archs."""
     names = getattr(bug.by, "names", ())
     return [arch for arch in AMD if any(arch in name for name in names)] or list(AMD)
 
@@ -171,19 +173,19 @@ def judge_by_tests(bug: Bug, result: Callable[..., Result], *options: str) -> Re
     """Run the tests that a bug names."""
     first, selection = FirstFailure(), [find(test) for test in bug.by.names]
     if not bug.is_seam:
-        take_tests("1")  # a test that is named runs, also where it is not among the default ones
+        take_tests("1")  # a named test also runs if it is not in the default selection
     with silent():
         status = pytest.main(["-q", "-x", *options, "-p", "no:cacheprovider", *selection], plugins=[first])
     if status == pytest.ExitCode.OK:
         return result("SURVIVED", False)
     if status != pytest.ExitCode.TESTS_FAILED:
         return result(f"no such tests: {' '.join(bug.by.names)}", False)
-    unseen = first.said.startswith("UnsupportedInstruction")  # the emulator, not the test
+    unseen = first.said.startswith("UnsupportedInstruction")  # a limit of the emulator, not a failing test
     return result(first.test, not unseen, first.said)
 
 
 def judge_by_ops(bug: Bug, result: Callable[..., Result]) -> Result:
-    """Run the tests of the ops that a bug may reach, as they run by default and then with --full."""
+    """Run the tests of the ops that a bug may reach: the default selection, then with --full."""
     ops = set().union(*(launched_by()[module] for module in modules_of(bug)))
     for how, full in (("by default", ""), ("with --full", "1")):
         status, test, said = apart(run_tests_of, ops, full)
@@ -193,9 +195,9 @@ def judge_by_ops(bug: Bug, result: Callable[..., Result]) -> Result:
 
 
 def take_tests(full: str) -> None:
-    """Have this process run the default tests, or all."""
+    """Make this process run the default selection of tests, or all."""
     os.environ["FULL_TESTS"] = full
-    sys.modules.pop("marks", None)  # which has read it
+    sys.modules.pop("marks", None)  # it has read the variable
 
 
 def run_tests_of(ops: set[str], full: str) -> tuple[int, str, str]:
@@ -210,7 +212,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def apart(call: Callable, *arguments):
-    """The result of a call in a process of its own, whose tests may start others."""
+    """Return the result of a call in a process that may start others."""
     receive, send = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: send.send(call(*arguments)))
     process.start()
@@ -232,16 +234,16 @@ def main() -> int:
     if not found:
         parser.error(f"names must be parts of {', '.join(BUGS)}")
     bugs = [BUGS[name] for name in found]
-    # The tests that bugs name run, whatever takes long.
+    # Tests that bugs name run however long they take.
     os.environ |= {"VLLM_ROCM_OPS_TABLES": os.devnull, "FULL_TESTS": "1"}
     import torch
 
     if any(bug.is_seam for bug in bugs):
         with silent():
-            from vllm import LLM  # noqa: F401  once, before the processes divide; it imports nothing of ours
+            from vllm import LLM  # noqa: F401  once, before forking; it imports nothing of the package
     torch.set_num_threads(1)
     if any(isinstance(bug.by, Tests) and not bug.by.names for bug in bugs):
-        launched_by()  # once, too
+        launched_by()  # once, before forking
     print("| Bug | File | Change | Caught by | Seconds |\n|---|---|---|---|---|")
     lived = 0
     with ThreadPool(arguments.jobs) as pool:

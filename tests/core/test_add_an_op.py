@@ -1,4 +1,4 @@
-"""The page's "Add an op": its files and its commands make an op that the emulator checks, in a copy of the sources."""
+"""Follow the page's "Add an op" in a copy of the sources: its files and commands make an op that the emulator checks."""
 
 import os
 import re
@@ -18,7 +18,7 @@ SECTION = re.search(r"^## Add an op\n(.*?)^## ", PAGE.read_text(), re.DOTALL | r
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
-    """A function that writes the page's files and runs its commands, with one text of the kernel replaced by another."""
+    """Return a function that writes the page's files and runs its commands, with one text of the kernel replaced."""
     root = tmp_path_factory.mktemp("root")
     shutil.copytree(ROOT / "csrc", root / "csrc")
     shutil.copytree(

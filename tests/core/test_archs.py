@@ -1,4 +1,4 @@
-"""An arch is one file: its properties and its costs."""
+"""Test that an arch is one file: its properties and its costs."""
 
 import importlib
 import json
@@ -42,7 +42,7 @@ BUILT = "import build; print(*build.ARCHS)"
 
 
 def test_a_new_arch_is_one_file(tmp_path):
-    """gfx943, which is gfx942 with 228 compute units, is planned for, built for and found by its product's name."""
+    """gfx943, a gfx942 with 228 compute units, can be planned and built for, and is found by its product's name."""
     ignored = shutil.ignore_patterns("__pycache__", "code", "docs")
     shutil.copytree(ROOT / "vllm_rocm_ops", tmp_path / "vllm_rocm_ops", ignore=ignored)
     (tmp_path / "csrc").mkdir()
@@ -78,7 +78,7 @@ costs = vars(gfx942.COSTS).copy()
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Loads gfx943 from a text."""
+    """Load gfx943 from a text."""
     monkeypatch.setattr(archs.archs, "__path__", [*archs.archs.__path__, str(tmp_path)])
 
     def load(text: str):

@@ -1,4 +1,4 @@
-"""The build: which compiler, what it makes, when it makes it again, and what it leaves behind when it fails."""
+"""Test the build: its compiler, outputs, rebuilds, and the state after a failure."""
 
 import json
 import os
@@ -29,7 +29,7 @@ extern "C" __attribute__((global)) void debug_only() {}
 
 
 def make_tree(root: Path):
-    """A source tree with one op, and its build module."""
+    """Return a source tree with one op, and its build module."""
     headers = {"device/value.h": "#define VALUE 1.0f\n", "gemm/loop.h": ""}
     for name, text in ({"ops/add.hip": KERNEL} | headers).items():
         path = root / "csrc" / name
@@ -43,7 +43,7 @@ def make_tree(root: Path):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """A tree of its own that uses ziglang, whatever else this machine has."""
+    """Return the build module of a new tree that uses ziglang, whatever compilers this machine has."""
     for name in ("VLLM_ROCM_OPS_CLANG", "VLLM_ROCM_OPS_DEBUG", "VLLM_ROCM_OPS_ARCHS", "ROCM_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -53,7 +53,10 @@ def build(tmp_path, monkeypatch):
 
 
 def wrapper(path: Path, version: str, build, extra: str = "") -> Path:
-    """A clang that calls itself `version`: ziglang's in disguise. `extra` is shell text in front of it."""
+    """Write a clang that reports `version`, a wrapper around ziglang's.
+
+    It runs the shell text `extra` first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     zig = build.zig()[0]
     path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" && exit\n{extra}\nexec {zig} clang "$@"\n')
@@ -100,14 +103,14 @@ STORES |= {"scale": [56, "i32"], "pair.first": [64, "i64"], "pair.second": [72, 
 
 
 def described(build, arch: str, debug: bool = False) -> dict:
-    """The arguments of the kernels of the tree's op."""
+    """Return the arguments of the kernels of the tree's op."""
     (path,) = build.build(archs=[arch], debug=debug)
     return json.loads(path.with_suffix(".json").read_text())["kernels"]
 
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_stamp_has_names_offsets_and_types_of_arguments(build, debug):
-    """Of structures, of those that they are made of, and of types by other names; in each order of the fields."""
+    """A stamp describes structures, their nested structures and typedefs, for each order of the fields."""
     source = build.CSRC / "ops/add.hip"
     scalars = {"restricted": [0, "pointer"], "epsilon": [8, "f32"], "count": [12, "i16"], "4": [14, "i8"]}
     for fields in ("int rows, columns;", "int columns, rows;"):
@@ -123,7 +126,7 @@ def test_a_stamp_has_names_offsets_and_types_of_arguments(build, debug):
 
 
 def test_swapped_fields_are_filled_by_name(build):
-    """The plan stays, the structure changes: each field still gets its value."""
+    """With the same plan and another order in the structure, each field still gets its value."""
     for fields in ("int rows, columns;", "int columns, rows;", "int columns, more, rows;"):
         (build.CSRC / "ops/add.hip").write_text(ARGUMENTS.replace("FIELDS", fields))
         (path,) = build.build(archs=["gfx942"])
@@ -315,11 +318,14 @@ def test_objects_of_ops_that_are_gone_go_too(build):
 
 
 def test_the_compilers_are_tried_in_order(build, tmp_path, monkeypatch):
-    """Explicit, ROCm's, the system's newest, ziglang; each only for the architectures that it really compiles for."""
+    """Each compiler is used only for archs that it can compile for.
+
+    An explicit one comes first, then ROCm's, the system's newest and ziglang.
+    """
     no_nvidia = 'case "$*" in *"-x cuda"*) echo no nvptx >&2; exit 1;; esac'
     too_old = 'set -- "$@" -Wno-builtin-macro-redefined -U__clang_major__ -D__clang_major__=17'
     folder = tmp_path / "bin"
-    monkeypatch.setenv("PATH", f"{tmp_path}/absent:{tmp_path}/tree/csrc/build.py::{folder}")  # not all are folders
+    monkeypatch.setenv("PATH", f"{tmp_path}/absent:{tmp_path}/tree/csrc/build.py::{folder}")  # some are not folders
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
 
     def chosen() -> list[str]:
@@ -380,7 +386,7 @@ def test_the_package_knows_the_same_archs(build):
 
 
 def test_checkout_builds():
-    """All of this checkout's ops, for all architectures."""
+    """All ops of this checkout build for all archs."""
     module = load_build(ROOT / "csrc")
     paths = module.build()
     assert len(paths) == len(module.stems()) * len(module.wanted_archs()) > 0
@@ -392,8 +398,10 @@ STEMS = ("fused_experts_quantize", "silu_and_mul")
 @full
 @pytest.mark.slow
 def test_sdist_and_wheel_in_a_clean_environment(tmp_path, monkeypatch):
-    """The source distribution has all sources, and builds a wheel from nothing, here of two ops, which takes less time; installed,
-    that works without the checkout."""
+    """The source distribution has all sources, and its wheel works without the checkout.
+
+    The wheel is built of two ops, to save time.
+    """
     sdist = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
     checkout = shutil.copytree(
         ROOT, tmp_path / "checkout", ignore=shutil.ignore_patterns(".*", "build", "shared", "*.egg-info", "*.so")
@@ -417,7 +425,7 @@ def test_sdist_and_wheel_in_a_clean_environment(tmp_path, monkeypatch):
     for path in (source / "csrc/ops").glob("*.hip"):
         if path.stem not in STEMS:
             path.unlink()
-    monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", "gfx942")  # as all others, in less time
+    monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", "gfx942")  # like the others, in less time
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, source)
     (wheel,) = tmp_path.glob("*.whl")
     assert "linux" in wheel.name, "a platform wheel"
@@ -425,7 +433,7 @@ def test_sdist_and_wheel_in_a_clean_environment(tmp_path, monkeypatch):
     run(sys.executable, "-m", "venv", tmp_path / "clean")
     python = tmp_path / "clean/bin/python"
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
-    # torch and what it needs come from here; as bare folders of a .pth they bring no editable install along.
+    # torch and its dependencies come from this environment, as bare folders of a .pth, which bring no editable install.
     (site,) = (tmp_path / "clean/lib").glob("python*/site-packages")
     (site / "torch.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     output = run(

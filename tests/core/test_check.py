@@ -1,4 +1,4 @@
-"""The command `check`: parts that fail in any way are written down and the next one runs; here the emulator stands in for a GPU."""
+"""Test the command `check`: a failing part is recorded and the next one runs; the emulator replaces the GPU."""
 
 import contextlib
 import ctypes
@@ -85,7 +85,7 @@ SECONDS = {hangs: 1.5, hangs_and_ignores_signals: 1.5, takes_long: 4.0}
 
 @pytest.mark.parametrize("part", ENDS, ids=lambda part: part.__name__)
 def test_how_parts_end(monkeypatch, part):
-    """What was found before is kept, and what the process said where it did not end well."""
+    """Earlier results are kept, with the process's output if it did not end well."""
     monkeypatch.setattr(check_parts, "PARTS", {"op": part})
     with contextlib.closing(check_worker.Worker(FORKS)) as worker:
         found = worker.run("op", (), None, SECONDS.get(part, 30.0))
@@ -110,7 +110,7 @@ def says_who(arch, name):
 
 
 def faults_late(arch, name):
-    """Raise where the GPU says it, which is when it is waited for."""
+    """Raise at the synchronization, where a GPU reports faults."""
     yield from says_who(arch, name)
     torch.cuda.is_initialized = lambda: True
 
@@ -132,7 +132,10 @@ FAILS = {
 
 @pytest.mark.parametrize("way", FAILS)
 def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys, way):
-    """Ops share a process until one fails. The file names each before it starts, and has those before it."""
+    """Ops share a process until one fails.
+
+    The file names each op before it starts, and keeps the results before it.
+    """
     path, bad = tmp_path / "it.json", "rms_norm"
 
     def part(arch, name="it"):
@@ -174,7 +177,10 @@ def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
 
 
 def test_models_share_the_time_that_is_left(tmp_path, monkeypatch):
-    """Or the first would leave none to the second. None gets less than it needs to start."""
+    """Otherwise the first model would leave no time to the second.
+
+    No model gets less than it needs to start.
+    """
     done = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     for minutes, seconds in ((1.5, [45.0, 90.0]), (0.4, [check.LEAST_SECONDS, 24.0])):
@@ -190,7 +196,7 @@ def test_models_share_the_time_that_is_left(tmp_path, monkeypatch):
 
 
 def test_parts_on_a_gpu():
-    """Everything that the tester's file is to hold, for both models."""
+    """The file has all results of both models."""
     parts = check.planned(None, "*")
     kinds = {part[0] for part in parts}
     assert kinds >= {"smoke", "machine", "op", "bandwidth", "model"}
@@ -228,9 +234,9 @@ def layer(op) -> model_layers.LayerCall:
     "op", [ops.scaled_mm, ops.block_scaled_mm, ops.unquantized_gemm, ops.fused_experts], ids=lambda op: op.name
 )
 def test_layers_of_models_are_checked(emulator, monkeypatch, op):
-    """Emulated kernels beside the reference: right as they are, and found wrong where a scale or a weight is another's."""
+    """Emulated kernels match the reference, and are found wrong with a scale or a weight of another call."""
     call, arch = layer(op), check.archs.named("gfx942")
-    sizes = (1,) if op is ops.fused_experts else (1, 17)  # which takes seconds
+    sizes = (1,) if op is ops.fused_experts else (1, 17)  # fused_experts takes seconds
     arguments = call, "PyTorch's reference", Peer(op.reference), arch, check_parts.Untimed(), sizes
     vllm_rocm_ops.reset_stats()
     found = list(check_parts.beside(*arguments))
@@ -260,7 +266,7 @@ def test_another_kernel_that_does_not_take_a_call_is_named(emulator):
 
 
 def test_cases_on_a_gpu(emulator, monkeypatch):
-    """As `bench` has them: checked and timed. Here with a clock that says what it is told."""
+    """Cases are checked and timed as `bench` does, with a fake clock."""
 
     class Clock:
         arch, device, unit = check.archs.named("gfx942"), "cpu", "us"
@@ -286,7 +292,7 @@ def test_cases_on_a_gpu(emulator, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    """One op, whole: a process of its own from a server that has imported everything."""
+    """A whole op runs, in a process forked from a server that has imported everything."""
     pytest.importorskip("tinygrad")
     path = tmp_path / "it.json"
     result = os.spawnv(

@@ -1,4 +1,4 @@
-"""The command vllm-rocm-ops, here without a GPU."""
+"""Test the command vllm-rocm-ops, without a GPU."""
 
 import argparse
 import importlib.util
@@ -44,7 +44,7 @@ def test_doctor_says_what_is_here_and_succeeds():
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    """What the doctor finds where one seam is switched off, for machines."""
+    """Return the doctor's JSON report with one seam switched off."""
     return json.loads(run("doctor", "--json", VLLM_ROCM_OPS_SEAMS="-norm").stdout)
 
 
@@ -120,7 +120,7 @@ def test_explain_takes_every_op(op, arch):
 
 @pytest.mark.parametrize("op", [vllm_rocm_ops.ops.mla_decode, vllm_rocm_ops.ops.paged_attention_decode])
 def test_what_is_not_given_lets_attention_choose_its_parts(op):
-    """As vLLM calls it, where no constant partition is asked for."""
+    """vLLM calls it so unless a constant partition is requested."""
     assert explain.example(op, "gfx942")["partition"] == 0
     assert len(explain.explain(op, "gfx942").considered) > 1
 
@@ -192,7 +192,7 @@ def test_predict_knows_gpus_with_a_timing_model_only(asked, product, capsys):
 
 
 def test_commands_say_what_the_emulator_needs():
-    """And print nothing before."""
+    """Nothing else is printed before."""
     asked = ["predict", "rms_norm"], ["predict", "--model", "tiny-llama"], ["refit"], ["emulate", "rms_norm"]
     code = "import sys; sys.modules['tinygrad.renderer.amd'] = None; from vllm_rocm_ops.tools import cli\n"
     code += f"sys.exit([cli.main(given) for given in {[*asked]}] != [2] * {len(asked)})"
@@ -215,7 +215,7 @@ def test_unknown_gpus_are_refused(name):
 
 
 def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
-    """The seams give ours few tokens only: 64 of the products and experts, 16 of those in bf16."""
+    """Seams limit the plugin's kernels to 64 tokens for GEMMs and experts, and to 16 in bf16."""
     arguments = [
         "explain",
         "--model",
@@ -242,7 +242,7 @@ def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
 
 
 def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tmp_path):
-    """On a GPU of that architecture, in place of fixed limits: which serves, both times, and what is off."""
+    """On a GPU of that arch, measurements replace fixed limits: the serving kernel, both times, and what is off."""
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     here = {"arch": "gfx942", "units": "304", "gpu": "MI300X"}
     monkeypatch.setattr(kernel_selection, "machine", lambda: here)
@@ -264,7 +264,7 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
     kernel_selection.write(path, record)
 
     def rows(arch: str = "MI300X") -> dict[str, dict[str, tuple[bool, str]]]:
-        """By layer and number of tokens, whether the kernel is ours, and why."""
+        """Return, by layer and number of tokens, whether the plugin's kernel runs, and why."""
         lines = explain.explain_model(list(call.values()), arch, (1, 8, 64, 512, 700, 2048))
         cells = [
             (line[0], tokens, line[4] != "vLLM's kernel", line[6])
@@ -297,7 +297,7 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
 
 
 def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkeypatch):
-    """At every length, unless it is asked for."""
+    """Attention is measured at every length, unless it is requested by name."""
 
     def explained(*lengths: tuple[float, float]) -> str:
         shapes = {
@@ -319,7 +319,7 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
 
 
 def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
-    """Where it wins beside vLLM's kernels, and somewhere beside two launches. Other kinds, and attention as it is, do not say so."""
+    """Only kinds that win over vLLM's kernels, and somewhere over two launches, are shown; plain attention is not."""
     joined, parts = "attention + o's input quantization", {"static": "", "groups": " by 128"}
 
     def explained(found: dict[str, tuple[float, float]], model: str = "llama-3.1-405b-fp8") -> dict[str, str]:
@@ -359,7 +359,7 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
 
 
 def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys, monkeypatch):
-    """Where it wins over two, and ours serves the linear alone, too."""
+    """It wins over two launches, and the plugin's kernel serves the linear alone, too."""
 
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, list[str]]:
         monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, off or {}, shapes or {}))
@@ -416,7 +416,7 @@ def test_explain_of_a_model_says_that_absorbed_products_are_measured_first(capsy
 
 
 def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_the_scores(monkeypatch):
-    """It says vLLM's until it was measured to be faster; then the norms are in it."""
+    """vLLM's launches are shown until the plugin's is measured to be faster; then the norms are part of it."""
     one = "q_a norm + kv_a norm + cache write"
 
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
@@ -445,7 +445,7 @@ def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_th
 
 
 def test_the_limits_are_those_of_the_seams():
-    """Every seam with a limit says it to `explain`."""
+    """Every seam with a limit reports it to `explain`."""
     folder = pathlib.Path(kernels.__file__).parent
     limited = {
         path.stem for path in folder.rglob("*.py") if re.search(r"^MOST_TOKENS = ", path.read_text(), re.MULTILINE)
@@ -455,7 +455,7 @@ def test_the_limits_are_those_of_the_seams():
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["explain", "rms_norm"], ["--version"]])
 def test_without_torch_there_is_a_message(tmp_path, arguments):
-    """In a Python that finds this package and nothing else but its own."""
+    """The Python has this package and no other."""
     (tmp_path / "vllm_rocm_ops").symlink_to(pathlib.Path(vllm_rocm_ops.__file__).parent)
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(tmp_path)!r})\n"]
     command[-1] += "from vllm_rocm_ops.__main__ import main\nsys.exit(main())"
@@ -562,7 +562,7 @@ def test_bad_arguments(arguments, message, capsys):
     assert (code, out) == (2, "") and message in err and "Traceback" not in err
 
 
-# One command a file
+# One command per file
 
 MOST_OPTIONS = 8
 NUMBERS = ("parse_batches", "parse_size", "parse_workgroups")
@@ -572,14 +572,14 @@ PLAIN = {str, int, float, bool, list, tuple, pathlib.Path, torch.dtype, types.No
 
 
 def actions(module) -> list[argparse.Action]:
-    """What a command adds to a parser but --help."""
+    """Return the options that a command adds to a parser, except --help."""
     parser = argparse.ArgumentParser()
     module.add(parser)
     return [action for action in parser._actions if action.dest != "help"]
 
 
 def kinds(hint) -> set[type]:
-    """The types that a hint names, those of parts among them."""
+    """Return the types that a hint names, nested ones included."""
     parts = typing.get_args(hint)
     return {typing.get_origin(hint) or hint}.union(*map(kinds, parts)) - {types.UnionType, ...} if parts else {hint}
 
@@ -590,7 +590,7 @@ def test_every_file_is_a_command():
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_a_command_has_few_options_and_takes_their_values(name):
-    """Which a caller that is no command line can give too: no Namespace, and nothing that stands for the rest."""
+    """Other callers can pass them as well: no Namespace, and no catch-all parameter."""
     module = cli.COMMANDS[name]
     added = actions(module)
     assert len([action for action in added if action.option_strings]) <= MOST_OPTIONS
@@ -599,7 +599,7 @@ def test_a_command_has_few_options_and_takes_their_values(name):
     assert {one.kind for one in parameters} <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     hints = typing.get_type_hints(
         getattr(module.run, "func", module.run)
-    )  # where a command is another's with a value given
+    )  # some commands are another one with a fixed value
     assert hints.pop("return") is int and hints.keys() >= {one.name for one in parameters}
     assert set().union(*map(kinds, hints.values())) <= PLAIN
 

@@ -1,4 +1,4 @@
-"""csrc/compare_code.py: sees a difference of one byte, field or instruction, and none where only names or places differ."""
+"""Test csrc/compare_code.py: it sees a changed byte, field or instruction, and ignores names and placement."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ STEM, KERNEL, OTHER = "silu_and_mul", "silu_and_mul_per_token_quant_bf16_x1", "s
 
 @pytest.fixture
 def folders(tmp_path):
-    """Two folders with the same three code objects."""
+    """Return two folders with the same three code objects."""
     for side in ("before", "after"):
         for arch in ("gfx942", "gfx950", "sm_90"):
             (tmp_path / side / arch).mkdir(parents=True)
@@ -45,7 +45,7 @@ def change_byte(path: Path, kernel: str, symbol_offset: int) -> None:
 
 
 def change_ptx(path: Path, kernel: str, *change: str) -> None:
-    """`change` is a pattern and its replacement, once, in the instructions of a kernel."""
+    """Replace one occurrence of a pattern in a kernel's instructions, by `change`, a pattern and its replacement."""
     ptx = path.read_text()
     start = ptx.index("{", ptx.index(f".entry {kernel}("))
     end = ptx.index("\n}", start)

@@ -1,4 +1,7 @@
-"""The page of what works with what leaves out nothing that the tests know. That it is fresh, test_repo.py tests."""
+"""Test that the compatibility page covers all that the tests record.
+
+test_repo.py tests that it is fresh.
+"""
 
 import pytest
 from pages import compatibility
@@ -7,13 +10,13 @@ from vllm_rocm_ops.models import config as model_config
 
 
 def table_below(title: str) -> list[list[str]]:
-    """The rows of the tables below a title of the page."""
+    """Return the rows of the tables below a title of the page."""
     text = compatibility.PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
 
 
 def test_every_recorded_selection_is_on_the_page():
-    """Each kind of linear and of experts; those with a condition behind a comma are of one of these kinds."""
+    """Each kind of linear and of experts is shown; a row with a condition after a comma belongs to one of these kinds."""
     recorded = {what for what, _ in compatibility.selection() if what.startswith(("linear ", "experts "))}
     shown = {what for _, *rows, _ in compatibility.QUANTISATIONS.values() for what in rows if what}
     assert shown == {what for what in recorded if "," not in what}
@@ -49,3 +52,25 @@ def test_a_cell_says_where_ours_are_taken(monkeypatch, answers, cell):
         compatibility, "selection", lambda: {("linear x", "gfx942"): dict(zip(("0.1", "0.2"), answers))}
     )
     assert compatibility.selected("linear x", "gfx942") == cell
+
+
+@pytest.mark.parametrize("table", compatibility.RECORDING, ids=lambda path: path.name)
+@pytest.mark.parametrize("is_in_others", [False, True], ids=["newest", "in others"])
+def test_a_table_without_a_release_is_named(monkeypatch, table, is_in_others):
+    """A release that a seam was tried on, or that another table has, must be a column."""
+    monkeypatch.setattr(compatibility, "recorded", compatibility.recorded.__wrapped__)
+    read = compatibility.read_rows
+    if is_in_others:
+        lacking = "0.30"
+        monkeypatch.setattr(
+            compatibility,
+            "read_rows",
+            lambda path: [{k: v for k, v in row.items() if path != table or k != lacking} for row in read(path)],
+        )
+    else:
+        lacking = "0.99"
+        monkeypatch.setattr(compatibility.seam, "load", lambda name: compatibility.seam.Seam)
+        monkeypatch.setattr(compatibility.seam.Seam, "versions", ("0.30", lacking))
+    message = f"{table.name} must have a column for vLLM {lacking}: copy build/{table.name}, which"
+    with pytest.raises(ValueError, match=message):
+        compatibility.recorded(table)

@@ -1,5 +1,7 @@
-"""What callers must respect: each breach is a ValueError that names op and argument, before anything is written; and for what
-they may do reference and kernels say the same."""
+"""Test contracts: a breach raises ValueError with op and argument before anything is written.
+
+For valid arguments, reference and kernels agree.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ ROWS = [o for o in OPS if "input" in o.Arguments._fields]
 
 
 def example(the_op, case: str | None = None, fp8=torch.float8_e4m3fn) -> dict:
-    """The arguments of a case, by default the first small one, by name."""
+    """Return the arguments of a case by name, by default of the first small one."""
     for candidate in the_op.cases():
         arguments = candidate.make("cpu", torch.Generator().manual_seed(1), fp8)
         size = sum(v.numel() for v in arguments if isinstance(v, torch.Tensor))
@@ -35,7 +37,7 @@ def example(the_op, case: str | None = None, fp8=torch.float8_e4m3fn) -> dict:
 
 
 def wrong_values(value) -> Iterator:
-    """Values of other kinds and shapes than the one that is right."""
+    """Yield values of other kinds and shapes than the valid one."""
     if isinstance(value, torch.Tensor):
         yield from (None, value.new_empty(()), value.flatten(), value.unsqueeze(0))
         yield from (value.narrow(d, 0, 0) for d in range(value.dim()))
@@ -51,7 +53,7 @@ def wrong_values(value) -> Iterator:
 
 @each_op
 def test_every_breach_is_a_value_error(the_op):
-    """A wrong value of any one argument is refused so, or taken and served, by call, run_kernels and explain alike."""
+    """A wrong value of any one argument is refused, or accepted and served, by call, run_kernels and explain alike."""
     given = example(the_op)
     for name in given:
         for value in wrong_values(given[name]):
@@ -64,7 +66,7 @@ def test_every_breach_is_a_value_error(the_op):
                 except ValueError as error:
                     assert str(error).startswith(f"{the_op.name}: "), error
                     outcomes.add("refused")
-            # run_kernels answers a breach with None, for its callers have something else
+            # run_kernels returns None on a breach, as its callers have another kernel
             assert outcomes in ({"taken"}, {"taken", "refused"}), (name, value)
 
 
@@ -139,8 +141,10 @@ def test_rows_of_a_residual_must_not_overlap(the_op):
 
 @pytest.mark.parametrize("the_op", WITH_RESIDUAL, ids=lambda o: o.name)
 def test_a_residual_has_memory_of_its_own(the_op):
-    """Calls of one signature, some of which overlap: nothing is written before the error. Halves of one buffer's rows, and rows
-    behind the input's, are apart."""
+    """Nothing is written before the error, in calls of one signature of which some overlap.
+
+    Halves of one buffer's rows, and rows after the input's, do not overlap.
+    """
     given = example(the_op)
     rows, hidden = 3, 256
     given["weight"] = torch.ones(hidden).bfloat16()
@@ -170,7 +174,10 @@ def test_a_residual_has_memory_of_its_own(the_op):
     "the_op", [o for o in OPS if o not in (ops.dequantize_int4, ops.stream_memory)], ids=lambda o: o.name
 )
 def test_no_gradient_is_lost_silently(the_op):
-    """Not on CPU, where the reference could have one, nor through kernels. Whole numbers have none."""
+    """Neither on CPU, where the reference could have a gradient, nor through kernels.
+
+    Integers have none.
+    """
     given = example(the_op)
     name, value = next((n, v) for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
     wanting = given | {name: value.detach().requires_grad_()}
@@ -181,7 +188,7 @@ def test_no_gradient_is_lost_silently(the_op):
         the_op(**wanting)
 
 
-# What is allowed is the same for reference and kernels
+# Valid arguments are the same for reference and kernels
 
 
 @pytest.mark.parametrize("arch_name", AMD)
@@ -197,7 +204,7 @@ def test_a_bound_that_is_nan_bounds_nothing(the_op, arch_name):
 @pytest.mark.parametrize("arch_name", ["gfx942", pytest.param("gfx950", marks=full)])
 @pytest.mark.parametrize("case", ["block-map", "bf16", "bf16-m70"])
 def test_the_weight_of_no_expert_counts_nothing(case, arch_name):
-    """Whatever it is."""
+    """The weight may have any value."""
     emulator = Emulator(arch_name)
     given = example(ops.fused_experts, case, emulator.arch.fp8_dtype)
     weights, ids = given["topk_weights"].clone(), given["topk_ids"].clone()

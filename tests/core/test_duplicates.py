@@ -1,4 +1,4 @@
-"""No passage of the kernels or of the package is written twice."""
+"""Test that no passage of the kernels or of the package occurs twice."""
 
 import collections
 import re
@@ -16,7 +16,10 @@ def sources() -> list[Path]:
 
 
 def lines_of(text: str) -> list[tuple[int, str]]:
-    """Return the lines that say something, with their numbers: no comments, imports or brackets alone, and any spaces as one."""
+    """Return the numbered lines of code, with single spaces.
+
+    Comments, imports and lone brackets are left out.
+    """
     lines = ((number, " ".join(line.split())) for number, line in enumerate(text.splitlines(), 1))
     return [
         (number, line)
@@ -26,7 +29,7 @@ def lines_of(text: str) -> list[tuple[int, str]]:
 
 
 def repeated(texts: dict[str, str]) -> list[list[str]]:
-    """Where passages of more than LONGEST lines begin that occur more than once."""
+    """Return the starts of passages of more than LONGEST lines that occur more than once."""
     places = collections.defaultdict(list)
     for name, text in texts.items():
         lines = lines_of(text)
@@ -42,7 +45,7 @@ def test_no_passage_is_written_twice():
 
 @pytest.mark.parametrize("count", [LONGEST, LONGEST + 1])
 def test_a_repeated_passage_is_seen(count):
-    """Also with comments, empty lines and brackets of its own between, and indented otherwise."""
+    """Comments, empty lines and lone brackets may differ, and so may the indentation."""
     passage = [f"x{i} = {i};" for i in range(count)]
     other = "".join(f"  // comment {line}\n\n    {line}\n  }}\n" for line in passage)
     found = repeated({"a.h": "first();\n" + "\n".join(passage), "b.h": other})

@@ -26,7 +26,7 @@ def test_an_example_runs(file):
     )
     reset_stats()
     with launch.executor(emulator):
-        exec(compile(code, f"{file}.md", "exec"), {})  # noqa: S102  a page's own
+        exec(compile(code, f"{file}.md", "exec"), {})  # noqa: S102  a page of the repository
     called = set(re.findall(r"\bops\.(\w+)\(", code))
     assert called & {op.name for op in FILES[file]}
     ran = stats()

@@ -1,5 +1,7 @@
-"""Launches of one kernel that run at once, as captured graphs on two streams do, and streams within a graph: each has counters
-of its own, so none takes another's blocks for its own."""
+"""Test concurrent launches of one kernel, as from captured graphs on two streams or streams within a graph.
+
+Each launch has its own counters, so none takes another's blocks for its own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ TOKENS, ROWS, K = 16, 2304, 16384
 
 
 def arguments(kind: str, fp8_dtype: torch.dtype, seed: int, device="cpu", sizes=(TOKENS, ROWS, K)) -> tuple:
-    """Of a product whose tiles are shared by blocks, each seed with other values."""
+    """Return arguments of a GEMM whose tiles are shared by blocks, with other values for each seed."""
     tokens, rows, k = sizes
     generator = torch.Generator().manual_seed(seed)
 
@@ -38,7 +40,7 @@ OF_KIND = {"tensor": ops.scaled_mm, "block": ops.block_scaled_mm}
 
 
 def counted(planned) -> int:
-    """How many counters launches have."""
+    """Return the number of counters of launches."""
     return sum(arg for l in planned for arg in l.named.values() if isinstance(arg, Counters))
 
 
@@ -46,8 +48,10 @@ def counted(planned) -> int:
 
 
 def run_beside(arch_name: str, seed: int, op: Op, given: list[tuple], share: bool) -> list[torch.Tensor]:
-    """The results of calls that run at once, by the configuration with the most blocks, and, as it was not always so, with
-    the same counters."""
+    """Return the results of concurrent calls, in the configuration with the most blocks.
+
+    With `share` they use the same counters, as they once did.
+    """
     calls, counters, devices = [], None, Devices(arch_name, seed=seed)
     for arguments in given:
         a = op.Arguments(*arguments)
@@ -72,7 +76,7 @@ def run_beside(arch_name: str, seed: int, op: Op, given: list[tuple], share: boo
 @pytest.mark.parametrize("arch_name", [pytest.param("gfx942", marks=full), "gfx950"])
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_launches_that_run_at_once(kind, arch_name):
-    """With counters of their own both are right in every order of their waves; with the same ones not in all."""
+    """With their own counters, both results are right in every order of waves; with shared ones, not in all."""
     op, dtype = OF_KIND[kind], archs.ARCHS[arch_name].fp8_dtype
     given = [arguments(kind, dtype, seed, sizes=(3, 32, 1280)) for seed in (1, 2)]
     expected = [op.reference(*each).float() for each in given]
@@ -100,7 +104,10 @@ needs_gpu = pytest.mark.skipif(
 
 
 class Work:
-    """Calls of an op on one set of values; each adds to `wrong` whether its result has other bits than the first call's."""
+    """Calls of an op on one set of values.
+
+    Each adds to `wrong` if the bits of its result differ from the first call's.
+    """
 
     def __init__(self, kind: str, seed: int, calls: int = 4):
         self.calls = calls
@@ -109,7 +116,7 @@ class Work:
         assert counted(self.op.explain(*self.arguments).launches), "no tile of this size is shared on this GPU"
         self.expected = self.op(*self.arguments)
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        self.check()  # loads what a first call loads
+        self.check()  # loads what a first call needs
         torch.cuda.synchronize()
 
     def check(self) -> None:
@@ -118,7 +125,7 @@ class Work:
             self.wrong += (result != self.expected).any()
 
     def captured(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        """A graph of `check`, with a pool of its own."""
+        """Return a graph of `check`, with its own pool."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             graph.capture_begin()
@@ -130,7 +137,7 @@ class Work:
 @needs_gpu
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_gpu_graphs_of_one_stream_replayed_at_once(kind):
-    """Two graphs that were captured on one stream, each with other values, on two streams, and eager calls on a third."""
+    """Two graphs captured on one stream, with different values, run on two streams, with eager calls on a third."""
     works = [Work(kind, seed) for seed in (1, 2)]
     captured_on, *streams = [torch.cuda.Stream() for _ in range(3)]
     graphs = [work.captured(captured_on) for work in works]
@@ -149,7 +156,7 @@ def test_gpu_graphs_of_one_stream_replayed_at_once(kind):
 @needs_gpu
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_gpu_streams_of_one_capture(kind):
-    """A capture that a second stream joins, as vLLM's shared experts have theirs."""
+    """A second stream joins a capture, as vLLM's shared experts do."""
     works = [Work(kind, seed) for seed in (1, 2)]
     main, joined = torch.cuda.Stream(), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -169,7 +176,7 @@ def test_gpu_streams_of_one_capture(kind):
 
 @needs_gpu
 def test_gpu_captures_leave_memory_flat():
-    """Counters, too, go when their graph goes; and are good for the next."""
+    """Counters are freed with their graph, and are reused by the next."""
     work, stream, free = Work("tensor", 1, calls=32), torch.cuda.Stream(), []
     for capture in range(CAPTURES + 1):
         graph = work.captured(stream)

@@ -1,4 +1,4 @@
-"""Every header of csrc/attention, csrc/device and csrc/gemm compiles alone, for its vendor or for both."""
+"""Test that every header of csrc/attention, csrc/device and csrc/gemm compiles alone, for its vendor or for both."""
 
 import subprocess
 from pathlib import Path

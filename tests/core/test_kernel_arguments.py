@@ -1,4 +1,4 @@
-"""Kernel arguments by name: what a stamp says of a kernel, and what a launch gives it."""
+"""Test kernel arguments by name: the stamp's description of a kernel, and the arguments of a launch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def of(args) -> Launch:
 
 
 def test_arguments_are_packed_by_name():
-    """Their order in the plan does not matter: no two of a type can be swapped."""
+    """Their order in the plan does not matter, so that two arguments of one type cannot be swapped."""
     expected = struct.pack("<QiifxxxxqIiQ", X.data_ptr(), 3, 5, 0.5, 2**40, 2**32 - 1, -1, OUT.data_ptr())
     assert pack(of(GIVEN), TAKES) == expected
     assert pack(of(dict(reversed(GIVEN.items()))), TAKES) == expected
@@ -113,7 +113,7 @@ def test_a_stamp_that_changes_is_read_again(tmp_path):
 
 
 def test_arguments_in_order_are_aligned():
-    """Of a kernel without a stamp, as the emulator runs them."""
+    """The emulator passes arguments in order to a kernel without a stamp."""
     planned = of((X, 7, None, 1.5, I64(-2), 3))
     assert pack(planned, in_order(planned)) == struct.pack("<QixxxxQfxxxxqi", X.data_ptr(), 7, 0, 1.5, -2, 3)
     for wrong in ("text", 2**31):

@@ -1,4 +1,4 @@
-"""The op mechanism: schemas, fakes, errors, fallbacks, explain, stats, tuned tables, argument packing, graphs, compile."""
+"""Test the op mechanism: schemas, fakes, errors, fallbacks, explain, stats, tuned tables, arguments, graphs, compile."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(tmp_path, monkeypatch):
-    """On an arch whose code objects are taken to exist."""
+    """Yield a recorder for an arch whose code objects appear to exist."""
     executor, built = Recorder(), launch.CODE
     (tmp_path / executor.arch.name).mkdir()
     monkeypatch.setattr(launch, "CODE", tmp_path)
@@ -219,7 +219,10 @@ def test_envelope_rules_fall_back_and_say_why(recorder):
 
 
 def broken_norms(why: str) -> None:
-    """Calls of two signatures fall back for this reason, with one warning that names the switch; vLLM's kernel can run."""
+    """Check that calls of two signatures fall back for this reason, with one warning that names the switch.
+
+    vLLM's kernel can run instead.
+    """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for hidden in (264, 280):
@@ -239,7 +242,7 @@ def test_missing_code_object_falls_back(recorder):
 
 
 def test_damaged_code_object_falls_back(recorder):
-    """A stamp says what its object is. One without a hash is taken as it is."""
+    """A stamp has its object's hash. Without one, the object is accepted as it is."""
     path = launch.code_object("rms_norm", recorder.arch.name)
     ops.rms_norm(*norm_arguments(hidden=248))
     stamp = launch.stamp(path)
@@ -264,7 +267,7 @@ def test_a_code_object_whose_arguments_are_not_known_falls_back(recorder, stamp)
 
 
 def test_wrong_arguments_are_found_before_anything_is_launched(recorder, monkeypatch):
-    """Of the second launch of two."""
+    """The second of two launches has the wrong arguments."""
     plan = ops.rms_norm.plan
 
     def misspelt(*given):
@@ -281,7 +284,7 @@ def test_wrong_arguments_are_found_before_anything_is_launched(recorder, monkeyp
 
 
 def warnings_of(calls) -> list[str]:
-    """The warnings of a function."""
+    """Return the warnings of a function."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         calls()
@@ -289,7 +292,7 @@ def warnings_of(calls) -> list[str]:
 
 
 def test_one_warning_for_each_reason_of_an_op(recorder, monkeypatch):
-    """It names the switch. What the user switched off, and what has no GPU, is not warned of."""
+    """The warning names the switch. An op that the user switched off, and a machine without a GPU, cause no warning."""
 
     def calls():
         for rows in (2, 3):
@@ -314,7 +317,7 @@ def test_one_warning_for_each_reason_of_an_op(recorder, monkeypatch):
 
 
 def test_arguments_that_break_the_contract_are_counted(recorder):
-    """Where the caller has something better than the reference, which would raise."""
+    """The caller has a faster kernel than the reference, which would raise."""
     x, weight, epsilon = norm_arguments(hidden=208)
 
     def calls():
@@ -327,7 +330,7 @@ def test_arguments_that_break_the_contract_are_counted(recorder):
 
 
 def test_trials_are_no_fallbacks(recorder):
-    """Of a caller that asks what kernels take. Code that does not load is warned of all the same."""
+    """The caller asks which arguments kernels accept. Code that does not load still causes a warning."""
     x, weight, epsilon = norm_arguments(hidden=160)
 
     def calls():
@@ -359,7 +362,7 @@ def test_on_a_gpu_what_is_native_comes_before_the_reference(recorder, monkeypatc
 
 
 def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
-    """Nothing ran, so that the residual is added to once. Later calls of the signature launch nothing."""
+    """Nothing ran, so the residual is added only once. Later calls of the signature launch nothing."""
     tried = []
 
     def fail(launch_, uninitialised):
@@ -390,7 +393,7 @@ def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
 
 
 def test_old_signatures_are_forgotten(recorder, monkeypatch):
-    """One by one: what is in use stays."""
+    """They are evicted one by one, and those in use stay."""
     monkeypatch.setattr(op, "REMEMBERED_SIGNATURES", 2)
     ops.rms_norm.forget()
     _, weight, epsilon = norm_arguments()
@@ -403,7 +406,7 @@ def test_old_signatures_are_forgotten(recorder, monkeypatch):
 
 
 class Driver:
-    """A runtime that fails where it is told to, and remembers for what it was asked for counters."""
+    """A runtime that fails where told to, and records the requests for counters."""
 
     def __init__(self, fails_at: str = ""):
         self.fails_at, self.asked, self.launched = fails_at, [], []
@@ -437,7 +440,7 @@ def test_a_kernel_that_does_not_load_falls_back(monkeypatch):
 
 @pytest.fixture
 def gpu_of_cpu(monkeypatch):
-    """What binds launches for a GPU takes the CPU for one, whose current stream is 7."""
+    """Make the binding of launches for a GPU accept the CPU, with 7 as the current stream."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
 
@@ -464,7 +467,7 @@ def test_each_launch_asks_for_its_counters(gpu_of_cpu):
 
 @pytest.mark.parametrize(("fails", "error"), [(0, launch.NotLaunched), (1, RuntimeError)])
 def test_a_launch_that_fails_names_the_switch(gpu_of_cpu, fails, error):
-    """Whether another may take the call depends on whether a launch ran before."""
+    """Another kernel may take the call only if no launch ran before."""
     x = torch.ones(2)
     kernel = Launch("m", "k", (3, 1, 1), (64, 1, 1), {"x": x, "counters": None, "n": 1})
     run = bind(Driver(f"launch {fails}"), kernel, x, launches=2)
@@ -486,7 +489,7 @@ def test_an_op_can_be_switched_off(recorder, monkeypatch, switch):
 
 @pytest.mark.parametrize("switch", ["", " ", "silu_and_mul,", "rmsnorm, silu_and_mul"])
 def test_other_ops_are_not_switched_off(recorder, monkeypatch, switch):
-    """What names no op is said once, with what there is."""
+    """A value that names no op is reported once, with the known names."""
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", switch)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -526,7 +529,7 @@ def test_alignment_is_part_of_the_signature(recorder):
 
 @each_op
 def test_explain_on_meta_tensors(the_op):
-    """Every op has kernels for an arch; for another it names the rule that is broken."""
+    """Every op has kernels for an arch; for another arch it names the broken rule."""
     explanations = []
     for arch in archs.ARCHS.values():
         meta = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in example(the_op, "cpu", arch.fp8_dtype)]
@@ -574,7 +577,7 @@ def test_unknown_archs_are_refused(name):
 
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
-    """An empty folder in place of the tuned tables, and none of the user's."""
+    """Replace the tuned tables by an empty folder, without the user's tables."""
     monkeypatch.setattr(tuned_tables, "TABLES", tmp_path / "shipped")
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "users"))
     tuned_tables.table.cache_clear()
@@ -605,7 +608,7 @@ def test_a_tuned_row_that_does_not_fit_is_no_configuration(tables):
 
 
 def check_tables(folder: Path) -> None:
-    """The tables in it have their columns and no row twice."""
+    """Check that the tables of a folder have their columns and no duplicate row."""
     for path in folder.glob("*/*.csv"):
         the_op = next(o for o in OPS if o.name == path.stem)
         key = ("compute_units", *the_op.problem(the_op.Arguments(*example(the_op, "meta"))))
@@ -614,7 +617,7 @@ def check_tables(folder: Path) -> None:
 
 
 def test_a_shipped_table_without_compute_units_is_left_out_with_a_warning(tables):
-    """It ends no engine, but is none that ships."""
+    """No shipped table is like this, and none ends an engine."""
     (tables / "rms_norm.csv").write_text(
         "dtype,rows,hidden,config.threads,config.vectors_per_thread\nbf16,4,4096,256,2\n"
     )
@@ -625,7 +628,7 @@ def test_a_shipped_table_without_compute_units_is_left_out_with_a_warning(tables
 
 
 def test_a_folder_of_tables_that_may_not_be_searched(tmp_path):
-    """As where a server runs with another user's HOME: one warning for all ops, and the defaults."""
+    """A server may run with another user's HOME: one warning for all ops, and the defaults."""
     tmp_path.chmod(0o755)
     home = tmp_path / "home"
     home.mkdir(0o000)
@@ -724,13 +727,13 @@ def test_a_stamp_that_cannot_be_read_is_in_the_fingerprint(tmp_path, monkeypatch
 
 
 def test_registered_are_the_ops_of_the_package():
-    """Each once."""
+    """Each is registered once."""
     found = list(op.registered())
     assert len(found) == len(set(found)) and set(found) == {o for o in vars(ops).values() if isinstance(o, op.Op)}
 
 
 def test_only_the_reference_is_a_fallback():
-    """No kernel for no rows is none."""
+    """A call without rows launches no kernel, and is not a fallback."""
     x, weight = torch.empty(0, 64, dtype=torch.bfloat16, device="meta"), torch.empty(64, device="meta")
     nothing = ops.rms_norm.explain(x, weight.bfloat16(), 1e-6, arch="gfx942")
     assert nothing.launches == () and not nothing.is_fallback
@@ -754,9 +757,9 @@ def split_cost(config: Split, a, arch) -> dict[str, float]:
     return {"read": waves * a.input.numel() / config.parts, "combine": 2.0 * config.parts}
 
 
-@pytest.fixture(scope="session")  # torch registers an op once in a process, and a module's fixtures may begin again
+@pytest.fixture(scope="session")  # torch registers an op once per process, and a module's fixtures may start again
 def split_op():
-    """An op with a cost and no default."""
+    """Yield an op with a cost and no default."""
 
     def split_sum(input: torch.Tensor) -> torch.Tensor:
         return input.sum(-1)
@@ -841,7 +844,7 @@ def test_executors_nest():
 @each_op
 @pytest.mark.parametrize("arch_name", archs.ARCHS)
 def test_plans_fit_the_arch(the_op, arch_name):
-    """Whole waves, no more than 1024 threads, grids within limits, for every case and configuration."""
+    """Every case and configuration has whole waves, at most 1024 threads and grids within limits."""
     arch = archs.ARCHS[arch_name]
     for case in the_op.cases():
         a = the_op.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))

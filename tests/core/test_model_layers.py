@@ -1,4 +1,4 @@
-"""What a step of a model calls, from its config.json."""
+"""Test the calls of a model's step, from its config.json."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ LLAMA = "llama-3.1-405b-fp8"
 
 
 def found(config: dict, tp: int = 1) -> dict[str, list[tuple]]:
-    """Layer -> (op's name, what its problem is without tokens, calls per step), one for each kind of call."""
+    """Return, by layer, the op's name, its problem without tokens, and the calls per step, for each kind of call."""
     layers: dict[str, list[tuple]] = {}
     for call in calls(config, tp):
         arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
@@ -48,7 +48,7 @@ def test_deepseek_at_tp8():
     layers = found(read("deepseek-v3"), 8)
     assert layers["input norm"] == [("rms_norm_per_block_quant", 7168, 1), ("rms_norm_per_block_quant", 7168, 60)]
     assert layers["kv_b (prefill)"] == [("block_scaled_mm", 4096, 512, 0)]
-    assert layers["post-attention norm"] == [("fused_add_rms_norm", 7168, 58)]  # two readers: not quantised
+    assert layers["post-attention norm"] == [("fused_add_rms_norm", 7168, 58)]  # two readers: not quantized
     assert layers["dense post-attention norm"] == [("rms_norm_per_block_quant", 7168, 3)]
     assert layers["router"] == [("unquantized_gemm", 256, 7168, 58)]
     assert layers["shared SwiGLU"] == [("silu_and_mul_per_block_quant", 256, 58)]
@@ -56,7 +56,7 @@ def test_deepseek_at_tp8():
 
 
 def test_experts_whose_hidden_states_the_norm_quantizes():
-    """As experts quantize them; for other models there are none."""
+    """It has the quantization of experts; other models have none."""
     norm, experts = joined.quantized_hidden(read("deepseek-v3"), 8)
     assert (norm.layer, norm.op, norm.count) == ("post-attention norm", ops.rms_norm_and_per_block_quant, 58)
     fp8 = torch.float8_e4m3fnuz
@@ -72,7 +72,7 @@ def test_experts_whose_hidden_states_the_norm_quantizes():
 
 
 def test_gate_up_and_swiglu_in_one_launch():
-    """Of static scales alone: the work of two calls of the step, as often."""
+    """One launch does the work of two calls of the step, equally often, for static scales only."""
     [call] = joined.gated(read(LLAMA), 8)
     assert (call.layer, call.op, call.count) == ("gate_up + SwiGLU", ops.scaled_mm_silu_and_mul_quant, 126)
     a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
@@ -90,7 +90,7 @@ def test_gate_up_and_swiglu_in_one_launch():
     ("change", "kind"), [({}, "block"), ({"quantization_config": None}, "none"), ({"q_lora_rank": None}, "none")]
 )
 def test_latent_attentions_norms_and_cache_write_in_one_launch(change, kind):
-    """The work of a layer's norms and of its write, as often; DeepSeek-V2-Lite has one norm."""
+    """One launch does the work of a layer's norms and cache write, equally often; DeepSeek-V2-Lite has one norm."""
     config = {
         name: value
         for name, value in (read("deepseek-v3") | change).items()
@@ -127,7 +127,7 @@ def test_no_other_model_has_latents():
     ],
 )
 def test_attention_of_decode(model, tp, wanted):
-    """Its query and cache for one request of as many tokens as the model has positions."""
+    """Query and cache are those for one request at the model's maximum length."""
     call = model_layers.attention(read(model), tp)
     arguments = call.op.Arguments(*call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn))
     cache = getattr(arguments, "kv_cache", None)
@@ -138,7 +138,7 @@ def test_attention_of_decode(model, tp, wanted):
 
 
 def test_launches_of_attention_in_one():
-    """What of a model's decode is in the place of which launches, with arguments that the ops take."""
+    """Each joined launch replaces the right launches of a model's decode, with arguments that the ops accept."""
 
     def made(model: str, tp: int) -> dict[str, tuple]:
         result = {}
@@ -189,7 +189,7 @@ def test_launches_of_attention_in_one():
 
 
 def test_products_that_latent_attention_absorbs():
-    """Each of a head's two weights, which are [K, N], lies as vLLM has it."""
+    """Each head's two weights, which are [K, N], have vLLM's layout."""
     assert model_layers.absorbed(read(LLAMA), 8) == []
     found = {}
     for call in model_layers.absorbed(read("deepseek-v3"), 8):
@@ -239,7 +239,7 @@ GLM = "glm-4.5-air-fp8"
 
 
 def test_glm_at_tp4():
-    """Nothing of ours is in front of experts: the router reads its input in float32."""
+    """No norm before experts is fused: the router reads its input in float32."""
     norm, activation = "rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"
     assert found(read(GLM), 4) == {
         "input norm": [(norm, 4096, 1), (norm, 4096, 45)],
@@ -260,7 +260,7 @@ def test_glm_at_tp4():
 
 
 def test_arguments_of_glm():
-    """The router's logits and its bias are in float32, and qkv alone has a bias."""
+    """The router's logits and its bias are in float32, and only qkv has a bias."""
     made = {
         call.layer: call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
         for call in calls(read(GLM), 4)
@@ -292,7 +292,7 @@ def test_glm_without_experts_shared_experts_or_a_bias():
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "block", "mx", "static", "token"])
 def test_a_bias_is_an_argument_of_every_linear_but_block_scaled_ones(quantization):
-    """vLLM adds it to these."""
+    """vLLM adds the bias to block-scaled ones."""
     model = model_layers._Model(read("tiny-llama"), 1, None)
     plain, biased = (model.linear("x", 64, 256, quantization, bias=bias) for bias in (False, True))
     arguments = biased.op.Arguments(*biased.case(3).make("cpu", torch.Generator(), torch.float8_e4m3fn))
@@ -306,7 +306,7 @@ def test_a_bias_is_an_argument_of_every_linear_but_block_scaled_ones(quantizatio
 
 @pytest.mark.parametrize(("groups", "scale", "op"), [(1, 1.0, "topk_softmax"), (1, 16.0, None), (8, 1.0, None)])
 def test_softmax_without_groups_is_routed_by_the_simpler_op(groups, scale, op):
-    """As the seam does."""
+    """The seam routes it so, too."""
     change = {"scoring_func": "softmax", "topk_method": "greedy", "n_group": groups, "routed_scaling_factor": scale}
     [(name, *_)] = found(read("tiny-deepseek-v3") | change)["routing"]
     assert name == (op or "grouped_topk")
@@ -340,7 +340,7 @@ def test_each_token_goes_to_experts_of_its_own():
 
 
 def test_weights_add_up_to_the_model():
-    """405.85 billion parameters less the embedding's 2.10, and 8.19 less 0.62; the ranks of TP 8 have an eighth each."""
+    """405.85 billion parameters less the embedding's 2.10, and 8.19 less 0.62; the ranks of TP8 have an eighth each."""
     for model, tp, parameters in ((LLAMA, 1, 403.75e9), (LLAMA, 8, 403.75e9), ("qwen3-8b-fp8", 1, 7.568e9)):
         products = [
             layer for kinds in found(read(model), tp).values() for layer in kinds if layer[0].endswith(("mm", "gemm"))
@@ -440,7 +440,7 @@ def test_quantization_decides_ops_and_scales(name):
 
 
 def int8(**changes) -> dict:
-    """A configuration of INT8 W8A8, with changes of its inputs."""
+    """Return a configuration of INT8 W8A8, with changes of its inputs."""
     weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
     inputs = weights | {"strategy": "token", "dynamic": True} | changes
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
@@ -449,7 +449,10 @@ def int8(**changes) -> dict:
 
 @pytest.mark.parametrize(("changes", "scales"), [({}, 3), ({"dynamic": False, "strategy": "tensor"}, 1)])
 def test_int8_layers_are_calls_of_the_seam(changes, scales, capsys, tmp_path):
-    """Their input comes from norms and activations that quantize nothing, and vLLM's kernels run where ours were not measured."""
+    """Their input comes from norms and activations that do not quantize.
+
+    vLLM's kernels run where the plugin's were not measured.
+    """
     config = read("tiny-llama") | {"quantization_config": int8(**changes)}
     by_layer = {call.layer: call for call in calls(config)}
     assert by_layer["post-attention norm"].op is ops.fused_add_rms_norm and by_layer["SwiGLU"].op is ops.silu_and_mul
@@ -496,7 +499,7 @@ def test_experts_in_int8_are_vllms():
 
 
 def test_layers_that_a_checkpoint_leaves_unquantized():
-    """As in Meta's own FP8 checkpoint: no attention, and neither the first nor the last layer's MLP."""
+    """Meta's own FP8 checkpoint has no quantized attention, nor a quantized MLP in its first and last layer."""
     ignored = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(126) for name in "qkvo"]
     ignored += [f"model.layers.{i}.mlp.{name}_proj" for i in (0, 125) for name in ("gate", "up", "down")]
     config = read(LLAMA) | {"quantization_config": {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ignored}}
@@ -522,7 +525,7 @@ def test_every_call_has_arguments_that_its_op_takes(model, arch):
 
 
 def test_arguments_run():
-    """Random ones on CPU, through the references: shapes and types fit together."""
+    """Random arguments run on CPU through the references: shapes and types match."""
     for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
         for call in [*calls(read(model)), *explain.around(read(model), 1, None, "gfx942")]:
             generator = torch.Generator().manual_seed(0)

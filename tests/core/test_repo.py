@@ -1,11 +1,9 @@
-"""The rules of the house, as tests."""
+"""Test the repository's rules."""
 
 import ast
 import contextlib
 import dataclasses
-import fnmatch
 import graphlib
-import os
 import pathlib
 import re
 import shlex
@@ -13,11 +11,13 @@ import shutil
 import subprocess
 import sys
 
+import prose
 import pytest
 from marks import BUILT
 from pages import readme
 from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, launches_of
+from sources import FILES, ROOT, source_files
 
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
@@ -33,37 +33,14 @@ from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, measured_all_reduce
 
-ROOT = readme.ROOT
 LARGEST_FILE = 200_000
 LARGEST_CODE = 20 * 1024
 README_LINES, README_TABLES = 90, 2  # written, and generated
 needs_git = pytest.mark.skipif(not in_git(), reason="git alone knows the order of a day's results, and what is tracked")
 
 
-def source_files(root: pathlib.Path) -> list[pathlib.Path]:
-    """All files but those that .gitignore names. Found without git, which a downloaded archive may lack."""
-    patterns = (root / ".gitignore").read_text().split()
-
-    def ignored(path: pathlib.Path) -> bool:
-        place = "/" + path.relative_to(root).as_posix()
-        return path.name == ".git" or any(
-            fnmatch.fnmatchcase(place if pattern.startswith("/") else path.name, pattern.rstrip("/"))
-            for pattern in patterns
-            if path.is_dir() or not pattern.endswith("/")
-        )
-
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not ignored(pathlib.Path(folder, name))]
-        found += [path for name in names if not ignored(path := pathlib.Path(folder, name))]
-    return sorted(found)
-
-
-FILES = source_files(ROOT)
-
-
 def files(*patterns: str) -> list[pathlib.Path]:
-    """Source files, by patterns relative to the root."""
+    """Return the source files that match patterns relative to the root."""
     return [path for path in FILES if any(path.relative_to(ROOT).match(pattern) for pattern in patterns)]
 
 
@@ -76,12 +53,12 @@ def name(path: pathlib.Path) -> str:
 
 
 def without_comments(text: str) -> str:
-    """C++ without its comments."""
+    """Return C++ without its comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
 def code_strings(path: pathlib.Path) -> str:
-    """A Python file's names and strings, without comments and docstrings."""
+    """Return a Python file's code, without comments and docstrings."""
     tree = ast.parse(path.read_text())
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
@@ -95,7 +72,7 @@ def code_strings(path: pathlib.Path) -> str:
 VENDOR_TOKENS = {
     r"__builtin_amdgcn|__gfx\d|\bs_waitcnt\b": ("csrc/device/amd/", "csrc/gemm/skinny/amd/", "csrc/attention/amd/"),
     r"__nvvm_|__syncthreads|__nv_": ("csrc/device/nvidia/", "csrc/gemm/skinny/nvidia/", "csrc/attention/nvidia/"),
-    # Those that choose the vendor's header.
+    # These choose the vendor's header.
     r"__AMDGCN__|__NVPTX__|__HIP|__CUDA": (
         "csrc/device/gpu.h",
         "csrc/device/tile_mma.h",
@@ -119,7 +96,7 @@ def test_kernels_speak_of_vendors_only_in_their_folders(tokens):
 
 
 def test_python_names_archs_only_in_their_registry():
-    """A spec asks the Arch for what it needs to know, never for its name."""
+    """A spec asks the Arch for its properties, never for its name."""
     pattern = rf"['\"].*?\b({'|'.join(archs.ARCHS)})\b"
     allowed = {
         *under("vllm_rocm_ops/core/archs", ".py"),
@@ -134,7 +111,7 @@ def test_python_names_archs_only_in_their_registry():
 
 
 def exported(vendor: str) -> set[str]:
-    """What csrc/device/<vendor> defines: functions, constants, types; with their namespace."""
+    """Return the functions, constants and types that csrc/device/<vendor> defines, with their namespace."""
     names = set()
     for path in under(f"csrc/device/{vendor}", ".h"):
         text = without_comments(path.read_text())
@@ -147,7 +124,7 @@ def exported(vendor: str) -> set[str]:
 
 
 def test_vendors_export_the_same_names():
-    """Only what a header needs for itself may be missing from the other vendor's, and what kernels use behind a HAS_."""
+    """Only internals of a header, and what kernels use under a HAS_ macro, may be missing from the other vendor's."""
     amd, nvidia = exported("amd"), exported("nvidia")
     assert {path.name for path in under("csrc/device/amd", ".h")} == {p.name for p in under("csrc/device/nvidia", ".h")}
     assert len(amd & nvidia) > 10
@@ -161,7 +138,7 @@ def test_vendors_export_the_same_names():
 
 
 def test_every_kernel_file_has_its_spec():
-    """An op's file of its name, or one of what several ops share, which names it as its MODULE."""
+    """The spec is a file of the same name, or one that several ops share, which names the kernel file as its MODULE."""
     specs = {path.stem for path in files("vllm_rocm_ops/ops/*.py")}
     for path in files("vllm_rocm_ops/ops/families/*.py"):
         specs |= set(re.findall(r'^(?:\w+_)?MODULE = "(\w+)"', path.read_text(), re.MULTILINE))
@@ -176,7 +153,7 @@ def test_the_folder_of_ops_has_nothing_else():
 
 @pytest.mark.parametrize("arch", BUILT)
 def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
-    """Over all cases, in all configurations: so the tests that run the cases run all kernels."""
+    """This holds over all cases in all configurations, so the tests that run the cases run all kernels."""
     planned: dict[str, set[str]] = launches.symbols()
     for op in op_module.registered():
         for _, _, planned_launch in launches_of(op, arch):
@@ -186,7 +163,7 @@ def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
         path.stem: {symbol.decode() for symbol in re.findall(pattern, launch.code_object(path.stem, arch).read_bytes())}
         for path in files("csrc/ops/*.hip")
     }
-    # What a file needs of an arch it asks for by a HAS_, and without has no kernels.
+    # A file that needs a feature of an arch asks for it by a HAS_ macro, and has no kernels without it.
     assert planned == {module: symbols for module, symbols in compiled.items() if symbols}
 
 
@@ -218,7 +195,7 @@ def test_environment_variables_are_declared_and_used():
 
 
 def test_environment_is_read_in_one_place():
-    """doctor shows what is set; what runs before the package is installed has to look for itself."""
+    """Only `doctor`, and scripts that run before the package is installed, read it elsewhere."""
     python = [path for path in FILES if path.suffix == ".py" and path.parts[len(ROOT.parts)] not in ("tests", SCRIPTS)]
     readers = {name(path) for path in python if re.search(r"os\.(environ|getenv)", path.read_text())}
     built = {"csrc/build.py", "csrc/wheels.py", "setup.py"}
@@ -243,7 +220,7 @@ assert not torch.cuda.is_initialized()
 
 
 def packages_imported(path: pathlib.Path) -> set[str]:
-    """The top-level modules that a file imports, also within functions."""
+    """Return the top-level modules that a file imports, also within functions."""
     modules = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -254,8 +231,11 @@ def packages_imported(path: pathlib.Path) -> set[str]:
 
 
 def import_graph(package: pathlib.Path) -> dict[str, set[str]]:
-    """Which modules of a package each of its modules imports, within functions too, but not for type checkers alone. What is
-    imported from a package is its module of that name or, where it has none, the package itself."""
+    """Return the modules of a package that each of its modules imports, also within functions.
+
+    Imports for type checkers only do not count. A name imported from a package is its module of that name or, without
+    such a module, the package itself.
+    """
 
     def dotted(path: pathlib.Path) -> str:
         path = path.relative_to(package.parent)
@@ -326,7 +306,7 @@ def test_only_the_vllm_folder_knows_vllm():
 
 
 COMMANDS = ("tools", "timing", "emulator")
-"""Folders of `vllm_rocm_ops` that no process that serves imports."""
+"""Folders of `vllm_rocm_ops` that no serving process imports."""
 WORKER_MODULES = 116  # at most, packages among them; fewer is better
 
 
@@ -342,12 +322,12 @@ def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
 
 
 def belongs(module: str, *folders: str) -> bool:
-    """Return whether a module of the package is one of these, or in one."""
+    """Return whether a module of the package is, or is in, one of these."""
     return module.partition(".")[2].partition(".")[0] in folders
 
 
 def test_a_worker_imports_no_command():
-    """The plugin and its seams, which vLLM's workers import, and what these import, within functions too."""
+    """vLLM's workers import the plugin, its seams and their imports, also within functions."""
     graph = import_graph(ROOT / "vllm_rocm_ops")
     worker = reached(graph, {module for module in graph if belongs(module, "vllm")})
     assert {"vllm_rocm_ops.vllm.fusion.norm", "vllm_rocm_ops.core.clock", "vllm_rocm_ops.ops.gemm"} < worker
@@ -448,11 +428,68 @@ def test_nothing_is_left_for_later():
 def test_ruff(command):
     sources = [
         str(path) for path in FILES if path.suffix == ".py"
-    ]  # outside git ruff would look at what git ignores too
+    ]  # outside git, ruff would also check what git ignores
     result = subprocess.run(
         [sys.executable, "-m", "ruff", *command, *sources], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_prose_has_only_the_faults_that_are_allowed():
+    """Counts of tests/data/prose.csv may only shrink."""
+    places, counts = prose.found(FILES), prose.allowed()
+    above = prose.excess(places, counts)
+    assert not above, "rewrite these:\n" + "\n".join(above)
+    below = [key for key, count in counts.items() if len(places.get(key, ())) < count]
+    assert not below, "lower these counts by `python tests/prose.py`"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "wanted"),
+    [
+        (".md", "The error is at most that of the baseline.", ["that of"]),
+        (".md", "Errors, those\nof the baseline.", ["that of"]),
+        (".md", "It takes so many tokens, and as\nmany rows.", ["so many", "so many"]),
+        (".md", "Dequantisation of neighbours.", ["spelling", "spelling"]),
+        (".md", "`that of` and\n```\nthose of\n```\n[a page](neighbour) quantizes", []),
+        (".py", "x = 1  # that many", ["so many"]),
+        (".py", "# as\n# many as there are", ["so many"]),
+        (".py", "x = 'that of'  # as\ny = 1  # many", []),
+        (".py", 'def f():\n    """Of a part."""', ["headless"]),
+        (".py", 'def f():\n    """The blocks per split."""', ["headless"]),
+        (".py", 'def f():\n    """Returns the blocks."""', ["headless"]),
+        (".py", 'def f():\n    """Count of blocks."""', ["headless"]),
+        (".py", 'def f():\n    """return the blocks."""', ["headless"]),
+        (".py", 'def f():\n    """Return the blocks per split."""', []),
+        (".py", 'class F:\n    @functools.cached_property\n    def f(self):\n        """The blocks."""', []),
+        (".py", 'def test_f():\n    """A wave ends."""', []),
+        (".py", 'def test_f():\n    """What a wave ends."""', ["headless"]),
+        (".py", 'class F:\n    """Of a part."""', ["headless"]),
+        (".py", 'x = 1\n"""How many blocks."""', ["headless"]),
+        (".hip", "int x;  // behaves like that of\n", ["that of"]),
+        (
+            ".hip",
+            "// so\n// many\nf('\"', \"// as many\", '\"');  /* normalises\n * neighbours */",
+            ["so many", "spelling", "spelling"],
+        ),
+        (".h", "int that, of;", []),
+    ],
+)
+def test_faults_of_prose_are_seen(suffix, text, wanted):
+    assert [fault for fault, *_ in prose.faults(suffix, text)] == wanted
+
+
+@pytest.mark.parametrize(("found", "counts", "status"), [(2, 1, 1), (1, 2, 0), (1, 1, 0), (1, None, 0)])
+def test_counts_of_faults_only_shrink(tmp_path, monkeypatch, found, counts, status):
+    """A file that has more faults than allowed fails, and keeps its count."""
+    (tmp_path / "page.md").write_text("that of\n" * found)
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose, "FILES", [tmp_path / "page.md"])
+    monkeypatch.setattr(prose, "ALLOWED", tmp_path / "prose.csv")
+    if counts:
+        prose.ALLOWED.write_text(f"file,fault,count\npage.md,that of,{counts}\nold.md,that of,1\n")
+    assert prose.main() == status
+    assert prose.allowed() == {("page.md", "that of"): min(found, counts or found)}
 
 
 def test_clang_format():
@@ -486,7 +523,7 @@ def test_a_user_reads_once_what_a_bare_system_lacks(tmp_path, command):
 
 @needs_git
 def test_what_is_generated_is_fresh():
-    """README, the page of results, and a page for every op and for nothing else."""
+    """README, the results page, and one page per op are up to date, and there is no other page."""
     documents = readme.documents()
     stale = [name(path) for path, text in documents.items() if not path.exists() or path.read_text() != text]
     assert not stale, "run: python tests/pages"
@@ -570,10 +607,10 @@ def test_the_page_on_tuning_states_the_limits_of_selection():
 
 @pytest.mark.parametrize("page", [readme.README, DOCS / "configuration.md"], ids=name)
 def test_switches_name_what_there_is(page):
-    """Every value of VLLM_ROCM_OPS_SEAMS and _DISABLE, and the verb and the options of every command."""
+    """Every value of VLLM_ROCM_OPS_SEAMS and _DISABLE, and the verb and options of every command, must exist."""
     text = page.read_text()
     for value in re.findall(r"VLLM_ROCM_OPS_SEAMS=([\w,-]+)", text):
-        seam.wanted("norm", value)  # raises for a name that is no seam
+        seam.wanted("norm", value)  # raises for a name that is not a seam
     known = {op.name for op in op_module.registered()}
     assert set(re.findall(r"VLLM_ROCM_OPS_DISABLE=(\w+)", text)) <= known
     commands = re.findall(
@@ -606,7 +643,7 @@ def test_the_readme_states_what_the_package_requires():
 
 
 def headings(page: pathlib.Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 

@@ -1,9 +1,13 @@
-"""Each rule of each op's contract and envelope is broken by an input that breaks no other, which is then refused or falls back with
-that rule's text. Most inputs are variants of cases (variants.py); BREACHES has those that change several arguments at once, or
-miss a bound by little, and FOLLOW says why a rule cannot be broken alone."""
+"""Break each rule of each op's contract and envelope by an input that breaks no other.
+
+The call is then refused or falls back with that rule's text. Most inputs are variants of cases (variants.py); BREACHES
+has those that change several arguments at once, or miss a bound by little, and FOLLOW says why a rule cannot be broken
+alone.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 
@@ -15,11 +19,12 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op
 from vllm_rocm_ops.core.stats import FALLBACK
 from vllm_rocm_ops.core.tensors import canonical
+from vllm_rocm_ops.ops.families import gated
 
 OPS = list(op.registered())
 ARCH = archs.ARCHS["gfx950"]
 Rule = tuple[str, ...]
-"""The argument and what is wanted of it, or the text of an envelope's rule; without numbers and dtypes."""
+"""An argument and its requirement, or the text of an envelope's rule; without numbers and dtypes."""
 
 
 def plain(text: str) -> str:
@@ -27,7 +32,10 @@ def plain(text: str) -> str:
 
 
 def judge(the_op, arguments: tuple, arch) -> tuple[set[Rule], str, Rule | None]:
-    """The rules that are asked, what a call says if one alone is broken, and that rule. A contract ends at its first breach."""
+    """Return the rules that are checked, the call's message if exactly one is broken, and that rule.
+
+    A contract ends at its first breach.
+    """
     rules, broken = set(), []
     tensors = (torch.Tensor, torch.Tensor | None)
     for name, value in zip(the_op.Arguments._fields, arguments):
@@ -46,7 +54,7 @@ def judge(the_op, arguments: tuple, arch) -> tuple[set[Rule], str, Rule | None]:
 
 
 def said_by(the_op, arguments: tuple, arch) -> str:
-    """What a call's error or fallback says."""
+    """Return the message of a call's error or fallback."""
     try:
         return the_op.explain(*arguments, arch=arch).source
     except ValueError as error:
@@ -57,7 +65,10 @@ def said_by(the_op, arguments: tuple, arch) -> str:
 
 
 def changed(value, change):
-    """An argument changed: a tuple is a tensor's shape, a list one whose rows begin at multiples of 16, a dictionary has strides."""
+    """Return an argument with a change applied.
+
+    A tuple is a tensor's shape, a list is a shape whose rows begin at multiples of 16, and a dictionary has strides.
+    """
     if callable(change):
         return change(value)
     if not isinstance(value, torch.Tensor):
@@ -70,7 +81,7 @@ def changed(value, change):
 
 
 def at(shape: tuple[int, ...], *strides: int):
-    """A change to this shape with these strides."""
+    """Return a change to this shape with these strides."""
     return lambda value: laid(value, strides, shape)
 
 
@@ -89,7 +100,7 @@ class Breach:
 
 
 def inputs(the_op) -> Iterator[tuple]:
-    """Variants of each case that is asked a rule that no case before was."""
+    """Yield variants of each case that is the first to be checked for a rule."""
     others, asked = donors(the_op, ARCH.fp8_dtype), set()
     for base in cases(the_op, ARCH.fp8_dtype).values():
         rules, _, broken = judge(the_op, base, ARCH)
@@ -107,20 +118,19 @@ def inputs(the_op) -> Iterator[tuple]:
                 yield (*there[:i], other, *there[i + 1 :])
 
 
-BYTES = 2**25  # of a row, from which on it is too long
-GATED = "scaled_mm_silu_and_mul_quant"
+BYTES = 2**25  # the shortest row length in bytes that is too long
 
 BREACHES = [
-    # Products
+    # GEMMs
     Breach("K is a multiple of 8", "batched_gemm/bf16-m1", x=[1, 2, 516], weights=[2, 516, 128]),
     Breach("N is a multiple of 64 for weights", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
     Breach("N is at least 1", "block_scaled_mm/m1", a=(1, 16), b=(2**30, 16), scale_a=(1, 1), scale_b=(2**23, 1)),
     Breach("N is at least 1", "scaled_mm/m1", a=(1, 16), b=(16, 2**30), scale_b=(1,)),
-    Breach("N is at least 1", f"{GATED}/m1", a=(1, 16), b=at((16, 2**30), 1, 0), scale_b=(1,)),
-    Breach("rows along K are multiples of 16 bytes", f"{GATED}/m2", a=[2, 1000], b=[1000, 96]),
-    Breach("K is at least 1", f"{GATED}/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 96), 1, 0)),
-    Breach("half of b's rows, and 48 more", f"{GATED}/m1", b={1: BYTES - 16}),
-    Breach("b is not shuffled on NVIDIA", f"{GATED}/shuffled", "sm_90"),
+    Breach("N is at least 1", "scaled_mm_silu_and_mul_quant/m1", a=(1, 16), b=at((16, 2**30), 1, 0), scale_b=(1,)),
+    Breach("rows along K are multiples of 16 bytes", "scaled_mm_silu_and_mul_quant/m2", a=[2, 1000], b=[1000, 96]),
+    Breach("K is at least 1", "scaled_mm_silu_and_mul_quant/m2", a=at((2, BYTES), 0, 1), b=at((BYTES, 96), 1, 0)),
+    Breach("half of b's rows, and 48 more", "scaled_mm_silu_and_mul_quant/m1", b={1: BYTES - 16}),
+    Breach("b is not shuffled on NVIDIA", "scaled_mm_silu_and_mul_quant/shuffled", "sm_90"),
     Breach("rows along K are multiples of 16 bytes", "block_scaled_mm/m5", a=[5, 1000], b=[192, 1000]),
     Breach("rows along K are multiples of 16 bytes", "scaled_mm/m2", a=[2, 1000], b=[1000, 48]),
     Breach("rows along K are multiples of 16 bytes", "unquantized_gemm/bf16-m16", x=[16, 500], weight=[80, 500]),
@@ -278,7 +288,7 @@ BREACHES = [
     ),
 ]
 
-GATED = "silu_and_mul"
+GATED = [the_op.name for the_op in OPS if inspect.getmodule(the_op.configs) is gated]
 CACHE = "one tensor has keys and values"
 FOLLOW = {
     ("batched_gemm", "out's row stride is at least N"): "the contract has no overlaps",
@@ -299,7 +309,7 @@ FOLLOW = {
     ("paged_attention_decode", "head sizes are multiples"): "sizes are listed",
     ("topk", "a lane has at most"): "of the most experts",
     ("topk", "groups, one lane each"): "there is one group",
-    (GATED, "at least one-dimensional"): "rows have two halves",
+    **{(name, "at least one-dimensional"): "rows have two halves" for name in GATED},
     ("stream_memory", "a multiple of # words"): "16-byte aligned",
     ("unquantized_gemm", "N and K are at least"): "K and N are at least 1",
     ("unquantized_gemm", "are not # with #"): "the contract has one dtype",
@@ -308,11 +318,11 @@ FOLLOW = {
     ("unquantized_gemm", "sums fit"): "x is bfloat16 or float16",
     ("unquantized_gemm", "row scales and bias"): "bias is contiguous",
 }
-"""Rules, by parts of their op's name and of their text, that another one implies."""
+"""Rules that another rule implies, by parts of their op's name and of their text."""
 
 
 ABSENT = re.compile("residual|weight|scoring_func|num_expert_group|topk_group")
-"""Arguments that some of the ops which share a rule do not have."""
+"""Arguments that only some of the ops sharing a rule have."""
 
 
 @pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)

@@ -1,4 +1,4 @@
-"""The extension _C: its declarations against the vendors' headers, a HIP that only remembers, and AMD's own without a GPU."""
+"""Test the extension _C against the vendors' headers, a recording HIP, and AMD's own without a GPU."""
 
 import contextlib
 import ctypes
@@ -24,11 +24,11 @@ from vllm_rocm_ops.core import arch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-CACHE = ROOT / "build" / "hip"  # what is downloaded stays there
+CACHE = ROOT / "build" / "hip"  # downloads stay there
 
 
 class LastLaunch(ctypes.Structure):
-    """fake_launch of fake_hip.c."""
+    """The fake_launch of fake_hip.c."""
 
     _fields_ = (
         ("function", ctypes.c_void_p),
@@ -42,12 +42,15 @@ class LastLaunch(ctypes.Structure):
 
 
 def extension() -> Path:
-    """The built _C."""
+    """Return the built _C."""
     return Path(importlib.util.find_spec("vllm_rocm_ops._C").origin)
 
 
 def fresh_runtime(folder: Path):
-    """_C as a new process sees it: a copy of the file, under a name of its own, has its own state."""
+    """Return _C as a new process sees it.
+
+    A copy of the file, under another name, has its own state.
+    """
     copy = shutil.copy(extension(), folder)
     spec = importlib.util.spec_from_file_location(f"{folder.name}._C", copy)
     module = importlib.util.module_from_spec(spec)
@@ -56,7 +59,7 @@ def fresh_runtime(folder: Path):
 
 
 def compile_fake(source: str, library: Path, *flags: str) -> Path:
-    """A source of this folder as a shared library."""
+    """Compile a source of this folder to a shared library."""
     command = [
         *host_compiler("cc"),
         "-shared",
@@ -72,7 +75,7 @@ def compile_fake(source: str, library: Path, *flags: str) -> Path:
 
 
 def run_alone(code: str, **environment: str) -> str:
-    """The output of Python code in a process of its own, where `runtime` is _C, without the package and torch."""
+    """Return the output of Python code in a new process, where `runtime` is _C, without the package and torch."""
     start = f"""
 import ctypes, importlib.util
 spec = importlib.util.spec_from_file_location("_C", {str(extension())!r})
@@ -92,7 +95,7 @@ def fake_library(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def fake(fake_library, tmp_path, monkeypatch) -> ctypes.CDLL:
-    """The remembering HIP, as $VLLM_ROCM_OPS_HIP_LIBRARY, with nothing remembered yet."""
+    """Yield the recording HIP as $VLLM_ROCM_OPS_HIP_LIBRARY, with nothing recorded yet."""
     library = shutil.copy(fake_library, tmp_path / "libfake_hip.so")
     monkeypatch.setenv("VLLM_ROCM_OPS_HIP_LIBRARY", str(library))
     return ctypes.CDLL(str(library))
@@ -111,7 +114,7 @@ def code_object(tmp_path) -> str:
 
 
 def host_compiler(language: str) -> list[str]:
-    """The machine's "cc" or "c++", or ziglang's."""
+    """Return the machine's "cc" or "c++", or ziglang's."""
     return [language] if shutil.which(language) else [sys.executable, "-m", "ziglang", language]
 
 
@@ -160,12 +163,12 @@ SIZES = (4, 576, 128, 640)  # bytes of counters
 
 
 def lines(first: int, size: int) -> set[int]:
-    """The lines of the caches that counters are in."""
+    """Return the cache lines of counters."""
     return set(range(first // 128, -(-(first + size) // 128)))
 
 
 def test_eager_counters_are_the_streams(runtime, fake):
-    """Launches on a stream follow each other; those on another stream, or device, may run beside them."""
+    """Launches on a stream are ordered; launches on another stream, or device, may overlap them."""
     got = {(d, s, n): runtime.counters(d, s, n) for d in (0, 1) for s in (0, 16, 32) for n in SIZES}
     assert all(runtime.counters(*where) == address for where, address in got.items())
     for (d, s, n), address in got.items():
@@ -174,7 +177,7 @@ def test_eager_counters_are_the_streams(runtime, fake):
 
 
 def test_each_captured_launch_has_its_own_counters(runtime, fake):
-    """Two captures on one stream; two streams in one capture; and what was eager before and after."""
+    """There are two captures on one stream, two streams in one capture, and eager launches before and after."""
     eager = {runtime.counters(0, stream, 576) for stream in (0, 16, 32)}
     captured = []
     for graph in (5, 6):
@@ -191,7 +194,7 @@ def test_each_captured_launch_has_its_own_counters(runtime, fake):
 
 
 def capture(runtime, fake, graph: int, launches: int = 40) -> list[int]:
-    """The counters of a capture's launches."""
+    """Return the counters of a capture's launches."""
     fake.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(graph))
     taken = [runtime.counters(0, 16, SIZES[i % len(SIZES)]) for i in range(launches)]
     fake.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(0))
@@ -199,7 +202,7 @@ def capture(runtime, fake, graph: int, launches: int = 40) -> list[int]:
 
 
 def test_counters_come_back_when_their_graph_is_gone(runtime, fake):
-    """1,000 captures and releases, two graphs alive at a time."""
+    """There are 1,000 captures and releases, with two graphs alive at a time."""
     first = capture(runtime, fake, 1)
     before = 0
     for graph in range(2, 1002):
@@ -211,7 +214,7 @@ def test_counters_come_back_when_their_graph_is_gone(runtime, fake):
 
 
 def test_a_driver_that_cannot_say_when_graphs_are_gone(tmp_path, monkeypatch):
-    """HIP before 5.3: no launch gets counters that a graph may still use."""
+    """With HIP before 5.3, no launch gets counters that a graph may still use."""
     library = compile_fake("fake_hip.c", tmp_path / "libold_hip.so", "-DFAKE_OLD")
     monkeypatch.setenv("VLLM_ROCM_OPS_HIP_LIBRARY", str(library))
     runtime, fake = fresh_runtime(tmp_path), ctypes.CDLL(str(library))
@@ -223,7 +226,7 @@ def test_a_driver_that_cannot_say_when_graphs_are_gone(tmp_path, monkeypatch):
 
 
 def test_a_graph_may_go_while_memory_is_allocated(fake_library):
-    """The driver may call back from another thread, and wait for that, while it allocates."""
+    """The driver may call back from another thread while it allocates, and wait for that call."""
     output = run_alone(
         f"""
 fake = ctypes.CDLL({str(fake_library)!r})
@@ -264,7 +267,7 @@ def test_failures_say_what_the_driver_says(runtime, fake, code_object, tmp_path)
         (str(tmp_path / "absent.co"), "kernel", 0, "absent.co: cannot be read"),
         (code_object, "kernel", 7, "device 7: invalid device ordinal (hipErrorInvalidDevice)"),
     ):
-        for _ in range(2):  # a failure is not remembered as a success
+        for _ in range(2):  # a failure is not cached as a success
             with pytest.raises(RuntimeError) as error:
                 runtime.load(path, symbol, device)
             assert text in str(error.value)
@@ -286,7 +289,7 @@ def test_failures_say_what_the_driver_says(runtime, fake, code_object, tmp_path)
 
 
 def test_no_device_is_a_status_and_no_failure(fake_library, tmp_path):
-    (tmp_path / "libcuda.so.1").touch()  # this machine's real one, if any, is not found then
+    (tmp_path / "libcuda.so.1").touch()  # hides this machine's real one, if any
     output = run_alone(
         f"""
 ctypes.c_int.in_dll(ctypes.CDLL({str(fake_library)!r}), "fake_devices").value = 0
@@ -309,7 +312,7 @@ for call in (lambda: runtime.load("code.co", "kernel", 0), lambda: runtime.launc
 
 
 def test_a_loaded_hip_is_shared(fake_library, tmp_path, monkeypatch):
-    """torch has its own libamdhip64, at a path of its own; a second copy in the process would not know torch's streams."""
+    """The libamdhip64 of torch is in a folder of its own; a second copy in the process would not know torch's streams."""
     monkeypatch.delenv("VLLM_ROCM_OPS_HIP_LIBRARY", raising=False)
     assert run_alone(f"ctypes.CDLL({str(fake_library)!r}); print(runtime.status())") == f"{fake_library}: 2 devices"
 
@@ -323,7 +326,7 @@ def test_importing_opens_no_driver(fake_library, monkeypatch):
 
 
 def test_launch_is_cheap(runtime, code_object):
-    """Goal: under 1.5 us of our own, the driver's cost apart."""
+    """The goal is under 1.5 us without the driver."""
     handle = runtime.load(code_object, "kernel", 0)
     arguments = bytes(96)
     count = 20000
@@ -332,7 +335,7 @@ def test_launch_is_cheap(runtime, code_object):
 
 
 def test_cuda(tmp_path, code_object):
-    """CUDA's own ways: PTX with the assembler's log, contexts by thread, dynamic LDS above 48 KiB only if asked for."""
+    """CUDA differs in PTX with the assembler's log, contexts by thread, and dynamic LDS above 48 KiB on request only."""
     compile_fake("fake_cuda.c", tmp_path / "libcuda.so.1")
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(".version 8.7")
@@ -390,13 +393,13 @@ for lds, grid in ((2**20, 1), (0, 0)):
 
 
 def download_debian(package: str) -> Path | None:
-    """The package and all it needs, unpacked under CACHE, without root; None where there is no such package."""
+    """Return the package and its dependencies, unpacked under CACHE without root, or None if it does not exist."""
     root = CACHE / package
     if root.exists() or not shutil.which("apt-get"):
         return root if root.exists() else None
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        # An apt state of our own: reading lists and downloading then needs no root.
+        # With a separate apt state, reading lists and downloading need no root.
         state, unpacked = Path(folder, "apt"), Path(folder, "unpacked")
         for path in (state / "lists/partial", state / "archives/partial", unpacked):
             path.mkdir(parents=True)
@@ -419,7 +422,7 @@ def download_debian(package: str) -> Path | None:
 
 
 def vendor_include(vendor: str, header: str) -> Path:
-    """A folder with that vendor's real headers: triton's wheel has both, else what the system has, else Debian's."""
+    """Return a folder with that vendor's real headers: from triton's wheel, else the system, else Debian."""
     spec = importlib.util.find_spec("triton")
     folders = [Path(spec.submodule_search_locations[0], "backends", vendor, "include")] if spec else []
     folders += [Path(os.environ.get("ROCM_PATH", "/opt/rocm"), "include"), Path("/usr/local/cuda/include")]
@@ -434,7 +437,7 @@ def vendor_include(vendor: str, header: str) -> Path:
 
 @pytest.mark.parametrize(("vendor", "header"), [("amd", "hip/hip_runtime_api.h"), ("nvidia", "cuda.h")])
 def test_declarations_are_the_vendors(vendor, header, tmp_path):
-    """check_api.cpp holds every entry point and constant against the real header."""
+    """check_api.cpp compares every entry point and constant with the real header."""
     command = [*host_compiler("c++"), "-std=c++20", "-w", "-I", str(ROOT / "csrc/runtime")]
     command += [
         "-I",
@@ -451,7 +454,7 @@ def test_declarations_are_the_vendors(vendor, header, tmp_path):
 
 @pytest.mark.skipif(Path("/dev/kfd").exists(), reason="this machine may have a device")
 def test_amds_own_library_without_a_device():
-    """A real libamdhip64, the system's or Debian's: every entry point is there, and no device is a status."""
+    """The system's or Debian's real libamdhip64 has every entry point, and reports a missing device as a status."""
     search = ""
     library = ctypes.util.find_library("amdhip64")
     if library is None:
@@ -527,7 +530,7 @@ def test_gpu_launch_from_a_thread_that_has_not_used_the_gpu(gpu):
 
 @needs_gpu
 def test_gpu_graph_captures_first_load_and_launch(gpu, tmp_path):
-    """A module may be loaded for the first time inside a capture, and a graph takes the launch."""
+    """A module may be loaded for the first time inside a capture, and a graph accepts the launch."""
     x = torch.ones(300, device="cuda")
     gpu.path = Path(shutil.copy(gpu.path, tmp_path))
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""tests/sanitize.py: what it reads of the tools' output, which was recorded, and what it does with a tool that only says so."""
+"""Test tests/sanitize.py on recorded output of the tools, and on a fake tool that prints it."""
 
 import os
 import sys
@@ -132,7 +132,10 @@ sys.exit(86 if options["--tool"] == "racecheck" else 0)
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """A compute-sanitizer on PATH that finds a race, on a machine with two GPUs; the file of the GPUs and tests that it was given."""
+    """Put a compute-sanitizer that finds a race on PATH of a machine with two GPUs.
+
+    Return the file that lists the GPUs and tests it was given.
+    """
     seen, tool = tmp_path / "seen", tmp_path / "compute-sanitizer"
     tool.write_text(FAKE.format(python=sys.executable, seen=str(seen), outputs=str(tmp_path)))
     tool.chmod(0o755)
@@ -187,7 +190,7 @@ def test_a_number_of_workers_that_there_is_not(workers):
 
 
 def test_a_tool_that_takes_too_long(fake, tmp_path, capsys):
-    """Says which cases did not end, and keeps what each process said."""
+    """It reports the cases that did not end, and keeps the output of each process."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text('#!/bin/sh\necho "a case PASSED"\nsleep 60\n')
     logs = tmp_path / "logs"
@@ -200,7 +203,7 @@ def test_a_tool_that_takes_too_long(fake, tmp_path, capsys):
 
 
 def test_every_kernel_has_a_case_of_few_elements():
-    """Of ops of all kinds."""
+    """This holds for ops of all kinds."""
     arch, found = archs.ARCHS["sm_90"], {}
     some = [op for op in op_module.registered() if op.name in ("rms_norm", "unquantized_gemm", "topk_softmax")]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,7 @@
-"""What a call runs does not depend on the calls before it: for each part of a signature two calls that differ there alone, and for
-each dimension of size 1 two strides, which are one call."""
+"""Test that a call's launches do not depend on the calls before it.
+
+For each part of a signature, two calls differ only there; for each dimension of size 1, two strides are one signature.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def counts_of_its_own(monkeypatch):
-    """Others see no reasons that were first given here."""
+    """Hide fallback reasons first given here from other tests."""
     monkeypatch.setattr(sys.modules["vllm_rocm_ops.core.stats"], "_counts", {})
 
 
@@ -48,7 +50,7 @@ def recorder():
 
 
 def runs(the_op, recorder: Recorder, arguments: tuple) -> list:
-    """The launches of a call, with arguments' names for their pointers, or why there are none."""
+    """Return the launches of a call, with arguments' names for their pointers, or the reason for none."""
     names = {id(value): name for name, value in zip(the_op.Arguments._fields, arguments)}
 
     def said(value):
@@ -63,13 +65,13 @@ def runs(the_op, recorder: Recorder, arguments: tuple) -> list:
 
 
 def alone(the_op, recorder: Recorder, arguments: tuple) -> list:
-    """What a call runs before which there was none."""
+    """Return the launches of a call that no other precedes."""
     the_op.forget()
     return runs(the_op, recorder, arguments)
 
 
 def both_orders(the_op, recorder: Recorder, one: tuple, other: tuple) -> tuple[list, list]:
-    """What two calls run alone, which each must run behind the other, too."""
+    """Check that each of two calls runs after the other what it runs alone."""
     of_one = alone(the_op, recorder, one)
     behind = runs(the_op, recorder, other)
     of_other = alone(the_op, recorder, other)
@@ -85,7 +87,7 @@ def replaced(arguments: tuple, place: int, value) -> tuple:
 
 
 def of_one(arguments: tuple) -> Iterator[tuple]:
-    """The arguments with 1 in place of a size that tensors have: one token, one head, one page."""
+    """Return the arguments with 1 in place of a size of tensors: one token, one head, one page."""
     tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
     for size in sorted({size for tensor in tensors for size in tensor.shape} - {0, 1}):
         yield tuple(
@@ -96,7 +98,7 @@ def of_one(arguments: tuple) -> Iterator[tuple]:
 
 @each_op
 def test_strides_of_dimensions_of_size_1_choose_nothing(the_op, recorder):
-    """Odd ones, beyond 2^40. What runs has the same arguments, too, so that it computes the same."""
+    """The strides are odd and beyond 2^40. The launches have the same arguments, too, so they compute the same."""
     covered, fp8 = set(), recorder.arch.fp8_dtype
     wanted = {name for name, (value,) in donors(the_op, fp8).items() if value.dim() > 1}
 
@@ -118,7 +120,7 @@ def test_strides_of_dimensions_of_size_1_choose_nothing(the_op, recorder):
 
 @pytest.mark.parametrize("arch_name", ["gfx942"])
 def test_they_compute_the_same(arch_name):
-    """A row of a wider projection, as a query of one token."""
+    """The query of one token is a row of a wider projection."""
     emulator = Emulator(arch_name)
     (case,) = [case for case in ops.paged_attention_decode.cases() if case.name == "no-lse"]
     query, *rest = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
@@ -134,7 +136,7 @@ def test_they_compute_the_same(arch_name):
 
 
 def bases(the_op, fp8: torch.dtype) -> Iterator[tuple]:
-    """Cases of which each has a tensor, or as many dimensions of one, as no case before has."""
+    """Yield cases with a tensor, or a number of its dimensions, that no earlier case has."""
     seen = set()
     for arguments in cases(the_op, fp8).values():
         kinds = {
@@ -147,7 +149,7 @@ def bases(the_op, fp8: torch.dtype) -> Iterator[tuple]:
 
 
 def different(base: tuple) -> Iterator[tuple]:
-    """Calls that differ from a base, or from each other, in one tensor's shape, stride, dtype or alignment, or in one number."""
+    """Yield calls that differ from a base, or from each other, in one shape, stride, dtype, alignment or number."""
     yield base
     for i, value in enumerate(base):
         for other in variants(value):
@@ -163,7 +165,7 @@ def different(base: tuple) -> Iterator[tuple]:
 
 @each_op
 def test_calls_of_one_signature_run_the_same(the_op, recorder):
-    """Each alone. Others are decided apart, whatever ran before."""
+    """Calls of other signatures are decided separately, whatever ran before."""
     for base in bases(the_op, recorder.arch.fp8_dtype):
         calls: dict[tuple, list[tuple]] = {}
         for arguments in different(base):
@@ -176,7 +178,7 @@ def test_calls_of_one_signature_run_the_same(the_op, recorder):
 
 @each_op
 def test_executors_and_devices_count(the_op):
-    """The same call for another arch, and tensors of another GPU."""
+    """The same call is another signature on another arch, and for tensors of another GPU."""
     base = next(iter(cases(the_op, torch.float8_e4m3fn).values()))
     executors, wanted = [Recorder("gfx942"), Recorder("gfx950")], []
     for executor in executors:
@@ -197,7 +199,10 @@ def test_executors_and_devices_count(the_op):
 
 
 def apart(tensor: torch.Tensor, dimension: int, room: int) -> torch.Tensor:
-    """The tensor's values with more room between the elements of one dimension; others begin at multiples of 16."""
+    """Return the tensor's values with padding between the elements of one dimension.
+
+    Other dimensions begin at multiples of 16.
+    """
     strides, step = [0] * tensor.dim(), 1
     for d in sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d)):
         strides[d] = step + room * (d == dimension)
@@ -208,7 +213,7 @@ def apart(tensor: torch.Tensor, dimension: int, room: int) -> torch.Tensor:
 
 @each_op
 def test_calls_with_other_strides_compute_the_same(the_op):
-    """One after the other, in kernels or where they fall back: whole vectors apart, and parts of one."""
+    """One after the other, in kernels or fallbacks, with padding of whole vectors and of parts."""
     emulator = Emulator("gfx950")
     with launch.executor(emulator):
         sizes = {

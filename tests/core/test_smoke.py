@@ -1,5 +1,7 @@
-"""What `check` does before it times anything: stages whose names are in the file before they start. The emulator launches here, and a
-driver and a graph stand in for a GPU's."""
+"""Test the stages that `check` runs before it times anything: the file names each before it starts.
+
+The emulator launches, and a driver and a graph stand in for a GPU's.
+"""
 
 import ctypes
 import json
@@ -22,7 +24,7 @@ FORKS = multiprocessing.get_context("fork")
 
 
 class Driver:
-    """One that loads everything, and remembers what."""
+    """A driver that loads everything, and records it."""
 
     def __init__(self):
         self.loaded = []
@@ -39,7 +41,7 @@ class Driver:
 
 
 class Graph:
-    """One that calls what it captured."""
+    """A graph that repeats the captured calls."""
 
     def __init__(self, call, sets):
         self.call, self.sets = call, sets
@@ -52,7 +54,7 @@ class Graph:
 
 @pytest.fixture
 def gpu(monkeypatch) -> Driver:
-    """A process with one GPU, as far as the stages see: its driver."""
+    """Make the stages see one GPU, and return its driver."""
     pytest.importorskip("tinygrad")
     from vllm_rocm_ops.emulator import cases as emulated
 
@@ -90,7 +92,7 @@ def test_the_smallest_case_is_one_that_kernels_take():
 
 
 def test_what_is_wrong_is_found(gpu, monkeypatch, tmp_path):
-    """Of each stage."""
+    """Each stage finds its own fault."""
     wrong_graph = type("Wrong", (Graph,), {"replay": lambda self: None})
     monkeypatch.setattr(smoke.clock, "capture", wrong_graph)
     assert "differ" in run("replay")[0]["wrong"]
@@ -140,14 +142,14 @@ PLACES = {
     "replay": (Graph, "replay"),
     "ops": (smoke, "smallest_first"),
 }
-"""What each stage is the first to call."""
+"""The function that each stage is the first to call."""
 
 
 @pytest.mark.parametrize(
     ("stage", "fault"), [*((stage, dies) for stage in smoke.STAGES), ("driver", hangs), ("launch", hangs)]
 )
 def test_a_fault_names_its_stage(gpu, monkeypatch, tmp_path, capsys, stage, fault):
-    """In the file, while it runs and afterwards; nothing runs on the GPU behind it."""
+    """The file names it during the run and afterwards; nothing runs on the GPU after the fault."""
     path, seen = tmp_path / "it.json", tmp_path / "seen.json"
 
     def at(name: str, function):
@@ -155,7 +157,7 @@ def test_a_fault_names_its_stage(gpu, monkeypatch, tmp_path, capsys, stage, faul
             if name == stage:
                 seen.write_text(path.read_text() if path.exists() else "")
                 owner, attribute = PLACES[name]
-                monkeypatch.setattr(owner, attribute, fault)  # in this process of its own
+                monkeypatch.setattr(owner, attribute, fault)  # in this forked process
             yield from function(*arguments)
 
         return stage_of

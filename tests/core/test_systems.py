@@ -1,4 +1,4 @@
-"""What the page of other systems names exists: ops, commands, files, tests."""
+"""Test that the ops, commands, files and tests exist that the page of other systems names."""
 
 import ast
 import contextlib
@@ -15,7 +15,7 @@ ROWS = systems.rows()
 
 
 def wrong(row: systems.Row) -> list[str]:
-    """What is wrong with a row."""
+    """Return what is wrong with a row."""
     found = []
     names = {op.name for op in op_module.registered()}
     found += [f"there is no op {name}" for name in row.ops if name not in names]

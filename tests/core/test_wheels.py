@@ -1,5 +1,4 @@
-"""What is released: the compiler and the glibc that wheels are built for, what is refused, what the package says of itself, and the
-workflow that does it."""
+"""Test the release: the wheels' compiler and glibc, refusals, metadata, and the workflow."""
 
 import importlib
 import os
@@ -27,13 +26,16 @@ ANY_OBJECT = "vllm_rocm_ops/code/gfx950/rms_norm.co"
 
 @pytest.fixture
 def wheels(monkeypatch):
-    """csrc/wheels.py."""
+    """Return csrc/wheels.py."""
     monkeypatch.syspath_prepend(str(ROOT / "csrc"))
     return importlib.import_module("wheels")
 
 
 def write_wheel(folder: Path, name: str = f"vllm_rocm_ops-1.0-{TAG}.whl", **changes: bytes | None) -> Path:
-    """A wheel with nothing in it but what is checked; of `changes`, by file, None leaves a file out."""
+    """Write a wheel that has only the checked files.
+
+    `changes` maps a file to its text, or to None to leave it out.
+    """
     files = {METADATA: f"Root-Is-Purelib: false\nTag: {TAG}\n".encode()}
     files[EXTENSION] = b"\x7fELF\0GLIBC_2.2.5\0GLIBC_2.28\0libc.so.6\0"
     stems = [path.stem for path in (ROOT / "csrc/ops").glob("*.hip")]
@@ -105,7 +107,7 @@ def test_zig_builds_where_a_glibc_or_no_other_compiler_is_named(
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="zig compiles its C++ library first: FULL_TESTS=1")
 def test_the_command_makes_a_wheel_to_release(tmp_path):
-    """Of this Python, and the source; what it would be refused for is tested above."""
+    """It is a wheel of this Python and the source distribution; refusals are tested above."""
     command = [sys.executable, ROOT / "csrc/wheels.py", "--python", sys.executable, "--out", tmp_path / "dist"]
     on_github = {"GITHUB_SERVER_URL": "https://github.example", "GITHUB_REPOSITORY": "who/what"}
     made = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | on_github)
@@ -128,7 +130,7 @@ def test_the_command_makes_a_wheel_to_release(tmp_path):
 
 
 def test_a_python_that_is_not_there_is_named(wheels, tmp_path, capfd):
-    """With what uv says of it; nothing is left."""
+    """The message has uv's output, and nothing is left."""
     absent = str(tmp_path / "python")
     with pytest.raises(SystemExit, match=f"no wheel for Python {absent}, see uv's output above"):
         wheels.make([absent], tmp_path / "dist")
@@ -159,7 +161,7 @@ def test_the_package_says_which_pythons_it_has_wheels_for(wheels, monkeypatch):
     assert tuple(named) == wheels.PYTHONS
 
 
-# The workflows, and what people report
+# The workflows, and the issue form
 
 
 def test_the_workflow_tries_each_wheel_in_a_bare_system(wheels):

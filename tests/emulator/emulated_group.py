@@ -1,4 +1,4 @@
-"""A group of ranks on emulated devices: calls of its all-reduces are queued, and run together."""
+"""Ranks on emulated devices: their all-reduces are queued, and run together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from vllm_rocm_ops.core.launch import Address, Launch
 from vllm_rocm_ops.emulator import Devices
 
 TURNS = 500
-"""The turns that a run has for each wave: several times what any takes, and few enough that one that goes on for ever ends soon."""
-LIMIT_US = 10**6  # instructions of a launch in hundreds, on the emulator's clock: never
+"""Turns per wave of a run: several times what any wave needs, and few enough to end an endless run soon."""
+LIMIT_US = 10**6  # hundreds of instructions of a launch, on the emulator's clock: never reached
 
 
 class EmulatedGroup:
-    """`reduces` are the ranks' all-reduces. `run` runs what they were called for. `epoch` is the epoch before the first."""
+    """Ranks whose all-reduces, `reduces`, queue their launches until `run`.
+
+    `epoch` is the epoch before the first.
+    """
 
     def __init__(
         self,
@@ -57,12 +60,12 @@ class EmulatedGroup:
             self.reduces.append(OneShotAllReduce(group, arch, report, executor=self.queues[-1]))
 
     def run(self) -> list:
-        """Run the launches of all calls so far; return their counters."""
+        """Run the launches of all calls so far, and return their counters."""
         return self.devices.run()
 
 
 class Queue:
-    """Puts the launches of a rank into its device's queue, in turn into those of its streams."""
+    """A queue that puts a rank's launches into its device's queue, or in turn into its streams' queues."""
 
     def __init__(self, group: EmulatedGroup, rank: int, epoch: int, streams: int):
         self.group, self.rank, self.epoch, self.streams = group, rank, epoch, streams

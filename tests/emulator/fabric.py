@@ -14,7 +14,7 @@ SYSTEM, AGENT, NONE = "sc0 sc1", "sc1", ""
 WAIT, WRITE_BACK, BARRIER = "s_waitcnt vmcnt(0)", f"buffer_wbl2 {SYSTEM}", "s_barrier"
 VALUE = 7
 
-# v1 is the thread's offset of 4 bytes, v2 of 8, v3 is 0, v4 the value
+# v1 and v2 are the thread's offsets with elements of 4 and 8 bytes, v3 is 0, v4 the value
 START = f"""{LOAD_POINTERS}
   v_lshlrev_b32 v1, 2, v0
   v_lshlrev_b32 v2, 3, v0
@@ -23,7 +23,7 @@ START = f"""{LOAD_POINTERS}
 
 
 def kernel(name: str, *lines: str, pointers: int = 2, threads: int = 64) -> Kernel:
-    """Return a kernel of these lines, behind START."""
+    """Return a kernel of these lines, after START."""
     return Kernel(name, "\n  ".join((START, *lines)), pointers=pointers, max_block=threads)
 
 
@@ -41,7 +41,7 @@ def polls(name: str, load: str, register: str, value: int, *lines: str, pointers
 
 
 class Fabric:
-    """Devices with one shared tensor, which is the last device's."""
+    """Devices with one shared tensor, which belongs to the last device."""
 
     def __init__(self, code, count: int, seed: int, units: str = "", **options):
         self.devices, self.path = Devices(code[0] + units, count, seed, **({"turns": TURNS} | options)), code[1]
@@ -52,7 +52,10 @@ class Fabric:
         return torch.zeros(count, dtype=torch.int32)
 
     def enqueue(self, device: int, kernel: Kernel, *tensors, blocks: int = 1, **options) -> torch.Tensor:
-        """Add a launch; return its last tensor, the shared one and a new one by default."""
+        """Add a launch, and return its last tensor.
+
+        By default its tensors are the shared one and a new one.
+        """
         tensors = tensors or (self.shared, self.zeros(64))
         launch = Launch("", kernel.name, (blocks, 1, 1), (kernel.max_block, 1, 1), tensors)
         self.devices.enqueue(device, self.path, launch, **options)

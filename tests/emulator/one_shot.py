@@ -1,5 +1,7 @@
-"""Schedules of the one-shot all-reduce: ranks, sizes and launches, and planted bugs, run by emulated devices. The kernels are those of
-csrc/collectives, compiled with lines; one_shot.hip has the planted protocols."""
+"""Run schedules of the one-shot all-reduce, right or with planted bugs, on emulated devices.
+
+The kernels are in csrc/collectives, compiled with line tables; one_shot.hip has the planted protocols.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ CSRC = SOURCE.parents[2] / "csrc"
 DEVICE, SUMS = CSRC / "device" / "amd" / "system.h", CSRC / "collectives" / "all_reduce.h"
 ARCHS, RANKS = AMD, (2, 4, 8)
 SCHEDULES = {512: 1_000, 7168: 20, 16384: 20}
-"""By hidden size, how many schedules show that the protocol is right."""
+"""Schedules to run of the right protocol, by hidden size."""
 Size = tuple[int, int]  # rows, hidden
 
 
@@ -38,7 +40,10 @@ def compile_one_shot(arch_name: str, folder: Path) -> Path:
 
 @functools.cache
 def lines_of(bug: str) -> frozenset[str]:
-    """Return the places, as errors name them, of the statements that "bug:" comments mark for a bug, or else of all accesses to words."""
+    """Return the places, as errors name them, of a bug's marked statements.
+
+    Comments "bug:" mark them; without a mark, these are all accesses to words.
+    """
     found, accesses = set(), set()
     for path in (SOURCE, SUMS):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -50,7 +55,7 @@ def lines_of(bug: str) -> frozenset[str]:
 
 
 class WrongSum(AssertionError):
-    """A result that is no sum of the ranks' inputs, though each access was allowed."""
+    """A result that differs from the sum of the ranks' inputs, though each access was allowed."""
 
 
 HIDDEN = 512
@@ -63,7 +68,7 @@ BUGS = {
     "swap": ((errors.SlotOverwritten, errors.Deadlock), {}),
     "torn": (errors.TornWord, {}),
     "skip_peer": ((errors.StaleWord, errors.Uninitialised), {}),
-    # the conditions under which two buffers are enough
+    # conditions under which two buffers suffice
     "two_streams": (errors.WrongEpoch, {"kernel": "right", "streams": 2}),
     "block_counter": (errors.WrongEpoch, {"sizes": ((2, HIDDEN), ONE, (2, HIDDEN))}),
     "narrow_epoch": (errors.WrongEpoch, {"sizes": (ONE,) * 4}),
@@ -71,13 +76,16 @@ BUGS = {
     "shared_slots": ((errors.SlotOverwritten, WrongSum), {"parts": 2}),
     "residency": (errors.Deadlock, {"kernel": "right", "sizes": ((16, HIDDEN),)}),
 }
-"""As what each planted bug is found, and the arguments of a group that it needs."""
+"""The error that finds each planted bug, and the arguments of its group."""
 
 
 class Group:
-    """Ranks with their launches. `sizes` are rows and hidden size of an epoch's all-reduce, one for each epoch. The launches of `replayed`
-    epochs have the tensors of the first of them, as a captured graph has. `streams` are the streams that launches alternate between;
-    `epoch` is the epoch before the first; `parts` how many blocks a row has, where it has so many."""
+    """Ranks with their launches.
+
+    `sizes` has rows and hidden size of each epoch's all-reduce. The launches of `replayed` epochs reuse the tensors of
+    the first of them, as in a captured graph. Launches alternate between `streams` streams; `epoch` is the epoch before
+    the first; `parts` is the maximum number of blocks per row.
+    """
 
     def __init__(
         self,
@@ -121,7 +129,7 @@ class Group:
                 self.calls[rank].append((values, self.group.reduces[rank].sum(values)))
 
     def run(self) -> list:
-        """Run the schedule, and compare all sums; return the launches' counters."""
+        """Run the schedule, compare all sums, and return the launches' counters."""
         counters = self.group.run()
         for number in range(len(self.sizes)):
             expected = sum(mine[number][0] for mine in self.calls)
@@ -132,7 +140,10 @@ class Group:
 
 
 def run_schedule(path: Path, arch_name: str, ranks: int, hidden: int, seed: int) -> None:
-    """Run the right protocol; eager launches of other sizes stand between replays of the first launch. Rows have one block, two or eight."""
+    """Run the right protocol, with eager launches of other sizes between replays of the first launch.
+
+    Rows have one block, two or eight.
+    """
     parts = (1, 2, 8)[seed // 2 % 3]
     one, half = (1, hidden), (1, hidden // 2)
     if seed % 2:
@@ -143,8 +154,10 @@ def run_schedule(path: Path, arch_name: str, ranks: int, hidden: int, seed: int)
 
 
 def finds(path: Path, arch_name: str, ranks: int, bug: str, seed: int) -> bool:
-    """Run a schedule with a planted bug; return whether it is found. It must be found as nothing else, and the message must name a rank,
-    an epoch and a marked line."""
+    """Run a schedule with a planted bug, and return whether it is found.
+
+    No other error may occur, and the message must name a rank, an epoch and a marked line.
+    """
     kinds, changed = BUGS[bug]
     arguments = {"sizes": (ONE,) * 3, "kernel": bug} | changed
     group = Group(path, arch_name + ":1" * (bug == "residency"), ranks, seed=seed, **arguments)

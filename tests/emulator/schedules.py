@@ -1,5 +1,8 @@
-"""The table of schedules on the emulator's page: `run FILE` runs what FILE lacks and appends what was seen, `page FILE` keeps sums of it
-in schedules.csv and writes them into the page."""
+"""Run the schedules of the table on the emulator's page.
+
+`run FILE` runs what FILE lacks and appends the results; `page FILE` sums them up in schedules.csv and writes the page's
+tables.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,16 @@ PLANTED = {
     "residency": "residency: a grid larger than what is resident",
 }
 SEEDS_OF_BUGS = 16
-SLICES = 100  # of each cell without a bug, so that all go on together
+SLICES = 100  # per cell without a bug, so that all cells progress together
 FIELDS = ("planted", "arch", "ranks", "hidden", "first", "schedules", "expected", "ms")
-"""A line has the schedules from seed `first` on: in how many the sums were right, or the planted bug was found; their processor time."""
+"""The columns of a line, which has the schedules from seed `first` on.
+
+`expected` counts those with right sums, or in which the planted bug was found; `ms` is processor time.
+"""
 
 
 def cells() -> dict[tuple, int]:
-    """Return how many schedules each cell has, by planted bug, architecture, ranks and hidden size."""
+    """Return the number of schedules in each cell, by planted bug, architecture, ranks and hidden size."""
     found = {(bug, arch, ranks, 512): SEEDS_OF_BUGS for bug in BUGS for arch in ARCHS for ranks in RANKS}
     right = {("", arch, ranks, hidden): n for hidden, n in SCHEDULES.items() for arch in ARCHS for ranks in RANKS}
     return found | right
@@ -88,7 +94,7 @@ def _slice(cell: tuple, code: Path, seeds: range) -> tuple[int, float]:
 
 
 def summed(path: Path) -> Iterable[tuple]:
-    """Return one line for each cell of a file."""
+    """Yield one line for each cell of a file."""
     for cell, lines in read(path).items():
         sums = [int(sum(line[name] for line in lines)) for name in FIELDS[5:]]
         yield (*cell, 0, *sums)
@@ -130,7 +136,7 @@ def with_tables(text: str) -> str:
 
 
 def write_page(path: Path) -> None:
-    """Write the sums of a file, and the page."""
+    """Write the sums of a file to schedules.csv, and the page."""
     with SUMS.open("w", newline="") as file:
         csv.writer(file).writerows([FIELDS, *summed(path)])
     PAGE.write_text(with_tables(PAGE.read_text()))

@@ -1,4 +1,4 @@
-"""All-reduce, norm and quantization in one kernel, on emulated devices: right, with the same bits on all ranks, and never a hang."""
+"""Test all-reduce, norm and quantization in one kernel, on emulated devices: right, bit-equal on all ranks, no hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 def check_call(
     arch_name: str, ranks: int, op, dtype, rows: int, hidden: int, epochs=2, padding=0, with_norm=False, **how
 ):
-    """Each epoch has inputs of its own."""
+    """Check calls over several epochs, each with new inputs."""
     group = EmulatedGroup(arch_name, ranks, seed=rows + hidden)
     arch, generator = group.devices.arch, generator_of(arch_name, ranks, op and op.name, dtype, rows, hidden)
     calls = []
@@ -45,7 +45,7 @@ def check_call(
             plain = ops.rms_norm if place is None or args[place] is None else ops.fused_add_rms_norm
             names = [name for name in plain.Arguments._fields[1:]]
             of_plain = [dict(zip(op.Arguments._fields[1:], args))[name] for name in names]
-            if op.name not in ("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"):  # those round otherwise
+            if op.name not in ("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"):  # these round otherwise
                 check_results(plain, inputs, of_plain, normed, [])
             assert all(torch.equal(bits(got[0]), bits(normed[0][0])) for got in normed)
             results = [got[:-1] for got in results]
@@ -76,7 +76,7 @@ def test_every_number_of_ranks(ranks):
     [(8, 5, 512), (4, 3, 1536), (2, 1, 16384), (8, 1, 7168), (3, 1, 2880), (2, 1, 8), (5, 2, 136)],
 )
 def test_sizes(arch_name, ranks, rows, hidden):
-    """Five tokens on 8 ranks, several blocks a row, the largest row, and rows that no wave divides."""
+    """The sizes include five tokens on 8 ranks, several blocks per row, the largest row, and rows that no wave divides."""
     check_call(arch_name, ranks, ops.fused_add_rms_norm, torch.bfloat16, rows, hidden, epochs=1)
 
 
@@ -112,7 +112,7 @@ def test_every_kernel(arch_name, op, dtype, ranks, hidden):
 
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_the_bits_of_two_ops(arch_name):
-    """Those of the op behind the all-reduce alone, which the emulator runs by itself, in every configuration."""
+    """Bits are equal to an all-reduce followed by the op, which the emulator runs separately, in every configuration."""
     from vllm_rocm_ops.core import launch as core
     from vllm_rocm_ops.emulator import Emulator
 
@@ -142,7 +142,7 @@ def test_the_bits_of_two_ops(arch_name):
 
 
 def assert_names(text: str, late: int, ranks: int) -> None:
-    """The limit is short: of several peers some may be slower than that too."""
+    """Check that the error names the late rank, and possibly others that are slower than the short limit."""
     match = re.fullmatch(
         rf"all_reduce: ranks? ([0-9, ]+) of {ranks} did not come in epoch 2: rank \d waited for more than 8e-06 s\. .*",
         text,
@@ -153,8 +153,10 @@ def assert_names(text: str, late: int, ranks: int) -> None:
 @pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (8, 2)])
 def test_a_rank_that_never_comes(arch_name, ranks, rows):
-    """Its peers end, with NaN in place of all results, and say whom they waited for and when; the next calls end at once, and so does the
-    rank when it comes."""
+    """The other ranks end with NaN in all results, and report whom they waited for and when.
+
+    The next calls end at once, and so does the late rank when it comes.
+    """
     group = EmulatedGroup(arch_name, ranks, seed=ranks, limit_us=8)
     generator = generator_of("never", ranks)
     late = ranks - 1
@@ -198,7 +200,7 @@ def test_what_an_error_says(epoch, seen):
     )
 
 
-# What no kernel takes
+# Unsupported calls
 
 
 def test_what_is_unsupported():
@@ -240,7 +242,7 @@ def test_another_sums_up_what_no_kernel_takes():
 
 
 def test_blocks_of_a_row():
-    """A row has more blocks where each reads less than it takes to hand sums on, and as many as are resident."""
+    """A row is split over blocks if reading it takes longer than exchanging sums, as far as all blocks are resident."""
 
     def parts(ranks: int, rows: int, hidden: int, blocks: int = 304) -> int:
         group = launches.Group(0, (0,) * ranks, 0, 0, blocks, 1)

@@ -1,4 +1,4 @@
-"""What blocks pass to each other must get past the caches of their dies: the emulator refuses each way in which it may not."""
+"""Test that data passed between blocks must get past the caches of their dies: the emulator rejects each wrong way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ NEXT = "\n  "
 
 
 def last_adds_up(name: str, store: str = "", release: tuple = (), acquire: tuple = (), load: str = "") -> Kernel:
-    """Each thread stores its block; one counts blocks behind a barrier; the last block adds up what all stored, behind another.
-    What stands between store and barrier, and between the second barrier and the loads, is given."""
+    """Return a kernel in which the last block sums what all blocks stored.
+
+    Each thread stores its block, and one thread counts blocks after a barrier. `release` is the code between the store
+    and this barrier, `acquire` the code between the second barrier and the loads.
+    """
     count = f"""
   s_and_saveexec_b64 s[8:9], vcc
   s_cbranch_execz .L{name}_counted

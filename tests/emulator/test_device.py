@@ -1,4 +1,4 @@
-"""The emulator as a device, as a sanitizer and as a counter: every check fires on a planted fault, and only there."""
+"""Test the emulator as a device, a sanitizer and a counter: every check fires on a planted fault, and only there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_rocm_ops.emulator import device as device_module
 from vllm_rocm_ops.emulator.memory import MOST_BYTES, Space
 
 GLOBAL_THREAD = LOAD_POINTERS + "  s_lshl_b32 s3, s2, 6\n  v_add_u32 v1, s3, v0\n  v_lshlrev_b32 v1, 2, v1\n"
-MAP_NORESERVE = 0x4000  # Linux's: memory is taken where it is touched
+MAP_NORESERVE = 0x4000  # Linux's value; memory is allocated at the first access
 LDS_SLOT = "  v_lshlrev_b32 v3, 2, v0\n"
 COPY_PRELOADED = """
   v_lshlrev_b32 v1, 2, v0
@@ -103,7 +103,7 @@ KERNELS = [
         ),
         lds=1024,
     ),
-    # every wave writes its thread's slot; then the slot of the thread 64 further is read
+    # every wave writes its thread's slot, then reads the slot 64 threads further
     *(
         Kernel(
             f"exchange{suffix}",
@@ -174,7 +174,7 @@ KERNELS = [
         + ".Lread_it:\n global_load_dword v3, v1, s[6:7]\n.Latomic_done:\n s_waitcnt vmcnt(0)",
     ),
     Kernel(
-        "write_after_read_race",  # every block reads its neighbour's word, then writes its own
+        "write_after_read_race",  # every block reads its neighbor's word, then writes its own
         LOAD_POINTERS
         + "s_xor_b32 s8, s2, 1\n s_lshl_b32 s8, s8, 2\n s_lshl_b32 s9, s2, 2\n v_mov_b32 v1, s8\n v_mov_b32 v2, s9\n global_load_dword v3, v1, s[4:5]\n s_waitcnt vmcnt(0)\n v_add_u32 v3, 1, v3\n global_store_dword v2, v3, s[4:5]",
     ),
@@ -186,7 +186,7 @@ KERNELS = [
         + "v_xor_b32 v2, 0x100, v1\n global_load_dword v3, v2, s[6:7]\n s_waitcnt vmcnt(0)\n s_barrier\n global_store_dword v1, v3, s[4:5]",
     ),
     Kernel("divergent_barrier", "v_cmp_gt_u32 vcc, 64, v0\n s_cbranch_vccz .Ldone\n s_barrier\n.Ldone:"),
-    # block 1 waits for block 0's flag, then doubles what block 0 wrote
+    # block 1 waits for block 0's flag, then doubles block 0's values
     Kernel(
         "hand_over",
         LOAD_POINTERS
@@ -271,7 +271,7 @@ KERNELS = [
         "matrix",
         "v_mov_b64 v[4:5], 0\n v_mov_b64 v[6:7], 0\n v_mov_b64 v[8:9], 0\n v_mfma_f32_16x16x16_f16 v[4:7], v[8:9], v[8:9], v[4:7]\n s_nop 15",
     ),
-    # 256 bytes through a buffer resource of 100 bytes: loads beyond give 0, stores beyond do nothing
+    # 256 bytes through a buffer resource of 100 bytes: out-of-bounds loads return 0, and stores do nothing
     Kernel(
         "buffer",
         LOAD_POINTERS
@@ -363,7 +363,7 @@ def test_copies(device):
 
 
 def test_preloaded_arguments(device):
-    """Firmware that preloads starts behind the prologue; other firmware runs it, and finds nothing in the registers."""
+    """Firmware that preloads starts after the prologue; other firmware runs it, with the registers not set."""
     for preloads, before in ((True, 0), (False, 1)):
         emulator, output = Emulator(device.arch, preloads_arguments=preloads), torch.zeros(64, dtype=torch.int32)
         device.run("preloaded", arange(64), output, emulator=emulator)
@@ -436,7 +436,7 @@ def test_scratch_is_private(device):
 def test_buffer_resources_have_bounds(device):
     output = torch.full((64,), -1, dtype=torch.int32)
     counters = device.run("buffer", 1 + arange(64), output)
-    assert (counters.bytes_loaded, counters.bytes_stored) == (100, 204)  # what is out of bounds moves nothing
+    assert (counters.bytes_loaded, counters.bytes_stored) == (100, 204)  # out-of-bounds accesses move nothing
     thread = arange(64)
     assert torch.equal(output, torch.where(thread < 25, thread + 1, torch.where(thread < 51, 0, -1)))
 
@@ -461,7 +461,7 @@ def test_unsupported_instructions_fail_only_when_reached(device):
 
 
 def test_runs_what_a_launch_packs(device, monkeypatch):
-    """The executor's interface: module to file, arguments to kernarg."""
+    """The executor maps modules to files and arguments to kernarg."""
     monkeypatch.setattr(launch, "code_object", lambda module, arch: device.path)
     output = torch.zeros(64, dtype=torch.int32)
     device.emulator.launch(Launch("any", "copy", (1, 1, 1), (64, 1, 1), (arange(64), output)), (output,))
@@ -470,7 +470,7 @@ def test_runs_what_a_launch_packs(device, monkeypatch):
 
 
 def test_an_emulator_keeps_no_kernel_that_the_process_lets_go(device):
-    """Bound kernels take megabytes each: 10,000 random calls' kernels took 16 GB."""
+    """Bound kernels take megabytes each: the kernels of 10,000 random calls took 16 GB."""
     device.run("copy", arange(64))
     kernel = weakref.ref(device.emulator.program(device.path, "copy"))
     device_module._program.cache_clear()
@@ -479,7 +479,7 @@ def test_an_emulator_keeps_no_kernel_that_the_process_lets_go(device):
 
 
 def test_a_tensor_must_fit_its_slot(device):
-    """Wherever in a page it starts."""
+    """This holds wherever in a page the tensor starts."""
     for start in (0, 4094, 4095):
         memory = mmap.mmap(-1, MOST_BYTES + (1 << 13), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         memory = torch.frombuffer(memory, dtype=torch.uint8)[start:]
@@ -616,7 +616,7 @@ def test_global_races(device, seed):
 
 
 def test_emulators_share_kernels_but_not_what_launches_teach(device, monkeypatch):
-    """Which arguments a kernel stores to is an emulator's knowledge: another one's first launch has all watched again."""
+    """Each emulator learns which arguments a kernel stores to: another one's first launch watches all again."""
     known = []
     watch = Space.watch
     monkeypatch.setattr(Space, "watch", lambda space, stored: (known.append(stored), watch(space, stored))[0])
@@ -668,7 +668,7 @@ def test_loads_in_flight(device):
 
 
 def test_some_blocks_of_a_launch(device):
-    """The others do not run, and what the chosen ones moved is counted by tensor and block."""
+    """Other blocks do not run, and the traffic of the chosen ones is counted by tensor and block."""
     emulator = Emulator(device.arch, traffic=True)
     source, output = arange(8 * 64), torch.full((8 * 64,), -1, dtype=torch.int32)
     what = Launch("", "copy", (8, 1, 1), (64, 1, 1), (source, output))
@@ -682,14 +682,14 @@ def test_some_blocks_of_a_launch(device):
 
 
 def test_bank_conflicts(device):
-    """32 banks on gfx942, 64 on gfx950."""
+    """There are 32 banks on gfx942, 64 on gfx950."""
     groups = {"gfx942": 2, "gfx950": 1}[device.arch]
     assert device.run("no_conflicts").lds_cycles == groups
     assert device.emulator.last.lds_conflict_cycles == 0
     assert device.run("conflicts").lds_conflict_cycles == {"gfx942": 62, "gfx950": 31}[device.arch]
     assert device.run("two_way").lds_conflict_cycles == groups
     assert device.run("wide_lds").lds_cycles == 4 * groups and device.emulator.last.lds_conflict_cycles == 0
-    # 16-byte reads on gfx942 pair quads 0 and 5, 1 and 4, ...: these are in each other's banks now
+    # 16-byte reads on gfx942 pair quads 0 and 5, 1 and 4, ...: here these share banks
     assert device.run("wide_lds_read").lds_conflict_cycles == {"gfx942": 8, "gfx950": 0}[device.arch]
 
 
@@ -722,7 +722,7 @@ def test_metadata(device):
 @full
 @pytest.mark.parametrize("arch_name", ["gfx942", "gfx950"])
 def test_shipped_objects_bind_completely(arch_name):
-    """No kernel of the package holds an instruction that the emulator lacks."""
+    """The emulator has every instruction of the package's kernels."""
     paths = sorted((launch.CODE / arch_name).glob("*.co"))
     assert paths, "python csrc/build.py has not run"
     emulator, seen = Emulator(arch_name), set()
@@ -736,7 +736,7 @@ def test_shipped_objects_bind_completely(arch_name):
 
 
 def test_values_survive_random_schedules(device):
-    """The same results whatever order the waves run in."""
+    """The results do not depend on the order in which waves run."""
     results = []
     for seed in (None, 3, 4):
         output = torch.zeros(1024, dtype=torch.int32)

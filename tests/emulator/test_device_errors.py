@@ -1,4 +1,4 @@
-"""What is said of a word that has not come: it is the faulting wave's own, and loaded by what the emulator follows."""
+"""Test the error for a word that has not come: it names the faulting wave, and the load that returned the word."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_rocm_ops.emulator import errors
 
 
 def of_two_waves(name: str, both: tuple, first: tuple, second: tuple) -> Kernel:
-    """Return a kernel of lines that both waves run, and behind them lines of each."""
+    """Return a kernel of lines that both waves run, followed by lines of each."""
     branch = ("v_readfirstlane_b32 s10, v0", "s_cmp_lg_u32 s10, 0", f"s_cbranch_scc1 .L{name}")
     return kernel(name, *both, *branch, *first, "s_endpgm", f".L{name}:", *second, threads=128)
 
@@ -34,12 +34,12 @@ OWN_LOADS = {
     of_two_waves("second_of_a_load", BOTH, (), (use(8),)): (1, 8, OF_SECOND),
     of_two_waves("a_second_word", BOTH, (), (use(12),)): (1, 12, OF_SECOND + 16),
 }
-"""Which wave is at fault, the register that it uses, and the byte that this is loaded from."""
+"""The wave at fault, the register that it uses, and the byte that this was loaded from."""
 NEVER_WRITTEN = [
     of_two_waves("has_no_word", (), OWN, (*MEET, use(14))),
     of_two_waves("has_a_word", (), OWN, (*OTHER, use(14))),
 ]
-COMES = kernel(  # the first word, once stored here; that behind the words of both waves does not
+COMES = kernel(  # the first word comes, once stored here; the one after both waves' words does not
     "comes",
     "s_mov_b32 s10, 0",
     "v_mov_b32 v5, 1",
@@ -68,7 +68,7 @@ OTHER_LOADS = [
 
 @pytest.fixture(scope="module", params=ARCHS)
 def code(request, tmp_path_factory):
-    """The architecture, and the code object of all kernels."""
+    """Return the architecture, and the code object of all kernels."""
     kernels = [*OWN_LOADS, *NEVER_WRITTEN, *OTHER_LOADS, COMES, ENDS]
     return request.param, assemble(kernels, request.param, tmp_path_factory.mktemp("errors"))
 

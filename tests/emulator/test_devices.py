@@ -1,5 +1,7 @@
-"""Several emulated devices: an all-reduce whose words are data and flag is right in every schedule, and each way in which it may go
-wrong is found, with its line."""
+"""Test an all-reduce on several emulated devices whose words are both data and flag.
+
+It is right in every schedule, and each planted fault is found, with its line.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from vllm_rocm_ops.emulator import Devices, devices, errors
 
 @pytest.fixture(scope="module", params=ARCHS)
 def built(request, tmp_path_factory):
-    """The architecture, and the code object of one_shot.hip."""
+    """Return the architecture, and the code object of one_shot.hip."""
     return request.param, compile_one_shot(request.param, tmp_path_factory.mktemp("one_shot"))
 
 
@@ -51,18 +53,18 @@ def test_all_reduce_in_many_schedules(built, ranks, hidden):
 
 
 def test_epochs_come_round(built):
-    """Epoch 2 follows the last one, so that buffers still alternate, and fresh memory is never taken for a word."""
+    """Epoch 2 follows the last one, so that buffers still alternate, and fresh memory is never mistaken for a word."""
     arch_name, path = built
     for seed in range(4):
         Group(path, arch_name, 2, (ONE, ONE, (2, HIDDEN), ONE), seed, epoch=2**32 - 3).run()
 
 
 LOADS, STORES = 2 * 4, 4
-"""In which a wave looks once for the words of the other rank, two chunks a thread, and in which that pushes them."""
+"""Loads with which a wave looks once for the other rank's words, two chunks a thread, and stores that push them."""
 
 
 def test_words_wake_waves(built, monkeypatch):
-    """Waves that sleep go on when words come: they need not be woken for want of others, and look once for each store at most."""
+    """Sleeping waves resume when words come: none must be woken for lack of others, or looks more than once per store."""
     arch_name, path = built
     forced, turn = set(), devices._Run._turn
     monkeypatch.setattr(devices._Run, "_turn", lambda run, queue: (forced.add(run.is_forced), turn(run, queue)))
@@ -74,7 +76,7 @@ def test_words_wake_waves(built, monkeypatch):
 
 
 def seconds_of_numpy() -> float:
-    """Return the processor time of 60,000 small operations, which is what a machine makes of such work while it has other work."""
+    """Return the processor time of 60,000 small operations, as a measure of the machine's current speed."""
     values, start = np.arange(256), time.process_time()
     for number in range(20_000):
         (values + number > 3).any()
@@ -82,7 +84,7 @@ def seconds_of_numpy() -> float:
 
 
 def test_processor_time(built):
-    """Three epochs of 8 ranks take 650 ms where 60,000 operations take 45; the least of several."""
+    """The minimum over several runs is below 650 ms for three epochs of 8 ranks, where 60,000 operations take 45 ms."""
     arch_name, path = built
     taken, compared = [], []
     for seed in range(8):
@@ -94,14 +96,14 @@ def test_processor_time(built):
     assert min(taken) / min(compared) < 650 / 45, (taken, compared)
 
 
-# What is wrong is found
+# Planted faults are found
 
 MOST_SEEDS = 32
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_bugs(built, bug):
-    """Each is found in one of few schedules."""
+    """Each bug is found within a few schedules."""
     arch_name, path = built
     assert any(finds(path, arch_name, 4, bug, seed) for seed in range(MOST_SEEDS))
 
@@ -114,7 +116,7 @@ NEXT = "\n  "
 
 
 def sends(name: str, store: str = SYSTEM, release: tuple = (WAIT,), flag: str = SYSTEM) -> Kernel:
-    """Stores 64 words of 4 bytes, then a flag."""
+    """Return a kernel that stores 64 words of 4 bytes, then a flag."""
     return Kernel(
         name,
         f"""
@@ -132,7 +134,7 @@ def sends(name: str, store: str = SYSTEM, release: tuple = (WAIT,), flag: str = 
 
 
 def receives(name: str, acquire: tuple = (), load: str = SYSTEM, flag: str = SYSTEM) -> Kernel:
-    """Waits for the flag, then loads the words, and stores them at the third pointer."""
+    """Return a kernel that waits for the flag, loads the words, and stores them at the third pointer."""
     return Kernel(
         name,
         f"""
@@ -214,7 +216,7 @@ def test_cached_memory_is_not_coherent(run):
 
 
 def test_a_rank_that_never_comes(built):
-    """A deadlock names the rank that waits, and for whose word."""
+    """A deadlock names the waiting rank, and the rank whose word is missing."""
     arch_name, path = built
     group = Group(path, arch_name, 2, (ONE,), 0)
     del group.devices._queues[1, 0]
@@ -231,7 +233,7 @@ def test_counts(run):
 
 @pytest.mark.parametrize("seed", range(16))
 def test_streams_share_the_room_of_a_device(seed, tmp_path):
-    """Two launches, each with more blocks than are resident."""
+    """The two launches have more blocks each than are resident."""
     path = assemble([SENT], "gfx942", tmp_path)
     devices, outputs = Devices("gfx942:1", seed=seed, turns=TURNS), []
     for stream in range(2):

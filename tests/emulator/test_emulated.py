@@ -1,5 +1,7 @@
-"""The ops in the emulator, as `verify --emulate` and `emulate` have them: every kernel runs in some case, wrong ones are named,
-and what is counted is what a call moves."""
+"""Test the ops in the emulator, as `verify --emulate` and `emulate` run them.
+
+Every kernel runs in some case, wrong ones are named, and the counted traffic is the call's.
+"""
 
 import math
 import os
@@ -53,7 +55,7 @@ def test_verify_says_what_is_right_and_how_long_it_took(capsys):
     assert all(line.split()[1:3] == ["1", "0"] and line.endswith("ok") for line in lines[1:-1]), lines
     assert all(int(line.split()[3]) >= 1 for line in lines[1:-1]), lines
     total = re.fullmatch(rf"{len(names)} cases on gfx942: all passed, ([\d.]+) s CPU time", lines[-1])
-    assert math.isclose(sum(seconds), float(total[1]), abs_tol=0.05 * (len(names) + 1) + 0.01)  # of tenths
+    assert math.isclose(sum(seconds), float(total[1]), abs_tol=0.05 * (len(names) + 1) + 0.01)  # rounding to tenths
 
 
 @full
@@ -156,7 +158,7 @@ def test_emulate_shows_what_the_code_objects_hold(name, arch, capsys):
 
 
 def test_emulate_counts_the_bytes_of_the_whole_call(capsys):
-    """Of a few blocks, and of many, some of which stand for all."""
+    """All blocks are counted if there are few; of many, some are scaled up."""
     case = next(case for case in ops.silu_and_mul.cases())
     (x,) = case.make("meta", torch.Generator(), torch.float8_e4m3fn)
     text = emulate(capsys, "silu_and_mul", "--arch", "gfx950")

@@ -1,5 +1,7 @@
-"""What devices store to shared memory, and the launches of their queues: each rule of words.py and devices.py in a program of few
-instructions, right or refused."""
+"""Test shared-memory stores of devices and the launches of their queues.
+
+Each rule of words.py and devices.py has a short program that is right, and one that is rejected.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from one_shot import ARCHS, HIDDEN, Group, compile_one_shot
 from vllm_rocm_ops.emulator import Devices, devices, errors
 
 RESIDENT = 32  # blocks of one wave that a compute unit holds
-RESIDENT_ROWS = 4  # blocks of an all-reduce, as LDS has room for
+RESIDENT_ROWS = 4  # blocks of an all-reduce that fit in LDS
 
 
 def stores_word(epoch: int) -> Kernel:
@@ -126,8 +128,10 @@ ADDS_FOR_THE_SYSTEM = kernel("adds_for_the_system", "global_atomic_add v3, v4, s
 
 
 def block_sends(name: str, before: tuple, behind: tuple) -> Kernel:
-    """Return a kernel of two waves, which store below system scope; the first raises the flag. What stands before the barrier between, and
-    behind it, is given."""
+    """Return a kernel of two waves that store below system scope, and of which the first raises the flag.
+
+    `before` and `behind` are the code before and after the barrier between.
+    """
     leaves = ("v_readfirstlane_b32 s10, v0", "s_cmp_lg_u32 s10, 0", f"s_cbranch_scc1 .L{name}_done")
     lines = ("global_store_dword v1, v4, s[4:5]", *before, "s_barrier", *leaves, *behind, RAISES, f".L{name}_done:")
     return kernel(name, *lines, threads=128)
@@ -184,7 +188,7 @@ KERNELS = [
 
 @pytest.fixture(scope="module", params=ARCHS)
 def code(request, tmp_path_factory):
-    """The architecture, and the code object of all kernels."""
+    """Return the architecture, and the code object of all kernels."""
     return request.param, assemble(KERNELS, request.param, tmp_path_factory.mktemp("fabric"))
 
 
@@ -276,7 +280,7 @@ def test_wrong_blocks(code, kernel):
 
 
 def test_only_the_owner_reads_a_slot_free(code):
-    """Another device's read does not make room for the next word."""
+    """Another device's read does not free the slot for the next word."""
     for seed in SEEDS:
         fabric = Fabric(code, 3, seed)
         fabric.enqueue(0, WORDS_OF[0])
@@ -287,7 +291,7 @@ def test_only_the_owner_reads_a_slot_free(code):
 
 
 def test_epochs(code):
-    """Launches of a queue are counted from 1, and epochs have 32 bits."""
+    """The launches of a queue are counted from 1, and epochs have 32 bits."""
     for seed in SEEDS:
         fabric = Fabric(code, 2, seed)
         fabric.enqueue(0, WORDS_OF[0])
@@ -356,7 +360,7 @@ def test_devices_race(code):
 
 
 def test_streams_take_room_from_each_other(code):
-    """Blocks that wait fill the device, where they start first, and what they wait for has no room."""
+    """If waiting blocks start first, they fill the device, and the launch they wait for does not fit."""
     found: set[str] = set()
     for seed in SEEDS:
         fabric = Fabric(code, 1, seed, ":1")
@@ -378,12 +382,12 @@ def test_streams_take_room_from_each_other(code):
 
 
 def test_all_blocks_of_each_device_are_resident(tmp_path):
-    """As many blocks as a device holds wait for those of its peer, and each device has room of its own."""
+    """Each device is filled by blocks that wait for the other device's, and has separate resources."""
     Group(compile_one_shot("gfx942", tmp_path), "gfx942:1", 2, ((RESIDENT_ROWS, HIDDEN),), 0).run()
 
 
 def test_all_blocks_of_a_launch_meet(code):
-    """Each block waits for all others, on 5 compute units, whose blocks have shares of the room that are no binary fractions."""
+    """Each block waits for all others, on 5 compute units, where a block's share of resources is not a binary fraction."""
     fabric = Fabric(code, 1, 0, ":5")
     fabric.enqueue(0, MEETS, fabric.zeros(1), fabric.zeros(1), blocks=5 * RESIDENT)
     fabric.run()
@@ -407,7 +411,7 @@ def test_a_run_that_changes_memory_is_no_deadlock(code):
 
 
 def test_schedules_vary(code):
-    """A device ends all its launches before another's first, and the other way round, and launches come between each other."""
+    """A device ends all its launches before another's first, or after its last, or their launches interleave."""
     ends = set()
     for seed in range(64):
         fabric = Fabric(code, 2, seed)
@@ -422,7 +426,7 @@ def test_schedules_vary(code):
 
 
 def test_a_flag_wakes_waves(code, monkeypatch):
-    """Waves that have looked before they sleep go on when the flag is raised, and need not be woken for want of others."""
+    """Waves that looked before they sleep resume at the flag, and none is woken because no other can run."""
     forced, turn = set(), devices._Run._turn
     monkeypatch.setattr(devices._Run, "_turn", lambda run, queue: (forced.add(run.is_forced), turn(run, queue)))
     for seed in range(2 * len(SEEDS)):
@@ -435,7 +439,7 @@ def test_a_flag_wakes_waves(code, monkeypatch):
 
 
 def test_devices_are_skewed(code, monkeypatch):
-    """Some schedules have devices of one speed, some one that is several times as fast, and some pause between launches."""
+    """Some schedules have devices of equal speed, some one several times faster, and some pauses between launches."""
     ratios, pauses = set(), set()
     turn = devices._Run._turn
 

@@ -1,4 +1,4 @@
-"""The emulator's number formats against torch's dtypes, the format tables, and exact rational arithmetic."""
+"""Test the emulator's number formats against torch's dtypes, the format tables, and exact rational arithmetic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bits(values) -> np.ndarray:
 
 
 def interesting(format: Format) -> np.ndarray:
-    """Every value, every midpoint, their float32 neighbours, both signs, specials and random words."""
+    """Return every value and midpoint, their float32 neighbors, both signs, specials and random words."""
     values = np.unique(format.values[np.isfinite(format.values)])
     middle = (values[:-1].astype(np.float64) + values[1:]) / 2
     last = values[-1].astype(np.float64)
@@ -60,9 +60,9 @@ def test_every_code_decodes_as_in_torch(format):
 @in_torch
 def test_encode_rounds_as_torch(format):
     values = interesting(format)
-    if format is E4M3FN:  # torch saturates this one where the hardware makes NaN; the overflow test has the rest
+    if format is E4M3FN:  # torch saturates this one where the hardware returns NaN; the overflow test covers the rest
         values = values[~(np.abs(values) > format.largest + 16)]
-    if format.bits == 16:  # torch carries NaN payloads along
+    if format.bits == 16:  # torch propagates NaN payloads
         values = values[~np.isnan(values)]
     assert np.array_equal(format.encode(values), from_torch(format, values))
 
@@ -96,7 +96,7 @@ def test_encode_is_the_nearest_and_ties_go_to_even(format):
     ids=lambda value: getattr(value, "name", None),
 )
 def test_overflow_follows_fp16_ovfl(format, infinity, nan, largest):
-    """CDNA4 ISA, section 7.3: without the mode bit NaN, or infinity where there is one; with it the largest number."""
+    """CDNA4 ISA, 7.3: overflow gives infinity, or NaN without infinities; with the mode bit, the largest number."""
     step = format.largest - float(format.values[largest - 1])
     too_large = np.array([format.largest + 0.75 * step, format.largest * 4, np.inf], dtype=np.float32)
     assert list(format.encode(too_large)) == [infinity] * 3
@@ -159,7 +159,7 @@ def test_stochastic_rounding_is_unbiased_and_truncates(word, arch):
 
 
 def test_stochastic_rounding_adds_the_high_bits_of_the_word():
-    """CDNA pseudocode: mantissa + S1[31:12] for fp8; one unit below the carry must not round up, one at it must."""
+    """CDNA pseudocode: mantissa + S1[31:12] for fp8; a word one unit below the carry must not round up, one at it must."""
     value = np.float32([1 + 2**-5])  # a quarter of a step above 1
     for word, expected in ((0xBFFFFFFF, 1.0), (0xC0000000, 1.125)):
         code = formats.convert_stochastic(value, np.uint32([word]), "fp8", "gfx950", saturate=False)

@@ -1,7 +1,7 @@
-"""The emulator's instructions, through the real encodings: each against a scalar computation of its own.
+"""Test the emulator's instructions in their real encodings, each against a scalar computation.
 
-Every case is one assembled kernel of one wave. Its six source registers v2 to v7 hold a column of `inputs` per lane, v10 to v13
-start as 0xAAAAAAAA and are what is compared.
+Every case is one assembled kernel of one wave. Its six source registers v2 to v7 hold a column of `inputs` per lane,
+v10 to v13 start as 0xAAAAAAAA and are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CORNERS = [
 
 
 def rows() -> np.ndarray:
-    """[6, 64] sources: the corners, random bits, random floats, in different orders."""
+    """Return the [6, 64] sources: the corners, random bits, random floats, in different orders."""
     generator = np.random.default_rng(7)
     corners = np.array(CORNERS, np.uint32)
     bits = generator.integers(0, 1 << 32, 32, dtype=np.uint32)
@@ -57,7 +57,7 @@ def f32(bits: int) -> float:
 
 
 def b32(value: float) -> int:
-    """Nearest even; overflow to infinity."""
+    """Return a value's float32 bits, rounded to nearest even; overflow gives infinity."""
     if math.isnan(value):
         return NAN
     try:
@@ -88,7 +88,7 @@ def i16(bits: int) -> int:
 
 
 def exact_b32(value: Fraction) -> int:
-    """A rational rounded once to float32, nearest even."""
+    """Return a rational's float32 bits, rounded once to nearest even."""
     if value == 0:
         return 0
     magnitude, sign = abs(value), 1 << 31 if value < 0 else 0
@@ -112,7 +112,7 @@ def fma32(a: int, b: int, c: int) -> int:
 
 
 def arithmetic(fn) -> Callable:
-    """fn on float64 numpy scalars, rounded to f32; exact for + - *."""
+    """Return `fn` on float64 numpy scalars, rounded to f32; exact for + - *."""
 
     def run(*bits):
         with np.errstate(all="ignore"):
@@ -122,7 +122,7 @@ def arithmetic(fn) -> Callable:
 
 
 def extreme(bits: tuple, largest: bool) -> int:
-    """min or max of two floats: NaN loses, -0 < +0."""
+    """Return the minimum or maximum of two floats: NaN loses, -0 < +0."""
     a, b = bits
     if math.isnan(f32(a)):
         return NAN if math.isnan(f32(b)) else b
@@ -166,9 +166,12 @@ def perm(a: int, b: int, selector: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """Instructions; expected(lane, v) -> the results in v10, v11, ..., where v[i] is register v2 + i of that lane, or a
-    function of all lanes if `whole`; None is not compared. Floats compare as bits, with every NaN the same: NaNs of f32,
-    or of both halves if not `floats`."""
+    """Instructions and their expected results.
+
+    `expected(lane, v)` returns the results in v10, v11, ..., where v[i] is register v2 + i of that lane; if `whole`, it
+    is a function of all lanes. None is not compared. Floats compare as bits, with every NaN the same: NaNs of f32, or
+    of both halves if not `floats`.
+    """
 
     name: str
     body: str
@@ -231,7 +234,7 @@ def clamped(bits: int) -> int:
 
 
 def transcendental(fn):
-    """Denormals flushed on both sides, float64 inside."""
+    """Return `fn` in float64, with denormals flushed on both sides."""
 
     def run(bits: int) -> int:
         value = f32(bits)
@@ -304,7 +307,7 @@ def divide(n: int, d: int) -> int:
 
 
 def comparable_quotient(n: int, d: int) -> bool:
-    """Beyond these the sequence's last step is not exact: denormal results."""
+    """Return whether the sequence's last step is exact: not with denormal results."""
     x, y = f32(n), f32(d)
     return not (math.isfinite(x) and math.isfinite(y) and x and y) or abs(x / y) > 2.0**-125
 
@@ -604,7 +607,7 @@ case(
 )
 
 
-# DPP: the lane each lane reads, None for none
+# DPP: the lane that each lane reads, or None
 def dpp(control: str, source: Callable, row_mask: int = 15, bank_mask: int = 15) -> None:
     for bound in (False, True):
 
@@ -646,7 +649,7 @@ dpp("row_newbcast:5", lambda n: n & ~15 | 5)
 
 
 def shifted_under_mask(all_):
-    """row_shr:1 reads lane - 1; lanes 0-31 are inactive and cannot be read."""
+    """Return the results of row_shr:1, which reads lane - 1, with lanes 0-31 inactive and not readable."""
     out = []
     for lane in LANES:
         if lane < 32:
@@ -739,7 +742,7 @@ FP8 = {"gfx942": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), "gfx950": (torc
 def encoded(bits: int, dtype) -> int | None:
     value = torch.tensor(bits - ((bits >> 31) << 32), dtype=torch.int32).view(torch.float32)
     limit = torch.finfo(dtype).max
-    if value.isnan() or value.abs() > limit:  # the overflow rules have their own test
+    if value.isnan() or value.abs() > limit:  # overflow has its own test
         return None
     return int(value.to(dtype).view(torch.uint8))
 
@@ -810,7 +813,7 @@ case(
 
 # LDS
 def lds(name: str, body: str, expected: Callable, **options) -> None:
-    """v8 is this thread's slot of 16 bytes."""
+    """Return a case in which v8 is the address of this thread's 16 bytes."""
     case("ds_" + name, "v_lshlrev_b32 v8, 4, v0\n" + body + "\n s_waitcnt lgkmcnt(0)", expected, lds=16 * 64, **options)
 
 
@@ -875,7 +878,7 @@ lds(
 )
 
 
-# Loads straight to LDS, wider than a dword on gfx950; s[4:5] are the inputs: lane l gets bytes 16 l to 16 l + 15 of row 0 on
+# Loads straight to LDS, wider than a dword on gfx950; s[4:5] are the inputs: lane l gets bytes 16 l to 16 l + 15
 def loaded(all_, words: int):
     flat = [x for row in all_ for x in row]
     return [flat[words * lane : words * (lane + 1)] for lane in LANES]
@@ -982,7 +985,7 @@ LANE5 = (
 
 
 def scalar(name: str, body: str, fn: Callable) -> None:
-    """Results in s14 and s15; SCC goes to v12."""
+    """Return a case with its results in s14 and s15, and SCC in v12."""
     text = (
         LANE5
         + " s_mov_b64 s[14:15], 0\n"

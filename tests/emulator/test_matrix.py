@@ -1,4 +1,4 @@
-"""The emulator's matrix instructions: layouts lane by lane, semantics against numpy, names against the assembler."""
+"""Test the emulator's matrix instructions: layouts lane by lane, semantics against numpy, names against the assembler."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MIXED = ("e4m3fn", "e5m2", "e2m3", "e3m2", "e2m1")
 ARCH_CASES = [(name, arch) for name, instruction in MATRIX.items() for arch in instruction.archs]
 
 
-# Layouts of gfx942: AMD's matrix instruction calculator
+# gfx942 layouts: AMD's matrix instruction calculator
 
 
 @cache
 def calculator() -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """The facts of every instruction, the last a hash of its layouts; and the layouts of some instructions, by operand."""
+    """Return every instruction's facts, of which the last is a hash of its layouts, and some layouts by operand."""
     facts, *layouts = re.sub(r"^#.*\n", "", ISA.read_text(), flags=re.MULTILINE).strip().split("\n\n")
     parsed: dict[str, dict[str, str]] = {}
     for layout in layouts:
@@ -51,7 +51,7 @@ def calculator() -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
 
 
 def column_name(first: int, bits: int) -> str:
-    """Bits of an operand's registers as the calculator names them: v1, v0[15:8] or v[3:2]."""
+    """Return the calculator's name for bits of an operand's registers: v1, v0[15:8] or v[3:2]."""
     register, low = divmod(first, 32)
     if bits > 32:
         return f"v[{register + 1}:{register}]"
@@ -59,7 +59,10 @@ def column_name(first: int, bits: int) -> str:
 
 
 def calculator_text(layout: Layout, operand: str, sparse: bool) -> str:
-    """A layout as the calculator prints it. In a sparse operand, a pair of items stands for four places along k."""
+    """Return a layout as the calculator prints it.
+
+    In a sparse operand, a pair of items stands for four places along k.
+    """
     items, blocks = 2 if sparse else 1, layout.lane.shape[0]
     columns = range(0, layout.items, items)
     cells: dict[tuple[int, int], list[str]] = {}
@@ -80,14 +83,14 @@ def calculator_text(layout: Layout, operand: str, sparse: bool) -> str:
 
 
 def layouts_of(instruction: MatrixInstruction) -> dict[str, Layout]:
-    """The layouts of an instruction's operands, and of the index where A is sparse."""
+    """Return the layouts of an instruction's operands, and of the index if A is sparse."""
     a = instruction.a_layout()
     layouts = {"A": a, "B": instruction.b_layout(), "D": instruction.d_layout}
     return layouts | ({"index": Layout(a.lane, a.item, 2)} if instruction.sparse else {})
 
 
 def texts_of(instruction: MatrixInstruction, layouts: dict[str, Layout]) -> dict[str, str]:
-    """An instruction's layouts as the calculator prints them."""
+    """Return an instruction's layouts as the calculator prints them."""
     return {
         operand: calculator_text(layout, operand, instruction.sparse and operand in ("A", "index"))
         for operand, layout in layouts.items()
@@ -95,7 +98,7 @@ def texts_of(instruction: MatrixInstruction, layouts: dict[str, Layout]) -> dict
 
 
 def hash_of(texts: dict[str, str]) -> str:
-    """The hash that the file has of an instruction's layouts."""
+    """Return the hash of an instruction's layouts, as the file has it."""
     text = "\n\n".join(f"{operand}\n{text}" for operand, text in texts.items())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -124,7 +127,7 @@ def test_a_wrong_lane_does_not_pass_the_comparison(operand):
         assert [line for line, differs in enumerate(different) if differs] == [
             1 + 5,
             1 + 40,
-        ]  # behind the columns' names
+        ]  # after the columns' names
         item = np.where(layout.lane == 17, layout.item ^ 1, layout.item)
         for wrong in (layout.through(swap), replace(layout, item=item)):
             changed = hash_of(texts_of(MATRIX[name], layouts | {operand: wrong}))
@@ -156,10 +159,10 @@ def test_gfx942_cycles_and_registers_are_the_calculators():
         assert [instruction.cycles("gfx942"), *(layout.dwords for layout in layouts)] == [int(n) for n in expected[:-1]]
 
 
-# Layouts of gfx950: the tables of the CDNA4 ISA document
+# gfx950 layouts: the tables of the CDNA4 ISA document
 
 
-# Sections 7.1.5.1 and 7.5.1.3: for each run of registers, the first k that lanes 0-15, 16-31, 32-47 and 48-63 hold there.
+# Sections 7.1.5.1 and 7.5.1.3: for each run of registers, the first k held by lanes 0-15, 16-31, 32-47 and 48-63.
 CDNA4_TABLES = [
     ("v_mfma_f32_16x16x128_f8f6f4", "e2m1", {(0, 3): (0, 32, 64, 96)}),
     ("v_mfma_f32_32x32x64_f8f6f4", "e2m1", {(0, 3): (0, 0, 32, 32)}),
@@ -200,10 +203,11 @@ def test_gfx950_inputs_are_those_of_the_cdna4_isa(mnemonic, format, table):
 
 @pytest.mark.parametrize("mnemonic", ["v_smfmac_f32_16x16x64_f16", "v_smfmac_f32_16x16x128_fp8_fp8"])
 def test_gfx950_sparse_pairs_registers_as_measured(mnemonic):
-    """Which item of B meets which item of A, as one-hot probes on an MI355X showed it.
+    """One-hot probes on an MI355X showed which item of B meets which item of A.
 
-    With the first two of four places selected, item a of lane group g of A met item 16 * (g // 2) + 4 * (a % 8 // 2) + a % 2
-    of lane group 2 * (g % 2) + a // 8 of B for fp8; half as many items for f16 (public bring-up notes of a gfx950 kernel).
+    With the first two of four places selected, item a of lane group g of A met item 16 * (g // 2) + 4 * (a % 8 // 2) +
+    a % 2 of lane group 2 * (g % 2) + a // 8 of B for fp8; half the items for f16 (public bring-up notes of a gfx950
+    kernel).
     """
     instruction = MATRIX[mnemonic]
     half = instruction.a_layout().items // 2
@@ -216,7 +220,7 @@ def test_gfx950_sparse_pairs_registers_as_measured(mnemonic):
 
 
 def test_gfx950_cycles_are_those_of_the_cdna4_isa():
-    """Table 28 and 33: 32x32 takes 32, 16x16 takes 16, except where k is smaller than the core's width, and f64."""
+    """CDNA4 ISA, tables 28 and 33: 32x32 takes 32, 16x16 takes 16, except with k below the core's width, and f64."""
     f8f6f4 = MATRIX["v_mfma_scale_f32_16x16x128_f8f6f4"], MATRIX["v_mfma_f32_32x32x64_f8f6f4"]
     for cbsz, blgp in itertools.product(range(5), repeat=2):
         slow = 2 if cbsz < 2 or blgp < 2 else 1
@@ -226,7 +230,7 @@ def test_gfx950_cycles_are_those_of_the_cdna4_isa():
         for name, instruction in MATRIX.items()
         if "gfx950" in instruction.archs
     }
-    # The peak rates of the ISA's shapes, in flops per cycle and matrix core: 1024 for f16, twice that for 8 bits and sparse.
+    # The ISA's peak rates, in flops per cycle and matrix core: 1024 for f16, twice as high for 8 bits and for sparse.
     assert rates["v_mfma_f32_16x16x32_f16"] == rates["v_mfma_f32_32x32x16_bf16"] == 1024
     assert rates["v_mfma_i32_16x16x64_i8"] == rates["v_smfmac_f32_16x16x64_f16"] == 2048
     assert rates["v_smfmac_f32_32x32x64_fp8_bf8"] == 4096 and rates["v_mfma_f64_16x16x4_f64"] == 32
@@ -236,14 +240,14 @@ def test_gfx950_cycles_are_those_of_the_cdna4_isa():
 
 
 def decoded(format: str, selector: int, arch: str) -> Format | str:
-    """The number format of an operand."""
+    """Return the number format of an operand."""
     if format == "f8f6f4":
         return matrix._F8F6F4[selector]
     return eight_bit(format, arch) if format in ("fp8", "bf8") else format
 
 
 def pack(values: np.ndarray, layout: Layout, format: Format | str) -> np.ndarray:
-    """Registers of a matrix, bit by bit, independently of how `execute` unpacks them."""
+    """Return the registers of a matrix, packed bit by bit, independently of how `execute` unpacks them."""
     plain = {"f32": (np.float32, np.uint32), "f64": (np.float64, np.uint64), "i32": (np.int32, np.uint32)}
     plain |= {"xf32": plain["f32"], "i8": (np.int8, np.uint8), "f16": (np.float16, np.uint16)}
     if isinstance(format, Format):
@@ -261,13 +265,13 @@ def pack(values: np.ndarray, layout: Layout, format: Format | str) -> np.ndarray
 
 
 def unpack(registers: np.ndarray, layout: Layout, format: str) -> np.ndarray:
-    """The accumulator matrix in registers."""
+    """Return the accumulator matrix of registers."""
     number = {"f32": np.float32, "f64": np.float64, "i32": np.int32}[format]
     return np.ascontiguousarray(registers).view(number)[layout.lane, layout.item]
 
 
 def draw(rng: np.random.Generator, shape: tuple, format: Format | str) -> np.ndarray:
-    """Values that the format can hold exactly."""
+    """Return random values that the format represents exactly."""
     if format == "i8":
         return rng.integers(-128, 128, shape)
     values = rng.standard_normal(shape)
@@ -311,7 +315,7 @@ class Case:
         self.expected = product + self.c
 
     def _expand(self, rng: np.random.Generator, stored: np.ndarray, layout: Layout) -> np.ndarray:
-        """The full A for random indices, which go into the selected set; the other sets hold a wrong one."""
+        """Return the full A for random indices in the selected set, with wrong ones in the other sets."""
         instruction, pairs = self.instruction, np.array(list(itertools.combinations(range(4), 2)))
         chosen = pairs[rng.integers(0, 6, stored.shape[:2] + (stored.shape[2] // 2,))].reshape(stored.shape)
         full = np.zeros(stored.shape[:2] + (instruction.k,))
@@ -325,7 +329,7 @@ class Case:
         return full
 
     def _scale(self, rng: np.random.Generator) -> None:
-        """Random scales in the second byte for A and the third for B, noise in the other bytes."""
+        """Return random scales in the second byte for A and the third for B, with noise in the other bytes."""
         instruction = self.instruction
         for operand, rows, byte in (("a", instruction.m, 1), ("b", instruction.n, 2)):
             exponent = rng.integers(117, 137, (rows, instruction.k // 32))
@@ -338,13 +342,13 @@ class Case:
         self.options |= {"op_sel": 0b01, "op_sel_hi": 0b10}
 
     def run(self, **changed) -> np.ndarray:
-        """D as `execute` gives it."""
+        """Return D as `execute` computes it."""
         d = self.instruction.execute(*self.registers, **self.options | changed)
         assert d.dtype == np.uint32 and d.shape == self.registers[2].shape
         return unpack(d, self.instruction.d_layout, self.instruction.c_format)
 
     def check(self, d: np.ndarray) -> None:
-        """Integers are exact, floats within the accumulator's rounding of the operands' magnitude."""
+        """Check integers exactly, and floats within the accumulator's rounding of the operands' magnitude."""
         if self.instruction.c_format == "i32":
             assert np.array_equal(d, self.expected)
         else:
@@ -367,7 +371,7 @@ def test_f8f6f4_formats_mix(mnemonic):
 
 @pytest.mark.parametrize("mnemonic, arch", ARCH_CASES)
 def test_one_hot_operands_reach_one_element(mnemonic, arch):
-    """One 1 in A and one in B, at every k: it lands in D[i][j] alone, or nowhere if they stand at different k."""
+    """With one 1 in A and one in B, D[i][j] is 1 if they have the same k, and all else is 0."""
     instruction = MATRIX[mnemonic]
     rng = np.random.default_rng(2)
     a_format, b_format = (decoded(f, 0, arch) for f in (instruction.a_format, instruction.b_format))
@@ -418,7 +422,7 @@ def test_broadcast_of_a_block_of_a(mnemonic):
 
 @pytest.mark.parametrize("blgp", range(8))
 def test_lane_group_permutation_of_b(blgp):
-    """CDNA4 ISA, table 29, on an instruction whose B is one register: lane l then reads what lane `source` holds."""
+    """CDNA4 ISA, table 29, on an instruction whose B is one register: lane l reads the value of lane `source`."""
     source = [
         *(lambda l: l, lambda l: l % 32, lambda l: l % 32 + 32, lambda l: (l + 16) % 64),
         *(lambda l: l % 16, lambda l: l % 16 + 16, lambda l: l % 16 + 32, lambda l: l % 16 + 48),
@@ -448,7 +452,7 @@ def test_f64_blgp_negates():
     ],
 )
 def test_abid_chooses_the_set_of_indices(mnemonic, sets):
-    """CDNA4 ISA, 7.5: as many sets as fit into the index register; any CBSZ selects the first."""
+    """CDNA4 ISA, 7.5: the index register holds all sets that fit; any CBSZ selects the first."""
     arch = MATRIX[mnemonic].archs[0]
     for abid in range(sets):
         case = Case(mnemonic, arch, abid=abid, seed=abid)
@@ -555,12 +559,12 @@ def test_what_the_hardware_does_not_define_is_an_error(mnemonic, options, messag
 
 
 def registers(first: int, count: int) -> str:
-    """A VGPR range as the assembler writes it."""
+    """Return a VGPR range as the assembler writes it."""
     return f"v{first}" if count == 1 else f"v[{first}:{first + count - 1}]"
 
 
 def assembly(instruction: MatrixInstruction, cbsz: int = 0, blgp: int = 0) -> str:
-    """One instruction in assembler text: A from v0, B from v40, C and D in v80, then the index or the scales."""
+    """Return one instruction in assembler text: A from v0, B from v40, C and D in v80, then the index or the scales."""
     a, b, d = instruction.a_layout(cbsz), instruction.b_layout(blgp), instruction.d_layout
     a, b, d = (registers(first, layout.dwords) for first, layout in ((0, a), (40, b), (80, d)))
     last = "v120" if instruction.sparse else d
@@ -570,7 +574,7 @@ def assembly(instruction: MatrixInstruction, cbsz: int = 0, blgp: int = 0) -> st
 
 
 def assemble(folder: Path, arch: str, lines: list[str]):
-    """The decoded instructions of assembler text."""
+    """Return the decoded instructions of assembler text."""
     source, output = folder / "matrix.s", folder / f"{arch}.co"
     source.write_text("\n".join([".text", *lines, ""]))
     build.compile_source(source, arch, output)
@@ -593,7 +597,7 @@ def test_the_assembler_and_the_decoder_know_every_instruction(arch, tmp_path):
 
 
 class Registers:
-    """As much of a wave's state as a matrix instruction touches: 256 VGPRs and 256 AGPRs of two waves."""
+    """A wave's state as far as matrix instructions use it: 256 VGPRs and 256 AGPRs of two waves."""
 
     count = 2
 
@@ -632,7 +636,7 @@ def test_decoded_instructions_execute_on_registers(arch, tmp_path):
 
 
 def test_accumulation_registers_constants_and_mode(tmp_path):
-    """AGPR operands, an inline constant as C, and FP16_OVFL."""
+    """The operands are AGPRs, an inline constant as C, and FP16_OVFL."""
     lines = [
         "v_mfma_f32_16x16x32_fp8_fp8 a[8:11], a[0:1], v[40:41], 1.0",
         "v_mfma_i32_16x16x32_i8 v[8:11], v[0:1], a[40:41], -3",
@@ -665,8 +669,8 @@ def test_the_decoder_reads_as_many_registers_as_the_formats_need(tmp_path):
         assert (decoded_one.fields["cbsz"], decoded_one.fields["blgp"]) == (cbsz, blgp)
 
 
-# Kernels: compiled from clang's builtins, run by the emulator. Each lane loads what the comment of its layout says, so the
-# layouts are stated a second time, as a kernel's author would.
+# Kernels: compiled from clang's builtins, run by the emulator. Each lane loads what the comment of its layout says,
+# so the layouts are stated a second time, as a kernel's author would.
 
 
 KERNELS = """
@@ -755,7 +759,7 @@ KERNEL f16(const _Float16* a, const _Float16* b, float* d) {
 
 @pytest.fixture(scope="module", params=["gfx942", "gfx950"])
 def device(request, tmp_path_factory):
-    """run(symbol, *args) launches one wave of a kernel above in the emulator."""
+    """Return a function that launches one wave of a kernel above in the emulator, by symbol and arguments."""
     folder = tmp_path_factory.mktemp("code")
     (folder / request.param).mkdir()
     source = folder / "matrix.hip"
@@ -773,7 +777,7 @@ def device(request, tmp_path_factory):
         yield request.param, run
 
 
-# The instructions that the kernels above become, and their formats if CBSZ and BLGP name them.
+# The instructions that the kernels above compile to, and their formats if CBSZ and BLGP name them.
 FORMATS = {"mxfp4": (4, 0), "fp4_twice": (4, 4)}
 BUILTINS = {
     "fp8": ["v_mfma_f32_16x16x32_fp8_fp8"],
@@ -797,7 +801,7 @@ def test_builtins_become_instructions_of_the_table(device):
 
 
 def random_codes(rng: np.random.Generator, shape: tuple, format: Format) -> tuple[torch.Tensor, np.ndarray]:
-    """Random bytes (pairs of nibbles) of a format, and their values."""
+    """Return random bytes (pairs of nibbles) of a format, and their values."""
     codes = format.encode(rng.standard_normal(shape).astype(np.float32)).astype(np.uint8)
     stored = codes[..., 0::2] | codes[..., 1::2] << 4 if format.bits == 4 else codes
     return torch.from_numpy(stored), format.values[codes].astype(np.float64)
@@ -861,7 +865,7 @@ def test_a_wrong_sparse_index_names_the_instruction(device):
 
 
 def random_scales(rng: np.random.Generator, rows: int, blocks: int) -> tuple[torch.Tensor, np.ndarray]:
-    """e8m0 scales, and what they multiply the values of each row by."""
+    """Return e8m0 scales, and their factors for each row's values."""
     codes = rng.integers(120, 134, (rows, blocks)).astype(np.uint8)
     return torch.from_numpy(codes), np.repeat(np.ldexp(1.0, codes.astype(int) - 127), 32, axis=1)
 

@@ -1,5 +1,7 @@
-"""The emulator is an optional part of the package: what it needs that the rest does not, and what it says without that. Its modules
-are small, and none imports one that imports it."""
+"""Test that the emulator is an optional part of the package, with clear errors for missing requirements.
+
+Its modules are small, and their imports have no cycle.
+"""
 
 import ast
 import graphlib
@@ -41,7 +43,7 @@ sys.exit(vllm_rocm_ops.tools.cli.main(["verify", "--emulate", "gfx942"]))
     ],
 )
 def test_it_says_what_it_needs(missing, version, needs):
-    """As doctor does; and all the rest does without."""
+    """`doctor` reports it as well, and all else works without."""
     command = [sys.executable, "-W", "ignore", "-c", REFUSE.format(refused=[missing], version=version)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert re.fullmatch(f"the emulator needs {needs}\n", result.stdout)
@@ -49,7 +51,7 @@ def test_it_says_what_it_needs(missing, version, needs):
 
 
 def imports(path: pathlib.Path) -> set[str]:
-    """The modules of the emulator that a module of it imports, within functions too; of a package its __init__."""
+    """Return the emulator's modules that one of them imports, also within functions; for a package, its __init__."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom) or not node.level:

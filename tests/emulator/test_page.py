@@ -1,4 +1,4 @@
-"""The page for people who write other kernels: its example runs, its error is raised, its table names every error."""
+"""Test the page for authors of other kernels: its example runs, its error is raised, its table has every error."""
 
 import pathlib
 import re
@@ -26,7 +26,7 @@ struct Dimensions { unsigned x; };
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The page's kernel, compiled without HIP's headers."""
+    """Return a folder with the page's kernel, compiled without HIP's headers."""
     found = tmp_path_factory.mktemp("page")
     (found / "scale.hip").write_text(HIP + block_of(PAGE, "c++"))
     build_module().compile_source(found / "scale.hip", "gfx942", found / "scale.co")
@@ -48,7 +48,7 @@ def test_the_example_runs(folder):
 
 
 def test_the_error_is_the_one_shown(folder):
-    """But for the registers and the offset that a compiler chooses."""
+    """Only the registers and the offset, which a compiler chooses, may differ."""
     code = block_of(PAGE, "python")
     assert code.count("2.0, 1000)") == 1
     said = run(code.replace("2.0, 1000)", "2.0, 1001)"), folder).stderr.strip().splitlines()[-1]
@@ -80,7 +80,7 @@ def test_an_offload_bundle_is_named(tmp_path):
 
 
 def test_the_tables_of_schedules_are_those_of_what_ran():
-    """All that ran is as expected, or a planted bug that was found at least once, but for residency with 2 ranks."""
+    """All schedules are as expected, or find a planted bug at least once, except residency with 2 ranks."""
     assert schedules.with_tables(PAGE) == PAGE, "run: python tests/emulator/schedules.py page FILE"
     seen = schedules.read(schedules.SUMS)
     assert seen.keys() == schedules.cells().keys()

@@ -1,4 +1,4 @@
-"""Compiled C++ through the emulator: random programs against the host's compiler, and a split-K GEMM with planted faults."""
+"""Run compiled C++ in the emulator: random programs against the host's compiler, and a split-K GEMM with faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ build = build_module()
 THREADS = 128  # two blocks
 PROGRAMS = 12  # per architecture
 
-# Random programs: integers of all widths, f16, f32 and f64, with branches and loops. No undefined behaviour: unsigned
+# Random programs: integers of all widths, f16, f32 and f64, with branches and loops. No undefined behavior: unsigned
 # arithmetic, masked shifts, odd divisors, conversions of clamped floats.
 
 TYPES = {
@@ -70,7 +70,7 @@ class Program:
         return f"{type_} {name} = ({type_})({value.get(name[0], value['q'] if name[0] == 'l' else source)});"
 
     def _fill(self, choices: str) -> str:
-        """One of the choices, with A, B, C replaced by integers, F by floats, N by a shift."""
+        """Return one of the choices, with A, B, C replaced by integers, F by floats, N by a shift."""
         text = self.random.choice([choice for choice in re.split(r"[;\n]", choices) if choice])
 
         def value(match: re.Match) -> str:
@@ -163,7 +163,7 @@ def test_random_programs_match_the_host(arch, programs, host, tmp_path):
         assert not len(wrong), f"program {i}: output {wrong[0][0]} of thread {wrong[0][1]}"
 
 
-# A GEMM: bf16 tiles through LDS into MFMA, K split over blocks, the last block of a tile sums the parts
+# A GEMM: bf16 tiles through LDS into MFMA, K split over blocks, the last block of a tile sums the splits
 
 GEMM = """
 typedef short s16x4 __attribute__((ext_vector_type(4)));

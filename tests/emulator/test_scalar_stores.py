@@ -1,4 +1,4 @@
-"""Scalar stores and atomics, which kernels use to tell other blocks that something is there."""
+"""Test scalar stores and atomics, with which kernels signal other blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BODY = f"""
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> tuple[list[int], list[int]]:
-    """What one wave leaves in two tensors of ones."""
+    """Return what one wave leaves in two tensors of ones."""
     path = assemble([Kernel("scalar_stores", BODY)], "gfx942", tmp_path_factory.mktemp("scalar"))
     first, second = torch.tensor([10, 1, 1, 1], dtype=torch.int32), torch.ones(4, dtype=torch.int32)
     Emulator("gfx942").run(path, Launch("", "scalar_stores", (1, 1, 1), (64, 1, 1), (first, second)))
@@ -38,5 +38,5 @@ def stored(tmp_path_factory) -> tuple[list[int], list[int]]:
 
 def test_stores_and_atomics_change_memory_in_order(stored):
     first, second = stored
-    assert first == [9, 11, 7, 20]  # dec of 10 beyond its limit 9; 7 + 5 - 1; what add found, and 20
+    assert first == [9, 11, 7, 20]  # dec of 10 beyond its limit 9; 7 + 5 - 1; the value before the add, and 20
     assert second == [10, 1, 1, 1]

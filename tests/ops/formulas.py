@@ -1,7 +1,8 @@
-"""What each op must compute, in float64, from its documentation. Nothing of the package is imported.
+"""The result of each op in float64, from its documentation, without importing the package.
 
-`FORMULAS[op](before, after, outputs)` yields for each result (name, what was found, what is wanted, how far apart they may be). The
-arguments before and after the call are named tuples. Elements are left out whose exact value is not finite: test_ops.py has them.
+`FORMULAS[op](before, after, outputs)` yields for each result (name, value found, value wanted, allowed difference). The
+arguments before and after the call are named tuples. Elements whose exact value is not finite are left out: test_ops.py
+covers them.
 """
 
 import types
@@ -13,20 +14,23 @@ from torch.nn.functional import silu
 
 Found = Iterator[tuple[str, Tensor, Tensor, Tensor]]
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23, torch.float64: 0.0}
-"""Half a step of a type, of a value, at most."""
+"""An upper bound of half a step of a type, relative to the value."""
 LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-24, torch.float32: 2.0**-149, torch.float64: 0.0}
 LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 E4M3, E4M3_LEAST = 2.0**-4, 2.0**-10  # half steps
-FP32 = 1e-5  # of some sums in fp32
+FP32 = 1e-5  # error of some fp32 sums
 SIGMOID = 2.0**-126  # a smaller one may be 0 in fp32
 EXPONENT = 1.25 * 2.0**-24
-"""The error of x in the exponent of exp2(x * log2(e)) in fp32, relative to x: the product is rounded, and so is log2(e)."""
-SCORE = 2.0**-19  # of a score, a sum of few or their quotient otherwise: 32 roundings
-OF_TERMS = 4e-6  # of a long sum in fp32, of its terms' absolute values
+"""The error of x in the exponent of exp2(x * log2(e)) in fp32, relative to x.
+
+The product is rounded, and so is log2(e).
+"""
+SCORE = 2.0**-19  # other error of a score, a sum of few or their quotient: 32 roundings
+OF_TERMS = 4e-6  # error of a long fp32 sum, relative to the sum of absolute terms
 
 
 def rounded(x: Tensor, dtype: torch.dtype, times: int = 1) -> Tensor:
-    """How far rounding may move x."""
+    """Return how far rounding may move x."""
     return 1.01 * times * (HALF[dtype] * x.abs() + LEAST[dtype])
 
 
@@ -38,14 +42,17 @@ def exact(x: Tensor | None) -> Tensor | None:
 
 
 def quantized(name: str, y: Tensor, off: Tensor, q: Tensor, scale: Tensor) -> Found:
-    """Values q of scale that stand for y, which is known but for `off`. `scale` has as many dimensions as y."""
+    """Yield quantized values q with `scale`, which represent y.
+
+    y is known up to `off`; `scale` has y's number of dimensions.
+    """
     limit = LIMIT[q.dtype]
     wanted = (y / scale).clamp(-limit, limit)
     yield name, q.double(), wanted, 1.01 * (E4M3 * wanted.abs() + E4M3_LEAST + off / scale)
 
 
 def dynamic(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None, bounds_scale: bool = False) -> Found:
-    """Values and scales of rows or of groups of a row."""
+    """Yield quantized values and their scales, per row or per group of a row."""
     q, scale = outputs
     limit = LIMIT[q.dtype]
     columns = y.shape[-1]
@@ -60,8 +67,10 @@ def dynamic(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None, bounds
 
 
 def mx(y: Tensor, off: Tensor, outputs: tuple, most_of_type: float) -> Found:
-    """Values of OCP's e4m3 and exponents of 32 each: the least that keeps these within 448. Groups are left out that overflow where y
-    is rounded."""
+    """Yield OCP's e4m3 values with a scale exponent per 32 of them, the smallest that keeps them within 448.
+
+    Groups are left out that overflow when y is rounded.
+    """
     q, scale = outputs
     y, off, q = (x.reshape(-1, x.shape[-1] // 32, 32) for x in (y, off, q))
     largest, apart = y.abs().amax(-1), off.amax(-1)
@@ -76,7 +85,7 @@ def mx(y: Tensor, off: Tensor, outputs: tuple, most_of_type: float) -> Found:
 
 
 def output(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None = None, bounds_scale: bool = False) -> Found:
-    """What an op on rows makes of y: y itself, or values of a static scale or of dynamic ones."""
+    """Yield the results of an op on rows: y itself, values with a static scale or dynamic ones, or both."""
     if len(outputs) == 3:
         plain, *outputs = outputs
         yield "output", plain.double(), y, off
@@ -150,24 +159,24 @@ def stream_memory(before, after, outputs: tuple) -> Found:
     yield "output", found, wanted.double(), torch.zeros(found.shape, dtype=torch.float64)
 
 
-# Products
+# GEMMs
 
 
 def of_blocks(values: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
-    """values [n, k] times scales of blocks of so many rows and columns."""
+    """Return values [n, k] times their scales, one per block of rows x columns."""
     n, k = values.shape
     return values.double() * scale.double().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
 
 
 def powers(values: Tensor, scale: Tensor) -> Tensor:
-    """MX-FP8 values [n, k] with a scale for 32 columns, of a row or of 32 rows."""
+    """Return MX-FP8 values [n, k] times their scales, one per 32 columns of a row or of 32 rows."""
     bits = scale.view(torch.uint8).double()
     scale = torch.exp2(bits - 127).masked_fill(bits == 255, torch.nan)
     return of_blocks(values, scale, 1 if len(scale) == len(values) else 32, 32)
 
 
 def plain(weight: Tensor) -> Tensor:
-    """A weight [N, K], also of [N / 16, K / (64 bytes), 4, 16, 16 bytes]."""
+    """Return a weight [N, K], which may be shuffled, [N / 16, K / (64 bytes), 4, 16, 16 bytes]."""
     if weight.dim() == 2:
         return weight
     tiles, steps, vectors, rows, elements = weight.shape
@@ -175,7 +184,7 @@ def plain(weight: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Found:
-    """a @ b^T + bias."""
+    """Yield a @ b^T + bias."""
     wanted, terms = a @ b.t(), a.abs() @ b.abs().t()
     if bias is not None:
         wanted, terms = wanted + bias.double(), terms + bias.double().abs()
@@ -252,7 +261,7 @@ def gemm(before, after, outputs: tuple) -> Found:
 
 
 def gemm_sides(a) -> tuple[Tensor, Tensor]:
-    """Rows along K, times their scales."""
+    """Return both operands as rows along K, times their scales."""
     sides = (a.a, a.scale_a), (a.b.t(), a.scale_b)
     if a.block_scales:
         (rows, scale_a), (columns, scale_b) = sides
@@ -267,7 +276,7 @@ def unquantized_gemm(before, after, outputs: tuple) -> Found:
 
 
 def as_quantized(x: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None, of: Tensor) -> Tensor:
-    """Rows as a product takes them beside weights that have no wider type, in units of the rows `of`."""
+    """Return rows quantized to the type of the weights, with the scales of the rows `of`."""
     if dtype == torch.int8:
         largest = of.abs().amax(-1, keepdim=True).clamp(min=1e-10)
         unit = largest / 127 if scale is None else scale.double().reshape(())
@@ -307,7 +316,7 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         )
 
     def quantized(x: Tensor, error: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Also by how much it is off where an error of x, or of its unit, makes it round the other way."""
+        """Return quantized x, and its error where the error of x, or of its scale, makes it round the other way."""
         below, found, above = (as_quantized(x + by * error, kind, a.w1.dtype, scale, x) for by in (-1, 0, 1))
         return found, torch.maximum((below - found).abs(), (above - found).abs())
 
@@ -338,16 +347,16 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         inner = (silu(gate) * up).to(a.out_dtype).double()
         inner_off = 1.1 * up.abs() * gate_off + silu(gate).abs() * up_off  # silu rises by at most 1.1
         if kind != "none" and not a.weight_only:
-            roundings = 2 if a.act_scale is None else 1  # its own, and that of the largest, where it is the unit
+            roundings = (
+                2 if a.act_scale is None else 1
+            )  # rounding of the value, and of the maximum if it gives the scale
             error = roundings * HALF[a.out_dtype] * inner.abs() + inner_off
             inner, inner_off = quantized(inner, error, a.act_scale)
         share = torch.ones_like(share).where(share != 0, 0.0) if a.apply_router_weight_on_input else share
         total += share[:, None] * (inner @ w2.t())
         terms += share[:, None].abs() * (inner.abs() @ w2.abs().t())
         off += share[:, None].abs() * (inner_off @ w2.abs().t())
-    of_terms = (
-        HALF[a.out_dtype] if kind == "none" or a.weight_only else 0.02
-    )  # a share of roundings of x falls the other way
+    of_terms = HALF[a.out_dtype] if kind == "none" or a.weight_only else 0.02  # some roundings of x go the other way
     yield "output", outputs[0].double(), total, rounded(total, a.out_dtype) + of_terms * terms + off
 
 
@@ -355,7 +364,10 @@ def fused_experts(before, after, outputs: tuple) -> Found:
 
 
 def scored(x: Tensor, score: str) -> tuple[Tensor, Tensor]:
-    """Return the scores of logits, and how far each may be off, relative to it: by exp2(x * log2(e)), which Triton's exp is too."""
+    """Return the scores of logits and their relative error bounds.
+
+    The bound includes exp2(x * log2(e)), which Triton's exp computes as well.
+    """
     if score == "sigmoid":
         scores = torch.sigmoid(x)
         return scores, EXPONENT * x.abs() * (1 - scores) + SCORE
@@ -367,7 +379,7 @@ def scored(x: Tensor, score: str) -> tuple[Tensor, Tensor]:
 def top(
     scores: Tensor, off: Tensor, values: Tensor, before, outputs: tuple, factor: float, kept: Tensor, epsilon: float
 ) -> Found:
-    """Ids are those of the largest `values` among the experts that are kept; weights are their scores."""
+    """Yield the ids of the largest `values` among the kept experts, and their scores as weights."""
     weights, ids = outputs
     a = before
     padding = getattr(a, "is_padding", None)
@@ -418,7 +430,7 @@ def grouped_topk(before, after, outputs: tuple) -> Found:
     values = x if a.e_score_correction_bias is None else scores + exact(a.e_score_correction_bias)
     grouped = values.nan_to_num(nan=-torch.inf).unflatten(-1, (a.num_expert_group, -1))
     best = grouped.topk(min(1 if a.e_score_correction_bias is None else 2, grouped.shape[-1]), -1).values.sum(-1)
-    # A group that is as good as the last one that is kept, but for rounding, may take its place: those rows tell nothing.
+    # A group that ties with the last kept one, up to rounding, may replace it: rows with such groups are left out.
     order = best.sort(-1, descending=True).values
     chosen = a.topk_group
     if chosen < a.num_expert_group:
@@ -450,7 +462,7 @@ def load_balancing_loss(before, after, outputs: tuple) -> Found:
 
 
 def by_slot(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches of any layout as [pages, page, heads, size]."""
+    """Return caches of any layout as [pages, page, heads, size]."""
     if key.dim() == 4:
         return key, value
     values = value.permute(0, 3, 1, 2) if value.dim() == 4 else value.permute(0, 2, 4, 1, 3).flatten(1, 2)
@@ -458,7 +470,7 @@ def by_slot(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(x: Tensor, positions: Tensor, table: Tensor, is_neox: bool) -> tuple[Tensor, Tensor]:
-    """Heads [tokens, heads, size] whose first elements are rotated; and the sizes of the terms."""
+    """Return heads [tokens, heads, size] with their first elements rotated, and the magnitudes of the terms."""
     x, rotary = x.double(), table.shape[1]
     cos, sin = table[positions].double()[:, None].chunk(2, -1)
     part, rest = x[..., :rotary], x[..., rotary:]
@@ -475,7 +487,7 @@ def turned(x: Tensor, positions: Tensor, table: Tensor, is_neox: bool) -> tuple[
 def written(
     name: str, old: Tensor, new: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None, off: Tensor
 ) -> Found:
-    """A cache [pages, page, ...] after rows went to their slots; the other slots are as before."""
+    """Yield a cache [pages, page, ...] after rows were written to their slots; other slots are unchanged."""
     wanted, allowed = old.double().flatten(0, 1).clone(), torch.zeros(old.flatten(0, 1).shape, dtype=torch.float64)
     allowed = allowed.to(old.device)
     for row, slot in enumerate(slots.tolist()):
@@ -537,7 +549,7 @@ def rope_and_cache_mla(before, after, outputs: tuple) -> Found:
 
 
 def latent_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
-    """Both latents' norms, of which that of queries may quantize, rotation and write."""
+    """Yield both latents' norms, the queries' possibly quantized, and the results of the rotation and the cache write."""
     a, dtype = before, before.qkv.dtype
     behind = len(a.kv_weight), a.kv_cache.shape[2] - len(a.kv_weight)
     q, kv, k_pe = a.qkv.split([a.qkv.shape[1] - sum(behind), *behind], 1)
@@ -577,7 +589,7 @@ def attended(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Found:
-    """Attention of rows of queries [rows, heads, size] to caches [pages, page, heads, size]."""
+    """Yield the attention of query rows [rows, heads, size] over caches [pages, page, heads, size]."""
     out, lse = outputs
     out = out if a.out is None else after.out
     group, dtype, query = query.shape[1] // keys.shape[2], query.dtype, query.double()
@@ -640,7 +652,7 @@ def mla_decode(before, after, outputs: tuple) -> Found:
 
 
 def random_words(counter: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """Philox4x32-10, as its authors publish it."""
+    """Return random words by Philox4x32-10, as its authors publish it."""
     x, y, z, w = counter
     key, other = seed % 2**32, seed // 2**32 % 2**32
     for step in range(10):
@@ -651,7 +663,7 @@ def random_words(counter: tuple[int, ...], seed: int) -> tuple[int, ...]:
 
 
 def dropped(a, sequence: int, rows: int, heads: int, keys: int) -> Tensor:
-    """Which weights [heads, rows, keys] are 0."""
+    """Return a mask of the weights [heads, rows, keys] that are dropped."""
     words = [
         [[random_words((of, row, head, sequence), a.seed) for of in range(-(-keys // 4))] for row in range(rows)]
         for head in range(heads)

@@ -1,14 +1,15 @@
-"""Random calls of every op against float64 (formulas.py), and calls that no op may take.
+"""Compare random calls of every op with float64 (formulas.py), and check that malformed calls raise.
 
     python tests/ops/fuzz.py [--calls 10000] [--malformed 1000] [--seed 0] [--op PATTERN] [--workers N] [--emulate ARCH ...]
 
-A call has the kinds of arguments of one of the op's cases, with random values and, where the case says sizes, random sizes. It runs
-in a random configuration, first in those whose kernels no call before it runs. On GPUs the kernels run there, else in the emulator as
---emulate says. A malformed call is a valid one with one argument that is wrong. It must raise, and leave every tensor as it was.
+A call has the kinds of arguments of one of the op's cases, with random values and, if the case has sizes as parameters,
+random sizes. It runs in a random configuration, or in one whose kernels have not run yet, if there is one. Kernels run
+on a GPU if there is one, else in the emulator of --emulate. A malformed call is a valid one with one wrong argument. It
+must raise, and leave every tensor unchanged.
 
-Prints how many combinations of op, type, kernels and configuration ran, and the kernels that did not. Fails for a wrong result, for a
-malformed call that is taken and, after 10,000 calls, for a kernel that never ran. The same seed makes the same calls, among however
-many workers they are dealt. Each worker is a process of one thread.
+It prints how many combinations of op, type, kernels and configuration ran, and the kernels that did not. It fails for a
+wrong result, for an accepted malformed call and, after 10,000 calls, for a kernel that never ran. The same seed makes
+the same calls, for any number of workers. Each worker is a process of one thread.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.ops.families import rowwise
 
 REFUSALS = (ValueError, TypeError, RuntimeError)
-WHOLE = 10000  # calls, after which every kernel must have run
+WHOLE = 10000  # calls after which every kernel must have run
 
 
 class Wrong(AssertionError):
-    """A result that is not the formula's."""
+    """A result that differs from the formula's."""
 
 
 # Valid calls
@@ -76,11 +77,11 @@ SIZES: dict[str, Callable[[random.Random, dict], object]] = {
     "lens": lambda rng, of: tuple(rng.randint(0, 150) for _ in range(rng.randint(1, 4))),
     "tokens": lambda rng, of: rng.randint(4, 12),
 }
-"""How to draw a size of a case, by the name that the op's file has for it."""
+"""Functions that draw a size of a case, by the parameter's name in the op's file."""
 
 
 def resized(case: Case, the_op: Op, rng: random.Random) -> Callable:
-    """A case's maker with sizes of its own, where it takes sizes."""
+    """Return a case's maker with random sizes, if it has sizes as parameters."""
     make = case.make
     if not isinstance(make, functools.partial):
         return make
@@ -92,7 +93,7 @@ def resized(case: Case, the_op: Op, rng: random.Random) -> Callable:
 
 
 def arguments(the_op: Op, case: Case, rng: random.Random, fp8_dtype: torch.dtype, resizes: bool) -> tuple:
-    """Of a valid call: the case's, of random sizes if it may have them and those are valid."""
+    """Return the arguments of a valid call: a case's, with random sizes if these are valid."""
     seed = rng.getrandbits(40)
     for make in (resized(case, the_op, rng), case.make) if resizes else (case.make,):
         with contextlib.suppress(ValueError, RuntimeError, IndexError):
@@ -103,12 +104,15 @@ def arguments(the_op: Op, case: Case, rng: random.Random, fp8_dtype: torch.dtype
 
 
 def configurations(the_op: Op, a, arch) -> list:
-    """Those of a call that kernels take."""
+    """Return the configurations in which kernels accept a call."""
     return the_op.configs(a, arch) if all(holds for _, holds in the_op.envelope(a, arch)) else []
 
 
 class Cover:
-    """Which calls run kernels that no call before them runs. Cases' own sizes tell it without a run, and the same to each worker."""
+    """Find the calls that run kernels that no earlier call runs.
+
+    The cases' own sizes determine them without a run, and equally in each worker.
+    """
 
     def __init__(self, cases: list[tuple[Op, Case]], arch):
         self.cases, self.arch = cases, arch
@@ -116,7 +120,10 @@ class Cover:
         self.number = self.last = -1
 
     def config(self, number: int):
-        """The configuration that a call must have for that, if there is one. Numbers must grow from call to call."""
+        """Return the configuration with which a call runs unseen kernels, or None.
+
+        Numbers must grow from call to call.
+        """
         found = None
         while self.number < number and self.number - self.last <= len(self.cases):
             self.number += 1
@@ -135,7 +142,7 @@ class Cover:
 
 
 def check(the_op: Op, before, after, outputs: tuple) -> None:
-    """Raises Wrong for a result that is not what the op's formula says."""
+    """Raise Wrong for a result that differs from the op's formula."""
     outputs = tuple(output.cpu() for output in outputs)
     for name, found, wanted, allowed in formulas.FORMULAS[the_op.name](before, after, outputs):
         if found.shape != wanted.shape:
@@ -153,7 +160,7 @@ def check(the_op: Op, before, after, outputs: tuple) -> None:
 
 
 def run(the_op: Op, given: tuple, config, device: str) -> str:
-    """Runs and checks a call. Returns the kernels that ran."""
+    """Run and check a call, and return the names of its kernels."""
     before = the_op.Arguments(*(clone(value) for value in given))
     ours = the_op.Arguments(*(clone(value, device) for value in given))
     reset_stats()
@@ -169,7 +176,7 @@ def run(the_op: Op, given: tuple, config, device: str) -> str:
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits, wherever their elements lie."""
+    """Return whether two tensors have the same bits, whatever their strides."""
     bits = (torch.empty(of.shape, dtype=of.dtype).copy_(of).reshape(-1).view(torch.uint8) for of in (x, y))
     return torch.equal(*bits)
 
@@ -218,16 +225,16 @@ NUMBERS = {
 }
 E5M2 = torch.float8_e5m2
 ANY_TYPE = ("gemm",)
-"""Ops that take operands, and make results, of types that others do not."""
+"""Ops that accept and return types that others do not."""
 
 
 def other_type(value: torch.Tensor) -> torch.dtype:
-    """A type that no argument may have in place of a tensor's."""
+    """Return a type that no argument may have in place of a tensor's."""
     return torch.complex64 if value.is_floating_point() and value.element_size() > 1 else torch.int16
 
 
 def longer(value: torch.Tensor, dimension: int) -> torch.Tensor:
-    """With one more element in a dimension."""
+    """Return a tensor with one more element in a dimension."""
     bits = value.view(torch.uint8) if value.element_size() == 1 else value
     size = value.shape[dimension]
     places = torch.arange(size + 1).clamp(max=size - 1)
@@ -235,7 +242,7 @@ def longer(value: torch.Tensor, dimension: int) -> torch.Tensor:
 
 
 def malformed(the_op: Op, given: tuple, rng: random.Random) -> tuple[str, tuple]:
-    """The arguments with one that is wrong, and what is wrong."""
+    """Return what is wrong, and the arguments with one wrong one."""
     a = the_op.Arguments(*given)
     choices: list[tuple[str, str, Callable]] = []
     for name, value in a._asdict().items():
@@ -259,7 +266,10 @@ def malformed(the_op: Op, given: tuple, rng: random.Random) -> tuple[str, tuple]
 
 
 def taken(the_op: Op, given: tuple, device: str) -> str:
-    """What is wrong if a malformed call is taken, changes a tensor, or raises what does not name the op; else nothing."""
+    """Return why a malformed call is not handled well, or "".
+
+    It must be refused with the op's name in the error, and change no tensor.
+    """
     ours = tuple(clone(value, device) for value in given)
     try:
         the_op(*ours)
@@ -276,7 +286,7 @@ def taken(the_op: Op, given: tuple, device: str) -> str:
 
 @dataclasses.dataclass
 class Found:
-    """What calls showed."""
+    """Findings of calls."""
 
     calls: int = 0
     refused: int = 0
@@ -298,7 +308,7 @@ class Found:
         return sorted(every - self.launched.get(arch, set()))
 
     def table(self) -> str:
-        """What ran, by op."""
+        """Return a line per op with the number of combinations that ran."""
         ops = sorted({key[0] for key in self.covered})
         rows = []
         for op in ops:
@@ -310,7 +320,7 @@ class Found:
 
 
 class Fuzz:
-    """A sequence of calls."""
+    """A sequence of random calls."""
 
     def __init__(self, pattern: str, seed: int):
         self.ops = [op for op in op_module.registered() if fnmatch.fnmatchcase(op.name, pattern)]
@@ -322,11 +332,11 @@ class Fuzz:
         self.covers: dict[str, Cover] = {}
 
     def drawn(self, number: int, what: str) -> tuple[Op, Case, random.Random]:
-        """The op and case of a call: each case in turn."""
+        """Return the op and case of a call, cycling through the cases."""
         return *self.cases[number % len(self.cases)], random.Random(f"{self.seed} {what} {number}")
 
     def call(self, number: int, arch) -> tuple[Op, Case, tuple, object]:
-        """The op, case, arguments and configuration of a valid call."""
+        """Return the op, case, arguments and configuration of a valid call."""
         the_op, case, rng = self.drawn(number, f"valid {arch.name}")
         config = self.covers.setdefault(arch.name, Cover(self.cases, arch)).config(number)
         given = arguments(the_op, case, rng, arch.fp8_dtype, resizes=config is None)
@@ -357,7 +367,7 @@ class Fuzz:
 
 
 def executors(emulate: list[str]):
-    """Of each machine: its device, its arch, and the context in which kernels run on it."""
+    """Yield each machine's device, arch, and the context in which kernels run on it."""
     if torch.cuda.is_available() and archs.of_device(0) is not None and not emulate:
         yield "cuda", archs.of_device(0), contextlib.nullcontext
         return
@@ -385,7 +395,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(options: argparse.Namespace, worker: int) -> Found:
-    """The calls of a worker."""
+    """Run the calls of a worker, and return its findings."""
     warnings.filterwarnings("ignore", ".*runs without its kernels")
     torch.set_num_threads(1)  # the formulas' tensors are small
     machines, fuzz = list(executors(options.emulate)), Fuzz(options.op, options.seed)

@@ -1,8 +1,8 @@
-"""What calls of an op reach, without a run: the default tests are chosen by it.
+"""Find the features that calls of an op reach, without a run, to choose the default tests.
 
-A case reaches, in a configuration on a chip: each argument given or left out, of its type, layout and kind of values; and its plan,
-the kernels' symbols and each of their arguments by its kind, by the configuration's class. Where no kernel takes a case it
-reaches the rules that it breaks.
+In a configuration on a chip, a case reaches each argument present or absent, with its type, layout and kind of values;
+and its plan: the kernels' symbols and each kernel argument by its kind, per class of configuration. A case that no
+kernel accepts reaches the rules that it breaks.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from vllm_rocm_ops.core.correctness import as_tuple, generator_of
 from vllm_rocm_ops.core.launch import Counters, Workspace
 from vllm_rocm_ops.core.op import Case, Op
 
-SMALL = 4  # numbers below are told apart: they are types, orders and levels
-BOUNDS = (0, SMALL, 65, 129, 2**16, 2**31)  # others are told apart by these: a wave has 64 lanes, a tile 128 rows
-SIZES = (1e-30, 1e-4, 100.0, 1e4, 1e30)  # and floats by these
-MOST_VALUES = 2**16  # of a tensor whose values are looked at
+SMALL = 4  # numbers below are distinguished: they are types, orders and levels
+BOUNDS = (0, SMALL, 65, 129, 2**16, 2**31)  # classes of larger numbers: a wave has 64 lanes, a tile 128 rows
+SIZES = (1e-30, 1e-4, 100.0, 1e4, 1e30)  # classes of floats
+MOST_VALUES = 2**16  # of a tensor whose values are classified
 
 
 class Run(NamedTuple):
-    """A case in one configuration, or in None where no kernel takes it."""
+    """A case in one configuration, or in None if no kernel accepts it."""
 
     config: object
     reached: frozenset[Hashable]
-    cost: float  # about the seconds in the emulator
+    cost: float  # approximate seconds in the emulator
 
 
 def kind_of(value) -> Hashable:
-    """What tells two values of an argument apart."""
+    """Return the class of an argument's value."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, (Workspace, Counters)):
@@ -46,7 +46,7 @@ def kind_of(value) -> Hashable:
 
 
 def looks(x: torch.Tensor) -> Iterator[Hashable]:
-    """The layout of an argument, and values that kernels treat apart."""
+    """Yield the layout of an argument, and the classes of its values that kernels distinguish."""
     yield "packed" if x.is_contiguous() else "with gaps" if x.dim() and x.stride(-1) == 1 else "in another order"
     yield "elements", min(x.numel(), 2)
     if not 0 < x.numel() <= MOST_VALUES or x.dtype == torch.bool:
@@ -66,7 +66,7 @@ def looks(x: torch.Tensor) -> Iterator[Hashable]:
 
 
 def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
-    """A case in each configuration."""
+    """Return a case in each configuration."""
     a = the_op.Arguments(*case.make("cpu", generator_of(case.name), arch.fp8_dtype))
     outputs = the_op.allocate(a)
     tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}

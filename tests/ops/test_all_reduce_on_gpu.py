@@ -1,4 +1,4 @@
-"""The all-reduce on GPUs, for a short time; by itself, tests/all_reduce_on_gpu.py runs for long."""
+"""Run the all-reduce on GPUs for a short time; tests/all_reduce_on_gpu.py by itself runs for long."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
     ids=" ".join,
 )
 def test_on_gpus(options):
-    """Ranks are streams of a process, or processes that share a GPU where there are no more."""
+    """Ranks are streams of a process, or processes, which share a GPU if there are not enough."""
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all bits right" in done.stdout and "the rank that comes late fails too" in done.stdout, done.stdout

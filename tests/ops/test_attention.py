@@ -1,4 +1,4 @@
-"""The ops of attention: bugs that their cases catch, and what no case of test_ops.py says."""
+"""Test attention ops beyond their cases, and bugs that their cases catch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DECODES = (ops.paged_attention_decode, ops.mla_decode)
 
 @pytest.mark.parametrize("the_op", DECODES)
 def test_parts_of_a_constant_size_give_a_request_the_same_bits_in_any_batch(the_op):
-    """And with a block table of any width, whose last part may be cut."""
+    """The block table may have any width, which may cut its last split."""
     emulator = Emulator("gfx942")
     given = the_op.Arguments(*inputs(the_op, "partition", emulator))
     with launch.executor(emulator):
@@ -66,7 +66,7 @@ def test_any_order_of_blocks_gives_the_same_bits(the_op):
 
 @pytest.mark.parametrize("the_op", DECODES)
 def test_an_out_that_cannot_be_written_is_refused(the_op):
-    """Before anything is launched: of another shape or type, with elements in one place, or in memory that another argument has."""
+    """Nothing is launched if it has another shape or type, overlapping elements, or memory of another argument."""
     given = the_op.Arguments(*inputs(the_op, "out", Emulator("gfx942")))
     query, out = given[0], given.out
     wrong = {
@@ -101,7 +101,7 @@ def test_an_out_scale_without_an_out_for_it_is_refused():
 
 @pytest.mark.parametrize("arch", AMD)
 def test_an_out_of_e4m3_is_as_vllm_rounds_it(arch):
-    """One key, whose value is the result: exact but for the last rounding. Values beyond the type's limit are clamped."""
+    """With one key, the result is its value: exact but for the last rounding, and clamped to the type's limit."""
     emulator = Emulator(arch)
     dtype, size = emulator.arch.fp8_dtype, 64
     value = torch.linspace(-15, 15, size).bfloat16().view(1, 1, 1, size)
@@ -132,7 +132,7 @@ def test_the_plan_is_that_of_shapes(the_op):
     caches = {name: getattr(given, name).nan_to_num() for name in given._fields if name.endswith("_cache")}
     with launch.executor(emulator):
         for lens in ([129, 0, 1, 130], [1, 1, 1, 1]):
-            table = given.block_table.where(given.block_table < 2**20, 0)  # pages of other requests, which are there
+            table = given.block_table.where(given.block_table < 2**20, 0)  # existing pages of other requests
             now = given._replace(seq_lens=torch.tensor(lens[:requests], dtype=torch.int32), block_table=table, **caches)
             executed.append(the_op._execution(tuple(now)))
             out, lse = the_op(*now)
@@ -172,16 +172,16 @@ def test_pages_behind_4_gb(layout):
 
 
 def keys_and_values_wait(path: Path) -> list[str]:
-    """The kernels of heads in which a wait leaves neither all keys nor all values of a step under way."""
+    """Return the kernels of heads in which a wait leaves neither all keys nor all values of an iteration in flight."""
     wrong, code = [], CodeObject(path)
     for name in code.kernels:
         (loop,) = test_waits.Flow(code, name).loops()
         fp8, size, _ = re.search(r"(_fp8)?_(\d+)_(\w+)$", name).groups()
         keys = int(size) // (32 if fp8 else 16)
-        values = loop.loads - keys - 1  # one of pages
+        values = loop.loads - keys - 1  # one load of pages
         left = [count for ins in loop.on_path if (count := test_waits.left_in_flight(ins)) is not None]
         if (fp8, size) == ("_fp8", "192"):
-            continue  # there values of a step wait for each other once
+            continue  # these kernels wait once for each other's values of an iteration
         if values <= 0 or not left or min(left) < min(keys, values):
             wrong.append(name)
     return wrong
@@ -189,7 +189,7 @@ def keys_and_values_wait(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("arch", CHIPS)
 def test_keys_or_values_stay_in_flight(arch):
-    """While a wave waits for its keys, all values are under way, and while for its values all keys; nothing is spilled."""
+    """All values are in flight while a wave waits for keys, and all keys while it waits for values; nothing is spilled."""
     path = launch.CODE / arch / "paged_attention_decode.co"
     assert not any(kernel.statistics["scratch"] for kernel in CodeObject(path).kernels.values())
     assert not keys_and_values_wait(path)
@@ -197,7 +197,7 @@ def test_keys_or_values_stay_in_flight(arch):
 
 @pytest.mark.parametrize("arch", AMD)
 def test_nothing_of_mla_is_spilled(arch):
-    """And of up to 16 columns a compute unit has two blocks."""
+    """Up to 16 packed-GQA rows, a compute unit holds two blocks."""
     for name, kernel in CodeObject(launch.CODE / arch / "mla_decode.co").kernels.items():
         spills = [kernel.statistics[kind] for kind in ("scratch", "vgpr_spills", "sgpr_spills")]
         assert not any(spills) and kernel.statistics["lds"] <= archs.ARCHS["gfx942"].lds_bytes, name

@@ -1,4 +1,4 @@
-"""Attention of decode where there are many keys, caches of more than 4 GB, and keys and values without pages."""
+"""Test decode attention over many keys, over caches of more than 4 GB, and over keys and values without pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHORTER = {
 
 
 def check_lengths(the_op, sizes: tuple, arch: str) -> None:
-    """A case of these sizes, in the configuration that is chosen for it."""
+    """Check a case of these sizes, in the default configuration."""
     of_op, emulator = importlib.import_module(f"vllm_rocm_ops.ops.{the_op.name}"), Emulator(arch, races=False)
     case = Case(str(sizes), functools.partial(of_op._inputs, *sizes))
     given = the_op.Arguments(*case.make("meta", torch.Generator(), emulator.arch.fp8_dtype))
@@ -57,7 +57,7 @@ def test_thousands_of_keys_and_many_requests(name, arch):
 @ARCHS
 @pytest.mark.parametrize("name", LONG)
 def test_131072_keys(name, arch):
-    """As a model's longest request has them."""
+    """A model's longest request has this length."""
     the_op, *sizes = LONG[name]
     check_lengths(the_op, sizes, arch)
 
@@ -95,7 +95,7 @@ def test_pages_of_a_latent_behind_4_gb(arch, fp8):
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=full)])
 @pytest.mark.parametrize("lens", [(150, 1, 0, 37), pytest.param((4097, 4096, 513), marks=full)])
 def test_keys_and_values_without_pages(arch, lens):
-    """[requests, N, heads, size]: each request is a page of its own, of any length."""
+    """The layout is [requests, N, heads, size]: each request is one page, of any length."""
     requests, n, heads, size = len(lens), max(lens), 2, 64
     generator = generator_of(str(lens))
     query = torch.randn(requests, 4, size, generator=generator).bfloat16()
@@ -114,7 +114,7 @@ def test_keys_and_values_without_pages(arch, lens):
 
 @pytest.mark.parametrize("name", ["paged_attention_decode", "mla_decode"])
 def test_a_part_loads_no_other_parts_keys(name):
-    """Steps ahead of a part's last one are of keys that it has; of a block's last lines others may load the rest."""
+    """Iterations prefetched beyond a split's last one load its own keys; only a block's last lines may load others."""
     the_op, emulator, keys = getattr(ops, name), Emulator("gfx942", races=False, traffic=True), 1024
     table, lens = torch.arange(keys // 16, dtype=torch.int32)[None], torch.tensor([keys], dtype=torch.int32)
     if the_op is ops.mla_decode:

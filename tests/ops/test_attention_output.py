@@ -1,4 +1,4 @@
-"""Quantized results of attention's decode: their bits are those of a quantization behind a result of 16 bits."""
+"""Test that quantized results of decode attention have the bits of a separate quantization of the 16-bit result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP = 128
 
 
 def quantized(out: torch.Tensor, given) -> tuple[torch.Tensor, ...]:
-    """The values, and the scales of groups, of a quantization of what a result of 16 bits holds."""
+    """Return the values and group scales of a quantization of a 16-bit result."""
     wide, dtype = out.float(), given.out.dtype
     if given.out_scale is not None:
         return (quantization.static(wide, given.out_scale, dtype),)

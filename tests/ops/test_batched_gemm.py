@@ -1,4 +1,4 @@
-"""batched_gemm: bugs that its cases catch, and what no case of test_ops.py says."""
+"""Test batched_gemm beyond its cases, and bugs that its cases catch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_nothing_is_spilled(arch):
 
 
 def test_weights_as_vllm_keeps_them():
-    """Both projections of a head are rows of one tensor [heads * (K of the one + N of the other), latent]."""
+    """Both projections of a head are rows of one tensor [heads * (K of one + N of the other), latent]."""
     heads, nope, latent, v, rows = 3, 128, 512, 128, 5
     generator = generator_of("kv_b")
     kv_b = torch.randn(heads * (nope + v), latent, generator=generator).bfloat16()

@@ -1,4 +1,4 @@
-"""block_scaled_mm with e8m0 scales: each of the 256 of them, exactly."""
+"""Test block_scaled_mm with each of the 256 e8m0 scales, exactly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 
-BLOCKS = 32  # of K in a call: scales
+BLOCKS = 32  # K blocks per call, one scale each
 OTHER = 0.5  # scale of the other operand: nothing overflows
 
 
 def product(of: str, other: torch.dtype, scales: torch.Tensor, tokens: int, arch) -> torch.Tensor:
-    """[tokens, 16] in fp32, as gfx942 or gfx950 code makes it: token i is 1 in block i of K alone, so that its results are the
-    scale of that block, of operand `of`, times OTHER."""
+    """Return the [tokens, 16] fp32 result of gfx942 or gfx950 code.
+
+    Token i is 1 only in block i of K, so that its results are the scale of this block in operand `of`, times OTHER.
+    """
     blocks = len(scales)
     a = torch.zeros(tokens, blocks * BLOCK)
     a[torch.arange(tokens), torch.arange(tokens) % blocks * BLOCK + 77] = 1

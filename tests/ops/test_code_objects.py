@@ -1,4 +1,4 @@
-"""What the code objects that ship say of themselves, without running them."""
+"""Test the shipped code objects by their metadata and code, without running them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def objects(arch: str) -> dict[str, CodeObject]:
 
 
 def planned(arch: archs.Arch):
-    """Every launch that any case of any op plans with any configuration."""
+    """Yield every launch that any case of any op plans with any configuration."""
     for the_op in op.registered():
         for case in the_op.cases():
             a = the_op.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))
@@ -34,7 +34,7 @@ def planned(arch: archs.Arch):
 
 @pytest.mark.parametrize("arch", AMD)
 def test_plans_and_kernels_are_the_same(arch):
-    """Each planned symbol exists and may have as many threads; none is unused."""
+    """Each planned symbol exists and supports the planned number of threads; none is unused."""
     kernels = {(module, name): k for module, o in objects(arch).items() for name, k in o.kernels.items()}
     launches = {(l.module, l.symbol): l for l in planned(archs.ARCHS[arch])}
     of_ranks = {(module, name) for module, names in collectives.symbols().items() for name in names}
@@ -51,11 +51,14 @@ def test_every_launch_of_every_case_gives_what_its_kernel_takes(arch):
         assert layout.size == takes.bytes and len(layout.pack(*values.values())) == takes.bytes
 
 
-# What stamps say of the kernels' arguments
+# Stamps against the kernels' arguments
 
 
 class Parameter(NamedTuple):
-    """A parameter of a kernel, as its object has it; a structure is one. In bytes."""
+    """A parameter of a kernel in its object, possibly a structure.
+
+    Sizes and offsets are in bytes.
+    """
 
     offset: int
     size: int
@@ -63,7 +66,10 @@ class Parameter(NamedTuple):
 
 
 def amd_parameters(path: Path) -> dict[str, list[Parameter]]:
-    """Those of each kernel, as the metadata says. They fill the kernarg segment, but for hidden ones behind them."""
+    """Return the parameters of each kernel from the metadata.
+
+    They fill the kernarg segment, except for the hidden ones after them.
+    """
     found = {}
     for name, kernel in CodeObject(path).kernels.items():
         end = max(arg[".offset"] + arg[".size"] for arg in kernel.metadata[".args"])
@@ -75,7 +81,7 @@ def amd_parameters(path: Path) -> dict[str, list[Parameter]]:
 
 
 def nvidia_parameters(path: Path) -> dict[str, list[Parameter]]:
-    """Those of each kernel, as its entry declares them."""
+    """Return the parameters of each kernel from its entry's declaration."""
     found = {}
     for name, text in re.findall(r"^\.visible \.entry (\w+)\((.*?)\)", path.read_text(), re.MULTILINE | re.DOTALL):
         found[name], end = [], 0
@@ -90,8 +96,10 @@ def nvidia_parameters(path: Path) -> dict[str, list[Parameter]]:
 
 
 def check(takes: Parameters, found: list[Parameter]) -> None:
-    """What a stamp says of a kernel is what its object says: each parameter is one number or pointer, or is filled by the fields of a
-    structure but for what aligns them."""
+    """Check a stamp's description of a kernel against its object.
+
+    Each parameter is one number or pointer, or is filled by the fields of a structure except for padding.
+    """
     numbers: dict[str, list[tuple[int, str]]] = {}
     for name, number in takes.arguments.items():
         numbers.setdefault(name.partition(".")[0], []).append(tuple(number))
@@ -127,7 +135,7 @@ def test_stamps_know_the_arguments_of_every_kernel(arch):
     "module, symbol, of", [("rms_norm", "rms_norm_bf16_x1", ""), ("scaled_mm", "scaled_mm_skinny_16", "problem.")]
 )
 def test_a_wrong_stamp_is_found(module, symbol, of, arch, read):
-    """A missing argument, a wrong width, a number for a pointer, two in the wrong places, too few bytes."""
+    """The errors are a missing argument, a wrong width, a number for a pointer, swapped arguments, and too few bytes."""
     path = launch.code_object(module, arch)
     right, found = parameters(path, symbol), read(path)[symbol]
     check(right, found)
@@ -151,8 +159,10 @@ def test_a_wrong_stamp_is_found(module, symbol, of, arch, read):
 @full
 @pytest.mark.parametrize("arch", AMD)
 def test_caches_are_left_alone(arch):
-    """What blocks leave for each other goes past the caches of their dies: no kernel writes back or invalidates all that others
-    have there. And no store has a scalar offset: clang may miss that the next instruction overwrites its data."""
+    """Data passed between blocks bypass the caches of their dies: no kernel writes back or invalidates these caches.
+
+    No store has a scalar offset: clang may miss that the next instruction overwrites its data.
+    """
     for code_object in objects(arch).values():
         for name, kernel in code_object.kernels.items():
             for ins in decode(bytes(code_object.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry):
@@ -165,12 +175,12 @@ def test_caches_are_left_alone(arch):
 
 @pytest.mark.parametrize("arch", AMD)
 def test_kernels_keep_to_their_registers(arch):
-    """No spills, no scratch, no more LDS than there is."""
+    """There are no spills, no scratch, and no more LDS than the arch has."""
     for code_object in objects(arch).values():
         assert code_object.arch == arch
         for name, kernel in code_object.kernels.items():
             statistics = kernel.statistics
             assert statistics["vgpr_spills"] == statistics["scratch"] == 0, name
-            # Eight inboxes' addresses go to lanes of a vector register.
+            # The addresses of eight inboxes go to lanes of a vector register.
             assert statistics["sgpr_spills"] == 0 or name.startswith("all_reduce"), name
             assert statistics["lds"] <= archs.ARCHS[arch].lds_bytes, name

@@ -1,4 +1,4 @@
-"""dequantize_int4: bugs that its cases catch, and attention to keys and values of 4 bits."""
+"""Test dequantize_int4 on bugs that its cases catch, and attention over 4-bit keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_rocm_ops.ops.dequantize_int4 import quantize
 
 
 def test_the_format_is_that_of_perf_kernels():
-    """A row by hand: scale and shift of two groups, then bytes of two values, the first in the lower half."""
+    """A row made by hand has scale and shift of two groups, then bytes of two values, the first in the lower half."""
     pairs = torch.tensor([0.5, -1.0, 2.0, 3.0]).half()
     rising = [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
     falling = [0xEF, 0xCD, 0xAB, 0x89, 0x67, 0x45, 0x23, 0x01]
@@ -28,8 +28,10 @@ def test_the_format_is_that_of_perf_kernels():
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_attention_to_keys_and_values_of_4_bits(groups):
-    """As 06-attention-decode of perf-kernels: 16 heads of 128 that share a key head, without pages. Two launches make keys and values
-    of 16 bits, a third attends."""
+    """This is 06-attention-decode of perf-kernels: 16 heads of 128 that share a key head, without pages.
+
+    Two launches make 16-bit keys and values, and a third computes attention.
+    """
     requests, n, heads, size = 2, 200, 16, 128
     generator = generator_of(f"int4 {groups}")
     query = torch.randn(requests, heads, size, generator=generator).half()

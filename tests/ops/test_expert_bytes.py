@@ -1,4 +1,4 @@
-"""fused_experts with weights of int8 and e5m2: what they are refused for, what falls back and says why, and planted bugs."""
+"""Test fused_experts with int8 and e5m2 weights: refusals, fallbacks with their reasons, and planted bugs."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_refuses(changes, said):
 
 
 def test_weight_only_is_the_exact_product():
-    """W8A16 of int8: the result of dequantised weights in bf16 arithmetic's place."""
+    """W8A16 with int8 weights gives the result of bf16 arithmetic on dequantized weights."""
     a = arguments("int8-alone")
     wide = a._replace(
         w1=(a.w1.float() * a.w1_scale[..., None]).bfloat16(), w2=(a.w2.float() * a.w2_scale[..., None]).bfloat16()

@@ -1,7 +1,7 @@
-"""Every registered op with its arguments' outermost parts so far apart that offsets need more than 32 bits.
+"""Test every registered op with arguments so far apart that offsets need more than 32 bits.
 
-Which cases, which arguments and how far is what the op's rules allow. An op that has no such call needs a test of its own in
-test_large_tensors.py, which `OWN` names.
+The outermost parts of an argument are apart. The op's rules determine the cases, arguments and distances. An op without
+such a call needs its own test in test_large_tensors.py, which `OWN` names.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ STEPS = (
     2**25 - 512,
     2**24 - 512,
     2**23 - 512,
-)  # bytes, the first that the rules allow is taken
-FAR, FARTHEST = 2**31, 2**36  # bytes, from an argument's first to its last; more the emulator does not address
+)  # bytes; the first allowed by the rules is taken
+FAR, FARTHEST = 2**31, 2**36  # bytes from an argument's first to its last; the emulator does not address more
 OWN = {ops.stream_memory: large.test_last_of_a_long_stream}
 
 
 def steps_of(x: torch.Tensor, outermost: int) -> tuple[int, ...]:
-    """Return the bytes from one to the next along each dimension, with `outermost` along the outermost."""
+    """Return the byte strides of each dimension, with `outermost` for the outermost."""
     steps = [stride * x.element_size() for stride in x.stride()]
     places = [place for place, step in enumerate(steps) if step and x.shape[place] > 1]
     if x.dim() > 1 and places:
@@ -37,7 +37,7 @@ def steps_of(x: torch.Tensor, outermost: int) -> tuple[int, ...]:
 
 
 def apart(the_op: op.Op, given, arch) -> tuple[dict[str, tuple[int, ...]], list]:
-    """Return the steps of the arguments that can be far apart all at once, and a configuration of each class that takes them."""
+    """Return byte strides of arguments that can be far apart at once, and one accepted configuration of each class."""
     found, a = {}, the_op.Arguments(*(v.to("meta") if isinstance(v, torch.Tensor) else v for v in given))
     for name, x in a._asdict().items():
         for outermost in STEPS if isinstance(x, torch.Tensor) and x.numel() else ():
@@ -79,7 +79,7 @@ def test_every_argument_that_may_be_large(the_op, executor):  # noqa: F811
 @large.EXECUTORS
 @pytest.mark.parametrize("m", [3, 20])
 def test_columns_of_any_product(m, executor):  # noqa: F811
-    """A weight of over 4 GB, by the kernels of few rows and those of tiles."""
+    """A weight of over 4 GB is multiplied by the skinny kernels and by the tiled ones."""
     given = large.gemm_arguments(ops.gemm, m, 2**32 // large.TILE_FAR + 9, 48, executor[1].fp8_dtype)
     configs = ops.gemm.configs(ops.gemm.Arguments(*given), executor[1])
     large.run(

@@ -1,4 +1,4 @@
-"""flash_attention: bugs that its cases catch, and what no case of test_ops.py says."""
+"""Test flash_attention beyond its cases, and bugs that its cases catch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(case_name: str):
 
 
 def test_random_words_are_the_published_ones():
-    """The known answers of Random123, of the reference and of the formula that checks it."""
+    """The reference, and the formula that checks it, give the known answers of Random123."""
     ones, pi = 2**32 - 1, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
     for counter, seed, words in (
         ((0,) * 4, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -48,7 +48,7 @@ def test_dropout_keeps_its_share():
 
 
 def test_tiles_that_blocks_take_in_any_order_give_the_same_bits():
-    """Two calls in a row: the counter is left at zero."""
+    """Two calls in a row show that the counter is left at zero."""
     emulator, given, found = Emulator("gfx950:1", races=False), inputs("persistent"), set()
     emulator_options = emulator.options
     for tiles in ("each", "fixed", "dynamic"):
@@ -77,7 +77,7 @@ def test_the_plan_is_that_of_shapes():
 
 @full
 def test_keys_behind_4_gb():
-    """Of a batch, and pages of a cache."""
+    """The keys are a batch's, then pages of a cache."""
     generator, size = generator_of("4 GB"), 64
     q = torch.randn(2, 3, 1, size, generator=generator).bfloat16()
     k, v = (torch.randn(2, 20, 1, size, generator=generator).bfloat16() for _ in range(2))
@@ -109,7 +109,7 @@ def test_no_call_that_kernels_do_not_take_is_left_without_a_reason():
 
 
 def test_kernels_take_the_shapes_that_are_timed():
-    """And work is counted once for each score that a causal row sees."""
+    """Work is counted once for each score that a causal row sees."""
     for shape in attention():
         arguments = shape.case.make("meta", torch.Generator(), torch.float8_e4m3fn)
         explanation = ops.flash_attention.explain(*arguments, arch="gfx942")
@@ -123,7 +123,7 @@ def test_kernels_take_the_shapes_that_are_timed():
     assert full == 4 * 16 * 128 * rows * keys and causal == full * (rows + 1) // (2 * rows)
 
 
-# perf-kernels' shapes, of a size that the emulator takes: batch, heads, key heads, rows, keys, size.
+# perf-kernels' shapes, at sizes for the emulator: batch, heads, key heads, rows, keys, size.
 SHAPES = (
     *(
         (1, 4, 2, 102, 98, 128),

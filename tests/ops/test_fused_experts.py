@@ -1,4 +1,4 @@
-"""fused_experts beyond its cases: other routings through one plan, in a captured graph, and the same bits every run."""
+"""Test fused_experts beyond its cases: other routings with one plan, in a captured graph, and bit-equal repetitions."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def arguments(name: str, fp8_dtype: torch.dtype) -> tuple:
 
 
 def routings(args: tuple):
-    """The same arguments with other tokens and experts, and at last with no expert at all."""
+    """Yield the same arguments with other tokens and experts, the last without any expert."""
     a = fused_experts.Arguments(*args)
     generator = torch.Generator().manual_seed(2)
     routed = len(a.w1) - a.shared_experts
@@ -35,7 +35,7 @@ def routings(args: tuple):
 def layer(
     arch: str, m: int, topk: int, experts: int, hidden: int, inner: int, local: int | None = None, shared: int = 0
 ):
-    """The arguments of a layer with block scales, of which a rank has so many experts and the shared ones."""
+    """Return the arguments of a layer with block scales, with local and shared experts of a rank."""
     fp8, here = archs.named(arch).fp8_dtype, (local or experts) + shared
 
     def meta(*shape: int, dtype=torch.float32) -> torch.Tensor:
@@ -59,18 +59,18 @@ def layer(
 @pytest.mark.parametrize("shared", [0, 1])
 @pytest.mark.parametrize("local, inner", [(None, 256), (32, 2048)], ids=["tp8", "ep8"])
 def test_deepseek_v3_streams_few_tokens(local, inner, shared, arch):
-    """With experts divided either way. A shared expert of full width gets many tokens sooner."""
+    """Experts are divided in either way. With a shared expert of full width, the tiled kernels begin at fewer tokens."""
     for m in (1, 8, 16, 32, 48, 64, 65, 128, 256):
         config = fused_experts.explain(*layer(arch, m, 8, 256, 7168, inner, local, shared), arch=arch).config
         streams = isinstance(config, StreamedConfig)
         if shared and local and 16 < m <= 64:
-            continue  # as it may be
+            continue  # allowed either way
         assert streams == (m <= 64) and (streams or config == TiledConfig(64)), m
 
 
 @pytest.mark.parametrize("arch", [a.name for a in archs.ARCHS.values()])
 def test_blocks_of_few_tiles_share_them(arch):
-    """2048 rows of the output are 128 tiles, too few for any of the chips; for one token of one expert there is nothing to share."""
+    """2048 output rows are 128 tiles, too few for any of the chips; one token of one expert has nothing to share."""
     config = fused_experts.explain(*layer(arch, 8, 8, 128, 2048, 768), arch=arch).config
     units = archs.named(arch).compute_units
     assert units < 128 * config.split_k <= 8 * units
@@ -78,7 +78,7 @@ def test_blocks_of_few_tiles_share_them(arch):
 
 
 def test_few_tokens_of_an_expert_each_are_streamed_many_are_not():
-    """Mixtral's layers have 2 of 8 experts a token: by the tokens of an expert, not by those of the call."""
+    """Mixtral's layers have 2 of 8 experts per token: the tokens per expert decide, not the call's tokens."""
     forms = {m: fused_experts.explain(*layer("sm_90", m, 2, 8, 6144, 2048), arch="sm_90").config for m in (16, 32)}
     assert isinstance(forms[16], StreamedConfig) and forms[32] == TiledConfig(64)
 

@@ -1,4 +1,4 @@
-"""The quantisation of rows inside fused_experts, by itself: bit for bit what quantization.py says, and a norm's in front of it."""
+"""Test the row quantization of fused_experts, alone and in the norm before it: bit-equal to quantization.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK
 
 
 def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present=None):
-    """Values and scales, as the emulator leaves them in memory that was filled with 0xff."""
+    """Return values and scales, as the emulator leaves them in memory filled with 0xff."""
     emulator = Emulator(arch_name)
     rows = Rows(x, len(x), x.shape[1], x.stride(0), x.dtype)
     written, planned = experts_quantize.quantize(rows, weights, static, emulator.arch, present)
@@ -65,7 +65,7 @@ def test_rows_are_quantised(columns, dtype, arch_name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [32, 96, 2080, 4128])
 def test_rows_are_quantised_per_32(columns, dtype):
-    """Also where a maximum is the limit times a power of two, one step more or less, as large or small as it can be, or infinite."""
+    """Some maxima are the limit times a power of two, one step more or less, the extremes, or infinite."""
     x = rows_of(8, columns, dtype)
     limits, largest = torch.tensor([448.0, 3.5, 2.0**-10 * 1.75], dtype=dtype), torch.finfo(dtype).max
     up, down = (torch.nextafter(limits, torch.tensor(to, dtype=dtype)) for to in (largest, 0.0))
@@ -80,7 +80,7 @@ def test_rows_are_quantised_per_32(columns, dtype):
 
 
 def test_scales_of_32_are_those_of_the_definition():
-    """All of bfloat16: the least scale of a power of two under which a value is at most 448."""
+    """For all of bfloat16, the scale is the smallest power of two under which the value is at most 448."""
     x = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).double()
     values, scale = quantization.mx(x.repeat_interleave(32).reshape(-1, 32))
     exact = torch.exp2(scale.double() - 127)
@@ -94,7 +94,7 @@ def test_scales_of_32_are_those_of_the_definition():
     "columns, one_plus, has_residual", [(2048, False, True), (2176, True, True), (640, False, False)]
 )
 def test_norm_gives_the_bits_of_two_launches(columns, one_plus, has_residual, dtype, arch_name):
-    """In each configuration of the norm: the result, the residual, and the values and scales of experts."""
+    """The result, the residual, and the experts' values and scales are equal in each configuration of the norm."""
     emulator = Emulator(arch_name)
     x, residual = rows_of(3, columns, dtype), rows_of(3, columns, dtype).flip(1)
     weight = (torch.rand(columns, generator=generator_of("weight")) - 0.5 + (not one_plus)).to(dtype)

@@ -1,4 +1,4 @@
-"""The kernels of fused_experts for many tokens, at any number of them, and as the experts of the contest's mixture-of-experts."""
+"""Test the tiled kernels of fused_experts at any number of tokens, and on the contest's mixture-of-experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: 
     return Case(name, functools.partial(any_case.make.func, m, topk, experts, hidden, intermediate, given))
 
 
-FEW = [  # which the op itself gives to other kernels
+FEW = [  # the op itself gives these to other kernels
     case
     for case in OP.cases()
     if case.make.args[0] < TILED_FROM
@@ -72,7 +72,7 @@ def test_case(case, config, emulator, monkeypatch):
 
 
 def test_few_tokens_with_many_experts_each(emulator):
-    """More than the other kernels take."""
+    """There are more experts per token than the other kernels support."""
     arguments = case("block-many-slots", 3, 40, 44, 128, 16).make("cpu", generator_of("many"), emulator.arch.fp8_dtype)
     reset_stats()
     run_and_check(OP, arguments, "cpu")
@@ -95,8 +95,8 @@ def test_any_order_gives_the_same_bits(emulator, monkeypatch):
 @pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
 def test_pairs_are_sorted(skewed, arch_name):
-    """More ids than the waves of a block take at a time; of some experts, among them the first, the last and a shared one."""
-    emulator = Emulator(arch_name, seed=0)  # which finds a missing barrier before an atomic
+    """There are more ids than a block's waves take at a time. Experts include the first, the last and a shared one."""
+    emulator = Emulator(arch_name, seed=0)  # finds a missing barrier before an atomic
     m, topk, experts, shared, routed = 2111, 5, 40, 2, 38
     ids = torch.randint(-2, 60, (m, topk), generator=generator_of("ids"))
     if skewed:
@@ -131,8 +131,11 @@ def test_pairs_are_sorted(skewed, arch_name):
 
 
 def contest(x, router, gate, up, down, topk: int):
-    """The contest's layer in float64: softmax of the router's logits, the topk largest of these, unchanged, as weights of these
-    experts' outputs, down(silu(gate(x)) * up(x)); and the last expert's output for every token. Linear layers [out, in]."""
+    """Return the output of the contest's layer in float64.
+
+    The weights of the experts are the topk largest of softmax(router logits), not renormalized. An expert computes
+    down(silu(gate(x)) * up(x)), the last one for every token. Linear layers are [out, in].
+    """
     x, router, gate, up, down = (t.double() for t in (x, router, gate, up, down))
     scores = torch.softmax(x @ router.t(), -1)
     out = torch.zeros_like(x)
@@ -149,7 +152,7 @@ def contest(x, router, gate, up, down, topk: int):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("experts, m", [(4, 70), (8, 66), (32, 96)])
 def test_contest_layer(experts, m, dtype, emulator, monkeypatch):
-    """A layer like the contest's, smaller: topk 4 of 4, 8 and 32 experts and one that all tokens go to, in its types."""
+    """The layer is smaller than the contest's, with its types: topk 4 of 4, 8 and 32 experts, and one for all tokens."""
     monkeypatch.setattr(OP, "default", lambda *_: tiled.TiledConfig(64))
     generator, topk, hidden, inner = generator_of(f"{experts} {dtype}"), 4, 224, 64
 

@@ -1,4 +1,4 @@
-"""A slice of fuzz.py's calls; that the formulas can fail, for each op; and that they are not the package's own."""
+"""Run a slice of fuzz.py's calls; test that each op's formula can fail, and that formulas are not the package's code."""
 
 import ast
 import contextlib
@@ -19,11 +19,11 @@ from vllm_rocm_ops.core.correctness import as_tuple, clone
 OPS = {op.name: op for op in op_module.registered()}
 ARCH = archs.ARCHS["gfx942"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without its kernels")
-CALLS = 60  # of which the first run kernels that none before them runs
+CALLS = 60  # the first ones run kernels that no earlier call runs
 
 
 def test_random_calls_are_right(capsys):
-    """And malformed ones are refused, with nothing written."""
+    """Malformed ones are refused, with nothing written."""
     assert fuzz.main(["--calls", str(CALLS)]) == 0, capsys.readouterr().out
 
 
@@ -41,13 +41,13 @@ def test_there_is_a_formula_for_each_op_and_none_is_the_packages():
 
 
 def usual(the_op) -> tuple:
-    """The arguments of an op's first case that has elements."""
+    """Return the arguments of an op's first case that has elements."""
     case = next(iter(the_op.cases()))
     return case.make("cpu", torch.Generator().manual_seed(0), ARCH.fp8_dtype)
 
 
 def wrong_values(x: torch.Tensor) -> torch.Tensor:
-    """The largest value is another; of ids, the first."""
+    """Return a tensor with another largest value, or another first id."""
     bad = clone(x)
     if not x.is_floating_point():
         bad.view(-1)[0] = (bad.view(-1)[0] + 1) % 4
@@ -60,7 +60,7 @@ def wrong_values(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_formula_knows_a_wrong_result(name):
-    """Any output, and any argument that is updated or written, with one element that is wrong by a fifth."""
+    """One element of any output, or of any argument that is updated or written, is wrong by a fifth."""
     the_op, given = OPS[name], usual(OPS[name])
     before, after = (the_op.Arguments(*map(clone, given)) for _ in range(2))
     outputs = as_tuple(the_op.reference(*after))
@@ -82,7 +82,7 @@ def test_a_formula_knows_a_wrong_result(name):
 
 
 def test_a_wrong_kernel_is_a_finding(monkeypatch, capsys):
-    """The reference stands for a kernel that leaves the scale out."""
+    """The reference stands in for a kernel that leaves the scale out."""
     exact = ops.scaled_mm.reference
     monkeypatch.setattr(ops.scaled_mm, "reference", lambda a, b, scale_a, *rest: exact(a, b, scale_a * 0 + 1, *rest))
     monkeypatch.setattr(fuzz, "configurations", lambda *_: [])

@@ -1,4 +1,4 @@
-"""gemm: bugs that its cases catch, what it refuses and leaves to torch, and its operands of every type and order."""
+"""Test gemm beyond its cases: refusals, fallbacks to torch, operands of every type and order, and planted bugs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_wrong_is_named(change, message):
 
 
 def test_int8_saturates_and_sums_exactly():
-    """Sums that no float32 holds, and results beyond those of int8."""
+    """Some sums exceed float32's integers, and some results exceed int8."""
     k = 1300
     a, b = torch.full((9, k), -127, dtype=torch.int8), torch.full((k, 3), 127, dtype=torch.int8)
     b[:, 1], b[:, 2], a[:, 0] = -127, 0, 126
@@ -100,7 +100,7 @@ def test_every_pair_in_every_order(a, b, arch_name):
 
 
 def test_one_scale_for_all_blocks():
-    """Where a weight alone has scales: those of the other operand lie 0 elements apart."""
+    """If only a weight has scales, the other operand's scale has stride 0."""
     a, b = matrices(torch.bfloat16, torch.float8_e4m3fn, 9, 300, 130)
     scale_b, one = torch.arange(1.0, 7.0).view(3, 2), torch.ones(1)
     with launch.executor(Emulator("gfx950")):
@@ -111,7 +111,7 @@ def test_one_scale_for_all_blocks():
 @full
 @pytest.mark.parametrize("n, k", [(23, 128), (4096, 3078), (4096, 4096)])
 def test_shapes_of_few_rows_of_perf_kernels(n, k):
-    """Those of multreduce_matmul_kernel: fp16, one row, a bias of rows."""
+    """The shapes are multreduce_matmul_kernel's: fp16, one row, a bias per row."""
     emulator = Emulator("gfx942")
     made = inputs(1, n, k, "fp16", "fp16", "rc", {"bias": "row"}, "cpu", generator_of("few"), emulator.arch.fp8_dtype)
     with launch.executor(emulator):

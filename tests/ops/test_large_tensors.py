@@ -1,7 +1,7 @@
-"""Tensors above 2 and 4 GB are computed right, or the reference answers and says why; test_far_apart.py has a call of every op.
+"""Test that tensors above 2 and 4 GB are computed right, or that the reference runs with a reason.
 
-A few rows, or experts, lie so far apart that what they reach over is large. On the CPU they take memory only where they are
-written; a read between rows is an error of the emulator.
+test_far_apart.py has a call of every op. Few rows, or experts, are far apart, so that their offsets are large. On the
+CPU, memory is allocated only where it is written; the emulator reports a read between rows as an error.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families import experts_quantize, experts_tiled, gemm, skinny_gemm
 
 GB = 2**30
-FAR = 2**25 - 16  # bytes between the rows of a skinny product, at most
-TILE_FAR = (2**31 - 4096) // 256 // 16 * 16  # of a tiled one
-MX_FAR = 2**24 - 16  # of an MX-FP8 one
-EXECUTORS = pytest.mark.parametrize("executor", few_of([*executors()][::-1]), indirect=True)  # gfx950 has MX products
+FAR = 2**25 - 16  # maximum bytes between the rows of a skinny GEMM
+TILE_FAR = (2**31 - 4096) // 256 // 16 * 16  # of a tiled GEMM
+MX_FAR = 2**24 - 16  # of an MX-FP8 GEMM
+EXECUTORS = pytest.mark.parametrize("executor", few_of([*executors()][::-1]), indirect=True)  # gfx950 has MX-FP8 GEMMs
 
 
 def reach(shape, strides, size: int) -> int:
-    """Bytes from a tensor's first to its last."""
+    """Return the bytes from a tensor's first to its last."""
     return (sum((n - 1) * stride for n, stride in zip(shape, strides)) + 1) * size
 
 
 def reserved(shape, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros on the CPU that takes memory only where it is touched."""
+    """Return a CPU tensor of zeros that allocates memory only where it is touched."""
     no_reserve = 0x4000  # Linux's MAP_NORESERVE
     needed = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
@@ -53,7 +53,7 @@ def reserved(shape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def spread(tensor: torch.Tensor, *steps: int, device: str) -> torch.Tensor:
-    """The same values with so many bytes from one to the next along each dimension."""
+    """Return a tensor's values with these byte strides."""
     size = tensor.element_size()
     strides = [step // size for step in steps]
     needed = reach(tensor.shape, strides, size)
@@ -66,7 +66,7 @@ def spread(tensor: torch.Tensor, *steps: int, device: str) -> torch.Tensor:
 
 
 def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], executor, configs=None) -> None:  # noqa: F811
-    """Every configuration, or some, with the arguments of these names spread, against the reference with them as they are."""
+    """Compare every configuration, or some, on spread arguments with the reference on the original ones."""
     device, arch = executor
     small = the_op.Arguments(*arguments)
     left = [clone(v) for v in small]
@@ -123,7 +123,7 @@ SKINNY = (ops.scaled_mm, ops.block_scaled_mm, ops.unquantized_gemm)
 @pytest.mark.parametrize("the_op", SKINNY, ids=lambda o: o.name)
 @pytest.mark.parametrize("m", few_of([64, 5]))
 def test_skinny_products(the_op, m, executor):  # noqa: F811
-    """64 tokens reach over all but 2 GB, as far as they may; rows of the weight over more than 4."""
+    """64 tokens extend over almost 2 GB, the maximum, and rows of the weight over more than 4."""
     a, b, *rest = gemm_arguments(the_op, m, 2**32 // FAR + 9, 192, executor[1].fp8_dtype)
     size = a.element_size()
     apart = {the_op.Arguments._fields[0]: (FAR, size)}
@@ -143,7 +143,7 @@ def test_tiled_products(the_op, m, n, executor):  # noqa: F811
 @EXECUTORS
 @pytest.mark.parametrize("m", [5, 70])
 def test_scales_of_tokens(m, executor):  # noqa: F811
-    """Of a block-scaled product they may reach over 2 GB."""
+    """Token scales of a block-scaled GEMM may extend over 2 GB."""
     arguments = gemm_arguments(ops.block_scaled_mm, m, 130, 384, executor[1].fp8_dtype)
     for steps in (((2**31 - 64) // (m - 1) // 4 * 4, 4), (4, (2**31 - 4 * m) // 2 // 4 * 4)):
         run(ops.block_scaled_mm, arguments, {"scale_a": steps}, executor)
@@ -181,12 +181,12 @@ EXPERTS = {case.name: case for case in ops.fused_experts.cases()}
     ),
 )
 def test_experts(case, executor):  # noqa: F811
-    """Rows of an expert's weights reach over all but 2 GB, experts over 4 and more; what is quantised ahead over 4."""
+    """Rows of an expert's weights extend over almost 2 GB, experts over 4 and more, and inputs quantized before over 4."""
     arch = executor[1]
     arguments = EXPERTS[case].make("cpu", generator_of(case), arch.fp8_dtype)
     small = ops.fused_experts.Arguments(*arguments)
     if not ops.fused_experts.configs(small, arch):
-        return  # no kernel of this arch takes it: the reference runs
+        return  # no kernel of this arch supports it: the reference runs
     m, size = len(small.hidden), small.w1.element_size()
     apart = {name: (2**31, (2**31 - 4096) // getattr(small, name).shape[1] // 16 * 16, size) for name in ("w1", "w2")}
     row = (2**31 - 4096) // m if small.w1.dtype == small.hidden.dtype else 2**32 // (m - 1) + 16
@@ -203,16 +203,16 @@ HEADS = {o: c for o in ROWS for c in o.cases() if c.name == "3x8-heads"}
 @EXECUTORS
 @pytest.mark.parametrize("the_op", HEADS, ids=lambda o: o.name)
 def test_heads(the_op, executor):  # noqa: F811
-    """Heads of three rows over 8 GB."""
+    """Heads of three rows extend over 8 GB."""
     arguments = HEADS[the_op].make("cpu", generator_of(the_op.name), executor[1].fp8_dtype)
     run(the_op, arguments, {"input": (2**32 + 32, 512, 2)}, executor)
 
 
-# Outputs and workspaces of more than 2^31 bytes: of each launch only the last blocks run, those that write behind that.
+# Outputs and workspaces of more than 2^31 bytes: only the last blocks of each launch run, which write beyond that.
 
 
 def run_last(emulator, planned: launch.Launch, blocks: int) -> dict[int, torch.Tensor]:
-    """Runs the last blocks along x; what its workspaces, by their ids, then hold on reserved memory."""
+    """Run the last blocks along x, and return the workspaces in reserved memory, by their ids."""
     workspaces = {
         id(arg): reserved((int(arg),), torch.uint8) for arg in planned.named.values() if isinstance(arg, Workspace)
     }
@@ -236,8 +236,10 @@ def with_zeros_before(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def check_last_rows(the_op: op.Op, arguments: tuple, names: tuple[str, ...], rows: int, blocks: int, arch_name: str):
-    """So many rows in the arguments of these names; their last are those given, and so must be the outputs'. Races are not
-    looked for: the emulator can tell 2^20 waves apart."""
+    """Check the last rows of outputs, with the given arguments as the last of `rows` rows.
+
+    `names` are the arguments with rows. Races are not looked for, as the emulator distinguishes only 2^20 waves.
+    """
     emulator, small = Emulator(arch_name, races=False), the_op.Arguments(*arguments)
     left = [clone(v) for v in small]
     reference = as_tuple(the_op.reference(*left))
@@ -279,7 +281,7 @@ def test_last_of_many_tokens(arch_name):
     "m, n, k, blocks", [(64, 2**26 + 64, 16, 1), (2**16 + 64, 2**15 + 128, 128, 8)], ids=["skinny", "tiled"]
 )
 def test_last_of_a_large_product(m, n, k, blocks, arch_name):
-    """A tile for each block, of which the last works on the last; one of each die."""
+    """Each block has one tile, and the last blocks, one per die, have the last tiles."""
     emulator, one = Emulator(arch_name), torch.ones(1)
     fp8, generator = emulator.arch.fp8_dtype, generator_of("product")
     last_a, last_b = (torch.randn(rows, k, generator=generator).to(fp8) for rows in (64, min(n, 64)))
@@ -310,7 +312,7 @@ def test_last_of_a_long_stream(arch_name):
 @EMULATED
 @pytest.mark.parametrize("kind", ["channel", "block", "int8"])
 def test_last_rows_that_are_quantised(kind, arch_name):
-    """Ahead of the experts."""
+    """They are the inputs of the experts."""
     emulator, (rows, columns) = Emulator(arch_name), (2**18 + 3, 8192)
     fp8, last = emulator.arch.fp8_dtype, torch.randn(2, columns, generator=generator_of(kind)).bfloat16()
     hidden = experts_quantize.Rows(with_zeros_before(last, rows), rows, columns, columns, torch.bfloat16)
@@ -326,7 +328,7 @@ def test_last_rows_that_are_quantised(kind, arch_name):
 
 @EMULATED
 def test_last_tokens_that_are_combined(arch_name):
-    """From what the experts gave: 9 rows of fp32 for each."""
+    """They combine the experts' results, 9 rows of fp32 per token."""
     emulator, (m, h, topk) = Emulator(arch_name), (2**15 + 5, 8192, 9)
     w1, w2 = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((16, 32, h), (16, h, 16)))
     ids = torch.arange(topk, dtype=torch.int32).expand(m, topk).contiguous()
@@ -343,7 +345,7 @@ def test_last_tokens_that_are_combined(arch_name):
 
 @EMULATED
 def test_e8m0_scales_far_apart(arch_name):
-    """Those of a weight, which are widened."""
+    """These are a weight's scales, which are widened."""
     emulator = Emulator(arch_name)
     arguments = gemm_arguments(ops.block_scaled_mm, 5, 304, 384, emulator.arch.fp8_dtype)
     scales = torch.randint(120, 134, (3, 3), generator=generator_of("e8m0"), dtype=torch.uint8)

@@ -1,5 +1,7 @@
-"""Ops on rows that write MX-FP8: the bytes are those of the plain op and a quantisation of its result, for every bf16 number and on
-both chips, and what they write is what `mxfp8_scaled_mm` takes."""
+"""Test row ops that write MX-FP8: bit-equal to the plain op followed by a quantization.
+
+This holds for every bf16 number and on both chips, and `mxfp8_scaled_mm` accepts the output.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,10 @@ def arch(request):
 
 
 def all_numbers() -> torch.Tensor:
-    """Every bf16 number, [32, HIDDEN]; NaN too. The largest of some groups is 1.75 * 2^i, so 448 of its scale."""
+    """Return every bf16 number, NaN included, as [32, HIDDEN].
+
+    The largest of some groups is 1.75 * 2^i, equal to 448 times its scale.
+    """
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).roll(-1)
     return numbers.to(torch.int16).view(torch.bfloat16).view(-1, HIDDEN)
 
@@ -65,7 +70,7 @@ def test_bytes_of_a_static_quantisation(arch):
 
 @pytest.mark.parametrize("activation", ["silu_and_mul", "silu_and_mul_with_clamp"])
 def test_feeds_a_product(arch, activation):
-    """Of a decode layer's shape in small: what the activation writes goes into the product as it is."""
+    """In the shape of a small decode layer, the activation's output goes into the GEMM unchanged."""
     further = () if activation == "silu_and_mul" else (7.0, 1.702, 1.0)
     x = torch.randn(3, 2 * 256).bfloat16()
     values, scale = getattr(ops, f"{activation}_mxfp8_quant")(x, *further)

@@ -1,5 +1,7 @@
-"""What ROCm/aiter's pull request 3783 tests of its MX-FP8 kernels beside results, each under its name there: what is refused, what
-falls back, the table of tuned shapes, and tensors of more than 2 GB."""
+"""Test the guards of ROCm/aiter's pull request 3783 for MX-FP8 kernels, under its names.
+
+These are its tests other than results: refusals, fallbacks, the table of tuned shapes, and tensors of more than 2 GB.
+"""
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_dtype_and_size(changes, name):
         said(ops.mxfp8_scaled_mm, dense(4, 64, 256, **changes))
 
 
-# Where the request's kernels stop and ours do not, or fall back and say why
+# Beyond the request's limits, the plugin's kernels go on, or fall back with a reason
 
 
 @pytest.mark.parametrize("m", [17, 33, 65, 1024])
@@ -99,7 +101,7 @@ def test_moe_m_routed_above_the_envelope():
 
 
 def test_tuned_csv_by_k_n_m(tmp_path, monkeypatch):
-    """A row of a shape is what runs, others run what the model of the GPU says; a row that fits nothing counts for nothing."""
+    """A row decides for its shape, other shapes use the model of the GPU, and a row that fits nothing is ignored."""
     a = dense(8, 2560, 6144)
     usual = ops.mxfp8_scaled_mm.explain(*a, arch="gfx950").config
     other = next(c for c in ops.mxfp8_scaled_mm.configs(a, GFX950) if c != usual)
@@ -119,7 +121,7 @@ def test_tuned_csv_by_k_n_m(tmp_path, monkeypatch):
 
 
 def test_more_than_2gb_of_weights_is_no_fallback():
-    """256 experts, 2.4 GB, which the request gives to Triton: offsets are those of one expert."""
+    """256 experts, 2.4 GB, go to Triton in the request; here offsets are within one expert."""
     a = experts(8, 4, 256, 6144, 768)
     assert a.w1.numel() > 2**31 and not ops.fused_experts.explain(*a, arch="gfx950").is_fallback
     assert not ops.mxfp8_scaled_mm.explain(*dense(8, 2**19, 6144), arch="gfx950").is_fallback

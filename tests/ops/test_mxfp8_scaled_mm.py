@@ -1,4 +1,4 @@
-"""What the cases of mxfp8_scaled_mm cannot see: that its stream flows, and that its sums do not depend on who comes last."""
+"""Test mxfp8_scaled_mm beyond its cases: loads stay in flight, and sums do not depend on the last block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import UNIT_BYTES, MxConfig, mxfp8_scaled_mm
 
 ARCH = "gfx950"
-WEIGHT_BYTES = 16 * UNIT_BYTES  # of the weight, of a wave
+WEIGHT_BYTES = 16 * UNIT_BYTES  # weight bytes per wave
 
 
 def run(emulator: Emulator, config: MxConfig, arguments: tuple, monkeypatch) -> torch.Tensor:
@@ -31,10 +31,10 @@ def inputs(m: int, n: int, k: int) -> tuple:
 
 @pytest.mark.parametrize("m, tokens", [(1, 16), (32, 32), (64, 64)])
 def test_three_units_are_in_flight_whenever_a_wave_waits(m, tokens, monkeypatch):
-    """The compiler could move the loads of the ring, or wait for more of them than it must."""
+    """The compiler could move the loads of the ring, or wait for more of them than necessary."""
     emulator = Emulator(ARCH, traffic=True)
     run(emulator, MxConfig(tokens, streams=1, blocks=1), inputs(m, 64, 20 * UNIT_BYTES), monkeypatch)
-    in_flight = emulator.last.traffic.bytes_in_flight("argument problem.b")  # of four waves
+    in_flight = emulator.last.traffic.bytes_in_flight("argument problem.b")  # four waves
     assert in_flight >= 4 * 3 * WEIGHT_BYTES
 
 
@@ -48,7 +48,7 @@ def test_three_units_are_in_flight_whenever_a_wave_waits(m, tokens, monkeypatch)
     ids=str,
 )
 def test_same_bits_in_any_order_of_waves(m, config, monkeypatch):
-    """Tiles shared by several blocks, whose waves run in random orders."""
+    """Several blocks share each tile, and their waves run in random orders."""
     arguments = inputs(m, 130, 1536)
     results = [run(Emulator(ARCH, seed=seed), config, arguments, monkeypatch) for seed in range(4)]
     assert all(torch.equal(result, results[0]) for result in results)

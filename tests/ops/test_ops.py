@@ -1,9 +1,10 @@
-"""Every op, every case, every configuration of its kernels, on every executor at hand; by default what `chosen` chooses of them.
+"""Test every op, case and configuration on every available executor, by default those that `chosen` selects.
 
-The executors: the GPU of this machine if it has one of ours, else the emulator with the gfx942 and gfx950 code that ships,
-the latter on a chip of three compute units. There blocks take several tiles one after the other, as with large weights, and
-products are of whole numbers, whose bits must be the reference's; each kernel takes the values of the case, too.
-What a result must be, vllm_rocm_ops/core/correctness.py says. Outputs start out as NaN, so that an element nobody wrote shows.
+The executors are this machine's GPU if it is supported, else the emulator with the shipped gfx942 and gfx950 code, the
+latter on a chip of three compute units. On that chip a block takes several tiles in turn, as with large weights, and
+GEMMs have integer operands, whose results must be bit-equal to the reference; each kernel also runs on the case's
+values. vllm_rocm_ops/core/correctness.py defines the allowed errors. Outputs start as NaN, so that unwritten elements
+show.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def executors():
 
 @pytest.fixture(scope="module", params=executors())
 def executor(request):
-    """(device of the tensors, arch)"""
+    """Yield the device of the tensors and the arch."""
     if request.param == "cuda":
         yield "cuda", archs.of_device(0)
         return
@@ -49,11 +50,14 @@ def executor(request):
 
 @functools.cache
 def chosen() -> dict[tuple[str, str, str], list]:
-    """The configurations that run by default, of a chip, an op and a case: each feature of reached.py once on one of the chips."""
+    """Return the configurations that run by default, by chip, op and case.
+
+    They cover each feature of reached.py once, on one of the chips.
+    """
     found = []
     for the_op in OPS:
         for place, case in enumerate(the_op.cases()):
-            chips = [*executors()][:: -1 if place % 2 else 1]  # of two that reach the same the first is chosen
+            chips = [*executors()][:: -1 if place % 2 else 1]  # of two with equal features the first is chosen
             found += [
                 ((chip, the_op.name, case.name), run)
                 for chip in chips
@@ -67,7 +71,7 @@ def chosen() -> dict[tuple[str, str, str], list]:
 
 
 def runs():
-    """Each case on a GPU, or with --full on four chips in the emulator; else those that `chosen` names."""
+    """Yield each case on a GPU, or with --full on four chips in the emulator; else the cases that `chosen` selects."""
     for executor in executors():
         value, name = (executor.values[0], executor.id) if hasattr(executor, "values") else (executor, executor)
         for the_op in OPS:
@@ -86,8 +90,10 @@ def test_case(the_op, case, configs, executor):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py is its like in the emulator")
 @pytest.mark.parametrize("m", [1, 16, 64])
 def test_same_bits_in_1000_calls(m):
-    """Products of a decode layer, however K is divided over blocks, which arrive in another order in every call, with a weight
-    that is not in a cache."""
+    """GEMMs of a decode layer, however K is split, have the same bits in any order of blocks.
+
+    The weight is not in a cache.
+    """
     from vllm_rocm_ops import ops
 
     n, k, arch = 2304, 16384, archs.of_device(0)

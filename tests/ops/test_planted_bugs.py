@@ -1,5 +1,7 @@
-"""Tests can fail: bugs planted in a copy of the kernels are caught, in gfx942 and gfx950 code in the emulator. `python tests/bugs` plants
-all of the table; here are few, which reach each file and each way in which one is caught."""
+"""Test that tests can fail: bugs planted in a copy of the kernels are caught in the emulator.
+
+`python tests/bugs` plants all bugs of the table; these are few, which cover each file and each way of catching one.
+"""
 
 import pytest
 from bugs.bug import Equivalent, Tests
@@ -8,7 +10,7 @@ from bugs.table import BUGS
 from marks import few_of
 
 ALONE = {name: bug for name, bug in BUGS.items() if not isinstance(bug.by, Tests | Equivalent)}
-"""Those for which only the kernels that they need are compiled."""
+"""The bugs for which only the kernels that they need are compiled."""
 
 
 def reached(name: str) -> frozenset:

@@ -1,5 +1,4 @@
-"""Products whose K is divided over blocks give the same bits, in whatever order blocks and waves run and arrive; and one
-launch those of several."""
+"""Test bit-equal results: split-K GEMMs in any order of blocks and waves, and fused launches versus separate ones."""
 
 import dataclasses
 
@@ -25,8 +24,10 @@ def arguments(fp8_dtype: torch.dtype) -> tuple:
 
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
-    """Calls of one signature share their counters, which the last block of each leaves as it found them. That another
-    division of K gives other bits shows that another order of summation would, too."""
+    """Calls of one signature share their counters, which the last block of each resets.
+
+    Another split of K gives other bits, which shows that another order of summation would, too.
+    """
     emulator = Emulator(arch_name, races=False)
     op, given = ops.scaled_mm, arguments(emulator.arch.fp8_dtype)
     a = op.Arguments(*given)
@@ -55,7 +56,7 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
 @pytest.mark.parametrize("tokens", [TOKENS, 20])
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_one_launch_gives_the_bits_of_two(arch_name, tokens, dtype):
-    """SwiGLU and quantization in a product's epilogue, of sums that are exact but too long for their type."""
+    """SwiGLU and quantization run in a GEMM's epilogue, on sums that are exact but too long for their type."""
     emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
     fp8 = emulator.arch.fp8_dtype
     a, b = (torch.randint(-8, 9, (rows, 1024), generator=generator).to(fp8) for rows in (tokens, ROWS))
@@ -72,7 +73,7 @@ def test_one_launch_gives_the_bits_of_two(arch_name, tokens, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_one_launch_gives_the_bits_of_three(arch_name, dtype, fp8):
-    """Norms of queries and of keys, rotation and write, of squares whose sums are exact."""
+    """Norms of queries and keys, rotation and cache write are fused, on squares whose sums are exact."""
     emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
     size, heads, slots = 128, (8, 2), torch.tensor([5, -1, 17])
     qkv = torch.randint(-8, 9, (TOKENS, sum(heads) + heads[1], size), generator=generator).to(dtype).flatten(1)
@@ -97,7 +98,7 @@ def test_one_launch_gives_the_bits_of_three(arch_name, dtype, fp8):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_one_launch_gives_the_bits_of_a_latents_three(arch_name, dtype, fp8):
-    """Norms of both latents, of which that of queries quantizes, rotation and write, of any numbers."""
+    """Both latents' norms, the queries' quantization, rotation and cache write are fused, on any numbers."""
     emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
     q_size, kv_size, size, slots = 1536, 512, 64, torch.tensor([5, -1, 17])
     fp8_dtype, static = emulator.arch.fp8_dtype, torch.tensor([0.03])

@@ -1,4 +1,4 @@
-"""What kernels wait for before they load their data, and between their data and their result, as their code objects say."""
+"""Test the waits of kernels before their data loads, and between data and results, in their code objects."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from vllm_rocm_ops.ops.families import gemm
 
 ROWS = sorted(
     {Path(o.reference.__code__.co_filename).stem for o in op.registered() if "rowwise" in o.reference.__globals__}
-    - {"latent_norm_rope_and_cache"}  # which loads positions, slots and angles behind the latents
+    - {"latent_norm_rope_and_cache"}  # it loads positions, slots and angles after the latents
 )
 PRODUCTS = ("block_scaled_mm", "mxfp8_scaled_mm", "scaled_mm", "scaled_mm_tiled", "unquantized_gemm")
-DIVIDES = {  # by the beginning of kernels' names
+DIVIDES = {  # by the prefix of kernels' names
     "fused_experts_tiled": "tiles are counted on the device, and pairs divided by slots",
     "mla_decode": "as below",
     "paged_attention_decode": "the parts of a request follow from its length, which only the device knows",
@@ -32,7 +32,7 @@ DIVIDES = {  # by the beginning of kernels' names
 LATE = (
     "_mxfp8_quant",
     "_with_clamp",
-)  # norms and activations that load arguments which firmware does not preload behind the data
+)  # norms and activations that load arguments after the data, as firmware does not preload them
 PRELOADED = 14  # words
 NO_WAIT_VM, NO_WAIT_LGKM = 63, 15
 
@@ -44,12 +44,12 @@ def kernels(arch: str, *stems: str) -> Iterator[tuple[CodeObject, KernelObject]]
 
 
 class State(NamedTuple):
-    """What a wave has done on its way to an instruction."""
+    """The state of a wave before an instruction."""
 
     loads: bool = False  # vector loads were issued
-    waited: bool = False  # and waited for
-    scalars: bool = False  # scalar loads are under way
-    chain: int = 0  # scalar loads that were waited for one after the other
+    waited: bool = False  # vector loads were waited for
+    scalars: bool = False  # scalar loads are in flight
+    chain: int = 0  # number of dependent waits for scalar loads
 
 
 def step(state: State, ins: Instruction) -> State:
@@ -68,7 +68,10 @@ def step(state: State, ins: Instruction) -> State:
 
 
 def walk(code: CodeObject, kernel: KernelObject, visit: Callable[[State, State, Instruction], bool]) -> None:
-    """Takes every path through the kernel, from where firmware starts that preloads arguments. `visit`, with the states before and after an instruction, says whether to go on."""
+    """Follow every path through the kernel, from the entry with preloaded arguments.
+
+    `visit` gets the states before and after an instruction, and returns whether to continue.
+    """
     instructions = decode(bytes(code.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry)
     index = {ins.address: i for i, ins in enumerate(instructions)}
     todo, seen = [(index[kernel.preloaded_entry], State())], set()
@@ -90,8 +93,11 @@ def walk(code: CodeObject, kernel: KernelObject, visit: Callable[[State, State, 
 
 @pytest.mark.parametrize("arch", AMD)
 def test_rows_are_loaded_and_finished_without_waiting_for_scalars(arch):
-    """Norms and activations: arguments, then scales beside the data, then the data, then the result. No argument or scale is
-    loaded behind the first load of data, or waited for once the data are there, and before it only by the general kernels."""
+    """Norms and activations load arguments, then scales along with the data, then compute the result.
+
+    No argument or scale is loaded after the first load of data, or waited for once the data are there. Before the data,
+    only the general kernels wait for one.
+    """
     found = []
     for code, kernel in kernels(arch, *ROWS):
         if any(name in kernel.name for name in LATE):
@@ -112,7 +118,7 @@ def test_rows_are_loaded_and_finished_without_waiting_for_scalars(arch):
 
 @pytest.mark.parametrize("arch", AMD)
 def test_first_arguments_are_preloaded(arch):
-    """All that fit, of those before the first structure; the wave's registers count them."""
+    """All that fit are preloaded, up to the first structure; the wave's registers include them."""
     for _, kernel in kernels(arch):
         end = 0
         for argument in kernel.metadata[".args"]:
@@ -135,7 +141,7 @@ def test_arguments_are_loaded_where_firmware_does_not_preload_them(the_op, arch)
 
 @pytest.mark.parametrize("arch", AMD)
 def test_products_wait_for_their_arguments_once(arch):
-    """Before the first load of an operand, at most one wait for scalar loads."""
+    """At most one wait for scalar loads precedes the first load of an operand."""
     for code, kernel in kernels(arch, *PRODUCTS):
         if kernel.name.startswith("mxfp8_scaled_mm_tile"):  # see DIVIDES
             continue
@@ -149,7 +155,7 @@ def test_products_wait_for_their_arguments_once(arch):
 
 @pytest.mark.parametrize("arch", CHIPS)
 def test_no_kernel_divides_whole_numbers_at_run_time(arch):
-    """Each such division takes the reciprocal of a float and what mends it: some twenty instructions, through the vector unit."""
+    """Each such division takes a float reciprocal and corrections: some twenty instructions of the vector unit."""
     for code, kernel in kernels(arch):
         instructions = decode(bytes(code.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry)
         if not kernel.name.startswith(tuple(DIVIDES)):
@@ -158,7 +164,7 @@ def test_no_kernel_divides_whole_numbers_at_run_time(arch):
 
 @pytest.mark.parametrize("value", [*range(1, 130), 1000, 3 * 2**20, 2**29 - 1, 2**29, 2**29 + 1, 2**31 - 2, 2**31 - 1])
 def test_divisors_are_exact(value):
-    """For all values around multiples of the divisor, and at the end of the range: csrc/device/divisor.h's operator /."""
+    """The values are around multiples of the divisor, and at the end of the range: csrc/device/divisor.h's operator /."""
     inverse, shift = gemm.divisor(value).values()
     assert 0 <= inverse < 2**32 and 0 <= shift < 32
     most = (2**31 - 1) // value

@@ -1,5 +1,7 @@
-"""The tiled kernels at the sizes that the contest of RadeonFlow's GEMM asked for: of each product the last tile, which has the
-tails, by the blocks of the configuration that the model chooses."""
+"""Test the tiled kernels at the sizes of RadeonFlow's GEMM contest.
+
+The last tile of each GEMM, which has the tails, runs in the blocks of the configuration that the cost model chooses.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,17 @@ SHAPES = [(sizes["m"], sizes["n"], sizes["k"]) for sizes in PROBLEMS]
 
 
 def e4m3(rows: int, k: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Values of all magnitudes up to 16, in either format, and no NaN."""
+    """Return values of all magnitudes up to 16, in either format, without NaN."""
     magnitude = torch.randint(0, 88, (rows, k), generator=generator, dtype=torch.uint8)
     sign = torch.randint(0, 2, (rows, k), generator=generator, dtype=torch.uint8) * 128
     return torch.where(magnitude > 0, magnitude | sign, 0).view(dtype)
 
 
 def blocks_of_tile(tile: int, tiles: int, slices: int) -> list[int]:
-    """The hardware deals blocks to the dies in turn; each die takes neighbouring pieces of work, slice by slice."""
+    """Return the blocks of a tile.
+
+    The hardware deals blocks to the dies in turn; each die takes consecutive pieces of work, slice by slice.
+    """
     blocks = tiles * slices
     block_of_piece = np.concatenate([np.arange(die, blocks, DIES) for die in range(DIES)])
     return [int(block_of_piece[s * tiles + tile]) for s in range(slices)]
@@ -42,7 +47,7 @@ def test_last_tile_of_contest_shape(m, n, k, arch_name):
     emulator = Emulator(arch_name)
     arch, generator = emulator.arch, generator_of(f"{m} {n} {k}")
     a, b = (e4m3(rows, k, generator, arch.fp8_dtype) for rows in (m, n))
-    scale_a = torch.rand(-(-k // BLOCK), m, generator=generator).t() + 0.5  # column-major, as the contest has them
+    scale_a = torch.rand(-(-k // BLOCK), m, generator=generator).t() + 0.5  # column-major, as in the contest
     scale_b = torch.rand(-(-n // BLOCK), -(-k // BLOCK), generator=generator) + 0.5
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
     operands = gemm.activations(a), gemm.weight(b)

@@ -1,7 +1,7 @@
-"""Every registered op rounds values that lie halfway between two results to the even one, as its reference does.
+"""Test that every registered op rounds ties to even, as its reference does.
 
-Arguments are whole numbers and scales powers of two, so that results before rounding are exact. A second run, in an emulator whose
-conversions round such values away from zero, tells which elements lie halfway: those that differ.
+Arguments are integers and scales powers of two, so that results before rounding are exact. A second run, in an emulator
+whose conversions round ties away from zero, finds the ties: the elements that differ.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from vllm_rocm_ops.emulator.instructions.table import VECTOR
 
 ROUNDED = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 FILLS = ("whole", "ones", "no queries")
-MOST_CASES = 20  # of a type of results
+MOST_CASES = 20  # per type of results
 NEVER: dict[op.Op, set[str]] = {
     ops.softmax: {"torch.bfloat16"},  # exponentials are divided by their sum
     ops.silu_and_mul_with_clamp_per_token_quant: {"torch.float8_e4m3fn"},  # a scale is a 448th of a largest result
     ops.silu_and_mul_with_clamp_per_block_quant: {"torch.float8_e4m3fn"},
 }
-"""Types of results that are exact in no call, so that none lies halfway."""
+"""Types of results that are never exact, so that none is a tie."""
 
 
 def filled(name: str, x, fill: str, generator: torch.Generator):
-    """An argument of whole numbers, the first of ones of any sign if `fill` says so, queries of zeros; a scale of powers of two."""
+    """Return an argument of integers, or a scale of powers of two.
+
+    If `fill` says so, the first argument is +-1, or queries are zeros.
+    """
     if not isinstance(x, torch.Tensor) or x.dtype not in (*ROUNDED, torch.float16, torch.float32, *MX_SCALES):
         return x
 
@@ -49,7 +52,7 @@ def filled(name: str, x, fill: str, generator: torch.Generator):
 
 
 def results(the_op: op.Op, given: tuple, run) -> list[torch.Tensor]:
-    """What a call returns, and leaves in the arguments that it updates or writes."""
+    """Return a call's results, and the arguments that it updates or writes."""
     a = the_op.Arguments(*map(clone, given))
     outputs = as_tuple(run(*a))
     return [
@@ -64,7 +67,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def away_from_zero(whole_numbers: bool):
-    """A context in which the emulator's conversions to 8 and 16 bits and its v_rndne round ties away from zero."""
+    """Make the emulator's conversions to 8 and 16 bits, and its v_rndne, round ties away from zero."""
     nearest, rndne = formats.Format._nearest_even, VECTOR["v_rndne_f32"]
 
     def away(self, magnitude):
@@ -75,7 +78,7 @@ def away_from_zero(whole_numbers: bool):
             return codes + np.uint32(1) * ((value != low) & (value - low == high - value))
 
     def forget() -> None:
-        if whole_numbers:  # programs hold v_rndne; what converts to floats looks up the format
+        if whole_numbers:  # programs hold v_rndne; conversions to floats look up the format
             device._program.cache_clear()
         for one in (formats.E4M3FN, formats.E5M2):
             one.__dict__.pop("_codes", None)
@@ -93,7 +96,7 @@ def away_from_zero(whole_numbers: bool):
 
 
 def check_ties(the_op: op.Op, given: tuple) -> set[torch.dtype]:
-    """Check a call where it rounds values that lie halfway. Return the types of results that have such."""
+    """Check the ties of a call, and return the types of results that have some."""
     with unwritten_is_nan():
         with launch.executor(Emulator("gfx950")):
             the_op.forget()
@@ -114,7 +117,10 @@ def check_ties(the_op: op.Op, given: tuple) -> set[torch.dtype]:
 
 
 def calls(the_op: op.Op, arch) -> Iterator[tuple[set[torch.dtype], tuple]]:
-    """Calls that kernels take, by each rounded type of their results: few of each, those first whose lengths are all kinds."""
+    """Yield few calls that kernels accept for each rounded type of their results.
+
+    Cases with lengths come first, as these have all kinds.
+    """
     count = collections.Counter()
     for case in sorted(the_op.cases(), key=lambda case: "lengths" not in case.name):
         a = the_op.Arguments(*case.make("cpu", generator_of(case.name), arch.fp8_dtype))

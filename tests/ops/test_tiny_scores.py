@@ -1,4 +1,7 @@
-"""Scores of logits far below 0, whose error grows with the logit as that of Triton's exp does, which vLLM's compiled routing has."""
+"""Test scores of very negative logits.
+
+The error grows with the logit like Triton's exp, which vLLM's compiled routing uses.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def test_kernels(arch, the_op, renormalize, logit):
 
 
 def by_rounded_log(x: torch.Tensor) -> torch.Tensor:
-    """Return a sigmoid by a log2(e) of three bits less."""
+    """Return a sigmoid with a log2(e) of three bits less."""
     return 1 / (1 + torch.exp2(x * -1.4426956))
 
 
@@ -48,7 +51,7 @@ WRONG = [lambda x: 0.5 * torch.tanh(0.5 * x) + 0.5, by_rounded_log]
 
 
 def check(the_op, given: tuple, monkeypatch, sigmoid) -> None:
-    """Check what the reference returns with another sigmoid."""
+    """Check the reference's results with another sigmoid."""
     a = the_op.Arguments(*given)
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "sigmoid", sigmoid)
@@ -66,6 +69,6 @@ def test_a_bound_holds_for_fp32(monkeypatch, the_op, renormalize, logit, sigmoid
 @pytest.mark.parametrize("the_op", CALLS, ids=lambda the_op: the_op.name)
 @pytest.mark.parametrize("logit", LOGITS)
 def test_a_bound_is_close(monkeypatch, the_op, logit, sigmoid):
-    """Weights that are divided by their sum do not have what all scores lack."""
+    """Without renormalization an error common to all scores shows in the weights."""
     with pytest.raises(fuzz.Wrong, match="weights: .* are off"):
         check(the_op, call(the_op, logit, False), monkeypatch, sigmoid)

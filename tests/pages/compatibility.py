@@ -84,7 +84,41 @@ REFUSED = {
 """Formats without a kernel -> quant_method -> a quantization_config."""
 
 
+SELECTION = VLLM_TESTS / "selection.csv"
+REACH = ROOT / "tests" / "data" / "reach.csv"
+RECORDING = {
+    SELECTION: "python -m pytest tests/vllm/test_selection.py",
+    REACH: "FULL_TESTS=1 python -m pytest tests/vllm/test_families.py -k every_release",
+}
+"""Tables with a column per vLLM release -> the command that writes each to build/."""
+
 # Facts
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, each by column."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def release_columns(rows: list[dict[str, str]]) -> tuple[str, ...]:
+    """Return the columns that are named by a minor release."""
+    return tuple(name for name in rows[0] if re.fullmatch(r"\d+\.\d+", name))
+
+
+@functools.cache
+def recorded(path: pathlib.Path) -> list[dict[str, str]]:
+    """Return the rows of a table of RECORDING, which has the releases of the others and the newest that a seam was tried on."""
+    newest = {seam.load(name).versions[1] for name in seam.NAMES}
+    wanted = newest.union(*(release_columns(read_rows(table)) for table in RECORDING))
+    rows = read_rows(path)
+    missing = sorted(wanted.difference(release_columns(rows)))
+    if missing:
+        raise ValueError(
+            f"{path.relative_to(ROOT)} must have a column for vLLM {', '.join(missing)}: copy build/{path.name}, which "
+            f"`{RECORDING[path]}` writes"
+        )
+    return rows
 
 
 def constant(path: pathlib.Path, name: str) -> object:
@@ -99,11 +133,10 @@ def constant(path: pathlib.Path, name: str) -> object:
 def answers(plugin: str) -> dict[tuple[str, str], dict[str, list[str]]]:
     """Return (what, arch) -> release -> vLLM's selection without and with AITER, for plugin "with" or "without"."""
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    with (VLLM_TESTS / "selection.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["plugin"] == plugin:
-                for release in releases():
-                    found.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
+    for row in recorded(SELECTION):
+        if row["plugin"] == plugin:
+            for release in releases():
+                found.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
     return found
 
 
@@ -114,9 +147,8 @@ def selection() -> dict[tuple[str, str], dict[str, list[str]]]:
 
 @functools.cache
 def releases() -> tuple[str, ...]:
-    """Return the minor releases of vLLM in selection.csv."""
-    with (VLLM_TESTS / "selection.csv").open(newline="") as file:
-        return tuple(name for name in next(csv.reader(file)) if re.fullmatch(r"\d+\.\d+", name))
+    """The minor releases of vLLM in selection.csv."""
+    return release_columns(recorded(SELECTION))
 
 
 def installed(name: str) -> str:
@@ -310,14 +342,13 @@ def model_table() -> str:
     return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), rows)
 
 
-REACH = {"linear layers": "linear", "norms": "norms", "activations": "activations", "layers of experts": "MoE"}
+REACH_COLUMNS = {"linear layers": "linear", "norms": "norms", "activations": "activations", "layers of experts": "MoE"}
 """The kinds of layers in reach.csv -> their columns."""
 
 
 def reach_table() -> str:
     """Return a row for each tiny model: the layers that the seams serve, and the plugin's ops in a step."""
-    with (ROOT / "tests" / "data" / "reach.csv").open(newline="") as file:
-        known = list(csv.DictReader(file))
+    known = recorded(REACH)
     models: dict[str, dict[str, str]] = {}
     for row in known:
         by_cell: dict[str, list[str]] = {}
@@ -325,11 +356,11 @@ def reach_table() -> str:
             by_cell.setdefault(row[release], []).append(release)
         cells = [f"{cell} ({', '.join(of)})" if len(by_cell) > 1 else cell for cell, of in by_cell.items()]
         models.setdefault(row["model"], {})[row["layers"]] = "; ".join(cells)
-    steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH)["layers"]
-    rows = [(f"`{model}`", *(found.get(kind, "") for kind in (*REACH, steps))) for model, found in models.items()]
-    if set().union(*models.values()) != {*REACH, steps}:
-        raise ValueError(f"reach.csv must have the layers of REACH and {steps}, got {set().union(*models.values())}")
-    return markdown(("tiny model", *REACH.values(), "norm and activation ops in a step"), rows)
+    steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH_COLUMNS)["layers"]
+    rows = [(f"`{model}`", *(found.get(kind, "") for kind in (*REACH_COLUMNS, steps))) for model, found in models.items()]
+    if set().union(*models.values()) != {*REACH_COLUMNS, steps}:
+        raise ValueError(f"reach.csv must have the layers of REACH_COLUMNS and {steps}, got {set().union(*models.values())}")
+    return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), rows)
 
 
 def page() -> str:

@@ -1,12 +1,12 @@
-"""Fit the constants that no microbenchmark gives, and report the error of predictions against published times.
+"""Fit the constants that no microbenchmark gives, and report the errors against published times.
 
     python -m timing.calibrate MEASUREMENTS OBJECTS
 
-MEASUREMENTS is a folder with peer_measurements.csv, gfx942_issue_microbench.csv and gfx942_traced_asm.csv; nothing else is read of it.
-OBJECTS has the kernels that were measured, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co from
-huggingface/hf-rocm-kernels, wvsplitk.co from vLLM's csrc/rocm/skinny_gemms.cu, and what traced.py reads. The barrier is fitted first, on
-one traced kernel, then the others on decode. The package's constants go to its calibration.json, the evidence to the file of that name
-in this folder; `--check` only prints. Held-out points are predicted with the constants that the others gave, never fitted.
+MEASUREMENTS is a folder with peer_measurements.csv, gfx942_issue_microbench.csv and gfx942_traced_asm.csv; no other
+file in it is read. OBJECTS has the measured kernels, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co
+from huggingface/hf-rocm-kernels, wvsplitk.co from vLLM's csrc/rocm/skinny_gemms.cu, and the kernels that traced.py
+reads. The barrier is fitted first, on one traced kernel, then the others on decode kernels. The constants that the
+package needs go to its calibration.json, the evidence to calibration.json in this folder; `--check` only prints. Held-out points are predicted with the constants fitted to the others.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .report import HALVES, Case
 
 CALIBRATION = Path(machines.__file__).with_name("calibration.json")
 EVIDENCE = Path(__file__).with_name("calibration.json")
-SHIPPED = ("fitted", "classes")  # of what was found: what predictions and their error bands need
-BLOCKS = 64  # of a launch that are recorded
+SHIPPED = ("fitted", "classes")  # predictions and their error bands need these
+BLOCKS = 64  # recorded blocks per launch
 STEPS = {"start": (0.0, 3.0, 0.1), "wave_latency": (0, 1000, 50), "mall_bandwidth": (4000, 12000, 500)}
 FITTED = {"barrier": traced.BARRIERS, **STEPS}
-"""By fitted constant: its least and largest value, and the step between those that are tried."""
+"""By fitted constant: its minimum, its maximum, and the step between the values tried."""
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -51,18 +51,18 @@ def _one() -> torch.Tensor:
 
 
 def _symbol(path: Path, part: str) -> str:
-    """The kernel of a code object whose name has a part. Raises ValueError."""
+    """Return the kernel of a code object whose name contains a part, or raise ValueError."""
     found = [name for name in CodeObject(path).kernels if part in name]
     if not found:
         raise ValueError(f"{path} must hold a kernel with {part} in its name")
     return found[0]
 
 
-Prepared = tuple[Path, Launch, list[torch.Tensor]]  # code object, launch, tensors that no cache has
+Prepared = tuple[Path, Launch, list[torch.Tensor]]  # code object, launch, cold tensors
 
 
 def _residual_rms(folder: Path, point: Point) -> Prepared:
-    """A block for each row, of as many threads as the source chooses."""
+    """Prepare a launch with a block per row, with the source's number of threads."""
     path, (m, n) = folder / "residual_rms.co", (point.m, point.n)
     threads = 1024 if m <= 32 else 768 if m <= 128 else 384
     args = (_zeros(m, n), _zeros(m, n), _zeros(n), _one(), _zeros(m, n, dtype=torch.uint8), None, 1e-6, n, 0)
@@ -73,7 +73,7 @@ _SWIGLU_THREADS = ((32, 256), (64, 448), (128, 64), (256, 192), (1024, 512), (20
 
 
 def _swiglu(folder: Path, point: Point) -> Prepared:
-    """The blog says that the input has 16384 columns: two halves of 8192."""
+    """Prepare a launch on 16384 columns, as the blog says: two halves of 8192."""
     path, (m, n) = folder / "swiglu.co", (point.m, point.n // 2)
     threads = next((each for rows, each in _SWIGLU_THREADS if m * n <= rows * 16384), 1024)
     args = (_zeros(m, 2 * n), _one(), _zeros(m, n, dtype=torch.uint8), _zeros(8), m, n, 0)
@@ -81,7 +81,7 @@ def _swiglu(folder: Path, point: Point) -> Prepared:
     return path, Launch("", _symbol(path, "swiglu_vectorized"), (grid, 1, 1), (threads, 1, 1), args), []
 
 
-_SKINNY = {  # by n, k and most rows: producers of A and of B, consumers, splits of k; lanes of A and of B, queue, rows, instructions
+_SKINNY = {  # by n, k, maximum rows: producers of A, of B, consumers, splits; lanes of A, B, queue, rows, instructions
     (2304, 16384, 8): (3, 6, 2, 16, 1, 4, 3, 8, 4),
     (2304, 16384, 16): (3, 4, 2, 8, 1, 4, 3, 16, 8),
     (2304, 16384, 32): (2, 4, 2, 8, 2, 4, 2, 16, 8),
@@ -95,7 +95,7 @@ _SKINNY = {  # by n, k and most rows: producers of A and of B, consumers, splits
 
 
 def _skinny_gemm(folder: Path, point: Point) -> Prepared:
-    """The configuration that the source has for the shape. The weight is cold, as the benchmark rotated it."""
+    """Prepare a launch with the source's configuration for the shape, and a cold weight, which the benchmark rotated."""
     path, (m, n, k) = folder / "skinny_gemm.co", (point.m, point.n, point.k)
     *workers, split = (config := _SKINNY[n, k, next(rows for rows in (8, 16, 32) if m <= rows)])[:4]
     instance = "".join(f"Li{number}E" for number in config[4:])
@@ -106,13 +106,16 @@ def _skinny_gemm(folder: Path, point: Point) -> Prepared:
 
 
 def _rounds_of(rows: int, at_once: int, waves: int) -> int:
-    """The fewest waves of a block, of `waves` at most, that need no more rounds of `at_once` rows for each."""
+    """Return the fewest waves of a block, at most `waves`, with the minimum rounds of `at_once` rows per wave."""
     rounds = -(-rows // (at_once * waves))
     return next(fewer for fewer in range(max(1, waves - 12), waves + 1) if -(-rows // (at_once * fewer)) == rounds)
 
 
 def _gemv(folder: Path, point: Point) -> Prepared:
-    """vLLM's wvSplitK for one token, two rows of the weight at a time: 16 waves of a block, of which some leave. The weight is cold."""
+    """Prepare vLLM's wvSplitK for one token, two weight rows at a time.
+
+    A block has 16 waves, of which some exit at once. The weight is cold.
+    """
     path, (n, k) = folder / "wvsplitk.co", (point.n, point.k)
     weight, units, rows = _zeros(n, k), machines.MI300X.arch.compute_units, 2
     working = _rounds_of(n, units * rows, 16)
@@ -129,7 +132,7 @@ KERNELS: dict[str, Callable[[Path, Point], Prepared]] = {
 
 
 def recordings(folder: Path, chosen: Iterable[Point]) -> dict[Point, Recording]:
-    """What the kernels of these points do. Raises ValueError where a code object is missing."""
+    """Return the recordings of these points' kernels, or raise ValueError if a code object is missing."""
     emulator, found = RecordingEmulator(str(machines.MI300X.arch), races=False), {}
     for point in chosen:
         path, launch, cold = KERNELS[point.kernel](folder, point)
@@ -139,18 +142,21 @@ def recordings(folder: Path, chosen: Iterable[Point]) -> dict[Point, Recording]:
 
 
 def errors(machine: Machine, recorded: dict[Point, Recording]) -> dict[Point, float]:
-    """log(predicted / measured) by point."""
+    """Return log(predicted / measured) by point."""
     return {point: math.log(launch_time.predict(machine, each).us / point.us) for point, each in recorded.items()}
 
 
 def fit(machine: Machine, recorded: dict[Point, Recording]) -> Machine:
-    """The machine with the constants of `STEPS` that make the mean |log ratio| least, found one at a time until none changes."""
+    """Return the machine with the constants of `STEPS` that minimize the mean |log ratio|.
+
+    They are found one at a time until none changes.
+    """
     assert not any(point.held_out for point in recorded)
     return fitting.least(machine, STEPS, lambda tried: statistics.mean(map(abs, errors(tried, recorded).values())))
 
 
 def calibrate(measurements: Path, objects: Path, machine: Machine, fitting: bool) -> dict:
-    """Fits if asked to, and reports on both halves; prints each point."""
+    """Fit the constants if asked to, print each point, and return the report on both halves."""
     chosen = [point for point in points.read(measurements, held_out=True) if point.kernel in KERNELS]
     kernels = [(kernel, traced.recording(objects, kernel)) for kernel in traced.read(measurements)]
     if fitting:
@@ -187,7 +193,7 @@ def calibrate(measurements: Path, objects: Path, machine: Machine, fitting: bool
 
 
 def _traced_machine(machine: Machine) -> Machine:
-    """The machine of the traces, with the fitted constants of this one."""
+    """Return the machine of the traces, with the fitted constants of this one."""
     return machines.MI308X.but(**{name: machine[name] for name in FITTED})
 
 
@@ -198,12 +204,12 @@ def _case(point: Point, found: Prediction) -> Case:
 
 
 def read() -> dict:
-    """The committed calibration, of both files."""
+    """Return the committed calibration of both files."""
     return machines.CALIBRATION | json.loads(EVIDENCE.read_text())
 
 
 def written(found: dict) -> dict[Path, str]:
-    """A calibration as its files have it, a line for each point."""
+    """Return the text of a calibration file, with a line for each point."""
     shipped = {name: found[name] for name in SHIPPED}
     found = {name: value for name, value in found.items() if name not in SHIPPED}
     rows = ",\n".join(f"  {json.dumps(row)}" for row in found["points"])

@@ -1,12 +1,12 @@
-"""What the model says of the configurations that products of few tokens and experts could have, beside the one that `cost` chooses.
+"""Predict the times of all configurations of skinny GEMMs and experts, to compare with the one that `cost` chooses.
 
     python -m timing.choices --device MI300X --tokens 1 16 64 > choices.csv
     python -m timing.choices --op fused_experts --tokens 1 8 32 > experts.csv
     python -m timing.choices --read choices.csv
 
-The first predicts the linear layers of Llama-3.1-405B and DeepSeek-V3 on one GPU of eight, and experts, whose tokens go where one random
-draw sends them, in their cheapest configurations; the second experts alone. The last says, from such a file, what today's choice loses to
-the best one of it.
+The first predicts the cheapest configurations of the linear layers of Llama-3.1-405B and DeepSeek-V3 on one GPU of
+eight, and of experts, with tokens routed by one random draw. The second predicts experts only. The last reports the
+regret of today's choice, relative to the best configuration in such a file.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Row = dict[str, str]
 
 
 def _experts(tokens: int, inputs: Inputs, share: experts.Share) -> tuple:
-    """With ids that have values, all experts as likely."""
+    """Return arguments of experts, with random ids, all experts equally likely."""
     a = fused_experts.Arguments(*experts.arguments_of(tokens, inputs, share, experts.BLOCKS))
     drawn = torch.rand(tokens, share.known, generator=torch.Generator().manual_seed(0)).topk(share.topk)
     return tuple(a._replace(topk_ids=drawn.indices.int()))
 
 
 def layers() -> dict[tuple[str, str], LayerCall]:
-    """The linear layers, each shape once, by op and NxK, and the experts, by op and share."""
+    """Return the linear layers, each shape once, by op and NxK, and the experts, by op and share."""
     found = {}
     for model in MODELS:
         for call, n, k in linear_layers(model, RANKS):
@@ -58,19 +58,19 @@ def layers() -> dict[tuple[str, str], LayerCall]:
 
 
 def costs(call: LayerCall, tokens: int, arch: Arch) -> tuple[tuple, dict[object, float]]:
-    """The arguments of a call, on the meta device, and the cost of each of its configurations, the cheapest first."""
+    """Return the arguments of a call, on the meta device, and the cost of each configuration, the cheapest first."""
     a = call.op.Arguments(*call.case(tokens).make("meta", torch.Generator(), arch.fp8_dtype))
     found = {config: sum(call.op.cost(config, a, arch).values()) for config in call.op.configs(a, arch)}
     return a, dict(sorted(found.items(), key=lambda of: of[1]))
 
 
 def predicted(call: LayerCall, a, config, machine: Machine) -> float:
-    """The predicted time of a configuration, in us."""
+    """Return the predicted time of a configuration, in us."""
     return sum(kernel.prediction.us for kernel in predict.predict_call(call.op, a._asdict(), machine, config=config))
 
 
 def rows(machine: Machine, tokens: Iterable[int], most: int, only: str = "") -> Iterator[Row]:
-    """A row for each configuration of each shape, of the `most` cheapest; of one op `only`, if it is named."""
+    """Yield a row for each of the `most` cheapest configurations of each shape, optionally of one op `only`."""
     for (op, layer), call in layers().items():
         if only not in ("", op):
             continue
@@ -90,7 +90,7 @@ def rows(machine: Machine, tokens: Iterable[int], most: int, only: str = "") -> 
 
 
 def losses(found: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
-    """Of each shape of a file: the row of today's choice and that of the least predicted time."""
+    """Yield, for each shape of a file, the row of today's choice and the row with the shortest predicted time."""
     shapes: dict[tuple, list[Row]] = defaultdict(list)
     for row in found:
         shapes[tuple(row[name] for name in HEADER[:4])].append(row)

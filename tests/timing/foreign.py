@@ -1,5 +1,6 @@
-"""Kernels of code objects that no op of ours launches: the caller says what they take, the emulator runs some blocks, the model times
-them.
+"""Predict the times of any code object's kernels, whose arguments the caller gives.
+
+The emulator runs some blocks, and the model times them.
 
     launch = foreign.ObjectLaunch("name", (80, 1, 1), (256, 1, 1), {0: torch.zeros(4096), 8: struct.pack("<I", 512)})
     foreign.predict(machines.named("MI300X"), foreign.record("gfx942", path, launch), launch.grid)
@@ -33,7 +34,7 @@ from vllm_rocm_ops.timing.hierarchy import Sharing
 from vllm_rocm_ops.timing.launch_time import Prediction
 from vllm_rocm_ops.timing.machines import Machine
 
-BLOCKS = 16  # of a grid with one axis that are recorded
+BLOCKS = 16  # recorded blocks of a one-dimensional grid
 MOST_BYTES = 1 << 33  # of a launch's buffers
 PREFIX = "foreign"
 
@@ -49,8 +50,11 @@ Arguments = dict[int, torch.Tensor | bytes | Pointers]
 
 
 class ObjectLaunch(NamedTuple):
-    """A launch of a kernel that has no stamp. `args` are by their offsets in the argument buffer: tensors for pointers, or `Pointers`,
-    bytes for all else; what none covers is zero."""
+    """A launch of a kernel that has no stamp.
+
+    `args` maps offsets in the argument buffer to tensors or `Pointers` for pointers, and to bytes for all else. Other
+    bytes are zero.
+    """
 
     symbol: str
     grid: tuple[int, int, int]
@@ -60,7 +64,7 @@ class ObjectLaunch(NamedTuple):
 
     @property
     def named(self) -> dict[str, object]:
-        """The arguments by what errors call them."""
+        """The arguments by their names in errors."""
         found: dict[str, object] = {}
         for offset, value in self.args.items():
             is_nested = isinstance(value, Pointers)
@@ -71,7 +75,7 @@ class ObjectLaunch(NamedTuple):
 
 
 def packed(args: Arguments, address: Callable[[torch.Tensor], int]) -> bytes:
-    """The argument buffer, as far as the arguments go."""
+    """Return the argument buffer, up to the last argument."""
     content = bytearray()
     for offset, value in args.items():
         if isinstance(value, Pointers):
@@ -85,13 +89,16 @@ def packed(args: Arguments, address: Callable[[torch.Tensor], int]) -> bytes:
 
 
 class _AllRegisters(KernelObject):
-    """A kernel whose waves may name all registers: those beyond the VGPRs of its descriptor are, in hardware, AGPRs by other names."""
+    """A kernel whose waves may name all registers.
+
+    In hardware, registers beyond the VGPRs of its descriptor are AGPRs by other names.
+    """
 
     vgprs = agprs = 256
 
 
 class ObjectProgram(trace.RecordingEmulator.program_type):
-    """A program of a code object that others published, which runs on the hardware as it is."""
+    """A program of a published code object, which runs on hardware as it is."""
 
     trusted = True
 
@@ -106,17 +113,17 @@ class _TimedProgram(ObjectProgram):
 
 
 class ObjectEmulator(trace.RecordingEmulator):
-    """An emulator that takes `ObjectLaunch`, and gives the results that the hardware would."""
+    """An emulator that accepts `ObjectLaunch`, and computes the hardware's results."""
 
     program_type = ObjectProgram
 
     def packed(self, path: Path, launch: ObjectLaunch, space) -> bytes:
-        """The bytes of a launch's arguments."""
+        """Return the bytes of a launch's arguments."""
         return packed(launch.args, space.address)
 
 
 class TimedEmulator(ObjectEmulator):
-    """One whose matrix instructions leave their results as they were, as no address and no branch of most kernels needs them."""
+    """An emulator that leaves results of matrix instructions unset, as most addresses and branches need none."""
 
     program_type = _TimedProgram
 
@@ -125,7 +132,10 @@ class TimedEmulator(ObjectEmulator):
 
 
 class _ByRegion(Mapping):
-    """How many blocks load a line, by the region that it is in. `everywhere` are the regions of which all blocks load the same."""
+    """The number of blocks that load a line, by its region.
+
+    All blocks load the same lines of the regions in `everywhere`.
+    """
 
     def __init__(self, factors: dict[int, float], everywhere: Collection[int]):
         self.factors, self.everywhere = factors, everywhere
@@ -144,8 +154,10 @@ class _ByRegion(Mapping):
 
 
 def probes(grid: tuple[int, int, int], whole_axis: int | None = None) -> list[int]:
-    """The numbers of a block in the middle of a grid, of its next along each axis, and of one beyond all three. Along `whole_axis` there
-    are all."""
+    """Return the numbers of a block in the middle of a grid, its neighbor along each axis, and one beyond all three.
+
+    Along `whole_axis`, all blocks are included.
+    """
     steps = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)]
     found: dict[int, None] = {}
     for step in steps:
@@ -158,8 +170,10 @@ def probes(grid: tuple[int, int, int], whole_axis: int | None = None) -> list[in
 
 
 def sharing(machine: Machine, recording: trace.Recording, grid: tuple[int, int, int], running: int) -> Sharing:
-    """How many blocks load the lines of each region, by which axes of the grid change the lines that a block loads: of the whole grid,
-    and of those of a die that run at once."""
+    """Return how many blocks load the lines of each region: of the whole grid, and of a die's concurrent blocks.
+
+    It follows from the axes of the grid along which the lines of a block change.
+    """
     of = {block.number: _by_region(block.lines) for block in recording.blocks}
     first, dies = recording.blocks[0].number, int(machine["xcds"])
     strides = (1, grid[0], grid[0] * grid[1])
@@ -193,8 +207,11 @@ def record(
     cold: Collection[torch.Tensor] | None = None,
     whole_axis: int | None = None,
 ) -> trace.Recording:
-    """Runs some blocks of a launch. `cold` are the tensors that no cache has, by default all; `whole_axis` the axis of the grid whose
-    blocks wait for each other. Raises ValueError and the emulator's errors, which name the symbol, the instruction and its offset."""
+    """Run some blocks of a launch, and return their recording.
+
+    `cold` are the tensors that no cache has, by default all; `whole_axis` is the axis of the grid whose blocks wait for
+    each other. Raises ValueError and the emulator's errors, which name the symbol, the instruction and its offset.
+    """
     has_axes = launch.grid[1:] != (1, 1)
     blocks = probes(launch.grid, whole_axis) if has_axes else emulated.sample(launch.grid[0], BLOCKS)
     return trace.record(TimedEmulator(arch, races=False), path, launch, blocks, cold=cold)
@@ -203,8 +220,11 @@ def record(
 def predict(
     machine: Machine, recording: trace.Recording, grid: tuple[int, int, int], repeats: float = 1.0
 ) -> Prediction:
-    """The predicted time of a recorded launch. Only a grid with more than one axis says what blocks share; so many, `repeats`, load what
-    no axis says that they share."""
+    """Return the predicted time of a recorded launch.
+
+    Only a grid with several axes shows what blocks share. `repeats` is the number of blocks that load the lines that no
+    axis shows as shared.
+    """
     if grid[1:] == (1, 1):
         return timed(machine, recording)
     shared = sharing(machine, recording, grid, recording.held * machine.arch.compute_units)
@@ -214,7 +234,7 @@ def predict(
 
 
 def timed(machine: Machine, recording: trace.Recording, shared: Sharing | None = None) -> Prediction:
-    """The time of a recorded launch, at the clock that its matrix instructions leave."""
+    """Return the time of a recorded launch, at the clock under its matrix load."""
     block = recording.blocks[0]
     matrix = sum(instr.cycles for wave in block.waves for instr, _ in wave) / SIMDS
     if not matrix:
@@ -225,11 +245,11 @@ def timed(machine: Machine, recording: trace.Recording, shared: Sharing | None =
     return found._replace(us=machine["start"] + max(found.cycles / clock, found.bandwidth_us))
 
 
-# What the command takes
+# Command line
 
 
 def kernel_of(path: Path, symbol: str | None, arch: str) -> KernelObject:
-    """The kernel of a code object; the only one if no symbol is given. Raises ValueError."""
+    """Return the kernel of a code object, the only one if no symbol is given, or raise ValueError."""
     try:
         code = CodeObject(path)
         kernels = code.kernels
@@ -245,7 +265,7 @@ def kernel_of(path: Path, symbol: str | None, arch: str) -> KernelObject:
 
 
 def dimensions(name: str, text: str) -> tuple[int, int, int]:
-    """'80x4' -> (80, 4, 1). Raises ValueError."""
+    """Return '80x4' as (80, 4, 1), or raise ValueError."""
     sizes = text.split("x")
     if not 1 <= len(sizes) <= 3 or not all(re.fullmatch("[1-9][0-9]{0,9}", size) for size in sizes):
         raise ValueError(f"{PREFIX}: {name} must be one to three positive numbers with x between them, got {text}")
@@ -253,7 +273,7 @@ def dimensions(name: str, text: str) -> tuple[int, int, int]:
 
 
 def arguments(kernel: KernelObject, text: str) -> Arguments:
-    """The arguments that a user gives, see docs/timing.md. Raises ValueError."""
+    """Return the arguments that a user gives, see docs/timing.md, or raise ValueError."""
     where = f"{PREFIX}: {kernel.name}: --args"
     if re.fullmatch("([0-9a-fA-F]{2})*", text):
         found = _from_hex(where, kernel, bytes.fromhex(text))
@@ -276,7 +296,7 @@ def arguments(kernel: KernelObject, text: str) -> Arguments:
 
 
 def explicit_bytes(kernel: KernelObject) -> int:
-    """The bytes of the arguments that a caller gives."""
+    """Return the bytes of the arguments that a caller gives."""
     named = [arg for arg in kernel.metadata.get(".args", ()) if not arg[".value_kind"].startswith("hidden_")]
     return max((arg[".offset"] + arg[".size"] for arg in named), default=kernel.kernarg_size)
 
@@ -291,7 +311,7 @@ def _buffer(where: str, size: int, content: bytes = b"") -> torch.Tensor:
 
 
 def _from_hex(where: str, kernel: KernelObject, content: bytes) -> Arguments:
-    """The bytes of an argument buffer, with the size of its buffer in place of each pointer."""
+    """Return the arguments of an argument buffer that has a buffer's size in place of each pointer."""
     pointers = [arg[".offset"] for arg in kernel.metadata.get(".args", ()) if arg[".value_kind"] == "global_buffer"]
     found: Arguments = {}
     at = 0
@@ -304,7 +324,7 @@ def _from_hex(where: str, kernel: KernelObject, content: bytes) -> Arguments:
 
 
 def _from_json(where: str, given) -> Arguments:
-    """A list of arguments in order, or an object that has them by their offsets."""
+    """Return the arguments of a list in order, or of an object that has them by their offsets."""
     if type(given) not in (list, dict):
         raise ValueError(f"{where} must be a list or an object, got {given!r}")
     found, end = {}, 0
@@ -320,7 +340,7 @@ def _from_json(where: str, given) -> Arguments:
 
 
 def _value(here: str, text) -> tuple[torch.Tensor | bytes, int]:
-    """An argument of JSON and its bytes."""
+    """Return an argument of JSON, and its size in bytes."""
     kind, _, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "null":
         return bytes(8), 8
@@ -341,7 +361,10 @@ def _value(here: str, text) -> tuple[torch.Tensor | bytes, int]:
 def lines(
     machine: Machine, path: Path, symbol: str | None, grid: str, block: str, args: str, lds: int
 ) -> Iterator[str]:
-    """Lines for people about a launch of a code object. Raises ValueError and the emulator's errors."""
+    """Yield lines of text about a launch of a code object.
+
+    Raises ValueError and the emulator's errors.
+    """
     kernel = kernel_of(path, symbol, machine.arch.name)
     if lds < 0:
         raise ValueError(f"{PREFIX}: --lds must not be negative, got {lds}")

@@ -1,8 +1,8 @@
-"""Write predictions down before anybody measures them: every call and every decode step of some models.
+"""Freeze the predictions of all calls and decode steps of some models, before anybody measures them.
 
     PYTHONPATH=tests python -m timing.freeze --date 2026-11-24 --commit 1234567 > vllm_rocm_ops/timing/frozen/2026-11-24-1234567.json
 
-Makes a file, in some forty minutes, with --keep in less. The one that was there before goes to frozen/ beside this file, as it is.
+It takes some forty minutes, with --keep less. Move the previous file to frozen/ in this folder, unchanged.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ TOKENS = (1, 8, 32, 64)
 def predictions(
     products: tuple[str, ...], tokens: tuple[int, ...], kept: dict[str, dict] | None = None
 ) -> Iterator[tuple[str, dict]]:
-    """Yield the key of each call of the models' decode steps, and its prediction: microseconds, the band as a share of them or None where
-    it is unknown, launches, and the code. Calls that are in `kept` for all products, with the same code, are not predicted again."""
+    """Yield the key of each call of the models' decode steps, and its prediction.
+
+    A prediction has microseconds, the band as a ratio or None if unknown, launches, and the code. Calls in `kept` for
+    all products, with the same code, are not predicted again.
+    """
     from vllm_rocm_ops.timing import launch_time, predict
 
     done = set()
@@ -61,7 +64,7 @@ def predictions(
                     except ValueError:  # PyTorch runs it
                         continue
                     code = frozen.code_of(call, size, arch)
-                    for machine in alike:  # which run the same instructions
+                    for machine in alike:  # they run the same instructions
                         us = sum(launch_time.predict(machine, kernel.recording).us for kernel in kernels)
                         band = predict.band(call.op, machine.name).ratio
                         values = {"us": round(us, 2), "band": band, "launches": len(kernels), "code": code}
@@ -69,7 +72,7 @@ def predictions(
 
 
 def steps(calls: dict[str, dict], products: tuple[str, ...], tokens: tuple[int, ...]) -> Iterator[tuple[str, dict]]:
-    """Yield the key of each model's step on each side, with these calls, and its prediction: microseconds, launches, and the band."""
+    """Yield the key of each model's step on each side, with these calls, and its us, launches and band."""
     for machine in map(machines.named, products):
         known = frozen.kernel_times(machine, calls)
         for name, tp in MODELS.items():

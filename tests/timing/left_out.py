@@ -1,6 +1,6 @@
-"""Published times that cannot be of what their table says: copies of another row's time, and more arithmetic than the GPU does.
+"""Find published times that contradict their table: copies of another row's time, and impossible arithmetic rates.
 
-Both are computed from the rows alone, without a prediction, and of all classes.
+Both follow from the rows alone, without a prediction, for all classes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from .validation import machine_of
 Row = dict[str, str]
 COPY = "several numbers of tokens have one time"
 IMPOSSIBLE = "more arithmetic than the matrix units do"
-DIGITS = 5  # of a time from which on another row has the same only as a copy
+DIGITS = 5  # from this many digits on, equal times are copies
 PEAK = {machines.MI300X.arch.name: (4096, 2.1), machines.MI355X.arch.name: (8192, 2.4)}
-"""8-bit operations of a compute unit in a cycle, and GHz at most: CDNA3 and CDNA4 white papers, AMD Instinct data sheets."""
+"""8-bit operations per compute unit and cycle, and maximum GHz: CDNA3 and CDNA4 white papers, AMD Instinct data sheets.
+"""
 
 
 def _digits(us: str) -> int:
-    """How many digits a time was published with; zeros at its end do not count."""
+    """Return the number of published digits of a time, without trailing zeros."""
     return len(us.replace(".", "").strip("0") if "." in us else us.strip("0"))
 
 
 def operations(row: Row) -> int:
-    """Return the multiplications and additions of a product or of fused experts; 0 for other ops."""
+    """Return the multiplications and additions of a GEMM or of fused experts; 0 for other ops."""
     topk, sizes = re.search(r"\btopk=(\d+)", row["extra"]), (row["M"], row["N"], row["K"])
     if not all(size.isdigit() for size in sizes) or row["op"].startswith(("attn", "attention", "mla")):
         return 0
@@ -46,7 +47,10 @@ def _is_impossible(row: Row) -> bool:
 
 
 def reasons(rows: Iterable[Row]) -> dict[int, str]:
-    """Return why rows are left out, by their `id`. Of rows with one time none is kept, as none says which of them was measured."""
+    """Return why rows are left out, by their `id`.
+
+    Of rows with equal times none is kept, as none says which of them was measured.
+    """
     of_time: dict[tuple, list[Row]] = defaultdict(list)
     found = {}
     for row in rows:

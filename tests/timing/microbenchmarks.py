@@ -1,11 +1,11 @@
-"""Published microbenchmarks of gfx942, run on the model: issue, LDS and vector memory queue, streams from HBM, events.
+"""Run published microbenchmarks of gfx942 on the model: issue, LDS and vector memory queue, HBM streams, events.
 
-Each is rebuilt as its source describes it, as steps of waves. `run` reads only the file with the measured numbers of a compute unit,
-`public` only public_facts.json, the chip's. What the model says of them is written there by
+Each is rebuilt from its source's description, as steps of waves. `run` reads only the file with the measured numbers of
+a compute unit, `public` only the chip's public_facts.json. The model's results for the latter are written there by
 
     python -m timing.microbenchmarks
 
-With a FOLDER it says of all in which the model is beyond its limits, and how far the calibration is from published times.
+With a FOLDER it lists all results of the model that are beyond their limits, and the calibration's errors.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ FILE = f"{MI308X.arch.name}_issue_microbench.csv"
 REGISTER_LIMIT = 0.5  # cycles
 RELATIVE_LIMIT = 0.1
 POSITION_LIMIT = 2  # instructions
-GROUPS = 64  # of instructions that are run
-SEGMENT = 256  # groups between barriers where two waves alternate; the source has 1000
+GROUPS = 64  # groups of instructions that run
+SEGMENT = 256  # groups between barriers when two waves alternate; the source has 1000
 
 WIDE_ENCODINGS = ("v_fma_f32", "v_max3_f32", "v_perm_b32", "v_pk_", "_e64", "v_mfma")
 MATRIX = "v_mfma_f32_16x16x16_bf16"
 
 
 class Result(NamedTuple):
-    """A number that was measured, and what the model says. `limit` is what the difference may be: cycles, a part of the measured
-    number where `relative`, or instructions."""
+    """A measured number and the model's.
+
+    `limit` is the allowed difference: in cycles, in instructions or, if `relative`, as a ratio.
+    """
 
     test: str
     instruction: str
@@ -54,7 +56,7 @@ class Result(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The difference, as a part of what was measured if the limit is one."""
+        """The difference, relative to the measured number if the limit is a ratio."""
         difference = self.predicted - self.measured
         return difference / self.measured if self.relative else difference
 
@@ -64,7 +66,7 @@ class Result(NamedTuple):
 
 
 class Stream:
-    """Builds a wave's steps; each instruction has an address behind the last."""
+    """The steps of a wave, at consecutive instruction addresses."""
 
     def __init__(self, address: int = 0):
         self.steps: list[Step] = []
@@ -76,7 +78,7 @@ class Stream:
         self.address += size
 
     def vector(self, name: str) -> None:
-        """A vector instruction on the next of its four register chains."""
+        """Add a vector instruction on the next of its four register chains."""
         size = 8 if any(part in name for part in WIDE_ENCODINGS) else 4
         chain = self.chains[name] % 4
         self.chains[name] += 1
@@ -92,7 +94,7 @@ class Stream:
 
 
 def _cycles(machine: Machine, waves: list[list[Step]]) -> tuple[float, list[list[float]]]:
-    """When each instruction of waves that start together issues, by wave; and the last cycle."""
+    """Return the last cycle and, by wave, the issue cycles of the instructions of waves that start together."""
     times: list[list[float]] = [[] for _ in waves]
     warm = machine.but(fetch_new_line=0, first_instruction=0)
     unit = ComputeUnit(warm, Memory(warm), lambda age, index, time: times[age].append(time))
@@ -100,7 +102,7 @@ def _cycles(machine: Machine, waves: list[list[Step]]) -> tuple[float, list[list
 
 
 def _period(machine: Machine, group: list[str], offset: int = 0) -> float:
-    """Cycles of a group of vector instructions that one wave repeats."""
+    """Return the cycles of a group of vector instructions that one wave repeats."""
     stream = Stream(offset)
     for name in group * (2 * GROUPS):
         stream.vector(name)
@@ -109,7 +111,10 @@ def _period(machine: Machine, group: list[str], offset: int = 0) -> float:
 
 
 def _alternating(machine: Machine, anchor: str, name: str, count: int) -> float:
-    """Cycles per group of two waves of a SIMD, one with `anchor` and the other with `count` times `name`; then they change."""
+    """Return the cycles per group of two waves on a SIMD, one with `anchor`, the other with `count` times `name`.
+
+    Halfway they change roles.
+    """
 
     def wave(first: bool) -> list[Step]:
         stream = Stream()
@@ -118,7 +123,7 @@ def _alternating(machine: Machine, anchor: str, name: str, count: int) -> float:
             stream.address = start
             for n in range(SEGMENT * (1 if phase else count)):
                 stream.vector(anchor if phase else name)
-                if not n and not phase and stream.steps[-1][0].size == 8:  # behind a barrier of four bytes
+                if not n and not phase and stream.steps[-1][0].size == 8:  # after a barrier of four bytes
                     stream.address += 4
             stream.add("barrier")
         return stream.steps
@@ -144,7 +149,7 @@ def _bundle(order: str, alus: int) -> list[str]:
 
 
 def _registers(machine: Machine, row: dict[str, str]) -> float | None:
-    """What the model says of a test of registers alone."""
+    """Return the model's result for a test of registers only."""
     test, name, condition = row["test"], row["instruction"], row["condition"]
     if test == "throughput":
         return _period(machine, [name])
@@ -166,7 +171,10 @@ def _registers(machine: Machine, row: dict[str, str]) -> float | None:
 
 
 STRIDES = {"no conflict, one wave": 1, "one wave": 1, ">= 2 SIMDs": 1, "4-way conflict": 8, "all lanes one bank": 32}
-"""By the condition of a test of LDS: dwords between lanes. The source's four-way conflict is a stride of eight."""
+"""By the condition of an LDS test: dwords between lanes.
+
+The source's four-way conflict is a stride of eight.
+"""
 
 
 def _lds_access(machine: Machine, name: str, stride: int) -> Access:
@@ -177,7 +185,10 @@ def _lds_access(machine: Machine, name: str, stride: int) -> Access:
 
 
 def _lds(machine: Machine, row: dict[str, str]) -> float:
-    """Latency: a read and its wait, read by two clocks. Throughput: eleven reads less one, by ten."""
+    """Return the model's result for an LDS test.
+
+    Latency is a read and its wait, between two clock reads. Throughput is eleven reads minus one, divided by ten.
+    """
     access = _lds_access(machine, row["instruction"], STRIDES[row["condition"]])
     waves = 4 if row["condition"].startswith(">=") else 1
 
@@ -195,7 +206,7 @@ def _lds(machine: Machine, row: dict[str, str]) -> float:
 
 
 def _stride(machine: Machine, stride: int) -> float:
-    """Cycles of reads of 16 waves at a stride between lanes."""
+    """Return the cycles of reads of 16 waves at a stride between lanes."""
     stream = Stream()
     for _ in range(GROUPS):
         stream.add("lds", 8, _lds_access(machine, "ds_read_b32", stride))
@@ -203,7 +214,10 @@ def _stride(machine: Machine, stride: int) -> float:
 
 
 def _strides(machine: Machine, rows: list[dict[str, str]]) -> Iterator[Result]:
-    """The times of strides, as parts of that of the slowest. Lanes beyond the LDS are left out: they read nothing."""
+    """Yield the times of strides, relative to the slowest.
+
+    Lanes beyond the LDS read nothing, so their strides are left out.
+    """
     slowest = 32
     stride_of = {int(re.search(r"stride (\d+)", row["condition"])[1]): row for row in rows}
     if slowest not in stride_of:
@@ -220,7 +234,7 @@ MIXES = {"96 load": "l", "96 store": "s", "48 load + 48 store": "ls", "64 load +
 
 
 def _gaps(machine: Machine, mix: str) -> np.ndarray:
-    """Cycles between the issues of 96 accesses of a KiB each."""
+    """Return the cycles between the issues of 96 accesses of a KiB each."""
     stream = Stream()
     for n in range(96):
         lines = tuple(range(8 * n, 8 * n + 8))
@@ -233,7 +247,7 @@ def _gaps(machine: Machine, mix: str) -> np.ndarray:
 
 
 def _vmem(machine: Machine, row: dict[str, str]) -> tuple[float, float] | None:
-    """Where the first gap of a length is: measured, and by the model."""
+    """Return the position of the first gap of a length, measured and by the model."""
     least = re.search(r"gap >= (\d+)", row["condition"])
     mix = next((letters for start, letters in MIXES.items() if row["instruction"].startswith(start)), None)
     if not least or not mix:
@@ -246,7 +260,10 @@ def _vmem(machine: Machine, row: dict[str, str]) -> tuple[float, float] | None:
 
 
 def run(machine: Machine, folder: Path) -> Iterator[Result]:
-    """The microbenchmarks in `folder` that the model has. Raises ValueError without the file."""
+    """Yield the microbenchmarks in `folder` that the model has.
+
+    Raises ValueError without the file.
+    """
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{folder} must hold {FILE}")
@@ -271,19 +288,22 @@ def run(machine: Machine, folder: Path) -> Iterator[Result]:
 
 FILE_OF_FACTS = Path(__file__).with_name("public_facts.json")
 FACTS = json.loads(FILE_OF_FACTS.read_text())
-"""Public numbers of MI300X, each with its source: the `least` and `most` of what was measured, what the model said `first`, before a rule was
-changed for one of them, and what it says `now`."""
-BAND = max(half["largest"] for half in CALIBRATION["classes"]["skinny GEMM"].values())
-"""The error band of calls that stream, which is the limit of public facts too."""
+"""Public numbers of MI300X, each with its source.
 
-REGION = 7  # of memory that no cache has
-READS = 512  # of each wave
-EXPERTS, LAYERS, HIDDEN, INNER = 8, 4, 2048, 1408  # experts of a layer, each on a die; layers that are run
+`least` and `most` are the measured range, `first` is the model's number before a rule was changed for one of them, and
+`now` its current one.
+"""
+BAND = max(half["largest"] for half in CALIBRATION["classes"]["skinny GEMM"].values())
+"""The error band of streaming calls, which is also the limit of public facts."""
+
+REGION = 7  # region of cold memory
+READS = 512  # reads per wave
+EXPERTS, LAYERS, HIDDEN, INNER = 8, 4, 2048, 1408  # experts of a layer, each on a die; layers that run
 KIB_LINES = 8
 
 
 def _blocks(machine: Machine, make, count: int = 8) -> Recording:
-    """A launch of a block on each compute unit, `make(number)` for some of them."""
+    """Return a launch of one block per compute unit, recording `make(number)` for some of them."""
     units = machine.arch.compute_units
     return Recording(
         "", units, 1, [make(n * units // count // 8 * 8 + n % 8) for n in range(count)], frozenset({REGION})
@@ -291,13 +311,13 @@ def _blocks(machine: Machine, make, count: int = 8) -> Recording:
 
 
 def _kib(stream: Stream, place: int) -> None:
-    """A load of the KiB at a place of the cold region."""
+    """Add a load of the KiB at a place of the cold region."""
     first = (REGION << 29) % (1 << 50) + KIB_LINES * place
     stream.add("vmem", 8, Access(tuple(range(first, first + KIB_LINES)), KIB_LINES * LINE))
 
 
 def _reads(machine: Machine, depth: int) -> float:
-    """TB/s of four waves on each compute unit that add up what they load, `depth` KiB of each at once."""
+    """Return the TB/s of four waves per compute unit that sum their loads, each with `depth` KiB in flight."""
     units = machine.arch.compute_units
 
     def block(number: int) -> Block:
@@ -326,7 +346,10 @@ def _reads(machine: Machine, depth: int) -> float:
 
 
 def _rows(stream: Stream, groups: range, loads: int, place: int) -> None:
-    """Products of groups of two rows, `loads` KiB each, with a vector in LDS; the next group's loads are issued before one is used."""
+    """Add dot products of groups of two rows, `loads` KiB each, with a vector in LDS.
+
+    The next group's loads are issued before one is used.
+    """
     sums = 12  # steps of two rows' sums over lanes
     for at, group in enumerate((*groups, None)):
         ahead = group is not None
@@ -346,7 +369,7 @@ def _rows(stream: Stream, groups: range, loads: int, place: int) -> None:
 
 
 def _layers(machine: Machine, handshake: float | None) -> float:
-    """Return the TB/s of layers of experts for one token, each on the compute units of a die: gate_up, `handshake` cycles, down."""
+    """Return the TB/s of expert layers for one token, one expert per die: gate_up, `handshake` cycles, down."""
     units, workers = machine.arch.compute_units, machine.arch.compute_units // EXPERTS
 
     def block(number: int) -> Block:
@@ -389,7 +412,10 @@ PUBLIC = {
 
 
 def public(machine: Machine) -> Iterator[Result]:
-    """The public facts of the chip. Of a range that was measured its nearest end counts."""
+    """Yield the public facts of the chip.
+
+    Of a measured range, the end nearest to the model counts.
+    """
     for row in FACTS:
         predicted = PUBLIC[row["test"]](machine, row)
         measured = min(max(predicted, row["least"]), row["most"])
@@ -397,7 +423,7 @@ def public(machine: Machine) -> Iterator[Result]:
 
 
 def lines(folder: Path) -> Iterator[str]:
-    """Lines about the microbenchmarks in a folder and about the committed calibration."""
+    """Yield lines about the microbenchmarks in a folder and about the committed calibration."""
     results = [*run(MI308X, folder), *public(MI300X)]
     yield f"microbenchmarks: {sum(result.passes for result in results)} of {len(results)} within their limits; the others:"
     for result in results:

@@ -1,4 +1,4 @@
-"""What published steps say of the baseline's step beyond its band: their slope over batch, and steps of other engines."""
+"""Compare the baseline's step with published steps beyond its band: their slope over batch, and other engines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.timing import machines, published_steps, step
 
-KEPT = 0.15  # of a published slope
+KEPT = 0.15  # relative error of a slope
 
 
 def slopes() -> list[tuple[str, int, float, float]]:
-    """Return release, batch, and ms more than at batch 1, published and predicted."""
+    """Return release, batch, and the ms added since batch 1, published and predicted."""
     return [
         (
             release,
@@ -26,12 +26,15 @@ def slopes() -> list[tuple[str, int, float, float]]:
 
 
 def explained() -> bool:
-    """Return whether the setting of baseline.py explains all slopes within `KEPT`."""
+    """Return whether the constants of baseline.py explain all slopes within `KEPT`."""
     return all(abs(found / published - 1) <= KEPT for _, _, published, found in slopes())
 
 
 class Other(NamedTuple):
-    """Published ms a token by requests at once, of another engine or an older vLLM. `context` are the keys of a request on average."""
+    """Published ms per token by concurrent requests, of another engine or an older vLLM.
+
+    `context` is the average number of keys of a request.
+    """
 
     name: str
     model: str
@@ -67,7 +70,7 @@ OTHERS = (
         "Oracle, 128 in, 128 out: requests over tokens a second, with the prefill",
     ),
 )
-"""Held-out checks of the baseline's step: nothing is fitted to them, and the band does not contain them by construction."""
+"""Held-out checks of the baseline's step: nothing is fitted to them, and they do not define the band."""
 
 
 def other_ms(other: Other, batch: int) -> float:

@@ -1,7 +1,7 @@
-"""Published decode times of MI300X, and which half of them may be fitted.
+"""Read published decode times of MI300X, of which half may be fitted.
 
-The half is a hash of what a row measured, never of its time, so that nobody chose it by the times. `read` gives the times of the
-other half only to who asks for them by name.
+The half is chosen by a hash of what a row measured, without its time, so that nobody chose it by the times. `read`
+returns the times of the other half only on request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _KEY = ("source", "gpu", "op", "kernel", "dtype", "M", "N", "K", "extra", "timin
 
 
 class Point(NamedTuple):
-    """One measured time. `us` is None where it is held out and was not asked for."""
+    """One measured time.
+
+    `us` is None if it is held out and was not requested.
+    """
 
     kind: str
     kernel: str
@@ -38,13 +41,16 @@ class Point(NamedTuple):
 
 
 def digest(row: dict[str, str]) -> str:
-    """The hash of what a row measured; its time is not in it."""
+    """Return the hash of what a row measured, without its time."""
     return hashlib.sha256("|".join(row[name] for name in _KEY).encode()).hexdigest()
 
 
 def read(folder: Path, held_out: bool = False) -> list[Point]:
-    """The decode points in `folder`. Of each kernel, the half with the smaller hashes may be fitted; the times of the others are
-    read if `held_out`. Raises ValueError without the file, or with one that lacks a class."""
+    """Return the decode points in `folder`.
+
+    Of each kernel, the half with the smaller hashes may be fitted; the times of the others are read if `held_out`.
+    Raises ValueError without the file, or if it lacks a class.
+    """
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{folder} must hold {FILE}")

@@ -1,7 +1,7 @@
-"""Kernels of ROCm/aiter whose times were published: a row of the file, the call that it stands for, and its predicted time.
+"""Predict published times of ROCm/aiter's kernels: from a row of the file to its call and time.
 
-Layouts and grids (published_gemm.py, published_attention.py) are facts of aiter's launch code at e4048607 and of the objects' metadata.
-No object is here: a bare git directory has them by their blobs.
+Layouts and grids (published_gemm.py, published_attention.py) are facts of aiter's launch code at e4048607 and of the
+objects' metadata. No object is here: a bare git directory has them by their blobs.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Row(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Compute units of its GPU."""
+        """The compute units of its GPU."""
         return next((units for name, units in (("MI308", 80), ("MI35", 256)) if name in self.gpu), 304)
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of a block's tile, as the object's name has them."""
+        """Rows and columns of a block's tile, from the object's name."""
         found = re.findall(r"_(\d+)x(\d+)(?:_|\.)", self.code_object.rpartition("/")[2])
         if not found:
             raise ValueError(f"{self.code_object} must have a tile in its name")
@@ -63,10 +63,13 @@ class Row(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The launch of a row, with fewer rows where more do the same, and the whole `grid`. `inputs` are in HBM if `is_cold`. `cleared` are
-    bytes that other kernels set to zero before, of each. `whole_axis`: the axis of the grid whose blocks wait for each other.
-    Where there is a `second` launch, the time lies `beyond` times as far from that of `launch` as its own.
-    `repeats`: how many blocks of the whole grid load what each block of the launch has for itself."""
+    """The launch of a row, with fewer rows if the others do the same, and the whole `grid`.
+
+    `inputs` are in HBM if `is_cold`. `cleared` are the sizes of buffers that other kernels zero before, in bytes.
+    `whole_axis` is the axis of the grid whose blocks wait for each other. With a `second` launch, the time is
+    extrapolated by `beyond` times the difference between both. `repeats` is how many blocks of the whole grid load the
+    lines that each block of the launch has alone.
+    """
 
     launch: ObjectLaunch
     grid: tuple[int, int, int]
@@ -80,7 +83,7 @@ class Call(NamedTuple):
 
 
 def row(fields: dict[str, str]) -> Row:
-    """A row of the file. Raises ValueError for one that is not as the file's."""
+    """Return a row of the file, or raise ValueError."""
     try:
         extra = dict(each.split("=", 1) for each in fields["extra"].split() if "=" in each)
         words = [each for each in fields["extra"].split() if "=" not in each]
@@ -93,13 +96,19 @@ def row(fields: dict[str, str]) -> Row:
 
 
 class Recorder:
-    """Recordings of launches, the last few of which are kept: rows with more tokens do the same in more blocks."""
+    """Recordings of launches, of which the last few are kept.
+
+    Rows with more tokens do the same in more blocks.
+    """
 
     def __init__(self):
         self.kept: OrderedDict[tuple, Recording] = OrderedDict()
 
     def record(self, arch: str, path: Path, what: Call, launch: ObjectLaunch) -> Recording:
-        """A recording of a launch of the call, for its whole grid. Raises ValueError and the emulator's errors."""
+        """Return a recording of a launch of the call, for its whole grid.
+
+        Raises ValueError and the emulator's errors.
+        """
         args = tuple((at, _what(value)) for at, value in launch.args.items())
         key = (path.name, launch.symbol, launch.grid, args)
         if key not in self.kept:
@@ -112,7 +121,10 @@ class Recorder:
 
 
 def predict(machine: Machine, what: Call, path: Path, recorder: Recorder) -> float:
-    """The predicted time of a row's call in us, as its profiler counts it. Raises ValueError and the emulator's errors."""
+    """Return the predicted time of a row's call in us, as its profiler counts it.
+
+    Raises ValueError and the emulator's errors.
+    """
     ran = [what.launch] if what.second is None else [what.launch, what.second]
     times = [
         foreign.predict(machine, recorder.record(str(machine.arch), path, what, each), what.grid, what.repeats).us
@@ -123,25 +135,25 @@ def predict(machine: Machine, what: Call, path: Path, recorder: Recorder) -> flo
 
 
 def _what(value):
-    """What of an argument tells launches apart."""
+    """Return the part of an argument that distinguishes launches."""
     if isinstance(value, Pointers):
         return tuple(tensor.numpy().tobytes() for tensor in value.tensors)
     return value if isinstance(value, bytes) else value.numel()
 
 
 def numbers(values: Iterable[int]) -> torch.Tensor:
-    """A buffer of unsigned numbers of 4 bytes, and 16 bytes more."""
+    """Return a buffer of unsigned 4-byte numbers, and 16 bytes more."""
     content = struct.pack(f"<{len(values := list(values))}I", *(value & 0xFFFFFFFF for value in values))
     return aligned(torch.frombuffer(bytearray(content + bytes(16)), dtype=torch.uint8))
 
 
 def zeros(size: int) -> torch.Tensor:
-    """A buffer of so many bytes."""
+    """Return a buffer of `size` bytes."""
     return aligned(torch.empty(max(16, size), dtype=torch.uint8, device="meta"))
 
 
 def laid_out(kernel: KernelObject, names: str, values: dict) -> Arguments:
-    """Arguments of 16 bytes each, in the order of `names`, up to the end of the kernel's."""
+    """Return arguments of 16 bytes each, in the order of `names`, up to the end of the kernel's."""
     known, args = names.split(), {}
     assert values.keys() <= set(known), values.keys() - set(known)
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Attention of prompts of ROCm/aiter whose times were published: what fmha_v3_fwd's objects take, and how many blocks are launched."""
+"""Prefill attention of ROCm/aiter with published times: arguments and grids of fmha_v3_fwd's objects."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from .foreign import ObjectLaunch
 from .published import Call, Row, laid_out, zeros
 
 TILE = 256  # query rows of a block
-SHORT, LONG = 512, 1024  # keys of the launches that are run; time grows evenly from one to the other and on
+SHORT, LONG = 512, 1024  # keys of the launches that run; time is linear beyond
 MALL_BYTES = 256 << 20
 NAMES = """R Q K V LSE scalar seq_len Seqs Ts Hs Bs gqa k_Seqs k_Hs k_Bs msk_opt lse kv_seq_len qk_head_dim v_head_dim q_head_num v_Seqs
 v_Hs v_Bs r_Seqs r_Hs r_Bs ptr_qseq ptr_kseq lse_Hs ptr_qseq_padding ptr_kseq_padding"""
 
 
 def call(of: Row, kernel: KernelObject) -> Call:
-    """The launches of a row: one with `SHORT` and one with `LONG` keys, or one where there are no more. Raises ValueError."""
+    """Return the launches of a row: one with `SHORT` and one with `LONG` keys, or one if there are no more.
+
+    Raises ValueError.
+    """
     heads, of_keys = int(of.extra["q_heads"]), int(of.extra["kv_heads"])
     is_causal, is_grouped = of.extra["causal"] == "1", "_group" in of.code_object
     key, _, value = of.k.partition("/")
@@ -42,7 +45,7 @@ def call(of: Row, kernel: KernelObject) -> Call:
 
 
 def _grid(queries: int, heads: int, batch: int, head: int, is_causal: bool, is_grouped: bool) -> tuple[int, int, int]:
-    """Blocks; causal ones have a tile from the front and one from the back each, but for heads of 192."""
+    """Return the grid; causal blocks have one tile from the front and one from the back, except with heads of 192."""
     tiles = -(-queries // TILE)
     if is_causal and head != 192:
         tiles = -(-tiles // 2)
@@ -69,5 +72,5 @@ def _launch(
 
 
 def _starts(length: int) -> torch.Tensor:
-    """Where one request starts and ends."""
+    """Return the start and the end of one request."""
     return aligned(torch.frombuffer(bytearray(struct.pack("<2I", 0, length) + bytes(8)), dtype=torch.uint8))

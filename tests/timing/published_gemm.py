@@ -1,4 +1,4 @@
-"""GEMMs of ROCm/aiter whose times were published: what fp8gemm_blockscale, i8gemm and bf16gemm take, and how many blocks are launched."""
+"""GEMMs of ROCm/aiter with published times: arguments and grids of fp8gemm_blockscale, i8gemm and bf16gemm."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from .foreign import ObjectLaunch, explicit_bytes
 from .published import SLOT, Call, Row, laid_out, zeros
 
 WARM_BYTES = 2_500_000  # of inputs, of which 101 copies fit Infinity Cache
-# Commits whose launch code differs: fp8gemm_blockscale had a kernel that set a bias to zero, i8gemm none that did so with the output.
+# Commits with other launch code: fp8gemm_blockscale zeroed a bias, i8gemm did not zero its output.
 CLEARS_BIAS = ("53bfe6a1f747", "3f48668c9d8e")
 CLEARS_NOTHING = ("ab99221a28c2", "661dff9f7efe", "b7c5fc6df0f8")
 
 
 def eight_bits(of: Row, kernel: KernelObject) -> Call:
-    """fp8gemm_blockscale and i8gemm: a tile for each block, K split along the first axis of the grid."""
+    """Return the call of fp8gemm_blockscale or i8gemm: a tile per block, K split along the first axis of the grid."""
     (rows, columns), m, n, k = of.tile, of.m, of.n, int(of.k)
-    blocks = k // 128  # of which each part of K has as many
+    blocks = k // 128  # blocks of K, divided equally among the splits
     split, ran = -(-blocks // -(-blocks // int(of.extra.get("splitK", 1)))), _fewer(m, rows)
     is_scaled_by_block = of.family == "fp8gemm_blockscale"
     names = "C A B SA SB BIAS M N K PA PB PC KS" + " SM SN SK" * is_scaled_by_block
@@ -33,7 +33,10 @@ def eight_bits(of: Row, kernel: KernelObject) -> Call:
 
 
 def bf16(of: Row, kernel: KernelObject) -> Call:
-    """bf16gemm: a tile for each block, K split along the third axis of the grid, whose blocks wait for the one that clears."""
+    """Return the call of bf16gemm: a tile per block, K split along the third axis of the grid.
+
+    Blocks along this axis wait for the one that zeroes the output.
+    """
     (rows, columns), m, n, k = of.tile, of.m, of.n, int(of.k)
     split, ran = int(of.extra.get("splitK", 1)), _fewer(m, rows)
     names = "D C A B alpha beta SD0 SD1 SC0 SC1 SA0 SA1 SB0 SB1 M N K splitk is_out_b16 Bias add_bias semaphore"
@@ -48,7 +51,7 @@ def bf16(of: Row, kernel: KernelObject) -> Call:
 
 
 def _fewer(m: int, rows: int) -> int:
-    """Rows of which blocks do the same as of all: three tiles, where there are more."""
+    """Return the rows to run: three tiles at most, as the blocks of others do the same."""
     return min(m, 3 * rows)
 
 
@@ -62,6 +65,6 @@ def _call(
     bytes: int,
     cleared: tuple = (),
 ) -> Call:
-    """A GEMM whose second axis of the grid has `tiles` of rows in the launch; its inputs have so many bytes."""
+    """Return a GEMM with `tiles` along the second axis of the launch's grid, and inputs of `bytes`."""
     launch = ObjectLaunch(kernel.name, (grid[0], tiles, grid[2]), (256, 1, 1), laid_out(kernel, names, values))
     return Call(launch, grid, tuple(inputs.values()), bytes >= WARM_BYTES, cleared)

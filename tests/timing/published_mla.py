@@ -1,7 +1,6 @@
-"""Latent attention of decode of ROCm/aiter whose times were published: what the persistent objects of `mla` take, which blocks get
-which keys, and the kernel after them that adds up.
+"""MLA decode of ROCm/aiter with published times: arguments of `mla`'s persistent objects, and their schedule.
 
-A row has requests as M, keys of each as N, and heads as K.
+The kernel after them combines the splits. A row has requests as M, keys of each as N, and heads as K.
 """
 
 from __future__ import annotations
@@ -17,13 +16,16 @@ from .published import Call, Row, laid_out, numbers, zeros
 from .published_gemm import WARM_BYTES
 
 HEAD, VALUE = 576, 512  # values of a query's head, and of its result
-STEP, FIXED = 16, 16  # keys that requests are divided at; what a request costs beside, in steps
+STEP, FIXED = 16, 16  # keys per step of the schedule; fixed cost of a request, in steps
 MOST_PARTS = 32  # of a request
 NAMES = """R LSE Q KV LTP LTD LTL scalar MQA splits Q_Bs Bs log2_page QTP STP RP QSCALE KVSCALE"""
 
 
 class Work(NamedTuple):
-    """What a block does of a request: keys from `start` to `end` of all; `part` is where its sum goes, -1 for the result."""
+    """A block's work on a request: keys from `start` to `end` of all.
+
+    `part` is the index of its partial sum, -1 for the result.
+    """
 
     request: int
     part: int
@@ -32,7 +34,10 @@ class Work(NamedTuple):
 
 
 def divided(requests: int, keys: int, units: int) -> list[list[Work]]:
-    """By block, as many as compute units: what it does. Blocks get the same number of steps of keys and of requests, in order."""
+    """Return the work of each block, one per compute unit.
+
+    Blocks get equal numbers of steps, in the order of requests and keys.
+    """
     steps = -(-keys // STEP)
     parts = min(-(-units // requests), MOST_PARTS)
     share = -(-requests * (steps + FIXED) // min(units, parts * requests)) + FIXED
@@ -57,7 +62,10 @@ def divided(requests: int, keys: int, units: int) -> list[list[Work]]:
 
 
 def call(of: Row, kernel: KernelObject) -> Call:
-    """The launch of a row. Raises ValueError for objects whose blocks are not told what they do, or with other types."""
+    """Return the launch of a row.
+
+    Raises ValueError for objects without a schedule as argument, or with other types.
+    """
     name = of.code_object.rpartition("/")[2]
     if not re.match(r"mla_a8w8_qh128_.*_ps\.co", name) or of.k != "128":
         raise ValueError(f"{name} must be persistent, in FP8 and of 128 heads, which alone are known")

@@ -1,6 +1,6 @@
-"""Fused MoE of ROCm/aiter whose times were published: what fmoe and fmoe_2stages take, and how many blocks are launched.
+"""Fused MoE of ROCm/aiter with published times: arguments and grids of fmoe and fmoe_2stages.
 
-Tokens go to experts at random, as there; of all tiles of rows three are in the launch, each with as many rows as a tile has on average.
+Tokens go to experts at random, as in aiter's benchmark; the launch has three tiles of rows, each filled to the average.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from .published import Call, Row, laid_out, numbers, zeros
 
 ONE = """O X GU XC D XQ GUQ DQ SMQ STP SW SEP dim inter tokens experts Xs GUs Ds Os eGUs eDs eGUQs eDQs eSMQs topk total_tgs ps_deno"""
 FIRST = """O X GU XC XQ GUQ SMQ STP SEP dim inter tokens experts Xs GUs Os eGUs eGUQs eSMQs topk splitk activation SW"""
-TILES = 3  # of rows, that are in the launch
+TILES = 3  # tiles of rows in the launch
 PERSISTENT, SORTING = ("_ps_", "_psx_"), ("_flat", "_emsort")
 WEIGHTS = {"fmoe": (32, 64), "fmoe_2stages": (32,)}  # offsets of their pointers
 
 
 def call(of: Row, kernel: KernelObject) -> Call:
-    """The launches of a row: one, or, where blocks take one tile after the other, one with a turn of tiles and one with two. Raises
-    ValueError for kernels that sort tokens themselves."""
+    """Return the launches of a row: one or, for persistent kernels, one with one round of tiles and one with two.
+
+    Raises ValueError for kernels that sort tokens themselves.
+    """
     name = of.code_object.rpartition("/")[2]
     if any(each in name for each in SORTING):
         raise ValueError(f"{name} sorts tokens itself, which is not modelled")
@@ -44,7 +46,7 @@ def call(of: Row, kernel: KernelObject) -> Call:
 
 
 def _launch(of: Row, kernel: KernelObject, grid: tuple, tiles: int, filled: int, workers: int = 0) -> ObjectLaunch:
-    """A launch with so many tiles of rows, each of an expert of its own and with so many tokens."""
+    """Return a launch with `tiles` tiles of rows, each of a different expert and with `filled` tokens."""
     name = of.code_object.rpartition("/")[2]
     (rows, columns), tokens, inter, dim, topk = of.tile, of.m, of.n, int(of.k), int(of.extra["topk"])
     is_one, is_block, of_x = of.family == "fmoe", "blockscale" in name, 2 if "_a16_" in name else 1
@@ -65,13 +67,16 @@ def _launch(of: Row, kernel: KernelObject, grid: tuple, tiles: int, filled: int,
 
 
 def _counts(tokens: int, experts: int, topk: int) -> torch.Tensor:
-    """How many tokens each expert gets."""
+    """Return the number of tokens of each expert."""
     chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(topk).indices
     return torch.bincount(chosen.flatten(), minlength=experts)
 
 
 def _sorted(tokens: int, topk: int, rows: int, tiles: int, filled: int) -> list[int]:
-    """The tokens of each tile, spread over all, with their places among a token's experts in the high byte; then none."""
+    """Return the tokens of each tile, spread over all, with the index of the expert among a token's in the high byte.
+
+    Places without a token follow.
+    """
     step = max(1, tokens // (tiles * rows))
     taken = min(max(1, filled), rows)
     found = []

@@ -1,6 +1,6 @@
-"""What a calibration reports: errors of its points, how it ranks them, three simpler models, and what each fitted constant changes.
+"""Report on a calibration: errors of its points, their ranking, three simpler models, and sensitivities.
 
-The simpler models are `BASELINES`. All are judged as the model is, on the same points.
+The simpler models are `BASELINES`. They are judged as the model is, on the same points.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import numpy as np
 from vllm_rocm_ops.timing.machines import Machine
 
 HALVES = ("fit", "held out")
-APART = 0.10  # of two measured times, from which on their order is judged
+APART = 0.10  # relative difference of two measured times from which on their order is judged
 CHANGE = 0.2  # of a fitted constant, for its sensitivity
 START_US = 2.5  # of the baseline of bytes
 
 
 class Case(NamedTuple):
-    """A published time beside its prediction, both in us. `megabytes` are what memory moves, `blocks` those of the compute unit with
-    most. A row of `points` in calibration.json beside this file."""
+    """A published time and its prediction, both in us.
+
+    `megabytes` is the memory traffic, `blocks` the number of blocks of the fullest compute unit. It is a row of
+    `points` in calibration.json in this folder.
+    """
 
     kind: str
     kernel: str
@@ -38,7 +41,10 @@ class Case(NamedTuple):
 
 
 def errors(cases: Sequence[Case]) -> dict:
-    """Errors of some points as parts of the time; of the short ones also in us. Quantiles of |log(predicted / measured)|."""
+    """Return the relative errors of some points; for the short ones also in us.
+
+    They are quantiles of |log(predicted / measured)|.
+    """
     of = [abs(math.log(case.predicted / case.us)) for case in cases]
     above = [error for error, case in zip(of, cases, strict=True) if case.us >= 5]
     below = [abs(case.predicted - case.us) for case in cases if case.us < 5]
@@ -57,8 +63,10 @@ def _ratio(log: float) -> float:
 
 
 def ranks(cases: Sequence[Case], same_shape: bool = False) -> dict:
-    """Pairs whose measured times are `APART`, and how many of them the predictions have in that order; if `same_shape`, only pairs of
-    kernels that do the same on the same M, N and K."""
+    """Return the pairs whose measured times are `APART`, and how many of them the predictions order correctly.
+
+    With `same_shape`, pairs are of different kernels for the same op on the same M, N and K.
+    """
     pairs = right = 0
     for one, other in itertools.combinations(cases, 2):
         if max(one.us, other.us) <= (1 + APART) * min(one.us, other.us):
@@ -71,7 +79,7 @@ def ranks(cases: Sequence[Case], same_shape: bool = False) -> dict:
 
 
 def by_class(cases: Iterable[Case]) -> dict[str, dict[str, list[Case]]]:
-    """The points of each class, by half."""
+    """Return the points of each class, by half."""
     found: dict[str, dict[str, list[Case]]] = {}
     for case in cases:
         found.setdefault(case.kind, {half: [] for half in HALVES})[case.half].append(case)
@@ -79,7 +87,7 @@ def by_class(cases: Iterable[Case]) -> dict[str, dict[str, list[Case]]]:
 
 
 def classes(cases: Iterable[Case]) -> dict[str, dict[str, dict]]:
-    """Errors and ranks of each half of each class; of a half without points nothing."""
+    """Return errors and ranks of each half of each class, without empty halves."""
     return {
         kind: {half: errors(of) | ranks(of) for half, of in halves.items() if of}
         for kind, halves in by_class(cases).items()
@@ -94,8 +102,10 @@ def _bytes(fitted: Sequence[Case], bandwidth: float) -> Callable[[Case], float]:
 
 
 def _regression(fitted: Sequence[Case], bandwidth: float) -> Callable[[Case], float]:
-    """us = fixed + rounds * (per round + K steps * per step) + MB * per MB of each kernel, no constant below zero: that with the least
-    squares of relative errors."""
+    """Return a regression for each kernel, by least squares of relative errors, without negative constants.
+
+    us = fixed + rounds * (per round + K steps * per step) + MB * per MB.
+    """
 
     def terms(case: Case) -> list[float]:
         return [1.0, case.blocks, case.blocks * case.k / 128, case.megabytes]
@@ -109,7 +119,7 @@ def _regression(fitted: Sequence[Case], bandwidth: float) -> Callable[[Case], fl
 
 
 def _least_squares(rows: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """The solution without negative numbers, which is the best of those of all subsets of columns."""
+    """Return the non-negative solution, the best of all subsets of columns."""
     best, least = np.zeros(rows.shape[1]), math.inf
     for chosen in itertools.product((False, True), repeat=rows.shape[1]):
         if any(chosen):
@@ -130,8 +140,10 @@ BASELINES = {"bytes / bandwidth + 2.5 us": _bytes, "regression per kernel": _reg
 
 
 def baselines(cases: Sequence[Case], bandwidth: float) -> dict[str, dict]:
-    """By simpler model: what `classes` says of it. They are fitted to the same points as the model, and have its bandwidth of HBM, in
-    GB/s."""
+    """Return the `classes` of each simpler model.
+
+    They are fitted to the same points as the model, and use its HBM bandwidth, in GB/s.
+    """
     fitted = [case for case in cases if case.half == "fit"]
     found = {}
     for name, make in BASELINES.items():
@@ -144,8 +156,11 @@ def baselines(cases: Sequence[Case], bandwidth: float) -> dict[str, dict]:
 
 
 def sensitivity(machine: Machine, steps: dict[str, tuple], predicted: Callable[[Machine], list[float]]) -> dict:
-    """By fitted constant, for it less and more by `CHANGE`, or a step from zero: the median of the predicted times' changes, and the
-    largest. `predicted(machine)` are the times of the points; `steps` have each constant's least and largest value and step."""
+    """Return the changes of predicted times for each fitted constant, changed by -+`CHANGE`, or by a step from zero.
+
+    The changes are the median and the largest. `predicted(machine)` returns the times of the points; `steps` has each
+    constant's minimum, maximum and step.
+    """
     base, found = predicted(machine), {}
     for name, (low, _, step) in steps.items():
         value = machine[name]

@@ -1,13 +1,14 @@
-"""How far predictions are from all published times whose code objects can be had, by class, and how they rank kernels on one shape.
+"""Compare predictions with all published times whose code objects exist, by class, and by rank on one shape.
 
     python -m timing.residuals points MEASUREMENTS --git DIR > points.csv
     python -m timing.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
     python -m timing.residuals judge predicted.csv
     python -m timing.residuals simpler points.csv
 
-MEASUREMENTS has validation_points_gfx942.csv, aiter_gemm_gfx950_256cu.csv and peer_measurements.csv; DIR is a bare git directory of
-ROCm/aiter. `points` lists their rows with a code object, `judge` writes published.json beside this file; with `--keep` what it says of
-classes and pairs without a row in predicted.csv stays. `simpler` adds how near three simpler models come. Nothing of the model is fitted.
+MEASUREMENTS has validation_points_gfx942.csv, aiter_gemm_gfx950_256cu.csv and peer_measurements.csv; DIR is a bare git
+directory of ROCm/aiter. `points` lists their rows with a code object, `judge` writes published.json in this folder;
+with `--keep` it keeps the entries of classes and pairs without a row in predicted.csv. `simpler` adds the errors of
+three simpler models. Nothing of the model is fitted.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ HEADER = (
     "set", "csv", "gpu", "cu_num", "op", "code_object", "blob_at_measurement", "blob_latest", "commit", "M", "N", "K",
     "batch_or_experts", "extra", "us",
 )  # fmt: skip
-LATENT = f"hsa/{machines.MI300X.arch.name}/mla/mla_a8w8_qh128_m32x4_n16x2_msk0_ps.co"  # what aiter launches for FP8 and 128 heads
+LATENT = f"hsa/{machines.MI300X.arch.name}/mla/mla_a8w8_qh128_m32x4_n16x2_msk0_ps.co"  # aiter's for 128 heads
 Row = dict[str, str]
 
 
 def shape(row: Row) -> tuple[str, ...]:
-    """What kernels of one pair have in common: the GPU, and all that is computed."""
+    """Return what the kernels of a pair have in common: the GPU, and all that is computed."""
     extra = " ".join(word for word in row["extra"].split() if not word.startswith("splitK="))
     return (*(row[name] for name in ("gpu", "op", "M", "N", "K", "batch_or_experts")), extra)
 
 
 def kind(row: Row) -> tuple[str, str, str]:
-    """The class of a row."""
+    """Return the class of a row."""
     return row["op"], row["gpu"], row["set"]
 
 
@@ -58,7 +59,7 @@ def _read(path: Path) -> list[Row]:
 
 
 def _blobs(git: Path, names: Sequence[str]) -> dict[str, str]:
-    """The blobs of commits' files, COMMIT:PATH, where the directory has them."""
+    """Return the blobs of commits' files, COMMIT:PATH, that the directory has."""
     command = ["git", f"--git-dir={git}", "cat-file", "--batch-check"]
     found = subprocess.run(command, input="\n".join(names), capture_output=True, text=True, check=True).stdout
     pairs = zip(names, found.splitlines(), strict=True)
@@ -66,7 +67,7 @@ def _blobs(git: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _of_gfx950(folder: Path, git: Path) -> list[Row]:
-    """GEMMs of MI350X and MI355X by code objects, each as it was when it was measured."""
+    """Return the GEMMs of MI350X and MI355X that have code objects, as of the measurement."""
     rows = [row for row in _read(folder / GEMMS) if row["code_object"] and float(row["us"]) > 0]
     names = sorted({f"{row['commit']}:{row['code_object']}" for row in rows})
     blobs = _blobs(git, names)
@@ -83,7 +84,7 @@ def _of_gfx950(folder: Path, git: Path) -> list[Row]:
 
 
 def _latent(folder: Path, git: Path) -> list[Row]:
-    """Latent attention of decode by aiter's own kernel on MI300X: requests as M, keys as N, heads as K."""
+    """Return MLA decode by aiter's own kernel on MI300X: requests as M, keys as N, heads as K."""
     blob = _blobs(git, [f"HEAD:{LATENT}"]).get(f"HEAD:{LATENT}", "")
     found = []
     for row in _read(folder / PEERS):
@@ -96,7 +97,10 @@ def _latent(folder: Path, git: Path) -> list[Row]:
 
 
 def apart(rows: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
-    """Pairs of different kernels on one shape whose times differ by more than `APART`; of one kernel's times on it the median counts."""
+    """Yield pairs of different kernels on one shape whose times differ by more than `APART`.
+
+    Of one kernel's times on a shape, the median counts.
+    """
     shapes: dict[tuple, dict[tuple, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         same = row["code_object"], row["blob_at_measurement"] or row["blob_latest"], row["extra"]
@@ -110,8 +114,10 @@ def apart(rows: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def listed(folder: Path, git: Path, most: int | None = None) -> list[Row]:
-    """The rows. Of each class at most so many, chosen by a hash, and all that are in pairs. Raises OSError, KeyError and
-    CalledProcessError for what is not as it should be."""
+    """Return the rows: of each class at most `most`, chosen by a hash, and all in pairs.
+
+    Raises OSError, KeyError and CalledProcessError for malformed inputs.
+    """
     rows = [*_read(folder / POINTS), *_latent(folder, git), *_of_gfx950(folder, git)]
     if most is None:
         return rows
@@ -126,7 +132,7 @@ def listed(folder: Path, git: Path, most: int | None = None) -> list[Row]:
 
 
 def _digest(row: Row) -> str:
-    """A hash of what was measured, without its time."""
+    """Return a hash of what was measured, without its time."""
     text = "|".join(row.get(name) or "" for name in HEADER if name != "us")
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -140,8 +146,10 @@ def _ratio(log: float) -> float:
 
 
 def judged(rows: Sequence[Row]) -> dict:
-    """What `published.json` says: of each class its errors as parts of the time, why rows have none, and why rows are left out; pairs by
-    GPU and op."""
+    """Return the contents of `published.json`.
+
+    It has, for each class, relative errors, why rows have none, and why rows are left out; and pairs by GPU and op.
+    """
     classes: dict[tuple, list[Row]] = defaultdict(list)
     doubtful, left = left_out.reasons(rows), defaultdict(Counter)
     for row in rows:
@@ -152,7 +160,7 @@ def judged(rows: Sequence[Row]) -> dict:
     found = []
     for (op, gpu, of), mine in sorted(classes.items()):
         logs = [_log(row) for row in mine if row["predicted_us"]]
-        # The rest counts as an infinite error.
+        # Other rows count as an infinite error.
         of_all = sorted([abs(log) for log in logs] + [math.inf] * (len(mine) - len(logs)))
         median, p90 = (of_all[max(0, math.ceil(part * len(of_all)) - 1)] for part in (0.5, 0.9))
         why = Counter(_reason(row["why"]) for row in mine if not row["predicted_us"])
@@ -179,7 +187,7 @@ def judged(rows: Sequence[Row]) -> dict:
 
 
 def merged(known: dict, found: dict) -> dict:
-    """What was found, and of what was known the classes and pairs that were not."""
+    """Return the new classes and pairs, and the known ones that are not among them."""
     made = {}
     for part, names in (("classes", ("op", "gpu", "set")), ("pairs", ("gpu", "op"))):
         of = {tuple(entry[name] for name in names): entry for entry in (*known[part], *found[part])}
@@ -188,7 +196,7 @@ def merged(known: dict, found: dict) -> dict:
 
 
 def _reason(why: str) -> str:
-    """Why there is no time, without what is of one row."""
+    """Return the reason for a missing time, without the parts that are specific to a row."""
     if re.match("[A-Za-z]+: ", why):
         return re.sub(r"[^A-Za-z]*_Z.*? `(\w+)[^`]*`.*", r" in \1", why)[:80]
     return re.sub(r"\S+\.(co|s)\b", "it", why)

@@ -1,7 +1,7 @@
-"""How near models without a machine come to published points: bytes over bandwidth, a regression for each kernel, and the median of the
-class. What the timing model has to be nearer than.
+"""Compare models without a machine with published points: bytes over bandwidth, regression, median of the class.
 
-They are fitted to half of the shapes of each kernel, by a hash of the shape, and judged on the other half: `report.BASELINES`.
+The timing model must have smaller errors. They are fitted to half of the shapes of each kernel, by a hash of the shape,
+and judged on the other half: `report.BASELINES`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from .report import HALVES, Case
 from .validation import machine_of
 
 Row = dict[str, str]
-QUERIES = 256  # of a block of attention of prompts
-LATENT, VALUES = 576, 512  # numbers of a key and of a value of latent attention
+QUERIES = 256  # query rows of a block of prefill attention
+LATENT, VALUES = 576, 512  # numbers of an MLA key and of its value
 
 
 def moved(row: Row) -> float | None:
-    """What a call reads and writes at least; None for ops that are not known. Experts are those that random tokens go to."""
+    """Return the minimum bytes that a call reads and writes, or None for unknown ops.
+
+    Experts are those hit by random tokens.
+    """
     m, n, of = int(row["M"]), int(row["N"]), row["op"]
     groups, extra = int(row["batch_or_experts"] or 1), _numbers(row)
     if _is_product(of):
@@ -48,7 +51,7 @@ def _is_product(op: str) -> bool:
 
 
 def _rounds(row: Row) -> int | None:
-    """Turns of blocks; None where their tiles are not known."""
+    """Return the rounds of blocks, or None if their tiles are unknown."""
     of, extra = published.row(row), _numbers(row)
     if _is_product(of.op):
         rows, columns = of.tile
@@ -70,7 +73,7 @@ def _kernel(row: Row) -> str:
 
 
 def _half_of_each_kernel(rows: Iterable[Row]) -> set[tuple[str, str, str]]:
-    """The shapes that are fitted, of each kernel in each set half: those with the smaller hashes."""
+    """Return the fitted shapes, of each kernel in each set the half with the smaller hashes."""
     shapes: dict[tuple[str, str], set[str]] = defaultdict(set)
     for row in rows:
         shapes[_kernel(row), row["set"]].add(_shape(row))
@@ -82,7 +85,10 @@ def _half_of_each_kernel(rows: Iterable[Row]) -> set[tuple[str, str, str]]:
 
 
 def cases(rows: Iterable[Row]) -> list[Case]:
-    """The rows whose bytes are known. Steps of K are those of keys in attention."""
+    """Return the rows whose bytes are known.
+
+    In attention, the steps along K are those along the keys.
+    """
     known = [row for row in rows if moved(row) is not None]
     fitted, found = _half_of_each_kernel(known), []
     for row in known:
@@ -95,8 +101,10 @@ def cases(rows: Iterable[Row]) -> list[Case]:
 
 
 def errors(rows: Sequence[Row]) -> list[dict]:
-    """By class, of the shapes that were not fitted: the median error of each simpler model, as parts of the time. A regression is of
-    kernels whose tiles are known."""
+    """Return the median relative error of each simpler model, by class, on shapes that were not fitted.
+
+    A regression needs kernels with known tiles.
+    """
     by_gpu: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_gpu[row["gpu"]].append(row)

@@ -1,4 +1,4 @@
-"""The compute unit in time: published microbenchmarks, and what each rule does alone."""
+"""Test the timing of the compute unit: published microbenchmarks, and each rule alone."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def at(number: int) -> int:
 
 
 def run(*waves, machine=MACHINE, memory: Memory | None = None, blocks: int = 1, held: int = 1):
-    """Cycles of blocks of these waves, and when each instruction issued, by wave."""
+    """Return the cycles of blocks of these waves, and the issue cycles of the instructions, by wave."""
     times: dict[int, list[float]] = {}
     unit = ComputeUnit(
         machine, memory or Memory(machine), lambda age, index, time: times.setdefault(age, []).append(time)

@@ -1,4 +1,4 @@
-"""Kernels of code objects that no op launches: ours, as if they were others'."""
+"""Test kernels of code objects that no op launches, on the package's own, treated as foreign."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROWS, HIDDEN = 3, 2048
 
 
 def planned(input: torch.Tensor, weight: torch.Tensor, rows: int = ROWS):
-    """Our launch of a norm."""
+    """Return the plugin's launch of a norm."""
     (one,) = ops.rms_norm.explain(input, weight, 1e-6, arch=MACHINE.arch).launches
     return one
 
 
 def as_foreign(one, path=PATH) -> foreign.ObjectLaunch:
-    """A launch of ours with its arguments by their offsets."""
+    """Return a launch with its arguments by their offsets."""
     takes = json.loads(path.with_suffix(".json").read_text())["kernels"][one.symbol]["arguments"]
     codes = foreign.kernel_arguments.FORMATS
     args = {}
@@ -45,7 +45,7 @@ def norm() -> foreign.ObjectLaunch:
 
 
 def as_json(one: foreign.ObjectLaunch) -> str:
-    """The arguments as a user writes them."""
+    """Return the arguments as a user writes them."""
     return json.dumps(
         {
             str(offset): f"buffer:{value.numel() * value.element_size()}"

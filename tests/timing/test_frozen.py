@@ -1,4 +1,4 @@
-"""Predictions that are written down before anybody measures them, and what `check` says of them then."""
+"""Test predictions frozen before anybody measures them, and how `check` compares them with measurements."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from vllm_rocm_ops.tools import check_parts
 
 TINY = {"tiny-llama-fp8": 1}
 SINCE = {"glm-4.5-air-fp8": "2026-11-25-6d0f875"}
-"""The first file that has a model, of those that were frozen later."""
+"""The first file that has a model, among those frozen later."""
 
 
 def calls() -> list[model_layers.LayerCall]:
@@ -27,7 +27,7 @@ def calls() -> list[model_layers.LayerCall]:
 
 @pytest.fixture
 def file(monkeypatch, tmp_path):
-    """A function that puts a file of these calls in the folder."""
+    """Return a function that puts a file of these calls in the folder."""
     monkeypatch.setattr(frozen, "FOLDER", tmp_path)
 
     def write(name: str, of: dict) -> None:
@@ -40,7 +40,7 @@ def file(monkeypatch, tmp_path):
 
 
 def test_what_is_frozen_is_what_predict_says(monkeypatch):
-    """Of each call once, for each product, with the code that it holds for."""
+    """Each call occurs once for each product, with the code it holds for."""
     pytest.importorskip("tinygrad")
     from vllm_rocm_ops.timing import machines, predict
 
@@ -60,7 +60,7 @@ def test_what_is_frozen_is_what_predict_says(monkeypatch):
 
 
 def test_calls_with_the_same_code_are_kept(monkeypatch):
-    """Those of other code, and those that one product lacks, are predicted again."""
+    """Calls with other code, and calls that one product lacks, are predicted again."""
     pytest.importorskip("tinygrad")
     monkeypatch.setattr(freeze, "MODELS", TINY)
     products, call = ("MI300X", "MI325X"), calls()[1]
@@ -81,7 +81,7 @@ def test_attention_and_what_it_absorbs_are_frozen(monkeypatch):
 
 
 def test_steps_are_frozen_with_their_calls():
-    """Those of the newest file, of both sides where a product has both, as the step gives them now."""
+    """The steps of the newest file, on both sides if a product has both, match the current ones."""
     known = frozen.newest()
     made = dict(freeze.steps(known["calls"], frozen.PRODUCTS, freeze.TOKENS))
     assert known["steps"].keys() == made.keys() and len(made) == 4 * 4 * (2 + 1 + 2)
@@ -115,7 +115,7 @@ def piece(layer: str, us: float | None, predicted: float | None, band: float | N
 
 
 def test_what_was_measured_is_set_beside_what_was_predicted(file):
-    """Each call once. 12.4 us are within 25 % of 10, 7.9 are not: 10 are more than 25 % above them."""
+    """Each call occurs once. 12.4 us are within 25 % of 10, 7.9 are not: 10 are more than 25 % above them."""
     file("2026-11-24-aaa.json", {})
     first = [piece("qkv", 12.4, 10.0), piece("o", 7.9, 10.0), piece("down", 20.0, 10.0, None)]
     found = [*first, piece("qkv", 99.0, 10.0, beside="another"), piece("x", 1.0, None), piece("y", None, 3.0)]
@@ -128,7 +128,7 @@ def test_what_was_measured_is_set_beside_what_was_predicted(file):
 
 
 def test_calls_of_models_are_set_beside_the_file(file, monkeypatch):
-    """As `check` measures them."""
+    """`check` measures them so."""
     pytest.importorskip("tinygrad")
     from vllm_rocm_ops.emulator import cases as emulated
 
@@ -147,7 +147,7 @@ def test_calls_of_models_are_set_beside_the_file(file, monkeypatch):
     "path", sorted((*freeze.OLDER.glob("*.json"), *frozen.FOLDER.glob("*.json"))), ids=lambda path: path.stem
 )
 def test_committed_files_have_every_product_and_model(path):
-    """Also after the kernels have changed: such files stay as they are."""
+    """This also holds after the kernels have changed: such files stay as they are."""
     of = json.loads(path.read_text())
     assert path.stem == f"{of['date']}-{of['commit']}"
     assert {name.split()[0] for name in of["calls"]} == set(frozen.PRODUCTS)

@@ -1,4 +1,4 @@
-"""Predicted times of launches, calls and models: what they depend on, how they are labelled, and what was held out of their fit."""
+"""Test predicted times of launches, calls and models: their dependencies, labels, and held-out points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEIGHTS = 7 << 29  # the first line of region 7
 
 
 def loading(number: int, first: int, count: int, waves: int = 4) -> Block:
-    """A block whose waves load so many KiB each, eight at a time."""
+    """Return a block whose waves load `count` KiB each, eight at a time."""
 
     def wave(at: int):
         steps = []
@@ -41,7 +41,7 @@ def loading(number: int, first: int, count: int, waves: int = 4) -> Block:
 
 
 def streaming(grid: int, count: int = 64, held: int = 8, cold=frozenset({7})) -> Recording:
-    """A launch whose blocks load memory of their own."""
+    """Return a launch whose blocks load disjoint memory."""
     blocks = [loading(n, WEIGHTS + n * 32 * count, count) for n in range(16)]
     return Recording("streaming", grid, held, blocks, cold)
 
@@ -121,7 +121,7 @@ def test_more_memory_takes_longer():
 
 @pytest.mark.usefixtures("few_blocks")
 def test_launches_find_what_the_ones_before_left_them(monkeypatch):
-    """Blocks of the second product read which experts were hit; without that they load nothing."""
+    """Blocks of the second GEMM read which experts were hit; without that they load nothing."""
     monkeypatch.setattr(predict, "MOST_WAVES", 0)
     assert weights_read(experts_of(4, 16)) > 0.8 * 16
 
@@ -141,14 +141,14 @@ def test_tokens_go_to_the_experts_that_ids_name():
 
 
 def experts_of(tokens: int, experts: int) -> dict:
-    """Arguments of a call of experts."""
+    """Return arguments of a call of experts."""
     inputs = model_arguments.Inputs("meta", torch.Generator(), MACHINE.arch.fp8_dtype, torch.bfloat16)
     sizes = experts, experts, 8, 256, 128
     return ops.fused_experts.Arguments(*model_arguments.experts(tokens, inputs, *sizes, model_config.BLOCKS))._asdict()
 
 
 def weights_read(given: dict, config=None) -> float:
-    """Of how many experts' weights a call moves the bytes: the fewer of its two products."""
+    """Return the number of experts whose weight bytes a call moves, the smaller of its two GEMMs."""
     kernels, found = predict.predict_call(ops.fused_experts, given, MACHINE, config=config), []
     for name, weight in (("gate_up", given["w1"]), ("down", given["w2"])):
         (kernel,) = [kernel for kernel in kernels if name in kernel.symbol]
@@ -218,7 +218,7 @@ def test_a_model_is_predicted_launch_by_launch(capsys):
 
 
 def printed(capsys, *arguments: str) -> str:
-    """What a command that succeeds prints."""
+    """Return the output of a command that succeeds."""
     assert cli.main(list(arguments)) == 0
     return capsys.readouterr().out
 
@@ -360,7 +360,7 @@ def test_blocks_that_share_nothing_are_spread():
 
 
 def test_a_split_product_adds_up_what_others_left_whatever_the_number_of_slices():
-    """Of six slices no 16 neighbours have all of a tile's."""
+    """With six slices, no 16 neighbors have all of a tile's."""
     arguments = model_arguments.block_scaled(
         128, model_arguments.Inputs("meta", torch.Generator(), torch.float8_e4m3fnuz, torch.bfloat16), 3072, 768
     )

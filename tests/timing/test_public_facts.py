@@ -1,4 +1,4 @@
-"""Public facts of MI300X: streams, events and barriers, as the committed file has what the model says of them."""
+"""Test public facts of MI300X: streams, events and barriers, with the model's results in the committed file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`refit` on a GPU, with the model itself in place of the GPU; and other products."""
+"""Test `refit` with the model itself as the GPU, and on other products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def user(tmp_path, monkeypatch):
 
 
 def truth():
-    """What times calls as TRUTH would, all tensors cold."""
+    """Return a timer of calls by TRUTH, with all tensors cold."""
     expected = {
         each.name.partition(" ")[0]: each.predicted(TRUTH) for each in refit.measured(MACHINE, lambda *_: 1.0, CALLS)
     }

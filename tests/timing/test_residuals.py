@@ -1,4 +1,4 @@
-"""Published points as one list, how far predictions are from them, and what the model says of configurations."""
+"""Test the list of published points, the errors of predictions, and the predictions of configurations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(path, header, rows):
 
 
 def point(us: float, predicted: float | str = "", **others) -> dict[str, str]:
-    """A row as validation.py prints it."""
+    """Return a row as validation.py prints it."""
     given = dict.fromkeys(residuals.HEADER, "") | {"set": "fit", "gpu": "MI308X", "op": "bf16", "code_object": "a.co"}
     given |= {"M": "1", "N": "2", "K": "3", "us": str(us), "predicted_us": str(predicted), "why": ""}
     return given | {key: str(value) for key, value in others.items()}
@@ -38,7 +38,7 @@ def point(us: float, predicted: float | str = "", **others) -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """The published tables, and a bare git directory with two versions of an object."""
+    """Return a folder with the published tables and a bare git directory with two versions of an object."""
     git, work = tmp_path / "git", tmp_path / "work"
 
     def run(*command) -> str:
@@ -145,7 +145,7 @@ def moe(us: str, **others) -> dict[str, str]:
         ([moe("763.61"), moe("763.61", M=2048)], [left_out.COPY] * 2),
         ([moe("763.6"), moe("763.60", M=2048)], [None] * 2),  # four digits
         ([moe("763.61"), moe("763.6100", M=2048)], [left_out.COPY] * 2),
-        ([moe("763.616"), moe("763.616", code_object="b.co")], [None] * 2),  # as many tokens
+        ([moe("763.616"), moe("763.616", code_object="b.co")], [None] * 2),  # equal numbers of tokens
         ([moe("763.616"), moe("763.616", M=2048, N=256), moe("763.616", M=2048, gpu="MI300X")], [None] * 3),
         ([moe("698", M=4096)], [left_out.IMPOSSIBLE]),  # 688 TFLOP/s take 699 us
         ([moe("705", M=4096), moe("690", M=4096, op="fused_moe stage 1+2", N=341)], [None, left_out.IMPOSSIBLE]),
@@ -232,7 +232,7 @@ def test_configurations_are_compared_with_the_one_that_is_chosen(monkeypatch, tm
 
 
 def test_experts_whose_configurations_are_compared_get_the_tokens_of_a_draw():
-    """As likely all as `cost` takes them; of one token, at least one expert is here."""
+    """All experts are equally likely, as `cost` assumes; of one token, at least one expert is here."""
     call, arch = choices.layers()["fused_experts", "deepseek-v3-ep8"], archs.named("MI300X")
     one, many = (choices.costs(call, tokens, arch)[0] for tokens in (1, 512))
     assert (one.topk_ids < len(one.w1)).any() and choices.costs(call, 1, arch)[0].topk_ids.equal(one.topk_ids)
@@ -272,7 +272,7 @@ def test_simpler_models_know_half_of_each_kernels_shapes(tmp_path, monkeypatch):
     monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
     residuals.REPORT.write_text('{"classes": [], "pairs": []}')
     write(tmp_path / "points.csv", list(rows[0]), rows)
-    monkeypatch.setattr(left_out, "reasons", lambda rows: {})  # the times above are no GPU's
+    monkeypatch.setattr(left_out, "reasons", lambda rows: {})  # the times above are fictitious
     assert residuals.main(["simpler", str(tmp_path / "points.csv")]) == 0
     assert json.loads(residuals.REPORT.read_text()) == {"classes": [], "pairs": [], "simpler": [fit, other, peer]}
 

@@ -1,4 +1,4 @@
-"""Predicted decode steps: what is launched, what it costs, and what published and measured steps say of it."""
+"""Test predicted decode steps: launches, costs, and comparisons with published and measured steps."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_a_step_launches_what_vllm_does_in_its_order():
 
 
 def test_a_step_has_what_is_vllms_in_front_of_experts():
-    """GLM's norm and router, after the all-reduce; no other model's."""
+    """Only GLM's norm and router are vLLM's, after the all-reduce."""
     layers = [layer for layer, _, _ in step.order(GLM, 4, None)]
     start = len(layers) - 1 - layers[::-1].index("qkv")
     assert layers[start : start + 16] == [
@@ -95,11 +95,11 @@ def test_a_launch_below_the_shortest_published_one_has_a_gap():
 
 
 def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
-    """With the gap behind SwiGLU, which is below the shortest launch."""
+    """The gap after SwiGLU, which is shorter than the shortest launch, is saved as well."""
 
     def found(one: float | None, side: str = "plugin") -> dict:
         us = {"scaled_mm": 54.4, "silu_and_mul_quant": 1.5, "scaled_mm_silu_and_mul_quant": one}
-        us |= {"paged_attention_decode": None}  # whose launches may be one, too
+        us |= {"paged_attention_decode": None}  # its launches may be one, too
         given = {"known": lambda call, tokens: us.get(call.op.name, 3.0) and (us.get(call.op.name, 3.0), 1, 0.25)}
         return {node.layer: node for node in nodes(LLAMA, side, **given)}
 
@@ -115,7 +115,7 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
 
 
 def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster():
-    """Two launches fewer in a layer with shared experts: theirs and that of experts."""
+    """A layer with shared experts has two launches fewer: their quantization, and the routed experts'."""
 
     def found(both: float | None, side: str = "plugin", tp: int = 1) -> list:
         def known(call, tokens) -> tuple | None:
@@ -130,7 +130,7 @@ def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster
     assert (norm.op, norm.us, norm.count) == ("rms_norm_and_per_block_quant", 3.5, 58)
     assert (experts.launches, apart["experts"].launches) == (3, 4)
     assert "shared experts' input quantization" in apart and "shared experts' input quantization" not in joined
-    for tp, fewer in (1, 2), (8, 1):  # of 8 ranks, the all-reduce is one launch with a norm of one output alone
+    for tp, fewer in (1, 2), (8, 1):  # with 8 ranks, only a norm with one output is fused with the all-reduce
         few, many = (step.total(found(us, tp=tp)) for us in (3.5, None))
         assert many.launches - few.launches == fewer * 58
     for others in (found(limit), found(None), found(0.1, "baseline")):
@@ -179,7 +179,7 @@ def test_a_norm_with_two_outputs_is_beside_that_of_the_baseline():
 
 
 def test_attentions_launches_are_one_where_that_is_faster(monkeypatch):
-    """The quantization of o's input in attention's end; rotation and the cache write where they are asked for."""
+    """Attention's epilogue quantizes o's input; rotation and the cache write are fused on request."""
     qwen = model_config.read("qwen3-30b-a3b-fp8")
 
     def found(config: dict, side: str = "plugin", **us: float) -> dict:
@@ -254,7 +254,7 @@ def test_bytes_are_those_of_the_keys_and_of_the_experts_that_are_hit():
 
 
 def test_experts_of_the_model_are_scaled_to_random_routing():
-    """Its tokens go to all experts in turn: 32 tokens hit all 256, at random 63.8 %."""
+    """The model's tokens go to all experts in turn: 32 tokens hit all 256, at random 63.8 %."""
     made = nodes(DEEPSEEK, "plugin", tokens=32, known=lambda call, tokens: (100.0, 4, None))
     [experts] = (node for node in made if node.layer == "experts")
     assert experts.us == pytest.approx(100 * (1 - (31 / 32) ** 32))
@@ -274,8 +274,10 @@ def test_all_reduces_grow_with_their_bytes():
 
 
 def test_an_all_reduce_and_the_norm_behind_it_are_one_launch_where_that_is_faster():
-    """For few tokens of a model whose norm is ours, beside two launches of the baseline; their time has the published kernel's at its size,
-    twice its bytes on a link and what a block reads."""
+    """They are one launch for few tokens of a model whose norm is the plugin's, and two in the baseline.
+
+    The time is the published kernel's at its size, plus twice its bytes on a link and a block's reads.
+    """
 
     def found(tokens: int, side: str = "plugin", norm_us: float = 4.0, **given) -> dict:
         known = {"known": lambda call, tokens: (norm_us, 1, 0.25)}
@@ -336,7 +338,7 @@ def test_batch_1_of_both_releases_is_predicted_within_seven_percent():
 
 
 def test_steps_of_other_engines_are_in_the_band():
-    """Both of DeepSeek-R1 on MI355X, held out; the steps of an older vLLM are shown in bold."""
+    """Both DeepSeek-R1 steps on MI355X are held out; the steps of an older vLLM are shown in bold."""
     low, high = published_steps.spread()
     for other in other_steps.OTHERS:
         ratios = [ms / other_steps.other_ms(other, batch) for batch, ms in other.ms.items()]
@@ -346,7 +348,7 @@ def test_steps_of_other_engines_are_in_the_band():
 
 
 def test_gaps_and_streams_of_h200_profiles_are_predicted_within_seven_percent():
-    """Both models at batch 1, 8 and 32 on both sides, with measured kernel times."""
+    """Both models at batch 1, 8 and 32 on both sides are predicted with measured kernel times."""
     found = list(step_table.profiles())
     held = {(each.name.split("-")[4], each.side, each.batch) for each in found if not each.fitted}
     assert len(found) == 16 and sum(each.fitted for each in found) == 2

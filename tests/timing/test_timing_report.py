@@ -1,4 +1,4 @@
-"""A calibration's report: statistics by hand, and the committed ones recomputed from their points."""
+"""Test the report on a calibration: its statistics by hand, and that the committed ones match its points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the emulator leaves of waves for the model of time, and that it leaves everything else as it was."""
+"""Test the emulator's traces of waves for the timing model, and that tracing changes nothing else."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ count:
   ds_write_b32 v1, v2
 done:
   s_nop 0"""
-"""A wave looks at LDS until another has written it, without a barrier."""
+"""A wave polls LDS until another has written it, without a barrier."""
 KERNELS = [Kernel("loop", LOOP, lds=4096), Kernel("waits", WAITS), Kernel("flag", FLAG, pointers=0, lds=256)]
 
 
@@ -128,7 +128,7 @@ def test_what_instructions_say(code):
 
 
 def test_a_wave_that_waits_for_another_waits_in_time_too(code):
-    """However often it looked in the emulator: it finds what it read, once that is written."""
+    """However often it polled in the emulator, it finds the value once that is written."""
     launched = Launch("", "flag", (1, 1, 1), (128, 1, 1), ())
     emulator = trace.RecordingEmulator("gfx942", races=False)
     (block,) = trace.record(emulator, code, launched, [0]).blocks

@@ -1,4 +1,4 @@
-"""Kernels with published traces: how their cycles are counted and fitted, and that the committed ones are as near as docs/timing.md says."""
+"""Test kernels with published traces: counting and fitting of cycles, and the errors that docs/timing.md states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = "assembly,wall_cycles_per_tile_at_1800MHz,att_critical_cycles_per_tile
 
 
 def looping(body: list[str], turns: int = 24) -> Recording:
-    """Two blocks of four waves that go through a loop."""
+    """Return two blocks of four waves that run a loop."""
     once = [(Instr(kind, 64 + 4 * n, 4), None) for n, kind in enumerate([*body, "branch"])]
     wave = [(Instr("salu", 60, 4), None), *once * turns]
     return Recording("looping", 320, 2, [Block(n, [wave] * 4) for n in range(2)], frozenset())

@@ -1,4 +1,4 @@
-"""Published points: every row gets a time or a reason, whatever is in it."""
+"""Test that every published row gets a time or a reason, whatever it contains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="published ob
 
 @pytest.fixture(scope="module")
 def git(tmp_path_factory):
-    """A bare git directory with an object of ours, and the blob."""
+    """Return a bare git directory with one of the package's objects, and its blob."""
     folder = tmp_path_factory.mktemp("git")
     subprocess.run(["git", "init", "-q", "--bare", str(folder)], check=True)
     path = launch.code_object("silu_and_mul", "gfx942")
@@ -55,7 +55,7 @@ def row(**others) -> dict[str, str]:
 
 
 def printed(tmp_path, git, rows, limit=30.0, jobs=1, kept=None):
-    """The rows that are printed for these, and the log."""
+    """Return the printed rows for these, and the log."""
     path, out, log = tmp_path / "points.csv", io.StringIO(), io.StringIO()
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, HEAD)
@@ -156,7 +156,7 @@ def test_files_that_are_not_as_wanted(tmp_path, git, capsys, rows, git_folder, m
 
 
 def kernel(bytes: int):
-    """A kernel of others, as far as layouts need it."""
+    """Return a foreign kernel with the fields that layouts need."""
     metadata = {".max_flat_workgroup_size": 512, ".args": [{".offset": 0, ".size": bytes, ".value_kind": "by_value"}]}
     return foreign.KernelObject("k", *[0] * 11, metadata)
 
@@ -201,7 +201,7 @@ def test_launch_code_of_a_commit_clears(name, commit, split, cleared, monkeypatc
 def test_latent_attention_adds_up_by_a_kernel():
     name = "hsa/gfx942/mla/mla_a8w8_qh128_m32x4_n16x2_msk0_ps.co"
     given = {"gpu": "MI300X", "op": "mla_decode", "code_object": name, "M": "16", "N": "21", "K": "128"}
-    for requests, added in (("16", (4 * 32 + 2 * 16) * 128 * 512), ("128", 1)):  # divided into 32 parts, and not
+    for requests, added in (("16", (4 * 32 + 2 * 16) * 128 * 512), ("128", 1)):  # divided into 32 splits, and not
         found = validation.call(published.row(row(**given | {"M": requests})), kernel(512))
         assert found.cleared == (added,)
 

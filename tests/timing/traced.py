@@ -1,7 +1,8 @@
-"""Attention kernels whose thread traces were published, in cycles: one of them gives the cost of a barrier, the others check the rest.
+"""Attention kernels with published thread traces, in cycles: one gives the cost of a barrier, the others check it.
 
-A row of the file has the cycles of a tile of 32 keys, of all blocks that a compute unit runs: two at once, four waves each. `OBJECTS`
-has each row's assembly by its name, assembled for gfx942, with the bound of its loop cut from 0xa00000 to `BOUND`.
+A row of the file has the cycles of a tile of 32 keys, over all blocks of a compute unit: two at once, four waves each.
+`OBJECTS` has each row's assembly by its name, assembled for gfx942, with the bound of its loop cut from 0xa00000 to
+`BOUND`.
 """
 
 from __future__ import annotations
@@ -25,27 +26,30 @@ from vllm_rocm_ops.timing.machines import MI308X, Machine
 from vllm_rocm_ops.timing.trace import Block, Recording, RecordingEmulator, aligned, record
 
 FILE = f"{MI308X.arch.name}_traced_asm.csv"
-BOUND = 0x200000  # bytes of K that the loop goes through, of 0xa00000
+BOUND = 0x200000  # bytes of K that the loop covers, of 0xa00000
 ROWS, HEAD = 40960, 128  # of Q, K and V
-TILES = 2  # of an iteration of the loop
-WARM = 6  # iterations before and after what is timed
-UNTRACED = 1.01  # wall time of a kernel without a trace, as a part of its trace's: that of the others
+TILES = 2  # per iteration of the loop
+WARM = 6  # iterations before and after the timed ones
+UNTRACED = 1.01  # wall time of a kernel over its trace's, from the other kernels, for one without a trace
 BARRIERS = (
     35,
     65,
     5,
-)  # cycles of a barrier: the least and most that were measured in GEMMs, and the step between those tried
+)  # cycles of a barrier: the range measured in GEMMs, and the step between the values tried
 
 
 class Traced(NamedTuple):
-    """A kernel and the cycles of a tile in its trace, or its wall cycles less 1 % where there is none."""
+    """A kernel and the cycles of a tile in its trace, or its wall cycles less 1 % without a trace."""
 
     name: str
     cycles: float
 
 
 def read(folder: Path) -> list[Traced]:
-    """The kernels in `folder` whose assembly was published, the first for fitting. Raises ValueError without the file."""
+    """Return the kernels in `folder` with published assembly, the first for fitting.
+
+    Raises ValueError without the file.
+    """
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{folder} must hold {FILE}")
@@ -56,7 +60,10 @@ def read(folder: Path) -> list[Traced]:
 
 
 def recording(folder: Path, kernel: Traced) -> Recording:
-    """Two blocks of a kernel on the same die. Raises ValueError where the code object is missing."""
+    """Return a recording of two blocks of a kernel on the same die.
+
+    Raises ValueError if the code object is missing.
+    """
     path = folder / f"{kernel.name}.co"
     if not path.is_file():
         raise ValueError(f"{folder} must hold {path.name}")
@@ -67,14 +74,14 @@ def recording(folder: Path, kernel: Traced) -> Recording:
 
 
 def loop(block: Block) -> int:
-    """The address that the first wave branches back to most often."""
+    """Return the address that the first wave branches back to most often."""
     steps = block.waves[0]
     back = [b.address for (a, _), (b, _) in itertools.pairwise(steps) if b.address < a.address]
     return max(set(back), key=back.count)
 
 
 def cycles(machine: Machine, found: Recording) -> float:
-    """Cycles of a tile while two blocks run, of both."""
+    """Return the cycles of a tile while two blocks run, over both."""
     issued: dict[int, list[float]] = {}
     unit = ComputeUnit(
         machine,
@@ -93,7 +100,7 @@ def cycles(machine: Machine, found: Recording) -> float:
 
 
 def fit_barrier(machine: Machine, kernel: Traced, found: Recording) -> float:
-    """The cycles of a barrier with which one kernel comes out nearest to its trace."""
+    """Return the cycles of a barrier that bring one kernel nearest to its trace."""
     low, high, step = BARRIERS
     return float(
         min(
@@ -104,7 +111,7 @@ def fit_barrier(machine: Machine, kernel: Traced, found: Recording) -> float:
 
 
 def predicted(machine: Machine, recorded: Iterable[tuple[Traced, Recording]]) -> dict[str, dict[str, float]]:
-    """By kernel: the cycles of its trace, and those of the model."""
+    """Return, by kernel, the cycles of its trace and the model's."""
     return {
         kernel.name: {"trace": round(kernel.cycles, 1), "predicted": round(cycles(machine, found), 1)}
         for kernel, found in recorded

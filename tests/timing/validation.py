@@ -1,4 +1,4 @@
-"""Published times of others' kernels, predicted row by row: each gets a time or a reason, whatever is in it, in bounded time.
+"""Predict published times of other libraries' kernels row by row: each gets a time or a reason, in bounded time.
 
 PYTHONPATH=tests python -m timing.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
 """
@@ -28,8 +28,8 @@ from vllm_rocm_ops.timing import machines
 
 from . import published, published_attention, published_gemm, published_mla, published_moe
 
-LIMIT = 60.0  # seconds of a row
-PORTION = 8  # rows of like launches that one process gets
+LIMIT = 60.0  # seconds per row
+PORTION = 8  # rows of similar launches that one process gets
 LATE = "took longer than"
 COLUMNS = (
     "gpu", "op", "code_object", "blob_at_measurement", "blob_latest", "commit", "M", "N", "K", "batch_or_experts", "extra",
@@ -48,14 +48,14 @@ STAND_IN = "MI300X"  # for products without a machine of their own
 
 
 class Found(NamedTuple):
-    """What a row got: a time in us, or why there is none."""
+    """The result of a row: a time in us, or why there is none."""
 
     us: float | None
     why: str
 
 
 def object_at(git: Path, blob: str, folder: Path) -> Path:
-    """The code object of a blob, from a bare git directory. Raises ValueError."""
+    """Return the code object of a blob, from a bare git directory, or raise ValueError."""
     if not re.fullmatch("[0-9a-f]{40}", blob):
         raise ValueError(f"no code object is named: its blob must be 40 hex digits, got {blob!r}")
     path = folder / f"{blob}.co"
@@ -70,7 +70,7 @@ def object_at(git: Path, blob: str, folder: Path) -> Path:
 
 
 def machine_of(gpu: str) -> machines.Machine:
-    """The machine of a row's product. Raises ValueError."""
+    """Return the machine of a row's product, or raise ValueError."""
     names = re.findall("MI[0-9]+[A-Z]", gpu)
     if not names:
         raise ValueError(f"the GPU must be a product such as {STAND_IN}, got {gpu!r}")
@@ -78,14 +78,17 @@ def machine_of(gpu: str) -> machines.Machine:
 
 
 def call(of: published.Row, kernel: KernelObject) -> published.Call:
-    """The call of a row by the kernel of its object. Raises ValueError where the layout is not known."""
+    """Return the call of a row by the kernel of its object.
+
+    Raises ValueError if the layout is unknown.
+    """
     if of.family not in FAMILIES:
         raise ValueError(f"the arguments of {of.family or of.code_object} are not known")
     return FAMILIES[of.family](of, kernel)
 
 
 def predict_row(fields: dict[str, str], git: Path, folder: Path, recorder: published.Recorder) -> Found:
-    """What a row gets; no error leaves this function."""
+    """Return the result of a row; no error leaves this function."""
     try:
         row = published.row(fields)
         machine = machine_of(row.gpu)
@@ -97,21 +100,23 @@ def predict_row(fields: dict[str, str], git: Path, folder: Path, recorder: publi
             raise ValueError(f"{row.code_object} must have one kernel, got {len(code.kernels)}")
         what = call(row, next(iter(code.kernels.values())))
         return Found(published.predict(machine, what, path, recorder), "")
-    except Exception as error:  # noqa: BLE001  a row of whatever must not stop the others
+    except Exception as error:  # noqa: BLE001  a malformed row must not stop the others
         text = " ".join(str(error).split())
         return Found(None, text if type(error) is ValueError else f"{type(error).__name__}: {text}")
 
 
 def _work(connection, git: Path, folder: Path) -> None:
-    """A process that predicts the rows that it is sent."""
+    """Predict the rows that a process is sent."""
     recorder = published.Recorder()
     while fields := connection.recv():
         connection.send(predict_row(fields, git, folder, recorder))
 
 
 class _Worker:
-    """A process that can be stopped in the middle of a row. `asked` is the row that it has, `until` when it must be done, `ahead` what is
-    for it after that."""
+    """A process that can be stopped in the middle of a row.
+
+    `asked` is its current row, `until` the deadline, `ahead` are the rows after that.
+    """
 
     def __init__(self, git: Path, folder: Path):
         context = multiprocessing.get_context("fork")
@@ -124,12 +129,12 @@ class _Worker:
         self.until = 0.0
 
     def ask(self, key: tuple, limit: float) -> None:
-        """Gives it a row, for at most so many seconds."""
+        """Send it a row, with a limit in seconds."""
         self.asked, self.until = key, time.monotonic() + limit
         self.connection.send(dict(zip(COLUMNS, key, strict=True)))
 
     def answer(self) -> Found | None:
-        """What its row gets; None, and the process is at its end, if it failed or took too long."""
+        """Return the result of its row, or None, with the process ended, if it failed or took too long."""
         try:
             if self.connection.poll():
                 return self.connection.recv()
@@ -145,8 +150,11 @@ class _Worker:
 
 
 def _portions(keys: list[tuple]) -> list[list[tuple]]:
-    """Rows of like launches together, as a process keeps recordings; `PORTION` at most, so that processes end at about the same time. In
-    the order in which they begin in the file."""
+    """Return portions of rows with similar launches, as a process keeps recordings.
+
+    A portion has at most `PORTION` rows, so that processes end at about the same time. Portions are in the order of
+    their first rows in the file.
+    """
     place = {key: at for at, key in enumerate(keys)}
     alike: dict[tuple, list[tuple]] = {}
     for key in keys:
@@ -162,7 +170,7 @@ def _portions(keys: list[tuple]) -> list[list[tuple]]:
 
 
 def _answers(keys: list[tuple], git: Path, limit: float, jobs: int) -> Iterator[tuple[tuple, Found]]:
-    """What rows get, as their processes have it."""
+    """Yield the results of rows, as processes return them."""
     ahead, workers = deque(map(deque, _portions(keys))), []
     late = Found(None, f"{LATE} {limit:.0f} s, or more memory than there is")
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +200,7 @@ def _answers(keys: list[tuple], git: Path, limit: float, jobs: int) -> Iterator[
 
 
 class _Kept:
-    """What rows got before, in a file of a folder; another model has another file."""
+    """Earlier results of rows, in a file of a folder; another model has another file."""
 
     def __init__(self, folder: Path | None):
         self.path = folder / f"points-{_model()}.jsonl" if folder else None
@@ -203,7 +211,7 @@ class _Kept:
                 self.found[tuple(key)] = Found(us, why)
 
     def add(self, key: tuple, found: Found) -> None:
-        """Keeps what a row got, but for one that took too long here."""
+        """Keep the result of a row, unless it took too long here."""
         self.found[key] = found
         if self.path and not found.why.startswith(LATE):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +220,7 @@ class _Kept:
 
 
 def _model() -> str:
-    """The hash of all files that a prediction comes from."""
+    """Return the hash of all files that a prediction depends on."""
     digest, package, mine = hashlib.sha256(), Path(machines.__file__).parents[1], Path(__file__).parent
     parts = package.glob("emulator/**/*.py"), package.glob("timing/*.*"), mine.glob("*.py"), [package / "core/arch.py"]
     for path in sorted(itertools.chain(*parts)):
@@ -223,8 +231,10 @@ def _model() -> str:
 def predictions(
     rows: list[dict[str, str]], git: Path, log: IO[str], limit: float = LIMIT, jobs: int = 1, kept: Path | None = None
 ) -> Iterator[Found]:
-    """What each row gets, in order; a row that was there before, or in the folder `kept`, gets the same. `jobs` processes run at once.
-    `log` is told of each as it is found."""
+    """Yield the result of each row, in order, with `jobs` processes.
+
+    A repeated row, or one in the folder `kept`, gets the same result. `log` gets a line for each new one.
+    """
     begin, known = time.monotonic(), _Kept(kept)
     keys = [tuple(fields[name] for name in COLUMNS) for fields in rows]
     new = [key for key in dict.fromkeys(keys) if key not in known.found]
@@ -242,8 +252,10 @@ def predictions(
 def run(
     path: Path, git: Path, out: IO[str], log: IO[str], limit: float = LIMIT, jobs: int = 1, kept: Path | None = None
 ) -> None:
-    """Prints the rows of a file with `predicted_us` and `why`, see `predictions`. Raises ValueError for a file that has no such rows, or without git's
-    directory."""
+    """Print the rows of a file with `predicted_us` and `why`, see `predictions`.
+
+    Raises ValueError for a file without such rows, or without git's directory.
+    """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, restval="")

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of real architectures: small enough to load in no time, wide enough for 128x128 blocks.
+"""Tiny random checkpoints of real architectures: they load at once, and are wide enough for 128x128 blocks.
 
 The lm_head's rows have very different lengths, so that greedy decoding has few near-ties: rounding noise then seldom
 changes a token, while a wrong op does.
@@ -69,7 +69,7 @@ GEMMA_LAYERS = {"layer_types": ["full_attention"] * 2, "sliding_window": 256, "q
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 V2_LITE = {"q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
 FAMILIES = {
-    # name -> what differs from the configuration of a Llama or DeepSeek
+    # name -> the changes to the configuration of a Llama or DeepSeek
     "mistral": {"architectures": ["MistralForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
@@ -107,7 +107,7 @@ FAMILIES = {
 }
 """Other models, by vLLM's name of their configuration."""
 SPARSE_BLOCKS = ("mixtral", "minimax_m2")
-"""Families whose checkpoints name experts as Mixtral's does."""
+"""Families whose checkpoints name experts like Mixtral's."""
 
 ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
 MX_ARGUMENTS = {**ARGUMENTS, "strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
@@ -153,8 +153,11 @@ QUANTIZATION = {
         },
     },
 }
-"""Quantization flavour -> quantization_config. `bounded` is per token with an upper bound on the scale, `mixed` per token with experts
-in bf16, which vLLM's CPU build runs."""
+"""Quantization flavor -> quantization_config.
+
+`bounded` is per token with an upper bound on the scale, `mixed` per token with experts in bf16, which vLLM's CPU build
+runs.
+"""
 
 STATIC_INPUT_SCALE = {"qkv": 0.012, "o_proj": 0.006, "gate_up": 0.011, "down_proj": 0.02}
 
@@ -168,7 +171,7 @@ def norm(generator: torch.Generator, columns: int) -> torch.Tensor:
 
 
 def lm_head(generator: torch.Generator, rows: int, columns: int) -> torch.Tensor:
-    """Rows of lognormal length: the highest logit usually leads by far."""
+    """Return rows of lognormal length: the highest logit usually leads by far."""
     lengths = torch.exp(0.6 * torch.randn(rows, 1, generator=generator))
     return (linear(generator, rows, columns, 4.0).float() * lengths).bfloat16()
 
@@ -182,7 +185,7 @@ def mlp(generator: torch.Generator, prefix: str, hidden: int, inner: int, gain: 
 
 
 def llama_weights(config: dict) -> dict[str, torch.Tensor]:
-    """bf16 weights of a Llama."""
+    """Return the bf16 weights of a Llama."""
     generator = torch.Generator().manual_seed(0)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -206,7 +209,7 @@ def llama_weights(config: dict) -> dict[str, torch.Tensor]:
 
 
 def family_weights(config: dict) -> dict[str, torch.Tensor]:
-    """bf16 weights of one of FAMILIES: those of a Llama, and what else the family has."""
+    """Return the bf16 weights of one of FAMILIES: a Llama's, and the family's additional ones."""
     if "kv_lora_rank" in config:
         return deepseek_weights(config)
     family, generator = config["model_type"], torch.Generator().manual_seed(3)
@@ -252,19 +255,19 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         for name in [name for name in weights if ".experts." in name]:
             stem, part, _ = name.rsplit(".", 2)
             weights[f"{stem}.{named[part]}.weight"] = weights.pop(name)
-    if family == "gemma3_text":  # whose norms have 1 + weight
+    if family == "gemma3_text":  # its norms have 1 + weight
         weights |= {name: weight - 1 for name, weight in weights.items() if "norm" in name}
     return weights
 
 
 def has_experts(config: dict, layer: int) -> bool:
-    """Whether a layer has experts."""
+    """Return whether a layer has experts."""
     dense = config.get("mlp_only_layers", range(config.get("first_k_dense_replace", 0)))
     return "num_experts_per_tok" in config and layer not in dense
 
 
 def deepseek_weights(config: dict) -> dict[str, torch.Tensor]:
-    """bf16 weights of a DeepSeek V3."""
+    """Return the bf16 weights of a DeepSeek V3."""
     generator = torch.Generator().manual_seed(1)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
@@ -315,7 +318,7 @@ def deepseek_weights(config: dict) -> dict[str, torch.Tensor]:
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [n, k] as e4m3fn with one scale per 128x128 block; partial blocks at the ends."""
+    """Return a weight [n, k] as e4m3fn with one scale per 128x128 block; partial blocks at the ends."""
     rows, columns = weight.shape
     blocks = -(-rows // BLOCK), -(-columns // BLOCK)
     padded = torch.zeros(blocks[0] * BLOCK, blocks[1] * BLOCK)
@@ -327,8 +330,10 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def spread_blocks(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """weight with its 128x128 blocks multiplied by factors that spread over a decade, of mean square 1: a scale that is taken
-    for another then shows."""
+    """Return a weight with its 128x128 blocks multiplied by factors over a decade, of mean square 1.
+
+    A scale of the wrong block then shows.
+    """
     blocks = [-(-size // BLOCK) for size in weight.shape]
     factors = 10 ** torch.rand(*blocks, generator=generator)
     factors = (factors / factors.square().mean().sqrt()).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
@@ -336,7 +341,7 @@ def spread_blocks(weight: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [n, k] as e4m3fn with one e8m0 scale per 32 of k: the smallest power of two that loses no group's largest."""
+    """Return a weight [n, k] as e4m3fn with one e8m0 scale per 32 of k, the smallest power of two that clamps nothing."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     exponent = torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True) / LIMIT))
     data = (groups / torch.exp2(exponent)).to(torch.float8_e4m3fn)
@@ -344,7 +349,7 @@ def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.Tensor]:
-    """The linear layers' weights as e4m3fn with the scales that the flavour's checkpoints have."""
+    """Return the linear layers' weights as e4m3fn, with the scales of the flavor's checkpoints."""
     if flavour == "bf16":
         return weights
     result, generator = {}, torch.Generator().manual_seed(2)
@@ -376,7 +381,7 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
 
 
 def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathlib.Path:
-    """Write the checkpoint `model`, "llama", "deepseek" or one of FAMILIES, in a quantization flavour; returns its folder."""
+    """Write the checkpoint `model`, "llama", "deepseek" or one of FAMILIES, in a flavor; return its folder."""
     if model in FAMILIES:
         config, make = {**LLAMA, **FAMILIES[model], "model_type": model}, family_weights
     else:
@@ -394,7 +399,7 @@ def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathli
 
 
 def build_adapter(folder: pathlib.Path, config: dict, rank: int = 8) -> pathlib.Path:
-    """Write a LoRA adapter for every linear layer of a Llama; returns its folder."""
+    """Write a LoRA adapter for every linear layer of a Llama; return its folder."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     q, kv = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
     generator, weights = torch.Generator().manual_seed(1), {}

@@ -12,7 +12,7 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 
 @pytest.fixture
 def configuration(tmp_path, monkeypatch):
-    """vLLM's layers are made within a configuration, and nothing was measured."""
+    """Enter a vLLM configuration, in which layers are made, with no measurements."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "tables"))
@@ -35,13 +35,13 @@ def schemas():
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory) -> Engines:
-    """One folder of checkpoints and caches for all tests."""
+    """Yield the engines, with one folder of checkpoints and caches for all tests."""
     return Engines(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture(scope="session")
 def expected(engines):
-    """The logits that plain.py finds after each token that an engine generated, given the tokens before it."""
+    """Return a function for plain.py's logits after each token that an engine generated, given the tokens before it."""
     models = {}
 
     def logits(flavour: tuple[str, str], tokens: list[list[int]]) -> list[torch.Tensor]:

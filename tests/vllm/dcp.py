@@ -1,5 +1,6 @@
-"""A latent cache divided over ranks as vLLM's decode context parallelism divides it: what our op finds in its parts is merged by
-vLLM's functions, and is what the op finds in the whole.
+"""Check a latent cache split over ranks by vLLM's decode context parallelism.
+
+vLLM's functions merge the op's results over the ranks' parts into its result over the whole.
 
     torchrun --nproc-per-node 2 tests/vllm/dcp.py
 
@@ -22,7 +23,7 @@ HEADS, PAGE, LATENT, ROPE, SCALE = 8, 16, 512, 64, 0.09  # heads of a rank
 
 
 class Group:
-    """What vLLM's merging asks of a GroupCoordinator, over a process group of PyTorch."""
+    """The part of a GroupCoordinator that vLLM's merging uses, over a process group of PyTorch."""
 
     def __init__(self, processes, rank: int, world_size: int):
         self.processes, self.rank_in_group, self.world_size = processes, rank, world_size
@@ -38,12 +39,12 @@ class Group:
         return x
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """gloo has none."""
+        """Reduce by an all-reduce, as gloo has no reduce-scatter."""
         return self.all_reduce(x).chunk(self.world_size, dim)[self.rank_in_group]
 
 
 def in_vllm(name: str):
-    """A function of vLLM's, wherever this version has it."""
+    """Return a function of vLLM's, wherever this version has it."""
     places = ("v1.attention.ops.dcp", "v1.attention.ops.common", "v1.attention.backends.utils")
     for place in places:
         try:
@@ -54,7 +55,10 @@ def in_vllm(name: str):
 
 
 class Problem:
-    """Requests of these lengths, the same on all ranks: the queries of all heads, and of each request its tokens."""
+    """Requests of these lengths, the same on all ranks.
+
+    It has the queries of all heads, and each request's tokens.
+    """
 
     def __init__(self, lens: list[int], ranks: int, device: str):
         generator = torch.Generator().manual_seed(0)
@@ -68,7 +72,10 @@ class Problem:
         self.tokens = [values(length, LATENT + ROPE) for length in lens]
 
     def part(self, rank: int, ranks: int, interleave: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A rank's cache, block table and lengths. Tokens go to ranks in turn, so many at a time."""
+        """Return a rank's cache, block table and lengths.
+
+        Tokens go to ranks in turn, `interleave` at a time.
+        """
         lens = in_vllm("get_dcp_local_seq_lens")(self.lens, ranks, rank, interleave)
         width = max(-(-int(lens.max()) // PAGE), 1)
         table = torch.randperm(len(lens) * width, generator=torch.Generator().manual_seed(rank)).int()
@@ -85,7 +92,10 @@ class Problem:
 
 
 def merged(group: Group, out: Tensor, lse: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-    """What vLLM makes of a rank's rows [requests, heads of all ranks, LATENT] and logarithms: those of the rank's heads."""
+    """Return the rows and logarithms of a rank's heads, as vLLM merges them.
+
+    The input rows are [requests, heads of all ranks, LATENT].
+    """
     starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
     if out.is_cuda:
         merge = in_vllm("cp_lse_ag_out_rs")
@@ -100,7 +110,7 @@ def merged(group: Group, out: Tensor, lse: Tensor, lens: Tensor) -> tuple[Tensor
 
 
 def check(group: Group, lens: list[int], interleave: int, device: str, attend: Callable = ops.mla_decode) -> None:
-    """Raises AssertionError on a rank whose heads are not those of the whole."""
+    """Raise AssertionError on a rank whose heads differ from the result over the whole cache."""
     ranks, rank = group.world_size, group.rank_in_group
     problem = Problem(lens, ranks, device)
 

@@ -1,7 +1,7 @@
-"""Runs vLLM in a process of its own, which calls `main`. Each job is one model.
+"""Run vLLM in a new process, which calls `main`, with one model per job.
 
-The engine lives in this process, so a model takes about half a second, the batches are the same every time, and what
-the ops did is at hand.
+The engine lives in this process, so a model takes about half a second, the batches are always the same, and the ops'
+statistics are accessible.
 """
 
 import contextlib
@@ -12,10 +12,12 @@ import traceback
 
 
 def generate(job: dict) -> dict:
-    """Load a model, generate greedily, and report tokens, log probabilities and what the ops did. Then generate once more for each
-    step of `job["then"]`: "again"; "reload", after the weights have been loaded again; or a LoRA adapter's folder, with it.
-    `job["environment"]` holds for it and for the jobs behind it. With `job["frames"]` the answer has the functions of the package
-    that one decode step enters, and how often."""
+    """Load a model, generate greedily, and report tokens, log probabilities and the ops' statistics.
+
+    Then generate once more for each step of `job["then"]`: "again"; "reload", after the weights have been loaded again;
+    or with the LoRA adapter of a folder. `job["environment"]` is set for this job and those after it. With
+    `job["frames"]` the answer has the package's functions that one decode step enters, with counts.
+    """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -82,7 +84,7 @@ def generate(job: dict) -> dict:
         "classes": sorted({type(module).__name__ for module in model.modules()}) if model else [],
         "version": vllm_rocm_ops.__version__,
     }
-    if model is None:  # which other processes have, whose workers end with the engine
+    if model is None:  # it is in other processes, whose workers end with the engine
         llm.llm_engine.engine_core.shutdown()
     del worker, model, llm
     release()
@@ -90,7 +92,7 @@ def generate(job: dict) -> dict:
 
 
 def frames_of_a_step(llm, prompts: list[dict]) -> dict[str, int]:
-    """Return what a generation of one more token enters."""
+    """Return the functions that a generation of one more token enters, with counts."""
     import frames
     from vllm import SamplingParams
 
@@ -102,13 +104,13 @@ def frames_of_a_step(llm, prompts: list[dict]) -> dict[str, int]:
 
 
 def drafted(llm) -> int:
-    """How many tokens were drafted."""
+    """Return the number of drafted tokens."""
     return sum(one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_draft_tokens")
 
 
 @contextlib.contextmanager
 def emulated(arch: str | None):
-    """Have the ops run `arch`'s code objects in the emulator."""
+    """Make the ops run `arch`'s code objects in the emulator."""
     if arch is None:
         yield
         return
@@ -121,7 +123,7 @@ def emulated(arch: str | None):
 
 @contextlib.contextmanager
 def faulty(fault: dict | None):
-    """Have the reference of one op be wrong: `fault["make"]` is the source of a function from the exact one to another."""
+    """Make the reference of one op wrong: `fault["make"]` is the source of a function from the exact one to another."""
     if fault is None:
         yield
         return
@@ -138,13 +140,13 @@ def faulty(fault: dict | None):
         op.reference = exact
 
 
-# Modules are left out of collections, also when vLLM, which collects often, thaws its own: that took most of the time.
+# Keep modules out of collections, also when vLLM, which collects often, thaws its own: that took most of the time.
 freeze = gc.freeze
 gc.freeze = gc.unfreeze = lambda: None
 
 
 def release() -> None:
-    """Forget a model, so that the next one starts as in a new process."""
+    """Release a model, so that the next one starts as in a new process."""
     import torch
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -166,7 +168,7 @@ def main(jobs_path: str, answers_path: str) -> None:
     from vllm.model_executor.models import registry
 
     freeze()
-    # vLLM looks at a model's class in a process of its own, which takes seconds; test_serve.py has it do so.
+    # vLLM inspects a model's class in a new process, which takes seconds; test_serve.py has it do so.
     registry._run_in_subprocess = lambda look: look()
     answers = {}
     for name, job in request["jobs"].items():

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, and engines that run them in processes of their own."""
+"""Tiny checkpoints, and engines that run them in new processes."""
 
 import itertools
 import json
@@ -11,8 +11,8 @@ import torch
 HERE = pathlib.Path(__file__).parent
 STEPS = 8
 FLAVOURS = {
-    # Seeds of the prompts. They were searched for with plain.py, so that in every step the best token leads by at least 3
-    # in log probability: rounding noise, which is below 1, then changes no token.
+    # Seeds of the prompts, found with plain.py: in every step the best token leads by at least 3 in log probability.
+    # Rounding noise, which is below 1, then changes no token.
     ("llama", "bf16"): (12, 22, 43),
     ("llama", "static"): (79, 153, 199),
     ("llama", "token"): (22, 43, 79),
@@ -23,7 +23,7 @@ FLAVOURS = {
     ("deepseek", "block"): (4, 5, 8),
 }
 FAMILIES = {
-    # The same for models that plain.py does not know: found in vLLM without the plugin.
+    # The same for models that plain.py lacks: found in vLLM without the plugin.
     ("mistral", "token"): (79, 153, 157),
     ("qwen2", "token"): (43, 75, 156),
     ("qwen3", "token"): (79, 139, 157),
@@ -31,7 +31,7 @@ FAMILIES = {
     ("qwen3_moe", "mixed"): (43, 49, 66),
     ("glm4_moe", "mixed"): (170, 265, 299),
     ("mixtral", "mixed"): (13, 62, 140),
-    ("minimax_m2", "mixed"): (249, 750, 1255),  # whose router's logits differ by 0.02, too, where experts are chosen
+    ("minimax_m2", "mixed"): (249, 750, 1255),  # at the choice of experts, its router's logits also differ by 0.02
     ("gemma3_text", "token"): (59, 83, 114),
     ("deepseek_v2", "mixed"): (28, 33, 61),
     ("kimi_k2", "mixed"): (72, 75, 169),
@@ -40,11 +40,11 @@ FAMILIES = {
 NOT_COMPILED = ("bounded",)
 """Kinds that run eagerly only: compiled, they are like "token"."""
 STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
-"""What vLLM's CPU build runs without the plugin."""
+"""Models that vLLM's CPU build runs without the plugin."""
 
 
 def identity(value: str | tuple[str, ...]) -> str:
-    """A name for a flavour, or what is one already."""
+    """Return a name for a flavor, or the value if it is one already."""
     return value if isinstance(value, str) else "-".join(value)
 
 
@@ -53,16 +53,19 @@ import multiprocessing
 from vllm.v1.executor import multiproc_executor
 multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 """
-"""Workers start as they do on a GPU by default. On CPU vLLM spawns them, which takes long."""
+"""Start workers by a fork, as on a GPU by default.
+
+On CPU vLLM spawns them, which takes long.
+"""
 
 
 def prompts(flavour: tuple[str, str]) -> list[list[int]]:
-    """The prompts for a model in a flavour."""
+    """Return the prompts for a model in a flavor."""
     return prompts_of((FLAVOURS | FAMILIES)[flavour])
 
 
 def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:
-    """A prompt for each seed."""
+    """Return a prompt for each seed."""
     result = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -72,20 +75,23 @@ def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:
 
 
 class Engines:
-    """Builds checkpoints when they are wanted, and runs vLLM on them."""
+    """Build checkpoints on demand, and run vLLM on them."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
         self.number = itertools.count()
 
     def checkpoint(self, flavour: tuple[str, str]) -> pathlib.Path:
-        """The folder of a model's checkpoint."""
+        """Return the folder of a model's checkpoint."""
         path = self.folder / identity(flavour)
         return path if path.exists() else checkpoints.build(path, *flavour)
 
     def job(self, flavour: tuple[str, str], compiled: bool = False, **options) -> dict:
-        """What engine.py is asked for one model. vLLM's in-place rotary op for CPU, which eager mode would take, is wrong
-        for latent attention: its result differs from `forward_native` and from plain.py."""
+        """Return a job of engine.py for one model.
+
+        vLLM's in-place rotary op for CPU, which eager mode would use, is wrong for MLA: its result differs from
+        `forward_native` and from plain.py.
+        """
         engine = {} if compiled else {"enforce_eager": True}
         engine["compilation_config"] = {"custom_ops": ["none" if compiled else "all", "-rotary_embedding"]}
         if flavour[1] == "bounded":
@@ -108,9 +114,11 @@ class Engines:
         generates: bool = False,
         **environment: str,
     ) -> dict[str, dict]:
-        """Run the jobs one after the other in one new process, with the installed vLLM or another package of it; its
-        output is in the answers under "output". What is compiled goes through vLLM's passes (passes.py), and then runs node by node
-        unless Inductor `generates` code."""
+        """Run the jobs in order in one new process, with the installed vLLM or another package of it.
+
+        Its output is in the answers under "output". Compiled models go through vLLM's passes (passes.py), and then run
+        node by node unless Inductor `generates` code.
+        """
         number = next(self.number)
         request, answers = self.folder / f"jobs-{number}.json", self.folder / f"answers-{number}.json"
         compiled = any(not job["engine"].get("enforce_eager") for job in jobs.values())

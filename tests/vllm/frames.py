@@ -1,4 +1,4 @@
-"""Counts the Python frames of the package that a call enters."""
+"""Count the Python frames of the package that a call enters."""
 
 import collections
 import os
@@ -12,7 +12,7 @@ PACKAGE = str(pathlib.Path(vllm_rocm_ops.__file__).parent)
 
 
 def entered(call: Callable[[], object]) -> collections.Counter[str]:
-    """Return the functions of the package that a call enters, and how often each."""
+    """Return the package's functions that a call enters, with counts."""
     found = collections.Counter()
 
     def profile(frame, event, _):

@@ -1,5 +1,8 @@
-"""Counts what vLLM's compiled graphs would launch on a GPU: Inductor's own scheduler fuses each graph as for Triton, on a faked device,
-and nothing is generated. What the engine then runs is the graph itself, node by node."""
+"""Count the kernels that vLLM's compiled graphs would launch on a GPU.
+
+Inductor's own scheduler fuses each graph as for Triton, on a faked device, and no code is generated. The engine then
+runs the graph itself, node by node.
+"""
 
 import copy
 import json
@@ -18,11 +21,11 @@ from torch.utils._pytree import tree_map
 
 DEVICE = torch.device("cuda:0")
 MARK = "KERNELS "
-"""What a line of the output begins with that holds a graph's counts."""
+"""The prefix of an output line with a graph's counts."""
 
 
 def install() -> None:
-    """Count instead of compile."""
+    """Replace Inductor's compilation by counting."""
     properties = types.SimpleNamespace(
         name="MI300X",
         multi_processor_count=304,
@@ -46,7 +49,7 @@ def install() -> None:
 
 
 def scattered(inp, src, view_ops):
-    """A write to a slice, without the copy by which Inductor checks shapes: there is no device to copy on."""
+    """Write to a slice without the copy by which Inductor checks shapes: there is no device to copy on."""
     return inp
 
 
@@ -56,7 +59,7 @@ def run_and_count(self, graph_module, inputs, *_):
 
 
 def moved(value):
-    """The same values on the GPU."""
+    """Return the same values on the GPU."""
 
     def move(part):
         if isinstance(part, FakeTensor):
@@ -68,7 +71,7 @@ def moved(value):
 
 
 def counts(graph_module, inputs) -> dict[str, int]:
-    """How often each op is called, and how many kernels Inductor makes, as "generated"."""
+    """Return how often each op is called, and, as "generated", the number of Inductor's kernels."""
     graph_module = copy.deepcopy(graph_module)
     mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
     found: dict[str, int] = {}
@@ -92,7 +95,7 @@ def counts(graph_module, inputs) -> dict[str, int]:
 
 
 def launched(node) -> str:
-    """What runs for a node of the schedule. Empty for what launches nothing."""
+    """Return the name of what a node of the schedule launches, or "" if nothing."""
     kind, called = type(node).__name__, node.node
     if "Extern" not in kind:
         return "" if "Nop" in kind else "generated"

@@ -1,4 +1,4 @@
-"""What the tests of linear layers and experts share."""
+"""Helpers that the tests of linear layers and experts share."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def ask_for_aiter(monkeypatch) -> None:
-    """Switch AITER on, whose library is there."""
+    """Switch AITER on, with its library present."""
     from vllm import _aiter_ops
 
     monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
@@ -22,8 +22,10 @@ def ask_for_aiter(monkeypatch) -> None:
 
 
 def require_products(layer, kernel, exact: torch.Tensor, op: str, close: Callable[..., None]) -> None:
-    """Raise unless a kernel, without one of vLLM's, serves any number of tokens, in any number of dimensions, with a bias, by this op,
-    and its outputs but for the bias are `close` to x @ exact^T."""
+    """Raise unless a kernel, without one of vLLM's, serves any number of tokens and dimensions, with a bias.
+
+    It runs this op, and its outputs without the bias are `close` to x @ exact^T.
+    """
     n, k = exact.shape
     bias = random(n).bfloat16()
     for shape in ((FEW, k), (MANY, k), (2, 3, k)):

@@ -1,4 +1,4 @@
-"""vLLM's CPU engine as one where kernels are measured: a clock of made-up times, and ops of ours whose kernels are their references."""
+"""Make vLLM's CPU engine measure kernels, with a fake clock, and references as the plugin's kernels."""
 
 import time
 
@@ -13,7 +13,10 @@ from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
 
 
 class Clock:
-    """Ours is faster for few tokens; of norms and activations where `rows_win`. Each pair takes so many seconds."""
+    """A clock by which the plugin wins for few tokens, and for norms and activations if `rows_win`.
+
+    Each pair takes `seconds`.
+    """
 
     def __init__(self, rows_win: bool, seconds: float):
         self.rows_win, self.seconds = rows_win, seconds
@@ -31,7 +34,10 @@ class Clock:
 
 
 def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) -> None:
-    """Before a model is loaded. Our scaled_mm is wrong by a factor of a scale."""
+    """Install the clock and the kernels, before a model is loaded.
+
+    scaled_mm is wrong by a factor of a scale.
+    """
     multiply, available = Native.apply_scaled_mm, CPUWorker.determine_available_memory
 
     def counted(self, **arguments):

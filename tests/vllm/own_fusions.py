@@ -1,5 +1,8 @@
-"""Whether vLLM's own fusion of norms and quantizations finds what our pass leaves: in a process with that vLLM's Python files, on its ROCm
-platform with a faked machine. Prints, by form, key and residual, how many it finds in a graph with our markers and in one without."""
+"""Count the fusions of norms and quantizations that vLLM's own pass finds after the plugin's pass.
+
+The process has that vLLM's Python files, on its ROCm platform with a faked machine. It prints, by form, key and
+residual, the fusions in a graph with the plugin's markers and in one without.
+"""
 
 import contextlib
 import json
@@ -24,7 +27,7 @@ KEYS = ("kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym")
 
 
 def main(aiter: str) -> None:
-    """Print the answers as JSON, without AITER ("0") or with it ("1"), which has a pass of its own."""
+    """Print the answers as JSON, without AITER ("0") or with it ("1"), which has its own pass."""
     selection.fake_amd("gfx942", aiter)
     import torch
 
@@ -49,7 +52,7 @@ def main(aiter: str) -> None:
 
 
 def matches(config, native: bool, aiter: bool):
-    """Yield a key and whether there is a residual, and how many fusions vLLM's pass finds with markers and without."""
+    """Yield a key and whether there is a residual, and the fusions of vLLM's pass with markers and without."""
     import torch
     from torch._dynamo.source import ConstantSource
     from torch._inductor import config as inductor

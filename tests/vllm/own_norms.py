@@ -1,5 +1,8 @@
-"""Whether vLLM's pass fuse_qk_norm_rope_kvcache finds norms, rotation and cache write of Qwen3 and GLM for our backends: in a process on
-vLLM's ROCm platform with a faked machine. Prints, by backend, how many of each it finds, and whether the order of values changes."""
+"""Check whether vLLM's pass fuse_qk_norm_rope_kvcache matches Qwen3 and GLM with the plugin's backends.
+
+The process uses vLLM's ROCm platform with a faked machine. It prints, by backend, how many norms, rotations and cache
+writes the pass finds, and whether the order of values changes.
+"""
 
 import contextlib
 import functools
@@ -11,7 +14,7 @@ import selection
 
 HEADS, KV_HEADS, SIZE = 32, 4, 128
 FORMS = {"qwen3": (1e-6, SIZE), "glm": (1e-5, SIZE // 2)}
-"""Epsilon, and elements of a head that are rotated."""
+"""Epsilon, and the rotated elements of a head."""
 AITER = "rocm_aiter_per_tensor_quant(Tensor! out, Tensor x, Tensor! scale, bool is_dynamic) -> ()"
 
 
@@ -37,7 +40,7 @@ def main(members: list[str]) -> None:
 
 
 def found(config, member: str) -> tuple[int | bool, ...]:
-    """Return what the pass finds in the graph of each form of a layer, and whether it has the layer's values in another order."""
+    """Return the pass's matches in the graph of each form of a layer, and whether it reorders the layer's values."""
     import torch
     from torch._dynamo.source import ConstantSource
     from torch._inductor import config as inductor
@@ -85,7 +88,10 @@ def found(config, member: str) -> tuple[int | bool, ...]:
 
 
 def attention(form, tokens, positions, qkv, q_weight, k_weight, cos_sin):
-    """Norms, rotation and write as the graphs of Qwen3Attention and Glm4MoeAttention have them, the number of tokens first."""
+    """Compute norms, rotation and write as in the graphs of Qwen3Attention and Glm4MoeAttention.
+
+    The number of tokens is the first argument there.
+    """
     import torch
     import vllm.ir.ops
     from torch._higher_order_ops.auto_functionalize import auto_functionalized

@@ -1,7 +1,9 @@
-"""vLLM's compiled mode on CPU, as a GPU has it: pieces of a graph, vLLM's passes on each, experts whole to the compiler.
+"""Run vLLM's compiled mode on CPU as on a GPU: pieces of a graph, vLLM's passes on each, experts as opaque ops.
 
-vLLM's CPU platform compiles a model in one piece and runs no passes. Its build lacks kernels that the passes name; they have schemas
-here. `install(generates=False)` runs each piece node by node behind its passes, as Inductor's C++ takes long to compile."""
+vLLM's CPU platform compiles a model in one piece and runs no passes. Its build lacks kernels that the passes name; they
+have schemas here. `install(generates=False)` runs each piece node by node after its passes, as Inductor's C++ takes
+long to compile.
+"""
 
 import importlib
 import sys
@@ -27,7 +29,7 @@ SCHEMAS = (
 
 
 class Platform:
-    """vLLM's platform, which is not asked whether it is a CPU."""
+    """vLLM's platform, except that it does not report a CPU."""
 
     def __init__(self, platform):
         self.platform = platform
@@ -40,28 +42,28 @@ class Platform:
 
 
 class AsItIs(MockFXGraphCacheOutput):
-    """A graph that is run node by node."""
+    """A graph that runs node by node."""
 
     def prepare_for_serialization(self) -> None:
         pass
 
 
 def compile_and_keep_nothing(graph, inputs, dynamic_shapes, options, **_):
-    """Compile a graph as `standalone_compile` does, which keeps what it has made."""
+    """Compile a graph as `standalone_compile` does, without keeping its artifacts."""
     with sys.modules["torch._inductor.standalone_compile"]._standalone_context(graph, dynamic_shapes, False):
         return compile_fx.compile_fx(graph, inputs, **options)
 
 
 def run_nodes(self, graph_module, inputs, *_):
-    """Return what runs a graph behind its passes."""
+    """Return a graph after its passes, to run node by node."""
     compile_fx.record_original_output_strides(graph_module)
     compile_fx._recursive_post_grad_passes(graph_module, is_inference=True)
     return AsItIs(gm=lambda values: graph_module(*values))
 
 
 def define_schemas() -> torch.library.Library:
-    """Have the kernels that vLLM's passes name exist, until `forget_schemas`."""
-    import vllm._custom_ops  # noqa: F401  which registers what there is
+    """Define the kernels that vLLM's passes name, until `forget_schemas`."""
+    import vllm._custom_ops  # noqa: F401  registers the existing ones
 
     library = torch.library.Library("_C", "FRAGMENT")
     for schema in SCHEMAS:
@@ -79,7 +81,7 @@ def forget_schemas(library: torch.library.Library) -> None:
 
 
 def install(generates: bool) -> None:
-    """Have models that are compiled pass through vLLM's passes."""
+    """Make compiled models pass through vLLM's passes."""
     from vllm.config import CompilationMode
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
     from vllm.platforms.cpu import CpuPlatform
@@ -101,7 +103,7 @@ def install(generates: bool) -> None:
                 [],
             )
             settings.pass_config.fuse_norm_quant = settings.pass_config.fuse_act_quant = (
-                False  # which vLLM imports on GPUs only
+                False  # vLLM imports these on GPUs only
             )
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
@@ -109,6 +111,6 @@ def install(generates: bool) -> None:
         autograd.enable_autograd_cache = config.fx_graph_cache = False
         config.force_disable_caches = True
         compile_fx._InProcessFxCompile.codegen_and_compile = run_nodes
-        function = torch._inductor.standalone_compile  # which the import of its module hides
+        function = torch._inductor.standalone_compile  # the import of its module hides it
         importlib.import_module("torch._inductor.standalone_compile").standalone_compile = compile_and_keep_nothing
         torch._inductor.standalone_compile = function

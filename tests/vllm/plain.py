@@ -1,7 +1,7 @@
-"""Llama and DeepSeek V3 in plain PyTorch, read from a checkpoint: what a tiny model must answer, found without vLLM.
+"""Llama and DeepSeek V3 in plain PyTorch, read from a checkpoint: the expected answers of a tiny model, without vLLM.
 
 Written from the papers and the checkpoints' formats. It shares no code with the ops or with vLLM. Values are rounded to
-the model's dtype where a module hands them on; inside a module they are fp32.
+the model's dtype between modules; inside a module they are fp32.
 """
 
 import json
@@ -18,7 +18,7 @@ GROUP = 32
 class Model:
     """A checkpoint and its forward pass.
 
-    Everything is quantized to e4m3fn. gfx942's e4m3fnuz, with its scales twice as large, stands for the same values.
+    Everything is quantized to e4m3fn. gfx942's e4m3fnuz, with its scales twice as large, represents the same values.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -29,7 +29,7 @@ class Model:
         self.dtype = torch.bfloat16
 
     def logits(self, tokens: list[int], prompt_length: int) -> torch.Tensor:
-        """The logits [tokens, vocabulary] after each token of a sequence."""
+        """Return the logits [tokens, vocabulary] after each token of a sequence."""
         hidden = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)]
         residual = torch.zeros_like(hidden)
         attention = self.latent_attention if "q_lora_rank" in self.config else self.attention
@@ -50,7 +50,10 @@ class Model:
         return normed if residual is None else (normed, total)
 
     def linear(self, name: str, x: torch.Tensor, merged: tuple[str, ...] = ()) -> torch.Tensor:
-        """One linear layer; x may be fp32, which is rounded only once. `merged` names the layers that share one scale with it when scales are per tensor."""
+        """Compute one linear layer; x may be fp32, which is rounded only once.
+
+        `merged` names the layers that share one scale with it when scales are per tensor.
+        """
         weight = self.weights[f"{name}.weight"]
         if weight.dtype == self.dtype:
             return (x.to(self.dtype).float() @ weight.float().t()).to(self.dtype)
@@ -72,19 +75,22 @@ class Model:
         return (values @ shared.t()).to(self.dtype)
 
     def rounded(self, x: torch.Tensor, scale: torch.Tensor | None, upper_bound: float | None = None) -> torch.Tensor:
-        """x rounded to e4m3 in units of the scale, or of one scale for each row of the last dimension."""
+        """Return x rounded to e4m3 with this scale, or with one scale for each row of the last dimension."""
         if scale is None:
             largest = x.abs().amax(-1, keepdim=True).clamp(max=upper_bound or torch.inf)
             scale = (largest / LIMIT).clamp(min=1 / (LIMIT * 512))
         return (x / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float() * scale
 
     def rounded_to_powers(self, x: torch.Tensor) -> torch.Tensor:
-        """x rounded to e4m3 in units of a power of two for each row of the last dimension, such that none is clamped."""
+        """Return x rounded to e4m3 with a power of two as scale for each row of the last dimension.
+
+        No element is clamped.
+        """
         unit = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True).clamp(min=2.0**-118) / LIMIT)))
         return (x / unit).to(torch.float8_e4m3fn).float() * unit
 
     def unblocked(self, name: str) -> torch.Tensor:
-        """A weight with 128x128 block scales, in fp32."""
+        """Return a weight with 128x128 block scales, in fp32."""
         weight, scale = self.weights[f"{name}.weight"].float(), self.weights[f"{name}.weight_scale_inv"]
         rows, columns = weight.shape
         return weight * scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
@@ -146,7 +152,7 @@ class Model:
         return self.linear(f"{name}.o_proj", out.flatten(-2))
 
     def rotated(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
-        """Rotary embedding of x [tokens, heads, rope], given as its two halves."""
+        """Return the rotary embedding of x [tokens, heads, rope], given as its two halves."""
         steps = torch.arange(first.shape[-1]) / first.shape[-1]
         angles = torch.outer(torch.arange(len(x)).float(), self.config["rope_theta"] ** -steps)[:, None]
         cos, sin = (f(angles).to(self.dtype).float() for f in (torch.cos, torch.sin))
@@ -155,7 +161,7 @@ class Model:
         return both.to(self.dtype)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Causal attention over [tokens, heads, width]."""
+        """Compute causal attention over [tokens, heads, width]."""
         query, key, value = (t.float().transpose(0, 1) for t in (query, key, value))
         scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)

@@ -1,6 +1,7 @@
-"""Runs code in processes of its own, each with another vLLM or environment, or something replaced before vLLM is there.
+"""Run code in new processes, each with another vLLM or environment, or with a replacement made before vLLM is imported.
 
-They are forks of one that has imported what every vLLM imports, which takes seconds, and nothing of vLLM. Beside a GPU they start anew.
+They are forks of a process that has imported what every vLLM imports, which takes seconds, and nothing of vLLM. On a
+machine with a GPU they are spawned.
 """
 
 import glob
@@ -10,10 +11,10 @@ import pathlib
 import sys
 import tempfile
 
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # vLLM's own setting, which Inductor reads when it is imported
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # vLLM's own setting, which Inductor reads at import
 # vLLM's all_reduce between CPU ranks returns its input, which PyTorch makes an error where CI is set.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "0"
-# What a GPU's runtime has started in does not fork.
+# A process in which a GPU's runtime has started cannot fork.
 FORKS = multiprocessing.get_context("spawn" if glob.glob("/dev/nvidia[0-9]") + glob.glob("/dev/kfd") else "forkserver")
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     [
@@ -26,7 +27,7 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 
 
 def begin(code: str, folders: list[str], environment: dict[str, str], output: str) -> None:
-    """What a fork does first."""
+    """Set up a fork, and run its code."""
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -38,7 +39,7 @@ def begin(code: str, folders: list[str], environment: dict[str, str], output: st
 
 
 def run(code: str, *folders: pathlib.Path, timeout: float = 900, **environment: str) -> str:
-    """What the code writes, run with these folders first on sys.path; it must not fail."""
+    """Return the output of the code, run with these folders first on sys.path; it must not fail."""
     path = [str(folder) for folder in folders]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment}
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:

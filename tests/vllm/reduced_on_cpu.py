@@ -1,4 +1,4 @@
-"""All-reduces with norms on ranks of the CPU: gloo sums up in the kernel's place, and a clock makes up times."""
+"""Run all-reduces with norms on ranks of the CPU: gloo replaces the kernel, and times are faked."""
 
 import functools
 import types
@@ -10,8 +10,11 @@ from vllm_rocm_ops.core.stats import counter
 
 
 class OverGloo:
-    """An all-reduce of ranks that are processes, in one order. It is wrong by a bit of the first result where `flips`. The other rank is
-    missing after so many launches."""
+    """An all-reduce of ranks that are processes, in one order.
+
+    With `flips` it is wrong by a bit of the first result. The other rank is missing after `missing_after` launches, if
+    not 0.
+    """
 
     def __init__(self, cpu_group, device, *, all_reduce, blocks=4, flips=False, missing_after=0):
         self.group, self.flips, self.missing, self.is_closed = types.SimpleNamespace(blocks=blocks), flips, "", False
@@ -41,7 +44,7 @@ class OverGloo:
 
 
 class Clock:
-    """Ours wins with fewer tokens than `slow`; a clock that `fails` raises there."""
+    """A clock by which the plugin wins with fewer tokens than `slow`; if it `fails`, it raises there."""
 
     def __init__(self, slow: int, fails: bool = False):
         self.slow, self.fails, self.pairs = slow, fails, []
@@ -59,7 +62,7 @@ class Clock:
 
 
 def install(slow: int, **how) -> None:
-    """Have vLLM's CPU engine name all-reduces as a GPU's does, and measure them: ours wins with fewer tokens than `slow`."""
+    """Make vLLM's CPU engine name all-reduces as a GPU's does, and measure them by `Clock`."""
     from vllm.platforms.cpu import CpuPlatform
 
     from vllm_rocm_ops.vllm.selection import measured_all_reduce, measured_selection

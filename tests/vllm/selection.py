@@ -1,7 +1,7 @@
-"""What vLLM would select on a GPU: `python selection.py answers.json`, with one vLLM's Python files first on PYTHONPATH.
+"""Print what vLLM selects on a GPU: `python selection.py answers.json`, with a vLLM's Python files first on PYTHONPATH.
 
-vLLM's own selection code runs on its own platform class. What it asks of the machine is faked: the arch, on ROCm that `aiter`
-is installed, on CUDA that vLLM's kernels are. Each machine is a fork, because vLLM reads all that when it is imported.
+vLLM's own selection code runs on its own platform class. Its queries of the machine are faked: the arch, on ROCm that
+`aiter` is installed, on CUDA that vLLM's kernels are. Each machine is a fork, because vLLM reads all this at import.
 """
 
 import importlib.abc
@@ -18,11 +18,11 @@ AITER = ("0", "1")
 PLUGIN = ("without", "with")
 NVIDIA = ("without", "with", "asked")  # asked: with VLLM_ROCM_OPS_ON_NVIDIA=1
 
-_library = None  # holds the definition of an op of vLLM's extension, which is not there
+_library = None  # holds the definition of an op of vLLM's extension, which is missing
 
 
 class Pretended(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for packages: every submodule exists, and functions answer None, or `aiter`'s that nothing is tuned."""
+    """A stand-in for packages: every submodule exists, and functions return None, or for `aiter` that nothing is tuned."""
 
     def __init__(self, *packages: str):
         self.packages = packages
@@ -51,7 +51,7 @@ class Pretended(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def fake_nvidia() -> None:
-    """Make torch look like it has an H200, and vLLM's platform be CUDA's, with its own kernels and Triton's, without DeepGEMM."""
+    """Fake an H200 in torch, and CUDA as vLLM's platform, with its own kernels and Triton's, without DeepGEMM."""
     import torch
 
     device = types.SimpleNamespace(total_memory=140 << 30, multi_processor_count=132, major=9, minor=0)
@@ -77,7 +77,7 @@ def fake_nvidia() -> None:
 
 
 def fake_amd(arch: str, aiter: str) -> None:
-    """Make torch and the environment look like a ROCm machine, and vLLM's platform be ROCm's."""
+    """Fake a ROCm machine in torch and the environment, and ROCm as vLLM's platform."""
     import torch
 
     os.environ["VLLM_ROCM_USE_AITER"] = aiter
@@ -100,7 +100,7 @@ def fake_amd(arch: str, aiter: str) -> None:
 
 
 def select(plugin: str) -> dict[str, str]:
-    """Ask vLLM for everything it selects."""
+    """Return everything that vLLM selects."""
     import torch
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.platforms import current_platform
@@ -124,7 +124,7 @@ def select(plugin: str) -> dict[str, str]:
 
 
 def layers(torch) -> dict[str, str]:
-    """Return the classes that RMSNorm() and SiluAndMul() are, which forward they run, and what runs the passes of compiled models."""
+    """Return the classes of RMSNorm() and SiluAndMul(), the forward they run, and what runs compiled models' passes."""
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.platforms import current_platform
@@ -135,7 +135,7 @@ def layers(torch) -> dict[str, str]:
 
 
 def linear_kernels(torch) -> dict[str, str]:
-    """The linear kernels, what vLLM's kernel is that they hold, and which quantized input they take."""
+    """Return the linear kernels, the vLLM kernel that each holds, and the quantized input it accepts."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
     from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
@@ -175,7 +175,7 @@ def linear_kernels(torch) -> dict[str, str]:
 
 
 def moe_config(torch, **options):
-    """The configuration of a mixture-of-experts layer, DeepSeek V3's but for `options`."""
+    """Return the configuration of a mixture-of-experts layer, DeepSeek V3's except for `options`."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
@@ -198,8 +198,10 @@ def moe_config(torch, **options):
 
 
 def experts(torch) -> dict[str, str]:
-    """The experts of a DeepSeek V3 in several quantizations, with routing of vLLM's own, and where the user names a backend;
-    and what vLLM's experts are that they hold."""
+    """Return the experts of a DeepSeek V3 in several quantizations, and the vLLM experts that they hold.
+
+    Some have vLLM's own routing, or a backend that the user names.
+    """
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
     from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, unquantized
     from vllm.model_executor.layers.quantization import fp8 as method
@@ -230,8 +232,10 @@ def experts(torch) -> dict[str, str]:
 
 
 def attention(torch) -> dict[str, str]:
-    """The attention backends of heads of 128 and of multi-head latent attention, by choice and where the user names them; and
-    what vLLM's are that they hold."""
+    """Return the attention backends of heads of 128 and of MLA, and the vLLM backends that they hold.
+
+    They are chosen by vLLM, or named by the user.
+    """
     from vllm.platforms import current_platform
     from vllm.triton_utils import tl
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -239,7 +243,7 @@ def attention(torch) -> dict[str, str]:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     answer = {}
-    tl.bfloat16 = "bfloat16"  # vLLM's stand-in for Triton lacks it, and backends that ROCm asks read it
+    tl.bfloat16 = "bfloat16"  # vLLM's stand-in for Triton lacks it, and ROCm's backends read it
 
     def add(name: str, member: str | None, **given) -> None:
         options = dict.fromkeys(AttentionSelectorConfig._fields, False)
@@ -264,7 +268,7 @@ def attention(torch) -> dict[str, str]:
 
 
 def forked(function, *arguments):
-    """What a function returns in a fork of this process."""
+    """Return the result of a function in a fork of this process."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""The products that latent attention absorbs: which of vLLM's calls of torch.bmm are ours, and what they give."""
+"""Test the GEMMs of MLA weight absorption: the calls of torch.bmm in vLLM that the plugin serves, and their results."""
 
 import types
 
@@ -16,7 +16,7 @@ HEADS, NOPE, V, LATENT = 2, 128, 64, 256
 
 
 class Layer(torch.nn.Module):
-    """The two weights as vLLM makes them, of one projection."""
+    """The two weights of one projection as vLLM makes them."""
 
     num_heads, v_head_dim, kv_lora_rank = HEADS, V, LATENT
     is_aiter_triton_fp4_bmm_enabled = is_aiter_triton_fp8_bmm_enabled = is_amx_bmm_enabled = False
@@ -36,7 +36,7 @@ class Layer(torch.nn.Module):
 
 
 def calls(layer: Layer, rows: int = 3) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What vLLM computes with both weights, and what it should, in float64."""
+    """Return vLLM's results with both weights, and the expected ones in float64."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     generator = torch.Generator().manual_seed(rows)
@@ -52,7 +52,7 @@ def calls(layer: Layer, rows: int = 3) -> tuple[list[torch.Tensor], list[torch.T
 
 
 def served(layer: Layer, rows: int = 3) -> int:
-    """How many of both products ours served. Both must be right."""
+    """Return how many of both GEMMs the plugin served, and check both."""
     vllm_rocm_ops.reset_stats()
     found, wanted = calls(layer, rows)
     for got, exact in zip(found, wanted):
@@ -61,7 +61,7 @@ def served(layer: Layer, rows: int = 3) -> int:
 
 
 def test_both_products_are_ours_where_asked_for(configuration):
-    """By one launch each, and in vLLM's output."""
+    """Each takes one launch, and writes vLLM's output."""
     layer, launched = Layer(), []
     assert served(layer) == 0
     absorbed_products.adopt(layer, True, 64)
@@ -78,7 +78,7 @@ def test_both_products_are_ours_where_asked_for(configuration):
 
 
 def test_all_else_of_a_weight_stays(configuration):
-    """Its place when it is loaded again, the results of other calls, and their classes."""
+    """Its address when it is loaded again, the results of other calls, and their classes stay."""
     layer = Layer()
     before = [layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr(), layer.W_UV.stride()]
     absorbed_products.adopt(layer, True, 64)
@@ -106,7 +106,7 @@ def test_a_weight_that_is_no_parameter(configuration):
 
 @pytest.fixture
 def noted(configuration):
-    """A layer whose weights are noted to be measured."""
+    """Yield a layer whose weights are noted to be measured."""
     kernel_selection.start()
     layer = Layer()
     absorbed_products.adopt(layer, False, 200)
@@ -119,7 +119,7 @@ def keys() -> dict[str, kernel_selection.Choice]:
 
 
 def test_ours_serves_where_it_was_measured_to_be_faster(noted):
-    """Nowhere before that. A weight for which it never is gets its class back."""
+    """It serves nothing before. A weight for which it never wins gets its class back."""
     uk, uv = "batched_gemm 2x256x128 bfloat16 transposed bmm", "batched_gemm 2x64x256 bfloat16 bmm"
     assert list(keys()) == [uk, uv]
     assert all(one.most == 64 and len(one.layers) == 1 for one in keys().values())
@@ -139,7 +139,7 @@ def test_nothing_is_noted_without_measurements(configuration, monkeypatch):
 
 @pytest.mark.parametrize("factor", [1.0, 1.01])
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, factor, tmp_path):
-    """Of the very call that vLLM makes."""
+    """The check measures the very call that vLLM makes."""
 
     class Clock:
         def times(self, calls, sets):

@@ -1,4 +1,4 @@
-"""arithmetic.py: what it records of a model, what it makes of a call, and that it notices an op that is wrong."""
+"""Test arithmetic.py: what it records of a model, the calls it makes of that, and that it notices a wrong op."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ FNUZ = torch.float8_e4m3fnuz
 
 
 def call(name: str, case: str, layer: str = "layers.0.norm") -> arithmetic.Call:
-    """The call of a case, as vLLM's CPU engine makes it."""
+    """Return the call of a case, as vLLM's CPU engine makes it."""
     [one] = (one for one in getattr(ops, name).cases() if one.name == case)
     return name, layer, one.make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fn)
 
@@ -77,7 +77,7 @@ def test_an_op_that_is_wrong_is_noticed(monkeypatch, machine, plant, why):
 
 
 def test_stock_is_vllms_kernel_where_it_has_one():
-    """Its norm on CPU, which updates as ours does; without AVX-512 it rounds toward zero."""
+    """vLLM's norm on CPU updates as the plugin's does; without AVX-512 it rounds toward zero."""
     name, _, given = call("fused_add_rms_norm", "hidden8")
     the_op = getattr(ops, name)
     mine, theirs = (the_op.Arguments(*map(clone, given)) for _ in range(2))
@@ -123,7 +123,7 @@ def test_calls_are_recorded_by_layer_in_the_last_pass_of_so_many_rows():
 
 
 def test_products_of_a_cpu_are_recorded():
-    """vLLM's, in place of ours."""
+    """They are vLLM's, in place of the plugin's."""
 
     class Layer(torch.nn.Linear):
         cpu_linear = staticmethod(torch.nn.functional.linear)
@@ -148,7 +148,7 @@ def test_no_requests_are_refused(capsys):
 @marks.full
 @pytest.mark.slow
 def test_in_vllm(tmp_path, capsys):
-    """Of a random model: its ops are as near as stock."""
+    """The ops of a random model are as close as the baseline."""
     save_file(checkpoints.llama_weights(trained.CONFIGS["llama"]), tmp_path / "llama.safetensors")
     options = ["--folder", str(tmp_path), "--model", "llama", "--kind", "token", "--requests", "2"]
     output = tmp_path / "{}.jsonl"

@@ -1,8 +1,10 @@
-"""Our decode attention in vLLM's engine on a GPU, in the places of TRITON_ATTN and TRITON_MLA: its tokens beside those of vLLM without the
-plugin, with caches of 16 bits and of FP8, speculative decoding, and prompts in chunks beside decoding requests. Graphs are captured.
+"""Test the plugin's decode attention in vLLM's engine on a GPU, in place of TRITON_ATTN and TRITON_MLA.
 
-No other seam is on. Several engines run at the same time. Where there is no GPU, with --full, they run on CPU, eagerly, in
-vLLM's backends for it; there are no FP8 caches, and no drafts from the prompt.
+Its tokens are compared with vLLM's without the plugin, with caches of 16 bits and of FP8, speculative decoding, and
+chunked prefills along with decoding requests. Graphs are captured.
+
+No other seam is on. Several engines run at the same time. Without a GPU, with --full, they run on CPU, eagerly, in
+vLLM's CPU backends; there are no FP8 caches, and no n-gram drafts.
 """
 
 import concurrent.futures
@@ -25,11 +27,11 @@ pytestmark = [
 AT_ONCE = 12 if ON_GPU else 1
 TOKENS = 24
 TIE = 1.0
-"""By how much the plain model may find a token less likely than its best one where two engines first differ."""
+"""The allowed gap of a token to the plain model's best one, in log probability, where two engines first differ."""
 
 
 class Tiny(NamedTuple):
-    """A model's checkpoint, the backend of its attention and our op there."""
+    """A model's checkpoint, the backend of its attention, and the plugin's op for it."""
 
     model: str
     sizes: dict[str, int]
@@ -48,7 +50,7 @@ FP8 = {"kv_cache_dtype": "fp8"}
 
 
 def options(model: str) -> dict[str, dict]:
-    """The engine's options of each run of a model."""
+    """Return the engine's options of each run of a model."""
     drafts = {"method": "mtp"} if model == "latent" else NGRAM
     found = {"cache of 16 bits": {}, "chunks": CHUNKS}
     if ON_GPU:
@@ -68,7 +70,7 @@ SIDES = {
 
 
 def prompts() -> list[list[int]]:
-    """One that repeats itself, a short one, and long ones."""
+    """Return a prompt that repeats itself, a short one, and long ones."""
     generator = torch.Generator().manual_seed(3)
     some = [torch.randint(3, 500, (length,), generator=generator).tolist() for length in (12, 5, 90, 150)]
     return [some[0] * 5, *some[1:]]
@@ -96,7 +98,7 @@ def folders(engines) -> dict:
 
 @pytest.fixture(scope="module")
 def answers(engines, folders):
-    """By model, run and side, what an engine answered. One that failed raises for those who ask for it."""
+    """Return a function for an engine's answer by model, run and side, which raises if the engine failed."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         futures = {
             (*run, side): pool.submit(start, engines, folders[run[0]], *run, side) for run in RUNS for side in SIDES
@@ -110,14 +112,14 @@ def models(folders) -> dict[str, plain.Model]:
 
 
 def calls(answer: dict, op: str) -> int:
-    """Of our kernels, also those that were captured."""
+    """Return the calls of the plugin's kernels, captured ones included."""
     kernels = [(name, n) for of in (*answer["captured"], answer["stats"]) for name, n in of.get(op, {}).items()]
     return sum(n for name, n in kernels if not ON_GPU or not name.startswith(FALLBACK))
 
 
 @pytest.mark.parametrize(("model", "run"), RUNS)
 def test_tokens_are_stock_vllms(answers, models, capsys, model, run):
-    """Up to a place where the plain model, which reads the tokens before it, finds both likely."""
+    """Tokens may differ from a place on where the plain model, given the tokens before it, finds both likely."""
     ours, stock = (answers(model, run, side) for side in SIDES)
     op = MODELS[model].op
     assert calls(ours, op) > 0 and not stock["stats"]

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be right are errors when vLLM loads them, before any token, with the name of what is wrong."""
+"""Test that wrong checkpoints are errors when vLLM loads them, before any token, and that the error says what is wrong."""
 
 import json
 import pathlib
@@ -44,7 +44,7 @@ SCALE, INVERSE, INPUT = f"{LAYER}.weight_scale", f"{LAYER}.weight_scale_inv", f"
 WANTED = r"must be in the checkpoint, finite and positive, got {} in {} of"
 MERGED = "model.layers.0.self_attn.k_proj.weight_scale"
 BAD = {
-    # what: the quantization, what is done to its tensors, what the error says
+    # what: the quantization, the edit of its tensors, the error's text
     "no scale, per tensor": ("static", without(SCALE), f"{SCALE} {WANTED.format('nothing', 1)}"),
     "no scale, per channel": ("token", without(SCALE), f"{SCALE} {WANTED.format('nothing', 256)}"),
     "no scale in a merged layer": ("token", without(MERGED), f"qkv_proj.weight_scale {WANTED.format('nothing', 128)}"),
@@ -149,7 +149,7 @@ with open({answers!r}, "w") as file:
 
 
 def load(folder: pathlib.Path, folders: dict[str, pathlib.Path]) -> dict[str, str]:
-    """What vLLM says of each checkpoint, all in one process."""
+    """Return vLLM's error for each checkpoint, all in one process."""
     answers = folder / "answers.json"
     code = LOAD.format(folders={name: str(path) for name, path in folders.items()}, answers=str(answers))
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1"}
@@ -158,7 +158,7 @@ def load(folder: pathlib.Path, folders: dict[str, pathlib.Path]) -> dict[str, st
 
 
 def edited(folder: pathlib.Path, model: str, kind: str, edit) -> pathlib.Path:
-    """A checkpoint with tensors that were changed."""
+    """Write a checkpoint with tensors that were changed."""
     checkpoints.build(folder, model, kind)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
@@ -197,7 +197,7 @@ def test_experts_are_checked_too(said, what):
 
 
 def layer(weight: torch.Tensor, **scales: torch.Tensor) -> torch.nn.Module:
-    """A model of one layer, with an e4m3 weight."""
+    """Return a model of one layer, with an e4m3 weight."""
     module = torch.nn.Linear(1, 1, bias=False)
     for name, value in {"weight": weight.to(torch.float8_e4m3fn), **scales}.items():
         setattr(module, name, torch.nn.Parameter(value, requires_grad=False))
@@ -205,7 +205,7 @@ def layer(weight: torch.Tensor, **scales: torch.Tensor) -> torch.nn.Module:
 
 
 def test_a_scale_of_zero_is_fine_where_the_weight_is_zero():
-    """As of an expert that was never trained, or of a block of padding."""
+    """An expert that was never trained, or a block of padding, has such a scale."""
     weight, scale = torch.ones(200, 300), torch.ones(2, 3)
     weight[128:, 256:], scale[1, 2] = 0, 0
     checked_scales.check(layer(weight, weight_scale_inv=scale))
@@ -226,7 +226,7 @@ def test_a_merged_layer_of_a_checkpoint_has_one_scale_per_tensor():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_experts_that_only_pad_have_no_scales(dtype, caplog):
-    """They keep what vLLM had there. Where no expert has one, the checkpoint lacks them."""
+    """They keep vLLM's scales. If no expert has one, the checkpoint lacks them."""
     scale = torch.ones(3, 2, 1).to(dtype)
     model = layer(torch.ones(3, 4, 8), weight_scale=scale)
     before = checked_scales.forget_scales(model)
@@ -242,14 +242,14 @@ def test_experts_that_only_pad_have_no_scales(dtype, caplog):
 
 
 def test_inputs_of_some_experts_may_never_have_been_seen():
-    """By what calibrated their scales. vLLM takes the largest."""
+    """The calibration of their scales may not have seen them. vLLM takes the largest."""
     checked_scales.check(layer(torch.ones(3, 4, 8), input_scale=torch.tensor([0.0, 0.5, 0.0])))
     with pytest.raises(ValueError, match="it.input_scale must be .* positive, got 0.0"):
         checked_scales.check(layer(torch.ones(3, 4, 8), input_scale=torch.zeros(3)))
 
 
 def test_other_layers_are_left_alone():
-    """Those without an e4m3 weight, as int8 ones, and what is on no device yet."""
+    """These are layers without an e4m3 weight, such as int8 ones, and weights on no device yet."""
     scale = torch.full((3, 1), float("nan"))
     model = layer(torch.ones(3, 4), weight_scale=scale)
     model["it"].weight = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.int8), requires_grad=False)

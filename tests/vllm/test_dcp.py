@@ -1,4 +1,4 @@
-"""A latent cache divided over two ranks, see dcp.py: two threads with the kernels in the emulator; two GPUs where they are."""
+"""Test a latent cache split over two ranks, see dcp.py: two threads with emulated kernels, or two GPUs."""
 
 import datetime
 import pathlib
@@ -20,7 +20,10 @@ LENS = [33, 1, 40]  # of the second request the second rank has nothing
 
 
 def run(lens: list[int], interleave: int, change=lambda *found: found) -> list[Exception | None]:
-    """What each rank raises. `change` is done to what attention returns."""
+    """Return the exception of each rank.
+
+    `change` is applied to the results of attention.
+    """
     store, lock = torch.distributed.HashStore(), threading.Lock()
 
     def attend(*arguments, **keywords):
@@ -59,7 +62,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_parts_are_not_the_whole(what):
-    """By the op's reference."""
+    """The op's reference computes the parts."""
     assert all(isinstance(error, AssertionError) for error in run(LENS, 1, WRONG[what]))
 
 

@@ -1,4 +1,4 @@
-"""Our decode attention in vLLM's backends: which calls it serves, from which cache, and the engine's tokens with it and without."""
+"""Test the plugin's decode attention in vLLM's backends: the calls it serves, their caches, and the engine's tokens."""
 
 import dataclasses
 import sys
@@ -34,19 +34,19 @@ SENTINEL = 7.0
 
 
 def prompts() -> list[list[int]]:
-    """Some with pages that a second generation finds in the cache."""
+    """Return prompts, of which some have pages that a second generation finds in the cache."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(3, 500, (length,), generator=generator).tolist() for length in (70, 9, 97)]
 
 
 @pytest.fixture(scope="module")
 def generated(engines) -> dict[str, dict]:
-    """Models with our attention and without, by vLLM's CPU engine; each generates twice."""
+    """Return the answers of models with the plugin's attention and without, by vLLM's CPU engine; each generates twice."""
     jobs = {}
     for name in LAYERS:
         for whose, switch in {"ours": "1", "stock": "0"}.items():
             made = engines.job((name, "bf16"), then=["again"], environment={"VLLM_ROCM_OPS_ATTENTION": switch})
-            if name == "llama":  # vLLM has no prefixes of latent attention on CPU
+            if name == "llama":  # vLLM has no prefixes of MLA on CPU
                 made["prompts"], made["engine"]["enable_prefix_caching"] = prompts(), True
                 made["engine"]["block_size"] = 32
             jobs[f"{name} {whose}"] = made
@@ -58,10 +58,11 @@ def generated(engines) -> dict[str, dict]:
     ("model", "op", "bound"), [("llama", "paged_attention_decode", 0.018), ("deepseek", "mla_decode", 0.003)]
 )
 def test_tokens_are_stock_vllms(generated, model, op, bound):
-    """Also where prefixes are cached. Ours has one call for each layer and step behind the prefill, and none unless asked for.
+    """Tokens are equal, also with cached prefixes.
 
-    The bound is on the mean, as one log probability moves by two roundings of a bf16 logit (0.125) and by the processor's own
-    kernels. Attention that is 2 % too large has means of 0.025 and 0.005; right, they are 0.010 and 0.001.
+    The plugin has one call per layer and step after the prefill, and none unless enabled. The bound is on the mean, as
+    one log probability moves by two roundings of a bf16 logit (0.125) and by the processor's own kernels. Attention
+    that is 2 % too large has means of 0.025 and 0.005; right, they are 0.010 and 0.001.
     """
     ours, stock = generated[f"{model} ours"], generated[f"{model} stock"]
     assert ours["tokens"] == stock["tokens"]
@@ -120,7 +121,7 @@ OF = {"llama": ("page 32", "CPUAttentionBackend"), "deepseek": ("page 16", "CPUM
 
 @pytest.fixture(scope="module")
 def measured(engines, tmp_path_factory) -> dict[str, tuple]:
-    """What was served and recorded where ours is the faster, where it is so for few keys only, and where it is wrong."""
+    """Return what was served and recorded if the plugin is faster, faster for few keys only, and wrong."""
     folder, jobs = tmp_path_factory.mktemp("measured"), {}
     for name, (model, slow, factor) in WHAT.items():
         environment = {"VLLM_ROCM_OPS_TABLES": str(folder / name), "SLOW": slow, "FACTOR": str(factor)}
@@ -136,7 +137,7 @@ def measured(engines, tmp_path_factory) -> dict[str, tuple]:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):
-    """At every length. What is not right on this machine is off."""
+    """It serves at every length. An op that is wrong on this machine is off."""
     answers, records = measured
     model, slow, factor = WHAT[what]
     (op, shape), (page, backend) = OPS[model], OF[model]
@@ -159,11 +160,11 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
 
 @dataclasses.dataclass
 class Batch:
-    """A call of a layer: requests of these lengths, of which the last `query_lens` tokens are the rows."""
+    """A call of a layer with requests of these lengths, of which the last `query_lens` tokens are the rows."""
 
     lens: list[int]
     query_lens: list[int]
-    padding: int = 0  # rows of tensors behind the batch's tokens
+    padding: int = 0  # rows of tensors after the batch's tokens
     fp8: bool = False
     layout: str = "contiguous"
     output_dtype: torch.dtype = torch.bfloat16
@@ -182,7 +183,7 @@ class Batch:
         self.output = torch.full_like(self.query, SENTINEL, dtype=self.output_dtype)
 
     def expected(self, window: int = 99) -> torch.Tensor:
-        """The output, in float64."""
+        """Return the output, in float64."""
         rows, begin = torch.full(self.query.shape, SENTINEL, dtype=torch.float64), 0
         for request, (length, count) in enumerate(zip(self.lens, self.query_lens)):
             keys, values = (
@@ -198,7 +199,7 @@ class Batch:
         return rows
 
     def packed(self) -> torch.Tensor:
-        """[pages, heads, slots, key and value], NaN where nothing was written."""
+        """Return a cache [pages, heads, slots, key and value], with NaN in unwritten slots."""
         cache = torch.full((40, KV_HEADS, PAGE, 2 * SIZE), torch.nan).to(self.keys.dtype)
         if self.layout == "tokens first":
             cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
@@ -213,7 +214,10 @@ class Batch:
         return data
 
     def native(self) -> torch.Tensor:
-        """[pages, 2, slots, heads * size]: bytes of keys [heads, size / x, slots, x] and of values [heads, size, slots]."""
+        """Return a cache [pages, 2, slots, heads * size].
+
+        Its bytes are keys [heads, size / x, slots, x] and values [heads, size, slots].
+        """
         both = self.packed()
         x = 16 // both.element_size()
         keys = both[..., :SIZE].unflatten(-1, (-1, x)).permute(0, 1, 3, 2, 4).reshape(40, PAGE, -1)
@@ -239,10 +243,10 @@ GPU_BACKENDS = attention.PLATFORMS["rocm"]
 
 @pytest.fixture(autouse=True)
 def aiter(monkeypatch):
-    """The module that ROCM_AITER_UNIFIED_ATTN imports where a layer is made, with nothing that runs, and the GPU that it asks for."""
+    """Fake the module that ROCM_AITER_UNIFIED_ATTN imports for a layer, and the GPU that it asks for."""
     gpu = types.SimpleNamespace(gcnArchName="gfx942")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
-    import vllm.platforms.rocm  # noqa: F401  which asks when it is imported
+    import vllm.platforms.rocm  # noqa: F401  it asks at import
 
     module = types.ModuleType("aiter.ops.triton.unified_attention")
     module.unified_attention = None
@@ -251,7 +255,7 @@ def aiter(monkeypatch):
 
 @pytest.fixture
 def layer(configuration, monkeypatch):
-    """A function that makes a layer's implementation, and calls it: what it gives is who served."""
+    """Return a function that makes and calls a layer's implementation, and returns who served."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
 
     def call(member: str, batch: Batch, output_scale=None, given=(), cache=None, **options) -> str:
@@ -284,7 +288,7 @@ def assert_right(batch: Batch, **given) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "tokens first", "padded"])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_caches_are_read_as_they_lie(layer, member, layout, fp8):
-    """In each order in memory, with the scales of keys and of values."""
+    """The caches are in each order in memory, with the scales of keys and of values."""
     batch = Batch([33, 1, 50], [1, 1, 1], layout=layout, fp8=fp8)
     assert layer(member, batch) == "ours"
     assert_right(batch)
@@ -292,7 +296,7 @@ def test_caches_are_read_as_they_lie(layer, member, layout, fp8):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 def test_rows_behind_the_batch_are_left_alone(layer, member):
-    """Those that pad a graph's batch as requests without keys are zero, those behind all requests keep what they held."""
+    """Rows that pad a graph's batch as requests without keys are zero; rows after all requests keep their values."""
     batch = Batch([20, 35, 0, 0], [1, 1, 1, 1], padding=3)
     batch.pages[2:] = 2**30
     assert layer(member, batch) == "ours"
@@ -305,7 +309,7 @@ def test_rows_behind_the_batch_are_left_alone(layer, member):
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
 def test_outputs_that_vllm_wants_quantized_are_ours(layer, member, dtype):
-    """With the scale of the next layer."""
+    """The outputs use the scale of the next layer."""
     batch = Batch([33, 50], [1, 1], padding=1, output_dtype=dtype)
     assert layer(member, batch, output_scale=torch.tensor(0.02)) == "ours"
     wanted = batch.expected()[:2]
@@ -315,7 +319,7 @@ def test_outputs_that_vllm_wants_quantized_are_ours(layer, member, dtype):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 def test_the_kernel_writes_to_vllms_output(layer, member):
-    """One launch, and nothing of PyTorch's but views."""
+    """There is one launch, and PyTorch runs views only."""
     batch, called = Batch([20, 35], [1, 1], padding=1), []
 
     class Calls(TorchDispatchMode):
@@ -345,7 +349,7 @@ def test_the_kernel_writes_to_vllms_output(layer, member):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 def test_all_requests_may_have_the_same_few_rows(layer, member):
-    """As with speculative decoding. The first of a request may be among them."""
+    """Speculative decoding has such requests. The first token of a request may be among them."""
     batch = Batch([20, 3, 49], [3, 3, 3])
     assert layer(member, batch) == "ours"
     assert_right(batch)
@@ -360,7 +364,7 @@ def test_mixed_batches_stay_stock(layer, member, query_lens):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 def test_calls_with_what_our_op_lacks_stay_stock(layer, member):
-    """Each of these changes what a call has to compute."""
+    """Each change needs something that the plugin's op lacks."""
     batch = Batch([20, 35], [1, 1])
     assert layer(member, batch) == "ours"
 
@@ -388,7 +392,7 @@ def test_more_of_what_triton_has_stays_stock(layer):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 def test_windows_and_sinks_are_ours(layer, member):
-    """A row sees as many keys as its window has, its own among them. A sink only adds to a row's sum."""
+    """A row sees the last `window` keys, its own among them. A sink only adds to a row's sum."""
     batch = Batch([33, 50], [1, 1])
     assert layer(member, batch, sliding_window=10) == "ours"
     assert_right(batch, window=10)
@@ -399,8 +403,10 @@ def test_windows_and_sinks_are_ours(layer, member):
 
 
 def test_batches_that_a_graph_cannot_tell_apart_stay_stock(layer, monkeypatch):
-    """A graph of one request and several tokens may be replayed for fewer where it serves mixed batches, and where queries are cut
-    on the device. One row is one row in any of them."""
+    """A graph of one request and several tokens may be replayed for fewer.
+
+    This happens if it serves mixed batches, or if queries are cut on the device. One row is one row in any of them.
+    """
     from vllm.config import CUDAGraphMode
 
     several, one = Batch([20], [4]), Batch([20], [1])
@@ -418,7 +424,7 @@ def test_batches_that_a_graph_cannot_tell_apart_stay_stock(layer, monkeypatch):
 
 
 def test_the_switch(layer, monkeypatch):
-    """Without it, and without a measurement, vLLM's own runs. So it does where bits may not depend on the batch."""
+    """With the switch off and no measurement, and in batch-invariant mode, vLLM's own runs."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "0")
     assert layer("ROCM_ATTN", Batch([20], [1])) == "stock"
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
@@ -429,7 +435,7 @@ def test_the_switch(layer, monkeypatch):
 
 @pytest.mark.parametrize(("forced", "asks"), [("1", False), ("0", True)])
 def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch, forced, asks):
-    """vLLM quantizes them for a cache in FP8 if an implementation can take that, as Triton's on a GPU."""
+    """vLLM quantizes queries for an FP8 cache if the implementation supports that, as Triton's does on a GPU."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
     stock = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls().__mro__[2]
     construct = stock.__init__
@@ -449,7 +455,7 @@ def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch
 
 
 def rotated(x: torch.Tensor, angles: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """x [tokens, heads, size] rotated by angles [tokens, size / 2], in float64."""
+    """Return x [tokens, heads, size] rotated by angles [tokens, size / 2], in float64."""
     pairs = x.double().unflatten(-1, (2, -1)).transpose(-1, -2) if is_neox else x.double().unflatten(-1, (-1, 2))
     turned = torch.view_as_real(
         torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(()).double(), angles)[:, None]
@@ -459,7 +465,10 @@ def rotated(x: torch.Tensor, angles: torch.Tensor, is_neox: bool) -> torch.Tenso
 
 @pytest.fixture
 def roped(configuration, monkeypatch):
-    """A function that has a layer rotate and write; it gives who did, and checks what ours did."""
+    """Return a function that makes a layer rotate and write.
+
+    It returns who served, and checks the plugin's results.
+    """
     from vllm import _custom_ops
 
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
@@ -503,7 +512,10 @@ def roped(configuration, monkeypatch):
 
 @pytest.fixture
 def normed(configuration, monkeypatch):
-    """A function that has a layer normalize, rotate and write; it gives who did, and checks what ours did."""
+    """Return a function that makes a layer normalize, rotate and write.
+
+    It returns who served, and checks the plugin's results.
+    """
     from vllm import _custom_ops
 
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
@@ -564,7 +576,7 @@ def test_norms_rotation_and_write_are_ours_where_asked_for(normed, member):
 
 
 def test_norms_rotation_and_write_are_stock_otherwise(normed, monkeypatch):
-    """By AITER's op if that is there, else by norms, rotation and write."""
+    """AITER's op runs if it is available, else norms, rotation and write."""
     three = ["stock's rotation", "stock's write"]
     assert normed("TRITON_ATTN", kv_cache_dtype="int8_per_token_head") == [*three, False]
     monkeypatch.setattr(attention.HeadsDecoder, "norm_rope", None)
@@ -581,12 +593,12 @@ def test_norms_have_to_be_asked_for(normed, monkeypatch):
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_rotation_and_write_are_ours_where_asked_for(roped, member, is_neox):
-    """Also where AITER could."""
+    """This holds even if AITER could serve."""
     assert roped(member, is_neox) == roped(member, is_neox, stock_can=True) == ["ours", True]
 
 
 def test_rotation_and_write_are_stock_otherwise(roped, monkeypatch):
-    """By AITER's op if that is there, else by two of vLLM's."""
+    """AITER's op runs if it is available, else two of vLLM's."""
     two = ["stock's rotation", "stock's write"]
     assert roped("TRITON_ATTN", kv_cache_dtype="int8_per_token_head") == [*two, False]
     monkeypatch.setattr(attention.HeadsDecoder, "rope", None)
@@ -617,7 +629,7 @@ def test_the_seam_of_rotation_needs_the_hooks(configuration, monkeypatch):
 
 
 def test_an_op_without_outputs_says_that_it_ran(configuration):
-    """A caller with something else to do has to know."""
+    """The caller has another kernel, and must know."""
     case = next(iter(ops.rope_and_cache.cases()))
     arguments = case.make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fnuz)
     assert ops.rope_and_cache.run_kernels(*arguments) is None
@@ -629,7 +641,7 @@ def test_an_op_without_outputs_says_that_it_ran(configuration):
 
 
 def test_backends_keep_their_names(configuration):
-    """vLLM compares them, and asks a class for the rest."""
+    """vLLM compares names, and asks a class for the rest."""
     for member in attention.BACKENDS:
         backend = attention_backends.made(attention.BACKENDS[member])
         stock = backend.__mro__[1]
@@ -659,7 +671,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("lack", CHANGES)
 def test_a_backend_of_another_shape_is_left_alone(configuration, lack):
-    """The seam says what vLLM lacks."""
+    """The seam reports what vLLM lacks."""
     backend = attention.BACKENDS["ROCM_ATTN"]
     attention_backends.check("ROCM_ATTN", backend)
     with pytest.raises(seam.Unavailable, match=f"this vLLM lacks .*{lack}"):

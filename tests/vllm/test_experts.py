@@ -1,5 +1,7 @@
-"""Our experts in vLLM's mixture-of-experts layers: what they compute, which calls they leave to vLLM's native experts, which
-layers they serve."""
+"""Test the plugin's experts in vLLM's mixture-of-experts layers.
+
+The tests cover their results, the calls they leave to vLLM's native experts, and the layers they serve.
+"""
 
 import pathlib
 import typing
@@ -39,14 +41,14 @@ pytestmark = pytest.mark.usefixtures("configuration")
 
 
 def config(**options):
-    """A small layer's configuration."""
+    """Return a small layer's configuration."""
     sizes = {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_logical_experts": EXPERTS}
     sizes |= {"experts_per_token": TOPK, "hidden_dim": HIDDEN, "intermediate_size": INNER}
     return selection.moe_config(torch, **{**sizes, **options})
 
 
 def select(kind: str, **options) -> type:
-    """The experts that vLLM selects."""
+    """Return the experts that vLLM selects."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.quantization import fp8
     from vllm.model_executor.layers.quantization.online import mxfp8
@@ -61,7 +63,7 @@ def select(kind: str, **options) -> type:
 
 
 class Layer:
-    """The weights of a layer in a quantization, what vLLM keeps of them, and their exact values."""
+    """The weights of a layer in a quantization, vLLM's form of them, and their exact values."""
 
     def __init__(self, kind: str):
         from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, fp8_w8a8_moe_quant_config
@@ -90,7 +92,7 @@ class Layer:
         )
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """A weight's values, their scales as vLLM keeps them, and both in fp32."""
+        """Return a weight's values, their scales as vLLM keeps them, and both in fp32."""
         if self.kind == "bf16":
             return weight.bfloat16(), None, weight.bfloat16().float()
         if self.kind == "mx":
@@ -104,7 +106,7 @@ class Layer:
         return values.reshape(weight.shape), scale.flatten() if tiles == weight.shape[1:] else scale, exact
 
     def rounded(self, x: Tensor, which: int) -> Tensor:
-        """An input of the first or the second product as that sees it."""
+        """Return an input of the first or the second GEMM, rounded as it is quantized."""
         if self.kind == "bf16":
             return x
         if self.kind == "mx":
@@ -117,7 +119,7 @@ class Layer:
     def plain(
         self, hidden: Tensor, weights: Tensor, ids: Tensor, on_input: bool = False, within=range(EXPERTS)
     ) -> Tensor:
-        """What the experts that are in `within` add up to, one token and expert after the other."""
+        """Return the sum of the experts in `within`, computed one token and expert after the other."""
         total = torch.zeros(len(hidden), HIDDEN)
         for token, slot in torch.cartesian_prod(torch.arange(len(hidden)), torch.arange(ids.shape[1])).tolist():
             expert, weight = int(ids[token, slot]), float(weights[token, slot])
@@ -131,7 +133,7 @@ class Layer:
 
 
 def kernel(layer: Layer, experts_class: type, **options):
-    """vLLM's kernel around experts, as its quantization methods make it."""
+    """Return vLLM's kernel around experts, as its quantization methods make it."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
 
     if layer.kind == "bf16":
@@ -142,12 +144,12 @@ def kernel(layer: Layer, experts_class: type, **options):
 
 
 def modular(kind: str) -> type:
-    """Our class without routing."""
+    """Return the plugin's class without routing."""
     return SEAMS.get(kind, fp8_experts).OURS[-1]
 
 
 def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **options) -> Tensor:
-    """A call as vLLM's layer makes it, after its router."""
+    """Call experts as vLLM's layer does after its router."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     common = {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None}
@@ -157,7 +159,7 @@ def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **opt
 
 
 def call_with_logits(layer: Layer, made, logits: Tensor, bias: Tensor, hidden: Tensor, **options) -> Tensor:
-    """A call of experts that route, as vLLM's layer makes it."""
+    """Call experts that route, as vLLM's layer does."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     common = {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None}
@@ -167,7 +169,7 @@ def call_with_logits(layer: Layer, made, logits: Tensor, bias: Tensor, hidden: T
 
 
 def routed(topk: int = TOPK, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
-    """Weights and ids for some tokens."""
+    """Return weights and ids for some tokens."""
     ids = random(tokens, EXPERTS).topk(topk).indices.int()
     return random(tokens, topk).abs() + 0.5, ids
 
@@ -177,12 +179,12 @@ def inputs(tokens: int = TOKENS) -> Tensor:
 
 
 def vllm_routes(logits: Tensor, bias: Tensor | None, **options) -> tuple[Tensor, Tensor]:
-    """What vLLM's own router answers, in order of experts."""
+    """Return the weights and ids of vLLM's own router, in order of experts."""
     return in_order(*vllm_router(bias=bias, **options).select_experts(logits, logits))
 
 
 def vllm_router(topk: int = TOPK, bias: Tensor | None = None, **options):
-    """vLLM's own router."""
+    """Return vLLM's own router."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     groups = {"use_grouped_topk": True, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP, "scoring_func": "sigmoid"}
@@ -196,7 +198,7 @@ def in_order(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def close(result: Tensor, wanted: Tensor) -> None:
-    """Raise unless a bf16 result is what fp32 finds, up to roundings of e4m3 that fall to the other side."""
+    """Raise unless a bf16 result equals fp32's up to e4m3 roundings in the other direction."""
     assert result.dtype == torch.bfloat16
     error = (result.float() - wanted).abs().max() / wanted.abs().max()
     assert error < 0.02, error
@@ -204,7 +206,7 @@ def close(result: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_routed_tokens(kind):
-    """A layer whose tokens vLLM has routed is the plain computation, in every quantization."""
+    """A layer whose tokens vLLM has routed equals the plain computation, in every quantization."""
     layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
     close(call(layer, kernel(layer, modular(kind)), weights, ids, hidden), layer.plain(hidden, weights, ids))
     assert {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()} == {"fused_experts": 1}
@@ -212,7 +214,7 @@ def test_routed_tokens(kind):
 
 @pytest.mark.parametrize("kind", ROUTING)
 def test_routing_too(kind):
-    """Experts that route do what vLLM's router and our other experts do."""
+    """Experts that route equal vLLM's router with the plugin's other experts."""
     layer, hidden, logits, bias = Layer(kind), inputs(), random(TOKENS, EXPERTS), random(EXPERTS) * 0.1
     result = call_with_logits(layer, kernel(layer, select(kind)), logits, bias, hidden)
     close(result, layer.plain(hidden, *vllm_routes(logits, bias)))
@@ -221,7 +223,7 @@ def test_routing_too(kind):
 
 @pytest.mark.parametrize("kind", ["block", "bf16"])
 def test_experts_of_other_ranks(kind):
-    """Each rank adds up its own experts, given which are here; together they are all."""
+    """Each rank adds up its own experts, given which are local; together they are all."""
     layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
     logits, bias = random(TOKENS, EXPERTS), random(EXPERTS) * 0.1
     routes = vllm_routes(logits, bias)
@@ -280,7 +282,7 @@ def test_routes(router):
 
 @pytest.fixture
 def native(monkeypatch):
-    """Has our classes keep native experts that answer with ones and keep what they were asked."""
+    """Make the plugin's classes keep native experts that return ones and record their calls."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
@@ -291,7 +293,7 @@ def native(monkeypatch):
 
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
-            if quant_config.quant_dtype == "mxfp8":  # as vLLM's for that do
+            if quant_config.quant_dtype == "mxfp8":  # vLLM's experts for it do so
                 quant_config._w1.scale = quant_config._w2.scale = None
 
         def workspace_shapes(self, M, N, K, topk, *others, **more):
@@ -316,7 +318,10 @@ FORMS = ("modular", "monolithic")
 def calls_of(
     form: str, kind: str, native, tokens: int = TOKENS, on_input: bool = False
 ) -> tuple[Tensor, list, Layer, tuple]:
-    """One call of a layer with native experts: the result, what was left to those, the layer, hidden and routes."""
+    """Call a layer with native experts once.
+
+    Return the result, the native calls, the layer, and hidden with routes.
+    """
     layer, hidden, topk = Layer(kind), inputs(tokens), 1 if on_input else TOPK
     options = {"apply_router_weight_on_input": on_input}
     if form == "modular":
@@ -335,8 +340,10 @@ def calls_of(
 @pytest.mark.parametrize("kind", ["channel", "static", "bf16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_no_kernel_takes_is_vllms(native, form, kind, on_input):
-    """On CPU our kernels take nothing: the native experts get the call, as vLLM would have made it. (It cannot quantize
-    in groups there.)"""
+    """On CPU the plugin's kernels support nothing: the native experts get the call, as vLLM would have made it.
+
+    vLLM cannot quantize in groups there.
+    """
     from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
     result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, native, on_input=on_input)
@@ -363,7 +370,7 @@ def test_what_no_kernel_takes_is_vllms(native, form, kind, on_input):
 @pytest.mark.parametrize("tokens", [1, experts.MOST_TOKENS, experts.MOST_TOKENS + 1])
 @pytest.mark.parametrize("form, kind", [*((form, "channel") for form in FORMS), ("modular", "mx")])
 def test_few_tokens_are_ours(native, monkeypatch, form, kind, tokens):
-    """With so many tokens ours runs where its kernels take them; with more, the native experts."""
+    """The plugin serves this many tokens where its kernels support them; more go to the native experts."""
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
     result, left, layer, routes = calls_of(form, kind, native, tokens)
     assert len(left) == (tokens > experts.MOST_TOKENS)
@@ -397,7 +404,7 @@ def test_which_layers_route(kind):
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_kernels_take_all_that_route(arch, monkeypatch):
-    """On a GPU a layer routes itself only where kernels for that GPU, which are there, take its routing."""
+    """On a GPU a layer routes itself only if available kernels for that GPU support its routing."""
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     most = {"num_experts": 512, "experts_per_token": 32}
     for options in ({}, most, method("Default"), *({"router_logits_dtype": dtype} for dtype in TYPES)):
@@ -419,7 +426,7 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_biases_of_any_type(native, arch, dtype):
-    """With AITER vLLM has DeepSeek's logits and biases in bf16."""
+    """With AITER, vLLM's DeepSeek logits and biases are in bf16."""
     logits, bias = random(TOKENS, EXPERTS).to(dtype), (random(EXPERTS) * 0.1).to(dtype)
     arguments = routing_experts.METHODS["DeepSeekV3"], TOPK, logits, GROUPS, TOPK_GROUP, bias, SCALE
     wanted = routing_experts.route(*arguments)
@@ -434,7 +441,7 @@ def test_biases_of_any_type(native, arch, dtype):
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_what_no_kernel_routes_is_vllms(router):
-    """Its own router then gives the weights and ids, and no reference of ours runs."""
+    """vLLM's own router then gives the weights and ids, and no reference of the plugin runs."""
     options, logits = dict(ROUTERS[router]), random(TOKENS, EXPERTS).bfloat16()
     name, grouped = router.split()[0], "groups" not in router
     bias = (random(EXPERTS) * 0.1).bfloat16() if name == "DeepSeekV3" else None
@@ -450,7 +457,7 @@ def test_what_no_kernel_routes_is_vllms(router):
 
 
 def test_padding_goes_to_no_expert(monkeypatch):
-    """As with vLLM's routers without groups: tokens that only fill a captured graph are routed nowhere."""
+    """Like vLLM's routers without groups, it routes tokens that only pad a captured graph nowhere."""
     padding = torch.arange(TOKENS) > 2
     monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: padding[:tokens])
     arguments = routing_experts.METHODS["Default"], TOPK, random(TOKENS, EXPERTS), None, None, None, 1.0
@@ -477,7 +484,7 @@ def test_what_keeps_routing_with_vllm():
 
 
 def test_which_layers_stay_vllms(monkeypatch):
-    """The user's choice, what the op does not compute, and tokens that move between ranks are vLLM's."""
+    """The user's choice, unsupported layers, and tokens that move between ranks are vLLM's."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     spread = {"dp_size": 2, "use_ep": True, "ep_size": 2}
@@ -496,7 +503,7 @@ def test_which_layers_stay_vllms(monkeypatch):
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
         keys, asked = [getattr(quant_utils, name) for name in KINDS["block"]], config(**options)
-        asked.aiter_fmoe_shared_expert_enabled = shared_by_aiter  # vLLM sets it by its environment
+        asked.aiter_fmoe_shared_expert_enabled = shared_by_aiter  # vLLM sets it from its environment
         return experts.first_of(fp8_experts.OURS, asked, *keys) is not None
 
     assert is_ours()
@@ -509,7 +516,7 @@ def test_which_layers_stay_vllms(monkeypatch):
 
 @pytest.fixture
 def aiters_experts(monkeypatch):
-    """Has the user ask for AITER, whose experts are there."""
+    """Enable AITER, with its experts available."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     ask_for_aiter(monkeypatch)
@@ -518,7 +525,10 @@ def aiters_experts(monkeypatch):
 
 @pytest.mark.parametrize("backend", [None, "allgather_reducescatter"])
 def test_tokens_that_move_between_ranks_are_served(backend):
-    """By the experts that do not route, also with load balancing. Without expert parallelism vLLM gathers them too."""
+    """Experts that do not route serve them, also with load balancing.
+
+    Without expert parallelism vLLM gathers tokens, too.
+    """
     spread = {"dp_size": 2} if backend is None else SPREAD
     for options in (spread, *([spread | {"enable_eplb": True}] if backend else [])):
         for kind in ("block", "bf16"):
@@ -526,7 +536,7 @@ def test_tokens_that_move_between_ranks_are_served(backend):
 
 
 def test_tokens_that_mori_moves_are_served(native, aiters_experts, monkeypatch):
-    """Beside AITER's experts, which vLLM wants there."""
+    """AITER's experts, which vLLM requires there, are the native ones."""
     monkeypatch.setattr(native, "is_supported_config", staticmethod(lambda *_: (True, None)))
     for backend in ("mori_high_throughput", "mori_low_latency"):
         for eplb in (False, True):
@@ -553,7 +563,7 @@ def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog)
 def applied(
     made, layer: Layer, hidden: Tensor, scale: Tensor | None, weights: Tensor, ids: Tensor, meta=None, **options
 ):
-    """What experts put into vLLM's buffer, for tokens that vLLM has moved."""
+    """Return the output buffer of experts, for tokens that vLLM has moved."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     output = torch.full((len(hidden), HIDDEN), torch.nan, dtype=torch.bfloat16)
@@ -570,7 +580,7 @@ SPREAD = {"dp_size": 2, "use_ep": True, "ep_size": 2, "all2all_backend": "allgat
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("kind", ["block", "channel"])
 def test_tokens_come_quantized_where_the_native_experts_want_them_so(native, kind, ours, monkeypatch):
-    """And are quantized once: ours and the native ones get the values and scales that came."""
+    """They are quantized only once: the plugin's and the native experts get the received values and scales."""
     layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference if ours else lambda *_: None)
     made = modular(kind)(config(**parallel(**SPREAD)), layer.quant_config)
@@ -593,7 +603,7 @@ def test_tokens_come_quantized_where_the_native_experts_want_them_so(native, kin
 
 
 def test_room_for_more_tokens_goes_to_no_expert(native, aiters_experts, monkeypatch):
-    """As in MoRI's buffers: what lies behind the tokens that came is anything, and counts nothing."""
+    """MoRI's buffers have garbage after the received tokens, which must not count."""
     import types
 
     layer, (weights, ids), hidden = Layer("bf16"), routed(), inputs()
@@ -612,7 +622,7 @@ def test_room_for_more_tokens_goes_to_no_expert(native, aiters_experts, monkeypa
 
 
 def aiter(kind: str) -> type:
-    """Our class beside AITER's experts."""
+    """Return the plugin's class around AITER's experts."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     if kind == "bf16":
@@ -623,7 +633,7 @@ def aiter(kind: str) -> type:
 
 @pytest.mark.parametrize("kind", ROUTING)
 def test_with_aiter_asked_for_its_experts_are_the_native_ones(native, kind, monkeypatch):
-    """Weights are then prepared for AITER, and vLLM routes. Not where the shuffled order has no room for a size."""
+    """Weights are then prepared for AITER, and vLLM routes, unless the shuffled layout does not support a size."""
     select_from = unquantized_experts if kind == "bf16" else fp8_experts
     monkeypatch.setattr(native, "is_supported_config", staticmethod(lambda *_: (True, None)))
     assert select(kind) is not aiter(kind)
@@ -641,7 +651,7 @@ def test_with_aiter_asked_for_its_experts_are_the_native_ones(native, kind, monk
 
 
 def shuffled(weights: Tensor) -> Tensor:
-    """Experts' weights as AITER's shuffle_weight(weights, layout=(16, 16)) leaves them, written as AITER does."""
+    """Return experts' weights as AITER's shuffle_weight(weights, layout=(16, 16)) leaves them, by AITER's formula."""
     (n, k), step, vector = weights.shape[1:], 32, 16 // weights.element_size()
     parts = weights.view(torch.int16 if weights.element_size() == 2 else torch.uint8)
     parts = parts.view(-1, n // 16, 16, k // step, step // vector, vector).permute(0, 1, 3, 4, 2, 5).contiguous()
@@ -651,8 +661,10 @@ def shuffled(weights: Tensor) -> Tensor:
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize("kind", ["block", "channel", "bf16"])
 def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
-    """Nothing is ours until it was measured; then ours reads the weights that AITER's experts read. AITER's get the mask of this
-    rank's experts in place of the map."""
+    """The plugin serves nothing before the measurement, then reads the weights that AITER's experts read.
+
+    AITER's experts get the mask of this rank's experts in place of the map.
+    """
     ask_for_aiter(monkeypatch)
     layer, reference = Layer(kind), ops.fused_experts.reference
     here = EXPERTS // 2
@@ -702,7 +714,7 @@ def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
 
 
 class InTurn:
-    """A clock by which ours is the faster with up to four tokens."""
+    """A clock by which the plugin is faster with up to four tokens."""
 
     def times(self, calls, sets):
         for arguments in sets:
@@ -717,8 +729,10 @@ class InTurn:
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize(("form", "kind"), [*((form, kind) for form in FORMS for kind in ROUTING), ("modular", "mx")])
 def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
-    """With the layer's own weights and random routes: right experts of ours pass the check, and then serve where they are the
-    faster; those that take one expert for the next do not."""
+    """The measurement uses the layer's own weights and random routes.
+
+    Right experts pass the check, and then serve where they are faster; experts that mix up experts fail it.
+    """
     layer, reference = Layer(kind), ops.fused_experts.reference
 
     def ours(hidden, w1, w2, *others):
@@ -756,7 +770,7 @@ def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
 
 @pytest.mark.parametrize("wins", [False, True])
 def test_experts_that_ours_never_serves_are_vllms_own(native, wins, monkeypatch):
-    """Of ours vLLM still asks what they support and how much workspace they want, nothing else."""
+    """vLLM still asks the plugin's experts for their support and workspaces, and nothing else."""
     layer = Layer("block")
 
     def theirs(self, *arguments, **keywords):

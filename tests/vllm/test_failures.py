@@ -1,4 +1,4 @@
-"""What is broken at a user's ends no engine: ours is off, and a line says so."""
+"""Test that a broken installation ends no engine: the plugin's kernels are off, and a log line says so."""
 
 import os
 import pathlib
@@ -26,7 +26,7 @@ launch._executor = Broken()
 
 
 def test_no_kernel_launches(engines, expected, tmp_path):
-    """As with a driver that takes the code objects and does not run them. The user's tuned tables are no tables either."""
+    """The driver loads the code objects and does not run them. The user's tuned tables are broken as well."""
     (tmp_path / "gfx950").mkdir()
     for name, text in (("scaled_mm", b"a,b\n1,2\n"), ("fused_add_rms_norm", b"\x00\xff" * 99)):
         (tmp_path / "gfx950" / f"{name}.csv").write_bytes(text)
@@ -42,7 +42,7 @@ def test_no_kernel_launches(engines, expected, tmp_path):
 
 
 def test_a_package_that_does_not_import_ends_no_vllm():
-    """vLLM's loader of plugins says which one it was."""
+    """vLLM's plugin loader names the plugin."""
     code = """
 import sys
 class Broken:

@@ -1,5 +1,7 @@
-"""vLLM generates the same tokens with the plugin as without it with every family of models, and each layer calls the ops that its
-structure has places for."""
+"""Test that vLLM generates the same tokens with and without the plugin, for every family of models.
+
+Each layer calls the ops that its structure has places for.
+"""
 
 import collections
 import csv
@@ -15,12 +17,15 @@ from marks import FULL, full
 pytestmark = pytest.mark.slow
 
 ALWAYS = ("glm4_moe", "gemma3_text")
-"""Heads' norms and experts whose router reads the norm; norms of 1 + weight. Others run with --full."""
+"""Heads' norms, and experts whose router reads the norm; norms of 1 + weight.
+
+Others run with --full.
+"""
 RUN = [family for family in FAMILIES if FULL or family[0] in ALWAYS]
 
 
 def job(engines, family: tuple[str, str], **options) -> dict:
-    """A job; that of DeepSeek V3 predicts a token more in each step."""
+    """Return a job; DeepSeek V3's predicts one more token in each step."""
     result = engines.job(family, **options)
     if family[0] == "deepseek_v3":
         result["engine"]["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
@@ -29,13 +34,13 @@ def job(engines, family: tuple[str, str], **options) -> dict:
 
 @pytest.fixture(scope="module")
 def eager(engines) -> dict[str, dict]:
-    """vLLM with the plugin."""
+    """Return vLLM's answers with the plugin."""
     return engines.run({identity(family): job(engines, family) for family in RUN})
 
 
 @pytest.fixture(scope="module")
 def compiled(engines) -> dict[str, dict]:
-    """The same through vLLM's passes."""
+    """Return the same through vLLM's passes."""
     return engines.run({identity(family): job(engines, family, compiled=True) for family in RUN})
 
 
@@ -45,8 +50,11 @@ def without(engines) -> dict[str, dict]:
 
 
 def calls_of_a_layer(config: dict, layer: int, compiled: bool) -> dict[str, int]:
-    """Return how often each op runs in a layer in one step. In compiled models norms quantize for the linear that alone reads them, and
-    norms of heads, which are rotated, and Gemma's, which follow one another, are the compiler's."""
+    """Return how often each op runs in a layer in one step.
+
+    In compiled models, norms quantize for the linear that alone reads them. Norms of heads, which are rotated, and
+    Gemma's, which follow one another, are the compiler's.
+    """
     family = config["model_type"]
     routed, latent = checkpoints.has_experts(config, layer), "kv_lora_rank" in config
     dense = not routed or family not in ("mixtral", "qwen3_moe", "minimax_m2")  # or experts that all tokens share
@@ -57,7 +65,7 @@ def calls_of_a_layer(config: dict, layer: int, compiled: bool) -> dict[str, int]
     calls = {
         "rms_norm_dynamic_per_token_quant": 1 + (not routed) + (latent and queries),
         "rms_norm": latent,
-        "fused_add_rms_norm": routed and family not in ("glm4_moe", "minimax_m2"),  # whose routers read it in float32
+        "fused_add_rms_norm": routed and family not in ("glm4_moe", "minimax_m2"),  # these routers read it in float32
     }
     if gemma:
         calls = {"rms_norm_dynamic_per_token_quant": first} if compiled else {"rms_norm": 4 + first}
@@ -75,7 +83,10 @@ def calls_of_a_layer(config: dict, layer: int, compiled: bool) -> dict[str, int]
 
 
 def expected_calls(config: dict, compiled: bool) -> dict[str, int]:
-    """Return the calls of a generation. The last norm is vLLM's where it leaves the residual as it is."""
+    """Return the calls of a generation.
+
+    The last norm is vLLM's where it leaves the residual as it is.
+    """
     calls = collections.Counter()
     for layer in range(config["num_hidden_layers"]):
         calls.update({op: STEPS * count for op, count in calls_of_a_layer(config, layer, compiled).items()})
@@ -109,13 +120,16 @@ def test_each_layer_calls_its_ops(request, family, mode):
 
 @pytest.mark.parametrize("family", RUN, ids=identity)
 def test_each_layer_is_taken(eager, family):
-    """By the seams of its kind, but Gemma's GeGLU, which no op of ours computes, windows on CPU, and MiniMax's norms of all heads of q
-    and of k, which the model computes without a call of their layers."""
+    """The seams take every layer except unsupported ones.
+
+    These are Gemma's GeGLU, windows on CPU, and MiniMax's norms over all heads of q and of k, which the model computes
+    without a call of their layers.
+    """
     found, config = eager[identity(family)]["reach"], configuration(family)
     missed = {kind for kind, one in found.items() if one["missed"]}
     assert missed == {"mistral": {"layers of attention"}, "minimax_m2": {"norms"}}.get(family[0], set())
     routed = sum(checkpoints.has_experts(config, layer) for layer in range(config["num_hidden_layers"]))
-    drafts = config["model_type"] == "deepseek_v3"  # whose layer has experts, too
+    drafts = config["model_type"] == "deepseek_v3"  # its layer has experts, too
     assert found.get("layers of experts", {"taken": 0})["taken"] == routed + drafts
     assert found["norms"]["taken"] > config["num_hidden_layers"] and found["linear layers"]["taken"] > 0
     assert ("activations" in found) == (family[0] not in ("gemma3_text", "mixtral", "minimax_m2"))
@@ -131,10 +145,10 @@ PATTERNS = "norms and activations"
 
 
 def reached(answer: dict, steps: int) -> dict[str, str]:
-    """Return, by kind of layer, how many a seam has taken and which it has not, and the calls of a step of our norms and activations."""
+    """Return, by kind of layer, how many a seam has taken and which not, and a step's calls of norms and activations."""
     cells = {}
     for kind, one in answer["reach"].items():
-        if kind != "layers of attention":  # whose backends are others on a GPU
+        if kind != "layers of attention":  # a GPU has other backends
             missed = ", ".join(f"{count} {what}" for what, count in sorted(one["missed"].items()))
             cells[kind] = f"{one['taken']}" + (f"; vLLM's: {missed}" if missed else "")
     calls = {op: sum(kernels.values()) // steps for op, kernels in answer["stats"].items()}
@@ -149,7 +163,7 @@ def recorded_reach() -> dict[tuple[str, str], dict[str, str]]:
 
 @pytest.mark.parametrize("family", [family for family in RUN if family[0] != "deepseek_v3"], ids=identity)
 def test_reach_is_as_recorded(compiled, family):
-    """In the installed release. deepseek_v3 drafts, in a number of steps of its own."""
+    """The release is the installed one. deepseek_v3 drafts, which gives it another number of steps."""
     known = recorded_reach()
     for kind, cell in reached(compiled[identity(family)], STEPS).items():
         assert known[family[0], kind][INSTALLED] == cell
@@ -157,7 +171,7 @@ def test_reach_is_as_recorded(compiled, family):
 
 @full
 def test_reach_of_every_release_is_as_recorded(engines, tmp_path):
-    """One token of each family, through the passes of each release. Writes build/reach.csv."""
+    """One token of each family goes through the passes of each release. Writes build/reach.csv."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for release in RELEASES:
         jobs = {family[0]: engines.job(family, compiled=True, max_tokens=1) for family in FAMILIES}
@@ -178,7 +192,7 @@ COUNTED = [family for family in FAMILIES if family[0] in ("qwen3", "mixtral", "g
 
 @pytest.fixture(scope="module")
 def graphs(engines) -> dict[str, dict[str, dict[str, int]]]:
-    """By seams, then by family, what the longest piece of the compiled model would launch on a GPU."""
+    """Return, by seams and family, the launches on a GPU of the longest piece of the compiled model."""
     import kernels
 
     found = {}
@@ -195,7 +209,7 @@ def graphs(engines) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def around_linears(graph: dict[str, int]) -> dict[str, int]:
-    """The kernels that Inductor makes, and those of our norms and activations."""
+    """Return the number of Inductor's kernels, and of the plugin's norms and activations."""
     ours = {
         op.partition(".")[2]: count for op, count in graph.items() if re.search(r"\.(fused_add_)?(rms_norm|silu)", op)
     }
@@ -205,8 +219,10 @@ def around_linears(graph: dict[str, int]) -> dict[str, int]:
 @full
 @pytest.mark.parametrize("family", COUNTED, ids=identity)
 def test_kernels_of_compiled_graphs(graphs, family, capsys):
-    """Norms, activations and quantizations take as many as where Inductor has them all: nothing is copied for ours. Without fusion they are
-    Inductor's. Ours alone is a norm that only latent attention reads."""
+    """Norms, activations and quantizations need no more kernels than Inductor's: nothing is copied for the plugin.
+
+    Without fusion they are Inductor's. Only a norm that only MLA reads is the plugin's alone.
+    """
     ours, inductors, unfused = (around_linears(graphs[seams][identity(family)]) for seams in graphs)
     with capsys.disabled():
         print(f"\n{identity(family)}: {ours}, without norms and activations {inductors}, without fusion {unfused}")

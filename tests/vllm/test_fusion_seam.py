@@ -1,4 +1,4 @@
-"""When vLLM's quantizations are marked, and by whose class vLLM runs its passes."""
+"""Test when vLLM's quantizations are marked, and which class runs vLLM's passes."""
 
 import json
 import types
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("configuration")
 
 
 def quantization(mode: str, backend: str = "inductor"):
-    """vLLM's quantization per token in a model of a mode."""
+    """Return vLLM's quantization per token in a model with a compilation mode."""
     from vllm.config import CompilationMode, get_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -27,7 +27,7 @@ def quantization(mode: str, backend: str = "inductor"):
 
 
 def traced(function) -> set[str]:
-    """Return what a function of a row calls in a graph."""
+    """Return the calls of a function of a row in its graph."""
     graphs = []
 
     def backend(graph, _):
@@ -54,7 +54,7 @@ MARK = "vllm_rocm_ops.marked_quant.default"
     ],
 )
 def test_quantizations_are_marked_where_passes_run(mode, backend, marks):
-    """And only while a graph is traced."""
+    """They are marked only while a graph is traced."""
     quant, x = quantization(mode, backend), torch.ones(2, 256, dtype=torch.bfloat16)
     assert (MARK in traced(quant)) is marks
     values, scale = quant(x)
@@ -67,7 +67,7 @@ def test_nothing_is_marked_without_the_pass(monkeypatch):
 
 
 def test_what_is_measured_is_vllms():
-    """The baseline is compiled without markers and without our pass."""
+    """The baseline is compiled without markers and without the plugin's pass."""
     params = (None, None, None, None)
     kernel = types.SimpleNamespace(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
     kernel.quant_fp8.vllm_forward = kernel.quant_fp8.forward_native
@@ -76,7 +76,7 @@ def test_what_is_measured_is_vllms():
 
 @pytest.mark.parametrize("switch", ["+", "-"])
 def test_custom_ops_switch_our_subclasses_by_vllms_names(switch):
-    """`custom_ops` chooses which of vLLM's forwards runs where ours does not."""
+    """`custom_ops` chooses which of vLLM's forwards runs where the plugin's does not."""
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -100,8 +100,7 @@ def test_another_plugins_passes_are_left(monkeypatch):
 
 
 def test_a_marker_that_runs_quantizes():
-    """As where nothing runs the passes after all."""
-
+    """It runs if nothing runs the passes after all."""
     quant, x = quantization("VLLM_COMPILE"), torch.randn(3, 256).bfloat16()
     found, wanted = quant.marked(x), quant.vllm_forward(x)
     assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, wanted))
@@ -111,8 +110,11 @@ def test_a_marker_that_runs_quantizes():
 @pytest.mark.parametrize("aiter", ["0", "1"])
 @pytest.mark.parametrize("release", test_selection.ASKED)
 def test_vllms_own_fusions_find_what_is_left(release, aiter):
-    """As many as without markers, of each quantization as a custom op, as an aten chain and as AITER's, on a faked MI300X. Nor does vLLM
-    find its own fusion with groups of an aten chain."""
+    """With markers, vLLM's pass finds the same number as without, on a faked MI300X.
+
+    The quantizations are custom ops, aten chains and AITER's. vLLM does not find its own fusion with groups of an aten
+    chain.
+    """
     folders = test_selection.python_files(test_selection.RELEASES[release]), HERE.parents[1], HERE
     options = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "none"}
     output = processes.run(f"import own_fusions; own_fusions.main({aiter!r})", *folders, **options)
@@ -126,8 +128,10 @@ def test_vllms_own_fusions_find_what_is_left(release, aiter):
 @pytest.mark.parametrize("release", test_selection.ASKED)
 @pytest.mark.parametrize("asked", ["0", "1"])
 def test_vllms_pass_finds_norms_rotation_and_write_for_our_backends(release, asked):
-    """One call in their place, if asked for, on a faked MI300X; values keep their order. 0.30 names layers otherwise in its pattern than
-    in its graphs."""
+    """If enabled, one call replaces them, on a faked MI300X; values keep their order.
+
+    0.30 names layers otherwise in its pattern than in its graphs.
+    """
     folders = test_selection.python_files(test_selection.RELEASES[release]), HERE.parents[1], HERE
     options = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "none", "VLLM_ROCM_OPS_ATTENTION": asked}
     backends = ["ROCM_ATTN", "TRITON_ATTN"]

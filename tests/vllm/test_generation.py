@@ -1,4 +1,4 @@
-"""vLLM generates with the ops in it: the same tokens, the ops called exactly as often as the model has places for them."""
+"""Test that vLLM generates the same tokens with the ops, which are called once for each place in the model."""
 
 import collections
 import importlib.metadata
@@ -20,7 +20,7 @@ MODES_OF = [(m, flavour) for m, flavours in zip(MODES, (FLAVOURS, COMPILED)) for
 
 @pytest.fixture(scope="module")
 def eager(engines) -> dict[str, dict]:
-    """vLLM with the plugin, eager; also with gfx950 code, and with ops that are wrong on purpose."""
+    """Return vLLM's eager answers with the plugin, also with gfx950 code, and with deliberately wrong ops."""
     jobs = {identity(flavour): engines.job(flavour) for flavour in FLAVOURS}
     jobs["gfx950"] = engines.job(("llama", "mxfp8"), emulate="gfx950", max_tokens=EMULATED_STEPS)
     for name, (flavour, op, make) in FAULTS.items():
@@ -30,13 +30,13 @@ def eager(engines) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def compiled(engines) -> dict[str, dict]:
-    """vLLM with the plugin, compiled by Dynamo and Inductor."""
+    """Return the answers with the plugin, compiled by Dynamo and Inductor."""
     return engines.run({identity(flavour): engines.job(flavour, compiled=True) for flavour in COMPILED})
 
 
 @pytest.fixture(scope="module")
 def stock(engines) -> dict[str, dict]:
-    """vLLM without the plugin, eager."""
+    """Return the eager answers without the plugin."""
     return engines.run({identity(flavour): engines.job(flavour) for flavour in STOCK}, VLLM_PLUGINS="none")
 
 
@@ -47,16 +47,19 @@ def test_vllm_finds_the_plugin():
 
 
 def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool = False) -> dict[str, int]:
-    """Return how often each op runs in one generation: places in the model, times steps. Norms quantize in compiled models."""
+    """Return how often each op runs in one generation: places in the model, times steps.
+
+    Norms quantize in compiled models.
+    """
     model, kind = flavour
     layers = checkpoints.LLAMA["num_hidden_layers"] if model == "llama" else checkpoints.DEEPSEEK["num_hidden_layers"]
     dense = layers if model == "llama" else checkpoints.DEEPSEEK["first_k_dense_replace"]
     latent = (
         0 if model == "llama" else layers
     )  # DeepSeek's norms of the two latents, one read by a linear, one by attention
-    norms, add_norms = latent, 1 + layers - dense  # the last norm, and those in front of a router
+    norms, add_norms = latent, 1 + layers - dense  # the last norm, and those before a router
     quantized, quantized_add = 1 + latent, layers - 1 + dense
-    linears = 4 * layers + latent  # two around attention, or three; two of a feed-forward
+    linears = 4 * layers + latent  # two or three of attention, two of a feed-forward
     names = {
         "static": (
             "rms_norm_static_fp8_quant",
@@ -75,7 +78,7 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
         activation = "silu_and_mul" if kind == "mxfp8" else activation
     handed = (
         layers - dense if compiled and kind == "block" else 0
-    )  # norms in front of experts, which take hidden states quantized
+    )  # norms before experts that accept quantized hidden states
     per_step = collections.Counter({"rms_norm": norms, "fused_add_rms_norm": add_norms})
     per_step.update({norm: quantized})
     per_step.update({add_norm: quantized_add})
@@ -91,7 +94,10 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
 def test_ops_are_called(request, mode, flavour):
-    """Every norm, activation and quantized linear of the model runs our op. In compiled models no other quantizes where one can do both."""
+    """Every norm, activation and quantized linear of the model runs the plugin's op.
+
+    In compiled models, nothing else quantizes where one of these can.
+    """
     answer = request.getfixturevalue(mode)[identity(flavour)]
     off = {name for name, reason in answer["seams"].items() if reason != "on"}
     assert off == {"unquantized_linear", "rope_and_cache"}
@@ -102,7 +108,7 @@ def test_ops_are_called(request, mode, flavour):
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
 def test_tokens_are_those_of_a_plain_computation(request, expected, mode, flavour):
-    """Each token is the best one of the plain PyTorch model, which read the same tokens before it."""
+    """Each token is the best one of the plain PyTorch model, given the same tokens before it."""
     answer = request.getfixturevalue(mode)[identity(flavour)]
     agree(answer, expected(flavour, answer["tokens"]))
 
@@ -120,7 +126,7 @@ def agree(answer: dict, plain_logprobs: list[torch.Tensor], steps: int = STEPS) 
 @full
 @pytest.mark.parametrize("release", [release for release in test_selection.RELEASES if release != "0.32"])
 def test_other_releases(engines, expected, release, tmp_path):
-    """Their Python files on the installed vLLM's binaries, through their passes."""
+    """Their Python files run on the installed vLLM's binaries, through their passes."""
     flavours = [("llama", "static"), ("llama", "token"), ("llama", "mxfp8"), ("deepseek", "block")]
     jobs = {identity(flavour): engines.job(flavour, compiled=True) for flavour in flavours}
     answers = engines.run(jobs, cache=f"cache-{release}", vllm=test_selection.runnable(release, tmp_path))
@@ -135,14 +141,14 @@ EXPERTS = [flavour for flavour in FLAVOURS if flavour[0] == "deepseek"]
 
 @pytest.fixture(scope="module")
 def routed_by_vllm(engines) -> dict[str, dict]:
-    """vLLM's own routing in front of our experts."""
+    """Return the answers with vLLM's own routing before the plugin's experts."""
     jobs = {identity(flavour): engines.job(flavour) for flavour in EXPERTS}
     return engines.run(jobs, VLLM_ROCM_OPS_SEAMS="-routing_experts")
 
 
 @pytest.mark.parametrize("flavour", EXPERTS, ids=identity)
 def test_experts_answer_the_same_with_and_without_routing(routed_by_vllm, eager, flavour):
-    """Whether vLLM or our experts route, tokens and their log probabilities are the same; the op's calls tell which did."""
+    """Tokens and log probabilities are the same whether vLLM or the experts route; the op's calls tell which did."""
     theirs, ours = (answers[identity(flavour)] for answers in (routed_by_vllm, eager))
     assert theirs["tokens"] == ours["tokens"]
     torch.testing.assert_close(torch.tensor(theirs["logprobs"]), torch.tensor(ours["logprobs"]), atol=0.05, rtol=0)
@@ -171,7 +177,7 @@ EMULATED_STEPS = 3
 
 
 def all_in(stats: dict[str, dict[str, int]]) -> dict[str, int]:
-    """How often each op ran, where each ran kernels only."""
+    """Return how often each op ran, and check that each ran kernels only."""
     assert not [(op, kernel) for op in stats for kernel in stats[op] if kernel.startswith("fallback")]
     return {op: sum(counts.values()) for op, counts in stats.items()}
 
@@ -202,12 +208,12 @@ op = torch.ops.vllm_rocm_ops.unquantized_linear
 torch.ops.vllm.rocm_unquantized_gemm = torch.nn.functional.linear
 vocab_parallel_embedding.dispatch_unquantized_gemm = lambda: lambda layer, x, weight, bias=None: op(x, weight, bias)
 """
-"""As on ROCm: our kernel holds one of vLLM's, the prompts have too many tokens for ours, and ours makes the logits."""
+"""As on ROCm, the plugin's kernel holds one of vLLM's, which serves the prompts, and the plugin computes the logits."""
 
 
 @full
 def test_gfx950_code_and_vllms_kernels_share_a_model(engines, eager, expected):
-    """One compiled graph runs vLLM's kernels for the prompts and our gfx950 code after them; MX-FP8 is all ours."""
+    """One compiled graph runs vLLM's kernels for the prompts and gfx950 code after them; MX-FP8 is all the plugin's."""
     token, mx = ("llama", "token"), ("llama", "mxfp8")
     job = engines.job(token, compiled=True, emulate="gfx950", max_tokens=EMULATED_STEPS)
     shared, alone = engines.run({"it": job}, before=MANY_TOKENS_TO_VLLM)["it"], eager["gfx950"]

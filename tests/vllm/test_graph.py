@@ -1,5 +1,7 @@
-"""The pass that puts our norms and activations into vLLM's compiled graphs: what it takes, what it leaves as vLLM would have it, and what
-becomes of a residual."""
+"""Test the pass that puts the plugin's norms and activations into vLLM's compiled graphs.
+
+The tests cover what it replaces, what it leaves to vLLM, and updates of the residual.
+"""
 
 import dataclasses
 import itertools
@@ -37,7 +39,10 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def quantizer(key: str, **how):
-    """Return vLLM's quantization as a model calls it while it is traced, and as vLLM computes it. To MX-FP8 both are its op."""
+    """Return vLLM's quantization as a model calls it while traced, and as vLLM computes it.
+
+    To MX-FP8, both are its op.
+    """
     if key == MX:
         swizzled, aligned = how.get("swizzled", False), how.get("aligned", 0)
         return (lambda x, at=None: torch.ops.vllm.mxfp8_quantize(x, swizzled, aligned),) * 2
@@ -62,7 +67,10 @@ def quantizer(key: str, **how):
 
 
 def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None, **passes: bool):
-    """Trace a function and run vLLM's passes on its graph, ours among them. Return it, and the names of what it calls."""
+    """Trace a function and run vLLM's passes on its graph, the plugin's among them.
+
+    Return it, and the names of its calls.
+    """
     from vllm.compilation.passes.inductor_pass import get_pass_context, pass_context
     from vllm.config import get_current_vllm_config
     from vllm.config.utils import Range
@@ -85,7 +93,7 @@ def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None
 
 
 def called(names: list[str]) -> list[str]:
-    """Return our ops that a graph calls."""
+    """Return the plugin's ops that a graph calls."""
     return [name.split(".")[1] for name in names if name.startswith("vllm_rocm_ops.")]
 
 
@@ -98,7 +106,7 @@ def add_norm(x, residual, weight):
 
 
 def expected(key: str, x, weight, residual=None, **more):
-    """Return what our ops compute: values, scales and the residual."""
+    """Return the results of the plugin's ops: values, scales and the residual."""
     fp8, scale = torch.float8_e4m3fn, torch.tensor([0.02])
     if key == KEYS[0]:
         if residual is None:
@@ -118,7 +126,7 @@ def same(found, wanted) -> None:
 @pytest.mark.parametrize("key", [*KEYS, MX])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_norm_that_only_a_quantization_reads(key, times):
-    """Or equal ones, of two linears."""
+    """Two equal quantizations, of two linears, count as one."""
     marked, _ = quantizer(key)
     x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
 
@@ -133,7 +141,7 @@ def test_a_norm_that_only_a_quantization_reads(key, times):
 
 @pytest.mark.parametrize("key", [*KEYS, MX])
 def test_a_norm_with_a_residual(key):
-    """It updates the residual that it was given, and what reads the sum reads that."""
+    """It updates the given residual, and readers of the sum read that."""
     marked, _ = quantizer(key)
     x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
 
@@ -151,7 +159,7 @@ def test_a_norm_with_a_residual(key):
 
 
 def layers(count: int, marked):
-    """A chain of layers, each a norm with a residual and a product."""
+    """Return a chain of layers, each a norm with a residual and a GEMM."""
 
     def function(x, residual, weight, product):
         for _ in range(count):
@@ -164,7 +172,7 @@ def layers(count: int, marked):
 
 
 def test_a_chain_of_residuals():
-    """Each is updated where it lies, through all layers."""
+    """Each is updated in place, through all layers."""
     marked, _ = quantizer(KEYS[1])
     x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
     product = random(HIDDEN, HIDDEN, seed=3) / 16
@@ -190,7 +198,7 @@ READ_LATER = {
 
 @pytest.mark.parametrize("why", READ_LATER)
 def test_a_residual_that_is_not_ours_to_update(why):
-    """It is read again, shares another's memory, or is an input that somebody holds: vLLM's norm serves."""
+    """It is read again, shares memory, or is an input that somebody holds: vLLM's norm serves."""
     marked, theirs = quantizer(KEYS[1])
     x, residual, weight = random(ROWS, HIDDEN), random(ROWS, 2 * HIDDEN, seed=2), random(HIDDEN, seed=1)
 
@@ -211,7 +219,7 @@ def test_a_residual_that_is_not_ours_to_update(why):
 
 
 def test_a_residual_that_was_read_before():
-    """As a model's first layer reads it, by its first norm."""
+    """A model's first layer reads it in its first norm."""
     marked, _ = quantizer(KEYS[1])
     x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
 
@@ -229,7 +237,7 @@ def test_a_residual_that_was_read_before():
 
 
 def readers(marked, other):
-    """Return other readers of a norm, by why the norm is vLLM's then."""
+    """Return other readers of a norm, by the reason that leaves the norm to vLLM."""
     return {
         "another reader": lambda y: (*marked(y), y + 1),
         "its caller": lambda y: (*marked(y), y),
@@ -240,7 +248,7 @@ def readers(marked, other):
 
 @pytest.mark.parametrize("what", readers(None, None))
 def test_a_norm_that_others_read_is_vllms(what):
-    """So are the quantizations, as vLLM would have traced them."""
+    """The quantizations are vLLM's as well, as traced without the plugin."""
     (marked, theirs), (other, others) = quantizer(KEYS[1]), quantizer(KEYS[0])
     x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
     table = select_decomp_table()
@@ -252,7 +260,7 @@ def test_a_norm_that_others_read_is_vllms(what):
 
 @pytest.mark.parametrize("reads", ["product", "caller", "cast"])
 def test_a_norm_alone(reads):
-    """Ours where the compiler takes what reads it as a whole."""
+    """It is the plugin's if its reader is opaque to the compiler."""
     x, weight, product = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(HIDDEN, 8, seed=3)
     how = {"product": lambda y, p: y @ p, "caller": lambda y, p: y, "cast": lambda y, p: y.float() @ p.float()}
     module, names = piece(lambda x, w, p: how[reads](norm(x, w), p), x, weight, product)
@@ -262,7 +270,7 @@ def test_a_norm_alone(reads):
 
 @pytest.mark.parametrize("gates", ["product", "quantized", "mx", "pointwise"])
 def test_an_activation(gates):
-    """Alone in front of a product, with its quantization, and left where the compiler fuses it."""
+    """It is replaced alone before a GEMM, and with its quantization, and left if the compiler fuses it."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     from vllm_rocm_ops.vllm.fusion import markers
@@ -288,7 +296,7 @@ GATED = {"alone": True, "read again": False, "with a bias": False, "another quan
 
 @pytest.mark.parametrize("how", GATED)
 def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choices):
-    """One op in the place of three, by which a call is served as by the two that it replaces."""
+    """One op replaces three, and is served as the two that it replaces."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     from vllm_rocm_ops.vllm.fusion import markers
@@ -329,7 +337,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
 
 @pytest.mark.parametrize("key", [*KEYS, MX])
 def test_a_weight_of_one_plus(key):
-    """Gemma's, which vLLM's graph computes in float32."""
+    """Gemma has such weights, which vLLM's graph computes in float32."""
     marked, _ = quantizer(key)
     x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
     module, names = piece(lambda x, weight: marked(norm(x, weight.float() + 1.0)), x, weight)
@@ -356,7 +364,7 @@ def test_norms_that_are_vllms(what):
 
 @pytest.mark.parametrize("how", [{"use_ue8m0": True}, {"num_token_padding": 3}, {"tma_aligned_scales": True}], ids=str)
 def test_quantizations_that_are_vllms(how):
-    """Scales that are powers of two, and results with more rows than the input."""
+    """Their scales are powers of two, or their results have more rows than the input."""
     key = KEYS[0] if "num_token_padding" in how else KEYS[2]
     (marked, theirs), x, weight = quantizer(key, **how), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
     module, names = piece(lambda x, weight: marked(norm(x, weight)), x, weight)
@@ -365,18 +373,18 @@ def test_quantizations_that_are_vllms(how):
 
 
 def test_mx_bits_are_those_of_vllms_quantization():
-    """It is what a graph has without ours, behind our norm alone: also for groups of zeros and of the least numbers."""
+    """They equal vLLM's quantization after the plugin's norm, also for groups of zeros and of the smallest numbers."""
     (quantize, _), x, weight = quantizer(MX), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
     weight[:32], weight[32:64] = 0.0, 1e-38
     same(ops.rms_norm_mxfp8_quant(x, weight, EPSILON), quantize(ops.rms_norm(x, weight, EPSILON)))
     exact = torch.tensor([448 / 8, 450 * 8, 1.75]).repeat_interleave(32).bfloat16().expand(2, -1)
-    gate = torch.full_like(exact, 100.0)  # whose silu is itself
+    gate = torch.full_like(exact, 100.0)  # its silu is itself
     same(ops.silu_and_mul_mxfp8_quant(torch.cat((gate, exact), 1)), quantize(exact * gate))
 
 
 @pytest.mark.parametrize("how", [{"swizzled": True}, {"aligned": 64}], ids=str)
 def test_mx_scales_in_another_order_are_vllms(how):
-    """The norm alone is ours in front of vLLM's quantization, as in front of any op that the compiler takes as a whole."""
+    """Only the norm is the plugin's before vLLM's quantization, as before any op that is opaque to the compiler."""
     (quantize, _), x, weight = quantizer(MX, **how), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
     module, names = piece(lambda x, weight: quantize(norm(x, weight)), x, weight)
     assert called(names) == ["rms_norm"] and "vllm.mxfp8_quantize.default" in names
@@ -385,7 +393,7 @@ def test_mx_scales_in_another_order_are_vllms(how):
 
 @pytest.mark.parametrize("made", [{"off": frozenset({"rms_norm_mxfp8_quant"})}, {"on": frozenset({"activation"})}])
 def test_mx_norms_that_are_off(choices, made):
-    """vLLM's passes fuse none, so ours is on where they are: unless it is wrong on this GPU, or its seam is off."""
+    """vLLM's passes do not fuse MX-FP8, so the plugin's is on by default, unless it is wrong here or its seam is off."""
     quantize, _ = quantizer(MX)
     x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
 
@@ -401,7 +409,7 @@ def test_mx_norms_that_are_off(choices, made):
 
 @pytest.mark.parametrize("reads", ["product", "pointwise", "another quantization"])
 def test_an_mx_norm_with_other_readers(reads):
-    """Ours alone where the compiler takes all as a whole, else vLLM's."""
+    """The plugin's plain norm serves if all readers are opaque to the compiler, else vLLM's."""
     (quantize, _), (marked, _) = quantizer(MX), quantizer(KEYS[1])
     how = {"product": lambda y, p: (y @ p,), "pointwise": lambda y, p: (y * 2,)}
     how["another quantization"] = lambda y, p: marked(y)
@@ -436,7 +444,7 @@ PATTERN = f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat16"
     ],
 )
 def test_what_was_decided(choices, made, passes, ours):
-    """By pattern; a model's first norm goes with those that have a residual. The compile cache tells choices apart."""
+    """Choices are by pattern; a first norm follows those with a residual. The compile cache tells choices apart."""
     from vllm.config import get_current_vllm_config
 
     from vllm_rocm_ops.vllm.fusion import graph
@@ -453,7 +461,7 @@ def test_what_was_decided(choices, made, passes, ours):
 @pytest.mark.parametrize(("epsilon", "reduced"), itertools.product((1e-6, 1e-4), (True, False)))
 @pytest.mark.parametrize("key", [None, *KEYS])
 def test_what_vllm_fuses_with_an_all_reduce_is_vllms(choices, key, epsilon, reduced):
-    """A norm behind one, with an epsilon that vLLM's patterns have, alone or with a quantization that they have."""
+    """It is a norm after an all-reduce, with an epsilon of vLLM's patterns, alone or with one of their quantizations."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     choices.all_reduced = frozenset((None, quant_utils.kFp8Dynamic128Sym))
@@ -479,7 +487,7 @@ LIBRARY.impl("quantize", lambda x, out: None, "Meta")
 
 
 def test_equal_markers_are_traced_once(monkeypatch):
-    """As a model has them in every layer."""
+    """A model has them in every layer."""
     from vllm_rocm_ops.vllm.fusion import lowering
 
     traced, trace = [], lowering.trace
@@ -495,7 +503,7 @@ def test_equal_markers_are_traced_once(monkeypatch):
 
 
 def test_a_scale_that_is_computed_behind_the_norm():
-    """Ours runs behind both, unless something reads the residual between them."""
+    """The plugin's op runs after both, unless something reads the residual between them."""
     x, residual, weight, scale = (
         random(ROWS, HIDDEN),
         random(ROWS, HIDDEN, seed=2),
@@ -519,7 +527,7 @@ def test_a_scale_that_is_computed_behind_the_norm():
 
 
 def test_a_kernel_that_writes_its_argument_is_functional_again():
-    """As in the graph that vLLM's passes look at."""
+    """vLLM's passes expect such a graph."""
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 

@@ -1,4 +1,4 @@
-"""INT8 linear layers in vLLM: what ours compute, which calls they leave to vLLM's native kernel, and when they serve."""
+"""Test INT8 linear layers in vLLM: the results, the calls left to vLLM's native kernel, and when the plugin serves."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("configuration")
 
 
 class Native:
-    """What vLLM's kernels are made of here: it computes the product in float32 and keeps in `calls` how many tokens it had."""
+    """The base of vLLM's kernels here, which computes in float32 and keeps the numbers of tokens in `calls`."""
 
     supported = classmethod(lambda cls, *_: (True, None))
 
@@ -33,7 +33,7 @@ class Native:
 
 
 class Packing(Native):
-    """Leaves the weight in an order that we do not know."""
+    """A kernel that leaves the weight in an unknown order."""
 
     def process_weights_after_loading(self, layer):
         super().process_weights_after_loading(layer)
@@ -41,12 +41,15 @@ class Packing(Native):
 
 
 KINDS = {"tensors": (False, True), "fused": (False, False), "channels": (True, False), "channels static": (True, True)}
-"""Whether weights have a scale per channel, and activations a static one."""
+"""Kind -> whether weights have a scale per channel, and whether activations have a static one."""
 
 
 @pytest.fixture
 def make(monkeypatch):
-    """A function that makes a layer of a kind with its kernel, which keeps `native`, if given; and the exact weight."""
+    """Return a function that makes a layer of a kind with its kernel, and the exact weight.
+
+    The kernel keeps `native`, if given.
+    """
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
@@ -84,12 +87,12 @@ def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(make, kind):
-    """Without a kernel of vLLM's our op serves any number of tokens, in any number of dimensions, with a bias."""
+    """Without a kernel of vLLM's, the op serves any number of tokens, in any number of dimensions, with a bias."""
     require_products(*make(kind), "gemm", close)
 
 
 def test_what_was_not_measured_is_vllms(make):
-    """At any number of tokens."""
+    """This holds at any number of tokens."""
     layer, kernel, exact = make("channels", Native)
     with launch.executor(Emulator("gfx950")):
         for tokens in (1, MANY):
@@ -99,7 +102,7 @@ def test_what_was_not_measured_is_vllms(make):
 
 
 class InTurn:
-    """A clock by which ours is the faster with up to 17 tokens."""
+    """A clock by which the plugin is faster with up to 17 tokens."""
 
     def times(self, calls, sets):
         return {"ours": [1.0 if len(sets[0][0]) <= 17 else 3.0], "native": [2.0]}
@@ -111,7 +114,7 @@ class InTurn:
 @pytest.mark.parametrize("fault", [None, "scale_b", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_measured_serves(make, kind, fault, monkeypatch):
-    """A right kernel passes the check, and then serves where it is the faster; with another scale or without a bias it does not."""
+    """A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it."""
     kernel_selection.start()
     layer, kernel, _ = make(kind, Native)
 
@@ -135,7 +138,7 @@ def test_what_is_measured_serves(make, kind, fault, monkeypatch):
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_kernels_serve_where_ours_won(make, arch):
-    """The emulated kernels give what the native one gives, but for roundings of the last bit; a bias of another type is vLLM's."""
+    """Emulated kernels equal the native one, except for roundings of the last bit; a bias of another type is vLLM's."""
     kernel_selection.start()
     layer, kernel, _ = make("channels", Native)
     x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
@@ -169,7 +172,7 @@ def test_activations_with_a_zero_point_are_vllms():
 
 
 def test_vllm_chooses_the_native_kernel(make, monkeypatch):
-    """The first of its own that takes the layer."""
+    """It is the first of vLLM's own kernels that supports the layer."""
     from vllm.model_executor.kernels import linear
 
     _, kernel, _ = make("channels", Native)

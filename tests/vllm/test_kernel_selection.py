@@ -1,4 +1,4 @@
-"""Which kernel serves a call: what was timed, checked, kept and agreed on, with a clock that says what a test wants."""
+"""Test which kernel serves a call: timing, checks, records and agreement, with a fake clock."""
 
 import collections
 import contextlib
@@ -37,7 +37,10 @@ CAPTURED, MOST = (1, 8, 32, 64), 256
 
 
 class Product(native_kernel.Linear):
-    """x W^T in bf16, by an op named "product" and by vLLM. What ours does is a test's. A layer: its weight."""
+    """x W^T in bf16, by an op named "product" and by vLLM.
+
+    Tests replace `ours`. A layer is its weight.
+    """
 
     def __init__(self, name: str = "product"):
         self.op, self.ran = types.SimpleNamespace(name=name, run_kernels=self.kernel, trial=contextlib.nullcontext), []
@@ -79,7 +82,7 @@ class Product(native_kernel.Linear):
         return x[rows].float() @ arguments[1][columns].float().t()
 
     def serve(self, tokens: int) -> str:
-        """Who serves a call of so many tokens."""
+        """Return who serves a call of this many tokens."""
         self.ran.clear()
         self.run(torch.ones(tokens, K, dtype=torch.bfloat16), WEIGHTS[0])
         assert len(self.ran) == 1
@@ -90,7 +93,7 @@ WEIGHTS = [torch.randn(N, K, generator=torch.Generator().manual_seed(i)).bfloat1
 
 
 class FakeClock:
-    """Times by a function (kernel, tokens) -> samples; notes what it was asked."""
+    """A clock of times from a function (kernel, tokens) -> samples, which notes its calls."""
 
     def __init__(self, samples=lambda name, tokens: [1.0] * 5):
         self.samples, self.asked = samples, []
@@ -107,13 +110,13 @@ class FakeClock:
 
 
 def ours_wins(at) -> FakeClock:
-    """A clock by which ours is the faster at these numbers of tokens, and much the slower at others."""
+    """Return a clock by which the plugin is faster at these numbers of tokens, and much slower at others."""
     return FakeClock(lambda name, tokens: [10.0] * 3 if name == "native" else [5.0 if tokens in at else 50.0] * 3)
 
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
-    """A process with a model of three layers whose profile run was made, and nothing measured on this machine."""
+    """Start a process with a model of three layers after its profile run, with no measurements on this machine."""
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     monkeypatch.setattr(selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
     selection.forget()
@@ -122,7 +125,7 @@ def fresh(tmp_path, monkeypatch):
 
 
 def started(*kernels: Product) -> Product:
-    """The same kernels after the profile run of a new process."""
+    """Return the same kernels after the profile run of a new process."""
     selection.forget()
     selection.start()
     for one in kernels:
@@ -140,7 +143,7 @@ def file() -> "os.PathLike":
 
 
 def test_unmeasured_calls_have_the_fixed_limit(monkeypatch):
-    """Before the measurement, and without it."""
+    """The limit holds before the measurement, and without it."""
     for switch in ("1", "0"):
         monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", switch)
         product = started(Product())
@@ -150,7 +153,7 @@ def test_unmeasured_calls_have_the_fixed_limit(monkeypatch):
 
 
 def test_the_faster_kernel_serves():
-    """At what was measured; between two of these the one that is slower for us decides; above all, vLLM's."""
+    """This holds at measured sizes; between two, the one that is slower for the plugin decides; above all, vLLM serves."""
     product = started(Product())
     clock = ours_wins({8, 32, 64, 256})
     warm_up(clock)
@@ -171,7 +174,7 @@ def test_layers_of_the_model_are_walked():
 
 @pytest.mark.parametrize(("ours", "winner"), [(9.9, "native"), (9.7, "ours")])
 def test_ours_has_to_win_by_more_than_the_margin(ours, winner):
-    """And what disturbs a few samples changes nothing."""
+    """Outliers among the samples change nothing."""
     product = started(Product())
     warm_up(
         FakeClock(
@@ -204,8 +207,10 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, monkeypatch):
-    """Wherever it is wrong, for all shapes of the op and for later processes on this GPU, said once; not on another GPU, and
-    not with other code. Doctor shows it."""
+    """A kernel that is wrong at one size is off for all shapes of the op, also in later processes on this GPU.
+
+    It is logged once and shown by `doctor`. Another GPU, or other code, is not affected.
+    """
     product, other = Product(), Product("other")
     product.ours = lambda x, weight: (WRONG[fault] if len(x) == 64 else Product.ours.__get__(product))(x, weight)
     started(product, other)
@@ -234,7 +239,7 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
 
 @pytest.mark.parametrize("fails", ["native", "ours"])
 def test_a_kernel_that_fails_after_its_launch_is_the_one_to_blame(fails, caplog):
-    """As on a GPU, where the error comes when the clock waits."""
+    """On a GPU, the error comes when the clock waits."""
     product, clock, failed = Product(), ours_wins(range(MOST + 1)), []
     of = getattr(product, fails)
     setattr(product, fails, lambda *given: failed.append("illegal address") or of(*given))
@@ -252,7 +257,7 @@ def test_a_kernel_that_fails_after_its_launch_is_the_one_to_blame(fails, caplog)
 
 
 def test_a_native_kernel_that_the_sample_does_not_explain_serves(caplog):
-    """Ours cannot be judged beside it, and may as well be wrong."""
+    """The plugin's kernel cannot be judged against it, and may as well be wrong."""
     product = Product()
     product.native = lambda x, weight: product.ran.append("native") or -(x @ weight.t())
     started(product)
@@ -263,7 +268,7 @@ def test_a_native_kernel_that_the_sample_does_not_explain_serves(caplog):
 
 
 def test_memory_that_is_full_leaves_what_was_measured(caplog):
-    """And what is above it to vLLM."""
+    """Larger sizes are left to vLLM."""
     product = Product()
 
     def full(x, weight):
@@ -322,7 +327,7 @@ FORKS = multiprocessing.get_context("fork")
 
 
 def begin(target) -> multiprocessing.Process:
-    """A process that has what this one has, but for threads, which do not survive a fork."""
+    """Start a process with this one's state, except for threads, which do not survive a fork."""
 
     def alone():
         torch.set_num_threads(1)
@@ -340,18 +345,18 @@ def in_a_process(target) -> int:
 
 
 def measures(*kernels: Product) -> None:
-    """A worker's start, in which ours wins everywhere."""
+    """Start a worker in which the plugin wins everywhere."""
     started(*kernels)
     warm_up(ours_wins(range(MOST + 1)))
 
 
 def ends(status: int):
-    """What ends a process at 64 tokens, as a signal does that cannot be caught."""
+    """Return a kernel that ends the process at 64 tokens, like a signal that cannot be caught."""
     return lambda x, weight: os._exit(status) if len(x) == 64 else x @ weight.t()
 
 
 def test_a_worker_that_was_killed_while_measuring(caplog):
-    """The next one measures the same op again, behind the others, and no process is blamed any more when it comes through."""
+    """The next one measures the same op again, after the others, and clears the blame when it comes through."""
     product, other = Product(), Product("other")
 
     def killed():
@@ -377,7 +382,10 @@ def test_a_worker_that_was_killed_while_measuring(caplog):
 
 
 def test_a_worker_that_dies_again_while_measuring():
-    """Its op is off for the next, and only that; others are measured. One that was stopped by a signal that raises is not blamed."""
+    """Its op alone is off for the next; others are measured.
+
+    A worker that was stopped by a signal that raises is not blamed.
+    """
     product, other = Product(), Product("other")
 
     def dies():
@@ -422,7 +430,7 @@ def test_two_ops_that_end_a_process():
 
 
 def test_a_process_that_measures_without_end(caplog, monkeypatch):
-    """The others start with what is known, and do not measure beside it."""
+    """The others start with what is known, and do not measure at the same time."""
     monkeypatch.setattr(kernel_timing, "MOST_SECONDS_WAITING", 0.2)
     other = Product("other")
     measures(other)
@@ -466,7 +474,7 @@ def test_one_worker_of_a_machine_measures():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_agree(rank):
-    """An op is off where it is off for one of them, the first or the last; ours serves where all that measured it have it so."""
+    """An op is off if it is off for any rank; the plugin serves where it does for all ranks that measured."""
     product, other = Product(), Product("other")
     started(product, other)
     key = "product 48x64 VllmKernel"
@@ -483,7 +491,10 @@ def test_ranks_agree(rank):
 
 
 def test_ranks_agree_though_one_ran_out_of_time():
-    """Where it measured nothing the others decide, and above all that was measured the fixed limit, if ours was faster there."""
+    """The others decide where it measured nothing.
+
+    Above all measured sizes the fixed limit holds, if the plugin was faster there.
+    """
     key = "product 48x64 VllmKernel"
     for longer, ours in ((bytes([0, 1, 1, 0]), {1, 2}), (bytes([0, 1, 1, 1]), {*range(1, LIMIT + 1)})):
         product = started(Product())
@@ -494,7 +505,7 @@ def test_ranks_agree_though_one_ran_out_of_time():
 
 
 def test_ranks_stay_in_step_when_one_fails(caplog, monkeypatch):
-    """It takes part in the agreement all the same."""
+    """It still takes part in the agreement."""
     product, asked = started(Product()), []
     monkeypatch.setattr(selection, "read", lambda: None)
     warm_up(FakeClock(), lambda mine: asked.append(mine) or [mine])
@@ -518,7 +529,7 @@ def test_two_installations_have_a_file_each(tmp_path, monkeypatch):
 
 
 def test_the_machine_is_named(monkeypatch):
-    """By everything that a measurement depends on: an op that is switched off is not measured, but may be later."""
+    """Its name has all that a measurement depends on: an op that is switched off now may be measured later."""
     here = REAL_MACHINE()
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "scaled_mm")
     assert REAL_MACHINE() == here | {"disabled": "scaled_mm"}
@@ -542,7 +553,7 @@ def test_the_code_is_part_of_the_machine(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("ours", "rounds"), [(14.0, [1, 5]), (9.0, [1, 5]), (9.9, [1, 5, 10]), (16.0, [1])])
 def test_rounds_end_when_more_would_not_change_what_serves(monkeypatch, ours, rounds):
-    """A kernel that is slow at thousands of tokens would take all the time there is."""
+    """A kernel that is slow at thousands of tokens would take all the time."""
     asked = []
 
     def replays(graphs, calls, rounds=None):
@@ -573,14 +584,14 @@ def test_progress_and_one_table_are_logged(caplog, monkeypatch):
 
 
 class Watch:
-    """The time, as kernel_timing.py reads it, which measurements move on."""
+    """A fake time for kernel_timing.py, which measurements advance."""
 
     def __init__(self, monkeypatch):
         self.now, self.asked = 100.0, []
         monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: self.now)
 
     def pair(self, seconds: float):
-        """What measures a pair in so many seconds, with ours the faster."""
+        """Return a measurement of a pair that takes `seconds`, by which the plugin is faster."""
 
         def measure(one, layers, tokens, clock, marked):
             self.now += seconds
@@ -601,8 +612,10 @@ class Rows(Product):
 
 
 def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
-    """Norms have a share of it, what is measured later in the same start the rest. The next start measures what was left, which has
-    fixed limits until then."""
+    """Norms have a share of the budget, later measurements of the same start the rest.
+
+    The next start measures what was left, which has fixed limits until then.
+    """
     watch, products = Watch(monkeypatch), [Product(name) for name in "abc"]
     caplog.set_level(logging.INFO)
     for sizes in ([1, 8, 32], [64, 128, 256, 24]):
@@ -625,7 +638,7 @@ def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
 
 
 def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
-    """Ranks of a machine measure one after the other, which may not take the time of all of them."""
+    """Ranks of a machine measure one after the other, within the time of one."""
     watch, product = Watch(monkeypatch), started(Product())
 
     @contextlib.contextmanager
@@ -641,7 +654,7 @@ def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
 
 
 def test_what_is_decided_once_is_measured_whole_or_not_at_all(monkeypatch):
-    """An answer for few tokens says nothing of many."""
+    """A result for few tokens does not extend to many."""
     watch = Watch(monkeypatch)
     monkeypatch.setattr(kernel_timing, "estimate", lambda *_: (1, 3.0))
     for most, asked in ((5.9, 0), (6.0, 2)):
@@ -652,7 +665,7 @@ def test_what_is_decided_once_is_measured_whole_or_not_at_all(monkeypatch):
 
 
 def test_it_stops_in_time(monkeypatch):
-    """What was not measured by then has its fixed limit, also above what was, if ours was the faster there."""
+    """Unmeasured sizes have the fixed limit, also above measured ones, if the plugin was faster there."""
     now = iter(range(0, 10000, 2))
     monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: next(now))
     product, other = Product(), Product("other")
@@ -669,8 +682,10 @@ LIMITED = ("scaled_mm", "block_scaled_mm", "unquantized_gemm", "fused_experts")
 
 @pytest.mark.parametrize(("model", "most"), [("llama-3.1-405b-fp8", 8192), ("deepseek-v3", 8192)])
 def test_what_is_measured_in_time(model, most):
-    """By an estimate, which is meant to be too high, of vLLM's default sizes on MI300X with eight ranks: every power of two up to
-    512 tokens, large layers first, in the time that norms leave."""
+    """The estimate is conservative, for vLLM's default sizes on MI300X with eight ranks.
+
+    Every power of two up to 512 tokens is measured, large layers first, in the time that norms leave.
+    """
     arch, wanted = archs.named("gfx942"), {}
     for layer in model_layers.calls(model_config.read(model), 8):
         if layer.op.name not in LIMITED:
@@ -702,7 +717,7 @@ def test_what_is_measured_in_time(model, most):
 
 
 class One(typing.NamedTuple):
-    """A choice as it is put in order."""
+    """A choice to be put in order."""
 
     key: str
     kernels: types.SimpleNamespace
@@ -717,7 +732,7 @@ class One(typing.NamedTuple):
 
 @pytest.fixture
 def worker(monkeypatch):
-    """A wrapper of vLLM's around a worker like the one for GPUs, and what happens in it, in order."""
+    """Return a vLLM wrapper around a worker like the one for GPUs, and its events, in order."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from vllm_rocm_ops.vllm import register
@@ -750,7 +765,7 @@ def worker(monkeypatch):
 
 
 def test_when_a_worker_measures(worker):
-    """Behind vLLM's own warm-up of kernels and before graphs are captured; not where one worker alone warms up."""
+    """It measures after vLLM's own warm-up of kernels and before graphs are captured, unless one worker alone warms up."""
     wrapper, happened = worker
     assert wrapper.compile_or_warm_up_model() == "times"
     assert happened == ["vLLM's warm-up", "ours", "capture"]
@@ -761,7 +776,7 @@ def test_when_a_worker_measures(worker):
 
 
 def as_ranks(rank) -> list:
-    """What two real ranks put into a queue, in processes of their own: rank(group, queue)."""
+    """Return what two real ranks put into a queue by rank(group, queue), in new processes."""
     results = FORKS.Queue()
 
     def run(number: int, port: int):
@@ -791,7 +806,7 @@ def test_ranks_gather_and_the_first_says(caplog):
 
     def rank(group, results):
         number = group.rank_in_group
-        os.environ["VLLM_ROCM_OPS_TABLES"] += f"/{number}"  # as on machines of their own
+        os.environ["VLLM_ROCM_OPS_TABLES"] += f"/{number}"  # as on separate machines
         product = started(Product())
         with caplog.at_level(logging.INFO):
             clock = ours_wins({1, 8} if number else {1, 32})
@@ -803,7 +818,7 @@ def test_ranks_gather_and_the_first_says(caplog):
 
 
 def test_ranks_do_not_wait_for_one_that_was_killed():
-    """The other, which waits for the lock, measures in its place; the ranks then cannot agree, and their fixed limits hold."""
+    """The other, which waits for the lock, measures instead; ranks then cannot agree, and their fixed limits hold."""
 
     def rank(group, results):
         product, other = Product(), Product("other")
@@ -833,8 +848,11 @@ def test_a_vllm_that_is_otherwise_starts(caplog):
 
 
 def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
-    """One of each shape, so that it is measured too, up to the most tokens; what cannot be called is named. A layer whose shape was
-    called gets the same decision, and one that ours alone reads needs none."""
+    """One layer of each shape is called, up to the most tokens, so that it is measured, too.
+
+    Layers that cannot be called are named. A layer whose shape was called gets the same decision, and one that the
+    plugin alone reads needs none.
+    """
     from vllm_rocm_ops.vllm.selection import measured_selection
 
     product, calls = started(Product()), []
@@ -873,7 +891,7 @@ def test_a_worker_that_fails_leaves_vllm_as_it_was(worker):
 
 
 def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
-    """Both kernels add one to their input where it lies. Each is timed by its name, and ours is always called in a trial of its op."""
+    """Both kernels add one to their input in place. Each is timed by name, and the plugin's as a trial of its op."""
     ran, trials = [], []
 
     @contextlib.contextmanager
@@ -913,16 +931,21 @@ def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
 
 
 FRAMES_OF_A_STEP, FRAMES_OF_A_STEP_OF_VLLMS = 190, 120
-"""The package's Python frames in a decode step, references aside: of two layers with eight linears, five norms, two activations and two
-of attention that are ours; and where linears and activations are vLLM's. Norms are ours in a model that is not compiled."""
+"""The package's Python frames in a decode step, without references.
+
+First come two layers with eight linears, five norms, two activations and two of attention, all the plugin's; then
+with vLLM's linears and activations. Norms are the plugin's in a model that is not compiled.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, pytest.param(1.02, marks=full)])
 def test_inside_vllm(engines, expected, tmp_path, factor):
-    """A worker measures the model's own layers. A kernel of ours that is right then has the few tokens of decode, vLLM's the prompts;
-    one that is not right on this machine has none, and tokens are the plain model's all the same. Norms and activations are ours
-    where they were the faster."""
+    """A worker measures the model's own layers.
+
+    A right kernel then serves decode's few tokens, and vLLM's the prompts; a wrong one serves none, and tokens are
+    still the plain model's. Norms and activations are the plugin's if they were faster.
+    """
     flavour = ("llama", "token")
     job = engines.job(flavour, max_tokens=4, frames=True)
     before = f"import measured_on_cpu; measured_on_cpu.install({factor}, rows_win={factor == 1.0})"
@@ -959,7 +982,7 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
 
 
 def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatch):
-    """Experts of a rank get those of the others too."""
+    """Experts of a rank get the other ranks' tokens, too."""
     from types import SimpleNamespace
 
     import vllm.config

@@ -1,4 +1,4 @@
-"""The registry of what vLLM calls ops for: what commands ask of it holds for any call of an op."""
+"""Test the registry of ops that vLLM calls: what commands read from it holds for any call of an op."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from vllm_rocm_ops.vllm.kernels import KERNELS
 from vllm_rocm_ops.vllm.selection.kernel_selection import GROUP
 from vllm_rocm_ops.vllm.selection.kernel_timing import relative
 
-SHARES = {ops.scaled_mm_silu_and_mul_quant: 0.05, ops.fused_experts: 0.1}  # of an error: what they quantize themselves
+SHARES = {ops.scaled_mm_silu_and_mul_quant: 0.05, ops.fused_experts: 0.1}  # error shares: these ops quantize inside
 
 
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)

@@ -1,4 +1,4 @@
-"""Our decode in vLLM's backends of latent attention: which calls it serves, and what it gives for them."""
+"""Test the plugin's decode attention in vLLM's MLA backends: the calls it serves, and their results."""
 
 import types
 
@@ -16,7 +16,7 @@ HEADS, PAGE, SCALE = 3, 16, 0.09
 
 
 class Stock:
-    """What ours needs of vLLM's implementations."""
+    """The parts of vLLM's implementations that the plugin uses."""
 
     def __init__(self, **given):
         known = {"num_heads": HEADS, "scale": SCALE, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE}
@@ -27,7 +27,7 @@ class Stock:
 
 
 class Call:
-    """Requests of these lengths, each with so many rows."""
+    """Requests of these lengths, each with `query_len` rows."""
 
     def __init__(self, lens: list[int], query_len: int = 1, fp8: bool = False, prefills: int = 0):
         generator = torch.Generator().manual_seed(sum(lens))
@@ -49,7 +49,7 @@ class Call:
         self.layer = types.SimpleNamespace(_k_scale=torch.tensor(self.scale))
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the logarithms of sums, in float64."""
+        """Return the output and the logarithms of sums, in float64."""
         out, lse = torch.zeros(len(self.q), HEADS, LATENT).double(), torch.zeros(len(self.q), HEADS).double()
         for row, q in enumerate(self.q.double()):
             request, t = divmod(row, self.query_len)
@@ -61,7 +61,7 @@ class Call:
 
 @pytest.fixture
 def serve(configuration, monkeypatch):
-    """A function that makes an implementation and calls it; None where stock's served."""
+    """Return a function that makes and calls an implementation, and returns None if vLLM's served."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
 
     def call(one: Call, member: str = "TRITON_MLA", q=None, cache=None, **given):
@@ -82,7 +82,7 @@ def serve(configuration, monkeypatch):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("lens", "query_len"), [((33, 1, 50), 1), ((20, 3, 49), 3)])
 def test_decode_rows_are_ours(serve, member, fp8, lens, query_len):
-    """Queries in two parts, which lie apart, or in one tensor."""
+    """Queries have two parts, in separate tensors or in one."""
     one = Call(list(lens), query_len, fp8)
     for q in (None, one.q.contiguous()):
         out, lse = serve(one, member, q)
@@ -99,7 +99,7 @@ def test_rows_that_pad_a_graph_have_no_keys(serve):
 
 
 def test_single_rows_beside_prefills_are_ours(serve):
-    """More of a request are not: they may be of different lengths."""
+    """Requests with several rows are vLLM's: they may have different lengths."""
     one = Call([33, 20], prefills=1)
     out, _ = serve(one)
     assert (out.double() - one.expected()[0]).abs().max() < 0.03
@@ -110,7 +110,7 @@ def test_single_rows_beside_prefills_are_ours(serve):
 
 
 def test_a_cache_that_is_split_over_gpus(serve):
-    """Ours gives the logarithms with which parts are merged, of single rows."""
+    """The plugin returns the logarithms for merging, for single rows."""
     one = Call([33, 20])
     _, lse = serve(one, dcp_world_size=2)
     assert lse.dtype == torch.float32
@@ -135,7 +135,7 @@ def test_calls_with_what_our_op_lacks_stay_stock(serve, monkeypatch):
 
 
 def test_queries_that_are_cut_on_the_device_stay_stock(serve, monkeypatch):
-    """The host then does not know their lengths, and rows of one request may stand where another's are."""
+    """The host then does not know their lengths, and rows of one request may be in another's places."""
     config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(cudagraph_mode=None),
         speculative_config=types.SimpleNamespace(enable_adaptive_verification=True),
@@ -157,7 +157,7 @@ def test_parts_are_constant_where_bits_may_not_depend_on_the_batch(serve, monkey
 
 
 def test_backends_are_checked(configuration, monkeypatch):
-    """And found by vLLM's registry."""
+    """vLLM's registry finds them."""
     monkeypatch.setattr("vllm.v1.attention.backends.registry._ATTN_OVERRIDES", {})
     attention_backends.probe(latent_attention.BACKENDS)
     monkeypatch.setattr(latent_attention.LatentImpl, "METHOD", ("forward_mqa", "q"))

@@ -1,4 +1,4 @@
-"""One launch between latent attention's first projection and its scores: which layers have it, when it serves, and what it gives."""
+"""Test the fused launch between MLA's first projection and its scores: its layers, when it serves, and its results."""
 
 import contextlib
 import types
@@ -31,8 +31,10 @@ MODELS = {"with a latent of queries": ("deepseek", "block"), "without": ("deepse
 
 @pytest.fixture(scope="module")
 def generated(engines) -> dict[str, dict]:
-    """Models with our launch and without, compiled and eager, by vLLM's CPU engine; each generates twice, the second time with its weights
-    loaded again."""
+    """Return models with the plugin's launch and without, compiled and eager, by vLLM's CPU engine.
+
+    Each generates twice, the second time with its weights loaded again.
+    """
     jobs = {}
     for whose, switch in {"ours": "1", "stock": "0"}.items():
         for name, flavour in {**MODELS, "eager": ("deepseek", "bf16")}.items():
@@ -46,7 +48,7 @@ def generated(engines) -> dict[str, dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, "eager"])
 def test_tokens_are_stock_vllms(generated, name):
-    """A launch for each layer and step is in the place of its norms; other norms and quantizations are as many as before."""
+    """One launch per layer and step replaces its norms; the counts of other norms and quantizations stay."""
     ours, stock = generated[f"{name} ours"], generated[f"{name} stock"]
     assert ours["tokens"] == stock["tokens"] and ours["then"] == stock["then"]
 
@@ -101,7 +103,7 @@ def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):
-    """Beside vLLM's compiled graph of the same, decided once for all numbers of tokens. What is wrong here is off."""
+    """It is compared with vLLM's compiled graph, once for all numbers of tokens. A wrong launch is off."""
     answers, records = measured
     [record], stats = records[what], answers[what]["stats"]
     key = f"{OP.name} 128+512+64 bfloat16 auto block {kernel_selection.COMPILED}"
@@ -117,7 +119,7 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
 
 
 class Layer(torch.nn.Module):
-    """What ours needs of vLLM's layer."""
+    """The parts of vLLM's layer that the plugin uses."""
 
     rocm_ops_front = indexer = None
     fuse_qkv_rmsnorm = is_sparse = False
@@ -133,7 +135,7 @@ class Layer(torch.nn.Module):
         self.q_b_proj = (Linear(key, q) if key else torch.nn.Linear(q, 8)) if q else None
         for norm in filter(None, (self.q_a_layernorm, self.kv_a_layernorm)):
             norm.weight.data = torch.linspace(0.5, 2, len(norm.weight)).bfloat16()
-            norm.vllm_forward = norm.forward_native  # which compiles nothing
+            norm.vllm_forward = norm.forward_native  # it compiles nothing
         table = rotation.cos_sin(64, ROPE, torch.bfloat16, torch.Generator().manual_seed(0))
         self.rotary_emb = types.SimpleNamespace(cos_sin_cache=table, is_neox_style=False, forward_native=self.rotate)
         self.mla_attn = types.SimpleNamespace(
@@ -183,7 +185,7 @@ KEYS = {
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("kind", [*KEYS, "none"])
 def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
-    """The emulated one: as near to the exact values as theirs in q, kv, k_pe and the cache, of scales in both orders."""
+    """The emulated kernel is as close to exact q, kv, k_pe and cache as vLLM's, with scales in both orders."""
     layer = Layer(KEYS.get(kind), None if kind == "none" else Q, fp8)
     for is_column_major in (False, True) if kind == "block" else (False,):
         if layer.q_b_proj is not None:
@@ -202,7 +204,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
 @pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("part", ["q", "kv", "k_pe", "cache"])
 def test_each_result_is_checked(part, monkeypatch):
-    """Ours is off where one of its results is."""
+    """The launch is off if any of its results is wrong."""
     one = latent_front.Front(Layer(), kernel_selection.COMPILED)
 
     def wrong(*arguments):
@@ -249,7 +251,7 @@ def test_what_is_not_served(what):
 
 @pytest.fixture
 def found(configuration, monkeypatch):
-    """A function that returns the launches in a model, or whether its layer is left to vLLM."""
+    """Return a function for the launches in a model, or for whether its layer is left to vLLM."""
     from vllm import config as vllm_config
 
     def fronts(layer: Layer, compiles: bool = True, splits: bool = True, fused: bool = False) -> list:
@@ -268,7 +270,10 @@ def found(configuration, monkeypatch):
 
 
 def test_where_it_may_serve(found):
-    """Of compiled models, or forced; not where vLLM's pass fuses the rotation with the write. The kernels must take the sizes."""
+    """It serves compiled models, or if forced, and not where vLLM's pass fuses rotation and write.
+
+    The kernels must support the sizes.
+    """
     [one] = found(Layer())
     assert one.key.endswith(" block compiled") and not one.runs_unmeasured()
     assert found(Layer(), compiles=False) == []
@@ -283,7 +288,7 @@ def test_where_it_may_serve(found):
 
 
 def test_kernels_must_take_the_sizes(found, monkeypatch):
-    """As on a GPU, where they are asked."""
+    """On a GPU, the kernels are asked."""
     arch = archs.named("gfx942")
     monkeypatch.setattr(seam, "arch_here", lambda platform: arch.name)
     monkeypatch.setattr("vllm_rocm_ops.vllm.linear.native_kernel.launches.not_loaded", lambda *_: "")
@@ -306,7 +311,7 @@ class Projection(torch.nn.Module):
 
 
 class Whole(Layer):
-    """A layer with its projections, as of_wrapper takes it."""
+    """A layer with its projections, as of_wrapper expects it."""
 
     v_head_dim, g_proj = 8, None
 
@@ -332,7 +337,7 @@ class Whole(Layer):
 
 @pytest.mark.parametrize(("kind", "fp8"), [("", False), ("block", True), ("none", False)])
 def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
-    """Attention gets rotated queries and what our op made, and q_b_proj its quantized result."""
+    """Attention gets rotated queries and the op's results, and q_b_proj its quantized result."""
     generator, seen = torch.Generator().manual_seed(1), {}
     layer = latent_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
     layer.rocm_ops_front = one = latent_front.Front(layer, kernel_selection.EAGER)
@@ -393,7 +398,7 @@ def test_the_choice_is_the_layers():
 
 @pytest.mark.usefixtures("configuration")
 def test_a_run_without_a_cache_writes_none():
-    """As vLLM's profile run, which has no slots."""
+    """vLLM's profile run has no slots."""
     one = latent_front.Front(layer := Layer(), kernel_selection.COMPILED)
     qkv, *_ = one.inputs(3, 0)
     _, kv, k_pe, _ = one.outputs(qkv)
@@ -407,7 +412,7 @@ def test_a_run_without_a_cache_writes_none():
 
 @pytest.mark.usefixtures("configuration")
 def test_vllm_splits_a_model_at_our_op():
-    """Where it does at its own write of the cache, once."""
+    """It splits once, where it would at its own cache write."""
     from vllm.config import CompilationConfig
 
     assert "latent_norms" in seam.active()
@@ -421,7 +426,7 @@ def test_vllm_splits_a_model_at_our_op():
 
 
 def test_another_layer_is_not_replaced(monkeypatch):
-    """The seam is off, and says so, where vLLM's layer or its write of the cache is another."""
+    """The seam is off, and says so, if vLLM's layer or its cache write is another."""
     active = [*seam.NAMES]
     monkeypatch.setattr(seam, "active", lambda: active)
     from vllm.model_executor.custom_op import op_registry_oot

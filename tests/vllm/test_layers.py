@@ -1,4 +1,4 @@
-"""Our RMSNorm and SiluAndMul as vLLM's layers: what they take, what they leave to vLLM, and what they hand over."""
+"""Test the plugin's RMSNorm and SiluAndMul as vLLM's layers: what they serve, leave to vLLM, and hand over."""
 
 import pathlib
 
@@ -33,7 +33,7 @@ def norm(dtype: torch.dtype = torch.bfloat16, **options):
 
 
 def gemma_norm():
-    """vLLM's norm of 1 + weight."""
+    """Return vLLM's norm of 1 + weight."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
     layer = GemmaRMSNorm(HIDDEN).bfloat16()
@@ -42,7 +42,7 @@ def gemma_norm():
 
 
 def linear(key: str, **attributes) -> torch.nn.Module:
-    """What a layer of vLLM's looks like to a producer of its input: one linear, named `linear` in its parent."""
+    """Return a stand-in for vLLM's layer of one linear, named `linear` in its parent, as its input's producer sees it."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     parent = torch.nn.Module()
@@ -52,7 +52,7 @@ def linear(key: str, **attributes) -> torch.nn.Module:
 
 
 def test_norm_adds_to_the_residual_in_place():
-    """The op is called, and the residual that comes back is the one that went in."""
+    """The op is called, and returns the given residual."""
     layer, x, residual = norm(), random(ROWS, HIDDEN), 2 * random(ROWS, HIDDEN)
     expected = layer.vllm_forward(x.clone(), residual.clone())
     out, returned = layer(x, residual)
@@ -63,15 +63,17 @@ def test_norm_adds_to_the_residual_in_place():
 
 
 def heads_of(qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """The first heads in the output of a wider projection."""
+    """Return the first heads in the output of a wider projection."""
     return qkv[:, : heads * HIDDEN].unflatten(-1, (heads, HIDDEN))
 
 
 @pytest.mark.parametrize("arch", [None, "gfx942"])
 @pytest.mark.parametrize("one_plus", [False, True])
 def test_norm_of_heads_in_a_wider_row(arch, one_plus):
-    """Queries are normalized head by head inside the output of a wider projection, whether they are all of it, some or one. Elements
-    that do not lie side by side are vLLM's."""
+    """Queries are normalized per head inside the output of a wider projection: all of it, some heads or one.
+
+    Rows with strided elements are vLLM's.
+    """
     layer, qkv = gemma_norm() if one_plus else norm(), random(ROWS, 4 * HIDDEN)
     with launch.executor(arch and Emulator(arch)):
         for x in (heads_of(qkv, 2), heads_of(qkv, 1), heads_of(qkv, 4), heads_of(qkv, 3)[:1]):
@@ -93,7 +95,7 @@ def test_a_residual_that_is_not_in_rows_is_vllms():
 
 
 def test_what_is_traced_is_vllms(configuration):
-    """A norm is a node of vLLM's IR then, which graph.py replaces, and nothing of ours."""
+    """A norm is then a node of vLLM's IR, which graph.py replaces, and nothing of the plugin."""
     layer, graphs = norm(), []
 
     def backend(graph, _):
@@ -108,7 +110,7 @@ def test_what_is_traced_is_vllms(configuration):
 
 
 def test_norm_of_one_plus_weight():
-    """Ours; with a residual, which vLLM's leaves as it is, vLLM's."""
+    """It is the plugin's; with a residual, which vLLM leaves unchanged, vLLM's."""
     layer, x, residual = gemma_norm(), random(ROWS, HIDDEN), random(ROWS, HIDDEN)
     torch.testing.assert_close(layer(x), layer.vllm_forward(x), atol=0.04, rtol=0.01)
     assert vllm_rocm_ops.stats().keys() == {"rms_norm"}
@@ -118,7 +120,7 @@ def test_norm_of_one_plus_weight():
 
 
 def made_again(monkeypatch, module, name: str, keys: tuple):
-    """vLLM's layer of a name, with a seam installed where kernels make only the results of these keys."""
+    """Return vLLM's layer of a name, with a seam installed for which kernels make only these results."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     from vllm_rocm_ops.vllm.fusion import fused_quant
@@ -130,7 +132,7 @@ def made_again(monkeypatch, module, name: str, keys: tuple):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_without_kernels_layers_are_vllms(monkeypatch, plain):
-    """Where kernels are missing or switched off. An activation with a linear then hands over a plain result."""
+    """Kernels are missing or switched off. An activation with a linear then hands over a plain result."""
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.activation import SiluAndMul
 
@@ -153,7 +155,7 @@ def natives() -> list[str]:
 
 
 def groups_of(x, group_size, column_major_scales, use_ue8m0):
-    """vLLM's quantization in groups, which is for GPUs only, in PyTorch."""
+    """Quantize in groups as vLLM does on GPUs, in PyTorch."""
     assert not use_ue8m0
     data, scale = quantization.per_token(x.float().unflatten(-1, (-1, group_size)), torch.float8_e4m3fn, None)
     scale = scale.view(len(x), -1)
@@ -163,8 +165,10 @@ def groups_of(x, group_size, column_major_scales, use_ue8m0):
 @pytest.mark.parametrize("name", natives())
 @pytest.mark.parametrize(("shape", "one_plus"), [((3,), False), ((2, 3), False), ((2, 3), True)], ids=str)
 def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monkeypatch):
-    """With the results of the op's reference, but for rounding, where they should be, and the residual in place. Rows may lie
-    apart. Without AVX-512 vLLM rounds sums toward zero."""
+    """vLLM's results equal the reference, except for rounding, and update the residual in place.
+
+    Rows may be strided. Without AVX-512, vLLM rounds sums toward zero.
+    """
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
     from vllm_rocm_ops.vllm.fusion import native_rows
@@ -201,7 +205,7 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monke
 
 
 def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
-    """And on CPU their references."""
+    """On CPU they have their references."""
     from vllm.platforms import current_platform
 
     from vllm_rocm_ops.vllm.fusion import native_rows
@@ -213,7 +217,7 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
     native_rows.install(native_rows.NORMS)
     native_rows.install(native_rows.ACTIVATIONS)
     with launch.executor(Emulator("gfx942")):
-        x = random(ROWS, 2 * HIDDEN)[:, ::2]  # rows that no kernel takes
+        x = random(ROWS, 2 * HIDDEN)[:, ::2]  # rows that no kernel supports
         wanted = ops.rms_norm.native(x, random(HIDDEN), 1e-6, False)
         assert torch.equal(ops.rms_norm(x, random(HIDDEN), 1e-6), wanted)
     assert all(getattr(ops, name).native for name in natives())
@@ -221,7 +225,7 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_which_results_kernels_make(monkeypatch, arch):
-    """All that there are, on the GPUs that there is code for, unless switched off."""
+    """On GPUs with code objects these are all results, unless switched off."""
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
@@ -244,7 +248,7 @@ class NoBinary:
 
 
 def test_kernels_that_do_not_load_are_none(monkeypatch):
-    """Asked in a process that has initialised its GPU, as where weights are put in an order that vLLM's kernels do not read."""
+    """The process has initialized its GPU, as when weights are reordered into a layout that vLLM's kernels do not read."""
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     monkeypatch.setattr(seam, "arch_here", lambda _: "gfx950")
@@ -276,14 +280,14 @@ def test_norm_leaves_the_rest_to_vllm(options, dtype):
 
 
 def test_batch_invariance_is_vllms(monkeypatch):
-    """Our split of a row over blocks depends on the number of rows, so VLLM_BATCH_INVARIANT keeps vLLM's norm."""
+    """The plugin's split of a row over blocks depends on the number of rows, so VLLM_BATCH_INVARIANT keeps vLLM's norm."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer = norm()
     assert layer._forward_method == layer.vllm_forward
 
 
 def test_activation():
-    """SwiGLU runs our op; fp32 runs vLLM's own forward."""
+    """SwiGLU runs the plugin's op; fp32 runs vLLM's own forward."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     layer, x = SiluAndMul(), random(ROWS, 2 * HIDDEN)
@@ -302,7 +306,7 @@ KINDS = {
 
 
 def restored(quantized) -> torch.Tensor:
-    """What a linear reads in a quantized activation, in fp32."""
+    """Return what a linear reads in a quantized activation, in fp32."""
     scale = quantized.scale
     if scale.dim() == 2 and scale.shape[1] > 1:
         scale = scale.repeat_interleave(128, 1)
@@ -311,7 +315,7 @@ def restored(quantized) -> torch.Tensor:
 
 @pytest.mark.parametrize("key", KINDS)
 def test_activation_hands_over_quantized(key):
-    """An activation gives its linear e4m3, within e4m3's rounding of the plain result, in the scales it asks for."""
+    """An activation hands its linear e4m3 with the requested scales, within e4m3's rounding of the plain result."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     layer, x = SiluAndMul(), random(ROWS, 2 * HIDDEN)
@@ -337,7 +341,7 @@ def check(quantized, plain: torch.Tensor, key: str) -> None:
 
 
 def test_an_adapter_gets_unquantized_input():
-    """LoRA wraps a linear after its activation knows it; its layer needs the activation itself."""
+    """LoRA wraps a linear after its activation knows it; its layer needs the plain activation."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     layer, parent = SiluAndMul(), linear("kFp8DynamicTokenSym")

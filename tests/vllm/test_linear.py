@@ -1,4 +1,4 @@
-"""Our linear kernels in vLLM: what they compute, which calls they leave to vLLM's native kernel, and how."""
+"""Test the plugin's linear kernels in vLLM: their results, and the calls they leave to vLLM's native kernel."""
 
 import importlib
 import types
@@ -35,8 +35,10 @@ pytestmark = pytest.mark.usefixtures("configuration")
 
 
 class Native:
-    """Makes a kernel class of vLLM's: it answers with zeros, keeps what it was asked in `calls`, and does not prepare weights
-    otherwise than its base class."""
+    """Make subclasses of vLLM's kernel classes that return zeros, and keep their calls in `calls`.
+
+    Weights are prepared as in the base class.
+    """
 
     @classmethod
     def of(cls, base: type) -> type:
@@ -53,7 +55,7 @@ class Native:
 
 
 class MxStock(Native):
-    """Merges scales, as vLLM's kernel for gfx950 does where 32 rows share theirs."""
+    """A kernel that merges scales, as vLLM's kernel for gfx950 does when 32 rows share one."""
 
     def process_weights_after_loading(self, layer):
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data[::32].contiguous(), requires_grad=False)
@@ -76,9 +78,10 @@ KINDS = {
 
 @pytest.fixture
 def make(monkeypatch):
-    """A function that makes a layer of a kind with its kernel, which keeps `native`, if given, as on ROCm; and the layer's
-    exact weight, in fp32."""
+    """Return a function that makes a layer of a kind with its kernel, as on ROCm, and the exact weight in fp32.
 
+    The kernel keeps `native`, if given.
+    """
     monkeypatch.setattr(native_kernel, "_kernels", {})
     monkeypatch.setattr(kernel_timing, "MOST_SECONDS", 1000.0)  # the references of a busy CPU take their time
 
@@ -147,13 +150,13 @@ OPS = dict.fromkeys(KINDS, "scaled_mm") | {"block": "block_scaled_mm", "mxfp8": 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(make, kind):
-    """Without a kernel of vLLM's, our op serves any number of tokens, in any number of dimensions, with a bias."""
+    """Without a kernel of vLLM's, the op serves any number of tokens, in any number of dimensions, with a bias."""
     require_products(*make(kind), OPS[kind], close)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_tokens_are_ours_and_many_are_vllms(make, kind):
-    """The native kernel gets just what it would get without us; nothing else of ours runs then."""
+    """The native kernel gets the arguments it would get without the plugin, of which nothing else runs."""
     layer, kernel, exact = make(kind, Native)
     x = random(FEW, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
@@ -172,8 +175,10 @@ def test_few_tokens_are_ours_and_many_are_vllms(make, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", [None, "gfx942", "gfx950"])
 def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
-    """Our op's PyTorch reference never runs where vLLM has a kernel: without code for the device, for e4m3fn on gfx942,
-    and switched off on gfx950."""
+    """The op's PyTorch reference never runs if vLLM has a kernel.
+
+    This holds without code for the device, for e4m3fn on gfx942, and with the op switched off on gfx950.
+    """
     if arch == "gfx950":
         monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", OPS[kind])
     layer, kernel, _ = make(kind, Native)
@@ -185,7 +190,7 @@ def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
 
 
 def test_what_our_op_refuses_is_vllms(make):
-    """A bias of another dtype breaks our contract, but perhaps not that of vLLM's kernel."""
+    """A bias of another dtype breaks the op's contract, but perhaps not the contract of vLLM's kernel."""
     layer, kernel, _ = make("channel", Native)
     with launch.executor(Emulator("gfx950")):
         kernel.apply_weights(layer, random(FEW, K).bfloat16(), torch.zeros(N))
@@ -196,7 +201,7 @@ def test_what_our_op_refuses_is_vllms(make):
 
 @pytest.mark.parametrize("kind", ["static", "channel", "block"])
 def test_quantized_input_is_taken(make, kind):
-    """A layer says which quantized input it takes, and an input in that form is not quantized again."""
+    """A layer states the quantized input it accepts, and such an input is not quantized again."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
     from vllm_rocm_ops.vllm.fusion import fused_quant
@@ -226,7 +231,7 @@ def test_batch_invariant_layers_take_no_quantized_input(make, kind, monkeypatch)
 
 
 class Shuffling(Native):
-    """Leaves the weight as AITER's kernels for tuned shapes do."""
+    """A kernel that leaves the weight as AITER's kernels for tuned shapes do."""
 
     def process_weights_after_loading(self, layer):
         rows = layer.weight.data.t()
@@ -234,22 +239,24 @@ class Shuffling(Native):
 
 
 class Untransposing(Native):
-    """Leaves the weight as AITER's kernel for any shape does."""
+    """A kernel that leaves the weight as AITER's kernel for any shape does."""
 
     def process_weights_after_loading(self, layer):
         layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
 
 
 class Repacking(Native):
-    """Leaves the weight in an order that we do not know."""
+    """A kernel that leaves the weight in an unknown order."""
 
     def process_weights_after_loading(self, layer):
         layer.weight = torch.nn.Parameter(layer.weight.data.t().flip(0), requires_grad=False)
 
 
 class ShufflingInPlace(Native):
-    """Shuffles as AITER's kernel for hipBLASLt does: what it makes has the shape and strides of the parameter, into which
-    vLLM 0.33's `replace_parameter` then copies it."""
+    """A kernel that shuffles as AITER's kernel for hipBLASLt does.
+
+    The result has the shape and strides of the parameter, into which vLLM 0.33's `replace_parameter` then copies it.
+    """
 
     def process_weights_after_loading(self, layer):
         rows = layer.weight.data.t()
@@ -257,7 +264,7 @@ class ShufflingInPlace(Native):
 
 
 class RepackingInPlace(Native):
-    """Leaves the weight in an order that we do not know, in the parameter that it was in."""
+    """A kernel that leaves the weight in an unknown order, in its parameter."""
 
     def process_weights_after_loading(self, layer):
         layer.weight.data.copy_(layer.weight.data.flip(1))
@@ -265,7 +272,7 @@ class RepackingInPlace(Native):
 
 @pytest.mark.parametrize("native", [Shuffling, ShufflingInPlace, Untransposing, Repacking, RepackingInPlace])
 def test_the_weight_is_read_as_vllms_kernel_left_it(make, native):
-    """In its rows, in fragments, or, if in any other order, not at all."""
+    """It is read in rows, in fragments or, in any other order, not at all."""
     layer, kernel, exact = make("channel", native)
     x = random(FEW, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
@@ -294,7 +301,7 @@ def test_weights_are_shuffled_only_for_kernels_that_are_there(make, kind, arch, 
 
 
 def tensors_of(thing, seen: set[int]) -> list[torch.Tensor]:
-    """All tensors that an object keeps, in attributes of attributes too."""
+    """Yield all tensors that an object keeps, also in nested attributes."""
     if id(thing) in seen or isinstance(thing, type):
         return []
     seen.add(id(thing))
@@ -317,7 +324,7 @@ def test_layers_keep_nothing_but_their_weights(make, kind, native):
 
 
 class Storages(TorchDispatchMode):
-    """Notes the largest storage that is allocated."""
+    """A mode that records the largest allocated storage."""
 
     largest = 0
 
@@ -331,7 +338,7 @@ class Storages(TorchDispatchMode):
 
 @pytest.mark.parametrize("padding", [0, 16])
 def test_no_weight_is_held_twice(padding, monkeypatch):
-    """Neither while its order is told nor while it is put in another, which leaves it where it was, without its padding."""
+    """Detecting and changing its order needs no second copy, and the weight keeps its address, without its padding."""
     monkeypatch.setattr(native_kernel, "PART_BYTES", 32 * K)
     weight = torch.zeros(N, K + padding, dtype=FP8)[:, :K].copy_(random(N, K))
     wanted = shuffle_weight(weight)
@@ -346,7 +353,7 @@ def test_no_weight_is_held_twice(padding, monkeypatch):
 
 
 def test_one_changed_byte_is_seen():
-    """Wherever it is, as is a row or a column in another's place."""
+    """The byte may be anywhere, and so may a row or a column in another's place."""
     weight = random(N, K).to(FP8)
     before = native_kernel.Digest.of(weight)
     for row, column in ((0, 0), (N - 1, K - 1), (37, 101)):
@@ -358,7 +365,7 @@ def test_one_changed_byte_is_seen():
 
 
 class PowersOfTwo(Native):
-    """Leaves scales in e8m0, as vLLM's Triton kernel does, which widens them in every call."""
+    """A kernel that leaves scales in e8m0, like vLLM's Triton kernel, which widens them in every call."""
 
     def process_weights_after_loading(self, layer):
         scale = layer.weight_scale_inv.data.to(torch.float8_e8m0fnu)
@@ -366,7 +373,7 @@ class PowersOfTwo(Native):
 
 
 def test_e8m0_scales_of_weights_are_widened_once(make):
-    """Before the first call, for our kernel and vLLM's."""
+    """This happens before the first call, for the plugin's kernel and vLLM's."""
     layer, kernel, _ = make("block", PowersOfTwo)
     scale = layer.weight_scale_inv
     assert scale.dtype == torch.float32 and scale.equal(scale.to(torch.float8_e8m0fnu).float())
@@ -382,7 +389,7 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
-    """Then ours serves every number of tokens; but a weight that latent attention or DeepSeek V4 reads stays as it is."""
+    """The plugin then serves every number of tokens; a weight that MLA or DeepSeek V4 reads stays as it is."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
     layer, kernel, exact = make(kind, Native)
@@ -403,7 +410,7 @@ def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypatch):
-    """In a start before, up to the most tokens of this one, by a measurement that still holds. The graph's cache knows of it."""
+    """An earlier start measured all sizes of this one, and its result still holds. The graph's cache key includes it."""
     from vllm.config import get_current_vllm_config
 
     from vllm_rocm_ops.vllm.guards import compile_cache
@@ -444,7 +451,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
 
 
 def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torch.nn.Module, object]:
-    """A layer and its kernel in a process that got the prepared tensors from another, as from vLLM's weight cache."""
+    """Return a layer and its kernel in a process that got prepared tensors from another, as from vLLM's weight cache."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
     from vllm.model_executor.utils import weights_already_processed
 
@@ -468,7 +475,7 @@ def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torc
     ("kind", "native"), [("channel", Native), ("channel", ShufflingInPlace), ("channel", Repacking), ("block", Native)]
 )
 def test_weights_that_another_process_prepared(make, kind, native, shuffle, monkeypatch):
-    """Are read in the order that they were left in, and the layer says which quantized input it takes."""
+    """They are read in the order they were left in, and the layer states the quantized input it accepts."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", shuffle)
@@ -489,7 +496,7 @@ def test_weights_that_another_process_prepared(make, kind, native, shuffle, monk
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_of_unknown_order_are_vllms(make, kind):
-    """A process without the plugin does not say how it left them; nor does one before it prepared them."""
+    """A process without the plugin does not record the order; nor does one that has not prepared them."""
     layer, kernel, _ = make(kind, Native)
     other, made = handed_on(layer, kernel, marked=False)
     assert made.order is None
@@ -500,7 +507,7 @@ def test_weights_of_unknown_order_are_vllms(make, kind):
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
-    """An engine whose seams are off does not read what a weight cache shuffled for ours."""
+    """An engine whose seams are off does not read weights from a cache that are shuffled for the plugin."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
     layer, _, _ = make(kind, Native)
@@ -510,7 +517,7 @@ def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
 
 @pytest.mark.parametrize("native", [Native, ShufflingInPlace])
 def test_weights_that_are_loaded_again(make, native, monkeypatch):
-    """Are prepared again, as the first time."""
+    """They are prepared as the first time."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
     layer, kernel, exact = make("channel", native)
@@ -523,7 +530,7 @@ def test_weights_that_are_loaded_again(make, native, monkeypatch):
 
 
 def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
-    """We would not know what it makes of its input, and so do not stand before it."""
+    """The plugin does not know how it uses its input, and so does not replace it."""
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 
     own = type("Own", (FP8ScaledMMLinearKernel,), {"apply_weights": lambda self, layer, x, bias=None: x})
@@ -532,14 +539,14 @@ def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
 
 
 def test_batch_invariance_is_left_to_vllm(monkeypatch):
-    """Our sums depend on the number of tokens."""
+    """The plugin's sums depend on the number of tokens."""
     assert native_kernel.Keeping.is_supported() == (True, None)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert native_kernel.Keeping.is_supported() == (False, "is not batch invariant")
 
 
 def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
-    """Whether in an `apply_weights` of its own, or behind the one that both have."""
+    """It quantizes in its own `apply_weights`, or behind the inherited one."""
     _, kernel, _ = make("block", Native)
     native, base = type(kernel.native), type(kernel.native).__bases__[-1]
     assert native_kernel.can_keep(native, base)[0]
@@ -549,7 +556,7 @@ def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
 
 
 def test_vllm_chooses_the_native_kernel(make):
-    """From its own table, in its own way, without ours; and the table is as before then."""
+    """vLLM chooses from its own table, without the plugin's kernels, and the table is restored."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms import current_platform
 
@@ -570,7 +577,7 @@ def test_vllm_chooses_the_native_kernel(make):
 @pytest.mark.parametrize("shape", [(FEW, K), (17, K), (2, 3, K), (K,)])
 @pytest.mark.parametrize("arch", [None, "gfx942"])
 def test_unquantized_layers(shape, arch, monkeypatch):
-    """At most 16 tokens are ours where there are kernels; all else is asked of vLLM's own op, with the same arguments."""
+    """Up to 16 tokens are the plugin's if there are kernels; all else goes to vLLM's own op, with the same arguments."""
     x, weight, bias = random(*shape).bfloat16(), random(N, K).bfloat16(), random(N).bfloat16()
     calls = []
 
@@ -587,14 +594,14 @@ def test_unquantized_layers(shape, arch, monkeypatch):
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on a GPU."""
+    """A tensor that reports a GPU."""
 
     is_cuda = True
 
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """vLLM's module with our function installed in the place of one that appends to `calls`; and the calls."""
+    """Return vLLM's module, with the plugin's function in place of one that appends to `calls`, and the calls."""
     from vllm.model_executor.layers import utils
 
     calls = []
@@ -610,7 +617,7 @@ def replaced(monkeypatch):
 
 
 def test_batch_invariant_unquantized_layers_are_vllms(replaced, monkeypatch):
-    """As are those on a CPU."""
+    """Layers on a CPU are as well."""
     utils, _, calls = replaced
     x, weight = random(FEW, K).bfloat16(), random(N, K).bfloat16()
     monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
@@ -625,7 +632,10 @@ def test_batch_invariant_unquantized_layers_are_vllms(replaced, monkeypatch):
 
 @pytest.mark.parametrize("name", ["fuse_act_padding", "fuse_allreduce_rms", "fuse_norm_quant"])
 def test_graphs_keep_the_op_that_a_pass_looks_for(replaced, name, monkeypatch):
-    """AITER's norm with padding of gpt-oss, and its all-reduce with the indexer's projection, match vLLM's op beside a norm."""
+    """They match vLLM's op after a norm.
+
+    These are AITER's norm with padding of gpt-oss, and its all-reduce with the indexer's projection.
+    """
     from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
 
@@ -643,7 +653,7 @@ def test_graphs_keep_the_op_that_a_pass_looks_for(replaced, name, monkeypatch):
 @pytest.mark.parametrize("wins", [False, True])
 @pytest.mark.parametrize("binds", [False, True])
 def test_an_unquantized_layer_that_ours_never_serves_is_vllms_own(replaced, wins, binds, monkeypatch):
-    """A linear method binds vLLM's function when it is made; one of embeddings, as lm_head's, looks it up at each call."""
+    """A linear method binds vLLM's function when it is made; embeddings, such as lm_head, look it up at each call."""
     utils, theirs, calls = replaced
     monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
     monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
@@ -666,7 +676,7 @@ def test_an_unquantized_layer_that_ours_never_serves_is_vllms_own(replaced, wins
 
 
 def test_one_embedding_that_ours_serves_keeps_the_function_for_all(replaced, monkeypatch):
-    """The logits of a draft model beside the model's."""
+    """A draft model computes logits as well as the model."""
     utils, theirs, calls = replaced
     monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
     kernel_selection.start()
@@ -684,8 +694,10 @@ def test_one_embedding_that_ours_serves_keeps_the_function_for_all(replaced, mon
 @pytest.mark.parametrize("wins", [False, True])
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypatch):
-    """Outside of compiled graphs nothing of ours is in between, from the second call after measuring, but the question for an input
-    that a norm has quantized."""
+    """From the second call after measuring, eager calls run nothing of the plugin.
+
+    The exception is the check for an input that a norm has quantized.
+    """
     kernel_selection.start()
     layer, kernel, _ = make(kind, Native)
     monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
@@ -706,7 +718,7 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_a_call_that_ours_leaves_asks_once(make, kind):
-    """Where ours serves another number of tokens, what is left to vLLM's kernel costs a look at the choice."""
+    """If the plugin serves other sizes, a call of vLLM's kernel costs one lookup of the choice."""
     kernel_selection.start()
     layer, kernel, _ = make(kind, Native)
     x = random(FEW, K).bfloat16()
@@ -721,7 +733,7 @@ def test_a_call_that_ours_leaves_asks_once(make, kind):
 
 
 def test_an_unquantized_layer_keeps_its_choice(replaced, monkeypatch):
-    """A key takes as long to make as an op to launch."""
+    """Making a key takes as long as launching an op."""
     utils, _, calls = replaced
     monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
     kernel_selection.start()
@@ -740,7 +752,7 @@ def test_an_unquantized_layer_keeps_its_choice(replaced, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_one_graph_serves_every_number_of_tokens(make, kind):
-    """What runs is decided inside one op, with the tokens of the call, not when a graph is compiled."""
+    """The kernel is chosen inside one op, from the tokens of the call, not when a graph is compiled."""
     layer, kernel, exact = make(kind, Native)
     graphs = []
 
@@ -797,7 +809,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("module", BROKEN, ids=lambda module: module.SEAM.name)
 def test_a_probe_notices_other_tables_and_signatures(module, monkeypatch):
-    """The seam is off then, and says what is missing."""
+    """The seam is then off, and says what is missing."""
     from vllm.model_executor.kernels import linear
 
     module.probe()
@@ -811,7 +823,7 @@ def test_a_probe_notices_other_tables_and_signatures(module, monkeypatch):
 
 
 def test_the_probe_for_unquantized_layers_notices_another_dispatch(monkeypatch):
-    """On CPU vLLM's dispatch gives layers another function, as a vLLM would that no longer looks ours up."""
+    """On CPU vLLM's dispatch gives layers another function, like a vLLM that no longer looks up the plugin's."""
     from vllm.model_executor.layers import utils
 
     with pytest.raises(seam.Unavailable, match="this vLLM lacks rocm_unquantized_gemm in its dispatch"):
@@ -844,11 +856,11 @@ def test_the_code_objects_are_in_the_fingerprint(tmp_path, monkeypatch):
     assert compile_cache.fingerprint() != before
 
 
-# The measurement of which kernel serves
+# Measured selection
 
 
 class Right(Native):
-    """Computes what our references do."""
+    """A kernel with the results of the plugin's references."""
 
     def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
         self.calls.append({})
@@ -861,7 +873,7 @@ class Right(Native):
 
 
 class RightInFragments(Right):
-    """The same, from a weight that it shuffled."""
+    """A kernel with the same results from a weight that it shuffled."""
 
     process_weights_after_loading = Shuffling.process_weights_after_loading
 
@@ -870,7 +882,7 @@ class RightInFragments(Right):
 
 
 class InTurn:
-    """A clock by which ours is the faster with up to so many tokens."""
+    """A clock by which the plugin is faster with up to `few` tokens."""
 
     def __init__(self, most: int):
         self.most = most
@@ -896,8 +908,10 @@ class InTurn:
     ],
 )
 def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
-    """With the layer's own weights, scales and bias: a right kernel of ours passes the check, and then serves where it is the
-    faster; one that has another scale or leaves the bias out does not."""
+    """The measurement uses the layer's own weights, scales and bias.
+
+    A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it.
+    """
     kernel_selection.start()
     layer, kernel, _ = make(kind, native, k=K if kind != "block" else K + 64)
     op = getattr(ops, OPS[kind])
@@ -925,7 +939,7 @@ def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
 @pytest.mark.parametrize("fault", [None, "scale_b", "scale", "halves"])
 @pytest.mark.parametrize(("kind", "native"), [("static", Right), ("channel", Right), ("channel", RightInFragments)])
 def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, monkeypatch):
-    """Against two launches, which serve where it is the slower, or wrong."""
+    """It is compared with two launches, which serve where it is slower, or wrong."""
     kernel_selection.start()
     (layer, kernel, _), op, ran = make(kind, native), ops.scaled_mm_silu_and_mul_quant, []
 
@@ -963,7 +977,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, mon
 
 
 def test_what_won_above_the_limit_runs_tiled_kernels(make):
-    """So that ours serve prompts too."""
+    """The plugin then serves prompts, too."""
     (layer, kernel, exact), x = make("channel", Right), random(MANY, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
         kernel.apply_weights(layer, x)
@@ -977,7 +991,7 @@ def test_what_won_above_the_limit_runs_tiled_kernels(make):
 
 
 def test_mx_layers_are_measured(make, monkeypatch):
-    """With scales that 32 rows share, as vLLM's kernel leaves them, and without."""
+    """Scales may be shared by 32 rows, as vLLM's kernel leaves them, or not."""
     kernel_selection.start()
     layer, kernel, exact = make("mxfp8", Native)
     monkeypatch.setattr(ops.mxfp8_scaled_mm, "run_kernels", ops.mxfp8_scaled_mm.reference)
@@ -1001,7 +1015,10 @@ def test_mx_layers_are_measured(make, monkeypatch):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
-    """Its own code hands our values and scales to its products, and quantizes only what is not: with a scale for 32 rows, and without."""
+    """vLLM's code passes the plugin's values and scales to its GEMM, and quantizes other inputs.
+
+    Scales may be shared by 32 rows or not.
+    """
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
 
     def product(a, scale_a, weight, scale, dtype):
@@ -1029,7 +1046,7 @@ def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
 
 
 def test_an_emulated_mx_product_reads_what_is_not_quantized(make):
-    """vLLM's emulation does, if a user has asked it to keep weights of 8 bits."""
+    """vLLM emulates it if the user has asked to keep 8-bit weights."""
     from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
 
     layer, kernel, _ = make("mxfp8", Native)
@@ -1041,7 +1058,7 @@ def test_an_emulated_mx_product_reads_what_is_not_quantized(make):
 
 
 def test_unquantized_layers_are_measured(monkeypatch):
-    """As far as vLLM calls them: its logits have one token of each request."""
+    """They are measured at the sizes that vLLM calls: logits have one token per request."""
     kernel_selection.start()
     weight, left = random(N, K).bfloat16(), []
     monkeypatch.setattr(
@@ -1063,7 +1080,7 @@ def test_unquantized_layers_are_measured(monkeypatch):
 @pytest.mark.parametrize("is_found", [False, True])
 @pytest.mark.parametrize("is_on", [False, True])
 def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_found, monkeypatch):
-    """A vLLM that has it on by default runs AITER's kernels, and no switch is set. Not without the library."""
+    """A vLLM with AITER on by default runs its kernels without any switch set, but not without the library."""
     from vllm import _aiter_ops
     from vllm import envs as vllm_envs
 
@@ -1075,7 +1092,7 @@ def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_
 
 
 def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
-    """Until then all tokens are AITER's."""
+    """Before that, all tokens are AITER's."""
     ask_for_aiter(monkeypatch)
     monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
     kernel_selection.start()
@@ -1103,7 +1120,7 @@ BASES = {
     ),
     "mxfp8_linear": (f"{LINEARS}.mxfp8.Mxfp8LinearKernel", "Mxfp8LinearKernel", "__init__"),
 }
-"""By seam: the module and the name of vLLM's base class, and its methods besides those of all."""
+"""By seam: the module and the name of vLLM's base class, and its additional methods."""
 
 
 @pytest.mark.parametrize(

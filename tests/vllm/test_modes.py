@@ -1,7 +1,9 @@
-"""vLLM's ways to serve a model, with the ops: tensor and expert parallelism, LoRA, chunked prefill with a prefix cache, weights
-that are loaded again. The tokens are those of the plain computation, or of vLLM without the plugin.
+"""Test vLLM's serving modes with the ops.
 
-Not here, as vLLM's CPU build lacks them: pipeline parallelism, sleep, CUDA graphs."""
+The modes are tensor and expert parallelism, LoRA, chunked prefill with a prefix cache, and weights that are loaded
+again. The tokens are the plain computation's, or vLLM's without the plugin. vLLM's CPU build lacks pipeline
+parallelism, sleep and CUDA graphs, which are not tested here.
+"""
 
 import re
 
@@ -16,23 +18,23 @@ TOKEN, BLOCK, EXPERTS = ("llama", "token"), ("llama", "block"), ("deepseek", "bl
 
 
 def best(expected, flavour, tokens) -> list[list[int]]:
-    """The tokens of the plain computation."""
+    """Return the tokens of the plain computation."""
     return [wanted.argmax(-1).tolist() for wanted in expected(flavour, tokens)]
 
 
 def counted(stats: dict) -> dict[str, int]:
-    """How often each op ran."""
+    """Return how often each op ran."""
     return {op: sum(kernels.values()) for op, kernels in stats.items()}
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> str:
-    """The folder of a LoRA adapter of rank 8 for every linear layer of the Llama."""
+    """Return the folder of a LoRA adapter of rank 8 for every linear layer of the Llama."""
     return str(checkpoints.build_adapter(tmp_path_factory.mktemp("adapter"), checkpoints.LLAMA))
 
 
 def lora(engines, flavour, adapter: str) -> dict:
-    """A job that generates without an adapter, then with one."""
+    """Return a job that generates without an adapter, then with one."""
     job = engines.job(flavour, then=[adapter])
     job["engine"] |= {"enable_lora": True, "max_lora_rank": 8}
     return job
@@ -40,7 +42,7 @@ def lora(engines, flavour, adapter: str) -> dict:
 
 @pytest.fixture(scope="module")
 def answers(engines, adapter) -> dict[str, dict]:
-    """One model after the other, in one process."""
+    """Return the answers of one model after the other, in one process."""
     jobs = {
         "chunked": engines.job(TOKEN, then=["again"]),
         "reload token": engines.job(TOKEN, then=["reload", "reload"]),
@@ -62,13 +64,13 @@ def test_chunked_prefill_and_a_prefix_cache(answers, expected):
 
 @pytest.mark.parametrize(("name", "flavour"), [("reload token", TOKEN), ("reload block", EXPERTS)])
 def test_weights_that_are_loaded_again(answers, expected, name, flavour):
-    """Twice: what the first loading left of the parameters takes the next one."""
+    """They are loaded twice: the second loading starts from the parameters that the first one left."""
     answer = answers[name]
     assert answer["then"] == [answer["tokens"]] * 2 == [best(expected, flavour, answer["tokens"])] * 2
 
 
 def test_lora(answers, engines, adapter, expected):
-    """Requests without an adapter have the model's tokens, those with one the tokens of vLLM without the plugin."""
+    """Requests without an adapter have the model's tokens, those with one have vLLM's without the plugin."""
     answer = answers["lora"]
     stock = engines.run({"lora": lora(engines, TOKEN, adapter)}, VLLM_PLUGINS="none")["lora"]
     assert stock["stats"] == {} and answer["stats"]["scaled_mm"]
@@ -77,7 +79,7 @@ def test_lora(answers, engines, adapter, expected):
 
 
 def in_parallel(engines, flavour, **options) -> dict:
-    """A job of two ranks."""
+    """Return a job of two ranks."""
     job = engines.job(flavour)
     job["engine"] |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", **options}
     return job
@@ -88,7 +90,7 @@ OFF = "silu_and_mul_per_token_quant"
 
 @pytest.fixture(scope="module")
 def parallel(engines) -> dict[str, dict]:
-    """Two ranks, without one op's kernels."""
+    """Return the answers of two ranks, without one op's kernels."""
     jobs = {
         "tensor": in_parallel(engines, TOKEN),
         "expert": in_parallel(engines, ("deepseek", "bf16"), enable_expert_parallel=True),
@@ -97,8 +99,10 @@ def parallel(engines) -> dict[str, dict]:
 
 
 def test_tensor_parallelism(parallel, expected):
-    """Each of two ranks runs the ops of its part as often as one alone would run those of the model. When a worker ends, it logs
-    what fell back in it."""
+    """Each of two ranks runs its ops as often as one rank would run the model's.
+
+    When a worker ends, it logs its fallbacks.
+    """
     answer, why = parallel["tensor"], "switched off by VLLM_ROCM_OPS_DISABLE"
     assert answer["tokens"] == best(expected, TOKEN, answer["tokens"])
     calls = 2 * len(answer["tokens"][0])  # of an activation: in each layer, each step

@@ -1,4 +1,4 @@
-"""Hidden states of experts that the norm before quantizes: in a graph, in a layer's call, and in engines."""
+"""Test experts' hidden states that the norm before quantizes: in a graph, in a layer's call, and in engines."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ PATTERNS = {f"{BOTH} {HIDDEN} bfloat16{kind}": True for kind in ("", " residual"
 
 @pytest.fixture
 def runner(configuration, monkeypatch):
-    """Has vLLM's ops of a layer say what the layer was handed."""
+    """Make vLLM's ops of a layer record what the layer is given, and return the record."""
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
     from vllm_rocm_ops.vllm.fusion import moe_input
@@ -67,7 +67,7 @@ def inputs():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_norm_that_experts_read(choices, runner, shared):  # noqa: F811
-    """Its op quantizes beside, and updates the residual; the layer gets both, and vLLM's op the arguments that it had."""
+    """Its op also quantizes, and updates the residual; the layer gets both, and vLLM's op its usual arguments."""
     choices.ours = PATTERNS
     x, residual, weight, product = inputs()
     module, names = piece(layer(shared), x, residual, weight, product, donated=[1])
@@ -85,7 +85,7 @@ def test_a_norm_that_experts_read(choices, runner, shared):  # noqa: F811
 
 
 def test_a_schema_is_vllms_and_two_more(runner):
-    """What vLLM's ops write, ours do, and the tags are theirs."""
+    """The op writes the arguments that vLLM's op writes, and has its tags."""
     from vllm_rocm_ops.vllm.fusion import moe_input
 
     for theirs, ours in moe_input.ops_beside().items():
@@ -106,7 +106,7 @@ WHY = {
 
 @pytest.mark.parametrize("why", WHY)
 def test_a_norm_that_stays(choices, runner, why):  # noqa: F811
-    """vLLM's op stays, too."""
+    """The layer's op stays vLLM's, too."""
     vars(choices).update(WHY[why])
     x, residual, weight, product = inputs()
     _, names = piece(layer(True), x, residual, weight, product, donated=[1])
@@ -114,7 +114,10 @@ def test_a_norm_that_stays(choices, runner, why):  # noqa: F811
 
 
 def test_readers_beside_experts(choices, runner):  # noqa: F811
-    """A product reads the result in 16 bits, too; a quantization beside, or what the compiler fuses, leaves the norm vLLM's."""
+    """A GEMM may read the 16-bit result as well.
+
+    With another quantization, or a reader that the compiler fuses, the norm is vLLM's.
+    """
     choices.ours = PATTERNS
     x, residual, weight, product = inputs()
     marked, _ = quantizer("kFp8Dynamic128Sym")
@@ -128,7 +131,10 @@ def test_readers_beside_experts(choices, runner):  # noqa: F811
 
 
 def test_experts_take_what_they_were_handed(monkeypatch):
-    """Ours, the values in the place of their own quantization; not other tokens, nor other weights, nor those with weights on the input."""
+    """The plugin's experts take the values in place of their own quantization.
+
+    They do not for other tokens or weights, nor with router weights on the input.
+    """
     asked = []
     op = types.SimpleNamespace(fused_experts=lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(torch.ops, "vllm_rocm_ops", op, raising=False)
@@ -154,7 +160,7 @@ def test_experts_take_what_they_were_handed(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["rows", "columns", "powers of two"])
 def test_shared_experts_take_it_in_rows(configuration, kind):
-    """A block-scaled kernel takes values and scales where it wants scales so; another quantizes its input."""
+    """A block-scaled kernel takes values and scales if it accepts this layout of scales; others quantize their input."""
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
     from vllm_rocm_ops.vllm.fusion import fused_quant
@@ -205,7 +211,7 @@ OTHER_SCALES = "lambda exact: lambda *given: (lambda out, values, scales: (out, 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SEEDS)
 def test_in_an_engine(engines, model):
-    """Experts get no hidden states of 16 bits, tokens are those of separate launches, and with other scales they are not."""
+    """Experts get no 16-bit hidden states; tokens equal separate launches, and wrong scales change them."""
     folder = engines.folder / f"{model}-router"
     gates = [f"model.layers.{i}.mlp.gate" for i in range(3)]
     checkpoints.build(folder, model, "block")
@@ -231,7 +237,7 @@ def test_in_an_engine(engines, model):
 
 
 class Model(torch.nn.Module):
-    """A norm and a layer of experts as vLLM has it, whose experts are ours."""
+    """A norm and a vLLM layer with the plugin's experts."""
 
     def __init__(self, monkeypatch, scales=(4, 2, 2), **changed):
         from vllm.model_executor.layers.layernorm import RMSNorm
@@ -258,7 +264,7 @@ OTHERS = {
 
 
 def test_a_model_whose_experts_take_it(monkeypatch):
-    """All of its layers."""
+    """All of its layers take it."""
     from vllm_rocm_ops.vllm.fusion import moe_input
 
     model = Model(monkeypatch)

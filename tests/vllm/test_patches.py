@@ -1,4 +1,4 @@
-"""What the patches change in vLLM 0.33.0, by their own tests and ours, before and after; and that the seams use what they bring.
+"""Test the patches of vLLM 0.33.0 by their own tests and these, before and after, and that the seams use them.
 
 `git apply` applies them to a copy of its Python files, as patches/README.md says.
 """
@@ -42,12 +42,12 @@ def source() -> pathlib.Path:
 
 
 def copy(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Copy a package to a folder, with what is compiled of it."""
+    """Copy a package to a folder, with its compiled files."""
     return shutil.copytree(source, folder / "vllm")
 
 
 def apply(patch: pathlib.Path, folder: pathlib.Path, *options: str) -> str:
-    """Have git apply a patch in a folder; return what git prints."""
+    """Apply a patch in a folder by git, and return git's output."""
     command = ["git", "-C", str(folder), "apply", *options, str(patch)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def patched(source, tmp_path_factory) -> pathlib.Path:
 
 
 def ask(package: pathlib.Path, code: str, *folders: pathlib.Path, **environment: str):
-    """Return what the code, run in a process with that vLLM, prints last, as JSON."""
+    """Return the last JSON line that the code prints in a process with that vLLM."""
     options = {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"} | environment
     return json.loads(processes.run(code, package.parent, *folders, ROOT, HERE, **options).splitlines()[-1])
 
@@ -83,7 +83,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 @each_patch
 def test_a_patch_is_in_upstreams_form(patch, tmp_path):
-    """A tagged title, a message that ends with how to test it, and one new test file, as vLLM's linters want it."""
+    """It has a tagged title, a message that ends with how to test it, and one new test file, as vLLM's linters require."""
     text = patch.read_text()
     title, message = text.partition("\n\n--- ")[0].split("\n\n", 1)
     assert re.fullmatch(r"(\[[\w/]+\])+ [A-Z].*[^.]", title) and max(map(len, [title, *message.splitlines()])) <= 72
@@ -117,7 +117,7 @@ def test_patches_are_independent():
 
 @each_patch
 def test_a_patch_applies_and_reverts(patch, source, tmp_path):
-    """Alone, without a trace; and what it makes is Python. As a whole it fits a source tree, too."""
+    """It applies alone, makes valid Python, reverts without a trace, and as a whole fits a source tree, too."""
     copy(source, tmp_path)
     before = contents(tmp_path)
     apply(patch, tmp_path, OF_PACKAGE)
@@ -133,7 +133,7 @@ def test_a_patch_applies_and_reverts(patch, source, tmp_path):
 
 @pytest.mark.parametrize("is_in_repository", [False, True])
 def test_the_commands_of_the_page(source, tmp_path, is_in_repository):
-    """In a folder of packages, also of an environment within a repository; a file that an installer has linked stays as it was."""
+    """They work in a folder of packages, also of an environment within a repository, and leave hard-linked files alone."""
     if is_in_repository:
         subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
         (tmp_path / ".gitignore").write_text("/site\n")
@@ -155,7 +155,7 @@ def test_the_commands_of_the_page(source, tmp_path, is_in_repository):
 
 @full
 def test_the_patches_own_tests(source, patched, tmp_path):
-    """What is sent to vLLM with them: each patch's file passes, and without its patch some of it fails."""
+    """They are sent to vLLM with the patches: each patch's file passes, and without its patch some of it fails."""
     for patch in PATCHES:
         apply(patch, tmp_path, OF_TESTS)
     code = f"""
@@ -179,7 +179,7 @@ print(json.dumps({{path: sorted(found) for path, found in outcomes.found.items()
 
 @full
 def test_registered_experts_come_first(source, patched):
-    """By priority, where they support a layer and the user named no backend, before AITER that was asked for."""
+    """They are ordered by priority, if they support a layer and the user named no backend, before an enabled AITER."""
     code = """
 import json, os, torch, types
 import selection
@@ -224,7 +224,7 @@ print(json.dumps([{k: [backend.name, cls.__name__] for k, (backend, cls) in answ
 
 
 def test_registered_gemms_come_first(patched):
-    """The first that does not decline; the op in the graph stays vLLM's."""
+    """The first that does not decline serves; the op in the graph stays vLLM's."""
     code = """
 import json, torch
 from vllm.model_executor.layers import utils
@@ -247,7 +247,7 @@ print(json.dumps([asked, result.tolist(), str(utils.rocm_unquantized_gemm.__modu
 
 
 def test_seams_use_what_is_there(source, patched):
-    """And reach around vLLM where it is not. On a faked MI300X."""
+    """They work around a vLLM without the patches. The machine is a faked MI300X."""
     code = """
 import json, sys, types
 import selection
@@ -303,7 +303,7 @@ print(json.dumps({
 
 @full
 def test_selection_is_the_same_with_patches(patched, monkeypatch):
-    """But for the function of unquantized layers, which is vLLM's own then and asks ours."""
+    """The exception is the function of unquantized layers, which is then vLLM's own and calls the plugin's."""
     monkeypatch.setattr(test_selection, "python_files", lambda requirement: patched.parent)
     answers = test_selection.ask(RELEASE)
     with (HERE / "selection.csv").open(newline="") as file:

@@ -1,4 +1,4 @@
-"""quality.py: the models it trains, their checkpoints, and what it says of two sides' answers."""
+"""Test quality.py: the models it trains, their checkpoints, and its comparison of two sides' answers."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def random_weights(model: str) -> dict[str, torch.Tensor]:
 
 
 def written(folder: pathlib.Path, model: str, kind: str, weights: dict[str, torch.Tensor]) -> plain.Model:
-    """A checkpoint, as the plain computation reads it."""
+    """Return a checkpoint, as the plain computation reads it."""
     tensors = trained.quantized(weights, kind, trained.largest_inputs(model, weights) if kind == "static" else {})
     trained.write(folder / kind, model, kind, tensors)
     return plain.Model(folder / kind)
@@ -40,7 +40,7 @@ def test_the_trained_model_is_that_of_the_checkpoint(tmp_path, model):
 
 @pytest.mark.parametrize("kind", [kind for kind in trained.KINDS["llama"] if kind not in ("bf16", "dynamic")])
 def test_a_quantized_checkpoint_stands_for_the_same_weights(tmp_path, kind):
-    """The plain computation of it is near that of the weights. Static scales are those of inputs that were seen."""
+    """The plain computation on it is close to the original weights'. Static scales are from inputs that were seen."""
     weights, tokens = random_weights("llama"), trained.windows(trained.WINDOW)[0, :64]
     exact = trained.Model(trained.CONFIGS["llama"], {n: w.float() for n, w in weights.items()}).logits(tokens[None])[0]
     found = written(tmp_path, "llama", kind, weights).logits(tokens.tolist(), len(tokens))
@@ -58,7 +58,7 @@ def test_dynamic_per_tensor_checkpoints_have_no_input_scales(model):
 
 
 def test_training_learns():
-    """The router's bias too is learned."""
+    """The router's bias is learned, too."""
     losses = []
     weights = trained.train("deepseek", 3, lambda step, loss: losses.append(loss))
     assert losses[-1] < losses[0] - 0.2
@@ -80,7 +80,7 @@ def test_text_is_held_out():
     assert trained.windows(4096).shape == (4096 // trained.WINDOW, trained.WINDOW)
 
 
-# What is said of two sides
+# The comparison of two sides
 
 
 def answers(log_probabilities: torch.Tensor, **more) -> dict:
@@ -91,7 +91,7 @@ def answers(log_probabilities: torch.Tensor, **more) -> dict:
 
 @pytest.fixture(scope="module", params=MODELS)
 def scaled(request) -> tuple:
-    """A model, its weights and sequences; what wrong scales do, and the answers of a side with other rounding."""
+    """Return a model, its weights, sequences, the effect of wrong scales, and answers with other rounding."""
     weights, sequences = random_weights(request.param), trained.windows(TOKENS)[:, :129]
     weights["lm_head.weight"] = weights["lm_head.weight"] / 8  # as a trained model's
     effects = trained.effects_of_scales(request.param, weights, sequences)
@@ -111,7 +111,7 @@ def test_equal_answers_are_right(scaled):
 
 
 def test_a_scale_that_is_wrong_by_two_percent_is_noticed(scaled):
-    """In any layer, under the noise of other rounding. The layer is among those that are named."""
+    """The scale may be in any layer, within the noise of other rounding. The layer is among the named ones."""
     model, weights, sequences, effects, exact, rounded = scaled
     for layer, names in trained.scaled_layers(weights).items():
         wrong = trained.log_probabilities(model, trained.with_scale_error(weights, names, 0.02), sequences)
@@ -131,7 +131,7 @@ def test_another_perplexity_is_noticed(scaled):
 
 
 def test_a_scale_error_that_the_tokens_do_not_tell_is_none(scaled):
-    """Its standard error is as large."""
+    """Its standard error is equally large."""
     *_, effects, exact, _ = scaled
     noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
     found = quality.compare(answers(exact + noise), answers(exact), effects, "block")
@@ -160,7 +160,7 @@ def test_lines_say_what_ran_and_what_did_not(scaled, monkeypatch, tmp_path):
 
 
 def test_the_held_out_text_stays_that_of_the_checkpoints(tmp_path, monkeypatch):
-    """Also where another Python has other modules."""
+    """Another Python may have other modules."""
     before = trained.windows(512, trained.held_out(tmp_path))
     monkeypatch.setattr(trained, "text", lambda held_out: torch.zeros(1000, dtype=torch.uint8))
     assert torch.equal(trained.windows(512, trained.held_out(tmp_path)), before)
@@ -177,7 +177,7 @@ def test_too_few_tokens_are_refused(capsys):
 
 
 def run(monkeypatch, tmp_path, *options: str) -> tuple[int, dict[str, dict]]:
-    """The command's exit status and its lines, by case."""
+    """Return a function for the command's exit status and its lines, by case."""
     for name, value in {"VLLM_ROCM_OPS_ON_CPU": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
         monkeypatch.setenv(name, os.environ.get(name, value))
     status = quality.main(["--tokens", "8192", *options, "--output", str(tmp_path / "it.jsonl")])
@@ -188,7 +188,7 @@ def run(monkeypatch, tmp_path, *options: str) -> tuple[int, dict[str, dict]]:
 @marks.full
 @pytest.mark.slow
 def test_vllm_answers_as_well_with_the_ops(monkeypatch, tmp_path):
-    """On the CPU, in all that stock vLLM runs there."""
+    """On the CPU, all that vLLM runs there without the plugin is tried."""
     status, found = run(monkeypatch, tmp_path, "--kind", "bf16", "token")
     assert {case: line["wrong"] for case, line in found.items() if case != "deepseek token"} == {
         "llama bf16": [],
@@ -205,9 +205,11 @@ def test_vllm_answers_as_well_with_the_ops(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", ["0.down_proj", "1.q_proj"])
 def test_vllm_with_a_wrong_scale_answers_otherwise(monkeypatch, tmp_path, layer):
-    """The comparison fails if the side with the ops reads a checkpoint whose scale is wrong by 2 % in one layer. It has the command's
-    default number of tokens. On the CPU our norms round as vLLM's GPU kernels do, vLLM's norms round the product with the weight
-    too, and 8192 tokens with that noise hide 2 % in q_proj."""
+    """The comparison fails if the side with the ops reads a scale that is wrong by 2 % in one layer.
+
+    It has the command's default number of tokens. On the CPU the plugin's norms round as vLLM's GPU kernels do; vLLM's
+    norms round the product with the weight, too, and 8192 tokens with that noise hide 2 % in q_proj.
+    """
     checkpoint = trained.checkpoint("llama", "token", trained.cache())
     [name] = trained.scaled_layers(trained.trained_weights("llama", trained.cache()))[layer]
     tensors = trained.load_file(checkpoint / "model.safetensors")

@@ -1,5 +1,7 @@
-"""Attention that quantizes its own result: which graphs are changed, where that is decided, what a call of vLLM's implementation becomes,
-and the engine's tokens with it and without."""
+"""Test attention that quantizes its own result.
+
+The tests cover graphs, decisions, calls of vLLM's implementation, and the engine's tokens.
+"""
 
 import types
 from pathlib import Path
@@ -27,7 +29,7 @@ KEYS = {"static": "kFp8StaticTensorSym", "groups": "kFp8Dynamic128Sym"}
 
 
 class Impl:
-    """An implementation that doubles queries, and quantizes the result where it is asked to."""
+    """An implementation that doubles queries, and quantizes the result on request."""
 
     def __init__(self):
         self.calls = []
@@ -43,7 +45,7 @@ class Impl:
 
 @pytest.fixture
 def impl(configuration, monkeypatch) -> Impl:
-    """What vLLM's op finds for the layer `layer`, where both kinds are decided."""
+    """Return what vLLM's op finds for the layer `layer`, where both kinds are decided."""
     import vllm.model_executor.layers.attention.attention as module
 
     made = Impl()
@@ -54,7 +56,7 @@ def impl(configuration, monkeypatch) -> Impl:
 
 
 def quantizer(kind: str, **how):
-    """vLLM's quantization as a model calls it while it is traced."""
+    """Return vLLM's quantization as a model calls it while it is traced."""
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -68,7 +70,7 @@ def quantizer(kind: str, **how):
 
 
 def attend(query: torch.Tensor, name: str = "layer") -> torch.Tensor:
-    """Attention as vLLM's layer calls it."""
+    """Call attention as vLLM's layer does."""
     from vllm.utils.torch_utils import _encode_layer_name
 
     output = torch.empty(torch.Size((query.shape[0], COLUMNS)), dtype=query.dtype, device=query.device)
@@ -78,7 +80,7 @@ def attend(query: torch.Tensor, name: str = "layer") -> torch.Tensor:
 
 
 def results(function, *inputs: torch.Tensor) -> tuple[int, tuple, tuple, torch.fx.GraphModule]:
-    """Return how many fusions are found in a function's graph, what the graph gives without them and with them, and the graph."""
+    """Return the fusions in a function's graph, its results without and with them, and the graph."""
     found = []
 
     def backend(module, _):
@@ -108,7 +110,7 @@ SCALE = torch.full((1,), 0.02)
 
 
 def assert_same(before: tuple, after: tuple) -> None:
-    """With equal bits, and in the same order in memory."""
+    """Check for equal bits and the same order in memory."""
     assert len(before) == len(after)
     for one, other in zip(before, after):
         assert one.dtype == other.dtype and torch.equal(one.float(), other.float())
@@ -117,7 +119,7 @@ def assert_same(before: tuple, after: tuple) -> None:
 
 @pytest.mark.parametrize(("kind", "column_major"), [("static", False), ("groups", False), ("groups", True)])
 def test_attention_quantizes_what_a_linear_alone_reads(impl, kind, column_major):
-    """With the bits of the quantization behind it, and scales in the order that the linear takes."""
+    """The bits equal a separate quantization's, and scales are in the order that the linear reads."""
     quant = quantizer(kind, column_major_scales=column_major)
 
     def function(x):
@@ -132,7 +134,7 @@ def test_attention_quantizes_what_a_linear_alone_reads(impl, kind, column_major)
 
 
 def test_linears_that_quantize_equally_share_it(impl):
-    """As where two read the same result."""
+    """This holds if two linears read the same result."""
     quant = quantizer("groups")
 
     def function(x):
@@ -162,7 +164,7 @@ LEFT = {
 
 @pytest.mark.parametrize("what", LEFT)
 def test_what_attention_cannot_give_is_left(impl, what):
-    """Other readers need the result in 16 bits, and a scale has to be there before."""
+    """Other readers need the 16-bit result, and a scale must be known before."""
     both = quantizer("static"), quantizer("groups")
     count, before, after, _ = results(lambda x: LEFT[what](x, *both), rows())
     assert count == 0 and set(impl.calls) <= {""}
@@ -194,7 +196,7 @@ def test_a_kind_that_was_not_decided_is_left(impl, monkeypatch):
 
 
 def test_layers_are_told_apart(impl, monkeypatch):
-    """Also where PyTorch has a graph take names as inputs."""
+    """This holds if PyTorch makes layer names inputs of a graph, too."""
     quant = quantizer("static")
 
     def function(x):
@@ -223,7 +225,7 @@ OP = ops.paged_attention_decode.name
 
 
 def decoder(**changed) -> types.SimpleNamespace:
-    """What is asked of a layer's decoder."""
+    """Return a stand-in for a layer's decoder."""
     model = types.SimpleNamespace(max_model_len=LONGEST, dtype=torch.bfloat16)
     made = {"lacks": "", "is_forced": False, "op": ops.paged_attention_decode, "describe": lambda: SHAPE}
     made |= {"impl": types.SimpleNamespace(head_size=SIZE), "backend": types.SimpleNamespace(name="Backend")}
@@ -232,7 +234,10 @@ def decoder(**changed) -> types.SimpleNamespace:
 
 
 def decided(off: tuple = (), **ours: tuple[bytes, ...]) -> kernel_selection.Decided:
-    """What was decided at two lengths: `plain`, `static` and `groups` beside vLLM's kernel, and behind `_` beside two launches."""
+    """Return what was decided at two lengths.
+
+    `plain`, `static` and `groups` are versus vLLM's kernel, and with `_` versus two launches.
+    """
     shapes = {}
     for name, found in ours.items():
         of, _, separate = name.partition("_")
@@ -268,19 +273,19 @@ WINS, LOSES, FEW, MANY = (b"\0\1\1",) * 2, (b"\0\0\0",) * 2, b"\0\1\0", b"\0\0\1
     ],
 )
 def test_what_was_measured_decides(measured, changed, fuses):
-    """Attention as it is in the first start; then with its quantization, beside vLLM's kernels and beside two launches."""
+    """The first start measures plain attention, later ones its quantization versus vLLM's kernels and two launches."""
     assert quantized_attention.may_quantize(decoder(**changed), "static", measured) is fuses
 
 
 def test_a_head_is_a_group():
-    """So heads of 64 have no scales of groups."""
+    """Heads of 64 therefore have no group scales."""
     of = decoder(is_forced=True, impl=types.SimpleNamespace(head_size=64))
     assert not quantized_attention.may_quantize(of, "groups", decided())
     assert quantized_attention.may_quantize(of, "static", decided())
 
 
 def test_layers_are_decided_from_the_model(monkeypatch):
-    """One that is not ours keeps its quantization, and latent attention is not asked. The compile cache knows."""
+    """A layer that is not the plugin's keeps its quantization, and MLA is not asked. The compile cache key includes it."""
     changed = []
     monkeypatch.setattr(seam, "active", lambda: ["quantized_attention"])
     monkeypatch.setattr(quantized_attention, "change_graphs", lambda: changed.append(True))
@@ -317,7 +322,10 @@ def test_layers_are_decided_from_the_model(monkeypatch):
 
 
 def made(takes_scale: bool, is_never_ours: bool = False):
-    """An implementation in front of one of vLLM's that writes 3, and may take a scale. With what that one was called with."""
+    """Return an implementation around one of vLLM's that writes 3, and the calls of that one.
+
+    It may accept a scale.
+    """
     calls = []
 
     class Stock:
@@ -348,7 +356,10 @@ def call(impl, kind: str, metadata: object = "a batch", query_dtype: torch.dtype
 @pytest.mark.parametrize("is_never_ours", [False, True])
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, FP8])
 def test_vllms_implementation_is_quantized_behind(is_never_ours, query_dtype):
-    """Where it takes no such scale; also from the second call on, where ours serves none. All rows are, as in a graph."""
+    """It is, if it accepts no such scale; also from the second call on, if the plugin serves none.
+
+    All rows are quantized, as in a graph.
+    """
     for kind, takes_scale in (("static", False), ("groups", False), ("groups", True)):
         impl, calls = made(takes_scale, is_never_ours)
         for _ in range(2):
@@ -372,7 +383,7 @@ def test_vllms_implementation_quantizes_where_it_can(is_never_ours):
 
 @pytest.mark.parametrize("kind", ["", *KEYS])
 def test_the_profile_run_says_what_the_graph_has(kind):
-    """By which attention is measured. Its scales are numbers that a linear can multiply by."""
+    """Attention is measured with it. Its scales are numbers that a linear can multiply by."""
     impl, calls = made(False)
     output, _, groups = call(impl, kind, metadata=None)
     assert impl.rocm_ops.quantized == kind
@@ -381,7 +392,7 @@ def test_the_profile_run_says_what_the_graph_has(kind):
 
 
 def test_vllms_pass_is_told(configuration, monkeypatch):
-    """Of static scales in layers that are decided."""
+    """It knows static scales in layers that are decided."""
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym
 
     impl, _ = made(False)
@@ -394,7 +405,7 @@ def test_vllms_pass_is_told(configuration, monkeypatch):
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_what_is_measured_is_quantized(kind):
-    """Both results are shown in float32, by their scales."""
+    """Both results are compared in float32, dequantized."""
     query = rows(1).view(5, HEADS, SIZE)
     output, scale, groups = quantized_attention.outputs(kind, query)
     quantized_attention.quantize(query.flatten(1), output.flatten(1), scale, groups)
@@ -422,7 +433,7 @@ def test_the_seam_needs_marks_and_our_backends(configuration, monkeypatch):
 
 
 def test_vllms_op_writes_what_it_is_given(configuration):
-    import vllm.model_executor.layers.attention.attention  # noqa: F401  which defines it
+    import vllm.model_executor.layers.attention.attention  # noqa: F401  defines it
 
     assert quantized_attention.writes_scales()
 
@@ -430,13 +441,13 @@ def test_vllms_op_writes_what_it_is_given(configuration):
 # In the engine
 
 MODELS = {"llama": "static", "qwen3": "block", "glm4_moe": "block"}
-"""Scales of groups in heads of 128."""
+"""Group scales with heads of 128."""
 SIDES = {"fused": "all", "separate": "all,-quantized_attention"}
 
 
 @pytest.fixture(scope="module")
 def generated(engines) -> dict[str, dict]:
-    """What compiled models generate where attention quantizes its result, and where a quantization of its own does."""
+    """Return what compiled models generate if attention quantizes its result, and if a separate quantization does."""
     folders = {name: engines.folder / f"quantized-{name}" for name in MODELS}
     for name, flavour in MODELS.items():
         checkpoints.build(folders[name], name, flavour, **({"head_dim": SIZE} if flavour == "block" else {}))
@@ -455,7 +466,7 @@ def job(engines, flavour: str, folder: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_have_the_bits_of_separate_launches(generated, model):
-    """Of a Llama with static scales, and of Qwen3's and GLM's norms of heads with scales of groups."""
+    """The models are a Llama with static scales, and Qwen3 and GLM with norms of heads and group scales."""
     fused, separate = (generated[side][model] for side in SIDES)
     assert fused["seams"]["quantized_attention"] == "on" != separate["seams"]["quantized_attention"]
     assert (fused["tokens"], fused["logprobs"]) == (separate["tokens"], separate["logprobs"])
@@ -493,7 +504,7 @@ kernel_timing.MOST_SECONDS = 1000.0
 
 @pytest.fixture(scope="module")
 def starts(engines, tmp_path_factory) -> dict[str, list[tuple]]:
-    """What three starts on a machine say and record, by what is faster than ours with its quantization."""
+    """Return the logs and records of three starts on a machine, by what is faster than attention with its quantization."""
     folder, found = engines.folder / "measured-quantized", {}
     checkpoints.build(folder, "llama", "static")
     for slow in ("nothing", quantized_attention.SEPARATE):
@@ -512,7 +523,7 @@ def starts(engines, tmp_path_factory) -> dict[str, list[tuple]]:
     ("slow", "fuses"), [("nothing", [False, True, True]), (quantized_attention.SEPARATE, [False, True, False])]
 )
 def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
-    """It is taken back where two launches are the faster."""
+    """It is taken back if two launches are faster."""
     found = starts[slow]
     assert ["output quantization is fused into attention in 2 layers" in output for _, output, _ in found] == fuses
     shape = "page 128 32 of 256 keys"

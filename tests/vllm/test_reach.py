@@ -1,4 +1,4 @@
-"""What is said of the layers that seams have taken, and of those that they have not."""
+"""Test the report of layers that seams have taken, and of layers that they have not."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ class OtherRMSNorm(torch.nn.Module):
 
 
 class Method:
-    """How a layer's weight is used, by a kernel of whatever class."""
+    """The method of a layer, with a kernel of any class."""
 
     def __init__(self, kernel: str | None, moe: bool = False):
         one = kernel and type(kernel, (), {})()
@@ -27,7 +27,7 @@ class Method:
 
 
 def linear(kernel: str | None, dtype: torch.dtype = torch.int8) -> torch.nn.Module:
-    """A linear layer with a kernel."""
+    """Return a linear layer with a kernel."""
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False)
     layer.input_size_per_partition, layer.quant_method = 1, Method(kernel)
@@ -35,14 +35,14 @@ def linear(kernel: str | None, dtype: torch.dtype = torch.int8) -> torch.nn.Modu
 
 
 def experts(kernel: str | None) -> torch.nn.Module:
-    """A layer of experts with a kernel."""
+    """Return a layer of experts with a kernel."""
     layer = torch.nn.Module()
     layer.w13_weight, layer.quant_method = torch.zeros(1), Method(kernel, moe=True)
     return layer
 
 
 def worker(layers: list[torch.nn.Module], impls: list | None = None):
-    """A worker that has loaded a model of these layers."""
+    """Return a worker that has loaded a model of these layers."""
     held = {str(place): types.SimpleNamespace(impl=impl) for place, impl in enumerate(impls or [])}
     config = types.SimpleNamespace(compilation_config=types.SimpleNamespace(static_forward_context=held))
     model = torch.nn.ModuleList(layers)
@@ -55,7 +55,7 @@ def all_on(monkeypatch):
 
 
 def test_layers_are_counted_by_kind_and_class():
-    """8-bit linear layers without a kernel of ours, and attention that says what it lacks, are missed."""
+    """8-bit linear layers without the plugin's kernel, and attention that names a lack, count as missed."""
     mine, lacking, theirs = type("RocmOpsImpl", (), {}), type("RocmOpsOther", (), {}), type("FlashImpl", (), {})
     mine.rocm_ops, lacking.rocm_ops = (
         types.SimpleNamespace(lacks=""),
@@ -73,19 +73,19 @@ def test_layers_are_counted_by_kind_and_class():
 
 
 def test_layers_of_seams_that_are_off_are_not_counted(monkeypatch):
-    """Which the log has said already."""
+    """The log has reported these already."""
     monkeypatch.setattr(seam, "active", lambda: ["norm"])
     assert list(reach.found(worker([linear("Marlin"), experts(None), OtherRMSNorm()]))) == ["norms"]
 
 
 def test_a_worker_returns_what_json_can_hold():
-    """As latency.py writes it into its results."""
+    """latency.py writes it into its results."""
     returned = Extension.vllm_rocm_ops_reach(worker([OtherRMSNorm(), OtherRMSNorm()]))
     assert json.loads(json.dumps(returned)) == {"norms": {"taken": 0, "missed": {"OtherRMSNorm": 2}}}
 
 
 def test_one_line_warns(caplog):
-    """Of all that no seam took; one informs of the rest."""
+    """It has all layers that no seam took; another line has the rest."""
     with caplog.at_level(logging.INFO):
         reach.say(reach.found(worker([linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()])))
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
@@ -102,7 +102,7 @@ def test_one_line_warns(caplog):
 
 @pytest.fixture
 def called(monkeypatch):
-    """The calls of a start whose linears were chosen for 8 tokens, of four seams that are on."""
+    """Return the calls of a start whose linears were chosen for 8 tokens, with four seams on."""
     counts = {"silu_and_mul_quant": {"kernel": 3, "fallback": 1}, "scaled_mm": {"kernel": 2}}
     ours = {"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False}
     linears = [types.SimpleNamespace(key=f"scaled_mm {n}x512", is_ours=lambda m, n=n: m in (8, n)) for n in (2, 4)]
@@ -119,7 +119,7 @@ def called(monkeypatch):
 
 
 def test_calls_are_counted_by_seam_and_pattern(called, caplog):
-    """Seams that share their op share its count; what is no seam's, or calls nothing, has none."""
+    """Seams that share their op share its count; calls without a seam, and seams without calls, have none."""
     found = reach.calls((1, 8))
     assert found.seams == {"activation": 4, "scaled_linear": 2, "fp8_experts/mxfp8_experts": 0, "decode_attention": 0}
     assert found.patterns == {"silu_and_mul_quant 512 bfloat16": 4} and found.unreached == []
@@ -129,7 +129,7 @@ def test_calls_are_counted_by_seam_and_pattern(called, caplog):
 
 
 def test_a_pattern_may_be_reached_with_its_linear(called):
-    """In one launch, where no call has more tokens than that takes."""
+    """One launch replaces both, for up to its maximum of tokens."""
     called.pop("silu_and_mul_quant")
     called["scaled_mm_silu_and_mul_quant"] = {"kernel": 5}
     found = reach.calls((1, 8))
@@ -139,7 +139,7 @@ def test_a_pattern_may_be_reached_with_its_linear(called):
 
 @pytest.mark.parametrize(("captured", "seams"), [((1, 8), ["scaled_linear"]), ((1, 2), []), ((), [])])
 def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, seams):
-    """A pattern always, a seam where a captured number of tokens is its for all shapes."""
+    """A pattern always causes a warning, a seam if a captured number of tokens is its for all shapes."""
     called.clear()
     assert reach.calls(captured).unreached == []  # nothing has run
     called["fused_experts"] = {"kernel": 1}
@@ -151,7 +151,7 @@ def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, s
 
 
 def test_doctor_shows_what_the_last_start_has_reached(called, monkeypatch, tmp_path):
-    """Show one start for each architecture; leave out a file that is not one."""
+    """One start is shown for each architecture, and other files are skipped."""
     monkeypatch.setattr(reach.kernel_selection, "path_of", lambda machine: tmp_path / "gfx942" / "measured-1.json")
     one = worker([OtherRMSNorm()])
     one.vllm_config.model_config = types.SimpleNamespace(model="Llama")
@@ -169,7 +169,7 @@ def test_doctor_shows_what_the_last_start_has_reached(called, monkeypatch, tmp_p
 
 
 def test_every_seam_names_ops_that_there_are():
-    """But those that change what is around ours."""
+    """Seams that only change vLLM around the ops have none."""
     begins = {name: seam.load(name).ops for name in seam.NAMES}
     names = ["all_reduce", *(one.name for one in registered())]
     assert all(any(name.startswith(begin) for name in names) for ops in begins.values() for begin in ops)

@@ -1,6 +1,7 @@
-"""All-reduces with the norm behind them as one launch: what graphs hold, what ranks measure together and agree on, and steps that fail.
+"""Test all-reduces fused with their norm: graphs, joint measurements of ranks, agreement, and failing steps.
 
-Ranks are threads or processes on the CPU; a stand-in sums up over gloo, or in the graph, in place of the kernel, which tests/emulator has.
+Ranks are threads or processes on the CPU; a stand-in reduces over gloo, or in the graph, in place of the kernel, which
+tests/emulator tests.
 """
 
 import collections
@@ -35,7 +36,7 @@ def choices(monkeypatch) -> row_selection.Choices:
 
 
 class Doubled:
-    """An all-reduce of two ranks with the same inputs, and how often it was called."""
+    """An all-reduce of two ranks with the same inputs, which counts its calls."""
 
     def __init__(self):
         self.calls = collections.Counter()
@@ -50,7 +51,7 @@ class Doubled:
 
 
 class Choice:
-    """Ours up to so many tokens, at least at some."""
+    """A choice of the plugin up to this many tokens, at least at some."""
 
     def __init__(self, most: int):
         self.ours, self.key = bytes(1) + bytes([1]) * most, "key"
@@ -74,7 +75,7 @@ class Alike:
 
 @pytest.fixture
 def shared(monkeypatch):
-    """A group whose all-reduces double; every norm of so many rows at most is one launch."""
+    """Yield a group whose all-reduces double, and in which every norm of at most `rows` rows is one launch."""
     from vllm.distributed import parallel_state
 
     from vllm_rocm_ops.vllm.fusion import reduced
@@ -97,7 +98,10 @@ ONE = "all_reduce_norm"
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("key", [*KEYS, MX, None])
 def test_one_op_in_the_place_of_three(shared, key, residual, rows):
-    """An all-reduce, a norm and what quantizes it. With more rows than a launch takes vLLM's all-reduce and our norm run."""
+    """They are an all-reduce, a norm and its quantization.
+
+    With more rows than a launch supports, vLLM's all-reduce and the plugin's norm run.
+    """
     x, weight, held = random(rows, HIDDEN), random(HIDDEN, seed=1), random(rows, HIDDEN, seed=2)
     marked, _ = quantizer(key) if key else (None, None)
 
@@ -123,7 +127,7 @@ def test_one_op_in_the_place_of_three(shared, key, residual, rows):
 
 
 def test_what_stays_vllms(shared, choices):
-    """An all-reduce that something else reads, too, one with another group, one where nothing wins, and norms that are not ours."""
+    """The all-reduce has another reader or another group, no launch wins, or the norm is not the plugin's."""
     x, weight, held = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(ROWS, HIDDEN, seed=2)
 
     def read_twice(x, weight, held):
@@ -151,7 +155,7 @@ def test_what_stays_vllms(shared, choices):
 
 
 def test_what_a_compiled_graph_depends_on(shared):
-    """Where an all-reduce of ours serves at all."""
+    """It depends on whether any all-reduce of the plugin serves."""
     from vllm.config import get_current_vllm_config
 
     from vllm_rocm_ops.vllm.fusion import graph
@@ -165,7 +169,7 @@ def test_what_a_compiled_graph_depends_on(shared):
 
 
 def test_beside_aiters_fused_kernel(shared, choices):
-    """It has the graph unless ours wins at every size that a launch takes."""
+    """AITER's has the graph unless the plugin wins at every size of its launch."""
     choices.all_reduced = frozenset({None})
     x, weight, held = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(ROWS, HIDDEN, seed=2)
 
@@ -179,14 +183,14 @@ def test_beside_aiters_fused_kernel(shared, choices):
     assert called(names) == []
 
 
-# What ranks measure together
+# Joint measurements
 
 
 HERE = "2-ranks"
 
 
 class Communicator:
-    """vLLM's, over gloo."""
+    """A vLLM communicator over gloo."""
 
     def all_reduce(self, x):
         total = x.float()
@@ -195,7 +199,7 @@ class Communicator:
 
 
 def group_of(rank) -> types.SimpleNamespace:
-    """A group as vLLM has it, for one of `as_ranks`."""
+    """Return a group as vLLM has it, for one of `as_ranks`."""
     communicator = Communicator()
     rank.unique_name, rank.device, rank.device_communicator = TP, torch.device("cpu"), communicator
     rank._all_reduce_out_place = lambda x: rank.device_communicator.all_reduce(x)
@@ -231,14 +235,17 @@ KEYS_MEASURED = [
 
 @pytest.fixture
 def compiled(monkeypatch, choices):
-    """vLLM compiles the model, and one norm with its quantization is ours."""
+    """Make vLLM compile the model, with one quantizing norm of the plugin's."""
     monkeypatch.setattr(row_selection, "choices", choices)
     monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
     choices.ours = {PATTERN: True, f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual": True}
 
 
 def start(group, clock: Clock, create=OverGloo) -> tuple:
-    """Return what a start has decided: where each launch serves, and what was put in place; and what it has measured."""
+    """Return a start's decisions, its replacements, and its measurements.
+
+    Decisions are where each launch serves.
+    """
     from vllm_rocm_ops.vllm.fusion import reduced
     from vllm_rocm_ops.vllm.selection import measured_all_reduce
 
@@ -251,7 +258,7 @@ def start(group, clock: Clock, create=OverGloo) -> tuple:
 
 
 def both(rank) -> list:
-    """Return what two ranks found, which is alike: rank(group) in processes of their own."""
+    """Return the common result of rank(group) on two ranks, in new processes."""
 
     def run(group, results):
         results.put((group.rank_in_group, rank(group)))
@@ -270,7 +277,7 @@ OFF = {}, (False, False)
 
 @pytest.mark.usefixtures("compiled")
 def test_ranks_measure_together_and_agree():
-    """The slowest rank's time counts. What was measured is not measured again."""
+    """The slowest rank's time counts. A second start measures nothing again."""
 
     def rank(group):
         found = [start(group, Clock(slow)) for slow in (4 if group.rank_in_group else 8, 0)]
@@ -296,7 +303,7 @@ def test_nothing_wins():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_rank_with_other_bits(which):
-    """Every launch is off on both ranks, though each is within the error that is allowed."""
+    """Every launch is off on both ranks, though each rank is within the allowed error."""
 
     def rank(group):
         create = functools.partial(OverGloo, flips=group.rank_in_group == which)
@@ -310,7 +317,7 @@ def test_a_rank_with_other_bits(which):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("what", ["times", "memory", "a switch"])
 def test_a_rank_that_fails(what):
-    """Both do without: whether its measurement fails, it shares no memory, or it has a switch that the other has not."""
+    """Both run without: the measurement of one fails, it shares no memory, or it has another switch."""
 
     def rank(group):
         fails = group.rank_in_group == 1
@@ -342,11 +349,11 @@ def test_a_process_that_ended_there(compiled):
     assert recorded().ended == {}
 
 
-# A start without measurement, and steps
+# Starts without measurement, and steps
 
 
 def test_what_a_group_lacks(monkeypatch):
-    """One reason each."""
+    """Each lack has its own reason."""
     from vllm_rocm_ops.vllm.selection import measured_all_reduce
 
     config, timer = types.SimpleNamespace(parallel_config=types.SimpleNamespace(use_ubatching=False)), Clock(1)
@@ -365,7 +372,7 @@ def test_what_a_group_lacks(monkeypatch):
 
 @pytest.mark.parametrize("name", ["execute_model", "sample_tokens"])
 def test_a_step_whose_rank_was_missing_fails(name):
-    """Before its results are given away: at its end, or where vLLM waits for them."""
+    """It fails before its results are used: at its end, or where vLLM waits for them."""
     from vllm_rocm_ops.vllm.selection import measured_all_reduce
 
     reduce, worker = OverGloo(None, None, all_reduce=None), Worker()
@@ -380,7 +387,7 @@ def test_a_step_whose_rank_was_missing_fails(name):
 
 @pytest.mark.parametrize("name", ["fused_allreduce_rms_norm", "fused_allreduce_gemma_rms_norm"])
 def test_functions_of_models_that_are_not_compiled(shared, name):
-    """Ours has the values of an all-reduce and vLLM's norm; beyond what a launch takes vLLM's runs."""
+    """The fused op has the values of an all-reduce and vLLM's norm; beyond the launch's limit, vLLM's runs."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     from vllm_rocm_ops.vllm.fusion import reduced
@@ -405,7 +412,7 @@ def test_functions_of_models_that_are_not_compiled(shared, name):
 
 
 def test_an_all_reduce_alone(shared):
-    """The communicator's, of rows that a launch takes."""
+    """The communicator's all-reduce runs it, for rows that a launch supports."""
     from vllm_rocm_ops.vllm.fusion import reduced
 
     all_reduce = reduced.communicator(lambda x: "vLLM's", shared, reduced.Call("", HIDDEN, torch.bfloat16))
@@ -416,7 +423,7 @@ def test_an_all_reduce_alone(shared):
 
 
 def engine_of_two(engines, how: str, cache: str = "cache", **environment: str) -> dict:
-    """Return the answer of a compiled model on two ranks, where ours wins with fewer than five tokens."""
+    """Return the answer of a compiled model on two ranks, where the plugin wins with fewer than five tokens."""
     job = engines.job(("llama", "token"), compiled=True)
     job["engine"] |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     before = (
@@ -428,14 +435,17 @@ def engine_of_two(engines, how: str, cache: str = "cache", **environment: str) -
 
 
 def one_launches(of_rank: dict) -> dict[str, int]:
-    """Return how often each all-reduce of ours was one launch."""
+    """Return how often each all-reduce of the plugin was one launch."""
     return {op: kernels["one launch"] for op, kernels in of_rank.items() if op.startswith("all_reduce")}
 
 
 @pytest.mark.slow
 def test_two_ranks_in_the_engine(engines):
-    """A step of few tokens has one launch for each all-reduce and norm, of which all but the last quantize; a prompt's has vLLM's all-reduce
-    and our norms. Tokens are those without an all-reduce of ours, which has twice as many launches there."""
+    """A step of few tokens has one launch for each all-reduce and norm, and all but the last quantize.
+
+    A prompt's step has vLLM's all-reduce and the plugin's norms. Tokens are equal to a run without fused all-reduces,
+    which has twice the launches there.
+    """
     found = engine_of_two(engines, "5", "cache-reduced")
     plain = engine_of_two(engines, "5", VLLM_ROCM_OPS_SEAMS="-all_reduce")
     assert found["tokens"] == plain["tokens"]
@@ -455,7 +465,7 @@ def test_two_ranks_in_the_engine(engines):
 
 @pytest.mark.slow
 def test_a_rank_that_is_missing_ends_the_engine(engines):
-    """In a step of decode, with a message that names it."""
+    """A decode step fails with a message that names the rank."""
     with pytest.raises(AssertionError) as caught:
         engine_of_two(engines, "5, missing_after=30", "cache-missing")
     assert "Worker failed with error 'all_reduce: rank 1 of 2 did not come in epoch 31'" in str(caught.value)

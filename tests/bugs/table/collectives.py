@@ -1,4 +1,4 @@
-"""Bugs in the all-reduce, its calls, and what vLLM's ranks measure and agree on."""
+"""Bugs in the all-reduce, its calls, and the measurements and choices that vLLM's ranks share."""
 
 from ..bug import Bug, Tests
 
@@ -39,21 +39,21 @@ BUGS = (
         _ranks("test_every_kind"),
     ),
     Bug(
-        "an error that the host does not see",
+        "an error hidden from the host",
         HEADER,
         "  mem::store_system(group.report, error | u64(epoch) << 32);\n",
         "",
         _ranks("test_a_rank_that_never_comes"),
     ),
     Bug(
-        "a peer that is not told of an error",
+        "a rank not told of an error",
         HEADER,
         "if (peer < group.ranks) mem::store_system(group.inbox[peer], error);",
         "if (peer == group.rank) mem::store_system(group.inbox[peer], error);",
         _ranks("test_a_rank_that_never_comes"),
     ),
     Bug(
-        "what did not come taken for a value",
+        "a missing word taken for a value",
         HEADER,
         "missing >> source & 1 ? kNotThere : u32(words[source][i][j])",
         "u32(words[source][i][j])",
@@ -74,7 +74,7 @@ BUGS = (
         _ranks("test_another_sums_up_what_no_kernel_takes"),
     ),
     Bug(
-        "an all-reduce that something else reads",
+        "an all-reduce with another reader fused",
         GRAPH,
         "is_func(before, ALL_REDUCE) and len(before.users) == 1",
         "is_func(before, ALL_REDUCE)",

@@ -1,4 +1,4 @@
-"""Bugs in the end of decode attention, which quantizes the result."""
+"""Bugs in the quantizing epilogue of decode attention."""
 
 from vllm_rocm_ops import ops
 
@@ -22,14 +22,14 @@ BUGS = (
         Cases(ops.paged_attention_decode, "groups-native", on="gfx950", said=SAID),
     ),
     Bug(
-        "scales of heads in one place",
+        "scales of heads stored at one address",
         "attention/output.h",
         "of.head * p.out_scales_head_stride, scale",
         "of.row * p.out_scales_head_stride, scale",
         Cases(ops.paged_attention_decode, "groups-of-fp8", said="argument problem.out_scales is also written"),
     ),
     Bug(
-        "scales stored by nobody",
+        "scales not stored",
         "attention/output.h",
         "if (first_dim == 0)",
         "if (first_dim < 0)",
@@ -50,7 +50,7 @@ BUGS = (
         Cases(ops.paged_attention_decode, "out-fp8", said=SAID),
     ),
     Bug(
-        "a scale of what is not rounded",
+        "scale from an unrounded result",
         "attention/output.h",
         "x.lo = round_to<T>(x.lo);",
         "",

@@ -6,7 +6,7 @@ from ..bug import WRONG, Bug, Call, Cases, Equivalent, Tests
 
 BUGS = (
     Bug(
-        "weights of another expert",
+        "weights of the wrong expert",
         "gemm/expert_tiles.h",
         "p.b + expert_tile.expert * p.b_expert",
         "p.b + (expert_tile.expert ^ 1) * p.b_expert",
@@ -34,28 +34,28 @@ BUGS = (
         Cases(ops.fused_experts, "bf16-m70", said=WRONG),
     ),
     Bug(
-        "counts read before they are there",
+        "counts read before they are complete",
         "ops/fused_experts_tiled.hip",
         "block_barrier();  // hazard: counts are read",
         "// counts are read",
         Cases(ops.fused_experts, "bf16-m70", said="barrier"),
     ),
     Bug(
-        "gate scales for up rows",
+        "gate scales used for up rows",
         "gemm/expert_tiles.h",
         "block_of(rows_n + wave_n + j",
         "block_of(wave_n + j",
         Cases(ops.fused_experts, "block-m65", on="gfx950", said=WRONG),
     ),
     Bug(
-        "the largest of half a group",
+        "maximum over half a group",
         "device/row_output.h",
         "wave::reduce_group<kGroupSize / kChunk>",
         "wave::reduce_group<kGroupSize / kChunk / 2>",
         Cases(ops.fused_experts, "block-m65", said=WRONG),
     ),
     Bug(
-        "expert of the neighbour",
+        "expert of the neighboring lane",
         "ops/fused_experts.hip",
         "p.weights + item.expert * p.expert_bytes",
         "p.weights + (item.expert ^ 1) * p.expert_bytes",
@@ -69,14 +69,14 @@ BUGS = (
         Cases(ops.fused_experts, "block-m17-one-expert", on="gfx950", said=WRONG),
     ),
     Bug(
-        "tokens past a tile forgotten",
+        "tokens beyond a tile left out",
         "gemm/group_pairs.h",
         "rank % mma::kTileTokens == 0;",
         "rank == 0;",
         Cases(ops.fused_experts, "block-m17-one-expert", said=WRONG),
     ),
     Bug(
-        "places of an expert's pairs all the same",
+        "an expert's pairs share one index",
         "gemm/group_pairs.h",
         "place += others[i] < pair;",
         "place += 0;",
@@ -97,7 +97,7 @@ BUGS = (
         Cases(ops.fused_experts, "block-input-weight", on="gfx950", said=WRONG),
     ),
     Bug(
-        "repeated expert as a pair of its own",
+        "repeated expert as a separate pair",
         "gemm/group_pairs.h",
         "if (other < slot) expert = kNoExpert;",
         "if (other < slot) continue;",
@@ -118,7 +118,7 @@ BUGS = (
         Cases(ops.fused_experts, "fp16", on="gfx950", said=WRONG),
     ),
     Bug(
-        "block scales of the neighbouring lanes",
+        "block scales of the neighboring lanes",
         "ops/fused_experts.hip",
         "return kMx ? mma::depth(lane) / 16 : 0;",
         "return kMx ? (mma::depth(lane) / 16 + 1) % 4 : 0;",
@@ -132,28 +132,28 @@ BUGS = (
         Cases(ops.fused_experts, "mx-m1", on="gfx950", said=WRONG),
     ),
     Bug(
-        "block scales of tokens for those of weights",
+        "token block scales used for weights",
         "ops/fused_experts.hip",
         "k_slice.scale_b[0], k_slice.tokens[0], k_slice.tokens[1],\n                                 k_slice.scale_a[0]",
         "k_slice.scale_a[0], k_slice.tokens[0], k_slice.tokens[1], k_slice.scale_b[0]",
         Cases(ops.fused_experts, "mx-quantized", on="gfx950", said=WRONG),
     ),
     Bug(
-        "repeats add to each other's weights",
+        "repeated experts' weights added",
         "gemm/group_pairs.h",
         "else if (expert != kNoExpert) lists.router",
         "else lists.router",
         Cases(ops.fused_experts, "bf16-repeated-m22", said="wave"),
     ),
     Bug(
-        "ids by their lower words",
+        "ids read as their lower words",
         "device/expert_id.h",
         "words == 1 || ",
         "words > 0 || ",
         Cases(ops.fused_experts, "block-map", on="gfx950", said=WRONG),
     ),
     Bug(
-        "a part of a tile's sums missing",
+        "a split of a tile's sums left out",
         "ops/fused_experts.hip",
         "for (int y = 0; y < p.split_k; ++y)",
         "for (int y = 1; y < p.split_k; ++y)",
@@ -167,28 +167,28 @@ BUGS = (
         Cases(ops.fused_experts, "block", said=WRONG + "|without synchronization"),
     ),
     Bug(
-        "one place for all partial sums of experts",
+        "experts' partial sums share a buffer",
         "ops/fused_experts.hip",
         "wave::block_id_y() * of_wave * 4, total",
         "0, total",
         Cases(ops.fused_experts, "block", said=WRONG + "|without synchronization"),
     ),
     Bug(
-        "units of a tile's first block in all",
+        "every block uses the first block's units",
         "ops/fused_experts.hip",
         "wave::block_id_y() * mma::kWaves + wave::index()}",
         "wave::index()}",
         Cases(ops.fused_experts, "block", on="gfx950", said=WRONG),
     ),
     Bug(
-        "order of the pairs read before it is there",
+        "order of the pairs read before it is complete",
         "ops/fused_experts.hip",
         "block_barrier();  // hazard: lists are read",
         "// lists are read",
         Cases(ops.fused_experts, "bf16", said="read here"),
     ),
     Bug(
-        "loads behind the ring",
+        "loads beyond the ring",
         "ops/fused_experts.hip",
         "load_next(stages[(i + kStages - 1) % kStages]);",
         "load_next(stages[(i + kStages - 2) % kStages]);",
@@ -202,7 +202,7 @@ BUGS = (
         Cases(ops.fused_experts, "mx", on="gfx950", said=WRONG),
     ),
     Bug(
-        "whole sums taken for floats",
+        "integer sums taken for floats",
         "gemm/expert_tiles.h",
         "if constexpr (__is_same(Type, I8)) to_floats(sums);",
         "",
@@ -244,7 +244,7 @@ BUGS = (
         Cases(ops.fused_experts, "e5m2", on="gfx950", said="error|NaN"),
     ),
     Bug(
-        "both halves of 16 weights in one place",
+        "both halves of 16 weights stored at one address",
         "gemm/tiled/widening_loader.h",
         "depth / kVecBytes + half}",
         "depth / kVecBytes}",
@@ -258,7 +258,7 @@ BUGS = (
         Cases(ops.fused_experts, "e5m2-alone", said="error"),
     ),
     Bug(
-        "tokens scaled that have no scales",
+        "unscaled tokens multiplied by scales",
         "gemm/expert_tiles.h",
         "kScales == ScaleGranularity::kRow && !kWidened;",
         "kScales == ScaleGranularity::kRow;",
@@ -279,21 +279,21 @@ BUGS = (
         Cases(ops.fused_experts, "e5m2", said="error|NaN"),
     ),
     Bug(
-        "experts that are streamed",
+        "streamed experts' weights in 32 bits",
         "ops/fused_experts.hip",
         "p.weights + item.expert * p.expert_bytes",
         "p.weights + item.expert * int(p.expert_bytes)",
         Call("test_large_tensors.test_experts", "bf16"),
     ),
     Bug(
-        "experts in tiles",
+        "tiled experts' weights in 32 bits",
         "gemm/expert_tiles.h",
         "p.b + expert_tile.expert * p.b_expert",
         "p.b + expert_tile.expert * u32(p.b_expert)",
         Call("test_large_tensors.test_experts", "block-m65", on="gfx950"),
     ),
     Bug(
-        "tokens that are quantised",
+        "quantized tokens in 32 bits",
         "ops/fused_experts_quantize.hip",
         "row * p.stride;\n  const u32 groups",
         "row * int(p.stride);\n  const u32 groups",
@@ -391,14 +391,14 @@ BUGS = (
         Cases(ops.fused_experts, "block-m65"),
     ),
     Bug(
-        "rows that are combined in 32 bits",
+        "combined rows in 32 bits",
         "ops/fused_experts_tiled.hip",
         "combine.results + token * routing.slots() * combine.columns",
         "combine.results + int(token) * routing.slots() * combine.columns",
         Tests("test_large_tensors.py::test_last_tokens_that_are_combined[gfx942]", module="fused_experts_tiled"),
     ),
     Bug(
-        "rows that are quantised in 32 bits",
+        "quantized rows in 32 bits",
         "device/row_output.h",
         "(u8*)out + row * columns *",
         "(u8*)out + int(row * columns) *",
@@ -407,7 +407,7 @@ BUGS = (
         ),
     ),
     Bug(
-        "repeats looked for among shared experts",
+        "repeats searched among shared experts",
         "gemm/group_pairs.h",
         "for (int other = 0; other < p.topk; ++other)",
         "for (int other = 0; other < slots; ++other)",
@@ -421,7 +421,7 @@ BUGS = (
         Tests(),
     ),
     Bug(
-        "no place behind the last pair",
+        "no slot after the last pair",
         "gemm/group_pairs.h",
         "padded = (pairs_ + 8) / 8 * 8;",
         "padded = (pairs_ + 7) / 8 * 8;",
@@ -435,7 +435,7 @@ BUGS = (
         Tests(),
     ),
     Bug(
-        "an int8 row of zeros without a least scale",
+        "an int8 row of zeros without a minimum scale",
         "ops/fused_experts_quantize.hip",
         "scale = divide(__builtin_fmaxf(absmax, 1e-10f), 127.0f, 1.0f / 127.0f);",
         "scale = divide(absmax, 127.0f, 1.0f / 127.0f);",
@@ -449,7 +449,7 @@ BUGS = (
         Tests(),
     ),
     Bug(
-        "one row behind the last quantized",
+        "one row beyond the last quantized",
         "ops/fused_experts_quantize.hip",
         """if (p.count && row >= mem::load<int>(p.count)) return;
   const u16* x = (const u16*)p.x + row * p.stride;

@@ -6,21 +6,21 @@ from ..bug import WRONG, Bug, Cases, Code, Tests
 
 BUGS = (
     Bug(
-        "MLA: a part left out of those that a block adds",
+        "MLA: a split left out of those that a block combines",
         "attention/output.h",
         "factor[i] = i < members ? maximum : kLowest;",
         "factor[i] = i < members - 1 ? maximum : kLowest;",
         Cases(ops.mla_decode, "long", said=WRONG),
     ),
     Bug(
-        "MLA: parts added without their maxima",
+        "MLA: splits combined without their maxima",
         "attention/output.h",
         "factor[i] = numerics::exp2_approx(factor[i] - largest);",
         "factor[i] = i < members;",
         Cases(ops.mla_decode, "long", said=WRONG),
     ),
     Bug(
-        "MLA: rows of out as those of the query",
+        "MLA: rows of out at the query's stride",
         "attention/output.h",
         "row * p.out_stride + of.head * p.out_head_stride + first_dim;\n    if (p.out_scale) {\n      if constexpr",
         "row * p.query_stride + of.head * p.out_head_stride + first_dim;\n    if (p.out_scale) {\n      if constexpr",
@@ -48,14 +48,14 @@ BUGS = (
         Cases(ops.mla_decode, "bf16-3", on="gfx950", said="argument|is in no tensor|NaNs differ"),
     ),
     Bug(
-        "MLA: a part left out of the combine",
+        "MLA: a split left out of the combine",
         "attention/mla.h",
         "part < parts; part += kWaves",
         "part < parts - 1; part += kWaves",
         Cases(ops.mla_decode, "partition-many", said=WRONG),
     ),
     Bug(
-        "MLA: the last step of a part left out",
+        "MLA: the last iteration of a split left out",
         "attention/mla.h",
         "if (step_key(step) < end) multiply",
         "if (step_key(step) < end - 32 * (step > 0)) multiply",
@@ -90,7 +90,7 @@ BUGS = (
         Cases(ops.mla_decode, "fp16-fp8-3", on="gfx950", said=WRONG),
     ),
     Bug(
-        "MLA: values of other keys",
+        "MLA: values of the wrong keys",
         "attention/mla.h",
         "weights[t].lo = from[mma::depth(own) / 16 * 2 + flip];",
         "weights[t].lo = from[mma::depth(own) / 16 * 2];",
@@ -104,7 +104,7 @@ BUGS = (
         Cases(ops.mla_decode, "bf16-17", on="gfx950", said=WRONG),
     ),
     Bug(
-        "MLA: pages of another step",
+        "MLA: pages of the wrong iteration",
         "attention/mla.h",
         "load_pages(step_key(wave::uniform(step + kStages * parts)))",
         "load_pages(step_key(wave::uniform(step + (kStages - 1) * parts)))",
@@ -223,28 +223,28 @@ BUGS = (
         Cases(ops.mla_decode, "heads-128", said=WRONG),
     ),
     Bug(
-        "MLA: a part left out where few are added",
+        "MLA: a split left out where few are combined",
         "attention/mla.h",
         "for (int part = 1; part < kWaves; ++part) of_parts[0].add",
         "for (int part = 2; part < kWaves; ++part) of_parts[0].add",
         Cases(ops.mla_decode, "partition-few", said=WRONG),
     ),
     Bug(
-        "MLA: keys of FP8 that only some ways load",
+        "MLA: FP8 keys loaded on some paths only",
         "attention/mla.h",
         "if constexpr (kFp8) load(keys, next);",
         "if constexpr (kFp8) if (step_key(step) < end) load(keys, next);",
         Code("mla_decode", "mla_decode_fp16_fp8_1", "test_waits.unsteady"),
     ),
     Bug(
-        "MLA: keys of 16 bits that only some ways load",
+        "MLA: 16-bit keys loaded on some paths only",
         "attention/mla.h",
         "if constexpr (!kFp8) load(keys, next);",
         "if constexpr (!kFp8) if (step_key(step) < end) load(keys, next);",
         Code("mla_decode", "mla_decode_bf16_1", "test_waits.unsteady"),
     ),
     Bug(
-        "MLA: the other part's maximum kept",
+        "MLA: the other split's maximum kept",
         "attention/mla.h",
         "      sum = sum * factor + other.sum * of_other;\n      maximum = largest;",
         "      sum = sum * factor + other.sum * of_other;\n      maximum = other.maximum;",

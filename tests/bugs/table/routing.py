@@ -20,21 +20,21 @@ BUGS = (
         Cases(ops.router_z_loss, "bf16", on="gfx950", said="was stored by .*this access has no sc1"),
     ),
     Bug(
-        "of equal experts the last",
+        "among equal experts the last wins",
         "ops/moe_routing.hip",
         "best[i + step].key > best[i].key",
         "best[i + step].key >= best[i].key",
         Cases(ops.topk_softmax, "equal", said="output 1"),
     ),
     Bug(
-        "of equal groups the last",
+        "among equal groups the last wins",
         "ops/moe_routing.hip",
         "(other == score && g < group)",
         "(other == score && g > group)",
         Cases(ops.grouped_topk, "equal", on="gfx950", said="output 1"),
     ),
     Bug(
-        "zeros of two signs",
+        "zeros of both signs distinguished",
         "ops/moe_routing.hip",
         "kLowest) + 0.0f",
         "kLowest)",
@@ -55,14 +55,14 @@ BUGS = (
         Cases(ops.grouped_topk, "deepseek-v3", said="output"),
     ),
     Bug(
-        "second best of another lane forgotten",
+        "second best of another lane left out",
         "ops/moe_routing.hip",
         "second = __builtin_fmaxf(second, other_second);",
         "",
         Cases(ops.grouped_topk, "deepseek-v3", on="gfx950", said="output"),
     ),
     Bug(
-        "NaN as it is",
+        "NaN score kept",
         "ops/moe_routing.hip",
         "i >= own.count || x[i] != x[i]",
         "i >= own.count",
@@ -140,7 +140,7 @@ BUGS = (
         Cases(ops.load_balancing_loss, "many-tokens", on="gfx950:3"),
     ),
     Bug(
-        "tokens of topk's output in 32 bits",
+        "topk output rows in 32 bits",
         "ops/moe_routing.hip",
         "mem::store(p.ids + token * p.topk + lane,",
         "mem::store(p.ids + i64(int(token * p.topk * 4)) / 4 + lane,",
@@ -153,7 +153,7 @@ BUGS = (
         "id",
         Cases(ops.topk_softmax, "padding", on="gfx950", said="output 1"),
     ),
-    Bug("a sum of weights without its epsilon", "ops/moe_routing.hip", "sum += p.epsilon;", "", Tests()),
+    Bug("weight sum without its epsilon", "ops/moe_routing.hip", "sum += p.epsilon;", "", Tests()),
     Bug(
         "groups not combined over eight lanes",
         "ops/moe_routing.hip",
@@ -162,7 +162,7 @@ BUGS = (
         Tests(),
     ),
     Bug(
-        "a probability of the maximum that is not 1",
+        "the maximum's exponential not exactly 1",
         "ops/moe_routing.hip",
         "logits[i] == maximum ? 1.0f : numerics",
         "numerics",

@@ -1,4 +1,4 @@
-"""Bugs in activations, softmax and other rows, and what all kernels share."""
+"""Bugs in activations, softmax and other row kernels, and in code that all kernels share."""
 
 from vllm_rocm_ops import ops
 
@@ -104,7 +104,7 @@ BUGS = (
         Cases(ops.stream_memory, "read-tail", said="NaNs|output 0"),
     ),
     Bug(
-        "another thread's sum too early",
+        "another thread's sum read too early",
         "ops/stream_memory.hip",
         "block_barrier();  // hazard",
         "// hazard",
@@ -118,14 +118,14 @@ BUGS = (
         Cases(ops.stream_memory, "copy-groups", said="output 0"),
     ),
     Bug(
-        "three words of four",
+        "three of four words",
         "ops/stream_memory.hip",
         "sum.z + sum.w",
         "sum.z",
         Cases(ops.stream_memory, "read-groups", on="gfx950", said="output 0"),
     ),
     Bug(
-        "a block's sum in another's place",
+        "a block's sum stored at another's index",
         "ops/stream_memory.hip",
         "(u32*)out + u32(wave::block_id_x())",
         "(u32*)out + (blocks - 1 - wave::block_id_x())",
@@ -202,14 +202,14 @@ BUGS = (
         Cases(ops.dequantize_int4, "padded", on="gfx950", said=WRONG + "|element .* is"),
     ),
     Bug(
-        "values behind no group",
+        "values read after one group's scales",
         "ops/dequantize_int4.hip",
         "from + p.groups + word",
         "from + 1 + word",
         Cases(ops.dequantize_int4, "long", said=WRONG + "|element .* is"),
     ),
     Bug(
-        "rows of gate and up",
+        "gate and up rows in 32 bits",
         "device/gated_row.h",
         "i64(u32(wave::block_id_x())) * input_stride",
         "int(u32(wave::block_id_x()) * u32(input_stride))",
@@ -237,14 +237,14 @@ BUGS = (
         Cases(ops.silu_and_mul_per_token_quant, "bf16-special"),
     ),
     Bug(
-        "a bound below the least scale (activation)",
+        "an upper bound below the minimum scale (activation)",
         "device/row_output.h",
         "return __builtin_fmaxf(bounded(absmax_to_scale(absmax)), kMinScale);",
         "return bounded(absmax_to_scale(absmax));",
         Cases(ops.silu_and_mul_per_block_quant, "scale_ub-1e-09"),
     ),
     Bug(
-        "no least scale (activation)",
+        "no minimum scale (activation)",
         "device/float8.h",
         "numerics::kE4m3Max), kMinScale)",
         "numerics::kE4m3Max), 1e-30f)",
@@ -252,7 +252,7 @@ BUGS = (
     ),
     Bug("log2(e) to three places", "device/vec.h", "-1.4426950408889634f", "-1.443f", Cases(ops.silu_and_mul, "bf16")),
     Bug(
-        "rows of an activation's output in 32 bits",
+        "activation output rows in 32 bits",
         "device/row_output.h",
         "(u8*)out + row * columns *",
         "(u8*)out + int(row * columns) *",
@@ -268,14 +268,14 @@ BUGS = (
         Tests(),
     ),
     Bug(
-        "softmax without tiny numbers",
+        "softmax flushes tiny numbers",
         "ops/softmax.hip",
         "const bool is_tiny = x < -126.0f;",
         "const bool is_tiny = false;",
         Tests(),
     ),
     Bug(
-        "rows of softmax in 32 bits",
+        "softmax rows in 32 bits",
         "ops/softmax.hip",
         "void* to = (u8*)out + block * hidden * size;",
         "void* to = (u8*)out + int(block * hidden * size);",
@@ -289,21 +289,21 @@ BUGS = (
         Tests(),
     ),
     Bug(
-        "a static result of the clamped activation not rounded",
+        "clamped activation not rounded before static quantization",
         "ops/silu_and_mul_with_clamp.hip",
         "return kOutput == Output::kStatic ? round_to<T>(y) : y;",
         "return y;",
         Tests(),
     ),
     Bug(
-        "rows of int4 in 32 bits",
+        "int4 rows in 32 bits",
         "ops/dequantize_int4.hip",
         "const u32* from = p.quantized + row * p.stride;",
         "const u32* from = p.quantized + int(row * u32(p.stride));",
         Tests(),
     ),
     Bug(
-        "one vector behind the last written",
+        "one vector beyond the last written",
         "ops/dequantize_int4.hip",
         "if (index >= u32(p.count)) return;",
         "if (index > u32(p.count)) return;",

@@ -4,14 +4,14 @@ from ..bug import Bug, Tests
 
 BUGS = (
     Bug(
-        "a layer without ours counted as taken",
+        "a layer without the plugin's kernel counted as taken",
         "vllm/reach.py",
         "next(kernels_of(module), None) is not None",
         "True",
         Tests("test_reach.py"),
     ),
     Bug(
-        "attention that says what it lacks counted as taken",
+        "attention that names a lack counted as taken",
         "vllm/reach.py",
         "ours is not None and not ours.lacks",
         "ours is not None",
@@ -53,7 +53,7 @@ BUGS = (
         Tests("test_row_selection.py"),
     ),
     Bug(
-        "ours where one rank measured so",
+        "the plugin where only one rank measured so",
         "vllm/selection/kernel_selection.py",
         "bytes(a & b for",
         "bytes(a | b for",
@@ -67,7 +67,7 @@ BUGS = (
         Tests("test_kernel_selection.py"),
     ),
     Bug(
-        "a late failure of vLLM's kernel taken for ours",
+        "a late failure of vLLM's kernel blamed on the plugin's",
         "vllm/selection/kernel_timing.py",
         "    clock.finish()\n    run_ours",
         "    run_ours",
@@ -95,35 +95,35 @@ BUGS = (
         Tests("test_linear.py"),
     ),
     Bug(
-        "an input quantized for one side alone",
+        "an input quantized for one side only",
         "vllm/linear/mxfp8_linear.py",
         "(*quantize(x), *layer)",
         "(x, x, *layer)",
         Tests("test_linear.py"),
     ),
     Bug(
-        "tokens in batches of an expert's",
+        "tokens in per-expert batches",
         "vllm/experts/expert_support.py",
         "if config.use_batched_activation_format:",
         "if False:",
         Tests("test_experts.py"),
     ),
     Bug(
-        "tokens that another way sends",
+        "tokens sent by an unsupported all-to-all",
         "vllm/experts/expert_support.py",
         "if config.use_all2all_kernels and not (",
         "if False and not (",
         Tests("test_experts.py"),
     ),
     Bug(
-        "routing of tokens that other ranks have",
+        "routing of other ranks' tokens",
         "vllm/experts/routing_experts.py",
         "alone = config.dp_size == 1 and not",
         "alone = not",
         Tests("test_experts.py"),
     ),
     Bug(
-        "tokens of data parallel ranks quantised twice",
+        "tokens of data-parallel ranks quantized twice",
         "vllm/experts/base.py",
         "use_all2all_kernels or moe_config.dp_size > 1",
         "use_all2all_kernels",

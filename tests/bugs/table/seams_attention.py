@@ -1,4 +1,4 @@
-"""Bugs in seams of attention."""
+"""Bugs in attention seams."""
 
 from ..bug import Bug, Tests
 
@@ -25,7 +25,7 @@ BUGS = (
         Tests("test_decode_attention.py"),
     ),
     Bug(
-        "the scale of keys for values",
+        "the keys' scale used for values",
         "vllm/attention/decoder.py",
         "(layer._k_scale, layer._v_scale)",
         "(layer._k_scale, layer._k_scale)",
@@ -39,21 +39,21 @@ BUGS = (
         Tests("test_decode_attention.py"),
     ),
     Bug(
-        "ours where it is faster at one length",
+        "the plugin where it is faster at one length only",
         "vllm/attention/decoder.py",
         "and all(choice.is_ours",
         "and any(choice.is_ours",
         Tests("test_seam_guards.py"),
     ),
     Bug(
-        "rows that see more than what is before them",
+        "rows that see later tokens",
         "vllm/attention/decoder.py",
         "return metadata.causal is True and all(",
         "return any(",
         Tests("test_decode_attention.py"),
     ),
     Bug(
-        "what a layer has and ours lacks is served",
+        "layers with unsupported options served",
         "vllm/attention/decoder.py",
         "if self.lacks or batch",
         "if batch",
@@ -67,7 +67,7 @@ BUGS = (
         Tests("test_decode_attention.py"),
     ),
     Bug(
-        "ours where bits may not depend on the batch",
+        "the plugin in batch-invariant mode",
         "vllm/attention/decoder.py",
         '"batch invariance", self.is_batch_invariant',
         '"no rows", False',
@@ -81,14 +81,14 @@ BUGS = (
         Tests("test_decode_attention.py"),
     ),
     Bug(
-        "values reordered for ours",
+        "values reordered for the plugin",
         "vllm/attention/decoder.py",
         "if super().fused_qk_norm_rope_kvcache_supported():\n            super().set",
         "if self.fused_qk_norm_rope_kvcache_supported():\n            super().set",
         Tests("test_decode_attention.py"),
     ),
     Bug(
-        "keys by the weight of queries in the call",
+        "keys multiplied by the queries' weight in the call",
         "vllm/attention/decoder.py",
         "norm = q_weight, k_weight,",
         "norm = q_weight, q_weight,",
@@ -102,7 +102,7 @@ BUGS = (
         Tests("test_decode_attention.py"),
     ),
     Bug(
-        "norms left out where ours does not serve",
+        "norms left out where the plugin does not serve",
         "vllm/attention/decoder.py",
         "out.copy_(vllm.ir.ops.rms_norm(x, weight, epsilon))",
         "out.copy_(x)",
@@ -130,7 +130,7 @@ BUGS = (
         Tests("test_seam_guards.py"),
     ),
     Bug(
-        "attention measured where heads are gathered",
+        "attention measured with gathered heads",
         "vllm/attention/timing.py",
         'or getattr(decoder.impl, "dcp_world_size", 1) > 1:',
         ":",
@@ -165,7 +165,7 @@ BUGS = (
         Tests("test_latent_attention.py"),
     ),
     Bug(
-        "parts of keys by the batch",
+        "batch-invariant mode ignored by MLA's splits",
         "vllm/attention/mla.py",
         "PARTITION * self.is_batch_invariant",
         "0",
@@ -200,7 +200,7 @@ BUGS = (
         Tests("test_latent_attention.py"),
     ),
     Bug(
-        "heads taken for tokens",
+        "heads taken for tokens in absorption",
         "vllm/attention/absorbed_products.py",
         "choice.is_ours(x.shape[1])",
         "choice.is_ours(x.shape[0])",
@@ -228,28 +228,28 @@ BUGS = (
         Tests("test_seam_guards.py"),
     ),
     Bug(
-        "products served unmeasured",
+        "absorbed GEMMs served unmeasured",
         "vllm/attention/absorbed_products.py",
         "        return 0\n",
         "        return MOST_TOKENS\n",
         Tests("test_absorbed_products.py"),
     ),
     Bug(
-        "more tokens than kernels take",
+        "more tokens than kernels support",
         "vllm/attention/absorbed_products.py",
         "if len(arguments[0]) > MOST_TOKENS:",
         "if False:",
         Tests("test_absorbed_products.py"),
     ),
     Bug(
-        "products noted without measurements",
+        "absorbed GEMMs noted without measurements",
         "vllm/attention/absorbed_products.py",
         'envs.VLLM_ROCM_OPS_MEASURE == "0"',
         "False",
         Tests("test_absorbed_products.py"),
     ),
     Bug(
-        "a result beside vLLM's buffer",
+        "a result outside vLLM's buffer",
         "vllm/attention/absorbed_products.py",
         "None if out is None else out.transpose(0, 1)",
         "None",
@@ -270,7 +270,7 @@ BUGS = (
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "beside vLLM's pass that writes the cache",
+        "used together with vLLM's pass that writes the cache",
         "vllm/attention/latent_norms.py",
         " and UPDATE not in (settings.splitting_ops or ())",
         " and False",
@@ -284,14 +284,14 @@ BUGS = (
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "our op inside of a piece",
+        "the plugin's op not among vLLM's splitting ops",
         "vllm/attention/latent_norms.py",
         "if found and UPDATE in found and OURS not in found:",
         "if False:",
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "our op twice where vLLM splits",
+        "the plugin's op added twice to vLLM's splitting ops",
         "vllm/attention/latent_norms.py",
         "if found and UPDATE in found and OURS not in found:",
         "if found and UPDATE in found:",
@@ -305,7 +305,7 @@ BUGS = (
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "scales of rows for a linear that reads columns",
+        "row-major scales for a fused linear that reads column-major ones",
         "vllm/attention/latent_front.py",
         'self.is_column_major = self.kind == "block" and',
         "self.is_column_major = False and",
@@ -326,7 +326,7 @@ BUGS = (
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "heads of other GPUs",
+        "heads of other ranks",
         "vllm/attention/latent_norms.py",
         'getattr(layer, "dcp_q_replicate", False)',
         "False",
@@ -340,14 +340,14 @@ BUGS = (
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "sizes that kernels do not take",
+        "sizes that kernels do not support",
         "vllm/attention/latent_norms.py",
         " and one.has_kernels(config.model_config.dtype)",
         "",
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "all of a query's head rotated",
+        "a query's whole head rotated",
         "vllm/attention/latent_norms.py",
         "q[..., nope:], _ = self.rotary_emb(positions, q[..., nope:], unrotated)",
         "q, _ = self.rotary_emb(positions, q, unrotated)",
@@ -375,28 +375,28 @@ BUGS = (
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "ours though it loses",
+        "the plugin though it loses",
         "vllm/attention/latent_front.py",
         "self if is_ours or self.decoder.is_forced else None",
         "self",
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "ours where it was not measured",
+        "the plugin where it was not measured",
         "vllm/attention/latent_front.py",
         "return self.decoder.is_forced\n\n    def take",
         "return True\n\n    def take",
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "the rotated part not judged",
+        "the rotated part not checked",
         "vllm/attention/latent_front.py",
         "kv, rotated.squeeze(1), rows]",
         "kv, None, rows]",
         Tests("test_latent_norms.py"),
     ),
     Bug(
-        "the cache not judged",
+        "the cache not checked",
         "vllm/attention/latent_front.py",
         "kv, rotated.squeeze(1), rows]",
         "kv, rotated.squeeze(1), None]",

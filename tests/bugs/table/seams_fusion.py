@@ -1,24 +1,24 @@
-"""Bugs in seams of norms and activations, and passes on vLLM's graph."""
+"""Bugs in norm and activation seams, and in passes over vLLM's graph."""
 
 from ..bug import Bug, Tests
 
 BUGS = (
     Bug(
-        "what a layer was handed left behind",
+        "a layer's quantized input kept after the call",
         "vllm/experts/handed_over.py",
         "        current.given = before\n",
         "        pass\n",
         Tests("test_moe_input.py"),
     ),
     Bug(
-        "tokens that only begin where hidden states do",
+        "tokens that only share the hidden states' address",
         "vllm/experts/handed_over.py",
         ") == (hidden.data_ptr(), hidden.shape, hidden.stride(), hidden.dtype)",
         ")[:1] == (hidden.data_ptr(),)",
         Tests("test_moe_input.py"),
     ),
     Bug(
-        "weights of the router on quantized hidden states",
+        "router weights applied to quantized hidden states",
         "vllm/experts/base.py",
         "None if on_input or hidden_scale is not None else",
         "None if hidden_scale is not None else",
@@ -32,7 +32,7 @@ BUGS = (
         Tests("test_moe_input.py"),
     ),
     Bug(
-        "scales in rows for a kernel that wants columns",
+        "row-major scales for a kernel that reads column-major ones",
         "vllm/fusion/quantized_input.py",
         "quant.column_major_scales or quant.use_ue8m0",
         "quant.use_ue8m0",
@@ -67,14 +67,14 @@ BUGS = (
         Tests("test_moe_input.py"),
     ),
     Bug(
-        "tokens of other ranks for those of the norm",
+        "other ranks' tokens used for the norm's",
         "vllm/fusion/moe_input.py",
         "config.dp_size > 1 or config.pcp_size > 1 or config.is_sequence_parallel",
         "config.is_sequence_parallel",
         Tests("test_moe_input.py"),
     ),
     Bug(
-        "a result in 16 bits that nobody checks",
+        "an unchecked 16-bit result",
         "vllm/fusion/moe_input.py",
         "return [dequantized(values[:tokens], scale), plain, residual]",
         "return [dequantized(values[:tokens], scale)] * 2 + [residual]",
@@ -130,14 +130,14 @@ BUGS = (
         Tests("test_row_selection.py"),
     ),
     Bug(
-        "exponents for scales",
+        "exponents used for scales",
         "vllm/fusion/row_selection.py",
         "torch.exp2(scale.float() - 127) if",
         "scale.float() if",
         Tests("test_row_selection.py"),
     ),
     Bug(
-        "MX-FP8 in front of an opaque linear",
+        "MX-FP8 before an opaque linear",
         "vllm/fusion/row_selection.py",
         " and not (is_mx and is_opaque)",
         "",
@@ -186,7 +186,7 @@ BUGS = (
         Tests("test_fusion_seam.py"),
     ),
     Bug(
-        "a norm that others read, too",
+        "a norm with other readers",
         "vllm/fusion/graph.py",
         "for reader in readers}) != 1 or",
         "for reader in readers if is_quantization(reader)}) != 1 or",
@@ -200,7 +200,7 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug(
-        "a norm alone in front of markers",
+        "a plain norm before markers",
         "vllm/fusion/graph.py",
         "QUANTIZATION in {reader.target for reader in readers} or ",
         "",
@@ -214,7 +214,7 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug(
-        "MX-FP8 left to passes that have none",
+        "MX-FP8 left to passes that do not fuse it",
         "vllm/fusion/graph.py",
         "return key == fused_quant.MX or not (",
         "return not (",
@@ -235,23 +235,23 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug(
-        "a residual that somebody holds",
+        "a residual that the caller holds",
         "vllm/fusion/graph.py",
         "residual not in inputs or inputs.index(residual) in get_pass_context().donated_input_ids",
         "True",
         Tests("test_graph.py"),
     ),
-    Bug("a linear that others read, too", "vllm/fusion/graph.py", " and len(x.users) == 1", "", Tests("test_graph.py")),
+    Bug("a linear with other readers", "vllm/fusion/graph.py", " and len(x.users) == 1", "", Tests("test_graph.py")),
     Bug("a linear with a bias", "vllm/fusion/graph.py", "x.args[4] is None and ", "", Tests("test_graph.py")),
     Bug(
-        "gate for the quantized result",
+        "values and scale of an activation swapped",
         "vllm/fusion/graph.py",
         "((values, scale)[user.args[1]])",
         "((values, scale)[1 - user.args[1]])",
         Tests("test_graph.py"),
     ),
     Bug(
-        "a norm behind a norm",
+        "a norm after a norm",
         "vllm/fusion/graph.py",
         " or makes_with_norm(producer.node.args[0])",
         "",
@@ -266,7 +266,7 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug(
-        "rows whose elements lie apart",
+        "rows with strided elements",
         "vllm/fusion/graph.py",
         "rows.dtype in fused_quant.DTYPES and fused_quant.in_rows(rows)",
         "True",
@@ -295,7 +295,7 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug(
-        "ours where a pass of vLLM's fuses",
+        "the plugin where a vLLM pass fuses",
         "vllm/fusion/graph.py",
         "fused_quant.MX or not (passes",
         "fused_quant.MX or True or (passes",
@@ -309,14 +309,14 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug(
-        "an op in front of its scale",
+        "an op before its scale",
         "vllm/fusion/graph.py",
         "return producer.node if last is producer.node else last.next",
         "return producer.node",
         Tests("test_graph.py"),
     ),
     Bug(
-        "a sum read before it is there",
+        "a sum read before it is computed",
         "vllm/fusion/graph.py",
         "if producer.added is not None and any(",
         "if False and any(",
@@ -337,7 +337,7 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug(
-        "the sum read where the result is",
+        "the sum read in place of the result",
         "vllm/fusion/graph.py",
         "producer.added.replace_all_uses_with(added)",
         "producer.added.replace_all_uses_with(outputs[0])",

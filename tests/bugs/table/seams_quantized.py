@@ -1,24 +1,24 @@
-"""Bugs in what gives attention the quantization of its result, and vLLM's backends to it."""
+"""Bugs in fusing the output quantization into attention, in the plugin's and vLLM's backends."""
 
 from ..bug import Bug, Tests
 
 BUGS = (
     Bug(
-        "heads that ops take for others' memory",
+        "heads not viewed as rows",
         "vllm/attention/decoder.py",
         "backends.in_rows(query), backends.in_rows(key), value",
         "query, key, value",
         Tests("test_decode_attention.py"),
     ),
     Bug(
-        "groups of slots side by side",
+        "a shuffled layout of the implementation ignored",
         "vllm/attention/backends.py",
         'return None if getattr(impl, "_shuffle_kv_layout", False) else',
         "return",
         Tests("test_seam_guards.py"),
     ),
     Bug(
-        "a result that is read otherwise, too",
+        "a quantized result with other readers",
         "vllm/attention/quantized_attention.py",
         "if not equal or next(",
         "if next(",
@@ -32,7 +32,7 @@ BUGS = (
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "a scale that comes behind attention",
+        "a scale computed after attention",
         "vllm/attention/quantized_attention.py",
         'found.kind != "static" or found.markers[0].args[1] < node',
         "True",
@@ -74,7 +74,7 @@ BUGS = (
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "scales in rows for a linear that takes columns",
+        "row-major scales for a linear that reads column-major ones",
         "vllm/attention/quantized_attention.py",
         "statically_known_true(scales.stride(0) == 1)",
         "False",
@@ -102,7 +102,7 @@ BUGS = (
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "fused where two launches are the faster",
+        "fused where two launches are faster",
         "vllm/attention/quantized_attention.py",
         "if wins(decoder, of, decided, SEPARATE) is False:",
         "if False:",
@@ -116,7 +116,7 @@ BUGS = (
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "what was measured of attention alone decides on",
+        "decided by the measurement of plain attention",
         "vllm/attention/quantized_attention.py",
         "if measured is None else measured)",
         ")",
@@ -151,35 +151,35 @@ BUGS = (
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "layers of the model before",
+        "layers of the previous model",
         "vllm/attention/quantized_attention.py",
         '    _fused.clear()\n    if "quantized_attention"',
         '    if "quantized_attention"',
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "scales of a profile run that are anything",
+        "uninitialized scales in a profile run",
         "vllm/attention/quantized_attention.py",
         "            groups.fill_(1.0)",
         "            pass",
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "a result of vLLM's as wide as its queries",
+        "vLLM's result in its queries' dtype",
         "vllm/attention/quantized_attention.py",
         "given[1].dtype if given[1].dtype in ELEMENTS else decoder.config.model_config.dtype",
         "given[1].dtype",
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "no quantization behind vLLM's static one",
+        "no quantization after vLLM's static attention",
         "vllm/attention/decoder.py",
         "static = scale is not None and not super()",
         "static = scale is not None and super()",
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "no quantization behind vLLM's by groups",
+        "no quantization by groups after vLLM's attention",
         "vllm/attention/decoder.py",
         "return groups is not None or static",
         "return static",
@@ -193,14 +193,14 @@ BUGS = (
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "attention measured as it is",
+        "attention measured without its quantization",
         "vllm/attention/decoder.py",
         "self.rocm_ops.quantized = quantized_attention.kind(*scales)",
         "pass",
         Tests("test_quantized_attention.py"),
     ),
     Bug(
-        "scales not given to ours",
+        "scales not passed to the plugin",
         "vllm/attention/decoder.py",
         "return self.run(batch, layer, query, kv_cache, metadata, output, *scales)",
         "return self.run(batch, layer, query, kv_cache, metadata, output)",

@@ -1,4 +1,4 @@
-"""Bugs in GEMMs of few tokens."""
+"""Bugs in skinny GEMMs."""
 
 from vllm_rocm_ops import ops
 
@@ -27,14 +27,14 @@ BUGS = (
         Cases(ops.block_scaled_mm, "e8m0-a", said=WRONG),
     ),
     Bug(
-        "the neighbouring block's scale",
+        "the neighboring block's scale",
         "gemm/skinny/amd/streamed_tile.h",
         "0, u32(step) / kUnitSteps * Scale::kBytes, 0 < bytes",
         "0, (step / kUnitSteps ^ 1) * Scale::kBytes, 0 < bytes",
         Cases(ops.block_scaled_mm, "m5", said=WRONG),
     ),
     Bug(
-        "blocks of shared tiles by the share of others",
+        "blocks of shared tiles by the longer blocks' divisor",
         "gemm/skinny/schedule.h",
         "p.longer_block_divisor.inverse : p.units_per_block_divisor.inverse",
         "p.longer_block_divisor.inverse : p.longer_block_divisor.inverse",
@@ -48,14 +48,14 @@ BUGS = (
         Cases(ops.mxfp8_scaled_mm, "long-k", on="gfx950", said=WRONG),
     ),
     Bug(
-        "a run of results where fewer are left",
+        "a full run of results stored at the end of a row",
         "gemm/skinny/epilogue.h",
         "if (p.n % kVec) store_odd(value...);",
         "if (false) store_odd(value...);",
         Cases(ops.mxfp8_scaled_mm, "bias-fp16", on="gfx950", said="must be a multiple of"),
     ),
     Bug(
-        "a run of results where fewer are left, of wide tiles",
+        "a full run of results stored at the end of a row, wide tiles",
         "gemm/skinny/epilogue.h",
         "else if (p.n % kVec) store(store_odd);",
         "else if (false) store(store_odd);",
@@ -69,14 +69,14 @@ BUGS = (
         Cases(ops.scaled_mm, "m16", on="gfx950", said=WRONG),
     ),
     Bug(
-        "a narrow tile's scales of the next block",
+        "wave split-K: scales of the next block",
         "gemm/skinny/wave_split_k.h",
         "mem::buffer(scales_b), 0, block * Scale::kBytes",
         "mem::buffer(scales_b), 0, (block + 1) * Scale::kBytes",
         Cases(ops.block_scaled_mm, "m5", said="bytes at byte .* of argument"),
     ),
     Bug(
-        "a narrow tile's scales of another token",
+        "wave split-K: scales of another token",
         "gemm/skinny/wave_split_k.h",
         "k_slice.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), token *",
         "k_slice.scale_a[t][v] = Scale::load_or_zero(mem::buffer(p.scale_a), (token ^ 1) *",
@@ -142,7 +142,7 @@ BUGS = (
         Cases(ops.block_scaled_mm, "column-major-scales"),
     ),
     Bug(
-        "both split tiles of a block in one place",
+        "both split tiles of a block share a buffer",
         "gemm/skinny/epilogue.h",
         "(b == first_block ? is_second_tile : 0)",
         "0",
@@ -184,28 +184,28 @@ BUGS = (
         Equivalent("the steps of a block of a wave split-K kernel are a multiple of 8", module="block_scaled_mm"),
     ),
     Bug(
-        "columns stored by the lanes that have up",
+        "output stored by the lanes that hold up",
         "gemm/skinny/epilogue.h",
         "&& !is_up(row[0])",
         "&& is_up(row[0])",
         Cases(ops.scaled_mm_silu_and_mul_quant, "m1"),
     ),
     Bug(
-        "a sum of gate that is not rounded",
+        "gate's sum not rounded",
         "gemm/skinny/epilogue.h",
         "silu(round_to<T>(sum[i][0][r]))",
         "silu(sum[i][0][r])",
         Tests("test_same_bits.py::test_one_launch_gives_the_bits_of_two[gfx942-20-dtype0]", module="scaled_mm"),
     ),
     Bug(
-        "a sum of up from the other half of the wave",
+        "up's sum from the other half of the wave",
         "gemm/skinny/epilogue.h",
         "kVec == 2 ? 8 : 16;",
         "32;",
         Cases(ops.scaled_mm_silu_and_mul_quant, "m1", "m16"),
     ),
     Bug(
-        "scales of gate's channels for those of up",
+        "gate's channel scales used for up",
         "gemm/skinny/epilogue.h",
         "u64(gated_row(p, row[j] + i))",
         "u64(gated_column(row[j] + i))",
@@ -219,21 +219,21 @@ BUGS = (
         Cases(ops.scaled_mm_silu_and_mul_quant, "four-tiles"),
     ),
     Bug(
-        "a second token's columns behind N",
+        "a second token's columns beyond N",
         "gemm/skinny/epilogue.h",
         "* u32(columns) + u32(column)",
         "* u32(p.n) + u32(column)",
         Cases(ops.scaled_mm_silu_and_mul_quant, "m2"),
     ),
     Bug(
-        "elements of a product in 32 bits (skinny)",
+        "GEMM output offsets in 32 bits (skinny)",
         "gemm/skinny/epilogue.h",
         "u64(u32(token[i])) * u32(p.n) + u32(row[j])",
         "i64(token[i] * p.n + row[j])",
         Tests("test_large_tensors.py::test_last_of_a_large_product[skinny-gfx942]", module="scaled_mm"),
     ),
     Bug(
-        "strides of scales that are widened in 32 bits",
+        "strides of widened scales in 32 bits",
         "ops/block_scaled_mm.hip",
         "row * row_stride",
         "row * int(row_stride)",

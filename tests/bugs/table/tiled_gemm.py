@@ -1,4 +1,4 @@
-"""Bugs in tiled and MX-FP8 GEMMs, and what scaled GEMMs share."""
+"""Bugs in tiled and MX-FP8 GEMMs, and in code that scaled GEMMs share."""
 
 from vllm_rocm_ops import ops
 
@@ -20,7 +20,7 @@ BUGS = (
         Cases(ops.block_scaled_mm, "e8m0", said=WRONG),
     ),
     Bug(
-        "the neighbouring panel's e8m0 scale",
+        "the neighboring panel's e8m0 scale",
         "gemm/tiled/main_loop.h",
         "b_at[j], block * (b_k * Scale::kBytes)",
         "b_at[j], (block ^ 1) * (b_k * Scale::kBytes)",
@@ -111,21 +111,21 @@ BUGS = (
         Cases(ops.mxfp8_scaled_mm, "long-k", on="gfx950", said="was stored by .*no s_waitcnt"),
     ),
     Bug(
-        "block scales of the neighbour",
+        "block scales of the neighboring lane",
         "device/amd/mx.h",
         "loaded[0] >> (lane / 16 % 2 * 8)",
         "loaded[0] >> ((lane / 16 + 1) % 2 * 8)",
         Cases(ops.mxfp8_scaled_mm, "m16", on="gfx950", said=WRONG),
     ),
     Bug(
-        "block scales one on",
+        "block scales shifted by one",
         "device/amd/mx.h",
         "first = word + lane / 16 % 2;",
         "first = word + lane / 16 % 2 + 1;",
         Cases(ops.mxfp8_scaled_mm, "k352", on="gfx950", said=WRONG),
     ),
     Bug(
-        "block scales of the other instruction",
+        "block scales of the other matrix instruction",
         "device/amd/mx.h",
         "kByte = 2 * kIndex;",
         "kByte = 2 - 2 * kIndex;",
@@ -139,14 +139,14 @@ BUGS = (
         Cases(ops.mxfp8_scaled_mm, "m7", on="gfx950", said=WRONG),
     ),
     Bug(
-        "the last group of tiles as wide as the others",
+        "the last group of tiles assumed full width",
         "gemm/tiled/rasterize.h",
         "u32(in_group) / last_group_divisor",
         "in_group / kGroupM",
         Cases(ops.scaled_mm, "tiles-padded", said="."),
     ),
     Bug(
-        "slices of one panel fewer",
+        "slices that ignore the remainder of panels",
         "ops/scaled_mm_tiled.hip",
         "(k_slice < p.remainder ? k_slice : p.remainder)",
         "0",
@@ -167,28 +167,28 @@ BUGS = (
         Cases(ops.mxfp8_scaled_mm, "m65", on="gfx950", said="barrier"),
     ),
     Bug(
-        "tiles of tokens",
+        "token tiles in 32 bits",
         "ops/scaled_mm_tiled.hip",
         "p.a + first_m * p.a_stride",
         "p.a + first_m * int(p.a_stride)",
         Call("test_large_tensors.test_tiled_products", ops.block_scaled_mm, 521, 130, on="gfx950"),
     ),
     Bug(
-        "tiles of a weight",
+        "weight tiles in 32 bits",
         "ops/scaled_mm_tiled.hip",
         "p.b + first_n / 16 * p.b_tile",
         "p.b + first_n / 16 * int(p.b_tile)",
         Call("test_large_tensors.test_tiled_products", ops.scaled_mm, 65, 521),
     ),
     Bug(
-        "tiles of an MX weight",
+        "MX weight tiles in 32 bits",
         "ops/mxfp8_scaled_mm.hip",
         "p.b + i64(n) * p.b_row",
         "p.b + n * p.b_row",
         Call("test_large_tensors.test_mx_products", 5, 265, on="gfx950"),
     ),
     Bug(
-        "scales of an MX weight",
+        "MX weight scales in 32 bits",
         "ops/mxfp8_scaled_mm.hip",
         "p.scale_b + i64(n0 >> p.scale_b_shift) * p.scale_b_row",
         "p.scale_b + (n0 >> p.scale_b_shift) * p.scale_b_row",
@@ -223,14 +223,14 @@ BUGS = (
         Cases(ops.scaled_mm, "long-k", "m1", on="gfx950:3"),
     ),
     Bug(
-        "buffers of 1 GB",
+        "buffers limited to 1 GB",
         "device/amd/buffer.h",
         "0x80000000u",
         "0x40000000u",
         Tests("test_large_tensors.py::test_skinny_products[5-scaled_mm-gfx942]", module="scaled_mm"),
     ),
     Bug(
-        "scale of a block beyond N",
+        "scale read from a block beyond N",
         "ops/scaled_mm_tiled.hip",
         "(n < p.n ? n : p.n - 1) / kScaleBlock",
         "n / kScaleBlock",
@@ -265,21 +265,21 @@ BUGS = (
         Cases(ops.mxfp8_scaled_mm, "m530", on="gfx950:3"),
     ),
     Bug(
-        "XCDs behind those with one tile more shifted too far",
+        "XCDs after those with one more tile shifted too far",
         "gemm/tiled/rasterize.h",
         "(xcd < remainder ? xcd : remainder)",
         "xcd",
         Cases(ops.block_scaled_mm, "tiles"),
     ),
     Bug(
-        "rows of a weight at the tokens' stride",
+        "weight rows at the tokens' stride",
         "ops/scaled_mm_tiled.hip",
         "b_layout{p.b_tile, p.b_row, p.b_vec",
         "b_layout{p.b_tile, int(p.a_stride), p.b_vec",
         Cases(ops.scaled_mm, "tiles-padded"),
     ),
     Bug(
-        "elements of a product in 32 bits (tiled)",
+        "GEMM output offsets in 32 bits (tiled)",
         "ops/scaled_mm_tiled.hip",
         "i64(m) * p.n + n",
         "m * p.n + n",

@@ -1,0 +1,173 @@
+"""Find faults in the prose of Markdown, docstrings and comments.
+
+tests/data/prose.csv lists the faults that files still have. `python tests/prose.py` lowers its counts, and prints what exceeds
+them. Without the file, it writes every count anew.
+"""
+
+import ast
+import collections
+import csv
+import io
+import pathlib
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+
+from sources import FILES, ROOT
+
+ALLOWED = ROOT / "tests" / "data" / "prose.csv"
+COMMENTED = (".h", ".hip", ".cpp", ".c")
+SUFFIXES = (".md", ".py", *COMMENTED)
+CODE = "\0"
+"""Replaces each character that is not prose, so that positions stay and no phrase spans code."""
+
+SPELLINGS = (
+    "(?:quanti|normali|initiali|optimi|seriali|synchroni|summari|recogni|organi|speciali|generali|minimi|maximi|utili|vectori"
+    "|paralleli|materiali|tokeni|randomi|equali|categori|prioriti|customi)s(?:e|es|ed|er|ers|ing|able|ation|ations)"
+    "|(?:neighbo|colo|behavio|favo|hono|labo)ur\\w*|(?:analys|paralys)(?:e|es|ed|ing)|(?:label|cancel|model|travel)l(?:ed|ing)"
+    "|centre[sd]?|licences?|artefacts?|grey"
+)
+PHRASES = {
+    "that of": r"\b(?:that|those)\s+of\b",
+    "so many": r"\b(?:so|that|as)\s+many\b",
+    "spelling": rf"\b(?:de|re|un|pre|non)?-?(?:{SPELLINGS})\b",
+}
+HEADLESS = "headless"
+
+VERBS = frozenset((ROOT / "tests" / "data" / "verbs.txt").read_text().split())
+"""First words of a function's docstring."""
+OPENINGS = {"of", "that", "those", "what", "which", "whether", "how", "who", "whose", "where", "when", "why"}
+"""First words that make any docstring headless."""
+
+
+def in_markdown(text: str) -> str:
+    """Return a page with its code replaced."""
+    code = r"^ *```.*?^ *```|`[^`\n]*`|\]\([^)\s]*\)|<!--.*?-->"
+    return re.sub(code, lambda m: CODE * len(m[0]), text, flags=re.DOTALL | re.MULTILINE)
+
+
+def in_cpp(text: str) -> str:
+    """Return C++ with its code and the marks of comments replaced."""
+    pieces = re.compile(
+        r"""(?P<comment>//[^\n]*|/\*.*?\*/)|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|\s+|.""", re.DOTALL
+    ).finditer(text)
+    return "".join(marked(m[0], r"^\s*(?:///?|/\*+|\*)") if m["comment"] else hidden(m[0]) for m in pieces)
+
+
+def hidden(code: str) -> str:
+    """Return a placeholder for code, with its white space."""
+    return re.sub(r"\S", CODE, code)
+
+
+def marked(comment: str, marks: str) -> str:
+    """Return a comment with spaces for its marks."""
+    return re.sub(marks, lambda m: " " * len(m[0]), comment, flags=re.MULTILINE)
+
+
+def in_python(text: str) -> str:
+    """Return Python with all but docstrings and comments replaced."""
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    documented = {
+        (node.lineno, node.col_offset)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    kept, done = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_docstring = token.type == tokenize.STRING and token.start in documented
+        if is_docstring or token.type == tokenize.COMMENT:
+            first, last = (starts[line - 1] + column for line, column in (token.start, token.end))
+            kept += hidden(text[done:first]), token.string if is_docstring else marked(token.string, "^#+")
+            done = last
+    return "".join(kept) + hidden(text[done:])
+
+
+def is_headless(node: ast.AST, docstring: str) -> bool:
+    """Return whether a docstring lacks its verb.
+
+    A function's docstring begins with an imperative verb and a capital letter. A class, a module, a property, a value and a test may be described by a
+    noun or a sentence.
+    """
+    words = [word.strip(".,:;`'\"()").lower() for word in docstring.split()[:2]]
+    is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    if not words or not is_function or node.name.startswith("test_") or is_property(node):
+        return bool(words) and words[0] in OPENINGS
+    is_noun = words[1:] == ["of"] and words[0] != "warn"
+    return words[0] not in VERBS or is_noun or not docstring.lstrip()[0].isupper()
+
+
+def is_property(node: ast.FunctionDef) -> bool:
+    """Return whether a function is used as a value."""
+    return any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[ast.AST | None, ast.Expr, str]]:
+    """Yield each docstring with its node and its owner, which is None for a value's."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for i, statement in enumerate(body if isinstance(body, list) else ()):
+            value = getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield (node if i == 0 else None), statement, value.value
+
+
+def faults(suffix: str, text: str) -> Iterator[tuple[str, int, str]]:
+    """Yield each fault of a file, its line, and the words there."""
+    written = in_markdown(text) if suffix == ".md" else in_python(text) if suffix == ".py" else in_cpp(text)
+    for fault, pattern in PHRASES.items():
+        for match in re.finditer(pattern, written, re.IGNORECASE):
+            yield fault, text.count("\n", 0, match.start()) + 1, " ".join(match[0].split())
+    if suffix == ".py":
+        for node, statement, docstring in docstrings(ast.parse(text)):
+            if is_headless(node, docstring):
+                yield HEADLESS, statement.lineno, docstring.strip().partition("\n")[0]
+
+
+Faults = dict[tuple[str, str], list[str]]
+"""Places and words of the faults, by a file and a fault's name."""
+
+
+def found(paths: list[pathlib.Path]) -> Faults:
+    """Return the faults of these files."""
+    places: Faults = collections.defaultdict(list)
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix()
+        for fault, line, words in faults(path.suffix, path.read_text()) if path.suffix in SUFFIXES else ():
+            places[name, fault].append(f"{name}:{line}: {fault}: {words}")
+    return places
+
+
+def allowed() -> dict[tuple[str, str], int]:
+    """Return the faults that files still have, by a file and a fault's name."""
+    with ALLOWED.open(newline="") as file:
+        return {(row["file"], row["fault"]): int(row["count"]) for row in csv.DictReader(file)}
+
+
+def excess(places: Faults, counts: dict[tuple[str, str], int]) -> list[str]:
+    """Return the faults of each file that has more than allowed."""
+    return [place for key, at in places.items() if len(at) > counts.get(key, 0) for place in at]
+
+
+def main() -> int:
+    """Lower the counts of ALLOWED, or write them anew if it does not exist."""
+    places = found(FILES)
+    counts = {key: len(at) for key, at in places.items()}
+    above = []
+    if ALLOWED.exists():
+        above = excess(places, allowed())
+        counts = {key: min(count, counts.get(key, 0)) for key, count in allowed().items()}
+    with ALLOWED.open("w", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(("file", "fault", "count"))
+        lines.writerows((*key, count) for key, count in sorted(counts.items()) if count)
+    print(
+        "\n".join([*above, f"{sum(counts.values())} faults are allowed, {sum(map(len, places.values()))} were found."])
+    )
+    return int(bool(above))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
