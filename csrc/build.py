@@ -64,8 +64,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags per step: source to bitcode (PTX on NVIDIA), bitcode or assembler text to object, object to ELF; `describe` extends
-    the first to describe kernels."""
+    """Compiler flags: source to bitcode (PTX on NVIDIA), bitcode or assembler to object, object to ELF, description."""
 
     compile: tuple[str, ...]
     describe: tuple[str, ...] = DESCRIBE
@@ -74,6 +73,7 @@ class Flags:
 
 
 def is_amd(arch: str) -> bool:
+    """Return whether an arch is AMD's."""
     return arch.startswith("gfx")
 
 
@@ -431,6 +431,7 @@ def build(
 
 
 def main() -> None:
+    """Compile the kernels that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stem", nargs="*", help="file stem in csrc/ops; default: all")
     parser.add_argument("--arch", type=lambda text: text.split(","), default=(), help="comma list; default: all")

@@ -48,6 +48,7 @@ def objects() -> ModuleType:
 
 
 def amd_kernels(path: Path) -> dict[str, Kernel]:
+    """Return the code, descriptor and constants of each kernel in an AMD code object."""
     elf = objects().CodeObject(path)
     data = {name: bytes(elf.image[first : first + size]) for name, (first, size) in elf.symbols.items() if size}
     descriptors = {name: f"{name}.kd" for name in elf.kernels}
@@ -61,6 +62,7 @@ def amd_kernels(path: Path) -> dict[str, Kernel]:
 
 
 def nvidia_kernels(ptx: str) -> dict[str, Kernel]:
+    """Return the instructions of each kernel in a PTX file, without names."""
     ptx = re.sub(r"//[^\n]*", "", ptx)
     if re.search(r"^\.(?:visible |weak )?\.?func\b", ptx, re.MULTILINE):
         raise ValueError("functions must be inlined: one that is not belongs to no kernel and would not be compared")
@@ -142,6 +144,7 @@ def compare(before: Path, after: Path, archs: list[str], names: Mapping[str, str
 
 
 def main() -> None:
+    """Compare two folders of code objects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

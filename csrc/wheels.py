@@ -97,6 +97,7 @@ def needs(extension: bytes) -> list[str]:
 
 
 def main() -> None:
+    """Make the wheels and the source distribution."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="+", default=PYTHONS, help=f"default: {' '.join(PYTHONS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="output folder; default: dist")

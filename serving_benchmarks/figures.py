@@ -321,6 +321,7 @@ def accuracy(points: dict[str, list[tuple[float, float, bool]]], title: str, ban
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Draw the figures of predicted steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, help="files of predicted.py")
     parser.add_argument("--output", type=Path, default=OUT, help="folder; default: serving_benchmarks/out")

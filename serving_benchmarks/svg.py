@@ -72,6 +72,7 @@ def text(x: float, y: float, what: str, kind: str = "", upright: bool = False) -
 
 
 def path(kind: str, outline: str, more: str = "") -> str:
+    """Return a path of a style class."""
     return f'<path class="{kind}" d="{outline}"{more}/>'
 
 
@@ -95,6 +96,7 @@ def pattern(name: str, color: str, hatch: str = "M-2 2L2 -2M0 8L8 0M6 10L10 6") 
 
 
 def document(height: float, parts: Iterable[str], width: float = WIDTH, defs: Iterable[str] = ()) -> str:
+    """Return an SVG file with a style sheet for light and dark pages."""
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     page = f'<path class="f-page" d="M0 0H{width:.0f}V{height:.0f}H0z"/>'

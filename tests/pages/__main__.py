@@ -1,4 +1,4 @@
-"""Write all generated pages: python tests/pages"""
+"""Write all generated pages: python tests/pages."""
 
 import sys
 from pathlib import Path

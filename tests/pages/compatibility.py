@@ -357,9 +357,13 @@ def reach_table() -> str:
         cells = [f"{cell} ({', '.join(of)})" if len(by_cell) > 1 else cell for cell, of in by_cell.items()]
         models.setdefault(row["model"], {})[row["layers"]] = "; ".join(cells)
     steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH_COLUMNS)["layers"]
-    rows = [(f"`{model}`", *(found.get(kind, "") for kind in (*REACH_COLUMNS, steps))) for model, found in models.items()]
+    rows = [
+        (f"`{model}`", *(found.get(kind, "") for kind in (*REACH_COLUMNS, steps))) for model, found in models.items()
+    ]
     if set().union(*models.values()) != {*REACH_COLUMNS, steps}:
-        raise ValueError(f"reach.csv must have the layers of REACH_COLUMNS and {steps}, got {set().union(*models.values())}")
+        raise ValueError(
+            f"reach.csv must have the layers of REACH_COLUMNS and {steps}, got {set().union(*models.values())}"
+        )
     return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), rows)
 
 

@@ -65,8 +65,10 @@ def lines_of(path: pathlib.Path) -> list[dict]:
 
 
 def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
-    """Return the last line of every case in a folder's results of these kinds, with its file. In a sweep over configurations only the
-    line of the chosen configuration counts."""
+    """Return the last line of every case in a folder's results of these kinds, with its file.
+
+    In a sweep over configurations only the line of the chosen configuration counts.
+    """
     newest = {}
     for path in oldest_first(path for path in folder.glob("*.jsonl") if kind_of(path) in kinds):
         for line in lines_of(path):
@@ -273,8 +275,10 @@ def layers_of(model: str) -> int:
 
 
 class EngineRun(NamedTuple):
-    """A pair of sides through the engine, with any other sides, the files of all, the last side's command, and the baseline: vLLM's
-    version with the switches of its kernels."""
+    """A pair of sides through the engine, with any other sides, all files and the last side's command.
+
+    The baseline is vLLM's version with the switches of its kernels.
+    """
 
     hardware: str
     sides: dict[str, list[dict]]
@@ -284,8 +288,10 @@ class EngineRun(NamedTuple):
 
 
 def engine_runs() -> list[EngineRun]:
-    """Return the newest pair of each case in the files of latency.py. The sides of one commit may be in several files. Runs without
-    some seams are a side of their own."""
+    """Return the newest pair of each case in the files of latency.py.
+
+    The sides of one commit may be in several files. Runs without some seams are a side of their own.
+    """
     newest: dict[tuple, EngineRun] = {}
     pairs: dict[tuple, tuple[dict, list[pathlib.Path]]] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
@@ -364,8 +370,10 @@ class EngineCase(NamedTuple):
 
 
 def engine_cases() -> dict[str, list[EngineCase]]:
-    """Return the rows of the engine tables by conditions, vLLM's default compilation first. A model with runs of the default compilation
-    is left out of tables of other compilations."""
+    """Return the rows of the engine tables by conditions, vLLM's default compilation first.
+
+    A model with runs of the default compilation is left out of tables of other compilations.
+    """
     ways: dict[str, dict[tuple[str, ...], dict[int, EngineRun]]] = {}
     runs = engine_runs()
     compiled = {run.sides["with"][0]["model_id"] for run in runs if not lacking(run.command)}

@@ -163,8 +163,11 @@ def _alone(side: str) -> dict[tuple[int, int, int], float]:
 
 
 def second_stream(kernels: dict, side: str, batch: int, experts: int, layers: int) -> float:
-    """Return us of the shared experts. The profile has one sum for all block-scaled linears: those of the main stream take at most their
-    time alone, those of the second stream at least their share."""
+    """Return the shared experts' time, us.
+
+    The profile has one sum for all block-scaled linears: the main stream's take at most their time alone, the second stream's at
+    least their share.
+    """
 
     def sums(pattern: str) -> tuple[float, float]:
         found = [times for name, times in kernels.items() if pattern in name]

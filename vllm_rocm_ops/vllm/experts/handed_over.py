@@ -1,7 +1,7 @@
-"""Hidden states of a layer of experts that come quantized, beside those of 16 bits, for the time of the layer's call.
+"""Pass quantized hidden states to the experts of an MoE layer, next to the 16-bit tensor that vLLM passes.
 
-vLLM hands a layer one tensor. Its router reads that, and so do experts of vLLM's. Ours, and the first product of shared experts, ask here
-for the values and scales that were made with it (fusion/moe_input.py), in place of a quantization of their own.
+vLLM calls an MoE layer with one tensor, which the router and vLLM's experts read. The plugin's experts and the first GEMM of the shared
+experts look here for its quantized values and scales (fusion/moe_input.py) before they quantize it themselves.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 class Current(threading.local):
-    """What the layer that a thread runs was handed: threads of two micro-batches run at once."""
+    """The quantized input of the running MoE layer, per thread: two micro-batches run at once."""
 
     given: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 current = Current()
-"""Where `given` is None, `quantized` need not be asked."""
+"""`quantized` finds nothing while `given` is None."""
 
 
 @contextlib.contextmanager
 def beside(hidden: Tensor, values: Tensor, scales: Tensor) -> Iterator[None]:
-    """Have `quantized` find values and scales of hidden states while a layer runs."""
+    """Make `quantized` find the values and scales of hidden states while an MoE layer runs."""
     before, current.given = current.given, (hidden, values, scales)
     try:
         yield
@@ -35,8 +35,10 @@ def beside(hidden: Tensor, values: Tensor, scales: Tensor) -> Iterator[None]:
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return values [M, H] and scales [M, H / 128] of the layer's hidden states, where x is these as they lie in memory. None for
-    others: tokens of other ranks, padded ones, what a router's weight was multiplied with."""
+    """Return the values [M, H] and scales [M, H / 128] of x, or None if x is not the MoE layer's input tensor.
+
+    Tokens gathered from other ranks, padded tokens and tokens multiplied by router weights are other tensors.
+    """
     if torch.compiler.is_compiling() or current.given is None:
         return None
     hidden, *made = current.given

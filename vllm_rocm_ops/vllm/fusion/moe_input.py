@@ -1,12 +1,14 @@
-"""The norm in front of a layer of experts quantizes its result beside it, in vLLM's compiled graph.
+"""Fuse the FP8 quantization of MoE inputs into the norm before it, in vLLM's compiled graph.
 
-    norm -> vLLM's op of a layer of experts      our norm with two outputs -> an op of ours, which runs vLLM's with the second beside
+    before: norm -> moe_forward
+    after:  rms_norm_and_per_block_quant -> the plugin's op, which runs moe_forward with the quantized output at hand
 
-The router, inside vLLM's op, reads the result in 16 bits, and so do experts of vLLM's. Ours take the quantized one
-(experts/handed_over.py): the values that they would quantize themselves. The first product of shared experts takes it where its kernel
-wants scales in rows, as on ROCm; another quantizes its input itself.
+The router inside moe_forward, and vLLM's experts, read the 16-bit output. The plugin's experts read the quantized one
+(experts/handed_over.py), with the same bits as their own quantization. So does the first GEMM of the shared experts if its kernel takes
+row-major scales, as on ROCm.
 
-It is done where all layers of a model are such, and the one launch was timed beside the two that it replaces (row_selection.py).
+The rewrite applies if all MoE layers of a model qualify and the fused launch was faster than the two launches it replaces
+(row_selection.py).
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from vllm_rocm_ops.vllm.fusion import producers
 from vllm_rocm_ops.vllm.fusion.row_selection import Fused, dequantized
 
 SEPARATE = "separate"
-"""The word of a measurement's key beside two launches."""
+"""Marks the key of a measurement against two separate launches."""
 OP = ops.rms_norm_and_per_block_quant
 NAMES = ("moe_forward", "moe_forward_shared")
 WRITES = {"moe_forward": ["hidden_states"], "moe_forward_shared": []}
-"""What vLLM's ops say that they write, by their names."""
+"""vLLM's ops -> the arguments that their schemas declare as mutated."""
 
 _library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
 
@@ -41,14 +43,14 @@ _library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the layers of experts of a model."""
+    """Yield the MoE layers of a model."""
     for layer in model.modules():
         if hasattr(layer, "routed_experts") and hasattr(layer, "_forward_impl"):
             yield layer
 
 
 def takes(layer: torch.nn.Module) -> bool:
-    """Return whether a layer's experts are ours, and quantize their hidden states per 128 columns as they were handed to the layer."""
+    """Return whether the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     kernel = getattr(getattr(layer.routed_experts, "quant_method", None), "moe_kernel", None)
@@ -68,7 +70,7 @@ def takes(layer: torch.nn.Module) -> bool:
 
 
 def hidden_of(model: torch.nn.Module) -> int:
-    """Return the size of the hidden states that all layers of experts of a model take quantized; 0 where there is none."""
+    """Return the hidden size if all MoE layers of a model accept quantized input, else 0."""
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     layers = list(layers_of(model))
@@ -77,19 +79,21 @@ def hidden_of(model: torch.nn.Module) -> int:
 
 
 class Beside(Fused):
-    """The norm in front of experts, with a residual, which stores its result and quantizes it: beside our norm, which stores it, and a
-    quantization. Both results are checked."""
+    """Residual add, norm and quantization before an MoE layer: one launch against the norm and a separate quantization.
+
+    Both outputs are checked.
+    """
 
     def __init__(self, norm: torch.nn.Module):
         super().__init__(OP, norm, norm, len(norm.weight), norm.weight.dtype, True, SEPARATE)
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        """Return the bytes of two more accesses to 16 bits."""
+        """Return the bytes and operations, with one more write and read of the 16-bit output."""
         moved, operations = super().work(layer, tokens)
         return moved + 2.0 * tokens * self.columns * self.dtype.itemsize, operations
 
     def vllms(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        """Return our norm's result and what a quantization of vLLM's makes of it."""
+        """Return the plugin's norm, and vLLM's quantization of it."""
         from vllm_rocm_ops.vllm.fusion import native_rows
 
         norm = self.producer
@@ -97,18 +101,18 @@ class Beside(Fused):
         return plain, *native_rows.quantized(plain), residual
 
     def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        """Return the result, which is quantized and which is not, and the residual, in float32."""
+        """Return both outputs and the residual, in float32."""
         result, added = super().exact(x, residual)
         return result, result, added
 
     def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
-        """Return what `ours` or `vllms` gave, as `exact` has it."""
+        """Return the outputs of `ours` or `vllms`, dequantized, in the order of `exact`."""
         plain, values, scale, residual = output
         return [dequantized(values[:tokens], scale), plain, residual]
 
 
 def found(model: torch.nn.Module, compiles: bool) -> Iterator[Fused]:
-    """Yield the norm in front of a model's experts, which vLLM compiles."""
+    """Yield a norm that precedes the MoE layers of a compiled model."""
     size = hidden_of(model) if compiles else 0
     norms = [norm for norm in producers.norms(model) if len(norm.weight) == size] if size else []
     yield from (Beside(norm) for norm in norms[:1])
@@ -118,7 +122,7 @@ def found(model: torch.nn.Module, compiles: bool) -> Iterator[Fused]:
 
 
 def run_beside(name: str, *arguments):
-    """Run vLLM's op of a name with quantized hidden states, the last two arguments, beside its own."""
+    """Run a vLLM op with the quantized hidden states, its last two arguments, at hand."""
     *theirs, values, scales = arguments
     with handed_over.beside(theirs[0], values, scales):
         return _functions()[name](*theirs)
@@ -132,7 +136,7 @@ def _functions() -> dict[str, Callable]:
 
 @functools.cache
 def ops_beside() -> dict:
-    """Return our ops by vLLM's, of the same schema and tags and two more arguments. They are defined when a model is compiled."""
+    """Return vLLM's ops -> the plugin's, with the same schemas and tags plus two arguments, defined on first use."""
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
     from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -168,14 +172,14 @@ def ops_beside() -> dict:
 
 
 def layer_of(result: fx.Node, readers: list[fx.Node]) -> fx.Node | None:
-    """Return the one layer of experts among a norm's readers, if the norm's result is its hidden states."""
+    """Return the only MoE layer among a norm's readers if its hidden states are the norm's output, else None."""
     found = [reader for reader in readers if reader.op == "call_function" and called(reader) in ops_beside()]
     is_input = len(found) == 1 and hidden_states(found[0]) is result and result.meta["val"].dim() == 2
     return found[0] if is_input else None
 
 
 def pattern(result: fx.Node, residual: fx.Node | None) -> str:
-    """Return the key of a norm with two outputs, as `choices` has it."""
+    """Return the key of a norm with two outputs in `choices`."""
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
     rows = result.meta["val"]
@@ -183,17 +187,17 @@ def pattern(result: fx.Node, residual: fx.Node | None) -> str:
 
 
 def called(node: fx.Node) -> object:
-    """Return the op that a node calls, also where it is functional."""
+    """Return the op that a node calls, directly or through auto_functionalized."""
     return node.args[0] if node.target is auto_functionalized else node.target
 
 
 def hidden_states(layer: fx.Node) -> fx.Node:
-    """Return what a layer of experts takes as hidden states."""
+    """Return the hidden states of an MoE layer's call."""
     return layer.kwargs["hidden_states"] if "hidden_states" in layer.kwargs else layer.args[0]
 
 
 def hand_over(layer: fx.Node, values: fx.Node, scales: fx.Node) -> None:
-    """Have a layer of experts take quantized hidden states, too."""
+    """Make an MoE layer's call take quantized hidden states, too."""
     ours = ops_beside()[called(layer)]
     layer.kwargs = layer.kwargs | {"values": values, "scales": scales}
     if layer.target is auto_functionalized:

@@ -31,7 +31,6 @@ def int8_linear(
         bias: [N] or None.
         native: The name of the kept kernel.
     """
-
     given = x, weight, weight_scale, input_scale, bias, native
     return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
