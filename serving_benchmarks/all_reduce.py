@@ -29,7 +29,7 @@ from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import clock
 from vllm_rocm_ops.core.correctness import as_tuple
-from vllm_rocm_ops.tools.bench.peers import PEERS
+from vllm_rocm_ops.tools.bench.baselines import BASELINES
 
 OPS = {
     "static": ops.fused_add_rms_norm_static_fp8_quant,
@@ -253,7 +253,7 @@ class Others:
             self.calls |= made
 
     def _norms(self, name: str, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Call]:
-        op, of_vllm = self.op, PEERS.get(self.op.name, {}).get("vllm")
+        op, of_vllm = self.op, BASELINES.get(self.op.name, {}).get("vllm")
         made: dict[str, Call] = {f"{name}+ours": lambda x, args: op(all_reduce(x), *args)}
         if of_vllm and of_vllm.is_there():
             made[f"{name}+vllm"] = lambda x, args: of_vllm.call(*of_vllm.prepare(all_reduce(x), *args))

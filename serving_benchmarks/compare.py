@@ -28,7 +28,7 @@ from vllm_rocm_ops.tools.bench import report
 from vllm_rocm_ops.tools.bench.attention import attention
 from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
 from vllm_rocm_ops.tools.bench.experts import experts
-from vllm_rocm_ops.tools.bench.products import products
+from vllm_rocm_ops.tools.bench.gemm_dtypes import gemm_dtypes
 from vllm_rocm_ops.tools.bench.shapes import Shape, gemm, routing, rows
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,7 +37,7 @@ TOKENS = (1, 8, 16, 32, 64, 128)
 KINDS: dict[str, Callable[[], Iterable[Shape]]] = {
     "rows": lambda: rows((1, 8, 64, 1024)),
     "linear": lambda: gemm(TOKENS),
-    "products": products,
+    "gemm-dtypes": gemm_dtypes,
     "routing": lambda: routing((*TOKENS, 1024)),
     "moe": lambda: experts(TOKENS),
     "attention": attention,

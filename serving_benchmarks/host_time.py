@@ -197,27 +197,27 @@ def attention(recorded: dict[type, Recorded]) -> Found:
     for front, (impl, method, given, named) in recorded.items():
         if method == "apply":
             continue
-        name = "latent_attention" if method == "forward_mqa" else "decode_attention"
+        name = "mla_attention" if method == "forward_mqa" else "decode_attention"
         calls = (getattr(super(front, impl), method), functools.partial(getattr(front, method), impl))
         yield name, type(impl).__name__, paths(*(functools.partial(call, *given, **named) for call in calls))
 
 
 def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Found:
     """Yield the batched GEMMs of MLA's absorbed projections."""
-    from vllm_rocm_ops.vllm.attention import absorbed_products
+    from vllm_rocm_ops.vllm.attention import mla_absorb
 
     for name, module in model.named_modules():
-        for weight in absorbed_products.WEIGHTS:
+        for weight in mla_absorb.WEIGHTS:
             found = getattr(module, weight, None)
-            if not isinstance(found, absorbed_products.Absorbed):
+            if not isinstance(found, mla_absorb.Absorbed):
                 continue
             heads, k, n = found.shape
             x, out = torch.zeros(heads, 1, k, device=found.device, dtype=dtype), None
             out = torch.empty(heads, 1, n, device=found.device, dtype=dtype)
             plain = found.as_subclass(torch.Tensor)
             calls = (functools.partial(torch.bmm, x, one, out=out) for one in (plain, found))
-            yield "latent_attention", f"{name}.{weight}", paths(*calls)
-        if hasattr(module, absorbed_products.WEIGHTS[0]):
+            yield "mla_attention", f"{name}.{weight}", paths(*calls)
+        if hasattr(module, mla_absorb.WEIGHTS[0]):
             return
 
 
@@ -262,10 +262,10 @@ def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
     """Record the last call of each of the plugin's attention and experts classes, with its arguments."""
     from vllm_rocm_ops.vllm import reach
     from vllm_rocm_ops.vllm.attention.decoder import DecodeImpl
-    from vllm_rocm_ops.vllm.attention.mla import LatentImpl
+    from vllm_rocm_ops.vllm.attention.mla import MlaImpl
 
     found: dict[type, Recorded] = {}
-    kinds = {front: front.METHOD[0] for front in (DecodeImpl, LatentImpl)}
+    kinds = {front: front.METHOD[0] for front in (DecodeImpl, MlaImpl)}
     kinds |= {
         type(one): "apply" for module in model.modules() for one in reach.kernels_of(module) if hasattr(one, "whole")
     }

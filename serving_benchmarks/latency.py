@@ -41,7 +41,7 @@ CONFIGS = HERE.parent / "vllm_rocm_ops" / "models"
 PLUGIN = "rocm_ops"
 SECONDS_TO_END = 30
 LINES_OF_A_FAILURE = 40
-LEAST = {"batch_size": 1, "input_len": 1, "output_len": 2, "num_iters": 1, "rank_of": 1, "pairs": 1}
+MIN = {"batch_size": 1, "input_len": 1, "output_len": 2, "num_iters": 1, "rank_of": 1, "pairs": 1}
 
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
@@ -98,7 +98,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--commit", help="commit of the measured code (default: this checkout's)")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)  # a job of a measuring process
     arguments = parser.parse_args(argv)
-    for name, least in LEAST.items():
+    for name, least in MIN.items():
         values = getattr(arguments, name)
         if min(values if isinstance(values, list) else [values]) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {values}")

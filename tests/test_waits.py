@@ -33,7 +33,15 @@ from vllm_rocm_ops.emulator.sanitizer import effects
 
 ATTENTION = "paged_attention_decode"  # alternates keys and values in flight: ops/test_attention.py
 STAGED = re.compile(r"flash_attention_(bf16|fp16)_\d+")  # the general kernels convert what they load
-STREAM = ("_narrow_", "_skinny_", "_stream_", "experts_gate_up_", "experts_down_", "mla_decode_bf16", "mla_decode_fp16")
+STREAM = (
+    "_wave_splitk_",
+    "_skinny_",
+    "_stream_",
+    "experts_gate_up_",
+    "experts_down_",
+    "mla_decode_bf16",
+    "mla_decode_fp16",
+)
 ALWAYS = ("fused_experts", "mla_decode", "scaled_mm")  # others with --full
 MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip") if path.stem != ATTENTION)
 

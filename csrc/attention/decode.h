@@ -15,10 +15,11 @@
 // kD: head size. kNative: V's slots are contiguous for each element, otherwise its elements for each slot.
 template <class T, class Cache, int kD, bool kNative, class Problem = DecodeProblem>
 struct Decode : DecodeSums<T, kD, kNative, Problem> {
-  using Part = HeadPart<T, kD, Problem>;
+  using Split = HeadSplit<T, kD, Problem>;
   using Sums = DecodeSums<T, kD, kNative, Problem>;
-  using Part::begin, Part::block, Part::column, Part::end, Part::first_row_end, Part::kAddsAtOnce, Part::kLowest;
-  using Part::lane, Part::load_pages, Part::p, Part::parts, Part::request, Part::step_key;
+  using Split::begin, Split::block, Split::packed_row, Split::end, Split::first_row_end, Split::kAddsAtOnce,
+      Split::kLowest;
+  using Split::lane, Split::load_pages, Split::p, Split::splits, Split::request, Split::step_key;
   using Sums::buffer, Sums::dim, Sums::finish, Sums::finish_at_once;
   using Sums::kDimTiles, Sums::kGroups, Sums::kLaneDims, Sums::kTiles;
   using typename Sums::Buffer;
@@ -52,11 +53,11 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     ValueVec vec[kNative ? kDimTiles : kGroups * kLaneKeys][mma::kLoads];
   };
 
-  static constexpr bool kHasRegisters = kD <= kMostForRegisters;
+  static constexpr bool kHasRegisters = kD <= kMaxForRegisters;
   // True if a wave's queries are in its part of `out` until sums replace them.
   static constexpr bool kQueryInLds = attention::kQueryInLds && kHasRegisters;
-  static constexpr bool kMasksApart = attention::kMasksApart && kHasRegisters;
-  static constexpr bool kLastTurnApart = attention::kLastTurnApart && kHasRegisters;
+  static constexpr bool kSeparateMask = attention::kSeparateMask && kHasRegisters;
+  static constexpr bool kPeelLastIter = attention::kPeelLastIter && kHasRegisters;
   static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
   const int of_lane = mma::depth(lane) / 16;     // the lane's 16-byte vector of a key
@@ -73,8 +74,8 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
   };
   // Addresses of the lane's key, of 32.
   DEVICE Places places(int pages, int first) const {
-    return {Part::template place<Cache, kUnit>(p.key_cache, pages, first),
-            Part::template place<Cache, kLaneKeys, kNative>(p.value_cache, pages, first)};
+    return {Split::template place<Cache, kUnit>(p.key_cache, pages, first),
+            Split::template place<Cache, kLaneKeys, kNative>(p.value_cache, pages, first)};
   }
   DEVICE void load(Keys& keys, const Places& places) const {
     const i64 chunk = kNative ? p.key_cache.chunk_stride : kUnit;
@@ -83,7 +84,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l) {
         const int index = attention::key(tile, mma::row(lane, l));
-        const Element* from = Part::template at<Cache, kUnit>(p.key_cache, places.key, index) + of_lane * chunk;
+        const Element* from = Split::template at<Cache, kUnit>(p.key_cache, places.key, index) + of_lane * chunk;
 #pragma unroll
         for (int i = 0; i < kKeyLoads; ++i) keys.load[tile][i][l] = mem::load<u32x4>(from + i * 4 * chunk);
       }
@@ -91,7 +92,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
   DEVICE void load(Values& values, const Places& places) const {
     if constexpr (kNative) {
       // All eight keys are in one page; some may be past the last.
-      const Element* from = Part::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value);
+      const Element* from = Split::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value);
 #pragma unroll
       for (int tile = 0; tile < kDimTiles; ++tile)
 #pragma unroll
@@ -100,7 +101,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     } else {
 #pragma unroll
       for (int k = 0; k < kLaneKeys; ++k) {
-        const Element* from = Part::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value + k);
+        const Element* from = Split::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value + k);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
@@ -144,7 +145,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     u32x4* const query_in_lds = (u32x4*)buffer.out[wave::index()];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const auto c = column(t * mma::kTileTokens + mma::tile_token(lane));
+      const auto c = packed_row(t * mma::kTileTokens + mma::tile_token(lane));
       const u16* from = p.query + (i64(request) * p.query_len + c.row) * p.query_stride + c.head * p.query_head_stride;
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
@@ -162,7 +163,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int v = 0; v < mma::kValueTokens; ++v) {
-        const int row_end = first_row_end + column(t * mma::kTileTokens + mma::value_token(lane, v)).row;
+        const int row_end = first_row_end + packed_row(t * mma::kTileTokens + mma::value_token(lane, v)).row;
         first_seen[t][v] = p.window > 0 ? row_end - p.window : 0;
         seen[t][v] = row_end > first_seen[t][v] ? row_end - first_seen[t][v] : 0;
         maximum[t][v] = kLowest;
@@ -175,10 +176,10 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     if (step_key(step) < end) {
       Keys keys;
       Values values;
-      Places at = places(Part::first_pages(), step_key(step));
+      Places at = places(Split::first_pages(), step_key(step));
       load(keys, at);
       attention::issue_now();  // in loop order, so that the loop waits for no more than its own loads
-      int next_pages = load_pages(step_key(step + parts));
+      int next_pages = load_pages(step_key(step + splits));
       attention::issue_now();
       load(values, at);
       if constexpr (kQueryInLds) {
@@ -187,9 +188,9 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
       }
       // The last iteration, if peeled, loads nothing.
 #pragma unroll
-      for (int is_last = 0; is_last <= kLastTurnApart; ++is_last)
+      for (int is_last = 0; is_last <= kPeelLastIter; ++is_last)
 #pragma unroll 1
-        for (; step_key(step + (kLastTurnApart && !is_last ? parts : 0)) < end; step += parts) {
+        for (; step_key(step + (kPeelLastIter && !is_last ? splits : 0)) < end; step += splits) {
           f32x4 score[kTiles][2] = {};
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile)
@@ -215,16 +216,16 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
             for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
           int pages = 0;
           if (!is_last) {
-            at = places(next_pages, step_key(step + parts));
+            at = places(next_pages, step_key(step + splits));
             load(keys, at);
-            pages = load_pages(step_key(step + 2 * parts));
+            pages = load_pages(step_key(step + 2 * splits));
           }
           // Otherwise ptxas moves the key loads after the PV product. Hazard: other lanes' sums overwrite
           // queries.
           if constexpr (kQueryInLds) attention::issue_here();
 
           const int first = step_key(step);
-          if constexpr (kMasksApart) scale_and_mask(score, scale, first);
+          if constexpr (kSeparateMask) scale_and_mask(score, scale, first);
           bool grows = false;
           float before[kTiles][mma::kValueTokens];
 #pragma unroll
@@ -237,7 +238,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 const int v = i % mma::kValueTokens, key = first + attention::key(tile, mma::value_row(lane, i));
-                if constexpr (!kMasksApart) {
+                if constexpr (!kSeparateMask) {
                   const bool is_seen = u32(key - first_seen[t][v]) < u32(seen[t][v]);
                   score[t][tile][i] = is_seen ? score[t][tile][i] * scale : -__builtin_inff();
                 }
@@ -316,14 +317,14 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) score[t][tile] *= scale;
     // The first row's keys end first, and the last row's begin last.
-    if (first + Part::kWaveKeys <= first_row_end && (p.window == 0 || first >= end - p.window)) return;
+    if (first + Split::kWaveKeys <= first_row_end && (p.window == 0 || first >= end - p.window)) return;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row_end = first_row_end + column(t * mma::kTileTokens + mma::value_token(lane, i)).row;
+          const int row_end = first_row_end + packed_row(t * mma::kTileTokens + mma::value_token(lane, i)).row;
           const int key = first + attention::key(tile, mma::value_row(lane, i));
           if (key >= row_end || (p.window > 0 && key < row_end - p.window)) score[t][tile][i] = -__builtin_inff();
         }

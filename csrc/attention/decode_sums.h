@@ -2,35 +2,36 @@
 // other splits.
 #pragma once
 #include "attention/operands.h"
-#include "attention/part.h"
+#include "attention/split.h"
 #include "device/reduce.h"
 
-constexpr int kMostForRegisters = 128;  // elements: keys and values of larger heads fill all registers
+constexpr int kMaxForRegisters = 128;  // elements: keys and values of larger heads fill all registers
 
 template <class T, int kD, class Problem>
-using HeadPart = DecodePart<DecodeOutput<T, kD, 16, 4, 16, 2, kD <= kMostForRegisters, true, Problem>, 128>;
+using HeadSplit = DecodeSplit<DecodeOutput<T, kD, 16, 4, 16, 2, kD <= kMaxForRegisters, true, Problem>, 128>;
 
 // kD: head size. kNative: tiles hold consecutive elements, otherwise rows hold kLaneDims consecutive ones.
 template <class T, int kD, bool kNative, class Problem>
-struct DecodeSums : HeadPart<T, kD, Problem> {
-  using Part = HeadPart<T, kD, Problem>;
-  using Part::columns, Part::finish_column, Part::kColumns, Part::kGrouped, Part::kThreads, Part::kWaves;
-  using Part::lane, Part::parts, Part::store;
+struct DecodeSums : HeadSplit<T, kD, Problem> {
+  using Split = HeadSplit<T, kD, Problem>;
+  using Split::lane, Split::splits, Split::store;
+  using Split::packed_rows, Split::finish_packed_row, Split::kPackedRows, Split::kGrouped, Split::kThreads,
+      Split::kWaves;
 
-  static constexpr int kTiles = kColumns / mma::kTileTokens;
+  static constexpr int kTiles = kPackedRows / mma::kTileTokens;
   static constexpr int kDimTiles = kD / 16;
   static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // contiguous, in a slot of V
   static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims of consecutive tiles
   static constexpr int kGroups = kD / kRound;
 
   struct Buffer {
-    float maximum[kWaves][kColumns], sum[kWaves][kColumns], factor[kColumns];
-    f32x4 out[kWaves][kColumns][kRound / 4 + 1];
+    float maximum[kWaves][kPackedRows], sum[kWaves][kPackedRows], factor[kPackedRows];
+    f32x4 out[kWaves][kPackedRows][kRound / 4 + 1];
   };
 
   Buffer& buffer;
 
-  DEVICE DecodeSums(const Problem& problem, Buffer& buffer) : Part(problem), buffer(buffer) {}
+  DEVICE DecodeSums(const Problem& problem, Buffer& buffer) : Split(problem), buffer(buffer) {}
 
   // The dim in this row of a tile.
   DEVICE static int dim(int tile, int row) {
@@ -51,13 +52,13 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
         factor[t][v] =
             numerics::exp2_approx(maximum[t][v] - block_maximum(t * mma::kTileTokens + mma::value_token(lane, v)));
 
-    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
-    const mem::Buffer to = Part::slot(wave::block_id_y());
-    const bool is_whole = parts == 1;
-    if (wave::thread_id() < kColumns) {
+    constexpr int kVecs = kPackedRows * kRound / 4, kThreadVecs = kVecs / kThreads;
+    const mem::Buffer to = Split::slot(wave::block_id_y());
+    const bool is_whole = splits == 1;
+    if (wave::thread_id() < kPackedRows) {
       const int c = wave::thread_id();
-      if (is_whole) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
-      else Part::store_sums(to, c, block_maximum(c), block_sum(c));
+      if (is_whole) buffer.factor[c] = finish_packed_row(c, block_maximum(c), block_sum(c), true);
+      else Split::store_sums(to, c, block_maximum(c), block_sum(c));
     }
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
@@ -66,16 +67,16 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
       block_barrier();  // hazard: the waves' sums are read before they are written
 #pragma unroll
       for (int i = 0; i < kThreadVecs; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
+        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_packed_row = vec % (kRound / 4);
         f32x4 total = {};
 #pragma unroll
-        for (int w = 0; w < kWaves; ++w) total += buffer.out[w][c][of_column];
-        const int first_dim = round * kRound + of_column * 4;
+        for (int w = 0; w < kWaves; ++w) total += buffer.out[w][c][of_packed_row];
+        const int first_dim = round * kRound + of_packed_row * 4;
         if (is_whole) store(c, first_dim, total * buffer.factor[c]);
-        else if (c < columns()) mem::store_device(to, (c * kD + first_dim) * 4, 0, total);
+        else if (c < packed_rows()) mem::store_device(to, (c * kD + first_dim) * 4, 0, total);
       }
     }
-    if (!is_whole) Part::add_parts();
+    if (!is_whole) Split::combine_splits();
   }
 
   // The same with one barrier fewer: the waves' sums are multiplied by their factors as they are added.
@@ -87,8 +88,8 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int v = 0; v < mma::kValueTokens; ++v) one[t][v] = 1.0f;
-    constexpr int kVecs = kColumns * kRound / 4, kThreadVecs = kVecs / kThreads;
-    const bool is_whole = parts == 1;
+    constexpr int kVecs = kPackedRows * kRound / 4, kThreadVecs = kVecs / kThreads;
+    const bool is_whole = splits == 1;
     f32x4 whole[kThreadVecs][kGroups];
 #pragma unroll
     for (int round = 0; round < kGroups; ++round) {
@@ -98,16 +99,16 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
       f32x4 total[kThreadVecs] = {};
 #pragma unroll
       for (int i = 0; i < kThreadVecs; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_column = vec % (kRound / 4);
+        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_packed_row = vec % (kRound / 4);
         const float largest = block_maximum(c);
 #pragma unroll
         for (int w = 0; w < kWaves; ++w)
-          total[i] += buffer.out[w][c][of_column] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
+          total[i] += buffer.out[w][c][of_packed_row] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
       }
       if (is_whole) {
         if (round == 0) {
           const int c = wave::thread_id();
-          if (c < kColumns) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);
+          if (c < kPackedRows) buffer.factor[c] = finish_packed_row(c, block_maximum(c), block_sum(c), true);
           block_barrier();  // hazard: factors are read before they are written
         }
 #pragma unroll
@@ -117,11 +118,12 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
           else store(c, round * kRound + vec % (kRound / 4) * 4, total[i] * buffer.factor[c]);
         }
       } else {
-        const mem::Buffer to = Part::slot(wave::block_id_y());
+        const mem::Buffer to = Split::slot(wave::block_id_y());
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
           const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
-          if (c < columns()) mem::store_device(to, (c * kD + round * kRound + vec % (kRound / 4) * 4) * 4, 0, total[i]);
+          if (c < packed_rows())
+            mem::store_device(to, (c * kD + round * kRound + vec % (kRound / 4) * 4) * 4, 0, total[i]);
         }
       }
     }
@@ -130,12 +132,12 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
           const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
-          Part::template store_group<kRound / 4>(c, vec % (kRound / 4) * 4, kRound, whole[i], c < columns());
+          Split::template store_group<kRound / 4>(c, vec % (kRound / 4) * 4, kRound, whole[i], c < packed_rows());
         }
     if (is_whole) return;
-    if (const int c = wave::thread_id(); c < kColumns)
-      Part::store_sums(Part::slot(wave::block_id_y()), c, block_maximum(c), block_sum(c));
-    Part::add_parts();
+    if (const int c = wave::thread_id(); c < kPackedRows)
+      Split::store_sums(Split::slot(wave::block_id_y()), c, block_maximum(c), block_sum(c));
+    Split::combine_splits();
   }
   // Stores the wave's maxima and weight sums to LDS; put_round stores its output sums for one round.
   DEVICE void put_maxima(const float (&maximum)[kTiles][mma::kValueTokens],
@@ -159,13 +161,13 @@ struct DecodeSums : HeadPart<T, kD, Problem> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
-        float* column = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
+        float* packed_row = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
         constexpr int kNeighbours = kNative ? 1 : 4;  // dims per row
 #pragma unroll
         for (int d = 0; d < kRound / 16; d += kNeighbours) {
           const auto value = [&](int n) { return out[t][round * (kRound / 16) + d + n][i] * factor[t][v]; };
-          if constexpr (kNative) column[d * 16] = value(0);
-          else *(f32x4*)(column + d) = f32x4{value(0), value(1), value(2), value(3)};
+          if constexpr (kNative) packed_row[d * 16] = value(0);
+          else *(f32x4*)(packed_row + d) = f32x4{value(0), value(1), value(2), value(3)};
         }
       }
   }

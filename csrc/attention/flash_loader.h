@@ -3,7 +3,7 @@
 // multiplies are contiguous. A copy stays in registers until the previous keys have been multiplied.
 #pragma once
 #include "attention/flash_tile.h"
-#include "attention/part.h"
+#include "attention/split.h"
 
 // Reloads arguments where they are used below: registers cannot hold all of them across loops.
 template <class Arguments>

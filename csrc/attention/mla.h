@@ -12,21 +12,21 @@
 // keys are loaded as soon as an earlier step's have been multiplied, or converted, and no wait covers more than one
 // step.
 #pragma once
-#include "attention/part.h"
+#include "attention/split.h"
 #include "device/reduce.h"
 
 constexpr int kLatent = 512, kMlaWaves = 8;
-constexpr int kMlaFanIn = 8;  // COUNTED_PARTS of ops/mla_decode.py
+constexpr int kMlaFanIn = 8;  // COUNTED_SPLITS of ops/mla_decode.py
 
-template <class T, int kColumnTiles>
-using MlaPart = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves, kMlaFanIn>, 32>;
+template <class T, int kPackedRowTiles>
+using MlaSplit = DecodeSplit<DecodeOutput<T, kLatent, 16 * kPackedRowTiles, kMlaWaves, kMlaFanIn>, 32>;
 
 // Combines a request's splits after the launch that stored them: a lane has four elements, and each wave every eighth
 // split.
-template <class T, int kColumnTiles>
-struct MlaCombine : MlaPart<T, kColumnTiles> {
-  using Part = MlaPart<T, kColumnTiles>;
-  using Part::kColumnVecs, Part::kLowest, Part::kMaxima, Part::kSums, Part::kWaves, Part::parts;
+template <class T, int kPackedRowTiles>
+struct MlaCombine : MlaSplit<T, kPackedRowTiles> {
+  using Split = MlaSplit<T, kPackedRowTiles>;
+  using Split::kPackedRowVecs, Split::kLowest, Split::kMaxima, Split::kSums, Split::kWaves, Split::splits;
 
   // A column's elements, divided by exp2(maximum), and its weight sum, equally divided.
   struct Sums {
@@ -47,42 +47,44 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
 
   int first_slot = 0;
 
-  DEVICE explicit MlaCombine(const MlaProblem& problem) : Part(problem.decode) {}
+  DEVICE explicit MlaCombine(const MlaProblem& problem) : Split(problem.decode) {}
 
   // Loads one split's sums; empty past the last split.
-  DEVICE Sums load(int part, int vec) const {
-    const mem::Buffer from = this->slot(first_slot + part);
-    const int c = vec / kColumnVecs;
-    const bool is_part = part < parts;
-    const float maximum = mem::load_device_or_zero<float>(from, kMaxima + c * 4, 0, is_part);
-    return {mem::load_device_or_zero<f32x4>(from, vec * 16, 0, is_part), is_part ? maximum : kLowest,
-            mem::load_device_or_zero<float>(from, kSums + c * 4, 0, is_part)};
+  DEVICE Sums load(int split, int vec) const {
+    const mem::Buffer from = this->slot(first_slot + split);
+    const int c = vec / kPackedRowVecs;
+    const bool is_split = split < splits;
+    const float maximum = mem::load_device_or_zero<float>(from, kMaxima + c * 4, 0, is_split);
+    return {mem::load_device_or_zero<f32x4>(from, vec * 16, 0, is_split), is_split ? maximum : kLowest,
+            mem::load_device_or_zero<float>(from, kSums + c * 4, 0, is_split)};
   }
   DEVICE void finish(const Sums& sums, int vec) const {
-    const int c = vec / kColumnVecs, of_column = vec % kColumnVecs;
-    this->store(c, of_column * 4, sums.total * this->finish_column(c, sums.maximum, sums.sum, of_column == 0));
+    const int c = vec / kPackedRowVecs, of_packed_row = vec % kPackedRowVecs;
+    this->store(c, of_packed_row * 4,
+                sums.total * this->finish_packed_row(c, sums.maximum, sums.sum, of_packed_row == 0));
   }
   DEVICE void run(Buffer& buffer) const {
-    if (this->p.parts <= kWaves) add_few((wave::block_id_y() * kWaves + wave::index()) * wave::kLanes + wave::lane());
+    if (this->p.num_kv_splits <= kWaves)
+      add_few((wave::block_id_y() * kWaves + wave::index()) * wave::kLanes + wave::lane());
     else add(buffer, wave::block_id_y());
   }
   // With few splits, a wave adds all.
   DEVICE void add_few(int vec) const {
-    if (vec / kColumnVecs >= this->columns()) return;
-    Sums of_parts[kWaves];
+    if (vec / kPackedRowVecs >= this->packed_rows()) return;
+    Sums of_splits[kWaves];
 #pragma unroll
-    for (int part = 0; part < kWaves; ++part) of_parts[part] = load(part, vec);
+    for (int split = 0; split < kWaves; ++split) of_splits[split] = load(split, vec);
 #pragma unroll
-    for (int part = 1; part < kWaves; ++part) of_parts[0].add(of_parts[part]);
-    finish(of_parts[0], vec);
+    for (int split = 1; split < kWaves; ++split) of_splits[0].add(of_splits[split]);
+    finish(of_splits[0], vec);
   }
   // Combines the elements of lane group `lanes`.
   DEVICE void add(Buffer& buffer, int lanes) const {
-    const int vec = lanes * wave::kLanes + wave::lane(), c = vec / kColumnVecs;
-    if (c >= this->columns()) return;  // uniform over the wave
+    const int vec = lanes * wave::kLanes + wave::lane(), c = vec / kPackedRowVecs;
+    if (c >= this->packed_rows()) return;  // uniform over the wave
     Sums sums = {{}, kLowest, 0.0f};
 #pragma unroll 4
-    for (int part = wave::index(); part < parts; part += kWaves) sums.add(load(part, vec));
+    for (int split = wave::index(); split < splits; split += kWaves) sums.add(load(split, vec));
     buffer.sums[wave::index()][wave::lane()] = sums;
     block_barrier();  // hazard: the waves' sums are read before they are written
     if (wave::index() > 0) return;
@@ -92,25 +94,26 @@ struct MlaCombine : MlaPart<T, kColumnTiles> {
   }
 };
 
-template <class T, class Cache, int kColumnTiles>
-struct MlaDecode : MlaPart<T, kColumnTiles> {
-  using Part = MlaPart<T, kColumnTiles>;
-  using Part::columns, Part::end, Part::finish_column, Part::first_row_end, Part::kColumns, Part::kLowest;
-  using Part::kThreads, Part::kWaveKeys, Part::kWaves, Part::lane, Part::load_pages, Part::p, Part::parts,
-      Part::request;
-  using Part::step_key, Part::store;
+template <class T, class Cache, int kPackedRowTiles>
+struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
+  using Split = MlaSplit<T, kPackedRowTiles>;
+  using Split::kThreads, Split::kWaveKeys, Split::kWaves, Split::lane, Split::load_pages, Split::p, Split::splits,
+      Split::request;
+  using Split::packed_rows, Split::end, Split::finish_packed_row, Split::first_row_end, Split::kPackedRows,
+      Split::kLowest;
+  using Split::step_key, Split::store;
 
   using Element = typename CacheType<Cache>::Element;
   using RopeVec = typename CacheType<Cache>::Vec;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
-  static constexpr int kStages = attention::stages(kColumnTiles);
-  static constexpr int kTiles = kColumns / mma::kTileTokens, kTilesOf16 = 16 / mma::kTileTokens;
+  static constexpr int kStages = attention::stages(kPackedRowTiles);
+  static constexpr int kTiles = kPackedRows / mma::kTileTokens, kTilesOf16 = 16 / mma::kTileTokens;
   static constexpr int kWaveDims = kLatent / kWaves;
   static constexpr int kLoads = kWaveDims * int(sizeof(Element)) / 64;  // steps of 64 bytes
   static constexpr int kProducts = kWaveDims / 32;                      // per key tile
   // Sixteen threads reduce a column, kAtOnce columns at a time.
-  static constexpr int kAtOnce = kThreads / 16 < kColumns ? kThreads / 16 : kColumns;
-  static constexpr int kOwned = kColumns / kAtOnce;  // columns that a thread reduces
+  static constexpr int kAtOnce = kThreads / 16 < kPackedRows ? kThreads / 16 : kPackedRows;
+  static constexpr int kOwned = kPackedRows / kAtOnce;  // columns that a thread reduces
 
   struct Keys {
     u32x4 latent[2][kLoads][mma::kLoads];
@@ -118,13 +121,13 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
     int pages;  // of the keys loaded here next
   };
   struct Scores {
-    float score[kWaves][kColumns][kWaveKeys + 4];
-    u16 weight[kColumns][kWaveKeys + 8];
-    float factor[kColumns];
+    float score[kWaves][kPackedRows][kWaveKeys + 4];
+    u16 weight[kPackedRows][kWaveKeys + 8];
+    float factor[kPackedRows];
   };
   struct Sums {
     f32x4 out[16][kWaves * 8 + 1];
-    float factor[kColumns];
+    float factor[kPackedRows];
   };
   union Buffer {
     Scores scores;
@@ -142,7 +145,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   float maximum[kOwned], sum[kOwned];  // for columns `owner`, owner + kAtOnce, ...
   float scale;
 
-  DEVICE MlaDecode(const MlaProblem& problem, Buffer& buffer) : Part(problem.decode), mla(problem), buffer(buffer) {}
+  DEVICE MlaDecode(const MlaProblem& problem, Buffer& buffer) : Split(problem.decode), mla(problem), buffer(buffer) {}
 
   // The first of the 8 latent elements that operand i reads from a lane, relative to the wave's first.
   DEVICE static int first_element(int i, int of_lane) {
@@ -157,7 +160,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   DEVICE void load_query() {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const auto c = this->column(t * mma::kTileTokens + mma::tile_token(lane));
+      const auto c = this->packed_row(t * mma::kTileTokens + mma::tile_token(lane));
       const i64 row = i64(request) * p.query_len + c.row;
       const u16* from = p.query + row * p.query_stride + c.head * p.query_head_stride + wave::index() * kWaveDims;
 #pragma unroll
@@ -170,18 +173,18 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 
   DEVICE void load(Keys& keys, int step) const {
     constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;
-    const u32 places = Part::template place<Cache, kUnit>(p.key_cache, keys.pages, step_key(step));
+    const u32 places = Split::template place<Cache, kUnit>(p.key_cache, keys.pages, step_key(step));
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l) {
-        const Element* row = Part::template at<Cache, kUnit>(p.key_cache, places, key(tile, mma::row(lane, l)));
+        const Element* row = Split::template at<Cache, kUnit>(p.key_cache, places, key(tile, mma::row(lane, l)));
         const Element* from = row + wave::index() * kWaveDims + of_lane() * (16 / sizeof(Element));
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) keys.latent[tile][i][l] = mem::load<u32x4>(from + i * (64 / sizeof(Element)));
         if (tile == 0) keys.rope[l] = mem::load<RopeVec>(row + kLatent + rope_half() * 32 + of_lane() * 8);
       }
-    keys.pages = load_pages(step_key(wave::uniform(step + kStages * parts)));
+    keys.pages = load_pages(step_key(wave::uniform(step + kStages * splits)));
     attention::issue_now();
   }
 
@@ -211,9 +214,9 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 
   // Multiplies a step's keys, if any, and loads later ones. Every path issues the same number of loads, so waits never
   // over-wait.
-  DEVICE void turn(Keys& keys, int step) {
+  DEVICE void iteration(Keys& keys, int step) {
     const Operands of = operands(keys);
-    const int next = wave::uniform(step + kStages * parts);
+    const int next = wave::uniform(step + kStages * splits);
     if constexpr (kFp8) load(keys, next);
     if (step_key(step) < end) multiply(of, step_key(step));
     if constexpr (!kFp8) load(keys, next);
@@ -268,7 +271,7 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
     for (int owned = 0; owned < kOwned; ++owned) {
       int c = owned * kAtOnce + owner;
       attention::use_below(c);  // so its addresses take no registers across the loop
-      const int row_end = first_row_end + this->column(c).row;
+      const int row_end = first_row_end + this->packed_row(c).row;
       f32x2 score = {};
 #pragma unroll
       for (int w = 0; w < kWaves; ++w) score += *(const f32x2*)&buffer.scores.score[w][c][owned_key];
@@ -325,14 +328,14 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
       Keys stages[kStages];
 #pragma unroll
       for (int i = 0; i < kStages; ++i)
-        stages[i].pages = i == 0 ? Part::first_pages() : load_pages(step_key(step + i * parts));
+        stages[i].pages = i == 0 ? Split::first_pages() : load_pages(step_key(step + i * splits));
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) load(stages[i], step + i * parts);
+      for (int i = 0; i < kStages; ++i) load(stages[i], step + i * splits);
 #pragma unroll 1
-      for (; step_key(step) < end; step += kStages * parts)
+      for (; step_key(step) < end; step += kStages * splits)
 #pragma unroll
         for (int i = 0; i < kStages; ++i)
-          turn(stages[i], wave::uniform(step + i * parts));  // avoids per-lane addresses
+          iteration(stages[i], wave::uniform(step + i * splits));  // avoids per-lane addresses
     }
     finish();
   }
@@ -340,19 +343,19 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
   // Stores this split's sums, and combines all splits.
   DEVICE void finish() {
     static_assert(sizeof(Sums) <= sizeof(Scores::score));  // p, which waves may still read, follows them
-    const mem::Buffer to = Part::slot(wave::block_id_y());
-    const bool is_whole = parts == 1;
+    const mem::Buffer to = Split::slot(wave::block_id_y());
+    const bool is_whole = splits == 1;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       const float total = wave::reduce_group<16>(sum[i], 0.0f, Add{});
       const int c = i * kAtOnce + owner;
       if (owner >= kAtOnce || owned_key > 0) continue;
-      if (is_whole) buffer.sums.factor[c] = finish_column(c, maximum[i], total, true);
-      else Part::store_sums(to, c, maximum[i], total);
+      if (is_whole) buffer.sums.factor[c] = finish_packed_row(c, maximum[i], total, true);
+      else Split::store_sums(to, c, maximum[i], total);
     }
     constexpr int kRoundVecs = kWaves * 8;  // per column: 32 elements from each wave
 #pragma unroll
-    for (int tile = 0; tile < kColumnTiles; ++tile)
+    for (int tile = 0; tile < kPackedRowTiles; ++tile)
 #pragma unroll
       for (int product = 0; product < kProducts; ++product) {
         if (tile + product > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
@@ -364,22 +367,23 @@ struct MlaDecode : MlaPart<T, kColumnTiles> {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const int row = mma::value_row(lane, i), at = attention::quarter(row) * 8 + attention::element(half, row);
-              float* column = (float*)buffer.sums.out[t * mma::kTileTokens + mma::value_token(lane, i)];
-              if constexpr (mma::kValueTokens > 1) column[wave::index() * 32 + at] = sums[i];
-              else if (i == 0) *(f32x4*)(column + wave::index() * 32 + at) = sums;  // consecutive
+              float* packed_row = (float*)buffer.sums.out[t * mma::kTileTokens + mma::value_token(lane, i)];
+              if constexpr (mma::kValueTokens > 1) packed_row[wave::index() * 32 + at] = sums[i];
+              else if (i == 0) *(f32x4*)(packed_row + wave::index() * 32 + at) = sums;  // consecutive
             }
           }
         block_barrier();  // hazard: the waves' sums are read before they are written
 #pragma unroll
         for (int i = 0; i < 16 * kRoundVecs / kThreads; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), of_tile = vec / kRoundVecs, of_column = vec % kRoundVecs;
-          const f32x4 total = buffer.sums.out[of_tile][of_column];
-          const int c = tile * 16 + of_tile, of_wave = of_column % 8;
-          const int first = of_column / 8 * kWaveDims + first_element(product, of_wave / 2) + of_wave % 2 * 4;
+          const int vec = i * kThreads + wave::thread_id(), of_tile = vec / kRoundVecs,
+                    of_packed_row = vec % kRoundVecs;
+          const f32x4 total = buffer.sums.out[of_tile][of_packed_row];
+          const int c = tile * 16 + of_tile, of_wave = of_packed_row % 8;
+          const int first = of_packed_row / 8 * kWaveDims + first_element(product, of_wave / 2) + of_wave % 2 * 4;
           if (is_whole) store(c, first, total * buffer.sums.factor[c]);
-          else if (c < columns()) mem::store_device(to, (c * kLatent + first) * 4, 0, total);
+          else if (c < packed_rows()) mem::store_device(to, (c * kLatent + first) * 4, 0, total);
         }
       }
-    if (!is_whole && p.counters) Part::add_parts();
+    if (!is_whole && p.counters) Split::combine_splits();
   }
 };

@@ -17,12 +17,12 @@ struct DecodeProblem {
   i64 query_stride, query_head_stride, out_stride, out_head_stride, table_stride;
   float scale;                                  // of the scores, times log2(e)
   int query_len, query_heads, kv_heads, group;  // group: query heads per KV head
-  int column_tiles;                             // of 16 columns
+  int packed_row_tiles;                         // of 16 columns
   int page_size, table_pages;                   // table_pages: per request
-  int parts, least_steps;
+  int num_kv_splits, min_steps;
   int slots, groups;  // output.h: slots for splits and their groups, and groups, per request
   int window;         // keys that a row sees, or 0 for all
-  Divisor page_divisor, least_divisor, group_divisor, tiles_divisor, heads_divisor;
+  Divisor page_divisor, min_divisor, group_divisor, tiles_divisor, heads_divisor;
 };
 
 // The same, where out is e4m3 with one scale per row and 128-element head.

@@ -12,7 +12,7 @@
 #include "device/norm_row.h"
 #include "one_shot.h"
 
-constexpr u32 kMostThreads = 512;  // per block
+constexpr u32 kMaxThreads = 512;  // per block
 
 // The rows [rows, hidden] of a launch.
 struct RowsOfRanks {
@@ -94,7 +94,7 @@ struct RankRow {
   template <u32 kChunks>
   DEVICE void take(u32 chunks, u32 threads, u32x4 (&sums)[kChunks]) const {
     constexpr u32 kStep = kAtOnce < kChunks ? kAtOnce : kChunks;
-    LDS static u32x4 taken[kChunks * kMostThreads];
+    LDS static u32x4 taken[kChunks * kMaxThreads];
     u32x4* const own_taken = taken + wave::thread_id();
 #pragma nounroll
     for (u32 first = 0; first < kChunks; first += kStep) {
@@ -114,10 +114,10 @@ struct RankRow {
         for (u32 i = 0; i < kStep; ++i) found[i] = handed[0][i];
       }
 #pragma unroll
-      for (u32 i = 0; i < kStep; ++i) own_taken[(first + i) * kMostThreads] = found[i];
+      for (u32 i = 0; i < kStep; ++i) own_taken[(first + i) * kMaxThreads] = found[i];
     }
 #pragma unroll
-    for (u32 i = 0; i < kChunks; ++i) sums[i] = own_taken[i * kMostThreads];
+    for (u32 i = 0; i < kChunks; ++i) sums[i] = own_taken[i * kMaxThreads];
   }
 };
 

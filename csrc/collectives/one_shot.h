@@ -20,20 +20,20 @@
 #pragma once
 #include "device/vec.h"
 
-constexpr u32 kMostRanks = 8;
+constexpr u32 kMaxRanks = 8;
 constexpr u32 kPlanes = kChunk / 2;  // words per chunk
 constexpr u32 kHeaderBytes = 128;    // inbox header: its error, 0 for none
 // Replaces missing values: NaN in bf16 and in fp16.
 constexpr u32 kNotThere = 0x7fff7fff;
 
-// A rank's view of its group. An inbox has a header, and slots [2 buffers, kMostRanks + 1, capacity]: one set per
+// A rank's view of its group. An inbox has a header, and slots [2 buffers, kMaxRanks + 1, capacity]: one set per
 // sending rank, and one more for the sums of the rank's own blocks.
 struct Group {
-  u64* inbox[kMostRanks];  // per rank
-  u64* mine;               // this rank's inbox
-  u32* counters;           // ended blocks, and the previous launch's epoch
-  u64* report;             // in host memory: the epoch that saw an error, and the error
-  u32 capacity;            // words
+  u64* inbox[kMaxRanks];  // per rank
+  u64* mine;              // this rank's inbox
+  u32* counters;          // ended blocks, and the previous launch's epoch
+  u64* report;            // in host memory: the epoch that saw an error, and the error
+  u32 capacity;           // words
   u32 rank, ranks;
   u32 limit_us;
 };
@@ -44,7 +44,7 @@ struct OneShot {
   DEVICE static u64 load(const u64* slot) { return mem::load_system<u64>(slot); }
   DEVICE static u32 differs(u32 found, u32 epoch) { return found ^ epoch; }
   DEVICE static u32 buffer(u32 epoch) { return epoch & 1; }
-  static constexpr u32 kHanded = kMostRanks;  // the slots in which a rank's own blocks pass sums
+  static constexpr u32 kHanded = kMaxRanks;  // the slots in which a rank's own blocks pass sums
   DEVICE static u32 next(u32 epoch) { return epoch == ~0u ? 2 : epoch + 1; }
   // The ranks to wait for, as a bit mask.
   DEVICE static u32 others(const Group& group) { return ((1u << group.ranks) - 1) & ~(1u << group.rank); }
@@ -76,7 +76,7 @@ DEVICE void end_block(const Group& group, u32 epoch, u32 blocks) {
 // Byte offset of a sending rank's slots in an inbox.
 template <class Protocol>
 DEVICE u32 slots_of(const Group& group, u32 rank, u32 epoch) {
-  return kHeaderBytes + (Protocol::buffer(epoch) * (kMostRanks + 1) + rank) * group.capacity * 8;
+  return kHeaderBytes + (Protocol::buffer(epoch) * (kMaxRanks + 1) + rank) * group.capacity * 8;
 }
 DEVICE u64* slot(u64* inbox, u32 bytes) { return (u64*)((u8*)inbox + bytes); }
 

@@ -6,13 +6,13 @@
 #include "gemm/batched.h"
 
 // K-contiguous weights: tiles of 16 rows along N.
-#define WAVES(kind, T, tokens)                                                      \
-  KERNEL(256) batched_gemm_##kind##_narrow_##tokens(const BatchedProblem problem) { \
-    using Kernel = WaveSplitK<T, tokens, ScaleGranularity::kNone>;                  \
-    LDS static Kernel::Buffer buffer;                                               \
-    const SkinnyProblem p = problem.of_head(wave::block_id_x());                    \
-    const Kernel kernel{p, buffer, {p, wave::block_id_y()}};                        \
-    kernel.multiply();                                                              \
+#define WAVES(kind, T, tokens)                                                           \
+  KERNEL(256) batched_gemm_##kind##_wave_splitk_##tokens(const BatchedProblem problem) { \
+    using Kernel = WaveSplitK<T, tokens, ScaleGranularity::kNone>;                       \
+    LDS static Kernel::Buffer buffer;                                                    \
+    const SkinnyProblem p = problem.of_head(wave::block_id_x());                         \
+    const Kernel kernel{p, buffer, {p, wave::block_id_y()}};                             \
+    kernel.multiply();                                                                   \
   }
 #define TRANSPOSED(kind, T, tokens)                                                     \
   KERNEL(256) batched_gemm_##kind##_transposed_##tokens(const BatchedProblem problem) { \

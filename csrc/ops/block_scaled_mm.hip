@@ -7,13 +7,13 @@
 // keeps the number of these and the tiled kernels low.
 #include "gemm/skinny.h"
 
-WAVE_SPLIT_K(block_scaled_mm_narrow_8, E4m3, 8, ScaleGranularity::kBlock)
-WAVE_SPLIT_K(block_scaled_mm_narrow_16, E4m3, 16, ScaleGranularity::kBlock)
+WAVE_SPLIT_K(block_scaled_mm_wave_splitk_8, E4m3, 8, ScaleGranularity::kBlock)
+WAVE_SPLIT_K(block_scaled_mm_wave_splitk_16, E4m3, 16, ScaleGranularity::kBlock)
 STREAMED_TILE(block_scaled_mm_skinny_16, E4m3, 16, ScaleGranularity::kBlock)
 STREAMED_TILE(block_scaled_mm_skinny_32, E4m3, 32, ScaleGranularity::kBlock)
 STREAMED_TILE(block_scaled_mm_skinny_64, E4m3, 64, ScaleGranularity::kBlock)
-WAVE_SPLIT_K(block_scaled_mm_e8m0_narrow_8, E4m3, 8, ScaleGranularity::kBlock, E8m0Scale)
-WAVE_SPLIT_K(block_scaled_mm_e8m0_narrow_16, E4m3, 16, ScaleGranularity::kBlock, E8m0Scale)
+WAVE_SPLIT_K(block_scaled_mm_e8m0_wave_splitk_8, E4m3, 8, ScaleGranularity::kBlock, E8m0Scale)
+WAVE_SPLIT_K(block_scaled_mm_e8m0_wave_splitk_16, E4m3, 16, ScaleGranularity::kBlock, E8m0Scale)
 STREAMED_TILE(block_scaled_mm_e8m0_skinny_16, E4m3, 16, ScaleGranularity::kBlock, E8m0Scale)
 STREAMED_TILE(block_scaled_mm_e8m0_skinny_32, E4m3, 32, ScaleGranularity::kBlock, E8m0Scale)
 STREAMED_TILE(block_scaled_mm_e8m0_skinny_64, E4m3, 64, ScaleGranularity::kBlock, E8m0Scale)

@@ -56,7 +56,7 @@ struct Sort {
   int experts, tile;  // tile: pairs per tile
 };
 
-constexpr int kMostExperts = 1024, kSortThreads = 1024, kBatch = 4;
+constexpr int kMaxExperts = 1024, kSortThreads = 1024, kBatch = 4;
 
 struct AddInt {
   DEVICE int operator()(int a, int b) const { return a + b; }
@@ -64,7 +64,7 @@ struct AddInt {
 
 KERNEL(kSortThreads) fused_experts_tiled_sort(Sort sort) {
   constexpr int kWaves = kSortThreads / wave::kLanes, kStep = kBatch * wave::kLanes;
-  LDS static int counts[kMostExperts], of_waves[kWaves];
+  LDS static int counts[kMaxExperts], of_waves[kWaves];
   const Routing& routing = sort.routing;
   const int expert = wave::block_id_x(), tokens = routing.tokens, topk = routing.topk, shared = expert - routing.routed;
   const int ids = tokens * topk, of_wave = (ids + kWaves * kStep - 1) / (kWaves * kStep) * kStep;

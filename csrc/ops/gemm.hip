@@ -9,7 +9,7 @@
 // gemm_<type>_<tile>: a block computes an output tile, or a K slice of one (gemm/tiled/main_loop.h, split_k.h), from
 // K-contiguous, aligned operands. gemm_any_<type>_<tile>: the same for any strides, element by element
 // (gemm/tiled/element_loader.h). gemm_few_<sums>_<tokens>: a wave multiplies a column of b with all tokens and reduces
-// over its lanes. gemm_int8_narrow_<tokens>, gemm_int8_skinny_<tokens>: int8 with scales and few tokens
+// over its lanes. gemm_int8_wave_splitk_<tokens>, gemm_int8_skinny_<tokens>: int8 with scales and few tokens
 // (gemm/skinny.h), accumulated exactly over 64 K and in fp32 beyond. The same inputs give the same bits.
 #include "gemm/any.h"
 #include "gemm/skinny.h"
@@ -37,8 +37,8 @@ FEW(gemm_few_float_1, float, 1)
 FEW(gemm_few_float_8, float, 8)
 FEW(gemm_few_int_1,   int,   1)
 FEW(gemm_few_int_8,   int,   8)
-WAVE_SPLIT_K(gemm_int8_narrow_8,   I8, 8,  ScaleGranularity::kRow)
-WAVE_SPLIT_K(gemm_int8_narrow_16,  I8, 16, ScaleGranularity::kRow)
+WAVE_SPLIT_K(gemm_int8_wave_splitk_8,   I8, 8,  ScaleGranularity::kRow)
+WAVE_SPLIT_K(gemm_int8_wave_splitk_16,  I8, 16, ScaleGranularity::kRow)
 #ifdef HAS_INT8_STREAMS
 STREAMED_TILE(gemm_int8_skinny_16, I8, 16, ScaleGranularity::kRow)
 STREAMED_TILE(gemm_int8_skinny_32, I8, 32, ScaleGranularity::kRow)

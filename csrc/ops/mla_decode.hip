@@ -13,7 +13,7 @@ template <class Kernel>
 DEVICE void combine(const MlaProblem& problem) {
   LDS static typename Kernel::Buffer buffer;
   const Kernel combine(problem);
-  if (combine.parts > 1) combine.run(buffer);
+  if (combine.splits > 1) combine.run(buffer);
 }
 
 // Up to 16 columns, two blocks share a compute unit.
@@ -31,7 +31,7 @@ DEVICE void combine(const MlaProblem& problem) {
     decode<MlaDecodeInLds<T, Cache>>(problem);                                         \
   }
 #endif
-#define COLUMNS(tiles)                                              \
+#define PACKED_ROW_TILES(tiles)                                     \
   DECODE(mla_decode_bf16_##tiles, Bf16, Bf16, tiles)                \
   DECODE(mla_decode_bf16_fp8_##tiles, Bf16, E4m3, tiles)            \
   DECODE(mla_decode_fp16_##tiles, F16, F16, tiles)                  \
@@ -39,8 +39,8 @@ DEVICE void combine(const MlaProblem& problem) {
   COMBINE(mla_decode_combine_bf16_##tiles, MlaCombine, Bf16, tiles) \
   COMBINE(mla_decode_combine_fp16_##tiles, MlaCombine, F16, tiles)
 
-COLUMNS(1)
-COLUMNS(2)
+PACKED_ROW_TILES(1)
+PACKED_ROW_TILES(2)
 COMBINE(mla_decode_combine_bf16_4, MlaCombine, Bf16, 4)
 COMBINE(mla_decode_combine_fp16_4, MlaCombine, F16, 4)
 #ifdef HAS_MLA_64
@@ -54,7 +54,7 @@ DECODE_64(mla_decode_fp16_fp8_lds_4, F16, E4m3)
 
 #define IN_LDS(symbol, T, tiles, run) \
   KERNEL(kMlaWaves* wave::kLanes) symbol(const MlaProblem problem) { MlaDecodeInLds<T, tiles>::run(problem); }
-#define IN_LDS_COLUMNS(tiles)                                                \
+#define IN_LDS_PACKED_ROW_TILES(tiles)                                       \
   IN_LDS(mla_decode_bf16_lds_##tiles, Bf16, tiles, run)                      \
   IN_LDS(mla_decode_fp16_lds_##tiles, F16, tiles, run)                       \
   IN_LDS(mla_decode_bf16_lds_even_##tiles, Bf16, tiles, run_even_steps)      \
@@ -62,7 +62,7 @@ DECODE_64(mla_decode_fp16_fp8_lds_4, F16, E4m3)
   COMBINE(mla_decode_combine_bf16_even_##tiles, MlaCombineEven, Bf16, tiles) \
   COMBINE(mla_decode_combine_fp16_even_##tiles, MlaCombineEven, F16, tiles)
 
-IN_LDS_COLUMNS(1)
-IN_LDS_COLUMNS(2)
-IN_LDS_COLUMNS(4)
+IN_LDS_PACKED_ROW_TILES(1)
+IN_LDS_PACKED_ROW_TILES(2)
+IN_LDS_PACKED_ROW_TILES(4)
 #endif

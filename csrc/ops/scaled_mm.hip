@@ -5,16 +5,16 @@
 // a and b are e4m3 in the arch's format; scales are fp32, one per tensor or row; accumulation is fp32.
 #include "gemm/skinny.h"
 
-WAVE_SPLIT_K(scaled_mm_narrow_8, E4m3, 8, ScaleGranularity::kRow)
-WAVE_SPLIT_K(scaled_mm_narrow_16, E4m3, 16, ScaleGranularity::kRow)
+WAVE_SPLIT_K(scaled_mm_wave_splitk_8, E4m3, 8, ScaleGranularity::kRow)
+WAVE_SPLIT_K(scaled_mm_wave_splitk_16, E4m3, 16, ScaleGranularity::kRow)
 STREAMED_TILE(scaled_mm_skinny_16, E4m3, 16, ScaleGranularity::kRow)
 STREAMED_TILE(scaled_mm_skinny_32, E4m3, 32, ScaleGranularity::kRow)
 STREAMED_TILE(scaled_mm_skinny_64, E4m3, 64, ScaleGranularity::kRow)
 
 // With a [gate | up] weight: out[m, c] = e4m3(silu(gate) * up / out_scale), from out[m, n] rounded to T.
 #define GATED ScaleGranularity::kRow, Fp32Scale, true
-WAVE_SPLIT_K(scaled_mm_silu_narrow_8, E4m3, 8, GATED)
-WAVE_SPLIT_K(scaled_mm_silu_narrow_16, E4m3, 16, GATED)
+WAVE_SPLIT_K(scaled_mm_silu_wave_splitk_8, E4m3, 8, GATED)
+WAVE_SPLIT_K(scaled_mm_silu_wave_splitk_16, E4m3, 16, GATED)
 STREAMED_TILE(scaled_mm_silu_skinny_16, E4m3, 16, GATED)
 STREAMED_TILE(scaled_mm_silu_skinny_32, E4m3, 32, GATED)
 STREAMED_TILE(scaled_mm_silu_skinny_64, E4m3, 64, GATED)

@@ -5,13 +5,13 @@
 // Accumulation is fp32.
 #include "gemm/skinny.h"
 
-WAVE_SPLIT_K(unquantized_gemm_bf16_narrow_8, Bf16, 8, ScaleGranularity::kNone)
-WAVE_SPLIT_K(unquantized_gemm_bf16_narrow_16, Bf16, 16, ScaleGranularity::kNone)
+WAVE_SPLIT_K(unquantized_gemm_bf16_wave_splitk_8, Bf16, 8, ScaleGranularity::kNone)
+WAVE_SPLIT_K(unquantized_gemm_bf16_wave_splitk_16, Bf16, 16, ScaleGranularity::kNone)
 STREAMED_TILE(unquantized_gemm_bf16_skinny_16, Bf16, 16, ScaleGranularity::kNone)
 STREAMED_TILE(unquantized_gemm_bf16_skinny_32, Bf16, 32, ScaleGranularity::kNone)
 STREAMED_TILE(unquantized_gemm_bf16_skinny_64, Bf16, 64, ScaleGranularity::kNone)
-WAVE_SPLIT_K(unquantized_gemm_fp16_narrow_8, F16, 8, ScaleGranularity::kNone)
-WAVE_SPLIT_K(unquantized_gemm_fp16_narrow_16, F16, 16, ScaleGranularity::kNone)
+WAVE_SPLIT_K(unquantized_gemm_fp16_wave_splitk_8, F16, 8, ScaleGranularity::kNone)
+WAVE_SPLIT_K(unquantized_gemm_fp16_wave_splitk_16, F16, 16, ScaleGranularity::kNone)
 STREAMED_TILE(unquantized_gemm_fp16_skinny_16, F16, 16, ScaleGranularity::kNone)
 STREAMED_TILE(unquantized_gemm_fp16_skinny_32, F16, 32, ScaleGranularity::kNone)
 STREAMED_TILE(unquantized_gemm_fp16_skinny_64, F16, 64, ScaleGranularity::kNone)

@@ -21,7 +21,7 @@ from contests.contest import Contest, Sizes
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core.stats import reset_stats, stats
 
-LEAST_CALLS, MOST_CALLS = 3, 100
+MIN_CALLS, MAX_CALLS = 3, 100
 SECONDS, RANKED_SECONDS, WALL_SECONDS = 10.0, 30.0, 120.0
 STAGED_CALLS = 5
 NEXT_SEED = 13  # seed increment per call of a ranked run
@@ -147,7 +147,7 @@ class Judge:
             return wrong, ()
         times: list[float] = []
         begun = time.perf_counter()
-        for calls in range(1, 2 if once else MOST_CALLS + 1):
+        for calls in range(1, 2 if once else MAX_CALLS + 1):
             if ranked:
                 data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype, calls * NEXT_SEED)
                 own = contests.copy(data)
@@ -160,7 +160,7 @@ class Judge:
                 wrong = self.compare(result, own)
                 if wrong:
                     return wrong, ()
-            if calls >= LEAST_CALLS and self.enough(times, RANKED_SECONDS if ranked else SECONDS, begun):
+            if calls >= MIN_CALLS and self.enough(times, RANKED_SECONDS if ranked else SECONDS, begun):
                 break
         return "", tuple(times)
 

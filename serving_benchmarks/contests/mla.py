@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS
+from vllm_rocm_ops.ops.families.skinny_gemm import MAX_TOKENS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
 
 NOPE, VALUE = 128, 128  # unrotated elements of a head's key; elements of its value
@@ -145,7 +145,7 @@ def _reference(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Use the plugin's kernel if it supports this number of rows."""
-    return ops.unquantized_gemm(x, weight) if len(x) <= MOST_TOKENS else linear(x, weight)
+    return ops.unquantized_gemm(x, weight) if len(x) <= MAX_TOKENS else linear(x, weight)
 
 
 def _ours(data: Data, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@
 vLLM with the plugin decodes held-out text, one token of each of --requests at a time, and every op's arguments in the last step are
 recorded by layer (on the checkpoints of quality.py, which are created if missing). Each call then runs again: on this machine's GPU, or
 with --emulate or without a GPU as emulated code objects; and as the baseline. The baseline is vLLM's own kernel on a GPU, if
-tools/bench/peers has one that supports the call, else the op's reference, which rounds where vLLM does. On a CPU vLLM's KV cache is
+tools/bench/baselines has one that supports the call, else the op's reference, which rounds where vLLM does. On a CPU vLLM's KV cache is
 strided; emulated calls have it contiguous, as on a GPU. bf16 GEMMs on a CPU are vLLM's; `unquantized_gemm` gets their arguments. Rotations
 are the plugin's on ROCm only.
 
@@ -40,7 +40,7 @@ from vllm_rocm_ops.core.correctness import as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.core.stats import FALLBACK, reset_stats, stats
-from vllm_rocm_ops.tools.bench import peers, report
+from vllm_rocm_ops.tools.bench import baselines, report
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "serving_benchmarks"), str(ROOT / "tests" / "ops")]
@@ -48,7 +48,7 @@ import formulas
 import latency
 
 del sys.path[-2:]
-MOST = 1.1  # maximum error, relative to the baseline's
+MAX = 1.1  # maximum error, relative to the baseline's
 FLOOR = 1e-6  # an error that is always accepted: a few fp32 roundings
 MINUS_ZERO = 0x80  # in e4m3fn; it is NaN in e4m3fnuz
 CPU_LINEAR = "cpu_linear"  # attribute of vLLM's layers: the bf16 GEMM on a CPU
@@ -207,12 +207,12 @@ def in_type_of(fp8_dtype: torch.dtype, the_op: Op, given: tuple) -> tuple:
 
 def of_vllm(the_op: Op, a) -> tuple | None:
     """Return the results of vLLM's own kernel, or None if none supports the call. It updates the op's mutated arguments."""
-    peer = peers.peers(the_op).get("vllm")
-    if peer is None:
+    baseline = baselines.baselines(the_op).get("vllm")
+    if baseline is None:
         return None
     try:
-        prepared = peer.prepare(*map(clone_here, a))
-        found = peer.call(*prepared)
+        prepared = baseline.prepare(*map(clone_here, a))
+        found = baseline.call(*prepared)
     except Exception:  # noqa: BLE001  any failure means that it does not support the call
         return None
     if found is None:
@@ -225,7 +225,7 @@ def of_vllm(the_op: Op, a) -> tuple | None:
     return tuple(result[: len(one)] for result, one in zip(as_tuple(found), like, strict=True))  # without padding
 
 
-def stock(the_op: Op, a) -> tuple[tuple, str]:
+def baseline(the_op: Op, a) -> tuple[tuple, str]:
     """Return the baseline's results, of vLLM's kernel on a GPU, else of the reference, and which. Both update the mutated arguments."""
     found = of_vllm(the_op, a) if a_tensor(a).is_cuda else None
     return (as_tuple(the_op.reference(*a)), "reference") if found is None else (found, "vllm")
@@ -260,11 +260,11 @@ def compared(the_op: Op, given: tuple, device: str) -> Iterator[dict]:
     if ran.startswith(FALLBACK):
         yield {"fallback": ran.removeprefix(FALLBACK)}
         return
-    others, which = stock(the_op, theirs)
+    others, which = baseline(the_op, theirs)
     formula = functools.partial(formulas.FORMULAS[the_op.name], before)
     sides = (formula(on_cpu(the_op, after), cpu(outputs)) for after, outputs in ((ours, found), (theirs, others)))
-    for (name, *of_ours), (_, *of_stock) in zip(*sides, strict=True):
-        (mine, share), (reference, _) = error(*of_ours), error(*of_stock)
+    for (name, *of_ours), (_, *of_baseline) in zip(*sides, strict=True):
+        (mine, share), (reference, _) = error(*of_ours), error(*of_baseline)
         beside = (mine + FLOOR) / (reference + FLOOR)
         errors = {"ours": mine, "stock": reference, "beside": beside, "of_allowed": share}
         yield {"result": name} | {what: float(f"{value:.4g}") for what, value in errors.items()} | {"stock_is": which}
@@ -315,8 +315,8 @@ def why_wrong(one: dict) -> list[str]:
     found = []
     if not one["of_allowed"] <= 1:
         found.append(f"is off by {one['of_allowed']:.3g} times its tolerance")
-    if not one["ours"] <= MOST * one["stock"] + FLOOR:
-        found.append(f"has error {one['ours']:.3g}, above {MOST} times the baseline's {one['stock']:.3g}")
+    if not one["ours"] <= MAX * one["stock"] + FLOOR:
+        found.append(f"has error {one['ours']:.3g}, above {MAX} times the baseline's {one['stock']:.3g}")
     return found
 
 

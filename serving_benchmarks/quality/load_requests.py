@@ -225,14 +225,14 @@ class Seen:
     done: dict[str, int] = dataclasses.field(default_factory=dict)
     wrong: list[str] = dataclasses.field(default_factory=list)
     differ: dict[tuple[Ask, Answer], int] = dataclasses.field(default_factory=dict)
-    most_at_once: int = 0
+    max_at_once: int = 0
     noise: float = 0.0  # the largest difference of a log probability
 
     def told(self) -> str:
         """Format the counts."""
         total, apart = sum(self.done.values()), sum(self.differ.values())
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.done.items()))
-        text = f"{total} requests ({kinds}), up to {self.most_at_once} at once"
+        text = f"{total} requests ({kinds}), up to {self.max_at_once} at once"
         return f"{text}; {apart} answers differ at a tie; log probabilities differ by at most {self.noise:.3f}; {len(self.wrong)} wrong"
 
 
@@ -270,7 +270,7 @@ async def load(client: Client, pool: dict[Ask, Answer | None], tie: float, argum
         task = asyncio.create_task(one(generator.choice(of_kind[kind])))
         running.add(task)
         task.add_done_callback(running.discard)
-        seen.most_at_once, number, at = max(seen.most_at_once, len(running)), number + 1, at + 1 / arguments.rate
+        seen.max_at_once, number, at = max(seen.max_at_once, len(running)), number + 1, at + 1 / arguments.rate
         if len(running) >= arguments.at_once:
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(max(0.0, at - loop.time()))

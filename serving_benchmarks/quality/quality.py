@@ -40,9 +40,9 @@ sys.path.append(str(ROOT / "serving_benchmarks"))
 import latency
 
 sys.path.pop()
-MOST_OFF = {"bf16": 0.001, "static": 0.001}
-MOST_OFF_DYNAMIC = 0.003  # of the perplexity, with dynamic scales
-MOST_SCALE_ERROR = 0.01
+MAX_OFF = {"bf16": 0.001, "static": 0.001}
+MAX_OFF_DYNAMIC = 0.003  # of the perplexity, with dynamic scales
+MAX_SCALE_ERROR = 0.01
 CERTAIN = 5  # standard errors
 PROMPT, GENERATED, REQUESTS = 64, 64, 32
 
@@ -167,29 +167,29 @@ def scale_errors(difference: Tensor, effects: dict[str, Tensor]) -> dict[str, tu
     return found
 
 
-def first_difference(ours: list[int], stock: list[int]) -> int:
+def first_difference(ours: list[int], baseline: list[int]) -> int:
     """Return the number of equal tokens before the first difference."""
-    return next((place for place, (one, other) in enumerate(zip(ours, stock)) if one != other), len(stock))
+    return next((place for place, (one, other) in enumerate(zip(ours, baseline)) if one != other), len(baseline))
 
 
-def compare(ours: dict, stock: dict, effects: dict[str, Tensor], kind: str) -> dict:
+def compare(ours: dict, baseline: dict, effects: dict[str, Tensor], kind: str) -> dict:
     """Return the differences of two sides' answers, and the faults under "wrong"."""
-    found = {side: torch.tensor(a["log_probabilities"]).double() for side, a in (("ours", ours), ("stock", stock))}
+    found = {side: torch.tensor(a["log_probabilities"]).double() for side, a in (("ours", ours), ("stock", baseline))}
     difference = found["ours"] - found["stock"]
     off = perplexity(found["ours"]) / perplexity(found["stock"]) - 1
-    most_off = MOST_OFF.get(kind, MOST_OFF_DYNAMIC)
+    max_off = MAX_OFF.get(kind, MAX_OFF_DYNAMIC)
     errors, wrong = scale_errors(difference, effects), ["no op ran"] * (not ours["stats"])
-    if not abs(off) <= most_off:
-        wrong.append(f"perplexity differs by {off:+.3%}, limit {most_off:.1%}")
+    if not abs(off) <= max_off:
+        wrong.append(f"perplexity differs by {off:+.3%}, limit {max_off:.1%}")
     for layer, (error, standard) in errors.items():
-        if not abs(error) <= max(MOST_SCALE_ERROR, CERTAIN * standard):
-            wrong.append(f"scale of {layer} is off by {error:+.2%}, limit {MOST_SCALE_ERROR:.0%}")
+        if not abs(error) <= max(MAX_SCALE_ERROR, CERTAIN * standard):
+            wrong.append(f"scale of {layer} is off by {error:+.2%}, limit {MAX_SCALE_ERROR:.0%}")
     return {
         "perplexity_off": off,
         "log_probabilities_off": difference.abs().mean().item(),
         "scale_errors": {layer: round(error, 6) for layer, (error, _) in errors.items()},
         "standard_errors": {layer: round(standard, 6) for layer, (_, standard) in errors.items()},
-        "tokens_equal": sum(map(first_difference, ours["tokens"], stock["tokens"])),
+        "tokens_equal": sum(map(first_difference, ours["tokens"], baseline["tokens"])),
         "wrong": wrong,
     }
 
@@ -208,7 +208,7 @@ def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> I
     """Yield a line of results for each checkpoint."""
     for name in sides["with"]:
         model, kind = name.split("-")
-        ours, stock = sides["with"][name], sides["without"][name]
+        ours, baseline = sides["with"][name], sides["without"][name]
         exact = sides["without"].get(f"{model}-bf16", {})
         line = {
             "op": "quality",
@@ -217,16 +217,18 @@ def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> I
             "gpu": ours["hardware"].partition(" x ")[2] or "CPU",
             "perplexity": {
                 name: perplexity(torch.tensor(found["log_probabilities"]).double())
-                for name, found in (("bf16", exact), ("stock", stock), ("ours", ours))
+                for name, found in (("bf16", exact), ("stock", baseline), ("ours", ours))
                 if "log_probabilities" in found
             },
             "greedy_tokens": GENERATED * min(REQUESTS, arguments.tokens // WINDOW),
         }
-        if "error" not in ours | stock:
-            line |= compare(ours, stock, effects_of_scales(model, arguments.tokens, arguments.folder), kind)
+        if "error" not in ours | baseline:
+            line |= compare(ours, baseline, effects_of_scales(model, arguments.tokens, arguments.folder), kind)
         else:
-            line["unavailable"] = {side: f["error"] for side, f in (("ours", ours), ("stock", stock)) if "error" in f}
-            only_ours = "error" in ours and "error" not in stock
+            line["unavailable"] = {
+                side: f["error"] for side, f in (("ours", ours), ("stock", baseline)) if "error" in f
+            }
+            only_ours = "error" in ours and "error" not in baseline
             line["wrong"] = [f"with the plugin: {ours['error']}"] if only_ours else []
         yield line | {"calls": ours.get("stats", {}), "versions": ours["versions"], "commit": arguments.commit}
 

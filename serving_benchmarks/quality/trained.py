@@ -26,7 +26,7 @@ sys.path.pop()
 WINDOW = 256
 """Tokens of a sequence, in training and in evaluation."""
 HELD_OUT_EVERY = 8  # files
-MOST_OF_ENTROPY = 0.6
+MAX_OF_ENTROPY = 0.6
 """Maximum loss of a trained model, relative to the entropy of single bytes."""
 
 SHARED = {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 2}
@@ -88,7 +88,7 @@ class Model:
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [sequences, tokens, vocabulary] after each token of the sequences [sequences, tokens]."""
         hidden = self.weights["model.embed_tokens.weight"][tokens]
-        attention = self.latent_attention if "kv_lora_rank" in self.config else self.attention
+        attention = self.mla_attention if "kv_lora_rank" in self.config else self.attention
         for layer in range(self.config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}"
             dense = layer < self.config.get("first_k_dense_replace", self.config["num_hidden_layers"])
@@ -146,7 +146,7 @@ class Model:
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.linear(f"{name}.o_proj", out.transpose(1, 2).flatten(2))
 
-    def latent_attention(self, name: str, x: Tensor) -> Tensor:
+    def mla_attention(self, name: str, x: Tensor) -> Tensor:
         """Apply MLA."""
         config, heads = self.config, self.config["num_attention_heads"]
         nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
@@ -353,7 +353,7 @@ def train_until_good(model: str, say) -> dict[str, Tensor]:
     finally:
         torch.set_num_threads(threads)
     loss = -log_probabilities(model, weights, windows(8192)).mean().item()
-    most = MOST_OF_ENTROPY * entropy(text(held_out=True))
+    most = MAX_OF_ENTROPY * entropy(text(held_out=True))
     say(f"{model}: held-out loss {loss:.3f}, at most {most:.3f}; {time.process_time() - start:.0f} s CPU time")
     if loss > most:
         raise RuntimeError(f"{model} must have a loss of at most {most:.3f} on held-out text, got {loss:.3f}")

@@ -16,7 +16,16 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import clock, launch
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.tools import cli
-from vllm_rocm_ops.tools.bench import attention, decode_attention, experts, lists, peers, products, report, shapes
+from vllm_rocm_ops.tools.bench import (
+    attention,
+    baselines,
+    decode_attention,
+    experts,
+    gemm_dtypes,
+    lists,
+    report,
+    shapes,
+)
 from vllm_rocm_ops.tools.bench import run as bench
 
 
@@ -173,7 +182,7 @@ def small(monkeypatch):
     monkeypatch.setattr(experts, "SHARES", shares)
     monkeypatch.setattr(shapes, "HIDDEN", (256,))
     for name, sizes in (("LARGE", ((3, 16, 32),)), ("FEW", ((1, 5, 7),)), ("LAYERS", ((16, 32),))):
-        monkeypatch.setattr(products, name, sizes)
+        monkeypatch.setattr(gemm_dtypes, name, sizes)
 
 
 def lines_of(path) -> list[dict]:
@@ -195,7 +204,7 @@ COMMON |= {"copy_gb_s", "kernel", "chosen", "versions", "commit"}
             "mnk",
             {"relative_error"},
         ),
-        (["products", "--batch", "2"], 8, "3x16x32 int8", "mnk", {"relative_error"}),
+        (["gemm-dtypes", "--batch", "2"], 8, "3x16x32 int8", "mnk", {"relative_error"}),
         (["routing", "--batch", "2"], 1, "2x256", ["tokens", "experts"], {"wrong"}),
         (
             ["moe", "--batch", "2", "--case", "half *"],
@@ -243,7 +252,7 @@ def test_each_call_has_tensors_of_its_own(turns):
 
 
 def test_ours_alone_has_shuffled_weights(turns, small, tmp_path, capsys):
-    command = ["bench", "linear-shuffled", "--batch", "16", "--peers", "--op", "unquantized_gemm"]
+    command = ["bench", "linear-shuffled", "--batch", "16", "--baselines", "--op", "unquantized_gemm"]
     assert cli.main([*command, "--output", str(tmp_path / "a.jsonl")]) == 0, capsys.readouterr().err
     [line] = lines_of(tmp_path / "a.jsonl")
     assert f"  relative_error {line['relative_error']:.2g}\n" in capsys.readouterr().out
@@ -253,8 +262,8 @@ def test_ours_alone_has_shuffled_weights(turns, small, tmp_path, capsys):
     assert given[1].dim() == 2 and shape.layout(*given)[1].dim() == 5
 
 
-def test_peers_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tmp_path, capsys):
-    command = ["sweep", "--op", "silu_and_mul", "--case", "bf16", "--peers"]
+def test_baselines_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tmp_path, capsys):
+    command = ["sweep", "--op", "silu_and_mul", "--case", "bf16", "--baselines"]
     assert cli.main([*command, "--output", str(tmp_path / "a.jsonl")]) == 0
     lines, out = lines_of(tmp_path / "a.jsonl"), capsys.readouterr().out
     configs = len(lines)
@@ -263,15 +272,15 @@ def test_peers_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tmp_pa
     assert len({line["kernel"] for line in lines}) == configs and all(line["wrong"] is None for line in lines)
     assert len(turns.blocks) > 2 and lines[0]["peers"]["torch"] == configs + 1.0
     assert len([line for line in out.splitlines() if " bf16 " in line]) == 3  # the fastest of the sweep
-    assert f"silu_and_mul, up to 64 tokens: {configs + 1:.2f}x speedup over the best peer (geometric mean)" in out
+    assert f"silu_and_mul, up to 64 tokens: {configs + 1:.2f}x speedup over the best baseline (geometric mean)" in out
     assert "silu_and_mul: chosen configurations take 1.000x the time of the best (geometric mean)" in out
 
 
 def test_each_measurement_is_a_row_of_the_table(turns, small, tmp_path, monkeypatch):
     path = tmp_path / "there" / "times.csv"
-    monkeypatch.setattr(shapes, "peers", lambda op: {"torch": peers.Peer(op.reference)})
+    monkeypatch.setattr(shapes, "baselines", lambda op: {"torch": baselines.Baseline(op.reference)})
     monkeypatch.setenv("VLLM_ROCM_OPS_COMMIT", "abc")
-    command = ["bench", "products", "--batch", "2", "--peers", "--output", str(path)]
+    command = ["bench", "gemm-dtypes", "--batch", "2", "--baselines", "--output", str(path)]
     assert cli.main([*command, "--case", "3x16x32 int8"]) == 0
     with path.open(newline="") as file:
         timed, theirs = csv.DictReader(file)
@@ -288,19 +297,23 @@ def test_a_wrong_configuration_of_a_sweep_is_found(turns):
     assert len(lines) > 3 and all(line.wrong for line in lines)
 
 
-def test_what_a_peer_says_is_why_it_is_unavailable(turns, monkeypatch, capsys):
+def test_what_a_baseline_says_is_why_it_is_unavailable(turns, monkeypatch, capsys):
     def refuses(*_):
         raise ValueError("it takes nothing\nat all")
 
-    monkeypatch.setattr(shapes, "peers", lambda op: {"refuses": peers.Peer(refuses), "torch": peers.Peer(op.reference)})
-    [[line]] = bench.run(cases(ops.rms_norm, "bf16"), turns, peers=True)
-    assert line.peers == {"torch": 2.0} and line.unavailable == {"refuses": "ValueError: it takes nothing"}
+    monkeypatch.setattr(
+        shapes,
+        "baselines",
+        lambda op: {"refuses": baselines.Baseline(refuses), "torch": baselines.Baseline(op.reference)},
+    )
+    [[line]] = bench.run(cases(ops.rms_norm, "bf16"), turns, baselines=True)
+    assert line.baselines == {"torch": 2.0} and line.unavailable == {"refuses": "ValueError: it takes nothing"}
     assert line.ratio == 2.0 and "torch 2.00" in str(line)
 
 
-def test_peers_are_timed_where_no_kernel_runs(turns):
+def test_baselines_are_timed_where_no_kernel_runs(turns):
     case = Case("float32", lambda device, generator, fp8: (torch.ones(4, 16),))
-    [[line]] = bench.run([shapes.Shape(ops.silu_and_mul, case)], turns, peers=True)
+    [[line]] = bench.run([shapes.Shape(ops.silu_and_mul, case)], turns, baselines=True)
     found = line.json(report.Origin("GPU", 1.0, {}, "abc"))
     assert found["us"] is None and found["peers"] and found["kernel"].startswith("none: fallback")
     assert found["share_of_floor"] is None
@@ -314,12 +327,12 @@ def test_differences_from_vllm_are_shares_of_elements(monkeypatch):
 
     def beside(op):
         return {
-            "vllm": peers.Peer(
+            "vllm": baselines.Baseline(
                 functools.partial(theirs, op), lambda *of: (op.allocate(op.Arguments(*of)), op.Arguments(*of))
             )
         }
 
-    monkeypatch.setattr(shapes, "peers", beside)
+    monkeypatch.setattr(shapes, "baselines", beside)
     x, residual, weight = torch.randn(2, 24).bfloat16(), torch.randn(2, 12).bfloat16(), torch.ones(12).bfloat16()
     check = shapes.beside_vllm(ops.silu_and_mul, (x,))
     assert check() == {"differs_from_vllm": {"out": pytest.approx(3 / 24)}}

@@ -91,7 +91,7 @@ def test_the_kinds_are_those_of_the_command_bench(compare):
     for kind, make in compare.KINDS.items():
         names = {(shape.op.name, shape.case.name) for shape in make()}
         counts = {"rows": len(ROW_OPS) * 2 * 4, "linear": 6 * 28, "routing": 7, "moe": 6 * 13, "attention": 24}
-        assert len(names) == (counts | {"products": 96, "decode-attention": 2 * 52 + 3 * 3})[kind]
+        assert len(names) == (counts | {"gemm-dtypes": 96, "decode-attention": 2 * 52 + 3 * 3})[kind]
 
 
 @pytest.mark.parametrize("script", few_of(["compare.py", "host_time.py", "figures.py"]))

@@ -224,7 +224,7 @@ def test_calls_end_when_the_mean_is_certain(small):
     wrong, times = judge.Judge(small, kernel, Scripted(1e-3)).time(small.benchmarks[0], once=False, ranked=False)
     assert wrong == "" and times == pytest.approx([1e-3] * 3)
     _, times = judge.Judge(small, kernel, Scripted(1e-3, 2e-3, 3e-3)).time(small.benchmarks[0], False, False)
-    assert len(times) == judge.MOST_CALLS  # 1, 2, 3, 3, 3, ... ms: not within 0.1 % after 100
+    assert len(times) == judge.MAX_CALLS  # 1, 2, 3, 3, 3, ... ms: not within 0.1 % after 100
     _, times = judge.Judge(small, kernel, Scripted(*(1e-3, 1.004e-3) * 10)).time(small.benchmarks[0], False, False)
     assert len(times) == 5  # they deviate by 0.22 %, so that their mean is known to 0.1 %
     _, times = judge.Judge(small, kernel, Scripted(3.0, 2.0, 4.0, 3.5)).time(small.benchmarks[0], False, False)
@@ -271,7 +271,7 @@ def scripted(monkeypatch, small):
     monkeypatch.setattr(command, "CONTESTS", {"gemm": small})
     monkeypatch.setattr(command, "GpuClock", lambda: type("Clock", (), {"arch": type("Arch", (), {"fp8_dtype": FP8})}))
     monkeypatch.setattr(command, "Gpu", lambda fp8_dtype: Scripted(1e-3))
-    monkeypatch.setattr(judge, "LEAST_CALLS", 4)
+    monkeypatch.setattr(judge, "MIN_CALLS", 4)
 
 
 def test_the_command_checks_then_times_then_scores(scripted, tmp_path, capsys):

@@ -41,8 +41,8 @@ def write(path, text: str, age: int = 0) -> None:
 
 def line(us: float, m: int = 1, gpu: str = "Made-up GPU", case: str = "", **more) -> str:
     versions = {"torch": "2.11.0", "vllm": "0.33.0"}
-    shape, peers = {"m": m, "n": 32, "k": 64}, {"torch": 8.0, "vllm tensorwise": 4.0}
-    found = {"op": "scaled_mm", "case": case or f"{m}x32x64", "shape": shape, "gpu": gpu, "us": us, "peers": peers}
+    shape, baselines = {"m": m, "n": 32, "k": 64}, {"torch": 8.0, "vllm tensorwise": 4.0}
+    found = {"op": "scaled_mm", "case": case or f"{m}x32x64", "shape": shape, "gpu": gpu, "us": us, "peers": baselines}
     return json.dumps({**found, "copy_gb_s": 1.0, "versions": versions, **more}) + "\n"
 
 
@@ -184,9 +184,9 @@ def test_starts_and_host_times_show_the_newest_of_each_model(folder):
 
 
 def test_attention_is_compared_with_each_baseline(folder):
-    def attention(case: str, us: float, **peers: float) -> str:
+    def attention(case: str, us: float, **baselines: float) -> str:
         batch, context = map(int, case.split("x"))
-        of = {"op": "mla_decode", "shape": {"batch": batch, "context": context}, "peers": peers}
+        of = {"op": "mla_decode", "shape": {"batch": batch, "context": context}, "peers": baselines}
         return line(us, case=f"model tp8 {case}", **of)
 
     write(
@@ -444,7 +444,7 @@ def test_a_baselines_share_of_the_roofline_is_of_the_same_bytes(folder, monkeypa
     def attention(case: str) -> str:
         batch, context = map(int, case.split()[0].split("x"))
         of = {"op": "mla_decode", "shape": {"batch": batch, "context": context}, "bandwidth_gb_s": 800.0}
-        return line(2.0, case=f"model tp8 {case}", peers={"slow": 9.0, "fast": 4.0}, **of)
+        return line(2.0, case=f"model tp8 {case}", baselines={"slow": 9.0, "fast": 4.0}, **of)
 
     write(folder / "2026-11-21-a-decode-attention.jsonl", "".join(map(attention, ("1x128", "2x128", "1x128 ragged"))))
     assert pictures.attention() == "Decode attention on Made-up GPU, measured: share of 1 TB/s"

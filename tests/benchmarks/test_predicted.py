@@ -162,7 +162,7 @@ def test_a_machine_without_a_gpu_shows_kernels_and_predicted_times(tmp_path, cap
             "30",
             "30",
         ]
-    assert "scaled_mm_narrow_8" in out and "fused_experts_gate_up_block" in out
+    assert "scaled_mm_wave_splitk_8" in out and "fused_experts_gate_up_block" in out
     assert "A sum is not a decode step" in out
     assert all(len(line) <= 120 or line.startswith(str(tmp_path)) for line in out.splitlines())
     path = tmp_path / "predicted-MI300X.svg"
@@ -214,7 +214,7 @@ def test_what_predictions_lack_is_said_after_the_rest(monkeypatch, tmp_path, cap
     monkeypatch.setattr(without_gpu.doctor, "find_emulator", lambda: {"why_off": "the emulator needs Python 3.11"})
     without_gpu.main(["--batch", "1", "--output", str(tmp_path)])
     out = capsys.readouterr().out
-    assert "scaled_mm_narrow_8" in out and out.endswith("\nNo predicted times: the emulator needs Python 3.11\n")
+    assert "scaled_mm_wave_splitk_8" in out and out.endswith("\nNo predicted times: the emulator needs Python 3.11\n")
 
 
 @pytest.mark.usefixtures("quick")

@@ -11,18 +11,18 @@ PROGRAM = """
 import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
-from vllm_rocm_ops.tools.bench.peers import PEERS
+from vllm_rocm_ops.tools.bench.baselines import BASELINES
 
 def product(m, n, k):
     (a, scale_a), (b, scale_b) = (quantization.mx(torch.randn(rows, k)) for rows in (m, n))
     return a, b, scale_a, scale_b, torch.float32
 
-peer = PEERS["mxfp8_scaled_mm"]["triton"]
+baseline = BASELINES["mxfp8_scaled_mm"]["triton"]
 arguments = product(70, 130, 256)
-got, wanted = peer.call(*peer.prepare(*arguments)), ops.mxfp8_scaled_mm.reference(*arguments)
+got, wanted = baseline.call(*baseline.prepare(*arguments)), ops.mxfp8_scaled_mm.reference(*arguments)
 assert (got - wanted).abs().max() < 1e-6 * wanted.abs().max()
 try:
-    peer.call(*product(1, 8, 160))
+    baseline.call(*product(1, 8, 160))
 except ValueError as error:
     print(error)
 """

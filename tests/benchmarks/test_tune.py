@@ -25,7 +25,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import cli
 from vllm_rocm_ops.tools.bench import run as bench
 from vllm_rocm_ops.tools.bench import tune
-from vllm_rocm_ops.tools.bench.peers import Peer, peers
+from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1} | {
     "head_dim": 64,
@@ -40,9 +40,9 @@ def folders(tmp_path, monkeypatch):
     """Replace the shipped tables and the user's by empty folders."""
     monkeypatch.setattr(tables, "TABLES", tmp_path / "shipped")
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "users"))
-    op_module.forget_tables()
+    op_module.invalidate_tables()
     yield tmp_path
-    op_module.forget_tables()
+    op_module.invalidate_tables()
 
 
 class EmulatorClock:
@@ -153,7 +153,7 @@ def test_the_row_runs_in_calls_already_seen(folders):
         default, other = other_config(problem)
         source = "here"
         tune.Table(folders / "users" / "gfx942" / f"{problem.op.name}.csv").put(problem.key, other, source)
-        op_module.forget_tables()
+        op_module.invalidate_tables()
         reset_stats()
         after = problem.op(*arguments)
     a = problem.op.Arguments(*arguments)
@@ -188,7 +188,7 @@ def test_a_shipped_row_is_what_must_be_beaten(folders):
     [problem, *_] = problems_of(LINEAR)
     default, other = other_config(problem)
     tune.Table(folders / "shipped" / "gfx942" / "scaled_mm.csv").put(problem.key, other, "shipped")
-    op_module.forget_tables()
+    op_module.invalidate_tables()
     times = {default: 100.0, other: 50.0}
     measured = ScriptedClock(lambda what, _: times.get(what, 200.0))
     assert tune.tune([problem], measured, folders / "users").results[0].now == 50.0
@@ -240,25 +240,25 @@ def test_configurations_of_two_kinds_share_a_table(folders):
         assert explained.source.startswith("tuned") and type(explained.config) is type(others[problem.key["m"]])
 
 
-def test_peers_are_timed_and_those_that_fail_say_why(folders):
+def test_baselines_are_timed_and_those_that_fail_say_why(folders):
     def broken(*arguments):
         raise RuntimeError("no such kernel\nand a stack")
 
-    peers = {"good": Peer(LINEAR.reference), "broken": Peer(broken)}
+    baselines = {"good": Baseline(LINEAR.reference), "broken": Baseline(broken)}
     measured = ScriptedClock(lambda what, _: 80.0 if what == "good" else 100.0)
     log = io.StringIO()
-    done = tune.tune(problems_of(LINEAR), measured, folders / "users", peers=lambda op: peers, log=log)
+    done = tune.tune(problems_of(LINEAR), measured, folders / "users", baselines=lambda op: baselines, log=log)
     assert all(
-        r.peers == {"good": 80.0} and r.config is None for r in done.results
+        r.baselines == {"good": 80.0} and r.config is None for r in done.results
     )  # a baseline is not a configuration
     assert done.results[0].unavailable == {"broken": "RuntimeError: no such kernel"}
     text = tune.summary(done, {}, measured)
     assert (
-        "0.80x speedup over the best peer" in text
+        "0.80x speedup over the best baseline" in text
         and "broken unavailable for some shapes: RuntimeError: no such kernel" in text
     )
     lines = log.getvalue().splitlines()
-    assert len(lines) == len(done.results) and f"[1/{len(lines)}" in lines[0] and "best peer good 80.00" in lines[0]
+    assert len(lines) == len(done.results) and f"[1/{len(lines)}" in lines[0] and "best baseline good 80.00" in lines[0]
 
 
 def test_what_no_kernel_takes_is_counted():
@@ -290,16 +290,16 @@ def test_a_problem_of_many_layers_is_one():
 def test_inputs_exceed_the_cache_within_reason():
     assert clock.calls_of_graph(200_000_000) == 4
     assert clock.calls_of_graph(40_000_000) == 16
-    assert clock.calls_of_graph(0) == clock.calls_of_graph(1000) == clock.MOST_CALLS
+    assert clock.calls_of_graph(0) == clock.calls_of_graph(1000) == clock.MAX_CALLS
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU")
 def test_on_a_gpu_all_is_timed_and_rows_win(folders):
     gpu = clock.GpuClock()
     wanted, _ = tune.problems(model_layers.calls(config_of_model()), (1, 8), gpu.arch)
-    done = tune.tune(wanted, gpu, folders / "users", peers)
+    done = tune.tune(wanted, gpu, folders / "users", baselines)
     assert wanted and all(result.now > 0 and result.best > 0 for result in done.results)
-    assert all(result.peers for result in done.results if result.problem.op is ops.unquantized_gemm)
+    assert all(result.baselines for result in done.results if result.problem.op is ops.unquantized_gemm)
     for result in done.results:
         explained = result.problem.op.explain(*example(result.problem, gpu.arch), arch=gpu.arch)
         assert explained.source.startswith("default" if result.config is None else "tuned")
@@ -333,7 +333,7 @@ def test_the_command_writes_the_users_tables(folders, capsys, monkeypatch, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config_of_model()))
     monkeypatch.setattr(clock, "GpuClock", lambda: ScriptedClock(lambda what, turn: 100.0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    command = ["tune", "--model", str(tmp_path), "--batch", "1", "--op", "scaled_mm", "--no-peers"]
+    command = ["tune", "--model", str(tmp_path), "--batch", "1", "--op", "scaled_mm", "--no-baselines"]
     assert cli.main(command) == 0
     out, err = capsys.readouterr()
     assert "4 shapes measured, 0 already in the tables" in out and "[4/4, 0 s left] scaled_mm" in err

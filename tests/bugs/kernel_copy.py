@@ -48,11 +48,11 @@ def _paged(symbol: str) -> str:
 
 def _batched(symbol: str) -> str:
     kind, form, tokens = re.search(r"_(bf16|fp16)_(\w+)_(\d+)$", symbol).groups()
-    return f"{ {'narrow': 'WAVES', 'transposed': 'TRANSPOSED'}[form] }({kind}, {TYPES[kind]}, {tokens})\n"
+    return f"{ {'wave_splitk': 'WAVES', 'transposed': 'TRANSPOSED'}[form] }({kind}, {TYPES[kind]}, {tokens})\n"
 
 
 INSTANCES: dict[str, tuple[str, Callable[[str], str]]] = {
-    "mla_decode": ("#define COLUMNS", _mla),
+    "mla_decode": ("#define PACKED_ROW_TILES", _mla),
     "paged_attention_decode": ("#define SIZES", _paged),
     "batched_gemm": ("#define TOKENS", _batched),
 }

@@ -18,7 +18,7 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import check, check_parts, check_worker, cli, smoke
-from vllm_rocm_ops.tools.bench.peers import Peer
+from vllm_rocm_ops.tools.bench.baselines import Baseline
 from vllm_rocm_ops.tools.commands import check as command
 
 FORKS = multiprocessing.get_context("fork")
@@ -170,7 +170,7 @@ def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
     done, given = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}, []
     monkeypatch.setattr(check.Worker, "run", lambda *arguments: given.append(arguments[-1]) or done)
     assert command.run(**options(tmp_path, minutes=2.2)) == 0
-    assert min(given) > check.LEAST_SECONDS, "a part that cannot start in what is left would look like one that hangs"
+    assert min(given) > check.MIN_SECONDS, "a part that cannot start in what is left would look like one that hangs"
     ended = [part["ended"] for part in json.loads((tmp_path / "it.json").read_text())["parts"]]
     assert ended[0] == "done" and ended[-1] == "left out"
     assert f"{ended.count('left out')} skipped (time limit)" in capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_models_share_the_time_that_is_left(tmp_path, monkeypatch):
     """
     done = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    for minutes, seconds in ((1.5, [45.0, 90.0]), (0.4, [check.LEAST_SECONDS, 24.0])):
+    for minutes, seconds in ((1.5, [45.0, 90.0]), (0.4, [check.MIN_SECONDS, 24.0])):
         given = {}
         monkeypatch.setattr(
             check.Worker,
@@ -237,7 +237,7 @@ def test_layers_of_models_are_checked(emulator, monkeypatch, op):
     """Emulated kernels match the reference, and are found wrong with a scale or a weight of another call."""
     call, arch = layer(op), check.archs.named("gfx942")
     sizes = (1,) if op is ops.fused_experts else (1, 17)  # fused_experts takes seconds
-    arguments = call, "PyTorch's reference", Peer(op.reference), arch, check_parts.Untimed(), sizes
+    arguments = call, "PyTorch's reference", Baseline(op.reference), arch, check_parts.Untimed(), sizes
     vllm_rocm_ops.reset_stats()
     found = list(check_parts.beside(*arguments))
     assert [(piece["tokens"], piece["wrong"]) for piece in found] == [(tokens, None) for tokens in sizes]
@@ -261,7 +261,7 @@ def test_another_kernel_that_does_not_take_a_call_is_named(emulator):
         raise RuntimeError("not this one")
 
     call, arch = layer(ops.unquantized_gemm), check.archs.named("gfx942")
-    [found] = check_parts.beside(call, "another", Peer(refuses), arch, check_parts.Untimed(), (1, 17))
+    [found] = check_parts.beside(call, "another", Baseline(refuses), arch, check_parts.Untimed(), (1, 17))
     assert found["unavailable"] == "RuntimeError: not this one"
 
 

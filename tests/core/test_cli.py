@@ -121,7 +121,7 @@ def test_explain_takes_every_op(op, arch):
 @pytest.mark.parametrize("op", [vllm_rocm_ops.ops.mla_decode, vllm_rocm_ops.ops.paged_attention_decode])
 def test_what_is_not_given_lets_attention_choose_its_parts(op):
     """vLLM calls it so unless a constant partition is requested."""
-    assert explain.example(op, "gfx942")["partition"] == 0
+    assert explain.example(op, "gfx942")["fixed_split_size"] == 0
     assert len(explain.explain(op, "gfx942").considered) > 1
 
 
@@ -372,7 +372,7 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
 
     one, parts = "gate_up + SwiGLU", ("gate_up", "SwiGLU")
     found = explained()
-    assert found[one][0].startswith("1 scaled_mm_silu_narrow_8: unmeasured: default SkinnyConfig")
+    assert found[one][0].startswith("1 scaled_mm_silu_wave_splitk_8: unmeasured: default SkinnyConfig")
     assert found[one][2].startswith("65 two launches: gate_up: unmeasured: vLLM above 64 tokens")
     assert [found[part][0] for part in parts] == ["1,64 in gate_up + SwiGLU: "] * 2
     assert found["SwiGLU"][1].startswith("65 silu_and_mul_quant_bf16")
@@ -386,11 +386,11 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
         return explained({name: {1: each} for name, each in zip(names, of)})
 
     assert measured(wins, wins)[one][0].startswith(
-        "1 scaled_mm_silu_narrow_8: measured: plugin 50.0 us, two launches 60.0 us: default"
+        "1 scaled_mm_silu_wave_splitk_8: measured: plugin 50.0 us, two launches 60.0 us: default"
     )
     found = measured(loses, wins)
     assert found[one][0] == "1 two launches: measured: plugin 60.0 us, two launches 50.0 us"
-    assert found["gate_up"][0].startswith("1 scaled_mm_narrow_8: measured: plugin 50.0 us, vLLM 60.0 us")
+    assert found["gate_up"][0].startswith("1 scaled_mm_wave_splitk_8: measured: plugin 50.0 us, vLLM 60.0 us")
     found = measured(wins, loses)
     assert found[one][0] == "1 two launches: gate_up: measured: plugin 60.0 us, vLLM 50.0 us"
     assert found["gate_up"][0] == "1 vLLM's kernel: measured: plugin 60.0 us, vLLM 50.0 us"
@@ -398,14 +398,14 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
     assert found[one] == ["1,64 two launches: SwiGLU: off on this GPU: wrong here", found[one][1]]
 
 
-def test_explain_of_a_model_says_that_absorbed_products_are_measured_first(capsys, monkeypatch):
+def test_explain_of_a_model_says_that_mla_absorb_are_measured_first(capsys, monkeypatch):
     def explained(shapes: dict | None = None) -> dict[str, str]:
         monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes or {}))
         assert cli.main(["explain", "--model", "deepseek-v3", "--tp", "8", "--arch", "gfx950", "--verbose"]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         return {line[0]: " ".join(line[3:]) for line in lines if line[0].startswith("W_U")}
 
-    ours = {"W_UK": "1 batched_gemm_bf16_transposed_16 128", "W_UV": "1 batched_gemm_bf16_narrow_16 128"}
+    ours = {"W_UK": "1 batched_gemm_bf16_transposed_16 128", "W_UV": "1 batched_gemm_bf16_wave_splitk_16 128"}
     assert set(explained().values()) == {"1 vLLM's kernel unmeasured: vLLM until the plugin is measured faster"}
     measured = {1: kernel_selection.Measured(2.0, 3.0, 0.0, 0.0)}
     found = explained({"batched_gemm 16x512x128 bfloat16 transposed bmm": measured})
@@ -430,14 +430,14 @@ def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_th
     assert found[one].startswith("vLLM's kernel (unmeasured") and found["q_a norm"].startswith(
         "rms_norm_per_block_quant"
     )
-    kernel = "latent_norm_rope_and_cache_bf16_per_block_quant"
+    kernel = "mla_norm_rope_and_cache_bf16_per_block_quant"
     for cache, order in (("auto", ""), ("fp8", " column-major")):
-        key = f"latent_norm_rope_and_cache 1536+512+64 bfloat16 {cache} block{order} compiled"
+        key = f"mla_norm_rope_and_cache 1536+512+64 bfloat16 {cache} block{order} compiled"
         fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
         found = explained({key: fast})
         assert found[one].startswith(kernel) and found["q_a norm"] == found["kv_a norm"] == f"in {one}"
         assert explained({key: slow})[one].startswith("vLLM's kernel (measured")
-    assert explained({key: fast}, {"latent_norm_rope_and_cache": "wrong here"})[one].startswith(
+    assert explained({key: fast}, {"mla_norm_rope_and_cache": "wrong here"})[one].startswith(
         "vLLM's kernel (off on this GPU"
     )
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
@@ -448,7 +448,7 @@ def test_the_limits_are_those_of_the_seams():
     """Every seam with a limit reports it to `explain`."""
     folder = pathlib.Path(kernels.__file__).parent
     limited = {
-        path.stem for path in folder.rglob("*.py") if re.search(r"^MOST_TOKENS = ", path.read_text(), re.MULTILINE)
+        path.stem for path in folder.rglob("*.py") if re.search(r"^MAX_TOKENS = ", path.read_text(), re.MULTILINE)
     }
     assert limited == {type(one).__module__.rpartition(".")[2] for one in kernels.KERNELS.values()}
 
@@ -502,7 +502,7 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
     table.write_text(
         "compute_units,m,n,k,config.rows,config.split_k,config.blocks,source\n304,8,2304,16384,64,0,304,mine\n"
     )
-    op_module.forget_tables()
+    op_module.invalidate_tables()
     assert cli.main(["explain", "--model", "llama-3.1-405b-fp8", "--tp", "8", "--batch", "8,128", "--verbose"]) == 0
     lines = capsys.readouterr().out.splitlines()
     [tuned] = [line for line in lines if line.startswith("qkv") and " 8  " in line]
@@ -512,7 +512,7 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
     found = doctor.find()["tables"]
     assert found["yours"] == {"folder": str(tmp_path), "rows": {"gfx942": {"scaled_mm": 1}}}
     assert f"yours    scaled_mm 1  {tmp_path}" in doctor.text(doctor.find())
-    op_module.forget_tables()
+    op_module.invalidate_tables()
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_bad_arguments(arguments, message, capsys):
 
 # One command per file
 
-MOST_OPTIONS = 8
+MAX_OPTIONS = 8
 NUMBERS = ("parse_batches", "parse_size", "parse_workgroups")
 UNITS = ("GPUs", "tokens", "keys", "MiB", "blocks", "minutes", "processes")
 FOLDER = pathlib.Path(cli.__file__).parent / "commands"
@@ -593,7 +593,7 @@ def test_a_command_has_few_options_and_takes_their_values(name):
     """Other callers can pass them as well: no Namespace, and no catch-all parameter."""
     module = cli.COMMANDS[name]
     added = actions(module)
-    assert len([action for action in added if action.option_strings]) <= MOST_OPTIONS
+    assert len([action for action in added if action.option_strings]) <= MAX_OPTIONS
     parameters = inspect.signature(module.run).parameters.values()
     assert {one.name for one in parameters} == {action.dest for action in added}
     assert {one.kind for one in parameters} <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}

@@ -75,7 +75,9 @@ def test_a_page_has_the_rules_of_arguments_that_its_ops_have():
         for arch in op_pages.archs.ARCHS.values():
             for _, a in op_pages.cases_of(the_op, arch.name):
                 named = {
-                    match[1] for rule, _ in the_op.envelope(a, arch) if (match := re.match(r"(\w+)(?:'s| is) ", rule))
+                    match[1]
+                    for rule, _ in the_op.can_implement(a, arch)
+                    if (match := re.match(r"(\w+)(?:'s| is) ", rule))
                 }
                 assert named & {"residual", "weight", "bias"} <= set(a._fields), the_op.name
 
@@ -86,7 +88,7 @@ def test_a_seam_is_on_the_pages_of_the_ops_that_it_declares():
         declared = {op for op in seam.load(name).ops if op in calls}
         assert declared <= {op for op, seams in calls.items() if name in seams}, name
     assert calls["fused_experts"].keys() == {"fp8_experts", "mxfp8_experts", "unquantized_experts"}
-    assert calls["batched_gemm"] == {"latent_attention": 64} and calls["gemm"] == {"int8_linear": 0}
+    assert calls["batched_gemm"] == {"mla_attention": 64} and calls["gemm"] == {"int8_linear": 0}
     assert "rope_and_cache" not in calls["paged_attention_decode"] and not calls["softmax"]
 
 

@@ -137,7 +137,7 @@ if DEVICE == "cuda":
         with pytest.warns(UserWarning, match="rms_norm runs without its kernels: .*DISABLE=rms_norm"):
             assert ops.rms_norm.run_kernels(x, weight, epsilon) is None
         assert torch.equal(ops.rms_norm(x, weight, epsilon), ops.rms_norm.reference(x, weight, epsilon))
-        ops.rms_norm.forget()
+        ops.rms_norm.invalidate()
 
     @each_op
     def test_same_bits_every_run(the_op):
@@ -198,7 +198,7 @@ def test_nothing_is_written_before_an_error():
 # fallbacks, explain and stats
 
 
-def test_envelope_rules_fall_back_and_say_why(recorder):
+def test_can_implement_rules_fall_back_and_say_why(recorder):
     x, weight, epsilon = norm_arguments()
     ops.rms_norm(x, weight, epsilon)
     ops.rms_norm(x.float(), weight.float(), epsilon)
@@ -309,7 +309,7 @@ def test_one_warning_for_each_reason_of_an_op(recorder, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
     with launch.executor(None):
         ops.silu_and_mul(norm_arguments()[0])
-    ops.rms_norm.forget()
+    ops.rms_norm.invalidate()
     warned.clear()
     reset_stats()
     assert warnings_of(calls) == []
@@ -353,12 +353,12 @@ def test_on_a_gpu_what_is_native_comes_before_the_reference(recorder, monkeypatc
     ops.rms_norm(x, weight, epsilon)
     assert [l.symbol for l, _ in recorder.launches] == ["rms_norm_bf16_x1"] and not native
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "rms_norm")
-    ops.rms_norm.forget()
+    ops.rms_norm.invalidate()
     assert not ops.rms_norm(x, weight, epsilon).any()
     assert len(native) == 1 and native[0][0].shape == x.shape
     with launch.executor(None):
         assert torch.equal(ops.rms_norm(x, weight, epsilon), ops.rms_norm.reference(x, weight, epsilon))
-    ops.rms_norm.forget()
+    ops.rms_norm.invalidate()
 
 
 def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
@@ -395,7 +395,7 @@ def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
 def test_old_signatures_are_forgotten(recorder, monkeypatch):
     """They are evicted one by one, and those in use stay."""
     monkeypatch.setattr(op, "REMEMBERED_SIGNATURES", 2)
-    ops.rms_norm.forget()
+    ops.rms_norm.invalidate()
     _, weight, epsilon = norm_arguments()
     decided = []
     monkeypatch.setattr(ops.rms_norm, "_decide", lambda a: decided.append(len(a.input)) or decide(a))
@@ -768,7 +768,7 @@ def split_op():
         split_sum,
         allocate=lambda a: a.input.new_empty(a.input.shape[:-1]),
         contract=lambda a: (),
-        envelope=lambda a, arch: (("input has a row", a.input.dim() > 0),),
+        can_implement=lambda a, arch: (("input has a row", a.input.dim() > 0),),
         configs=split_configs,
         plan=lambda config, out, a, arch: [
             Launch("m", f"split_sum_{config.parts}", (1, 1, 1), (64, 1, 1), {"input": a.input, "out": out})
@@ -824,7 +824,7 @@ def test_nothing_is_considered_where_the_reference_runs(split_op):
 
 
 def test_an_op_needs_a_default_or_a_cost():
-    parts = dict.fromkeys(("allocate", "contract", "envelope", "configs", "plan", "problem", "cases"))
+    parts = dict.fromkeys(("allocate", "contract", "can_implement", "configs", "plan", "problem", "cases"))
     with pytest.raises(TypeError, match="norm_arguments must have a default or a cost"):
         op.Op(norm_arguments, **parts)
 

@@ -89,7 +89,7 @@ def test_gate_up_and_swiglu_in_one_launch():
 @pytest.mark.parametrize(
     ("change", "kind"), [({}, "block"), ({"quantization_config": None}, "none"), ({"q_lora_rank": None}, "none")]
 )
-def test_latent_attentions_norms_and_cache_write_in_one_launch(change, kind):
+def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
     """One launch does the work of a layer's norms and cache write, equally often; DeepSeek-V2-Lite has one norm."""
     config = {
         name: value
@@ -188,7 +188,7 @@ def test_launches_of_attention_in_one():
     assert [*joined.around_attention(read("tiny-llama"))] == [("rotation", "cache write")]
 
 
-def test_products_that_latent_attention_absorbs():
+def test_products_that_mla_attention_absorbs():
     """Each head's two weights, which are [K, N], have vLLM's layout."""
     assert model_layers.absorbed(read(LLAMA), 8) == []
     found = {}

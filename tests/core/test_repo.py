@@ -23,11 +23,11 @@ from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import envs, launch
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.ops.families.decode import MOST_ROWS
+from vllm_rocm_ops.ops.families.decode import MAX_ROWS
 from vllm_rocm_ops.tools import check, cli
 from vllm_rocm_ops.tools.bench import tune
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import absorbed_products, decoder, mla, timing
+from vllm_rocm_ops.vllm.attention import decoder, mla, mla_absorb, timing
 from vllm_rocm_ops.vllm.experts import base as experts
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
@@ -339,14 +339,14 @@ def test_only_these_commands_import_the_plugin():
     graph = import_graph(ROOT / "vllm_rocm_ops")
     plugin = {module for module in graph if belongs(module, "vllm")}
     asks = {module for module in graph.keys() - plugin if graph[module] & plugin}
-    wanted = {"tools.bench.peers", "tools.check_parts", "tools.doctor", "tools.explain"}
+    wanted = {"tools.bench.baselines", "tools.check_parts", "tools.doctor", "tools.explain"}
     assert asks == {f"vllm_rocm_ops.{module}" for module in wanted}
     found = {module for asking in asks for module in graph[asking] & plugin}
     doors = "kernels", "reach", "seam", "selection.kernel_selection", "selection.kernel_timing"
     doors = {
         *doors,
         "attention.decoder",
-        "attention.latent_front",
+        "attention.mla_front",
         "attention.quantized_attention",
         "fusion.native_rows",
     }
@@ -575,8 +575,8 @@ def test_the_readme_states_the_limits_of_selection():
     limits = {
         f"more than {kernel_timing.LARGEST_ERROR:g}x the error",
         f"more than {100 * kernel_selection.MARGIN:g} % faster",
-        f"timing takes about {kernel_timing.MOST_SECONDS:g} s of a start",
-        f"serves 1 to {MOST_ROWS} query rows",
+        f"timing takes about {kernel_timing.MAX_SECONDS:g} s of a start",
+        f"serves 1 to {MAX_ROWS} query rows",
         f"over {launches.RANKS[0]} to {launches.RANKS[-1]} GPUs",
         f"more than {launches.CAPACITY * launches.VALUES_IN_WORD * 2 // 1024} KiB",
         "in three minutes",
@@ -588,21 +588,21 @@ def test_the_readme_states_the_limits_of_selection():
 
 def test_the_page_on_tuning_states_the_limits_of_selection():
     limits = {
-        f"FP8 linear layers, MXFP8 linear layers and MoE | up to {experts.MOST_TOKENS} tokens",
-        f"BF16 and FP16 linear layers | up to {unquantized_linear.MOST_TOKENS} tokens",
+        f"FP8 linear layers, MXFP8 linear layers and MoE | up to {experts.MAX_TOKENS} tokens",
+        f"BF16 and FP16 linear layers | up to {unquantized_linear.MAX_TOKENS} tokens",
         f"more than {100 * kernel_selection.MARGIN:g} % faster",
         f"{kernel_timing.LARGEST_ERROR:g}x the baseline's error",
-        f"{kernel_timing.MOST_SECONDS:g} s for each start",
-        f"{kernel_timing.MOST_SECONDS_WAITING:g} s for another process",
-        f"{measured_all_reduce.MOST_SECONDS:g} s for the all-reduce",
+        f"{kernel_timing.MAX_SECONDS:g} s for each start",
+        f"{kernel_timing.MAX_SECONDS_WAITING:g} s for another process",
+        f"{measured_all_reduce.MAX_SECONDS:g} s for the all-reduce",
         f"{', '.join(map(str, timing.LENGTHS[:-1]))} and {timing.LENGTHS[-1]} keys",
         f"{', '.join(map(str, row_selection.TOKENS[:-1]))} and {row_selection.TOKENS[-1]} tokens",
         f"more than {100 * tune.MARGIN:g} % faster than the one that ships",
     }
     assert {limit for limit in limits if limit not in said(DOCS / "tuning.md")} == set()
     fp8 = scaled_linear, block_scaled_linear, mxfp8_linear
-    assert {of.MOST_TOKENS for of in fp8} == {experts.MOST_TOKENS}
-    assert (int8_linear.MOST_TOKENS, absorbed_products.KERNELS.most_tokens()) == (0, 0)
+    assert {of.MAX_TOKENS for of in fp8} == {experts.MAX_TOKENS}
+    assert (int8_linear.MAX_TOKENS, mla_absorb.KERNELS.max_tokens()) == (0, 0)
 
 
 @pytest.mark.parametrize("page", [readme.README, DOCS / "configuration.md"], ids=name)

@@ -1,4 +1,4 @@
-"""Break each rule of each op's contract and envelope by an input that breaks no other.
+"""Break each rule of each op's contract and `can_implement` by an input that breaks no other.
 
 The call is then refused or falls back with that rule's text. Most inputs are variants of cases (variants.py); BREACHES
 has those that change several arguments at once, or miss a bound by little, and FOLLOW says why a rule cannot be broken
@@ -24,7 +24,7 @@ from vllm_rocm_ops.ops.families import gated
 OPS = list(op.registered())
 ARCH = archs.ARCHS["gfx950"]
 Rule = tuple[str, ...]
-"""An argument and its requirement, or the text of an envelope's rule; without numbers and dtypes."""
+"""An argument and its requirement, or the text of a `can_implement`'s rule; without numbers and dtypes."""
 
 
 def plain(text: str) -> str:
@@ -46,7 +46,7 @@ def judge(the_op, arguments: tuple, arch) -> tuple[set[Rule], str, Rule | None]:
         rules.add((argument, plain(wanted)))
         if not holds:
             return rules, f"{the_op.name}: {argument} must be {wanted}, got ", (argument, plain(wanted))
-    for text, holds in the_op.envelope(a, arch):
+    for text, holds in the_op.can_implement(a, arch):
         rules.add((plain(text),))
         broken += [] if holds else [text]
     said = FALLBACK + "the kernels require that " + "; ".join(broken)
@@ -206,7 +206,7 @@ BREACHES = [
     Breach(
         "there are at most 32768 splits",
         "paged_attention_decode/bf16-64-packed",
-        partition=128,
+        fixed_split_size=128,
         block_table=(1, 2**18 + 1),
     ),
     Breach("there are fewer than 2^31 slots", "mla_decode/bf16-3", kv_cache=at((2**27, 16, 576), 0, 576, 1)),

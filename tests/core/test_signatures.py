@@ -66,7 +66,7 @@ def runs(the_op, recorder: Recorder, arguments: tuple) -> list:
 
 def alone(the_op, recorder: Recorder, arguments: tuple) -> list:
     """Return the launches of a call that no other precedes."""
-    the_op.forget()
+    the_op.invalidate()
     return runs(the_op, recorder, arguments)
 
 

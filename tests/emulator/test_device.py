@@ -16,7 +16,7 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.launch import I64, Launch
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
 from vllm_rocm_ops.emulator import device as device_module
-from vllm_rocm_ops.emulator.memory import MOST_BYTES, Space
+from vllm_rocm_ops.emulator.memory import MAX_BYTES, Space
 
 GLOBAL_THREAD = LOAD_POINTERS + "  s_lshl_b32 s3, s2, 6\n  v_add_u32 v1, s3, v0\n  v_lshlrev_b32 v1, 2, v1\n"
 MAP_NORESERVE = 0x4000  # Linux's value; memory is allocated at the first access
@@ -481,16 +481,16 @@ def test_an_emulator_keeps_no_kernel_that_the_process_lets_go(device):
 def test_a_tensor_must_fit_its_slot(device):
     """This holds wherever in a page the tensor starts."""
     for start in (0, 4094, 4095):
-        memory = mmap.mmap(-1, MOST_BYTES + (1 << 13), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        memory = mmap.mmap(-1, MAX_BYTES + (1 << 13), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         memory = torch.frombuffer(memory, dtype=torch.uint8)[start:]
         space = Space(4, races=True)
-        space.add_tensors([("the largest", memory[:MOST_BYTES])], ())
+        space.add_tensors([("the largest", memory[:MAX_BYTES])], ())
         first = space.address(memory)
-        assert first & 0xFFF == start and space.name_at(first + MOST_BYTES - 1) == "the largest"
+        assert first & 0xFFF == start and space.name_at(first + MAX_BYTES - 1) == "the largest"
     output = torch.zeros(64, dtype=torch.int32)
-    most = f"copy: argument 0 must be at most {MOST_BYTES} bytes, got {MOST_BYTES + 1}"
+    most = f"copy: argument 0 must be at most {MAX_BYTES} bytes, got {MAX_BYTES + 1}"
     with pytest.raises(errors.LaunchError, match=most):
-        device.run("copy", memory[: MOST_BYTES + 1], output)
+        device.run("copy", memory[: MAX_BYTES + 1], output)
 
 
 def test_launch_must_fit_the_kernel(device):

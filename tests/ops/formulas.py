@@ -15,9 +15,9 @@ from torch.nn.functional import silu
 Found = Iterator[tuple[str, Tensor, Tensor, Tensor]]
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23, torch.float64: 0.0}
 """An upper bound of half a step of a type, relative to the value."""
-LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-24, torch.float32: 2.0**-149, torch.float64: 0.0}
+MIN = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-24, torch.float32: 2.0**-149, torch.float64: 0.0}
 LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
-E4M3, E4M3_LEAST = 2.0**-4, 2.0**-10  # half steps
+E4M3, E4M3_MIN = 2.0**-4, 2.0**-10  # half steps
 FP32 = 1e-5  # error of some fp32 sums
 SIGMOID = 2.0**-126  # a smaller one may be 0 in fp32
 EXPONENT = 1.25 * 2.0**-24
@@ -31,7 +31,7 @@ OF_TERMS = 4e-6  # error of a long fp32 sum, relative to the sum of absolute ter
 
 def rounded(x: Tensor, dtype: torch.dtype, times: int = 1) -> Tensor:
     """Return how far rounding may move x."""
-    return 1.01 * times * (HALF[dtype] * x.abs() + LEAST[dtype])
+    return 1.01 * times * (HALF[dtype] * x.abs() + MIN[dtype])
 
 
 def exact(x: Tensor | None) -> Tensor | None:
@@ -48,7 +48,7 @@ def quantized(name: str, y: Tensor, off: Tensor, q: Tensor, scale: Tensor) -> Fo
     """
     limit = LIMIT[q.dtype]
     wanted = (y / scale).clamp(-limit, limit)
-    yield name, q.double(), wanted, 1.01 * (E4M3 * wanted.abs() + E4M3_LEAST + off / scale)
+    yield name, q.double(), wanted, 1.01 * (E4M3 * wanted.abs() + E4M3_MIN + off / scale)
 
 
 def dynamic(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None, bounds_scale: bool = False) -> Found:
@@ -66,7 +66,7 @@ def dynamic(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None, bounds
     yield from quantized("values", y, off, q, scale.double().unsqueeze(-1))
 
 
-def mx(y: Tensor, off: Tensor, outputs: tuple, most_of_type: float) -> Found:
+def mx(y: Tensor, off: Tensor, outputs: tuple, max_of_type: float) -> Found:
     """Yield OCP's e4m3 values with a scale exponent per 32 of them, the smallest that keeps them within 448.
 
     Groups are left out that overflow when y is rounded.
@@ -78,7 +78,7 @@ def mx(y: Tensor, off: Tensor, outputs: tuple, most_of_type: float) -> Found:
         (torch.ceil(torch.log2(of.clamp(min=2.0**-126) / 448.0)) + 127).clamp(0, 254)
         for of in (largest - apart, largest, largest + apart)
     )
-    fits = largest + apart < most_of_type
+    fits = largest + apart < max_of_type
     y = y.where(fits.unsqueeze(-1), torch.nan)
     yield "scale", scale.double(), wanted.where(fits, torch.nan), (most - least).nan_to_num(nan=0.0)
     yield from quantized("values", y, off, q, torch.exp2(scale.double() - 127).unsqueeze(-1))
@@ -136,7 +136,7 @@ def silu_and_mul(before, after, outputs: tuple) -> Found:
     a = before
     gate, up = exact(a.input).chunk(2, -1)
     y = silu(gate) * up
-    off = FP32 * y.abs() + rounded(y, a.input.dtype, 2) + LEAST[a.input.dtype] * up.abs() + SIGMOID * (gate * up).abs()
+    off = FP32 * y.abs() + rounded(y, a.input.dtype, 2) + MIN[a.input.dtype] * up.abs() + SIGMOID * (gate * up).abs()
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 
@@ -145,7 +145,7 @@ def silu_and_mul_with_clamp(before, after, outputs: tuple) -> Found:
     gate, up = exact(a.input).chunk(2, -1)
     gate, up = gate.clamp(max=a.limit), up.clamp(-a.limit, a.limit) + a.beta
     y = gate * torch.sigmoid(a.alpha * gate) * up
-    off = FP32 * y.abs() + rounded(y, a.input.dtype) + LEAST[a.input.dtype] * up.abs() + SIGMOID * (gate * up).abs()
+    off = FP32 * y.abs() + rounded(y, a.input.dtype) + MIN[a.input.dtype] * up.abs() + SIGMOID * (gate * up).abs()
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 
@@ -209,7 +209,7 @@ def scaled_mm_silu_and_mul_quant(before, after, outputs: tuple) -> Found:
     (gate, up), (gate_off, up_off) = (x.chunk(2, 1) for x in (sums, rounded(sums, a.dtype) + OF_TERMS * terms))
     y = silu(gate) * up
     off = 1.1 * (up.abs() + up_off) * gate_off + silu(gate).abs() * up_off  # silu rises by at most 1.1
-    off += FP32 * y.abs() + rounded(y, a.dtype, 2) + LEAST[a.dtype] * up.abs() + SIGMOID * (gate * up).abs()
+    off += FP32 * y.abs() + rounded(y, a.dtype, 2) + MIN[a.dtype] * up.abs() + SIGMOID * (gate * up).abs()
     yield from quantized("values", y, off, outputs[0], a.scale.double().reshape(()))
 
 
@@ -410,7 +410,7 @@ def top(
         off = off + (share * off).sum(-1, keepdim=True) / total + SCORE
         share, least = share / total, least / total
     share = (factor * share).where(clear[:, None], torch.nan)
-    yield "weights", weights.double(), share, off * share.abs() + factor * least + LEAST[torch.float32]
+    yield "weights", weights.double(), share, off * share.abs() + factor * least + MIN[torch.float32]
 
 
 def flat_top(score: str) -> Callable:
@@ -496,7 +496,7 @@ def written(
         if old.element_size() == 1:
             unit, limit = 1.0 if scale is None else scale.double().reshape(()), LIMIT[old.dtype]
             wanted[slot] = (rows[row].double() / unit).clamp(-limit, limit)
-            allowed[slot] = 1.01 * (E4M3 * wanted[slot].abs() + E4M3_LEAST + off[row] / unit)
+            allowed[slot] = 1.01 * (E4M3 * wanted[slot].abs() + E4M3_MIN + off[row] / unit)
         else:
             wanted[slot], allowed[slot] = rows[row].double(), off[row]
     yield name, new.double().flatten(0, 1), wanted, allowed
@@ -548,7 +548,7 @@ def rope_and_cache_mla(before, after, outputs: tuple) -> Found:
     yield from written("kv_cache", a.kv_cache, after.kv_cache, rows, a.slot_mapping, a.scale, off)
 
 
-def latent_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
+def mla_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
     """Yield both latents' norms, the queries' possibly quantized, and the results of the rotation and the cache write."""
     a, dtype = before, before.qkv.dtype
     behind = len(a.kv_weight), a.kv_cache.shape[2] - len(a.kv_weight)
@@ -791,7 +791,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "rope_and_cache": rope_and_cache,
     "rope_and_cache_mla": rope_and_cache_mla,
     "qk_norm_rope_and_cache": qk_norm_rope_and_cache,
-    "latent_norm_rope_and_cache": latent_norm_rope_and_cache,
+    "mla_norm_rope_and_cache": mla_norm_rope_and_cache,
     "paged_attention_decode": paged_attention_decode,
     "mla_decode": mla_decode,
 }

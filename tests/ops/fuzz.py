@@ -105,7 +105,7 @@ def arguments(the_op: Op, case: Case, rng: random.Random, fp8_dtype: torch.dtype
 
 def configurations(the_op: Op, a, arch) -> list:
     """Return the configurations in which kernels accept a call."""
-    return the_op.configs(a, arch) if all(holds for _, holds in the_op.envelope(a, arch)) else []
+    return the_op.configs(a, arch) if all(holds for _, holds in the_op.can_implement(a, arch)) else []
 
 
 class Cover:
@@ -220,7 +220,7 @@ NUMBERS = {
     "query_len": (0, -1),
     "groups": (0, -1, 10**6),
     "window": (-1,),
-    "partition": (-7,),
+    "fixed_split_size": (-7,),
     "shared_experts": (-1, 10**6),
 }
 E5M2 = torch.float8_e5m2

@@ -21,7 +21,7 @@ from vllm_rocm_ops.core.op import Case, Op
 SMALL = 4  # numbers below are distinguished: they are types, orders and levels
 BOUNDS = (0, SMALL, 65, 129, 2**16, 2**31)  # classes of larger numbers: a wave has 64 lanes, a tile 128 rows
 SIZES = (1e-30, 1e-4, 100.0, 1e4, 1e30)  # classes of floats
-MOST_VALUES = 2**16  # of a tensor whose values are classified
+MAX_VALUES = 2**16  # of a tensor whose values are classified
 
 
 class Run(NamedTuple):
@@ -49,7 +49,7 @@ def looks(x: torch.Tensor) -> Iterator[Hashable]:
     """Yield the layout of an argument, and the classes of its values that kernels distinguish."""
     yield "packed" if x.is_contiguous() else "with gaps" if x.dim() and x.stride(-1) == 1 else "in another order"
     yield "elements", min(x.numel(), 2)
-    if not 0 < x.numel() <= MOST_VALUES or x.dtype == torch.bool:
+    if not 0 < x.numel() <= MAX_VALUES or x.dtype == torch.bool:
         return
     if not x.is_floating_point():
         yield "least", kind_of(int(x.min()))
@@ -84,5 +84,5 @@ def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
             reached |= {(launched.symbol, *look) for look in special}
             waves += torch.Size((*launched.grid, *launched.block)).numel() // 64
         runs.append(Run(config, frozenset(reached), 0.1 + 0.006 * waves + 0.2 * megabytes))
-    broken = frozenset((the_op.name, rule) for rule, holds in the_op.envelope(a, arch) if not holds)
+    broken = frozenset((the_op.name, rule) for rule, holds in the_op.can_implement(a, arch) if not holds)
     return runs or [Run(None, broken | {(the_op.name, None)}, 0.1 + 0.2 * megabytes)]

@@ -35,7 +35,7 @@ DECODES = (ops.paged_attention_decode, ops.mla_decode)
 def test_parts_of_a_constant_size_give_a_request_the_same_bits_in_any_batch(the_op):
     """The block table may have any width, which may cut its last split."""
     emulator = Emulator("gfx942")
-    given = the_op.Arguments(*inputs(the_op, "partition", emulator))
+    given = the_op.Arguments(*inputs(the_op, "fixed-split", emulator))
     with launch.executor(emulator):
         outs, lses = the_op(*given)
         for r in range(3):

@@ -23,7 +23,7 @@ LONG = {
     "heads": (ops.paged_attention_decode, (131072,), (16, 1), 128, LLAMA),
     "heads fp8": (ops.paged_attention_decode, (131071, 3), (8, 1), 128, {"fp8": True, "page": 32}),
     "window": (ops.paged_attention_decode, (131072,), (4, 1), 64, {"window": 70000}),
-    "constant parts": (ops.paged_attention_decode, (131072, 700), (4, 1), 64, {"partition": 512}),
+    "constant parts": (ops.paged_attention_decode, (131072, 700), (4, 1), 64, {"fixed_split_size": 512}),
     "latent": (ops.mla_decode, (131072,), 16, {"fp8": True}),
     "latent rows": (ops.mla_decode, (131070, 1), 16, {"query_len": 2}),
 }

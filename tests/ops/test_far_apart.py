@@ -49,7 +49,7 @@ def apart(the_op: op.Op, given, arch) -> tuple[dict[str, tuple[int, ...]], list]
             spread = a._replace(**{name: far})
             rules = [
                 *(holds for *_, holds in the_op.contract(spread)),
-                *(holds for _, holds in the_op.envelope(spread, arch)),
+                *(holds for _, holds in the_op.can_implement(spread, arch)),
             ]
             if all(rules) and the_op.configs(spread, arch):
                 found[name], a = steps, spread

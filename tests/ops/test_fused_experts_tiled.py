@@ -52,9 +52,9 @@ CASES = [
 def emulator(request):
     emulator = Emulator(request.param)
     with launch.executor(emulator), unwritten_is_nan():
-        OP.forget()
+        OP.invalidate()
         yield emulator
-        OP.forget()
+        OP.invalidate()
 
 
 @pytest.mark.parametrize("config", tiled.configs(None, None), ids=str)

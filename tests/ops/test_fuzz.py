@@ -102,9 +102,9 @@ def test_a_malformed_call_that_is_taken_or_writes_is_a_finding(monkeypatch):
 
     monkeypatch.setattr(the_op, "reference", writes)
     for message, found in ((the_op.name, "changes a tensor"), ("no", "raises ValueError: no")):
-        the_op.forget()
+        the_op.invalidate()
         assert fuzz.taken(the_op, given, "cpu") == found
-    the_op.forget()
+    the_op.invalidate()
 
 
 def test_the_same_seed_makes_the_same_calls():

@@ -75,7 +75,7 @@ def test_dtype_and_size(changes, name):
 
 
 @pytest.mark.parametrize("m", [17, 33, 65, 1024])
-def test_gemv_m_above_16_and_out_of_envelope_m(m):
+def test_gemv_m_above_16_and_out_of_can_implement_m(m):
     assert not ops.mxfp8_scaled_mm.explain(*dense(m, 2560, 6144), arch="gfx950").is_fallback
 
 
@@ -93,7 +93,7 @@ def test_not_contiguous():
     )
 
 
-def test_moe_m_routed_above_the_envelope():
+def test_moe_m_routed_above_can_implement():
     assert "M is at most 64" in said(ops.fused_experts, experts(65, 4, 128, 6144, 768))
 
 
@@ -110,7 +110,7 @@ def test_tuned_csv_by_k_n_m(tmp_path, monkeypatch):
     text = "\n".join(["compute_units,m,n,k,config.tokens,config.streams,config.blocks,source", *rows, ""])
     (tmp_path / "gfx950" / "mxfp8_scaled_mm.csv").write_text(text)
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
-    ops.mxfp8_scaled_mm.forget()
+    ops.mxfp8_scaled_mm.invalidate()
     assert ops.mxfp8_scaled_mm.explain(*a, arch="gfx950").config == other
     assert ops.mxfp8_scaled_mm.explain(*dense(9, 2560, 6144), arch="gfx950").config != other
     wrong = ops.mxfp8_scaled_mm.explain(*dense(16, 2560, 6144), arch="gfx950").config

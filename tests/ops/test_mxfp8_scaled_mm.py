@@ -17,7 +17,7 @@ WEIGHT_BYTES = 16 * UNIT_BYTES  # weight bytes per wave
 
 def run(emulator: Emulator, config: MxConfig, arguments: tuple, monkeypatch) -> torch.Tensor:
     monkeypatch.setattr(mxfp8_scaled_mm, "default", lambda *_: config)
-    mxfp8_scaled_mm.forget()
+    mxfp8_scaled_mm.invalidate()
     with launch.executor(emulator):
         return mxfp8_scaled_mm(*arguments)
 

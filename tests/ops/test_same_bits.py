@@ -37,7 +37,7 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
 
     def results(config, seeds) -> set[bytes]:
         monkeypatch.setattr(op, "default", lambda *_: config)
-        op.forget()
+        op.invalidate()
         found = set()
         for seed in seeds:
             emulator.options = dataclasses.replace(emulator.options, seed=seed)
@@ -48,7 +48,7 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
     with launch.executor(emulator):
         others = set().union(*(results(config, [None]) for config in few if config != most_divided))
         same = results(most_divided, range(CALLS))
-    op.forget()
+    op.invalidate()
     assert len(same) == 1 and others - same
 
 
@@ -125,7 +125,7 @@ def test_one_launch_gives_the_bits_of_a_latents_three(arch_name, dtype, fp8):
             separate = *norm(), latent, rotated
             outs = [torch.full_like(x.float(), torch.nan).to(x.dtype) for x in separate]
             given = {"scales_out": outs.pop(1)} if "scales_out" in more else more
-            ops.latent_norm_rope_and_cache(qkv, q_weight, kv_weight, 1e-6, *behind, *outs, one, slots, scale, **given)
+            ops.mla_norm_rope_and_cache(qkv, q_weight, kv_weight, 1e-6, *behind, *outs, one, slots, scale, **given)
         ours = outs if len(separate) == 3 else [outs[0], given["scales_out"], *outs[1:]]
         for mine, other in zip((*ours, one), (*separate, three), strict=True):
             assert torch.equal(mine.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), kind

@@ -25,7 +25,7 @@ from vllm_rocm_ops.emulator.instructions.table import VECTOR
 
 ROUNDED = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 FILLS = ("whole", "ones", "no queries")
-MOST_CASES = 20  # per type of results
+MAX_CASES = 20  # per type of results
 NEVER: dict[op.Op, set[str]] = {
     ops.softmax: {"torch.bfloat16"},  # exponentials are divided by their sum
     ops.silu_and_mul_with_clamp_per_token_quant: {"torch.float8_e4m3fn"},  # a scale is a 448th of a largest result
@@ -77,13 +77,13 @@ def away_from_zero(whole_numbers: bool):
         with np.errstate(all="ignore"):
             return codes + np.uint32(1) * ((value != low) & (value - low == high - value))
 
-    def forget() -> None:
+    def invalidate() -> None:
         if whole_numbers:  # programs hold v_rndne; conversions to floats look up the format
             device._program.cache_clear()
         for one in (formats.E4M3FN, formats.E5M2):
             one.__dict__.pop("_codes", None)
 
-    forget()
+    invalidate()
     formats.Format._nearest_even = away
     VECTOR["v_rndne_f32"] = dataclasses.replace(
         rndne, fn=lambda x: np.copysign(np.floor(np.abs(x) + np.float32(0.5)), x)
@@ -92,19 +92,19 @@ def away_from_zero(whole_numbers: bool):
         yield
     finally:
         formats.Format._nearest_even, VECTOR["v_rndne_f32"] = nearest, rndne
-        forget()
+        invalidate()
 
 
 def check_ties(the_op: op.Op, given: tuple) -> set[torch.dtype]:
     """Check the ties of a call, and return the types of results that have some."""
     with unwritten_is_nan():
         with launch.executor(Emulator("gfx950")):
-            the_op.forget()
+            the_op.invalidate()
             right = results(the_op, given, the_op)
         with launch.executor(Emulator("gfx950")), away_from_zero(any(x.dtype == torch.int8 for x in right)):
-            the_op.forget()
+            the_op.invalidate()
             other = results(the_op, given, the_op)
-        the_op.forget()
+        the_op.invalidate()
     found = set()
     for mine, away, wanted in zip(right, other, results(the_op, given, the_op.reference)):
         halfway = bits(mine) != bits(away)
@@ -128,7 +128,7 @@ def calls(the_op: op.Op, arch) -> Iterator[tuple[set[torch.dtype], tuple]]:
             outputs = [*as_tuple(the_op.allocate(a)), *(getattr(a, name) for name in (*the_op.mutates, *the_op.writes))]
             types = {x.dtype for x in outputs if x is not None and x.numel()}.intersection(ROUNDED)
             count.update(types)
-            if any(count[dtype] <= MOST_CASES for dtype in types):
+            if any(count[dtype] <= MAX_CASES for dtype in types):
                 for fill in FILLS:
                     generator = generator_of(case.name)
                     yield types, tuple(filled(name, x, fill, generator) for name, x in a._asdict().items())

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-from .measurements import best_peer, head, markdown, measured, times
+from .measurements import best_baseline, head, markdown, measured, times
 
 DECODE, PREFILL = "decode-attention", "attention"
 SHORT = "up to 4096 keys and 16 requests"
@@ -35,11 +35,11 @@ def cells(lines: list[dict], baselines: list[str]) -> list[str]:
 def losses(lines: list[dict]) -> str:
     """Return in how many shapes the plugin is slower than each baseline, and how many times."""
     found = []
-    for peer in dict.fromkeys(peer for line in lines for peer in line["peers"]):
-        times_slower = [line["us"] / line["peers"][peer] for line in lines if peer in line["peers"]]
+    for baseline in dict.fromkeys(baseline for line in lines for baseline in line["peers"]):
+        times_slower = [line["us"] / line["peers"][baseline] for line in lines if baseline in line["peers"]]
         slower = [value for value in times_slower if value > 1]
         how = f", {min(slower):.1f} to {max(slower):.1f} times" if slower else ""
-        found.append(f"slower than {peer} in {len(slower)} of {len(times_slower)} shapes{how}")
+        found.append(f"slower than {baseline} in {len(slower)} of {len(times_slower)} shapes{how}")
     return "; ".join(found)
 
 
@@ -54,7 +54,7 @@ def decode() -> str:
             for what, holds in ((SHORT, True), ("longer or more", False)):
                 of_range = [line for line in of_model if is_short(line) is holds]
                 if of_range:
-                    best = speedup(of_range, best_peer)
+                    best = speedup(of_range, best_baseline)
                     rows.append((model, what, str(len(of_range)), *cells(of_range, baselines), best))
         header = ("heads of", "range", "shapes", *baselines, "the best baseline")
         tables.append(f"{head(lines)}, geometric means:\n\n{markdown(header, rows)}")

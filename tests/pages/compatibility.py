@@ -217,7 +217,7 @@ def vllm_table() -> str:
         by_arch = []
         for arch in AMD:
             off = {answer for answer in selection()["seams off", arch][release]}
-            by_arch.append("selected" if off == {"cpu_gaps"} else f"selected, but for {', '.join(sorted(off))}")
+            by_arch.append("selected" if off == {"cpu_shims"} else f"selected, but for {', '.join(sorted(off))}")
         engine = "tested" if cpu.startswith(f"{release}.") else "not run"
         if f"vllm-{release}" in patched:
             engine = f"tested, its Python files on {cpu}'s binaries, with the patches"

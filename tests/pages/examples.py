@@ -66,14 +66,14 @@ def gemm(device):
     out = ops.gemm(a, b, torch.float16, scale_a, scale_b, activation="leaky_relu")  # [16, 64]
 
 
-def latent_norm_rope_and_cache(device):
+def mla_norm_rope_and_cache(device):
     qkv = torch.randn(3, 1536 + 512 + 64, dtype=torch.bfloat16, device=device)  # three tokens of DeepSeek-V3
     q_weight, kv_weight = (torch.randn(size, dtype=torch.bfloat16, device=device) for size in (1536, 512))
     positions = slots = torch.tensor([0, 1, 2], device=device)
     cos_sin_cache = torch.randn(4096, 64, dtype=torch.bfloat16, device=device)
     q_out, kv_out, k_pe_out = (torch.empty(3, size, dtype=torch.bfloat16, device=device) for size in (1536, 512, 64))
     kv_cache = torch.zeros(10, 16, 512 + 64, dtype=torch.bfloat16, device=device)  # 10 pages of 16 tokens
-    ops.latent_norm_rope_and_cache(
+    ops.mla_norm_rope_and_cache(
         *(qkv, q_weight, kv_weight, 1e-6, positions, cos_sin_cache, False),
         *(q_out, kv_out, k_pe_out, kv_cache, slots),
     )

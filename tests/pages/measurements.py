@@ -24,7 +24,7 @@ from vllm_rocm_ops.models import layers as model_layers
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "serving_benchmarks" / "results"
 SUMMARY_ROWS = (1, 8, 16, 32, 64, 128, 1024)
-NO_ATTENTION = "-decode_attention,-latent_attention"  # VLLM_ROCM_OPS_SEAMS of runs with all ops but attention
+NO_ATTENTION = "-decode_attention,-mla_attention"  # VLLM_ROCM_OPS_SEAMS of runs with all ops but attention
 PER_OP = "ops", "gemm", "shuffled-gemm"  # kinds of files with norms, activations and GEMMs by rows
 
 
@@ -95,13 +95,13 @@ def of_op(name: str, *kinds: str) -> list[list[tuple[dict, pathlib.Path]]]:
     return [lines for lines in found if lines]
 
 
-def best_peer(line: dict) -> str | None:
+def best_baseline(line: dict) -> str | None:
     return min(line["peers"], key=line["peers"].get, default=None)
 
 
 def ratio(line: dict) -> float | None:
     """Return the speedup over the best baseline."""
-    return line["peers"][best_peer(line)] / line["us"] if line["peers"] and line["us"] else None
+    return line["peers"][best_baseline(line)] / line["us"] if line["peers"] and line["us"] else None
 
 
 def groups_of(lines: Iterable[dict]) -> dict[tuple[str, str], dict[int, dict]]:
@@ -192,9 +192,9 @@ def plural(count: int, what: str) -> str:
 LIBRARIES = "aiter", "torch", "vllm"  # named without their kernels
 
 
-def peers_of(lines: Iterable[dict]) -> str:
+def baselines_of(lines: Iterable[dict]) -> str:
     """Return the names of the lines' best baselines."""
-    names = {name for line in lines if (name := best_peer(line))}
+    names = {name for line in lines if (name := best_baseline(line))}
     return " or ".join(sorted({name.split()[0] if name.split()[0] in LIBRARIES else name for name in names}))
 
 
@@ -212,7 +212,7 @@ def single_ops() -> str:
         body = []
         for op, sizes in of_ops.items():
             cells = (times(ratio(size[rows]) for size in sizes if rows in size) for rows in SUMMARY_ROWS)
-            body.append((op, str(len(sizes)), *cells, peers_of(line for size in sizes for line in size.values())))
+            body.append((op, str(len(sizes)), *cells, baselines_of(line for size in sizes for line in size.values())))
         header = ("op", "sizes", *(plural(rows, "row") for rows in SUMMARY_ROWS), "best baseline")
         tables.append(f"{head(lines)}:\n\n{markdown(header, body)}")
     return "\n\n".join(tables) or "Nothing yet."
@@ -339,8 +339,8 @@ def attention_in_engine() -> str:
             continue
         row = result["model_id"], backend_of(run.command), f"1 of {result['rank_of']}", run.hardware
         row += str(result["num_layers"] or "all"), str(result["input_len"])
-        stock, others, ours = map(latency_report.median_ms, (run.sides["without"], partly, run.sides["with"]))
-        cell = f"{stock:.2f} / {others:.2f} / {ours:.2f} {times([others / ours])}"
+        baseline, others, ours = map(latency_report.median_ms, (run.sides["without"], partly, run.sides["with"]))
+        cell = f"{baseline:.2f} / {others:.2f} / {ours:.2f} {times([others / ours])}"
         rows.setdefault(row, {})[result["batch_size"]] = cell
     return by_batch(("model", "backend", "rank", "GPU", "layers", "prompt"), rows) if rows else "Nothing yet."
 

@@ -60,7 +60,7 @@ def launches_of(op: Op, arch_name: str) -> tuple:
     arch = archs.ARCHS[arch_name]
     found = []
     for _, a in cases_of(op, arch_name):
-        if all(holds for _, holds in op.envelope(a, arch)):
+        if all(holds for _, holds in op.can_implement(a, arch)):
             outputs = op.allocate(a)
             found += [
                 (a, outputs, launch) for config in op.configs(a, arch) for launch in op.plan(config, outputs, a, arch)
@@ -207,13 +207,13 @@ def on_any(rule: str, arch_name: str) -> str:
 
 
 def rules(ops: list[Op]) -> str:
-    """Return every rule of the envelopes: rules of all ops first, and rules of some calls last."""
+    """Return every rule of the `can_implement`: rules of all ops first, and rules of some calls last."""
     asked: dict[str, dict[str, set[str]]] = {}  # rule -> op -> cases
     held: dict[str, set[str]] = {}  # rule -> archs on which it holds in a case
     for op in ops:
         for arch in archs.ARCHS.values():
             for name, a in cases_of(op, arch.name):
-                for text, holds in op.envelope(a, arch):
+                for text, holds in op.can_implement(a, arch):
                     rule = on_any(text, arch.name)
                     asked.setdefault(rule, {}).setdefault(op.name, set()).add(name)
                     held.setdefault(rule, set()).update({arch.name} if holds else ())
@@ -481,10 +481,10 @@ def measured(ops: list[Op]) -> str:
             for op, found in of_ops
             for row in speedups([line for line, _ in found], shown)
         ]
-        peers = "; ".join(sorted({name for line in lines for name in line["peers"]}))
+        baselines = "; ".join(sorted({name for line in lines for name in line["peers"]}))
         header = (*(["op"] * (len(ops) > 1)), "shape", *map(str, shown))
         parts.append(
-            f"{gpu}: speedup over the fastest baseline ({peers}), by rows, tokens or requests. Bold is slower. All shapes, in "
+            f"{gpu}: speedup over the fastest baseline ({baselines}), by rows, tokens or requests. Bold is slower. All shapes, in "
             f"microseconds: {files_of([found for _, found in of_ops])}.\n\n" + markdown(header, body)
         )
         parts.append("\n".join(line for op, found in of_ops for line in losses(op, [line for line, _ in found], ops)))
@@ -614,8 +614,8 @@ def seams_of(op: Op) -> dict[str, int | None]:
         for file, what in reached(seam.module_of(name).rpartition(".")[2]):
             node = definitions()[file, what]
             if names_op(node, op.name) or (file == "fused_quant" and tabulates_op(node, op.name)):
-                limited = any(isinstance(part, ast.Name) and part.id == "MOST_TOKENS" for part in ast.walk(node))
-                most = definitions()[file, "MOST_TOKENS"].value.value if limited else None
+                limited = any(isinstance(part, ast.Name) and part.id == "MAX_TOKENS" for part in ast.walk(node))
+                most = definitions()[file, "MAX_TOKENS"].value.value if limited else None
                 found[name] = found.get(name) if most is None else most
     return found
 

@@ -122,7 +122,7 @@ def ops() -> str:
             if found:
                 faster = f"{sum(value > 1 for value in found)} of {len(found)}"
                 cells = times([statistics.geometric_mean(found)]), times([min(found)]), times([max(found)])
-                rows.append((of[0]["gpu"], f"`{op}`", measurements.peers_of(of), faster, *cells))
+                rows.append((of[0]["gpu"], f"`{op}`", measurements.baselines_of(of), faster, *cells))
             else:
                 rows.append((of[0]["gpu"], f"`{op}`", "none", "", "", "", ""))
     header = "GPU", "op", "best baseline", "faster in", "geometric mean", "least", "most"

@@ -15,7 +15,7 @@ from .measurements import RESULTS, markdown
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8
 BATCHES = (1, 8, 32, 64)
-MOST = 10  # launches in a table
+MAX = 10  # launches in a table
 
 
 @functools.cache
@@ -272,7 +272,7 @@ def worst() -> str:
     tables = []
     for product in baseline.PRODUCTS:
         for model in MODELS:
-            rows = (_row(product, model, *launch) for launch in _by_cost(product, model)[:MOST])
+            rows = (_row(product, model, *launch) for launch in _by_cost(product, model)[:MAX])
             tables.append(f"### {product}, {model}\n\n{markdown(head, rows)}")
     return "\n\n".join(tables)
 

@@ -90,7 +90,7 @@ def data_us(machine: Machine) -> float:
 # During a stream
 
 BURSTS, KIB = 24, 1024
-MOST_IDLE = 1024  # issue slots before a load
+MAX_IDLE = 1024  # issue slots before a load
 
 
 def _streaming(first: int, depth: int, idle: int) -> list[Step]:
@@ -126,5 +126,5 @@ def stream(machine: Machine, depth: int, bandwidth: float) -> Stream:
 
     The waves compute between their loads.
     """
-    idle = bisect.bisect(range(MOST_IDLE), -bandwidth, key=lambda count: -_run(machine, depth, count).bandwidth)
+    idle = bisect.bisect(range(MAX_IDLE), -bandwidth, key=lambda count: -_run(machine, depth, count).bandwidth)
     return _run(machine, depth, idle)

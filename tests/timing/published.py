@@ -21,8 +21,8 @@ from vllm_rocm_ops.emulator.objects import KernelObject
 from vllm_rocm_ops.timing.machines import Machine
 from vllm_rocm_ops.timing.trace import Recording, aligned
 
-from . import foreign
-from .foreign import Arguments, ObjectLaunch, Pointers, explicit_bytes
+from . import external_kernel
+from .external_kernel import Arguments, ObjectLaunch, Pointers, explicit_bytes
 
 KEPT = 4  # recordings
 SLOT = 16  # bytes of each argument
@@ -114,7 +114,7 @@ class Recorder:
         if key not in self.kept:
             while len(self.kept) >= KEPT:
                 self.kept.popitem(last=False)
-            self.kept[key] = foreign.record(arch, path, launch, what.inputs, what.whole_axis)
+            self.kept[key] = external_kernel.record(arch, path, launch, what.inputs, what.whole_axis)
         self.kept.move_to_end(key)
         found = dataclasses.replace(self.kept[key], grid=math.prod(what.grid))
         return found if what.is_cold else dataclasses.replace(found, cold=frozenset())
@@ -127,7 +127,9 @@ def predict(machine: Machine, what: Call, path: Path, recorder: Recorder) -> flo
     """
     ran = [what.launch] if what.second is None else [what.launch, what.second]
     times = [
-        foreign.predict(machine, recorder.record(str(machine.arch), path, what, each), what.grid, what.repeats).us
+        external_kernel.predict(
+            machine, recorder.record(str(machine.arch), path, what, each), what.grid, what.repeats
+        ).us
         for each in ran
     ]
     us = times[0] + what.beyond * (times[-1] - times[0]) + machine["profiled"]

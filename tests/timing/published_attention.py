@@ -9,7 +9,7 @@ import torch
 from vllm_rocm_ops.emulator.objects import KernelObject
 from vllm_rocm_ops.timing.trace import aligned
 
-from .foreign import ObjectLaunch
+from .external_kernel import ObjectLaunch
 from .published import Call, Row, laid_out, zeros
 
 TILE = 256  # query rows of a block

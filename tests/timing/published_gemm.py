@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_rocm_ops.emulator.objects import KernelObject
 
-from .foreign import ObjectLaunch, explicit_bytes
+from .external_kernel import ObjectLaunch, explicit_bytes
 from .published import SLOT, Call, Row, laid_out, zeros
 
 WARM_BYTES = 2_500_000  # of inputs, of which 101 copies fit Infinity Cache

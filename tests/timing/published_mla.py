@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from vllm_rocm_ops.emulator.objects import KernelObject
 
-from .foreign import ObjectLaunch, Pointers
+from .external_kernel import ObjectLaunch, Pointers
 from .published import Call, Row, laid_out, numbers, zeros
 from .published_gemm import WARM_BYTES
 
 HEAD, VALUE = 576, 512  # values of a query's head, and of its result
 STEP, FIXED = 16, 16  # keys per step of the schedule; fixed cost of a request, in steps
-MOST_PARTS = 32  # of a request
+MAX_SPLITS = 32  # of a request
 NAMES = """R LSE Q KV LTP LTD LTL scalar MQA splits Q_Bs Bs log2_page QTP STP RP QSCALE KVSCALE"""
 
 
@@ -39,7 +39,7 @@ def divided(requests: int, keys: int, units: int) -> list[list[Work]]:
     Blocks get equal numbers of steps, in the order of requests and keys.
     """
     steps = -(-keys // STEP)
-    parts = min(-(-units // requests), MOST_PARTS)
+    parts = min(-(-units // requests), MAX_SPLITS)
     share = -(-requests * (steps + FIXED) // min(units, parts * requests)) + FIXED
     blocks: list[list[Work]] = []
     request = done = part = 0

@@ -9,7 +9,7 @@ import torch
 
 from vllm_rocm_ops.emulator.objects import KernelObject
 
-from .foreign import ObjectLaunch
+from .external_kernel import ObjectLaunch
 from .published import Call, Row, laid_out, numbers, zeros
 
 ONE = """O X GU XC D XQ GUQ DQ SMQ STP SW SEP dim inter tokens experts Xs GUs Ds Os eGUs eDs eGUQs eDQs eSMQs topk total_tgs ps_deno"""

@@ -137,7 +137,7 @@ def test_calls_of_models_are_set_beside_the_file(file, monkeypatch):
     file("2026-11-24-aaa.json", {frozen.key("MI300X", call, 1): values})
     measured = check_parts.kernel_selection.Measured(4.0, 5.0, 0.0, 0.0)
     monkeypatch.setattr(check_parts.kernel_timing, "measure_pair", lambda *_: measured)
-    given = call, "PyTorch", check_parts.Peer(call.op.reference), arch, None, (1, 17)
+    given = call, "PyTorch", check_parts.Baseline(call.op.reference), arch, None, (1, 17)
     with torch.inference_mode(), launch.executor(emulated.emulator_of("gfx942")):
         of = [one["frozen"] for one in check_parts.beside(*given, "MI300X")]
     assert of == [values, None]

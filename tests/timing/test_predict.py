@@ -122,14 +122,14 @@ def test_more_memory_takes_longer():
 @pytest.mark.usefixtures("few_blocks")
 def test_launches_find_what_the_ones_before_left_them(monkeypatch):
     """Blocks of the second GEMM read which experts were hit; without that they load nothing."""
-    monkeypatch.setattr(predict, "MOST_WAVES", 0)
+    monkeypatch.setattr(predict, "MAX_WAVES", 0)
     assert weights_read(experts_of(4, 16)) > 0.8 * 16
 
 
 @pytest.mark.usefixtures("few_blocks")
 def test_tiled_experts_find_all_tiles_however_many_waves_sort_tokens(monkeypatch):
     """A block of the sort writes the tiles of one expert."""
-    monkeypatch.setattr(predict, "MOST_WAVES", 0)
+    monkeypatch.setattr(predict, "MAX_WAVES", 0)
     assert weights_read(experts_of(8, 200), experts_tiled.TiledConfig(64)) > 0.8 * 64
 
 

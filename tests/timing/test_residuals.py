@@ -13,7 +13,7 @@ import subprocess
 import pytest
 import torch
 
-from timing import choices, foreign, left_out, published, published_mla, residuals, simpler
+from timing import choices, external_kernel, left_out, published, published_mla, residuals, simpler
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.timing import machines, predict
 
@@ -190,8 +190,10 @@ def test_requests_are_divided_among_blocks(requests, keys, units, blocks, most):
 def test_a_pointer_to_pointers_is_packed_and_named():
     table, one, other = torch.zeros(32, dtype=torch.uint8), torch.zeros(4), torch.zeros(8)
     addresses = {id(table): 7 << 36, id(one): 1 << 36, id(other): 2 << 36}
-    launch = foreign.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), {8: foreign.Pointers(table, (one, other))})
-    assert foreign.packed(launch.args, lambda tensor: addresses[id(tensor)]) == bytes(8) + (7 << 36).to_bytes(
+    launch = external_kernel.ObjectLaunch(
+        "k", (1, 1, 1), (64, 1, 1), {8: external_kernel.Pointers(table, (one, other))}
+    )
+    assert external_kernel.packed(launch.args, lambda tensor: addresses[id(tensor)]) == bytes(8) + (7 << 36).to_bytes(
         8, "little"
     )
     assert table.view(torch.int64).tolist() == [1 << 36, 2 << 36, 0, 0]
@@ -200,12 +202,12 @@ def test_a_pointer_to_pointers_is_packed_and_named():
 
 def test_launches_whose_blocks_are_told_other_things_are_recorded_apart(monkeypatch, tmp_path):
     made = []
-    recording = foreign.trace.Recording("k", 1, 1, [], frozenset())
-    monkeypatch.setattr(foreign, "record", lambda *arguments: made.append(arguments) or recording)
+    recording = external_kernel.trace.Recording("k", 1, 1, [], frozenset())
+    monkeypatch.setattr(external_kernel, "record", lambda *arguments: made.append(arguments) or recording)
     recorder = published.Recorder()
     for told in ((0, 1), (0, 2), (0, 1)):
-        args = {0: foreign.Pointers(published.zeros(16), (published.numbers(told),))}
-        launch = foreign.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), args)
+        args = {0: external_kernel.Pointers(published.zeros(16), (published.numbers(told),))}
+        launch = external_kernel.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), args)
         recorder.record("x", tmp_path / "a.co", published.Call(launch, (1, 1, 1), (), True), launch)
     assert len(made) == 2
 
@@ -217,7 +219,7 @@ def test_configurations_are_compared_with_the_one_that_is_chosen(monkeypatch, tm
     assert known[first] <= known[second] and of == "scaled_mm"
     times = {first: 12.0, second: 10.0}
     kernel = type("Kernel", (), {})
-    kernel.prediction = foreign.Prediction(1.0, 1.0, 0.0, 1, 0.0)
+    kernel.prediction = external_kernel.Prediction(1.0, 1.0, 0.0, 1, 0.0)
     monkeypatch.setattr(
         predict, "predict_call",
         lambda op, given, machine, config: [predict.Kernel("k", kernel.prediction._replace(us=times[config]), None)],

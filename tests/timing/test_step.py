@@ -87,7 +87,7 @@ def test_the_second_stream_costs_only_what_is_longer():
 def test_a_launch_below_the_shortest_published_one_has_a_gap():
     made = nodes(LLAMA, "plugin", known=lambda call, tokens: (1.0, 2, 0.5))
     ours = [node for node in made if node.op and not node.layer.startswith("all-reduce")]
-    assert all(node.gap_us == pytest.approx(2 * baseline.LEAST.value - 1.0) for node in ours)
+    assert all(node.gap_us == pytest.approx(2 * baseline.MIN_LAUNCH.value - 1.0) for node in ours)
     assert all(node.gap_us == 0 for node in nodes(LLAMA)), "published times in a graph contain it"
     found = step.total(made)
     assert found.gap_us == pytest.approx(sum(node.count * node.gap_us for node in ours))
@@ -103,7 +103,7 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
         given = {"known": lambda call, tokens: us.get(call.op.name, 3.0) and (us.get(call.op.name, 3.0), 1, 0.25)}
         return {node.layer: node for node in nodes(LLAMA, side, **given)}
 
-    two, gap = 54.4 + 1.5, baseline.LEAST.value - 1.5
+    two, gap = 54.4 + 1.5, baseline.MIN_LAUNCH.value - 1.5
     joined = found(two + gap - 0.1)
     node = joined["gate_up + SwiGLU"]
     assert (node.op, node.us, node.launches, node.count) == ("scaled_mm_silu_and_mul_quant", two + gap - 0.1, 1, 126)
@@ -143,7 +143,7 @@ def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(q
     config = DEEPSEEK if queries else DEEPSEEK | {"q_lora_rank": None}
 
     def found(one: float | None, side: str = "plugin") -> list:
-        us = {"rms_norm_per_block_quant": 4.0, "rms_norm": 3.5, "latent_norm_rope_and_cache": one}
+        us = {"rms_norm_per_block_quant": 4.0, "rms_norm": 3.5, "mla_norm_rope_and_cache": one}
         given = {"known": lambda call, tokens: us.get(call.op.name, 9.0) and (us.get(call.op.name, 9.0), 1, 0.25)}
         return nodes(config, side, **given)
 
@@ -152,7 +152,7 @@ def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(q
     apart = 4.0 * queries + 3.5 + write.whole_us
     joined = {node.layer: node for node in found(apart - 0.1)}
     one = joined[" + ".join(names)]
-    assert (one.op, one.us, one.launches, one.count) == ("latent_norm_rope_and_cache", apart - 0.1, 1, 61)
+    assert (one.op, one.us, one.launches, one.count) == ("mla_norm_rope_and_cache", apart - 0.1, 1, 61)
     assert joined["rotation"].count == 61 and not {*names} & joined.keys()
     assert [*joined].index(one.layer) < [*joined].index("rotation")
     for others in (found(apart + 0.1), found(None), found(0.1, "baseline")):
@@ -226,7 +226,7 @@ def test_one_launch_is_beside_the_two_of_the_baseline(monkeypatch):
 def test_times_of_a_profiler_lose_what_it_adds():
     time = baseline.published(MI300X, "scaled_mm", (16384, 2048, False), 1)
     assert time.us == pytest.approx(12.32 - MI300X["profiled"]) and time.kind == "published"
-    assert baseline.published(MI300X, "block_scaled_mm", (7168, 256), 16).us == baseline.LEAST.value, "no less"
+    assert baseline.published(MI300X, "block_scaled_mm", (7168, 256), 16).us == baseline.MIN_LAUNCH.value, "no less"
     graph = baseline.published(MI300X, "scaled_mm", (13312, 16384, False), 1)
     assert graph.us == 77.64 and "torch._scaled_mm" in graph.source
     between = baseline.published(MI300X, "scaled_mm", (2304, 16384, False), 4)
@@ -317,7 +317,7 @@ def test_a_published_step_admits_gaps_that_give_it_back():
         larger = reduce - baseline.ALL_REDUCE.value
         for gap, small in zip(each.gap, (published_steps.SLOWEST, published_steps.FASTEST)):
             assert kernels + launches * gap + count * (small.value + larger) == pytest.approx(each.published * 1e3)
-        for reduced, gap in zip(each.reduce, (baseline.MOST_GAP.value, 0)):
+        for reduced, gap in zip(each.reduce, (baseline.MAX_GAP.value, 0)):
             assert kernels + launches * gap + count * reduced == pytest.approx(each.published * 1e3)
         assert us == pytest.approx(each.predicted * 1e3) and kernels + count * reduce == pytest.approx(us)
 
@@ -405,7 +405,7 @@ def test_the_worst_launches_are_above_their_bytes_and_not_hidden():
     assert causes["all-reduce"].startswith("8-GPU synchronization") and causes["rotation"].startswith("not a plugin op")
     assert causes["attention"].startswith("latency: bytes explain ") and causes["experts"].startswith("bandwidth: ")
     rows = [row for row in step_table.worst().splitlines() if row.startswith("| ") and "---" not in row]
-    assert len(rows) == 4 * (1 + step_table.MOST) and not any(row.startswith("| shared") for row in rows)
+    assert len(rows) == 4 * (1 + step_table.MAX) and not any(row.startswith("| shared") for row in rows)
 
 
 def test_a_step_must_be_of_a_side_and_a_product_with_times():

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from timing import foreign, published, published_gemm, validation
+from timing import external_kernel, published, published_gemm, validation
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.timing import launch_time, machines
 
@@ -158,7 +158,7 @@ def test_files_that_are_not_as_wanted(tmp_path, git, capsys, rows, git_folder, m
 def kernel(bytes: int):
     """Return a foreign kernel with the fields that layouts need."""
     metadata = {".max_flat_workgroup_size": 512, ".args": [{".offset": 0, ".size": bytes, ".value_kind": "by_value"}]}
-    return foreign.KernelObject("k", *[0] * 11, metadata)
+    return external_kernel.KernelObject("k", *[0] * 11, metadata)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_layouts_of_products(name, extra, bytes, grid, ran, numbers):
     found = validation.call(of, kernel(bytes))
     assert (found.grid, found.launch.grid, found.launch.block) == (grid, ran, (256, 1, 1))
     assert {at: int.from_bytes(found.launch.args[at], "little") for at in numbers} == numbers
-    assert len(foreign.packed(found.launch.args, lambda tensor: 0)) == bytes
+    assert len(external_kernel.packed(found.launch.args, lambda tensor: 0)) == bytes
     assert found.cleared == ((2 * 1024 * 2048,) if name.startswith("fp8") else ())
 
 
@@ -192,13 +192,13 @@ def test_launch_code_of_a_commit_clears(name, commit, split, cleared, monkeypatc
     found = validation.call(of, kernel(256))
     assert found.cleared == cleared
     monkeypatch.setattr(published.Recorder, "record", lambda *_: None)
-    monkeypatch.setattr(foreign, "predict", lambda *_: launch_time.Prediction(7.0, 0.0, 0.0, 1, 0.0))
+    monkeypatch.setattr(external_kernel, "predict", lambda *_: launch_time.Prediction(7.0, 0.0, 0.0, 1, 0.0))
     us = published.predict(MACHINE, found, None, published.Recorder())
     bytes_us = sum(cleared) / MACHINE["mall_bandwidth"] / 1e3
     assert us == pytest.approx(7 + (1 + len(cleared)) * MACHINE["profiled"] + bytes_us)
 
 
-def test_latent_attention_adds_up_by_a_kernel():
+def test_mla_attention_adds_up_by_a_kernel():
     name = "hsa/gfx942/mla/mla_a8w8_qh128_m32x4_n16x2_msk0_ps.co"
     given = {"gpu": "MI300X", "op": "mla_decode", "code_object": name, "M": "16", "N": "21", "K": "128"}
     for requests, added in (("16", (4 * 32 + 2 * 16) * 128 * 512), ("128", 1)):  # divided into 32 splits, and not
@@ -263,10 +263,10 @@ def test_layouts_of_experts(family, bytes):
 
 
 def test_a_second_launch_says_how_the_time_grows(monkeypatch):
-    monkeypatch.setattr(foreign, "record", lambda arch, path, launch, *_: RECORDING)
+    monkeypatch.setattr(external_kernel, "record", lambda arch, path, launch, *_: RECORDING)
     times = iter((10.0, 14.0))
-    monkeypatch.setattr(foreign, "predict", lambda *_: RESULT._replace(us=next(times)))
-    one = foreign.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), {})
+    monkeypatch.setattr(external_kernel, "predict", lambda *_: RESULT._replace(us=next(times)))
+    one = external_kernel.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), {})
     what = published.Call(one, (4, 1, 1), (), False, second=one._replace(symbol="l"), beyond=7.0)
     us = published.predict(MACHINE, what, launch.code_object("silu_and_mul", "gfx942"), published.Recorder())
     assert us == 10 + 7 * 4 + MACHINE["profiled"]
@@ -274,7 +274,7 @@ def test_a_second_launch_says_how_the_time_grows(monkeypatch):
 
 def test_recordings_are_kept_for_more_rows(monkeypatch):
     made = []
-    monkeypatch.setattr(foreign, "record", lambda *arguments: made.append(arguments) or RECORDING)
+    monkeypatch.setattr(external_kernel, "record", lambda *arguments: made.append(arguments) or RECORDING)
     recorder = published.Recorder()
     path = launch.code_object("silu_and_mul", "gfx942")
     for m, cold in (("1024", False), ("4096", True), ("1000000", True), ("16", False)):
@@ -286,7 +286,7 @@ def test_recordings_are_kept_for_more_rows(monkeypatch):
 
 
 RESULT = launch_time.Prediction(1.0, 1.0, 0.0, 1, 0.0)
-RECORDING = foreign.trace.Recording("k", 1, 1, [], frozenset({1}))
+RECORDING = external_kernel.trace.Recording("k", 1, 1, [], frozenset({1}))
 
 
 def test_unknown_families_say_so():

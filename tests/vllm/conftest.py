@@ -16,7 +16,7 @@ def configuration(tmp_path, monkeypatch):
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "tables"))
-    kernel_selection.forget()
+    kernel_selection.invalidate()
     register()
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), check_compile=False):
         vllm_rocm_ops.reset_stats()
@@ -30,7 +30,7 @@ def schemas():
 
     library = passes.define_schemas()
     yield
-    passes.forget_schemas(library)
+    passes.invalidate_schemas(library)
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def release() -> None:
 
     from vllm_rocm_ops.vllm.selection import kernel_selection
 
-    kernel_selection.forget()
+    kernel_selection.invalidate()
     gc.collect()
     cleanup_dist_env_and_memory()
     torch._dynamo.reset()

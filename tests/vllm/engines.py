@@ -39,7 +39,7 @@ FAMILIES = {
 }
 NOT_COMPILED = ("bounded",)
 """Kinds that run eagerly only: compiled, they are like "token"."""
-STOCK = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
+BASELINE = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
 """Models that vLLM's CPU build runs without the plugin."""
 
 

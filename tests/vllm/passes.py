@@ -62,7 +62,7 @@ def run_nodes(self, graph_module, inputs, *_):
 
 
 def define_schemas() -> torch.library.Library:
-    """Define the kernels that vLLM's passes name, until `forget_schemas`."""
+    """Define the kernels that vLLM's passes name, until `invalidate_schemas`."""
     import vllm._custom_ops  # noqa: F401  registers the existing ones
 
     library = torch.library.Library("_C", "FRAGMENT")
@@ -72,7 +72,7 @@ def define_schemas() -> torch.library.Library:
     return library
 
 
-def forget_schemas(library: torch.library.Library) -> None:
+def invalidate_schemas(library: torch.library.Library) -> None:
     """Undo `define_schemas`."""
     names = {name.partition("::")[2].partition(".")[0] for name in library._op_defs}
     library._destroy()

@@ -32,7 +32,7 @@ class Model:
         """Return the logits [tokens, vocabulary] after each token of a sequence."""
         hidden = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)]
         residual = torch.zeros_like(hidden)
-        attention = self.latent_attention if "q_lora_rank" in self.config else self.attention
+        attention = self.mla_attention if "q_lora_rank" in self.config else self.attention
         for layer in range(self.config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}"
             normed, residual = self.norm(f"{prefix}.input_layernorm", hidden, residual)
@@ -128,7 +128,7 @@ class Model:
         out = self.attend(query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1))
         return self.linear(f"{name}.o_proj", out.flatten(-2))
 
-    def latent_attention(self, name: str, x: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    def mla_attention(self, name: str, x: torch.Tensor, prompt_length: int) -> torch.Tensor:
         config, heads = self.config, self.config["num_attention_heads"]
         nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
         query = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x)))

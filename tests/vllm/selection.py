@@ -253,8 +253,8 @@ def attention(torch) -> dict[str, str]:
         selected = member and AttentionBackendEnum[member]
         path = current_platform.get_attn_backend_cls(selected, AttentionSelectorConfig(**options), 16)
         chosen = resolve_obj_by_qualname(path)
-        stock = chosen.__mro__[1].__name__ if path.startswith("vllm_rocm_ops") else ""
-        answer[name] = f"{chosen.__name__} holds {stock}" if stock else chosen.__name__
+        baseline = chosen.__mro__[1].__name__ if path.startswith("vllm_rocm_ops") else ""
+        answer[name] = f"{chosen.__name__} holds {baseline}" if baseline else chosen.__name__
 
     latent = {"head_size": 576, "use_mla": True}
     add("attention", None)

@@ -41,7 +41,7 @@ def machine(request) -> tuple:
     return "cpu", emulator.arch, functools.partial(launch.executor, emulator)
 
 
-def test_ops_are_as_near_as_stock(machine):
+def test_ops_are_as_near_as_baseline(machine):
     found = arithmetic.judged(CALLS, *machine)
     assert found["wrong"] == [] and found["fallbacks"] == {}
     assert [(one["op"], one["result"]) for one in found["results"]] == [
@@ -76,7 +76,7 @@ def test_an_op_that_is_wrong_is_noticed(monkeypatch, machine, plant, why):
     assert [one["wrong"] for one in found["results"]] == [False, False, True]
 
 
-def test_stock_is_vllms_kernel_where_it_has_one():
+def test_baseline_is_vllms_kernel_where_it_has_one():
     """vLLM's norm on CPU updates as the plugin's does; without AVX-512 it rounds toward zero."""
     name, _, given = call("fused_add_rms_norm", "hidden8")
     the_op = getattr(ops, name)
@@ -86,7 +86,7 @@ def test_stock_is_vllms_kernel_where_it_has_one():
     torch.testing.assert_close(mine.residual, theirs.residual, atol=0, rtol=2**-7)
     assert not torch.equal(theirs.residual, given[1])
     assert arithmetic.of_vllm(ops.router_z_loss, ()) is None
-    assert arithmetic.stock(the_op, mine)[1] == "reference"
+    assert arithmetic.baseline(the_op, mine)[1] == "reference"
 
 
 def test_where_no_kernel_runs_nothing_is_right():

@@ -64,7 +64,7 @@ def options(model: str) -> dict[str, dict]:
 
 RUNS = [(model, run) for model in MODELS for run in options(model)]
 SIDES = {
-    "ours": {"VLLM_ROCM_OPS_ATTENTION": "1", "VLLM_ROCM_OPS_SEAMS": "decode_attention,latent_attention"},
+    "ours": {"VLLM_ROCM_OPS_ATTENTION": "1", "VLLM_ROCM_OPS_SEAMS": "decode_attention,mla_attention"},
     "stock": {"VLLM_PLUGINS": "none"},
 }
 
@@ -118,15 +118,15 @@ def calls(answer: dict, op: str) -> int:
 
 
 @pytest.mark.parametrize(("model", "run"), RUNS)
-def test_tokens_are_stock_vllms(answers, models, capsys, model, run):
+def test_tokens_are_baseline_vllms(answers, models, capsys, model, run):
     """Tokens may differ from a place on where the plain model, given the tokens before it, finds both likely."""
-    ours, stock = (answers(model, run, side) for side in SIDES)
+    ours, baseline = (answers(model, run, side) for side in SIDES)
     op = MODELS[model].op
-    assert calls(ours, op) > 0 and not stock["stats"]
+    assert calls(ours, op) > 0 and not baseline["stats"]
     assert not ON_GPU or ours["fallbacks"] == [{}]
-    assert ("drafts" in run) == (min(ours["drafted"], stock["drafted"]) > 0)
+    assert ("drafts" in run) == (min(ours["drafted"], baseline["drafted"]) > 0)
     said = []
-    for prompt, found, wanted in zip(prompts(), ours["tokens"], stock["tokens"], strict=True):
+    for prompt, found, wanted in zip(prompts(), ours["tokens"], baseline["tokens"], strict=True):
         assert len(found) == len(wanted) == TOKENS
         place = next((i for i, both in enumerate(zip(found, wanted)) if both[0] != both[1]), None)
         if place is None:

@@ -217,7 +217,7 @@ def test_a_scale_of_zero_is_fine_where_the_weight_is_zero():
 def test_a_merged_layer_of_a_checkpoint_has_one_scale_per_tensor():
     left = torch.tensor([0.5, checked_scales.NOT_LOADED, checked_scales.NOT_LOADED])
     model = layer(torch.ones(3, 4), weight_scale=left, input_scale=left.clone())
-    checked_scales.forget_scales(model)
+    checked_scales.invalidate_scales(model)
     checked_scales.check(model)
     for bad in (left.flip(0), torch.full((3,), checked_scales.NOT_LOADED)):
         with pytest.raises(ValueError, match="it.weight_scale must be in the checkpoint"):
@@ -229,13 +229,13 @@ def test_experts_that_only_pad_have_no_scales(dtype, caplog):
     """They keep vLLM's scales. If no expert has one, the checkpoint lacks them."""
     scale = torch.ones(3, 2, 1).to(dtype)
     model = layer(torch.ones(3, 4, 8), weight_scale=scale)
-    before = checked_scales.forget_scales(model)
+    before = checked_scales.invalidate_scales(model)
     model["it"].weight_scale.data[:2] = 2
     checked_scales.keep_padding(model, before)
     checked_scales.check(model)
     assert model["it"].weight_scale.flatten().tolist() == [2, 2, 2, 2, 1, 1]
     assert "2 of 6 elements of it.weight_scale are not in the checkpoint" in caplog.text
-    before = checked_scales.forget_scales(model)
+    before = checked_scales.invalidate_scales(model)
     checked_scales.keep_padding(model, before)
     with pytest.raises(ValueError, match="it.weight_scale must be in the checkpoint"):
         checked_scales.check(model)

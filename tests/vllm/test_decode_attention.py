@@ -57,24 +57,24 @@ def generated(engines) -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("model", "op", "bound"), [("llama", "paged_attention_decode", 0.018), ("deepseek", "mla_decode", 0.003)]
 )
-def test_tokens_are_stock_vllms(generated, model, op, bound):
+def test_tokens_are_baseline_vllms(generated, model, op, bound):
     """Tokens are equal, also with cached prefixes.
 
     The plugin has one call per layer and step after the prefill, and none unless enabled. The bound is on the mean, as
     one log probability moves by two roundings of a bf16 logit (0.125) and by the processor's own kernels. Attention
     that is 2 % too large has means of 0.025 and 0.005; right, they are 0.010 and 0.001.
     """
-    ours, stock = generated[f"{model} ours"], generated[f"{model} stock"]
-    assert ours["tokens"] == stock["tokens"]
-    assert ours["then"] == stock["then"]
-    assert ours["cached"] == stock["cached"]
+    ours, baseline = generated[f"{model} ours"], generated[f"{model} stock"]
+    assert ours["tokens"] == baseline["tokens"]
+    assert ours["then"] == baseline["then"]
+    assert ours["cached"] == baseline["cached"]
     assert (ours["cached"] > 0) is (model == "llama")
     assert sum(ours["stats"][op].values()) == LAYERS[model] * (STEPS - 1)
     products = sum(ours["stats"].get("batched_gemm", {}).values())
     assert products == (2 * LAYERS[model] * (STEPS - 1) if model == "deepseek" else 0)
-    assert not {op, "batched_gemm"} & stock["stats"].keys()
-    assert ours["logprobs"] != stock["logprobs"]  # by rounding: two implementations ran
-    difference = torch.tensor(ours["logprobs"]) - torch.tensor(stock["logprobs"])
+    assert not {op, "batched_gemm"} & baseline["stats"].keys()
+    assert ours["logprobs"] != baseline["logprobs"]  # by rounding: two implementations ran
+    difference = torch.tensor(ours["logprobs"]) - torch.tensor(baseline["logprobs"])
     assert difference.abs().mean() < bound
 
 
@@ -261,8 +261,8 @@ def layer(configuration, monkeypatch):
     def call(member: str, batch: Batch, output_scale=None, given=(), cache=None, **options) -> str:
         served = []
         backend = attention_backends.made(attention.BACKENDS[member])
-        stock = backend.get_impl_cls().__mro__[2]
-        monkeypatch.setattr(stock, "forward", lambda self, *arguments: served.append(arguments))
+        baseline = backend.get_impl_cls().__mro__[2]
+        monkeypatch.setattr(baseline, "forward", lambda self, *arguments: served.append(arguments))
         common = dict.fromkeys(("alibi_slopes", "sliding_window")) | {"kv_cache_dtype": "fp8" if batch.fp8 else "auto"}
         impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, **common | options)
         k_scale, v_scale = map(torch.tensor, batch.scales)
@@ -357,13 +357,13 @@ def test_all_requests_may_have_the_same_few_rows(layer, member):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 @pytest.mark.parametrize("query_lens", [(1, 1, 12), (1, 3), (9, 9), (2, 1, 2)])
-def test_mixed_batches_stay_stock(layer, member, query_lens):
+def test_mixed_batches_stay_baseline(layer, member, query_lens):
     batch = Batch([30, 31, 32][: len(query_lens)], list(query_lens))
     assert layer(member, batch) == "stock"
 
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
-def test_calls_with_what_our_op_lacks_stay_stock(layer, member):
+def test_calls_with_what_our_op_lacks_stay_baseline(layer, member):
     """Each change needs something that the plugin's op lacks."""
     batch = Batch([20, 35], [1, 1])
     assert layer(member, batch) == "ours"
@@ -382,7 +382,7 @@ def test_calls_with_what_our_op_lacks_stay_stock(layer, member):
     assert layer(member, batch) == "stock"
 
 
-def test_more_of_what_triton_has_stays_stock(layer):
+def test_more_of_what_triton_has_stays_baseline(layer):
     for given in ({"mm_prefix_range_tensor": torch.zeros(1)}, {"rswa_prefix_lens": torch.zeros(1)}):
         assert layer("TRITON_ATTN", Batch([20], [1]), given=given) == "stock"
     assert layer("TRITON_ATTN", Batch([20], [1]), kv_cache_dtype="int8_per_token_head") == "stock"
@@ -402,7 +402,7 @@ def test_windows_and_sinks_are_ours(layer, member):
     assert batch.output.double().abs().sum() < 0.9 * batch.expected().abs().sum()
 
 
-def test_batches_that_a_graph_cannot_tell_apart_stay_stock(layer, monkeypatch):
+def test_batches_that_a_graph_cannot_tell_apart_stay_baseline(layer, monkeypatch):
     """A graph of one request and several tokens may be replayed for fewer.
 
     This happens if it serves mixed batches, or if queries are cut on the device. One row is one row in any of them.
@@ -437,14 +437,14 @@ def test_the_switch(layer, monkeypatch):
 def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch, forced, asks):
     """vLLM quantizes queries for an FP8 cache if the implementation supports that, as Triton's does on a GPU."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
-    stock = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls().__mro__[2]
-    construct = stock.__init__
+    baseline = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls().__mro__[2]
+    construct = baseline.__init__
 
     def __init__(self, *arguments, **keywords):
         construct(self, *arguments, **keywords)
         self.supports_quant_query_input = True
 
-    monkeypatch.setattr(stock, "__init__", __init__)
+    monkeypatch.setattr(baseline, "__init__", __init__)
     impl = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls()(
         HEADS, SIZE, SCALE, KV_HEADS, None, None, "fp8"
     )
@@ -474,12 +474,12 @@ def roped(configuration, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     monkeypatch.setattr(attention.HeadsDecoder, "rope", ops.rope_and_cache)
 
-    def call(member: str, is_neox: bool = True, kv_cache_dtype: str = "auto", stock_can: bool = False) -> list[str]:
+    def call(member: str, is_neox: bool = True, kv_cache_dtype: str = "auto", baseline_can: bool = False) -> list[str]:
         backend, done = attention_backends.made(attention.BACKENDS[member]), []
-        stock = backend.get_impl_cls().__mro__[2]
-        monkeypatch.setattr(stock, "fused_rope_kvcache_supported", lambda self: stock_can)
-        monkeypatch.setattr(stock, "do_rope_and_kv_cache_update", lambda *_: done.append("stock's"))
-        monkeypatch.setattr(stock, "do_kv_cache_update", lambda *_: done.append("stock's write"))
+        baseline = backend.get_impl_cls().__mro__[2]
+        monkeypatch.setattr(baseline, "fused_rope_kvcache_supported", lambda self: baseline_can)
+        monkeypatch.setattr(baseline, "do_rope_and_kv_cache_update", lambda *_: done.append("stock's"))
+        monkeypatch.setattr(baseline, "do_kv_cache_update", lambda *_: done.append("stock's write"))
         monkeypatch.setattr(_custom_ops, "rotary_embedding", lambda *_: done.append("stock's rotation"))
         impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, None, None, kv_cache_dtype)
         batch = Batch([20], [5])
@@ -521,16 +521,18 @@ def normed(configuration, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     monkeypatch.setattr(attention.HeadsDecoder, "norm_rope", ops.qk_norm_rope_and_cache)
 
-    def call(member: str, kv_cache_dtype: str = "auto", stock_can: bool = False, has_aiter: bool = True) -> list[str]:
+    def call(
+        member: str, kv_cache_dtype: str = "auto", baseline_can: bool = False, has_aiter: bool = True
+    ) -> list[str]:
         monkeypatch.setattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant", None, raising=False)
         if not has_aiter:
             monkeypatch.delattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant")
         backend, done = attention_backends.made(attention.BACKENDS[member]), []
-        stock = backend.get_impl_cls().__mro__[2]
-        monkeypatch.setattr(stock, "fused_qk_norm_rope_kvcache_supported", lambda self: stock_can)
-        monkeypatch.setattr(stock, "do_qk_norm_rope_kvcache_update", lambda *_: done.append("stock's"))
-        monkeypatch.setattr(stock, "set_interleaved_v_cache", lambda self: done.append("interleaved"), raising=False)
-        monkeypatch.setattr(stock, "do_kv_cache_update", lambda *_: done.append("stock's write"))
+        baseline = backend.get_impl_cls().__mro__[2]
+        monkeypatch.setattr(baseline, "fused_qk_norm_rope_kvcache_supported", lambda self: baseline_can)
+        monkeypatch.setattr(baseline, "do_qk_norm_rope_kvcache_update", lambda *_: done.append("stock's"))
+        monkeypatch.setattr(baseline, "set_interleaved_v_cache", lambda self: done.append("interleaved"), raising=False)
+        monkeypatch.setattr(baseline, "do_kv_cache_update", lambda *_: done.append("stock's write"))
         monkeypatch.setattr(_custom_ops, "rotary_embedding", lambda *_: done.append("stock's rotation"))
         impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, None, None, kv_cache_dtype)
         batch, generator = Batch([20], [5]), torch.Generator().manual_seed(0)
@@ -571,17 +573,17 @@ def normed(configuration, monkeypatch):
 def test_norms_rotation_and_write_are_ours_where_asked_for(normed, member):
     """Values keep their order unless AITER's op may write them."""
     assert normed(member) == ["ours", True]
-    assert normed(member, stock_can=True) == ["ours", "interleaved", True]
+    assert normed(member, baseline_can=True) == ["ours", "interleaved", True]
     assert normed(member, has_aiter=False) == ["ours", False]
 
 
-def test_norms_rotation_and_write_are_stock_otherwise(normed, monkeypatch):
+def test_norms_rotation_and_write_are_baseline_otherwise(normed, monkeypatch):
     """AITER's op runs if it is available, else norms, rotation and write."""
     three = ["stock's rotation", "stock's write"]
     assert normed("TRITON_ATTN", kv_cache_dtype="int8_per_token_head") == [*three, False]
     monkeypatch.setattr(attention.HeadsDecoder, "norm_rope", None)
     assert normed("ROCM_ATTN") == [*three, False]
-    assert normed("ROCM_ATTN", stock_can=True) == ["interleaved", "stock's", True]
+    assert normed("ROCM_ATTN", baseline_can=True) == ["interleaved", "stock's", True]
 
 
 def test_norms_have_to_be_asked_for(normed, monkeypatch):
@@ -594,16 +596,16 @@ def test_norms_have_to_be_asked_for(normed, monkeypatch):
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_rotation_and_write_are_ours_where_asked_for(roped, member, is_neox):
     """This holds even if AITER could serve."""
-    assert roped(member, is_neox) == roped(member, is_neox, stock_can=True) == ["ours", True]
+    assert roped(member, is_neox) == roped(member, is_neox, baseline_can=True) == ["ours", True]
 
 
-def test_rotation_and_write_are_stock_otherwise(roped, monkeypatch):
+def test_rotation_and_write_are_baseline_otherwise(roped, monkeypatch):
     """AITER's op runs if it is available, else two of vLLM's."""
     two = ["stock's rotation", "stock's write"]
     assert roped("TRITON_ATTN", kv_cache_dtype="int8_per_token_head") == [*two, False]
     monkeypatch.setattr(attention.HeadsDecoder, "rope", None)
     assert roped("ROCM_ATTN") == [*two, False]
-    assert roped("ROCM_ATTN", stock_can=True) == ["stock's", True]
+    assert roped("ROCM_ATTN", baseline_can=True) == ["stock's", True]
 
 
 def test_rotation_and_write_have_to_be_asked_for(roped, monkeypatch):
@@ -644,10 +646,10 @@ def test_backends_keep_their_names(configuration):
     """vLLM compares names, and asks a class for the rest."""
     for member in attention.BACKENDS:
         backend = attention_backends.made(attention.BACKENDS[member])
-        stock = backend.__mro__[1]
-        assert backend.get_name() == stock.get_name()
+        baseline = backend.__mro__[1]
+        assert backend.get_name() == baseline.get_name()
         assert backend.get_builder_cls().__mro__[-1] is object
-        assert issubclass(backend.get_impl_cls(), stock.get_impl_cls())
+        assert issubclass(backend.get_impl_cls(), baseline.get_impl_cls())
         assert getattr(attention, backend.__name__) is backend
     with pytest.raises(AttributeError):
         attention.RocmOpsOtherBackend  # noqa: B018

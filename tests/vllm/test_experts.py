@@ -367,13 +367,13 @@ def test_what_no_kernel_takes_is_vllms(native, form, kind, on_input):
     assert vllm_rocm_ops.stats() == {}
 
 
-@pytest.mark.parametrize("tokens", [1, experts.MOST_TOKENS, experts.MOST_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [1, experts.MAX_TOKENS, experts.MAX_TOKENS + 1])
 @pytest.mark.parametrize("form, kind", [*((form, "channel") for form in FORMS), ("modular", "mx")])
 def test_few_tokens_are_ours(native, monkeypatch, form, kind, tokens):
     """The plugin serves this many tokens where its kernels support them; more go to the native experts."""
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
     result, left, layer, routes = calls_of(form, kind, native, tokens)
-    assert len(left) == (tokens > experts.MOST_TOKENS)
+    assert len(left) == (tokens > experts.MAX_TOKENS)
     if not left:
         close(result, layer.plain(*routes))
 

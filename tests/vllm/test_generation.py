@@ -7,7 +7,7 @@ import checkpoints
 import pytest
 import test_selection
 import torch
-from engines import FLAVOURS, NOT_COMPILED, STEPS, STOCK, identity
+from engines import BASELINE, FLAVOURS, NOT_COMPILED, STEPS, identity
 from marks import FULL, full
 
 pytestmark = pytest.mark.slow
@@ -35,9 +35,9 @@ def compiled(engines) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def stock(engines) -> dict[str, dict]:
+def baseline(engines) -> dict[str, dict]:
     """Return the eager answers without the plugin."""
-    return engines.run({identity(flavour): engines.job(flavour) for flavour in STOCK}, VLLM_PLUGINS="none")
+    return engines.run({identity(flavour): engines.job(flavour) for flavour in BASELINE}, VLLM_PLUGINS="none")
 
 
 def test_vllm_finds_the_plugin():
@@ -157,12 +157,12 @@ def test_experts_answer_the_same_with_and_without_routing(routed_by_vllm, eager,
     assert "grouped_topk" not in calls
 
 
-@pytest.mark.parametrize(("mode", "flavour"), [run for run in MODES_OF if run[1] in STOCK], ids=identity)
-def test_tokens_are_those_of_stock_vllm(request, stock, mode, flavour):
+@pytest.mark.parametrize(("mode", "flavour"), [run for run in MODES_OF if run[1] in BASELINE], ids=identity)
+def test_tokens_are_those_of_baseline_vllm(request, baseline, mode, flavour):
     """The plugin changes no token of a model that vLLM runs without it."""
     name = identity(flavour)
-    assert stock[name]["stats"] == {}
-    assert request.getfixturevalue(mode)[name]["tokens"] == stock[name]["tokens"]
+    assert baseline[name]["stats"] == {}
+    assert request.getfixturevalue(mode)[name]["tokens"] == baseline[name]["tokens"]
 
 
 GFX942_FORMAT = """

@@ -33,7 +33,7 @@ from vllm_rocm_ops.vllm.selection import kernel_selection as selection
 from vllm_rocm_ops.vllm.selection import kernel_timing
 
 N, K, LIMIT = 48, 64, 16
-CAPTURED, MOST = (1, 8, 32, 64), 256
+CAPTURED, MAX = (1, 8, 32, 64), 256
 
 
 class Product(native_kernel.Linear):
@@ -56,7 +56,7 @@ class Product(native_kernel.Linear):
         self.ran.append("native")
         return x @ weight.t()
 
-    def most_tokens(self):
+    def max_tokens(self):
         return LIMIT
 
     def columns(self, layer):
@@ -68,7 +68,7 @@ class Product(native_kernel.Linear):
     def arguments(self, layer, x, seed):
         return x, *layer
 
-    def theirs(self, x, weight):
+    def baseline(self, x, weight):
         return self.native(x, weight)
 
     def run(self, x, weight):
@@ -119,23 +119,23 @@ def fresh(tmp_path, monkeypatch):
     """Start a process with a model of three layers after its profile run, with no measurements on this machine."""
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     monkeypatch.setattr(selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
-    selection.forget()
+    selection.invalidate()
     yield
-    selection.forget()
+    selection.invalidate()
 
 
 def started(*kernels: Product) -> Product:
     """Return the same kernels after the profile run of a new process."""
-    selection.forget()
+    selection.invalidate()
     selection.start()
     for one in kernels:
         for weight in WEIGHTS:
-            one.run(torch.ones(MOST, K, dtype=torch.bfloat16), weight)
+            one.run(torch.ones(MAX, K, dtype=torch.bfloat16), weight)
     return kernels[0]
 
 
 def warm_up(clock, gather=lambda mine: [mine]) -> None:
-    kernel_timing.warm_up(CAPTURED, MOST, clock, gather)
+    kernel_timing.warm_up(CAPTURED, MAX, clock, gather)
 
 
 def file() -> "os.PathLike":
@@ -147,7 +147,7 @@ def test_unmeasured_calls_have_the_fixed_limit(monkeypatch):
     for switch in ("1", "0"):
         monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", switch)
         product = started(Product())
-        assert [product.serve(m) for m in (1, LIMIT, LIMIT + 1, MOST)] == ["ours", "ours", "native", "native"]
+        assert [product.serve(m) for m in (1, LIMIT, LIMIT + 1, MAX)] == ["ours", "ours", "native", "native"]
         assert [one.state for one in selection.choices()] == ["unmeasured"]
     assert selection.choices()[0].layers is None  # nothing is kept for a measurement that is switched off
 
@@ -181,13 +181,13 @@ def test_ours_has_to_win_by_more_than_the_margin(ours, winner):
             lambda name, tokens: [ours, 90.0, ours, ours, 0.1] if name == "ours" else [10.0, 10.0, 0.2, 70.0, 10.0]
         )
     )
-    assert product.serve(1) == product.serve(MOST) == winner
+    assert product.serve(1) == product.serve(MAX) == winner
 
 
 def test_what_no_kernel_takes_is_not_timed():
     product = Product()
     product.ours = lambda x, weight: x @ weight.t() if len(x) <= 32 else None
-    clock = ours_wins(range(MOST + 1))
+    clock = ours_wins(range(MAX + 1))
     started(product)
     warm_up(clock)
     assert [tokens for tokens, _ in clock.asked] == [1, 8, 32]
@@ -215,7 +215,7 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     product.ours = lambda x, weight: (WRONG[fault] if len(x) == 64 else Product.ours.__get__(product))(x, weight)
     started(product, other)
     with caplog.at_level(logging.WARNING):
-        warm_up(ours_wins(range(MOST + 1)))
+        warm_up(ours_wins(range(MAX + 1)))
     [line] = caplog.messages
     assert re.match(r"vllm-rocm-ops: product is off on this GPU and vLLM's kernels run .*: .*48x64, 64 tokens", line)
     assert {product.serve(m) for m in (1, 8, 64)} == {"native"}
@@ -224,7 +224,7 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
         "product 48x64 VllmKernel": "off",
         "other 48x64 VllmKernel": "measured",
     }
-    selection.forget()
+    selection.invalidate()
     assert product.serve(1) == "native"
     found = doctor.find_measured(tmp_path)
     assert [list(one["off"]) for one in found] == [["product"]]
@@ -233,14 +233,14 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     for elsewhere in ({"gpu": "MI325X"}, {"code": "2"}):
         here = {"arch": "gfx942", "gpu": "MI300X", "code": "1"} | elsewhere
         monkeypatch.setattr(selection, "machine", lambda here=here: here)
-        selection.forget()
+        selection.invalidate()
         assert product.serve(1) == "ours"
 
 
 @pytest.mark.parametrize("fails", ["native", "ours"])
 def test_a_kernel_that_fails_after_its_launch_is_the_one_to_blame(fails, caplog):
     """On a GPU, the error comes when the clock waits."""
-    product, clock, failed = Product(), ours_wins(range(MOST + 1)), []
+    product, clock, failed = Product(), ours_wins(range(MAX + 1)), []
     of = getattr(product, fails)
     setattr(product, fails, lambda *given: failed.append("illegal address") or of(*given))
 
@@ -261,7 +261,7 @@ def test_a_native_kernel_that_the_sample_does_not_explain_serves(caplog):
     product = Product()
     product.native = lambda x, weight: product.ran.append("native") or -(x @ weight.t())
     started(product)
-    warm_up(ours_wins(range(MOST + 1)))
+    warm_up(ours_wins(range(MAX + 1)))
     assert "too large for a comparison" in caplog.text
     assert product.serve(1) == "native"
     assert "product" not in selection.read(file()).off
@@ -278,7 +278,7 @@ def test_memory_that_is_full_leaves_what_was_measured(caplog):
 
     product.ours = full
     started(product)
-    warm_up(ours_wins(range(MOST + 1)))
+    warm_up(ours_wins(range(MAX + 1)))
     assert "failed: OutOfMemoryError" in caplog.text
     assert [product.serve(m) for m in (32, 64)] == ["ours", "native"]
     assert selection.read(file()).off == {}
@@ -294,7 +294,7 @@ def test_what_is_known_is_read():
     assert clock.asked == []
     assert [product.serve(m) for m in (8, 9)] == ["ours", "native"]
     started(product)
-    kernel_timing.warm_up((*CAPTURED, 4), MOST, clock := ours_wins({4}), lambda mine: [mine])
+    kernel_timing.warm_up((*CAPTURED, 4), MAX, clock := ours_wins({4}), lambda mine: [mine])
     assert [tokens for tokens, _ in clock.asked] == [4]
 
 
@@ -310,17 +310,17 @@ def test_a_file_that_is_none_is_measured_again():
         file().parent.mkdir(exist_ok=True)
         file().write_text(text)
         product = started(Product())
-        warm_up(ours_wins(range(MOST + 1)))
-        assert product.serve(MOST) == "ours"
+        warm_up(ours_wins(range(MAX + 1)))
+        assert product.serve(MAX) == "ours"
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "file"))
     product = started(Product())
-    warm_up(ours_wins(range(MOST + 1)))
+    warm_up(ours_wins(range(MAX + 1)))
     assert "results are not saved" in caplog.text
-    assert product.serve(MOST) == "ours"
+    assert product.serve(MAX) == "ours"
 
 
 FORKS = multiprocessing.get_context("fork")
@@ -347,7 +347,7 @@ def in_a_process(target) -> int:
 def measures(*kernels: Product) -> None:
     """Start a worker in which the plugin wins everywhere."""
     started(*kernels)
-    warm_up(ours_wins(range(MOST + 1)))
+    warm_up(ours_wins(range(MAX + 1)))
 
 
 def ends(status: int):
@@ -368,9 +368,9 @@ def test_a_worker_that_was_killed_while_measuring(caplog):
     asked = []
     product.ours = lambda x, weight: asked.append("product") or x @ weight.t()
     other.ours = lambda x, weight: asked.append("other") or x @ weight.t()
-    warm_up(ours_wins(range(MOST + 1)))
+    warm_up(ours_wins(range(MAX + 1)))
     assert asked == sorted(asked) and {*asked} == {"other", "product"}
-    assert product.serve(MOST) == other.serve(MOST) == "ours"
+    assert product.serve(MAX) == other.serve(MAX) == "ours"
     assert "a process died while timing product 48x64 VllmKernel at 64 tokens, which is timed again" in caplog.text
     record = selection.read(file())
     assert (record.off, record.ended) == ({}, {}) and len(record.shapes) == 2
@@ -406,7 +406,7 @@ def test_a_worker_that_dies_again_while_measuring():
     ) == 32
     started(product, other)
     product.ran.clear()
-    warm_up(clock := ours_wins(range(MOST + 1)))
+    warm_up(clock := ours_wins(range(MAX + 1)))
     assert "ours" not in product.ran
     assert product.serve(1) == "native" and other.serve(1) == "ours"
     why = "2 processes died while timing it, the last one at product 48x64 VllmKernel at 64 tokens"
@@ -431,7 +431,7 @@ def test_two_ops_that_end_a_process():
 
 def test_a_process_that_measures_without_end(caplog, monkeypatch):
     """The others start with what is known, and do not measure at the same time."""
-    monkeypatch.setattr(kernel_timing, "MOST_SECONDS_WAITING", 0.2)
+    monkeypatch.setattr(kernel_timing, "MAX_SECONDS_WAITING", 0.2)
     other = Product("other")
     measures(other)
     measures_long = begin(lambda: hold(file().with_suffix(".lock")))
@@ -439,14 +439,14 @@ def test_a_process_that_measures_without_end(caplog, monkeypatch):
         time.sleep(0.01)
     try:
         product = started(Product(), other)
-        warm_up(clock := ours_wins(range(MOST + 1)))
+        warm_up(clock := ours_wins(range(MAX + 1)))
     finally:
         measures_long.kill()
         measures_long.join()
     assert not clock.asked and "only recorded results are used, because another process is timing: " in caplog.text
-    assert (product.serve(LIMIT), product.serve(MOST)) == ("ours", "native") and other.serve(MOST) == "ours"
+    assert (product.serve(LIMIT), product.serve(MAX)) == ("ours", "native") and other.serve(MAX) == "ours"
     measures(product, other)
-    assert product.serve(MOST) == "ours"
+    assert product.serve(MAX) == "ours"
 
 
 def hold(lock: "os.PathLike") -> None:
@@ -463,7 +463,7 @@ def test_one_worker_of_a_machine_measures():
         product = started(Product())
         clock = FakeClock(lambda name, tokens: [1.0 if name == "ours" else 2.0])
         warm_up(clock)
-        results.put((len(clock.asked), product.serve(MOST)))
+        results.put((len(clock.asked), product.serve(MAX)))
 
     workers = [begin(worker) for _ in range(3)]
     found = sorted(results.get(timeout=60) for _ in workers)
@@ -522,7 +522,7 @@ def test_two_installations_have_a_file_each(tmp_path, monkeypatch):
         warm_up(ours_wins(at))
     for code, wanted in (("1", ["ours", "native"]), ("2", ["native", "ours"])):
         monkeypatch.setattr(selection, "machine", lambda code=code: {"arch": "gfx942", "gpu": "MI300X", "code": code})
-        selection.forget()
+        selection.invalidate()
         product = Product()
         assert [product.serve(m) for m in (1, 8)] == wanted
     assert len(list(tmp_path.rglob("measured-*.json"))) == 2
@@ -571,7 +571,7 @@ def test_rounds_end_when_more_would_not_change_what_serves(monkeypatch, ours, ro
 def test_progress_and_one_table_are_logged(caplog, monkeypatch):
     now = iter(range(0, 10000, 3))
     monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(kernel_timing, "MOST_SECONDS", 1000.0)
+    monkeypatch.setattr(kernel_timing, "MAX_SECONDS", 1000.0)
     started(Product())
     with caplog.at_level(logging.INFO):
         warm_up(ours_wins({1, 8, 32}))
@@ -620,21 +620,21 @@ def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     for sizes in ([1, 8, 32], [64, 128, 256, 24]):
         started(*products)
-        begin, choices = watch.now, {one: kernel_timing.sizes((*CAPTURED, 24), MOST) for one in selection.choices()}
+        begin, choices = watch.now, {one: kernel_timing.sizes((*CAPTURED, 24), MAX) for one in selection.choices()}
         watch.asked.clear()
         caplog.clear()
         kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine], watch.pair(1.4), 0.4)
         assert watch.asked == ([("rows", 2), ("rows", 64)] if sizes[0] == 1 else [])
         decided = kernel_timing.agree(choices, FakeClock(), lambda mine: [mine], watch.pair(0.8))[1]
         assert watch.asked[-9:] == [(name, tokens) for tokens in sizes for name in "abc"][-9:]
-        assert 9 < watch.now - begin <= kernel_timing.MOST_SECONDS == 10
+        assert 9 < watch.now - begin <= kernel_timing.MAX_SECONDS == 10
         if sizes[0] == 1:
             text = (
                 "12 of 21 comparisons did not fit into 7 s, default token limits apply there until the next start: "
                 "48x64 at 64, "
             )
             assert text in caplog.text
-    assert "did not fit" not in caplog.text and [len(ours) for ours in decided.shapes.values()] == [1, *[MOST + 1] * 3]
+    assert "did not fit" not in caplog.text and [len(ours) for ours in decided.shapes.values()] == [1, *[MAX + 1] * 3]
 
 
 def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
@@ -648,7 +648,7 @@ def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
         yield
 
     monkeypatch.setattr(kernel_timing.tables, "locked", locked)
-    wanted = {one: kernel_timing.sizes(CAPTURED, MOST) for one in selection.choices()}
+    wanted = {one: kernel_timing.sizes(CAPTURED, MAX) for one in selection.choices()}
     kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine], watch.pair(0.3))
     assert [tokens for _, tokens in watch.asked] == [1, 8] and product.serve(LIMIT) == "ours"
 
@@ -658,7 +658,7 @@ def test_what_is_decided_once_is_measured_whole_or_not_at_all(monkeypatch):
     watch = Watch(monkeypatch)
     monkeypatch.setattr(kernel_timing, "estimate", lambda *_: (1, 3.0))
     for most, asked in ((5.9, 0), (6.0, 2)):
-        monkeypatch.setattr(kernel_timing, "MOST_SECONDS", most)
+        monkeypatch.setattr(kernel_timing, "MAX_SECONDS", most)
         selection.start()
         kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine], watch.pair(4.0))
         assert len(watch.asked) == asked
@@ -670,7 +670,7 @@ def test_it_stops_in_time(monkeypatch):
     monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: next(now))
     product, other = Product(), Product("other")
     started(product, other)
-    warm_up(ours_wins(range(MOST + 1)))
+    warm_up(ours_wins(range(MAX + 1)))
     sizes = [[*by_tokens] for by_tokens in selection.read(file()).shapes.values()]
     assert 0 < sum(map(len, sizes)) < 6
     assert [one.serve(m) for one in (product, other) for m in (1, LIMIT, LIMIT + 1)] == ["ours", "ours", "native"] * 2
@@ -703,7 +703,7 @@ def test_what_is_measured_in_time(model, most):
         layers = dict.fromkeys(range(min(max(layer.count, 1), 64)), ())
         wanted[One(f"{layer.op.name} {len(wanted)}", kernels, layers)] = list(work)
     items = kernel_timing.in_order(wanted, selection.Record({}), arch.bandwidth_gb_s)
-    left, measured = kernel_timing.MOST_SECONDS * (1 - row_selection.SHARE), []
+    left, measured = kernel_timing.MAX_SECONDS * (1 - row_selection.SHARE), []
     for one, [tokens] in items:
         _, takes = kernel_timing.estimate(one.kernels, (), len(one.layers), tokens, arch.bandwidth_gb_s)
         if takes < left:
@@ -810,7 +810,7 @@ def test_ranks_gather_and_the_first_says(caplog):
         product = started(Product())
         with caplog.at_level(logging.INFO):
             clock = ours_wins({1, 8} if number else {1, 32})
-            kernel_timing.warm_up(CAPTURED, MOST, clock, gather(group), says=number == 0)
+            kernel_timing.warm_up(CAPTURED, MAX, clock, gather(group), says=number == 0)
         results.put((number, [product.serve(m) for m in (1, 8, 32)], "selected kernels on this GPU" in caplog.text))
 
     served = ["ours", "native", "native"]
@@ -829,9 +829,9 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
                 time.sleep(0.01)
         started(product, other)
         try:
-            kernel_timing.warm_up(CAPTURED, MOST, ours_wins(range(MOST + 1)), gather(group))
+            kernel_timing.warm_up(CAPTURED, MAX, ours_wins(range(MAX + 1)), gather(group))
         except RuntimeError as error:  # as measured_selection.py catches any
-            results.put((str(error), product.serve(LIMIT), product.serve(MOST)))
+            results.put((str(error), product.serve(LIMIT), product.serve(MAX)))
 
     [(why, few, many)] = as_ranks(rank)
     assert re.search("[Cc]onnection|peer|closed", why), why
@@ -874,7 +874,7 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     model.called, model.drafts = layer("called", WEIGHTS[0]), layer("drafts", other)
     model.again, model.fails = layer("again", other), layer("fails", third, works=False)
     model.ours, model.plain = layer("ours", alone, ("plain", True)), torch.nn.Linear(K, 112)
-    assert measured_selection.call_others([model], MOST, torch.bfloat16) == ["fails"]
+    assert measured_selection.call_others([model], MAX, torch.bfloat16) == ["fails"]
     assert calls == [(name, (1, K), torch.bfloat16) for name in ("drafts", "fails")]
     warm_up(clock := ours_wins({1, 128}))
     assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]
@@ -907,7 +907,7 @@ def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
     kernels = types.SimpleNamespace(
         op=types.SimpleNamespace(trial=trial),
         ours=functools.partial(add, "ours"),
-        theirs=functools.partial(add, "theirs"),
+        baseline=functools.partial(add, "theirs"),
     )
 
     class Clock(FakeClock):

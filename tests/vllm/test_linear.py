@@ -54,7 +54,7 @@ class Native:
         return torch.zeros(arguments["A"].shape[0], N, dtype=self.config.out_dtype)
 
 
-class MxStock(Native):
+class MxBaseline(Native):
     """A kernel that merges scales, as vLLM's kernel for gfx950 does when 32 rows share one."""
 
     def process_weights_after_loading(self, layer):
@@ -83,7 +83,7 @@ def make(monkeypatch):
     The kernel keeps `native`, if given.
     """
     monkeypatch.setattr(native_kernel, "_kernels", {})
-    monkeypatch.setattr(kernel_timing, "MOST_SECONDS", 1000.0)  # the references of a busy CPU take their time
+    monkeypatch.setattr(kernel_timing, "MAX_SECONDS", 1000.0)  # the references of a busy CPU take their time
 
     def make(kind: str, native: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
         from vllm.model_executor.kernels import linear
@@ -97,7 +97,7 @@ def make(monkeypatch):
             )
 
             bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": RocmDotScaledMxfp8LinearKernel}
-            native = (MxStock if kind == "mxfp8" else native).of(bases.get(kind, FP8ScaledMMLinearKernel))
+            native = (MxBaseline if kind == "mxfp8" else native).of(bases.get(kind, FP8ScaledMMLinearKernel))
         monkeypatch.setattr(native_kernel, "choose", lambda *_: native)
         layer, weight = torch.nn.Module(), random(N, k).to(FP8)
         vars(layer).update(dict.fromkeys(marks, True))
@@ -425,7 +425,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
 
     def is_shuffled() -> bool:
-        kernel_selection.forget()
+        kernel_selection.invalidate()
         return make(kind, Right)[1].native is None
 
     path, before = kernel_selection.path_of(kernel_selection.machine()), compile_cache.fingerprint()
@@ -1088,7 +1088,7 @@ def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_
     monkeypatch.setitem(vllm_envs.environment_variables, "VLLM_ROCM_USE_AITER", lambda: is_on)
     monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", is_found)
     assert native_kernel.asks_for_aiter("LINEAR") is (is_on and is_found)
-    assert scaled_linear.KERNELS.most_tokens() == (0 if is_on and is_found else 64)
+    assert scaled_linear.KERNELS.max_tokens() == (0 if is_on and is_found else 64)
 
 
 def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
@@ -1105,7 +1105,7 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     kernel.apply_weights(layer, random(1, K).bfloat16())
     assert not kernel.native.calls
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_LINEAR", "0")
-    assert scaled_linear.KERNELS.most_tokens() == 64
+    assert scaled_linear.KERNELS.max_tokens() == 64
 
 
 LINEARS = "vllm.model_executor.kernels.linear"

@@ -72,10 +72,10 @@ def test_weights_that_are_loaded_again(answers, expected, name, flavour):
 def test_lora(answers, engines, adapter, expected):
     """Requests without an adapter have the model's tokens, those with one have vLLM's without the plugin."""
     answer = answers["lora"]
-    stock = engines.run({"lora": lora(engines, TOKEN, adapter)}, VLLM_PLUGINS="none")["lora"]
-    assert stock["stats"] == {} and answer["stats"]["scaled_mm"]
-    assert answer["tokens"] == best(expected, TOKEN, answer["tokens"]) == stock["tokens"]
-    assert answer["then"] == stock["then"] != [answer["tokens"]]
+    baseline = engines.run({"lora": lora(engines, TOKEN, adapter)}, VLLM_PLUGINS="none")["lora"]
+    assert baseline["stats"] == {} and answer["stats"]["scaled_mm"]
+    assert answer["tokens"] == best(expected, TOKEN, answer["tokens"]) == baseline["tokens"]
+    assert answer["then"] == baseline["then"] != [answer["tokens"]]
 
 
 def in_parallel(engines, flavour, **options) -> dict:

@@ -215,8 +215,8 @@ with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu")), chec
 print(json.dumps([{k: [backend.name, cls.__name__] for k, (backend, cls) in answer.items()}, asked]))
 """
     named = {"named": ["TRITON", "TritonExperts"], "bf16 named": ["TRITON", "TritonExperts"]}
-    stock = named | {"fp8": ["AITER", "AiterFp8BlockExperts"], "bf16": ["AITER", "AiterUnquantizedExperts"]}
-    assert ask(source, code) == [stock, []]
+    baseline = named | {"fp8": ["AITER", "AiterFp8BlockExperts"], "bf16": ["AITER", "AiterUnquantizedExperts"]}
+    assert ask(source, code) == [baseline, []]
     chosen, asked = ask(patched, code)
     assert chosen == named | {"fp8": ["AITER", "Early"], "bf16": ["TRITON", "Plain"]}
     assert [(name, form) for name, _, form in asked] == [(n, "Standard") for n in ("Unable", "Early", "Plain")]
@@ -265,7 +265,7 @@ register_linear_kernel.__wrapped__ = register  # what inspect.signature shows
 linear.register_linear_kernel = register_linear_kernel
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.guards import compile_cache
-off = [entry.reason for entry in seam.install_all() if not entry.on and entry.name not in ("cpu_gaps", "mxfp8_linear")]
+off = [entry.reason for entry in seam.install_all() if not entry.on and entry.name not in ("cpu_shims", "mxfp8_linear")]
 warnings = []
 compile_cache.logger.warning = warnings.append
 compile_cache.mark(types.SimpleNamespace(additional_config=object()))

@@ -135,7 +135,7 @@ def test_a_scale_error_that_the_tokens_do_not_tell_is_none(scaled):
     *_, effects, exact, _ = scaled
     noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
     found = quality.compare(answers(exact + noise), answers(exact), effects, "block")
-    assert max(map(abs, found["scale_errors"].values())) > quality.MOST_SCALE_ERROR
+    assert max(map(abs, found["scale_errors"].values())) > quality.MAX_SCALE_ERROR
     assert not [why for why in found["wrong"] if "scale of" in why]
 
 

@@ -328,7 +328,7 @@ def made(takes_scale: bool, is_never_ours: bool = False):
     """
     calls = []
 
-    class Stock:
+    class Baseline:
         def fused_output_quant_supported(self, key):
             return takes_scale and key == quantized_attention.static_key()
 
@@ -337,7 +337,7 @@ def made(takes_scale: bool, is_never_ours: bool = False):
             output.fill_(3.0)
             return output
 
-    impl = type("Impl", (attention.DecodeImpl, Stock), {"__init__": lambda self: None})()
+    impl = type("Impl", (attention.DecodeImpl, Baseline), {"__init__": lambda self: None})()
     impl.rocm_ops = types.SimpleNamespace(
         serve=lambda *_: False, is_never_ours=lambda: is_never_ours, config=decoder().config, quantized="?"
     )
@@ -498,7 +498,7 @@ def after_a_profile_run(self):
 
 CPUWorker.determine_available_memory = after_a_profile_run
 measured_selection.clock, attention_timing.LENGTHS = Clock, (32,)
-kernel_timing.MOST_SECONDS = 1000.0
+kernel_timing.MAX_SECONDS = 1000.0
 """
 
 

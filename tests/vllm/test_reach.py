@@ -173,5 +173,5 @@ def test_every_seam_names_ops_that_there_are():
     begins = {name: seam.load(name).ops for name in seam.NAMES}
     names = ["all_reduce", *(one.name for one in registered())]
     assert all(any(name.startswith(begin) for name in names) for ops in begins.values() for begin in ops)
-    others = {"checked_scales", "compile_cache", "cpu_gaps", "fusion", "measured_selection", "quantized_input"}
+    others = {"checked_scales", "compile_cache", "cpu_shims", "fusion", "measured_selection", "quantized_input"}
     assert {name for name, ops in begins.items() if not ops} == others

@@ -14,7 +14,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
-HIDDEN, INNER, LATENT, MOST = 512, 256, 128, 96
+HIDDEN, INNER, LATENT, MAX = 512, 256, 128, 96
 KEYS = ("kFp8DynamicTokenSym", "kFp8StaticTensorSym", "kFp8Dynamic128Sym")
 OPS = (
     *("rms_norm_dynamic_per_token_quant", "rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"),
@@ -87,7 +87,7 @@ def kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
     monkeypatch.setattr(row_selection, "_stay", set())
     monkeypatch.setattr(row_selection, "choices", row_selection.Choices())
-    monkeypatch.setattr(kernel_timing, "MOST_SECONDS", 1000.0)
+    monkeypatch.setattr(kernel_timing, "MAX_SECONDS", 1000.0)
     monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
     monkeypatch.setattr(row_selection, "compiler", lambda config: lambda function: function)
     for name in OPS:
@@ -108,7 +108,7 @@ def worker(model, compiled: list | None = None, **passes):
     config = types.SimpleNamespace(
         compilation_config=settings,
         model_config=model_config,
-        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=MOST),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=MAX),
         additional_config={},
     )
     return types.SimpleNamespace(vllm_config=config, model_runner=types.SimpleNamespace(get_model=lambda: model))
@@ -144,7 +144,7 @@ def test_the_faster_serves(kernels, key, caplog):
     """
     assert decide(Layer(key), clock := Clock()) == ALL
     shapes = [(HIDDEN, True), (2 * INNER, False), (LATENT, False)]
-    assert [(t, *shape) for t, *shape, _ in clock.asked] == [(t, *s) for s in shapes for t in (2, 8, 64, MOST)]
+    assert [(t, *shape) for t, *shape, _ in clock.asked] == [(t, *s) for s in shapes for t in (2, 8, 64, MAX)]
     assert all(1 <= sets <= row_selection.SETS for *_, sets in clock.asked)
     assert row_selection.stay() == []
     assert decide(Layer(key), again := Clock()) == ALL and again.asked == []
@@ -176,7 +176,7 @@ def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
         return compiled
 
     monkeypatch.setattr(kernel_timing, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(kernel_timing, "MOST_SECONDS", 10.0)
+    monkeypatch.setattr(kernel_timing, "MAX_SECONDS", 10.0)
     monkeypatch.setattr(row_selection, "compiler", compiler)
     for _ in range(2):
         assert decide(Layer(KEYS[1]), Clock()) == ALL
@@ -228,9 +228,9 @@ def test_scales_may_be_negative(kernels, caplog):
     [
         (lambda tokens: 9.7, True),
         (lambda tokens: 9.9, False),
-        (lambda tokens: 5.0 if tokens < MOST else 10.1, True),
-        (lambda tokens: 5.0 if tokens < MOST else 10.3, False),
-        (lambda tokens: 10.1 if tokens < MOST else 9.0, False),
+        (lambda tokens: 5.0 if tokens < MAX else 10.1, True),
+        (lambda tokens: 5.0 if tokens < MAX else 10.3, False),
+        (lambda tokens: 10.1 if tokens < MAX else 9.0, False),
     ],
 )
 def test_ours_may_nowhere_be_the_slower(kernels, us, wins):

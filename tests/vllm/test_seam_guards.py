@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.attention import absorbed_products, backends
+from vllm_rocm_ops.vllm.attention import backends, mla_absorb
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.attention import mla as latent_attention
+from vllm_rocm_ops.vllm.attention import mla as mla_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 
 
@@ -41,7 +41,7 @@ def test_ours_serves_where_it_is_faster_at_every_length(of, ours):
         ({1: choices(True, True)}, False, "ALiBi is not supported", True),
     ],
 )
-@pytest.mark.parametrize("kind", [attention.DecodeImpl, latent_attention.LatentImpl])
+@pytest.mark.parametrize("kind", [attention.DecodeImpl, mla_attention.MlaImpl])
 def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced, lacks, never):
     """It is from its second batch on, which asks the plugin nothing."""
     name, *parameters = kind.METHOD
@@ -156,7 +156,7 @@ def test_with_drafts_single_rows_are_measured_too(configuration):
 def test_tokens_of_another_type_than_the_weight_are_torchs():
     """torch raises the error."""
     layer = types.SimpleNamespace(W_UK_T=torch.nn.Parameter(torch.ones(2, 8, 8).bfloat16(), requires_grad=False))
-    absorbed_products.adopt(layer, True, 64)
-    assert type(layer.W_UK_T) is absorbed_products.AbsorbedParameter
+    mla_absorb.adopt(layer, True, 64)
+    assert type(layer.W_UK_T) is mla_absorb.AbsorbedParameter
     with pytest.raises(RuntimeError, match="Half"):
         torch.bmm(torch.ones(2, 1, 8).half(), layer.W_UK_T)

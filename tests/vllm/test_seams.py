@@ -55,13 +55,13 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
         "block_scaled_linear",
         "mxfp8_linear",
         "int8_linear",
-        "latent_norms",
+        "mla_norms",
         "quantized_attention",
     }
     assert off.keys() == broken | {"fusion", "unquantized_linear", "rope_and_cache"}
     assert off["activation"].startswith("this vLLM lacks ") and "(x), got (rows)" in off["activation"]
     assert off["norm"] == "IndexError: list index out of range"
-    assert "requires norm" in off["latent_norms"]
+    assert "requires norm" in off["mla_norms"]
     assert off["fusion"] == "VLLM_ROCM_OPS_SEAMS=-fusion"
     assert "(config, possible_kernels), got (keywords)" in off["scaled_linear"]
     assert off["unquantized_linear"] == "for rocm and cuda only"
@@ -98,7 +98,7 @@ def test_stale_compiled_graphs_are_not_run(engines, expected):
         return engines.run({"it": job}, before=installed, cache="stale", generates=True)["it"]
 
     flavour, others = ("llama", "bf16"), [name for name in seam.NAMES if name != "compile_cache"]
-    assert run(flavour, "cpu_gaps")["stats"] == {}
+    assert run(flavour, "cpu_shims")["stats"] == {}
     assert run(flavour, *others)["stats"] == {}, "vLLM knows plugins now: the seam can go"
     answer = run(flavour, *seam.NAMES)
     assert answer["stats"].keys() == {"rms_norm", "fused_add_rms_norm", "silu_and_mul"}
@@ -249,9 +249,9 @@ def test_a_seam_comes_after_those_that_it_names():
     """
     seams = [seam.load(name) for name in seam.NAMES]
     names = [found.name for found in seam.ordered(seams)]
-    later = {"routing_experts", "latent_norms"}
+    later = {"routing_experts", "mla_norms"}
     assert [name for name in names if name not in later] == sorted(set(names) - later)
-    assert names.index("latent_norms") > max(map(names.index, ("latent_attention", "norm")))
+    assert names.index("mla_norms") > max(map(names.index, ("mla_attention", "norm")))
     assert names.index("routing_experts") > max(map(names.index, ("fp8_experts", "unquantized_experts")))
     with pytest.raises(ValueError, match="must have no cycle, got norm"):
         seam.ordered([dataclasses.replace(seam.load("norm"), after=("norm",))])

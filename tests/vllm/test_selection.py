@@ -46,7 +46,7 @@ MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AIT
 KEY = ("what", "arch", "aiter", "plugin")
 LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear", "unquantized_linear"]
 EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
-ATTENTION_SEAMS = ["decode_attention", "latent_attention", "latent_norms", "quantized_attention", "rope_and_cache"]
+ATTENTION_SEAMS = ["decode_attention", "mla_attention", "mla_norms", "quantized_attention", "rope_and_cache"]
 OTHER_SEAMS = [
     "all_reduce",
     "checked_scales",
@@ -150,7 +150,7 @@ def test_seams_are_on(selected, release, arch, aiter):
     """Every seam except those for CPU is on, in every release, and vLLM makes the plugin's classes."""
     with_plugin = selected[release][f"{arch} aiter={aiter} with"]
     assert set(with_plugin["seams on"].split(", ")) == PLUGIN_SEAMS
-    assert with_plugin["seams off"].split(", ") == ["cpu_gaps"]
+    assert with_plugin["seams off"].split(", ") == ["cpu_shims"]
     assert with_plugin["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
     assert with_plugin["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
     assert with_plugin["fingerprint"] == "True"
@@ -187,13 +187,13 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
     assert asked["fingerprint"] == "True"
     assert without["linear unquantized"] == "vllm.model_executor.layers.utils.default_unquantized_gemm"
     assert asked["linear unquantized"].startswith("vllm_rocm_ops.vllm.linear.unquantized_linear.")
-    for kind, (ours, stock, takes) in {
+    for kind, (ours, baseline, takes) in {
         "static": ("Scaled", "CutlassFP8ScaledMMLinearKernel", "kFp8StaticTensorSym"),
         "per token": ("Scaled", "CutlassFP8ScaledMMLinearKernel", "kFp8DynamicTokenSym"),
         "block": ("BlockScaled", "CutlassFp8BlockScaledMMKernel", "kFp8Dynamic128Sym"),
     }.items():
-        assert without[f"linear {kind}"].startswith(stock)
-        assert asked[f"linear {kind}"] == f"RocmOps{ours}Linear holds {stock} takes {takes}"
+        assert without[f"linear {kind}"].startswith(baseline)
+        assert asked[f"linear {kind}"] == f"RocmOps{ours}Linear holds {baseline} takes {takes}"
     for kind, name in {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "bf16": "Unquantized"}.items():
         assert asked[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
     for what in ("attention, named triton", "latent attention, named triton"):
@@ -214,9 +214,9 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
     taken = {"static": "kFp8StaticTensorSym", "block": "kFp8Dynamic128Sym"}
     taken |= dict.fromkeys(("per token", "fbgemm"), "kFp8DynamicTokenSym")
     for kind, name in ours.items():
-        stock = without[f"linear {kind}"].split()[0]
+        baseline = without[f"linear {kind}"].split()[0]
         takes = taken.get(kind, "no quantized input")
-        assert with_plugin[f"linear {kind}"] == f"RocmOps{name}Linear holds {stock} takes {takes}"
+        assert with_plugin[f"linear {kind}"] == f"RocmOps{name}Linear holds {baseline} takes {takes}"
     if arch == "gfx942":
         assert with_plugin["linear mxfp8"] == without["linear mxfp8"]
     assert with_plugin["linear unquantized"].startswith("vllm_rocm_ops.vllm.linear.unquantized_linear.")
@@ -243,8 +243,8 @@ def test_experts_are_ours(selected, release, arch, aiter):
         holds = f"RocmOps{kinds[kind]}Experts holds TritonExperts as TRITON"
         assert aiter == "1" or with_plugin[f"experts {kind}, custom routing"] == holds
         assert with_plugin[f"experts {kind}, named triton"] == "TritonExperts as TRITON"
-    stock = without["experts mxfp8"]
-    assert with_plugin["experts mxfp8"] == (f"RocmOpsMxfp8Experts holds {stock}" if arch == "gfx950" else stock)
+    baseline = without["experts mxfp8"]
+    assert with_plugin["experts mxfp8"] == (f"RocmOpsMxfp8Experts holds {baseline}" if arch == "gfx950" else baseline)
 
 
 @pytest.mark.parametrize("release", ASKED)

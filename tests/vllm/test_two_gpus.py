@@ -61,7 +61,7 @@ MEASURED = (
     {"tensor": ["tensor"], "expert": ["expert"], "data": ["data-0", "data-1"]} if ON_GPU else {"tensor": ["tensor"]}
 )
 """By tables, the runs that share them."""
-STOCK = {"tensor": "tensor-without", "tensor-unmeasured": "tensor-without"} | (
+BASELINE = {"tensor": "tensor-without", "tensor-unmeasured": "tensor-without"} | (
     {"expert": "expert-without"} if ON_GPU else {}
 )
 
@@ -154,10 +154,10 @@ def models(engines) -> dict[str, plain.Model]:
 def test_tokens(answers, models, name):
     """They are equal without the plugin, except for experts on a GPU, and likely for the plain model."""
     answer, far = answers(name), []
-    if name in STOCK:
-        assert answers(STOCK[name])["stats"] == {}
+    if name in BASELINE:
+        assert answers(BASELINE[name])["stats"] == {}
         rounds_alike = not ON_GPU or RUNS[name][0] is LLAMA  # the baseline's experts on a GPU are other kernels
-        assert answer["tokens"] == answers(STOCK[name])["tokens"] or not rounds_alike
+        assert answer["tokens"] == answers(BASELINE[name])["tokens"] or not rounds_alike
     assert len(answer["tokens"]) == len(answer["prompts"])
     for prompt, tokens, logprobs in zip(answer["prompts"], answer["tokens"], answer["logprobs"]):
         assert len(tokens) == STEPS

@@ -21,9 +21,9 @@ from vllm_rocm_ops.core.tensors import row_stride, rows_of
 from vllm_rocm_ops.ops.families import rowwise
 
 RANKS = range(2, 9)
-MOST_RANKS = RANKS[-1]
+MAX_RANKS = RANKS[-1]
 HEADER_BYTES = 128  # per inbox
-BUFFERS, SLOTS = 2, MOST_RANKS + 1  # per inbox: one slot per rank, and one for its owner's blocks
+BUFFERS, SLOTS = 2, MAX_RANKS + 1  # per inbox: one slot per rank, and one for its owner's blocks
 WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two 16-bit values and its epoch
 CAPACITY = 128 * 1024 // 2 // VALUES_IN_WORD
 """Words per call: 128 KiB of values are 256 KiB per link, 5.5 us on MI300X (48 GB/s, one direction). Twice the capacity would take as
@@ -74,7 +74,7 @@ class Group:
 
     def args(self) -> dict[str, object]:
         """Return the kernel arguments that describe the group."""
-        inboxes = {f"inbox{rank}": None for rank in range(MOST_RANKS)}
+        inboxes = {f"inbox{rank}": None for rank in range(MAX_RANKS)}
         inboxes |= {f"inbox{rank}": Address(address) for rank, address in enumerate(self.inboxes)}
         return {
             **inboxes,
@@ -108,7 +108,7 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
         yield "input is bfloat16 or float16", a.input.dtype in rowwise.ELEMENTS
     else:
         yield f"{op.name} is one of {', '.join(MODULES)}", op.name in MODULES
-        yield from op.envelope(a, arch)
+        yield from op.can_implement(a, arch)
     hidden, rows = a.input.shape[-1], rows_of(a.input)
     yield "input's rows have one stride", row_stride(a.input) is not None
     tensors = (a.input, getattr(a, "residual", None), getattr(a, "weight", None))

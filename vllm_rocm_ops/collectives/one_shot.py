@@ -33,7 +33,7 @@ from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.stats import FALLBACK
 from vllm_rocm_ops.core.tensors import rows_of
 
-MOST_SECONDS = (2**32 - 1) // 10**6
+MAX_SECONDS = (2**32 - 1) // 10**6
 REMEMBERED_SIGNATURES = 1024
 ADVICE = "All ranks must make the same calls of an all-reduce"
 
@@ -213,8 +213,8 @@ def limit_us(seconds: float | None) -> int:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 0 < found <= MOST_SECONDS:
+    if not 0 < found <= MAX_SECONDS:
         raise ValueError(
-            f"VLLM_ROCM_OPS_ALL_REDUCE_LIMIT must be above 0 and at most {MOST_SECONDS} seconds, got {text}"
+            f"VLLM_ROCM_OPS_ALL_REDUCE_LIMIT must be above 0 and at most {MAX_SECONDS} seconds, got {text}"
         )
     return max(1, round(found * 1e6))

@@ -69,7 +69,7 @@ def _boot() -> str:
 
 def _check_ranks(ranks: int) -> None:
     if ranks not in launches.RANKS:
-        raise ValueError(f"all_reduce: ranks must be {launches.RANKS[0]} to {launches.MOST_RANKS}, got {ranks}")
+        raise ValueError(f"all_reduce: ranks must be {launches.RANKS[0]} to {launches.MAX_RANKS}, got {ranks}")
 
 
 def create(

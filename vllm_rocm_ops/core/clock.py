@@ -15,7 +15,7 @@ from vllm_rocm_ops.core.arch import Arch
 
 ROUNDS = 15
 COLD_BYTES = 640_000_000  # more than twice the largest last-level cache, 256 MB on MI300X and MI355X
-MOST_CALLS = 64  # per graph
+MAX_CALLS = 64  # per graph
 
 
 class Clock(Protocol):
@@ -72,8 +72,8 @@ def measure(graphs: dict, calls: int) -> dict[object, float]:
 
 
 def calls_of_graph(bytes_of_call: int) -> int:
-    """Return the calls whose inputs exceed the last-level cache, between 4 and `MOST_CALLS`."""
-    return min(max(math.ceil(COLD_BYTES / max(bytes_of_call, 1)), 4), MOST_CALLS)
+    """Return the calls whose inputs exceed the last-level cache, between 4 and `MAX_CALLS`."""
+    return min(max(math.ceil(COLD_BYTES / max(bytes_of_call, 1)), 4), MAX_CALLS)
 
 
 class GpuClock:

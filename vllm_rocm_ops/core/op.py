@@ -6,7 +6,7 @@ float64, the oracle of its tests. An `Op` adds the functions that run kernels:
     contract(a)             yields (argument, wanted, got, holds): rules for callers, else ValueError; all tensors must also be on
                             one device
     allocate(a)             returns the outputs, unwritten, or None; also the fake (meta) implementation
-    envelope(a, arch)       yields (rule, holds): requirements of the kernels; if one fails, the reference runs and reports why
+    can_implement(a, arch)  yields (rule, holds): requirements of the kernels; if one fails, the reference runs and reports why
     configs(a, arch)        returns all configurations that fit
     cost(config, a, arch)   returns the predicted microseconds by term
     default(a, arch)        returns the configuration to use, unless a tuned table <arch>/<op>.csv, the user's or a shipped one, has a
@@ -87,14 +87,14 @@ class Op:
         writes: Arguments that receive a result in place of a returned tensor, and share no memory with others.
         inexact: Those of `mutates` that receive results, with the tolerance of returned ones; the others match the
             reference bit for bit.
-        peer: PyTorch's own function for the op's arguments, a baseline to time; the reference by default.
+        baseline: PyTorch's own function for the op's arguments, a baseline to time; the reference by default.
         native: A faster equivalent of the reference on a GPU, which a caller may set.
     """
 
     reference: Callable
     allocate: Callable
     contract: Callable
-    envelope: Callable
+    can_implement: Callable
     configs: Callable
     plan: Callable
     problem: Callable
@@ -105,7 +105,7 @@ class Op:
     sums: bool = False
     writes: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
-    peer: Callable | None = None
+    baseline: Callable | None = None
     native: Callable | None = None
     name: str = field(init=False)
 
@@ -182,7 +182,7 @@ class Op:
         row = self.tuned_row(a, arch)
         return row and row.config
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Invalidate cached decisions."""
         self._executions.clear()
 
@@ -190,12 +190,12 @@ class Op:
     def running(self, config) -> Iterator[None]:
         """Run supported calls with this configuration, whatever tables and default say."""
         self.tuned = lambda a, arch: config
-        self.forget()
+        self.invalidate()
         try:
             yield
         finally:
             del self.tuned
-            self.forget()
+            self.invalidate()
 
     def considered(self, a, arch: Arch) -> tuple[tuple[object, dict[str, float]], ...]:
         """Return all configurations with their costs, cheapest first; empty without a cost model."""
@@ -216,7 +216,7 @@ class Op:
             return fallback("switched off by VLLM_ROCM_OPS_DISABLE")
         if arch is None:
             return fallback(NO_GPU)
-        rules = list(self.envelope(a, arch))
+        rules = list(self.can_implement(a, arch))
         broken = [rule for rule, holds in rules if not holds]
         if broken:
             return fallback("the kernels require that " + "; ".join(broken), rules)
@@ -353,11 +353,11 @@ class Op:
         return f"To run without its kernels, set VLLM_ROCM_OPS_DISABLE={self.name}"
 
 
-def forget_tables() -> None:
+def invalidate_tables() -> None:
     """Reload changed tables, for known signatures too."""
     tables.table.cache_clear()
     for op in registered():
-        op.forget()
+        op.invalidate()
 
 
 def registered() -> Iterator[Op]:

@@ -16,7 +16,7 @@ from vllm_rocm_ops.core import launch as launches
 
 from . import errors
 from .counters import Counters, Traffic
-from .memory import MOST_BYTES, Space, span_of
+from .memory import MAX_BYTES, Space, span_of
 from .objects import CodeObject, KernelObject
 from .program import Program
 from .scheduler import Scheduler
@@ -110,9 +110,9 @@ class Emulator:
             raise errors.LaunchError(f"{launch.symbol}: grid must be positive, got {launch.grid}")
         for name, tensor in tensors_of(launch):
             start, end = span_of(tensor)
-            if end - start > MOST_BYTES:
+            if end - start > MAX_BYTES:
                 raise errors.LaunchError(
-                    f"{launch.symbol}: argument {name} must be at most {MOST_BYTES} bytes, got {end - start}"
+                    f"{launch.symbol}: argument {name} must be at most {MAX_BYTES} bytes, got {end - start}"
                 )
         return program
 

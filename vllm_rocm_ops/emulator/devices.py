@@ -20,7 +20,7 @@ from .program import Program
 from .scheduler import Scheduler
 from .words import Fabric, Words
 
-MOST = 8
+MAX = 8
 _DELAYS = (1, 8, 64, 512)  # maximum turns until a schedule's stores are visible
 _STORES_PAUSE = (0.0, 0.0, 0.1, 0.5)  # probability that others run while a store is in flight
 _SPREADS = (0.0, 1.0, 3.0)  # of the logarithm of the devices' speeds
@@ -60,8 +60,8 @@ class Devices:
     def __init__(
         self, arch_name: str, count: int = 1, seed: int = 0, patience: int = 20_000, turns: int = 10_000, **options
     ):
-        if not 1 <= count <= MOST:
-            raise ValueError(f"devices must be 1 to {MOST}, got {count}")
+        if not 1 <= count <= MAX:
+            raise ValueError(f"devices must be 1 to {MAX}, got {count}")
         self.emulator, self.count, self.seed = Emulator(arch_name, **options), count, seed
         self.patience, self.turns = patience, turns
         self.arch = self.emulator.arch
@@ -99,7 +99,7 @@ class _Run:
             raise errors.LaunchError("concurrent launches must be of one code object")
         self.space = self._space(devices, queues, queued, uninitialised)
         self.waves = sum(waves_of(one.launch) for one in queued)
-        self.most_turns = devices.turns * self.waves
+        self.max_turns = devices.turns * self.waves
         self.room = [[1.0] for _ in range(devices.count)]
         spread, pause = self.random.choice(_SPREADS), self.random.choice(_PAUSES)
         speeds = [np.exp(spread * self.random.gauss(0, 1)) for _ in range(devices.count)]
@@ -134,7 +134,7 @@ class _Run:
     def run(self) -> list[Counters]:
         """Run turns until all launches have ended."""
         held, fabric = self.space.coherence.stores_held, self.fabric
-        for _ in range(self.most_turns):  # counts turns without a runnable wave, too
+        for _ in range(self.max_turns):  # counts turns without a runnable wave, too
             for words in held:
                 if words.settle():
                     self.space.changes += 1
@@ -158,7 +158,7 @@ class _Run:
                 self.is_forced, self.changed_at = True, self.steps
             else:
                 return self.counted
-        raise self._deadlock(f"the launches have not ended after {self.most_turns} turns")
+        raise self._deadlock(f"the launches have not ended after {self.max_turns} turns")
 
     def _able(self, running: list[int]) -> list[int]:
         """Return the queues with awake waves; in a lazy schedule, those that slept only if no other exists."""

@@ -14,7 +14,7 @@ from .coherence import AGENT, SYSTEM, Coherence
 from .errors import Misaligned, OutOfBounds, StaleRead, Uninitialised
 
 SLOT = 36  # log2 of the distance between regions
-MOST_BYTES = (1 << SLOT) - 0x1000  # per tensor, whose offset in its slot is its offset in its page
+MAX_BYTES = (1 << SLOT) - 0x1000  # per tensor, whose offset in its slot is its offset in its page
 _WATCHED = 1 << 24  # maximum bytes of regions whose readers are recorded
 WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _least, _most, _any_bits = np.minimum.reduce, np.maximum.reduce, np.bitwise_or.reduce

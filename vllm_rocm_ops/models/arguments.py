@@ -116,10 +116,10 @@ def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: f
     return x, weight, epsilon, *(rest or [None])
 
 
-def latent_norms(
+def mla_norms(
     tokens: int, inputs: Inputs, latents: tuple[int, int], rope: int, quantization: str, epsilon: float
 ) -> tuple:
-    """Return arguments of `latent_norm_rope_and_cache`, optionally without a query latent; one page per token."""
+    """Return arguments of `mla_norm_rope_and_cache`, optionally without a query latent; one page per token."""
     q, kv = latents
     weights = [inputs.values(size) if size else None for size in latents]
     groups = {TOKEN: 1, BLOCKS: -(-q // BLOCK)}.get(quantization)
@@ -281,9 +281,7 @@ def _caches(pages: int, inputs: Inputs, kv_heads: int, size: int, native: bool) 
     return tuple(inputs.values(pages, *shape) for shape in shapes)
 
 
-def latent_attention(
-    tokens: int, inputs: Inputs, heads: int, latent: int, rope: int, size: int, positions: int
-) -> tuple:
+def mla_attention(tokens: int, inputs: Inputs, heads: int, latent: int, rope: int, size: int, positions: int) -> tuple:
     """Return arguments of `mla_decode`."""
     places, width = _pages(tokens, inputs, positions)
     queries = inputs.values(tokens, heads, latent), inputs.values(tokens, heads, rope)

@@ -57,7 +57,7 @@ def one_front(q: LayerCall | None, kv: LayerCall, rope: int) -> LayerCall | None
         return None
     layer = " + ".join([*([q.layer] if q else []), kv.layer, CACHE_WRITE])
     parameters = (q.parameters[0] if q else 0, size), rope, kind, epsilon
-    op, arguments = ops.latent_norm_rope_and_cache, model_arguments.latent_norms
+    op, arguments = ops.mla_norm_rope_and_cache, model_arguments.mla_norms
     return LayerCall(layer, op, arguments, parameters, kv.dtype, kv.count)
 
 

@@ -23,7 +23,7 @@ from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.models.config import BLOCKS, INT8, INT8_STATIC, MX, STATIC, TOKEN, UNQUANTIZED
 
 VOCABULARY_UNIT = 64  # vLLM pads the vocabulary to a multiple
-MOST_LAYERS, MOST_SIZE = 4096, 2**20
+MAX_LAYERS, MAX_SIZE = 4096, 2**20
 POSITIONS = 8192  # default of max_position_embeddings
 ATTENTION = ops.paged_attention_decode, ops.mla_decode
 """Decode attention ops, which vLLM calls if they were measured to be faster at every sequence length."""
@@ -110,9 +110,7 @@ def attention(config: dict, tp: int = 1, native: bool = True) -> LayerCall:
     if "kv_lora_rank" in config:
         rope = model["qk_rope_head_dim"]
         sizes = heads, model["kv_lora_rank"], rope, model["qk_nope_head_dim"] + rope, positions
-        return LayerCall(
-            "attention", ops.mla_decode, model_arguments.latent_attention, sizes, model.dtype, model.layers
-        )
+        return LayerCall("attention", ops.mla_decode, model_arguments.mla_attention, sizes, model.dtype, model.layers)
     sizes = heads, *_kv_heads(model), positions, native
     op = ops.paged_attention_decode
     return LayerCall("attention", op, model_arguments.heads_attention, sizes, model.dtype, model.layers)
@@ -135,7 +133,7 @@ class _Model:
     def __init__(self, config: dict, tp: int, ep: int | None):
         self.config, self.tp, self.ep = config, tp, tp if ep == 0 else ep
         self.hidden = self["hidden_size"]
-        self.layers = self.size("num_hidden_layers", most=MOST_LAYERS)
+        self.layers = self.size("num_hidden_layers", most=MAX_LAYERS)
         name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         self.dtype = torch.float16 if name == "float16" else torch.bfloat16
         self._quantization, self._ignored = model_config.quantization(
@@ -145,7 +143,7 @@ class _Model:
     def __getitem__(self, key: str) -> int:
         return self.size(key)
 
-    def size(self, key: str, least: int = 1, most: int = MOST_SIZE, default: int | None = None) -> int:
+    def size(self, key: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
         """Return an integer of the configuration within bounds. A default replaces one that is missing or null."""
         size = self.config[key] if default is None else self.config.get(key)
         if size is None and default is not None:
@@ -157,8 +155,8 @@ class _Model:
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number of the configuration."""
         number = self.config[key] if default is None else self.config.get(key, default)
-        if type(number) not in (int, float) or not 0 <= number < MOST_SIZE:
-            raise ValueError(f"{key} must be a number from 0 to {MOST_SIZE}, got {model_config.shown(number)}")
+        if type(number) not in (int, float) or not 0 <= number < MAX_SIZE:
+            raise ValueError(f"{key} must be a number from 0 to {MAX_SIZE}, got {model_config.shown(number)}")
         return float(number)
 
     def part(self, key: str, unit: int = 1) -> int:

@@ -6,9 +6,9 @@ from vllm_rocm_ops.ops.dequantize_int4 import *
 from vllm_rocm_ops.ops.flash_attention import *
 from vllm_rocm_ops.ops.fused_experts import *
 from vllm_rocm_ops.ops.gemm import *
-from vllm_rocm_ops.ops.latent_norm_rope_and_cache import *
 from vllm_rocm_ops.ops.layer_norm import *
 from vllm_rocm_ops.ops.mla_decode import *
+from vllm_rocm_ops.ops.mla_norm_rope_and_cache import *
 from vllm_rocm_ops.ops.moe_routing import *
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import *
 from vllm_rocm_ops.ops.paged_attention_decode import *

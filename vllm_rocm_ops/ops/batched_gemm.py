@@ -60,7 +60,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "out", "without overlapping elements", describe(a.out), not overlaps_itself(a.out)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     rows, heads, k = a.x.shape
     n, strides = a.weights.shape[2], a.weights.stride()
     yield "x is bfloat16 or float16", a.x.dtype in attention.ELEMENTS
@@ -75,10 +75,10 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         yield f"K is a multiple of {attention.VECTOR}", k % attention.VECTOR == 0
         yield f"N is a multiple of {ROWS}", n % ROWS == 0
         steps = (strides[0], strides[2])
-    yield attention.heads_envelope("x", a.x)
+    yield attention.can_implement_heads("x", a.x)
     yield "weights and their strides are 16-byte aligned", _on_vectors(a.weights, *steps)
     if a.out is not None:
-        yield attention.heads_envelope("out", a.out)
+        yield attention.can_implement_heads("out", a.out)
         yield "out's row stride is at least N", rows < 2 or a.out.stride(0) >= n
     reach = (rows * a.x.stride(0), k * strides[1], n * strides[2], rows * _row_step(a))
     yield "a head's tensors span less than 1 GB", all(0 <= step < 2**29 for step in reach)
@@ -129,7 +129,7 @@ def _plan(config: BatchedConfig, outputs: Tensor, a, arch: Arch) -> list[Launch]
         "out_head_stride": (n if a.out is None else a.out.stride(1)) * size,
     }
     tokens = next(tokens for tokens in TOKENS if tokens >= rows)
-    symbol = f"batched_gemm_{attention.ELEMENTS[a.x.dtype]}_{'transposed' if is_transposed else 'narrow'}_{tokens}"
+    symbol = f"batched_gemm_{attention.ELEMENTS[a.x.dtype]}_{'transposed' if is_transposed else 'wave_splitk'}_{tokens}"
     threads = WAVES * arch.wave_lanes
     return [Launch("batched_gemm", symbol, (heads, config.blocks, 1), (threads, 1, 1), fields("problem", args))]
 
@@ -144,7 +144,7 @@ def _problem(a) -> dict[str, object]:
     return {"m": a.x.shape[0], "heads": heads, "n": n, "k": k, "side_by_side": "n" if _is_transposed(a) else "k"}
 
 
-def _peer(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+def _baseline(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
     """Run torch.bmm, with the result where vLLM stores it."""
     found = x.new_empty((*x.shape[:2], weights.shape[2])) if out is None else out
     torch.bmm(x.transpose(0, 1), weights, out=found.transpose(0, 1))
@@ -192,14 +192,14 @@ def _cases() -> Iterator[Case]:
 @functools.partial(
     Op,
     contract=_contract,
-    envelope=_envelope,
+    can_implement=_can_implement,
     allocate=_allocate,
     writes=("out",),
     configs=_configs,
     cost=_cost,
     plan=_plan,
     problem=_problem,
-    peer=_peer,
+    baseline=_baseline,
     cases=_cases,
     sums=True,
 )
@@ -220,5 +220,5 @@ def batched_gemm(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tenso
     Source:
         torch.bmm in vLLM's MLA backends.
     """
-    found = _peer(x, weights, out)
+    found = _baseline(x, weights, out)
     return found if out is None else found.new_empty(0)

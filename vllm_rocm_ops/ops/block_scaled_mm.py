@@ -37,16 +37,16 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "out_dtype", "bfloat16, float16 or float32", str(a.out_dtype), a.out_dtype in gemm.OUT_TYPES
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"a is {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.a.dtype == arch.fp8_dtype
     yield "scale_b is contiguous along K", a.scale_b.stride(1) == 1 or a.scale_b.shape[1] == 1
     yield "scale_b's row stride is below 2^31 elements", a.scale_b.stride(0) < 2**31
     reach = sum((size - 1) * stride for size, stride in zip(a.scale_a.shape, a.scale_a.stride()))
     yield "scale_a spans fewer than 2^29 elements", reach < 2**29
     operands = _operands(a)
-    yield from gemm.envelope(*operands)
+    yield from gemm.can_implement(*operands)
     if tiled.is_for(operands[0]):
-        yield from tiled.envelope(*operands)
+        yield from tiled.can_implement(*operands)
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
@@ -161,7 +161,7 @@ def _op(reference) -> Op:
         reference,
         allocate=lambda a: a.a.new_empty((a.a.shape[0], gemm.weight(a.b).rows), dtype=a.out_dtype),
         contract=_contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         cost=_cost,
         plan=_plan,

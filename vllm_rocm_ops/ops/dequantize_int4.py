@@ -47,7 +47,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "dtype", "bfloat16 or float16", str(a.dtype), a.dtype in ELEMENTS
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     lies = row_stride(a.quantized) is not None and a.quantized.stride(-1) == 1
     yield "quantized's rows have one stride and contiguous words", lies
     yield "there are fewer than 2^31 words", rows_of(a.quantized) * _words(a) < 2**31
@@ -113,7 +113,7 @@ def _cases() -> Iterator[Case]:
 @functools.partial(
     Op,
     contract=_contract,
-    envelope=_envelope,
+    can_implement=_can_implement,
     allocate=lambda a: a.quantized.new_empty((*a.quantized.shape[:-1], IN_WORD * _words(a)), dtype=a.dtype),
     configs=lambda a, arch: [DequantizeConfig(threads=256)],
     default=lambda a, arch: DequantizeConfig(threads=256),

@@ -107,7 +107,7 @@ def _problem(a) -> dict[str, object]:
     }
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     sizes, kinds = Sizes.of(a), (torch.int8, arch.fp8_dtype)
     yield (
         f"q is bfloat16, float16, int8 or {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
@@ -127,7 +127,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _configs(a, arch: Arch) -> list[flash.FlashConfig]:
-    return flash.configs(a, arch) if all(holds for _, holds in _envelope(a, arch)) else []
+    return flash.configs(a, arch) if all(holds for _, holds in _can_implement(a, arch)) else []
 
 
 # Cases
@@ -270,7 +270,7 @@ def _cases() -> Iterator[Case]:
 @functools.partial(
     Op,
     contract=_contract,
-    envelope=_envelope,
+    can_implement=_can_implement,
     allocate=flash.allocate,
     configs=_configs,
     default=lambda a, arch: flash.FlashConfig("each"),

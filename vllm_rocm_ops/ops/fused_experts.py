@@ -71,7 +71,7 @@ def _can_stream(a, arch: Arch) -> bool:
     return a.w1.dtype not in BYTES and not a.weight_only and streamed.takes(a, arch)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
     known = E5M2.get(a.w1.dtype, a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
     yield f"{arch.name} supports the weights' dtype", known
@@ -94,13 +94,13 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
     if scheme(a.w1, a.w1_scale) == "mx":
         yield f"{arch.name} has block-scaled matrix instructions", arch.block_scales
-        most = f"M is at most {streamed.MOST_TOKENS}, slots {streamed.MOST_SLOTS}, M * slots * (I / {streamed.GATE_UP_ROWS})^2"
+        most = f"M is at most {streamed.MAX_TOKENS}, slots {streamed.MAX_SLOTS}, M * slots * (I / {streamed.GATE_UP_ROWS})^2"
         yield (
             f"with a scale per 32 along K, {most} is below 2^31, and lists of pairs and experts fit LDS",
             streamed.takes(a, arch),
         )
     elif not _can_stream(a, arch):
-        yield from tiled.envelope(a, arch)
+        yield from tiled.can_implement(a, arch)
 
 
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
@@ -108,7 +108,7 @@ def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
         return []
     is_mx = scheme(a.w1, a.w1_scale) == "mx"
     can_stream = (arch.block_scales or not is_mx) and _can_stream(a, arch)
-    can_tile = not is_mx and all(holds for _, holds in tiled.envelope(a, arch))
+    can_tile = not is_mx and all(holds for _, holds in tiled.can_implement(a, arch))
     tiles = can_tile and (not can_stream or a.hidden.shape[0] >= TILED_FROM)
     return (streamed.configs(a, arch) if can_stream else []) + (tiled.configs(a, arch) if tiles else [])
 
@@ -264,7 +264,7 @@ def _op(reference) -> Op:
         reference,
         allocate=lambda a: a.hidden.new_empty(a.hidden.shape, dtype=a.out_dtype),
         contract=contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         cost=lambda config, a, arch: _kernels(config).cost(config, a, arch),
         plan=lambda config, out, a, arch: _kernels(config).launches(config, out, a, arch),

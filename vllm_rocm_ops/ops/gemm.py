@@ -94,11 +94,11 @@ def _is_skinny(a, kind: str) -> bool:
     return (
         kind == "int8"
         and plain
-        and a.a.shape[0] <= skinny.MOST_TOKENS
+        and a.a.shape[0] <= skinny.MAX_TOKENS
         and a.scale_a is not None
         and a.scale_b is not None
         and (not a.block_scales or a.scale_b.stride(0) == 1 or a.scale_b.shape[0] == 1)
-        and all(holds for _, holds in products.envelope(*_skinny_operands(a)))
+        and all(holds for _, holds in products.can_implement(*_skinny_operands(a)))
     )
 
 
@@ -131,14 +131,14 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "activation", " or ".join(SLOPES), str(a.activation), a.activation in SLOPES
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     for name, dtype in (("a", a.a.dtype), ("b", a.b.dtype)):
         yield f"{name} is not float32, which torch multiplies", dtype != torch.float32
         yield f"{arch.name} supports {name}'s dtype ({', '.join(_types(arch).values())})", dtype in _types(arch)
     yield "a and b are not bfloat16 with float16", {a.a.dtype, a.b.dtype} != set(HALVES)
     rest = [t for t in (a.scale_a, a.scale_b, a.bias) if t is not None]
     if a.block_scales:
-        yield from gemm_blocks.envelope(a)
+        yield from gemm_blocks.can_implement(a)
         rest = rest[2:]
     yield "row scales and bias are contiguous", all(t.is_contiguous() for t in rest)
     m, n, k = _sizes(a)
@@ -155,7 +155,7 @@ def _sizes(a) -> tuple[int, int, int]:
 
 
 def _configs(a, arch: Arch) -> list:
-    if not all(holds for _, holds in _envelope(a, arch)):
+    if not all(holds for _, holds in _can_implement(a, arch)):
         return []
     kind, size = _multiplied(a, arch)
     operands = _operands(a, size)
@@ -295,14 +295,14 @@ def _op(reference) -> Op:
         reference,
         allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype),
         contract=_contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         cost=_cost,
         plan=_plan,
         problem=_problem,
         cases=gemm_cases.cases,
         sums=True,
-        peer=_torch,
+        baseline=_torch,
     )
 
 

@@ -68,7 +68,7 @@ def _plan(name: str, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     return [Launch("layer_norm", symbol, (rows, 1, 1), (config.threads, 1, 1), args)]
 
 
-def _op(reference: Callable, peer: Callable | None = None, mx: bool = False) -> Op:
+def _op(reference: Callable, baseline: Callable | None = None, mx: bool = False) -> Op:
     make = rowwise.Cases(reference, 1, COLUMNS, MX_BLOCK if mx else 1)
 
     def cases() -> Iterator[Case]:
@@ -80,21 +80,21 @@ def _op(reference: Callable, peer: Callable | None = None, mx: bool = False) -> 
         reference,
         allocate=lambda a: rowwise.allocate(a, _hidden(a), mx),
         contract=lambda a: rowwise.contract(a, 1, COLUMNS, MX_BLOCK if mx else 1),
-        envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), COLUMNS),
+        can_implement=lambda a, arch: rowwise.can_implement(a, arch, _hidden(a), COLUMNS),
         configs=_configs,
         default=lambda a, arch: rowwise.default(a, _configs(a, arch), mx),
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: rowwise.problem(a, _hidden(a)),
         cases=cases,
-        peer=peer,
+        baseline=baseline,
     )
 
 
-def _peer(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+def _baseline(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     return torch.nn.functional.layer_norm(input, input.shape[-1:], weight, bias, epsilon)
 
 
-@functools.partial(_op, peer=_peer)
+@functools.partial(_op, baseline=_baseline)
 def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """Apply LayerNorm over the last dimension.
 

@@ -21,10 +21,10 @@ from vllm_rocm_ops.ops.families.decode import DecodeConfig
 __all__ = ["mla_decode"]
 
 LATENT, ROPE = 512, 64  # elements per key
-STEP, LEAST_STEPS = 32, 2  # keys per iteration of a block, and the fewest iterations per split
+STEP, MIN_STEPS = 32, 2  # keys per iteration of a block, and the fewest iterations per split
 WAVES = 8
-COUNTED_PARTS = 8  # splits of 16 columns that the last block combines; more are combined by a second launch
-LEAST_STEPS_IN_LDS = 4  # per split of two times 64 keys
+COUNTED_SPLITS = 8  # splits of 16 columns that the last block combines; more are combined by a second launch
+MIN_STEPS_IN_LDS = 4  # per split of two times 64 keys
 RAGGED_SHARE = 0.1  # extra time of the longest of unequal lengths over their mean
 PANEL = 64  # elements per row of an LDS panel, and keys
 EVEN_COMBINE_BLOCKS = 528  # that combine even splits: all resident on 132 units
@@ -35,7 +35,7 @@ EVEN_KEYS = 128  # per iteration of even splits
 class MlaConfig(DecodeConfig):
     """Keys stream through registers, or with `in_lds` through LDS.
 
-    LDS serves more than 32 columns on AMD, and any keys that need no conversion on NVIDIA. With `even`, `parts` counts the splits
+    LDS serves more than 32 columns on AMD, and any keys that need no conversion on NVIDIA. With `even`, `num_kv_splits` counts the splits
     of the whole batch, all of one length; a split may have keys of several requests.
     """
 
@@ -62,20 +62,20 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield decode.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
     yield from decode.requests_contract(a, "q_nope", a.q_nope)
     yield from attention.scale_contract("kv_scale", a.kv_scale)
-    yield decode.partition_contract(a)
+    yield decode.fixed_split_size_contract(a)
     yield from decode.out_contract(a, a.q_nope)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     layout = _layout(a)
     yield "q_nope is bfloat16 or float16", a.q_nope.dtype in attention.ELEMENTS
     sizes = (a.q_nope.shape[2], a.q_pe.shape[2])
     yield f"the latent has {LATENT} elements and the RoPE part {ROPE}", sizes == (LATENT, ROPE)
-    yield from attention.cache_envelope(layout, a.q_nope.dtype, arch)
-    yield attention.heads_envelope("q_nope", a.q_nope)
-    yield attention.heads_envelope("q_pe", a.q_pe)
-    yield from decode.out_envelope(a, LATENT, arch)
-    yield from decode.requests_envelope(a, layout, 2**13)
+    yield from attention.can_implement_cache(layout, a.q_nope.dtype, arch)
+    yield attention.can_implement_heads("q_nope", a.q_nope)
+    yield attention.can_implement_heads("q_pe", a.q_pe)
+    yield from decode.can_implement_out(a, LATENT, arch)
+    yield from decode.can_implement_requests(a, layout, 2**13)
     yield "there are fewer than 2^31 blocks per split", _blocks(a, arch, False) < 2**31
 
 
@@ -85,42 +85,42 @@ def _tiles(a, arch: Arch, in_lds: bool) -> int:
 
 
 def _needed_tiles(a) -> int:
-    return -(-a.query_len * a.q_nope.shape[1] // decode.COLUMNS)
+    return -(-a.query_len * a.q_nope.shape[1] // decode.PACKED_ROWS)
 
 
 def _blocks(a, arch: Arch, in_lds: bool) -> int:
     """Return the blocks per split."""
-    columns = decode.COLUMNS * _tiles(a, arch, in_lds)
-    return a.block_table.shape[0] * decode.column_tiles(a, a.q_nope, _layout(a), columns)
+    packed_rows = decode.PACKED_ROWS * _tiles(a, arch, in_lds)
+    return a.block_table.shape[0] * decode.packed_row_tiles(a, a.q_nope, _layout(a), packed_rows)
 
 
-def _lds_bytes(columns: int) -> int:
+def _lds_bytes(packed_rows: int) -> int:
     """Return the LDS bytes of csrc/attention/nvidia/mla_in_lds.h: keys of two iterations, a query, and softmax state."""
-    consumers = 1 if columns == 64 else 2
-    rows = 2 * PANEL * (LATENT + ROPE) + columns * (LATENT + ROPE + consumers * PANEL)
-    return 2 * rows + 16 * consumers * columns + 4 * columns
+    consumers = 1 if packed_rows == 64 else 2
+    rows = 2 * PANEL * (LATENT + ROPE) + packed_rows * (LATENT + ROPE + consumers * PANEL)
+    return 2 * rows + 16 * consumers * packed_rows + 4 * packed_rows
 
 
 def _configs(a, arch: Arch) -> list[MlaConfig]:
     if (a.q_nope.shape[2], a.q_pe.shape[2]) != (LATENT, ROPE):
         return []
     # A fixed split size allows one kind of kernel, whatever else is in the batch.
-    can_be_in_lds = arch.vendor == "nvidia" and not attention.is_quantized(a.kv_cache) and not a.partition
+    can_be_in_lds = arch.vendor == "nvidia" and not attention.is_quantized(a.kv_cache) and not a.fixed_split_size
     if arch.vendor == "amd":
-        kinds = {_needed_tiles(a) > 2: LEAST_STEPS}
+        kinds = {_needed_tiles(a) > 2: MIN_STEPS}
     else:
-        kinds = {False: LEAST_STEPS} | ({True: LEAST_STEPS_IN_LDS} if can_be_in_lds else {})
+        kinds = {False: MIN_STEPS} | ({True: MIN_STEPS_IN_LDS} if can_be_in_lds else {})
     found = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
     configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
     blocks, keys = _blocks(a, arch, True), decode.capacity(a, _layout(a))
     if can_be_in_lds and 0 < blocks * (keys + EVEN_KEYS) < 2**31:
-        parts = arch.compute_units // blocks * blocks  # with equal lengths a split has keys of one request
-        configs.append(MlaConfig(parts or arch.compute_units, LEAST_STEPS_IN_LDS, in_lds=True, even=True))
+        splits = arch.compute_units // blocks * blocks  # with equal lengths a split has keys of one request
+        configs.append(MlaConfig(splits or arch.compute_units, MIN_STEPS_IN_LDS, in_lds=True, even=True))
     return configs
 
 
 def _is_counted(config: MlaConfig, tiles: int) -> bool:
-    return config.parts * tiles <= COUNTED_PARTS and not config.even
+    return config.num_kv_splits * tiles <= COUNTED_SPLITS and not config.even
 
 
 def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
@@ -131,27 +131,29 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     """
     bytes_of_key = a.kv_cache.shape[2] * a.kv_cache.element_size()
     tiles = _tiles(a, arch, config.in_lds)
-    blocks_of_part = _blocks(a, arch, config.in_lds)
+    blocks_of_split = _blocks(a, arch, config.in_lds)
     bandwidth, capacity, costs = arch.bandwidth_gb_s * 1e3, decode.capacity(a, _layout(a)), arch.costs.decode
     if config.in_lds:
         unit_gb_s, block_us = costs.lds_gb_s * a.kv_cache.element_size() / 2, costs.lds_block_us * tiles
     else:
         unit_gb_s, block_us = costs.latent_gb_s[tiles], costs.block_us
 
-    def of_keys(parts: int, steps: int) -> float:
-        blocks, part_bytes = blocks_of_part * parts, steps * STEP * bytes_of_key
-        of_block = block_us + part_bytes / decode.rate(unit_gb_s, arch, blocks)
-        return max(-(-blocks // arch.compute_units) * of_block, blocks * part_bytes / bandwidth)
+    def of_keys(splits: int, steps: int) -> float:
+        blocks, split_bytes = blocks_of_split * splits, steps * STEP * bytes_of_key
+        of_block = block_us + split_bytes / decode.rate(unit_gb_s, arch, blocks)
+        return max(-(-blocks // arch.compute_units) * of_block, blocks * split_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
-        most = -(-config.parts // blocks_of_part) if config.even else config.parts
-        parts, steps = decode.divided(dataclasses.replace(config, parts=most), keys, STEP)
-        of_parts = blocks_of_part * parts * decode.COLUMNS * tiles * (LATENT + 2) * 8 / bandwidth  # stored and loaded
+        most = -(-config.num_kv_splits // blocks_of_split) if config.even else config.num_kv_splits
+        splits, steps = decode.divided(dataclasses.replace(config, num_kv_splits=most), keys, STEP)
+        of_splits = (
+            blocks_of_split * splits * decode.PACKED_ROWS * tiles * (LATENT + 2) * 8 / bandwidth
+        )  # stored and loaded
         if _is_counted(config, tiles):
-            sharing = costs.latent_us + costs.counted_us * tiles * parts
+            sharing = costs.latent_us + costs.counted_us * tiles * splits
         else:
-            sharing = attention.LAUNCH_US + costs.added_us * parts
-        return of_keys(parts, steps), sharing + of_parts if parts > 1 else 0.0
+            sharing = attention.LAUNCH_US + costs.added_us * splits
+        return of_keys(splits, steps), sharing + of_splits if splits > 1 else 0.0
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
@@ -168,14 +170,14 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     blocks, tiles = _blocks(a, arch, config.in_lds), _tiles(a, arch, config.in_lds)
     if blocks == 0:
         return []
-    columns, is_counted = decode.COLUMNS * tiles, _is_counted(config, tiles)
+    packed_rows, is_counted = decode.PACKED_ROWS * tiles, _is_counted(config, tiles)
     both = (a.kv_cache, a.kv_cache), (a.kv_scale, a.kv_scale)
-    shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, columns, counts=is_counted)
-    waves = WAVES if config.parts <= WAVES else 1  # with their own elements in the combine of splits
-    combine_blocks = columns * LATENT // 4 // (waves * arch.wave_lanes)
+    shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, packed_rows, counts=is_counted)
+    waves = WAVES if config.num_kv_splits <= WAVES else 1  # with their own elements in the combine of splits
+    combine_blocks = packed_rows * LATENT // 4 // (waves * arch.wave_lanes)
     if config.even:
         combine_blocks = min(combine_blocks, max(EVEN_COMBINE_BLOCKS // blocks, 1))
-        shared |= {"partials": Workspace(4 * (blocks + config.parts) * columns * (LATENT + 2)), "slots": 1}
+        shared |= {"partials": Workspace(4 * (blocks + config.num_kv_splits) * packed_rows * (LATENT + 2)), "slots": 1}
     args = fields(
         "problem",
         {
@@ -184,17 +186,17 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
             "query_pe_stride": a.q_pe.stride(0),
             "query_pe_head_stride": a.q_pe.stride(1),
             "requests": a.block_table.shape[0],
-            "blocks": config.parts,
+            "blocks": config.num_kv_splits,
             "combine_blocks": combine_blocks,
         },
     )
     kind = attention.ELEMENTS[a.q_nope.dtype]
     fp8 = "_fp8" * attention.is_quantized(a.kv_cache)
     block = (WAVES * arch.wave_lanes, 1, 1)
-    even, lds = "_even" * config.even, _lds_bytes(columns) if config.in_lds and arch.vendor == "nvidia" else 0
+    even, lds = "_even" * config.even, _lds_bytes(packed_rows) if config.in_lds and arch.vendor == "nvidia" else 0
     symbol = f"mla_decode_{kind}{fp8}{'_lds' * config.in_lds}{even}_{tiles}"
-    parts = (config.parts, 1, 1) if config.even else (blocks, config.parts, 1)
-    launches = [Launch("mla_decode", symbol, parts, block, args, lds)]
+    splits = (config.num_kv_splits, 1, 1) if config.even else (blocks, config.num_kv_splits, 1)
+    launches = [Launch("mla_decode", symbol, splits, block, args, lds)]
     if not is_counted:
         grid = (blocks, combine_blocks, 1)
         launches.append(Launch("mla_decode", f"mla_decode_combine_{kind}{even}_{tiles}", grid, block, args))
@@ -239,7 +241,7 @@ def _inputs(lens, heads, given, device, generator, fp8_dtype) -> tuple:
         given.get("scale", (latent + rope) ** -0.5),
         query_len,
         torch.tensor([1.3], device=device) if is_fp8 else None,
-        given.get("partition", 0),
+        given.get("fixed_split_size", 0),
         given.get("return_lse", True),
         decode.out_of(given, of_rows, heads, latent, dtype, device),
     )
@@ -260,7 +262,7 @@ def _cases() -> Iterator[Case]:
             for heads in (3, 17, 64):
                 if not fp8:
                     yield case(f"{kind}-even-{heads}", (140, 3), heads, dtype=dtype, wider=70)
-                length, given = (35, {"wider": 0}) if fp8 else (135, {"wider": 70, "partition": 128})
+                length, given = (35, {"wider": 0}) if fp8 else (135, {"wider": 70, "fixed_split_size": 128})
                 yield case(f"{kind}{'-fp8' * fp8}-{heads}", (length,), heads, dtype=dtype, fp8=fp8, **given)
     yield case("deepseek", (120,), 16, fp8=True)
     yield case("lengths", (0, 1, 15, 16, 17, 31, 32, 33, 64, 65), 1, wider=0)
@@ -273,9 +275,9 @@ def _cases() -> Iterator[Case]:
     yield case("page-64-padded", (70,), 2, page=64, padding=64)
     yield case("large-scores", (140,), 4, peak=40.0, scale=1.0)
     yield case("large-scores-64", (140,), 40, peak=40.0, scale=1.0)
-    yield case("partition", (300, 10, 256), 4, partition=128)
-    yield case("partition-many", (290, 1), 4, partition=128, wider=60)
-    yield case("partition-few", (270, 3), 40, partition=128, wider=0)
+    yield case("fixed-split", (300, 10, 256), 4, fixed_split_size=128)
+    yield case("fixed-split-many", (290, 1), 4, fixed_split_size=128, wider=60)
+    yield case("fixed-split-few", (270, 3), 40, fixed_split_size=128, wider=0)
     yield case("long", (650,), 4)
     yield case("requests", (1, 0, 130) * 45, 1, wider=0)
     yield case("no-lse", (20,), 2, return_lse=False)
@@ -288,7 +290,7 @@ def _cases() -> Iterator[Case]:
     Op,
     allocate=_allocate,
     contract=_contract,
-    envelope=_envelope,
+    can_implement=_can_implement,
     configs=_configs,
     cost=_cost,
     plan=_plan,
@@ -306,7 +308,7 @@ def mla_decode(
     scale: float,
     query_len: int = 1,
     kv_scale: Tensor | None = None,
-    partition: int = 0,
+    fixed_split_size: int = 0,
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,8 @@ __all__ = ["grouped_topk", "topk_sigmoid", "topk_softmax"]
 SCORES = ("softmax", "sigmoid")
 EPSILON = 1e-20  # added to the sum that grouped_topk divides weights by
 TOPK_VALUES = (2, 4, 8, 16)  # experts per lane, by kernel
-MOST_TOPK = 32  # one per lane
-MOST_GROUP_LANES = 16
+MAX_TOPK = 32  # one per lane
+MAX_GROUP_LANES = 16
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -85,7 +85,7 @@ def _division(a, arch: Arch) -> tuple[int, int, int]:
     experts = a.gating_output.shape[1] // groups
     lanes = arch.wave_lanes
     if groups > 1:
-        lanes = min(1 << (arch.wave_lanes // groups).bit_length() >> 1, MOST_GROUP_LANES)
+        lanes = min(1 << (arch.wave_lanes // groups).bit_length() >> 1, MAX_GROUP_LANES)
     return experts, lanes, -(-experts // max(lanes, 1))
 
 
@@ -120,9 +120,9 @@ def _allocate(a) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int32)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield from routing.envelope("gating_output", a.gating_output)
-    yield f"topk is at most {MOST_TOPK}", a.topk <= MOST_TOPK
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from routing.can_implement("gating_output", a.gating_output)
+    yield f"topk is at most {MAX_TOPK}", a.topk <= MAX_TOPK
     bias = a.e_score_correction_bias
     if bias is not None:
         yield "e_score_correction_bias is bfloat16, float16 or float32", bias.dtype in routing.ELEMENTS
@@ -176,7 +176,7 @@ def _op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Cal
         reference,
         allocate=_allocate,
         contract=_contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         default=lambda a, arch: _configs(a, arch)[0],
         plan=functools.partial(_plan, is_sigmoid, epsilon),

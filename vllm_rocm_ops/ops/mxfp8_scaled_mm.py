@@ -84,7 +84,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from bias_contract(a.bias, n, a.out_dtype)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     m, n, k = _sizes(a)
     yield f"{arch.name} has block-scaled matrix instructions", arch.block_scales
     yield "N and K are at least 1, M * N * K is below 2^50", n > 0 and k > 0 and m * n * k < 2**50
@@ -242,7 +242,7 @@ def _op(reference) -> Op:
         reference,
         allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype),
         contract=_contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         cost=_cost,
         plan=_plan,

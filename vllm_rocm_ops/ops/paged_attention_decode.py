@@ -54,7 +54,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         holds = a.sinks.dtype == torch.float32 and a.sinks.shape == (heads,)
         yield "sinks", f"float32 [heads={heads}]", describe(a.sinks), holds
     yield "window", "0 or more", str(a.window), a.window >= 0
-    yield decode.partition_contract(a)
+    yield decode.fixed_split_size_contract(a)
     yield from attention.scale_contract("out_scale", a.out_scale)
     yield from decode.out_contract(a, a.query, a.out_scale is not None or a.out_scales is not None)
     if a.out_scales is not None:
@@ -70,16 +70,16 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         )
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     layout = _layout(a)
     yield "query is bfloat16 or float16", a.query.dtype in attention.ELEMENTS
     yield f"size is one of {SIZES}", layout.key_size in SIZES
-    yield from attention.cache_envelope(layout, a.query.dtype, arch)
+    yield from attention.can_implement_cache(layout, a.query.dtype, arch)
     yield "pages of a native cache have a multiple of 8 slots", not layout.is_native or layout.page_size % 8 == 0
-    yield attention.heads_envelope("query", _query(a))
-    yield from decode.out_envelope(a, layout.value_size, arch)
+    yield attention.can_implement_heads("query", _query(a))
+    yield from decode.can_implement_out(a, layout.value_size, arch)
     yield f"heads have {GROUP} elements if there are out_scales", _has_groups(a, layout)
-    yield from decode.requests_envelope(a, layout, 2**15)
+    yield from decode.can_implement_requests(a, layout, 2**15)
     yield "sinks is contiguous", a.sinks is None or a.sinks.is_contiguous()
     yield "there are fewer than 2^31 blocks per split", _blocks(a) < 2**31
 
@@ -92,7 +92,7 @@ def _has_groups(a, layout: CacheLayout) -> bool:
 def _blocks(a) -> int:
     """Return the blocks per split."""
     layout = _layout(a)
-    return a.block_table.shape[0] * layout.heads * decode.column_tiles(a, _query(a), layout, decode.COLUMNS)
+    return a.block_table.shape[0] * layout.heads * decode.packed_row_tiles(a, _query(a), layout, decode.PACKED_ROWS)
 
 
 def _configs(a, arch: Arch) -> list[DecodeConfig]:
@@ -111,13 +111,13 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
 
     def of_keys(blocks: int, keys: int) -> float:
         rounds = -(-blocks // (RESIDENT * arch.compute_units))
-        part_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
-        of_block = costs.block_us + part_bytes / decode.rate(costs.unit_gb_s, arch, blocks)
-        return max(rounds * of_block, blocks * part_bytes / bandwidth)
+        split_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
+        of_block = costs.block_us + split_bytes / decode.rate(costs.unit_gb_s, arch, blocks)
+        return max(rounds * of_block, blocks * split_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
-        parts = decode.divided(config, keys, STEP)[0]
-        return of_keys(_blocks(a) * parts, keys), costs.sharing_us * (len(decode.tree(parts)) - 1)
+        splits = decode.divided(config, keys, STEP)[0]
+        return of_keys(_blocks(a) * splits, keys), costs.sharing_us * (len(decode.tree(splits)) - 1)
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
@@ -131,7 +131,7 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     if blocks == 0:
         return []
     caches, scales = (a.key_cache, a.value_cache), (a.k_scale, a.v_scale)
-    shared = decode.problem_arguments(config, a, query, layout, caches, scales, outputs, decode.COLUMNS)
+    shared = decode.problem_arguments(config, a, query, layout, caches, scales, outputs, decode.PACKED_ROWS)
     args = {"query": a.query, "sinks": a.sinks, "window": a.window, **shared}
     if a.out_scales is not None:
         row, head = a.out_scales.stride()
@@ -142,7 +142,13 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     symbol += "_grouped" * (a.out_scales is not None)
     threads = WAVES * arch.wave_lanes
     return [
-        Launch("paged_attention_decode", symbol, (blocks, config.parts, 1), (threads, 1, 1), fields("problem", args))
+        Launch(
+            "paged_attention_decode",
+            symbol,
+            (blocks, config.num_kv_splits, 1),
+            (threads, 1, 1),
+            fields("problem", args),
+        )
     ]
 
 
@@ -198,7 +204,7 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
         *scales,
         sinks,
         given.get("window", 0),
-        given.get("partition", 0),
+        given.get("fixed_split_size", 0),
         given.get("return_lse", True),
         decode.out_of(given | of_out, requests * query_len, query_heads, size, dtype, device),
         torch.tensor([0.013], device=device) if of_out and groups is None else None,
@@ -239,8 +245,8 @@ def _cases() -> Iterator[Case]:
     yield case("window-rows", (200, 20, 3), (4, 1), 64, window=33, query_len=4, layout="native")
     yield case("sinks", (150, 0), (4, 1), 64, sinks=True)
     yield case("large-scores", (140,), (4, 1), 64, peak=40.0, scale=1.0)
-    yield case("partition", (300, 10, 256), (4, 1), 64, partition=128)
-    yield case("tree", (2190, 140), (2, 1), 64, partition=128)
+    yield case("fixed-split", (300, 10, 256), (4, 1), 64, fixed_split_size=128)
+    yield case("tree", (2190, 140), (2, 1), 64, fixed_split_size=128)
     yield case("long", (650,), (4, 1), 64)
     yield case("no-lse", (20,), (2, 1), 64, return_lse=False)
     yield case("out", (40, 129), (3, 1), 64, out=True)
@@ -253,14 +259,14 @@ def _cases() -> Iterator[Case]:
     yield case("groups-native-of-fp8", (133,), (16, 1), 128, **grouped, fp8=True, layout="native", wider=0)
     yield case("groups-fp16", (140,), (2, 1), 128, **grouped, **fp16, sinks=True)
     yield case("groups-native-fp16", (40,), (20, 1), 128, **grouped, **fp16, layout="native", columns_first=True)
-    yield case("groups-fp16-of-fp8", (260,), (2, 1), 128, **grouped, **fp16, fp8=True, partition=128)
+    yield case("groups-fp16-of-fp8", (260,), (2, 1), 128, **grouped, **fp16, fp8=True, fixed_split_size=128)
     yield case("groups-native-fp16-of-fp8", (40,), (2, 1), 128, **grouped, **fp16, fp8=True, layout="native")
     yield case("groups-of-64", (20,), (4, 2), 64, **grouped)
-    yield case("out-fp8-parts", (300, 129), (16, 1), 128, out=True, out_fp8=True, partition=128)
+    yield case("out-fp8-parts", (300, 129), (16, 1), 128, out=True, out_fp8=True, fixed_split_size=128)
     yield case("out-fp8-native-192", (40,), (2, 1), 192, out=True, out_fp8=True, layout="native", **fp16)
     yield case("size-80", (20,), (2, 1), 80)
     yield case("no-requests", (), (2, 1), 64)
-    yield case("nine-parts", (1030, 140), (2, 1), 128, partition=128)
+    yield case("nine-parts", (1030, 140), (2, 1), 128, fixed_split_size=128)
 
 
 def _op(reference) -> Op:
@@ -268,7 +274,7 @@ def _op(reference) -> Op:
         reference,
         allocate=_allocate,
         contract=_contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         cost=_cost,
         plan=_plan,
@@ -292,7 +298,7 @@ def paged_attention_decode(
     v_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     window: int = 0,
-    partition: int = 0,
+    fixed_split_size: int = 0,
     return_lse: bool = False,
     out: Tensor | None = None,
     out_scale: Tensor | None = None,

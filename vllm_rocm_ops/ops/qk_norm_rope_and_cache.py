@@ -47,8 +47,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield name, wanted, describe(x), x.dtype == dtype and attention.is_heads(x, tokens, heads, size)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield from rotation.envelope(rotation.heads_parts, a, arch)
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from rotation.can_implement(rotation.heads_parts, a, arch)
     size = a.q_weight.shape[0]
     yield f"heads of queries have a multiple of {OF_LANE} elements", size % OF_LANE == 0
     yield f"heads of queries have at most {max(LARGEST.values())} elements", size <= max(LARGEST.values())
@@ -152,7 +152,7 @@ def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Op,
     allocate=lambda a: None,
     contract=_contract,
-    envelope=_envelope,
+    can_implement=_can_implement,
     configs=_configs,
     cost=_cost,
     plan=_plan,

@@ -165,7 +165,7 @@ def _op(
             reference,
             allocate=lambda a: allocate(a, _hidden(a)),
             contract=lambda a: rowwise.contract(a, 1, whole=whole),
-            envelope=lambda a, arch: rowwise.envelope(a, arch, _hidden(a), two_strides=whole == 1),
+            can_implement=lambda a, arch: rowwise.can_implement(a, arch, _hidden(a), two_strides=whole == 1),
             configs=_configs,
             default=lambda a, arch: rowwise.default(a, _configs(a, arch), whole > 1),
             plan=functools.partial(_plan, reference.__name__, how_to_store),

@@ -142,7 +142,7 @@ def _op(
         reference,
         allocate=lambda a: None,
         contract=contract,
-        envelope=functools.partial(rotation.envelope, parts),
+        can_implement=functools.partial(rotation.can_implement, parts),
         configs=rotation.configs,
         cost=functools.partial(_cost, parts),
         plan=functools.partial(_plan, parts),

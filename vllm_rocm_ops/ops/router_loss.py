@@ -20,7 +20,7 @@ from vllm_rocm_ops.ops.families import routing
 
 __all__ = ["load_balancing_loss", "router_z_loss"]
 
-MOST_EXPERTS = (256, routing.MOST_EXPERTS)  # expert limit, by kernel
+MAX_EXPERTS = (256, routing.MAX_EXPERTS)  # expert limit, by kernel
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "topk_ids", f"int32 or int64 [M={m}, topk]", describe(ids), holds
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield from routing.envelope("logits", a.logits)
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from routing.can_implement("logits", a.logits)
     if hasattr(a, "topk_ids"):
         yield "topk_ids is int32 and contiguous", a.topk_ids.dtype == torch.int32 and a.topk_ids.is_contiguous()
 
@@ -48,7 +48,7 @@ def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def _configs(a, arch: Arch) -> list[LossConfig]:
     m, experts = a.logits.shape
     most = max(min(-(-m // routing.WAVES), arch.compute_units), 1)
-    fitting = routing.fitting(experts, MOST_EXPERTS)
+    fitting = routing.fitting(experts, MAX_EXPERTS)
     return [LossConfig(taken, blocks) for taken in fitting for blocks in sorted({1, most})]
 
 
@@ -116,7 +116,7 @@ def _op(reference: Callable) -> Op:
         reference,
         allocate=lambda a: a.logits.new_empty((), dtype=torch.promote_types(a.logits.dtype, torch.float32)),
         contract=_contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         default=lambda a, arch: _configs(a, arch)[-1],
         plan=functools.partial(_plan, reference.__name__),

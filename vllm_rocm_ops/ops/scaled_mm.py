@@ -50,18 +50,18 @@ def _allocate(a) -> Tensor:
     return a.a.new_empty((a.a.shape[0], _weight(a).rows), dtype=a.out_dtype)
 
 
-def _operand_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement_operand(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"a is {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.a.dtype == arch.fp8_dtype
     yield "scales are contiguous", a.scale_a.is_contiguous() and a.scale_b.is_contiguous()
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield from _operand_envelope(a, arch)
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from _can_implement_operand(a, arch)
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
     operands = _operands(a)
-    yield from gemm.envelope(*operands)
+    yield from gemm.can_implement(*operands)
     if tiled.is_for(operands[0]):
-        yield from tiled.envelope(*operands)
+        yield from tiled.can_implement(*operands)
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
@@ -138,7 +138,7 @@ def _op(reference) -> Op:
         reference,
         allocate=_allocate,
         contract=_contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         cost=_cost,
         plan=_plan,
@@ -200,11 +200,11 @@ def _gated_configs(a, arch: Arch) -> list:
     return skinny_gemm.configs(tokens, weight, arch) if _reads_order(weight, arch) else []
 
 
-def _gated_envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield from _operand_envelope(a, arch)
+def _can_implement_gated(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    yield from _can_implement_operand(a, arch)
     tokens, weight = operands = _operands(a)
-    yield from gemm.envelope(*operands)
-    yield f"there are at most {skinny_gemm.MOST_TOKENS} tokens", tokens.rows <= skinny_gemm.MOST_TOKENS
+    yield from gemm.can_implement(*operands)
+    yield f"there are at most {skinny_gemm.MAX_TOKENS} tokens", tokens.rows <= skinny_gemm.MAX_TOKENS
     yield "N is a multiple of 32", weight.rows % 32 == 0
     stride = weight.k if weight.is_shuffled else weight.stride or 0
     yield "half of b's rows, and 48 more, span less than 2 GB", (weight.rows // 2 + 48) * stride < 2**31
@@ -246,7 +246,7 @@ def _gated_op(reference) -> Op:
         reference,
         allocate=lambda a: a.a.new_empty((a.a.shape[0], _weight(a).rows // 2)),
         contract=_gated_contract,
-        envelope=_gated_envelope,
+        can_implement=_can_implement_gated,
         configs=_gated_configs,
         cost=lambda config, a, arch: skinny_gemm.cost(config, *_operands(a), arch),
         plan=_gated_plan,

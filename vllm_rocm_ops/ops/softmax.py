@@ -20,7 +20,7 @@ __all__ = ["softmax"]
 
 ELEMENTS = routing.ELEMENTS
 IN_FLIGHT = 4  # kAhead of the online kernel
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _hidden(a) -> int:
     return a.input.shape[-1]
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     x = a.input
     yield "input is bfloat16, float16 or float32", x.dtype in ELEMENTS
     side_by_side = x.shape[-1] <= 1 or x.stride(-1) == 1
@@ -54,7 +54,7 @@ def _configs(a, arch: Arch) -> list[SoftmaxConfig]:
     found = [SoftmaxConfig(config.threads, f"x{config.vectors_per_thread}") for config in held]
     if vector:
         threads = rowwise.threads_for(hidden // rowwise.VECTOR, IN_FLIGHT, arch)
-        found.append(SoftmaxConfig(min(threads, MOST_THREADS), "online"))
+        found.append(SoftmaxConfig(min(threads, MAX_THREADS), "online"))
     return [*found, SoftmaxConfig(general.threads, "general")]
 
 
@@ -116,13 +116,13 @@ def _op(reference) -> Op:
         reference,
         allocate=lambda a: rowwise.allocate(a, _hidden(a)),
         contract=lambda a: rowwise.contract(a, 1, ()),
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         default=_default,
         plan=_plan,
         problem=lambda a: rowwise.problem(a, _hidden(a)) | {"dtype": ELEMENTS.get(a.input.dtype)},
         cases=functools.partial(_cases, reference),
-        peer=functools.partial(torch.softmax, dim=-1),
+        baseline=functools.partial(torch.softmax, dim=-1),
     )
 
 

@@ -20,7 +20,7 @@ DIRECTIONS = ("read", "write", "copy")
 WORDS = 4  # per access
 THREADS = 256  # kThreads of the kernels
 VALUE = 0x01010101
-MOST_BLOCKS = 2**16
+MAX_BLOCKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     holds = a.words.dtype == torch.int32 and a.words.dim() == 1
     yield "words", "int32 [count]", describe(a.words), holds
     yield "direction", " or ".join(DIRECTIONS), str(a.direction), a.direction in DIRECTIONS
-    yield "num_blocks", f"1 to {MOST_BLOCKS}", str(a.num_blocks), 1 <= a.num_blocks <= MOST_BLOCKS
+    yield "num_blocks", f"1 to {MAX_BLOCKS}", str(a.num_blocks), 1 <= a.num_blocks <= MAX_BLOCKS
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "words are contiguous and 16-byte aligned", a.words.is_contiguous() and aligned(a.words)
     yield f"count is a multiple of {WORDS} words", a.words.numel() % WORDS == 0
 
@@ -66,7 +66,7 @@ def _cases() -> Iterator[Case]:
     Op,
     allocate=lambda a: a.words.new_empty(a.num_blocks if a.direction == "read" else a.words.shape),
     contract=_contract,
-    envelope=_envelope,
+    can_implement=_can_implement,
     configs=lambda a, arch: [StreamConfig(THREADS)],
     default=lambda a, arch: StreamConfig(THREADS),
     plan=_plan,

@@ -32,19 +32,19 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from gemm.bias_contract(a.bias, n, a.x.dtype)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16 or float16", a.x.dtype in ELEMENTS
-    most = skinny_gemm.MOST_TOKENS
+    most = skinny_gemm.MAX_TOKENS
     yield f"M is at most {most}, or the weight is not shuffled", rows_of(a.x) <= most or a.weight.dim() == 2
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
-    yield from gemm.envelope(gemm.activations(a.x), gemm.weight(a.weight))
+    yield from gemm.can_implement(gemm.activations(a.x), gemm.weight(a.weight))
     if _is_many(a) and a.weight.dim() == 2:
-        yield from products_of_any.envelope(_as_products_of_any(a), arch)
+        yield from products_of_any.can_implement(_as_products_of_any(a), arch)
 
 
 def _is_many(a) -> bool:
     """Return whether M is above the skinny kernels' limit, so that the tiled kernels of csrc/ops/gemm.hip run."""
-    return rows_of(a.x) > skinny_gemm.MOST_TOKENS
+    return rows_of(a.x) > skinny_gemm.MAX_TOKENS
 
 
 def _as_products_of_any(a):
@@ -110,14 +110,14 @@ def _op(reference) -> Op:
         reference,
         allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
         contract=_contract,
-        envelope=_envelope,
+        can_implement=_can_implement,
         configs=_configs,
         cost=_cost,
         plan=_plan,
         problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
         cases=_cases,
         sums=True,
-        peer=torch.nn.functional.linear,
+        baseline=torch.nn.functional.linear,
     )
 
 

@@ -1,7 +1,7 @@
 """Define the times of baseline kernels, all-reduces and gaps in a decode step, each with its source and kind.
 
 Kinds are published, measured (by this project), fitted and assumed. Times are what a launch adds to a captured graph, including the gap
-after it. Profilers report more: the machine's `profiled` is subtracted per kernel, down to `LEAST`.
+after it. Profilers report more: the machine's `profiled` is subtracted per kernel, down to `MIN_LAUNCH`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ PRODUCTS = ("MI300X", "MI355X")  # with baseline times
 
 _FACE = "Hugging Face, hf-rocm-kernels and its blog, MI300X"
 
-LEAST = Constant(1.93, "us, shortest launch in a graph", "published", f"SwiGLU + FP8, one row: {_FACE}")
+MIN_LAUNCH = Constant(1.93, "us, shortest launch in a graph", "published", f"SwiGLU + FP8, one row: {_FACE}")
 LAUNCH = Constant(3.84, "us per vLLM launch, without its bytes", "published", f"vLLM's SwiGLU + FP8, one row: {_FACE}")
 GAP = Constant(
-    0.0, "us after a launch; more if it is shorter than LEAST", "assumed", "a launch's time in a graph contains its gap"
+    0.0,
+    "us after a launch; more if it is shorter than MIN_LAUNCH",
+    "assumed",
+    "a launch's time in a graph contains its gap",
 )
-MOST_GAP = Constant(4.5 - LEAST.value, "us, maximum gap", "published", "Kog, 2026-05: about 4.5 us a launch on MI300X")
+MAX_GAP = Constant(
+    4.5 - MIN_LAUNCH.value, "us, maximum gap", "published", "Kog, 2026-05: about 4.5 us a launch on MI300X"
+)
 REST = Constant(
     24, "launches per step outside the layers", "measured", "own H200 profiles: embedding, inputs, sampling"
 )
@@ -130,7 +135,7 @@ def published(machine: Machine, op: str, parameters: tuple, tokens: int) -> Time
             continue
         beyond = machine["profiled"] * row["kernels"] if row["timer"] == "profiler" else 0
         for rows, us in row["us"].items():
-            us = max(us - beyond, LEAST.value * row["kernels"])
+            us = max(us - beyond, MIN_LAUNCH.value * row["kernels"])
             found[int(rows)] = Time(us, row["kernels"], row["kind"], row["source"])
     if not found:
         return None

@@ -15,7 +15,7 @@ from .hierarchy import Memory, Sharing
 from .machines import Machine
 from .trace import APART, LINE, Access, Block, Recording, Step, region_of
 
-MOST_STEPS = 400_000  # steps of a compute unit's waves to simulate
+MAX_STEPS = 400_000  # steps of a compute unit's waves to simulate
 
 
 class Prediction(NamedTuple):
@@ -87,7 +87,7 @@ def _chosen(recording: Recording, count: int, shared: Sharing) -> list[Block]:
 def predict(machine: Machine, recording: Recording, shared: Sharing | None = None) -> Prediction:
     """Predict the time of a launch, at least the time of its bytes: a late block would otherwise get too much bandwidth.
 
-    `shared` defaults to the lines that the recorded blocks share. Rounds of resident blocks beyond `MOST_STEPS` steps, but never the
+    `shared` defaults to the lines that the recorded blocks share. Rounds of resident blocks beyond `MAX_STEPS` steps, but never the
     first two, are extrapolated from the last one.
     """
     units, dies, grid = machine.arch.compute_units, int(machine["xcds"]), recording.grid
@@ -98,7 +98,7 @@ def predict(machine: Machine, recording: Recording, shared: Sharing | None = Non
             moved[region_of(line) in recording.cold] += LINE * per_block / shared.chip.get(line, 1)
     most = math.ceil(math.ceil(grid / dies) / (units // dies))
     held = min(recording.held, most)
-    ran = min(most, held * max(2, MOST_STEPS // max(1, held * max(map(_steps, recording.blocks)))))
+    ran = min(most, held * max(2, MAX_STEPS // max(1, held * max(map(_steps, recording.blocks)))))
     chosen = _chosen(recording, ran, shared)
     mean = sum(len(block.lines) for block in recording.blocks) / len(recording.blocks)
     busy = mean * len(chosen) / max(1, sum(len(block.lines) for block in chosen))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm_rocm_ops.core import arch as archs
 
 KINDS = ("documented", "measured", "fitted", "guessed")
-MOST_FITTED = 15  # fitted constants per machine
+MAX_FITTED = 15  # fitted constants per machine
 
 _ISA = "AMD Instinct MI300 (CDNA3) ISA"
 _COISSUE = "tingqli/pyhip docs/mfma-valu-coissue.md@581ed656, MI308X"

@@ -27,7 +27,7 @@ from .trace import Recording, RecordingEmulator, aligned, record
 
 BLOCKS = 64  # blocks to record per launch
 DIES = int(machines.MI300X["xcds"])  # as in the traced code: kXcds in csrc/device/amd/tile_mma.h
-MOST_WAVES = 2048  # up to which a launch runs whole if others read its output
+MAX_WAVES = 2048  # up to which a launch runs whole if others read its output
 SORTS = "_sort"  # suffix of symbols that always run whole, as other kernels find their work in the output
 CACHES, LENGTHS = ("key_cache", "value_cache", "kv_cache"), ("block_table", "seq_lens")
 PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias", *CACHES))
@@ -105,7 +105,7 @@ def at_addresses(planned: Sequence[Launch], values: dict) -> list[Launch]:
 
 
 def recorded(
-    emulator: RecordingEmulator, one: Launch, last: bool, cold: list, most: int = BLOCKS, whole: int = MOST_WAVES
+    emulator: RecordingEmulator, one: Launch, last: bool, cold: list, most: int = BLOCKS, whole: int = MAX_WAVES
 ) -> Recording:
     """Record about `most` blocks of a launch.
 

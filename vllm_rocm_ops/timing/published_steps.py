@@ -71,7 +71,7 @@ def admitted() -> list[Admitted]:
             us, kernels, launches, reduce, count = predicted(batch)
             left, larger = ms * 1e3 - kernels, reduce - baseline.ALL_REDUCE.value
             gaps = sorted((left - count * (small.value + larger)) / launches for small in (FASTEST, SLOWEST))
-            reduces = sorted((left - launches * gap) / count for gap in (0, baseline.MOST_GAP.value))
+            reduces = sorted((left - launches * gap) / count for gap in (0, baseline.MAX_GAP.value))
             rows.append(Admitted(release, batch, ms, us / 1e3, (gaps[0], gaps[1]), (reduces[0], reduces[1])))
     return rows
 

@@ -200,7 +200,7 @@ def nodes(
             time = _baseline(call, layer, tokens, machine, read)
         floor = read / machine["hbm_bandwidth"] / 1e3
         name = call.op.name if call else ""
-        gap = time.launches * baseline.GAP.value + max(time.launches * baseline.LEAST.value - time.us, 0)
+        gap = time.launches * baseline.GAP.value + max(time.launches * baseline.MIN_LAUNCH.value - time.us, 0)
         return Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
 
     fused = {
@@ -316,8 +316,8 @@ def cause(node: Node) -> str:
         return "8-GPU synchronization"
     if not node.op:
         return f"not a plugin op: {node.us:.1f} us by the rule"
-    fixed = node.launches * baseline.LEAST.value
+    fixed = node.launches * baseline.MIN_LAUNCH.value
     share = node.floor_us / node.us if node.us else 1.0
     if fixed >= node.us - node.floor_us:
-        return f"launches: {node.launches} x at least {baseline.LEAST.value} us"
+        return f"launches: {node.launches} x at least {baseline.MIN_LAUNCH.value} us"
     return f"bandwidth: {share:.0%} of HBM bandwidth" if share >= 0.5 else f"latency: bytes explain {share:.0%}"

@@ -34,7 +34,7 @@ def _cell(*found: Node) -> str:
 
 def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
     """Return the baseline's launches that a node of the plugin replaces."""
-    others = ops.scaled_mm_silu_and_mul_quant, ops.latent_norm_rope_and_cache, ops.rms_norm_and_per_block_quant
+    others = ops.scaled_mm_silu_and_mul_quant, ops.mla_norm_rope_and_cache, ops.rms_norm_and_per_block_quant
     if node.op and node.layer.startswith(step.REDUCED):
         names = (step.REDUCED, ""), (node.layer.partition(" + ")[2], node.op)
         return [other[name] for name in names if name in other]

@@ -34,7 +34,7 @@ MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8}  # name: TP size
 TINY = {"tiny-llama-fp8": 1, "tiny-deepseek-v3-fp8": 1}
 SECONDS = {"smoke": 60, "machine": 60, "op": 30, "bandwidth": 60, "model": 90, "emulator": 60}  # time limit per part
 MINUTES = 3.0
-LEAST_SECONDS = 15.0  # remaining time that a part needs to start: an op takes 5 s in a new process on an H200
+MIN_SECONDS = 15.0  # remaining time that a part needs to start: an op takes 5 s in a new process on an H200
 
 
 def planned(arch: str | None, pattern: str) -> list[tuple]:
@@ -102,11 +102,11 @@ def run_parts(
         left = end - time.monotonic()
         if failed:
             part["said"] = f"{failed} failed"
-        elif left > LEAST_SECONDS:
+        elif left > MIN_SECONDS:
             if path is not None:
                 write(part | {"ended": "begun"})  # names the running part if the machine goes down
             sharing = sum(one[0] == "model" for one in plan[number:]) if kind == "model" else 1
-            seconds = min(SECONDS[kind], max(left / sharing, LEAST_SECONDS))
+            seconds = min(SECONDS[kind], max(left / sharing, MIN_SECONDS))
             part |= worker.run(kind, tuple(rest), arch, seconds)
         parts.append(part)
         print(line_of(part), flush=True)

@@ -18,7 +18,7 @@ from vllm_rocm_ops.timing import frozen
 from vllm_rocm_ops.tools import doctor, explain
 from vllm_rocm_ops.tools import smoke as smoke_stages
 from vllm_rocm_ops.tools.bench import run as bench
-from vllm_rocm_ops.tools.bench.peers import Peer, peers
+from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
 from vllm_rocm_ops.tools.bench.shapes import Shape
 from vllm_rocm_ops.vllm import kernels
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
@@ -81,20 +81,20 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
         for call in model_layers.calls(model_config.read(name), tp):
             if call.op not in kernels.KERNELS:
                 continue
-            others = {"PyTorch's reference": Peer(call.op.reference)} if arch else peers(call.op)
-            for other, peer in others.items():
+            others = {"PyTorch's reference": Baseline(call.op.reference)} if arch else baselines(call.op)
+            for other, baseline in others.items():
                 if "tensorwise" not in other:  # it computes another GEMM
-                    yield from beside(call, other, peer, known, clock, TINY_TOKENS if arch else TOKENS, product)
+                    yield from beside(call, other, baseline, known, clock, TINY_TOKENS if arch else TOKENS, product)
 
 
 def beside(
-    call, other: str, peer: Peer, arch: archs.Arch, clock, sizes: tuple[int, ...], product: str | None = None
+    call, other: str, baseline: Baseline, arch: archs.Arch, clock, sizes: tuple[int, ...], product: str | None = None
 ) -> Iterator[dict]:
     """Compare the plugin's kernels with another kernel for one call of a model, at each number of tokens.
 
     Results carry the frozen predictions, if `product` has them.
     """
-    of_call = ModelCall(call, peer, arch)
+    of_call = ModelCall(call, baseline, arch)
     layer = torch.empty(0, device=of_call.device), call.dtype  # weights are created at each size
     choice = kernel_selection.Choice(of_call, other, layer)
     for tokens in sizes:
@@ -133,8 +133,8 @@ class Untimed:
 class ModelCall:
     """Adapt a call of a model to `kernel_timing`: arguments are the op's, then the other kernel's."""
 
-    def __init__(self, call, peer: Peer, arch: archs.Arch):
-        self.call, self.op, self.peer, self.arch = call, call.op, peer, arch
+    def __init__(self, call, baseline: Baseline, arch: archs.Arch):
+        self.call, self.op, self.against, self.arch = call, call.op, baseline, arch
         self.device = "cpu" if launch.cpu_executor() else "cuda"
         self.in_vllm = kernels.KERNELS[self.op]
         self.sampled_rows = self.in_vllm.sampled_rows
@@ -149,7 +149,7 @@ class ModelCall:
         kernel = " + ".join(one.symbol for one in explained.launches) or explained.source
         return {"kernel": kernel, "predicted us": cost and sum(cost.values())}
 
-    def most_tokens(self):
+    def max_tokens(self):
         return 0
 
     def describe(self, layer):
@@ -164,13 +164,13 @@ class ModelCall:
     def arguments(self, layer, x, seed):
         generator = torch.Generator(self.device).manual_seed(seed)
         given = self.call.case(len(x)).make(self.device, generator, self.arch.fp8_dtype)
-        return given, self.peer.prepare(*given)
+        return given, self.against.prepare(*given)
 
     def ours(self, given, prepared):
         return self.op.run_kernels(*given)
 
-    def theirs(self, given, prepared):
-        return self.peer.call(*prepared)[: len(given[0])]
+    def baseline(self, given, prepared):
+        return self.against.call(*prepared)[: len(given[0])]
 
     def exact(self, arguments, x, rows, columns):
         return self.in_vllm.exact_of(self.op.Arguments(*arguments[0]), rows, columns)

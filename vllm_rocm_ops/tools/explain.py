@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.vllm.attention import latent_front, quantized_attention
+from vllm_rocm_ops.vllm.attention import mla_front, quantized_attention
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
 from vllm_rocm_ops.vllm.kernels import KERNELS
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -30,8 +30,8 @@ DTYPES = {
     "e4m3fn": torch.float8_e4m3fn,
     "e4m3fnuz": torch.float8_e4m3fnuz,
 }
-MOST_ELEMENTS = 2**60  # per tensor
-MOST_NUMBER = 2**31
+MAX_ELEMENTS = 2**60  # per tensor
+MAX_NUMBER = 2**31
 WIDTH = 120  # columns of a model's table
 
 
@@ -81,7 +81,7 @@ def usual_arch() -> str:
 def parse_shape(text: str) -> tuple[int, ...]:
     """Parse '8x7168' to (8, 7168)."""
     sizes = [int(size) if re.fullmatch(r"[0-9]{1,18}", size) else -1 for size in text.split("x")]
-    if min(sizes) < 0 or math.prod(filter(None, sizes)) >= MOST_ELEMENTS:
+    if min(sizes) < 0 or math.prod(filter(None, sizes)) >= MAX_ELEMENTS:
         raise argparse.ArgumentTypeError(f"must be sizes joined by x, e.g. 8x7168, got {text}")
     return tuple(sizes)
 
@@ -135,7 +135,7 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
             raise ValueError(f"{op.name} has no argument {name}; arguments: {', '.join(op.Arguments._fields)}")
         kinds = typing.get_args(hints[name]) or (hints[name],)
         taken = (*kinds, int) if float in kinds else kinds
-        if type(value) not in taken or (type(value) is int and abs(value) >= MOST_NUMBER):
+        if type(value) not in taken or (type(value) is int and abs(value) >= MAX_NUMBER):
             wanted = " or ".join(KINDS[kind] for kind in kinds)
             raise ValueError(f"{op.name}: {name} must be {wanted}, got {text.partition('=')[2]}")
         given[name] = value
@@ -148,7 +148,7 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 TO_E4M3 = quantized_attention.KINDS["static"]
 UNMEASURED = "unmeasured: vLLM until the plugin is measured faster"
-BY_ATTENTION = ops.batched_gemm, ops.latent_norm_rope_and_cache
+BY_ATTENTION = ops.batched_gemm, ops.mla_norm_rope_and_cache
 """Ops around attention, which the same variable forces."""
 
 
@@ -171,8 +171,8 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
     if in_vllm := KERNELS.get(call.op):
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
-    if call.op is ops.latent_norm_rope_and_cache:
-        return latent_front.shapes_of(call.parameters[:3], call.dtype)
+    if call.op is ops.mla_norm_rope_and_cache:
+        return mla_front.shapes_of(call.parameters[:3], call.dtype)
     if not hasattr(a, "quant_dtype"):
         return []
     columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
@@ -245,7 +245,7 @@ def is_gated(call: LayerCall) -> bool:
 
 def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
     """Return the calls of a model that a call replaces."""
-    if call.op is ops.latent_norm_rope_and_cache:
+    if call.op is ops.mla_norm_rope_and_cache:
         return joined.norms_of(call)
     if call.layer == f"{joined.ATTENTION} + {joined.QUANTIZATION}":
         return (joined.attention_of(call),)
@@ -284,7 +284,7 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
 
 def apart(call: LayerCall) -> str:
     """Name the kernels that run where the plugin does not serve a call."""
-    parts = 1 if call.op is ops.latent_norm_rope_and_cache else len(call.layer.split(" + "))
+    parts = 1 if call.op is ops.mla_norm_rope_and_cache else len(call.layer.split(" + "))
     return {1: "vLLM's kernel", 2: "two launches", 3: "three launches"}[parts]
 
 

@@ -12,7 +12,7 @@ from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.tools.bench import lists, shapes
 
-MOST_TOKENS = 2**24  # per step
+MAX_TOKENS = 2**24  # per step
 OF_LISTS = "1, or the list's sizes"  # tokens per step
 TP_OF_LISTS = f", {shapes.TP} for the lists linear and linear-shuffled"
 
@@ -28,8 +28,8 @@ def parse_batches(text: str) -> tuple[int, ...]:
         batches = tuple(int(size) for size in text.split(","))
     except ValueError:
         batches = ()
-    if not batches or not 1 <= min(batches) <= max(batches) <= MOST_TOKENS:
-        wanted = f"comma-separated positive integers up to {MOST_TOKENS}"
+    if not batches or not 1 <= min(batches) <= max(batches) <= MAX_TOKENS:
+        wanted = f"comma-separated positive integers up to {MAX_TOKENS}"
         raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
     return batches
 

@@ -7,7 +7,7 @@ The commands know a model's call by op and arguments. For them each entry also h
     exact_of(a, rows, columns)   these rows and columns of the call's result, in float32
 """
 
-from vllm_rocm_ops.vllm.attention import absorbed_products
+from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.experts import base as experts
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
 
@@ -21,6 +21,6 @@ KERNELS = {
         int8_linear.KERNELS,
         unquantized_linear.KERNELS,
         experts.KERNELS,
-        absorbed_products.KERNELS,
+        mla_absorb.KERNELS,
     )
 }

@@ -27,7 +27,7 @@ SEAMS = {
     "activations": ("activation",),
     "linear layers": ("scaled_linear", "block_scaled_linear", "int8_linear", "mxfp8_linear"),
     "layers of experts": ("fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"),
-    "layers of attention": ("decode_attention", "latent_attention"),
+    "layers of attention": ("decode_attention", "mla_attention"),
 }
 """Layer kinds, and the seams that cover each."""
 

@@ -12,18 +12,19 @@
 #include "device/panel.h"
 
 template <class T, class Cache>
-struct MlaDecodeInLds : MlaPart<T, 4> {
-  using Part = MlaPart<T, 4>;
-  using Part::clamped, Part::columns, Part::end, Part::finish_column, Part::first_row_end, Part::kColumns;
-  using Part::kLowest, Part::kStepKeys, Part::kThreads, Part::kWaves, Part::lane, Part::p, Part::parts;
-  using Part::request, Part::store;
+struct MlaDecodeInLds : MlaSplit<T, 4> {
+  using Split = MlaSplit<T, 4>;
+  using Split::clamped, Split::packed_rows, Split::end, Split::finish_packed_row, Split::first_row_end,
+      Split::kPackedRows;
+  using Split::kLowest, Split::kStepKeys, Split::kThreads, Split::kWaves, Split::lane, Split::p, Split::splits;
+  using Split::request, Split::store;
 
   using Element = typename CacheType<Cache>::Element;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
   static constexpr int kKeys = 16, kStepUnits = kStepKeys / kKeys;  // keys per unit, and units per step
   static constexpr int kSlots = 3, kStages = 2;                     // units in LDS, and in flight
   static_assert(kStages <= kStepUnits, "the first pages belong to one step");
-  static constexpr int kGroupWaves = kWaves / 2, kColumnTiles = kColumns / 16;
+  static constexpr int kGroupWaves = kWaves / 2, kPackedRowTiles = kPackedRows / 16;
   static constexpr int kPanels = (kLatent + 64) / 64;  // 64 elements each
   // Padding: a row of two adjacent panels covers all banks of gfx950, where two rows cover them.
   static constexpr int kPanelBytes = (kKeys + 1) * tile::kDepth;
@@ -33,12 +34,12 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
 
   struct Units {
     u8 keys[kSlots][kPanels * kPanelBytes];  // panel-major
-    u32x2 weights[2][kColumnTiles][wave::kLanes];
-    float factor[2][kColumns];
+    u32x2 weights[2][kPackedRowTiles][wave::kLanes];
+    float factor[2][kPackedRows];
   };
   struct Ends {
     f32x4 out[16][kLatent / 4 + 1];
-    float factor[kColumns];
+    float factor[kPackedRows];
   };
   union Buffer {
     Units units;
@@ -50,16 +51,16 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
   const int group_wave = wave::index() % kGroupWaves;
 
   DEVICE MlaDecodeInLds(const MlaProblem& problem, Buffer& buffer)
-      : Part(problem.decode, block_of(problem)), mla(problem), buffer(buffer) {}
+      : Split(problem.decode, block_of(problem)), mla(problem), buffer(buffer) {}
 
   // Blocks with the same keys are `requests` blocks apart: with a multiple of eight requests, on one XCD.
   DEVICE static int block_of(const MlaProblem& problem) {
     const int index = wave::block_id_x(), tile = u32(index) / u32(problem.requests);
-    return (index - tile * problem.requests) * problem.decode.column_tiles + tile;
+    return (index - tile * problem.requests) * problem.decode.packed_row_tiles + tile;
   }
   // The first key of this split's unit `unit`.
   DEVICE int unit_key(int unit) const {
-    return (wave::block_id_y() + unit / kStepUnits * parts) * kStepKeys + unit % kStepUnits * kKeys;
+    return (wave::block_id_y() + unit / kStepUnits * splits) * kStepKeys + unit % kStepUnits * kKeys;
   }
   // A 16-byte vector of a panel row.
   DEVICE u8* at(int slot, int panel, int row, int vec) const {
@@ -80,7 +81,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
 
     DEVICE explicit Scores(const MlaDecodeInLds& of) : of(of) {
       const auto& p = of.p;
-      const auto c = of.column(of.group_wave * 16 + of.lane % 16);
+      const auto c = of.packed_row(of.group_wave * 16 + of.lane % 16);
       const i64 row = i64(of.request) * p.query_len + c.row;
       const u16* latent = p.query + row * p.query_stride + c.head * p.query_head_stride;
       const u16* rope = of.mla.query_pe + row * of.mla.query_pe_stride + c.head * of.mla.query_pe_head_stride;
@@ -151,13 +152,13 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
     }
 
     // Stores the columns' maxima and sums, and the factors of the output sums.
-    DEVICE void finish_columns(mem::Buffer to) const {
+    DEVICE void finish_packed_rows(mem::Buffer to) const {
       const float total = attention::reduce_rows(sum, Add{}), rounded = attention::reduce_rows(rounded_sum, Add{});
       const int c = of.group_wave * 16 + of.lane;
       if (of.lane >= 16) return;
       float factor = rounded > 0.0f ? total / rounded : 0.0f;
-      if (of.parts == 1) factor *= of.finish_column(c, maximum, total, true);
-      else Part::store_sums(to, c, maximum, total);
+      if (of.splits == 1) factor *= of.finish_packed_row(c, maximum, total, true);
+      else Split::store_sums(to, c, maximum, total);
       of.buffer.ends.factor[c] = factor;
     }
     DEVICE void write(int) const {}
@@ -176,7 +177,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
     const MlaDecodeInLds& of;
     const int of_key = of.lane % kKeyLanes,
               row = of.group_wave * 4 + of.lane / kKeyLanes;  // the lane's key and its part of the key
-    f32x4 out[kColumnTiles][kLaneDims] = {};
+    f32x4 out[kPackedRowTiles][kLaneDims] = {};
     u32x4 values[4];
 
     DEVICE explicit Sums(const MlaDecodeInLds& of) : of(of) {}
@@ -245,7 +246,7 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
 #pragma unroll
         for (int s = 0; s < kStages; ++s) {
           Stage& stage = stages[(s + 3) % kStages];
-          u32x2 weights[kColumnTiles];
+          u32x2 weights[kPackedRowTiles];
           u32x4 next[4];
           read_weights(weights, s);
           read_values(next, next_slot(slot));
@@ -275,41 +276,42 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
       attention::schedule_fence();
     }
     // Rescales the previous sums by the factors for the new maxima.
-    DEVICE void read_weights(u32x2 (&weights)[kColumnTiles], int buffer) {
+    DEVICE void read_weights(u32x2 (&weights)[kPackedRowTiles], int buffer) {
       const auto& units = of.buffer.units;
-      float factor[kColumnTiles];
+      float factor[kPackedRowTiles];
       bool grows = false;
 #pragma unroll
-      for (int t = 0; t < kColumnTiles; ++t) {
+      for (int t = 0; t < kPackedRowTiles; ++t) {
         factor[t] = units.factor[buffer][t * 16 + of.lane % 16];
         weights[t] = units.weights[buffer][t][of.lane];
         grows |= factor[t] != 1.0f;
       }
       if (wave::count(grows) == 0) return;
 #pragma unroll
-      for (int t = 0; t < kColumnTiles; ++t)
+      for (int t = 0; t < kPackedRowTiles; ++t)
 #pragma unroll
         for (int d = 0; d < kLaneDims; ++d) out[t][d] *= factor[t];
     }
-    DEVICE void add(const u32x2 (&weights)[kColumnTiles], int d) {
+    DEVICE void add(const u32x2 (&weights)[kPackedRowTiles], int d) {
       using attention::pair_of;
       const u32x2 operand = {pair_of(values[0][d / 2], values[1][d / 2], d % 2),
                              pair_of(values[2][d / 2], values[3][d / 2], d % 2)};
 #pragma unroll
-      for (int t = 0; t < kColumnTiles; ++t) out[t][d] = attention::multiply_16_keys<T>(out[t][d], operand, weights[t]);
+      for (int t = 0; t < kPackedRowTiles; ++t)
+        out[t][d] = attention::multiply_16_keys<T>(out[t][d], operand, weights[t]);
     }
 
-    DEVICE void finish_columns(mem::Buffer) const {}
+    DEVICE void finish_packed_rows(mem::Buffer) const {}
     // Writes a column tile to LDS.
     DEVICE void write(int t) const {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = mma::value_row(of.lane, i);
-        f32x4* column =
+        f32x4* packed_row =
             of.buffer.ends.out[of.lane % 16] + (of.group_wave * kDims + (panel(r) * 8 + vec(r)) * kLaneDims) / 4;
 #pragma unroll
         for (int d = 0; d < kLaneDims; d += 4)
-          column[d / 4] = {out[t][d][i], out[t][d + 1][i], out[t][d + 2][i], out[t][d + 3][i]};
+          packed_row[d / 4] = {out[t][d][i], out[t][d + 1][i], out[t][d + 2][i], out[t][d + 3][i]};
       }
     }
   };
@@ -318,21 +320,21 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
   DEVICE void run_as() {
     Group group(*this);
     if (unit_key(0) < end) group.run();
-    const mem::Buffer to = Part::slot(wave::block_id_y());
-    group.finish_columns(to);
+    const mem::Buffer to = Split::slot(wave::block_id_y());
+    group.finish_packed_rows(to);
 #pragma unroll
-    for (int t = 0; t < kColumnTiles; ++t) {
-      constexpr int kColumnVecs = kLatent / 4;
+    for (int t = 0; t < kPackedRowTiles; ++t) {
+      constexpr int kPackedRowVecs = kLatent / 4;
       if (t > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
       group.write(t);
       block_barrier();  // hazard: sums and factors are read before they are written
 #pragma unroll
-      for (int i = 0; i < 16 * kColumnVecs / kThreads; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), of_column = vec % kColumnVecs;
-        const int c = t * 16 + vec / kColumnVecs;
-        const f32x4 total = buffer.ends.out[vec / kColumnVecs][of_column] * buffer.ends.factor[c];
-        if (parts == 1) store(c, of_column * 4, total);
-        else if (c < columns()) mem::store_device(to, (c * kLatent + of_column * 4) * 4, 0, total);
+      for (int i = 0; i < 16 * kPackedRowVecs / kThreads; ++i) {
+        const int vec = i * kThreads + wave::thread_id(), of_packed_row = vec % kPackedRowVecs;
+        const int c = t * 16 + vec / kPackedRowVecs;
+        const f32x4 total = buffer.ends.out[vec / kPackedRowVecs][of_packed_row] * buffer.ends.factor[c];
+        if (splits == 1) store(c, of_packed_row * 4, total);
+        else if (c < packed_rows()) mem::store_device(to, (c * kLatent + of_packed_row * 4) * 4, 0, total);
       }
     }
   }
@@ -340,6 +342,6 @@ struct MlaDecodeInLds : MlaPart<T, 4> {
   DEVICE void run() {
     if (wave::index() < kGroupWaves) run_as<Scores>();
     else run_as<Sums>();
-    if (parts > 1 && p.counters) Part::add_parts();
+    if (splits > 1 && p.counters) Split::combine_splits();
   }
 };

@@ -43,7 +43,7 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
 
 #define HAS_MLA_64 1  // MLA through LDS, 64 columns per block
 // MLA: the number of steps whose keys a wave holds.
-constexpr int stages(int /*column_tiles*/) { return 3; }
+constexpr int stages(int /*packed_row_tiles*/) { return 3; }
 
 // sum + a b over 16 keys, four per lane in its row of a and column of b.
 template <class T>
@@ -123,7 +123,7 @@ DEVICE void issue_here() {}
 
 // Faster on NVIDIA (nvidia/operands.h), but not predicted to be on MI300X: peeling the last iteration takes 336
 // registers instead of 195 and up to 13 % longer, a separate mask up to 3 %.
-constexpr bool kLastTurnApart = false, kMasksApart = false;
+constexpr bool kPeelLastIter = false, kSeparateMask = false;
 
 // LDS rows have 128 bytes. 16-byte vector c of row r is stored at c ^ swizzle(r), free of bank conflicts when 16 rows
 // are read at a time, and when 8 are written.

@@ -19,7 +19,7 @@ struct EvenSteps {
     int own = 0;
 #pragma unroll 4
     for (int i = 0; i < lane_requests; ++i) own += first + i < requests ? steps_of(first + i) : 0;
-    own *= p.column_tiles;
+    own *= p.packed_row_tiles;
     int sum = own;
 #pragma unroll
     for (int below = 1; below < wave::kLanes; below *= 2) {
@@ -43,7 +43,7 @@ struct EvenSteps {
   };
   DEVICE Place place_of(int step) const {
     const int lane = wave::count(before <= step) - 1;
-    Place place = {lane * lane_requests * p.column_tiles, wave::from_lane(before, lane), 0};
+    Place place = {lane * lane_requests * p.packed_row_tiles, wave::from_lane(before, lane), 0};
     while (true) {
       place.steps = steps_of(u32(place.block) / p.tiles_divisor);
       if (step < place.first + place.steps) return place;
@@ -55,27 +55,27 @@ struct EvenSteps {
   DEVICE Place place(int block) const {
     const int request = u32(block) / p.tiles_divisor, lane = request / lane_requests;
     Place place = {block, wave::from_lane(before, lane), steps_of(request)};
-    for (int r = lane * lane_requests; r < request; ++r) place.first += steps_of(r) * p.column_tiles;
-    place.first += (block - request * p.column_tiles) * place.steps;
+    for (int r = lane * lane_requests; r < request; ++r) place.first += steps_of(r) * p.packed_row_tiles;
+    place.first += (block - request * p.packed_row_tiles) * place.steps;
     return place;
   }
 };
 
 // Runs `combine_blocks` blocks per work tile: every block must recompute the division of steps.
-template <class T, int kColumnTiles>
-struct MlaCombineEven : MlaCombine<T, kColumnTiles> {
-  using Combine = MlaCombine<T, kColumnTiles>;
+template <class T, int kPackedRowTiles>
+struct MlaCombineEven : MlaCombine<T, kPackedRowTiles> {
+  using Combine = MlaCombine<T, kPackedRowTiles>;
   const int blocks;
 
   DEVICE explicit MlaCombineEven(const MlaProblem& problem) : Combine(problem), blocks(problem.combine_blocks) {
     const EvenSteps even(problem);
     const auto place = even.place(this->block);
     this->first_slot = even.block_of(place.first);
-    this->parts = even.block_of(place.first + place.steps - 1) - this->first_slot + 1;
+    this->splits = even.block_of(place.first + place.steps - 1) - this->first_slot + 1;
   }
   DEVICE void run(typename Combine::Buffer& buffer) const {
 #pragma unroll 1
-    for (int lanes = wave::block_id_y(); lanes < Combine::kColumns * Combine::kColumnVecs / wave::kLanes;
+    for (int lanes = wave::block_id_y(); lanes < Combine::kPackedRows * Combine::kPackedRowVecs / wave::kLanes;
          lanes += blocks) {
       this->add(buffer, lanes);
       block_barrier();  // hazard: sums are overwritten before they are read

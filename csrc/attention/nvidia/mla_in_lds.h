@@ -11,39 +11,40 @@
 
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // offsets of MlaDecodeInLds
 
-template <class T, int kColumnTiles>
-using MlaPartInLds = DecodePart<DecodeOutput<T, kLatent, 16 * kColumnTiles, kMlaWaves, kMlaFanIn, 4>,
-                                kColumnTiles == 4 ? 64 : 128, kColumnTiles == 4 ? 8 : 16, 32>;
+template <class T, int kPackedRowTiles>
+using MlaSplitInLds = DecodeSplit<DecodeOutput<T, kLatent, 16 * kPackedRowTiles, kMlaWaves, kMlaFanIn, 4>,
+                                  kPackedRowTiles == 4 ? 64 : 128, kPackedRowTiles == 4 ? 8 : 16, 32>;
 
-template <class T, int kColumnTiles>
-struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
-  using Part = MlaPartInLds<T, kColumnTiles>;
-  using Part::columns, Part::end, Part::finish_column, Part::first_row_end, Part::kColumns, Part::kLowest;
-  using Part::kThreads, Part::kWaveKeys, Part::kWaves, Part::lane, Part::load_any_pages, Part::p, Part::parts;
-  using Part::request, Part::step_key, Part::store;
+template <class T, int kPackedRowTiles>
+struct MlaDecodeInLds : MlaSplitInLds<T, kPackedRowTiles> {
+  using Split = MlaSplitInLds<T, kPackedRowTiles>;
+  using Split::kThreads, Split::kWaveKeys, Split::kWaves, Split::lane, Split::load_any_pages, Split::p, Split::splits;
+  using Split::packed_rows, Split::end, Split::finish_packed_row, Split::first_row_end, Split::kPackedRows,
+      Split::kLowest;
+  using Split::request, Split::step_key, Split::store;
 
   static constexpr int kKeys = 64, kPanels = (kLatent + 64) / 64;
   static constexpr int kGroups = kWaves / mma::kWaves, kGroupThreads = kThreads / kGroups;
-  static constexpr int kConsumers = kColumns == 64 ? 1 : 2, kConsumerGroups = kGroups / kConsumers;
+  static constexpr int kConsumers = kPackedRows == 64 ? 1 : 2, kConsumerGroups = kGroups / kConsumers;
   static constexpr int kConsumerThreads = kGroupThreads * kConsumerGroups;
   static constexpr int kStages = kConsumerGroups;  // per consumer
-  static constexpr int kScoreColumns = kColumns / kConsumerGroups, kScores = kScoreColumns / 2;
-  static constexpr int kDimTiles = kLatent / 64 / kConsumerGroups, kSums = kColumns / 2;
-  static constexpr int kLaneColumns = kScores / 2;
+  static constexpr int kScorePackedRows = kPackedRows / kConsumerGroups, kScores = kScorePackedRows / 2;
+  static constexpr int kDimTiles = kLatent / 64 / kConsumerGroups, kSums = kPackedRows / 2;
+  static constexpr int kLanePackedRows = kScores / 2;
   static constexpr int kRows = kWaveKeys / 4;  // keys that a wave copies
 
   static constexpr int kPanelBytes = kKeys * tile::kDepth, kStageBytes = kPanels * kPanelBytes;
-  static constexpr int kQueryPanelBytes = kColumns * tile::kDepth;
+  static constexpr int kQueryPanelBytes = kPackedRows * tile::kDepth;
   // LDS offsets after the keys.
   static constexpr int kQuery = kGroups * kStageBytes, kWeights = kQuery + kPanels * kQueryPanelBytes;
   static constexpr int kMaxima = kWeights + kConsumers * kQueryPanelBytes;
-  static constexpr int kFactors = kMaxima + kGroups * kScoreColumns * 16, kBytes = kFactors + kColumns * 4;
+  static constexpr int kFactors = kMaxima + kGroups * kScorePackedRows * 16, kBytes = kFactors + kPackedRows * 4;
   static_assert(kBytes + 1024 <= 227 * 1024);
   // At the end, sums replace them.
   static constexpr int kRowFloats = kLatent + 4;  // for a column's sums
-  static_assert(kConsumers * kColumns * kRowFloats * 4 <= kQuery);
+  static_assert(kConsumers * kPackedRows * kRowFloats * 4 <= kQuery);
   struct Ends {
-    float wave_sum[kConsumers][kColumns][mma::kWaves], maximum[kConsumers][kColumns], factor[kColumns];
+    float wave_sum[kConsumers][kPackedRows][mma::kWaves], maximum[kConsumers][kPackedRows], factor[kPackedRows];
   };
   static_assert(sizeof(Ends) <= kPanels * kQueryPanelBytes);
 
@@ -53,22 +54,22 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   const int consumer = group / kConsumerGroups, member = group % kConsumerGroups;
   float score[kScores];
   float out[kDimTiles][kSums] = {};
-  float maximum[kLaneColumns], sum[kLaneColumns];
-  int row_end[kLaneColumns];  // end of the keys that the column sees
+  float maximum[kLanePackedRows], sum[kLanePackedRows];
+  int row_end[kLanePackedRows];  // end of the keys that the column sees
   float scale;
   int first_step, next_step, keys_end, slot;  // the split's steps, the end of its keys, and its slot
 
   // Every parts-th step.
-  DEVICE explicit MlaDecodeInLds(const MlaProblem& problem) : Part(problem.decode), mla(problem) {
-    first_step = slot = wave::block_id_y(), next_step = parts, keys_end = end;
-    this->own = first_step * Part::kStepKeys;
+  DEVICE explicit MlaDecodeInLds(const MlaProblem& problem) : Split(problem.decode), mla(problem) {
+    first_step = slot = wave::block_id_y(), next_step = splits, keys_end = end;
+    this->own = first_step * Split::kStepKeys;
   }
   // Consecutive steps [first, last) of a work tile that `part_count` blocks share.
-  DEVICE MlaDecodeInLds(const MlaProblem& problem, int block, int first, int last, int slot, int part_count)
-      : Part(problem.decode, block, first), mla(problem), slot(slot) {
-    first_step = first, next_step = 1, keys_end = last * Part::kStepKeys < end ? last * Part::kStepKeys : end;
-    parts = part_count;
-    this->own = first_step * Part::kStepKeys;
+  DEVICE MlaDecodeInLds(const MlaProblem& problem, int block, int first, int last, int slot, int split_count)
+      : Split(problem.decode, block, first), mla(problem), slot(slot) {
+    first_step = first, next_step = 1, keys_end = last * Split::kStepKeys < end ? last * Split::kStepKeys : end;
+    splits = split_count;
+    this->own = first_step * Split::kStepKeys;
   }
 
   DEVICE static lds::Local<u8>* at(int place) { return (lds::Local<u8>*)dynamic_lds + place; }
@@ -82,10 +83,12 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     else consumer_barrier<kConsumerThreads>(consumer);
   }
   // Value i of a lane's scores or sums: its column, relative to a group's first, and its row of 64.
-  DEVICE int value_column(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
+  DEVICE int value_packed_row(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
   DEVICE int value_row(int i) const { return group_wave * 16 + lane / 4 + i / 2 % 2 * 8; }
-  DEVICE static constexpr int lane_column(int i) { return i / 4 * 2 + i % 2; }  // the lane's column index
-  DEVICE int column_of(int lane_column) const { return lane_column / 2 * 8 + lane % 4 * 2 + lane_column % 2; }
+  DEVICE static constexpr int lane_packed_row(int i) { return i / 4 * 2 + i % 2; }  // the lane's column index
+  DEVICE int packed_row_of(int lane_packed_row) const {
+    return lane_packed_row / 2 * 8 + lane % 4 * 2 + lane_packed_row % 2;
+  }
 
   // Each lane copies 16 bytes of a panel row, a wave four rows; lane l's go to place l.
   DEVICE int row_of_copy(int first) const { return first + lane / 8; }
@@ -93,9 +96,9 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 
   DEVICE void load_query() const {
 #pragma unroll 1
-    for (int i = wave_index; i < kColumns / 4 * kPanels; i += kWaves) {
-      const int panel = i / (kColumns / 4), first = i % (kColumns / 4) * 4, vec = vec_of_copy(first) * 8;
-      const auto c = this->column(row_of_copy(first));
+    for (int i = wave_index; i < kPackedRows / 4 * kPanels; i += kWaves) {
+      const int panel = i / (kPackedRows / 4), first = i % (kPackedRows / 4) * 4, vec = vec_of_copy(first) * 8;
+      const auto c = this->packed_row(row_of_copy(first));
       const i64 row = i64(request) * p.query_len + c.row;
       const u16* latent = p.query + row * p.query_stride + c.head * p.query_head_stride + panel * 64;
       const u16* rope = mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
@@ -111,12 +114,12 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     bool any;
   };
   DEVICE Rows rows(int pages, int step) const {
-    const u32 places = Part::template place<T, 8>(p.key_cache, pages, step_key(step));
+    const u32 places = Split::template place<T, 8>(p.key_cache, pages, step_key(step));
     Rows rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
       rows.from[i] =
-          (const u8*)Part::template at<T, 8>(p.key_cache, places, i * 4 + lane / 8) + vec_of_copy(i * 4) * 16;
+          (const u8*)Split::template at<T, 8>(p.key_cache, places, i * 4 + lane / 8) + vec_of_copy(i * 4) * 16;
     rows.count = keys_end - step_key(step);
     rows.any = has_keys(step);
     return rows;
@@ -130,13 +133,13 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
                       at(stage_at(stage) + panel * kPanelBytes + (first + i * 4) * tile::kDepth));
   }
 
-  DEVICE bool has_keys(int step) const { return step * Part::kStepKeys < keys_end; }
+  DEVICE bool has_keys(int step) const { return step * Split::kStepKeys < keys_end; }
   // The consumer's first key in a step. A consumer without keys there has zeros, and weights of 0: all threads take
   // part in the block's barriers.
-  DEVICE int first_key(int step) const { return step * Part::kStepKeys + consumer * kKeys; }
+  DEVICE int first_key(int step) const { return step * Split::kStepKeys + consumer * kKeys; }
 
   DEVICE void multiply_query(int stage) {
-    const mma::Panel keys(0, false), query(member * kScoreColumns, false);
+    const mma::Panel keys(0, false), query(member * kScorePackedRows, false);
     const int keys_from = in_scalars(stage_at(stage)), query_from = in_scalars(kQuery);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -150,27 +153,27 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
   }
 
   // Stores p for a step's keys, from `first` on, to LDS, and returns the factors for the previous sums.
-  DEVICE void weigh(int first, float (&factor)[kLaneColumns]) {
+  DEVICE void weigh(int first, float (&factor)[kLanePackedRows]) {
     constexpr Max max{};
-    float largest[kLaneColumns];
+    float largest[kLanePackedRows];
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) largest[c] = -__builtin_inff();
+    for (int c = 0; c < kLanePackedRows; ++c) largest[c] = -__builtin_inff();
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      const int c = lane_column(i);
+      const int c = lane_packed_row(i);
       score[i] = first + value_row(i) < row_end[c] ? score[i] * scale : -__builtin_inff();
       largest[c] = max(largest[c], score[i]);
     }
-    auto* maxima = (lds::Local<f32x4>*)at(kMaxima) + group * kScoreColumns;
+    auto* maxima = (lds::Local<f32x4>*)at(kMaxima) + group * kScorePackedRows;
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) {
+    for (int c = 0; c < kLanePackedRows; ++c) {
       largest[c] = attention::reduce_rows(largest[c], max);
-      if (lane / 4 == 0) ((lds::Local<float>*)(maxima + column_of(c)))[group_wave] = largest[c];
+      if (lane / 4 == 0) ((lds::Local<float>*)(maxima + packed_row_of(c)))[group_wave] = largest[c];
     }
     consumer_barrier<kGroupThreads>(kConsumers + group);  // hazard: the waves' maxima are read before they are written
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) {
-      const f32x4 of_waves = maxima[column_of(c)];
+    for (int c = 0; c < kLanePackedRows; ++c) {
+      const f32x4 of_waves = maxima[packed_row_of(c)];
       const float new_maximum = max(max(maximum[c], max(of_waves.x, of_waves.y)), max(of_waves.z, of_waves.w));
       factor[c] = numerics::exp2_approx(maximum[c] - new_maximum);
       maximum[c] = new_maximum;
@@ -178,32 +181,32 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      const int c = lane_column(i);
+      const int c = lane_packed_row(i);
       score[i] = numerics::exp2_approx(score[i] - maximum[c]);
       sum[c] += score[i];
     }
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       const u32 pair = attention::transposed(T::pack({score[i], score[i + 1]}));
-      const int c = member * kScoreColumns + i / 4 * 8 + lane / 4, vec = group_wave * 2 + i / 2 % 2;
+      const int c = member * kScorePackedRows + i / 4 * 8 + lane / 4, vec = group_wave * 2 + i / 2 % 2;
       const int to = c * tile::kDepth + (vec ^ lds::swizzle(c)) * 16 + lane % 4 * 4;
       *(lds::Local<u32>*)at(kWeights + consumer * kQueryPanelBytes + to) = pair;
     }
     if constexpr (kConsumerGroups > 1)
 #pragma unroll
-      for (int c = 0; c < kLaneColumns; ++c)
+      for (int c = 0; c < kLanePackedRows; ++c)
         if (lane / 4 == 0 && group_wave == 0)
-          ((lds::Local<float>*)at(kFactors))[member * kScoreColumns + column_of(c)] = factor[c];
+          ((lds::Local<float>*)at(kFactors))[member * kScorePackedRows + packed_row_of(c)] = factor[c];
     lds::publish();
   }
 
   // Rescales the sums by the factors for the new maxima.
-  DEVICE void scale_sums(const float (&factor)[kLaneColumns]) {
+  DEVICE void scale_sums(const float (&factor)[kLanePackedRows]) {
     float of_sums[kSums / 2];
     bool grows = false;
 #pragma unroll
     for (int c = 0; c < kSums / 2; ++c) {
-      if constexpr (kConsumerGroups > 1) of_sums[c] = ((const lds::Local<float>*)at(kFactors))[column_of(c)];
+      if constexpr (kConsumerGroups > 1) of_sums[c] = ((const lds::Local<float>*)at(kFactors))[packed_row_of(c)];
       else of_sums[c] = factor[c];
       grows |= of_sums[c] != 1.0f;
     }
@@ -211,7 +214,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 #pragma unroll
     for (int d = 0; d < kDimTiles; ++d)
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) out[d][i] *= of_sums[lane_column(i)];
+      for (int i = 0; i < kSums; ++i) out[d][i] *= of_sums[lane_packed_row(i)];
   }
 
   // Adds the product of the latents with p, and loads other keys in their place.
@@ -266,10 +269,10 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     }
     scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) {
+    for (int c = 0; c < kLanePackedRows; ++c) {
       maximum[c] = kLowest;
       sum[c] = 0.0f;
-      row_end[c] = first_row_end + this->column(member * kScoreColumns + column_of(c)).row;
+      row_end[c] = first_row_end + this->packed_row(member * kScorePackedRows + packed_row_of(c)).row;
     }
     lds::wait_for_copies<kStages>();
     block_barrier();  // hazard: the query is multiplied before it has arrived
@@ -281,7 +284,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
       lds::wait_for_copies<kStages - 1>();
       own_barrier();  // hazard: keys are multiplied before they have arrived
       multiply_query(stage);
-      float factor[kLaneColumns];
+      float factor[kLanePackedRows];
       weigh(first_key(step), factor);
       own_barrier();  // hazard: p is multiplied before it is written
       scale_sums(factor);
@@ -297,9 +300,9 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     block_barrier();  // hazard: keys and queries are overwritten before they are read
     auto& ends = *(lds::Local<Ends>*)at(kQuery);
 #pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) {
+    for (int i = 0; i < kLanePackedRows; ++i) {
       const float of_wave = attention::reduce_rows(sum[i], Add{});
-      const int c = member * kScoreColumns + column_of(i);
+      const int c = member * kScorePackedRows + packed_row_of(i);
       if (lane / 4 > 0) continue;
       ends.wave_sum[consumer][c][group_wave] = of_wave;
       if (group_wave == 0) ends.maximum[consumer][c] = maximum[i];
@@ -313,18 +316,18 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     auto* sums = (lds::Local<float>*)at(0);
 #pragma unroll
     for (int i = 0; i < kSums; i += i % 4 == 1 ? 3 : 1) {
-      const int c = value_column(i);
+      const int c = value_packed_row(i);
       const float factor = numerics::exp2_approx(ends.maximum[consumer][c] - largest(c));
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d)
 #pragma unroll
         for (int half = 0; half < 4; half += 2)
-          sums[(consumer * kColumns + c) * kRowFloats + (member * kDimTiles + d) * 64 + value_row(half)] =
+          sums[(consumer * kPackedRows + c) * kRowFloats + (member * kDimTiles + d) * 64 + value_row(half)] =
               out[d][i + half] * factor;
     }
-    const mem::Buffer to = Part::slot(slot);
-    const bool is_whole = parts == 1;
-    if (wave::thread_id() < kColumns) {
+    const mem::Buffer to = Split::slot(slot);
+    const bool is_whole = splits == 1;
+    if (wave::thread_id() < kPackedRows) {
       const int c = wave::thread_id();
       float total = 0.0f;
       for (int t = 0; t < kConsumers; ++t) {
@@ -332,20 +335,21 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
         total += numerics::exp2_approx(ends.maximum[t][c] - largest(c)) *
                  (of_waves.x + of_waves.y + of_waves.z + of_waves.w);
       }
-      if (is_whole) ends.factor[c] = finish_column(c, largest(c), total, true);
-      else Part::store_sums(to, c, largest(c), total);
+      if (is_whole) ends.factor[c] = finish_packed_row(c, largest(c), total, true);
+      else Split::store_sums(to, c, largest(c), total);
     }
     block_barrier();  // hazard: the consumers' sums are read before they are written
 #pragma unroll 4
-    for (int i = 0; i < kColumns * kLatent / 4 / kThreads; ++i) {
+    for (int i = 0; i < kPackedRows * kLatent / 4 / kThreads; ++i) {
       const int vec = i * kThreads + wave::thread_id(), c = vec / (kLatent / 4), dim = vec % (kLatent / 4) * 4;
       f32x4 total = {};
 #pragma unroll
-      for (int t = 0; t < kConsumers; ++t) total += *(lds::Local<f32x4>*)(sums + (t * kColumns + c) * kRowFloats + dim);
+      for (int t = 0; t < kConsumers; ++t)
+        total += *(lds::Local<f32x4>*)(sums + (t * kPackedRows + c) * kRowFloats + dim);
       if (is_whole) store(c, dim, total * ends.factor[c]);
-      else if (c < columns()) mem::store_device(to, (c * kLatent + dim) * 4, 0, total);
+      else if (c < packed_rows()) mem::store_device(to, (c * kLatent + dim) * 4, 0, total);
     }
-    if (!is_whole && p.counters) Part::add_parts();
+    if (!is_whole && p.counters) Split::combine_splits();
   }
 
   DEVICE static void run(const MlaProblem& problem) {
@@ -353,7 +357,7 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
     if (decode.has_work()) decode.run();
   }
   DEVICE static void run_even_steps(const MlaProblem& problem) {
-    constexpr int kSteps = EvenSteps::kKeys / Part::kStepKeys;
+    constexpr int kSteps = EvenSteps::kKeys / Split::kStepKeys;
     const EvenSteps even(problem);
     const int own = wave::block_id_x();
     if (own >= even.blocks) return;
@@ -363,9 +367,9 @@ struct MlaDecodeInLds : MlaPartInLds<T, kColumnTiles> {
 #pragma unroll 1
     while (true) {
       const int after = place.first + place.steps, last = after < end ? after : end;
-      const int part_count = even.block_of(after - 1) - even.block_of(place.first) + 1;
+      const int split_count = even.block_of(after - 1) - even.block_of(place.first) + 1;
       MlaDecodeInLds decode(problem, place.block, (step - place.first) * kSteps, (last - place.first) * kSteps, own,
-                            part_count);
+                            split_count);
       decode.run();
       step = last;
       if (step == end) return;

@@ -46,7 +46,7 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
 
 #define HAS_MLA_IN_LDS 1
 // MLA: the number of steps whose keys a wave holds.
-constexpr int stages(int column_tiles) { return column_tiles == 1 ? 3 : 2; }
+constexpr int stages(int packed_row_tiles) { return packed_row_tiles == 1 ? 3 : 2; }
 
 // Transposes 32 elements of two tiles' keys into two operands of the PV product, whose rows are elements.
 template <class T>
@@ -99,10 +99,10 @@ DEVICE void issue_here() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"
 
 // Measured faster on H200, where registers suffice. The last iteration is peeled, and loads nothing: most blocks have
 // one iteration.
-constexpr bool kLastTurnApart = true;
+constexpr bool kPeelLastIter = true;
 // A separate mask: unseen keys are masked only in steps that have any, and row ends are computed there, which saves
 // registers in the loop.
-constexpr bool kMasksApart = true;
+constexpr bool kSeparateMask = true;
 
 // LDS rows have 128 bytes. 16-byte vector c of row r is stored at c ^ swizzle(r), free of bank conflicts when four
 // 16-byte vectors in each of two rows are read at a time, and when 8 rows are written.

@@ -98,9 +98,9 @@ struct TileEpilogue {
       if (!is_last(p, tile, first_block, last_block, /*stored=*/true)) return;
 #pragma unroll
       for (int v = 0; v < kValues; ++v) sum[v / kLaneVecs][v % kLaneVecs] = Value{};
-      constexpr int kFit = kFreeFloats / (kValues * kVec), kLeast = kMx ? 1 : 2;
+      constexpr int kFit = kFreeFloats / (kValues * kVec), kMin = kMx ? 1 : 2;
       // Blocks whose sums are loaded together.
-      constexpr int kBlocksAtOnce = kFit > 8 ? 8 : kFit > kLeast ? kFit : kLeast;
+      constexpr int kBlocksAtOnce = kFit > 8 ? 8 : kFit > kMin ? kFit : kMin;
 #pragma unroll 1
       for (int b = first_block; b <= last_block; b += kBlocksAtOnce) {
         Value partial[kBlocksAtOnce][kValues];

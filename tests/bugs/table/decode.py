@@ -15,8 +15,8 @@ BUGS = (
     Bug(
         "a row sees the next token",
         "attention/decode.h",
-        "row_end = first_row_end + column(t * mma::kTileTokens + mma::value_token(lane, v))",
-        "row_end = first_row_end + 1 + column(t * mma::kTileTokens + mma::value_token(lane, v))",
+        "row_end = first_row_end + packed_row(t * mma::kTileTokens + mma::value_token(lane, v))",
+        "row_end = first_row_end + 1 + packed_row(t * mma::kTileTokens + mma::value_token(lane, v))",
         Cases(ops.paged_attention_decode, "rows-8", on="gfx950", said=WRONG),
     ),
     Bug(
@@ -28,21 +28,21 @@ BUGS = (
     ),
     Bug(
         "a page read past the end",
-        "attention/part.h",
+        "attention/split.h",
         "return low < end ? low : own;",
         "return low;",
         Cases(ops.paged_attention_decode, "bf16-64-packed", on="gfx950", said="argument|is in no tensor|NaNs differ"),
     ),
     Bug(
         "an early page beyond the last key used",
-        "attention/part.h",
+        "attention/split.h",
         "wave::from_lane(early_pages, clamped(first + lane % kWaveKeys) - first)",
         "early_pages",
         Cases(ops.paged_attention_decode, "lengths", said="argument|is in no tensor|NaNs differ"),
     ),
     Bug(
         "iterations of a split at half their stride",
-        "attention/part.h",
+        "attention/split.h",
         "return step * kStepKeys + wave::index() * kWaveKeys % kStepKeys;",
         "return step / 2 * kStepKeys + wave::index() * kWaveKeys % kStepKeys;",
         Cases(ops.paged_attention_decode, "lengths-parts", on="gfx950", said=WRONG),
@@ -78,9 +78,9 @@ BUGS = (
     Bug(
         "the last iteration of a split left out",
         "attention/decode.h",
-        "? parts : 0)) < end; step += parts",
-        "? parts : 0)) < end - 128 * (step > 0); step += parts",
-        Cases(ops.paged_attention_decode, "partition", on="gfx950", said=WRONG),
+        "? splits : 0)) < end; step += splits",
+        "? splits : 0)) < end - 128 * (step > 0); step += splits",
+        Cases(ops.paged_attention_decode, "fixed-split", on="gfx950", said=WRONG),
     ),
     Bug(
         "rescale skipped",
@@ -94,7 +94,7 @@ BUGS = (
         "attention/output.h",
         "factor = numerics::exp2_approx(maximum[i] - largest);",
         "factor = i < left;",
-        Cases(ops.paged_attention_decode, "partition", said=WRONG),
+        Cases(ops.paged_attention_decode, "fixed-split", said=WRONG),
     ),
     Bug(
         "decode uses K's scale for V",
@@ -196,21 +196,21 @@ BUGS = (
     ),
     Bug(
         "a window counted from the last row's end",
-        "attention/part.h",
+        "attention/split.h",
         "begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;",
         "begin = p.window > 0 && end > p.window ? end - p.window : 0;",
         Tests(),
     ),
     Bug(
         "a split's first keys not at a wave's first",
-        "attention/part.h",
+        "attention/split.h",
         "base = begin / kWaveKeys * kWaveKeys;",
         "base = begin;",
         Tests(),
     ),
     Bug(
         "a page's stride divided too late",
-        "attention/part.h",
+        "attention/split.h",
         "u32(page) * u32(cache.block_stride / kUnit)",
         "u32(page) * u32(cache.block_stride) / kUnit",
         Tests(),
@@ -234,8 +234,8 @@ BUGS = (
     Bug(
         "factors of a packed-GQA row read before they are stored",
         "attention/decode_sums.h",
-        "if (c < kColumns) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);\n          block_barrier();",
-        "if (c < kColumns) buffer.factor[c] = finish_column(c, block_maximum(c), block_sum(c), true);\n          if (c == 0) block_barrier();",
+        "if (c < kPackedRows) buffer.factor[c] = finish_packed_row(c, block_maximum(c), block_sum(c), true);\n          block_barrier();",
+        "if (c < kPackedRows) buffer.factor[c] = finish_packed_row(c, block_maximum(c), block_sum(c), true);\n          if (c == 0) block_barrier();",
         Tests(),
     ),
     Bug(

@@ -228,14 +228,14 @@ BUGS = (
         "gemm/skinny/wave_split_k.h",
         "if (mem::kPredicates && !more) continue;",
         "if (!more) continue;",
-        Code("unquantized_gemm", "", "test_waits.drained", "narrow"),
+        Code("unquantized_gemm", "", "test_waits.drained", "wave_splitk"),
     ),
     Bug(
         "a wait for all of a slice's loads",
         "gemm/skinny/wave_split_k.h",
         "const float scale_b = kScaled",
         "__builtin_amdgcn_s_waitcnt(0x0f70);\nconst float scale_b = kScaled",
-        Code("unquantized_gemm", "", "test_waits.drained", "narrow"),
+        Code("unquantized_gemm", "", "test_waits.drained", "wave_splitk"),
     ),
     Bug(
         "halves rounded away from zero",

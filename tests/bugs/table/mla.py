@@ -42,7 +42,7 @@ BUGS = (
     ),
     Bug(
         "MLA: a page read past the end",
-        "attention/part.h",
+        "attention/split.h",
         "return low < end ? low : own;",
         "return low;",
         Cases(ops.mla_decode, "bf16-3", on="gfx950", said="argument|is in no tensor|NaNs differ"),
@@ -50,16 +50,16 @@ BUGS = (
     Bug(
         "MLA: a split left out of the combine",
         "attention/mla.h",
-        "part < parts; part += kWaves",
-        "part < parts - 1; part += kWaves",
-        Cases(ops.mla_decode, "partition-many", said=WRONG),
+        "split < splits; split += kWaves",
+        "split < splits - 1; split += kWaves",
+        Cases(ops.mla_decode, "fixed-split-many", said=WRONG),
     ),
     Bug(
         "MLA: the last iteration of a split left out",
         "attention/mla.h",
         "if (step_key(step) < end) multiply",
         "if (step_key(step) < end - 32 * (step > 0)) multiply",
-        Cases(ops.mla_decode, "partition-many", on="gfx950", said=WRONG),
+        Cases(ops.mla_decode, "fixed-split-many", on="gfx950", said=WRONG),
     ),
     Bug(
         "MLA: rescale skipped",
@@ -106,8 +106,8 @@ BUGS = (
     Bug(
         "MLA: pages of the wrong iteration",
         "attention/mla.h",
-        "load_pages(step_key(wave::uniform(step + kStages * parts)))",
-        "load_pages(step_key(wave::uniform(step + (kStages - 1) * parts)))",
+        "load_pages(step_key(wave::uniform(step + kStages * splits)))",
+        "load_pages(step_key(wave::uniform(step + (kStages - 1) * splits)))",
         Cases(ops.mla_decode, "long", on="gfx950", said=WRONG),
     ),
     Bug(
@@ -218,16 +218,16 @@ BUGS = (
     Bug(
         "MLA of 64 columns: blocks of another request",
         "attention/amd/mla_in_lds.h",
-        "(index - tile * problem.requests) * problem.decode.column_tiles + tile;",
+        "(index - tile * problem.requests) * problem.decode.packed_row_tiles + tile;",
         "index - tile;",
         Cases(ops.mla_decode, "heads-128", said=WRONG),
     ),
     Bug(
         "MLA: a split left out where few are combined",
         "attention/mla.h",
-        "for (int part = 1; part < kWaves; ++part) of_parts[0].add",
-        "for (int part = 2; part < kWaves; ++part) of_parts[0].add",
-        Cases(ops.mla_decode, "partition-few", said=WRONG),
+        "for (int split = 1; split < kWaves; ++split) of_splits[0].add",
+        "for (int split = 2; split < kWaves; ++split) of_splits[0].add",
+        Cases(ops.mla_decode, "fixed-split-few", said=WRONG),
     ),
     Bug(
         "MLA: FP8 keys loaded on some paths only",

@@ -146,7 +146,7 @@ def scale_contract(name: str, scale: Tensor | None) -> Iterator[tuple[str, str, 
         yield name, "float32 with one element", describe(scale), scale.numel() == 1 and scale.dtype == torch.float32
 
 
-def cache_envelope(layout: CacheLayout, dtype: torch.dtype, arch: Arch) -> Iterator[tuple[str, bool]]:
+def can_implement_cache(layout: CacheLayout, dtype: torch.dtype, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the kernels' rules for the caches, for queries of this dtype."""
     kinds = (dtype, arch.fp8_dtype)
     yield (
@@ -192,7 +192,7 @@ def is_heads(x: Tensor, tokens: int | None, count: int | None, size: int) -> boo
     )
 
 
-def heads_envelope(name: str, x: Tensor) -> tuple[str, bool]:
+def can_implement_heads(name: str, x: Tensor) -> tuple[str, bool]:
     """Return the kernels' rule for 16-bit heads [tokens, heads, size]."""
     holds = x.stride(-1) == 1 and _on_vectors(x, *x.stride()[:-1])
     return f"{name}'s heads are contiguous and 16-byte aligned", holds

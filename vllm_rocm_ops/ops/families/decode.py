@@ -17,24 +17,24 @@ from vllm_rocm_ops.ops.families import attention
 from vllm_rocm_ops.ops.families.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.ops.families.gemm import divisor
 
-MOST_ROWS = 8  # per request
-COLUMNS = 16  # packed-GQA rows of a matrix instruction: query rows times heads of a group
+MAX_ROWS = 8  # per request
+PACKED_ROWS = 16  # packed-GQA rows of a matrix instruction: query rows times heads of a group
 FAN_IN = 16  # partial sums that a block combines
-PARTITION = 128  # a fixed split size is a multiple of it
-MOST_PARTS = 128
+SPLIT_SIZE_MULTIPLE = 128  # a fixed split size is a multiple of it
+MAX_SPLITS = 128
 NOMINAL_KEYS = 4096  # of most requests, if the block table has room for more
 LONG_SHARE = 0.05  # share of longer requests
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """At most `parts` splits of a request's keys, one block each.
+    """At most `num_kv_splits` splits of a request's keys, one block each.
 
-    A split has at least `least_steps` iterations of 128 keys, or 32 in MLA.
+    A split has at least `min_steps` iterations of 128 keys, or 32 in MLA.
     """
 
-    parts: int
-    least_steps: int = 1
+    num_kv_splits: int
+    min_steps: int = 1
 
 
 def exact(x: Tensor) -> torch.dtype:
@@ -150,31 +150,31 @@ def out_contract(a, query: Tensor, quantizes: bool = False) -> Iterator[tuple[st
         yield "out", "without overlapping elements", describe(a.out), not overlaps_itself(a.out)
 
 
-def out_envelope(a, size: int, arch: Arch) -> Iterator[tuple[str, bool]]:
+def can_implement_out(a, size: int, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the kernels' rules for `out`."""
     if a.out is not None:
         yield (
             f"out has 16 bits or is {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
             a.out.dtype in (*ELEMENTS, arch.fp8_dtype),
         )
-        yield attention.heads_envelope("out", attention.heads(a.out, size))
+        yield attention.can_implement_heads("out", attention.heads(a.out, size))
 
 
-def partition_contract(a) -> tuple[str, str, str, bool]:
+def fixed_split_size_contract(a) -> tuple[str, str, str, bool]:
     """Return the contract of the fixed split size."""
-    holds = a.partition >= 0 and a.partition % PARTITION == 0
-    return "partition", f"0 or a multiple of {PARTITION}", str(a.partition), holds
+    holds = a.fixed_split_size >= 0 and a.fixed_split_size % SPLIT_SIZE_MULTIPLE == 0
+    return "fixed_split_size", f"0 or a multiple of {SPLIT_SIZE_MULTIPLE}", str(a.fixed_split_size), holds
 
 
-def requests_envelope(a, layout: CacheLayout, limit: int) -> Iterator[tuple[str, bool]]:
+def can_implement_requests(a, layout: CacheLayout, limit: int) -> Iterator[tuple[str, bool]]:
     """Yield the kernels' rules for requests, with a limit of splits."""
-    yield f"query_len is at most {MOST_ROWS}", a.query_len <= MOST_ROWS
+    yield f"query_len is at most {MAX_ROWS}", a.query_len <= MAX_ROWS
     yield "block_table's rows are contiguous", a.block_table.stride(1) == 1
     yield "seq_lens is contiguous", a.seq_lens.is_contiguous()
     keys = capacity(a, layout)
     yield "block_table has room for fewer than 2^30 keys per request", keys < 2**30
     yield "the caches span fewer than 2^35 elements", _span(layout.key) < 2**35 and _span(layout.value) < 2**35
-    yield f"there are at most {limit} splits", a.partition == 0 or -(-keys // a.partition) <= limit
+    yield f"there are at most {limit} splits", a.fixed_split_size == 0 or -(-keys // a.fixed_split_size) <= limit
 
 
 def _span(x: Tensor) -> int:
@@ -190,25 +190,25 @@ def capacity(a, layout: CacheLayout) -> int:
 # Plans
 
 
-def configs(a, layout: CacheLayout, step: int, least_steps: int = 1) -> list[DecodeConfig]:
+def configs(a, layout: CacheLayout, step: int, min_steps: int = 1) -> list[DecodeConfig]:
     """Return powers of two of splits; with a fixed split size, the most splits that fit the block table."""
     keys = capacity(a, layout)
-    if a.partition:
-        return [DecodeConfig(-(-keys // a.partition), a.partition // step)]
-    most = min(-(-keys // (step * least_steps)), MOST_PARTS)
-    return [DecodeConfig(1 << i, least_steps) for i in range(most.bit_length())]
+    if a.fixed_split_size:
+        return [DecodeConfig(-(-keys // a.fixed_split_size), a.fixed_split_size // step)]
+    most = min(-(-keys // (step * min_steps)), MAX_SPLITS)
+    return [DecodeConfig(1 << i, min_steps) for i in range(most.bit_length())]
 
 
 def divided(config: DecodeConfig, keys: int, step: int) -> tuple[int, int]:
     """Return the splits of `keys` keys, and the most iterations of a split."""
     steps = -(-keys // step)
-    parts = max(min(config.parts, -(-steps // config.least_steps)), 1)
-    return parts, -(-steps // parts)
+    splits = max(min(config.num_kv_splits, -(-steps // config.min_steps)), 1)
+    return splits, -(-steps // splits)
 
 
-def tree(parts: int) -> list[int]:
+def tree(splits: int) -> list[int]:
     """Return the partial sums per level of the combine: splits, groups of FAN_IN splits, and so on."""
-    counts = [parts]
+    counts = [splits]
     while counts[-1] > 1:
         counts.append(-(-counts[-1] // FAN_IN))
     return counts
@@ -222,7 +222,7 @@ def problem_arguments(
     caches: tuple[Tensor, Tensor],
     scales: tuple[Tensor | None, Tensor | None],
     outputs: tuple[Tensor, Tensor],
-    columns: int,
+    packed_rows: int,
     *,
     counts: bool = True,
 ) -> dict[str, object]:
@@ -233,9 +233,9 @@ def problem_arguments(
     heads, group = query.shape[1], query.shape[1] // layout.heads
     out = outputs[0] if a.out is None else a.out
     of_out = attention.heads(out, layout.value_size).stride()
-    tiles = column_tiles(a, query, layout, columns)
-    blocks, sums = a.block_table.shape[0] * layout.heads * tiles, tree(config.parts)
-    shared, slots, groups = config.parts > 1, sum(sums[:-1]), sum(sums[1:])
+    tiles = packed_row_tiles(a, query, layout, packed_rows)
+    blocks, sums = a.block_table.shape[0] * layout.heads * tiles, tree(config.num_kv_splits)
+    shared, slots, groups = config.num_kv_splits > 1, sum(sums[:-1]), sum(sums[1:])
 
     def of_cache(cache: Tensor, scale: Tensor | None, strides) -> dict:
         return {"data": cache, "scale": scale, "offset": 0, **vars(strides)}
@@ -248,7 +248,7 @@ def problem_arguments(
         "value_cache": of_cache(caches[1], scales[1], layout.value_strides()),
         "block_table": a.block_table,
         "seq_lens": a.seq_lens,
-        "partials": Workspace(4 * blocks * slots * columns * (layout.value_size + 2)) if shared else None,
+        "partials": Workspace(4 * blocks * slots * packed_rows * (layout.value_size + 2)) if shared else None,
         "counters": Counters(blocks * groups) if shared and counts else None,
         "query_stride": query.stride(0),
         "query_head_stride": query.stride(1),
@@ -260,31 +260,31 @@ def problem_arguments(
         "query_heads": heads,
         "kv_heads": layout.heads,
         "group": group,
-        "column_tiles": tiles,
+        "packed_row_tiles": tiles,
         "page_size": layout.page_size,
         "table_pages": a.block_table.shape[1],
-        "parts": config.parts,
-        "least_steps": config.least_steps,
+        "num_kv_splits": config.num_kv_splits,
+        "min_steps": config.min_steps,
         "slots": slots,
         "groups": groups,
         "page_divisor": divisor(layout.page_size),
-        "least_divisor": divisor(config.least_steps),
+        "min_divisor": divisor(config.min_steps),
         "group_divisor": divisor(group),
         "tiles_divisor": divisor(tiles),
         "heads_divisor": divisor(layout.heads),
     }
 
 
-def column_tiles(a, query: Tensor, layout: CacheLayout, columns: int) -> int:
+def packed_row_tiles(a, query: Tensor, layout: CacheLayout, packed_rows: int) -> int:
     """Return the blocks for a request's rows and the heads of a group."""
-    return -(-a.query_len * query.shape[1] // (layout.heads * columns))
+    return -(-a.query_len * query.shape[1] // (layout.heads * packed_rows))
 
 
-def rate(most_gb_s: float | None, arch: Arch, blocks: int) -> float:
+def rate(max_gb_s: float | None, arch: Arch, blocks: int) -> float:
     """Return the bytes per microsecond of a compute unit, limited to this rate, while `blocks` blocks run."""
-    if most_gb_s is None:
+    if max_gb_s is None:
         return arch.bandwidth_gb_s * 1e3 / arch.compute_units
-    return 1e3 * min(most_gb_s, arch.bandwidth_gb_s / max(min(blocks, arch.compute_units), 1))
+    return 1e3 * min(max_gb_s, arch.bandwidth_gb_s / max(min(blocks, arch.compute_units), 1))
 
 
 # Cases

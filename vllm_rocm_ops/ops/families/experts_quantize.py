@@ -20,8 +20,8 @@ from vllm_rocm_ops.ops.families.rowwise import ELEMENTS, VECTOR
 MODULE = "fused_experts_quantize"
 THREADS = 256  # per block at most, except for one block per row
 ROW_THREADS, ROW_VECTORS = 512, 4  # with one block per row: preferred threads, and most vectors per thread
-MOST_ROW_THREADS = 1024
-MOST_COLUMNS = MOST_ROW_THREADS * ROW_VECTORS * VECTOR  # with a scale per token
+MAX_ROW_THREADS = 1024
+MAX_COLUMNS = MAX_ROW_THREADS * ROW_VECTORS * VECTOR  # with a scale per token
 
 
 class Rows(NamedTuple):

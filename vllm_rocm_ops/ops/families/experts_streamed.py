@@ -24,11 +24,11 @@ from vllm_rocm_ops.ops.families.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES
 
 MODULE = "fused_experts"
-MOST_TOKENS, MOST_SLOTS = 64, 32  # limits of grouping in LDS
+MAX_TOKENS, MAX_SLOTS = 64, 32  # limits of grouping in LDS
 TILE_ROWS, GATE_UP_ROWS = 16, 8  # weight rows per tile, and the gate rows among them
 WAVES = 4  # per block
 SLICE_BYTES = 128  # of a K slice, the work of a wave's iteration
-MOST_UNIT_SLICES = 4  # K slices per unit of down, the work of one wave
+MAX_UNIT_SLICES = 4  # K slices per unit of down, the work of one wave
 RESIDENT = {"gate_up": 3, "down": 4}  # blocks per compute unit
 # The cost model, where archs agree; `arch.costs` has the rest. Fitted to H200 at the shares of tools/bench/experts.py: the share of
 # bandwidth of gate_up, and of down with unlimited blocks; for a further tile of an expert's tokens, a constant and a share of the
@@ -51,7 +51,7 @@ class StreamedConfig:
 def takes(a, arch: Arch) -> bool:
     """Return whether these kernels support the tokens, slots and experts. divide_by bounds items * tiles^2."""
     m, tiles = a.hidden.shape[0], intermediate(a) // GATE_UP_ROWS
-    fits = m <= MOST_TOKENS and slots(a) <= MOST_SLOTS and m * slots(a) * tiles**2 < 2**31
+    fits = m <= MAX_TOKENS and slots(a) <= MAX_SLOTS and m * slots(a) * tiles**2 < 2**31
     return fits and max(_gate_up_lds(a) + 2 * WAVES * 4 * arch.wave_lanes * 4, _down_lds(a)) <= arch.lds_bytes
 
 
@@ -89,7 +89,7 @@ def _down_tiles(a) -> int:
 def _units(a) -> tuple[int, int]:
     """Return the K slices per unit of down and the units per item, as even as possible."""
     slices = -(-intermediate(a) * a.w2.element_size() // SLICE_BYTES)
-    units = -(-slices // MOST_UNIT_SLICES)
+    units = -(-slices // MAX_UNIT_SLICES)
     return -(-slices // units), units
 
 

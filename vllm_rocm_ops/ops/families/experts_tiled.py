@@ -23,7 +23,7 @@ from vllm_rocm_ops.ops.families.experts import (
     weight_strides,
 )
 from vllm_rocm_ops.ops.families.experts_quantize import (
-    MOST_COLUMNS,
+    MAX_COLUMNS,
     Activations,
     Rows,
     hidden_operand,
@@ -38,7 +38,7 @@ MODULE = "fused_experts_tiled"
 BYTES_MODULE = "fused_experts_tiled_bytes"  # 8-bit weights other than e4m3 with e4m3
 TOKENS, ROWS = (64, 128), 128  # per tile: pairs of one expert, rows of its weight
 THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 # Fitted to H200 at the shares of tools/bench/experts.py: the GEMM rate relative to scaled_mm_tiled; the share of bandwidth; each
 # further wave of blocks; a launch.
 MULTIPLYING = {64: 1.07, 128: 0.85}
@@ -52,10 +52,10 @@ class TiledConfig:
     tokens: int
 
 
-def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the rules of the tiled kernels beyond those of the streamed ones."""
     (m, h), inner, experts = a.hidden.shape, intermediate(a), len(a.w1)
-    yield f"there are at most {MOST_EXPERTS} experts", experts <= MOST_EXPERTS
+    yield f"there are at most {MAX_EXPERTS} experts", experts <= MAX_EXPERTS
     yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28
     yield "a token's results have less than 2 GB", slots(a) * h * 4 < 2**31
     kind = scheme(a.w1, a.w1_scale)
@@ -69,8 +69,8 @@ def envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     columns += [inner] if a.act_scale is None else []
     if a.w1.dtype == torch.int8:
         columns = [h, inner]  # one block per row, also with a static scale
-    holds = kind not in ("tensor", "channel") or a.weight_only or max(columns, default=0) <= MOST_COLUMNS
-    yield f"rows quantized per token have at most {MOST_COLUMNS} columns", holds
+    holds = kind not in ("tensor", "channel") or a.weight_only or max(columns, default=0) <= MAX_COLUMNS
+    yield f"rows quantized per token have at most {MAX_COLUMNS} columns", holds
 
 
 def configs(a, arch: Arch) -> list[TiledConfig]:
@@ -138,8 +138,8 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
         "mapped": 0 if a.expert_map is None else len(a.expert_map),
         "id_words": a.topk_ids.element_size() // 4,
     }
-    most_tiles = min(pairs, pairs // config.tokens + experts)
-    order, tiles = Workspace(pairs * 4), Workspace((1 + most_tiles) * 16)
+    max_tiles = min(pairs, pairs // config.tokens + experts)
+    order, tiles = Workspace(pairs * 4), Workspace((1 + max_tiles) * 16)
     args = {"routing": routing, "sorted": order, "tiles": tiles, "experts": experts, "tile": config.tokens}
     sort = Launch(MODULE, f"{MODULE}_sort", (experts, 1, 1), (SORT_THREADS, 1, 1), fields("sort", args))
     act = Rows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
@@ -180,7 +180,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
         }
         module, kind = _kernels(a, weight, scale, dtype)
         symbol = f"{module}_{name}_{kind}_{config.tokens}"
-        lds, grid = lds_bytes(config.tokens, ROWS, arch), (most_tiles * tiles_n, 1, 1)
+        lds, grid = lds_bytes(config.tokens, ROWS, arch), (max_tiles * tiles_n, 1, 1)
         return Launch(module, symbol, grid, (THREADS, 1, 1), fields("problem", args), lds)
 
     on_input, on_output = (a.topk_weights, None) if a.apply_router_weight_on_input else (None, a.topk_weights)

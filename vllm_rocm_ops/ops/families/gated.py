@@ -100,7 +100,7 @@ def op(
         reference,
         allocate=lambda a: rowwise.allocate(a, hidden(a), mx),
         contract=lambda a: itertools.chain(_contract(a, mx), contract(a)),
-        envelope=lambda a, arch: rowwise.envelope(a, arch, hidden(a)),
+        can_implement=lambda a, arch: rowwise.can_implement(a, arch, hidden(a)),
         configs=_configs,
         default=_default,
         plan=functools.partial(_plan, module, reference.__name__, further),

@@ -69,7 +69,7 @@ def problem(a: Operand, b: Operand) -> dict[str, int]:
     return {"m": a.rows, "n": b.rows, "k": a.k // a.tensor.element_size()}
 
 
-def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
+def can_implement(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
     """Yield the rules of all kernels."""
     yield "N is at least 1 and below 2^30", 0 < b.rows < 2**30
     yield "K is at least 1, rows along K are below 32 MB, N rows below 64 GB", 0 < a.k < 2**25 and b.rows * a.k < 2**36

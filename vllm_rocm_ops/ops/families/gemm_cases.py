@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.ops.families.gemm import BLOCK, E5M2, HALVES
-from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS
+from vllm_rocm_ops.ops.families.skinny_gemm import MAX_TOKENS
 
 
 def cases() -> Iterator[Case]:
@@ -102,5 +102,5 @@ def inputs(m, n, k, a_kind, b_kind, order, given, device, generator, fp8_dtype) 
     scale_a, scale_b = scale(m), scale(n, BLOCK)
     if block_scales:  # with few rows b's scales are column-major; a's vary with M
         scale_a = scale_a.t() if m % 2 else scale_a.t().contiguous()
-        scale_b = scale_b.t().contiguous().t() if m <= MOST_TOKENS else scale_b
+        scale_b = scale_b.t().contiguous().t() if m <= MAX_TOKENS else scale_b
     return *operands, out_dtype, scale_a, scale_b, bias, given.get("activation", "none"), block_scales

@@ -137,13 +137,13 @@ def heads_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from attention.scale_contract("v_scale", a.v_scale)
 
 
-def envelope(parts: Callable[..., Parts], a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def can_implement(parts: Callable[..., Parts], a, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the rules of the kernels."""
     p = parts(a)
     yield "query is bfloat16 or float16", p.query.dtype in attention.ELEMENTS
-    yield from attention.cache_envelope(p.layout, p.query.dtype, arch)
+    yield from attention.can_implement_cache(p.layout, p.query.dtype, arch)
     for name, x in (("query", p.query), ("key", p.key), ("value", p.value)):
-        yield attention.heads_envelope(name, x)
+        yield attention.can_implement_heads(name, x)
     rotary = a.cos_sin_cache.shape[1]
     yield f"the rotary size is a multiple of {2 * PAIRS}", rotary % (2 * PAIRS) == 0
     for name in ("positions", "cos_sin_cache", "slot_mapping"):

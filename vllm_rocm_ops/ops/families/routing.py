@@ -14,7 +14,7 @@ from vllm_rocm_ops.core.tensors import describe, is_wide_float
 
 MODULE = "moe_routing"
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-MOST_EXPERTS = 512
+MAX_EXPERTS = 512
 WAVES = 4  # per block
 
 
@@ -46,11 +46,11 @@ def contract(name: str, x: Tensor) -> Iterator[tuple[str, str, str, bool]]:
     yield name, "[M, E], floating point of 16 bits or more", describe(x), holds
 
 
-def envelope(name: str, x: Tensor) -> Iterator[tuple[str, bool]]:
+def can_implement(name: str, x: Tensor) -> Iterator[tuple[str, bool]]:
     """Yield the kernels' rules for logits."""
     yield f"{name} is bfloat16, float16 or float32", x.dtype in ELEMENTS
     yield f"{name}'s rows are contiguous", x.stride(-1) == 1 or x.shape[-1] == 1
-    yield f"there are at most {MOST_EXPERTS} experts", x.shape[-1] <= MOST_EXPERTS
+    yield f"there are at most {MAX_EXPERTS} experts", x.shape[-1] <= MAX_EXPERTS
     yield "there are fewer than 2^31 rows", x.shape[0] < 2**31
 
 

@@ -79,7 +79,7 @@ def contract(
         yield "input", wanted, str(hidden), hidden % a.group_size == 0
 
 
-def envelope(
+def can_implement(
     a, arch: Arch, hidden: int, columns: Iterable[str] = ("weight",), two_strides: bool = False
 ) -> Iterator[tuple[str, bool]]:
     """Yield the rules of the kernels beyond the contract.

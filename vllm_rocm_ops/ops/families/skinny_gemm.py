@@ -22,8 +22,8 @@ SUMMED_AT_ONCE = 8  # partial sums that a block loads at once: at most kBlocksAt
 # For kernels through LDS only: penalty of two blocks per compute unit, by tokens; share lost while some compute units are
 # idle.
 CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
-MOST_RESIDENT = 4
-MOST_TOKENS = TOKENS[64][-1]
+MAX_RESIDENT = 4
+MAX_TOKENS = TOKENS[64][-1]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyCon
             continue
         tiles, steps, unit_steps = _division(SkinnyConfig(rows, 0, 1), b, unit)
         most = max(steps // max(SHORTEST, unit_steps), 1)  # slices per tile
-        resident = [arch.compute_units * i for i in range(1, MOST_RESIDENT + 1)]
+        resident = [arch.compute_units * i for i in range(1, MAX_RESIDENT + 1)]
         of_rows = [SkinnyConfig(rows, 1, min(count, tiles)) for count in resident]
         of_rows += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in resident]
         split = [min(count // tiles, most) for count in (arch.compute_units // 4, arch.compute_units // 2, *resident)]
@@ -84,14 +84,14 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     if rest:  # after a round or two blocks are out of step, so the last round is not a separate one
         streaming += rest * of_slice + max(least - rest * of_slice, 0.0) / max(rounds, 1) ** 2
     # Per busiest compute unit.
-    most_blocks, most_slices = (-(-count // arch.compute_units) for count in (config.blocks, slices))
-    issuing = most_blocks * costs.block_us + most_slices * longest / keeps_up
+    max_blocks, max_slices = (-(-count // arch.compute_units) for count in (config.blocks, slices))
+    issuing = max_blocks * costs.block_us + max_slices * longest / keeps_up
     terms = {
         "streaming": max(streaming, issuing),
         "ends": -(-slices // config.blocks) * tiles // slices * TILE_EPILOGUE_US,
     }
     if _stage_panels(config, tokens, arch):
-        terms["ends"] += (most_blocks - 1) * CO_RESIDENT_PENALTY_US[tokens]
+        terms["ends"] += (max_blocks - 1) * CO_RESIDENT_PENALTY_US[tokens]
         if config.split_k and rest and rounds:
             terms["idle"] = IDLE_COST * streaming * (at_once - rest) / slices
     if config.split_k != 1:
@@ -173,7 +173,7 @@ def launch(
     partial_bytes = 0 if config.split_k == 1 else _partial_bytes(config, max(tokens, 16))
     args = arguments(product, _division(config, b, unit), config.blocks, partial_bytes)
     threads = _waves(config, arch) * arch.wave_lanes
-    shape = "skinny" if config.rows == 64 else "narrow"
+    shape = "skinny" if config.rows == 64 else "wave_splitk"
     symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
     lds = _stage_panels(config, tokens, arch) * PANEL * (config.rows + tokens)
     return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), fields("problem", args | further), lds)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.ops.families.gemm import PANEL, Operand, Product, divisor
-from vllm_rocm_ops.ops.families.skinny_gemm import MOST_TOKENS
+from vllm_rocm_ops.ops.families.skinny_gemm import MAX_TOKENS
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
 MODULE = "scaled_mm_tiled"
@@ -37,10 +37,10 @@ class TiledConfig:
 
 def is_for(a: Operand) -> bool:
     """Return whether M is above the skinny kernels' limit."""
-    return a.rows > MOST_TOKENS
+    return a.rows > MAX_TOKENS
 
 
-def envelope(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
+def can_implement(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
     """Yield the rules of the tiled kernels beyond those of the skinny ones."""
     for name, operand, rows in (("a", a, max(t for t, _ in TILES)), ("b", b, max(r for _, r in TILES))):
         reach = rows * (operand.stride or operand.k) + operand.k

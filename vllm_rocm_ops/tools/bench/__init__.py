@@ -1,1 +1,1 @@
-"""Benchmark cases, models' calls and lists of shapes (run.py) against other kernels (peers/), and autotune (tune.py)."""
+"""Benchmark cases, models' calls and lists of shapes (run.py) against other kernels (baselines/), and autotune (tune.py)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.ops import flash_attention
-from vllm_rocm_ops.tools.bench.peers import ATTENTION, Peer, peers
+from vllm_rocm_ops.tools.bench.baselines import ATTENTION, Baseline, baselines
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape
 
 # batch, heads, KV heads, query rows, keys, key head size, value head size; each causal (aligned to the last key) and not causal
@@ -41,10 +41,10 @@ class Attention(Shape):
     def flops(self, sizes: Mapping[str, int]) -> int:
         return sizes["flops"]
 
-    def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
-        return peers(self.op, ATTENTION)
+    def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
+        return baselines(self.op, ATTENTION)
 
-    def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
+    def check(self, sets: list[tuple], device: str, baselines: Mapping[str, Baseline]) -> Check:
         """Return a check for the relative error (norm) of the plugin's result against the fp32 reference."""
         arguments = sets[0]
         exact, _, _ = flash_attention.reference(*(v.float() if isinstance(v, Tensor) else v for v in arguments))

@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.clock import COLD_BYTES, Clock
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.ops import mla_decode, paged_attention_decode
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
-from vllm_rocm_ops.tools.bench.peers import DECODE_ATTENTION, Peer, peers
+from vllm_rocm_ops.tools.bench.baselines import DECODE_ATTENTION, Baseline, baselines
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape
 
 BATCHES = tuple(2**i for i in range(8))
@@ -62,10 +62,10 @@ class Decode(Shape):
     def flops(self, sizes: Mapping[str, int]) -> int:
         return sizes["flops"]
 
-    def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
-        return peers(self.op, DECODE_ATTENTION)
+    def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
+        return baselines(self.op, DECODE_ATTENTION)
 
-    def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
+    def check(self, sets: list[tuple], device: str, baselines: Mapping[str, Baseline]) -> Check:
         """Return a check for the relative error (norm) of the first and last request."""
         a = self.op.Arguments(*sets[0])
         last = len(a.seq_lens) - 1

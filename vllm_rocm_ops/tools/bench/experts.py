@@ -1,4 +1,4 @@
-"""Define the routed expert layers of public models to benchmark against vLLM's fused MoE (peers/experts.py).
+"""Define the routed expert layers of public models to benchmark against vLLM's fused MoE (baselines/experts.py).
 
 Each of `SHARES` is one rank's share of a layer. `tp8`: all experts, an eighth of each. `ep8`: an eighth of the experts, the tokens of
 all ranks. `+shared`: the shared expert is appended as one that every token uses. Experts are equally likely. Weights exceed the cache,
@@ -19,8 +19,8 @@ from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.models.config import BLOCKS, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.tools.bench.peers import Peer, of_experts
-from vllm_rocm_ops.tools.bench.peers import experts as vllm_experts
+from vllm_rocm_ops.tools.bench.baselines import Baseline, of_experts
+from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape, made_case
 
 TOKENS = tuple(2**i for i in range(11))
@@ -98,21 +98,21 @@ class Experts(Shape):
         of_expert = sum(weight.nbytes for weight in weights if weight is not None) / self.share.experts
         return sum(map(self.hits, sets)) / len(sets) * of_expert + 2 * a.hidden.nbytes
 
-    def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
+    def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
         return of_experts(sets[0])
 
-    def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
+    def check(self, sets: list[tuple], device: str, baselines: Mapping[str, Baseline]) -> Check:
         """Return a check of the call with the most experts hit, as other calls may hit none of this rank.
 
-        It reports the maximum difference from each peer's result, relative to the largest value.
+        It reports the maximum difference from each baseline's result, relative to the largest value.
         """
         hits = [self.hits(arguments) for arguments in sets]
         arguments = sets[hits.index(max(hits))]
         theirs = {}
-        for name, peer in peers.items():
-            with contextlib.suppress(Exception):  # `peers.prepare` reports why it is unavailable
-                theirs[name] = peer.call(*peer.prepare(*arguments)).float()
-        hit, file = round(sum(hits) / len(hits), 2), vllm_experts.tuned(sets[0])[0] if peers else None
+        for name, baseline in baselines.items():
+            with contextlib.suppress(Exception):  # `baselines.prepare` reports why it is unavailable
+                theirs[name] = baseline.call(*baseline.prepare(*arguments)).float()
+        hit, file = round(sum(hits) / len(hits), 2), vllm_experts.tuned(sets[0])[0] if baselines else None
 
         def found() -> dict[str, object]:
             own = fused_experts(*arguments).float()

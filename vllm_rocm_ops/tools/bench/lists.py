@@ -12,14 +12,14 @@ from vllm_rocm_ops.tools.bench import shapes
 from vllm_rocm_ops.tools.bench.attention import attention
 from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
 from vllm_rocm_ops.tools.bench.experts import experts
-from vllm_rocm_ops.tools.bench.products import products
+from vllm_rocm_ops.tools.bench.gemm_dtypes import gemm_dtypes
 
 LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "rows": shapes.rows,
     "rows-fp16": functools.partial(shapes.rows, dtype=torch.float16),
     "linear": shapes.gemm,
     "linear-shuffled": functools.partial(shapes.gemm, shuffled=True),
-    "products": products,
+    "gemm-dtypes": gemm_dtypes,
     "routing": shapes.routing,
     "moe": experts,
     "moe-bf16": functools.partial(experts, dtype=torch.bfloat16),
@@ -29,7 +29,11 @@ LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "decode-attention-fp16": functools.partial(decode_attention, dtype=torch.float16),
 }
 VARIANTS = ("-fp16", "-bf16", "-shuffled")
-KINDS = {"rows": "ops", "linear": "gemm"}  # kinds of results that differ from the list's name
+KINDS = {
+    "rows": "ops",
+    "linear": "gemm",
+    "gemm-dtypes": "products",
+}  # kinds of results that differ from the list's name
 
 
 def kind_of(name: str | None, model: str | None) -> str:

@@ -72,7 +72,7 @@ def commit() -> str:
 class Line:
     """Hold one case in one configuration.
 
-    `wrong` is the fault of the result: None if it is correct, "" if it was not checked. `samples` and the peers' medians are in the
+    `wrong` is the fault of the result: None if it is correct, "" if it was not checked. `samples` and the baselines' medians are in the
     clock's unit. `chosen` marks the configuration that runs without a sweep. `found` has further fields from a list's check.
     """
 
@@ -87,7 +87,7 @@ class Line:
     sizes: dict[str, object] = field(default_factory=dict)
     config: str = ""
     chosen: bool = True
-    peers: dict[str, float] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     found: dict[str, object] = field(default_factory=dict)
 
@@ -97,8 +97,8 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        """Return the speedup over the fastest peer."""
-        return min(self.peers.values()) / self.median if self.peers and self.samples else None
+        """Return the speedup over the fastest baseline."""
+        return min(self.baselines.values()) / self.median if self.baselines and self.samples else None
 
     @property
     def tokens(self) -> int:
@@ -111,7 +111,7 @@ class Line:
             text += f" {min(self.samples):9.2f} {self.median:9.2f} {max(self.samples):9.2f}"
             text += f" {self.bytes_moved / self.median / 1e3:8.0f}"
             text += f" {self.flops / self.median / 1e6:8.1f}" if self.flops else " " * 9
-        text += "".join(f"  {peer} {us:.2f}" for peer, us in self.peers.items())
+        text += "".join(f"  {baseline} {us:.2f}" for baseline, us in self.baselines.items())
         text += f"  {self.kernel}" + (f": {self.wrong}" if self.wrong else "")
         text += "" if self.chosen else f" {self.config}"
         return text + "".join(f"  {name} {_shown(value)}" for name, value in self.found.items())
@@ -125,7 +125,7 @@ class Line:
             "shape": self.sizes,
             "gpu": origin.gpu,
             "us": us and round(us, 3),
-            "peers": {name: round(peer, 3) for name, peer in self.peers.items()},
+            "peers": {name: round(baseline, 3) for name, baseline in self.baselines.items()},
             "unavailable": self.unavailable,
             "floor_us": round(floor, 3),
             "share_of_floor": us and round(floor / us, 3),
@@ -165,7 +165,7 @@ COLUMNS = (
 
 
 def append_csv(lines: list[Line], gpu: str, commit: str, path: Path) -> None:
-    """Append rows to a table, with column names if it is new: one per configuration of the plugin and per peer.
+    """Append rows to a table, with column names if it is new: one per configuration of the plugin and per baseline.
 
     Peers have their median only.
     """
@@ -197,7 +197,7 @@ def append_csv(lines: list[Line], gpu: str, commit: str, path: Path) -> None:
         for line in lines:
             result = {None: "right", "": ""}.get(line.wrong, line.wrong)
             writer.writerow(row(line, "vllm_rocm_ops", line.samples, line.config or line.kernel, result))
-        writer.writerows(row(lines[0], peer, (us,)) for peer, us in lines[0].peers.items())
+        writer.writerows(row(lines[0], baseline, (us,)) for baseline, us in lines[0].baselines.items())
 
 
 HEADER = (
@@ -229,7 +229,9 @@ def summary(lines: list[Line]) -> str:
     for (what, few), of_range in _grouped(compared, lambda line: (_what(line), line.tokens <= FEW_TOKENS)).items():
         ratios, tokens = [line.ratio for line in of_range], f"{'up to' if few else 'more than'} {FEW_TOKENS} tokens"
         mean = statistics.geometric_mean(ratios)
-        text += f"\n{what}, {tokens}: {mean:.2f}x speedup over the best peer (geometric mean), min {min(ratios):.2f}x"
+        text += (
+            f"\n{what}, {tokens}: {mean:.2f}x speedup over the best baseline (geometric mean), min {min(ratios):.2f}x"
+        )
     if len(lines) > len(chosen):
         best = {
             case: min(line.median for line in of_case)
@@ -250,8 +252,8 @@ def show(results: Iterable[list[Line]], keep: Callable[[list[Line]], None] | Non
         for place, line in enumerate(of_shape):
             if place < SHOWN or line.chosen or line.wrong:
                 print(line, flush=True)
-        for peer, why in of_shape[0].unavailable.items():
-            print(f"  {peer} unavailable: {why}")
+        for baseline, why in of_shape[0].unavailable.items():
+            print(f"  {baseline} unavailable: {why}")
         if keep:
             keep(of_shape)
     print(summary(lines))

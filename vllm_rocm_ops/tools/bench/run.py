@@ -1,6 +1,6 @@
 """Run shapes on this machine: check results, time the plugin's kernels, and time other kernels.
 
-All configurations and peers of a shape are timed in turn, as in the tuner (clock.py). Bytes count every tensor, and twice those updated
+All configurations and baselines of a shape are timed in turn, as in the tuner (clock.py). Bytes count every tensor, and twice those updated
 in place. FLOPs are counted for GEMMs.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Explanation, Op
-from vllm_rocm_ops.tools.bench.peers import prepare
+from vllm_rocm_ops.tools.bench.baselines import prepare
 from vllm_rocm_ops.tools.bench.report import Line
 from vllm_rocm_ops.tools.bench.shapes import Shape
 
@@ -29,12 +29,12 @@ def run(
     once: bool = False,
     profile: bool = False,
     sweep: bool = False,
-    peers: bool = False,
+    baselines: bool = False,
 ) -> Iterator[list[Line]]:
     """Yield the lines of each shape, checked and timed: one, or in a sweep one per configuration, fastest first.
 
     With `once` the op is called once and checked; with `profile` it is only called, a few times. Without a clock the reference
-    runs on the CPU, unchecked and untimed. Fallbacks are not timed; `peers` are timed too.
+    runs on the CPU, unchecked and untimed. Fallbacks are not timed; `baselines` are timed too.
     """
     device = clock.device if clock else "cpu"
     for shape in shapes:
@@ -52,7 +52,7 @@ def run(
         elif once:
             yield [_with(line, shape.check([given], device, {})())]
         else:
-            yield _timed(shape, clock, given, explained, line, sweep, peers)
+            yield _timed(shape, clock, given, explained, line, sweep, baselines)
         torch.cuda.empty_cache()  # frees the graphs' memory
 
 
@@ -63,29 +63,29 @@ def _with(line: Line, found: dict[str, object], **fields) -> Line:
 
 
 def _timed(
-    shape: Shape, clock: Clock, given: tuple, explained: Explanation, line: Line, sweep: bool, with_peers: bool
+    shape: Shape, clock: Clock, given: tuple, explained: Explanation, line: Line, sweep: bool, with_baselines: bool
 ) -> list[Line]:
     op, runs = shape.op, bool(explained.launches)
-    sets = shape.sets(clock, given) if runs or with_peers else [given]
+    sets = shape.sets(clock, given) if runs or with_baselines else [given]
     ours = [shape.layout(*arguments) for arguments in sets]
     configs = [explained.config] if runs else []
     if sweep and runs:
         configs = list(dict.fromkeys((*configs, *op.configs(op.Arguments(*ours[0]), clock.arch))))
-    peers = shape.peers(sets) if with_peers else {}
-    check = shape.check(sets, clock.device, peers)
+    baselines = shape.baselines(sets) if with_baselines else {}
+    check = shape.check(sets, clock.device, baselines)
     prepared, found = {}, {}
     for config in configs:
         with op.running(config):
             found[config] = check()
             prepared[config] = clock.prepare(op, ours)
-    of_peers, unavailable = prepare(peers, clock, sets)
-    samples = clock.samples(prepared | of_peers) if prepared or of_peers else {}
-    medians = {name: statistics.median(samples[name]) for name in of_peers}
+    of_baselines, unavailable = prepare(baselines, clock, sets)
+    samples = clock.samples(prepared | of_baselines) if prepared or of_baselines else {}
+    medians = {name: statistics.median(samples[name]) for name in of_baselines}
     line = dataclasses.replace(
         line,
         bytes_moved=shape.bytes_moved(sets),
         flops=shape.flops(line.sizes),
-        peers=medians,
+        baselines=medians,
         unavailable=unavailable,
     )
     if not runs:

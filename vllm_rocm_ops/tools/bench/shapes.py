@@ -18,8 +18,8 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.ops.families import weight_layout
-from vllm_rocm_ops.tools.bench.peers import Peer, peers
-from vllm_rocm_ops.tools.bench.peers.products import column_major
+from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
+from vllm_rocm_ops.tools.bench.baselines.gemm import column_major
 
 Check = Callable[[], dict[str, object]]  # returns fields of a line
 
@@ -30,7 +30,7 @@ class Shape:
 
     The result is checked as in the tests unless `compare(op, arguments)` returns another check. The tests' check creates
     arguments on the CPU, other checks on the clock's device. `layout` converts them to the plugin's layout if it differs from the
-    peers'.
+    baselines'.
     """
 
     op: Op
@@ -62,7 +62,7 @@ class Shape:
         """Return the FLOPs of a call; 0 for ops other than GEMMs."""
         return 2 * sizes["m"] * sizes["n"] * sizes["k"] if {"m", "n", "k"} <= set(sizes) else 0
 
-    def check(self, sets: list[tuple], device: str, peers: Mapping[str, Peer]) -> Check:
+    def check(self, sets: list[tuple], device: str, baselines: Mapping[str, Baseline]) -> Check:
         """Return a check of the op's result in its current configuration."""
         if self.compare:
             return self.compare(self.op, self.layout(*sets[0]))
@@ -78,8 +78,8 @@ class Shape:
 
         return found
 
-    def peers(self, sets: list[tuple]) -> Mapping[str, Peer]:
-        return peers(self.op)
+    def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
+        return baselines(self.op)
 
 
 def select(shapes: Iterable[Shape], op: Iterable[str], case: Iterable[str]) -> list[Shape]:
@@ -138,8 +138,8 @@ def beside_vllm(op: Op, arguments: tuple) -> Check:
     It reports the fraction of elements with other bits in the output and in tensors updated in place, and the largest relative
     difference of a scale.
     """
-    peer = peers(op).get("vllm")
-    if peer is None:
+    baseline = baselines(op).get("vllm")
+    if baseline is None:
         return lambda: {"differs_from_vllm": None}
 
     def share(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -149,8 +149,8 @@ def beside_vllm(op: Op, arguments: tuple) -> Check:
     def own() -> tuple:
         return op.Arguments(*(correctness.clone(value, arguments[0].device) for value in arguments))
 
-    theirs, of_vllm = peer.prepare(*own())
-    peer.call(theirs, of_vllm)
+    theirs, of_vllm = baseline.prepare(*own())
+    baseline.call(theirs, of_vllm)
     if op is ops.fused_add_rms_norm:  # vLLM's op writes into its input
         theirs = of_vllm.input
 
@@ -183,7 +183,7 @@ def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[model_layers
 
 
 def _column_major_blocks(*sizes) -> tuple:
-    """Create arguments with column-major activation scales, as most peers need them."""
+    """Create arguments with column-major activation scales, as most baselines need them."""
     return column_major(*model_arguments.block_scaled(*sizes))
 
 

@@ -10,12 +10,12 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.clock import Clock
-from vllm_rocm_ops.ops.stream_memory import MOST_BLOCKS, WORDS
+from vllm_rocm_ops.ops.stream_memory import MAX_BLOCKS, WORDS
 
 MIB = 1 << 20
 SIZE = 1024  # MiB
 PER_UNIT = (1, 2, 4, 8)  # blocks per compute unit
-MOST_POWER = 2048  # maximum number of blocks in a sweep's powers of two
+MAX_POWER = 2048  # maximum number of blocks in a sweep's powers of two
 
 
 def parse_size(text: str) -> int:
@@ -28,15 +28,15 @@ def parse_size(text: str) -> int:
 def parse_workgroups(text: str) -> tuple[int, ...]:
     """Parse '304,608' to (304, 608)."""
     numbers = text.split(",")
-    if not all(number.isdecimal() and 1 <= int(number) <= MOST_BLOCKS for number in numbers):
-        wanted = f"comma-separated integers from 1 to {MOST_BLOCKS}"
+    if not all(number.isdecimal() and 1 <= int(number) <= MAX_BLOCKS for number in numbers):
+        wanted = f"comma-separated integers from 1 to {MAX_BLOCKS}"
         raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
     return tuple(map(int, numbers))
 
 
 def usual_blocks(compute_units: int, sweep: bool) -> list[int]:
     """Return the numbers of blocks to measure, with powers of two in a `sweep`."""
-    powers = [1 << i for i in range(MOST_POWER.bit_length())] if sweep else []
+    powers = [1 << i for i in range(MAX_POWER.bit_length())] if sweep else []
     return sorted({*powers, *(times * compute_units for times in PER_UNIT)})
 
 

@@ -27,7 +27,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.clock import Clock, tensor_bytes
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.tools.bench.peers import prepare
+from vllm_rocm_ops.tools.bench.baselines import prepare
 
 MARGIN = 0.03
 DECODE = (1, 2, 4, *range(8, 257, 8))  # as vLLM captures graphs
@@ -49,16 +49,16 @@ class Problem(NamedTuple):
 
 @dataclass
 class Result:
-    """Hold the medians of a problem, in the clock's unit: the current configuration, the best one, and the peers.
+    """Hold the medians of a problem, in the clock's unit: the current configuration, the best one, and the baselines.
 
-    `best` equals `now` if no configuration earned a row. `unavailable` tells why a peer is missing.
+    `best` equals `now` if no configuration earned a row. `unavailable` tells why a baseline is missing.
     """
 
     problem: Problem
     now: float
     best: float
     config: object | None
-    peers: dict[str, float] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
 
 
@@ -102,8 +102,8 @@ def inputs(case: Case, clock: Clock) -> list[tuple]:
     return [case.make(clock.device, generator, clock.arch.fp8_dtype) for _ in range(count)]
 
 
-def measure(problem: Problem, clock: Clock, peers: Mapping[str, object], folder: Path) -> Result:
-    """Time all configurations of a problem and its peers, for a row in a folder's tables."""
+def measure(problem: Problem, clock: Clock, baselines: Mapping[str, object], folder: Path) -> Result:
+    """Time all configurations of a problem and its baselines, for a row in a folder's tables."""
     op, arch = problem.op, clock.arch
     sets = inputs(problem.case, clock)
     a = op.Arguments(*sets[0])
@@ -113,12 +113,12 @@ def measure(problem: Problem, clock: Clock, peers: Mapping[str, object], folder:
     for config in dict.fromkeys((now, *op.configs(a, arch))):
         with op.running(config):
             prepared[config] = clock.prepare(op, sets)
-    of_peers, unavailable = prepare(peers, clock, sets)
-    prepared |= of_peers
+    of_baselines, unavailable = prepare(baselines, clock, sets)
+    prepared |= of_baselines
     medians = _medians(clock, prepared)
     result = Result(problem, medians[now], medians[now], None, unavailable=unavailable)
-    result.peers = {name: medians[name] for name in of_peers}
-    fastest = min((config for config in prepared if config not in peers), key=medians.get)
+    result.baselines = {name: medians[name] for name in of_baselines}
+    fastest = min((config for config in prepared if config not in baselines), key=medians.get)
     if _wins(medians[fastest], medians[now]):
         again = _medians(clock, {config: prepared[config] for config in (now, fastest)})
         if _wins(again[fastest], again[now]):
@@ -173,7 +173,7 @@ def tune(
     wanted: Iterable[Problem],
     clock: Clock,
     folder: Path,
-    peers: Callable[[Op], Mapping[str, object]] = lambda op: {},
+    baselines: Callable[[Op], Mapping[str, object]] = lambda op: {},
     force: bool = False,
     on: str = "",
     log: TextIO | None = None,
@@ -189,13 +189,13 @@ def tune(
     left = [problem for problem in wanted if force or not table(problem.op).has(problem.key)]
     results, start = [], time.monotonic()
     for place, problem in enumerate(left):
-        result = measure(problem, clock, peers(problem.op), folder)
+        result = measure(problem, clock, baselines(problem.op), folder)
         results.append(result)
         table(problem.op).put(problem.key, result.config, source(result, clock, on))
         if log:
             seconds = (time.monotonic() - start) / (place + 1) * (len(left) - place - 1)
             print(f"[{place + 1}/{len(left)}, {duration(seconds)} left] {line(result, clock)}", file=log, flush=True)
-    op_module.forget_tables()
+    op_module.invalidate_tables()
     return Tuned(results, len(wanted) - len(left), folder)
 
 
@@ -213,9 +213,9 @@ def line(result: Result, clock: Clock) -> str:
     text = f"{result.problem}: {result.now:.2f} {clock.unit}"
     if result.config is not None:
         text += f" -> {result.best:.2f} with {result.config}"
-    if result.peers:
-        best = min(result.peers, key=result.peers.get)
-        text += f"; best peer {best} {result.peers[best]:.2f}"
+    if result.baselines:
+        best = min(result.baselines, key=result.baselines.get)
+        text += f"; best baseline {best} {result.baselines[best]:.2f}"
     return text
 
 
@@ -236,10 +236,10 @@ def summary(done: Tuned, refused: Mapping[str, str], clock: Clock) -> str:
         lines.append(f"no configuration is more than {MARGIN:.0%} faster: the shipped ones stay")
     for op in dict.fromkeys(result.problem.op.name for result in results):
         of_op = [result for result in results if result.problem.op.name == op]
-        ratios = [min(result.peers.values()) / result.best for result in of_op if result.peers]
+        ratios = [min(result.baselines.values()) / result.best for result in of_op if result.baselines]
         if ratios:
             mean = statistics.geometric_mean(ratios)
-            lines.append(f"  {op}: {mean:.2f}x speedup over the best peer (geometric mean), min {min(ratios):.2f}x")
+            lines.append(f"  {op}: {mean:.2f}x speedup over the best baseline (geometric mean), min {min(ratios):.2f}x")
     unavailable = {(r.problem.op.name, name): why for r in results for name, why in r.unavailable.items()}
     lines += [f"  {op}: {name} unavailable for some shapes: {why}" for (op, name), why in unavailable.items()]
     for why in dict.fromkeys(refused.values()):

@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     meaning = f"memory per call, in MiB (default: {stream.SIZE})"
     parser.add_argument("--size", type=stream.parse_size, metavar="MIB", help=meaning)
     usual = f"{', '.join(map(str, stream.PER_UNIT))} per compute unit"
-    meaning = f"blocks per launch (default: {usual}; with --sweep also 1, 2, 4, ... {stream.MOST_POWER})"
+    meaning = f"blocks per launch (default: {usual}; with --sweep also 1, 2, 4, ... {stream.MAX_POWER})"
     parser.add_argument("--workgroups", type=stream.parse_workgroups, metavar="N,N,...", help=meaning)
     parser.add_argument("--sweep", action="store_true", help="also measure powers of two")
 

@@ -13,7 +13,7 @@ from vllm_rocm_ops.timing import CONTEXT, machines
 from vllm_rocm_ops.tools import explain, options
 from vllm_rocm_ops.tools.bench import lists
 
-MOST_CONTEXT = 1 << 20  # keys per request
+MAX_CONTEXT = 1 << 20  # keys per request
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +44,8 @@ def run(
     """Print the prediction. Raises ValueError, and ImportError without the extra."""
     if (what is None) == (model is None):
         raise ValueError("predict needs either an op, a list of shapes or --model")
-    if not 0 < context <= MOST_CONTEXT:
-        raise ValueError(f"--context must be 1 to {MOST_CONTEXT} keys, got {context}")
+    if not 0 < context <= MAX_CONTEXT:
+        raise ValueError(f"--context must be 1 to {MAX_CONTEXT} keys, got {context}")
     machine = machines.named(arch)
     from vllm_rocm_ops.timing import predict, refit, step, step_report
 

@@ -11,7 +11,7 @@ from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.tools import options
 from vllm_rocm_ops.tools.bench import tune
-from vllm_rocm_ops.tools.bench.peers import peers
+from vllm_rocm_ops.tools.bench.baselines import baselines
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill", action="store_true", help=f"also tune {', '.join(map(str, tune.PREFILL))} tokens")
     parser.add_argument("--force", action="store_true", help="measure shapes that already have a row, too")
-    parser.add_argument("--no-peers", action="store_true", help="skip the kernels of PyTorch, vLLM and AITER")
+    parser.add_argument("--no-baselines", action="store_true", help="skip the kernels of PyTorch, vLLM and AITER")
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     op: str | None,
     prefill: bool,
     force: bool,
-    no_peers: bool,
+    no_baselines: bool,
 ) -> int:
     """Write each row as soon as it is measured, and print a summary. Raises RuntimeError without a GPU."""
     clock = clocks.GpuClock()
@@ -45,7 +45,7 @@ def run(
         [*in_decode, *in_prefill],
         clock,
         envs.tables(),
-        peers=(lambda op: {}) if no_peers else peers,
+        baselines=(lambda op: {}) if no_baselines else baselines,
         force=force,
         on=torch.cuda.get_device_name(),
         log=sys.stderr,

@@ -54,16 +54,16 @@ class Backend:
 @functools.cache
 def made(backend: Backend) -> type:
     """Return the subclass for a backend."""
-    stock = getattr(importlib.import_module(backend.module), backend.name)
+    baseline = getattr(importlib.import_module(backend.module), backend.name)
     module = backend.kind.__module__
 
     def derived(front: tuple[type, ...], theirs: type, **members) -> type:
         return type(f"RocmOps{theirs.__name__}", (*front, theirs), {"__module__": module, **members})
 
-    impl = derived((backend.kind,), stock.get_impl_cls(), rocm_ops_backend=backend)
-    builder = derived((attention_timing.NotingBuilder,), stock.get_builder_cls())
+    impl = derived((backend.kind,), baseline.get_impl_cls(), rocm_ops_backend=backend)
+    builder = derived((attention_timing.NotingBuilder,), baseline.get_builder_cls())
     getters = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
-    return derived((), stock, **getters)
+    return derived((), baseline, **getters)
 
 
 def find(backends: dict[str, Backend], module: str, name: str) -> type:

@@ -22,7 +22,7 @@ from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.families.attention import ELEMENTS, CacheLayout
-from vllm_rocm_ops.ops.families.decode import MOST_ROWS
+from vllm_rocm_ops.ops.families.decode import MAX_ROWS
 from vllm_rocm_ops.ops.paged_attention_decode import SIZES
 from vllm_rocm_ops.vllm.attention import backends, quantized_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
@@ -84,7 +84,7 @@ class Decoder:
 
         mode = self.config.compilation_config.cudagraph_mode
         mixed = mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
-        return 1 < query_len <= MOST_ROWS and not mixed and not self.is_cut()
+        return 1 < query_len <= MAX_ROWS and not mixed and not self.is_cut()
 
     def is_cut(self) -> bool:
         """Return whether query lengths may be smaller on the device than on the host."""
@@ -246,7 +246,7 @@ class HeadsDecoder(Decoder):
         outputs = quantized_attention.outputs(self.quantized, query)
         return outputs if self.run(batch, layer, query, layer.kv_cache, metadata, *outputs) else None
 
-    def theirs(self, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...]:
+    def baseline(self, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...]:
         """Return the same by vLLM's implementation."""
         outputs = quantized_attention.outputs(self.quantized, query)
         self.impl.quantized_forward(layer, query, None, None, layer.kv_cache, metadata, *outputs)
@@ -366,7 +366,7 @@ class DecodeImpl:
 
 # Backends
 
-STOCK = "vllm.v1.attention.backends"
+VLLM_BACKENDS = "vllm.v1.attention.backends"
 OF_IMPL = (
     *("num_heads", "num_kv_heads", "head_size", "scale", "sliding_window", "kv_cache_dtype", "alibi_slopes"),
     *("logits_soft_cap", "sinks"),
@@ -379,8 +379,8 @@ def _of_heads(
     module: str, stem: str, impl: str, metadata: str, more: tuple[str, ...], *rest, base: str | None = None, **given
 ) -> Backend:
     """Return a backend. `base` is the class that defines the implementation's attributes, its module the metadata."""
-    base = f"{STOCK}.{base or f'{module}.{impl}'}"
-    module = f"{STOCK}.{module}"
+    base = f"{VLLM_BACKENDS}.{base or f'{module}.{impl}'}"
+    module = f"{VLLM_BACKENDS}.{module}"
     needs = (base, OF_IMPL), (f"{base.rpartition('.')[0]}.{metadata}", (*OF_BATCH, *more))
     return Backend(f"{module}.{stem}Backend", DecodeImpl, impl, needs, *rest, **given)
 

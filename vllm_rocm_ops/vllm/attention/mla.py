@@ -1,6 +1,6 @@
 """Serve decode rows in vLLM's MLA backends by `mla_decode`, where it is faster, as decoder.py does for MHA and GQA.
 
-`batched_gemm` serves the absorption GEMMs before and after it (absorbed_products.py).
+`batched_gemm` serves the absorption GEMMs before and after it (mla_absorb.py).
 
 vLLM puts decode rows first and calls `forward_mqa` for these alone, in mixed batches too. With VLLM_BATCH_INVARIANT=1
 the split-KV size is fixed, so that a request's bits do not depend on the batch.
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.families.attention import ELEMENTS
-from vllm_rocm_ops.ops.families.decode import MOST_ROWS
+from vllm_rocm_ops.ops.families.decode import MAX_ROWS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
-from vllm_rocm_ops.vllm.attention import absorbed_products
 from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find, seam_of
-from vllm_rocm_ops.vllm.attention.decoder import STOCK, Decoder
+from vllm_rocm_ops.vllm.attention.decoder import VLLM_BACKENDS, Decoder
 
-PARTITION = 512
+FIXED_SPLIT_SIZE = 512
 """Keys per split with batch invariance."""
 
 
-class LatentDecoder(Decoder):
+class MlaDecoder(Decoder):
     """Serve layers that cache a latent and a rotated part per token."""
 
     op = ops.mla_decode
@@ -53,8 +53,8 @@ class LatentDecoder(Decoder):
         """Adopt the absorption GEMMs, unless batch invariance is on."""
         if not self.is_batch_invariant:
             scheduler = self.config.scheduler_config
-            most = max(scheduler.max_num_seqs, 1) * MOST_ROWS
-            absorbed_products.adopt(layer, self.is_forced, min(most, scheduler.max_num_batched_tokens))
+            most = max(scheduler.max_num_seqs, 1) * MAX_ROWS
+            mla_absorb.adopt(layer, self.is_forced, min(most, scheduler.max_num_batched_tokens))
 
     def serve(self, q, kv_cache: Tensor, metadata, layer) -> tuple[Tensor, Tensor | None] | None:
         """Return the output, and its log-sum-exp with decode context parallelism. None where vLLM serves the batch.
@@ -75,7 +75,7 @@ class LatentDecoder(Decoder):
 
     def run(self, batch: Batch, q: tuple[Tensor, Tensor], kv_cache: Tensor, metadata, layer):
         places, is_split = (metadata.decode.block_table, metadata.decode.seq_lens), self.impl.dcp_world_size > 1
-        rest = self.impl.scale, batch[1], self.scale(layer), PARTITION * self.is_batch_invariant, is_split
+        rest = self.impl.scale, batch[1], self.scale(layer), FIXED_SPLIT_SIZE * self.is_batch_invariant, is_split
         found = attention.run(self.op, *q, self.cache(kv_cache), *places, *rest)
         return found and (found[0], found[1] if is_split else None)
 
@@ -104,9 +104,9 @@ class LatentDecoder(Decoder):
         found = self.run(batch, query.split([LATENT, ROPE], -1), layer.kv_cache, metadata, layer)
         return found and found[:1]
 
-    def theirs(self, layer, query: Tensor, metadata) -> tuple[Tensor]:
+    def baseline(self, layer, query: Tensor, metadata) -> tuple[Tensor]:
         q, cache = tuple(query.split([LATENT, ROPE], -1)), self.cache(layer.kv_cache)
-        return super(LatentImpl, self.impl).forward_mqa(q, cache, metadata, layer)[:1]
+        return super(MlaImpl, self.impl).forward_mqa(q, cache, metadata, layer)[:1]
 
     def exact(self, query_len: int, keys: int, layer, query: Tensor, metadata, requests: Tensor) -> Tensor:
         decode = metadata.decode
@@ -128,7 +128,7 @@ def batch_of_rows(rows: int, metadata) -> Batch:
     return (requests, query_len) if rows == requests * query_len else NO_BATCH
 
 
-class LatentImpl:
+class MlaImpl:
     """Mix into a backend's implementation."""
 
     METHOD = "forward_mqa", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"
@@ -136,7 +136,7 @@ class LatentImpl:
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
-        self.rocm_ops = LatentDecoder(self, self.rocm_ops_backend)
+        self.rocm_ops = MlaDecoder(self, self.rocm_ops_backend)
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         given = q, kv_c_and_k_pe_cache, attn_metadata, layer
@@ -159,7 +159,7 @@ _NEEDS = (
 
 
 def _of_latent(module: str, stem: str, **given) -> Backend:
-    return Backend(f"{STOCK}.mla.{module}.{stem}Backend", LatentImpl, f"{stem}Impl", _NEEDS, **given)
+    return Backend(f"{VLLM_BACKENDS}.mla.{module}.{stem}Backend", MlaImpl, f"{stem}Impl", _NEEDS, **given)
 
 
 BACKENDS = {
@@ -170,7 +170,7 @@ BACKENDS = {
 PLATFORMS = {"rocm": ("TRITON_MLA", "ROCM_AITER_MLA"), "cuda": ("TRITON_MLA",), "cpu": ("CPU_MLA",)}
 
 SEAM = seam_of(
-    "latent_attention",
+    "mla_attention",
     "TRITON_MLA and ROCM_AITER_MLA of AttentionBackendEnum, by subclasses; on CPU CPU_MLA; torch.bmm with their W_UK_T and W_UV",
     BACKENDS,
     PLATFORMS,

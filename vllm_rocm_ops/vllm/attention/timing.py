@@ -124,7 +124,7 @@ class Context:
         self.shape = f"{decoder.describe()}{quantized} page {page_size}{rows} {keys} of {longest} keys"
         self.key = "attention", self.native, self.shape
 
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         return 0
 
     def describe(self, layer: tuple) -> str:
@@ -149,8 +149,8 @@ class Context:
         requests = len(query) // self.query_len
         return of.decoder.ours((requests, self.query_len), of.module, query, metadata)
 
-    def theirs(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
-        return of.decoder.theirs(of.module, query, metadata)
+    def baseline(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
+        return of.decoder.baseline(of.module, query, metadata)
 
     def shown(self, outputs: tuple[Tensor | None, ...]) -> Tensor:
         """Return a row per request, dequantized."""
@@ -168,7 +168,7 @@ class Separate(Context):
 
     native = quantized_attention.SEPARATE
 
-    def theirs(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
+    def baseline(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
         output, *scales = quantized_attention.outputs(of.decoder.quantized, query)
         plain, batch = torch.empty_like(query), (len(query) // self.query_len, self.query_len)
         of.decoder.run(batch, of.module, query, of.cache, metadata, plain)

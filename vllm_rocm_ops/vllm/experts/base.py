@@ -40,7 +40,7 @@ from vllm_rocm_ops.vllm.experts.expert_support import Predicates, refusal, say_r
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
-MOST_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
+MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
 APPLY = (
     *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts"),
@@ -129,9 +129,9 @@ class Experts:
     A layer: both weights, the tokens' dtype, the holder of the scales, and the rest of `run`'s arguments.
     """
 
-    op, limit, sampled_rows = ops.fused_experts, MOST_TOKENS, 3  # a row needs the whole weights of its experts
+    op, limit, sampled_rows = ops.fused_experts, MAX_TOKENS, 3  # a row needs the whole weights of its experts
 
-    def most_tokens(self):
+    def max_tokens(self):
         return 0 if native_kernel.asks_for_aiter("MOE") else self.limit
 
     def columns(self, layer):
@@ -164,7 +164,7 @@ class Experts:
         arguments = op_arguments(experts, x, w1, w2, weights, ids, expert_map, on_input, None, dtype)
         return self.op.run_kernels(*arguments)
 
-    def theirs(self, layer, x, weights, ids):
+    def baseline(self, layer, x, weights, ids):
         w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
         how = activation, total, experts.map_of_native(expert_map), on_input
         return experts.whole.apply(x, w1, w2, weights, ids, *how)

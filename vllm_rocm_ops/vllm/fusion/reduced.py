@@ -53,7 +53,7 @@ class Call:
         traits = " residual" * self.has_residual + " column-major" * self.is_column_major
         return f"{self.hidden} {kernel_selection.types(self.dtype)}{traits}{' ' * bool(self.helper)}{self.helper}"
 
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Return 0: vLLM's runs before timing."""
         return 0
 

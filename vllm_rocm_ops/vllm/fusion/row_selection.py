@@ -107,7 +107,7 @@ class Fused:
         self.shape = self.pattern.removeprefix(f"{op.name} ")
         self.key = f"{self.pattern} {baseline}"
         self.layers = dict.fromkeys(range(SETS), ())
-        self.kernels, self.theirs = self, self.vllms
+        self.kernels, self.baseline = self, self.vllms
 
     def bound(self) -> Tensor | None:
         takes = "scale_ub" in self.op.Arguments._fields and "block" not in self.op.name
@@ -395,7 +395,7 @@ def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable
         made = functools.cache(lambda: compiler(config))
         graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
         for one in wanted:
-            one.theirs = one.compiled(made) if one in graphs else one.vllms
+            one.baseline = one.compiled(made) if one in graphs else one.vllms
         start(made, graphs)
     record, decided = Record({}), Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":

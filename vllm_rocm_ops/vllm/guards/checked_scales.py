@@ -41,7 +41,7 @@ def install() -> None:
 
     @functools.wraps(load)
     def load_weights(self, model, model_config):
-        before = forget_scales(model)
+        before = invalidate_scales(model)
         result = load(self, model, model_config)
         keep_padding(model, before)
         check(model)
@@ -74,11 +74,11 @@ def scales(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]
 
 
 def unloaded(scale: Tensor) -> Tensor:
-    """Return a mask of the elements that were not loaded since `forget_scales`."""
+    """Return a mask of the elements that were not loaded since `invalidate_scales`."""
     return scale.view(torch.uint8) == MX_NAN if scale.dtype in MX_SCALES else scale == NOT_LOADED
 
 
-def forget_scales(model: torch.nn.Module) -> dict[str, Tensor]:
+def invalidate_scales(model: torch.nn.Module) -> dict[str, Tensor]:
     """Mark weight scales as not loaded, and return the previous scales of experts."""
     before = {}
     for name, scale, weight in scales(model):

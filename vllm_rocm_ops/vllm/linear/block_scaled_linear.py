@@ -13,7 +13,7 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 
-MOST_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
+MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
 
 def block_scaled_linear(
@@ -36,12 +36,12 @@ def block_scaled_linear(
 class BlockScaledLinear(native_kernel.Linear):
     """Describe `block_scaled_linear` for timing. A layer: the arguments except a and its scale."""
 
-    op, run, limit = ops.block_scaled_mm, staticmethod(block_scaled_linear), MOST_TOKENS
+    op, run, limit = ops.block_scaled_mm, staticmethod(block_scaled_linear), MAX_TOKENS
 
     def choice_of(self, a, b, scale_a, scale_b, out_dtype, native):
         return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, a.shape[0])
 
-    def theirs(self, a, b, scale_a, scale_b, out_dtype, native):
+    def baseline(self, a, b, scale_a, scale_b, out_dtype, native):
         return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
     def taken(self, a, b, scale_a, scale_b, out_dtype, native):

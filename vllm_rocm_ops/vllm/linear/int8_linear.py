@@ -15,7 +15,7 @@ from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 
-MOST_TOKENS = 0  # default token limit, before timing (kernel_selection.py)
+MAX_TOKENS = 0  # default token limit, before timing (kernel_selection.py)
 
 
 def int8_linear(
@@ -45,7 +45,7 @@ def quantized(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
 class Int8Linear(native_kernel.Linear):
     """Describe `int8_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
-    op, run, limit = ops.gemm, staticmethod(int8_linear), MOST_TOKENS
+    op, run, limit = ops.gemm, staticmethod(int8_linear), MAX_TOKENS
 
     def choice_of(self, x, weight, weight_scale, input_scale, bias, native):
         def layer() -> tuple:
@@ -53,7 +53,7 @@ class Int8Linear(native_kernel.Linear):
 
         return self.choice((native, weight.shape, bias is None), native, layer, weight, x.shape[0])
 
-    def theirs(self, x, weight, weight_scale, input_scale, bias, native):
+    def baseline(self, x, weight, weight_scale, input_scale, bias, native):
         kernel = native_kernel.kept(native)
         values = weight, weight_scale, input_scale, None, None
         return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)

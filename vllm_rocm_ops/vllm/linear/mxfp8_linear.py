@@ -20,7 +20,7 @@ from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 
-MOST_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
+MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 GROUP = 32
 
 
@@ -78,13 +78,13 @@ def mxfp8_linear(
 class Mxfp8Linear(native_kernel.Linear):
     """Describe `mxfp8_linear` for timing. A layer: the arguments except a and its scales."""
 
-    op, run, limit = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear), MOST_TOKENS
+    op, run, limit = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear), MAX_TOKENS
 
     def choice_of(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
         key, layer = (native, weight.shape, bias is None), (weight, weight_scale, bias, out_dtype, native)
         return self.choice(key, native, lambda: layer, weight, a.shape[0])
 
-    def theirs(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
+    def baseline(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
         return native_kernel.kept(native).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
 

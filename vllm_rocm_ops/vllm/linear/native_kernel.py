@@ -198,7 +198,7 @@ class Linear:
     choice_of: Callable[..., Choice]
     run: Callable[..., Tensor]
     """The function of the seam's torch op, which serves a call by its choice."""
-    theirs: Callable[..., Tensor]
+    baseline: Callable[..., Tensor]
     """Runs vLLM's kernel on the arguments of `run`."""
     taken: Callable[..., tuple]
     """Returns the op's arguments for those of `run`."""
@@ -211,7 +211,7 @@ class Linear:
     def serve(self, choice: Choice, *arguments) -> Tensor:
         """Run a call by its choice. The first argument is [tokens, K]."""
         output = self.ours(*arguments) if choice.is_ours(arguments[0].shape[0]) else None
-        return self.theirs(*arguments) if output is None else output
+        return self.baseline(*arguments) if output is None else output
 
     def call(self, kernel, *arguments) -> Tensor:
         """Run a call that `leaves` did not leave: by the torch op in a compiled graph, else by its function."""
@@ -222,9 +222,9 @@ class Linear:
             choice = kernel.choice = self.choice_of(*arguments)
             return self.serve(choice, *arguments)
         output = self.op.run_kernels(*self.taken(*arguments))  # as `ours`, with one frame less
-        return self.theirs(*arguments) if output is None else output
+        return self.baseline(*arguments) if output is None else output
 
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         return 0 if asks_for_aiter("LINEAR") else self.limit
 
     def columns(self, layer: tuple) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
-MOST_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
+MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 BESIDE_CUTLASS = 32  # the same on NVIDIA: 64 took 1.04x the baseline's time (Llama-3.1-405B step, 4x H200)
 
 
@@ -60,10 +60,10 @@ def _weight(b: Tensor, in_fragments: bool) -> Tensor:
 class ScaledLinear(native_kernel.Linear):
     """Describe `scaled_linear` for timing. A layer: the arguments except a and its scale, a static scale, K."""
 
-    op, run, limit = ops.scaled_mm, staticmethod(scaled_linear), MOST_TOKENS
+    op, run, limit = ops.scaled_mm, staticmethod(scaled_linear), MAX_TOKENS
 
-    def most_tokens(self):
-        most = super().most_tokens()
+    def max_tokens(self):
+        most = super().max_tokens()
         return most if torch.version.cuda is None else min(most, BESIDE_CUTLASS)
 
     def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
@@ -73,7 +73,7 @@ class ScaledLinear(native_kernel.Linear):
 
         return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, a.shape[0])
 
-    def theirs(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+    def baseline(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
         shape = [a.shape[0], b.numel() // a.shape[1]]
         return native_kernel.kept(native).apply_scaled_mm(
             A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
@@ -151,7 +151,7 @@ class GatedLinear(ScaledLinear):
         a, b, scale_a, scale_b, _, *rest = arguments
         tokens = a.shape[0]
         wins = choice.is_ours(tokens) and KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)
-        return super().serve(choice, *arguments) if wins else self.theirs(*arguments)
+        return super().serve(choice, *arguments) if wins else self.baseline(*arguments)
 
     def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
         def layer() -> tuple:
@@ -160,7 +160,7 @@ class GatedLinear(ScaledLinear):
 
         return self.choice(("gated", native, b.shape, in_fragments), native, layer, b, a.shape[0])
 
-    def theirs(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+    def baseline(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
         both = scaled_linear(a, b, scale_a, scale_b, None, out_dtype, in_fragments, native)
         return ops.silu_and_mul_quant.call(both, scale, a.dtype)
 

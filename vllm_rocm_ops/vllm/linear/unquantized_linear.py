@@ -22,12 +22,12 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 DECIDED = "vllm_rocm_ops_choice"
 """The attribute of a layer with its choice, once nothing is left to time."""
 
-MOST_TOKENS = 16  # default token limit, before timing (kernel_selection.py)
+MAX_TOKENS = 16  # default token limit, before timing (kernel_selection.py)
 
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run `unquantized_gemm`, or vLLM's function, on x [..., K], weight [N, K] and bias [N] or None."""
-    theirs = functools.partial(KERNELS.theirs, x, weight, bias)
+    theirs = functools.partial(KERNELS.baseline, x, weight, bias)
     return native_kernel.run_or_native(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
 
 
@@ -50,12 +50,12 @@ def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
 class UnquantizedLinear(native_kernel.Linear):
     """Describe `unquantized_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
-    op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MOST_TOKENS
+    op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MAX_TOKENS
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2], bias=layer[1])
 
-    def theirs(self, x, weight, bias):
+    def baseline(self, x, weight, bias):
         if replaced() == "default_unquantized_gemm":
             return torch.nn.functional.linear(x, weight, bias)
         return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)

@@ -99,7 +99,7 @@ class Kernels(Protocol):
     op: Op
     sampled_rows: int
 
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Return the default token limit of the plugin, before timing."""
 
     def describe(self, layer: tuple) -> str:
@@ -117,7 +117,7 @@ class Kernels(Protocol):
     def ours(self, *arguments) -> Tensor | None:
         """Run a call by the plugin's kernels, or return None where they do not support it."""
 
-    def theirs(self, *arguments) -> Tensor:
+    def baseline(self, *arguments) -> Tensor:
         """Run a call by vLLM's kernel."""
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Choice:
         self.shape = kernels.describe(layer)
         self.key = f"{kernels.op.name} {self.shape} {self.native}"
         self.state, self.why = "unmeasured", ""
-        self.ours = bytes(1) + bytes([1]) * kernels.most_tokens()
+        self.ours = bytes(1) + bytes([1]) * kernels.max_tokens()
         self.layers: dict[int, tuple] | None = {} if _session.records else None
         self.most = 0  # tokens
 
@@ -160,7 +160,7 @@ class Choice:
     def note(self, weight: Tensor, tokens: int, layer: Callable[[], tuple]) -> None:
         """Note a layer to time, by its weight, and the token count of a call."""
         self.most = max(self.most, tokens)
-        if self.layers is not None and len(self.layers) < clocks.MOST_CALLS:
+        if self.layers is not None and len(self.layers) < clocks.MAX_CALLS:
             self.layers.setdefault(weight.data_ptr(), layer())
 
     def decide(self, decided: Decided) -> None:
@@ -168,7 +168,7 @@ class Choice:
         if self.kernels.op.name in decided.off:
             self.state, self.why, self.ours = "off", decided.off[self.kernels.op.name], b""
         elif self.key in decided.shapes:
-            ours, fixed = decided.shapes[self.key], bytes(1) + bytes([1]) * self.kernels.most_tokens()
+            ours, fixed = decided.shapes[self.key], bytes(1) + bytes([1]) * self.kernels.max_tokens()
             self.state, self.ours = "measured", ours + fixed[len(ours) :] if ours[-1:] == b"\1" else ours
 
 
@@ -249,7 +249,7 @@ def types(*dtypes: torch.dtype) -> str:
     return " ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
 
 
-def forget() -> None:
+def invalidate() -> None:
     """Forget all choices and decisions."""
     _choices.clear()
     _session.records, _session.decided, _session.spent = False, None, 0.0

@@ -49,8 +49,8 @@ FLOOR = 1e-5  # relative error that is always allowed: float32 sums in another o
 SAMPLED_GROUPS = 4  # of columns
 ROWS_AT_A_TIME = 1024  # of two results, when compared
 SAMPLE_US = 500.0  # target duration of a graph's calls
-MOST_SECONDS = 10.0  # per start, for linear layers, experts, attention, norms and activations, and for waiting
-MOST_SECONDS_WAITING = 60.0  # for another process that times, and compiles too
+MAX_SECONDS = 10.0  # per start, for linear layers, experts, attention, norms and activations, and for waiting
+MAX_SECONDS_WAITING = 60.0  # for another process that times, and compiles too
 FEW_ROUNDS = 5  # after which a kernel that was faster in each is selected
 HOPELESS = 1.5  # times vLLM's time in one replay: not timed further
 PROGRESS_SECONDS = 5.0
@@ -186,14 +186,14 @@ def compare(
     """Check a call of the plugin's against vLLM's, and time both on all sets of arguments.
 
     Args:
-        kernels: Has `op`, `ours` and `theirs`, as `Kernels`.
+        kernels: Has `op`, `ours` and `baseline`, as `Kernels`.
         sets: Arguments of the calls in a graph.
         judge: Returns the relative errors of both results. Raises `Mismatch` where the plugin's is wrong.
         clock: Times the calls.
         marked: Is entered while the plugin runs.
         fresh: Copies the arguments of a call that may write them.
     """
-    native = kernels.theirs(*fresh(sets[0]))
+    native = kernels.baseline(*fresh(sets[0]))
     clock.finish()
     run_ours = functools.partial(kernel_selection.run_ours, kernels)
     with marked:
@@ -208,7 +208,7 @@ def compare(
             raise Mismatch(f"{type(error).__name__}: {error}") from error
         errors = judge(ours, native)
         del ours, native
-        times = clock.times({"ours": run_ours, "native": kernels.theirs}, sets)
+        times = clock.times({"ours": run_ours, "native": kernels.baseline}, sets)
     return Measured(statistics.median(times["ours"]), statistics.median(times["native"]), *errors)
 
 
@@ -408,12 +408,12 @@ def agree(
         clock: Times calls, None to use the record only.
         gather: Returns the decisions of all ranks.
         pair: Checks and times one choice at one token count.
-        share: Of `MOST_SECONDS` that this may take, minus the time that this start has spent.
+        share: Of `MAX_SECONDS` that this may take, minus the time that this start has spent.
     """
     record = Record({})
     begin = time.monotonic()
     try:
-        record = _measured_here(wanted, clock, pair, begin + share * MOST_SECONDS - kernel_selection.spent())
+        record = _measured_here(wanted, clock, pair, begin + share * MAX_SECONDS - kernel_selection.spent())
     except Exception as error:  # noqa: BLE001  vLLM starts anyway
         logger.warning("vllm-rocm-ops: kernel timing failed: %s: %s", type(error).__name__, error)
     kernel_selection.spend(time.monotonic() - begin)
@@ -439,7 +439,7 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
     with contextlib.ExitStack() as stack:
         keeps = True
         try:
-            stack.enter_context(tables.locked(path.with_suffix(".lock"), MOST_SECONDS_WAITING))
+            stack.enter_context(tables.locked(path.with_suffix(".lock"), MAX_SECONDS_WAITING))
         except TimeoutError as error:
             logger.warning(
                 "vllm-rocm-ops: only recorded results are used, because another process is timing: %s", error

@@ -38,7 +38,7 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measu
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-MOST_SECONDS = 5.0  # per start
+MAX_SECONDS = 5.0  # per start
 SETS, CALLS, ROUNDS = 4, 16, 9  # sets of inputs, calls per graph, replays
 EPSILON, SCALE, GROUP = 1e-6, 0.05, 128
 AITER = "AITER"
@@ -175,7 +175,7 @@ class Both:
             return reduced.run_helper(self.reduce, one_plus, x, residual, weight, epsilon)
         return (*as_tuple(self.reduce(self.op, x, *args)), *self._residual(args))
 
-    def theirs(self, x: Tensor, *args) -> tuple:
+    def baseline(self, x: Tensor, *args) -> tuple:
         """Return the same by vLLM's all-reduce and the plugin's norm, or vLLM's if fused."""
         if self.call.helper:
             return helper_of(self.call)(x, args[0], self.norm)
@@ -241,7 +241,7 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
         clock.finish()
         return both.results(found, args), found
 
-    native, _ = agree(lambda: run(both.theirs), keep=True)
+    native, _ = agree(lambda: run(both.baseline), keep=True)
     ours, raw = agree(lambda: run(both.ours), keep=True)
 
     def judge() -> tuple[str, str, float, float]:
@@ -262,7 +262,7 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
     if wrong:
         raise kernel_timing.Mismatch("; ".join(wrong))
     on_rank = [(every[rank], *args) for every, args in sets]
-    times = clock.times(both.group, agree, {"ours": both.ours, "native": both.theirs}, on_rank)
+    times = clock.times(both.group, agree, {"ours": both.ours, "native": both.baseline}, on_rank)
     agree(both.reduce.check)
     of_ranks = agree(lambda: tuple(statistics.median(times[name]) for name in ("ours", "native")))
     return Measured(*map(max, zip(*of_ranks)), *judged[0][2:])
@@ -362,7 +362,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
             return
         start = time.monotonic()
         with torch.inference_mode():
-            turn_on(worker, group, clock, agree, create, start + MOST_SECONDS)
+            turn_on(worker, group, clock, agree, create, start + MAX_SECONDS)
         kernel_selection.spend(time.monotonic() - start)
     except RuntimeError as error:
         reduced.groups.pop(group.unique_name, None)

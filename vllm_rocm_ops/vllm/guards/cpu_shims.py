@@ -73,7 +73,7 @@ def install() -> None:
 
 
 SEAM = seam.Seam(
-    name="cpu_gaps",
+    name="cpu_shims",
     replaces="_custom_ops.scaled_fp8_quant, FBGEMMFp8Config.use_marlin, one row of _FUSED_ACT_QUANT",
     probe=probe,
     install=install,

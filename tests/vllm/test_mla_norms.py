@@ -15,11 +15,11 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families import rotation
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import latent_front, latent_norms
+from vllm_rocm_ops.vllm.attention import mla_front, mla_norms
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
-OP = ops.latent_norm_rope_and_cache
+OP = ops.mla_norm_rope_and_cache
 Q, KV, ROPE, NOPE, HEADS = 256, 128, 32, 64, 2
 LAYERS = checkpoints.DEEPSEEK["num_hidden_layers"]
 
@@ -47,24 +47,24 @@ def generated(engines) -> dict[str, dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, "eager"])
-def test_tokens_are_stock_vllms(generated, name):
+def test_tokens_are_baseline_vllms(generated, name):
     """One launch per layer and step replaces its norms; the counts of other norms and quantizations stay."""
-    ours, stock = generated[f"{name} ours"], generated[f"{name} stock"]
-    assert ours["tokens"] == stock["tokens"] and ours["then"] == stock["then"]
+    ours, baseline = generated[f"{name} ours"], generated[f"{name} stock"]
+    assert ours["tokens"] == baseline["tokens"] and ours["then"] == baseline["then"]
 
     def calls(answer: dict, part: str) -> int:
         return sum(sum(kernels.values()) for op, kernels in answer["stats"].items() if part in op)
 
-    assert calls(ours, OP.name) == LAYERS * STEPS and calls(stock, OP.name) == 0
+    assert calls(ours, OP.name) == LAYERS * STEPS and calls(baseline, OP.name) == 0
     in_place = LAYERS * STEPS * (1 if name == "without" else 2)
-    assert calls(stock, "rms_norm") - calls(ours, "rms_norm") == in_place
-    assert calls(stock, "scaled_mm") == calls(ours, "scaled_mm")
+    assert calls(baseline, "rms_norm") - calls(ours, "rms_norm") == in_place
+    assert calls(baseline, "scaled_mm") == calls(ours, "scaled_mm")
 
 
 MEASURED = """
 import os
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.attention.latent_norms import Front
+from vllm_rocm_ops.vllm.attention.mla_norms import Front
 from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
 
 class Clock:
@@ -77,13 +77,13 @@ class Clock:
         pass
 
 def run_kernels(*arguments):
-    ops.latent_norm_rope_and_cache.reference(*arguments)
-    named = ops.latent_norm_rope_and_cache.Arguments(*arguments)
+    ops.mla_norm_rope_and_cache.reference(*arguments)
+    named = ops.mla_norm_rope_and_cache.Arguments(*arguments)
     named.k_pe_out.mul_(float(os.environ["FACTOR"]))
     return True
 
-measured_selection.clock, kernel_timing.MOST_SECONDS = Clock, 1000.0
-ops.latent_norm_rope_and_cache.run_kernels = run_kernels
+measured_selection.clock, kernel_timing.MAX_SECONDS = Clock, 1000.0
+ops.mla_norm_rope_and_cache.run_kernels = run_kernels
 """
 WHAT = {"faster": ("1", "1"), "slower": ("3", "1"), "wrong": ("1", "1.05")}
 
@@ -190,12 +190,12 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
     for is_column_major in (False, True) if kind == "block" else (False,):
         if layer.q_b_proj is not None:
             layer.q_b_proj.vllm_rocm_ops_column_major_scales = is_column_major
-        one = latent_front.Front(layer, kernel_selection.COMPILED)
+        one = mla_front.Front(layer, kernel_selection.COMPILED)
         traits = f" {kind}" * (kind not in ("", "none")) + " column-major" * is_column_major
         sizes, cache = f"{0 if kind == 'none' else Q}+{KV}+{ROPE}", "fp8" if fp8 else "auto"
         assert one.key == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
         parameters = (one.sizes[0], KV), ROPE, kind or "none"
-        assert one.shape in latent_front.shapes_of(parameters, torch.bfloat16)
+        assert one.shape in mla_front.shapes_of(parameters, torch.bfloat16)
         with launch.executor(Emulator("gfx950", races=False)):
             found = row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
         assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
@@ -205,7 +205,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
 @pytest.mark.parametrize("part", ["q", "kv", "k_pe", "cache"])
 def test_each_result_is_checked(part, monkeypatch):
     """The launch is off if any of its results is wrong."""
-    one = latent_front.Front(Layer(), kernel_selection.COMPILED)
+    one = mla_front.Front(Layer(), kernel_selection.COMPILED)
 
     def wrong(*arguments):
         OP.reference(*arguments)
@@ -244,9 +244,9 @@ LACKS = {
 @pytest.mark.parametrize("what", LACKS)
 def test_what_is_not_served(what):
     layer = Layer()
-    assert [*latent_norms.lacks(layer)] == []
+    assert [*mla_norms.lacks(layer)] == []
     LACKS[what](layer)
-    assert len([*latent_norms.lacks(layer)]) == 1
+    assert len([*mla_norms.lacks(layer)]) == 1
 
 
 @pytest.fixture
@@ -257,14 +257,14 @@ def found(configuration, monkeypatch):
     def fronts(layer: Layer, compiles: bool = True, splits: bool = True, fused: bool = False) -> list:
         settings = types.SimpleNamespace(
             pass_config=types.SimpleNamespace(fuse_rope_kvcache_cat_mla=fused, fuse_norm_quant=False),
-            splitting_ops=[latent_norms.UPDATE] if splits else [],
+            splitting_ops=[mla_norms.UPDATE] if splits else [],
         )
         given = types.SimpleNamespace(
             compilation_config=settings, model_config=types.SimpleNamespace(dtype=torch.bfloat16)
         )
         monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
         monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: compiles)
-        return [*latent_norms.fronts(torch.nn.ModuleList([layer, torch.nn.Linear(2, 2)]), compiles)]
+        return [*mla_norms.fronts(torch.nn.ModuleList([layer, torch.nn.Linear(2, 2)]), compiles)]
 
     return fronts
 
@@ -339,8 +339,8 @@ class Whole(Layer):
 def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
     """Attention gets rotated queries and the op's results, and q_b_proj its quantized result."""
     generator, seen = torch.Generator().manual_seed(1), {}
-    layer = latent_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
-    layer.rocm_ops_front = one = latent_front.Front(layer, kernel_selection.EAGER)
+    layer = mla_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
+    layer.rocm_ops_front = one = mla_front.Front(layer, kernel_selection.EAGER)
     x = torch.randn(3, 32, generator=generator).bfloat16()
     positions, slots = torch.tensor([5, 0, 9]), torch.tensor([2, 4])  # of a batch that is padded
     cache = torch.zeros(2, 3, KV + ROPE, dtype=torch.uint8 if fp8 else torch.bfloat16)
@@ -389,7 +389,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
 
 @pytest.mark.usefixtures("configuration")
 def test_the_choice_is_the_layers():
-    one = latent_front.Front(layer := Layer(), kernel_selection.COMPILED)
+    one = mla_front.Front(layer := Layer(), kernel_selection.COMPILED)
     one.take(True)
     assert layer.rocm_ops_front is one
     one.take(False)
@@ -399,15 +399,15 @@ def test_the_choice_is_the_layers():
 @pytest.mark.usefixtures("configuration")
 def test_a_run_without_a_cache_writes_none():
     """vLLM's profile run has no slots."""
-    one = latent_front.Front(layer := Layer(), kernel_selection.COMPILED)
+    one = mla_front.Front(layer := Layer(), kernel_selection.COMPILED)
     qkv, *_ = one.inputs(3, 0)
     _, kv, k_pe, _ = one.outputs(qkv)
     for slots, cache in ((None, torch.empty(1, 1, KV + ROPE)), (torch.zeros(3, dtype=torch.int64), torch.empty(0))):
-        got, none, scale = latent_norms.cache_of(layer.mla_attn, cache, slots, qkv, kv, k_pe)
+        got, none, scale = mla_norms.cache_of(layer.mla_attn, cache, slots, qkv, kv, k_pe)
         assert got.shape == (1, 1, KV + ROPE) and len(none) == 0 and scale is None
     cache = torch.empty(4, 16, KV + ROPE, dtype=torch.bfloat16)
     slots = torch.arange(8)  # of a batch that is padded
-    assert latent_norms.cache_of(layer.mla_attn, cache, slots, qkv, kv, k_pe)[1].tolist() == [0, 1, 2]
+    assert mla_norms.cache_of(layer.mla_attn, cache, slots, qkv, kv, k_pe)[1].tolist() == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("configuration")
@@ -415,14 +415,14 @@ def test_vllm_splits_a_model_at_our_op():
     """It splits once, where it would at its own cache write."""
     from vllm.config import CompilationConfig
 
-    assert "latent_norms" in seam.active()
+    assert "mla_norms" in seam.active()
     split = CompilationConfig(mode=3)
     for _ in range(2):
         split.set_splitting_ops_for_v1(all2all_backend="naive")
-        assert split.splitting_ops.count(latent_norms.OURS) == 1 and latent_norms.UPDATE in split.splitting_ops
+        assert split.splitting_ops.count(mla_norms.OURS) == 1 and mla_norms.UPDATE in split.splitting_ops
     whole = CompilationConfig(mode=3, splitting_ops=[])
     whole.set_splitting_ops_for_v1(all2all_backend="naive")
-    assert latent_norms.OURS not in whole.splitting_ops
+    assert mla_norms.OURS not in whole.splitting_ops
 
 
 def test_another_layer_is_not_replaced(monkeypatch):
@@ -432,16 +432,16 @@ def test_another_layer_is_not_replaced(monkeypatch):
     from vllm.model_executor.custom_op import op_registry_oot
 
     monkeypatch.delitem(op_registry_oot, "MultiHeadLatentAttentionWrapper", raising=False)
-    latent_norms.probe()
+    mla_norms.probe()
     monkeypatch.setattr(seam, "active", lambda: [name for name in active if name != "norm"])
     with pytest.raises(seam.Unavailable, match="requires norm"):
-        latent_norms.probe()
+        mla_norms.probe()
     monkeypatch.setattr(seam, "active", lambda: active)
-    real = latent_norms.backends.methods
+    real = mla_norms.backends.methods
     monkeypatch.setattr(
-        latent_norms.backends,
+        mla_norms.backends,
         "methods",
         lambda path: real(path) | ({"do_kv_cache_update": None} if "Triton" in path else {}),
     )
     with pytest.raises(seam.Unavailable, match="TritonMLAImpl with the common write"):
-        latent_norms.probe()
+        mla_norms.probe()

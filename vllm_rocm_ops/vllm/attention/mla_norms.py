@@ -1,6 +1,6 @@
 """Serve the part of an MLA layer between its first projection and q_b_proj in one launch.
 
-`latent_norm_rope_and_cache` normalizes both latents, quantizes the query latent for q_b_proj, rotates k_pe and writes
+`mla_norm_rope_and_cache` normalizes both latents, quantizes the query latent for q_b_proj, rotates k_pe and writes
 the cache. In layers without a query latent, as in DeepSeek-V2-Lite, it covers the other latent's norm, the rotation and
 the write.
 
@@ -25,11 +25,11 @@ from vllm_rocm_ops.core import op
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.attention.latent_front import Front
 from vllm_rocm_ops.vllm.attention.mla import BACKENDS
+from vllm_rocm_ops.vllm.attention.mla_front import Front
 from vllm_rocm_ops.vllm.fusion import row_selection
 
-UPDATE, NAME = "vllm::unified_mla_kv_cache_update", "latent_norms"
+UPDATE, NAME = "vllm::unified_mla_kv_cache_update", "mla_norms"
 OURS = f"vllm_rocm_ops::{NAME}"
 """The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
 
@@ -81,7 +81,7 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front]:
 # The replacement of vLLM's layer
 
 
-def latent_norms(
+def mla_norms(
     qkv: Tensor,
     q_weight: Tensor | None,
     kv_weight: Tensor,
@@ -125,8 +125,8 @@ def define() -> None:
     """Register the op with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument."""
     from vllm.utils.torch_utils import LayerNameType
 
-    latent_norms.__annotations__["layer_name"] = LayerNameType
-    op.define(latent_norms, lambda *_: None, mutates=("q_out", "kv_out", "k_pe_out", "scales_out"))
+    mla_norms.__annotations__["layer_name"] = LayerNameType
+    op.define(mla_norms, lambda *_: None, mutates=("q_out", "kv_out", "k_pe_out", "scales_out"))
 
 
 def of_wrapper(theirs: type) -> type:
@@ -135,7 +135,7 @@ def of_wrapper(theirs: type) -> type:
 
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
-    class RocmOpsLatentAttention(theirs):
+    class RocmOpsMlaAttention(theirs):
         """Run the op between the projections of vLLM's layer where it was selected."""
 
         rocm_ops_front: Front | None = None
@@ -152,7 +152,7 @@ def of_wrapper(theirs: type) -> type:
             static, bound = front.scales()
             name = _encode_layer_name(self.mla_attn.layer_name)
             given = qkv, *front.norms(), positions, *front.angles(), q, kv, k_pe, static, scales, bound, name
-            torch.ops.vllm_rocm_ops.latent_norms(*given)
+            torch.ops.vllm_rocm_ops.mla_norms(*given)
             if front.kind:
                 scale = static if scales is None else scales
                 q = fused_quant.Quantized(q, scale, qkv.dtype, q.shape, front.input_key)
@@ -171,7 +171,7 @@ def of_wrapper(theirs: type) -> type:
                 output = output * self.g_proj(hidden_states)[0].sigmoid()
             return self.o_proj(output)[0]
 
-    return RocmOpsLatentAttention
+    return RocmOpsMlaAttention
 
 
 def probe() -> None:
@@ -186,7 +186,7 @@ def probe() -> None:
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.utils import torch_utils
 
-    for needed in ("latent_attention", "norm"):
+    for needed in ("mla_attention", "norm"):
         if needed not in seam.active():
             raise seam.Unavailable(f"requires {needed}")
     wrapper = mla.MultiHeadLatentAttentionWrapper
@@ -234,6 +234,6 @@ SEAM = seam.Seam(
     replaces="MultiHeadLatentAttentionWrapper, through PluggableLayer.register_oot; CompilationConfig.set_splitting_ops_for_v1",
     probe=probe,
     install=install,
-    ops=("latent_norm_rope_and_cache",),
-    after=("latent_attention", "norm"),
+    ops=("mla_norm_rope_and_cache",),
+    after=("mla_attention", "norm"),
 )

@@ -2,10 +2,10 @@
 
 The emulator runs some blocks, and the model times them.
 
-    launch = foreign.ObjectLaunch("name", (80, 1, 1), (256, 1, 1), {0: torch.zeros(4096), 8: struct.pack("<I", 512)})
-    foreign.predict(machines.named("MI300X"), foreign.record("gfx942", path, launch), launch.grid)
+    launch = external_kernel.ObjectLaunch("name", (80, 1, 1), (256, 1, 1), {0: torch.zeros(4096), 8: struct.pack("<I", 512)})
+    external_kernel.predict(machines.named("MI300X"), external_kernel.record("gfx942", path, launch), launch.grid)
 
-As a command: PYTHONPATH=tests python -m timing.foreign --help
+As a command: PYTHONPATH=tests python -m timing.external_kernel --help
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from vllm_rocm_ops.timing.launch_time import Prediction
 from vllm_rocm_ops.timing.machines import Machine
 
 BLOCKS = 16  # recorded blocks of a one-dimensional grid
-MOST_BYTES = 1 << 33  # of a launch's buffers
-PREFIX = "foreign"
+MAX_BYTES = 1 << 33  # of a launch's buffers
+PREFIX = "external_kernel"
 
 
 class Pointers(NamedTuple):
@@ -284,8 +284,8 @@ def arguments(kernel: KernelObject, text: str) -> Arguments:
             raise ValueError(f"{where} must be hex digits or JSON, got {text[:60]}: {error}") from None
         found = _from_json(where, given)
     total = sum(value.numel() for value in found.values() if isinstance(value, torch.Tensor))
-    if total > MOST_BYTES:
-        raise ValueError(f"{where} must have at most {MOST_BYTES} bytes of buffers, got {total}")
+    if total > MAX_BYTES:
+        raise ValueError(f"{where} must have at most {MAX_BYTES} bytes of buffers, got {total}")
     end = max(
         (offset + (8 if isinstance(value, torch.Tensor) else len(value)) for offset, value in found.items()), default=0
     )
@@ -302,8 +302,8 @@ def explicit_bytes(kernel: KernelObject) -> int:
 
 
 def _buffer(where: str, size: int, content: bytes = b"") -> torch.Tensor:
-    if not 0 < size <= MOST_BYTES or len(content) > size:
-        raise ValueError(f"{where} must have buffers of 1 to {MOST_BYTES} bytes that hold what is in them, got {size}")
+    if not 0 < size <= MAX_BYTES or len(content) > size:
+        raise ValueError(f"{where} must have buffers of 1 to {MAX_BYTES} bytes that hold what is in them, got {size}")
     made = trace.aligned(torch.empty(size, dtype=torch.uint8, device="meta"))
     if content:
         made[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -377,7 +377,9 @@ def lines(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m timing.foreign", description="Predict a launch of a code object.")
+    parser = argparse.ArgumentParser(
+        prog="python -m timing.external_kernel", description="Predict a launch of a code object."
+    )
     parser.add_argument("object", type=Path, help="a code object of whoever")
     parser.add_argument("--arch", default=machines.COMPARED, metavar="PRODUCT")
     parser.add_argument("--symbol", help="the kernel, where the object holds several")

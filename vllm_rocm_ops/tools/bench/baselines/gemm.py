@@ -128,7 +128,7 @@ def rocm_unquantized(x, weight, bias=None):
 
 def triton_dot_scaled(*arguments):
     """Call the Triton MXFP8 GEMM."""
-    return importlib.import_module("vllm_rocm_ops.tools.bench.peers.triton_mx").dot_scaled(*arguments)
+    return importlib.import_module("vllm_rocm_ops.tools.bench.baselines.triton_mx").dot_scaled(*arguments)
 
 
 def vllm_grouped_topk(gating_output, *how):

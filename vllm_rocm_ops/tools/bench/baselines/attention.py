@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vllm_rocm_ops.ops import mla_decode, paged_attention_decode
 from vllm_rocm_ops.ops.mla_decode import LATENT
-from vllm_rocm_ops.tools.bench.peers.installed import load
+from vllm_rocm_ops.tools.bench.baselines.installed import load
 
-MOST_SPLITS = 32  # in FlashAttention 3, as vLLM allows in a captured graph
+MAX_SPLITS = 32  # in FlashAttention 3, as vLLM allows in a captured graph
 SEGMENTS = 16  # in the unified Triton kernel, up to UNIFIED_BLOCKS requests x KV heads
 UNIFIED_BLOCKS = 128
 SPLIT_KEYS = 512  # minimum per split in the Triton MLA kernel
@@ -68,11 +68,11 @@ def _flash(a, q: Tensor, k: Tensor, v: Tensor, **more) -> tuple:
         cache_seqlens=a.seq_lens,
         qkv_dtype=q.dtype,
         page_size=k.shape[1],
-        num_splits=MOST_SPLITS,
+        num_splits=MAX_SPLITS,
         **of_rows,
     )
     how = {"seqused_k": a.seq_lens, "block_table": a.block_table, "softmax_scale": a.scale, "fa_version": 3}
-    how |= {"scheduler_metadata": schedule, "num_splits": MOST_SPLITS}
+    how |= {"scheduler_metadata": schedule, "num_splits": MAX_SPLITS}
     return (functools.partial(flash.flash_attn_varlen_func, q=q, k=k, v=v, **of_rows, **how, **more),)
 
 

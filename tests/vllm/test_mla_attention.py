@@ -9,13 +9,13 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends as attention_backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.attention import mla as latent_attention
+from vllm_rocm_ops.vllm.attention import mla as mla_attention
 from vllm_rocm_ops.vllm.attention.mla import LATENT, ROPE
 
 HEADS, PAGE, SCALE = 3, 16, 0.09
 
 
-class Stock:
+class Baseline:
     """The parts of vLLM's implementations that the plugin uses."""
 
     def __init__(self, **given):
@@ -65,9 +65,7 @@ def serve(configuration, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
 
     def call(one: Call, member: str = "TRITON_MLA", q=None, cache=None, **given):
-        kind = type(
-            "Impl", (latent_attention.LatentImpl, Stock), {"rocm_ops_backend": latent_attention.BACKENDS[member]}
-        )
+        kind = type("Impl", (mla_attention.MlaImpl, Baseline), {"rocm_ops_backend": mla_attention.BACKENDS[member]})
         given = {"kv_cache_dtype": "fp8" if one.scale != 1.0 else "auto"} | given
         impl = kind(**given)
         arguments = one.q.split([LATENT, ROPE], -1) if q is None else q, one.cache, one.metadata, one.layer
@@ -119,7 +117,7 @@ def test_a_cache_that_is_split_over_gpus(serve):
     assert serve(one, "ROCM_AITER_MLA", dcp_world_size=2) is None
 
 
-def test_calls_with_what_our_op_lacks_stay_stock(serve, monkeypatch):
+def test_calls_with_what_our_op_lacks_stay_baseline(serve, monkeypatch):
     one = Call([33, 20])
     assert serve(one)
     assert serve(one, kv_lora_rank=256) is None
@@ -134,7 +132,7 @@ def test_calls_with_what_our_op_lacks_stay_stock(serve, monkeypatch):
     assert serve(one) is None
 
 
-def test_queries_that_are_cut_on_the_device_stay_stock(serve, monkeypatch):
+def test_queries_that_are_cut_on_the_device_stay_baseline(serve, monkeypatch):
     """The host then does not know their lengths, and rows of one request may be in another's places."""
     config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(cudagraph_mode=None),
@@ -146,26 +144,26 @@ def test_queries_that_are_cut_on_the_device_stay_stock(serve, monkeypatch):
     assert serve(Call([33, 20]))
 
 
-@pytest.mark.parametrize(("invariant", "partition"), [(False, 0), (True, latent_attention.PARTITION)])
-def test_parts_are_constant_where_bits_may_not_depend_on_the_batch(serve, monkeypatch, invariant, partition):
+@pytest.mark.parametrize(("invariant", "fixed_split_size"), [(False, 0), (True, mla_attention.FIXED_SPLIT_SIZE)])
+def test_parts_are_constant_where_bits_may_not_depend_on_the_batch(serve, monkeypatch, invariant, fixed_split_size):
     given = []
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", invariant, raising=False)
     run = attention.run
     monkeypatch.setattr(attention, "run", lambda op, *arguments: given.append(arguments) or run(op, *arguments))
     assert serve(Call([33, 20]))
-    assert ops.mla_decode.Arguments(*given[0]).partition == partition
+    assert ops.mla_decode.Arguments(*given[0]).fixed_split_size == fixed_split_size
 
 
 def test_backends_are_checked(configuration, monkeypatch):
     """vLLM's registry finds them."""
     monkeypatch.setattr("vllm.v1.attention.backends.registry._ATTN_OVERRIDES", {})
-    attention_backends.probe(latent_attention.BACKENDS)
-    monkeypatch.setattr(latent_attention.LatentImpl, "METHOD", ("forward_mqa", "q"))
+    attention_backends.probe(mla_attention.BACKENDS)
+    monkeypatch.setattr(mla_attention.MlaImpl, "METHOD", ("forward_mqa", "q"))
     with pytest.raises(
         seam.Unavailable, match="this vLLM lacks TritonMLAImpl.forward_mqa.q., got .q, kv_c_and_k_pe_cache"
     ):
-        attention_backends.probe(latent_attention.BACKENDS)
-    for member, backend in latent_attention.BACKENDS.items():
-        made = getattr(latent_attention, f"RocmOps{backend.name}")
+        attention_backends.probe(mla_attention.BACKENDS)
+    for member, backend in mla_attention.BACKENDS.items():
+        made = getattr(mla_attention, f"RocmOps{backend.name}")
         assert made.get_name() == member
-        assert issubclass(made.get_impl_cls(), latent_attention.LatentImpl)
+        assert issubclass(made.get_impl_cls(), mla_attention.MlaImpl)

@@ -1,4 +1,4 @@
-"""Find the installed packages with peers of the ops, and load vLLM's compiled ops."""
+"""Find the installed packages with baselines of the ops, and load vLLM's compiled ops."""
 
 import contextlib
 import functools

@@ -19,7 +19,7 @@ FEW = ((1, 8192, 28672), (1, 6144, 6144), (1, 4096, 4096), (2, 16384, 16384), (1
 LAYERS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # N and K
 
 
-def products(tokens: Iterable[int] = (1, 8, 16, 32, 64, 256, 2048)) -> Iterator[Shape]:
+def gemm_dtypes(tokens: Iterable[int] = (1, 8, 16, 32, 64, 256, 2048)) -> Iterator[Shape]:
     """Yield `LARGE` in each dtype, `FEW` in fp16, and int8 layers at each number of tokens, with row and block scales."""
     sizes = [(*of, kind) for of in LARGE for kind in KINDS] + [(*of, "fp16") for of in FEW]
     sizes += [(m, *of, kind) for kind in ("int8", "int8 blocks") for of in LAYERS for m in tokens]

@@ -1,4 +1,4 @@
-"""Fuse the MLA norms, RoPE of keys and the paged cache write; kernels: csrc/ops/latent_norm_rope_and_cache.hip.
+"""Fuse the MLA norms, RoPE of keys and the paged cache write; kernels: csrc/ops/mla_norm_rope_and_cache.hip.
 
 Replaces three launches between the first projection of MLA and its scores, with their bits: the RMSNorm of the query latent with
 optional FP8 quantization, `rms_norm` of the key latent, and rotation and write of `rope_and_cache_mla`. Models without a query
@@ -24,7 +24,7 @@ from vllm_rocm_ops.ops.families.gemm import OUT_TYPES, divisor
 from vllm_rocm_ops.ops.families.rotation import RopeConfig
 from vllm_rocm_ops.ops.families.rowwise import VECTOR
 
-__all__ = ["latent_norm_rope_and_cache"]
+__all__ = ["mla_norm_rope_and_cache"]
 
 LARGEST = rowwise.MAX_THREADS[1] * VECTOR  # elements per latent
 OUTS = "q_out", "kv_out", "k_pe_out"
@@ -90,7 +90,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "scales_out", "without overlapping elements", describe(x), not overlaps_itself(x)
 
 
-def _envelope(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "qkv is bfloat16 or float16", a.qkv.dtype in attention.ELEMENTS
     fp8 = arch.fp8_dtype
     if a.q_out is not None:
@@ -183,10 +183,8 @@ def _plan(config: RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
         "page_size": a.kv_cache.shape[1],
         "page_divisor": divisor(a.kv_cache.shape[1]),
     })  # fmt: skip
-    symbol = f"latent_norm_rope_and_cache_{attention.ELEMENTS[a.qkv.dtype]}" + "_fp8" * quantized + _kind(a)
-    return [
-        Launch("latent_norm_rope_and_cache", symbol, (len(a.qkv), len(_outs(a)) - 1, 1), (config.threads, 1, 1), args)
-    ]
+    symbol = f"mla_norm_rope_and_cache_{attention.ELEMENTS[a.qkv.dtype]}" + "_fp8" * quantized + _kind(a)
+    return [Launch("mla_norm_rope_and_cache", symbol, (len(a.qkv), len(_outs(a)) - 1, 1), (config.threads, 1, 1), args)]
 
 
 def _problem(a) -> dict[str, object]:
@@ -272,7 +270,7 @@ def _cases() -> Iterator[Case]:
     Op,
     allocate=lambda a: None,
     contract=_contract,
-    envelope=_envelope,
+    can_implement=_can_implement,
     configs=_configs,
     cost=_cost,
     plan=_plan,
@@ -283,7 +281,7 @@ def _cases() -> Iterator[Case]:
     inexact=("kv_cache",),
     sums=True,
 )
-def latent_norm_rope_and_cache(
+def mla_norm_rope_and_cache(
     qkv: Tensor,
     q_weight: Tensor | None,
     kv_weight: Tensor,

@@ -15,9 +15,9 @@ from vllm_rocm_ops.core import op
 from vllm_rocm_ops.core.correctness import as_tuple, clone
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.tools.bench import decode_attention, experts, products
-from vllm_rocm_ops.tools.bench.peers import PEERS, attention, installed, peers
-from vllm_rocm_ops.tools.bench.peers import experts as vllm_experts
+from vllm_rocm_ops.tools.bench import decode_attention, experts, gemm_dtypes
+from vllm_rocm_ops.tools.bench.baselines import BASELINES, attention, baselines, installed
+from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
 from vllm_rocm_ops.vllm.fusion.native_rows import COMPILED
 
 TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
@@ -32,53 +32,53 @@ OF_OTHERS = (
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-def test_peers_are_named_after_ops():
+def test_baselines_are_named_after_ops():
     names = {o.name for o in op.registered()}
-    assert set(PEERS) <= names
+    assert set(BASELINES) <= names
 
 
 @pytest.mark.parametrize(
     "call", [c for c in CALLS if c.op not in ON_GPUS], ids=lambda call: f"{call.op.name}-{call.layer}"
 )
-def test_every_op_has_pytorch_as_a_peer_that_computes_the_same(call):
+def test_every_op_has_pytorch_as_a_baseline_that_computes_the_same(call):
     arguments = call.case(4).make("cpu", GENERATOR, torch.float8_e4m3fn)
-    peer = peers(call.op)["torch"]
-    theirs = peer.call(*peer.prepare(*map(clone, arguments)))
+    baseline = baselines(call.op)["torch"]
+    theirs = baseline.call(*baseline.prepare(*map(clone, arguments)))
     ours = call.op.reference(*map(clone, arguments))
     for mine, other in zip(as_tuple(ours), as_tuple(theirs), strict=True):
         torch.testing.assert_close(mine.float(), other.float(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("the_op", [o for o in op.registered() if o.peer], ids=lambda o: o.name)
-def test_the_peer_that_an_op_names_takes_its_arguments_and_computes_the_same(the_op):
+@pytest.mark.parametrize("the_op", [o for o in op.registered() if o.baseline], ids=lambda o: o.name)
+def test_the_baseline_that_an_op_names_takes_its_arguments_and_computes_the_same(the_op):
     for case in itertools.islice(the_op.cases(), 3):
         arguments = case.make("cpu", GENERATOR, torch.float8_e4m3fn)
-        theirs, ours = the_op.peer(*arguments), the_op.reference(*arguments)
+        theirs, ours = the_op.baseline(*arguments), the_op.reference(*arguments)
         torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
-def test_two_launches_are_the_peer_of_one():
+def test_two_launches_are_the_baseline_of_one():
     op = ops.scaled_mm_silu_and_mul_quant
     for case in itertools.islice(op.cases(), 3):
         arguments = case.make("cpu", GENERATOR, torch.float8_e4m3fn)
-        theirs = peers(op)["two launches"].call(*arguments)
+        theirs = baselines(op)["two launches"].call(*arguments)
         assert torch.equal(theirs.view(torch.uint8), op.reference(*arguments).view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", ["int8", "e4m3", "bf16"])
-def test_the_peer_of_products_takes_the_arguments_that_are_timed(kind, monkeypatch):
-    monkeypatch.setattr(products, "LARGE", ((32, 16, 48),))
-    [shape] = [shape for shape in products.products(()) if shape.case.name == f"32x16x48 {kind}"]
+def test_the_baseline_of_products_takes_the_arguments_that_are_timed(kind, monkeypatch):
+    monkeypatch.setattr(gemm_dtypes, "LARGE", ((32, 16, 48),))
+    [shape] = [shape for shape in gemm_dtypes.gemm_dtypes(()) if shape.case.name == f"32x16x48 {kind}"]
     arguments = shape.arguments("cpu", torch.float8_e4m3fn)
-    peer = shape.peers([arguments])["torch"]
-    theirs = peer.call(*peer.prepare(*arguments))
+    baseline = shape.baselines([arguments])["torch"]
+    theirs = baseline.call(*baseline.prepare(*arguments))
     torch.testing.assert_close(theirs, ops.gemm.reference(*arguments), rtol=2e-2, atol=2e-2)
 
 
-def test_block_peers_get_whole_fours_of_tokens_and_their_layout_of_scales():
+def test_block_baselines_get_whole_fours_of_tokens_and_their_layout_of_scales():
     arguments = (torch.ones(3, 256).to(torch.float8_e4m3fn), torch.ones(128, 256).to(torch.float8_e4m3fn))
     arguments += (torch.rand(3, 2), torch.rand(1, 2), torch.bfloat16)
-    cutlass = PEERS["block_scaled_mm"]["vllm"]
+    cutlass = BASELINES["block_scaled_mm"]["vllm"]
     a, b, scale_a, *_ = cutlass.prepare(*arguments)
     assert a.shape == (4, 256) and not a[3].float().any() and torch.equal(a[:3].float(), arguments[0].float())
     assert scale_a.shape == (4, 2) and scale_a.stride() == (1, 4) and torch.equal(scale_a[:3], arguments[2])
@@ -89,24 +89,24 @@ def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeyp
     """PyTorch's and FlashAttention's attention kernels are baselines for bench's lists only, not for other arguments."""
     given = {}
 
-    def call(peer: str, *_, **options) -> tuple:
-        given[peer] = options
+    def call(baseline: str, *_, **options) -> tuple:
+        given[baseline] = options
         return (None,)
 
-    def kernels_of(peer: str):
-        return SimpleNamespace(**dict.fromkeys(KERNELS, functools.partial(call, peer)))
+    def kernels_of(baseline: str):
+        return SimpleNamespace(**dict.fromkeys(KERNELS, functools.partial(call, baseline)))
 
     installed.load()  # once in a process, with the real modules
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
     for the_op in DECODES:
         shape = next(shape for shape in decode_attention.decode_attention() if shape.op is the_op)
-        assert list(peers(the_op)) == ["torch"]
+        assert list(baselines(the_op)) == ["torch"]
         arguments = shape.arguments("cpu", torch.float8_e4m3fn)
-        for name, peer in shape.peers([arguments]).items():
+        for name, baseline in shape.baselines([arguments]).items():
             kernels = kernels_of(f"{the_op.name} {name}")
             monkeypatch.setattr(attention.importlib, "import_module", lambda _, kernels=kernels: kernels)
-            peer.call(*peer.prepare(*arguments))
+            baseline.call(*baseline.prepare(*arguments))
     scales = {
         which: {name: value.tolist() for name, value in options.items() if "scale" in name and torch.is_tensor(value)}
         for which, options in given.items()
@@ -125,23 +125,23 @@ def test_what_vllm_runs_is_written_in_one_package():
     root = Path(__file__).resolve().parents[2]
     paths = [*root.glob("vllm_rocm_ops/**/*.py"), *root.glob("serving_benchmarks/**/*.py")]
     found = {path.relative_to(root) for path in paths if re.search(OF_OTHERS, path.read_text())}
-    named = {str(path) for path in found if path.parent.name != "peers"}
+    named = {str(path) for path in found if path.parent.name != "baselines"}
     assert (
         named == {f"vllm_rocm_ops/vllm/{at}.py" for at in ("fusion/native_rows", "attention/quantized_attention")}
         and len(found) > 2
     )
 
 
-def test_peers_say_what_they_do_not_take():
+def test_baselines_say_what_they_do_not_take():
     per_tensor = (None, None, None, torch.ones(1, 1), torch.bfloat16)
     per_row = ("torch tensorwise", "vllm tensorwise", "aiter", "aiter shuffled")
-    for peer in map(PEERS["scaled_mm"].get, per_row):
+    for baseline in map(BASELINES["scaled_mm"].get, per_row):
         with pytest.raises(ValueError, match="it needs scales per token and channel"):
-            peer.call(*per_tensor)
+            baseline.call(*per_tensor)
     for tokens, blocks in ((4, 3), (3, 4)):
         with pytest.raises(ValueError, match="it needs K to be a multiple of 512 and M of 4"):
             a, scale_b = torch.ones(tokens, 128 * blocks), torch.ones(1, blocks)
-            PEERS["block_scaled_mm"]["torch"].call(a, None, None, scale_b, torch.bfloat16)
+            BASELINES["block_scaled_mm"]["torch"].call(a, None, None, scale_b, torch.bfloat16)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -149,7 +149,7 @@ def test_vllms_own_ops_on_cpu_compute_the_same():
     """vLLM for CPU has a few of them: their arguments are in the right order."""
     tried = []
     for call in CALLS:
-        vllm = peers(call.op).get("vllm")
+        vllm = baselines(call.op).get("vllm")
         if vllm is None or call.op.name not in COMPILED:
             continue
         arguments = call.case(4).make("cpu", GENERATOR, torch.float8_e4m3fn)
@@ -170,8 +170,8 @@ def test_vllms_routing_is_the_same():
     logits, *how = call.case(16).make("cpu", GENERATOR, torch.float8_e4m3fn)
     arguments = logits.float(), *how  # for bf16, vLLM's plain PyTorch returns bf16
     ours = call.op(*arguments)
-    peer = peers(call.op)["vllm"]
-    theirs = peer.call(*peer.prepare(*arguments))
+    baseline = baselines(call.op)["vllm"]
+    theirs = baseline.call(*baseline.prepare(*arguments))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.sort(1).values, other.sort(1).values.to(mine.dtype), rtol=1e-3, atol=1e-3)
 
@@ -181,7 +181,7 @@ def test_vllms_routing_is_the_same():
 def test_vllms_experts_get_what_they_take(model):
     call = next(call for call in model_layers.calls(model_config.read(model), 1, 4) if call.op is ops.fused_experts)
     arguments = call.case(5).make("cpu", GENERATOR, torch.float8_e4m3fn)
-    tensors, how = peers(call.op)["vllm"].prepare(*arguments)
+    tensors, how = baselines(call.op)["vllm"].prepare(*arguments)
     assert tensors[0].shape == (5, 512) and how["global_num_experts"] == 16 and how["expert_map"] is arguments[10]
     assert how["quant_config"].block_shape == ([128, 128] if model.endswith("fp8") else None)
 
@@ -210,10 +210,10 @@ def test_vllms_experts_compute_a_share_in_the_tiles_that_are_named(routed, share
     share = experts.Share(8, routed, 2, 128, 128, shared=shared)
     [shape] = (s for s in _shapes_of(share, dtype, monkeypatch) if s.case.name.startswith("one 3 "))
     sets = [shape.arguments("cpu", torch.float8_e4m3fn)]
-    found = shape.peers(sets)
+    found = shape.baselines(sets)
     assert {"vllm fused_experts", "vllm fused_experts, default tiles"} < set(found) and len(found) == 4
     assert f"E={routed},N=128," in vllm_experts.tuned(sets[0])[0]
-    line = shape.check(sets, "cpu", {name: peer for name, peer in found.items() if "Triton" not in name})()
+    line = shape.check(sets, "cpu", {name: baseline for name, baseline in found.items() if "Triton" not in name})()
     assert len(line["differs"]) == 2 and max(line["differs"].values()) < 1e-2 and line["experts_hit"] >= 1
     assert tuned[4] in ran_in and len(ran_in) == 2
 

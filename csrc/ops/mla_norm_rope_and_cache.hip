@@ -152,7 +152,7 @@ DEVICE void kv_and_k_pe(const NormRow& kv, const Rotation& rotation, const Laten
   INSTANCE(symbol##_per_token_quant, T, Cache, kPerToken) \
   INSTANCE(symbol##_per_block_quant, T, Cache, kPerBlock)
 
-INSTANCES(latent_norm_rope_and_cache_bf16, Bf16, Bf16)
-INSTANCES(latent_norm_rope_and_cache_bf16_fp8, Bf16, E4m3)
-INSTANCES(latent_norm_rope_and_cache_fp16, F16, F16)
-INSTANCES(latent_norm_rope_and_cache_fp16_fp8, F16, E4m3)
+INSTANCES(mla_norm_rope_and_cache_bf16, Bf16, Bf16)
+INSTANCES(mla_norm_rope_and_cache_bf16_fp8, Bf16, E4m3)
+INSTANCES(mla_norm_rope_and_cache_fp16, F16, F16)
+INSTANCES(mla_norm_rope_and_cache_fp16_fp8, F16, E4m3)

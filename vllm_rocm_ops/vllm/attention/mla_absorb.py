@@ -19,7 +19,7 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
 
 WEIGHTS = "W_UK_T", "W_UV"
-MOST_TOKENS = 64  # limit of the kernels
+MAX_TOKENS = 64  # limit of the kernels
 
 
 class Absorbed:
@@ -49,13 +49,13 @@ class AbsorbedTensor(Absorbed, Tensor):
 CLASSES = {Parameter: AbsorbedParameter, Tensor: AbsorbedTensor}
 
 
-def adopt(layer: torch.nn.Module, is_forced: bool, most_tokens: int) -> None:
+def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
     """Give a layer's weights the plugin's class, if `batched_gemm` may serve.
 
     Args:
         layer: The attention layer, with `W_UK_T` and `W_UV` [heads, K, N].
         is_forced: Whether the plugin serves wherever it fits, timed or not.
-        most_tokens: The largest number of query rows in a step.
+        max_tokens: The largest number of query rows in a step.
     """
     if not is_forced and envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
@@ -68,7 +68,7 @@ def adopt(layer: torch.nn.Module, is_forced: bool, most_tokens: int) -> None:
             key = "absorbed", KERNELS.describe(of)
             choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, "bmm", of)
             if choice.layers is not None:
-                choice.note(weights, min(most_tokens, MOST_TOKENS), lambda of=of: of)
+                choice.note(weights, min(max_tokens, MAX_TOKENS), lambda of=of: of)
         weights.rocm_ops_choice = choice
         weights.__class__ = CLASSES[type(weights)]
 
@@ -100,19 +100,19 @@ def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor 
 
 
 def _run(*arguments) -> Tensor | None:
-    """Return `Op.run_kernels`, None above `MOST_TOKENS`. On CPU run the op's reference, or the emulator."""
+    """Return `Op.run_kernels`, None above `MAX_TOKENS`. On CPU run the op's reference, or the emulator."""
     op = ops.batched_gemm
-    if len(arguments[0]) > MOST_TOKENS:
+    if len(arguments[0]) > MAX_TOKENS:
         return None
     return op(*arguments) if arguments[0].device.type == "cpu" else op.run_kernels(*arguments)
 
 
-class AbsorbedProducts:
+class MlaAbsorb:
     """Describe the GEMMs for timing. A layer: its weights and their dtype."""
 
-    op, limit, sampled_rows = ops.batched_gemm, MOST_TOKENS, 8
+    op, limit, sampled_rows = ops.batched_gemm, MAX_TOKENS, 8
 
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         return 0
 
     def describe(self, layer: tuple) -> str:
@@ -135,7 +135,7 @@ class AbsorbedProducts:
         out = x.new_empty((*x.shape[:2], weights.shape[2]))
         return None if _run(x, weights, out) is None else out.flatten(1)
 
-    def theirs(self, x: Tensor, weights: Tensor) -> Tensor:
+    def baseline(self, x: Tensor, weights: Tensor) -> Tensor:
         out = x.new_empty((*x.shape[:2], weights.shape[2]))
         with torch._C.DisableTorchFunctionSubclass():
             torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
@@ -153,4 +153,4 @@ class AbsorbedProducts:
         return self.exact((a.x, a.weights), None, rows, columns)
 
 
-KERNELS = AbsorbedProducts()
+KERNELS = MlaAbsorb()

@@ -1,4 +1,4 @@
-"""Run the MXFP8 GEMM in Triton with `tl.dot_scaled`, a peer of mxfp8_scaled_mm. This file imports Triton.
+"""Run the MXFP8 GEMM in Triton with `tl.dot_scaled`, a baseline of mxfp8_scaled_mm. This file imports Triton.
 
 A program computes an output tile over all of K. Tiles are 64 x 128 x 128 with 8 warps: the fallback of vLLM and SGLang, according to
 AITER's pull request 3783.

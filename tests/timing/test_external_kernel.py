@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from timing import foreign
+from timing import external_kernel
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import CodeObject
@@ -25,26 +25,26 @@ def planned(input: torch.Tensor, weight: torch.Tensor, rows: int = ROWS):
     return one
 
 
-def as_foreign(one, path=PATH) -> foreign.ObjectLaunch:
+def as_external(one, path=PATH) -> external_kernel.ObjectLaunch:
     """Return a launch with its arguments by their offsets."""
     takes = json.loads(path.with_suffix(".json").read_text())["kernels"][one.symbol]["arguments"]
-    codes = foreign.kernel_arguments.FORMATS
+    codes = external_kernel.kernel_arguments.FORMATS
     args = {}
     for name, (offset, kind) in takes.items():
         value = one.args[name]
         is_bytes = not isinstance(value, torch.Tensor)
         args[offset] = struct.pack("<" + codes[kind], value or 0) if is_bytes else value
-    return foreign.ObjectLaunch(one.symbol, one.grid, one.block, args, one.lds)
+    return external_kernel.ObjectLaunch(one.symbol, one.grid, one.block, args, one.lds)
 
 
 @pytest.fixture(scope="module")
-def norm() -> foreign.ObjectLaunch:
+def norm() -> external_kernel.ObjectLaunch:
     torch.manual_seed(0)
     input, weight = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16), torch.randn(HIDDEN, dtype=torch.bfloat16)
-    return as_foreign(planned(input, weight))
+    return as_external(planned(input, weight))
 
 
-def as_json(one: foreign.ObjectLaunch) -> str:
+def as_json(one: external_kernel.ObjectLaunch) -> str:
     """Return the arguments as a user writes them."""
     return json.dumps(
         {
@@ -56,7 +56,7 @@ def as_json(one: foreign.ObjectLaunch) -> str:
     )
 
 
-def command(one: foreign.ObjectLaunch, args: str, **others) -> list[str]:
+def command(one: external_kernel.ObjectLaunch, args: str, **others) -> list[str]:
     path = others.pop("object", PATH)
     given = {"symbol": one.symbol, "grid": "x".join(map(str, one.grid)), "args": args}
     given |= {"block": "x".join(map(str, one.block)), "lds": one.lds} | others
@@ -64,14 +64,14 @@ def command(one: foreign.ObjectLaunch, args: str, **others) -> list[str]:
 
 
 def test_results_are_those_of_the_op(norm):
-    foreign.ObjectEmulator("gfx942").run(PATH, norm)
+    external_kernel.ObjectEmulator("gfx942").run(PATH, norm)
     (input, weight, *_, out) = (value for value in norm.args.values() if isinstance(value, torch.Tensor))
     wanted = ops.rms_norm(input, weight, 1e-6)
     assert (out - wanted).abs().max() <= wanted.abs().max() / 128
 
 
 def test_hex_and_json_give_the_same_time(norm, capsys):
-    assert foreign.main(command(norm, as_json(norm))) == 0
+    assert external_kernel.main(command(norm, as_json(norm))) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{norm.symbol} on MI300X: predicted ") and first.endswith(
         "us, not measured; error unknown"
@@ -81,7 +81,7 @@ def test_hex_and_json_give_the_same_time(norm, capsys):
         offset: struct.pack("<Q", value.numel() * value.element_size()) if isinstance(value, torch.Tensor) else value
         for offset, value in norm.args.items()
     }
-    assert foreign.main(command(norm, foreign.packed(args, int).hex())) == 0
+    assert external_kernel.main(command(norm, external_kernel.packed(args, int).hex())) == 0
     assert capsys.readouterr().out.splitlines() == [first, second]
 
 
@@ -89,9 +89,9 @@ def test_the_time_is_that_of_the_op(norm):
     emulator = trace.RecordingEmulator("gfx942", races=False)
     one = planned(torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16), torch.zeros(HIDDEN, dtype=torch.bfloat16))
     expected = launch_time.predict(MACHINE, trace.record(emulator, PATH, one, range(ROWS)))
-    assert foreign.predict(MACHINE, foreign.record("gfx942", PATH, norm), norm.grid).us == pytest.approx(
-        expected.us, rel=0.02
-    )
+    assert external_kernel.predict(
+        MACHINE, external_kernel.record("gfx942", PATH, norm), norm.grid
+    ).us == pytest.approx(expected.us, rel=0.02)
 
 
 def test_bad_input_says_what_is_wrong(norm, capsys, tmp_path):
@@ -99,7 +99,7 @@ def test_bad_input_says_what_is_wrong(norm, capsys, tmp_path):
     text, cut = tmp_path / "text.co", tmp_path / "cut.co"
     text.write_text("no object")
     cut.write_bytes(PATH.read_bytes()[:3000])
-    size = foreign.explicit_bytes(CodeObject(PATH).kernels[norm.symbol])
+    size = external_kernel.explicit_bytes(CodeObject(PATH).kernels[norm.symbol])
     for arguments, message in (
         (command(norm, good, object=text), "text.co must be an AMDGPU ELF file"),
         (command(norm, good, object=cut), "cut.co must be a code object, got"),
@@ -121,7 +121,7 @@ def test_bad_input_says_what_is_wrong(norm, capsys, tmp_path):
         (command(norm, "7"), "--args must be a list or an object, got 7"),
     ):
         try:
-            assert foreign.main(arguments) == 2, arguments
+            assert external_kernel.main(arguments) == 2, arguments
         except SystemExit as error:
             assert error.code == 2
         assert message in capsys.readouterr().err, arguments
@@ -129,9 +129,9 @@ def test_bad_input_says_what_is_wrong(norm, capsys, tmp_path):
 
 def test_a_fault_names_symbol_offset_and_instruction(norm, capsys, tmp_path):
     small = as_json(norm).replace(f"buffer:{2 * ROWS * HIDDEN}", "buffer:64")
-    assert foreign.main(command(norm, small)) == 2
+    assert external_kernel.main(command(norm, small)) == 2
     shown = capsys.readouterr().err
-    assert f"foreign: {norm.symbol}+0x" in shown and "load_dword" in shown and "has 64" in shown
+    assert f"external_kernel: {norm.symbol}+0x" in shown and "load_dword" in shown and "has 64" in shown
     image = bytearray(PATH.read_bytes())
     kernel = CodeObject(PATH).kernels[norm.symbol]
     code = bytes(CodeObject(PATH).image[kernel.preloaded_entry :][:64])
@@ -139,9 +139,9 @@ def test_a_fault_names_symbol_offset_and_instruction(norm, capsys, tmp_path):
     image[at : at + 4] = b"\xff" * 4
     other = tmp_path / "unknown.co"
     other.write_bytes(image)
-    assert foreign.main(command(norm, as_json(norm), object=other)) == 2
+    assert external_kernel.main(command(norm, as_json(norm), object=other)) == 2
     offset = kernel.preloaded_entry - kernel.entry
-    assert f"foreign: {norm.symbol}+{offset:#x} `undecodable`" in capsys.readouterr().err
+    assert f"external_kernel: {norm.symbol}+{offset:#x} `undecodable`" in capsys.readouterr().err
 
 
 def test_axes_of_the_grid_say_what_blocks_share():
@@ -153,8 +153,8 @@ def test_axes_of_the_grid_say_what_blocks_share():
         touched = trace.Access((rows + y, columns + x, everywhere), 3 * trace.LINE)
         return trace.Block(number, [[(trace.Instr("vmem", 0, 8), touched)]])
 
-    blocks = [block(number) for number in foreign.probes(grid)]
-    found = foreign.sharing(MACHINE, trace.Recording("k", 64, 1, blocks, frozenset()), grid, 304)
+    blocks = [block(number) for number in external_kernel.probes(grid)]
+    found = external_kernel.sharing(MACHINE, trace.Recording("k", 64, 1, blocks, frozenset()), grid, 304)
     assert [found.chip[line] for line in (rows, columns, everywhere)] == [16, 4, 64]
     assert [found.die[line] for line in (rows, columns, everywhere)] == [2, 4, 8]
     assert everywhere in found.chip and rows not in found.chip
@@ -163,10 +163,10 @@ def test_axes_of_the_grid_say_what_blocks_share():
 def test_what_blocks_have_for_themselves_may_be_loaded_more_than_once():
     blocks = [
         trace.Block(n, [[(trace.Instr("vmem", 0, 8), trace.Access(((5 << 29) + n,), trace.LINE))]])
-        for n in foreign.probes((8, 8, 1))
+        for n in external_kernel.probes((8, 8, 1))
     ]
     recording = trace.Recording("k", 64, 1, blocks, frozenset({5}))
-    once, twice = (foreign.predict(MACHINE, recording, (8, 8, 1), repeats) for repeats in (1.0, 2.0))
+    once, twice = (external_kernel.predict(MACHINE, recording, (8, 8, 1), repeats) for repeats in (1.0, 2.0))
     assert once.megabytes == pytest.approx(2 * twice.megabytes) == pytest.approx(64 * trace.LINE / 1e6)
 
 
@@ -174,7 +174,7 @@ def test_matrix_instructions_lower_the_clock():
     def us(cycles: int) -> float:
         wave = [(trace.Instr("matrix" if cycles else "valu", 8 * n, 8, cycles=cycles), None) for n in range(64)]
         block = trace.Block(0, [[*wave, (trace.Instr("end", 512, 4), None)]] * 4)
-        return foreign.predict(MACHINE, trace.Recording("k", 1, 1, [block], frozenset()), (1, 1, 1))
+        return external_kernel.predict(MACHINE, trace.Recording("k", 1, 1, [block], frozenset()), (1, 1, 1))
 
     busy, idle = us(16), us(0)
     assert busy.us == pytest.approx(busy.cycles / MACHINE["matrix_clock"])
@@ -188,5 +188,5 @@ def test_many_turns_are_like_the_last_one(monkeypatch):
         return launch_time.predict(MACHINE, trace.Recording("k", grid, 2, blocks, frozenset())).us
 
     whole = us(12 * 304), us(13 * 304)
-    monkeypatch.setattr(launch_time, "MOST_STEPS", 1)
+    monkeypatch.setattr(launch_time, "MAX_STEPS", 1)
     assert [us(12 * 304), us(13 * 304)] == pytest.approx(whole, rel=0.02)

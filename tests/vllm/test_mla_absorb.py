@@ -8,7 +8,7 @@ import torch
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm.attention import absorbed_products
+from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
@@ -64,7 +64,7 @@ def test_both_products_are_ours_where_asked_for(configuration):
     """Each takes one launch, and writes vLLM's output."""
     layer, launched = Layer(), []
     assert served(layer) == 0
-    absorbed_products.adopt(layer, True, 64)
+    mla_absorb.adopt(layer, True, 64)
     assert isinstance(layer.W_UV, torch.nn.Parameter) and layer.state_dict().keys() == {"W_UK_T", "W_UV"}
 
     class Counting(Emulator):
@@ -74,14 +74,14 @@ def test_both_products_are_ours_where_asked_for(configuration):
 
     with launch.executor(Counting("gfx942")):
         assert served(layer) == 2
-    assert launched == ["batched_gemm_bf16_transposed_16", "batched_gemm_bf16_narrow_16"]
+    assert launched == ["batched_gemm_bf16_transposed_16", "batched_gemm_bf16_wave_splitk_16"]
 
 
 def test_all_else_of_a_weight_stays(configuration):
     """Its address when it is loaded again, the results of other calls, and their classes stay."""
     layer = Layer()
     before = [layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr(), layer.W_UV.stride()]
-    absorbed_products.adopt(layer, True, 64)
+    mla_absorb.adopt(layer, True, 64)
     layer.load(1)
     assert before == [layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr(), layer.W_UV.stride()]
     assert served(layer) == 2
@@ -98,9 +98,9 @@ def test_all_else_of_a_weight_stays(configuration):
 def test_a_weight_that_is_no_parameter(configuration):
     plain = Layer()
     layer = types.SimpleNamespace(W_UV=plain.W_UV.detach(), other=1)
-    absorbed_products.adopt(layer, True, 64)
-    assert type(layer.W_UV) is absorbed_products.AbsorbedTensor
-    absorbed_products.leave(layer.W_UV)
+    mla_absorb.adopt(layer, True, 64)
+    assert type(layer.W_UV) is mla_absorb.AbsorbedTensor
+    mla_absorb.leave(layer.W_UV)
     assert type(layer.W_UV) is torch.Tensor
 
 
@@ -109,13 +109,13 @@ def noted(configuration):
     """Yield a layer whose weights are noted to be measured."""
     kernel_selection.start()
     layer = Layer()
-    absorbed_products.adopt(layer, False, 200)
+    mla_absorb.adopt(layer, False, 200)
     yield layer
-    kernel_selection.forget()
+    kernel_selection.invalidate()
 
 
 def keys() -> dict[str, kernel_selection.Choice]:
-    return {one.key: one for one in kernel_selection.choices() if one.kernels is absorbed_products.KERNELS}
+    return {one.key: one for one in kernel_selection.choices() if one.kernels is mla_absorb.KERNELS}
 
 
 def test_ours_serves_where_it_was_measured_to_be_faster(noted):
@@ -127,13 +127,13 @@ def test_ours_serves_where_it_was_measured_to_be_faster(noted):
     kernel_selection.settle(Decided({}, {uk: bytes([0, 0, 0]), uv: bytes([0, 1, 1])}))
     assert served(noted, 2) == 1 and served(noted, 3) == 0
     assert type(noted.W_UK_T) is torch.nn.Parameter
-    assert type(noted.W_UV) is absorbed_products.AbsorbedParameter
+    assert type(noted.W_UV) is mla_absorb.AbsorbedParameter
 
 
 def test_nothing_is_noted_without_measurements(configuration, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "0")
     layer = Layer()
-    absorbed_products.adopt(layer, False, 64)
+    mla_absorb.adopt(layer, False, 64)
     assert type(layer.W_UV) is torch.nn.Parameter
 
 
@@ -148,13 +148,13 @@ def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, facto
         def finish(self):
             pass
 
-    right = absorbed_products._run
+    right = mla_absorb._run
 
     def run(x, weights, out):
         right(x, weights, out)
         return out.mul_(factor)
 
-    monkeypatch.setattr(absorbed_products, "_run", run)
+    monkeypatch.setattr(mla_absorb, "_run", run)
     for one in keys().values():
         given = one, list(one.layers.values()), 5, Clock(), kernel_timing.marker(tmp_path / "mark", "")
         with torch.inference_mode():
@@ -168,8 +168,8 @@ def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, facto
 
 def test_more_tokens_than_kernels_take_are_torchs(configuration):
     layer = Layer()
-    absorbed_products.adopt(layer, True, 100)
+    mla_absorb.adopt(layer, True, 100)
     with launch.executor(Emulator("gfx942")):
-        assert served(layer, absorbed_products.MOST_TOKENS) == 2
+        assert served(layer, mla_absorb.MAX_TOKENS) == 2
         assert all(kernel.startswith("batched_gemm_") for kernel in vllm_rocm_ops.stats()["batched_gemm"])
-        assert served(layer, absorbed_products.MOST_TOKENS + 1) == 0
+        assert served(layer, mla_absorb.MAX_TOKENS + 1) == 0

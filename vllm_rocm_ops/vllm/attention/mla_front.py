@@ -1,4 +1,4 @@
-"""Describe the part of an MLA layer between its projections as one op call, for the seam latent_norms.py.
+"""Describe the part of an MLA layer between its projections as one op call, for the seam mla_norms.py.
 
 It has the call's tensors, and what row_selection.py needs to time it against vLLM's layers.
 """
@@ -57,7 +57,7 @@ class Front:
     Its inputs are the first projection's result, positions, slots, and a cache whose pages have one slot.
     """
 
-    op = ops.latent_norm_rope_and_cache
+    op = ops.mla_norm_rope_and_cache
 
     def __init__(self, layer: torch.nn.Module, baseline: str):
         from vllm_rocm_ops.vllm.fusion import fused_quant
@@ -75,7 +75,7 @@ class Front:
         self.pattern = f"{self.op.name} {self.shape}"
         self.key = f"{self.pattern} {baseline}"
         self.layers = dict.fromkeys(range(row_selection.SETS), ())
-        self.kernels, self.theirs = self, self.vllms
+        self.kernels, self.baseline = self, self.vllms
 
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the static scale of queries, and the upper bound of their dynamic scales."""

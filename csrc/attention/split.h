@@ -1,4 +1,4 @@
-// A block's split of a request's keys, in steps of kStepKeys, and their addresses. With `parts` splits, a split has
+// A block's split of a request's keys, in steps of kStepKeys, and their addresses. With `num_kv_splits` splits, a split has
 // every parts-th step, from step block_id_y on: its first key does not depend on the length, so its pages are looked up
 // while the length is loaded. A wave processes 32 keys at a time, whose addresses its lanes compute, one lane per key.
 // Loads past the last key repeat a key of the split, so no page id and no slot past it is used.
@@ -20,10 +20,10 @@ DEVICE u32x4 as_operand(u32x2 elements) {
   return {pack_exact<T>(a.x, a.y), pack_exact<T>(b.x, b.y), pack_exact<T>(c.x, c.y), pack_exact<T>(d.x, d.y)};
 }
 
-// `least_steps` counts steps of kLeastKeys.
-template <class Output, int kStepKeys_, int kWaveKeys_ = 32, int kLeastKeys = kStepKeys_>
-struct DecodePart : Output {
-  using Output::head, Output::p, Output::parts, Output::request;
+// `min_steps` counts steps of kMinKeys.
+template <class Output, int kStepKeys_, int kWaveKeys_ = 32, int kMinKeys = kStepKeys_>
+struct DecodeSplit : Output {
+  using Output::head, Output::p, Output::splits, Output::request;
 
   static constexpr int kStepKeys = kStepKeys_, kWaveKeys = kWaveKeys_;
 
@@ -35,26 +35,26 @@ struct DecodePart : Output {
   int own;            // a key of this split, if it has any
   int early_pages;    // of the first keys, without a window; arbitrary past the last key
 
-  DEVICE explicit DecodePart(const typename Output::Problem& problem, int block = wave::block_id_x(),
-                             int first_step = wave::block_id_y())
+  DEVICE explicit DecodeSplit(const typename Output::Problem& problem, int block = wave::block_id_x(),
+                              int first_step = wave::block_id_y())
       : Output(problem, block) {
     const int of_request = mem::load<int>(p.seq_lens + request);
-    if (p.window == 0) early_pages = load_any_pages(part_key(first_step));
+    if (p.window == 0) early_pages = load_any_pages(split_key(first_step));
     const int length = wave::uniform(of_request);
     end = length > 0 ? length : 0;
     first_row_end = end - p.query_len + 1;
     begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
     base = begin / kWaveKeys * kWaveKeys;
     own = step_key(first_step) > begin ? step_key(first_step) : begin;
-    const int steps = (end - base + kLeastKeys - 1) / kLeastKeys;
-    const int most = u32(steps + p.least_steps - 1) / p.least_divisor;  // splits, none shorter than least_steps
-    parts = most > p.parts ? p.parts : most > 0 ? most : 1;
+    const int steps = (end - base + kMinKeys - 1) / kMinKeys;
+    const int most = u32(steps + p.min_steps - 1) / p.min_divisor;  // splits, none shorter than min_steps
+    splits = most > p.num_kv_splits ? p.num_kv_splits : most > 0 ? most : 1;
   }
-  DEVICE bool has_work() const { return wave::block_id_y() < parts; }
+  DEVICE bool has_work() const { return wave::block_id_y() < splits; }
 
   // The wave's first key in a step, relative to `base`.
-  DEVICE static int part_key(int step) { return step * kStepKeys + wave::index() * kWaveKeys % kStepKeys; }
-  DEVICE int step_key(int step) const { return base + part_key(step); }
+  DEVICE static int split_key(int step) { return step * kStepKeys + wave::index() * kWaveKeys % kStepKeys; }
+  DEVICE int step_key(int step) const { return base + split_key(step); }
 
   DEVICE int clamped(int key) const {
     const int low = key > begin ? key : begin;

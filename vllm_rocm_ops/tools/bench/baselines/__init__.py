@@ -1,0 +1,138 @@
+"""List the installed kernels to benchmark and check the ops against: PyTorch, vLLM, FlashAttention, FlashMLA, AITER, Triton.
+
+`BASELINES` is the only list of them. The ops never call these kernels. Peers that an op's file names are not repeated here. vLLM's
+row kernels are listed in vllm/fusion/native_rows.py, where a worker falls back to them.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from vllm_rocm_ops.core.clock import Clock
+from vllm_rocm_ops.core.op import Op, registered
+from vllm_rocm_ops.tools.bench.baselines import attention, experts, gemm, installed
+from vllm_rocm_ops.vllm.fusion import native_rows
+
+ATTENTION, DECODE_ATTENTION = "attention", "decode-attention"
+
+
+class Baseline(NamedTuple):
+    """Describe another kernel for an op.
+
+    `call` takes the result of `prepare` on the op's arguments; only `call` is timed. Both may raise for unsupported arguments.
+    `is_there` tells whether the kernel is installed. `shapes` names the bench list that it supports; "" is every other case.
+    """
+
+    call: Callable[..., object]
+    prepare: Callable[..., tuple] = lambda *arguments: arguments
+    is_there: Callable[[], bool] = lambda: True
+    shapes: str = ""
+
+
+def _attends(prepare: Callable[..., tuple], shapes: str = DECODE_ATTENTION) -> Baseline:
+    """Return a baseline whose call is created by `prepare`."""
+    return Baseline(lambda attend: attend(), prepare, shapes=shapes)
+
+
+def _of_rows(name: str) -> Baseline:
+    """Return vLLM's op of the same name, called with the op's outputs, which it writes, and arguments.
+
+    vLLM's `fused_add_rms_norm` normalizes in place, into the input.
+    """
+
+    def prepare(*arguments) -> tuple:
+        op = next(op for op in registered() if op.name == name)
+        a = op.Arguments(*arguments)
+        return op.allocate(a), a
+
+    return Baseline(native_rows.COMPILED[name], prepare, functools.partial(installed.has_compiled, name))
+
+
+_has_cutlass = functools.partial(installed.has_compiled, "cutlass_scaled_mm")
+_has_vllm = functools.partial(installed.has, "vllm")
+_has_vllm_rocm = functools.partial(installed.has, "vllm", on_rocm=True)
+_has_aiter = functools.partial(installed.has, "aiter", on_rocm=True)
+_has_triton = functools.partial(installed.has, "triton")
+
+BASELINES: dict[str, dict[str, Baseline]] = {
+    **{name: {"vllm": _of_rows(name)} for name in native_rows.COMPILED},
+    "scaled_mm": {
+        "torch": Baseline(gemm.torch_scaled),
+        "torch tensorwise": Baseline(gemm.torch_tensorwise),
+        "vllm": Baseline(gemm.cutlass, is_there=_has_cutlass),
+        "vllm tensorwise": Baseline(gemm.cutlass_tensorwise, is_there=_has_cutlass),
+        "vllm rocm": Baseline(gemm.rocm_tensorwise, is_there=_has_vllm_rocm),
+        "aiter": Baseline(gemm.aiter_rows, is_there=_has_aiter),
+        "aiter shuffled": Baseline(gemm.aiter_shuffled_rows, gemm.aiter_shuffled, _has_aiter),
+    },
+    "scaled_mm_silu_and_mul_quant": {
+        "two launches": Baseline(gemm.two_launches),
+        "vllm": Baseline(gemm.cutlass_and_silu, is_there=_has_cutlass),
+    },
+    "block_scaled_mm": {
+        "torch": Baseline(gemm.torch_blocks, gemm.column_major),
+        "vllm": Baseline(gemm.cutlass_blocks, gemm.padded_blocks, _has_cutlass),
+        "vllm triton": Baseline(gemm.triton_blocks, is_there=_has_vllm),
+        "aiter": Baseline(gemm.aiter_blocks, is_there=_has_aiter),
+    },
+    "fused_experts": {"vllm": Baseline(experts.call, experts.prepare, _has_vllm)},
+    "gemm": {"vllm": Baseline(gemm.cutlass_gemm, is_there=_has_cutlass)},
+    "mxfp8_scaled_mm": {"triton": Baseline(gemm.triton_dot_scaled, is_there=_has_triton)},
+    "grouped_topk": {"vllm": Baseline(gemm.vllm_grouped_topk, is_there=_has_vllm)},
+    "unquantized_gemm": {"vllm rocm": Baseline(gemm.rocm_unquantized, is_there=_has_vllm_rocm)},
+    "flash_attention": {
+        "torch": Baseline(attention.torch_dense, shapes=ATTENTION),
+        "flash-attn 3": _attends(attention.flash_dense, ATTENTION),
+    },
+    "paged_attention_decode": {
+        "flash-attn 3": _attends(attention.flash_paged),
+        "vllm triton": _attends(attention.unified),
+    },
+    "mla_decode": {
+        "flash-attn 3": _attends(attention.flash_latent),
+        "flashmla": _attends(attention.flash_mla),
+        "vllm triton": _attends(attention.triton_mla),
+    },
+}
+NOT_PYTORCHS = (  # ops whose PyTorch reference is not a baseline: that of fused_experts loops over experts
+    "scaled_mm_silu_and_mul_quant",
+    "fused_experts",
+)
+
+
+def baselines(op: Op, shapes: str = "") -> dict[str, Baseline]:
+    """Return the installed baselines of an op by name, PyTorch first; with `shapes`, only the baselines of that bench list."""
+    own = {} if shapes or op.name in NOT_PYTORCHS else {"torch": Baseline(op.baseline or op.reference)}
+    return own | {
+        n: baseline
+        for n, baseline in BASELINES.get(op.name, {}).items()
+        if baseline.shapes == shapes and baseline.is_there()
+    }
+
+
+def of_experts(arguments: tuple) -> dict[str, Baseline]:
+    """Return every form of vLLM's fused MoE in each of its tile sizes, for calls like this one, if vLLM is installed."""
+    vllm = BASELINES["fused_experts"]["vllm"]
+    found = experts.variants(arguments) if vllm.is_there() else {}
+    return {name: vllm._replace(call=call) for name, call in found.items()}
+
+
+def prepare(found: Mapping[str, Baseline], clock: Clock, sets: list[tuple]) -> tuple[dict[str, object], dict[str, str]]:
+    """Return the baselines prepared for a clock on these sets of arguments, and why the others are unavailable."""
+    prepared, unavailable = {}, {}
+    for name, baseline in found.items():
+        try:
+            prepared[name] = clock.prepare(baseline.call, [baseline.prepare(*arguments) for arguments in sets])
+        except Exception as error:  # noqa: BLE001  any failure makes a baseline unavailable
+            unavailable[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+    return prepared, unavailable
+
+
+def load_vllm() -> str | None:
+    """Register vLLM's compiled ops if vLLM is installed, and return its version."""
+    installed.load()
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("vllm").__version__
+    return None
