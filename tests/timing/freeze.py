@@ -55,7 +55,7 @@ def predictions(
                     before = {
                         each: (kept or {}).get(each) for each in (frozen.key(one.name, call, size) for one in alike)
                     }
-                    if all(values and values["code"] == frozen.code_of(call, size, arch) for values in before.values()):
+                    if all(values and frozen.is_for(values, call, size, arch) for values in before.values()):
                         yield from before.items()
                         continue
                     case = call.case(size).make("meta", torch.Generator(), arch.fp8_dtype)

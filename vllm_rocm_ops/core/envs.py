@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.core import archs, renamed
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,15 @@ VARIABLES = {
 }
 
 
+NAMING = "VLLM_ROCM_OPS_DISABLE", "VLLM_ROCM_OPS_SEAMS"
+"""Variables that hold names of ops or seams, which renamed.py knows by old names too."""
+
+
 def __getattr__(name: str) -> str:
     if name not in VARIABLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return os.environ.get(name, VARIABLES[name].default)
+    value = os.environ.get(name, VARIABLES[name].default)
+    return renamed.switch(name, value) if name in NAMING else value
 
 
 def tables() -> Path:

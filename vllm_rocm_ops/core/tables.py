@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_rocm_ops.core import renamed
 from vllm_rocm_ops.core.stats import warn_once
 
 TABLES = Path(__file__).parents[1] / "tables"
@@ -51,7 +52,9 @@ def table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
     try:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
-        configs = [{f.removeprefix("config."): v for f, v in l.items() if v and f.startswith("config.")} for l in lines]
+        new = renamed.CONFIG_FIELDS.get(path.stem, {})
+        fields = {f: f.removeprefix("config.") for l in lines for f in l if f.startswith("config.")}
+        configs = [{new.get(fields[f], fields[f]): v for f, v in l.items() if v and f in fields} for l in lines]
         return {tuple(l[k] for k in key): _Row(fields, l["source"]) for l, fields in zip(lines, configs)}
     except (FileNotFoundError, NotADirectoryError):
         return {}

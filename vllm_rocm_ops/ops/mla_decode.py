@@ -327,7 +327,7 @@ def mla_decode(
         scale: Factor of the scores.
         query_len: Query rows per request; kernels take 1 to 8.
         kv_scale: float32, one element: the scale of an e4m3 cache; None for 1.
-        partition: Fixed split size in keys, a multiple of 128, which makes bits independent of the batch; 0 chooses
+        fixed_split_size: Fixed split size in keys, a multiple of 128, which makes bits independent of the batch; 0 chooses
             splits by cost.
         return_lse: Return the log-sum-exp of the scores.
         out: [rows, heads, latent size], q_nope's dtype, may be strided. Written in place of a new tensor.

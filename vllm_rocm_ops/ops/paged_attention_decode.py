@@ -322,7 +322,7 @@ def paged_attention_decode(
         v_scale: float32, one element: the scale of e4m3 values; None for 1.
         sinks: [heads], float32: adds exp(sink) to a row's softmax sum; or None.
         window: Keys that a row sees, counted back from its own position; 0 for all.
-        partition: Fixed split size in keys, a multiple of 128, which makes bits independent of the batch; 0 chooses
+        fixed_split_size: Fixed split size in keys, a multiple of 128, which makes bits independent of the batch; 0 chooses
             splits by cost.
         return_lse: Return the log-sum-exp of the scores.
         out: Like query, or of an e4m3 dtype with out_scale or out_scales; may be strided. Written in place of a new

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import launch, renamed
 from vllm_rocm_ops.models.layers import LayerCall
 
 from . import machines
@@ -30,6 +30,12 @@ def code_of(call: LayerCall, tokens: int, arch: archs.Arch) -> dict[str, str]:
     case = call.case(tokens).make("meta", torch.Generator(), arch.fp8_dtype)
     launches = call.op.explain(*case, arch=arch, require_code=True).launches
     return {one.symbol: launch.stamp(launch.code_object(one.module, arch.name))["sha256"][:16] for one in launches}
+
+
+def is_for(values: dict, call: LayerCall, tokens: int, arch: archs.Arch) -> bool:
+    """Whether a prediction holds for the code that is installed, whose symbols may have been renamed since."""
+    code = {renamed.current(name): renamed.OBJECTS.get(digest, digest) for name, digest in values["code"].items()}
+    return code == code_of(call, tokens, arch)
 
 
 def key(product: str, call: LayerCall, tokens: int) -> str:
@@ -73,7 +79,7 @@ def product_of(gpu: str) -> str | None:
 def find(product: str | None, call: LayerCall, tokens: int, arch: archs.Arch) -> dict | None:
     """Return the frozen prediction of a call for the installed code, or None."""
     found = newest()["calls"].get(key(product, call, tokens)) if product else None
-    return found if found and found["code"] == code_of(call, tokens, arch) else None
+    return found if found and is_for(found, call, tokens, arch) else None
 
 
 def beside(found: list[dict]) -> list[str]:
