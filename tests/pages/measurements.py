@@ -18,6 +18,7 @@ import latency_report
 import torch
 
 from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import renamed
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 
@@ -61,7 +62,7 @@ def kind_of(path: pathlib.Path) -> str:
 
 
 def lines_of(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [renamed.line(json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
@@ -154,7 +155,7 @@ def gpus(path: pathlib.Path, op: str | None = None) -> set[str]:
     """Return the GPUs on which a file has times of an op, or any times."""
     if path.suffix == ".json":
         return set() if op else {(json.loads(path.read_text())["hardware"] or "").partition(" x ")[2]} - {""}
-    lines = map(json.loads, path.read_text().splitlines())
+    lines = lines_of(path)
     return {line["gpu"] for line in lines if line.get("gpu", "CPU") != "CPU" and op in (None, line.get("op"))}
 
 
@@ -317,7 +318,7 @@ def baseline_of(report: dict) -> str:
 
 def seams_of(report: dict) -> str:
     """Return the seams that a run names, or nothing."""
-    return report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", "")
+    return renamed.current(report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", ""))
 
 
 def options_of(command: str) -> argparse.Namespace:
