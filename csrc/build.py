@@ -84,11 +84,11 @@ def suffix(arch: str) -> str:
 
 def flags(arch: str, debug: bool) -> Flags:
     """Return the flags that determine an object; paths are not among them."""
-    optimise = (
+    optimize = (
         ("-O1", "-g", "-fdebug-compilation-dir=.", "-mllvm", "-disable-promote-alloca-to-lds") if debug else ("-O3",)
     )
     # -nostdinc: no system headers
-    source = (*optimise, "-std=c++20", "-nostdinc", "-I.", "-Wall", "-Wextra", "--cuda-device-only")
+    source = (*optimize, "-std=c++20", "-nostdinc", "-I.", "-Wall", "-Wextra", "--cuda-device-only")
     source += ("-DVLLM_ROCM_OPS_DEBUG=1",) if debug else ()
     if not is_amd(arch):
         nvidia = (f"--cuda-gpu-arch={arch}a", "--cuda-feature=+ptx87", "-nocudainc", "-nocudalib")
@@ -97,7 +97,7 @@ def flags(arch: str, debug: bool) -> Flags:
     return Flags(
         compile=(*source, "-x", "hip", *amd, "--no-gpu-bundle-output", "-emit-llvm", "-c"),
         lower=(
-            *optimise,
+            *optimize,
             "-Wno-unused-command-line-argument",
             "--target=amdgcn-amd-amdhsa",
             f"-mcpu={arch}",

@@ -72,12 +72,12 @@ def nvidia_kernels(ptx: str) -> dict[str, Kernel]:
         variables[name] = " ".join(declaration.replace(name, "").split())
     header = tuple(re.findall(r"^\.(?:version|target|address_size) .*", ptx, re.MULTILINE))
     return {
-        match[1]: {"instructions": header + normalised(match[0], match[1], variables)}
+        match[1]: {"instructions": header + normalized(match[0], match[1], variables)}
         for match in re.finditer(r"^\.visible \.entry (\w+)\(.*?^\}", ptx, re.MULTILINE | re.DOTALL)
     }
 
 
-def normalised(text: str, kernel: str, variables: Mapping[str, str]) -> tuple[str, ...]:
+def normalized(text: str, kernel: str, variables: Mapping[str, str]) -> tuple[str, ...]:
     """Return a kernel's lines, with its local names numbered in order of appearance."""
     numbers: dict[str, dict[str, int]] = {}
 

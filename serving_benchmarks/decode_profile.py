@@ -17,16 +17,16 @@ STEPS_BEFORE = 8  # the first is the prefill
 LONGEST_NAME = 120  # maximum characters of a kernel's name
 IDLE = "idle"
 ALL_REDUCE = "all-reduce, with waiting"
-NORMS = "norms, activations, quantisation"
-EXPERTS = "experts: products"
+NORMS = "norms, activations, quantization"
+EXPERTS = "experts: GEMMs"
 CLASSES = {  # by a pattern of the kernel's name; the first match counts
     ALL_REDUCE: r"all_?reduce|cross_device_reduce|nccl|multimem|all_?gather|reduce_?scatter|one_shot|two_shot",
     "attention": r"flash|fmha|attention|attn|mla_|_cache|rotary|rope|triton_poi_\w*neg",  # that rotates
     EXPERTS: r"fused_moe_kernel|fused_experts_\w*(gate_up|down)",
     NORMS: r"^(?!fused_experts|unquantized).*(norm|silu|act_and_mul|clamp|quant)|triton_(red|per)_",
-    "experts: routing, sorting, sums, quantisation": r"fused_experts|moe|expert|topk|bitonic|sort",
+    "experts: routing, sorting, sums, quantization": r"fused_experts|moe|expert|topk|bitonic|sort",
     "FP8 linears": r"scaled_mm|gemm_\w*fp8|e4m3|w8a8",
-    "other products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|Cijk|wvSplitK|matmul|_mm_",
+    "other GEMMs": r"gemm|gemv|nvjet|cutlass|cublas|splitk|Cijk|wvSplitK|matmul|_mm_",
 }
 REST = "sampling, copies and the rest"
 
@@ -50,7 +50,7 @@ def start(_worker) -> None:
 
 
 def stop(_worker, steps: int) -> dict | None:
-    """Stop recording and return `summarise` of the kernels since `start`, or None without a GPU."""
+    """Stop recording and return `summarize` of the kernels since `start`, or None without a GPU."""
     global _recording
     import torch
 
@@ -60,13 +60,13 @@ def stop(_worker, steps: int) -> dict | None:
     _recording.stop()
     found, _recording = _recording.profiler.kineto_results.events(), None
     on_gpu = torch.autograd.DeviceType.CUDA
-    return summarise(
+    return summarize(
         [(event.name(), event.start_ns(), event.duration_ns()) for event in found if event.device_type() == on_gpu],
         steps,
     )
 
 
-def summarise(events: list[tuple[str, int, int]], steps: int) -> dict:
+def summarize(events: list[tuple[str, int, int]], steps: int) -> dict:
     """Summarize one rank's steps from (name, start, duration) of each kernel in ns.
 
     Microseconds per step: `span_us`; `busy_us`, during which any kernel ran; `kernels`, {name: [calls, us]}; `all_reduce_us` of each

@@ -41,7 +41,7 @@ class Discard:
 
     arch = archs.ARCHS["gfx950"]
 
-    def launch(self, launch, uninitialised) -> None:
+    def launch(self, launch, uninitialized) -> None:
         pass
 
 

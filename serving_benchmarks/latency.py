@@ -34,7 +34,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import decode_profile
-from latency_report import SIDES, plot, summarise, table
+from latency_report import SIDES, plot, summarize, table
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parent / "vllm_rocm_ops" / "models"
@@ -394,7 +394,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             bar.update((number + 1) * iterations - bar.n)
             run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
             report |= {name: found[name] for name in ("hardware", "versions") if name in found}
-            report["results"] += [summarise(job, batch) for batch in found["batches"]]
+            report["results"] += [summarize(job, batch) for batch in found["batches"]]
             kept = ("error", "log_tail", "start", "op_stats", "seams", "reach", "profile", "profile_error")
             report["runs"].append(run | {k: found[k] for k in kept if k in found})
             arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # keeps completed measurements

@@ -14,7 +14,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
 CHARACTERS_PER_INCH = 14  # of a plot's caption
 
 
-def summarise(job: dict, batch: dict) -> dict:
+def summarize(job: dict, batch: dict) -> dict:
     """Return one batch size of one side, in the form of `vllm bench latency` with additional fields."""
     import numpy
 

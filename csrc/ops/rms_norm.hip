@@ -22,24 +22,24 @@
 constexpr int kGroup = 128;
 template <class T>
 struct PlainAndPerBlock : RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGroup> {
-  using Quantised = RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGroup>;
+  using Quantized = RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGroup>;
   void* plain;  // [columns] T; before locate() the first row
 
-  DEVICE PlainAndPerBlock(void* plain, void* quantised, float* scale_out, int hidden, int threads)
-      : Quantised(nullptr, quantised, scale_out, u32(hidden) / kGroup, 1, kGroup, threads), plain(plain) {}
+  DEVICE PlainAndPerBlock(void* plain, void* values, float* scale_out, int hidden, int threads)
+      : Quantized(nullptr, values, scale_out, u32(hidden) / kGroup, 1, kGroup, threads), plain(plain) {}
 
   DEVICE void locate(i64 columns) {
-    mem::wait_for_scalars(plain, Quantised::out, Quantised::scale_out);
-    Quantised::locate(columns);
+    mem::wait_for_scalars(plain, Quantized::out, Quantized::scale_out);
+    Quantized::locate(columns);
     plain = (u16*)plain + u32(wave::block_id_x()) * columns;
   }
   DEVICE void store(int index, bool in_bounds, u32x4 y) {
     if (in_bounds) mem::store((u32x4*)plain + index, y);
-    Quantised::store(index, in_bounds, y);
+    Quantized::store(index, in_bounds, y);
   }
   template <class Value, class Last>
   DEVICE void store_elements(int columns, Value value, Last) const {
-    Quantised::store_elements(columns, value, [&](int column) { store_element<T>(plain, column, value(column)); });
+    Quantized::store_elements(columns, value, [&](int column) { store_element<T>(plain, column, value(column)); });
   }
 };
 

@@ -57,7 +57,7 @@ class Nothing:
     def __init__(self, arch):
         self.arch = arch
 
-    def launch(self, launch, uninitialised) -> None:
+    def launch(self, launch, uninitialized) -> None:
         pass
 
 
@@ -78,7 +78,7 @@ def test_once_calls_and_checks_without_timing(emulated):
 
 def test_profile_only_calls(emulated, monkeypatch):
     launched = []
-    monkeypatch.setattr(emulated, "launch", lambda launch, uninitialised: launched.append(launch.symbol))
+    monkeypatch.setattr(emulated, "launch", lambda launch, uninitialized: launched.append(launch.symbol))
     [[line]] = bench.run(cases(ops.silu_and_mul, "bf16"), emulated, profile=True)
     assert line.wrong == "" and not line.samples and launched == [line.kernel] * bench.PROFILED_CALLS
     monkeypatch.setattr(clock, "GpuClock", lambda: emulated)
@@ -144,8 +144,8 @@ class Turns(EmulatorClock):
         super().__init__(arch)
         self.blocks, self.last = set(), None  # of the timed launch, of the last one that ran
 
-    def launch(self, launch, uninitialised):
-        super().launch(launch, uninitialised)
+    def launch(self, launch, uninitialized):
+        super().launch(launch, uninitialized)
         self.last = launch.block
 
     def calls(self, bytes_of_call):

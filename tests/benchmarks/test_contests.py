@@ -135,7 +135,7 @@ def as_if_row_major(data):
     return gemm.CONTEST.reference((a.t().contiguous().view(a.shape), *rest))
 
 
-def renormalised(data):
+def renormalized(data):
     x, weights, config = data
     scores, _ = moe._route(x, weights, config)
     shared = moe._expert(x, weights, "shared_experts")
@@ -172,7 +172,7 @@ WRONG = [
     (gemm, lambda data: data[4].fill_(float("nan")), "4096 of 4096 elements of c are wrong"),
     (gemm, lambda data: "c", "c must be a tensor, got str"),
     (gemm, lambda data: 1 / 0, "the kernel raises ZeroDivisionError: division by zero"),
-    (moe, renormalised, "elements of output are wrong"),
+    (moe, renormalized, "elements of output are wrong"),
     (moe, without_shared_expert, "elements of output are wrong"),
     (mla, rotates_its_cache, "elements of the cache are wrong"),
     (mla, does_not_rotate, "elements of the layer's output are wrong"),

@@ -46,7 +46,7 @@ def report(without: list[float] | None, with_ops: list[float], stats: dict) -> d
             "ttft_ms": [3 * t for t in times],
             "host_us": [100 * t for t in times],
         }
-        results.append(latency_report.summarise({**job, "side": side}, batch))
+        results.append(latency_report.summarize({**job, "side": side}, batch))
     versions = {"vllm": "0.32.0", "torch": "2.13.0"}
     return {"results": results, "runs": runs, "hardware": "1 x GPU", "versions": versions}
 
@@ -126,7 +126,7 @@ EVENTS = [  # name, start and duration in ns: two steps on a rank, for a while w
 
 
 def test_a_profile_sums_kernels_and_what_is_idle():
-    found = decode_profile.summarise(EVENTS, 2)
+    found = decode_profile.summarize(EVENTS, 2)
     assert found["kernels"]["scaled_mm_skinny_16"] == [1.0, 3.0]
     assert found["span_us"] == 8.5 and found["busy_us"] == 6.5  # 5 + 1 + 7 of 17 us
     assert found["all_reduce_us"] == [3.0, 1.0]
@@ -161,16 +161,16 @@ def test_what_ranks_wait_for_each_other():
         ("triton_poi_fused_add_clone_copy_expand_index_mul_neg_slice_split_stack_unsqueeze_view_4", "attention"),
         ("fused_moe_kernel", decode_profile.EXPERTS),
         ("fused_experts_down_block", decode_profile.EXPERTS),
-        ("fused_experts_quantize_block_bf16", "experts: routing, sorting, sums, quantisation"),
-        ("void vllm::moe::count_and_sort_expert_tokens_kernel<int>", "experts: routing, sorting, sums, quantisation"),
+        ("fused_experts_quantize_block_bf16", "experts: routing, sorting, sums, quantization"),
+        ("void vllm::moe::count_and_sort_expert_tokens_kernel<int>", "experts: routing, sorting, sums, quantization"),
         ("triton_red_fused_fused_add_rms_norm_moe_forward_shared_0", decode_profile.NORMS),
         ("triton_poi_fused__to_copy_clamp_cutlass_scaled_mm_mul_reciprocal_silu_slice_2", decode_profile.NORMS),
         ("void vllm::rms_norm_per_block_quant_kernel<c10::BFloat16, c10::Float8_e4m3fn, true>", decode_profile.NORMS),
         ("void cutlass::device_kernel<vllm::cutlass_3x_gemm_sm90_fp8<cutlass::float_e4m3_t>>", "FP8 linears"),
         ("void cutlass::device_kernel<vllm::cutlass_3x_gemm_fp8_blockwise<cutlass::bfloat16_t>>", "FP8 linears"),
         ("block_scaled_mm_skinny_16", "FP8 linears"),
-        ("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", "other products"),
-        ("unquantized_gemm_bf16_skinny_16", "other products"),
+        ("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", "other GEMMs"),
+        ("unquantized_gemm_bf16_skinny_16", "other GEMMs"),
         ("fused_add_rms_norm_dynamic_per_token_quant_bf16_x4", decode_profile.NORMS),
         ("Memcpy DtoD (Device -> Device)", decode_profile.REST),
     ],
@@ -182,7 +182,7 @@ def test_the_class_of_a_kernel(name, kind):
 def test_table_has_the_profile_of_both_sides():
     whole = report([4.0], [2.0], KERNELS)
     for run in whole["runs"]:
-        run["profile"] = {"8": decode_profile.compare([decode_profile.summarise(EVENTS, 2)] * 2)}
+        run["profile"] = {"8": decode_profile.compare([decode_profile.summarize(EVENTS, 2)] * 2)}
     lines = [line.split() for line in latency_report.table(whole).splitlines()]
     assert ["FP8", "linears", "3", "/", "3"] in lines and ["idle", "2", "/", "2"] in lines
     whole["runs"][0] = whole["runs"][0] | {"profile_error": "RuntimeError: no profiler"}

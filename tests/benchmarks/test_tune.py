@@ -55,8 +55,8 @@ class EmulatorClock:
         self.arch = self.emulator.arch
         self.cycles = 0
 
-    def launch(self, launch, uninitialised) -> None:
-        self.emulator.launch(launch, uninitialised)
+    def launch(self, launch, uninitialized) -> None:
+        self.emulator.launch(launch, uninitialized)
         self.cycles += self.emulator.last.issue_cycles
 
     def calls(self, bytes_of_call: int) -> int:
@@ -89,7 +89,7 @@ class ScriptedClock:
             call(*sets[0])
         return len(sets)
 
-    def launch(self, launch, uninitialised) -> None:
+    def launch(self, launch, uninitialized) -> None:
         pass
 
     def samples(self, prepared):

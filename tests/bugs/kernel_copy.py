@@ -140,5 +140,5 @@ class PlantedEmulator(Emulator):
         arch = self.arch.name
         self.compile = functools.cache(lambda module, symbol: kernels.compile(*bug, module, symbol, arch))
 
-    def launch(self, launch, uninitialised: tuple = ()) -> None:
-        self.run(self.compile(launch.module, launch.symbol), launch, uninitialised)
+    def launch(self, launch, uninitialized: tuple = ()) -> None:
+        self.run(self.compile(launch.module, launch.symbol), launch, uninitialized)

@@ -18,17 +18,17 @@ def table_below(title: str) -> list[list[str]]:
 def test_every_recorded_selection_is_on_the_page():
     """Each kind of linear and of experts is shown; a row with a condition after a comma belongs to one of these kinds."""
     recorded = {what for what, _ in compatibility.selection() if what.startswith(("linear ", "experts "))}
-    shown = {what for _, *rows, _ in compatibility.QUANTISATIONS.values() for what in rows if what}
+    shown = {what for _, *rows, _ in compatibility.QUANTIZATIONS.values() for what in rows if what}
     assert shown == {what for what in recorded if "," not in what}
 
 
-def test_every_quantisation_that_an_engine_runs_is_on_the_page():
+def test_every_quantization_that_an_engine_runs_is_on_the_page():
     run = set().union(*compatibility.flavours().values()) - {"mixed"}  # experts in bf16, all else per token
-    assert run == {flavour for *_, flavour in compatibility.QUANTISATIONS.values() if flavour}
+    assert run == {flavour for *_, flavour in compatibility.QUANTIZATIONS.values() if flavour}
 
 
 def test_every_method_that_explain_knows_is_on_the_page():
-    shown = " ".join(written for written, *_ in compatibility.QUANTISATIONS.values())
+    shown = " ".join(written for written, *_ in compatibility.QUANTIZATIONS.values())
     assert {method for method in model_config.METHODS if f"`{method}`" in shown} == set(model_config.METHODS)
 
 

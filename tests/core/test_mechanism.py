@@ -43,8 +43,8 @@ class Recorder:
     def __init__(self, name: str = "gfx942"):
         self.arch, self.launches = archs.ARCHS[name], []
 
-    def launch(self, launch, uninitialised):
-        self.launches.append((launch, uninitialised))
+    def launch(self, launch, uninitialized):
+        self.launches.append((launch, uninitialized))
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def test_a_call_whose_launch_fails_is_done_without(recorder, monkeypatch):
     """Nothing ran, so the residual is added only once. Later calls of the signature launch nothing."""
     tried = []
 
-    def fail(launch_, uninitialised):
+    def fail(launch_, uninitialized):
         tried.append(launch_.symbol)
         raise launch.NotLaunched(f"out of registers. To run without its kernels, set {switch}")
 

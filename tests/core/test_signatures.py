@@ -32,7 +32,7 @@ class Recorder:
     def __init__(self, name: str):
         self.arch, self.launches = archs.ARCHS[name], []
 
-    def launch(self, launch, uninitialised):
+    def launch(self, launch, uninitialized):
         self.launches.append(launch)
 
 

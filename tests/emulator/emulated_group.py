@@ -72,7 +72,7 @@ class Queue:
         self.arch = group.devices.arch
         self.launches: list[tuple[Path, Launch]] = []
 
-    def launch(self, launch: Launch, uninitialised: tuple = ()) -> None:
+    def launch(self, launch: Launch, uninitialized: tuple = ()) -> None:
         """Queue a launch."""
         tensor_at = self.group.tensor_at
         path = self.group.code or core.code_object(launch.module, self.arch.name)

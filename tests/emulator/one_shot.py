@@ -67,7 +67,7 @@ BUGS = {
     "any_epoch": (errors.StaleWord, {}),
     "swap": ((errors.SlotOverwritten, errors.Deadlock), {}),
     "torn": (errors.TornWord, {}),
-    "skip_peer": ((errors.StaleWord, errors.Uninitialised), {}),
+    "skip_peer": ((errors.StaleWord, errors.Uninitialized), {}),
     # conditions under which two buffers suffice
     "two_streams": (errors.WrongEpoch, {"kernel": "right", "streams": 2}),
     "block_counter": (errors.WrongEpoch, {"sizes": ((2, HIDDEN), ONE, (2, HIDDEN))}),

@@ -328,11 +328,11 @@ class Device:
     def __init__(self, arch, path):
         self.arch, self.path, self.emulator = arch, path, Emulator(arch)
 
-    def run(self, kernel, source=None, output=None, grid=1, block=64, emulator=None, lds=0, uninitialised=True):
+    def run(self, kernel, source=None, output=None, grid=1, block=64, emulator=None, lds=0, uninitialized=True):
         source = torch.zeros(64, dtype=torch.int32) if source is None else source
         output = torch.zeros(1024, dtype=torch.int32) if output is None else output
         what = Launch("", kernel, (grid, 1, 1), (block, 1, 1), (source, output), lds)
-        fresh = (output,) if uninitialised else ()
+        fresh = (output,) if uninitialized else ()
         return (emulator or self.emulator).run(self.path, what, fresh)
 
     def fails(self, kind, kernel, *words, **options):
@@ -373,8 +373,8 @@ def test_preloaded_arguments(device):
     device.run("preloaded_or_nothing", arange(64), output)
     assert torch.equal(output, arange(64))
     other = Emulator(device.arch, preloads_arguments=False)
-    device.fails(errors.Uninitialised, "preloaded_or_nothing", "s2 was never written", emulator=other)
-    device.fails(errors.Uninitialised, "preloaded_in_part", "was never written")
+    device.fails(errors.Uninitialized, "preloaded_or_nothing", "s2 was never written", emulator=other)
+    device.fails(errors.Uninitialized, "preloaded_in_part", "was never written")
 
 
 def test_part_of_a_wave(device):
@@ -557,17 +557,17 @@ def test_missing_waits(device):
 
 
 def test_unwritten_values(device):
-    device.fails(errors.Uninitialised, "unwritten_vgpr", "global_store_dword", "v4 was never written")
+    device.fails(errors.Uninitialized, "unwritten_vgpr", "global_store_dword", "v4 was never written")
     device.run("unwritten_unused")
-    device.fails(errors.Uninitialised, "unwritten_lanes", "lane 8", "v2 was never written")
-    device.fails(errors.Uninitialised, "unwritten_sgpr", "s20 was never written")
-    device.fails(errors.Uninitialised, "unwritten_lds", "LDS address 68", "lane 17")
-    device.fails(errors.Uninitialised, "unwritten_scratch", "scratch offset 4")
+    device.fails(errors.Uninitialized, "unwritten_lanes", "lane 8", "v2 was never written")
+    device.fails(errors.Uninitialized, "unwritten_sgpr", "s20 was never written")
+    device.fails(errors.Uninitialized, "unwritten_lds", "LDS address 68", "lane 17")
+    device.fails(errors.Uninitialized, "unwritten_scratch", "scratch offset 4")
     fresh = arange(64)
     what = Launch("", "copy", (1, 1, 1), (64, 1, 1), (fresh, torch.zeros(64, dtype=torch.int32)))
-    with pytest.raises(errors.Uninitialised, match="4 bytes at byte 0 of argument 0 were never written"):
+    with pytest.raises(errors.Uninitialized, match="4 bytes at byte 0 of argument 0 were never written"):
         device.emulator.run(device.path, what, (fresh,))
-    with pytest.raises(errors.Uninitialised):  # also if the launch got another view of it
+    with pytest.raises(errors.Uninitialized):  # also if the launch got another view of it
         device.emulator.run(device.path, what, (fresh.view(8, 8)[1:],))
 
 
@@ -583,7 +583,7 @@ def test_bounds_of_lds_scratch_and_registers(device):
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_lds_races(device, seed):
     emulator = Emulator(device.arch, seed=seed)
-    kinds = (errors.LdsRace, errors.Uninitialised)  # a wave may read before the other one has written
+    kinds = (errors.LdsRace, errors.Uninitialized)  # a wave may read before the other one has written
     with pytest.raises(kinds, match="LDS address"):
         device.run("exchange_no_barrier", block=256, emulator=emulator)
     with pytest.raises(kinds, match="LDS address"):
@@ -603,13 +603,13 @@ def test_global_races(device, seed):
     device.run("store_race", grid=1, emulator=emulator)
     with pytest.raises(errors.GlobalRace, match="wave [01]"):
         device.run("wave_race", block=128, emulator=emulator)
-    with pytest.raises((errors.GlobalRace, errors.Uninitialised), match="byte 0 of argument 1"):
+    with pytest.raises((errors.GlobalRace, errors.Uninitialized), match="byte 0 of argument 1"):
         device.run("read_race", grid=4, emulator=emulator)
     with pytest.raises(errors.GlobalRace, match="argument 0"):
         device.run("write_after_read_race", grid=4, emulator=emulator)
     if seed is None:  # in other orders the read may come first
         with pytest.raises(errors.GlobalRace, match=r"argument 1, read here, was written by block \(0, 0, 0\)"):
-            device.run("read_after_atomic_race", grid=2, emulator=emulator, uninitialised=False)
+            device.run("read_after_atomic_race", grid=2, emulator=emulator, uninitialized=False)
     source = torch.zeros(256, dtype=torch.int32)
     device.run("global_through_barrier", source, block=256, emulator=emulator)
     assert torch.equal(source, arange(256) ^ 64)

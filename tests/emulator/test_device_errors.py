@@ -92,7 +92,7 @@ def test_a_wave_is_told_of_its_own_load(code, kernel):
 
 @pytest.mark.parametrize("kernel", NEVER_WRITTEN, ids=lambda kernel: kernel.name)
 def test_no_word_is_to_blame_for_a_register_that_nothing_wrote(code, kernel):
-    refused(code, kernel, errors.Uninitialised, "wave 1, lane 0: v14 was never written")
+    refused(code, kernel, errors.Uninitialized, "wave 1, lane 0: v14 was never written")
 
 
 @pytest.mark.parametrize("kernel", OTHER_LOADS, ids=lambda kernel: kernel.name)

@@ -102,7 +102,7 @@ def emulators():
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_wrong_result_fails_and_names_the_case(jobs, monkeypatch, capsys):
-    broken(monkeypatch, lambda self, launch, uninitialised: None)  # leaves the outputs as they are
+    broken(monkeypatch, lambda self, launch, uninitialized: None)  # leaves the outputs as they are
     assert cli.main(["verify", "--emulate", "gfx942", "--op", "rms_norm", "--case", "bf16", "--jobs", jobs]) == 1
     out = capsys.readouterr().out
     assert "FAILED" in out and re.search(
@@ -112,7 +112,7 @@ def test_a_wrong_result_fails_and_names_the_case(jobs, monkeypatch, capsys):
 
 
 def test_a_kernels_fault_is_told_as_the_emulator_tells_it(monkeypatch, capsys):
-    def launch(self, launch, uninitialised):
+    def launch(self, launch, uninitialized):
         raise errors.OutOfBounds("rms_norm+0x40: 16 bytes at byte 64")
 
     broken(monkeypatch, launch)

@@ -270,13 +270,13 @@ def test_split_gemm_in_any_order(gemm):
 
 
 def test_gemm_without_its_barrier(gemm):
-    with pytest.raises((errors.LdsRace, errors.Uninitialised), match="LDS address"):
+    with pytest.raises((errors.LdsRace, errors.Uninitialized), match="LDS address"):
         gemm(1, "NO_BARRIER")
 
 
 @pytest.mark.parametrize("fault", ["EVERY_BLOCK_SUMS", "COUNTED_TOO_EARLY"])
 def test_gemm_that_sums_before_all_parts_are_there(gemm, fault):
-    with pytest.raises((errors.GlobalRace, errors.Uninitialised), match="argument"):
+    with pytest.raises((errors.GlobalRace, errors.Uninitialized), match="argument"):
         gemm(4, fault)
 
 

@@ -66,11 +66,11 @@ def test_weight_only_is_the_exact_product():
     plain = OP.reference(*wide._replace(w1_scale=None, w2_scale=None, weight_only=False))
     got = OP.reference(*a)
     assert (got - plain).float().norm() < 0.01 * plain.float().norm()
-    quantised = OP.reference(*a._replace(weight_only=False))
-    assert not torch.equal(got, quantised)
+    quantized = OP.reference(*a._replace(weight_only=False))
+    assert not torch.equal(got, quantized)
 
 
-def test_int8_quantisation():
+def test_int8_quantization():
     x = torch.tensor([[0.5, -1.5, 2.5, 127.0], [0.0, 0.0, 0.0, 0.0], [1.0, float("nan"), -2.0, 2.0]])
     values, scale = quantization.int8(x)
     assert values.tolist() == [[0, -2, 2, 127], [0, 0, 0, 0], [64, 127, -127, 127]]  # ties to even

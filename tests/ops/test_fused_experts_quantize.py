@@ -45,7 +45,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 @pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [8, 80, 128, 208, 2048, 2184, 16400])
-def test_rows_are_quantised(columns, dtype, arch_name):
+def test_rows_are_quantized(columns, dtype, arch_name):
     x = rows_of(3, columns, dtype)
     values, scale, fp8 = run(x, arch_name)
     expected, expected_scale = quantization.per_token(x.float(), fp8, None)
@@ -64,7 +64,7 @@ def test_rows_are_quantised(columns, dtype, arch_name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [32, 96, 2080, 4128])
-def test_rows_are_quantised_per_32(columns, dtype):
+def test_rows_are_quantized_per_32(columns, dtype):
     """Some maxima are the limit times a power of two, one step more or less, the extremes, or infinite."""
     x = rows_of(8, columns, dtype)
     limits, largest = torch.tensor([448.0, 3.5, 2.0**-10 * 1.75], dtype=dtype), torch.finfo(dtype).max

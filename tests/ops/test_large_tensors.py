@@ -311,7 +311,7 @@ def test_last_of_a_long_stream(arch_name):
 
 @EMULATED
 @pytest.mark.parametrize("kind", ["channel", "block", "int8"])
-def test_last_rows_that_are_quantised(kind, arch_name):
+def test_last_rows_that_are_quantized(kind, arch_name):
     """They are the inputs of the experts."""
     emulator, (rows, columns) = Emulator(arch_name), (2**18 + 3, 8192)
     fp8, last = emulator.arch.fp8_dtype, torch.randn(2, columns, generator=generator_of(kind)).bfloat16()

@@ -61,7 +61,7 @@ def test_bytes_of_a_layer_norm(arch):
     assert same_bytes(ops.layer_norm_mxfp8_quant(x, weight, bias, 1e-5), plain)
 
 
-def test_bytes_of_a_static_quantisation(arch):
+def test_bytes_of_a_static_quantization(arch):
     x, scale = torch.randn(3, 2 * 512).bfloat16(), torch.tensor([2.0**-4])
     plain = ops.silu_and_mul_with_clamp(x, 1.0, 1.702, 1.0)
     got = ops.silu_and_mul_with_clamp_quant(x, 1.0, scale, arch.fp8_dtype, 1.702, 1.0)

@@ -25,7 +25,7 @@ ROUTED = "DeepseekV3ForCausalLM"  # with experts, of the models that the engine 
 SUITES = {"3.10": "jammy", "3.11": "bookworm", "3.12": "noble", "3.13": "trixie"}
 """The Pythons of bare_root.sh."""
 
-QUANTISATIONS = {
+QUANTIZATIONS = {
     # format -> quant_methods of checkpoints, the rows of selection.csv for linears and experts, the flavour of engines.py
     "BF16, FP16": ("", "linear unquantized", "experts bf16", "bf16"),
     "FP8, per tensor, static": (
@@ -147,7 +147,7 @@ def selection() -> dict[tuple[str, str], dict[str, list[str]]]:
 
 @functools.cache
 def releases() -> tuple[str, ...]:
-    """The minor releases of vLLM in selection.csv."""
+    """Return the minor vLLM releases in selection.csv."""
     return release_columns(recorded(SELECTION))
 
 
@@ -276,7 +276,7 @@ def format_table() -> str:
     """Return rows of linears, experts and attention: status, and the baseline without and with AITER."""
     of_all, routed = set().union(*flavours().values()), flavours()[ROUTED]
     rows = []
-    for name, (written, linear, experts, flavour) in QUANTISATIONS.items():
+    for name, (written, linear, experts, flavour) in QUANTIZATIONS.items():
         # On CPU vLLM's own op multiplies what is not quantized.
         is_run = {"linear": flavour in of_all - {"bf16"}, "MoE": flavour in routed}
         for kind, what in (("linear", linear), ("MoE", experts)):
@@ -319,7 +319,7 @@ def model_table() -> str:
     measured = {run.sides["with"][0]["model_id"] for run in measurements.engine_runs()}
     rows = []
     for architecture in dict.fromkeys((*flavours(), *model_layers.FAMILIES)):
-        known = {flavour: name for name, (*_, flavour) in QUANTISATIONS.items() if flavour}
+        known = {flavour: name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour}
         known["mixed"] = f"{known['token']}, experts in BF16"
         tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
         rows.append(

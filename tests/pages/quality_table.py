@@ -1,9 +1,9 @@
 """Tabulate the results of serving_benchmarks/quality/quality.py and arithmetic.py for benchmarks.md."""
 
-from .compatibility import QUANTISATIONS
+from .compatibility import QUANTIZATIONS
 from .measurements import head, markdown, measured, plural
 
-NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTISATIONS.items() if flavour is not None}
+NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour is not None}
 ABOUT = (
     "Perplexity of held-out text in vLLM, for small models that `python serving_benchmarks/quality/quality.py` trains: the bf16 "
     "checkpoint on the baseline, then each checkpoint on the baseline and with the plugin. The worst scale error names the layer whose "
@@ -51,7 +51,7 @@ ARITHMETIC = (
 
 
 def arithmetic() -> str:
-    """Return a row for each result of an op, with the errors on each machine."""
+    """Return a row per result of an op, with the errors on each machine."""
     calls: dict[tuple[str, str], dict[str, list[dict]]] = {}
     machines, checkpoints, files = [], set(), []
     for newest in measured("arithmetic"):

@@ -26,7 +26,7 @@ def call(of: Row, kernel: KernelObject) -> Call:
     """
     name = of.code_object.rpartition("/")[2]
     if any(each in name for each in SORTING):
-        raise ValueError(f"{name} sorts tokens itself, which is not modelled")
+        raise ValueError(f"{name} sorts tokens itself, which is not modeled")
     (rows, columns), topk = of.tile, int(of.extra["topk"])
     counts, across = _counts(of.m, of.batch_or_experts, topk), -(-of.n // columns)
     tiles, hit = int((-(-counts // rows)).sum()), int((counts > 0).sum())

@@ -346,9 +346,9 @@ def test_of_blocks_that_share_tiles_whole_tiles_are_recorded(grid, tiles):
 
     assert sorted(remapped(block) for block in range(grid)) == list(range(grid))
     orders = {
-        "neighbours": [block * tiles // grid for block in range(grid)],
+        "neighbors": [block * tiles // grid for block in range(grid)],
         "apart": [remapped(block) % tiles for block in range(grid)],
-        "neighbours on a die": [remapped(block) * tiles // grid for block in range(grid)],
+        "neighbors on a die": [remapped(block) * tiles // grid for block in range(grid)],
     }
     for order, tile_of in orders.items():
         assert any(tile_of.count(tile) == [tile_of[b] for b in found].count(tile) for tile in range(tiles)), order

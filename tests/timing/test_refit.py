@@ -1,4 +1,4 @@
-"""Test `refit` with the model itself as the GPU, and on other products."""
+"""Test `refit` with the model itself as the GPU, and on other GEMMs."""
 
 from __future__ import annotations
 

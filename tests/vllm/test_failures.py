@@ -18,7 +18,7 @@ from vllm_rocm_ops.core import arch, launch
 class Broken:
     arch = arch.named("gfx950")
 
-    def launch(self, kernel, uninitialised):
+    def launch(self, kernel, uninitialized):
         raise launch.NotLaunched("no kernel image is available for execution on the device")
 
 launch._executor = Broken()

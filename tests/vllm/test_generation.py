@@ -271,7 +271,7 @@ FAULTS = {
         "grouped_topk",
         "lambda exact: lambda *arguments: exact(*arguments[:-1], torch.zeros_like(arguments[-1]))",
     ),
-    "a group has its neighbour's scale": (
+    "a group has its neighbor's scale": (
         ("llama", "block"),
         "silu_and_mul_per_block_quant",
         "lambda exact: lambda *arguments: (exact(*arguments)[0], exact(*arguments)[1].roll(1, -1))",

@@ -68,9 +68,9 @@ def test_both_products_are_ours_where_asked_for(configuration):
     assert isinstance(layer.W_UV, torch.nn.Parameter) and layer.state_dict().keys() == {"W_UK_T", "W_UV"}
 
     class Counting(Emulator):
-        def launch(self, planned, uninitialised):
+        def launch(self, planned, uninitialized):
             launched.append(planned.symbol)
-            super().launch(planned, uninitialised)
+            super().launch(planned, uninitialized)
 
     with launch.executor(Counting("gfx942")):
         assert served(layer) == 2

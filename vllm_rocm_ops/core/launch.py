@@ -74,12 +74,12 @@ class NotLaunched(RuntimeError):
 class Executor(Protocol):
     """Runs launches of code for `arch`.
 
-    `uninitialised` are the tensors that are still unwritten. A launch that fails without a write may raise `NotLaunched`.
+    `uninitialized` are the tensors that are still unwritten. A launch that fails without a write may raise `NotLaunched`.
     """
 
     arch: Arch
 
-    def launch(self, launch: Launch, uninitialised: tuple[torch.Tensor, ...]) -> None: ...
+    def launch(self, launch: Launch, uninitialized: tuple[torch.Tensor, ...]) -> None: ...
 
 
 def fields(structure: str, values: Mapping[str, object]) -> dict[str, object]:

@@ -24,7 +24,7 @@ from vllm_rocm_ops.emulator import Emulator, EmulatorError
 from vllm_rocm_ops.emulator.counters import Counters
 from vllm_rocm_ops.emulator.objects import KernelObject
 
-NEIGHBOURS = 16  # adjacent blocks to run together: of four waves each, as many as run in lockstep
+NEIGHBORS = 16  # adjacent blocks to run together: of four waves each, as many as run in lockstep
 EXPLAINED_BLOCKS = 64  # per launch
 HEADER = f"{'op':36} {'cases':>6} {'PyTorch':>8} {'kernels':>8} {'seconds':>8}  result"
 
@@ -161,9 +161,9 @@ def sample(grid: int, most: int) -> list[int]:
     """Return about `most` blocks of a grid, in evenly spread runs of neighbors, which share tiles."""
     if grid <= most:
         return list(range(grid))
-    runs = max(most // NEIGHBOURS, 1)
-    starts = ((2 * run + 1) * grid // (2 * runs) - NEIGHBOURS // 2 for run in range(runs))
-    return [start + i for start in starts for i in range(NEIGHBOURS)]
+    runs = max(most // NEIGHBORS, 1)
+    starts = ((2 * run + 1) * grid // (2 * runs) - NEIGHBORS // 2 for run in range(runs))
+    return [start + i for start in starts for i in range(NEIGHBORS)]
 
 
 def run(emulator: Emulator, one: Launch, most: int) -> Ran:

@@ -112,7 +112,7 @@ class Coherence:
             out[here] = known[wave][kind[here], other[here]]
         return out
 
-    def synchronise(self, w, site, addresses: np.ndarray, release: bool, acquire: bool) -> list:
+    def synchronize(self, w, site, addresses: np.ndarray, release: bool, acquire: bool) -> list:
         """Order waves by their atomics at equal addresses, and return what waves see once this access is complete.
 
         A wave's earlier accesses, and its block's before the last barrier, come before waves with later atomics there. Of its stores,
@@ -151,7 +151,7 @@ class Coherence:
         return slice(first, first + scheduler.waves_per_block)
 
     def acquire(self, waves: np.ndarray, acquired: list) -> None:
-        """Make the result of `synchronise` visible to these waves."""
+        """Make the result of `synchronize` visible to these waves."""
         here = set(waves.tolist())
         for wave, left in acquired:
             if wave in here:

@@ -69,15 +69,15 @@ class Emulator:
         # Arguments that launches so far stored to. A bound kernel takes megabytes, and is freed with the process's cache.
         self._stored: weakref.WeakKeyDictionary[Program, set[str]] = weakref.WeakKeyDictionary()
 
-    def launch(self, launch, uninitialised: tuple = ()) -> None:
+    def launch(self, launch, uninitialized: tuple = ()) -> None:
         """Run a launch of an op's module."""
-        self.run(launches.code_object(launch.module, self.arch.name), launch, uninitialised)
+        self.run(launches.code_object(launch.module, self.arch.name), launch, uninitialized)
 
     def run(
         self,
         path: Path | str,
         launch,
-        uninitialised: tuple = (),
+        uninitialized: tuple = (),
         blocks: Sequence[int] | None = None,
     ) -> Counters:
         """Run a launch of the code object at `path`, or only `blocks` of it, as if the others were late."""
@@ -85,7 +85,7 @@ class Emulator:
         traffic = Traffic(waves_of(launch)) if self.options.traffic else None
         space = Space(program.space_granule, self.options.races, traffic)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
-        space.add_tensors([(f"argument {name}", tensor) for name, tensor in tensors_of(launch)], uninitialised)
+        space.add_tensors([(f"argument {name}", tensor) for name, tensor in tensors_of(launch)], uninitialized)
         kernarg = self.kernarg(space, Path(path), launch, program.object)
         space.watch(self._stored.get(program))
         self.last = self.scheduler_type(program, launch, space, kernarg, self.options, blocks).run()

@@ -79,17 +79,17 @@ class Devices:
         epoch = len(queue.launches) + 1 if epoch is None else epoch & 0xFFFFFFFF
         queue.launches.append(_Queued(self.emulator.checked(path, launch), Path(path), launch, epoch))
 
-    def run(self, uninitialised: Sequence[torch.Tensor] = ()) -> list[Counters]:
+    def run(self, uninitialized: Sequence[torch.Tensor] = ()) -> list[Counters]:
         """Run all launches, and return their counters in the order in which they ended."""
         queues = list(self._queues.values())
         self._queues = {}
-        run = _Run(self, queues, tuple(uninitialised))
+        run = _Run(self, queues, tuple(uninitialized))
         with np.errstate(all="ignore"):
             return run.run()
 
 
 class _Run:
-    def __init__(self, devices: Devices, queues: list[_Queue], uninitialised: tuple):
+    def __init__(self, devices: Devices, queues: list[_Queue], uninitialized: tuple):
         self.emulator, self.queues, self.patience = devices.emulator, queues, devices.patience
         self.rng, self.random = np.random.default_rng(devices.seed), random.Random(devices.seed)
         self.counted: list[Counters] = []
@@ -97,7 +97,7 @@ class _Run:
         queued = [one for queue in queues for one in queue.launches]
         if len({id(one.program.code_object) for one in queued}) > 1:
             raise errors.LaunchError("concurrent launches must be of one code object")
-        self.space = self._space(devices, queues, queued, uninitialised)
+        self.space = self._space(devices, queues, queued, uninitialized)
         self.waves = sum(waves_of(one.launch) for one in queued)
         self.max_turns = devices.turns * self.waves
         self.room = [[1.0] for _ in range(devices.count)]
@@ -111,7 +111,7 @@ class _Run:
         self.is_lazy = self.random.random() < 0.75  # whether sleeping waves wake late
         self.is_forced = False  # whether sleeping waves run
 
-    def _space(self, devices: Devices, queues: list[_Queue], queued: list[_Queued], uninitialised: tuple) -> Space:
+    def _space(self, devices: Devices, queues: list[_Queue], queued: list[_Queued], uninitialized: tuple) -> Space:
         program = queued[0].program
         space = Space(min(one.program.space_granule for one in queued), self.emulator.options.races)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
@@ -120,7 +120,7 @@ class _Run:
             for one in queue.launches:
                 for name, tensor in tensors_of(one.launch):
                     names.setdefault(tensor.data_ptr(), (tensor, f"argument {name} of rank {queue.device}"))
-        space.add_tensors([(name, tensor) for tensor, name in names.values()], uninitialised)
+        space.add_tensors([(name, tensor) for tensor, name in names.values()], uninitialized)
         for device, tensor, _ in devices._shared:
             region = space.regions[space.address(tensor) >> 36]
             region.words = Words(region, device, self.fabric)

@@ -33,7 +33,7 @@ class ScratchOutOfBounds(EmulatorError):
     """Signal a scratch access beyond the lane's allocation."""
 
 
-class Uninitialised(EmulatorError):
+class Uninitialized(EmulatorError):
     """Signal a read of a register, LDS, scratch or memory that was never written."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .errors import LdsOutOfBounds, LdsRace, Misaligned, MissingWait, Uninitialised
+from .errors import LdsOutOfBounds, LdsRace, Misaligned, MissingWait, Uninitialized
 from .memory import WORD
 
 # Low byte of an LDS shadow key: the wave, with a bit for atomics, or a mark for several waves.
@@ -96,7 +96,7 @@ class Lds:
         writer = self.writer[granules]
         if reading and not writer.all():
             bad = self._first(writer == 0)
-            raise where(Uninitialised, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
+            raise where(Uninitialized, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
         if self.has_loads and (flying := self.in_flight[granules]).any():
             bad = self._first(flying)
             raise where(
@@ -143,7 +143,7 @@ class Lds:
         writer, reader = self.writer[granules], self.reader[granules]
         if (writer == 0).any():
             bad = self._first(writer == 0)
-            raise where(Uninitialised, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
+            raise where(Uninitialized, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
         if self.races:
             race = (writer >= now) & (writer & WAVE != key & WAVE) & (writer & ATOMIC == 0)
             if race.any():

@@ -11,7 +11,7 @@ import numpy as np
 
 from .accesses import Accesses
 from .coherence import AGENT, SYSTEM, Coherence
-from .errors import Misaligned, OutOfBounds, StaleRead, Uninitialised
+from .errors import Misaligned, OutOfBounds, StaleRead, Uninitialized
 
 SLOT = 36  # log2 of the distance between regions
 MAX_BYTES = (1 << SLOT) - 0x1000  # per tensor, whose offset in its slot is its offset in its page
@@ -112,7 +112,7 @@ class Space:
         self.regions[slot] = Region(name, slot << SLOT, data, 0, len(content), writable=False)
         return slot << SLOT
 
-    def add_tensors(self, tensors: list, uninitialised: tuple) -> None:
+    def add_tensors(self, tensors: list, uninitialized: tuple) -> None:
         """Add a region per group of overlapping tensors; `addresses` maps data_ptr to virtual addresses."""
         spans = sorted(((*span_of(t), t, name) for name, t in tensors), key=lambda s: s[:2])
         spans = [span for span in spans if span[0] < span[1]]
@@ -123,9 +123,9 @@ class Space:
             else:
                 groups.append([span])
         for group in groups:
-            self._add_group(group, uninitialised)
+            self._add_group(group, uninitialized)
 
-    def _add_group(self, group: list, uninitialised: tuple) -> None:
+    def _add_group(self, group: list, uninitialized: tuple) -> None:
         start, end = group[0][0], max(span[1] for span in group)
         low, high = start & ~15, -(-end // 16) * 16
         data = np.ctypeslib.as_array((ctypes.c_ubyte * (high - low)).from_address(low))
@@ -140,7 +140,7 @@ class Space:
         starts, ends = _merged([_runs_of(span[2]) for span in group])
         if len(starts) > 1:
             region.runs = starts - low, ends - low
-        for tensor in uninitialised:
+        for tensor in uninitialized:
             first, last = span_of(tensor)
             if start <= first < last <= end:
                 region.track_writes()
@@ -260,7 +260,7 @@ class Space:
             bad = int(np.argmin(written.reshape(-1, size).all(axis=1)))
             at = int(np.ravel(units)[bad * (size // unit)]) * unit - region.start
             message = f"{size} bytes at byte {at} of {region.name} were never written"
-            raise where(Uninitialised, bad if index is None else int(index[bad]), message)
+            raise where(Uninitialized, bad if index is None else int(index[bad]), message)
 
     def store(self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool, scope: int = 0) -> bool:
         """Write [n, size] uint8 values, and return whether any byte changed. scope: 1 with sc1, 2 with sc0 sc1."""

@@ -105,7 +105,7 @@ class Scheduler:
         """Return the error for a register without a value: never written, or a word that has not arrived."""
         name, mine = Operand(code, 1, "", 32), list(self.stale.get(int(w.id[row]), {}).values())
         if not mine or code not in w.defined:  # a never written register has no written lanes
-            return errors.Uninitialised, f"{name} was never written"
+            return errors.Uninitialized, f"{name} was never written"
         # other registers are computed from the first register of some load
         load, words, word = next((read for read in mine if read[0].operands["vdst"].code == code), mine[0])
         awaits = f"`{load.text}`{self.line(load)} awaits {words.awaited(word)}"

@@ -46,7 +46,7 @@ ALL_REDUCE = Constant(
 )
 LARGER_PRODUCT, LARGER = "MI355X", {24: 6.3, 96: 6.8, 192: 7.0, 768: 9.6, 1536: 12.9}  # us by KB
 LARGEST = Constant(LARGER[1536], "us per all-reduce of 1536 KB; more in LARGER", "published", "vllm#39080, MI355X, TP8")
-LINKS = Constant(1.2, "x MI355X's increase, on other products", "assumed", "the ratio of link rates, 153.6 / 128 GB/s")
+LINKS = Constant(1.2, "x MI355X's increase, on other GEMMs", "assumed", "the ratio of link rates, 153.6 / 128 GB/s")
 
 FUSED = {
     "MI300X": (Constant(5.2, "us for 1 x 5120 with a norm, one-shot", "published", "aiter#3549, 8 MI300X"), 1, 5120),

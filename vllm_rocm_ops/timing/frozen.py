@@ -33,7 +33,7 @@ def code_of(call: LayerCall, tokens: int, arch: archs.Arch) -> dict[str, str]:
 
 
 def is_for(values: dict, call: LayerCall, tokens: int, arch: archs.Arch) -> bool:
-    """Whether a prediction holds for the code that is installed, whose symbols may have been renamed since."""
+    """Return whether a prediction holds for the installed code; renamed symbols do not change it."""
     code = {renamed.current(name): renamed.OBJECTS.get(digest, digest) for name, digest in values["code"].items()}
     return code == code_of(call, tokens, arch)
 

@@ -152,7 +152,7 @@ MI308X = MI300X.but(
 
 
 def _as_guess(constant: Constant, products: str) -> Constant:
-    """Return a constant of other products for one without a measurement."""
+    """Return a constant of other GEMMs for one without a measurement."""
     return constant._replace(kind="guessed", source=f"as of {products}: {constant.source}")
 
 

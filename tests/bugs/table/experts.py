@@ -248,7 +248,7 @@ BUGS = (
         "gemm/tiled/widening_loader.h",
         "depth / kVecBytes + half}",
         "depth / kVecBytes}",
-        Cases(ops.fused_experts, "int8-alone", on="gfx950", said="error|NaN|Uninitialised|Race|written"),
+        Cases(ops.fused_experts, "int8-alone", on="gfx950", said="error|NaN|Uninitialized|Race|written"),
     ),
     Bug(
         "every panel the first",
@@ -305,7 +305,7 @@ BUGS = (
         "(1 << kMantissa) / 4 - 1",
         "(1 << kMantissa) / 4",
         Tests(
-            "test_fused_experts_quantize.py::test_rows_are_quantised_per_32[32-dtype0]", module="fused_experts_quantize"
+            "test_fused_experts_quantize.py::test_rows_are_quantized_per_32[32-dtype0]", module="fused_experts_quantize"
         ),
     ),
     Bug(
@@ -403,7 +403,7 @@ BUGS = (
         "(u8*)out + row * columns *",
         "(u8*)out + int(row * columns) *",
         Tests(
-            "test_large_tensors.py::test_last_rows_that_are_quantised[channel-gfx950]", module="fused_experts_quantize"
+            "test_large_tensors.py::test_last_rows_that_are_quantized[channel-gfx950]", module="fused_experts_quantize"
         ),
     ),
     Bug(

@@ -185,7 +185,7 @@ BUGS = (
         "ops/silu_and_mul_with_clamp.hip",
         "kOutput == Output::kStatic ? round_to<T>(y) : y",
         "y",
-        Call("test_mx_outputs.test_bytes_of_a_static_quantisation", on="gfx950", as_executor=False),
+        Call("test_mx_outputs.test_bytes_of_a_static_quantization", on="gfx950", as_executor=False),
     ),
     Bug(
         "nibbles swapped",

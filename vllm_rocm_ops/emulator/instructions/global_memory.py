@@ -87,7 +87,7 @@ def _bind_load(ins, program, address, load: Load, destination: str):
                 event.stale = np.zeros((w.count, LANES), bool)
                 event.stale[w.mask] = site.stale
             if flag:
-                event.acquired = w.scheduler.space.coherence.synchronise(w, site, a, release=False, acquire=True)
+                event.acquired = w.scheduler.space.coherence.synchronize(w, site, a, release=False, acquire=True)
         issue(w, event)
 
     return run
@@ -105,7 +105,7 @@ def _bind_store(ins, program, address, size: int, shift: int, source: str):
             values = collect(w, first, size, shift)
             flag, site = of_flag(scope, rows, a), Site(ins, w, rows, lanes)
             if flag:
-                w.scheduler.space.coherence.synchronise(w, site, a, release=True, acquire=False)
+                w.scheduler.space.coherence.synchronize(w, site, a, release=True, acquire=False)
             if w.scheduler.space.store(a, values, min(size, 4), w, site, flag, scope):
                 w.scheduler.progress()
             w.scheduler.counters.vector_access(ins, w, a, size)
@@ -141,7 +141,7 @@ def bind_atomic(ins, program, address, kind: str):
             space.coherence.note_store(ins)
             data = collect(w, first, size, 0).view(word)[:, 0]
             compare = collect(w, first + step, size, 0).view(word)[:, 0] if swap else None
-            event.acquired = space.coherence.synchronise(w, site, a, release=True, acquire=True)
+            event.acquired = space.coherence.synchronize(w, site, a, release=True, acquire=True)
 
             def change(view, units, chosen):
                 return update(view, units, fn, data[chosen], None if compare is None else compare[chosen])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..decode import NO_ADDRESS, Instruction
-from ..errors import ScratchOutOfBounds, Uninitialised
+from ..errors import ScratchOutOfBounds, Uninitialized
 from ..events import Event, issue
 from ..operands import I32, I64
 from .transfer import (
@@ -40,7 +40,7 @@ def load_bytes(w, offsets, size: int, site) -> np.ndarray:
     written = w.scratch[rows, lanes, at + limit].all(axis=1)
     if not written.all():
         bad = int(np.argmin(written))
-        raise site(Uninitialised, bad, f"scratch offset {int(offsets[bad])} was never written")
+        raise site(Uninitialized, bad, f"scratch offset {int(offsets[bad])} was never written")
     return w.scratch[rows, lanes, at]
 
 
