@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .instructions.matrix import MATRIX
+from .lds import BANKS
 
 _TRANSCENDENTAL = ("v_exp", "v_log", "v_rcp", "v_rsq", "v_sqrt", "v_sin", "v_cos")
 _CONTROL = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc", "s_swappc", "s_call")
@@ -147,7 +148,7 @@ class Counters:
         gfx942 (composable_kernel, "Understanding AMD GPU LDS and Bank Conflicts"). gfx950's groups are undocumented, and assumed
         to be consecutive.
         """
-        banks = 64 if self.arch == "gfx950" else 32
+        banks = BANKS[self.arch]
         crossed = size == 16 and banks == 32 and "read" in ins.mnemonic
         relative = addresses - (int(addresses[0]) & -(4 * banks))
         key = ("lds", crossed, size, w.full, relative.tobytes() if w.full else (relative.tobytes(), w.mask.tobytes()))

@@ -7,6 +7,11 @@ import numpy as np
 from .errors import LdsOutOfBounds, LdsRace, Misaligned, MissingWait, Uninitialized
 from .memory import WORD
 
+BANKS = {"gfx90a": 32, "gfx942": 32, "gfx950": 64}
+"""Banks of 4 bytes by arch."""
+M0_MASK = {"gfx90a": 0xFFFF, "gfx942": 0xFFFF, "gfx950": 0x3FFFF}
+"""Bits of M0 that are an LDS address, by arch."""
+
 # Low byte of an LDS shadow key: the wave, with a bit for atomics, or a mark for several waves.
 WAVE, ATOMIC, MANY_ATOMICS, MANY_WAVES = 31, 32, 254, 255
 

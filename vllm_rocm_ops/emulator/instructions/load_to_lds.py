@@ -11,6 +11,7 @@ import numpy as np
 
 from ..decode import M0
 from ..events import Event, issue
+from ..lds import M0_MASK
 from ..operands import I64, U32
 from .transfer import (
     LOADS,
@@ -45,7 +46,7 @@ def bind(ins, program, address, size: int, immediate: int, place) -> Callable:
                 moved = len(rows) * size // w.count
             if size < 4:
                 values = np.ascontiguousarray(extend(values, load)).view(np.uint8)
-            base = (w.S[M0][rows, 0] & U32(0x3FFFF if program.arch == "gfx950" else 0xFFFF)).astype(I64)
+            base = (w.S[M0][rows, 0] & U32(M0_MASK[program.arch])).astype(I64)
             positions = w.scheduler.lds.locate(
                 base + offset + lanes * step, step, 4, w.scheduler.slots[w.block[rows]], site
             )
