@@ -9,7 +9,7 @@
 //   3. A group has one epoch counter, advanced by the last block. With a counter per block, grids of different sizes diverge.
 //   4. Epochs have 32 bits. With fewer bits a word of an old epoch looks new. Epoch 0 is what fresh memory holds: a group starts at
 //      epoch 1, and 2 follows 2^32 - 1, so that buffers still alternate.
-//   5. Blocks of a rank pass sums to each other as words too, in slots of their own.
+//   5. Blocks of a row pass partial reductions to each other as words too, in slots of their own.
 //   6. All blocks are resident: a block that waits for a peer's block holds a slot until that has run.
 //
 // A rank that waits longer than its limit gives up: it stores an error in every rank's inbox, and each rank that sees one ends its
@@ -41,7 +41,7 @@ struct OneShot {
   DEVICE static u64 load(const u64* slot) { return mem::load_system<u64>(slot); }
   DEVICE static u32 differs(u32 found, u32 epoch) { return found ^ epoch; }
   DEVICE static u32 buffer(u32 epoch) { return epoch & 1; }
-  static constexpr u32 kHanded = kMostRanks;  // whose slots a rank's own blocks pass sums in
+  static constexpr u32 kOwnBlocks = kMostRanks;  // whose slots a rank's own blocks pass partial reductions in
   DEVICE static u32 next(u32 epoch) { return epoch == ~0u ? 2 : epoch + 1; }
   // Ranks to wait for, a bit each.
   DEVICE static u32 others(const Group& group) { return ((1u << group.ranks) - 1) & ~(1u << group.rank); }
@@ -112,12 +112,12 @@ DEVICE void give_up(const Group& group, u32 epoch, u32 missing, u32 error) {
   mem::store_system(group.report, error | u64(epoch) << 32);
 }
 
-// Waits for the words of kSources sources of `missing`, a bit each, and returns their values: of chunks `chunk` in slots that begin
-// `slots` bytes into the inbox, `step` apart. The wave goes on as one.
-template <class Protocol, u32 kRanks, u32 kSources, u32 kChunks>
+// Waits for the words of kSources sources of `missing`, a bit each, and returns their values: kWords of each chunk `chunk`, in slots that
+// begin `slots` bytes into the inbox, `step` apart. The wave goes on as one.
+template <class Protocol, u32 kRanks, u32 kSources, u32 kChunks, u32 kWords>
 DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 step, Planes planes,
-                  const u32 (&chunk)[kChunks], u64 limit, u32x4 (&values)[kSources][kChunks]) {
-  u64 words[kSources][kChunks][kPlanes];
+                  const u32 (&chunk)[kChunks], u64 limit, u32 (&values)[kSources][kChunks][kWords]) {
+  u64 words[kSources][kChunks][kWords];
   const u64 begin = wave::time();
   while (true) {
     const u32 error = wave::uniform(mem::load_system<u32>(group.mine));
@@ -128,7 +128,7 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
       for (u32 i = 0; i < kChunks; ++i) {
         u32 offset = slots + source * step + planes.at(chunk[i], 0);
 #pragma unroll
-        for (u32 j = 0; j < kPlanes; ++j, offset += planes.columns) {
+        for (u32 j = 0; j < kWords; ++j, offset += planes.columns) {
           wave::in_lanes(offset);  // 32 bits of it are kept, and no address of 64
           words[source][i][j] = Protocol::load(slot(group.mine, offset));
         }
@@ -141,7 +141,7 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
 #pragma unroll
       for (u32 i = 0; i < kChunks; ++i) {
 #pragma unroll
-        for (u32 j = 0; j < kPlanes; ++j) differ |= Protocol::differs(words[source][i][j] >> 32, epoch);
+        for (u32 j = 0; j < kWords; ++j) differ |= Protocol::differs(words[source][i][j] >> 32, epoch);
       }
       if (wave::count(differ != 0) == 0) missing &= ~(1u << source);
     }
@@ -156,7 +156,7 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) {
 #pragma unroll
-      for (u32 j = 0; j < kPlanes; ++j)
+      for (u32 j = 0; j < kWords; ++j)
         values[source][i][j] = missing >> source & 1 ? kNotThere : u32(words[source][i][j]);
     }
   }

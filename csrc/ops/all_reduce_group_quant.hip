@@ -1,4 +1,4 @@
-// Sums of all ranks' rows, RMSNorm of them, and e4m3 quantisation with a scale per group of columns: collectives/all_reduce.h.
+// Sums of all ranks' rows, RMSNorm of them, and e4m3 quantization with a scale per group of columns: collectives/all_reduce.h.
 #include "collectives/instances.h"
 
 NORMS(rms_norm_per_block_quant, kPerBlock)

@@ -28,9 +28,10 @@ WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two values of 16 bits beside its
 CAPACITY = 128 * 1024 // 2 // VALUES_IN_WORD
 """Words of a call: 128 KiB of values, which are 256 KiB on each link and 5.5 us of MI300X's (48 GB/s, one direction). Twice as much would
 take the time that a vLLM all-reduce of 192 KiB and a norm take (7.0 us on MI355X, vllm#39080, and 4.5 us)."""
-THREADS, CHUNKS = 512, (2, 4)  # of a block at most, and of a thread
+BLOCK_THREADS, ROW_THREADS = 512, 1024  # at most
+CHUNKS = (1, 2)  # of a thread
 PARTS = (1, 2, 4, 8)
-LARGEST_HIDDEN = THREADS * CHUNKS[-1] * rowwise.VECTOR
+LARGEST_HIDDEN = ROW_THREADS * CHUNKS[-1] * rowwise.VECTOR
 SUM, PER_TENSOR, PER_GROUP = "all_reduce", "all_reduce_quant", "all_reduce_group_quant"
 MODULES = {
     "rms_norm": SUM,
@@ -87,7 +88,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Config:
-    """A row has `parts` blocks of `threads` threads; in the first, a thread has `chunks` vectors of 8 elements."""
+    """A row has `threads` threads in `parts` blocks; a thread has `chunks` vectors of 8 elements."""
 
     parts: int
     threads: int
@@ -116,17 +117,22 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
         f"input has at most {values} values, {values * 2 // 1024} KiB, which are twice as much between ranks",
         (a.input.numel() <= values),
     )
-    yield f"there are at most {group.blocks} rows, so that all blocks are resident", rows <= group.blocks
+    yield (
+        f"rows have at most {group.blocks} blocks, so that all are resident",
+        rows == 0 or bool(configs(a, arch, group)),
+    )
 
 
 def configs(a, arch: Arch, group: Group) -> list[Config]:
-    """Return the configurations that fit, fewest blocks first."""
+    """Return the configurations that fit, fewest blocks first. They differ in `parts` alone, which does not change results."""
     vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
-    threads, chunks = next(
-        (threads, count) for count in CHUNKS if (threads := rowwise.threads_for(vectors, count, arch)) <= THREADS
-    )
-    fitting = (parts for parts in PARTS if parts == 1 or (rows * parts <= group.blocks and vectors >= parts * 32))
-    return [Config(parts, threads, chunks) for parts in fitting]
+    few = vectors <= BLOCK_THREADS or (
+        group.ranks > 2 and vectors <= ROW_THREADS
+    )  # words of two ranks are loaded at once
+    chunks = CHUNKS[0 if few else 1]
+    threads = max(arch.wave_lanes, 1 << (-(-vectors // chunks) - 1).bit_length())
+    fitting = (parts for parts in PARTS if arch.wave_lanes <= threads // parts <= BLOCK_THREADS)
+    return [Config(parts, threads, chunks) for parts in fitting if rows * parts <= group.blocks]
 
 
 def cost(config: Config, a, arch: Arch, group: Group) -> float:
@@ -134,7 +140,7 @@ def cost(config: Config, a, arch: Arch, group: Group) -> float:
     costs = arch.costs.collective
     row_bytes = a.input.shape[-1] // VALUES_IN_WORD * WORD_BYTES
     read = (group.ranks - 1) * row_bytes / config.parts / costs.unit_bytes_per_us
-    return read if config.parts == 1 else read + costs.hand_us + row_bytes / costs.unit_bytes_per_us
+    return read + (costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0)
 
 
 def default(a, arch: Arch, group: Group) -> Config:
@@ -158,8 +164,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
         "rows": rows,
         "row_chunks": vectors,
         "parts": config.parts,
-        "part_chunks": -(-vectors // config.parts),
-        "threads_per_block": config.threads,
+        "row_threads": config.threads,
     }
     if op is None:
         args["out"] = outputs
@@ -178,7 +183,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
         }
     module = SUM if op is None else MODULES[op.name]
     name = symbol(op, a.input.dtype, group.ranks, config)
-    return Launch(module, name, (rows, config.parts, 1), (config.threads, 1, 1), args)
+    return Launch(module, name, (rows, config.parts, 1), (config.threads // config.parts, 1, 1), args)
 
 
 def symbols() -> dict[str, set[str]]:
@@ -188,7 +193,7 @@ def symbols() -> dict[str, set[str]]:
         for dtype in rowwise.ELEMENTS:
             for most in (2, 4, 8):
                 for chunks in CHUNKS:
-                    name = symbol(op, dtype, most, Config(1, THREADS, chunks))
+                    name = symbol(op, dtype, most, Config(1, BLOCK_THREADS, chunks))
                     found.setdefault(SUM if op is None else MODULES[op.name], set()).add(name)
     return found
 

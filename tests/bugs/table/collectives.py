@@ -18,17 +18,45 @@ def _engine(*tests: str) -> Tests:
 
 BUGS = (
     Bug(
+        "the sum of squares of a block for its row's",
+        ROWS,
+        "if (rows.parts == 1) return reduce_block",
+        "return reduce_block",
+        _ranks("test_the_bits_of_two_ops"),
+    ),
+    Bug(
+        "a row's maximum in the place of its sum",
+        ROWS,
+        "constexpr u32 kExchange<Max> = 1;",
+        "constexpr u32 kExchange<Max> = 0;",
+        _ranks("test_blocks_exchange_sums_and_maxima"),
+    ),
+    Bug(
+        "two rows' sums in one place",
+        ROWS,
+        "(row * kExchanges + kExchange<Combine>) * kMaxWaves * 8",
+        "kExchange<Combine> * kMaxWaves * 8",
+        _ranks("test_blocks_exchange_sums_and_maxima"),
+    ),
+    Bug(
+        "a scale by each block of a row",
+        "device/row_output.h",
+        "if (of_row.thread() == 0) mem::store(scale_out, scale);",
+        "if (wave::thread_id() == 0) mem::store(scale_out, scale);",
+        _ranks("test_blocks_exchange_sums_and_maxima"),
+    ),
+    Bug(
         "words awaited beyond a row",
         ROWS,
-        "chunk[i] = index < chunks ? index : chunks - 1;",
-        "chunk[i] = index;",
+        "index[i] = at < rows.chunks ? at : rows.chunks - 1;",
+        "index[i] = at;",
         _ranks("test_sizes"),
     ),
     Bug(
         "a row's last chunk counted more than once",
         ROWS,
-        "sums[i] = of.in_bounds[i] ? taken[i] : u32x4{};",
-        "sums[i] = taken[i];",
+        "input[i] = of.in_bounds[i] ? sums[i] : u32x4{};",
+        "input[i] = sums[i];",
         _ranks("test_sizes"),
     ),
     Bug(
@@ -62,8 +90,8 @@ BUGS = (
     Bug(
         "more blocks than are resident",
         "collectives/launches.py",
-        "parts == 1 or (rows * parts <= group.blocks and ",
-        "parts == 1 or (",
+        " if rows * parts <= group.blocks]",
+        "]",
         _ranks("test_blocks_of_a_row"),
     ),
     Bug(

@@ -75,7 +75,7 @@ class CollectiveCosts:
 
     unit_bytes_per_us: float
     """Bytes of an inbox a microsecond that a block reads."""
-    hand_us: float
+    exchange_us: float
     """Microseconds from a block's store to another block's use of it."""
 
 
