@@ -12,6 +12,11 @@ def _ranks(*tests: str, module: str = "all_reduce") -> Tests:
     return Tests(*(f"emulator/test_all_reduce.py::{test}" for test in tests), module=module)
 
 
+def _exchange() -> Tests:
+    """Return the test of rows in several blocks whose kernels exchange sums and maxima."""
+    return _ranks("test_blocks_exchange_sums_and_maxima", module="all_reduce_quant")
+
+
 def _engine(*tests: str) -> Tests:
     return Tests(*(f"vllm/test_reduced_norms.py::{test}" for test in tests))
 
@@ -22,28 +27,42 @@ BUGS = (
         ROWS,
         "if (rows.parts == 1) return reduce_block",
         "return reduce_block",
-        _ranks("test_the_bits_of_two_ops"),
+        _ranks("test_the_bits_of_two_ops", module="all_reduce_group_quant"),
+    ),
+    Bug(
+        "the maximum of a block for its row's",
+        "device/row_output.h",
+        "absmax_to_bounded_scale(of_row.reduce(thread_absmax,",
+        "absmax_to_bounded_scale(reduce_block(thread_absmax,",
+        _exchange(),
     ),
     Bug(
         "a row's maximum in the place of its sum",
         ROWS,
         "constexpr u32 kExchange<Max> = 1;",
         "constexpr u32 kExchange<Max> = 0;",
-        _ranks("test_blocks_exchange_sums_and_maxima"),
+        _exchange(),
     ),
     Bug(
         "two rows' sums in one place",
         ROWS,
         "(row * kExchanges + kExchange<Combine>) * kMaxWaves * 8",
         "kExchange<Combine> * kMaxWaves * 8",
-        _ranks("test_blocks_exchange_sums_and_maxima"),
+        _exchange(),
     ),
     Bug(
-        "a scale by each block of a row",
-        "device/row_output.h",
-        "if (of_row.thread() == 0) mem::store(scale_out, scale);",
-        "if (wave::thread_id() == 0) mem::store(scale_out, scale);",
-        _ranks("test_blocks_exchange_sums_and_maxima"),
+        "two blocks' waves in one place",
+        ROWS,
+        "first_thread / wave::kLanes + wave::index()",
+        "wave::index()",
+        _exchange(),
+    ),
+    Bug(
+        "a row's last wave counted more than once",
+        ROWS,
+        "from < waves ? other : identity",
+        "other",
+        _exchange(),
     ),
     Bug(
         "words awaited beyond a row",
