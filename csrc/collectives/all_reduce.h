@@ -17,8 +17,8 @@
 struct RowsOfRanks {
   const void* input;  // T, rows input_stride elements apart, 16-byte aligned
   i64 input_stride;
-  u32 chunks;  // of a row
-  u32 parts;   // blocks of a row
+  u32 chunks;   // of a row
+  u32 parts;    // blocks of a row
   u32 threads;  // of a row
 };
 
@@ -114,11 +114,10 @@ struct RankRow {
   DEVICE float reduce(float value, float identity, float* partials, int waves, Combine combine) const {
     if (rows.parts == 1) return reduce_block(value, identity, partials, waves, combine);
     value = wave::reduce(value, identity, combine);
-    const u32 slots = slots_of<Protocol>(group, Protocol::kOwnBlocks, epoch) +
-                      (row * kExchanges + kExchange<Combine>) * kMaxWaves * 8;
+    const u32 exchange = row * kExchanges + kExchange<Combine>;
+    const u32 slots = slots_of<Protocol>(group, Protocol::kOwnBlocks, epoch) + exchange * kMaxWaves * 8;
     const u32 number = first_thread / wave::kLanes + wave::index();
-    if (wave::lane() == 0)
-      Protocol::store(slot(group.mine, slots + number * 8), __builtin_bit_cast(u32, value), epoch);
+    if (wave::lane() == 0) Protocol::store(slot(group.mine, slots + number * 8), __builtin_bit_cast(u32, value), epoch);
     const int from = wave::lane() % kMaxWaves;
     const u32 index[1] = {u32(from < waves ? from : waves - 1)};
     u32 found[1][1][1];
@@ -141,15 +140,15 @@ DEVICE void for_rows(const Group& group, const RowsOfRanks& rows, u32 row_count,
 // The sums alone.
 template <class Protocol, class T, u32 kRanks, int kChunks>
 DEVICE void all_reduce(const Group& group, const RowsOfRanks& rows, u32 row_count, void* out) {
-  for_rows<Protocol, T, kRanks, u32(kChunks)>(
-      group, rows, row_count, nullptr, [&](const auto& row) __attribute__((always_inline)) {
-        u32x4 sums[u32(kChunks)];
-        row.sum(sums);
-        u32x4* const to = (u32x4*)out + i64(row.row) * rows.chunks;
+  auto store_row = [&](const auto& row) __attribute__((always_inline)) {
+    u32x4 sums[u32(kChunks)];
+    row.sum(sums);
+    u32x4* const to = (u32x4*)out + i64(row.row) * rows.chunks;
 #pragma unroll
-        for (u32 i = 0; i < u32(kChunks); ++i)
-          if (row.chunk(i) < rows.chunks) mem::store(to + row.chunk(i), sums[i]);
-      });
+    for (u32 i = 0; i < u32(kChunks); ++i)
+      if (row.chunk(i) < rows.chunks) mem::store(to + row.chunk(i), sums[i]);
+  };
+  for_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, row_count, nullptr, store_row);
 }
 
 // Their norm, stored or quantized.
@@ -159,8 +158,8 @@ DEVICE void all_reduce_norm(const Group& group, const RowsOfRanks& rows, u32 row
   const i64 index = u32(wave::block_id_x());
   if (norm.residual) norm.residual = (u16*)norm.residual + index * residual_stride;
   u16* const copy = normed ? (u16*)normed + index * norm.hidden : nullptr;
-  for_rows<Protocol, T, kRanks, u32(kChunks)>(
-      group, rows, row_count, copy, [&](const auto& row) __attribute__((always_inline)) {
-        rms_norm_vector<T, true, Factor::kEither, kChunks>(norm, output, row);
-      });
+  auto norm_row = [&](const auto& row) __attribute__((always_inline)) {
+    rms_norm_vector<T, true, Factor::kEither, kChunks>(norm, output, row);
+  };
+  for_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, row_count, copy, norm_row);
 }

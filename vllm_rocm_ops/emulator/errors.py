@@ -66,7 +66,7 @@ class TornWord(EmulatorError):
 
 
 class SlotOverwritten(EmulatorError):
-    """A word stored before its reader has read the one before."""
+    """A word stored before its reader has read the one before, or twice in one epoch."""
 
 
 class DivergentBarrier(EmulatorError):

@@ -46,8 +46,8 @@ BUGS = (
     Bug(
         "two rows' sums in one place",
         ROWS,
-        "(row * kExchanges + kExchange<Combine>) * kMaxWaves * 8",
-        "kExchange<Combine> * kMaxWaves * 8",
+        "exchange = row * kExchanges + kExchange<Combine>;",
+        "exchange = kExchange<Combine>;",
         _exchange(),
     ),
     Bug(
