@@ -304,7 +304,9 @@ def test_a_word_is_stored_once_in_an_epoch(code):
             fabric.run()
         fabric = Fabric(code, 1, seed)  # two blocks, whose waves may go as one
         fabric.enqueue(0, WORDS_OF[0], blocks=2)
-        with pytest.raises(errors.SlotOverwritten, match="gets a second word of epoch 1|is overwritten before device 0"):
+        with pytest.raises(
+            errors.SlotOverwritten, match="gets a second word of epoch 1|is overwritten before device 0"
+        ):
             fabric.run()
 
 
