@@ -47,6 +47,7 @@ struct OneShot {
   DEVICE static u32 others(const Group& group) { return ((1u << group.ranks) - 1) & ~(1u << group.rank); }
   DEVICE static u32* counter(const Group& group) { return group.counters + 1; }
   DEVICE static void advance(const Group& group, u32 epoch, u32 blocks) {
+    // bug: two_streams
     if (block_count(group.counters, blocks) == blocks - 1) *mem::global(counter(group)) = epoch;
   }
 };

@@ -24,7 +24,8 @@ __all__ = ["TURNS"]
 
 SOURCE = Path(__file__).with_suffix(".hip")
 CSRC = SOURCE.parents[2] / "csrc"
-DEVICE, SUMS = CSRC / "device" / "amd" / "system.h", CSRC / "collectives" / "all_reduce.h"
+DEVICE = CSRC / "device" / "amd" / "system.h"
+MARKED = SOURCE, CSRC / "collectives" / "all_reduce.h", CSRC / "collectives" / "one_shot.h"
 ARCHS, RANKS = AMD, (2, 4, 8)
 SCHEDULES = {1024: 1_000, 7168: 20, 16384: 20}
 """By hidden size, how many schedules show that the protocol is right."""
@@ -42,7 +43,7 @@ def compile_one_shot(arch_name: str, folder: Path) -> Path:
 def lines_of(bug: str) -> frozenset[str]:
     """Return the places, as errors name them, of the statements that "bug:" comments mark for a bug, or else of all accesses to words."""
     found, accesses = set(), set()
-    for path in (SOURCE, SUMS):
+    for path in MARKED:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if bug in line.partition("// bug: ")[2].split():
                 found |= {f"{path.name}:{number + 1}", f"{path.name}:{number + 2}"}
@@ -66,7 +67,7 @@ BUGS = {
     "torn": (errors.TornWord, {}),
     "skip_peer": ((errors.StaleWord, errors.Uninitialised), {}),
     # the conditions under which two buffers are enough
-    "two_streams": (errors.WrongEpoch, {"kernel": "right", "streams": 2}),
+    "two_streams": ((errors.WrongEpoch, errors.GlobalRace), {"kernel": "right", "streams": 2}),
     "block_counter": (errors.WrongEpoch, {"sizes": ((2, HIDDEN), ONE, (2, HIDDEN))}),
     "narrow_epoch": (errors.WrongEpoch, {"sizes": (ONE,) * 4}),
     "fresh_memory": (errors.WrongEpoch, {"epoch": 2**32 - 2}),
