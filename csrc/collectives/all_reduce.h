@@ -3,188 +3,164 @@
 //     x = T(sum of the ranks' input, in rank order)       bit-identical on all ranks
 //     out = x, or RMSNorm of x with every option of device/norm_row.h
 //
-// `parts` blocks share a row. Each pushes its part of this rank's row to all ranks, waits for the same part from them
-// and sums it. With one block, the row is then complete. With more, they hand their sums to the first block, which
-// normalizes the row: one more trip through memory, but each block reads only a part of what 8 ranks sent. A block
-// reads about 50 GB/s, so a row of 7168 takes 4.8 us in one block, and 0.6 us + 1.5 us + 0.6 us in eight and the first.
-// Rows are independent: five tokens use five times as many blocks.
+// The threads of a row are divided among `parts` blocks. Each thread pushes its chunks to all ranks, waits for the same
+// chunks from them and sums them. A reduction over the row, of squares or absolute values, exchanges one word per wave
+// between the row's blocks. The blocks exchange no values: a block that reads the words of a whole row from memory takes
+// 4 us for 16384 columns from one peer (16 KB/us, H200), and an exchange 1.5 us for any number of columns. Rows are
+// independent: five tokens use five times the blocks.
+//
+// Results do not depend on `parts`: the row's waves are combined in the same order.
 #pragma once
 #include "device/norm_row.h"
 #include "one_shot.h"
-
-constexpr u32 kMaxThreads = 512;  // per block
 
 // The rows [rows, hidden] of a launch.
 struct RowsOfRanks {
   const void* input;  // T, rows input_stride elements apart, 16-byte aligned
   i64 input_stride;
-  u32 chunks;  // per row
-  u32 parts, part_chunks;
+  u32 chunks;   // per row
+  u32 parts;    // blocks per row
+  u32 threads;  // per row
 };
 
-// One row of the launch, from its blocks' view.
-template <class Protocol, class T, u32 kRanks>
+template <class Combine>
+constexpr u32 kExchange = 0;  // index of a reduction in its row: sums first
+template <>
+constexpr u32 kExchange<Max> = 1;
+constexpr u32 kExchanges = 2;
+
+// One row of the launch from the view of one of its blocks: a row source of device/norm_row.h.
+template <class Protocol, class T, u32 kRanks, u32 kChunks>
 struct RankRow {
+  static constexpr bool kLoads = false;
   // The number of chunks awaited at once: keeps the loads in flight constant across rank counts.
-  static constexpr u32 kAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
+  static constexpr u32 kMaxAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
+  static constexpr u32 kAtOnce = kMaxAtOnce < kChunks ? kMaxAtOnce : kChunks;
 
   const Group& group;
-  const u16* input;
-  u32 epoch, parts;
+  const RowsOfRanks& rows;
+  u16* normed;  // [hidden] T: the norm before quantization, or null
+  u32 epoch, row, first_thread;
   Planes planes;
   u64 limit;
+  u32x4 own[kChunks] = {};
 
-  DEVICE u32x4 own(u32 chunk) const { return mem::load<u32x4>((const u32x4*)input + chunk); }
+  DEVICE RankRow(const Group& group, const RowsOfRanks& rows, u32 epoch, u16* normed)
+      : group(group),
+        rows(rows),
+        normed(normed),
+        epoch(epoch),
+        row(wave::block_id_x()),
+        first_thread(wave::block_id_y() * (rows.threads / rows.parts)),
+        planes{row * rows.chunks * 8 * kPlanes, rows.chunks * 8},
+        limit(u64(group.limit_us) * wave::kTicksPerMicrosecond) {}
 
-  DEVICE void push_part(u32 first, u32 end, u32 threads) const {
+  DEVICE u32 thread() const { return first_thread + wave::thread_id(); }
+  DEVICE u32 chunk(u32 i) const { return thread() + i * rows.threads; }
+
+  DEVICE void push_own() {
+    const u32x4* const input = (const u32x4*)((const u16*)rows.input + i64(row) * rows.input_stride);
     const u32 slots = slots_of<Protocol>(group, group.rank, epoch);
-    for (u32 chunk = first + wave::thread_id(); chunk < end; chunk += threads)
-      push<Protocol, kRanks>(group, epoch, slots, planes, chunk, own(chunk));
-  }
-
-  // Sums at most kAtOnce chunks over the ranks.
-  template <u32 kChunks>
-  DEVICE void sum(const u32 (&chunk)[kChunks], u32x4 (&sums)[kChunks]) const {
-    u32x4 mine[kChunks], values[kRanks][kChunks];
-#pragma unroll
-    for (u32 i = 0; i < kChunks; ++i) mine[i] = own(chunk[i]);
-    const u32 slots = slots_of<Protocol>(group, 0, epoch);
-    await<Protocol, kRanks>(group, epoch, Protocol::others(group), slots, group.capacity * 8, planes, chunk, limit,
-                            values);
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) {
-      Chunk total;
-#pragma unroll
-      for (u32 peer = 0; peer < kRanks; ++peer) {
-        if (peer >= group.ranks) continue;
-        // bug: skip_peer
-        const Chunk x = unpack<T>(peer == group.rank ? mine[i] : values[peer][i]);
-        for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = peer == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
-      }
-      sums[i] = pack<T>(total);
+      const u32 index = chunk(i);
+      if (index >= rows.chunks) continue;
+      own[i] = mem::load<u32x4>(input + index);
+      push<Protocol, kRanks>(group, epoch, slots, planes, index, own[i]);
     }
   }
 
-  // Hands a part's sums to the row's first block.
-  DEVICE void hand_part(u32 first, u32 end, u32 threads) const {
-    const u32 slots = slots_of<Protocol>(group, Protocol::kHanded, epoch);
-#pragma nounroll
-    for (u32 base = first; base < end; base += kAtOnce * threads) {
-      u32 chunk[kAtOnce];
-      u32x4 sums[kAtOnce];
+  // Sums this thread's chunks over the ranks.
+  DEVICE void sum(u32x4 (&sums)[kChunks]) const {
+    const u32 slots = slots_of<Protocol>(group, 0, epoch);
+#pragma unroll
+    for (u32 first = 0; first < kChunks; first += kAtOnce) {
+      u32 index[kAtOnce], values[kRanks][kAtOnce][kPlanes];
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
-        const u32 index = base + wave::thread_id() + i * threads;
-        chunk[i] = index < end ? index : end - 1;  // past the end, the last one again
+        const u32 at = chunk(first + i);
+        index[i] = at < rows.chunks ? at : rows.chunks - 1;  // past the end, the last one again
       }
-      sum(chunk, sums);
+      await<Protocol, kRanks>(group, epoch, Protocol::others(group), slots, group.capacity * 8, planes, index, limit,
+                              values);
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
-        if (base + wave::thread_id() + i * threads >= end) continue;
+        Chunk total;
 #pragma unroll
-        for (u32 j = 0; j < kPlanes; ++j)
-          Protocol::store(slot(group.mine, slots + planes.at(chunk[i], j)), sums[i][j], epoch);
+        for (u32 peer = 0; peer < kRanks; ++peer) {
+          if (peer >= group.ranks) continue;
+          const u32(&word)[kPlanes] = values[peer][i];
+          // bug: skip_peer
+          const Chunk x = unpack<T>(peer == group.rank ? own[first + i] : u32x4{word[0], word[1], word[2], word[3]});
+          for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = peer == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
+        }
+        sums[first + i] = pack<T>(total);
       }
     }
   }
 
-  // Gets the sums of the first block's chunks that belong to this thread, by its index and `threads`; chunks past the
-  // row repeat the last one. They pass through LDS, from a thread to itself: the loop is not unrolled, as its body has
-  // dozens of loads.
-  template <u32 kChunks>
-  DEVICE void take(u32 chunks, u32 threads, u32x4 (&sums)[kChunks]) const {
-    constexpr u32 kStep = kAtOnce < kChunks ? kAtOnce : kChunks;
-    LDS static u32x4 taken[kChunks * kMaxThreads];
-    u32x4* const own_taken = taken + wave::thread_id();
-#pragma nounroll
-    for (u32 first = 0; first < kChunks; first += kStep) {
-      u32 chunk[kStep];
-      u32x4 found[kStep], handed[1][kStep];
-#pragma unroll
-      for (u32 i = 0; i < kStep; ++i) {
-        const u32 index = wave::thread_id() + (first + i) * threads;
-        chunk[i] = index < chunks ? index : chunks - 1;
-      }
-      if (parts == 1) {
-        sum(chunk, found);
-      } else {
-        const u32 slots = slots_of<Protocol>(group, Protocol::kHanded, epoch);
-        await<Protocol, kRanks>(group, epoch, 1, slots, 0, planes, chunk, 2 * limit, handed);
-#pragma unroll
-        for (u32 i = 0; i < kStep; ++i) found[i] = handed[0][i];
-      }
-#pragma unroll
-      for (u32 i = 0; i < kStep; ++i) own_taken[(first + i) * kMaxThreads] = found[i];
-    }
-#pragma unroll
-    for (u32 i = 0; i < kChunks; ++i) sums[i] = own_taken[i * kMaxThreads];
-  }
-};
+  // device/norm_row.h
 
-// The row source of rms_norm_vector, with a copy of the result before quantization.
-template <class Row>
-struct FromRanks {
-  static constexpr bool kLoads = false;
-  Row row;
-  u32 chunks, threads;
-  void* normed;  // the row's, or null
-
-  template <int kChunks>
-  DEVICE void fill(RowChunks<kChunks, u32x4> of, u32x4 (&sums)[kChunks]) const {
-    u32x4 taken[u32(kChunks)];
-    row.template take<u32(kChunks)>(chunks, threads, taken);
+  DEVICE void fill(RowChunks<int(kChunks), u32x4> of, u32x4 (&input)[kChunks]) const {
+    u32x4 sums[kChunks];
+    sum(sums);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) sums[i] = of.in_bounds[i] ? taken[i] : u32x4{};
+    for (u32 i = 0; i < kChunks; ++i) input[i] = of.in_bounds[i] ? sums[i] : u32x4{};
   }
   DEVICE void keep(int index, bool in_bounds, u32x4 y) const {
     if (in_bounds && normed) mem::store((u32x4*)normed + index, y);
   }
+  // reduce_block over the waves of all blocks of the row.
+  template <class Combine>
+  DEVICE float reduce(float value, float identity, float* partials, int waves, Combine combine) const {
+    if (rows.parts == 1) return reduce_block(value, identity, partials, waves, combine);
+    value = wave::reduce(value, identity, combine);
+    const u32 exchange = row * kExchanges + kExchange<Combine>;
+    const u32 slots = slots_of<Protocol>(group, Protocol::kOwnBlocks, epoch) + exchange * kMaxWaves * 8;
+    const u32 number = first_thread / wave::kLanes + wave::index();
+    if (wave::lane() == 0) Protocol::store(slot(group.mine, slots + number * 8), __builtin_bit_cast(u32, value), epoch);
+    const int from = wave::lane() % kMaxWaves;
+    const u32 index[1] = {u32(from < waves ? from : waves - 1)};
+    u32 found[1][1][1];
+    await<Protocol, kRanks>(group, epoch, 1, slots, 0, {0, 0}, index, 2 * limit, found);
+    const float other = __builtin_bit_cast(float, found[0][0][0]);
+    return wave::reduce_group<kMaxWaves>(from < waves ? other : identity, identity, combine);
+  }
 };
 
-// Blocks are [rows, parts]: use(row) is called in each row's first block, once its part has been pushed.
-template <class Protocol, class T, u32 kRanks, class Use>
-DEVICE void for_rows(const Group& group, const RowsOfRanks& rows, u32 row_count, u32 threads, Use use) {
-  const u32 index = wave::block_id_x(), part = wave::block_id_y();
-  const u32 epoch = epoch_of<Protocol>(group), columns = rows.chunks * 8;
-  const u16* input = (const u16*)rows.input + index * rows.input_stride;
-  const RankRow<Protocol, T, kRanks> row{group,
-                                         input,
-                                         epoch,
-                                         rows.parts,
-                                         {index * columns * kPlanes, columns},
-                                         u64(group.limit_us) * wave::kTicksPerMicrosecond};
-  const u32 first = part * rows.part_chunks, end = first + rows.part_chunks;
-  const u32 last = end < rows.chunks ? end : rows.chunks;
-  row.push_part(first, last, threads);
-  if (rows.parts > 1) row.hand_part(first, last, threads);
-  if (part == 0) use(row);
+// Blocks are [rows, parts]: use(row) is called once a block has pushed its part of a row.
+template <class Protocol, class T, u32 kRanks, u32 kChunks, class Use>
+DEVICE void for_rows(const Group& group, const RowsOfRanks& rows, u32 row_count, u16* normed, Use use) {
+  const u32 epoch = epoch_of<Protocol>(group);
+  RankRow<Protocol, T, kRanks, kChunks> row(group, rows, epoch, normed);
+  row.push_own();
+  use(row);
   end_block<Protocol>(group, epoch, row_count * rows.parts);
 }
 
 // All-reduce only.
 template <class Protocol, class T, u32 kRanks, int kChunks>
-DEVICE void all_reduce(const Group& group, const RowsOfRanks& rows, u32 row_count, u32 threads, void* out) {
-  for_rows<Protocol, T, kRanks>(group, rows, row_count, threads, [&](auto row) __attribute__((always_inline)) {
+DEVICE void all_reduce(const Group& group, const RowsOfRanks& rows, u32 row_count, void* out) {
+  auto store_row = [&](const auto& row) __attribute__((always_inline)) {
     u32x4 sums[u32(kChunks)];
-    row.template take<u32(kChunks)>(rows.chunks, threads, sums);
-    u32x4* const to = (u32x4*)out + i64(u32(wave::block_id_x())) * rows.chunks;
+    row.sum(sums);
+    u32x4* const to = (u32x4*)out + i64(row.row) * rows.chunks;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const u32 chunk = wave::thread_id() + i * threads;
-      if (chunk < rows.chunks) mem::store(to + chunk, sums[i]);
-    }
-  });
+    for (u32 i = 0; i < u32(kChunks); ++i)
+      if (row.chunk(i) < rows.chunks) mem::store(to + row.chunk(i), sums[i]);
+  };
+  for_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, row_count, nullptr, store_row);
 }
 
 // All-reduce and RMSNorm, stored or quantized.
 template <class Protocol, class T, u32 kRanks, int kChunks, Output kOutput>
-DEVICE void all_reduce_norm(const Group& group, const RowsOfRanks& rows, u32 row_count, u32 threads, NormRow norm,
+DEVICE void all_reduce_norm(const Group& group, const RowsOfRanks& rows, u32 row_count, NormRow norm,
                             i64 residual_stride, void* normed, RowOutput<T, kOutput> output) {
   const i64 index = u32(wave::block_id_x());
   if (norm.residual) norm.residual = (u16*)norm.residual + index * residual_stride;
-  if (normed) normed = (u16*)normed + index * norm.hidden;
-  for_rows<Protocol, T, kRanks>(group, rows, row_count, threads, [&](auto row) __attribute__((always_inline)) {
-    const FromRanks<decltype(row)> source{row, rows.chunks, threads, normed};
-    rms_norm_vector<T, true, Factor::kEither, kChunks>(norm, output, source);
-  });
+  u16* const copy = normed ? (u16*)normed + index * norm.hidden : nullptr;
+  auto norm_row = [&](const auto& row) __attribute__((always_inline)) {
+    rms_norm_vector<T, true, Factor::kEither, kChunks>(norm, output, row);
+  };
+  for_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, row_count, copy, norm_row);
 }

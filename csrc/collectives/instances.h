@@ -15,16 +15,14 @@
   KERNEL(512) all_reduce_##type##_##most##_x##chunks(                                                                  \
       GROUP_ARGUMENTS,                                                                                                 \
       const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                 \
-      i64 input_stride, u32 rows, u32 row_chunks, u32 parts, u32 part_chunks, u32 threads_per_block,                   \
+      i64 input_stride, u32 rows, u32 row_chunks, u32 parts, u32 row_threads,                                          \
       void* out) {            /* [rows, hidden] T */                                                                   \
     GROUP;                                                                                                             \
-    all_reduce<OneShot, T, most, chunks>(group, {input, input_stride, row_chunks, parts, part_chunks}, rows,           \
-                                         threads_per_block, out);                                                      \
+    all_reduce<OneShot, T, most, chunks>(group, {input, input_stride, row_chunks, parts, row_threads}, rows, out);     \
   }
 #define NORM_INSTANCE(name, type, T, output_kind, most, chunks)                                                        \
   KERNEL(512) all_reduce_##name##_##type##_##most##_x##chunks(                                                         \
-      GROUP_ARGUMENTS, const void* input, i64 input_stride, u32 rows, u32 row_chunks, u32 parts, u32 part_chunks,      \
-      u32 threads_per_block,                                                                                           \
+      GROUP_ARGUMENTS, const void* input, i64 input_stride, u32 rows, u32 row_chunks, u32 parts, u32 row_threads,      \
       void* residual,         /* [rows, hidden] T, rows residual_stride elements apart, or null */                     \
       i64 residual_stride,                                                                                             \
       const void* weight,     /* [hidden] T, or null */                                                                \
@@ -34,14 +32,14 @@
       i64 scale_row_stride, i64 scale_stride, int group_size) {                                                        \
     GROUP;                                                                                                             \
     const RowOutput<T, Output::output_kind> output(                                                                    \
-        scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                         \
+        scale, out, scale_out, scale_row_stride, scale_stride, group_size, row_threads);                               \
     all_reduce_norm<OneShot, T, most, chunks>(                                                                         \
-        group, {input, input_stride, row_chunks, parts, part_chunks}, rows, threads_per_block,                         \
+        group, {input, input_stride, row_chunks, parts, row_threads}, rows,                                            \
         {nullptr, residual, weight, hidden, inverse_hidden, epsilon, one_plus_weight != 0}, residual_stride, normed,   \
         output);                                                                                                       \
   }
 // clang-format on
-#define SIZES(instance, ...) instance(__VA_ARGS__, 2) instance(__VA_ARGS__, 4)
+#define SIZES(instance, ...) instance(__VA_ARGS__, 1) instance(__VA_ARGS__, 2)
 #define GROUPS(instance, ...) \
   SIZES(instance, __VA_ARGS__, 2) SIZES(instance, __VA_ARGS__, 4) SIZES(instance, __VA_ARGS__, 8)
 #define NORMS(name, output_kind)                       \

@@ -11,7 +11,7 @@
 //      diverge.
 //   4. Epochs have 32 bits. With fewer, a word from an old epoch could look new. Epoch 0 is the content of fresh
 //      memory: a group starts at epoch 1, and 2 follows 2^32 - 1, so that buffers still alternate.
-//   5. A rank's blocks also pass sums to each other as words, in separate slots.
+//   5. A row's blocks also exchange partial reductions as words, in separate slots.
 //   6. All blocks are resident: a block that waits for a peer's block occupies a slot until that block has run.
 //
 // A rank that waits longer than its limit gives up: it stores an error in every rank's inbox. Each rank that sees an
@@ -44,12 +44,13 @@ struct OneShot {
   DEVICE static u64 load(const u64* slot) { return mem::load_system<u64>(slot); }
   DEVICE static u32 differs(u32 found, u32 epoch) { return found ^ epoch; }
   DEVICE static u32 buffer(u32 epoch) { return epoch & 1; }
-  static constexpr u32 kHanded = kMaxRanks;  // the slots in which a rank's own blocks pass sums
+  static constexpr u32 kOwnBlocks = kMaxRanks;  // slots in which a rank's own blocks exchange partial reductions
   DEVICE static u32 next(u32 epoch) { return epoch == ~0u ? 2 : epoch + 1; }
   // The ranks to wait for, as a bit mask.
   DEVICE static u32 others(const Group& group) { return ((1u << group.ranks) - 1) & ~(1u << group.rank); }
   DEVICE static u32* counter(const Group& group) { return group.counters + 1; }
   DEVICE static void advance(const Group& group, u32 epoch, u32 blocks) {
+    // bug: two_streams
     if (block_count(group.counters, blocks) == blocks - 1) *mem::global(counter(group)) = epoch;
   }
 };
@@ -115,12 +116,12 @@ DEVICE void give_up(const Group& group, u32 epoch, u32 missing, u32 error) {
   mem::store_system(group.report, error | u64(epoch) << 32);
 }
 
-// Waits for the words from the kSources sources in `missing`, a bit mask, and returns their values for the chunks
+// Waits for the words from the kSources sources in `missing`, a bit mask, and returns their values: kWords of each chunk
 // `chunk`, in slots that begin `slots` bytes into the inbox, `step` apart. The wave proceeds as one.
-template <class Protocol, u32 kRanks, u32 kSources, u32 kChunks>
+template <class Protocol, u32 kRanks, u32 kSources, u32 kChunks, u32 kWords>
 DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 step, Planes planes,
-                  const u32 (&chunk)[kChunks], u64 limit, u32x4 (&values)[kSources][kChunks]) {
-  u64 words[kSources][kChunks][kPlanes];
+                  const u32 (&chunk)[kChunks], u64 limit, u32 (&values)[kSources][kChunks][kWords]) {
+  u64 words[kSources][kChunks][kWords];
   const u64 begin = wave::time();
   while (true) {
     const u32 error = wave::uniform(mem::load_system<u32>(group.mine));
@@ -131,7 +132,7 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
       for (u32 i = 0; i < kChunks; ++i) {
         u32 offset = slots + source * step + planes.at(chunk[i], 0);
 #pragma unroll
-        for (u32 j = 0; j < kPlanes; ++j, offset += planes.columns) {
+        for (u32 j = 0; j < kWords; ++j, offset += planes.columns) {
           wave::in_lanes(offset);  // keeps the 32-bit offset, not a 64-bit address
           words[source][i][j] = Protocol::load(slot(group.mine, offset));
         }
@@ -144,7 +145,7 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
 #pragma unroll
       for (u32 i = 0; i < kChunks; ++i) {
 #pragma unroll
-        for (u32 j = 0; j < kPlanes; ++j) differ |= Protocol::differs(words[source][i][j] >> 32, epoch);
+        for (u32 j = 0; j < kWords; ++j) differ |= Protocol::differs(words[source][i][j] >> 32, epoch);
       }
       if (wave::count(differ != 0) == 0) missing &= ~(1u << source);
     }
@@ -159,7 +160,7 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) {
 #pragma unroll
-      for (u32 j = 0; j < kPlanes; ++j)
+      for (u32 j = 0; j < kWords; ++j)
         values[source][i][j] = missing >> source & 1 ? kNotThere : u32(words[source][i][j]);
     }
   }

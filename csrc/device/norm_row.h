@@ -35,9 +35,9 @@ constexpr bool kRoundsSum = true;  // for outputs that store y as T
 template <class T, Output kOutput>
 constexpr bool kRoundsSum<RowOutput<T, kOutput>> = rounds_sum(kOutput);
 
-// The row's source: FromMemory loads it from HBM. Any other source fills `input` once all other loads are issued; its
-// rows may have a residual or none.
-struct FromMemory {
+// The row's source and the threads that hold it: FromMemory loads it from HBM into one block. Any other source fills
+// `input` once all other loads are issued; its rows may have a residual or none.
+struct FromMemory : BlockOfRow {
   static constexpr bool kLoads = true;
 };
 
@@ -51,7 +51,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
   u32x4 input[kChunks], residual[kChunks], weight[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    chunks.index[i] = wave::thread_id() + i * output.threads;
+    chunks.index[i] = source.thread() + i * output.threads;
     chunks.in_bounds[i] = chunks.index[i] * kChunk < row.hidden;
     auto load = [&](const void* from) { return mem::load_vector_or_zero(from, chunks.index[i], chunks.in_bounds[i]); };
     if constexpr (!Source::kLoads) {
@@ -94,7 +94,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
     for (f32x2 pair : z.pair) squares = __builtin_elementwise_fma(pair, pair, squares);
     exact[i] = z;
   }
-  const float rms = inverse_rms(reduce_block(squares.x + squares.y, 0.0f, sums, output.waves, Add{}), row);
+  const float rms = inverse_rms(source.reduce(squares.x + squares.y, 0.0f, sums, output.waves, Add{}), row);
 
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
@@ -105,5 +105,5 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
     if constexpr (!Source::kLoads) source.keep(chunks.index[i], chunks.in_bounds[i], chunks.y[i]);
     output.store(chunks.index[i], chunks.in_bounds[i], chunks.y[i]);
   }
-  output.finish(chunks);
+  output.finish(chunks, source);
 }

@@ -24,3 +24,12 @@ DEVICE float reduce_block(float value, float identity, float* partials, int wave
   int slot = wave::lane() % kMaxWaves;
   return wave::reduce_group<kMaxWaves>(slot < waves ? partials[slot] : identity, identity, combine);
 }
+
+// The threads of a row that one block has: their numbers and reductions over them.
+struct BlockOfRow {
+  DEVICE static int thread() { return wave::thread_id(); }
+  template <class Combine>
+  DEVICE static float reduce(float value, float identity, float* partials, int waves, Combine combine) {
+    return reduce_block(value, identity, partials, waves, combine);
+  }
+};

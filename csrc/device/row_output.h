@@ -44,7 +44,7 @@ struct RowOutput {
   float* scale_out;       // per token: [1]; per block and mx: one per group, scale_stride apart
   i64 scale_row_stride, scale_stride;
   int group_size;              // 64 or 128
-  int threads, waves;          // per block
+  int threads, waves;          // per row
   float thread_absmax = 0.0f;  // over its chunks, per token
 
   DEVICE RowOutput(const float* scale_at, void* out, float* scale_out, i64 scale_row_stride, i64 scale_stride,
@@ -88,12 +88,12 @@ struct RowOutput {
     } else store_group(index, in_bounds, as_fp32(y));
   }
   // Called after store() for all chunks. The per-token output stores them here.
-  template <int kChunks, class Y>
-  DEVICE void finish(RowChunks<kChunks, Y> chunks) {
+  template <int kChunks, class Y, class Threads = BlockOfRow>
+  DEVICE void finish(RowChunks<kChunks, Y> chunks, const Threads& of_row = {}) {
     if constexpr (kOutput == Output::kPerToken) {
       LDS static float maxima[kMaxWaves];
-      const float scale = absmax_to_bounded_scale(reduce_block(thread_absmax, 0.0f, maxima, waves, Max{}));
-      if (wave::thread_id() == 0) mem::store(scale_out, scale);
+      const float scale = absmax_to_bounded_scale(of_row.reduce(thread_absmax, 0.0f, maxima, waves, Max{}));
+      if (of_row.thread() == 0) mem::store(scale_out, scale);
       const Scale divisor(scale);
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)

@@ -74,7 +74,7 @@ struct LatentRow {
     cache.write(index * kChunk, y);
   }
   template <int kChunks>
-  DEVICE void finish(RowChunks<kChunks, u32x4>) const {}
+  DEVICE void finish(RowChunks<kChunks, u32x4>, FromMemory) const {}
 };
 
 // A thread's 8 pairs of k_pe, loaded before the norm and rotated after it.

@@ -48,38 +48,50 @@ struct FreshMemory : OneShot {
   DEVICE static u32 next(u32 epoch) { return epoch + 1; }
 };
 struct SharedSlots : OneShot {
-  static constexpr u32 kHanded = 0;
+  static constexpr u32 kOwnBlocks = 0;
 };
 
-#define KERNEL_OF(name, Protocol, ranks, chunks)                                                                      \
-  KERNEL(512)                                                                                                         \
-  name##_##ranks##_x##chunks(u64* inbox0, u64* inbox1, u64* inbox2, u64* inbox3, u64* inbox4, u64* inbox5,            \
-                             u64* inbox6, u64* inbox7, u64* mine, u32* counters, u64* report, u32 capacity, u32 rank, \
-                             u32 ranks_, u32 limit_us, const void* input, i64 input_stride, u32 rows, u32 row_chunks, \
-                             u32 parts, u32 part_chunks, u32 threads_per_block, void* out) {                          \
-    const Group group{{inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7},                               \
-                      mine,                                                                                           \
-                      counters,                                                                                       \
-                      report,                                                                                         \
-                      capacity,                                                                                       \
-                      rank,                                                                                           \
-                      ranks_,                                                                                         \
-                      limit_us};                                                                                      \
-    all_reduce<Protocol, Bf16, ranks, chunks>(group, {input, input_stride, row_chunks, parts, part_chunks}, rows,     \
-                                              threads_per_block, out);                                                \
+// clang-format off
+#define GROUP_ARGUMENTS                                                                                                \
+  u64* inbox0, u64* inbox1, u64* inbox2, u64* inbox3, u64* inbox4, u64* inbox5, u64* inbox6, u64* inbox7, u64* mine,   \
+  u32* counters, u64* report, u32 capacity, u32 rank, u32 ranks, u32 limit_us, const void* input, i64 input_stride,    \
+  u32 rows, u32 row_chunks, u32 parts, u32 row_threads
+#define GROUP                                                                                                          \
+  const Group group{{inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7},                                  \
+                    mine, counters, report, capacity, rank, ranks, limit_us};                                          \
+  const RowsOfRanks of_ranks{input, input_stride, row_chunks, parts, row_threads}
+#define SUM(name, Protocol, most, chunks)                                                                              \
+  KERNEL(512) name##_sum_##most##_x##chunks(GROUP_ARGUMENTS, void* out) {                                              \
+    GROUP;                                                                                                             \
+    all_reduce<Protocol, Bf16, most, chunks>(group, of_ranks, rows, out);                                              \
   }
-#define KERNELS(name, Protocol, chunks) \
-  KERNEL_OF(name, Protocol, 2, chunks) KERNEL_OF(name, Protocol, 4, chunks) KERNEL_OF(name, Protocol, 8, chunks)
-KERNELS(right, Right, 2)
-KERNELS(right, Right, 4)
-KERNELS(store_scope, StoreScope, 2)
-KERNELS(load_scope, LoadScope, 2)
-KERNELS(torn, Torn, 2)
-KERNELS(wait, Wait, 2)
-KERNELS(any_epoch, AnyEpoch, 2)
-KERNELS(swap, Swap, 2)
-KERNELS(block_counter, BlockCounter, 2)
-KERNELS(skip_peer, SkipPeer, 2)
-KERNELS(narrow_epoch, NarrowEpoch, 2)
-KERNELS(fresh_memory, FreshMemory, 2)
-KERNELS(shared_slots, SharedSlots, 2)
+#define NORM(name, Protocol, most, chunks)                                                                             \
+  KERNEL(512) name##_norm_##most##_x##chunks(                                                                          \
+      GROUP_ARGUMENTS, void* residual, i64 residual_stride, const void* weight, int hidden, float inverse_hidden,      \
+      float epsilon, int one_plus_weight, void* normed, const float* scale, void* out, float* scale_out,               \
+      i64 scale_row_stride, i64 scale_stride, int group_size) {                                                        \
+    GROUP;                                                                                                             \
+    const RowOutput<Bf16, Output::kPlain> output(                                                                      \
+        scale, out, scale_out, scale_row_stride, scale_stride, group_size, row_threads);                               \
+    all_reduce_norm<Protocol, Bf16, most, chunks>(                                                                     \
+        group, of_ranks, rows, {nullptr, residual, weight, hidden, inverse_hidden, epsilon, one_plus_weight != 0},     \
+        residual_stride, normed, output);                                                                              \
+  }
+// clang-format on
+#define KERNELS(kind, name, Protocol, chunks) \
+  kind(name, Protocol, 2, chunks) kind(name, Protocol, 4, chunks) kind(name, Protocol, 8, chunks)
+KERNELS(SUM, right, Right, 1)
+KERNELS(SUM, right, Right, 2)
+KERNELS(NORM, right, Right, 1)
+KERNELS(NORM, right, Right, 2)
+KERNELS(SUM, store_scope, StoreScope, 1)
+KERNELS(SUM, load_scope, LoadScope, 1)
+KERNELS(SUM, torn, Torn, 1)
+KERNELS(SUM, wait, Wait, 1)
+KERNELS(SUM, any_epoch, AnyEpoch, 1)
+KERNELS(SUM, swap, Swap, 1)
+KERNELS(SUM, block_counter, BlockCounter, 1)
+KERNELS(SUM, skip_peer, SkipPeer, 1)
+KERNELS(SUM, narrow_epoch, NarrowEpoch, 1)
+KERNELS(SUM, fresh_memory, FreshMemory, 1)
+KERNELS(NORM, shared_slots, SharedSlots, 1)

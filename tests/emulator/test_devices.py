@@ -27,7 +27,7 @@ def built(request, tmp_path_factory):
 # The protocol is right
 
 
-DEFAULT = {512: 8, 7168: 1, 16384: 1}  # schedules by hidden size
+DEFAULT = {1024: 12, 7168: 1, 16384: 1}  # schedules by hidden size
 
 
 def check_schedules(built, ranks: int, hidden: int, seeds) -> None:
@@ -59,8 +59,8 @@ def test_epochs_come_round(built):
         Group(path, arch_name, 2, (ONE, ONE, (2, HIDDEN), ONE), seed, epoch=2**32 - 3).run()
 
 
-LOADS, STORES = 2 * 4, 4
-"""Loads with which a wave looks once for the other rank's words, two chunks a thread, and stores that push them."""
+LOADS, STORES = 4, 4
+"""Loads with which a wave looks once for the other rank's words, one chunk a thread, and stores that push them."""
 
 
 def test_words_wake_waves(built, monkeypatch):

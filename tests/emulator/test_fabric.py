@@ -65,6 +65,14 @@ LOADS_WORD_BACK = kernel(
     WAIT,
     "global_store_dword v1, v8, s[6:7]",
 )
+STORES_WORD_AGAIN = kernel(
+    "stores_word_again",
+    "v_mov_b32 v5, 1",
+    f"global_store_dwordx2 v2, v[4:5], s[4:5] {SYSTEM}",
+    f"global_load_dwordx2 v[8:9], v2, s[4:5] {SYSTEM}",
+    WAIT,
+    f"global_store_dwordx2 v2, v[4:5], s[4:5] {SYSTEM}",
+)
 STORES_TWICE = kernel(
     "stores_twice",
     f"global_store_dword v1, v3, s[4:5] {SYSTEM}",
@@ -182,6 +190,7 @@ KERNELS = [
         RECEIVES,
         STORES_ANOTHER,
         STORES_ALONE,
+        STORES_WORD_AGAIN,
     ),
 ]
 
@@ -287,6 +296,21 @@ def test_only_the_owner_reads_a_slot_free(code):
         fabric.enqueue(0, WORDS_OF[1])
         fabric.enqueue(1, WORDS_OF[2])
         with pytest.raises(errors.SlotOverwritten, match="before device 2 has read"):
+            fabric.run()
+
+
+def test_a_word_is_stored_once_in_an_epoch(code):
+    """Its reader cannot tell two words of one epoch apart, though it has read the first."""
+    for seed in SEEDS:
+        fabric = Fabric(code, 1, seed)
+        fabric.enqueue(0, STORES_WORD_AGAIN)
+        with pytest.raises(errors.SlotOverwritten, match="byte 0 of shared gets a second word of epoch 1"):
+            fabric.run()
+        fabric = Fabric(code, 1, seed)  # two blocks, whose waves may go as one
+        fabric.enqueue(0, WORDS_OF[0], blocks=2)
+        with pytest.raises(
+            errors.SlotOverwritten, match="gets a second word of epoch 1|is overwritten before device 0"
+        ):
             fabric.run()
 
 

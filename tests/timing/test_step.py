@@ -110,7 +110,7 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
     assert "gate_up" not in joined and "SwiGLU" not in joined and joined["down"].count == 126
     for apart in (found(two + gap + 0.1), found(None), found(1.0, "baseline")):
         assert apart["gate_up"].count == apart["SwiGLU"].count == 126 and "gate_up + SwiGLU" not in apart
-    few, many = (step.total(tuple(of.values())) for of in (joined, apart | found(None)))
+    few, many = (step.total(tuple(of.values())) for of in (joined, found(None)))
     assert many.launches - few.launches == 126 and many.us - few.us == pytest.approx(126 * 0.1)
 
 
@@ -294,7 +294,7 @@ def test_an_all_reduce_and_the_norm_behind_it_are_one_launch_where_that_is_faste
     assert "all-reduce" in found(8), "a launch takes four rows"
     assert found(1, tp=1).keys() >= {"input norm", "post-attention norm"}
     own = [baseline.fused_all_reduce(machine, 8, 1, 5120).us for machine in (MI300X, machines.MI355X)]
-    assert own == pytest.approx([6.2, 6.6], abs=0.1), "the published 5.2 reads half as much, and hands nothing on"
+    assert own == pytest.approx([5.8, 6.1], abs=0.1), "the published 5.2 reads half as much, and exchanges nothing"
     assert (
         baseline.fused_all_reduce(MI300X, 9, 1, 5120) is None is baseline.fused_all_reduce(machines.MI325X, 8, 1, 5120)
     )

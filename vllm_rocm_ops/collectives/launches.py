@@ -28,9 +28,10 @@ WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two 16-bit values and its epoch
 CAPACITY = 128 * 1024 // 2 // VALUES_IN_WORD
 """Words per call: 128 KiB of values are 256 KiB per link, 5.5 us on MI300X (48 GB/s, one direction). Twice the capacity would take as
 long as vLLM's all-reduce of 192 KiB and a norm (7.0 us on MI355X, vllm#39080, and 4.5 us)."""
-THREADS, CHUNKS = 512, (2, 4)  # most threads per block, and vectors per thread
+MAX_BLOCK_THREADS, MAX_ROW_THREADS = 512, 1024
+CHUNKS = (1, 2)  # vectors per thread
 PARTS = (1, 2, 4, 8)
-LARGEST_HIDDEN = THREADS * CHUNKS[-1] * rowwise.VECTOR
+LARGEST_HIDDEN = MAX_ROW_THREADS * CHUNKS[-1] * rowwise.VECTOR
 SUM, PER_TENSOR, PER_GROUP = "all_reduce", "all_reduce_quant", "all_reduce_group_quant"
 MODULES = {
     "rms_norm": SUM,
@@ -90,7 +91,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Config:
-    """`parts` blocks of `threads` threads per row; in the first block a thread has `chunks` vectors of 8 elements."""
+    """`threads` threads per row in `parts` blocks, each with `chunks` vectors of 8 elements."""
 
     parts: int
     threads: int
@@ -119,17 +120,21 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
         f"input has at most {values} values ({values * 2 // 1024} KiB, twice that between ranks)",
         (a.input.numel() <= values),
     )
-    yield f"there are at most {group.blocks} rows, so that all blocks are resident", rows <= group.blocks
+    yield (
+        f"rows have at most {group.blocks} blocks, so that all are resident",
+        rows == 0 or bool(configs(a, arch, group)),
+    )
 
 
 def configs(a, arch: Arch, group: Group) -> list[Config]:
-    """Return the configurations that fit, fewest blocks first."""
+    """Return the configurations that fit, fewest blocks first. They differ in `parts` alone, which does not change results."""
     vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
-    threads, chunks = next(
-        (threads, count) for count in CHUNKS if (threads := rowwise.threads_for(vectors, count, arch)) <= THREADS
-    )
-    fitting = (parts for parts in PARTS if parts == 1 or (rows * parts <= group.blocks and vectors >= parts * 32))
-    return [Config(parts, threads, chunks) for parts in fitting]
+    # a thread loads the words of two chunks from one peer at once
+    few = vectors <= MAX_BLOCK_THREADS or (group.ranks > 2 and vectors <= MAX_ROW_THREADS)
+    chunks = CHUNKS[0 if few else 1]
+    threads = max(arch.wave_lanes, 1 << (-(-vectors // chunks) - 1).bit_length())
+    fitting = (parts for parts in PARTS if arch.wave_lanes <= threads // parts <= MAX_BLOCK_THREADS)
+    return [Config(parts, threads, chunks) for parts in fitting if rows * parts <= group.blocks]
 
 
 def cost(config: Config, a, arch: Arch, group: Group) -> float:
@@ -137,7 +142,7 @@ def cost(config: Config, a, arch: Arch, group: Group) -> float:
     costs = arch.costs.collective
     row_bytes = a.input.shape[-1] // VALUES_IN_WORD * WORD_BYTES
     read = (group.ranks - 1) * row_bytes / config.parts / costs.unit_bytes_per_us
-    return read if config.parts == 1 else read + costs.hand_us + row_bytes / costs.unit_bytes_per_us
+    return read + (costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0)
 
 
 def default(a, arch: Arch, group: Group) -> Config:
@@ -161,8 +166,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
         "rows": rows,
         "row_chunks": vectors,
         "parts": config.parts,
-        "part_chunks": -(-vectors // config.parts),
-        "threads_per_block": config.threads,
+        "row_threads": config.threads,
     }
     if op is None:
         args["out"] = outputs
@@ -181,7 +185,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
         }
     module = SUM if op is None else MODULES[op.name]
     name = symbol(op, a.input.dtype, group.ranks, config)
-    return Launch(module, name, (rows, config.parts, 1), (config.threads, 1, 1), args)
+    return Launch(module, name, (rows, config.parts, 1), (config.threads // config.parts, 1, 1), args)
 
 
 def symbols() -> dict[str, set[str]]:
@@ -191,7 +195,7 @@ def symbols() -> dict[str, set[str]]:
         for dtype in rowwise.ELEMENTS:
             for most in (2, 4, 8):
                 for chunks in CHUNKS:
-                    name = symbol(op, dtype, most, Config(1, THREADS, chunks))
+                    name = symbol(op, dtype, most, Config(1, MAX_BLOCK_THREADS, chunks))
                     found.setdefault(SUM if op is None else MODULES[op.name], set()).add(name)
     return found
 

@@ -66,7 +66,7 @@ class TornWord(EmulatorError):
 
 
 class SlotOverwritten(EmulatorError):
-    """Signal a word stored before its reader has read the previous one."""
+    """Signal a word stored before its reader has read the previous one, or twice in one epoch."""
 
 
 class DivergentBarrier(EmulatorError):

@@ -7,7 +7,7 @@ sc1. A wave sees its own stores. Accesses wider than 8 bytes, or not aligned to 
 An 8-byte access counts as a word: a value in the low half and an epoch in the high half. Only the word itself orders such accesses. A
 launch awaits one epoch. A word is used correctly if
 
-- it is stored as one, at system scope, with the epoch of the launch, after its reader has read the previous one;
+- it is stored as one, at system scope, with the epoch of the launch, once per epoch, after its reader has read the previous one;
 - it is loaded as one, at system scope, and its value is used only if a store of the run gave it the awaited epoch. The value of any
   other word counts as never written; sanitizer.py defines what propagates it and what refuses it.
 
@@ -116,6 +116,7 @@ class Words:
         self.pairs = self.sources.view(np.int64)[:, 0]
         self.has_parts = False  # whether anything but words became visible
         self.unread = np.zeros(count, np.int32)
+        self.stored = np.zeros(count, np.uint64)  # epoch and lane of the last store to a word
         self.held: list[Held] = []
         self.next_due = _NEVER
         self.version = 0  # number of times that stores became visible
@@ -160,6 +161,13 @@ class Words:
             bad = int(np.argmax(before != 0))
             message = f"{self._place(words[bad])} is overwritten before device {self.device} has read what "
             raise where(SlotOverwritten, bad, f"{message}{self.fabric.stores[before[bad]]} stored")
+        lanes = np.uint64(epoch << 32 | 1) + np.arange(len(words), dtype=np.uint64)
+        again = self.stored[words] >> 32 == epoch
+        self.stored[words] = lanes
+        again |= self.stored[words] != lanes
+        if np.count_nonzero(again):
+            bad = int(np.argmax(again))
+            raise where(SlotOverwritten, bad, f"{self._place(words[bad])} gets a second word of epoch {epoch}")
         self.unread[words] = number
 
     def _apply(self, held: Held) -> None:

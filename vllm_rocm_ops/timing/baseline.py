@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
 
 from .machines import Constant, Machine
@@ -94,7 +95,7 @@ def fused_all_reduce(machine: Machine, ranks: int, rows: int, hidden: int) -> Ti
         return None
     published, *at = FUSED[machine.name]
     group = launches.Group(0, (0,) * ranks, 0, 0, machine.arch.compute_units, 1)
-    a = launches.Sum(torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta"))
+    a = ops.rms_norm.Arguments(torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta"), None, 0.0, False)
     if ranks not in launches.RANKS or not all(holds for _, holds in launches.rules(None, a, machine.arch, group)):
         return None
     link = LINK.value * 1e3 * (LINKS.value if machine.name == LARGER_PRODUCT else 1)

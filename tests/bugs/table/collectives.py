@@ -12,23 +12,70 @@ def _ranks(*tests: str, module: str = "all_reduce") -> Tests:
     return Tests(*(f"emulator/test_all_reduce.py::{test}" for test in tests), module=module)
 
 
+def _exchange() -> Tests:
+    """Return the test of rows in several blocks whose kernels exchange sums and maxima."""
+    return _ranks("test_blocks_exchange_sums_and_maxima", module="all_reduce_quant")
+
+
 def _engine(*tests: str) -> Tests:
     return Tests(*(f"vllm/test_reduced_norms.py::{test}" for test in tests))
 
 
 BUGS = (
     Bug(
+        "the sum of squares of a block for its row's",
+        ROWS,
+        "if (rows.parts == 1) return reduce_block",
+        "return reduce_block",
+        _ranks("test_the_bits_of_two_ops", module="all_reduce_group_quant"),
+    ),
+    Bug(
+        "the maximum of a block for its row's",
+        "device/row_output.h",
+        "absmax_to_bounded_scale(of_row.reduce(thread_absmax,",
+        "absmax_to_bounded_scale(reduce_block(thread_absmax,",
+        _exchange(),
+    ),
+    Bug(
+        "a row's maximum in the place of its sum",
+        ROWS,
+        "constexpr u32 kExchange<Max> = 1;",
+        "constexpr u32 kExchange<Max> = 0;",
+        _exchange(),
+    ),
+    Bug(
+        "two rows' sums in one place",
+        ROWS,
+        "exchange = row * kExchanges + kExchange<Combine>;",
+        "exchange = kExchange<Combine>;",
+        _exchange(),
+    ),
+    Bug(
+        "two blocks' waves in one place",
+        ROWS,
+        "first_thread / wave::kLanes + wave::index()",
+        "wave::index()",
+        _exchange(),
+    ),
+    Bug(
+        "a row's last wave counted more than once",
+        ROWS,
+        "from < waves ? other : identity",
+        "other",
+        _exchange(),
+    ),
+    Bug(
         "words awaited beyond a row",
         ROWS,
-        "chunk[i] = index < chunks ? index : chunks - 1;",
-        "chunk[i] = index;",
+        "index[i] = at < rows.chunks ? at : rows.chunks - 1;",
+        "index[i] = at;",
         _ranks("test_sizes"),
     ),
     Bug(
         "a row's last chunk counted more than once",
         ROWS,
-        "sums[i] = of.in_bounds[i] ? taken[i] : u32x4{};",
-        "sums[i] = taken[i];",
+        "input[i] = of.in_bounds[i] ? sums[i] : u32x4{};",
+        "input[i] = sums[i];",
         _ranks("test_sizes"),
     ),
     Bug(
@@ -62,8 +109,8 @@ BUGS = (
     Bug(
         "more blocks than are resident",
         "collectives/launches.py",
-        "parts == 1 or (rows * parts <= group.blocks and ",
-        "parts == 1 or (",
+        " if rows * parts <= group.blocks]",
+        "]",
         _ranks("test_blocks_of_a_row"),
     ),
     Bug(

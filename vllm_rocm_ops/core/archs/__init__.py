@@ -74,7 +74,7 @@ class CollectiveCosts:
 
     unit_bytes_per_us: float
     """Inbox bytes per microsecond and block."""
-    hand_us: float
+    exchange_us: float
     """Microseconds from a block's store to another block's use of it."""
 
 

@@ -48,7 +48,7 @@ COSTS = Costs(
     experts=ExpertsCosts(tile_tokens=16, block_bytes_per_us=16.4e3),  # from its bytes in flight
     decode=DECODE,
     # the rate of keys per unit; a store and a load across XCDs (`latent_us` without its sums; fleet-mi300x: 1.44 us idle)
-    collective=CollectiveCosts(unit_bytes_per_us=48e3, hand_us=1.5),
+    collective=CollectiveCosts(unit_bytes_per_us=48e3, exchange_us=1.5),
     sums_bytes_per_us=SUMS_BYTES_PER_US,
     tiled_sums_bytes_per_us=SUMS_BYTES_PER_US,
 )

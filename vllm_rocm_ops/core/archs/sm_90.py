@@ -49,7 +49,7 @@ ARCH = Arch(
         skinny=SKINNY,
         experts=ExpertsCosts(tile_tokens=8, block_bytes_per_us=17.2e3),
         decode=DECODE,
-        collective=CollectiveCosts(unit_bytes_per_us=48e3, hand_us=1.5),  # guesses
+        collective=CollectiveCosts(unit_bytes_per_us=48e3, exchange_us=1.5),  # guesses
         sums_bytes_per_us=150e3,
         tiled_sums_bytes_per_us=100e3,
     ),
