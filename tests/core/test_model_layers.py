@@ -466,7 +466,7 @@ def test_int8_layers_are_calls_of_the_seam(changes, scales, capsys, tmp_path):
     path.write_text(json.dumps(config))
     assert cli.main(["explain", "--model", str(path), "--arch", "gfx942", "--batch", "1,64", "--verbose"]) == 0
     [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("gate_up ")]
-    assert line[2:6] == ["gemm", "1,64", "vLLM's", "own"] and line[-1] == "faster"
+    assert line[2:6] == ["gemm", "1,64", "vLLM's", "kernel"] and line[-1] == "faster"
 
 
 @pytest.mark.parametrize(("dynamic", "scales"), [(True, 4), (False, 1)])
@@ -489,7 +489,7 @@ def test_measured_int8_layers_are_ours():
     times = {8: kernel_selection.Measured(1.0, 2.0), 64: kernel_selection.Measured(3.0, 2.0)}
     record = kernel_selection.Record({}, shapes={key: times})
     assert explain.measured_call(down, "gfx942", record) == key
-    assert explain.decision(down, key, record, 8) == (True, "measured: ours 1.0 us, vLLM's 2.0 us")
+    assert explain.decision(down, key, record, 8) == (True, "measured: plugin 1.0 us, vLLM 2.0 us")
     assert not explain.decision(down, key, record, 64)[0]
 
 

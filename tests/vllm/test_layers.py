@@ -257,7 +257,7 @@ def test_kernels_that_do_not_load_are_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     warned.clear()
-    with pytest.warns(UserWarning, match="^silu_and_mul runs without its kernels: .*: no binary for this GPU. To do "):
+    with pytest.warns(UserWarning, match="^silu_and_mul runs without its kernels: .*: no binary for this GPU. To run "):
         assert fused_quant.runnable(fused_quant.ACTIVATIONS) == ()
 
 
