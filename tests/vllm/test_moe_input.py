@@ -10,6 +10,8 @@ import torch
 from engines import STEPS, prompts_of
 from test_graph import EPSILON, add_norm, called, choices, piece, quantizer, random  # noqa: F401
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._library.utils import get_layout_constraint_tag
+from torch.fx.operator_schemas import normalize_function
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
@@ -35,6 +37,12 @@ def runner(configuration, monkeypatch):
         seen.append((hidden, logits, shared, handed_over.quantized(hidden)))
         return hidden + 1 if shared is None else (hidden + 2, hidden + 3)
 
+    def tag(op, **options):
+        """Return the layout tag, for ops of MoE layers the one in vLLM's wheels for GPUs."""
+        is_layer = "moe_forward" in str(op)
+        return torch.Tag.needs_exact_strides if is_layer else get_layout_constraint_tag(op, **options)
+
+    monkeypatch.setattr(torch._library.utils, "get_layout_constraint_tag", tag)
     layer = types.SimpleNamespace(_forward_impl=forward)
     monkeypatch.setattr(moe_runner, "get_layer_from_name", lambda name: layer)
     moe_input.ops_beside()
@@ -61,6 +69,20 @@ def layer(shared: bool, reads_more=lambda y, product: ()):
     return function
 
 
+def assert_strides_are_known(graph: torch.fx.Graph):
+    """Assert that Inductor finds the strides of an MoE layer's inputs, as it needs them for needs_exact_strides."""
+    [node] = [node for node in graph.nodes if "values" in node.kwargs]
+    (args, kwargs), op = node.meta["eager_input_vals"], node.target
+    if op is auto_functionalized:
+        assert args == node.args and kwargs.keys() == node.kwargs.keys()
+    else:
+        found = normalize_function(op, args, kwargs)
+        assert found is not None and [x.shape for x in list(found.kwargs.values())[-2:]] == [
+            (ROWS, HIDDEN),
+            (ROWS, HIDDEN // 128),
+        ]
+
+
 def inputs():
     return random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1), random(HIDDEN, 8, seed=3)
 
@@ -72,6 +94,7 @@ def test_a_norm_that_experts_read(choices, runner, shared):  # noqa: F811
     x, residual, weight, product = inputs()
     module, names = piece(layer(shared), x, residual, weight, product, donated=[1])
     assert called(names)[0] == BOTH and not [name for name in names if "vllm.moe_forward" in name]
+    assert_strides_are_known(module.graph)
     given, wanted = residual.clone(), residual.clone()
     *results, added = module(x, given, weight, product)
     out, values, scales = ops.rms_norm_and_per_block_quant(x, weight, EPSILON, FP8, wanted)

@@ -198,9 +198,14 @@ def hidden_states(layer: fx.Node) -> fx.Node:
 
 def hand_over(layer: fx.Node, values: fx.Node, scales: fx.Node) -> None:
     """Make an MoE layer's call take quantized hidden states, too."""
-    ours = ops_beside()[called(layer)]
-    layer.kwargs = layer.kwargs | {"values": values, "scales": scales}
-    if layer.target is auto_functionalized:
+    ours, given = ops_beside()[called(layer)], {"values": values, "scales": scales}
+    is_functional = layer.target is auto_functionalized
+    if "eager_input_vals" in layer.meta:  # the strides that Inductor keeps for ops with needs_exact_strides
+        args, kwargs = layer.meta["eager_input_vals"]
+        args = (ours, *args[1:]) if is_functional else args
+        layer.meta["eager_input_vals"] = args, kwargs | {name: node.meta["val"] for name, node in given.items()}
+    layer.kwargs = layer.kwargs | given
+    if is_functional:
         layer.args = (ours, *layer.args[1:])
     else:
         layer.target = ours
