@@ -116,13 +116,13 @@ class Engines:
     ) -> dict[str, dict]:
         """Run the jobs in order in one new process, with the installed vLLM or another package of it.
 
-        Its output is in the answers under "output". Compiled models go through vLLM's passes (passes.py), and then run
-        node by node unless Inductor `generates` code.
+        Its output is in the answers under "output". Without a GPU, compiled models go through vLLM's passes (passes.py),
+        and then run node by node unless Inductor `generates` code.
         """
         number = next(self.number)
         request, answers = self.folder / f"jobs-{number}.json", self.folder / f"answers-{number}.json"
         compiled = any(not job["engine"].get("enforce_eager") for job in jobs.values())
-        if compiled:
+        if compiled and not torch.cuda.is_available():
             before = f"import passes; passes.install(generates={generates})\n{before}"
         if compiled and not generates:
             environment = {"VLLM_USE_AOT_COMPILE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"} | environment
