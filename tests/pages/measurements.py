@@ -446,9 +446,12 @@ def named(case: EngineCase) -> str:
 
 
 def whole_models() -> tuple[str, list[EngineCase]]:
-    """Return the conditions of the whole models, and their rows."""
+    """Return the conditions of the whole models, and the newest row of each."""
     how, cases = next(iter(engine_cases().items()), ("", []))
-    return how, [case for case in cases if is_whole(case)]
+    order = {path: at for at, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
+    cases = sorted(cases, key=lambda case: max(order[path] for run in case.runs.values() for path in run.paths))
+    newest = {named(case): case for case in cases if is_whole(case)}
+    return how, [newest[name] for name in sorted(newest)]
 
 
 def whole_models_table() -> str:
