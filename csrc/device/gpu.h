@@ -7,9 +7,6 @@
 // KERNEL(threads[, blocks]): a kernel entry point with at most `threads` threads per block. On NVIDIA the compiler
 // limits registers for `blocks` blocks per SM.
 #if defined(__AMDGCN__)
-#if !defined(__gfx942__) && !defined(__gfx950__)
-#error "amd/ chooses between gfx942 and gfx950: add another arch to each of its conditions, then here"
-#endif
 #define KERNEL(threads, ...) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
 #include "amd/buffer.h"
 #include "amd/lds_async.h"

@@ -141,7 +141,7 @@ def test_the_bits_of_two_ops(arch_name):
 @pytest.mark.parametrize("arch_name", CHIPS)
 @pytest.mark.parametrize("op", [ops.rms_norm_dynamic_per_token_quant, ops.rms_norm_mxfp8_quant, None], ids=name_of)
 def test_blocks_exchange_sums_and_maxima(monkeypatch, arch_name, op):
-    """In as many blocks a row as there may be."""
+    """Rows have the maximum number of blocks."""
     monkeypatch.setattr(launches, "default", lambda *of: launches.configs(*of)[-1])
     check_call(arch_name, 2, op, torch.bfloat16, 2, 2048)
 
@@ -250,7 +250,7 @@ def test_another_sums_up_what_no_kernel_takes():
 
 
 def test_blocks_of_a_row():
-    """A norm's row has more blocks if reading it takes longer than an exchange; sums have as many as are resident."""
+    """A norm's row has more blocks if reading it takes longer than an exchange; sums have all that are resident."""
 
     def parts(ranks: int, rows: int, hidden: int, blocks: int = 304, is_norm: bool = True) -> int:
         group = launches.Group(0, (0,) * ranks, 0, 0, blocks, 1)

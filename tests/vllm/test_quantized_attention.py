@@ -23,6 +23,7 @@ HEADS, SIZE, GROUP = 2, 128, 128
 COLUMNS = HEADS * SIZE
 BOTH = frozenset(("static", "groups"))
 ON_GPU = torch.cuda.is_available()
+on_cpu = pytest.mark.skipif(ON_GPU, reason="vLLM's op has no CPU kernel in builds for GPUs")
 KEYS = {"static": "kFp8StaticTensorSym", "groups": "kFp8Dynamic128Sym"}
 
 
@@ -49,8 +50,6 @@ def impl(configuration, monkeypatch) -> Impl:
     """Return what vLLM's op finds for the layer `layer`, where both kinds are decided."""
     import vllm.model_executor.layers.attention.attention as module
 
-    if ON_GPU:
-        pytest.skip("vLLM's op has no CPU kernel in builds for GPUs")
     made = Impl()
     layer = types.SimpleNamespace(impl=made)
     monkeypatch.setattr(module, "get_attention_context", lambda name: (None, layer, None, None))
@@ -120,6 +119,7 @@ def assert_same(before: tuple, after: tuple) -> None:
         assert one.shape[0] == 1 or one.stride() == other.stride()
 
 
+@on_cpu
 @pytest.mark.parametrize(("kind", "column_major"), [("static", False), ("groups", False), ("groups", True)])
 def test_attention_quantizes_what_a_linear_alone_reads(impl, kind, column_major):
     """The bits equal a separate quantization's, and scales are in the order that the linear reads."""
@@ -136,6 +136,7 @@ def test_attention_quantizes_what_a_linear_alone_reads(impl, kind, column_major)
     assert "marked_quant" not in module.code
 
 
+@on_cpu
 def test_linears_that_quantize_equally_share_it(impl):
     """This holds if two linears read the same result."""
     quant = quantizer("groups")
@@ -165,6 +166,7 @@ LEFT = {
 }
 
 
+@on_cpu
 @pytest.mark.parametrize("what", LEFT)
 def test_what_attention_cannot_give_is_left(impl, what):
     """Other readers need the 16-bit result, and a scale must be known before."""
@@ -174,6 +176,7 @@ def test_what_attention_cannot_give_is_left(impl, what):
     assert_same(before, after)
 
 
+@on_cpu
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -190,6 +193,7 @@ def test_other_quantizations_are_left(impl, kind, how):
     assert count == 0
 
 
+@on_cpu
 def test_a_kind_that_was_not_decided_is_left(impl, monkeypatch):
     quant = quantizer("static")
     monkeypatch.setattr(quantized_attention, "_fused", {"layer": frozenset(("groups",))})
@@ -198,6 +202,7 @@ def test_a_kind_that_was_not_decided_is_left(impl, monkeypatch):
     assert results(lambda x: quant(attend(x), SCALE), rows())[0] == 1
 
 
+@on_cpu
 def test_layers_are_told_apart(impl, monkeypatch):
     """This holds if PyTorch makes layer names inputs of a graph, too."""
     quant = quantizer("static")

@@ -10,6 +10,10 @@ DEVICE float rsqrt_approx(float x) { return __builtin_amdgcn_rsqf(x); }
 DEVICE float exp2_approx(float x) { return __builtin_amdgcn_exp2f(x); }
 DEVICE float log2_approx(float x) { return __builtin_amdgcn_logf(x); }
 
+#if !defined(__gfx942__) && !defined(__gfx950__)
+#error "unknown AMD arch: add it to each condition in amd/, then here"
+#endif
+
 // The arch's e4m3: FNUZ on gfx942, OCP from gfx950 on. kE4m3Max is vLLM's quantization limit: 224, not 240, for FNUZ.
 #if defined(__gfx942__)
 constexpr float kE4m3Max = 224.0f;
