@@ -19,7 +19,7 @@ struct RowsOfRanks {
   const void* input;  // T, rows input_stride elements apart, 16-byte aligned
   i64 input_stride;
   u32 chunks;   // per row
-  u32 parts;    // blocks per row
+  u32 parts;    // blocks per row, a power of two
   u32 threads;  // per row
 };
 
@@ -51,7 +51,7 @@ struct RankRow {
         normed(normed),
         epoch(epoch),
         row(wave::block_id_x()),
-        first_thread(wave::block_id_y() * (rows.threads / rows.parts)),
+        first_thread(wave::block_id_y() * (rows.threads >> __builtin_ctz(rows.parts))),
         planes{row * rows.chunks * 8 * kPlanes, rows.chunks * 8},
         limit(u64(group.limit_us) * wave::kTicksPerMicrosecond) {}
 

@@ -449,9 +449,10 @@ def whole_models() -> tuple[str, list[EngineCase]]:
     """Return the conditions of the whole models, and the newest row of each."""
     how, cases = next(iter(engine_cases().items()), ("", []))
     order = {path: at for at, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
-    cases = sorted(cases, key=lambda case: max(order[path] for run in case.runs.values() for path in run.paths))
-    newest = {named(case): case for case in cases if is_whole(case)}
-    return how, [newest[name] for name in sorted(newest)]
+    whole = [case for case in cases if is_whole(case)]
+    by_age = sorted(whole, key=lambda case: max(order[path] for run in case.runs.values() for path in run.paths))
+    newest = {named(case): case for case in by_age}
+    return how, [case for case in whole if newest[named(case)] is case]
 
 
 def whole_models_table() -> str:
