@@ -55,7 +55,7 @@ def leave(config, compiles: bool, says: bool) -> tuple[frozenset, list[str]]:
     from vllm._aiter_ops import rocm_aiter_ops
 
     communicator, hidden = rocm_aiter_ops.get_aiter_allreduce(), config.model_config.get_hidden_size()
-    if communicator is None:  # the pass fuses nothing without it without it without it
+    if communicator is None:  # without it the pass fuses nothing
         return frozenset(), []
     keys = {None}
     if takes_one_stage(communicator, config):

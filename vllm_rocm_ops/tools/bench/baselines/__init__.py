@@ -1,6 +1,6 @@
 """List the installed kernels to benchmark and check the ops against: PyTorch, vLLM, FlashAttention, FlashMLA, AITER, Triton.
 
-`BASELINES` is the only list of them. The ops never call these kernels. Peers that an op's file names are not repeated here. vLLM's
+`BASELINES` is the only list of them. The ops never call these kernels. Baselines in an op's own file are not repeated here. vLLM's
 row kernels are listed in vllm/fusion/native_rows.py, where a worker falls back to them.
 """
 
