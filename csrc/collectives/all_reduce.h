@@ -152,10 +152,16 @@ DEVICE void all_reduce(const Group& group, const RowsOfRanks& rows, u32 row_coun
   for_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, row_count, nullptr, store_row);
 }
 
+// The FP8 copy of a norm that is stored as T, too: rounded as in ops/rms_norm.hip's PlainAndPerBlock.
+template <class T>
+struct BesideNorm : RowOutput<T, Output::kPerBlock, ScaleBound::kNone, 128> {
+  using RowOutput<T, Output::kPerBlock, ScaleBound::kNone, 128>::RowOutput;
+};
+
 // All-reduce and RMSNorm, stored or quantized.
-template <class Protocol, class T, u32 kRanks, int kChunks, Output kOutput>
+template <class Protocol, class T, u32 kRanks, int kChunks, class RowOut>
 DEVICE void all_reduce_norm(const Group& group, const RowsOfRanks& rows, u32 row_count, NormRow norm,
-                            i64 residual_stride, void* normed, RowOutput<T, kOutput> output) {
+                            i64 residual_stride, void* normed, RowOut output) {
   const i64 index = u32(wave::block_id_x());
   if (norm.residual) norm.residual = (u16*)norm.residual + index * residual_stride;
   u16* const copy = normed ? (u16*)normed + index * norm.hidden : nullptr;

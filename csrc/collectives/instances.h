@@ -3,6 +3,17 @@
 #pragma once
 #include "all_reduce.h"
 
+template <class T>
+using Plain = RowOutput<T, Output::kPlain>;
+template <class T>
+using Static = RowOutput<T, Output::kStatic>;
+template <class T>
+using PerToken = RowOutput<T, Output::kPerToken>;
+template <class T>
+using PerBlock = RowOutput<T, Output::kPerBlock>;
+template <class T>
+using Mx = RowOutput<T, Output::kMx>;
+
 // clang-format off
 #define GROUP_ARGUMENTS                                                                                                \
   u64* inbox0, u64* inbox1, u64* inbox2, u64* inbox3, u64* inbox4, u64* inbox5, u64* inbox6, u64* inbox7, u64* mine,   \
@@ -20,7 +31,7 @@
     GROUP;                                                                                                             \
     all_reduce<OneShot, T, most, chunks>(group, {input, input_stride, row_chunks, parts, row_threads}, rows, out);     \
   }
-#define NORM_INSTANCE(name, type, T, output_kind, most, chunks)                                                        \
+#define NORM_INSTANCE(name, type, T, RowOut, most, chunks)                                                             \
   KERNEL(512) all_reduce_##name##_##type##_##most##_x##chunks(                                                         \
       GROUP_ARGUMENTS, const void* input, i64 input_stride, u32 rows, u32 row_chunks, u32 parts, u32 row_threads,      \
       void* residual,         /* [rows, hidden] T, rows residual_stride elements apart, or null */                     \
@@ -31,8 +42,7 @@
       const float* scale, void* out, float* scale_out, /* from here on as in rms_norm.hip */                           \
       i64 scale_row_stride, i64 scale_stride, int group_size) {                                                        \
     GROUP;                                                                                                             \
-    const RowOutput<T, Output::output_kind> output(                                                                    \
-        scale, out, scale_out, scale_row_stride, scale_stride, group_size, row_threads);                               \
+    const RowOut output(scale, out, scale_out, scale_row_stride, scale_stride, group_size, row_threads);               \
     all_reduce_norm<OneShot, T, most, chunks>(                                                                         \
         group, {input, input_stride, row_chunks, parts, row_threads}, rows,                                            \
         {nullptr, residual, weight, hidden, inverse_hidden, epsilon, one_plus_weight != 0}, residual_stride, normed,   \
@@ -42,6 +52,6 @@
 #define SIZES(instance, ...) instance(__VA_ARGS__, 1) instance(__VA_ARGS__, 2)
 #define GROUPS(instance, ...) \
   SIZES(instance, __VA_ARGS__, 2) SIZES(instance, __VA_ARGS__, 4) SIZES(instance, __VA_ARGS__, 8)
-#define NORMS(name, output_kind)                       \
-  GROUPS(NORM_INSTANCE, name, bf16, Bf16, output_kind) \
-  GROUPS(NORM_INSTANCE, name, fp16, F16, output_kind)
+#define NORMS(name, Output)                             \
+  GROUPS(NORM_INSTANCE, name, bf16, Bf16, Output<Bf16>) \
+  GROUPS(NORM_INSTANCE, name, fp16, F16, Output<F16>)

@@ -3,4 +3,4 @@
 
 GROUPS(SUM_INSTANCE, bf16, Bf16)
 GROUPS(SUM_INSTANCE, fp16, F16)
-NORMS(rms_norm, kPlain)
+NORMS(rms_norm, Plain)

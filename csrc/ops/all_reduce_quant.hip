@@ -1,5 +1,5 @@
 // All-reduce of rows, RMSNorm and e4m3 quantization with a per-tensor or per-token scale; see collectives/all_reduce.h.
 #include "collectives/instances.h"
 
-NORMS(rms_norm_static_fp8_quant, kStatic)
-NORMS(rms_norm_dynamic_per_token_quant, kPerToken)
+NORMS(rms_norm_static_fp8_quant, Static)
+NORMS(rms_norm_dynamic_per_token_quant, PerToken)

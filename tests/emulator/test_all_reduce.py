@@ -96,9 +96,17 @@ def test_without_a_weight():
     check_call(AMD[0], 2, ops.fused_add_rms_norm, torch.float16, 2, 512, epochs=1, has_weight=False)
 
 
-@pytest.mark.parametrize("op", list(launches.NORMS.values())[2:], ids=name_of)
+@pytest.mark.parametrize(
+    "op", [op for op in launches.NORMS.values() if "quant" in op.name and op is not launches.BOTH], ids=name_of
+)
 def test_with_norm(op):
     check_call(AMD[0], 2, op, torch.bfloat16, 2, 512, epochs=1, with_norm=True)
+
+
+def test_with_norm_of_an_op_that_returns_it():
+    group, x = EmulatedGroup(AMD[0], 2), torch.zeros(1, 512, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="with_norm must be False, as the op returns the norm, got True"):
+        group.reduces[0](launches.BOTH, x, None, EPSILON, torch.float8_e4m3fnuz, with_norm=True)
 
 
 @full
@@ -110,13 +118,14 @@ def test_every_kernel(arch_name, op, dtype, ranks, hidden):
     check_call(arch_name, ranks, op, dtype, 1 + (hidden < 2048), hidden)
 
 
+@pytest.mark.parametrize("op", [ops.rms_norm_per_block_quant, launches.BOTH], ids=name_of)
 @pytest.mark.parametrize("arch_name", CHIPS)
-def test_the_bits_of_two_ops(arch_name):
+def test_the_bits_of_two_ops(arch_name, op):
     """Bits are equal to an all-reduce followed by the op, which the emulator runs separately, in every configuration."""
     from vllm_rocm_ops.core import launch as core
     from vllm_rocm_ops.emulator import Emulator
 
-    ranks, rows, hidden, op = 4, 2, 2048, ops.rms_norm_per_block_quant
+    ranks, rows, hidden = 4, 2, 2048
     generator = generator_of("two ops")
     inputs = inputs_of(ranks, rows, hidden, torch.bfloat16, generator)
     args = arguments(op, archs.named(arch_name), torch.bfloat16, rows, hidden, generator)

@@ -16,6 +16,7 @@ from engines import FORKED, STEPS
 from reduced_on_cpu import Clock, OverGloo
 from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, expected, norm, piece, quantizer, random, same
 from test_kernel_selection import as_ranks
+from test_moe_input import PATTERNS, inputs, layer, runner  # noqa: F401
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.core.correctness import as_tuple
@@ -126,6 +127,24 @@ def test_one_op_in_the_place_of_three(shared, key, residual, rows):
     assert sum(shared.reduce.calls.values()) == (rows == ROWS)
 
 
+def test_a_norm_that_also_quantizes_for_experts(shared, choices, runner):  # noqa: F811
+    """Three launches are one; more rows run vLLM's all-reduce and the norm with two outputs."""
+    choices.ours, op = PATTERNS, ops.rms_norm_and_per_block_quant
+    x, residual, weight, product = inputs()
+    reads = layer(True)
+    module, names = piece(lambda x, *others: reads(reduce(x), *others), x, residual, weight, product, donated=[1])
+    assert called(names)[0] == ONE and not [n for n in names if "all_reduce.default" in n]
+    for most, launched in (len(x), 1), (len(x) - 1, 0):
+        shared.reduce.calls.clear()
+        shared.choices.choice = Choice(most)
+        given, wanted = residual.clone(), residual.clone()
+        *_, added = module(x, given, weight, product)
+        out, *quantized = op(2 * x, weight, EPSILON, torch.float8_e4m3fn, wanted)
+        hidden, _, _, handed_over = runner[-1]
+        same((hidden, *handed_over, added), (out, *quantized, wanted))
+        assert shared.reduce.calls[op.name] == launched
+
+
 def test_what_stays_vllms(shared, choices):
     """The all-reduce has another reader or another group, no launch wins, or the norm is not the plugin's."""
     x, weight, held = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(ROWS, HIDDEN, seed=2)
@@ -229,16 +248,18 @@ PATTERN = f"rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major"
 KEYS_MEASURED = [
     f"all_reduce {HIDDEN} bfloat16 {HERE}",
     f"all_reduce_fused_add_rms_norm {HIDDEN} bfloat16 residual {HERE}",
+    f"all_reduce_rms_norm_and_per_block_quant {HIDDEN} bfloat16 residual {HERE}",
     f"all_reduce_rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major {HERE}",
 ]
 
 
 @pytest.fixture
 def compiled(monkeypatch, choices):
-    """Make vLLM compile the model, with one quantizing norm of the plugin's."""
+    """Make vLLM compile the model, with two quantizing norms of the plugin's."""
     monkeypatch.setattr(row_selection, "choices", choices)
     monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
-    choices.ours = {PATTERN: True, f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual": True}
+    choices.ours = {pattern: True for pattern in (PATTERN, f"rms_norm_and_per_block_quant {HIDDEN} bfloat16 residual")}
+    choices.ours[f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual"] = True
 
 
 def start(group, clock: Clock, create=OverGloo) -> tuple:
@@ -273,6 +294,7 @@ def recorded() -> kernel_selection.Record:
 
 
 OFF = {}, (False, False)
+TOKENS = [tokens for tokens in (1, 2, 4) for _ in KEYS_MEASURED]
 
 
 @pytest.mark.usefixtures("compiled")
@@ -286,7 +308,7 @@ def test_ranks_measure_together_and_agree():
 
     first, again, disabled = both(rank)
     served = {key: [1, 2] for key in KEYS_MEASURED}
-    assert first == (served, (True, True), [m for m in (1, 2, 4) for _ in KEYS_MEASURED])
+    assert first == (served, (True, True), TOKENS)
     assert again == (*first[:2], [])
     assert disabled == (*OFF, [])
     record = recorded()
@@ -297,7 +319,7 @@ def test_ranks_measure_together_and_agree():
 @pytest.mark.usefixtures("compiled")
 def test_nothing_wins():
     """Nothing is replaced."""
-    assert both(lambda group: start(group, Clock(0))) == (*OFF, [1, 1, 1, 2, 2, 2, 4, 4, 4])
+    assert both(lambda group: start(group, Clock(0))) == (*OFF, TOKENS)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -326,7 +348,7 @@ def test_a_rank_that_fails(what):
         create = collectives.create if what == "memory" else OverGloo
         return start(group, Clock(2, fails=fails and what == "times"), create)
 
-    assert both(rank) == (*OFF, [1, 1, 1, 2] if what == "times" else [])
+    assert both(rank) == (*OFF, TOKENS[: len(KEYS_MEASURED) + 1] if what == "times" else [])
 
 
 def test_a_process_that_ended_there(compiled):

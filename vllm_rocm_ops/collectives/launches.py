@@ -41,8 +41,10 @@ MODULES = {
     "rms_norm_dynamic_per_token_quant": PER_TENSOR,
     "rms_norm_per_block_quant": PER_GROUP,
     "rms_norm_mxfp8_quant": PER_GROUP,
+    "rms_norm_and_per_block_quant": PER_GROUP,
 }
 """The file in csrc/ops, by op."""
+BOTH = ops.rms_norm_and_per_block_quant
 NORMS: dict[str, Op] = {name: getattr(ops, name) for name in MODULES}
 
 
@@ -158,7 +160,7 @@ def symbol(op: Op | None, dtype: torch.dtype, ranks: int, config: Config) -> str
 
 
 def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group: Group) -> Launch:
-    """Return the launch. `outputs` are the op's; `normed` receives the norm before its quantization."""
+    """Return the launch. `outputs` are the op's; `normed` receives the norm before its quantization, unless they have it."""
     vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
     args = group.args() | {
         "input": a.input,
@@ -172,6 +174,8 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
         args["out"] = outputs
     else:
         residual = getattr(a, "residual", None)
+        if op is BOTH:
+            normed, *outputs = outputs
         args |= {
             "residual": residual,
             "residual_stride": 0 if residual is None else row_stride(residual),
@@ -181,7 +185,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
             "epsilon": float(a.epsilon),
             "one_plus_weight": int(a.one_plus_weight and a.weight is not None),
             "normed": normed,
-            **rowwise.output_args(a, outputs),
+            **rowwise.output_args(a, outputs if isinstance(outputs, Tensor) else tuple(outputs)),
         }
     module = SUM if op is None else MODULES[op.name]
     name = symbol(op, a.input.dtype, group.ranks, config)

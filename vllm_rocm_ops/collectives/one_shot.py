@@ -103,7 +103,8 @@ class OneShotAllReduce:
         Args:
             op: A norm of ops/rms_norm.py.
             args: Its arguments, with this rank's input first.
-            with_norm: Return the norm before its quantization as well, after the op's results.
+            with_norm: Return the norm before its quantization as well, after the op's results. False for
+                `rms_norm_and_per_block_quant`, which returns both.
 
         Returns:
             The op's results, equal on all ranks.
@@ -112,6 +113,8 @@ class OneShotAllReduce:
             RankMissing: A rank missed the time limit.
             ValueError: The op's contract is broken, or no kernel supports the call and there is no other all-reduce.
         """
+        if with_norm and op is launches.BOTH:
+            raise ValueError(f"all_reduce_{op.name}: with_norm must be False, as the op returns the norm, got True")
         args += op._defaults[len(args) :]
         return self._execution(op, with_norm, args)(args)
 

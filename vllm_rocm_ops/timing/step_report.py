@@ -34,14 +34,16 @@ def _cell(*found: Node) -> str:
 
 def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
     """Return the baseline's launches that a node of the plugin replaces."""
+    if (node.layer, node.op) in other:
+        return [other[node.layer, node.op]]
     others = ops.scaled_mm_silu_and_mul_quant, ops.mla_norm_rope_and_cache, ops.rms_norm_and_per_block_quant
-    if node.op and node.layer.startswith(step.REDUCED):
-        names = (step.REDUCED, ""), (node.layer.partition(" + ")[2], node.op)
-        return [other[name] for name in names if name in other]
-    if node.op not in {op.name for op in others}:
-        return [other[name] for name in [(node.layer, node.op)] if name in other]
-    parts = node.layer.split(" + ")
-    return [of for part in parts for (layer, _), of in other.items() if layer == part]
+    is_changed = node.op in {op.name for op in others}  # a layer may be of several ops
+    return [
+        of
+        for part in node.layer.split(" + ")
+        for (layer, op), of in other.items()
+        if layer == part and (is_changed or op in (node.op, ""))
+    ]
 
 
 def said(side: str, found: Total) -> str:

@@ -23,6 +23,27 @@ def _engine(*tests: str) -> Tests:
 
 BUGS = (
     Bug(
+        "a sum that is not rounded before a norm with two outputs",
+        ROWS,
+        "// All-reduce and RMSNorm, stored or quantized.",
+        "template <class T> constexpr bool kRoundsSum<BesideNorm<T>> = false;",
+        _ranks("test_the_bits_of_two_ops", module="all_reduce_group_quant"),
+    ),
+    Bug(
+        "an all-reduce apart from a norm with two outputs",
+        GRAPH,
+        "insert(norm, op, given, [], self.summed(norm, op, given), makes)[:3]",
+        "insert(norm, op, given, [], None, makes)[:3]",
+        _engine("test_a_norm_that_also_quantizes_for_experts"),
+    ),
+    Bug(
+        "a norm with two outputs checked as one with one",
+        MEASURED,
+        "[y] * (2 if self.op is launches.BOTH else 1)",
+        "[y]",
+        _engine("test_ranks_measure_together_and_agree"),
+    ),
+    Bug(
         "the sum of squares of a block for its row's",
         ROWS,
         "if (rows.parts == 1) return reduce_block",

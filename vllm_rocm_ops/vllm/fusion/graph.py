@@ -203,7 +203,7 @@ class Fusion(VllmInductorPass):
         given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
         values = fx.map_arg(given, lambda node: node.meta["val"])
         makes = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields}))
-        _, *quantized = insert(norm, op, given, [], makes=makes)
+        _, *quantized = insert(norm, op, given, [], self.summed(norm, op, given), makes)[:3]
         moe_input.hand_over(layer, *quantized)
         return True
 
@@ -358,7 +358,7 @@ def insert(
     values = values[:1] if is_static else values
     torch_op, called = op.torch_op, {name: given[name] for name in op.Arguments._fields}
     if summed is not None:
-        values = reduced.pair(*values)
+        values = reduced.padded(*values)
         torch_op, called = reduced.OP, reduced.node_arguments(op, given, summed)
     with node.graph.inserting_before(place):
         if residual is None:

@@ -120,8 +120,8 @@ def all_reduce_norm(
     one_plus_weight: bool,
     norm: str,
     group: str,
-) -> tuple[Tensor, Tensor]:
-    """Return the op `norm` of the sum of all ranks' inputs, padded by an empty tensor to two results."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the op `norm` of the sum of all ranks' inputs, padded by empty tensors to three results."""
 
 
 FIELDS = tuple(all_reduce_norm.__annotations__)[:-1]
@@ -133,12 +133,12 @@ def _arguments(values: tuple) -> tuple[Op, tuple, str]:
     return op, tuple(given[name] for name in op.Arguments._fields), given["group"]
 
 
-def pair(values: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return two results: PyTorch supports no list from an op that mutates an argument."""
-    return values, values.new_empty(0) if scale is None else scale
+def padded(*results: Tensor) -> tuple[Tensor, ...]:
+    """Return three results: PyTorch supports no list from an op that mutates an argument."""
+    return *results, *(results[0].new_empty(0) for _ in range(3 - len(results)))
 
 
-def _run(*values) -> tuple[Tensor, Tensor]:
+def _run(*values) -> tuple[Tensor, ...]:
     op, args, group = _arguments(values)
     shared = groups.get(group)
     if shared is not None and shared.serves(call_of(op, op.Arguments(*args)._asdict()), len(args[0])):
@@ -149,12 +149,12 @@ def _run(*values) -> tuple[Tensor, Tensor]:
         from vllm_rocm_ops.collectives.one_shot import without_kernel
 
         found = without_kernel(op, False, lambda x: parallel_state.all_reduce(x, group), args)
-    return pair(*as_tuple(found))
+    return padded(*as_tuple(found))
 
 
-def _fake(*values) -> tuple[Tensor, Tensor]:
+def _fake(*values) -> tuple[Tensor, ...]:
     op, args, _ = _arguments(values)
-    return pair(*as_tuple(op.allocate(op.Arguments(*args))))
+    return padded(*as_tuple(op.allocate(op.Arguments(*args))))
 
 
 OP = define(_run, _fake, like=all_reduce_norm, mutates=("residual",))

@@ -195,7 +195,8 @@ class Both:
         found, residual = (found[:-1], found[-1:]) if self.call.has_residual else (found, ())
         if self.op is not None and "scale" in self.op.Arguments._fields:
             found = (*found, args[self.op.Arguments._fields.index("scale") - 1])
-        return [row_selection.dequantized(*found) if len(found) == 2 else found[0], *residual]
+        *plain, values, scale = found if len(found) > 1 else (*found, None)
+        return [*plain, values if scale is None else row_selection.dequantized(values, scale), *residual]
 
     def exact(self, every: list[Tensor], args: tuple) -> list[Tensor]:
         """Return the same in float32."""
@@ -210,7 +211,8 @@ class Both:
         if "scale" in self.op.Arguments._fields:
             most = SCALE * LIMIT[a.quant_dtype]
             y = y.clamp(-most, most)
-        return [y, *([] if residual is None else [x])]
+        normed = [y] * (2 if self.op is launches.BOTH else 1)
+        return [*normed, *([] if residual is None else [x])]
 
 
 def helper_of(call: Call) -> Callable:
