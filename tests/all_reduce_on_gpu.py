@@ -38,6 +38,8 @@ OPS = (
     ops.fused_add_rms_norm,
     ops.fused_add_rms_norm_static_fp8_quant,
     ops.rms_norm_per_block_quant,
+    ops.rms_norm_and_per_block_quant,
+    ops.rms_norm_mxfp8_quant,
 )
 CALLS, GRAPHS, EAGER_EVERY = 15, 2, 16  # calls per graph, graphs, rounds between eager calls
 SKEW_CYCLES = 40_000  # 20 us at most
