@@ -36,6 +36,7 @@ OPS = {
     "token": ops.rms_norm_dynamic_per_token_quant,
     "block": ops.rms_norm_per_block_quant,
     "norm": ops.fused_add_rms_norm,
+    "both": ops.rms_norm_and_per_block_quant,
 }
 OTHERS = ["nccl", "vllm", "flashinfer"]
 CALLS, ROUNDS, EPSILON = 32, 15, 1e-6

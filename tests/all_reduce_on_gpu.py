@@ -44,6 +44,7 @@ OPS = (
 CALLS, GRAPHS, EAGER_EVERY = 15, 2, 16  # calls per graph, graphs, rounds between eager calls
 SKEW_CYCLES = 40_000  # 20 us at most
 LIMIT_SECONDS, SHORT_SECONDS, MAX_SECONDS = 20.0, 1.0, 150.0
+FEW_LAUNCHES = 1000
 
 
 class Call:
@@ -172,10 +173,11 @@ class Rank:
             self.graphs[number].replay()
 
 
-def in_flat_memory(device: torch.device, act: Callable[[], None]) -> str:
+def in_flat_memory(device: torch.device, act: Callable[[], None], judges: bool) -> str:
     """Call `act`, and return by how much memory grew.
 
-    Raise RuntimeError if it grew by more than the noise of other processes.
+    Raise RuntimeError if it grew by more than the noise of other processes. Of few launches it is only told: under a
+    sanitizer, the tool's memory grows too.
     """
 
     def used() -> tuple[int, int]:
@@ -187,7 +189,7 @@ def in_flat_memory(device: torch.device, act: Callable[[], None]) -> str:
     grown = [now - then for now, then in zip(used(), before)]
     grown_host = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host) // 1024
     told = f"memory grew by {grown[0]} bytes on the GPU, {grown[1]} of PyTorch's tensors, {grown_host} MiB on the host"
-    if grown[0] > 32 << 20 or grown[1] > 0 or grown_host > 64:
+    if judges and (grown[0] > 32 << 20 or grown[1] > 0 or grown_host > 64):
         raise RuntimeError(told)
     return told
 
@@ -228,7 +230,7 @@ def replay_all(members: list[Rank], launches: int, device: torch.device, seconds
     for member in members:
         member.reserve()
     torch.cuda.synchronize(device)
-    memory = in_flat_memory(device, act)
+    memory = in_flat_memory(device, act, launches >= FEW_LAUNCHES)
     for member in members:
         member.reduce.check()
         if wrong := int(member.wrong):

@@ -51,6 +51,12 @@ def test_right_results_and_what_a_call_moves(emulated):
     assert "2 cases, all passed" in text and f"scaled_mm: {product.median:.2f} us geometric mean, 1 cases" in text
 
 
+def test_a_sweeps_summary_leaves_out_cases_without_a_launch(emulated):
+    found = list(bench.run(cases(ops.rms_norm, "no-rows", "hidden8"), emulated, sweep=True))
+    assert [bool(line.samples) for line in found[-1]] == [False] and len(found[0]) > 1
+    assert "rms_norm: chosen configurations take 1." in report.summary([line for lines in found for line in lines])
+
+
 class Nothing:
     """An executor that runs nothing."""
 

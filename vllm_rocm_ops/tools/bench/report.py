@@ -233,10 +233,8 @@ def summary(lines: list[Line]) -> str:
             f"\n{what}, {tokens}: {mean:.2f}x speedup over the best baseline (geometric mean), min {min(ratios):.2f}x"
         )
     if len(lines) > len(chosen):
-        best = {
-            case: min(line.median for line in of_case)
-            for case, of_case in _grouped(lines, lambda line: (line.op, line.case)).items()
-        }
+        of_cases = _grouped((line for line in lines if line.samples), lambda line: (line.op, line.case))
+        best = {case: min(line.median for line in of_case) for case, of_case in of_cases.items()}
         for op, of_op in _grouped(timed, lambda line: line.op).items():
             mean = statistics.geometric_mean(line.median / best[line.op, line.case] for line in of_op)
             text += f"\n{op}: chosen configurations take {mean:.3f}x the time of the best (geometric mean)"
