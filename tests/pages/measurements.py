@@ -510,7 +510,7 @@ def serving() -> str:
 
 
 class ProfiledRun(NamedTuple):
-    """A run of latency.py with both sides' profiles: {batch size: {side: ranks}}."""
+    """Both sides' profiles of a model: {batch size: {side: ranks}}, with the last command and all files."""
 
     model: str
     name: str
@@ -518,23 +518,38 @@ class ProfiledRun(NamedTuple):
     hardware: str
     batches: dict[str, dict[str, list[dict]]]
     command: str
-    path: pathlib.Path
+    paths: list[pathlib.Path]
 
 
 def profiled_runs() -> list[ProfiledRun]:
-    """Return the newest profiled run of each GPU, model and number of layers."""
+    """Return the newest profiled run of each GPU, model, parallelism, backend and number of layers, oldest first.
+
+    The sides of one commit may be in several files. Runs without some seams do not count.
+    """
     newest: dict[tuple, ProfiledRun] = {}
+    pairs: dict[tuple, tuple[dict[str, dict[str, list[dict]]], list[pathlib.Path]]] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
+        if seams_of(report):
+            continue
         for model, batches in latency_report.profiled(report).items():
-            if any(len(sides) < len(latency_report.SIDES) for sides in batches.values()):
-                continue
             [result, *_] = (result for result in report["results"] if result["model_id"] == model)
-            layers = str(result["num_layers"] or "all")
-            options = options_of(report["command"])
-            name = model + parallelism(options.rank_of, options)
-            run = ProfiledRun(model, name, layers, report["hardware"], batches, report["command"], path)
-            newest[path.parent.name, model, layers] = run
+            layers, options = str(result["num_layers"] or "all"), options_of(report["command"])
+            backend = backend_of(report["command"])
+            name = model + parallelism(options.rank_of, options) + (f", {backend}" if backend else "")
+            case = path.parent.name, name, layers
+            found, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
+            paths.append(path)
+            for batch, sides in batches.items():
+                found.setdefault(batch, {}).update(sides)
+            whole = {
+                batch: {side: sides[side] for side in latency_report.SIDES}
+                for batch, sides in found.items()
+                if sides.keys() >= latency_report.SIDES.keys()
+            }
+            if whole:
+                newest.pop(case, None)
+                newest[case] = ProfiledRun(model, name, layers, report["hardware"], whole, report["command"], paths)
     return list(newest.values())
 
 

@@ -16,6 +16,7 @@ from . import (
     attention_table,
     compatibility,
     host_tables,
+    launch_table,
     measurements,
     op_pages,
     pictures,
@@ -169,6 +170,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     RESULTS / "README.md": {
         "engine": results_page.engine,
         "steps": results_page.steps,
+        "launches": launch_table.launches,
         "ops": results_page.ops,
         "kernels": results_page.kernels,
         "index": results_page.index,

@@ -91,12 +91,20 @@ def _ms(case: EngineCase, batch: int) -> str:
     return f"**{text}**" if baseline < plugin else text
 
 
+def profile_links(run: measurements.ProfiledRun) -> str:
+    """Return a profiled run's name, linked to its file, and the number of each further file."""
+    names = run.name, *map(str, range(2, len(run.paths) + 1))
+    return ", ".join(
+        f"[{name}]({path.relative_to(measurements.RESULTS).as_posix()})" for name, path in zip(names, run.paths)
+    )
+
+
 def steps() -> str:
     """Return a row for each profiled step: us by class of kernels, baseline / plugin, a longer step in bold."""
     kinds = *decode_profile.CLASSES, decode_profile.REST, decode_profile.IDLE
     rows = []
     for run in measurements.profiled_runs():
-        floor = sum(measurements.weights_us(run.path.parent.name, run.model, run.command).values())
+        floor = sum(measurements.weights_us(run.paths[0].parent.name, run.model, run.command).values())
         for batch, sides in run.batches.items():
             firsts = [ranks[0] for ranks in sides.values()]
             classes = [decode_profile.by_class(rank) for rank in firsts]
@@ -105,7 +113,7 @@ def steps() -> str:
             spans = f"**{spans}**" if firsts[0]["span_us"] < firsts[-1]["span_us"] else spans
             launches = " / ".join(f"{decode_profile.launches(rank):.0f}" for rank in firsts)
             least = f"{floor:.0f}" if floor else ""
-            what = f"[{run.name}]({run.path.relative_to(measurements.RESULTS).as_posix()})", run.hardware, run.layers
+            what = profile_links(run), run.hardware, run.layers
             rows.append((*what, batch, spans, launches, least, *(cell if cell != " / " else "" for cell in cells)))
     header = "model", "GPU", "layers", "batch", "step", "launches", "weights alone"
     return markdown((*header, *kinds), rows) if rows else "Nothing yet."

@@ -1,0 +1,163 @@
+"""Tabulate the launches of a profiled decode step before and after, and why each launch that is not the plugin's stays."""
+
+import re
+from typing import NamedTuple
+
+import launches as names
+
+from . import measurements
+from .measurements import ProfiledRun, markdown, plural
+from .results_page import SIDES
+
+SHARE = 0.002
+"""A launch below this share of its step has no row or name of its own."""
+
+LONGEST = 40
+"""Characters of a kernel's name."""
+
+OUTSIDE = "Once a step, outside the layers."
+
+REASONS: dict[str, str | dict[str, str]] = {
+    # what a launch computes -> why it stays, or a reason for each group of models
+    names.ATTENTION: "vLLM chooses FlashAttention on NVIDIA. Seams replace ROCm's backends, TRITON_ATTN and TRITON_MLA.",
+    names.COMBINE: "Part of FlashAttention.",
+    names.WRITE: {
+        names.MLA: "In the launch of `mla_norms` with TRITON_MLA. FlashAttention has no seam.",
+        names.GQA: "Fused with the rotation by `rope_and_cache`: on ROCm, with a vLLM pass that is off by default.",
+    },
+    names.Q_K: "Fused with the cache write by `rope_and_cache`: on ROCm, with a vLLM pass that is off by default.",
+    names.Q_K_NORMS: "Fused with the cache write by `rope_and_cache`: on ROCm, with a vLLM pass that is off by default.",
+    names.Q: "Follows q_b_proj, so it is not in the launch of `mla_norms`. vLLM rotates q before it calls attention.",
+    names.K_PE: "In the launch of `mla_norms` with TRITON_MLA. FlashAttention has no seam.",
+    names.QUANTIZATION: {
+        names.MLA: "o's input: the W_UV GEMM writes BF16, and one that quantizes is not built. Shared experts' input: NVIDIA's "
+        "GEMM takes column-major scales. On ROCm the norm quantizes it.",
+        names.GQA: "o's input: FlashAttention writes BF16. `quantized_attention` covers the backends of `decode_attention`.",
+    },
+    names.SUM: "Joins two streams. The next norm's kernel adds one residual, not two.",
+    names.FP8: "At warm-up the plugin was not more than 2 % faster in these shapes.",
+    names.ABSORPTION: "`mla_attention` covers TRITON_MLA and ROCM_AITER_MLA, not FlashAttention.",
+    names.PADDING: "Removed since this profile, with its copy: the top-k kernel writes these ids.",
+    names.EMBEDDING: OUTSIDE,
+    names.LOGITS: OUTSIDE,
+    names.RUNNER: OUTSIDE,
+    names.FILLS: OUTSIDE,
+    names.COPIES: {"llama|deepseek": OUTSIDE, "qwen3": f"{OUTSIDE} One a layer belongs to the expert ids of padding."},
+}
+
+
+class Kernel(NamedTuple):
+    """Launches of one name in a step: what they compute, their owner, calls and us."""
+
+    what: str
+    owner: str
+    name: str
+    calls: float
+    us: float
+
+
+def kernels(model: str, rank: dict) -> list[Kernel]:
+    """Return the kernels of a rank's step, with equal short names as one. Raises ValueError for an unknown kernel."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for name, (calls, us) in rank["kernels"].items():
+        launch = names.entry(model, name)[-1]
+        total = found.setdefault((launch.what, launch.owner, names.short(name)), [0.0, 0.0])
+        total[0] += calls
+        total[1] += us
+    return [Kernel(*key, *total) for key, total in found.items()]
+
+
+def reason(model: str, what: str) -> str:
+    """Return why a launch that is not the plugin's stays. Raises ValueError if no reason is known."""
+    found = REASONS.get(what, {})
+    for models, why in [("", found)] if isinstance(found, str) else found.items():
+        if re.match(models, model):
+            return why
+    raise ValueError(f"launch_table.REASONS must say why {what!r} of {model} stays, which is not the plugin's")
+
+
+def newest() -> list[ProfiledRun]:
+    """Return the newest profiled run of each model and attention backend."""
+    found = {(run.model, measurements.backend_of(run.command)): run for run in measurements.profiled_runs()}
+    return sorted(found.values(), key=lambda run: run.name)
+
+
+def launches() -> str:
+    """Return a table for each run of `newest`, at its smallest batch."""
+    return "\n\n".join(map(table, newest())) or "Nothing yet."
+
+
+def table(run: ProfiledRun) -> str:
+    """Return the launches of a run's step by what they compute, the costliest first."""
+    batch = min(run.batches, key=int)
+    ranks = {side: ranks[0] for side, ranks in run.batches[batch].items()}
+    layers = measurements.layers_of(run.model) if run.layers == "all" else int(run.layers)
+    limits = {side: SHARE * rank["span_us"] for side, rank in ranks.items()}
+    sides = {side: kernels(run.model, rank) for side, rank in ranks.items()}
+    shown = {kernel.what for side, found in sides.items() for kernel in found if kernel.us >= limits[side]}
+    rows: dict[str, dict[str, list[Kernel]]] = {}
+    for side, found in sides.items():
+        for kernel in found:
+            name = kernel.what if kernel.what in shown else f"below {100 * SHARE:g} %: {kernel.owner}"
+            rows.setdefault(name, {}).setdefault(side, []).append(kernel)
+    body = [
+        (name, *(cell(of.get(side, []), layers, limits[side]) for side in SIDES), stays(run.model, of.get("with", [])))
+        for name, of in sorted(rows.items(), key=lambda row: (row[0] not in shown, -most_us(row[1])))
+    ]
+    body.append(("all", *(total(sides[side], layers) for side in SIDES), not_own(sides["with"])))
+    files = ", ".join(f"[{path.name}]({path.relative_to(measurements.RESULTS).as_posix()})" for path in run.paths)
+    conditions = f"{plural(layers, 'layer')}, {run.hardware}, batch {batch}, {files}:"
+    header = "launch", *SIDES.values(), "why launches stay that are not the plugin's"
+    return f"### {run.name}\n\n{conditions}\n\n{markdown(header, body)}"
+
+
+def most_us(of: dict[str, list[Kernel]]) -> float:
+    """Return the larger side's us."""
+    return max(sum(kernel.us for kernel in found) for found in of.values())
+
+
+def in_layers(kernel: Kernel, layers: int) -> bool:
+    """Return whether a kernel belongs to the layers: at least half of them have it."""
+    return kernel.calls >= layers / 2 and kernel.what != names.RUNNER
+
+
+def count(kernel: Kernel, layers: int) -> str:
+    """Return calls per layer, or per step outside the layers."""
+    if not in_layers(kernel, layers):
+        return f"{kernel.calls:.0f} a step:"
+    return f"{kernel.calls / layers:.2f}".rstrip("0").rstrip(".")
+
+
+def cell(found: list[Kernel], layers: int, limit: float) -> str:
+    """Return calls, owner, name and us of each kernel, and the sums of those below the limit by owner."""
+    parts, small = [], {}
+    for kernel in sorted(found, key=lambda kernel: -kernel.us):
+        if kernel.us >= limit:
+            parts.append(f"{count(kernel, layers)} {kernel.owner} `{clipped(kernel.name)}` {kernel.us:.0f} us")
+        else:
+            calls, us = small.get(kernel.owner, (0.0, 0.0))
+            small[kernel.owner] = calls + kernel.calls, us + kernel.us
+    return "; ".join((*parts, *(f"{calls:.0f} a step: {owner} {us:.0f} us" for owner, (calls, us) in small.items())))
+
+
+def clipped(name: str) -> str:
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
+
+
+def stays(model: str, found: list[Kernel]) -> str:
+    """Return the reasons of the plugin's side."""
+    return " ".join(dict.fromkeys(reason(model, kernel.what) for kernel in found if kernel.owner != names.PLUGIN))
+
+
+def total(found: list[Kernel], layers: int) -> str:
+    """Return a side's launches per layer and step, and their us."""
+    inside = sum(kernel.calls for kernel in found if in_layers(kernel, layers))
+    calls, us = (sum(values) for values in list(zip(*found))[-2:])
+    return f"{inside / layers:.1f} a layer, {calls:.0f} a step, {us:.0f} us"
+
+
+def not_own(found: list[Kernel]) -> str:
+    """Return how much of the plugin's side is not its own."""
+    others = [kernel for kernel in found if kernel.owner != names.PLUGIN]
+    calls, us = sum(kernel.calls for kernel in others), sum(kernel.us for kernel in others)
+    return f"Not the plugin's: {calls:.0f} launches a step, {us:.0f} us."
