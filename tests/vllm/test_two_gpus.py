@@ -6,6 +6,7 @@ without the plugin cannot run blocks of FP8.
 """
 
 import concurrent.futures
+import contextlib
 import os
 import re
 import socket
@@ -46,6 +47,7 @@ DEEPSEEK = Tiny("deepseek", "block", {"moe_intermediate_size": 256}, (1, 14, 16)
 TENSOR = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 EXPERT = {"enable_expert_parallel": True}
 WITHOUT = {"VLLM_PLUGINS": "none"}
+FIRST, SECOND = ({"VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": rank} for rank in "01")
 RUNS = {
     # the model, the engine's options, the environment
     "tensor": (LLAMA, TENSOR, {}),
@@ -53,8 +55,10 @@ RUNS = {
     "tensor-without": (LLAMA, TENSOR, WITHOUT),
     "expert": (DEEPSEEK, TENSOR | EXPERT, {}),
     "expert-without": (DEEPSEEK, TENSOR | EXPERT, WITHOUT),
-    "data-0": (DEEPSEEK, EXPERT, {"VLLM_DP_RANK": "0", "VLLM_DP_RANK_LOCAL": "0"}),
-    "data-1": (DEEPSEEK, EXPERT, {"VLLM_DP_RANK": "1", "VLLM_DP_RANK_LOCAL": "1"}),
+    "data-0": (DEEPSEEK, EXPERT, FIRST),
+    "data-1": (DEEPSEEK, EXPERT, SECOND),
+    "data-without-0": (DEEPSEEK, EXPERT, FIRST | WITHOUT),
+    "data-without-1": (DEEPSEEK, EXPERT, SECOND | WITHOUT),
 }
 OURS = ["tensor", "tensor-unmeasured", "expert", "data-0", "data-1"]
 MEASURED = (
@@ -62,7 +66,7 @@ MEASURED = (
 )
 """By tables, the runs that share them."""
 BASELINE = {"tensor": "tensor-without", "tensor-unmeasured": "tensor-without"} | (
-    {"expert": "expert-without"} if ON_GPU else {}
+    {"expert": "expert-without", "data-0": "data-without-0", "data-1": "data-without-1"} if ON_GPU else {}
 )
 
 COLLECTIVES = """
@@ -134,14 +138,19 @@ def answers(engines):
     """Return a function for a run's answer by name, which raises if the run failed."""
     for tiny in (LLAMA, DEEPSEEK):
         folder_of(engines, tiny)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    names = [name for name in RUNS if ON_GPU or name != "expert-without"]
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        ports = dict(zip(("data", "data-without"), [server.getsockname()[1] for server in servers]))
+    names = [name for name, (tiny, *_) in RUNS.items() if ON_GPU or tiny is LLAMA or "without" not in name]
     alone = [] if ON_GPU else [name for name in names if not name.startswith("data")]
     with concurrent.futures.ThreadPoolExecutor(1) as one, concurrent.futures.ThreadPoolExecutor(len(names)) as many:
-        futures = {name: one.submit(run, engines, name, port) for name in alone}
+        futures = {name: one.submit(run, engines, name, 0) for name in alone}
         concurrent.futures.wait(futures.values())
-        futures |= {name: many.submit(run, engines, name, port) for name in names if name not in futures}
+        futures |= {
+            name: many.submit(run, engines, name, ports.get(name.rpartition("-")[0], 0))
+            for name in names
+            if name not in futures
+        }
     return lambda name: futures[name].result()
 
 
