@@ -252,8 +252,12 @@ def test_another_sums_up_what_no_kernel_takes():
     assert torch.equal(reduce.sum(x), 2 * x)
     assert torch.equal(reduce(ops.rms_norm, x, weight, EPSILON), ops.rms_norm(2 * x, weight, EPSILON))
     scale = torch.tensor([0.1])
-    got, normed = reduce(ops.rms_norm_static_fp8_quant, x, weight, scale, EPSILON, torch.float8_e4m3fn, with_norm=True)
-    assert torch.equal(normed, ops.rms_norm(2 * x, weight, EPSILON)) and got.dtype == torch.float8_e4m3fn
+    fp8, residual, wanted = torch.float8_e4m3fn, x.flip(0), x.flip(0)
+    got, normed = reduce(ops.rms_norm_static_fp8_quant, x, weight, scale, EPSILON, fp8, with_norm=True)
+    assert torch.equal(normed, ops.rms_norm(2 * x, weight, EPSILON)) and got.dtype == fp8
+    op, arguments = ops.fused_add_rms_norm_static_fp8_quant, (weight, scale, EPSILON, fp8)
+    _, normed = reduce(op, x, residual, *arguments, with_norm=True)
+    assert torch.equal(normed, ops.fused_add_rms_norm(2 * x, wanted, weight, EPSILON)) and torch.equal(residual, wanted)
     empty = x.new_empty(0, 12)
     assert reduce.sum(empty).shape == (0, 12)
 
