@@ -12,6 +12,7 @@ from .measurements import EngineCase, lines_of, links, markdown, measured, newes
 
 MANY = 3  # ops or models that the index names
 GONE = "decode_step"  # the kind of files whose benchmark no longer exists
+SIDES = {"without": "baseline", "with": "plugin"}
 
 
 def index() -> str:
