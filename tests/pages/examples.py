@@ -13,6 +13,7 @@ from vllm_rocm_ops import ops
 
 SHOWN = """import torch
 from vllm_rocm_ops import ops
+
 torch.set_default_device("cuda")
 """
 FP8 = "fp8 = torch.float8_e4m3fnuz  # gfx942; float8_e4m3fn on gfx950\n"
