@@ -109,7 +109,7 @@ def test_a_models_calls_are_cases_too(emulated, capsys, monkeypatch):
 def test_without_a_gpu_it_says_that_the_reference_runs(capsys):
     assert cli.main(["verify", "--op", "rms_norm", "--case", "bf16-special*"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("No kernel is checked: the ops run their PyTorch reference (there is no GPU).")
+    assert out.startswith("No kernel is checked: the ops run their PyTorch reference (no GPU found).")
     assert "fallback: PyTorch reference on this device" in out and "ok" not in out.split() and "2 cases" in out
 
 
@@ -383,7 +383,7 @@ def test_options_that_do_not_fit_are_refused(turns, options, message, capsys):
 @pytest.mark.parametrize("command", [["bench", "rows"], ["bench"], ["sweep"], ["profile"], ["verify", "rows"]])
 def test_what_only_a_gpu_can_is_refused_without_one(command, capsys):
     assert cli.main(command) == 2
-    assert f"{command[0]}: there is no GPU" in capsys.readouterr().err
+    assert f"{command[0]}: no GPU found" in capsys.readouterr().err
 
 
 def test_lists_of_another_dtype_have_the_same_shapes_and_files(small):

@@ -179,8 +179,8 @@ def test_starts_and_host_times_show_the_newest_of_each_model(folder):
 
     write(folder / "2026-11-21-a-host-time.jsonl", timed(1.0), age=1)
     write(folder / "2026-11-21-b-host-time.jsonl", timed(10.5))
-    [row] = host_tables.host_times().splitlines()[4:]
-    assert row == "| llama | `norm` | 2 | 50 | **+10.5** |  |"
+    [row] = host_tables.host_times().splitlines()[2:]
+    assert row == f"| {folder.name} | llama | `norm` | 2 | 50 | **+10.5** |  |"
 
 
 def test_attention_is_compared_with_each_baseline(folder):

@@ -313,7 +313,7 @@ def test_on_a_gpu_all_is_timed_and_rows_win(folders):
 @pytest.mark.parametrize("command", [["tune", "--model", "tiny-llama"], ["bandwidth"], ["profile"]])
 def test_without_a_gpu_it_says_so(command, capsys):
     assert cli.main(command) == 2
-    assert capsys.readouterr().err == f"{command[0]}: there is no GPU\n"
+    assert capsys.readouterr().err == f"{command[0]}: no GPU found\n"
 
 
 @pytest.mark.parametrize(

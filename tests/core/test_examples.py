@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+import torch
 from pages import op_pages
 
 from vllm_rocm_ops.core import launch
@@ -25,8 +26,11 @@ def test_an_example_runs(file):
         "float8_e4m3fnuz", str(emulator.arch.fp8_dtype).removeprefix("torch.")
     )
     reset_stats()
-    with launch.executor(emulator):
-        exec(compile(code, f"{file}.md", "exec"), {})  # noqa: S102  a page of the repository
+    try:
+        with launch.executor(emulator):
+            exec(compile(code, f"{file}.md", "exec"), {})  # noqa: S102  a page of the repository
+    finally:
+        torch.set_default_device(None)
     called = set(re.findall(r"\bops\.(\w+)\(", code))
     assert called & {op.name for op in FILES[file]}
     ran = stats()
@@ -42,8 +46,8 @@ def test_a_docstring_documents_every_argument(the_op):
     wanted = {"Raises", "Source"} | ({"Returns"} if the_op.hints["return"] is not type(None) else set())
     assert of.sections.keys() == wanted and all(of.sections.values())
     page = (op_pages.DOCS / op_pages.link(the_op.name).partition("#")[0]).read_text()
-    for text in (*map(op_pages.cell, of.args.values()), of.summary):
-        assert text in " ".join(page.split())
+    for text in (*of.args.values(), of.summary):
+        assert text in " ".join(page.split()).replace("\\|", "|")
 
 
 def test_a_docstring_is_parsed():

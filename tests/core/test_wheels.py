@@ -174,7 +174,7 @@ def test_the_workflow_tries_each_wheel_in_a_bare_system(wheels):
     project = (ROOT / "pyproject.toml").read_text()
     (pinned,) = re.findall(r'pip install uv "(.*)"', (ROOT / ".github/workflows/wheels.yml").read_text())
     assert f'"{pinned}"' in project and "tinygrad==0.14.0" in project
-    assert f"refs/tags/v{vllm_rocm_ops.__version__}\n" in (ROOT / "vllm_rocm_ops/docs/development.md").read_text()
+    assert f"refs/tags/v{vllm_rocm_ops.__version__}`" in (ROOT / "vllm_rocm_ops/docs/development.md").read_text()
 
 
 def test_the_workflow_runs_what_must_pass_and_installs_what_the_readme_says():

@@ -1,6 +1,6 @@
-"""Run the schedules of the table on the emulator's page.
+"""Run the schedules of the tables in notes.md.
 
-`run FILE` runs what FILE lacks and appends the results; `page FILE` sums them up in schedules.csv and writes the page's
+`run FILE` runs what FILE lacks and appends the results; `page FILE` sums them up in schedules.csv and writes the
 tables.
 """
 
@@ -19,7 +19,7 @@ from one_shot import ARCHS, BUGS, RANKS, SCHEDULES, compile_one_shot, finds, run
 from vllm_rocm_ops.emulator import errors
 
 SUMS = Path(__file__).with_suffix(".csv")
-PAGE = Path(__file__).parents[2] / "vllm_rocm_ops/docs/emulator.md"
+PAGE = Path(__file__).with_name("notes.md")
 PLANTED = {
     "store_scope": "scope bit: the store has `sc1` only",
     "load_scope": "scope bit: the load has `sc1` only",

@@ -81,7 +81,8 @@ def test_an_offload_bundle_is_named(tmp_path):
 
 def test_the_tables_of_schedules_are_those_of_what_ran():
     """All schedules are as expected, or find a planted bug at least once, except residency with 2 ranks."""
-    assert schedules.with_tables(PAGE) == PAGE, "run: python tests/emulator/schedules.py page FILE"
+    page = schedules.PAGE.read_text()
+    assert schedules.with_tables(page) == page, "run: python tests/emulator/schedules.py page FILE"
     seen = schedules.read(schedules.SUMS)
     assert seen.keys() == schedules.cells().keys()
     for (bug, _, ranks, _), [line] in seen.items():

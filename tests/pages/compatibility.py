@@ -195,7 +195,7 @@ def selected(what: str | None, arch: str) -> str:
         for release, answers in selection()[what, arch].items()
     }
     if not any(map(any, ours.values())):
-        is_lacking = "mxfp8" in what and not types(ops.mxfp8_scaled_mm, arch)
+        is_lacking = "mxfp8" in what and not types([ops.mxfp8_scaled_mm], arch)
         return f"refused: {arch} has no MXFP8 instruction" if is_lacking else "refused: vLLM's kernel comes first"
     words = {
         (True, True): "",
@@ -339,7 +339,15 @@ def model_table() -> str:
         )
     )
     rows.append(("any other", "selected by layer class and compiled graph, not run", "not run", "no"))
-    return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), rows)
+    return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), grouped(rows))
+
+
+def grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return rows with the first cells of equal rows in one cell."""
+    names_of: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        names_of.setdefault(tuple(cells), []).append(name)
+    return [(", ".join(names), *cells) for cells, names in names_of.items()]
 
 
 REACH_COLUMNS = {"linear layers": "linear", "norms": "norms", "activations": "activations", "layers of experts": "MoE"}
@@ -364,7 +372,7 @@ def reach_table() -> str:
         raise ValueError(
             f"reach.csv must have the layers of REACH_COLUMNS and {steps}, got {set().union(*models.values())}"
         )
-    return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), rows)
+    return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), grouped(rows))
 
 
 def page() -> str:

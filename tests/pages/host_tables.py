@@ -12,8 +12,8 @@ KIND = "host-time"
 
 
 def host_times() -> str:
-    """Return a table for each GPU: a row for each model and seam, from the newest file of each model."""
-    tables = []
+    """Return a row for each GPU, model and seam, from the newest file of each model."""
+    body = []
     for folder in sorted({path.parent for path in measurements.RESULTS.glob("*/*.jsonl") if kind_of(path) == KIND}):
         newest: dict[tuple[str, str], list[dict]] = {}
         for path in oldest_first(path for path in folder.glob("*.jsonl") if kind_of(path) == KIND):
@@ -21,14 +21,12 @@ def host_times() -> str:
             newest = {key: of for key, of in newest.items() if key[0] not in {line["model"] for line in found}}
             for line in found:
                 newest.setdefault((line["model"], line["seam"]), []).append(line)
-        body = []
         for (model, seam), of in newest.items():
             baseline = [line["us"][host_time.VLLMS] for line in of]
-            row = model, f"`{seam}`", str(len(of)), _range(baseline, "{:.0f}")
+            row = folder.name, model, f"`{seam}`", str(len(of)), _range(baseline, "{:.0f}")
             body.append((*row, *(_added(of, path) for path in host_time.OURS)))
-        header = "model", "seam", "layers", "baseline us", "kernel runs: added us", "falls back: added us"
-        tables.append(f"**{folder.name}**:\n\n{markdown(header, body)}")
-    return "\n\n".join(tables) or "Nothing yet."
+    header = "GPU", "model", "seam", "layers", "baseline us", "kernel runs: added us", "falls back: added us"
+    return markdown(header, body) if body else "Nothing yet."
 
 
 def _range(values: list[float], form: str) -> str:

@@ -466,6 +466,18 @@ def whole_models_table() -> str:
     return f"{how}\n\n{markdown(header, body)}" if body else "Nothing yet."
 
 
+def fastest_and_slowest() -> str:
+    """Return the range of the whole models' speedups, for README."""
+    runs = [case.runs[batch] for case in whole_models()[1] for batch in SHOWN_BATCHES if batch in case.runs]
+    if not runs:
+        return "Nothing was measured."
+    ratios = sorted(latency_report.speedup(run.sides) for run in runs)
+    gpus = " and ".join(
+        sorted({path.parent.name.removeprefix("nvidia-").upper() for run in runs for path in run.paths})
+    )
+    return f"Decode is {times(ratios[:1])} to {times(ratios[-1:])} as fast on {gpus}. On AMD, only predictions exist."
+
+
 def way(run: EngineRun) -> str:
     """Return a run's conditions: prompt, compilation, versions and switches."""
     prompt = f"{plural(run.sides['with'][0]['input_len'], 'token')} of prompt"

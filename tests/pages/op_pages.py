@@ -73,11 +73,12 @@ def short(dtype: torch.dtype) -> str:
     return next((name for name, known in explain.DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
-def types(op: Op, arch_name: str) -> str:
-    """Return the input dtypes of the kernels and, if they differ, the result dtypes."""
-    found = launches_of(op, arch_name)
-    inputs = dict.fromkeys(short(a[0].dtype) for a, _, _ in found)
-    outputs = {short(out.dtype) for _, output, _ in found for out in correctness.as_tuple(output)[:1]}
+def types(ops: list[Op], arch_name: str) -> str:
+    """Return the input dtypes of the kernels of a page and, if they differ, the result dtypes."""
+    found = [(op, launch) for op in ops for launch in launches_of(op, arch_name)]
+    inputs = dict.fromkeys(of_gpu(a[0], op, arch_name) for op, (a, *_) in found)
+    made = ((op, out) for op, (_, outputs, _) in found for out in correctness.as_tuple(outputs)[:1])
+    outputs = {of_gpu(out, op, arch_name) for op, out in made}
     to = "" if not outputs or outputs == set(inputs) else f" → {', '.join(sorted(outputs))}"
     return f"{', '.join(inputs)}{to}"
 
@@ -104,9 +105,8 @@ def file_of(op: Op) -> pathlib.Path:
 
 
 def link(name: str) -> str:
-    """Return the address of an op's page, with its heading if several ops share the page."""
-    file, of = next((file, of) for file, of in by_file().items() if name in {op.name for op in of})
-    return f"{file}.md" + (f"#{name}" if len(of) > 1 else "")
+    """Return the address of an op's page."""
+    return f"{file_of(known_op(name)).stem}.md"
 
 
 def listed(names: Iterable[str], ops: list[Op]) -> str:
@@ -183,7 +183,9 @@ def arguments(ops: list[Op]) -> str:
     for op in ops:
         for name, text in documentation(op).args.items():
             hint = inspect.formatannotation(op.hints[name])
+            default = inspect.signature(op.reference).parameters[name].default
             shown = f"`{name}`" if "Tensor" in hint else f"`{name}`: {hint}"
+            shown += f" = {default!r}" if len(ops) == 1 and default is not inspect.Parameter.empty else ""
             found.setdefault(shown, {}).setdefault(text, []).append(op.name)
     rows = [
         (cell(name), cell(text), listed(names, ops))
@@ -191,10 +193,10 @@ def arguments(ops: list[Op]) -> str:
         for text, names in by_text.items()
     ]
     header = ("argument", "meaning", "ops")
-    about = "A call with other arguments raises ValueError, which names the op, the argument, and what it must be."
-    return f"{about}\n\n" + markdown(
-        header if len(ops) > 1 else header[:2], [row[: 2 + (len(ops) > 1)] for row in rows]
-    )
+    if len(ops) == 1 and "Returns" in documentation(ops[0]).sections:
+        rows.append(("returns", cell(documentation(ops[0]).sections["Returns"]), ""))
+    columns = 2 + (len(ops) > 1)
+    return markdown(header[:columns], [row[:columns] for row in rows])
 
 
 FP8_NAMES = re.compile(r"float8_(e\dm\d)(fnuz|fn)?")
@@ -230,12 +232,13 @@ def rules(ops: list[Op]) -> str:
     for (names, example), group in sorted(groups.items(), key=lambda of: (of[0][1] != "", -len(of[0][0]))):
         which = [listed(names, ops)] if len(names) < len(ops) else []
         which += [f"some calls, such as `{example}`"] if example else []
-        joined = joined_rules(group, ops)
-        if not which or (example and len(joined) > 2):
-            lines += [f"- {', '.join(which)}:"] if which else []
-            lines += [f"{'  ' * bool(which)}- {line}" for line in joined]
+        by_subject = rules_by_subject(group)
+        joined = "; ".join(group)
+        if which and (len(joined) < 2 * WIDTH or len(by_subject) == 1):
+            lines.append(f"- {', '.join(which)}: {joined}")
         else:
-            lines.append(f"- {', '.join(which)}: {'; '.join(joined)}")
+            lines += [f"- {', '.join(which)}:"] if which else []
+            lines += [f"{'  ' * bool(which)}- {line}" for line in by_subject]
     return "\n".join(lines)
 
 
@@ -244,23 +247,23 @@ def known_op(name: str) -> Op:
     return next(op for op in op_module.registered() if op.name == name)
 
 
-def joined_rules(group: list[str], ops: list[Op]) -> list[str]:
-    """Return rules with those that differ by their leading argument only joined."""
-    fields = {field for op in ops for field in op.Arguments._fields}
-    joined: dict[str, list[str]] = {}
+def rules_by_subject(group: list[str]) -> list[str]:
+    """Return a line with the rules of each subject, or of several with the same rules, with all counts, and with the rest."""
+    subjects_of: dict[str, list[str]] = {}
+    counts, rest = [], []
     for rule in group:
-        match = re.match(r"(\w+)('s | is )(.*)", rule)
-        name, rest = (match[1], match[2] + match[3]) if match and match[1] in fields else ("", rule)
-        joined.setdefault(rest, []).append(name)
-    lines = []
-    for rest, names in joined.items():
-        if names == [""]:
-            lines.append(rest)
-        elif len(names) == 1:
-            lines.append(names[0] + rest)
+        if match := re.match(r"(\w+)(?:'s | (?:is|are) )(.*)", rule):
+            counts += [match[2]] if match[1] == "there" else []
+            subjects_of.setdefault(match[2], []).append(match[1])
         else:
-            lines.append(f"{', '.join(names)}: {rest.removeprefix(chr(39) + 's ').removeprefix(' is ')}")
-    return lines
+            rest.append(rule)
+    rules_of: dict[str, list[str]] = {}
+    for rule, subjects in subjects_of.items():
+        if "there" not in subjects:
+            rules_of.setdefault(", ".join(subjects), []).append(rule)
+    lines = [f"{subjects}: {'; '.join(found)}" for subjects, found in rules_of.items()]
+    lines += [f"there are {'; '.join(counts)}"] if counts else []
+    return lines + (["; ".join(rest)] if rest else [])
 
 
 # Support
@@ -302,7 +305,7 @@ def scales(op: Op, calls: Iterable) -> str:
             kinds += [kind] if (kind := granularity(op, a, name)) not in kinds else []
         if op.name.endswith("_mxfp8_quant"):
             found["dynamic,"] = ["e8m0 per 1x32"]
-        elif "group_size" in a._fields:
+        elif "group_size" in a._fields or op.name.endswith("_and_per_block_quant"):
             found["dynamic,"] = ["per block of a row"]
         elif {"scale_ub", "quant_dtype"} <= set(a._fields):
             found["dynamic,"] = ["per row"]
@@ -313,8 +316,8 @@ def scales(op: Op, calls: Iterable) -> str:
 
 
 def support(ops: list[Op]) -> str:
-    """Return the support matrix: a row for each op and dtype of its weight or cache, a column for each GPU."""
-    rows = []
+    """Return the support matrix: a row for the ops with the same dtypes, scales and results, a column for each GPU."""
+    names_of: dict[tuple[str, ...], list[str]] = {}
     for op in ops:
         kinds: dict[str, dict[str, list[tuple]]] = {}
         for arch in archs.ARCHS:
@@ -324,25 +327,24 @@ def support(ops: list[Op]) -> str:
         for (kind, _), by_arch in kinds.items():
             found = [(arch, *launch) for arch, launches in by_arch.items() for launch in launches]
             inputs = dict.fromkeys(of_gpu(a[0], op, arch) for arch, a, *_ in found)
-            made = [(arch, a[0], out) for arch, a, of, _ in found for out in correctness.as_tuple(of)[:1]]
+            count = 2 if op.name.endswith("_and_per_block_quant") else 1
+            made = [(arch, a[0], out) for arch, a, of, _ in found for out in correctness.as_tuple(of)[:count]]
             outputs = dict.fromkeys(of_gpu(out, op, arch) for arch, _, out in made)
             differ = any(given.dtype != out.dtype for _, given, out in made)
             here = ("kernels" if arch in by_arch else "PyTorch" for arch in archs.ARCHS)
             results = ", ".join(outputs) if differ else "as inputs" if made else "in place"
             cells = ", ".join(inputs), scales(op, [a for _, a, *_ in found]), results, *here
             alike.setdefault(cells, []).append(kind)
-        rows += [(f"`{op.name}`", inputs, ", ".join(others), *rest) for (inputs, *rest), others in alike.items()]
+        for (inputs, *rest), others in alike.items():
+            names_of.setdefault((inputs, ", ".join(others), *rest), []).append(f"`{op.name}`")
+    rows = [(", ".join(names), *cells) for cells, names in names_of.items()]
     header = ("op", "inputs", "weights or cache", "scales", "results", *archs.ARCHS)
     shown = [place for place in range(len(header)) if any(row[place] for row in rows) and (place or len(ops) > 1)]
-    by_dtype: dict[str, list[str]] = {}
-    for name, of in archs.ARCHS.items():
-        by_dtype.setdefault(str(of.fp8_dtype).removeprefix("torch.float8_"), []).append(name)
-    fp8 = ", ".join(f"{dtype} on {' and '.join(names)}" for dtype, names in by_dtype.items())
-    about = "Combinations that the test cases cover; PyTorch runs what [the rules](#when-kernels-run) exclude."
-    if any("e4m3" in row for row in rows):
-        about += f" e4m3 is {fp8}."
-    return f"{about}\n\n" + markdown(
-        [header[place] for place in shown], [[row[place] for place in shown] for row in rows]
+    has_fp8 = any("e4m3" in re.findall(r"\w+", " ".join(row)) for row in rows)
+    titles = {name: f"{name} ({str(of.fp8_dtype).removeprefix('torch.float8_')})" for name, of in archs.ARCHS.items()}
+    return markdown(
+        [titles.get(title, title) if has_fp8 else title for title in (header[place] for place in shown)],
+        [[row[place] for place in shown] for row in rows],
     )
 
 
@@ -378,10 +380,7 @@ def tuning(ops: list[Op]) -> str:
         keys.setdefault(", ".join(("compute_units", *op.problem(cases_of(op, FIRST)[0][1]))), []).append(f"`{op.name}`")
     key = "; ".join(f"{key}{f' ({chr(44).join(names)})' if len(keys) > 1 else ''}" for key, names in keys.items())
     chosen = "lowest predicted cost" if any(op.cost for op in ops) else "fixed heuristic"
-    return (
-        f"Configuration: a row that `vllm-rocm-ops tune` wrote, keyed by {key}; else the {chosen}. `vllm-rocm-ops explain {ops[0].name} "
-        f"--verbose` lists the choices."
-    )
+    return f"- Tuned rows are keyed by {key}; default: {chosen}."
 
 
 # Results
@@ -397,28 +396,17 @@ def tolerances(op: Op) -> list[str]:
     lines = []
     if not op.sums and any(dtype.itemsize < 4 for dtype in floats):
         lines.append(
-            f"- 8-bit and 16-bit elements: at most 1 ULP off, in at most {100 * c.OFF_BY_ONE:g} % of elements, or two."
+            f"- 8- and 16-bit results: at most 1 ULP off, in at most {100 * c.OFF_BY_ONE:g} % of elements, or two."
         )
     if any(dtype.itemsize > 1 for dtype in floats):
         lines.append(
-            f"- 16-bit and 32-bit elements, against float64: largest error at most {c.LARGEST_ERROR:g}x and mean error at most "
-            f"{c.MEAN_ERROR:g}x the reference's, plus {c.FLOOR:g} of the largest element."
+            f"- 16- and 32-bit results against float64: at most {c.LARGEST_ERROR:g}x the reference's largest error and "
+            f"{c.MEAN_ERROR:g}x its mean."
         )
-    if torch.float32 in floats and not op.sums:
-        lines.append("- Errors of 32-bit elements are relative to the element.")
     if op.name in c.PRODUCTS:
         lines.append(
-            f"- Each element: at most half a ULP plus {c.FLOOR:g} of the sum of its absolute terms. Small integers with power-of-two "
-            "scales match the reference bit for bit."
+            f"- Each element: within 0.5 ULP + {c.FLOOR:g} of the sum of absolute terms; exact for small integers, power-of-two scales."
         )
-    if op.sums:
-        wide = [f"{a.name} {a.sum_rounding:.1e}" for a in archs.ARCHS.values() if a.sum_rounding]
-        lines.append(
-            f"- Long sums may cancel, so ULPs are not counted. On {', '.join(wide)} of the largest element is allowed as well, because "
-            "matrix instructions round sums."
-        )
-    if dtypes - floats:
-        lines.append("- Integers equal the reference's.")
     exact = [argument for argument in op.mutates if argument not in op.inexact]
     if exact:
         lines.append(f"- `{'`, `'.join(exact)}`: updated in place, with the reference's bits.")
@@ -429,22 +417,14 @@ def tolerances(op: Op) -> list[str]:
 
 def numerics(ops: list[Op]) -> str:
     """Return the tolerances of the ops, and the errors that were measured."""
-    quantizes = any("quantization" in op.reference.__code__.co_names for op in ops)
-    also = " and [quantization](README.md#quantization)" if quantizes else ""
     errors: dict[tuple[str, str], list[str]] = {}
     for op in ops:
         for where, what, error in seen(op):
             errors.setdefault((where, what), []).append(f"`{op.name}` {error}" if len(ops) > 1 else error)
     said = [f"- Measured on {where}, {what}: {'; '.join(each)}." for (where, what), each in errors.items()]
-    return "\n\n".join(
-        filter(
-            None,
-            (
-                f"Beyond the [rules of all ops](README.md#numerics){also}:",
-                "\n".join([*merged(ops, tolerances), *said]),
-            ),
-        )
-    )
+    quantizes = any("quantization" in op.reference.__code__.co_names for op in ops)
+    rounding = "- Scales, clamping and NaN: [quantization](README.md#quantization)."
+    return "\n".join([*merged(ops, tolerances), *([rounding] if quantizes else []), *said])
 
 
 def seen(op: Op) -> Iterator[tuple[str, str, str]]:
@@ -482,15 +462,12 @@ def measured(ops: list[Op]) -> str:
             for row in speedups([line for line, _ in found], shown)
         ]
         baselines = "; ".join(sorted({name for line in lines for name in line["peers"]}))
-        header = (*(["op"] * (len(ops) > 1)), "shape", *map(str, shown))
+        header = (*(["op"] * (len(ops) > 1)), "shape, by rows", *map(str, shown))
         parts.append(
-            f"{gpu}: speedup over the fastest baseline ({baselines}), by rows, tokens or requests. Bold is slower. All shapes, in "
-            f"microseconds: {files_of([found for _, found in of_ops])}.\n\n" + markdown(header, body)
+            f"{gpu}: speedup over the fastest baseline ({baselines}). Bold is slower. All shapes: {files_of([found for _, found in of_ops])}.\n\n"
+            + markdown(header, body)
         )
         parts.append("\n".join(line for op, found in of_ops for line in losses(op, [line for line, _ in found], ops)))
-    static = [found for op in ops for found in measurements.of_op(op.name, "static")]
-    if static:
-        parts.append(f"Registers, traffic and emulated cycles by layer: {files_of(static)}.")
     said: dict[str, list[str]] = {}
     for op in ops:
         said.setdefault(measurements.unmeasured(op.name).replace(f"`{op.name}`", "{}"), []).append(f"`{op.name}`")
@@ -507,7 +484,7 @@ def speedups(lines: list[dict], shown: list[int]) -> Iterator[tuple[str, ...]]:
         for m in shown
     ]
     if any(ratios):
-        several = f"{len(groups)} shapes, geometric mean (slowest)"
+        several = f"{len(groups)} shapes, mean (slowest)"
         cells = (
             measurements.times(found) + (f" ({measurements.times([min(found)])})" if len(found) > 1 else "")
             for found in ratios
@@ -533,7 +510,7 @@ def losses(op: Op, lines: list[dict], ops: list[Op]) -> Iterator[str]:
 def files_of(found: Iterable[list[tuple[dict, pathlib.Path]]]) -> str:
     """Return links to the files of lines."""
     paths = sorted({path.relative_to(ROOT).as_posix() for lines in found for _, path in lines})
-    return ", ".join(f"[{path.rpartition('/results/')[2]}](../../{path})" for path in paths)
+    return ", ".join(f"[{pathlib.Path(path).stem}](../../{path})" for path in paths)
 
 
 # vLLM
@@ -621,13 +598,16 @@ def seams_of(op: Op) -> dict[str, int | None]:
 
 
 def in_vllm(ops: list[Op]) -> str:
-    """Return a line for each seam that calls an op."""
+    """Return the seams that call an op, in a line for each limit."""
 
     def lines(op: Op) -> Iterator[str]:
+        names_of: dict[int | None, list[str]] = {}
         for name, most in seams_of(op).items():
-            limits = {None: "", 0: " It runs only if it was timed faster than vLLM's kernel."}
-            limit = limits.get(most, f" Untimed, it runs up to {most} tokens.")
-            yield f"- Seam `{name}` replaces {seam.load(name).replaces}.{limit}"
+            names_of.setdefault(most, []).append(f"`{name}`")
+        for most, names in names_of.items():
+            limits = {None: "", 0: ", only where it was timed faster than vLLM's kernel"}
+            limit = limits.get(most, f", up to {most} tokens where it was not timed")
+            yield f"- [Seam{'s' * (len(names) > 1)}](configuration.md#seams) {', '.join(names)}{limit}."
         if not seams_of(op):
             yield "- Not called by vLLM: no seam uses it."
 
@@ -641,47 +621,49 @@ def page(file: str, ops: list[Op]) -> str:
     """Return the page of an op file."""
     module = inspect.getmodule(ops[0].reference)
     one = len(ops) == 1
-    described = []
-    for op in ops:
-        of = documentation(op)
-        ends = [f"**{name}:** {of.sections[name]}" for name in ("Returns", "Source") if name in of.sections]
-        described += [
-            *([] if one else [f"### `{op.name}`"]),
-            of.summary,
-            f"```\n{signature(op)}\n```",
-            *of.body,
-            " ".join(ends),
-        ]
-    count = sum(len(cases_of(op, FIRST)) for op in ops)
+    signatures = "\n".join(map(signature, ops))
     sections = {
         "Example": f"```python\n{examples.of(file)}```",
         "Support": support(ops),
-        ("Signature" if one else "Ops"): "\n\n".join(described),
-        "Arguments": arguments(ops),
-        "When kernels run": (
-            "Kernels run if all of these hold. Otherwise the PyTorch reference computes the same result, slower. "
-            f"`vllm-rocm-ops explain {ops[0].name}` names the rule that a call breaks.\n\n{rules(ops)}"
-        ),
+        **({} if one else {"Ops": computed(ops)}),
+        "Arguments": (described(ops[0]) if one else f"```\n{signatures}\n```\n\n") + arguments(ops),
+        "When kernels run": rules(ops),
         "Numerics": numerics(ops),
         "Performance": measured(ops),
-        "In vLLM": in_vllm(ops),
-        "Tuning and tests": (
-            f"{tuning(ops)}\n\n{measurements.plural(count, 'test case')}: `vllm-rocm-ops verify --op {ops[0].name}` runs them on "
-            f"a GPU, `bash tests/run.sh -k {ops[0].name}` in a checkout, also in the [emulator](emulator.md)."
-        ),
+        "Selection": f"{in_vllm(ops)}\n{tuning(ops)}",
     }
-    name = ops[0].name if one else "<op>"
+    source = f"Source: {documentation(ops[0]).sections['Source']} " if one else ""
     parts = [
         WRITTEN,
         f"# {file}" + ("" if one else " ops"),
-        *paragraphs(inspect.getdoc(module)),
-        (
-            f"Call `vllm_rocm_ops.ops.{name}` or `torch.ops.{op_module.NAMESPACE}.{name}`. Spec: [{file}.py](../ops/{file}.py). "
-            f"Kernels: {kernels(ops)}. [All ops](README.md)."
-        ),
+        *described_by(module),
+        f"Spec: [{file}.py](../ops/{file}.py). Kernels: {kernels(ops)}. {source}[How to call](README.md#op-pages).",
         *(f"## {title}\n\n{text}" for title, text in sections.items()),
     ]
     return wrapped("\n\n".join(filter(None, parts)))
+
+
+def described_by(module) -> list[str]:
+    """Return the paragraphs of a module's docstring without the kernel files, which the page links."""
+    listed_files = r"(?:^|; )[Kk]ernels?: (?:csrc/[\w/.]+(?:, )?)+\.$"
+    found = (re.sub(listed_files, "", text) for text in paragraphs(inspect.getdoc(module)))
+    return [text if text.endswith(".") else f"{text}." for text in found if text]
+
+
+def described(op: Op) -> str:
+    """Return the text of an op's docstring as a paragraph."""
+    of = documentation(op)
+    return " ".join((of.summary, *of.body)) + "\n\n"
+
+
+def computed(ops: list[Op]) -> str:
+    """Return a table of the ops of a page: what each computes, its results and its sources."""
+    rows = []
+    for op in ops:
+        of = documentation(op)
+        ends = (of.sections.get(name, "") for name in ("Returns", "Source"))
+        rows.append((f"`{op.name}`", *map(cell, (" ".join((of.summary, *of.body)), *ends))))
+    return markdown(("op", "computes", "returns", "source"), rows)
 
 
 def wrapped(text: str) -> str:
@@ -709,33 +691,74 @@ def explanation() -> str:
     )
 
 
-NUMERICS = """Every test case is compared with its PyTorch reference in the same precision and in float64, by
+READING = (
+    (
+        f"Call an op as `vllm_rocm_ops.ops.NAME` or `torch.ops.{op_module.NAMESPACE}.NAME`. Wrong arguments raise ValueError, which "
+        "names the op, the argument, and what it must be. On each page:\n"
+    ),
+    "- **Support** lists the combinations that the test cases cover.",
+    (
+        "- **When kernels run** lists the rules. If one fails, the PyTorch reference computes the same result, slower; "
+        "`vllm-rocm-ops explain NAME` names the rule."
+    ),
+    (
+        "- **Performance** lists speedups by rows, tokens or requests, and their geometric means. The linked files have microseconds, "
+        "[results](../../serving_benchmarks/results/README.md#amd-kernels-without-a-gpu) registers, traffic and emulated cycles."
+    ),
+    (
+        "- **Selection** names the vLLM seams that call the op, and the keys of [tuned configurations](tuning.md#files). "
+        "`vllm-rocm-ops explain NAME --verbose` lists all candidates.\n"
+    ),
+    (
+        "`vllm-rocm-ops verify --op NAME` runs an op's test cases on a GPU, `bash tests/run.sh -k NAME` in a checkout, also in the "
+        "[emulator](emulator.md)."
+    ),
+)
+
+
+def floors() -> str:
+    """Return the errors that a comparison with float64 allows besides the reference's."""
+    c = correctness
+    wide = [f"{a.sum_rounding:.1e} on {a.name}" for a in archs.ARCHS.values() if a.sum_rounding]
+    return (
+        f"- Comparisons with float64 also allow {c.FLOOR:g} of the largest element; for long sums {', '.join(wide)}, whose matrix "
+        "instructions round sums."
+    )
+
+
+NUMERICS = f"""Every test case is compared with its PyTorch reference in the same precision and in float64, by
 [correctness.py](../core/correctness.py). Each op's page has its tolerances. For all ops:
 
 - NaNs are where the reference has them, and nowhere else.
 - Equal arguments give equal bits in every call.
-- Every element is written: outputs start as NaN in tests."""
+- Every element is written: outputs start as NaN in tests.
+- Integers equal the reference's. ULPs are not counted for long sums, which may cancel; other fp32 errors are relative.
+{floors()}"""
 
 
 def index() -> str:
     """Return the page with the table of all ops."""
-    rows = (
-        (f"[`{op.name}`]({link(op.name)})", cell(documentation(op).summary), *(types(op, arch) for arch in archs.ARCHS))
-        for op in op_module.registered()
-    )
+    rows = []
+    for file, ops in by_file().items():
+        dtypes = {arch: types(ops, arch) for arch in archs.ARCHS}
+        here = ", ".join(arch for arch, found in dtypes.items() if found)
+        does = described_by(inspect.getmodule(ops[0].reference))[0]
+        names = ", ".join(f"`{op.name}`" for op in ops)
+        rows.append((f"[{file}]({file}.md)", names, cell(does), dtypes[here.partition(",")[0]], here))
     about = (
-        "Ops have the names, arguments and rounding of vLLM's ops, but return their results. GPU columns list the kernels' input dtypes "
-        "and, if different, output dtypes; PyTorch runs other dtypes. sm_90 is for development."
+        "Ops have the names, arguments and rounding of vLLM's ops, but return their results. Kernels support the listed input and, "
+        "if different, output dtypes; PyTorch runs other dtypes. e4m3 and e5m2 are the GPU's own. sm_90 is for development."
     )
     parts = (
         WRITTEN,
         "# Ops",
         about,
-        markdown(("op", "computes", *archs.ARCHS), rows),
+        markdown(("page", "ops", "computes", "dtypes", "GPUs"), rows),
         "`explain` reports the kernel that a call runs, and why:",
         explanation(),
+        "## Op pages\n\n" + "\n".join(READING),
         f"## Numerics\n\n{NUMERICS}",
-        f"## Quantization\n\n{paragraphs(inspect.getdoc(quantization))[1]}",
+        f"## Quantization\n\n{paragraphs(inspect.getdoc(quantization))[1]} Tensors with another GPU's FP8 dtype run PyTorch.",
         "Other pages: " + ", ".join(f"[{name.lower()}]({name}.md)" for name in GUIDES) + ".",
     )
     return wrapped("\n\n".join(parts))

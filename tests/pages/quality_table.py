@@ -63,10 +63,11 @@ def arithmetic() -> str:
                 calls.setdefault((one["op"], one["result"]), {}).setdefault(line["machine"], []).append(one)
     if not calls:
         return "Nothing yet."
-    rows = (
-        (f"`{op}`", result, str(max(map(len, of.values()))), *(errors(of.get(machine, [])) for machine in machines))
-        for (op, result), of in sorted(calls.items())
-    )
+    alike: dict[tuple[str, ...], dict[str, int]] = {}
+    for (op, result), of in sorted(calls.items()):
+        cells = result, *(errors(of.get(machine, [])) for machine in machines)
+        alike.setdefault(cells, {})[f"`{op}`"] = max(map(len, of.values()))
+    rows = ((", ".join(of), result, str(sum(of.values())), *cells) for (result, *cells), of in alike.items())
     links = ", ".join(
         f"[{path.parent.name}](../../serving_benchmarks/results/{path.parent.name}/{path.name})" for path in files
     )

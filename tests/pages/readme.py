@@ -92,8 +92,23 @@ def support() -> str:
     return markdown(("weights and activations", *titles), rows)
 
 
+def glance() -> str:
+    """Return the answers that a new user looks for first."""
+    return "\n".join(
+        (
+            "- **Safe?** Kernels are checked and timed on your GPU. vLLM's own run where they fail or lose. [Why, and limits](#why-it-is-low-risk)",
+            f"- **Faster?** {measurements.fastest_and_slowest()} [Benchmarks and predictions](#performance)",
+            (
+                "- **Try:** `pip install .`, then `bash serving_benchmarks/quickstart.sh`. [Install](#install-and-verify), "
+                "[report](#try-it-and-report)"
+            ),
+            "- **Off:** `VLLM_ROCM_OPS_SEAMS=none vllm serve ...`. [Other switches](#disable-and-troubleshoot)",
+        )
+    )
+
+
 SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
-SHOWN_SEAMS = ("scaled_linear", "block_scaled_linear", "fp8_experts")
+SHOWN_SEAMS = ("scaled_linear", "fp8_experts")
 
 
 def doctor_sample() -> str:
@@ -130,6 +145,7 @@ def doctor_sample() -> str:
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {
         "unmeasured": measurements.unmeasured,
+        "glance": glance,
         "engine": measurements.whole_models_table,
         "predicted": step_table.readme,
         "support": support,
@@ -156,6 +172,9 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "published": predicted_table.published,
         "simpler": predicted_table.simpler,
         "facts": predicted_table.facts,
+        "profiles": step_table.h200,
+        "constants": step_table.constants,
+        "times": step_table.times,
     },
     DOCS / "decode_steps.md": {
         "steps": step_table.steps,
@@ -163,9 +182,6 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "products": predicted_table.products,
         "published": step_table.published,
         "others": step_table.others,
-        "profiles": step_table.h200,
-        "constants": step_table.constants,
-        "times": step_table.times,
     },
     RESULTS / "README.md": {
         "engine": results_page.engine,

@@ -12,49 +12,44 @@ from .measurements import EngineCase, lines_of, links, markdown, measured, newes
 
 MANY = 3  # ops or models that the index names
 GONE = "decode_step"  # the kind of files whose benchmark no longer exists
-
-
-def index() -> str:
-    """Return a table per folder: each file with its contents, oldest first."""
-    tables = []
-    for folder in sorted(path for path in measurements.RESULTS.glob("*") if path.is_dir()):
-        rows = [(links([path]), *contents(path)) for path in oldest_first(folder.glob("*.*"))]
-        if rows:
-            tables.append(f"### {folder.name}\n\n{markdown(('file', 'of', 'lines'), rows)}")
-    return "\n\n".join(tables) or "Nothing yet."
-
-
-def contents(path: pathlib.Path) -> tuple[str, str]:
-    """Return the ops or models of a file, and the number of its lines."""
-    if path.suffix == ".txt":
-        return "output of the command", str(len(path.read_text().splitlines()))
-    if path.suffix == ".json":
-        report = json.loads(path.read_text())
-        return ", ".join(map(engine_run, reports(report))), str(len(report["results"]))
-    lines = lines_of(path)
-    names = dict.fromkeys(named for line in lines for named in names_of(line))
-    shown = ", ".join(list(names)[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
-    return shown, str(len(lines))
-
-
-def reports(report: dict) -> list[tuple[str, str, list[int]]]:
-    """Return the models of a report of latency.py: model with its ranks and layers, sides, batch sizes."""
-    found: dict[str, tuple[list[str], list[int]]] = {}
-    for result in report["results"]:
-        ranks = measurements.parallelism(result["rank_of"], measurements.options_of(report["command"]))
-        layers = f"{result['num_layers']} layers" if result["num_layers"] else "all layers"
-        sides, sizes = found.setdefault(f"{result['model_id']}{ranks}, {layers}", ([], []))
-        sides.append(SIDES[result["side"]])
-        sizes.append(result["batch_size"])
-    return [(name, " and ".join(dict.fromkeys(sides)), sorted(set(sizes))) for name, (sides, sizes) in found.items()]
-
-
 SIDES = {"without": "baseline", "with": "plugin"}
 
 
-def engine_run(found: tuple[str, str, list[int]]) -> str:
-    name, sides, sizes = found
-    return f"{name}, {sides}, batch {' '.join(map(str, sizes))}"
+def index() -> str:
+    """Return a table per folder: its files by contents, oldest first."""
+    tables = []
+    for folder in sorted(path for path in measurements.RESULTS.glob("*") if path.is_dir()):
+        files_of: dict[str, list[tuple[pathlib.Path, int]]] = {}
+        for path in oldest_first(folder.glob("*.*")):
+            what, lines = contents(path)
+            files_of.setdefault(what, []).append((path, lines))
+        rows = [
+            (links(path for path, _ in files), what, str(sum(lines for _, lines in files)))
+            for what, files in files_of.items()
+        ]
+        if rows:
+            tables.append(f"### {folder.name}\n\n{markdown(('files', 'contents', 'lines'), rows)}")
+    return "\n\n".join(tables) or "Nothing yet."
+
+
+def contents(path: pathlib.Path) -> tuple[str, int]:
+    """Return the ops or models of a file, and the number of its lines."""
+    if path.suffix == ".txt":
+        return "output of the command", len(path.read_text().splitlines())
+    if path.suffix == ".json":
+        report = json.loads(path.read_text())
+        runs = dict.fromkeys(engine_run(result, report["command"]) for result in report["results"])
+        return ", ".join(runs), len(report["results"])
+    lines = lines_of(path)
+    names = dict.fromkeys(named for line in lines for named in names_of(line))
+    shown = ", ".join(list(names)[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
+    return shown, len(lines)
+
+
+def engine_run(result: dict, command: str) -> str:
+    """Return the model of a result of latency.py, with its ranks and layers."""
+    ranks = measurements.parallelism(result["rank_of"], measurements.options_of(command))
+    return f"{result['model_id']}{ranks}, {result['num_layers'] or 'all'} layers"
 
 
 def names_of(line: dict) -> list[str]:
@@ -151,10 +146,16 @@ COLUMNS = {
 
 def kernels() -> str:
     """Return a row for each kernel that streams the weights or the cache of decode, from its AMD code objects."""
-    rows = []
+    found: dict[str, dict[str, dict]] = {}
     for folder in sorted(path for path in measurements.RESULTS.glob("*") if path.is_dir()):
-        found = {line["kernel"]: line for line, _ in newest_lines(folder, ["static"]).values()}
-        rows += [
-            (line["arch"], f"`{name}`", *(str(line[key]) for key in COLUMNS.values())) for name, line in found.items()
-        ]
-    return markdown(("arch", "kernel", *COLUMNS), rows) if rows else "Nothing yet."
+        for line, _ in newest_lines(folder, ["static"]).values():
+            found.setdefault(line["kernel"], {})[line["arch"]] = line
+    rows = [
+        (
+            f"`{name}`",
+            ", ".join(of),
+            *(" / ".join(dict.fromkeys(str(line[key]) for line in of.values())) for key in COLUMNS.values()),
+        )
+        for name, of in found.items()
+    ]
+    return markdown(("kernel", "arch", *COLUMNS), rows) if rows else "Nothing yet."

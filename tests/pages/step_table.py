@@ -15,7 +15,7 @@ from .measurements import RESULTS, markdown
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8
 BATCHES = (1, 8, 32, 64)
-MAX = 10  # launches in a table
+MAX = 6  # launches in a table
 
 
 @functools.cache
@@ -260,8 +260,9 @@ def _share(product: str, model: str, batch: int, node: step.Node) -> float:
 
 
 def worst() -> str:
-    """Return a table for each GPU and model: the launches of the plugin's step that cost most above the time of their bytes."""
+    """Return the launches of the plugin's step on each GPU and model that cost most above the time of their bytes."""
     head = (
+        "GPU, model",
         "launch",
         "op",
         "calls",
@@ -269,12 +270,13 @@ def worst() -> str:
         f"cause at {BATCHES[0]}",
         f"cause at {BATCHES[-1]}",
     )
-    tables = []
-    for product in baseline.PRODUCTS:
-        for model in MODELS:
-            rows = (_row(product, model, *launch) for launch in _by_cost(product, model)[:MAX])
-            tables.append(f"### {product}, {model}\n\n{markdown(head, rows)}")
-    return "\n\n".join(tables)
+    rows = [
+        (f"{product}, {model}", *_row(product, model, *launch))
+        for product in baseline.PRODUCTS
+        for model in MODELS
+        for launch in _by_cost(product, model)[:MAX]
+    ]
+    return markdown(head, rows)
 
 
 def _row(product: str, model: str, launch: tuple, of: dict[int, step.Node]) -> tuple[str, ...]:

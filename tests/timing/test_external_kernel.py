@@ -76,7 +76,7 @@ def test_hex_and_json_give_the_same_time(norm, capsys):
     assert first.startswith(f"{norm.symbol} on MI300X: predicted ") and first.endswith(
         "us, not measured; error unknown"
     )
-    assert "cycles of a compute unit with 1 blocks" in second
+    assert "cycles of a compute unit with 1 block," in second
     args = {
         offset: struct.pack("<Q", value.numel() * value.element_size()) if isinstance(value, torch.Tensor) else value
         for offset, value in norm.args.items()

@@ -60,7 +60,7 @@ def test_a_file_of_something_else_is_refused(text, message):
 def test_without_an_amd_gpu_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["refit"]) == 2
-    assert "refit needs an AMD GPU: there is no GPU" in capsys.readouterr().err
+    assert "refit needs an AMD GPU: no GPU found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("product", ["mi325x", "MI355X"])

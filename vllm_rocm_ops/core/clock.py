@@ -83,7 +83,7 @@ class GpuClock:
 
     def __init__(self):
         if not torch.cuda.is_available():
-            raise RuntimeError("there is no GPU")
+            raise RuntimeError("no GPU found")
         runtime, why = launch.runtime()
         if runtime is None:
             raise RuntimeError(why)

@@ -35,7 +35,7 @@ class Prediction(NamedTuple):
     def details(self) -> str:
         """Return a sentence about the parts of the prediction."""
         return (
-            f"{self.cycles:.0f} cycles of a compute unit with {self.blocks} blocks, "
+            f"{self.cycles:.0f} cycles of a compute unit with {self.blocks} block{'s' * (self.blocks != 1)}, "
             f"{self.megabytes:.1f} MB, at least {self.bandwidth_us:.1f} us at memory bandwidth"
         )
 

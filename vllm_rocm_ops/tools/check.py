@@ -68,7 +68,7 @@ def line_of(part: dict) -> str:
     """Return the summary line of a part."""
     pieces, wrong = part["found"], wrong_of(part)
     kernels = {piece["kernel"] for piece in pieces if "kernel" in piece and not piece["kernel"].startswith("fallback")}
-    what = f"{len(pieces)} results" + (f", {len(kernels)} kernels" if kernels else "")
+    what = f"{len(pieces)} result{'s' * (len(pieces) != 1)}" + (f", {len(kernels)} kernels" if kernels else "")
     wins = [piece["us"] < piece["other us"] for piece in pieces if piece.get("us") and piece.get("other us")]
     what += f", plugin faster in {sum(wins)} of {len(wins)}" if wins else ""
     fine = {"done": "ok", "stopped": "ok, stopped at its time limit"}.get(part["ended"], part["ended"])
