@@ -25,10 +25,13 @@ def of(file: str) -> str:
     return SHOWN + (FP8 if "fp8" in body else "") + "\n" + textwrap.dedent(body)
 
 
-def batched_gemm(device):
+def batched_gemm(device, fp8):
     x = torch.randn(8, 16, 128, dtype=torch.bfloat16, device=device)  # tokens, heads, K
     weights = torch.randn(16, 128, 512, dtype=torch.bfloat16, device=device)
     out = ops.batched_gemm(x, weights)  # [8, 16, 512]
+    values, scales = torch.empty(8, 16, 128, dtype=fp8, device=device), torch.empty(8, 16, device=device)
+    v_up = torch.randn(16, 128, 512, dtype=torch.bfloat16, device=device).transpose(1, 2)  # contiguous along K
+    ops.batched_gemm(out, v_up, values, scales)  # quantized, with a scale per head
 
 
 def block_scaled_mm(device, fp8):
