@@ -293,32 +293,33 @@ def test_a_head_is_a_group():
 
 
 def test_layers_are_decided_from_the_model(monkeypatch):
-    """A layer that is not the plugin's keeps its quantization, and MLA is not asked. The compile cache key includes it."""
+    """A layer that is not the plugin's keeps its quantization, and MLA's decides itself. The compile cache key has it."""
     changed = []
     monkeypatch.setattr(seam, "active", lambda: ["quantized_attention"])
     monkeypatch.setattr(quantized_attention, "change_graphs", lambda: changed.append(True))
-    monkeypatch.setattr(quantized_attention, "writes_scales", lambda: True)
+    monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: True)
     monkeypatch.setattr(quantized_attention, "_fused", {"old": BOTH})
 
     def layer(**given):
         return types.SimpleNamespace(**{"attn_backend": None} | given)
 
-    ours, latent = decoder(is_forced=True), decoder(is_forced=True, op=ops.mla_decode)
+    ours = decoder(is_forced=True)
+    latent = decoder(op=ops.mla_decode, kinds=lambda layer, decided: frozenset(("groups",)) if layer.impl else None)
     layers = {
         "ours": layer(impl=types.SimpleNamespace(rocm_ops=ours)),
         "stock": layer(impl=object()),
-        "latent": layer(impl=types.SimpleNamespace(rocm_ops=latent), use_mla=True),
+        "latent": layer(impl=types.SimpleNamespace(rocm_ops=latent)),
         "experts": types.SimpleNamespace(),
     }
     ours.impl, ours.config.compilation_config = layers["ours"].impl, types.SimpleNamespace()
     ours.impl.head_size, ours.config.compilation_config.static_forward_context = SIZE, layers
     quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
-    assert quantized_attention._fused == {"ours": BOTH, "stock": frozenset()}
-    assert quantized_attention.said() == "ours groups/static"
-    assert "attention to e4m3 in ours groups/static" in compile_cache.fingerprint()
+    assert quantized_attention._fused == {"ours": BOTH, "stock": frozenset(), "latent": {"groups"}}
+    assert quantized_attention.said() == "latent groups, ours groups/static"
+    assert "attention to e4m3 in latent groups, ours groups/static" in compile_cache.fingerprint()
     assert quantized_attention.may_fuse(ours, "static") and changed
     assert not quantized_attention.may_fuse(types.SimpleNamespace(config=ours.config, impl=None), "static")
-    monkeypatch.setattr(quantized_attention, "writes_scales", lambda: False)
+    monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: False)
     quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
     assert not quantized_attention.said()
     monkeypatch.setattr(seam, "active", list)
@@ -443,7 +444,9 @@ def test_the_seam_needs_marks_and_our_backends(configuration, monkeypatch):
 def test_vllms_op_writes_what_it_is_given(configuration):
     import vllm.model_executor.layers.attention.attention  # noqa: F401  defines it
 
-    assert quantized_attention.writes_scales()
+    import vllm.model_executor.layers.attention.mla_attention  # noqa: F401
+
+    assert quantized_attention.writes_scales() and quantized_attention.writes_scales(quantized_attention.MLA)
 
 
 # In the engine
