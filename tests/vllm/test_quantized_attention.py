@@ -150,6 +150,40 @@ def test_linears_that_quantize_equally_share_it(impl):
     assert_same(before, after)
 
 
+@on_cpu
+@pytest.mark.parametrize("column_major", [False, True])
+def test_mla_quantizes_by_groups_alone(configuration, monkeypatch, column_major):
+    """Its op has other arguments. The layer writes values and scales, without the group's size of vLLM's own pass."""
+    import vllm.model_executor.layers.attention.mla_attention as module
+
+    called = []
+
+    def forward_impl(q, *_, output, output_scale, output_block_scale, **rest):
+        called.append((quantized_attention.kind(output_scale, output_block_scale), rest["quant_group_size"]))
+        if output_block_scale is None:
+            output.copy_(q.flatten(1) * 2)
+        else:
+            quantized_attention.quantize(q.flatten(1) * 2, output, None, output_block_scale)
+
+    layer = types.SimpleNamespace(forward_impl=forward_impl, hisparse_cache=None)
+    monkeypatch.setattr(module, "get_attention_context", lambda name: (None, layer, None, None))
+    monkeypatch.setattr(quantized_attention, "_fused", {"layer": frozenset(("groups",))})
+
+    def attended(x):
+        from vllm.utils.torch_utils import _encode_layer_name
+
+        output, q = torch.empty((x.shape[0], COLUMNS), dtype=x.dtype, device=x.device), x.view(-1, HEADS, SIZE)
+        torch.ops.vllm.unified_mla_attention_with_output(q, x, x, output, _encode_layer_name("layer"))
+        return output
+
+    groups, static = quantizer("groups", column_major_scales=column_major), quantizer("static")
+    count, before, after, module = results(lambda x: groups(attended(x)), rows())
+    assert count == 1 and called == [("", None), ("groups", None)]
+    assert_same(before, after)
+    assert results(lambda x: static(attended(x), SCALE), rows())[0] == 0
+    assert results(lambda x: (*groups(y := attended(x)), y + 1), rows())[0] == 0
+
+
 LEFT = {
     "also read as it is": lambda x, static, groups: (*static(attended := attend(x), SCALE), attended + 1),
     "a view of it read as it is": lambda x, static, groups: (
@@ -442,17 +476,17 @@ def test_the_seam_needs_marks_and_our_backends(configuration, monkeypatch):
 
 
 def test_vllms_op_writes_what_it_is_given(configuration):
-    import vllm.model_executor.layers.attention.attention  # noqa: F401  defines it
-
-    import vllm.model_executor.layers.attention.mla_attention  # noqa: F401
+    import vllm.model_executor.layers.attention.attention
+    import vllm.model_executor.layers.attention.mla_attention  # noqa: F401  defines them
 
     assert quantized_attention.writes_scales() and quantized_attention.writes_scales(quantized_attention.MLA)
 
 
 # In the engine
 
-MODELS = {"llama": "static", "qwen3": "block", "glm4_moe": "block"}
+MODELS = {"llama": "static", "qwen3": "block", "glm4_moe": "block", "deepseek": "block"}
 """Group scales with heads of 128."""
+LATENT = "deepseek"
 SIDES = {"fused": "all", "separate": "all,-quantized_attention"}
 
 
@@ -461,7 +495,7 @@ def generated(engines) -> dict[str, dict]:
     """Return what compiled models generate if attention quantizes its result, and if a separate quantization does."""
     folders = {name: engines.folder / f"quantized-{name}" for name in MODELS}
     for name, flavour in MODELS.items():
-        checkpoints.build(folders[name], name, flavour, **({"head_dim": SIZE} if flavour == "block" else {}))
+        checkpoints.build(folders[name], name, flavour, **({"head_dim": SIZE} if name in ("qwen3", "glm4_moe") else {}))
 
     def run(side: str) -> dict[str, dict]:
         jobs = {name: job(engines, flavour, folders[name]) for name, flavour in MODELS.items()}
@@ -474,18 +508,19 @@ def generated(engines) -> dict[str, dict]:
 
 def job(engines, flavour: str, folder: Path) -> dict:
     made = engines.job(("llama", flavour), compiled=True, model=str(folder), logprobs=1)
-    return made | {"engine": made["engine"] | ({"attention_backend": "TRITON_ATTN"} if ON_GPU else {})}
+    backend = "TRITON_MLA" if LATENT in folder.name else "TRITON_ATTN"
+    return made | {"engine": made["engine"] | ({"attention_backend": backend} if ON_GPU else {})}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_have_the_bits_of_separate_launches(generated, model):
-    """The models are a Llama with static scales, and Qwen3 and GLM with norms of heads and group scales."""
+    """The models are a Llama with static scales, and Qwen3, GLM and DeepSeek with group scales."""
     fused, separate = (generated[side][model] for side in SIDES)
     assert fused["seams"]["quantized_attention"] == "on" != separate["seams"]["quantized_attention"]
     assert (fused["tokens"], fused["logprobs"]) == (separate["tokens"], separate["logprobs"])
-    assert fused["stats"] == separate["stats"] and OP in fused["stats"]
-    said = "output quantization is fused into attention in 2 layers"
+    assert fused["stats"] == separate["stats"] and (ops.batched_gemm.name if model == LATENT else OP) in fused["stats"]
+    said = "output quantization is fused into attention in "
     assert [generated[side]["output"].count(said) for side in SIDES] == [len(MODELS), 0]
 
 
