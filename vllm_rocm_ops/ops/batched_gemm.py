@@ -22,6 +22,7 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK, Operand, Product
 
 __all__ = ["batched_gemm"]
 
+QUANT_MODULE = "batched_gemm_quant"  # its kernels, with out_scales
 TOKENS = (16, 32, 64)  # token limit, by kernel
 ROWS, COLUMNS = 16, 64  # of a tile along N, for weights contiguous along K and along N
 TRANSPOSED_K = 128  # of weights contiguous along N
@@ -154,7 +155,7 @@ def _plan(config: BatchedConfig, outputs: Tensor, a, arch: Arch) -> list[Launch]
     tokens = next(tokens for tokens in TOKENS if tokens >= rows)
     module, kind = "batched_gemm", "_transposed" if is_transposed else "_wave_splitk"
     if a.out_scales is not None:
-        module, kind = "batched_gemm_quant", ""
+        module, kind = QUANT_MODULE, ""
         args["gemm"] |= {"partials": Workspace(heads * tokens * n * 4), "counters": Counters(heads)}
         row, head = a.out_scales.stride()
         args |= {"out_stride": out.stride(0), "scales": a.out_scales}

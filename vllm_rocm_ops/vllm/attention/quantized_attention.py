@@ -389,7 +389,7 @@ def install() -> None:
 
 SEAM = seam.Seam(
     name="quantized_attention",
-    replaces="split_graph of vllm.compilation.backends; quantizations are fused into attention before it",
+    replaces="split_graph of vllm.compilation.backends, quantizations are fused into attention before it; MLAAttention.forward_impl",
     probe=probe,
     install=install,
     ops=("paged_attention_decode", "batched_gemm"),
