@@ -392,6 +392,6 @@ SEAM = seam.Seam(
     replaces="split_graph of vllm.compilation.backends, quantizations are fused into attention before it; MLAAttention.forward_impl",
     probe=probe,
     install=install,
-    ops=("paged_attention_decode", "batched_gemm"),
+    ops=("paged_attention_decode",),
     after=("decode_attention", "fusion"),
 )
