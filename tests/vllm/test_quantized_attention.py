@@ -3,6 +3,7 @@
 The tests cover graphs, decisions, calls of vLLM's implementation, and the engine's tokens.
 """
 
+import functools
 import types
 from pathlib import Path
 
@@ -551,19 +552,26 @@ kernel_timing.MAX_SECONDS = 1000.0
 """
 
 
+MEASURED_MODELS = {"llama": "static", LATENT: "block"}
+
+
 @pytest.fixture(scope="module")
-def starts(engines, tmp_path_factory) -> dict[str, list[tuple]]:
-    """Return the logs and records of three starts on a machine, by what is faster than attention with its quantization."""
-    folder, found = engines.folder / "measured-quantized", {}
-    checkpoints.build(folder, "llama", "static")
-    for slow in ("nothing", quantized_attention.SEPARATE):
-        tables, found[slow] = tmp_path_factory.mktemp("measured"), []
+def starts(engines, tmp_path_factory):
+    """Return a function that returns the logs and records of three starts on a machine, by model and what is faster."""
+
+    @functools.cache
+    def found(model: str, slow: str) -> list[tuple]:
+        folder, flavour = engines.folder / f"measured-{model}", MEASURED_MODELS[model]
+        checkpoints.build(folder, model, flavour)
+        tables, answers = tmp_path_factory.mktemp("measured"), []
         for _ in range(3):
             environment = {"VLLM_ROCM_OPS_TABLES": str(tables), "SLOW": slow}
             environment["VLLM_ROCM_OPS_SEAMS"] = "all,-norm,-activation"
-            answers = engines.run({"it": job(engines, "static", folder)}, before=MEASURED, **environment)
+            answer = engines.run({"it": job(engines, flavour, folder)}, before=MEASURED, **environment)
             [record] = [kernel_selection.read(path) for path in tables.glob("*/measured-*.json")]
-            found[slow].append((answers["it"], answers["output"], record))
+            answers.append((answer["it"], answer["output"], record))
+        return answers
+
     return found
 
 
@@ -574,7 +582,7 @@ def starts(engines, tmp_path_factory) -> dict[str, list[tuple]]:
 )
 def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     """It is taken back if two launches are faster."""
-    found = starts[slow]
+    found = starts("llama", slow)
     assert ["output quantization is fused into attention in 2 layers" in output for _, output, _ in found] == fuses
     shape = "page 128 32 of 256 keys"
     plain = f"{OP} 4:2x64 auto {shape} CPUAttentionBackend"
@@ -585,3 +593,20 @@ def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     assert all(0 < one.error < 0.05 for key in beside for one in measured[key].values())
     assert not found[-1][-1].off
     assert all(answer["stats"].get(OP) for answer, *_ in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="replaces the clock of vLLM's CPU worker")
+def test_w_uv_is_measured_and_decided_likewise(starts):
+    """Its plain GEMM decides first, then its quantization, which is taken back if two launches are faster."""
+    found = starts(LATENT, quantized_attention.SEPARATE)
+    said = ["output quantization is fused into attention in 3 layers" in output for _, output, _ in found]
+    assert said == [False, True, False]
+    start = "batched_gemm 4x128x512 bfloat16"
+    both = [f"{start} to e4m3 by 128 bmm", f"{start} to e4m3 by 128 separate"]
+    keys = [sorted(key for key in record.shapes if key.startswith(start)) for *_, record in found]
+    assert keys == [[f"{start} bmm"], [f"{start} bmm", *both], [f"{start} bmm", *both]]
+    measured = found[-1][-1].shapes
+    assert all(0 < one.error < 0.05 for key in both for one in measured[key].values())
+    assert not found[-1][-1].off
+    assert len({str(answer["tokens"]) for answer, *_ in found}) == 1
