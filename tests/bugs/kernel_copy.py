@@ -51,10 +51,16 @@ def _batched(symbol: str) -> str:
     return f"{ {'wave_splitk': 'WAVES', 'transposed': 'TRANSPOSED'}[form] }({kind}, {TYPES[kind]}, {tokens})\n"
 
 
+def _batched_quant(symbol: str) -> str:
+    kind, tokens = re.search(r"_(bf16|fp16)_(\d+)$", symbol).groups()
+    return f"QUANTIZED({kind}, {TYPES[kind]}, {tokens})\n"
+
+
 INSTANCES: dict[str, tuple[str, Callable[[str], str]]] = {
     "mla_decode": ("#define PACKED_ROW_TILES", _mla),
     "paged_attention_decode": ("#define SIZES", _paged),
     "batched_gemm": ("#define TOKENS", _batched),
+    "batched_gemm_quant": ("#define TOKENS", _batched_quant),
 }
 """By module: the macro before which no kernel is instantiated, and the line that instantiates one.
 

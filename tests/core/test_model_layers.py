@@ -176,7 +176,10 @@ def test_launches_of_attention_in_one():
         "per token, half of a head is rotated"
     )
     assert list(joined.around_attention(read(GLM) | {"use_qk_norm": True}, 4)) == [tuple(normed.split(" + "))]
-    assert made("deepseek-v3", 8) == {}
+    (v_up,) = made("deepseek-v3", 8).items()
+    assert v_up[0] == "W_UV + o's input quantization" and v_up[1][:2] == ("batched_gemm", 61)
+    assert v_up[1][2].out.shape == (3, 16, 128) and v_up[1][2].out_scales.shape == (3, 16)
+    assert made("tiny-deepseek-v3", 1) == {}
     static = read(LLAMA) | {"head_dim": 64}
     assert (
         len(joined.around_attention(static, 8)) == 2

@@ -239,7 +239,12 @@ def batched_gemm(before, after, outputs: tuple) -> Found:
     found = outputs[0] if before.out is None else after.out
     x, weight = before.x.double(), before.weights.double()
     wanted, terms = (torch.einsum("mhk,hkn->mhn", *of) for of in ((x, weight), (x.abs(), weight.abs())))
-    yield "output", found.double(), wanted, rounded(wanted, before.x.dtype) + OF_TERMS * terms
+    off = rounded(wanted, before.x.dtype) + OF_TERMS * terms
+    if before.out_scales is None:
+        yield "output", found.double(), wanted, off
+        return
+    rows, unbounded = (after.out.flatten(1), after.out_scales), types.SimpleNamespace(scale_ub=None)
+    yield from dynamic(unbounded, wanted.flatten(1), off.flatten(1), rows, 128)
 
 
 def gemm(before, after, outputs: tuple) -> Found:

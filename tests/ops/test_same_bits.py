@@ -10,6 +10,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.launch import Counters
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.ops.families import rowwise
 
 CALLS = 100 if FULL else 25
 TOKENS, ROWS, K = 3, 64, 1280
@@ -129,3 +130,23 @@ def test_one_launch_gives_the_bits_of_a_latents_three(arch_name, dtype, fp8):
         ours = outs if len(separate) == 3 else [outs[0], given["scales_out"], *outs[1:]]
         for mine, other in zip((*ours, one), (*separate, three), strict=True):
             assert torch.equal(mine.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), kind
+
+
+@pytest.mark.parametrize("is_column_major", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_one_launch_gives_the_bits_of_a_product_and_its_quantization(arch_name, dtype, is_column_major):
+    """A head's product is rounded in between: its sums are exact in any order, but not in 16 bits."""
+    emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
+    x = torch.randint(-9, 10, (TOKENS, 2, 512), generator=generator).to(dtype)
+    weights = torch.randint(-9, 10, (2, 128, 512), generator=generator).to(dtype).transpose(1, 2)
+    out = torch.full((TOKENS, 2, 128), torch.nan).to(emulator.arch.fp8_dtype)
+    scales = torch.full((2, TOKENS) if is_column_major else (TOKENS, 2), torch.nan)
+    scales = scales.t() if is_column_major else scales
+    with launch.executor(emulator):
+        ops.batched_gemm(x, weights, out, scales)
+        product = ops.batched_gemm(x, weights)
+    assert (product.double() != torch.bmm(x.double().transpose(0, 1), weights.double()).transpose(0, 1)).any()
+    values, wanted = rowwise.per_block(product.flatten(1), out.dtype, None, 128, False)
+    assert torch.equal(out.view(torch.uint8).flatten(1), values.view(torch.uint8))
+    assert torch.equal(scales, wanted)

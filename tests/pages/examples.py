@@ -25,10 +25,13 @@ def of(file: str) -> str:
     return SHOWN + (FP8 if "fp8" in body else "") + textwrap.dedent(body)
 
 
-def batched_gemm():
+def batched_gemm(fp8):
     x = torch.randn(8, 16, 128, dtype=torch.bfloat16)  # tokens, heads, K
     weights = torch.randn(16, 128, 512, dtype=torch.bfloat16)
     out = ops.batched_gemm(x, weights)  # [8, 16, 512]
+    values, scales = torch.empty(8, 16, 128, dtype=fp8), torch.empty(8, 16)
+    v_up = torch.randn(16, 128, 512, dtype=torch.bfloat16).transpose(1, 2)  # contiguous along K
+    ops.batched_gemm(out, v_up, values, scales)  # quantized, with a scale per head
 
 
 def block_scaled_mm(fp8):

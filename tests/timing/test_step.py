@@ -216,6 +216,27 @@ def test_attentions_launches_are_one_where_that_is_faster(monkeypatch):
     assert "norms of q and k" not in found(LLAMA)
 
 
+def test_w_uv_quantizes_its_result_where_that_is_faster():
+    """The plain product and the quantization stay apart otherwise, and on the baseline's side."""
+    gap, launches = baseline.GAP.value, ("W_UV", "o's input quantization")
+    layer = " + ".join(launches)
+
+    def found(quantized: float, side: str = "plugin") -> dict[str, step.Node]:
+        def known(call, tokens):
+            one = quantized if call.layer == layer else 3.0
+            return (one, 1, 0.25) if call.op.name == "batched_gemm" and one else None
+
+        return {node.layer: node for node in nodes(DEEPSEEK, side, known=known)}
+
+    apart = found(0)
+    both = sum(apart[name].us for name in launches) + gap
+    for one in (found(0), found(both + 0.1), found(1.0, "baseline")):
+        assert layer not in one and all(one[name].count == 61 for name in launches)
+    one = found(both - 0.1)
+    assert not set(launches) & one.keys()
+    assert (one[layer].count, one[layer].launches, one[layer].op) == (61, 1, "batched_gemm")
+
+
 def test_one_launch_is_beside_the_two_of_the_baseline(monkeypatch):
     lines = list(step_report.lines(LLAMA, 8, None, [1], MI300X, 4096, lambda call, tokens: (9.0, 1, 0.25)))
     [row] = (line for line in lines if line.startswith("gate_up + SwiGLU"))

@@ -3,6 +3,7 @@
 The tests cover graphs, decisions, calls of vLLM's implementation, and the engine's tokens.
 """
 
+import functools
 import types
 from pathlib import Path
 
@@ -150,6 +151,40 @@ def test_linears_that_quantize_equally_share_it(impl):
     assert_same(before, after)
 
 
+@on_cpu
+@pytest.mark.parametrize("column_major", [False, True])
+def test_mla_quantizes_by_groups_alone(configuration, monkeypatch, column_major):
+    """Its op has other arguments. The layer writes values and scales, without the group's size of vLLM's own pass."""
+    import vllm.model_executor.layers.attention.mla_attention as module
+
+    called = []
+
+    def forward_impl(q, *_, output, output_scale, output_block_scale, **rest):
+        called.append((quantized_attention.kind(output_scale, output_block_scale), rest["quant_group_size"]))
+        if output_block_scale is None:
+            output.copy_(q.flatten(1) * 2)
+        else:
+            quantized_attention.quantize(q.flatten(1) * 2, output, None, output_block_scale)
+
+    layer = types.SimpleNamespace(forward_impl=forward_impl, hisparse_cache=None)
+    monkeypatch.setattr(module, "get_attention_context", lambda name: (None, layer, None, None))
+    monkeypatch.setattr(quantized_attention, "_fused", {"layer": frozenset(("groups",))})
+
+    def attended(x):
+        from vllm.utils.torch_utils import _encode_layer_name
+
+        output, q = torch.empty((x.shape[0], COLUMNS), dtype=x.dtype, device=x.device), x.view(-1, HEADS, SIZE)
+        torch.ops.vllm.unified_mla_attention_with_output(q, x, x, output, _encode_layer_name("layer"))
+        return output
+
+    groups, static = quantizer("groups", column_major_scales=column_major), quantizer("static")
+    count, before, after, module = results(lambda x: groups(attended(x)), rows())
+    assert count == 1 and called == [("", None), ("groups", None)]
+    assert_same(before, after)
+    assert results(lambda x: static(attended(x), SCALE), rows())[0] == 0
+    assert results(lambda x: (*groups(y := attended(x)), y + 1), rows())[0] == 0
+
+
 LEFT = {
     "also read as it is": lambda x, static, groups: (*static(attended := attend(x), SCALE), attended + 1),
     "a view of it read as it is": lambda x, static, groups: (
@@ -293,32 +328,33 @@ def test_a_head_is_a_group():
 
 
 def test_layers_are_decided_from_the_model(monkeypatch):
-    """A layer that is not the plugin's keeps its quantization, and MLA is not asked. The compile cache key includes it."""
+    """A layer that is not the plugin's keeps its quantization, and MLA's decides itself. The compile cache key has it."""
     changed = []
     monkeypatch.setattr(seam, "active", lambda: ["quantized_attention"])
     monkeypatch.setattr(quantized_attention, "change_graphs", lambda: changed.append(True))
-    monkeypatch.setattr(quantized_attention, "writes_scales", lambda: True)
+    monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: True)
     monkeypatch.setattr(quantized_attention, "_fused", {"old": BOTH})
 
     def layer(**given):
         return types.SimpleNamespace(**{"attn_backend": None} | given)
 
-    ours, latent = decoder(is_forced=True), decoder(is_forced=True, op=ops.mla_decode)
+    ours = decoder(is_forced=True)
+    latent = decoder(op=ops.mla_decode, kinds=lambda layer, decided: frozenset(("groups",)) if layer.impl else None)
     layers = {
         "ours": layer(impl=types.SimpleNamespace(rocm_ops=ours)),
         "stock": layer(impl=object()),
-        "latent": layer(impl=types.SimpleNamespace(rocm_ops=latent), use_mla=True),
+        "latent": layer(impl=types.SimpleNamespace(rocm_ops=latent)),
         "experts": types.SimpleNamespace(),
     }
     ours.impl, ours.config.compilation_config = layers["ours"].impl, types.SimpleNamespace()
     ours.impl.head_size, ours.config.compilation_config.static_forward_context = SIZE, layers
     quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
-    assert quantized_attention._fused == {"ours": BOTH, "stock": frozenset()}
-    assert quantized_attention.said() == "ours groups/static"
-    assert "attention to e4m3 in ours groups/static" in compile_cache.fingerprint()
+    assert quantized_attention._fused == {"ours": BOTH, "stock": frozenset(), "latent": {"groups"}}
+    assert quantized_attention.said() == "latent groups, ours groups/static"
+    assert "attention to e4m3 in latent groups, ours groups/static" in compile_cache.fingerprint()
     assert quantized_attention.may_fuse(ours, "static") and changed
     assert not quantized_attention.may_fuse(types.SimpleNamespace(config=ours.config, impl=None), "static")
-    monkeypatch.setattr(quantized_attention, "writes_scales", lambda: False)
+    monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: False)
     quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
     assert not quantized_attention.said()
     monkeypatch.setattr(seam, "active", list)
@@ -441,15 +477,17 @@ def test_the_seam_needs_marks_and_our_backends(configuration, monkeypatch):
 
 
 def test_vllms_op_writes_what_it_is_given(configuration):
-    import vllm.model_executor.layers.attention.attention  # noqa: F401  defines it
+    import vllm.model_executor.layers.attention.attention
+    import vllm.model_executor.layers.attention.mla_attention  # noqa: F401  defines them
 
-    assert quantized_attention.writes_scales()
+    assert quantized_attention.writes_scales() and quantized_attention.writes_scales(quantized_attention.MLA)
 
 
 # In the engine
 
-MODELS = {"llama": "static", "qwen3": "block", "glm4_moe": "block"}
+MODELS = {"llama": "static", "qwen3": "block", "glm4_moe": "block", "deepseek": "block"}
 """Group scales with heads of 128."""
+LATENT = "deepseek"
 SIDES = {"fused": "all", "separate": "all,-quantized_attention"}
 
 
@@ -458,7 +496,7 @@ def generated(engines) -> dict[str, dict]:
     """Return what compiled models generate if attention quantizes its result, and if a separate quantization does."""
     folders = {name: engines.folder / f"quantized-{name}" for name in MODELS}
     for name, flavour in MODELS.items():
-        checkpoints.build(folders[name], name, flavour, **({"head_dim": SIZE} if flavour == "block" else {}))
+        checkpoints.build(folders[name], name, flavour, **({"head_dim": SIZE} if name in ("qwen3", "glm4_moe") else {}))
 
     def run(side: str) -> dict[str, dict]:
         jobs = {name: job(engines, flavour, folders[name]) for name, flavour in MODELS.items()}
@@ -471,18 +509,19 @@ def generated(engines) -> dict[str, dict]:
 
 def job(engines, flavour: str, folder: Path) -> dict:
     made = engines.job(("llama", flavour), compiled=True, model=str(folder), logprobs=1)
-    return made | {"engine": made["engine"] | ({"attention_backend": "TRITON_ATTN"} if ON_GPU else {})}
+    backend = "TRITON_MLA" if LATENT in folder.name else "TRITON_ATTN"
+    return made | {"engine": made["engine"] | ({"attention_backend": backend} if ON_GPU else {})}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_have_the_bits_of_separate_launches(generated, model):
-    """The models are a Llama with static scales, and Qwen3 and GLM with norms of heads and group scales."""
+    """The models are a Llama with static scales, and Qwen3, GLM and DeepSeek with group scales."""
     fused, separate = (generated[side][model] for side in SIDES)
     assert fused["seams"]["quantized_attention"] == "on" != separate["seams"]["quantized_attention"]
     assert (fused["tokens"], fused["logprobs"]) == (separate["tokens"], separate["logprobs"])
-    assert fused["stats"] == separate["stats"] and OP in fused["stats"]
-    said = "output quantization is fused into attention in 2 layers"
+    assert fused["stats"] == separate["stats"] and (ops.batched_gemm.name if model == LATENT else OP) in fused["stats"]
+    said = "output quantization is fused into attention in "
     assert [generated[side]["output"].count(said) for side in SIDES] == [len(MODELS), 0]
 
 
@@ -513,19 +552,26 @@ kernel_timing.MAX_SECONDS = 1000.0
 """
 
 
+MEASURED_MODELS = {"llama": "static", LATENT: "block"}
+
+
 @pytest.fixture(scope="module")
-def starts(engines, tmp_path_factory) -> dict[str, list[tuple]]:
-    """Return the logs and records of three starts on a machine, by what is faster than attention with its quantization."""
-    folder, found = engines.folder / "measured-quantized", {}
-    checkpoints.build(folder, "llama", "static")
-    for slow in ("nothing", quantized_attention.SEPARATE):
-        tables, found[slow] = tmp_path_factory.mktemp("measured"), []
+def starts(engines, tmp_path_factory):
+    """Return a function that returns the logs and records of three starts on a machine, by model and what is faster."""
+
+    @functools.cache
+    def found(model: str, slow: str) -> list[tuple]:
+        folder, flavour = engines.folder / f"measured-{model}", MEASURED_MODELS[model]
+        checkpoints.build(folder, model, flavour)
+        tables, answers = tmp_path_factory.mktemp("measured"), []
         for _ in range(3):
             environment = {"VLLM_ROCM_OPS_TABLES": str(tables), "SLOW": slow}
             environment["VLLM_ROCM_OPS_SEAMS"] = "all,-norm,-activation"
-            answers = engines.run({"it": job(engines, "static", folder)}, before=MEASURED, **environment)
+            answer = engines.run({"it": job(engines, flavour, folder)}, before=MEASURED, **environment)
             [record] = [kernel_selection.read(path) for path in tables.glob("*/measured-*.json")]
-            found[slow].append((answers["it"], answers["output"], record))
+            answers.append((answer["it"], answer["output"], record))
+        return answers
+
     return found
 
 
@@ -536,7 +582,7 @@ def starts(engines, tmp_path_factory) -> dict[str, list[tuple]]:
 )
 def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     """It is taken back if two launches are faster."""
-    found = starts[slow]
+    found = starts("llama", slow)
     assert ["output quantization is fused into attention in 2 layers" in output for _, output, _ in found] == fuses
     shape = "page 128 32 of 256 keys"
     plain = f"{OP} 4:2x64 auto {shape} CPUAttentionBackend"
@@ -547,3 +593,20 @@ def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     assert all(0 < one.error < 0.05 for key in beside for one in measured[key].values())
     assert not found[-1][-1].off
     assert all(answer["stats"].get(OP) for answer, *_ in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="replaces the clock of vLLM's CPU worker")
+def test_w_uv_is_measured_and_decided_likewise(starts):
+    """Its plain GEMM decides first, then its quantization, which is taken back if two launches are faster."""
+    found = starts(LATENT, quantized_attention.SEPARATE)
+    said = ["output quantization is fused into attention in 3 layers" in output for _, output, _ in found]
+    assert said == [False, True, False]
+    start = "batched_gemm 4x128x512 bfloat16"
+    both = [f"{start} to e4m3 by 128 bmm", f"{start} to e4m3 by 128 separate"]
+    keys = [sorted(key for key in record.shapes if key.startswith(start)) for *_, record in found]
+    assert keys == [[f"{start} bmm"], [f"{start} bmm", *both], [f"{start} bmm", *both]]
+    measured = found[-1][-1].shapes
+    assert all(0 < one.error < 0.05 for key in both for one in measured[key].values())
+    assert not found[-1][-1].off
+    assert len({str(answer["tokens"]) for answer, *_ in found}) == 1

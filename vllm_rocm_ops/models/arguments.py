@@ -294,6 +294,12 @@ def absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed
     return inputs.values(tokens, heads, k), weights
 
 
+def quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed: bool, kind: str) -> tuple:
+    """Return the same with an e4m3 result and a dynamic scale per head, the only `kind`."""
+    out, scales = inputs.values(tokens, heads, n, dtype=inputs.fp8_dtype), inputs.scales(tokens, heads)
+    return *absorbed(tokens, inputs, heads, k, n, transposed), out, scales
+
+
 def _pages(tokens: int, inputs: Inputs, positions: int) -> tuple[tuple[Tensor, Tensor], int]:
     """Return the block table and lengths of requests, and the pages per request."""
     width = -(-positions // PAGE)

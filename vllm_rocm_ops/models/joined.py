@@ -14,7 +14,7 @@ from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, UNQUANTIZED
 from vllm_rocm_ops.models.layers import NORMS, LayerCall
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 
-ATTENTION, QUANTIZATION = "attention", "o's input quantization"
+ATTENTION, QUANTIZATION, V_UP = "attention", "o's input quantization", "W_UV"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
 """Launches around attention, the only one of them that is an op by itself."""
 SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
@@ -114,27 +114,44 @@ def has_norms(config: dict) -> bool:
 def around_attention(config: dict, tp: int = 1, native: bool = True) -> dict[tuple[str, ...], LayerCall]:
     """Return one rank's fused calls by the launches that they replace, with ROCM_ATTN's cache or the packed one."""
     if "kv_lora_rank" in config:
-        return {}
-    found = rotation(config, tp, native), quantized_attention(config, tp, native)
+        found = (quantized_v_up(config, tp),)
+    else:
+        found = rotation(config, tp, native), quantized_attention(config, tp, native)
     return {tuple(call.layer.split(" + ")): call for call in found if call is not None}
 
 
 def quantized_attention(config: dict, tp: int, native: bool) -> LayerCall | None:
     """Return attention with a quantized result, with the count of layers whose o takes it."""
     whole = layers.attention(config, tp, native)
-    name, ignored = model_config.quantization(model_config.section(config, "quantization_config"))
-    count = sum(not ignored(f"model.layers.{i}.self_attn.o_proj") for i in range(whole.count))
-    kind, size = KINDS.get(name), whole.parameters[2]
-    if not count or kind is None or (kind == "groups" and size != BLOCK):
+    kind, count = quantized_o(config, whole.count)
+    if not count or kind is None or (kind == "groups" and whole.parameters[2] != BLOCK):
         return None
     changed = {"arguments": model_arguments.quantized_attention, "parameters": (*whole.parameters, kind)}
     return dataclasses.replace(whole, layer=f"{ATTENTION} + {QUANTIZATION}", count=count, **changed)
 
 
+def quantized_v_up(config: dict, tp: int) -> LayerCall | None:
+    """Return MLA's W_UV with a result quantized per head, with the count of layers whose o takes it."""
+    whole = next(call for call in layers.absorbed(config, tp) if call.layer == V_UP)
+    kind, count = quantized_o(config, whole.count)
+    if not count or kind != "groups" or whole.parameters[2] != BLOCK:
+        return None
+    changed = {"arguments": model_arguments.quantized_v_up, "parameters": (*whole.parameters, kind)}
+    return dataclasses.replace(whole, layer=f"{V_UP} + {QUANTIZATION}", count=count, **changed)
+
+
+def quantized_o(config: dict, count: int) -> tuple[str | None, int]:
+    """Return the kind of o's input quantization, None if it is no kind that is fused, and the layers that have it."""
+    name, ignored = model_config.quantization(model_config.section(config, "quantization_config"))
+    return KINDS.get(name), sum(not ignored(f"model.layers.{i}.self_attn.o_proj") for i in range(count))
+
+
 def attention_of(call: LayerCall) -> LayerCall:
-    """Return the attention call that a call of `quantized_attention` replaces."""
-    changed = {"arguments": model_arguments.heads_attention, "parameters": call.parameters[:-1]}
-    return dataclasses.replace(call, layer=ATTENTION, **changed)
+    """Return the call that one with a fused quantization of o's input replaces."""
+    layer, arguments = ATTENTION, model_arguments.heads_attention
+    if call.op is ops.batched_gemm:
+        layer, arguments = V_UP, model_arguments.absorbed
+    return dataclasses.replace(call, layer=layer, arguments=arguments, parameters=call.parameters[:-1])
 
 
 def rotation(config: dict, tp: int, native: bool) -> LayerCall:

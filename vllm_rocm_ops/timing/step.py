@@ -4,7 +4,7 @@
     step.total(nodes)
 
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
-gate_up and SwiGLU; MLA's norms and cache write; attention and the following quantization; an all-reduce and the following norm (by
+gate_up and SwiGLU; MLA's norms and cache write; attention or W_UV and the following quantization; an all-reduce and the following norm (by
 baseline.py's rule); the norm before experts and the quantization of their hidden states; and with VLLM_ROCM_OPS_ATTENTION=1 rotation and
 the cache write, with preceding norms. On the side "baseline", they have the times of baseline.py's table or rule. Launches without an op
 of the plugin, such as GLM's router, follow the rule on both sides.
@@ -144,7 +144,7 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
             yield joined.CACHE_WRITE, None, MAIN
             yield from (("W_UK", absorbed[0], MAIN),) if latent else ()
             yield joined.ATTENTION, attention, MAIN
-            yield from (("W_UV", absorbed[1], MAIN),) if latent else ()
+            yield from ((joined.V_UP, absorbed[1], MAIN),) if latent else ()
             if not _unquantized(calls[place + 1 :]):
                 yield joined.QUANTIZATION, None, MAIN
         if layer == "shared down":

@@ -247,7 +247,7 @@ def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
     """Return the calls of a model that a call replaces."""
     if call.op is ops.mla_norm_rope_and_cache:
         return joined.norms_of(call)
-    if call.layer == f"{joined.ATTENTION} + {joined.QUANTIZATION}":
+    if call.layer.endswith(f" + {joined.QUANTIZATION}"):
         return (joined.attention_of(call),)
     return joined.two_launches(call) if is_gated(call) else ()
 

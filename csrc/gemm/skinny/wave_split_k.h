@@ -10,7 +10,18 @@
 #include "gemm/skinny/epilogue.h"
 #include "gemm/skinny/weights.h"
 
-template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale, bool kGated = false>
+// Another epilogue, or by default TileEpilogue.
+template <class Other, class Default>
+struct EpilogueOr {
+  using Type = Other;
+};
+template <class Default>
+struct EpilogueOr<void, Default> {
+  using Type = Default;
+};
+
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale, bool kGated = false,
+          class OtherEpilogue = void>
 struct WaveSplitK {
   using Problem = typename ProblemOf<kGated>::Type;
   static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kSliceSteps = 2,
@@ -18,7 +29,8 @@ struct WaveSplitK {
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnitSteps = kSliceSteps * mma::kWaves;
   static constexpr bool kScaled = kScales == ScaleGranularity::kBlock;
   static_assert(!kScaled || kSliceSteps * mma::kDepth == kScaleBlock);
-  using Epilogue = TileEpilogue<kScales, kTiles, 1, 1, kUnitSteps, kThreads, 8, kGated>;
+  using Epilogue =
+      typename EpilogueOr<OtherEpilogue, TileEpilogue<kScales, kTiles, 1, 1, kUnitSteps, kThreads, 8, kGated>>::Type;
   struct Buffer {
     // Double-buffered: a slow wave may still read the previous tile's sums.
     float sum[2][mma::kWaves][kTiles][4][wave::kLanes];

@@ -18,10 +18,11 @@ from vllm_rocm_ops.ops.families.attention import ELEMENTS
 from vllm_rocm_ops.ops.families.decode import MAX_ROWS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.attention import mla_absorb
+from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, quantized_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find, seam_of
 from vllm_rocm_ops.vllm.attention.decoder import VLLM_BACKENDS, Decoder
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 FIXED_SPLIT_SIZE = 512
 """Keys per split with batch invariance."""
@@ -54,7 +55,14 @@ class MlaDecoder(Decoder):
         if not self.is_batch_invariant:
             scheduler = self.config.scheduler_config
             most = max(scheduler.max_num_seqs, 1) * MAX_ROWS
-            mla_absorb.adopt(layer, self.is_forced, min(most, scheduler.max_num_batched_tokens))
+            most = min(most, scheduler.max_num_batched_tokens)
+            mla_absorb.adopt(layer, self.is_forced, most)
+            if quantized_attention.may_fuse(self, mla_v_up.KIND):
+                mla_v_up.adopt(layer, self.is_forced, most)
+
+    def kinds(self, layer: torch.nn.Module, decided: kernel_selection.Decided) -> frozenset[str]:
+        """Return the kinds of output quantization that a layer fuses, into W_UV."""
+        return mla_v_up.kinds(self, layer, decided)
 
     def serve(self, q, kv_cache: Tensor, metadata, layer) -> tuple[Tensor, Tensor | None] | None:
         """Return the output, and its log-sum-exp with decode context parallelism. None where vLLM serves the batch.

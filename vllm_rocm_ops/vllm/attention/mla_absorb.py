@@ -3,7 +3,7 @@
 vLLM computes both by torch.bmm in the middle of a long method. A layer's two weights therefore get a subclass whose
 torch.bmm asks the plugin first. `batched_gemm` serves where it was timed to be faster, or wherever it fits with
 VLLM_ROCM_OPS_ATTENTION=1. The weight's values, memory and other uses do not change. A weight for which the plugin is
-never faster gets its class back.
+never faster gets its class back. Where vLLM's graph has W_UV quantize its result (mla_v_up.py), the same call does.
 """
 
 from __future__ import annotations
@@ -15,17 +15,28 @@ from torch.nn import Parameter
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.vllm.attention.quantized_attention import KINDS
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
 
 WEIGHTS = "W_UK_T", "W_UV"
+NATIVE = "bmm"
+"""The name of vLLM's kernel in a timing record."""
 MAX_TOKENS = 64  # limit of the kernels
 
 
 class Absorbed:
-    """Mix into a weight's class. `rocm_ops_choice` is the weight's `Choice`, None where the plugin is forced."""
+    """Mix into a weight's class.
+
+    Attributes:
+        rocm_ops_choice: The weight's `Choice`, None where the plugin is forced.
+        rocm_ops_quantized: The choices that must all win for a quantized result; None if the graph has none.
+        rocm_ops_output: Where the result of this call goes quantized, None in other calls.
+    """
 
     rocm_ops_choice: Choice | None
+    rocm_ops_quantized: tuple[Choice, ...] | None = None
+    rocm_ops_output = None
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
@@ -66,7 +77,7 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
         of, choice = (weights, weights.dtype), None
         if not is_forced:
             key = "absorbed", KERNELS.describe(of)
-            choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, "bmm", of)
+            choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, NATIVE, of)
             if choice.layers is not None:
                 choice.note(weights, min(max_tokens, MAX_TOKENS), lambda of=of: of)
         weights.rocm_ops_choice = choice
@@ -86,20 +97,24 @@ def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor 
         weights: [heads, K, N], of x's dtype.
         out: [heads, rows, N], or None to allocate it.
     """
-    choice = weights.rocm_ops_choice
+    choice, quantized = weights.rocm_ops_choice, weights.rocm_ops_quantized
+    if weights.rocm_ops_output is not None and quantized is not None and out is not None and x.dtype == weights.dtype:
+        is_ours = all(one.is_ours(x.shape[1]) for one in quantized)
+        if is_ours and weights.rocm_ops_output.take(x.transpose(0, 1), weights):
+            return out
     if choice is not None and not choice.is_ours(x.shape[1]):
-        if choice.is_never_ours:
+        if choice.is_never_ours and (quantized is None or any(one.is_never_ours for one in quantized)):
             leave(weights)
         return None
     if x.dtype != weights.dtype:
         return None
-    found = _run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))
+    found = run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))
     if found is None:
         return None
     return found.transpose(0, 1) if out is None else out
 
 
-def _run(*arguments) -> Tensor | None:
+def run(*arguments) -> Tensor | None:
     """Return `Op.run_kernels`, None above `MAX_TOKENS`. On CPU run the op's reference, or the emulator."""
     op = ops.batched_gemm
     if len(arguments[0]) > MAX_TOKENS:
@@ -108,7 +123,7 @@ def _run(*arguments) -> Tensor | None:
 
 
 class MlaAbsorb:
-    """Describe the GEMMs for timing. A layer: its weights and their dtype."""
+    """Describe the GEMMs for timing. A layer: its weights, their dtype, and the kind of a quantized result."""
 
     op, limit, sampled_rows = ops.batched_gemm, MAX_TOKENS, 8
 
@@ -118,7 +133,7 @@ class MlaAbsorb:
     def describe(self, layer: tuple) -> str:
         heads, k, n = layer[0].shape
         order = " transposed" * (layer[0].stride(2) == 1)
-        return f"{heads}x{n}x{k} {kernel_selection.types(layer[1])}{order}"
+        return f"{heads}x{n}x{k} {kernel_selection.types(layer[1])}{order}{''.join(map(KINDS.get, layer[2:]))}"
 
     def columns(self, layer: tuple) -> tuple[int, int]:
         heads, k, n = layer[0].shape
@@ -133,7 +148,7 @@ class MlaAbsorb:
 
     def ours(self, x: Tensor, weights: Tensor) -> Tensor | None:
         out = x.new_empty((*x.shape[:2], weights.shape[2]))
-        return None if _run(x, weights, out) is None else out.flatten(1)
+        return None if run(x, weights, out) is None else out.flatten(1)
 
     def baseline(self, x: Tensor, weights: Tensor) -> Tensor:
         out = x.new_empty((*x.shape[:2], weights.shape[2]))
@@ -147,7 +162,7 @@ class MlaAbsorb:
         return found.transpose(0, 1).flatten(1)[:, columns]
 
     def layers_of(self, a):
-        return [(a.weights, a.x.dtype)]
+        return [(a.weights, a.x.dtype, *["groups"] * (a.out_scales is not None))]
 
     def exact_of(self, a, rows, columns):
         return self.exact((a.x, a.weights), None, rows, columns)

@@ -1,4 +1,4 @@
-"""Fuse output quantization into decode attention, in the layers of the seam decode_attention.
+"""Fuse output quantization into decode attention, in the layers of the seams decode_attention and mla_attention.
 
 vLLM's own pass, fuse_attn_quant, is off at every optimization level of 0.30 to 0.33, supports static scales only, and
 needs attention inside a compiled piece: with `-cc.pass_config.fuse_attn_quant=true` vLLM gives up piecewise graphs,
@@ -8,7 +8,8 @@ at attention:
     attention -> views -> equal quantizations       attention with an e4m3 output, and its scale, or scales per 128 that
         it writes
 
-where nothing else reads the result. vLLM's op has both arguments. Calls that no kernel supports run vLLM's
+where nothing else reads the result. vLLM's ops have both arguments. In MLA layers W_UV's GEMM after attention quantizes,
+by scales per 128 only (mla_v_up.py). Calls that no kernel supports run vLLM's
 implementation: with the scale where it supports one, else followed by vLLM's quantization, as in the original graph.
 
 Selected before vLLM compiles: for layers whose attention won at some batch size in an earlier start on this GPU, or
@@ -43,8 +44,11 @@ SEPARATE = "separate"
 """The name of two launches, the plugin's attention and vLLM's quantization, in a timing record."""
 MEASURED_SCALE = 0.01
 SPLIT, LAYER = "vllm.compilation.backends", "vllm.model_executor.layers.attention.attention"
-ATTENTION = "vllm::unified_attention_with_output"
-ARGUMENTS = "query", "key", "value", "output", "layer_name", "output_scale", "output_block_scale", "kv_cache_dummy_dep"
+ATTENTION, MLA = "vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"
+SCALES = "output_scale", "output_block_scale"
+ARGUMENTS = "query", "key", "value", "output", "layer_name", *SCALES, "kv_cache_dummy_dep"
+NAMED = {ATTENTION: ARGUMENTS, MLA: ("q", "kv_c_normed", "k_pe", "output", "layer_name", *SCALES)}
+"""The first arguments of vLLM's attention ops."""
 
 _fused: dict[str, frozenset[str]] = {}
 """The kinds that a layer may fuse, by layer name."""
@@ -168,23 +172,27 @@ def decide(config, decided: kernel_selection.Decided) -> None:
     for name, layer in config.compilation_config.static_forward_context.items():
         decoder = getattr(getattr(layer, "impl", None), "rocm_ops", None)
         if decoder is not None and decoder.op is ops.paged_attention_decode:
-            _fused[name] = frozenset(of for of in KINDS if may_quantize(decoder, of, decided))
-        elif "attn_backend" in vars(layer) and not getattr(layer, "use_mla", False):
+            found = frozenset(of for of in KINDS if may_quantize(decoder, of, decided))
+            _fused[name] = found if writes_scales() else frozenset()
+        elif decoder is not None:
+            _fused[name] = decoder.kinds(layer, decided) if writes_scales(MLA) else frozenset()
+        elif "attn_backend" in vars(layer):
             _fused[name] = frozenset()
-    if any(_fused.values()) and writes_scales():
+    if any(_fused.values()):
         change_graphs()
     else:
         _fused.clear()
 
 
-def writes_scales() -> bool:
-    """Return whether vLLM's op declares its output and group scales as mutated.
+def writes_scales(op: str = ATTENTION) -> bool:
+    """Return whether vLLM's op has the expected arguments, and declares its output and group scales as mutated.
 
     Without that a compiler may drop the write.
     """
-    arguments = getattr(torch.ops.vllm, ATTENTION.partition("::")[2]).default._schema.arguments
+    arguments = getattr(torch.ops.vllm, op.partition("::")[2]).default._schema.arguments
     written = {one.name for one in arguments if one.alias_info and one.alias_info.is_write}
-    return {"output", "output_block_scale"} <= written
+    names = tuple(one.name for one in arguments)
+    return {"output", "output_block_scale"} <= written and names[: len(NAMED[op])] == NAMED[op]
 
 
 def may_fuse(decoder, of: str) -> bool:
@@ -230,7 +238,7 @@ class Fusion(NamedTuple):
         """Return the fusion at a node, if it is possible and was decided."""
         from vllm_rocm_ops.vllm.fusion import markers
 
-        given = dict(zip(ARGUMENTS, node.args)) | node.kwargs
+        given = dict(zip(NAMED[attention_of(node)], node.args)) | node.kwargs
         if given.get("output_scale") is not None or given.get("output_block_scale") is not None:
             return None
         views = views_of(given["output"])
@@ -263,17 +271,17 @@ class Fusion(NamedTuple):
 
 def fuse(graph: fx.Graph) -> int:
     """Fuse quantizations into attention in a model's graph, and return how many."""
-    found = [fusion for node in graph.nodes if is_attention(node) if (fusion := Fusion.of(node)) is not None]
+    found = [fusion for node in graph.nodes if attention_of(node) if (fusion := Fusion.of(node)) is not None]
     for fusion in found:
         fusion.apply()
     return len(found)
 
 
-def is_attention(node: fx.Node) -> bool:
-    """Return whether a node is any overload of vLLM's attention op with an output argument."""
+def attention_of(node: fx.Node) -> str:
+    """Return vLLM's attention op with an output argument that a node calls in any overload, empty for other nodes."""
     name = getattr(node.target, "_qualified_op_name", None) or getattr(node.target, "name", str)
-    name = name() if callable(name) else name
-    return node.op == "call_function" and name.partition(".")[0] == ATTENTION
+    name = (name() if callable(name) else name).partition(".")[0]
+    return name if node.op == "call_function" and name in NAMED else ""
 
 
 def is_view(node: object) -> bool:
@@ -381,7 +389,7 @@ def install() -> None:
 
 SEAM = seam.Seam(
     name="quantized_attention",
-    replaces="split_graph of vllm.compilation.backends; quantizations are fused into attention before it",
+    replaces="split_graph of vllm.compilation.backends, quantizations are fused into attention before it; MLAAttention.forward_impl",
     probe=probe,
     install=install,
     ops=("paged_attention_decode",),

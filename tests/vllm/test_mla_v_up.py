@@ -1,0 +1,236 @@
+"""Test W_UV with a quantized result: vLLM's calls, their results, decisions, and what is timed."""
+
+import types
+
+import pytest
+import torch
+from test_mla_absorb import Layer as Plain
+
+import vllm_rocm_ops
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, quantized_attention
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
+
+HEADS, LATENT, SIZE = Plain.num_heads, Plain.kv_lora_rank, 128
+SHAPE = f"batched_gemm {HEADS}x{SIZE}x{LATENT} bfloat16"
+PLAIN, FUSED, SEPARATE = f"{SHAPE} bmm", f"{SHAPE} to e4m3 by 128 bmm", f"{SHAPE} to e4m3 by 128 separate"
+
+
+class Layer(Plain):
+    """vLLM's layer: decode rows by W_UV, then the others; all else of attention is left out."""
+
+    v_head_dim, nope = SIZE, 128
+
+    def load(self, seed: int) -> None:
+        from vllm.model_executor.utils import replace_parameter
+
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(HEADS * (self.nope + SIZE), LATENT, generator=generator).bfloat16()
+        w_uk, w_uv = weight.t().view(LATENT, HEADS, self.nope + SIZE).split([self.nope, SIZE], -1)
+        replace_parameter(self, "W_UV", w_uv.transpose(0, 1), prefer_copy=True)
+        replace_parameter(self, "W_UK_T", w_uk.permute(1, 2, 0), prefer_copy=True)
+
+    def forward_impl(
+        self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None, **rest
+    ):
+        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+        self.given = output.dtype, output_scale, output_block_scale, rest
+        if attn_metadata is None:
+            return output.fill_(0)
+        decode, rows = attn_metadata.num_decode_tokens, attn_metadata.num_actual_tokens
+        output[decode:rows] = 3.0
+        if decode:
+            with torch.no_grad():
+                MLAAttention._v_up_proj(self, q[:decode], out=output[:decode])
+        return output
+
+
+def call(layer: Layer, decode: int, rows: int, column_major: bool = False, padded: int = 8, **more):
+    """Return the values, scales and 16-bit rows of a step with these decode rows and rows, as vLLM's op calls it."""
+    generator = torch.Generator().manual_seed(0)
+    latent = torch.randn(padded, HEADS, LATENT, generator=generator).bfloat16()
+    metadata = types.SimpleNamespace(num_decode_tokens=decode, num_actual_tokens=rows)
+    output = torch.full((padded, HEADS * SIZE), torch.nan).to(torch.float8_e4m3fn)
+    scales = torch.full((HEADS, padded) if column_major else (padded, HEADS), torch.nan)
+    scales = scales.t() if column_major else scales
+    forward = mla_v_up.forward_of(Layer.forward_impl)
+    rest = latent, latent, latent, latent, metadata
+    assert forward(layer, *rest, output=output, output_block_scale=scales, **more) is output
+    plain = latent.new_zeros(padded, HEADS * SIZE)
+    Layer.forward_impl(Layer(), *rest, output=plain)
+    return output, scales, plain
+
+
+def quantizations(monkeypatch) -> list[int]:
+    """Return the rows that vLLM's quantization is called with, from now on."""
+    found, theirs = [], quantized_attention.quantize
+
+    def quantize(x, *rest):
+        found.append(len(x))
+        theirs(x, *rest)
+
+    monkeypatch.setattr(quantized_attention, "quantize", quantize)
+    return found
+
+
+def adopted(is_forced: bool = True) -> Layer:
+    layer = Layer()
+    mla_absorb.adopt(layer, is_forced, 64)
+    mla_v_up.adopt(layer, is_forced, 64)
+    return layer
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize(("decode", "rows"), [(3, 3), (3, 6), (0, 5), (8, 8)])
+def test_decode_rows_are_quantized_by_w_uv_and_others_behind(configuration, monkeypatch, decode, rows, column_major):
+    """Both have the bits of a separate quantization. Rows that pad a graph are not written."""
+    behind = quantizations(monkeypatch)
+    vllm_rocm_ops.reset_stats()
+    values, scales, plain = call(adopted(), decode, rows, column_major)
+    assert behind == [rows - decode] * (rows > decode)
+    assert sum(vllm_rocm_ops.stats().get("batched_gemm", {}).values()) == (decode > 0)
+    wanted, wanted_scales = torch.empty(rows, HEADS * SIZE).to(values.dtype), torch.empty(rows, HEADS)
+    quantized_attention.quantize(plain[:rows], wanted, None, wanted_scales)
+    assert torch.equal(values[:rows].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scales[:rows], wanted_scales)
+    assert values[rows:].float().isnan().all() and scales[rows:].isnan().all()
+
+
+def test_one_kernel_serves_decode_rows(configuration, monkeypatch):
+    behind, launched, layer = quantizations(monkeypatch), [], adopted()
+
+    class Counting(Emulator):
+        def launch(self, planned, uninitialized):
+            launched.append(planned.symbol)
+            super().launch(planned, uninitialized)
+
+    with launch.executor(Counting("gfx950")):
+        values, scales, plain = call(layer, 5, 5)
+    assert launched == ["batched_gemm_quant_bf16_16"] and not behind
+    found = quantized_attention.dequantized(values[:5], None, scales[:5])
+    assert ((found - plain[:5].float()).abs() <= plain[:5].float().abs() / 15 + scales[:5].max() / 256).all()
+
+
+def test_what_is_not_adopted_is_quantized_behind(configuration, monkeypatch):
+    behind = quantizations(monkeypatch)
+    values, scales, _ = call(Layer(), 5, 6)
+    assert behind == [6] and values[:6].float().isfinite().all() and scales[:6].isfinite().all()
+
+
+def test_an_unquantized_call_of_an_adopted_layer_stays(configuration):
+    """So do quantizations of vLLM's own pass, which has the group's size, and ones with a static scale."""
+    layer, latent = adopted(), torch.ones(4, HEADS, LATENT).bfloat16()
+    metadata = types.SimpleNamespace(num_decode_tokens=0, num_actual_tokens=4)
+    forward, plain, scale = mla_v_up.forward_of(Layer.forward_impl), torch.zeros(4, HEADS * SIZE), torch.ones(1)
+    for scales in ((None, None, {}), (scale, None, {}), (None, scale, {"quant_group_size": 128})):
+        given = {"output_scale": scales[0], "output_block_scale": scales[1], **scales[2]}
+        forward(layer, latent, latent, latent, latent, metadata, output=plain, **given)
+        assert layer.given == (plain.dtype, *scales)
+    assert layer.W_UV.rocm_ops_output is None
+
+
+def test_the_profile_run_has_scales_to_multiply_by(configuration):
+    output, scales = torch.ones(4, HEADS * SIZE).to(torch.float8_e4m3fn), torch.zeros(4, HEADS)
+    given = (torch.ones(4, HEADS, LATENT),) * 4
+    mla_v_up.forward_of(Layer.forward_impl)(adopted(), *given, None, output=output, output_block_scale=scales)
+    assert (scales == 1).all() and (output.float() == 0).all()
+
+
+def test_an_error_leaves_no_output_behind(configuration, monkeypatch):
+    layer = adopted()
+    monkeypatch.setattr(mla_v_up.Output, "take", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        call(layer, 3, 3)
+    assert layer.W_UV.rocm_ops_output is None
+
+
+# Decisions
+
+
+@pytest.fixture
+def noted(configuration):
+    """Yield a layer whose weights are noted to be timed."""
+    kernel_selection.start()
+    yield adopted(False)
+    kernel_selection.invalidate()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows"),
+    [
+        ({}, []),
+        ({FUSED: b"\0\1\1\1", SEPARATE: b"\0\1\1\0"}, [1, 2]),
+        ({FUSED: b"\0\0\1\1", SEPARATE: b"\0\1\1\1"}, [2, 3]),
+        ({PLAIN: b"\0\0\0\0", FUSED: b"\0\1\0\0", SEPARATE: b"\0\1\0\0"}, [1]),
+        ({PLAIN: b"\0\0\0\0", FUSED: b"\0\0\0\0", SEPARATE: b"\0\1\0\0"}, []),
+    ],
+)
+def test_w_uv_quantizes_where_it_won_against_both(noted, monkeypatch, shapes, rows):
+    """It keeps its class for that, also where the plain GEMM never wins."""
+    assert {FUSED, SEPARATE, PLAIN} <= {one.key for one in kernel_selection.choices()}
+    kernel_selection.settle(Decided({}, shapes))
+    behind = quantizations(monkeypatch)
+    for count in (1, 2, 3, 1):
+        behind.clear()
+        call(noted, count, count)
+        assert behind == [] if count in rows else behind == [count]
+    assert isinstance(noted.W_UV, mla_absorb.Absorbed) is bool(rows)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "changed", "quantizes"),
+    [
+        ({}, {}, False),
+        ({PLAIN: b"\0\1"}, {}, True),
+        ({PLAIN: b"\0\0"}, {}, False),
+        ({PLAIN: b"\0\1", FUSED: b"\0\0"}, {}, False),
+        ({PLAIN: b"\0\0", FUSED: b"\0\1"}, {}, True),
+        ({PLAIN: b"\0\1", FUSED: b"\0\1", SEPARATE: b"\0\0"}, {}, False),
+        ({}, {"is_forced": True}, True),
+        ({}, {"is_forced": True, "is_batch_invariant": True}, False),
+        ({}, {"is_forced": True, "impl": types.SimpleNamespace(dcp_world_size=2)}, False),
+    ],
+)
+def test_what_was_measured_decides(configuration, shapes, changed, quantizes):
+    given = {"is_forced": False, "is_batch_invariant": False, "impl": types.SimpleNamespace(dcp_world_size=1)}
+    decoder = types.SimpleNamespace(**given | changed)
+    assert mla_v_up.may_quantize(decoder, Layer().W_UV, Decided({}, shapes)) is quantizes
+    assert not mla_v_up.may_quantize(decoder, Plain().W_UV, Decided({}, shapes)), "heads of 64"
+    assert not mla_v_up.may_quantize(decoder, Layer().W_UK_T, Decided({}, shapes)), "another shape"
+    assert not mla_v_up.may_quantize(decoder, Layer().W_UV.contiguous(), Decided({}, shapes)), "another order"
+    assert not mla_v_up.may_quantize(decoder, None, Decided({}, shapes)), "vLLM has it quantized"
+    off = Decided({"batched_gemm": "wrong"}, shapes)
+    assert mla_v_up.may_quantize(decoder, Layer().W_UV, off) is (quantizes and decoder.is_forced)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+@pytest.mark.parametrize("kernels", mla_v_up.KERNELS, ids=lambda kernels: kernels.native)
+def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kernels, factor, tmp_path):
+    class Clock:
+        def times(self, calls, sets):
+            return {name: [float(len(call(*sets[0])[0]))] for name, call in calls.items()}
+
+        def finish(self):
+            pass
+
+    right = mla_absorb.run
+
+    def run(x, weights, out, *scales):
+        found = right(x, weights, out, *scales)
+        for one in scales:
+            one.mul_(factor)
+        return found
+
+    monkeypatch.setattr(mla_absorb, "run", run)
+    [one] = (one for one in kernel_selection.choices() if one.kernels is kernels)
+    given = one, list(one.layers.values()), 5, Clock(), kernel_timing.marker(tmp_path / "mark", "")
+    with torch.inference_mode():
+        if factor == 1.0:
+            found = kernel_timing.measure_pair(*given)
+            assert found.ours == found.native == 5 and 0 < found.error < 0.05
+        else:
+            with pytest.raises(kernel_timing.Mismatch):
+                kernel_timing.measure_pair(*given)

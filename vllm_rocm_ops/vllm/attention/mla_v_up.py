@@ -1,0 +1,176 @@
+"""Fuse o_proj's input quantization into W_UV's GEMM, in MLA layers that the seam quantized_attention changes in a graph.
+
+vLLM's attention op receives an e4m3 output and its scales per 128 columns. `forward_impl` then runs in 16 bits, and
+W_UV (mla_absorb.py) writes both for the decode rows, where its launch was timed to be faster than two. All other rows
+are quantized by vLLM's kernel, in one launch as in the original graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.vllm.attention import mla_absorb, quantized_attention
+from vllm_rocm_ops.vllm.attention.quantized_attention import GROUP, SEPARATE
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+KIND = "groups"
+"""The only kind of quantization, with a scale per head."""
+METHOD = "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale"
+"""The first parameters of vLLM's `MLAAttention.forward_impl`."""
+
+
+@dataclass
+class Output:
+    """Hold a layer's e4m3 output [tokens, heads * 128] and its scales [tokens, heads]. The first `rows` are written."""
+
+    values: Tensor
+    scales: Tensor
+    rows: int = 0
+
+    def take(self, x: Tensor, weights: Tensor) -> bool:
+        """Write the first rows from x [rows, heads, K]. Return False if no kernel supports them."""
+        rows, heads, _ = x.shape
+        out = self.values[:rows].view(rows, heads, GROUP)
+        if mla_absorb.run(x, weights, out, self.scales[:rows]) is None:
+            return False
+        self.rows = rows
+        return True
+
+
+def forward_of(theirs):
+    """Return vLLM's `MLAAttention.forward_impl` with quantized outputs."""
+
+    @functools.wraps(theirs)
+    def forward_impl(self, *given, output, output_scale=None, output_block_scale=None, **rest):
+        groups = output_block_scale
+        if groups is None or output_scale is not None or rest.get("quant_group_size") is not None:  # by vLLM's own pass
+            return theirs(self, *given, output=output, output_scale=output_scale, output_block_scale=groups, **rest)
+        q, metadata = given[0], given[4]
+        if metadata is None:  # vLLM's profile run
+            groups.fill_(1.0)
+            return theirs(self, *given, output=output, **rest)
+        weights, plain, made = getattr(self, "W_UV", None), q.new_empty(output.shape), Output(output, groups)
+        is_ours = isinstance(weights, mla_absorb.Absorbed)
+        if is_ours:
+            weights.rocm_ops_output = made
+        try:
+            theirs(self, *given, output=plain, **rest)
+        finally:
+            if is_ours:
+                weights.rocm_ops_output = None
+        left = slice(made.rows, metadata.num_actual_tokens)
+        if left.start < left.stop:
+            quantized_attention.quantize(plain[left], output[left], None, groups[left])
+        return output
+
+    return forward_impl
+
+
+@functools.cache
+def install() -> None:
+    """Wrap vLLM's method."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    MLAAttention.forward_impl = forward_of(MLAAttention.forward_impl)
+
+
+# Decisions
+
+
+def kinds(decoder, layer: torch.nn.Module, decided: kernel_selection.Decided) -> frozenset[str]:
+    """Return the kinds of output quantization that a layer fuses, from the recorded decisions of its W_UV.
+
+    Wraps vLLM's method for the first such layer.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    fits = isinstance(layer, MLAAttention) and (*inspect.signature(layer.forward_impl).parameters,)[:8] == METHOD
+    if not fits or not may_quantize(decoder, getattr(layer, "W_UV", None), decided):
+        return frozenset()
+    install()
+    return frozenset((KIND,))
+
+
+def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Decided) -> bool:
+    """Return whether a layer's W_UV quantizes its result.
+
+    As in attention: where the plugin's plain GEMM won, until the fused one was timed.
+    """
+    if weights is None or weights.dim() != 3 or weights.dtype not in ELEMENTS or weights.shape[2] != GROUP:
+        return False
+    name = mla_absorb.KERNELS.op.name
+    if decoder.is_batch_invariant or getattr(decoder.impl, "dcp_world_size", 1) > 1 or weights.stride(1) != 1:
+        return False
+    if decoder.is_forced or name in decided.off:
+        return decoder.is_forced
+
+    def wins(native: str, *kind: str) -> bool | None:
+        found = decided.shapes.get(f"{name} {mla_absorb.KERNELS.describe((weights, weights.dtype, *kind))} {native}")
+        return None if found is None else any(found)
+
+    if wins(SEPARATE, KIND) is False:
+        return False
+    measured = wins(mla_absorb.NATIVE, KIND)
+    return bool(wins(mla_absorb.NATIVE) if measured is None else measured)
+
+
+# For timing
+
+
+class Quantized(mla_absorb.MlaAbsorb):
+    """Describe W_UV's GEMM and the quantization, against torch.bmm and vLLM's quantization."""
+
+    native = mla_absorb.NATIVE
+
+    def outputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
+        made, _, groups = quantized_attention.outputs(KIND, x.new_empty((*x.shape[:2], GROUP)))
+        return made, None, groups
+
+    def ours(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor] | None:
+        made = self.outputs(x, weights)
+        return None if mla_absorb.run(x, weights, made[0], made[2]) is None else made
+
+    def baseline(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
+        made, plain = self.outputs(x, weights), self.plain(x, weights)
+        quantized_attention.quantize(plain, made[0].flatten(1), None, made[2])
+        return made
+
+    def plain(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Return the result in 16 bits."""
+        return super().baseline(x, weights)
+
+    def shown(self, outputs: tuple[Tensor, None, Tensor]) -> Tensor:
+        return quantized_attention.dequantized(*outputs)
+
+
+class Separate(Quantized):
+    """Describe the same against the plugin's GEMM followed by vLLM's quantization."""
+
+    native = SEPARATE
+
+    def plain(self, x: Tensor, weights: Tensor) -> Tensor:
+        return mla_absorb.KERNELS.ours(x, weights)
+
+
+def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
+    """Have an adopted W_UV quantize its result: for batches where all choices win, or wherever it fits if forced."""
+    weights = layer.W_UV
+    if not isinstance(weights, mla_absorb.Absorbed):
+        return
+    of, found = (weights, weights.dtype, KIND), []
+    for kernels in () if is_forced else KERNELS:
+        key = "absorbed", kernels.native, kernels.describe(of)
+        choice = kernel_selection.choice(key) or kernel_selection.choose(key, kernels, kernels.native, of)
+        if choice.layers is not None:
+            choice.note(weights, min(max_tokens, mla_absorb.MAX_TOKENS), lambda: of)
+        found.append(choice)
+    weights.rocm_ops_quantized = tuple(found)
+
+
+KERNELS = Quantized(), Separate()
