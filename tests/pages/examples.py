@@ -29,6 +29,10 @@ def batched_gemm(device):
     x = torch.randn(8, 16, 128, dtype=torch.bfloat16, device=device)  # tokens, heads, K
     weights = torch.randn(16, 128, 512, dtype=torch.bfloat16, device=device)
     out = ops.batched_gemm(x, weights)  # [8, 16, 512]
+    q_pe = torch.randn(8, 16, 64, dtype=torch.bfloat16, device=device)
+    positions = torch.arange(8, device=device)
+    cos_sin_cache = torch.randn(4096, 64, dtype=torch.bfloat16, device=device)
+    out = ops.batched_gemm_rope(x, weights, q_pe, positions, cos_sin_cache, False)  # [8, 16, 512]; rotates q_pe
 
 
 def block_scaled_mm(device, fp8):
