@@ -176,7 +176,13 @@ def test_launches_of_attention_in_one():
         "per token, half of a head is rotated"
     )
     assert list(joined.around_attention(read(GLM) | {"use_qk_norm": True}, 4)) == [tuple(normed.split(" + "))]
-    assert made("deepseek-v3", 8) == {}
+    latent = made("deepseek-v3", 8)
+    assert {name: each[:2] for name, each in latent.items()} == {"rotation + W_UK": ("batched_gemm_rope", 61)}
+    a = latent["rotation + W_UK"][2]
+    assert a.x.shape == (3, 16, 128) and a.q_pe.shape == (3, 16, 64) and a.x.stride() == a.q_pe.stride()
+    assert a.weights.shape == (16, 128, 512) and a.cos_sin_cache.shape[1] == 64
+    [call] = joined.around_attention(read("deepseek-v3"), 8).values()
+    assert joined.absorbed_of(call) == model_layers.absorbed(read("deepseek-v3"), 8)[0]
     static = read(LLAMA) | {"head_dim": 64}
     assert (
         len(joined.around_attention(static, 8)) == 2
