@@ -11,6 +11,14 @@ DEVICE Chunk load_8(const void* row, i64 column, int type) {
   return {low.lo, low.hi, high.lo, high.hi};
 }
 
+struct Rotation {  // of tokens
+  const i64* positions;
+  const void* cos_sin;  // [positions, 16 * rotary_vecs], cos_sin_type: 0 bf16, 1 fp16, 2 fp32
+  int rotary_vecs;      // 16 elements each
+  int cos_sin_type;
+  int is_neox;
+};
+
 struct Angles {  // for 8 pairs
   Chunk cos, sin;
 };
@@ -24,6 +32,22 @@ DEVICE Angles angles(const Problem& p, i64 position, int vec) {
   const Chunk cos = load_8(p.cos_sin, row + vec * kChunk, p.cos_sin_type);
   const Chunk sin = load_8(p.cos_sin, row + half + vec * kChunk, p.cos_sin_type);
   return {cos, sin};
+}
+
+// The same, where 16-bit angles are of type T: all loads are issued before the first is waited for.
+template <class T>
+DEVICE Angles angles_at_once(const Rotation& p, i64 position, int vec) {
+  const i64 at = position * 2 * p.rotary_vecs * kChunk + vec * kChunk;
+  const int half = p.rotary_vecs * kChunk;
+  if (p.cos_sin_type == 2) {
+    const float* from = (const float*)p.cos_sin + at;
+    const f32x4 loads[4] = {mem::load<f32x4>(from), mem::load<f32x4>(from + 4), mem::load<f32x4>(from + half),
+                            mem::load<f32x4>(from + half + 4)};
+    return {{loads[0].lo, loads[0].hi, loads[1].lo, loads[1].hi}, {loads[2].lo, loads[2].hi, loads[3].lo, loads[3].hi}};
+  }
+  const u16* from = (const u16*)p.cos_sin + at;
+  const u32x4 cos = mem::load<u32x4>(from), sin = mem::load<u32x4>(from + half);
+  return {unpack<T>(cos), unpack<T>(sin)};
 }
 
 // Rotates one pair.

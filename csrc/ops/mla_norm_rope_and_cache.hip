@@ -25,14 +25,6 @@ struct LatentCache {
   Divisor page_divisor;
 };
 
-struct Rotation {
-  const i64* positions;
-  const void* cos_sin;  // [positions, 16 * rotary_vecs], cos_sin_type: 0 bf16, 1 fp16, 2 fp32
-  int rotary_vecs;      // 16 elements each
-  int cos_sin_type;
-  int is_neox;
-};
-
 // A token's row in the cache.
 template <class T, class Cache>
 struct CacheRow {

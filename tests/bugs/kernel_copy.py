@@ -47,8 +47,9 @@ def _paged(symbol: str) -> str:
 
 
 def _batched(symbol: str) -> str:
-    kind, form, tokens = re.search(r"_(bf16|fp16)_(\w+)_(\d+)$", symbol).groups()
-    return f"{ {'wave_splitk': 'WAVES', 'transposed': 'TRANSPOSED'}[form] }({kind}, {TYPES[kind]}, {tokens})\n"
+    rope, kind, form, tokens = re.search(r"(_rope)?_(bf16|fp16)_(\w+)_(\d+)$", symbol).groups()
+    form = {"wave_splitk": "WAVES", "transposed": "TRANSPOSED_ROPE" if rope else "TRANSPOSED"}[form]
+    return f"{form}({kind}, {TYPES[kind]}, {tokens})\n"
 
 
 def _batched_quant(symbol: str) -> str:

@@ -413,8 +413,27 @@ def test_explain_of_a_model_says_that_mla_absorb_are_measured_first(capsys, monk
     assert found["W_UV"].startswith("1 vLLM's kernel unmeasured")
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     found = explained()
-    assert found["W_UK"].startswith(f"{ours['W_UK']} VLLM_ROCM_OPS_ATTENTION=1")
     assert found["W_UV"] == "1 in W_UV + o's input quantization"
+    assert found["W_UK"] == "1 in rotation + W_UK"
+
+
+def test_explain_of_a_model_knows_the_launch_that_rotates_queries(monkeypatch):
+    """It serves where it and W_UK's product were measured to be faster; the product is then part of it."""
+    one, product = "rotation + W_UK", "batched_gemm 16x512x128 bfloat16 transposed bmm"
+
+    def explained(shapes: dict) -> dict[str, str]:
+        record = kernel_selection.Record({}, {}, shapes)
+        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
+        of_model = explain.around(model_config.read("deepseek-v3"), 8, None, "gfx942")
+        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1,), False)}
+
+    fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
+    key = "batched_gemm_rope 16x512x128+64 bfloat16 compiled"
+    found = explained({key: fast, product: fast})
+    assert found[one].startswith("batched_gemm_rope_bf16_transposed_16") and found["W_UK"] == f"in {one}"
+    for others, why in (({key: slow, product: fast}, "(measured"), ({key: fast}, "(W_UK: unmeasured")):
+        found = explained(others)
+        assert found[one].startswith(f"two launches {why}") and not found["W_UK"].startswith("in ")
 
 
 def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_the_scores(monkeypatch):

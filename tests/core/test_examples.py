@@ -92,7 +92,7 @@ def test_a_seam_is_on_the_pages_of_the_ops_that_it_declares():
         declared = {op for op in seam.load(name).ops if op in calls}
         assert declared <= {op for op, seams in calls.items() if name in seams}, name
     assert calls["fused_experts"].keys() == {"fp8_experts", "mxfp8_experts", "unquantized_experts"}
-    assert calls["batched_gemm"] == {"mla_attention": 64} and calls["gemm"] == {"int8_linear": 0}
+    assert calls["batched_gemm"] == {"mla_attention": 64, "mla_norms": 64} and calls["gemm"] == {"int8_linear": 0}
     assert "rope_and_cache" not in calls["paged_attention_decode"] and not calls["softmax"]
 
 

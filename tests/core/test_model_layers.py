@@ -176,10 +176,17 @@ def test_launches_of_attention_in_one():
         "per token, half of a head is rotated"
     )
     assert list(joined.around_attention(read(GLM) | {"use_qk_norm": True}, 4)) == [tuple(normed.split(" + "))]
-    (v_up,) = made("deepseek-v3", 8).items()
-    assert v_up[0] == "W_UV + o's input quantization" and v_up[1][:2] == ("batched_gemm", 61)
-    assert v_up[1][2].out.shape == (3, 16, 128) and v_up[1][2].out_scales.shape == (3, 16)
-    assert made("tiny-deepseek-v3", 1) == {}
+    latent = made("deepseek-v3", 8)
+    names = "rotation + W_UK", "W_UV + o's input quantization"
+    ops_of = "batched_gemm_rope", "batched_gemm"
+    assert {name: each[:2] for name, each in latent.items()} == {n: (op, 61) for n, op in zip(names, ops_of)}
+    v_up = latent[names[1]][2]
+    assert v_up.out.shape == (3, 16, 128) and v_up.out_scales.shape == (3, 16)
+    a = latent[names[0]][2]
+    assert a.x.shape == (3, 16, 128) and a.q_pe.shape == (3, 16, 64) and a.x.stride() == a.q_pe.stride()
+    assert a.weights.shape == (16, 128, 512) and a.cos_sin_cache.shape[1] == 64
+    call, _ = joined.around_attention(read("deepseek-v3"), 8).values()
+    assert joined.absorbed_of(call) == model_layers.absorbed(read("deepseek-v3"), 8)[0]
     static = read(LLAMA) | {"head_dim": 64}
     assert (
         len(joined.around_attention(static, 8)) == 2

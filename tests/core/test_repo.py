@@ -307,7 +307,7 @@ def test_only_the_vllm_folder_knows_vllm():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no serving process imports."""
-WORKER_MODULES = 118  # at most, packages among them; fewer is better
+WORKER_MODULES = 120  # at most, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
@@ -347,6 +347,7 @@ def test_only_these_commands_import_the_plugin():
         *doors,
         "attention.decoder",
         "attention.mla_front",
+        "attention.mla_rotation",
         "attention.quantized_attention",
         "fusion.native_rows",
     }

@@ -124,6 +124,7 @@ BREACHES = [
     # GEMMs
     Breach("K is a multiple of 8", "batched_gemm/bf16-m1", x=[1, 2, 516], weights=[2, 516, 128]),
     Breach("N is a multiple of 64 for weights", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
+    Breach("N is a multiple of 64 for weights", "batched_gemm_rope/bf16-m1", weights=[2, 128, 72]),
     Breach("N is at least 1", "block_scaled_mm/m1", a=(1, 16), b=(2**30, 16), scale_a=(1, 1), scale_b=(2**23, 1)),
     Breach("N is at least 1", "scaled_mm/m1", a=(1, 16), b=(16, 2**30), scale_b=(1,)),
     Breach("N is at least 1", "scaled_mm_silu_and_mul_quant/m1", a=(1, 16), b=at((16, 2**30), 1, 0), scale_b=(1,)),

@@ -247,6 +247,12 @@ def batched_gemm(before, after, outputs: tuple) -> Found:
     yield from dynamic(unbounded, wanted.flatten(1), off.flatten(1), rows, 128)
 
 
+def batched_gemm_rope(before, after, outputs: tuple) -> Found:
+    yield from batched_gemm(before, after, outputs)
+    wanted, sizes = turned(before.q_pe, before.positions, before.cos_sin_cache, before.is_neox)
+    yield "q_pe", after.q_pe.double(), wanted, rounded(wanted, before.q_pe.dtype) + FP32 * sizes
+
+
 def gemm(before, after, outputs: tuple) -> Found:
     a, out = before, outputs[0]
     left, right = gemm_sides(a)
@@ -784,6 +790,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "mxfp8_scaled_mm": mxfp8_scaled_mm,
     "unquantized_gemm": unquantized_gemm,
     "batched_gemm": batched_gemm,
+    "batched_gemm_rope": batched_gemm_rope,
     "gemm": gemm,
     "flash_attention": flash_attention,
     "dequantize_int4": dequantize_int4,

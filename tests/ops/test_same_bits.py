@@ -150,3 +150,26 @@ def test_one_launch_gives_the_bits_of_a_product_and_its_quantization(arch_name, 
     values, wanted = rowwise.per_block(product.flatten(1), out.dtype, None, 128, False)
     assert torch.equal(out.view(torch.uint8).flatten(1), values.view(torch.uint8))
     assert torch.equal(scales, wanted)
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_one_launch_gives_the_bits_of_a_product_and_a_rotation(arch_name, dtype, is_neox):
+    """W_UK's product and the rotation of q_pe are fused, as columns of one tensor."""
+    emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
+    heads, nope, latent, size = 4, 128, 128, 64
+    q = torch.randn(TOKENS, heads, nope + size, generator=generator).to(dtype)
+    weights = torch.randn(heads, nope, latent, generator=generator).to(dtype)
+    angles = torch.rand(50, size // 2, generator=generator) * 6
+    behind = torch.tensor([7, 1, 49]), torch.cat((angles.cos(), angles.sin()), 1).to(dtype), is_neox
+    none = torch.zeros(1, 1, latent + size, dtype=dtype), torch.zeros(0, dtype=torch.int64)
+    one, two = q.clone(), q.clone()
+    with launch.executor(emulator):
+        fused = ops.batched_gemm_rope(one[..., :nope], weights, one[..., nope:], *behind)
+        separate = ops.batched_gemm(two[..., :nope], weights)
+        key, kv = (torch.zeros(TOKENS, columns, dtype=dtype) for columns in (size, latent))
+        ops.rope_and_cache_mla(two[..., nope:], key, kv, *behind, *none)
+    for mine, other in ((fused, separate), (one, two)):
+        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+    assert not torch.equal(one, q)

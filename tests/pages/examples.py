@@ -34,6 +34,14 @@ def batched_gemm(fp8):
     ops.batched_gemm(out, v_up, values, scales)  # quantized, with a scale per head
 
 
+def batched_gemm_rope():
+    q = torch.randn(8, 16, 192, dtype=torch.bfloat16)  # tokens, heads, K and rotary
+    w_uk, positions = torch.randn(16, 128, 512, dtype=torch.bfloat16), torch.arange(8)
+    angles = torch.randn(4096, 64, dtype=torch.bfloat16)  # cosines, then sines
+    q_nope, q_pe = q.split([128, 64], -1)
+    out = ops.batched_gemm_rope(q_nope, w_uk, q_pe, positions, angles, False)  # [8, 16, 512]; rotates q_pe
+
+
 def block_scaled_mm(fp8):
     x, weight = torch.randn(4, 512), torch.randn(256, 512)
     a, scale_a = x.div(2).to(fp8), torch.full((4, 4), 2.0)  # per 1 x 128

@@ -143,7 +143,12 @@ def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(q
     config = DEEPSEEK if queries else DEEPSEEK | {"q_lora_rank": None}
 
     def found(one: float | None, side: str = "plugin") -> list:
-        us = {"rms_norm_per_block_quant": 4.0, "rms_norm": 3.5, "mla_norm_rope_and_cache": one}
+        us = {
+            "rms_norm_per_block_quant": 4.0,
+            "rms_norm": 3.5,
+            "mla_norm_rope_and_cache": one,
+            "batched_gemm_rope": None,
+        }
         given = {"known": lambda call, tokens: us.get(call.op.name, 9.0) and (us.get(call.op.name, 9.0), 1, 0.25)}
         return nodes(config, side, **given)
 
@@ -160,6 +165,27 @@ def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(q
     few, many = (step.total(found(us)) for us in (apart - 0.1, None))
     assert many.launches - few.launches == 61 * (len(names) - 1)
     assert many.us - few.us == pytest.approx(61 * 0.1)
+
+
+def test_queries_are_rotated_by_the_launch_of_w_uk_where_that_is_faster():
+    """It requires the launch in front, which rotates keys."""
+
+    def found(one: float | None, side: str = "plugin", front: float | None = 1.0) -> dict:
+        us = {"batched_gemm_rope": one, "mla_norm_rope_and_cache": front}
+        known = lambda call, tokens: us.get(call.op.name, 9.0) and (us.get(call.op.name, 9.0), 1, 0.25)
+        return {node.layer: node for node in nodes(DEEPSEEK, side, known=known)}
+
+    none = found(None)
+    apart = none["rotation"].whole_us + none["W_UK"].whole_us - baseline.GAP.value
+    joined = found(apart - 0.1)
+    one = joined["rotation + W_UK"]
+    assert (one.op, one.us, one.launches, one.count) == ("batched_gemm_rope", apart - 0.1, 1, 61)
+    assert not {"rotation", "W_UK"} & joined.keys() and joined["W_UV"].count == 61
+    assert [*joined].index(one.layer) == [*joined].index("attention") - 1
+    for others in (found(apart + 0.1), none, found(0.1, "baseline"), found(0.1, front=None)):
+        assert others["rotation"].count == others["W_UK"].count == 61 and one.layer not in others
+    few, many = (step.total(tuple(of.values())) for of in (joined, none))
+    assert many.launches - few.launches == 61 and many.us - few.us == pytest.approx(61 * 0.1)
 
 
 def test_one_launch_is_beside_the_three_of_the_baseline():

@@ -300,6 +300,13 @@ def quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, tran
     return *absorbed(tokens, inputs, heads, k, n, transposed), out, scales
 
 
+def rotated_absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, rope: int) -> tuple:
+    """Return arguments of `batched_gemm_rope`; x and q_pe are columns of one tensor."""
+    q = inputs.values(tokens, heads, k + rope)
+    places, table = torch.arange(tokens, device=inputs.device), inputs.values(max(tokens, PAGE), rope)
+    return q[..., :k], inputs.values(heads, k, n), q[..., k:], places, table, False
+
+
 def _pages(tokens: int, inputs: Inputs, positions: int) -> tuple[tuple[Tensor, Tensor], int]:
     """Return the block table and lengths of requests, and the pages per request."""
     width = -(-positions // PAGE)

@@ -114,7 +114,7 @@ def has_norms(config: dict) -> bool:
 def around_attention(config: dict, tp: int = 1, native: bool = True) -> dict[tuple[str, ...], LayerCall]:
     """Return one rank's fused calls by the launches that they replace, with ROCM_ATTN's cache or the packed one."""
     if "kv_lora_rank" in config:
-        found = (quantized_v_up(config, tp),)
+        found = rotated_absorbed(config, tp), quantized_v_up(config, tp)
     else:
         found = rotation(config, tp, native), quantized_attention(config, tp, native)
     return {tuple(call.layer.split(" + ")): call for call in found if call is not None}
@@ -152,6 +152,21 @@ def attention_of(call: LayerCall) -> LayerCall:
     if call.op is ops.batched_gemm:
         layer, arguments = V_UP, model_arguments.absorbed
     return dataclasses.replace(call, layer=layer, arguments=arguments, parameters=call.parameters[:-1])
+
+
+def rotated_absorbed(config: dict, tp: int) -> LayerCall:
+    """Return the product with W_UK that also rotates q_pe, where a call of `one_front` rotates k_pe."""
+    whole = layers.absorbed(config, tp)[0]
+    op, arguments = ops.batched_gemm_rope, model_arguments.rotated_absorbed
+    sizes = *whole.parameters[:3], config["qk_rope_head_dim"]
+    return dataclasses.replace(whole, layer=f"{ROTATION} + {whole.layer}", op=op, arguments=arguments, parameters=sizes)
+
+
+def absorbed_of(call: LayerCall) -> LayerCall:
+    """Return the product that a call of `rotated_absorbed` replaces, besides the rotation."""
+    op, arguments, sizes = ops.batched_gemm, model_arguments.absorbed, (*call.parameters[:3], True)
+    layer = call.layer.removeprefix(f"{ROTATION} + ")
+    return dataclasses.replace(call, layer=layer, op=op, arguments=arguments, parameters=sizes)
 
 
 def rotation(config: dict, tp: int, native: bool) -> LayerCall:

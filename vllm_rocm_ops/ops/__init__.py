@@ -1,6 +1,7 @@
 """List all ops: `vllm_rocm_ops.ops.<name>`. A new op is one file here, one in csrc/ops, and one line below."""
 
 from vllm_rocm_ops.ops.batched_gemm import *
+from vllm_rocm_ops.ops.batched_gemm_rope import *
 from vllm_rocm_ops.ops.block_scaled_mm import *
 from vllm_rocm_ops.ops.dequantize_int4 import *
 from vllm_rocm_ops.ops.flash_attention import *

@@ -41,14 +41,14 @@ class BatchedConfig:
     blocks: int
 
 
-def _is_transposed(a) -> bool:
+def is_transposed(a) -> bool:
     """Return whether the weights are contiguous along N."""
     return a.weights.stride(2) == 1 and a.weights.shape[2] > 1
 
 
-def _tiles(a) -> int:
+def tiles(a) -> int:
     """Return the tiles per head."""
-    return a.weights.shape[2] // (COLUMNS if _is_transposed(a) else ROWS)
+    return a.weights.shape[2] // (COLUMNS if is_transposed(a) else ROWS)
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -77,7 +77,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16 or float16", a.x.dtype in attention.ELEMENTS
     yield f"there are at most {TOKENS[-1]} rows", rows <= TOKENS[-1]
     yield "there are 1 to 65535 heads, and K and N are positive", 0 < heads < 2**16 and 0 < k and 0 < n
-    if _is_transposed(a):
+    if is_transposed(a):
         yield f"K is {TRANSPOSED_K} for weights contiguous along N", k == TRANSPOSED_K
         yield f"N is a multiple of {COLUMNS} for weights contiguous along N", n % COLUMNS == 0
         steps = strides[:2]
@@ -89,7 +89,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield attention.can_implement_heads("x", a.x)
     yield "weights and their strides are 16-byte aligned", _on_vectors(a.weights, *steps)
     if a.out_scales is not None:
-        yield "weights are contiguous along K with out_scales", not _is_transposed(a)
+        yield "weights are contiguous along K with out_scales", not is_transposed(a)
         yield f"out is {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.out.dtype == arch.fp8_dtype
         yield f"out's heads are contiguous and {OUT_VECTOR}-byte aligned", _on_out_vectors(a.out)
     elif a.out is not None:
@@ -116,12 +116,12 @@ def _row_step(a) -> int:
 
 def _configs(a, arch: Arch) -> list[BatchedConfig]:
     """Return one tile per block and, for streamed tiles without quantization, four."""
-    if a.weights.shape[2] % (COLUMNS if _is_transposed(a) else ROWS):
+    if a.weights.shape[2] % (COLUMNS if is_transposed(a) else ROWS):
         return []
-    tiles, quantizes = _tiles(a), a.out_scales is not None
-    if quantizes and _is_transposed(a):
+    count, quantizes = tiles(a), a.out_scales is not None
+    if quantizes and is_transposed(a):
         return []
-    counts = (tiles,) if quantizes or _is_transposed(a) else (tiles, -(-tiles // 4))
+    counts = (count,) if quantizes or is_transposed(a) else (count, -(-count // 4))
     return [BatchedConfig(blocks) for blocks in dict.fromkeys(counts)]
 
 
@@ -129,40 +129,50 @@ def _cost(config: BatchedConfig, a, arch: Arch) -> dict[str, float]:
     """Return the launch, the longer of rounds of blocks and the weights' HBM bytes, and the last block's quantization."""
     heads, k, n = a.weights.shape
     blocks, resident = heads * config.blocks, 4 * arch.compute_units
-    of_block = BLOCK_US + TILE_US * -(-_tiles(a) // config.blocks)
+    of_block = BLOCK_US + TILE_US * -(-tiles(a) // config.blocks)
     streaming = max(-(-blocks // resident) * of_block, heads * k * n * 2 / (arch.bandwidth_gb_s * 1e3))
     arrival = {} if a.out_scales is None else {"arrival": ARRIVAL_US}
     return {"launch": attention.LAUNCH_US, "streaming": streaming, **arrival}
 
 
 def _plan(config: BatchedConfig, outputs: Tensor, a, arch: Arch) -> list[Launch]:
-    rows, heads, k = a.x.shape
+    rows, heads, _ = a.x.shape
     if not rows:
         return []
-    n, size, is_transposed = a.weights.shape[2], a.x.element_size(), _is_transposed(a)
+    n, args = a.weights.shape[2], problem_fields(config, outputs, a)
+    module, kind, tokens = "batched_gemm", "_transposed" if is_transposed(a) else "_wave_splitk", token_limit(rows)
+    if a.out_scales is not None:
+        module, kind = QUANT_MODULE, ""
+        args["gemm"] |= {"partials": Workspace(heads * tokens * n * 4), "counters": Counters(heads)}
+        row, head = a.out_scales.stride()
+        args |= {"out_stride": a.out.stride(0), "scales": a.out_scales}
+        args |= {"scales_stride": row, "scales_head_stride": head}
+    symbol = f"{module}_{attention.ELEMENTS[a.x.dtype]}{kind}_{tokens}"
+    grid, threads = (heads, config.blocks, 1), WAVES * arch.wave_lanes
+    return [Launch(module, symbol, grid, (threads, 1, 1), fields("problem", args))]
+
+
+def token_limit(rows: int) -> int:
+    """Return the token limit of the kernel for this many rows."""
+    return next(tokens for tokens in TOKENS if tokens >= rows)
+
+
+def problem_fields(config: BatchedConfig, outputs: Tensor, a) -> dict:
+    """Return the fields of BatchedProblem in csrc/gemm/batched.h."""
+    rows, _, k = a.x.shape
+    n, size, along_n = a.weights.shape[2], a.x.element_size(), is_transposed(a)
     out = outputs if a.out is None else a.out
-    step = a.weights.stride(1 if is_transposed else 2) * size
+    step = a.weights.stride(1 if along_n else 2) * size
     steps = -(-k * size // (skinny_gemm.STEP * UNIT)) * UNIT
     left, right = Operand(a.x, rows, k * size, a.x.stride(0) * size), Operand(a.weights, n, k * size, step)
     product = Product(out, left, right, rounds_to=a.x.dtype)
-    gemm = skinny_gemm.arguments(product, (_tiles(a), steps, steps), config.blocks, 0)
-    args = {
+    gemm = skinny_gemm.arguments(product, (tiles(a), steps, steps), config.blocks, 0)
+    return {
         "gemm": gemm | {"n": max(_row_step(a), n)},
         "a_head_stride": a.x.stride(1) * size,
         "b_head_stride": a.weights.stride(0) * size,
         "out_head_stride": (n if a.out is None else a.out.stride(1)) * out.element_size(),
     }
-    tokens = next(tokens for tokens in TOKENS if tokens >= rows)
-    module, kind = "batched_gemm", "_transposed" if is_transposed else "_wave_splitk"
-    if a.out_scales is not None:
-        module, kind = QUANT_MODULE, ""
-        args["gemm"] |= {"partials": Workspace(heads * tokens * n * 4), "counters": Counters(heads)}
-        row, head = a.out_scales.stride()
-        args |= {"out_stride": out.stride(0), "scales": a.out_scales}
-        args |= {"scales_stride": row, "scales_head_stride": head}
-    symbol = f"{module}_{attention.ELEMENTS[a.x.dtype]}{kind}_{tokens}"
-    grid, threads = (heads, config.blocks, 1), WAVES * arch.wave_lanes
-    return [Launch(module, symbol, grid, (threads, 1, 1), fields("problem", args))]
 
 
 def _allocate(a) -> Tensor:
@@ -172,7 +182,7 @@ def _allocate(a) -> Tensor:
 
 def _problem(a) -> dict[str, object]:
     heads, k, n = a.weights.shape
-    side = "n" if _is_transposed(a) else "k"
+    side = "n" if is_transposed(a) else "k"
     return {"m": a.x.shape[0], "heads": heads, "n": n, "k": k, "side_by_side": side, "quant": a.out_scales is not None}
 
 
@@ -192,7 +202,8 @@ def _baseline(x: Tensor, weights: Tensor, out: Tensor | None = None, out_scales:
 # Cases
 
 
-def _inputs(m, heads, k, n, given, device, generator, fp8_dtype) -> tuple:
+def inputs(m, heads, k, n, given, device, generator, fp8_dtype) -> tuple:
+    """Return x, weights and `out` of a case, as vLLM stores them."""
     dtype, extra = given.get("dtype", torch.bfloat16), given.get("padding", 0)
     x = torch.randn(m, heads, k + extra, generator=generator).to(dtype).to(device)[..., :k]
     both = torch.randn(heads, n + extra, k, generator=generator).to(dtype)  # as vLLM stores both projections
@@ -209,7 +220,7 @@ def _inputs(m, heads, k, n, given, device, generator, fp8_dtype) -> tuple:
 
 def _quantized(m, heads, k, given, device, generator, fp8_dtype) -> tuple:
     extra = given.get("padding", 0)
-    x, weight, _ = _inputs(m, heads, k, BLOCK, given, device, generator, fp8_dtype)
+    x, weight, _ = inputs(m, heads, k, BLOCK, given, device, generator, fp8_dtype)
     x *= given.get("factor", 1.0)
     x[: m // 2] *= not given.get("zeros")
     out = torch.full((m, heads + bool(extra), BLOCK + extra), math.nan).to(fp8_dtype).to(device)
@@ -224,7 +235,7 @@ def _cases() -> Iterator[Case]:
     """
 
     def case(name: str, m: int, heads: int, k: int, n: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, heads, k, n, given))
+        return Case(name, functools.partial(inputs, m, heads, k, n, given))
 
     def quant(name: str, m: int, heads: int, k: int, **given) -> Case:
         return Case(f"quant-{name}", functools.partial(_quantized, m, heads, k, given))

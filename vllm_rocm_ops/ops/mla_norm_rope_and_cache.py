@@ -20,7 +20,7 @@ from vllm_rocm_ops.core.tensors import aligned, describe, is_wide_float, overlap
 from vllm_rocm_ops.ops import rms_norm as norms
 from vllm_rocm_ops.ops.families import attention, rotation, rowwise
 from vllm_rocm_ops.ops.families.attention import CacheLayout
-from vllm_rocm_ops.ops.families.gemm import OUT_TYPES, divisor
+from vllm_rocm_ops.ops.families.gemm import divisor
 from vllm_rocm_ops.ops.families.rotation import RopeConfig
 from vllm_rocm_ops.ops.families.rowwise import VECTOR
 
@@ -143,7 +143,7 @@ def _cost(config: RopeConfig, a, arch: Arch) -> dict[str, float]:
 def _plan(config: RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
     if len(a.qkv) == 0:
         return []
-    (q, kv, rotated), quantized = _sizes(a), attention.is_quantized(a.kv_cache)
+    (q, kv, _), quantized = _sizes(a), attention.is_quantized(a.kv_cache)
     scale_row_stride, scale_stride = (0, 0) if a.scales_out is None else a.scales_out.stride()
     block, slot, _ = a.kv_cache.stride()
     args = {
@@ -166,13 +166,7 @@ def _plan(config: RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
         "kv_out": a.kv_out,
         "k_pe_out": a.k_pe_out,
     }
-    args |= fields("rotation", {
-        "positions": a.positions,
-        "cos_sin": a.cos_sin_cache,
-        "rotary_vecs": rotated // (2 * rotation.PAIRS),
-        "cos_sin_type": OUT_TYPES[a.cos_sin_cache.dtype],
-        "is_neox": int(a.is_neox),
-    })  # fmt: skip
+    args |= fields("rotation", rotation.angles_fields(a))
     args |= fields("cache", {
         "data": a.kv_cache,
         "scale": a.cache_scale if quantized else None,

@@ -4,10 +4,10 @@
     step.total(nodes)
 
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
-gate_up and SwiGLU; MLA's norms and cache write; attention or W_UV and the following quantization; an all-reduce and the following norm (by
-baseline.py's rule); the norm before experts and the quantization of their hidden states; and with VLLM_ROCM_OPS_ATTENTION=1 rotation and
-the cache write, with preceding norms. On the side "baseline", they have the times of baseline.py's table or rule. Launches without an op
-of the plugin, such as GLM's router, follow the rule on both sides.
+gate_up and SwiGLU; MLA's norms and cache write, then the rotation of queries and W_UK; attention or W_UV and the following quantization;
+an all-reduce and the following norm (by baseline.py's rule); the norm before experts and the quantization of their hidden states; and with
+VLLM_ROCM_OPS_ATTENTION=1 rotation and the cache write, with preceding norms. On the side "baseline", they have the times of baseline.py's
+table or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
 Shared experts run on a second stream during routing and experts: the shorter of the two costs nothing. All times are predictions.
 """
 
@@ -232,6 +232,8 @@ def _faster(
     left: list[tuple | None] = [*launched]
     for places, one in [*_in_one(left, fused)]:
         first, *others = places
+        if any(each and each[0] == joined.CACHE_WRITE for each in left[first : others[-1]]):
+            continue  # W_UK's launch rotates queries only where the cache write's has rotated keys
         each = one.layer, one, left[first][2]
         found, apart = node(*each), sum(node(*left[place]).whole_us for place in places)
         is_ours = KERNEL_MODEL in (found.source, node(*left[others[-1]]).source if left[first][0] == REDUCED else "")
@@ -246,17 +248,6 @@ def _in_one(
     launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall]
 ) -> Iterator[tuple[list[int], LayerCall]]:
     """Yield the places of launches that one fused call replaces, and the call; `fused` maps further names to calls."""
-    names = [layer for layer, *_ in launched]
-    for (start, *others), one in fused.items():
-        for place in (place for place, name in enumerate(names) if name == start):
-            places = [*range(place, place + 1 + len(others))]
-            if names[place + 1 : place + 1 + len(others)] == others:
-                yield places, one
-    for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
-        if one := first and second and joined.one_launch(first, second):
-            yield [place, place + 1], one
-        elif layer == REDUCED and second and second.op.name in launches.NORMS:
-            yield [place, place + 1], dataclasses.replace(second, layer=f"{REDUCED} + {second.layer}")
     q = None
     for place, (layer, call, _) in enumerate(launched):
         if layer == "q_a norm":
@@ -267,6 +258,19 @@ def _in_one(
             if one := joined.one_front(None if q is None else launched[q][1], call, rope):
                 yield [*([] if q is None else [q]), place, write], one
             q = None
+    names = [layer for layer, *_ in launched]
+    for (start, *others), one in fused.items():
+        for place in (place for place, name in enumerate(names) if name == start):
+            # MLA writes its cache between the rotation and W_UK.
+            behind = [i for i in range(place + 1, len(names)) if names[i] in others or names[i] != joined.CACHE_WRITE]
+            places = behind[: len(others)]
+            if [names[i] for i in places] == others:
+                yield [place, *places], one
+    for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
+        if one := first and second and joined.one_launch(first, second):
+            yield [place, place + 1], one
+        elif layer == REDUCED and second and second.op.name in launches.NORMS:
+            yield [place, place + 1], dataclasses.replace(second, layer=f"{REDUCED} + {second.layer}")
 
 
 def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:

@@ -36,7 +36,10 @@ def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
     """Return the baseline's launches that a node of the plugin replaces."""
     if (node.layer, node.op) in other:
         return [other[node.layer, node.op]]
-    others = ops.scaled_mm_silu_and_mul_quant, ops.mla_norm_rope_and_cache, ops.rms_norm_and_per_block_quant
+    others = (
+        *(ops.scaled_mm_silu_and_mul_quant, ops.mla_norm_rope_and_cache, ops.batched_gemm_rope),
+        ops.rms_norm_and_per_block_quant,
+    )
     is_changed = node.op in {op.name for op in others}  # a layer may be of several ops
     return [
         of

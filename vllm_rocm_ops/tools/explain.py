@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.vllm.attention import mla_front, quantized_attention
+from vllm_rocm_ops.vllm.attention import mla_front, mla_rotation, quantized_attention
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
 from vllm_rocm_ops.vllm.kernels import KERNELS
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -148,7 +148,7 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 TO_E4M3 = quantized_attention.KINDS["static"]
 UNMEASURED = "unmeasured: vLLM until the plugin is measured faster"
-BY_ATTENTION = ops.batched_gemm, ops.mla_norm_rope_and_cache
+BY_ATTENTION = ops.batched_gemm, ops.batched_gemm_rope, ops.mla_norm_rope_and_cache
 """Ops around attention, which the same variable forces."""
 
 
@@ -173,6 +173,8 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
     if call.op is ops.mla_norm_rope_and_cache:
         return mla_front.shapes_of(call.parameters[:3], call.dtype)
+    if call.op is ops.batched_gemm_rope:
+        return [mla_rotation.shape_of(call.parameters, call.dtype)]
     if not hasattr(a, "quant_dtype"):
         return []
     columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
@@ -223,8 +225,8 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
 
 
 def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Return the decision for a call of a model; if it replaces two calls, the plugin must serve both."""
-    parts = joined.two_launches(call) if is_gated(call) else ()
+    """Return the decision for a call of a model; the plugin must serve both calls that it replaces, and W_UK's product."""
+    parts = parts_of(call) if is_gated(call) or call.op is ops.batched_gemm_rope else ()
     for part in parts:
         ours, said = served(part, arch, record, tokens)
         if not ours:
@@ -247,6 +249,8 @@ def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
     """Return the calls of a model that a call replaces."""
     if call.op is ops.mla_norm_rope_and_cache:
         return joined.norms_of(call)
+    if call.op is ops.batched_gemm_rope:
+        return (joined.absorbed_of(call),)
     if call.layer.endswith(f" + {joined.QUANTIZATION}"):
         return (joined.attention_of(call),)
     return joined.two_launches(call) if is_gated(call) else ()

@@ -97,13 +97,18 @@ def heads_parts(a) -> Parts:
     )
 
 
-def token_contract(a, tokens: int, dtype: torch.dtype, size: int) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield the contract of positions, cosines and sines, and slots."""
+def angles_contract(a, tokens: int, dtype: torch.dtype, size: int) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of positions, and of cosines and sines."""
     yield "positions", f"int64 [T={tokens}]", describe(a.positions), _is_indices(a.positions, tokens)
     c = a.cos_sin_cache
     holds = c.dim() == 2 and c.dtype in (dtype, torch.float32) and 0 < c.shape[1] <= size and c.shape[1] % 2 == 0
     wanted = f"{dtype} or float32 [positions, an even rotary size of at most {size}]"
     yield "cos_sin_cache", wanted, describe(c), holds and c.shape[0] > 0
+
+
+def token_contract(a, tokens: int, dtype: torch.dtype, size: int) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of positions, cosines and sines, and slots."""
+    yield from angles_contract(a, tokens, dtype, size)
     wanted, s = f"int64 [at most T={tokens}]", a.slot_mapping
     yield "slot_mapping", wanted, describe(s), s.dim() == 1 and len(s) <= tokens and _is_indices(s, len(s))
 
@@ -144,13 +149,29 @@ def can_implement(parts: Callable[..., Parts], a, arch: Arch) -> Iterator[tuple[
     yield from attention.can_implement_cache(p.layout, p.query.dtype, arch)
     for name, x in (("query", p.query), ("key", p.key), ("value", p.value)):
         yield attention.can_implement_heads(name, x)
-    rotary = a.cos_sin_cache.shape[1]
-    yield f"the rotary size is a multiple of {2 * PAIRS}", rotary % (2 * PAIRS) == 0
-    for name in ("positions", "cos_sin_cache", "slot_mapping"):
+    yield from can_implement_angles(a)
+    yield "slot_mapping is contiguous", a.slot_mapping.is_contiguous()
+    yield "there are fewer than 2^31 tokens", p.query.shape[0] < 2**31
+
+
+def can_implement_angles(a) -> Iterator[tuple[str, bool]]:
+    """Yield the rules of positions, and of cosines and sines."""
+    yield f"the rotary size is a multiple of {2 * PAIRS}", a.cos_sin_cache.shape[1] % (2 * PAIRS) == 0
+    for name in ("positions", "cos_sin_cache"):
         yield f"{name} is contiguous", getattr(a, name).is_contiguous()
     address = 0 if a.cos_sin_cache.is_meta else a.cos_sin_cache.data_ptr()
     yield "cos_sin_cache is 16-byte aligned", address % 16 == 0
-    yield "there are fewer than 2^31 tokens", p.query.shape[0] < 2**31
+
+
+def angles_fields(a) -> dict:
+    """Return the fields of `Rotation` in csrc/attention/rotation.h."""
+    return {
+        "positions": a.positions,
+        "cos_sin": a.cos_sin_cache,
+        "rotary_vecs": a.cos_sin_cache.shape[1] // (2 * PAIRS),
+        "cos_sin_type": OUT_TYPES[a.cos_sin_cache.dtype],
+        "is_neox": int(a.is_neox),
+    }
 
 
 def configs(a, arch: Arch) -> list[RopeConfig]:

@@ -32,6 +32,8 @@ class MlaDecoder(Decoder):
     """Serve layers that cache a latent and a rotated part per token."""
 
     op = ops.mla_decode
+    rotation = None
+    """The `mla_rotation.QueryRotation` of the layer's queries, if attention rotates them."""
 
     def unfit(self):
         impl = self.impl

@@ -4,6 +4,7 @@ vLLM computes both by torch.bmm in the middle of a long method. A layer's two we
 torch.bmm asks the plugin first. `batched_gemm` serves where it was timed to be faster, or wherever it fits with
 VLLM_ROCM_OPS_ATTENTION=1. The weight's values, memory and other uses do not change. A weight for which the plugin is
 never faster gets its class back. Where vLLM's graph has W_UV quantize its result (mla_v_up.py), the same call does.
+`batched_gemm_rope` serves W_UK_T where the launch is to rotate q_pe too (mla_rotation.py).
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class Absorbed:
         rocm_ops_choice: The weight's `Choice`, None where the plugin is forced.
         rocm_ops_quantized: The choices that must all win for a quantized result; None if the graph has none.
         rocm_ops_output: Where the result of this call goes quantized, None in other calls.
+        rocm_ops_rotation: q_pe and its angles where the next product is to rotate it (mla_rotation.py).
     """
 
     rocm_ops_choice: Choice | None
     rocm_ops_quantized: tuple[Choice, ...] | None = None
     rocm_ops_output = None
+    rocm_ops_rotation: tuple | None
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
@@ -89,6 +92,18 @@ def leave(weights: Tensor) -> None:
     weights.__class__ = next(plain for plain, ours in CLASSES.items() if isinstance(weights, ours))
 
 
+def is_served(weights: Tensor, rows: int) -> bool:
+    """Return whether the plugin serves a product of this many rows."""
+    if not isinstance(weights, Absorbed) or not 0 < rows <= MAX_TOKENS:
+        return False
+    return weights.rocm_ops_choice is None or weights.rocm_ops_choice.is_ours(rows)
+
+
+def rotation_of(weights: Tensor) -> tuple | None:
+    """Return what the next product is to rotate, once."""
+    return weights.__dict__.pop("rocm_ops_rotation", None)
+
+
 def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor | None:
     """Return torch.bmm's result by `batched_gemm`, or None where vLLM's torch.bmm serves.
 
@@ -97,6 +112,10 @@ def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor 
         weights: [heads, K, N], of x's dtype.
         out: [heads, rows, N], or None to allocate it.
     """
+    if rotated := rotation_of(weights):
+        given = x.transpose(0, 1), weights, *rotated, None if out is None else out.transpose(0, 1)
+        found = ops.batched_gemm_rope.call(*given)
+        return found.transpose(0, 1) if out is None else out
     choice, quantized = weights.rocm_ops_choice, weights.rocm_ops_quantized
     if weights.rocm_ops_output is not None and quantized is not None and out is not None and x.dtype == weights.dtype:
         is_ours = all(one.is_ours(x.shape[1]) for one in quantized)

@@ -8,7 +8,7 @@ vLLM lets a plugin replace `MultiHeadLatentAttentionWrapper`. The subclass calls
 finds the cache and the slots as vLLM's unified_mla_kv_cache_update does, and then vLLM's attention without that update.
 vLLM splits a compiled model at the cache update, because piecewise graphs do not pad slots. It also splits at this op,
 whose outputs are allocated in the piece before, as attention's are. The rotation of queries stays vLLM's, after
-q_b_proj.
+q_b_proj, or is left to attention (mla_rotation.py).
 
 Selected once for all token counts, before vLLM compiles (row_selection.py): where the op was timed to be faster than
 vLLM's compiled norms, quantization and rotation and its cache write, or wherever it fits with
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core import op
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import backends
+from vllm_rocm_ops.vllm.attention import backends, mla_rotation
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention.mla import BACKENDS
 from vllm_rocm_ops.vllm.attention.mla_front import Front
@@ -62,8 +62,11 @@ def lacks(layer: torch.nn.Module) -> Iterator[str]:
         yield "a rotation without a table of its size"
 
 
-def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front]:
-    """Yield the parts that the op may serve: in a model that vLLM compiles, or in any if forced."""
+def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front | mla_rotation.QueryRotation]:
+    """Yield the parts that the op may serve, each with the rotation of its queries that attention may serve.
+
+    In a model that vLLM compiles, or in any if forced.
+    """
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
@@ -73,9 +76,11 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front]:
     for layer in model.modules():
         if not hasattr(layer, "rocm_ops_front") or any(lacks(layer)):
             continue
-        one = Front(layer, row_selection.baseline_of(config, model)(True))
-        if (compiles or one.decoder.is_forced) and one.has_kernels(config.model_config.dtype):
+        baseline, dtype = row_selection.baseline_of(config, model)(True), config.model_config.dtype
+        one = Front(layer, baseline)
+        if (compiles or one.decoder.is_forced) and one.has_kernels(dtype):
             yield one
+            yield from mla_rotation.of(one, baseline, dtype)
 
 
 # The replacement of vLLM's layer
@@ -103,6 +108,8 @@ def mla_norms(
 
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     of_cache = cache_of(layer, cache, slots, qkv, kv_out, k_pe_out)
+    if (queries := layer.impl.rocm_ops.rotation) is not None:
+        queries.angles = positions, cos_sin_cache, is_neox
     given = qkv, q_weight, kv_weight, epsilon, positions, cos_sin_cache, is_neox, q_out, kv_out, k_pe_out
     Front.op.call(*given, *of_cache, q_scale, scales_out, scale_ub)
 
@@ -158,10 +165,11 @@ def of_wrapper(theirs: type) -> type:
                 q = fused_quant.Quantized(q, scale, qkv.dtype, q.shape, front.input_key)
             q = made if q is None else self.q_b_proj(q)[0]
             q = q.view(-1, self.num_heads, self.qk_head_dim)
-            nope = self.qk_nope_head_dim
-            # The compiler removes this unneeded rotation of keys.
-            unrotated = qkv[:, -self.qk_rope_head_dim :].unsqueeze(1)
-            q[..., nope:], _ = self.rotary_emb(positions, q[..., nope:], unrotated)
+            if front.decoder.rotation is None:
+                nope = self.qk_nope_head_dim
+                # The compiler removes this unneeded rotation of keys.
+                unrotated = qkv[:, -self.qk_rope_head_dim :].unsqueeze(1)
+                q[..., nope:], _ = self.rotary_emb(positions, q[..., nope:], unrotated)
             shape = hidden_states.shape[0], self.num_heads * self.v_head_dim
             output = torch.empty(shape, dtype=q.dtype, device=q.device)
             torch.ops.vllm.unified_mla_attention_with_output(
@@ -199,6 +207,10 @@ def probe() -> None:
         seam.require(hasattr(torch_utils, name), name)
     names = "q", "kv_c_normed", "k_pe", "output", "layer_name", "output_scale", "output_block_scale"
     seam.require_parameters(mla_attention.unified_mla_attention_with_output, *names, "kv_cache_dummy_dep")
+    names = "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata"
+    seam.require_parameters(mla_attention.MLAAttention.forward_impl, *names)
+    for name in ("num_actual_tokens", "num_decode_tokens"):
+        seam.require(name in mla_attention.MLACommonMetadata.__dataclass_fields__, f"MLACommonMetadata.{name}")
     seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)
     update = "kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"
     method = "vllm.v1.attention.backend.MLAAttentionImpl", "do_kv_cache_update"
@@ -231,9 +243,10 @@ def install() -> None:
 
 SEAM = seam.Seam(
     name=NAME,
-    replaces="MultiHeadLatentAttentionWrapper, through PluggableLayer.register_oot; CompilationConfig.set_splitting_ops_for_v1",
+    replaces="MultiHeadLatentAttentionWrapper, through PluggableLayer.register_oot; CompilationConfig.set_splitting_ops_for_v1; "
+    "MLAAttention.forward_impl of layers whose queries attention rotates",
     probe=probe,
     install=install,
-    ops=("mla_norm_rope_and_cache",),
+    ops=("mla_norm_rope_and_cache", "batched_gemm_rope"),
     after=("mla_attention", "norm"),
 )

@@ -1,0 +1,288 @@
+"""Test the rotation of queries in MLA attention: the launches that do it, its results, and when attention may do it."""
+
+import contextlib
+import types
+
+import pytest
+import test_mla_norms
+import torch
+from test_mla_norms import HEADS, KV, ROPE
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.ops.families import rotation
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import mla_absorb, mla_front, mla_rotation
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+
+OP, NOPE, V = ops.batched_gemm_rope, 128, 64
+
+
+def attention(nope: int = NOPE) -> torch.nn.Module:
+    """Return vLLM's attention layer with what its forward_impl reads. It keeps the queries of decode and of prefills."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    attn, generator, seen = MLAAttention.__new__(MLAAttention), torch.Generator().manual_seed(2), {}
+    torch.nn.Module.__init__(attn)
+    w_uk, w_uv = (torch.randn(HEADS, *shape, generator=generator).bfloat16() / 8 for shape in ((nope, KV), (KV, V)))
+    attn.W_UK_T, attn.W_UV = (torch.nn.Parameter(w, requires_grad=False) for w in (w_uk, w_uv))
+
+    def forward_mqa(q, *rest):
+        seen["decode"] = [part.clone() for part in q]
+        return q[0].clone(), None
+
+    def forward_mha(q, *rest, output, **keywords):
+        seen["prefill"] = q.clone()
+
+    attn.impl = types.SimpleNamespace(
+        forward_mqa=forward_mqa,
+        forward_mha=forward_mha,
+        reserve_workspace=lambda: None,
+        dcp_world_size=1,
+        **dict.fromkeys(("is_sparse", "supports_quant_query_input"), False),
+    )
+    given = {"kv_cache_dtype": "auto", "q_pad_num_heads": None, "prefill_backend": None, "seen": seen}
+    given |= {"num_heads": HEADS, "v_head_dim": V, "kv_lora_rank": KV, "_chunked_prefill_workspace_size": 1}
+    given |= {"qk_nope_head_dim": nope, "qk_rope_head_dim": ROPE, "_k_scale": torch.tensor(1.0)}
+    attn.__dict__ |= given | dict.fromkeys((*mla_rotation.OTHERS, "use_pcp", "use_direct_call"), False)
+    return attn
+
+
+class Layer(test_mla_norms.Layer):
+    """A layer with vLLM's attention and a rotation of queries and keys."""
+
+    qk_nope_head_dim, qk_head_dim = NOPE, NOPE + ROPE
+
+    def __init__(self, nope: int = NOPE):
+        super().__init__(None)
+        decoder = self.mla_attn.impl.rocm_ops
+        self.mla_attn, self.qk_nope_head_dim = attention(nope), nope
+        self.mla_attn.impl.rocm_ops = decoder
+        self.rotary_emb.forward_native = lambda positions, *heads: [self.rotated(x, positions) for x in heads]
+
+    def rotated(self, x, positions):
+        x = x.clone()
+        rotation.rotate(x, positions, self.rotary_emb.cos_sin_cache, False)
+        return x
+
+
+def query_rotation(layer: Layer | None = None) -> mla_rotation.QueryRotation:
+    return mla_rotation.QueryRotation(mla_front.Front(layer or Layer(), kernel_selection.COMPILED), "compiled")
+
+
+STEPS = {
+    # decode rows, prefill rows, rows that a graph adds; rows of the product in the op's launch
+    "decode": (3, 0, 0, 3),
+    "a padded graph": (3, 0, 2, 3),
+    "as many as kernels take": (64, 0, 0, 64),
+    "more than kernels take": (65, 0, 0, 0),
+    "prefills": (0, 4, 0, 0),
+    "both": (2, 3, 1, 0),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[int]:
+    """Return the rows of the product in each of the op's launches."""
+    rows, call = [], OP.call
+
+    def counted(*arguments):
+        rows.append(len(arguments[0]))
+        return call(*arguments)
+
+    monkeypatch.setattr(OP, "call", counted)
+    return rows
+
+
+def run(one: mla_rotation.QueryRotation, q: torch.Tensor, decode: int, prefill: int, runs: bool = True) -> None:
+    """Run vLLM's attention on q, whose last rows may be padding, or its profile run."""
+    metadata = types.SimpleNamespace(num_actual_tokens=decode + prefill, num_decode_tokens=decode, decode=())
+    metadata.num_decodes, metadata.num_prefills = decode, prefill
+    keys = torch.zeros(len(q), KV + ROPE, dtype=q.dtype).split([KV, ROPE], 1)
+    output = torch.empty(len(q), HEADS * V, dtype=q.dtype)
+    with torch.no_grad():
+        one.attn.forward_impl(q, *keys, torch.empty(0), metadata if runs else None, output=output)
+
+
+def step(one: mla_rotation.QueryRotation, decode: int, prefill: int, padding: int = 0) -> tuple[torch.Tensor, ...]:
+    """Run a step of attention, and return its queries before, and their positions."""
+    generator, rows = torch.Generator().manual_seed(3), decode + prefill + padding
+    q = torch.randn(rows, HEADS, one.nope + ROPE, generator=generator).bfloat16()
+    positions = torch.randint(0, 64, (rows,), generator=generator)
+    one.angles = positions, *one.front.angles()
+    run(one, q.clone(), decode, prefill)
+    return q, positions
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("serves", [True, False, None])
+@pytest.mark.parametrize("what", STEPS)
+def test_each_row_is_rotated_once(what, serves, launched):
+    """Decode-only steps have one launch, which also multiplies, if the plugin's product serves. Others rotate first.
+
+    The plugin's product serves (True), was measured to be slower (False), or is not in question (None).
+    """
+    one = query_rotation(layer := Layer())
+    if serves is not None:
+        mla_absorb.adopt(one.attn, True, 64)
+    if serves is False:
+        one.weights.rocm_ops_choice = types.SimpleNamespace(is_ours=lambda rows: False, is_never_ours=False)
+    one.take(True)
+    decode, prefill, padding, rows = STEPS[what]
+    for _ in range(2):
+        q, positions = step(one, decode, prefill, padding)
+        rotated = q.clone()
+        rotated[..., NOPE:] = layer.rotated(q[..., NOPE:], positions)
+        seen = one.attn.seen
+        assert ("decode" in seen, "prefill" in seen) == (decode > 0, prefill > 0)
+        if decode:
+            absorbed, q_pe = seen["decode"]
+            weights = torch.Tensor(one.weights.detach().double())
+            wanted = torch.einsum("mhk,hkn->mhn", q[:decode, :, :NOPE].double(), weights)
+            assert torch.equal(q_pe, rotated[:decode, :, NOPE:])
+            torch.testing.assert_close(absorbed.double(), wanted, rtol=2**-7, atol=2**-7)
+        if prefill:
+            assert torch.equal(seen["prefill"], rotated[decode : decode + prefill])
+    assert launched == [rows if serves else 0] * 2
+
+
+@pytest.mark.usefixtures("configuration")
+def test_the_kernel_rotates_in_attention():
+    """One launch of the emulated kernel in a decode step, and one before a mixed one."""
+    symbols = []
+
+    class Counting(Emulator):
+        def launch(self, planned, uninitialized):
+            symbols.append((planned.symbol, planned.grid))
+            super().launch(planned, uninitialized)
+
+    one = query_rotation(layer := Layer())
+    mla_absorb.adopt(one.attn, True, 64)
+    one.take(True)
+    with launch.executor(Counting("gfx942")):
+        for decode, prefill in ((3, 0), (2, 2)):
+            q, positions = step(one, decode, prefill)
+            wanted = layer.rotated(q[:decode, :, NOPE:], positions[:decode])
+            assert torch.equal(one.attn.seen["decode"][1], wanted)
+    uk, uv = "batched_gemm_rope_bf16_transposed_16", "batched_gemm_bf16_transposed_16"
+    of_product = (uk, (HEADS, KV // 64 + 1, 1))
+    assert [symbols[0], *[symbol for symbol in symbols if symbol[0] == uk]] == [
+        of_product,
+        of_product,
+        (uk, (HEADS, 1, 1)),
+    ]
+    assert uv in dict(symbols)
+
+
+@pytest.mark.usefixtures("configuration")
+def test_a_step_that_has_no_angles_is_vllms(launched):
+    """vLLM's graph rotates where the layer's own forward runs, and a profile run needs no rotation."""
+    one = query_rotation()
+    mla_absorb.adopt(one.attn, True, 64)
+    one.take(True)
+    before, positions = step(one, 2, 0)
+    launched.clear()
+    q = before.clone()
+    run(one, q, 2, 0)
+    one.angles = positions, *one.front.angles()
+    run(one, q, 2, 0, runs=False)
+    assert torch.equal(q, before) and launched == [] and one.angles is None
+
+
+@pytest.mark.usefixtures("configuration")
+def test_queries_that_stay_unrotated_are_an_error(monkeypatch):
+    """vLLM multiplies by another weight than expected."""
+    one = query_rotation()
+    mla_absorb.adopt(one.attn, True, 64)
+    one.take(True)
+    product = lambda x, *_, YQ=None, **__: x.new_zeros(x.shape[1], HEADS, KV if YQ is None else V)
+    monkeypatch.setattr("vllm._aiter_ops.rocm_aiter_ops.triton_fp8_bmm", product)
+    for name in ("W_K", "W_K_scale", "W_V", "W_V_scale"):
+        setattr(one.attn, name, None)
+    one.attn.is_aiter_triton_fp8_bmm_enabled = True
+    with pytest.raises(RuntimeError, match="VLLM_ROCM_OPS_DISABLE=mla_norms"):
+        step(one, 2, 0)
+
+
+class Clock:
+    def times(self, calls, sets):
+        for call in calls.values():
+            call(*(value if value is None else value.clone() for value in sets[0]))
+        return {"ours": [1.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_a_kernel_is_measured_beside_vllms_layers(tokens):
+    """The emulated kernel is as close to the exact q_pe and product. Above 64 tokens there is no product."""
+    one = query_rotation()
+    assert one.key == f"batched_gemm_rope {HEADS}x{KV}x{NOPE}+{ROPE} bfloat16 compiled"
+    with launch.executor(Emulator("gfx950", races=False)):
+        found = row_selection.measure_pair(one, [()] * 2, tokens, Clock(), contextlib.nullcontext())
+    assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
+    assert one.work((), tokens)[0] > 0 and (one.work((), tokens)[1] > 0) == (tokens <= 64)
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("part", ["q_pe", "out"])
+def test_each_result_is_checked(part, monkeypatch):
+    """The launch is off if the rotation or the product is wrong."""
+
+    def wrong(*arguments):
+        OP.reference(*arguments)
+        getattr(OP.Arguments(*arguments), part).mul_(1.1)
+        return True
+
+    monkeypatch.setattr(OP, "run_kernels", wrong)
+    with pytest.raises(kernel_timing.Mismatch):
+        row_selection.measure_pair(query_rotation(), [()] * 2, 3, Clock(), contextlib.nullcontext())
+
+
+LACKS = {
+    "a product in FP8": lambda attn: setattr(attn, "is_aiter_triton_fp8_bmm_enabled", True),
+    "a product in FP4": lambda attn: setattr(attn, "is_aiter_triton_fp4_bmm_enabled", True),
+    "a product on CPU": lambda attn: setattr(attn, "is_amx_bmm_enabled", True),
+    "no W_UK": lambda attn: delattr(attn, "W_UK_T"),
+    "padded heads": lambda attn: setattr(attn, "q_pad_num_heads", 16),
+}
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("what", LACKS)
+def test_what_is_not_served(what):
+    layer = Layer()
+    front = mla_front.Front(layer, "compiled")
+    assert len([*mla_rotation.of(front, "compiled", torch.bfloat16)]) == 1
+    LACKS[what](layer.mla_attn)
+    assert [*mla_rotation.of(front, "compiled", torch.bfloat16)] == [] and len(
+        [*mla_rotation.lacks(layer.mla_attn)]
+    ) == 1
+
+
+@pytest.mark.usefixtures("configuration")
+def test_kernels_must_take_the_sizes(monkeypatch):
+    """On a GPU, the kernels are asked."""
+    monkeypatch.setattr(seam, "arch_here", lambda platform: archs.named("gfx942").name)
+    monkeypatch.setattr("vllm_rocm_ops.vllm.linear.native_kernel.launches.not_loaded", lambda *_: "")
+    for nope, dtype, served in ((NOPE, torch.bfloat16, 1), (64, torch.bfloat16, 0), (NOPE, torch.float16, 0)):
+        front = mla_front.Front(Layer(nope), "compiled")
+        assert len([*mla_rotation.of(front, "compiled", dtype)]) == served
+
+
+@pytest.mark.usefixtures("configuration")
+def test_the_choice_is_the_layers():
+    one = query_rotation()
+    assert not one.runs_unmeasured()
+    one.take(True)
+    assert one.decoder.rotation is one and one.attn.forward_impl == one.forward_impl
+    one.take(False)
+    assert one.decoder.rotation is None and one.attn.forward_impl.__func__ is type(one.attn).forward_impl
+    one.decoder.is_forced = True
+    one.take(False)
+    assert one.runs_unmeasured() and one.decoder.rotation is one

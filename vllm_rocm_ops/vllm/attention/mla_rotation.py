@@ -1,0 +1,193 @@
+"""Rotate the queries of an MLA layer in the launch of W_UK's product, for the seam mla_norms.py.
+
+vLLM rotates q_pe in its graph, before attention. A layer whose norms the plugin serves can omit this: the op of mla_norms
+keeps the step's positions, and attention rotates q_pe in place. In batches of decode rows whose product with W_UK the
+plugin serves (mla_absorb.py), `batched_gemm_rope` does both in one launch. Otherwise a launch of it without a product
+rotates all rows first: with prefills, with more rows than the kernels take, and before vLLM's torch.bmm.
+
+Selected once for all token counts, before vLLM compiles (row_selection.py): where the launch was timed to be faster than
+vLLM's compiled rotation followed by the product's own launch, or wherever it fits with VLLM_ROCM_OPS_ATTENTION=1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.families import rotation
+from vllm_rocm_ops.vllm.attention import mla_absorb
+from vllm_rocm_ops.vllm.attention.mla_front import Front
+from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+OTHERS = "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"
+"""Attributes of a layer whose product with W_UK is not torch.bmm."""
+
+
+def shape_of(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> str:
+    """Return the name of a layer's call for all token counts, as it is recorded; sizes are heads, K, N and q_pe's."""
+    heads, k, n, rope = sizes
+    return f"{heads}x{n}x{k}+{rope} {kernel_selection.types(dtype)}"
+
+
+def lacks(attn: torch.nn.Module) -> Iterator[str]:
+    """Yield the features of an attention layer without which attention cannot rotate its queries."""
+    weights = getattr(attn, "W_UK_T", None)
+    if not isinstance(weights, Tensor) or weights.dim() != 3 or any(getattr(attn, name, False) for name in OTHERS):
+        yield "another product than torch.bmm with W_UK"
+    if getattr(attn, "q_pad_num_heads", None) is not None:
+        yield "padded heads, for which vLLM copies q_pe before the product"
+
+
+class QueryRotation:
+    """Implement the rotation of a layer's queries and its product with W_UK, and as row_selection.py times them.
+
+    Inputs are q_pe, positions and, up to the product's token limit, q_nope.
+    """
+
+    op = ops.batched_gemm_rope
+    angles: tuple[Tensor, Tensor, bool] | None = None
+    """Positions, cosines and sines, and the pairing, from mla_norms until attention in a step."""
+
+    def __init__(self, front: Front, baseline: str):
+        self.front, self.attn, self.decoder = front, front.attn, front.decoder
+        self.nope, self.rope = front.layer.qk_nope_head_dim, front.layer.qk_rope_head_dim
+        heads, k, n = self.weights.shape
+        self.shape = shape_of((heads, k, n, self.rope), self.weights.dtype)
+        self.pattern = f"{self.op.name} {self.shape}"
+        self.key = f"{self.pattern} {baseline}"
+        self.layers = dict.fromkeys(range(row_selection.SETS), ())
+        self.kernels, self.baseline = self, self.vllms
+
+    @property
+    def weights(self) -> Tensor:
+        return self.attn.W_UK_T
+
+    def has_kernels(self, dtype: torch.dtype) -> bool:
+        """Return whether kernels support queries of this dtype."""
+        heads, k, n = self.weights.shape
+        q = torch.empty(2, heads, k + self.rope, dtype=dtype, device="meta")
+        weights = torch.empty_strided(self.weights.shape, self.weights.stride(), dtype=dtype, device="meta")
+        table, is_neox = self.front.angles()
+        positions = torch.empty(2, dtype=torch.int64, device="meta")
+        given = q[..., :k], weights, q[..., k:], positions, table.to("meta"), is_neox, q.new_empty(2, heads, n)
+        return dtype == self.weights.dtype and native_kernel.has_kernels(self.op, *given)
+
+    # In attention
+
+    def forward_impl(self, q: Tensor, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **keywords):
+        """Rotate q_pe in a step of vLLM's attention, by W_UK's launch or before, and run it."""
+        angles, self.angles = self.angles, None
+        weights, fused = self.weights, False
+        if angles is not None and attn_metadata is not None:
+            tokens = attn_metadata.num_actual_tokens
+            positions, *table = angles
+            given = q[:tokens, :, self.nope :], positions[:tokens], *table
+            fused = attn_metadata.num_decode_tokens == tokens and mla_absorb.is_served(weights, tokens)
+            if fused:
+                weights.rocm_ops_rotation = given
+            else:
+                self.rotate(*given)
+        found = type(self.attn).forward_impl(self.attn, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **keywords)
+        if fused and mla_absorb.rotation_of(weights) is not None:
+            raise RuntimeError(
+                "vllm-rocm-ops: queries were not rotated, as vLLM's attention did not multiply by W_UK_T: set "
+                "VLLM_ROCM_OPS_DISABLE=mla_norms"
+            )
+        return found
+
+    def rotate(self, q_pe: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> None:
+        """Rotate q_pe in place."""
+        none = q_pe.new_empty((0, q_pe.shape[1], self.weights.shape[1]))
+        with torch._C.DisableTorchFunctionSubclass():
+            self.op.call(none, self.weights, q_pe, positions, cos_sin_cache, is_neox, None)
+
+    # For timing
+
+    def runs_unmeasured(self) -> bool:
+        """Return whether the op runs before it was timed."""
+        return self.decoder.is_forced
+
+    def take(self, is_ours: bool) -> None:
+        """Have attention rotate the queries, or vLLM's graph."""
+        self.attn.__dict__.pop("forward_impl", None)
+        self.decoder.rotation = self if is_ours or self.decoder.is_forced else None
+        if self.decoder.rotation is not None:
+            self.attn.__dict__["forward_impl"] = self.forward_impl
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        """Return the bytes and the operations of a call, in which vLLM's rotation may read and write whole queries."""
+        heads, k, n = self.weights.shape
+        product = k * n + tokens * (k + n) if tokens <= mla_absorb.MAX_TOKENS else 0
+        moved = product + 2 * tokens * (self.nope + self.rope)
+        return float(self.weights.element_size() * heads * moved), 2.0 * heads * bool(product) * tokens * k * n
+
+    def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return random inputs; q_pe and q_nope are columns of one tensor."""
+        heads, device = self.weights.shape[0], self.weights.device
+        generator = torch.Generator(device).manual_seed(seed)
+        shape, dtype = (tokens, heads, self.nope + self.rope), self.weights.dtype
+        q = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        q_nope, q_pe = q.split([self.nope, self.rope], -1)
+        positions = torch.randint(0, len(self.front.angles()[0]), (tokens,), generator=generator, device=device)
+        return q_pe, positions, q_nope if tokens <= mla_absorb.MAX_TOKENS else None
+
+    def out(self, q_nope: Tensor) -> Tensor:
+        return q_nope.new_empty((*q_nope.shape[:2], self.weights.shape[2]))
+
+    def ours(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+        """Return the rotated q_pe and the product by the op, or None where no kernel supports the call."""
+        x = q_pe.new_empty((0, q_pe.shape[1], self.nope)) if q_nope is None else q_nope
+        out = self.out(x)
+        given = x, self.weights, q_pe, positions, *self.front.angles(), out
+        with torch._C.DisableTorchFunctionSubclass():
+            served = self.op.run_kernels(*given) is not None
+        return (q_pe, None if q_nope is None else out) if served else None
+
+    def computed(self, q_pe: Tensor, positions: Tensor) -> Tensor:
+        """Return the rotated q_pe by vLLM's layer, as its compiler sees it."""
+        return self.front.layer.rotary_emb.forward_native(positions, q_pe, q_pe[:, :1])[0]
+
+    def multiplied(self, q_pe: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return q_pe and the product by `batched_gemm`, or by torch.bmm where no kernel supports it."""
+        if q_nope is None:
+            return q_pe, None
+        given = q_nope, self.weights
+        with torch._C.DisableTorchFunctionSubclass():
+            out = mla_absorb.KERNELS.ours(*given)
+            return q_pe, mla_absorb.KERNELS.baseline(*given) if out is None else out
+
+    def vllms(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the same as `ours`, by vLLM's rotation and a launch of the product."""
+        return self.multiplied(self.computed(q_pe, positions), q_nope)
+
+    def compiled(self, compiles: Callable) -> Callable:
+        """Return `vllms` with the rotation compiled at the first call."""
+        graph = functools.cache(lambda: compiles()(self.computed))
+        return lambda q_pe, positions, q_nope: self.multiplied(graph()(q_pe, positions), q_nope)
+
+    def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
+        """Return the results of `ours` or `vllms` in the form of `exact`."""
+        return [None if x is None else x.flatten(1) for x in output]
+
+    def exact(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> list[Tensor | None]:
+        """Return the rotated q_pe and the product in float32."""
+        rotated, product = q_pe.float(), None
+        rotation.rotate(rotated, positions, *self.front.angles())
+        if q_nope is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                product = torch.bmm(q_nope.float().transpose(0, 1), self.weights.float()).transpose(0, 1).flatten(1)
+        return [rotated.flatten(1), product]
+
+
+def of(front: Front, baseline: str, dtype: torch.dtype) -> Iterator[QueryRotation]:
+    """Yield the rotation of a layer's queries, if attention may do it."""
+    if not any(lacks(front.attn)):
+        one = QueryRotation(front, baseline)
+        if one.has_kernels(dtype):
+            yield one
