@@ -180,7 +180,7 @@ def test_queries_are_rotated_by_the_launch_of_w_uk_where_that_is_faster():
     joined = found(apart - 0.1)
     one = joined["rotation + W_UK"]
     assert (one.op, one.us, one.launches, one.count) == ("batched_gemm_rope", apart - 0.1, 1, 61)
-    assert not {"rotation", "W_UK"} & joined.keys() and joined["W_UV"].count == 61
+    assert not {"rotation", "W_UK"} & joined.keys() and joined["W_UV + o's input quantization"].count == 61
     assert [*joined].index(one.layer) == [*joined].index("attention") - 1
     for others in (found(apart + 0.1), none, found(0.1, "baseline"), found(0.1, front=None)):
         assert others["rotation"].count == others["W_UK"].count == 61 and one.layer not in others

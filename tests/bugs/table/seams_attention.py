@@ -342,8 +342,8 @@ BUGS = (
     Bug(
         "a result outside vLLM's buffer",
         "vllm/attention/mla_absorb.py",
-        "None if out is None else out.transpose(0, 1)",
-        "None",
+        "run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))",
+        "run(x.transpose(0, 1), weights, None)",
         Tests("test_mla_absorb.py"),
     ),
     Bug(
@@ -517,7 +517,7 @@ BUGS = (
     Bug(
         "sizes that kernels do not support",
         "vllm/attention/mla_norms.py",
-        " and one.has_kernels(config.model_config.dtype)",
+        " and one.has_kernels(dtype)",
         "",
         Tests("test_mla_norms.py"),
     ),
