@@ -510,7 +510,10 @@ def generated(engines) -> dict[str, dict]:
 def job(engines, flavour: str, folder: Path) -> dict:
     made = engines.job(("llama", flavour), compiled=True, model=str(folder), logprobs=1)
     backend = "TRITON_MLA" if LATENT in folder.name else "TRITON_ATTN"
-    return made | {"engine": made["engine"] | ({"attention_backend": backend} if ON_GPU else {})}
+    if not ON_GPU:
+        return made
+    kernel = {"custom_ops": [*made["engine"]["compilation_config"]["custom_ops"], "+quant_fp8"]}  # as with fusion
+    return made | {"engine": {"compilation_config": kernel, "attention_backend": backend}}
 
 
 @pytest.mark.slow
