@@ -475,7 +475,8 @@ def fastest_and_slowest() -> str:
     gpus = " and ".join(
         sorted({path.parent.name.removeprefix("nvidia-").upper() for run in runs for path in run.paths})
     )
-    return f"Decode is {times(ratios[:1])} to {times(ratios[-1:])} as fast on {gpus}. On AMD, only predictions exist."
+    span = f"{times(ratios[:1])} to {times(ratios[-1:])}"
+    return f"Whole models decode {span} as fast on {gpus}; some host-bound runs lose. On AMD, only predictions exist."
 
 
 def way(run: EngineRun) -> str:
