@@ -51,8 +51,8 @@ def test_every_op_has_pytorch_as_a_baseline_that_computes_the_same(call):
 
 @pytest.mark.parametrize("the_op", [o for o in op.registered() if o.baseline], ids=lambda o: o.name)
 def test_the_baseline_that_an_op_names_takes_its_arguments_and_computes_the_same(the_op):
-    for case in itertools.islice(the_op.cases(), 3):
-        arguments = case.make("cpu", GENERATOR, torch.float8_e4m3fn)
+    made = (case.make("cpu", GENERATOR, torch.float8_e4m3fn) for case in the_op.cases())
+    for arguments in itertools.islice((a for a in made if getattr(the_op.Arguments(*a), "out", None) is None), 3):
         theirs, ours = the_op.baseline(*arguments), the_op.reference(*arguments)
         torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2, equal_nan=True)
 
@@ -127,7 +127,8 @@ def test_what_vllm_runs_is_written_in_one_package():
     found = {path.relative_to(root) for path in paths if re.search(OF_OTHERS, path.read_text())}
     named = {str(path) for path in found if path.parent.name != "baselines"}
     assert (
-        named == {f"vllm_rocm_ops/vllm/{at}.py" for at in ("fusion/native_rows", "attention/quantized_attention")}
+        named - {"serving_benchmarks/launches.py"}  # has names of kernels in profiles
+        == {f"vllm_rocm_ops/vllm/{at}.py" for at in ("fusion/native_rows", "attention/quantized_attention")}
         and len(found) > 2
     )
 

@@ -292,4 +292,4 @@ def test_limit(monkeypatch, value):
 
 
 def test_kernels_are_those_of_plans():
-    assert sum(map(len, launches.symbols().values())) == 72 and FULL in (True, False)
+    assert sum(map(len, launches.symbols().values())) == 84 and FULL in (True, False)

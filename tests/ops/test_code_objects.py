@@ -101,14 +101,20 @@ def check(takes: Parameters, found: list[Parameter]) -> None:
     Each parameter is one number or pointer, or is filled by the fields of a structure except for padding.
     """
     numbers: dict[str, list[tuple[int, str]]] = {}
-    for name, number in takes.arguments.items():
-        numbers.setdefault(name.partition(".")[0], []).append(tuple(number))
+    padded_to: dict[int, int] = {}  # by the offset of a field after an inner structure, which ends with padding
+    before, widest = "", 1
+    for name, (offset, kind) in takes.arguments.items():
+        numbers.setdefault(name.partition(".")[0], []).append((offset, kind))
+        structure, width = name.rpartition(".")[0], struct.calcsize(FORMATS[kind])
+        if "." in before and not f"{structure}.".startswith(f"{before}."):
+            padded_to[offset] = widest
+        before, widest = structure, max(width, widest if structure == before else 1)
     assert len(numbers) == len(found)
     for (name, inside), parameter in zip(numbers.items(), found):
         end, widest = parameter.offset, 1
         for offset, kind in inside:
             width = struct.calcsize(FORMATS[kind])
-            end += -end % width
+            end += -end % max(width, padded_to.get(offset, 1))
             assert offset == end, name
             end, widest = end + width, max(widest, width)
         assert end + -end % widest == parameter.offset + parameter.size, name

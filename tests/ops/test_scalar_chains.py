@@ -20,7 +20,10 @@ from vllm_rocm_ops.ops.families import gemm
 
 ROWS = sorted(
     {Path(o.reference.__code__.co_filename).stem for o in op.registered() if "rowwise" in o.reference.__globals__}
-    - {"mla_norm_rope_and_cache"}  # it loads positions, slots and angles after the latents
+    - {
+        "batched_gemm",
+        "mla_norm_rope_and_cache",
+    }  # a product; this one loads positions, slots and angles after the latents
 )
 PRODUCTS = ("block_scaled_mm", "mxfp8_scaled_mm", "scaled_mm", "scaled_mm_tiled", "unquantized_gemm")
 DIVIDES = {  # by the prefix of kernels' names
