@@ -175,7 +175,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
     else:
         residual = getattr(a, "residual", None)
         if op is BOTH:
-            normed, *outputs = outputs
+            normed, outputs = outputs[0], outputs[1:]
         args |= {
             "residual": residual,
             "residual_stride": 0 if residual is None else row_stride(residual),
@@ -185,7 +185,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
             "epsilon": float(a.epsilon),
             "one_plus_weight": int(a.one_plus_weight and a.weight is not None),
             "normed": normed,
-            **rowwise.output_args(a, outputs if isinstance(outputs, Tensor) else tuple(outputs)),
+            **rowwise.output_args(a, outputs),
         }
     module = SUM if op is None else MODULES[op.name]
     name = symbol(op, a.input.dtype, group.ranks, config)
