@@ -54,13 +54,13 @@ def wrong_values(x: torch.Tensor) -> torch.Tensor:
         return bad
     place = int(x.float().nan_to_num().abs().flatten().argmax())
     index = torch.unravel_index(torch.tensor(place), x.shape) if x.dim() else ()
-    bad[index] = (x[index].float() * 0.8).to(x.dtype)
+    bad[index] = (x[index].float() * 0.7).to(x.dtype)
     return bad
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_formula_knows_a_wrong_result(name):
-    """One element of any output, or of any argument that is updated or written, is wrong by a fifth."""
+    """One element of any output, or of any argument that is updated or written, is wrong by three tenths."""
     the_op, given = OPS[name], usual(OPS[name])
     before, after = (the_op.Arguments(*map(clone, given)) for _ in range(2))
     outputs = as_tuple(the_op.reference(*after))
