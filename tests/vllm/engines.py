@@ -134,6 +134,7 @@ class Engines:
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / cache / "inductor"),
             "TORCHDYNAMO_DISABLE": "0" if compiled else "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
         }
         code = f"import engine; engine.main({str(request)!r}, {str(answers)!r})"
         folders = [*([vllm.parent] if vllm else []), HERE.parents[1], HERE.parent, HERE]

@@ -522,7 +522,7 @@ def generated(engines) -> dict[str, dict]:
 
     def run(side: str) -> dict[str, dict]:
         jobs = {name: job(engines, flavour, folders[name]) for name, flavour in MODELS.items()}
-        environment = {"VLLM_ROCM_OPS_ATTENTION": "1", "VLLM_ROCM_OPS_MEASURE": "0"}
+        environment = {"VLLM_ROCM_OPS_ATTENTION": "1", "VLLM_ROCM_OPS_MEASURE": "0", "TORCHINDUCTOR_DETERMINISTIC": "1"}
         return engines.run(jobs, EXACT * ON_GPU, **environment, VLLM_ROCM_OPS_SEAMS=SIDES[side])
 
     return {side: run(side) for side in SIDES}
