@@ -38,13 +38,15 @@ DARK = {
     "yellow": "#e3c04b",
     "brown": "#c9996b",
 }
-COLORS = ("red", "blue", "orange", "green", "purple")
+COLORS = ("red", "blue", "orange", "green", "purple", "teal", "brown")
 MARKERS = (  # outlines around a point, one for each of COLORS
     "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
     "m-4.5 -4.5h9v9h-9z",
     "m0 -6l6 10h-12z",
     "m0 -6l6 6l-6 6l-6 -6z",
     "m-5 -2h3v-3h4v3h3v4h-3v3h-4v-3h-3z",
+    "m0 6l6 -10h-12z",
+    "m-6 -2.5h12v5h-12z",
 )
 
 

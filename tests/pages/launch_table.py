@@ -27,15 +27,15 @@ REASONS: dict[str, str | dict[str, str]] = {
     },
     names.Q_K: "Fused with the cache write by `rope_and_cache`: on ROCm, with a vLLM pass that is off by default.",
     names.Q_K_NORMS: "Fused with the cache write by `rope_and_cache`: on ROCm, with a vLLM pass that is off by default.",
-    names.Q: "Follows q_b_proj, so it is not in the launch of `mla_norms`. vLLM rotates q before it calls attention.",
+    names.Q: "In the launch of the W_UK GEMM with TRITON_MLA. FlashAttention has no seam.",
     names.K_PE: "In the launch of `mla_norms` with TRITON_MLA. FlashAttention has no seam.",
     names.QUANTIZATION: {
-        names.MLA: "o's input: the W_UV GEMM writes BF16, and one that quantizes is not built. Shared experts' input: NVIDIA's "
-        "GEMM takes column-major scales. On ROCm the norm quantizes it.",
+        names.MLA: "o's input: in the launch of the W_UV GEMM with TRITON_MLA, where that is faster. Shared experts' input: "
+        "NVIDIA's GEMM takes column-major scales. On ROCm the norm quantizes it.",
         names.GQA: "o's input: FlashAttention writes BF16. `quantized_attention` covers the backends of `decode_attention`.",
     },
     names.SUM: "Joins two streams. The next norm's kernel adds one residual, not two.",
-    names.FP8: "At warm-up the plugin was not more than 2 % faster in these shapes.",
+    **dict.fromkeys((names.FP8, names.BF16), "At warm-up the plugin was not more than 2 % faster in these shapes."),
     names.ABSORPTION: "`mla_attention` covers TRITON_MLA and ROCM_AITER_MLA, not FlashAttention.",
     names.PADDING: "Removed since this profile, with its copy: the top-k kernel writes these ids.",
     names.EMBEDDING: OUTSIDE,
