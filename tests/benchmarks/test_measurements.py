@@ -377,8 +377,8 @@ def test_speedups_are_drawn_in_place():
     assert second - first == pytest.approx(third - second, abs=0.2) and second > first
     assert (at_first, at_second, at_third) == (y["1.2"], y["1.0"], y["0.9"]) and at_first < at_second < at_third
     assert f"{y['1.1']:.1f}V{y['1.3']:.1f}" in drawn
-    with pytest.raises(ValueError, match="at most 5 series, got 6"):
-        figures.speedups({str(i): {1: (1.0, 1.0, 1.0)} for i in range(6)})
+    with pytest.raises(ValueError, match="at most 7 series, got 8"):
+        figures.speedups({str(i): {1: (1.0, 1.0, 1.0)} for i in range(8)})
 
 
 def bars(drawn: str, fill: str) -> list[tuple[float, float]]:
