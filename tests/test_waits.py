@@ -37,6 +37,7 @@ STREAM = (
     "_wave_splitk_",
     "_skinny_",
     "_stream_",
+    "batched_gemm_quant_",
     "experts_gate_up_",
     "experts_down_",
     "mla_decode_bf16",

@@ -258,7 +258,7 @@ async def kill(session: Session) -> str:
     if table["off"] or "off" in states or "measured" not in states:
         raise Wrong(f"kill: {table['off']} is off, the choices are {states}")
     said = errors_of(again.text())
-    if len(said) != 1 or "a process ended while it measured" not in said[0]:
+    if len(said) != 1 or "a process died while timing" not in said[0]:
         raise Wrong("\n  ".join(["kill: the log of the next server must have only a warning of that:", *said[:20]]))
     again.process.terminate()
     await again.ended(session.arguments.end_within)

@@ -445,9 +445,7 @@ NEEDS_AVX512 = pytest.mark.skipif(
     ("model", "layers", "overrides", "op"),
     [
         pytest.param(
-            *("llama-3.1-405b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}),
-            "fused_add_rms_norm_static_fp8_quant",
-            marks=full,
+            *("llama-3.1-405b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "silu_and_mul_quant"), marks=full
         ),
         pytest.param(
             *("llama-3.1-405b-fp8-kv", 2, {"num_key_value_heads": 2, "head_dim": 64}, "silu_and_mul_quant"),

@@ -157,10 +157,10 @@ def test_in_vllm(tmp_path, capsys):
         [line] = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
         ran = {(one["op"], one["layer"].removeprefix("model.layers.1.")) for one in line["results"]}
         assert ran >= {
-            ("rms_norm_dynamic_per_token_quant", "input_layernorm"),
+            ("fused_add_rms_norm", "input_layernorm"),
             ("scaled_mm", "self_attn.qkv_proj"),
             ("paged_attention_decode", "self_attn.attn"),
-            ("silu_and_mul_per_token_quant", "mlp"),
+            ("silu_and_mul_per_token_quant", "mlp.act_fn"),
             ("scaled_mm", "mlp.down_proj"),
             ("fused_add_rms_norm", "model.norm"),
             ("unquantized_gemm", "lm_head"),
