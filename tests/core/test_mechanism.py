@@ -652,7 +652,8 @@ print(*[w.message for w in warned], sep="\\n")
     assert result.returncode == 0, result.stderr
     folder = home / ".config" / "vllm-rocm-ops" / "tables" / "gfx942"
     said = f"the tuned tables in {folder} are not used: this user may not read them"
-    assert result.stdout.splitlines() == ["default", "default", said]
+    first, second, *warned = result.stdout.splitlines()
+    assert first == second == "default" and warned.count(said) == 1  # shipped tables below /root are not readable, either
 
 
 NORM_HEADER = "compute_units,dtype,rows,hidden,config.threads,config.vectors_per_thread,source\n"
