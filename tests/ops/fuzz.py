@@ -34,6 +34,7 @@ import formulas
 import torch
 from marks import AMD
 
+from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core import op as op_module
@@ -304,9 +305,9 @@ class Found:
 
     def kernels_that_did_not_run(self, arch: str) -> list[str]:
         """Return the kernels of one device that no call launched."""
-        stamps = [path for path in (launch.CODE / arch).glob("*.json") if not path.stem.startswith("all_reduce")]
+        stamps = (launch.CODE / arch).glob("*.json")
         every = {symbol for stamp in stamps for symbol in json.loads(stamp.read_text())["kernels"]}
-        return sorted(every - self.launched.get(arch, set()))
+        return sorted(every.difference(self.launched.get(arch, set()), *launches.symbols().values()))
 
     def table(self) -> str:
         """Return a line per op with the number of combinations that ran."""

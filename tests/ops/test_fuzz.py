@@ -46,7 +46,11 @@ def usual(the_op) -> tuple:
     return case.make("cpu", torch.Generator().manual_seed(0), ARCH.fp8_dtype)
 
 
-def wrong_values(x: torch.Tensor) -> torch.Tensor:
+FACTORS = {"fused_experts": 0.7}
+"""An op's factor of a wrong value, 0.8 for others: its formula allows 16 % where roundings of two quantizations add up."""
+
+
+def wrong_values(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Return a tensor with another largest value, or another first id."""
     bad = clone(x)
     if not x.is_floating_point():
@@ -54,27 +58,27 @@ def wrong_values(x: torch.Tensor) -> torch.Tensor:
         return bad
     place = int(x.float().nan_to_num().abs().flatten().argmax())
     index = torch.unravel_index(torch.tensor(place), x.shape) if x.dim() else ()
-    bad[index] = (x[index].float() * 0.7).to(x.dtype)
+    bad[index] = (x[index].float() * factor).to(x.dtype)
     return bad
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_formula_knows_a_wrong_result(name):
-    """One element of any output, or of any argument that is updated or written, is wrong by three tenths."""
+    """One element of any output, or of any argument that is updated or written, is wrong by a fifth, or by `FACTORS`."""
     the_op, given = OPS[name], usual(OPS[name])
     before, after = (the_op.Arguments(*map(clone, given)) for _ in range(2))
     outputs = as_tuple(the_op.reference(*after))
     fuzz.check(the_op, before, after, outputs)
-    checked = 0
+    checked, factor = 0, FACTORS.get(name, 0.8)
     for place, output in enumerate(outputs):
         if output.numel():
-            bad = (*outputs[:place], wrong_values(output), *outputs[place + 1 :])
+            bad = (*outputs[:place], wrong_values(output, factor), *outputs[place + 1 :])
             with pytest.raises(fuzz.Wrong):
                 fuzz.check(the_op, before, after, bad)
             checked += 1
     for argument in (*the_op.mutates, *the_op.writes):
         if getattr(after, argument) is not None:
-            bad = after._replace(**{argument: wrong_values(getattr(after, argument))})
+            bad = after._replace(**{argument: wrong_values(getattr(after, argument), factor)})
             with pytest.raises(fuzz.Wrong):
                 fuzz.check(the_op, before, bad, outputs)
             checked += 1
