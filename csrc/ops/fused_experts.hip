@@ -18,44 +18,12 @@
 // one to arrive adds their partial sums in block order. No block waits for another and nothing is added atomically, so
 // every run gives the same bits.
 //
-// The tokens are quantized by a previous launch. Rejected: blocks that quantize tokens themselves, on the way to the
-// matrix instruction or, few of them, into LDS, save the launch and were slower even for one token, measured on H200:
-// 31.9 and 31.0 us versus 29.2 us.
+// A previous launch quantizes the tokens, or each block of down quantizes act into its LDS (QuantizedRows) while its first
+// weights are in flight. Measured on H100, one token of DeepSeek-V3 at TP8: 28.3 us with the launch, 27.0 us without.
+// Rejected: blocks of gate_up that quantize hidden, 28.9 us.
 #include "device/arrive.h"
-#include "device/scale.h"
-#include "device/vec.h"
-#include "gemm/group_pairs.h"
+#include "gemm/quantized_rows.h"
 
-struct Experts {
-  const u8* tokens;       // [rows, K]; gate_up: hidden, a row per token; down: act, a row per pair, in pair order
-  const u8* weights;      // [E, N, K], or each expert's in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
-  void* out;              // gate_up: [pairs, N / 2]; down: [tokens, N]; out_type
-  float* partials;        // down with split_k > 1: [tiles, split_k, tokens, 16 rows]
-  u32* counters;          // down with split_k > 1: [tiles], zeros
-  const u8* scale_a;      // block: [rows, ceil(K / 128)]; row: [rows] or [1]; mx: [rows, K / 32]
-  const u8* scale_b;      // block: [E, ceil(N / 128), ceil(K / 128)]; row: [E, N] or [E]; mx: [E, N, K / 32]; E experts
-  const u32* ids;         // [tokens, topk], id_words words each
-  const float* router;    // [tokens, topk]: pair weights
-  u32x4* lists;           // [kept_vectors() of PairLists]: written by gate_up, read by down
-  int* num_rows;          // gate_up: [1], receives the row count of act; or null
-  const int* expert_map;  // [mapped], or null
-  i64 expert_bytes, expert_scales;  // byte strides between experts: of weights and of scale_b
-  int token_bytes, row_bytes;       // byte strides between rows; for weights within 16 rows
-  int tile_bytes, spread;        // byte strides of weights: between groups of 16 rows, and per byte of K in steps of 16
-  int m, n, k, pairs;            // tokens, rows of an expert's weight, bytes of K; token-slot pairs
-  int scale_a_row, scale_b_row;  // bytes between scales
-  int topk, shared, routed, mapped, id_words;
-  int per_slot;       // 2^20 / slots, rounded up
-  int out_type;       // 0 bf16, 1 fp16
-  int apply_weights;  // 1 if results are multiplied by their pair's weight
-  int step;           // gate_up: blocks; down: K slices per unit, which one wave processes
-  int split_k;        // down: blocks that share a tile's units
-  int work_per_item;  // gate_up: tiles per item; down: units
-  u32 work_per_item_inverse;
-};
-
-constexpr int kSliceSteps = 2, kSliceBytes = kSliceSteps * mma::kDepth, kMxBlock = 32;
-static_assert(kSliceBytes == kScaleBlock);
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];
 
 // The type of a scale in a lane's registers.
@@ -71,17 +39,21 @@ struct ScaleRegister<ScaleGranularity::kMx> {
 };
 #endif
 
-// A wave's main loop: loads K slices to registers and multiplies them.
-template <class T, ScaleGranularity kScales, bool kGated, int kStages>
+// A wave's main loop: loads K slices to registers and multiplies them. With kInLds it reads QuantizedRows.
+template <class T, ScaleGranularity kScales, bool kGated, int kStages, bool kInLds = false>
 struct ExpertMainLoop {
   static constexpr int kTileOut = kGated ? mma::kRows / 2 : mma::kRows;
   static constexpr bool kBlock = kScales == ScaleGranularity::kBlock, kMx = kScales == ScaleGranularity::kMx;
+  static constexpr bool kScalesInLds = kInLds && kScales != ScaleGranularity::kRow;
   static constexpr int kScalesB = kMx ? 1 : kBlock ? kGated ? 2 : 1 : 4;
+
+  using Loaded = typename ScaleRegister<kScales>::Loaded;
 
   struct KSlice {
     mma::Weights weights[kSliceSteps] = {};
     u32x4 tokens[kSliceSteps];
-    typename ScaleRegister<kScales>::Loaded scale_a[mma::kValueTokens], scale_b[kScalesB];
+    Loaded scale_a[mma::kValueTokens], scale_b[kScalesB];
+    int tokens_at, scale_a_at[mma::kValueTokens];  // in LDS, with kInLds: byte offsets
   };
   struct ItemTile {  // one tile of one item
     mem::Cursor weights[mma::kLoads];
@@ -93,6 +65,7 @@ struct ExpertMainLoop {
 
   const Experts& p;
   const PairLists& lists;
+  const u8 *lds_rows, *lds_scales;  // with kInLds
   const int lane = wave::lane();
 
   DEVICE int row_of(int tile, int row) const {  // in the weight
@@ -125,12 +98,17 @@ struct ExpertMainLoop {
       const int row = row_of(tile, kMx ? mma::row(lane, i) : mma::value_row(kBlock ? 0 : lane, kBlock ? 2 * i : i));
       item_tile.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row + mx_block();
     }
-    const int place = item.first + mma::tile_token(lane);
-    item_tile.token = place < item.end ? token_row(place) * p.token_bytes + mma::depth(lane) : -1;
+    // In LDS, lanes without a token read the item's last one. Their results are not used.
+    const int place = item.first + mma::tile_token(lane), last = item.end - 1;
+    item_tile.token = place < item.end ? token_row(place) * p.token_bytes + mma::depth(lane)
+                      : kInLds         ? last * p.token_bytes + mma::depth(lane)
+                                       : -1;
 #pragma unroll
     for (int i = 0; i < mma::kValueTokens; ++i) {
       const int of_value = item.first + mma::value_token(lane, i);
-      item_tile.scale_a[i] = of_value < item.end ? token_row(of_value) * p.scale_a_row + mx_block() : -1;
+      item_tile.scale_a[i] = of_value < item.end ? token_row(of_value) * p.scale_a_row + mx_block()
+                             : kInLds            ? last * p.scale_a_row + mx_block()
+                                                 : -1;
     }
     return item_tile;
   }
@@ -148,9 +126,12 @@ struct ExpertMainLoop {
             ScaleRegister<kScales>::load_or_zero(item_tile.scales_b, item_tile.scale_b[i], block, there);
       const mem::Buffer scales = mem::buffer(p.scale_a);
 #pragma unroll
-      for (int i = 0; i < mma::kValueTokens; ++i)
-        k_slice.scale_a[i] = ScaleRegister<kScales>::load_or_zero(scales, item_tile.scale_a[i], block,
-                                                                  there && item_tile.scale_a[i] >= 0);
+      for (int i = 0; i < mma::kValueTokens; ++i) {
+        if constexpr (kScalesInLds) k_slice.scale_a_at[i] = item_tile.scale_a[i] + block;
+        else
+          k_slice.scale_a[i] = ScaleRegister<kScales>::load_or_zero(scales, item_tile.scale_a[i], block,
+                                                                    there && item_tile.scale_a[i] >= 0);
+      }
     }
 #pragma unroll
     for (int u = 0; u < kSliceSteps; ++u) {
@@ -158,8 +139,22 @@ struct ExpertMainLoop {
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l)
         mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], (k + u * mma::kDepth) * spread(), inside);
-      k_slice.tokens[u] =
-          mem::load_or_zero(tokens, item_tile.token + u * mma::kDepth, k, inside && item_tile.token >= 0);
+      if constexpr (kInLds) k_slice.tokens_at = item_tile.token + k;
+      else
+        k_slice.tokens[u] =
+            mem::load_or_zero(tokens, item_tile.token + u * mma::kDepth, k, inside && item_tile.token >= 0);
+    }
+  }
+
+  // Reads the tokens of a loaded K slice from LDS.
+  DEVICE void read_tokens(KSlice& k_slice) const {
+#pragma unroll
+    for (int u = 0; u < kSliceSteps; ++u)
+      k_slice.tokens[u] = *(const u32x4*)(lds_rows + k_slice.tokens_at + u * mma::kDepth);
+    if constexpr (kScalesInLds) {
+#pragma unroll
+      for (int i = 0; i < mma::kValueTokens; ++i)
+        k_slice.scale_a[i] = *(const Loaded*)(lds_scales + k_slice.scale_a_at[i]);
     }
   }
 
@@ -189,10 +184,11 @@ struct ExpertMainLoop {
     else return sum[i] * (last.scale_a[i % mma::kValueTokens] * last.scale_b[i]);
   }
 
-  // Multiplies all K slices of `walk`, and calls end(walk, sum, last K slice) at the end of each tile.
-  template <class Walk, class End>
-  DEVICE void multiply_all(Walk walk, End end) const {
-    if (!walk.more()) return;
+  // Multiplies all K slices of `walk`, and calls end(walk, sum, last K slice) at the end of each tile. Calls begin()
+  // once, with the first loads in flight.
+  template <class Walk, class End, class Begin>
+  DEVICE void multiply_all(Walk walk, End end, Begin begin) const {
+    if (!walk.more()) return begin();
     Walk prefetch = walk;
     ItemTile prefetch_tile = {};
     KSlice stages[kStages];
@@ -203,8 +199,10 @@ struct ExpertMainLoop {
     prefetch_tile = item_tile(prefetch.item(), prefetch.tile());
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) load_next(stages[i]);
+    begin();
     f32x4 sum = {};
     auto multiply_next = [&](KSlice& k_slice) __attribute__((always_inline)) {
+      if constexpr (kInLds) read_tokens(k_slice);
       sum = multiply(sum, k_slice);
       const Walk done = walk;
       if (walk.next()) {
@@ -223,24 +221,6 @@ struct ExpertMainLoop {
   }
 };
 
-// Returns value / divisor, for values up to 2^31 / divisor, given the inverse: 2^31 / divisor + 1.
-DEVICE int divide_by(u32 inverse, int value) { return int(i64(value) * inverse >> 31); }
-
-// A block's tiles, and a wave's K slices in each. All waves have the same number of slices, some without bytes.
-struct TileWalk {
-  const Experts& p;
-  int tiles, work, slice = 0;  // tiles in all items
-  DEVICE bool more() const { return work < tiles; }
-  DEVICE int item() const { return divide_by(p.work_per_item_inverse, work); }
-  DEVICE int tile() const { return work - item() * p.work_per_item; }
-  DEVICE int k() const { return (slice * mma::kWaves + wave::index()) * kSliceBytes; }
-  DEVICE bool next() {  // true if that begins a tile
-    if (++slice * mma::kWaves * kSliceBytes < p.k) return false;
-    slice = 0, work += p.step;
-    return true;
-  }
-};
-
 template <class T, ScaleGranularity kScales>
 DEVICE void gate_up(const Experts& p) {
   using S = ExpertMainLoop<T, kScales, true, mma::kStages>;
@@ -254,7 +234,7 @@ DEVICE void gate_up(const Experts& p) {
       mem::store(p.lists + i, ((const u32x4*)dynamic_lds)[i]);
     if (p.num_rows && wave::thread_id() == 0) mem::store<int>(p.num_rows, lists.items[items] & 0xffff);
   }
-  const S main_loop{p, lists};
+  const S main_loop{p, lists, nullptr, nullptr};
   int parity = 0;
   auto end_tile = [&](const TileWalk& walk, const f32x4& sum,
                       const typename S::KSlice& last) __attribute__((always_inline)) {
@@ -278,39 +258,28 @@ DEVICE void gate_up(const Experts& p) {
     }
     parity ^= 1;
   };
-  main_loop.multiply_all(TileWalk{p, items * p.work_per_item, wave::block_id_x()}, end_tile);
+  main_loop.multiply_all(TileWalk{p, items * p.work_per_item, wave::block_id_x()}, end_tile, [] {});
 }
 
-// A wave's units. All waves in a tile's blocks take the units of all items round-robin.
-struct UnitWalk {
-  const Experts& p;
-  int units, unit, slice = 0;  // units in all items
-  DEVICE bool more() const { return unit < units; }
-  DEVICE int item() const { return divide_by(p.work_per_item_inverse, unit); }
-  DEVICE int tile() const { return wave::block_id_x(); }
-  DEVICE int k() const { return ((unit - item() * p.work_per_item) * p.step + slice) * kSliceBytes; }
-  DEVICE bool next() {  // true if that begins a tile
-    if (++slice < p.step && k() < p.k) return false;
-    slice = 0, unit += mma::kWaves * p.split_k;
-    return true;
-  }
-};
-
-template <class T, ScaleGranularity kScales>
+// Act is the type of act if the block quantizes it, else void.
+template <class T, ScaleGranularity kScales, class Act = void>
 DEVICE void down(const Experts& p) {
-  using S = ExpertMainLoop<T, kScales, false, mma::kStages - 1>;
+  constexpr bool kQuantizes = !__is_same(Act, void);
+  using S = ExpertMainLoop<T, kScales, false, mma::kStages - 1, kQuantizes>;
   const int of_wave = p.m * mma::kRows;
   u8* behind = dynamic_lds + mma::kWaves * of_wave * 4;
   const PairLists lists(behind, p.pairs);
 #pragma unroll 1
   for (int i = wave::thread_id(); i < lists.kept_vectors(); i += kThreads)
     ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
+  QuantizedRows<Act, kScales> quantized(p, behind + lists.kept_vectors() * 16);
+  if constexpr (kQuantizes) quantized.load();
   float* sums = (float*)dynamic_lds;  // [waves, tokens, rows]
   float* wave_sums = sums + wave::index() * of_wave;
   for (int i = wave::lane(); i < of_wave; i += wave::kLanes) wave_sums[i] = 0.0f;
   block_barrier();  // hazard: lists are read before they are written
   const int items = wave::uniform(*lists.count);
-  const S main_loop{p, lists};
+  const S main_loop{p, lists, quantized.rows, quantized.scales};
   auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::KSlice& last)
                       __attribute__((always_inline)) {
                         const Item item(lists, walk.item());
@@ -327,7 +296,7 @@ DEVICE void down(const Experts& p) {
                         }
                       };
   main_loop.multiply_all(UnitWalk{p, items * p.work_per_item, wave::block_id_y() * mma::kWaves + wave::index()},
-                         end_unit);
+                         end_unit, [&]() __attribute__((always_inline)) { quantized.finish(); });
   block_barrier();  // hazard: the waves' sums are read before they are written
   const mem::Buffer partials = mem::buffer(p.partials + i64(wave::block_id_x()) * p.split_k * of_wave);
   auto store = [&](int i, float total) {
@@ -357,12 +326,18 @@ DEVICE void down(const Experts& p) {
 #define INSTANCES(kind, ...)                                                                                   \
   KERNEL((kThreads), 3) fused_experts_gate_up_##kind(Experts experts) { gate_up<__VA_ARGS__>(experts); }       \
   KERNEL((kThreads), 4) fused_experts_down_##kind(Experts experts) { down<__VA_ARGS__>(experts); }
+#define QUANTIZING(kind, scales)                                                                               \
+  KERNEL((kThreads), 4) fused_experts_down_quant_##kind##_bf16(Experts experts) { down<E4m3, scales, Bf16>(experts); } \
+  KERNEL((kThreads), 4) fused_experts_down_quant_##kind##_fp16(Experts experts) { down<E4m3, scales, F16>(experts); }
 
 INSTANCES(block, E4m3, ScaleGranularity::kBlock)
 INSTANCES(row,   E4m3, ScaleGranularity::kRow)
 INSTANCES(bf16,  Bf16, ScaleGranularity::kNone)
 INSTANCES(fp16,  F16,  ScaleGranularity::kNone)
+QUANTIZING(block,  ScaleGranularity::kBlock)
+QUANTIZING(static, ScaleGranularity::kRow)
 #ifdef HAS_BLOCK_SCALED_MMA
 INSTANCES(mx,    E4m3, ScaleGranularity::kMx)
+QUANTIZING(mx,     ScaleGranularity::kMx)
 #endif
 // clang-format on

@@ -139,3 +139,23 @@ def test_same_bits_in_1000_calls(m):
     for _ in range(1000):
         differ += (fused_experts(*args) != first).sum()
     assert first.isfinite().all() and differ == 0
+
+
+QUANTIZED = ["block", "block-m17-one-expert", "block-map", "block-quant-many", "channel-static-quant"]
+QUANTIZED_BY_ARCH = [("gfx942", QUANTIZED), ("gfx950", [*QUANTIZED, "mx", "mx-quant"])]
+
+
+@pytest.mark.parametrize("arch, name", [(arch, name) for arch, names in QUANTIZED_BY_ARCH for name in names])
+def test_blocks_quantize_with_the_bits_of_a_launch(arch, name):
+    """Results have the same bits whether blocks quantize the activation or a launch does."""
+    emulator = Emulator(arch)
+    args = arguments(name, emulator.arch.fp8_dtype)
+    configs = fused_experts.configs(fused_experts.Arguments(*args), emulator.arch)
+    results = {}
+    for config in configs:
+        if isinstance(config, StreamedConfig):
+            with launch.executor(emulator), fused_experts.running(config):
+                results[config] = fused_experts(*args)
+    apart = {config.split_k: results[config] for config in results if config == StreamedConfig(config.split_k)}
+    assert len(apart) < len(results)
+    assert all(torch.equal(results[config], apart[config.split_k]) for config in results)

@@ -146,6 +146,11 @@ def _cases() -> Iterator[Case]:
     yield case("channel", 4, 2, 4, 192, 96, scheme="channel")
     yield case("tensor-static", 4, 2, 4, 128, 96, scheme="tensor", static=True, out_dtype=torch.float16)
     yield case("tensor", 9, 2, 4, 128, 64, scheme="tensor")
+    yield case("tensor-static-quant", 3, 2, 4, 128, 128, scheme="tensor", static=True)
+    yield case("channel-static-quant", 2, 3, 4, 96, 256, scheme="channel", static=True, out_dtype=torch.float16)
+    yield case(
+        "block-quant-many", 5, 6, 8, 128, 384, out_dtype=torch.float16, distinct=True
+    )  # beyond a lane's first chunks
     yield case("bf16", 5, 2, 4, 128, 72, scheme="none")
     yield case("fp16", 18, 2, 4, 136, 64, scheme="none", out_dtype=torch.float16, shared_experts=1)
     yield case("bf16-m70", 70, 2, 4, 128, 64, scheme="none")
@@ -158,6 +163,7 @@ def _cases() -> Iterator[Case]:
     yield case("mx-m17-one-expert", 17, 1, 4, 288, 160, scheme="mx", one=True, out_dtype=torch.float16)
     yield case("mx-quantized", 5, 2, 4, 160, 224, scheme="mx", quantized=True)
     yield case("mx-m40-map", 40, 3, 5, 128, 64, scheme="mx", mapped=True, shared_experts=1, scale_dtype=MX_SCALES[1])
+    yield case("mx-quant", 5, 3, 6, 128, 256, scheme="mx", out_dtype=torch.float16, shared_experts=1)
     yield case("mx-m65", 65, 2, 4, 64, 32, scheme="mx")
     yield case("block-shuffled", 3, 2, 4, 256, 64, shuffled=True)
     yield case("bf16-shuffled", 3, 2, 4, 96, 32, scheme="none", shuffled=True)

@@ -40,6 +40,8 @@ class ExpertsCosts:
     """Tokens of an expert per tile."""
     block_bytes_per_us: float
     """Weight bytes per microsecond of a single block of `down`."""
+    quantize_us: float
+    """Microseconds per element of the activation that each block of `down` quantizes."""
 
 
 @dataclass(frozen=True, kw_only=True)

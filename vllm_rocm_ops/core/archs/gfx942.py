@@ -45,7 +45,8 @@ DECODE = DecodeCosts(
 
 COSTS = Costs(
     skinny=SKINNY,
-    experts=ExpertsCosts(tile_tokens=16, block_bytes_per_us=16.4e3),  # from its bytes in flight
+    # From its bytes in flight, and from predictions of down.
+    experts=ExpertsCosts(tile_tokens=16, block_bytes_per_us=16.4e3, quantize_us=1.9e-4),
     decode=DECODE,
     # the rate of keys per unit; a store and a load across XCDs (`latent_us` without its sums; fleet-mi300x: 1.44 us idle)
     collective=CollectiveCosts(unit_bytes_per_us=48e3, exchange_us=1.5),

@@ -47,7 +47,7 @@ ARCH = Arch(
     products={},
     costs=Costs(
         skinny=SKINNY,
-        experts=ExpertsCosts(tile_tokens=8, block_bytes_per_us=17.2e3),
+        experts=ExpertsCosts(tile_tokens=8, block_bytes_per_us=17.2e3, quantize_us=4.3e-4),
         decode=DECODE,
         collective=CollectiveCosts(unit_bytes_per_us=48e3, exchange_us=1.5),  # guesses
         sums_bytes_per_us=150e3,

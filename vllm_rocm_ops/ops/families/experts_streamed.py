@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
+from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.ops.families.experts import (
     expected_hit,
     expected_tiles,
@@ -20,7 +20,8 @@ from vllm_rocm_ops.ops.families.experts import (
     weight_strides,
 )
 from vllm_rocm_ops.ops.families.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
-from vllm_rocm_ops.ops.families.gemm import OUT_TYPES
+from vllm_rocm_ops.ops.families.gemm import BLOCK, OUT_TYPES
+from vllm_rocm_ops.ops.families.rowwise import ELEMENTS
 from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_BYTES
 
 MODULE = "fused_experts"
@@ -42,10 +43,12 @@ LAUNCH_US, SUM_US, ROUND_US = 3.1, 2.8, 1.0
 class StreamedConfig:
     """Blocks stream the weights of the experts that are hit.
 
-    In the second GEMM `split_k` blocks share each tile of rows, and the last to arrive adds their partial sums.
+    In the second GEMM `split_k` blocks share each tile of rows, and the last to arrive adds their partial sums. With `quantizes`
+    each of these blocks quantizes the activation into its LDS, else a launch between the GEMMs does.
     """
 
     split_k: int
+    quantizes: bool = False
 
 
 def takes(a, arch: Arch) -> bool:
@@ -69,17 +72,36 @@ def _gate_up_lds(a) -> int:
     return _lists_bytes(a) + 6 * _padded_pairs(a) + 4 * len(a.w1)
 
 
-def _down_lds(a) -> int:
-    """Return the LDS bytes of the pairs and of each wave's sums."""
-    return _lists_bytes(a) + WAVES * a.hidden.shape[0] * TILE_ROWS * 4
+def _down_lds(a, quantizes: bool = False) -> int:
+    """Return the LDS bytes of the pairs, of each wave's sums and of the quantized activation."""
+    lds = _lists_bytes(a) + WAVES * a.hidden.shape[0] * TILE_ROWS * 4
+    return lds + a.hidden.shape[0] * slots(a) * (intermediate(a) + _scale_bytes(a)) if quantizes else lds
+
+
+def _scale_bytes(a) -> int:
+    """Return the bytes of the scales of a row of the activation. A static scale stays in HBM."""
+    if a.act_scale is not None:
+        return 0
+    return intermediate(a) // MX_BLOCK if scheme(a.w1, a.w1_scale) == "mx" else intermediate(a) // BLOCK * 4
+
+
+def _can_quantize(a, arch: Arch) -> bool:
+    """Return whether blocks of down can quantize the activation and leave room in LDS for RESIDENT blocks."""
+    in_groups = scheme(a.w1, a.w1_scale) in ("block", "mx")
+    fits = _down_lds(a, quantizes=True) <= arch.lds_bytes // RESIDENT["down"]
+    return quantizing(a) > 0 and in_groups == (a.act_scale is None) and intermediate(a) % BLOCK == 0 and fits
 
 
 def configs(a, arch: Arch) -> list[StreamedConfig]:
-    """Return whole tiles, and split-K that fills the GPU once or twice; each wave has at least one unit."""
+    """Return whole tiles, and split-K that fills the GPU once or twice; each wave has at least one unit.
+
+    Blocks of down quantize the activation, or do not.
+    """
     at_once, (_, units) = RESIDENT["down"] * arch.compute_units, _units(a)
     most = -(-a.hidden.shape[0] * slots(a) * units // WAVES)
     split_k = {max(min(rounds * at_once // _down_tiles(a), most), 1) for rounds in (0, 1, 2)}
-    return [StreamedConfig(n) for n in sorted(split_k)]
+    quantizes = (False, True) if _can_quantize(a, arch) else (False,)
+    return [StreamedConfig(n, q) for n in sorted(split_k) for q in quantizes]
 
 
 def _down_tiles(a) -> int:
@@ -105,8 +127,10 @@ def cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
     terms = {
         "streaming": hit * us,
         "further tiles": (tiles - hit) * (FURTHER_TILE_US + FURTHER_TILE_COST * us),
-        "launches": (2 + quantizing(a)) * LAUNCH_US + (-(-blocks // most) - 1) * ROUND_US,
+        "launches": (2 + quantizing(a) - config.quantizes) * LAUNCH_US + (-(-blocks // most) - 1) * ROUND_US,
     }
+    if config.quantizes:
+        terms["quantization by blocks"] = m * slots(a) * intermediate(a) * costs.quantize_us
     if config.split_k > 1:
         terms["sum"] = SUM_US + 8 * config.split_k * m * h / bandwidth
     return terms
@@ -120,13 +144,19 @@ def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]
     inner, pairs = intermediate(a), m * slots(a)
     act, lists, num_rows = Workspace(pairs * inner * 2), Workspace(_lists_bytes(a)), Workspace(4)
     hidden, quantize_hidden = hidden_operand(a, arch)
-    activation, quantize_act = operand(a, Rows(act, pairs, inner, inner, a.out_dtype), a.act_scale, arch, num_rows)
+    if config.quantizes:
+        scale_row = _scale_bytes(a) // (1 if a.w2_scale is None else a.w2_scale.element_size())
+        activation, quantize_act = Activations(act, inner, a.act_scale, scale_row), []
+    else:
+        rows = Rows(act, pairs, inner, inner, a.out_dtype)
+        activation, quantize_act = operand(a, rows, a.act_scale, arch, num_rows)
     tiles = inner // GATE_UP_ROWS
     blocks = min(pairs * tiles, RESIDENT["gate_up"] * arch.compute_units)
     product, grid = functools.partial(_product, a, arch, lists), (_down_tiles(a), config.split_k, 1)
     given = num_rows if quantize_act else None
     gate_up = product("gate_up", hidden, a.w1, a.w1_scale, act, given, (blocks, 1, 1), blocks, tiles)
-    down = product("down", activation, a.w2, a.w2_scale, out, None, grid, *_units(a))
+    name = "down_quant" if config.quantizes else "down"
+    down = product(name, activation, a.w2, a.w2_scale, out, None, grid, *_units(a))
     return [*quantize_hidden, gate_up, *quantize_act, down]
 
 
@@ -189,7 +219,9 @@ def _product(
         "work_per_item": work_per_item,
         "work_per_item_inverse": 2**31 // work_per_item + 1,
     }
-    lds = _down_lds(a) if name == "down" else _gate_up_lds(a)
-    kinds = {"none": "bf16" if weight.dtype == torch.bfloat16 else "fp16", "tensor": "row", "channel": "row"}
-    symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}"
+    quantizes = name == "down_quant"
+    lds = _gate_up_lds(a) if name == "gate_up" else _down_lds(a, quantizes)
+    row = "static" if quantizes else "row"
+    kinds = {"none": ELEMENTS[weight.dtype] if kind == "none" else "", "tensor": row, "channel": row}
+    symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}" + (f"_{ELEMENTS[a.out_dtype]}" if quantizes else "")
     return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), fields("experts", args), lds)
