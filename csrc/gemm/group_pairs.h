@@ -31,6 +31,39 @@ struct Item {
   }
 };
 
+// Returns the index of an expert among the weights, or kNoExpert.
+template <class Problem>
+DEVICE int local_expert(const Problem& p, int id) {
+  int expert = id;
+  if (p.expert_map) expert = id >= 0 && id < p.mapped ? mem::load<int>(p.expert_map + id) : kNoExpert;
+  return expert < 0 || expert >= p.routed ? kNoExpert : expert;
+}
+
+// For one token: each pair with an expert is an item. The first wave sorts them in registers.
+template <class Problem>
+DEVICE void group_one_token(const Problem& p, const PairLists& lists) {
+  const int lane = wave::lane();
+  const bool present = lane < p.pairs, routed = lane < p.topk;
+  const int expert = routed ? local_expert(p, load_expert_id(p.ids, p.id_words, lane)) : p.routed + lane - p.topk;
+  const float weight = routed ? mem::load<float>(p.router + lane) : 1.0f;
+  const u32 key = present ? u32(expert) << 16 | lane : ~0u;
+  const bool valid = present && expert != kNoExpert;
+  int place = 0;
+#pragma unroll 1
+  for (int base = 0; base < p.pairs; base += 8) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) place += wave::read(key, base + i) < key;
+  }
+  const int items = wave::count(valid);
+  if (lane < lists.padded) {
+    lists.router[lane] = weight;
+    lists.pairs[present ? place : lane] = present ? lane : 0;
+    if (valid) lists.items[place] = u32(expert) << 16 | place;
+    if (lane >= items) lists.items[lane] = lane == items ? items : 0;
+  }
+  if (lane < 4) lists.count[lane] = lane == 0 ? items : 0;
+}
+
 // Writes each pair's expert to its key. If a token has several pairs with one expert, the first gets the sum of their
 // weights.
 template <class Problem>
@@ -51,9 +84,7 @@ DEVICE void find_experts(const Problem& p, const PairLists& lists, int pairs) {
     int expert = p.routed + slot - p.topk;
     if (slot < p.topk) {
       const int id = ids[pair];
-      expert = id;
-      if (p.expert_map) expert = id >= 0 && id < p.mapped ? mem::load<int>(p.expert_map + id) : kNoExpert;
-      if (expert < 0 || expert >= p.routed) expert = kNoExpert;
+      expert = local_expert(p, id);
       for (int other = 0; other < p.topk; ++other)
         if (other != slot && int(ids[first + other]) == id) {
           if (other < slot) expert = kNoExpert;
@@ -153,9 +184,13 @@ DEVICE void sort_by_counting(const PairLists& lists, int pairs, int experts) {
 // Groups the pairs into items of up to kTileTokens tokens, ordered by expert, then pair. Returns the number of items.
 template <class Problem>
 DEVICE int group_pairs(const Problem& p, const PairLists& lists) {
-  find_experts(p, lists, p.pairs);
-  if (p.pairs <= kFewPairs) sort_by_comparing(lists, p.pairs);
-  else sort_by_counting(lists, p.pairs, p.routed + p.shared);
+  if (p.m == 1 && lists.padded <= wave::kLanes) {
+    if (wave::index() == 0) group_one_token(p, lists);
+  } else {
+    find_experts(p, lists, p.pairs);
+    if (p.pairs <= kFewPairs) sort_by_comparing(lists, p.pairs);
+    else sort_by_counting(lists, p.pairs, p.routed + p.shared);
+  }
   block_barrier();  // hazard: items are read before they are written
   return wave::uniform(*lists.count);
 }

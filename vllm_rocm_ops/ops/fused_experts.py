@@ -130,6 +130,8 @@ def _cases() -> Iterator[Case]:
 
     yield case("block", 3, 2, 8, 256, 128)
     yield case("block-m1", 1, 3, 8, 384, 256)
+    yield case("block-m1-repeated", 1, 5, 2, 128, 64, shared_experts=1)
+    yield case("block-m1-map", 1, 6, 5, 128, 64, mapped=True, ids=torch.int64)
     yield case("block-m17-one-expert", 17, 1, 4, 256, 128, one=True)
     yield case("block-quantized", 5, 2, 4, 256, 128, quantized=True)
     yield case("block-odd", 4, 2, 6, 208, 80, shared_experts=1)

@@ -62,6 +62,20 @@ BUGS = (
         Cases(ops.fused_experts, "block", said=WRONG),
     ),
     Bug(
+        "last item of one token without an end",
+        "gemm/group_pairs.h",
+        "lists.items[lane] = lane == items ? items : 0;",
+        "lists.items[lane] = 0;",
+        Cases(ops.fused_experts, "block-m1", said="error"),
+    ),
+    Bug(
+        "one token's pairs out of order",
+        "gemm/group_pairs.h",
+        "const u32 key = present ? u32(expert) << 16 | lane : ~0u;\n  const bool valid",
+        "const u32 key = present ? lane : ~0u;\n  const bool valid",
+        Cases(ops.fused_experts, "block-m1-map", on="gfx950", said="."),
+    ),
+    Bug(
         "last pair not among the items",
         "gemm/group_pairs.h",
         "lists.items[items] = pairs;",
@@ -374,8 +388,8 @@ BUGS = (
     Bug(
         "a negative expert not sorted out",
         "gemm/group_pairs.h",
-        "if (expert < 0 || expert >= p.routed)",
-        "if (expert >= p.routed)",
+        "return expert < 0 || expert >= p.routed ?",
+        "return expert >= p.routed ?",
         Cases(ops.fused_experts, "block-map"),
     ),
     Bug(
