@@ -283,10 +283,24 @@ BREACHES = [
         for wrong in ((6,), torch.uint8)
     ),
     Breach("num_expert_group", "grouped_topk/deepseek-v3", num_expert_group=256),
+    Breach("M is at most 16", "router_gemm_topk/qwen-m16", x=[17, 1024]),
+    Breach("topk is at most 32", "router_gemm_topk/deepseek-m1", topk=33),
+    Breach("rows along K are multiples of 16 bytes", "router_gemm_topk/qwen-m7", x=[7, 500], weight=[128, 500]),
+    Breach(
+        "K is at least 1",
+        "router_gemm_topk/qwen-m7",
+        x=at((7, BYTES // 2), 0, 1),
+        weight=at((128, BYTES // 2), 0, 1),
+    ),
+    Breach("lanes have 4 or 8 or 16 experts", "router_gemm_topk/64-experts", weight=[66, 512]),
+    Breach("num_expert_group", "router_gemm_topk/deepseek-m1", num_expert_group=256),
+    Breach("is_padding", "router_gemm_topk/padding", is_padding=(6,)),
+    Breach("is_padding", "router_gemm_topk/padding", is_padding=torch.uint8),
     *(
         Breach("e_score_correction_bias is", f"{name}/bf16-bias-bf16", e_score_correction_bias=torch.float64)
         for name in ("topk_softmax", "topk_sigmoid", "grouped_topk")
     ),
+    Breach("e_score_correction_bias is", "router_gemm_topk/deepseek-m1", e_score_correction_bias=torch.float64),
 ]
 
 GATED = [the_op.name for the_op in OPS if inspect.getmodule(the_op.configs) is gated]
@@ -311,6 +325,7 @@ FOLLOW = {
     ("topk", "a lane has at most"): "of the most experts",
     ("topk", "groups, one lane each"): "there is one group",
     **{(name, "at least one-dimensional"): "rows have two halves" for name in GATED},
+    ("router_gemm_topk", "N is at least"): "a wave has all experts",
     ("stream_memory", "a multiple of # words"): "16-byte aligned",
     ("unquantized_gemm", "N and K are at least"): "K and N are at least 1",
     ("unquantized_gemm", "are not # with #"): "the contract has one dtype",

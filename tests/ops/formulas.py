@@ -454,6 +454,19 @@ def grouped_topk(before, after, outputs: tuple) -> Found:
     yield from top(scores, off, values, before, outputs, a.routed_scaling_factor, kept, 1e-20)
 
 
+def router_gemm_topk(before, after, outputs: tuple) -> Found:
+    """Yield the logits, and the experts that these logits, which are rounded, choose."""
+    a, (logits, weights, ids) = before, outputs
+    yield from product(exact(a.x), exact(plain(a.weight)), None, logits)
+    if a.is_padding is not None:
+        here = ids[a.is_padding].double()
+        yield "ids of padding", here, torch.full_like(here, -1.0), torch.zeros_like(here)
+        logits, weights, ids = (output[~a.is_padding] for output in outputs)
+    given = types.SimpleNamespace(**a._replace(is_padding=None)._asdict(), gating_output=logits)
+    given._replace = lambda gating_output: types.SimpleNamespace(**vars(given) | {"gating_output": gating_output})
+    yield from grouped_topk(given, None, (weights, ids))
+
+
 def router_z_loss(before, after, outputs: tuple) -> Found:
     x = exact(before.logits)
     wanted = before.coefficient * torch.logsumexp(x, -1).square().sum() / max(len(x), 1)
@@ -798,6 +811,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "topk_softmax": flat_top("softmax"),
     "topk_sigmoid": flat_top("sigmoid"),
     "grouped_topk": grouped_topk,
+    "router_gemm_topk": router_gemm_topk,
     "router_z_loss": router_z_loss,
     "load_balancing_loss": load_balancing_loss,
     "rope_and_cache": rope_and_cache,

@@ -11,6 +11,7 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.launch import Counters
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.families import rowwise
+from vllm_rocm_ops.ops.families.skinny_gemm import SkinnyConfig
 
 CALLS = 100 if FULL else 25
 TOKENS, ROWS, K = 3, 64, 1280
@@ -68,6 +69,24 @@ def test_one_launch_gives_the_bits_of_two(arch_name, tokens, dtype):
         one = ops.scaled_mm_silu_and_mul_quant(a, b.t(), *scales, scale, dtype)
     assert torch.equal(one.view(torch.uint8), both.view(torch.uint8))
     assert one.float().unique().numel() > 50
+
+
+@pytest.mark.parametrize("slices", [1, 3, 9])
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_a_router_gives_the_bits_of_its_two_launches(arch_name, tokens, slices):
+    """A GEMM with the same slices of K, whose sums round, and routing in a launch of its own give the same results."""
+    emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(tokens)
+    x, weight = (torch.randn(rows, 9 * 256, generator=generator).bfloat16() / 48 for rows in (tokens, 256))
+    how = 8, True, 8, 4, "sigmoid", 2.5, torch.rand(256, generator=generator)
+    config = SkinnyConfig(16, slices, 16 * slices)
+    with launch.executor(emulator), ops.unquantized_gemm.running(config), ops.router_gemm_topk.running(config):
+        logits = ops.unquantized_gemm(x, weight)
+        found = ops.router_gemm_topk(x, weight, *how)
+        wanted = logits, *ops.grouped_topk(logits, *how)
+    for ours, two in zip(found, wanted, strict=True):
+        assert torch.equal(ours, two)
+    assert found[2].unique().numel() > 7
 
 
 @pytest.mark.parametrize("fp8", [False, True])

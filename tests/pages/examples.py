@@ -160,6 +160,13 @@ def rope_and_cache():
     ops.rope_and_cache(query, key, value, positions, cos_sin_cache, True, key_cache, value_cache, slots)
 
 
+def router_gemm_topk():
+    x = torch.randn(4, 512, dtype=torch.bfloat16)
+    weight = torch.randn(256, 512, dtype=torch.bfloat16) / 16
+    bias = torch.randn(256)
+    logits, weights, ids = ops.router_gemm_topk(x, weight, 8, True, 8, 4, "sigmoid", 2.5, bias)  # DeepSeek-V3's router
+
+
 def router_loss():
     logits = torch.randn(64, 256)
     _, ids = ops.topk_softmax(logits, topk=8)

@@ -16,6 +16,7 @@ from vllm_rocm_ops.ops.paged_attention_decode import *
 from vllm_rocm_ops.ops.qk_norm_rope_and_cache import *
 from vllm_rocm_ops.ops.rms_norm import *
 from vllm_rocm_ops.ops.rope_and_cache import *
+from vllm_rocm_ops.ops.router_gemm_topk import *
 from vllm_rocm_ops.ops.router_loss import *
 from vllm_rocm_ops.ops.scaled_mm import *
 from vllm_rocm_ops.ops.silu_and_mul import *

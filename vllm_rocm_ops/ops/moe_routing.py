@@ -91,14 +91,18 @@ def _division(a, arch: Arch) -> tuple[int, int, int]:
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from routing.contract("gating_output", a.gating_output)
-    experts, bias = a.gating_output.shape[1], a.e_score_correction_bias
+    yield from choice_contract(a, *a.gating_output.shape)
+
+
+def choice_contract(a, tokens: int, experts: int) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of the arguments that choose experts by logits [tokens, experts]."""
+    bias = a.e_score_correction_bias
     if bias is not None:
         wanted = f"[E={experts}], floating point of 16 bits or more"
         holds = bias.shape == (experts,) and is_wide_float(bias)
         yield "e_score_correction_bias", wanted, describe(bias), holds
     is_padding = getattr(a, "is_padding", None)
     if is_padding is not None:
-        tokens = a.gating_output.shape[0]
         holds = is_padding.shape == (tokens,) and is_padding.dtype == torch.bool
         yield "is_padding", f"bool [M={tokens}]", describe(is_padding), holds
     groups, topk_group = _groups(a)
@@ -122,6 +126,14 @@ def _allocate(a) -> tuple[Tensor, Tensor]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from routing.can_implement("gating_output", a.gating_output)
+    yield from choice_rules(a)
+    _, lanes, per_lane = _division(a, arch)
+    yield f"there are at most {arch.wave_lanes} groups, one lane each", lanes > 0
+    yield f"a lane has at most {TOPK_VALUES[-1]} experts", per_lane <= TOPK_VALUES[-1]
+
+
+def choice_rules(a) -> Iterator[tuple[str, bool]]:
+    """Yield the kernels' rules for the arguments that choose experts."""
     yield f"topk is at most {MAX_TOPK}", a.topk <= MAX_TOPK
     bias = a.e_score_correction_bias
     if bias is not None:
@@ -129,9 +141,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         yield "e_score_correction_bias is contiguous", bias.is_contiguous()
     if (is_padding := getattr(a, "is_padding", None)) is not None:
         yield "is_padding is contiguous", is_padding.is_contiguous()
-    _, lanes, per_lane = _division(a, arch)
-    yield f"there are at most {arch.wave_lanes} groups, one lane each", lanes > 0
-    yield f"a lane has at most {TOPK_VALUES[-1]} experts", per_lane <= TOPK_VALUES[-1]
 
 
 def _configs(a, arch: Arch) -> list[TopkConfig]:
@@ -140,35 +149,36 @@ def _configs(a, arch: Arch) -> list[TopkConfig]:
 
 
 def _plan(is_sigmoid: Callable[..., bool], epsilon: float, config: TopkConfig, outputs, a, arch: Arch):
-    x, bias = a.gating_output, a.e_score_correction_bias
+    x = a.gating_output
     tokens, experts = x.shape
     if tokens == 0:
         return []
-    group_size, lanes, _ = _division(a, arch)
-    groups, topk_group = _groups(a)
-    weights, ids = outputs
-    args = {
-        "logits": x,
+    _, lanes, _ = _division(a, arch)
+    args = {"logits": x, "stride": x.stride(0), **choice_arguments(a, outputs, tokens, experts, lanes)}
+    args |= {"is_sigmoid": int(is_sigmoid(a)), "epsilon": epsilon}
+    symbol = f"moe_topk_{routing.ELEMENTS[x.dtype]}_x{config.values}"
+    return [routing.launch(symbol, -(-tokens // routing.WAVES), fields("routing", args), arch)]
+
+
+def choice_arguments(a, outputs: tuple[Tensor, Tensor], tokens: int, experts: int, lanes: int) -> dict:
+    """Return the fields of TopkRouting in csrc/device/topk_routing.h that do not depend on the op."""
+    bias, (groups, topk_group), (weights, ids) = a.e_score_correction_bias, _groups(a), outputs
+    return {
         "bias": bias,
         "padding": getattr(a, "is_padding", None),
         "weights": weights,
         "ids": ids,
-        "stride": x.stride(0),
         "tokens": tokens,
         "bias_type": 0 if bias is None else list(routing.ELEMENTS).index(bias.dtype),
         "experts": experts,
         "topk": a.topk,
-        "is_sigmoid": int(is_sigmoid(a)),
         "renormalize": int(a.renormalize),
         "groups": groups,
         "topk_group": topk_group,
-        "group_size": group_size,
+        "group_size": experts // groups,
         "log2_lanes": lanes.bit_length() - 1,
-        "epsilon": epsilon,
         "scale": float(getattr(a, "routed_scaling_factor", 1.0)),
     }
-    symbol = f"moe_topk_{routing.ELEMENTS[x.dtype]}_x{config.values}"
-    return [routing.launch(symbol, -(-tokens // routing.WAVES), fields("routing", args), arch)]
 
 
 def _op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Callable[[Callable], Op]:

@@ -1,0 +1,113 @@
+// The router of an MoE layer in one launch: logits of few tokens, and the topk experts of each.
+//
+//     logits[m, e]   = T(sum_k x[m, k] * weight[e, k])
+//     weights, ids   = topk experts of logits; the formula is in ops/moe_routing.hip
+//
+// Bytes: weight dominates, 3.7 MB for DeepSeek-V3; flops: 2 * M * E * K. A block multiplies one K slice of 16 experts as
+// in gemm/skinny/wave_split_k.h, and stores its sums to HBM. Blocks count once, all on one counter: the last to arrive
+// adds the slices of each token in K order, rounds, and routes. Logits have the bits of unquantized_gemm with the same
+// slices, weights and ids the bits of grouped_topk with these logits.
+//
+// A wave of the last block routes a token. Each lane adds and keeps the kValues experts that it routes, so that sums
+// need no LDS. Two tokens' sums are loaded at once.
+#include "device/topk_routing.h"
+#include "gemm/skinny/slice_sums.h"
+#include "gemm/skinny/wave_split_k.h"
+
+struct RouterProblem : SkinnyProblem {
+  int blocks;
+  TopkRouting routing;  // without logits
+};
+
+template <class Type, int kTokens, int kValues>
+struct RouterGemm {
+  using Sums = SliceSums<(kTokens + mma::kTileTokens - 1) / mma::kTileTokens, 2 * mma::kWaves>;
+  using Gemm = WaveSplitK<Type, kTokens, ScaleGranularity::kNone, Fp32Scale, false, Sums>;
+  static_assert(Gemm::kUnitSteps == 2 * mma::kWaves);
+  static constexpr int kVecs = kValues / 4, kTokensAtOnce = 2;
+  static constexpr int kSlicesAtOnce = 8 / kVecs;  // 16 loads of 16 bytes in flight
+  using Logits = f32x4[kVecs];
+  const RouterProblem& p;
+  const int lane = wave::lane();
+
+  // A lane of a group has kValues experts or none.
+  DEVICE LaneExperts own_experts() const {
+    const TopkRouting& r = p.routing;
+    const int group = lane >> r.log2_lanes, begin = (lane - (group << r.log2_lanes)) * kValues;
+    return {group, group * r.group_size + begin, group < r.groups && begin < r.group_size ? kValues : 0};
+  }
+
+  // Adds the slices of the tokens `first` and `first` + kWaves, if they exist.
+  DEVICE void add_slices(Logits (&logits)[kTokensAtOnce], int first, const LaneExperts& own) const {
+    const mem::Buffer sums = mem::buffer(p.partials);
+    const int floats = Sums::row_floats(p), slices = p.units_per_tile;
+#pragma unroll 1
+    for (int slice = 0; slice < slices; slice += kSlicesAtOnce) {
+      Logits loaded[kSlicesAtOnce][kTokensAtOnce];
+#pragma unroll
+      for (int s = 0; s < kSlicesAtOnce; ++s)
+#pragma unroll
+        for (int t = 0; t < kTokensAtOnce; ++t)
+#pragma unroll
+          for (int v = 0; v < kVecs; ++v) {
+            const int token = first + t * mma::kWaves;
+            loaded[s][t][v] =
+                mem::load_device_or_zero<f32x4>(sums, (own.first + 4 * v) * 4, ((slice + s) * p.m + token) * floats * 4,
+                                                own.count && slice + s < slices && token < p.m);
+          }
+#pragma unroll
+      for (int s = 0; s < kSlicesAtOnce; ++s)
+#pragma unroll
+        for (int t = 0; t < kTokensAtOnce; ++t)
+#pragma unroll
+          for (int v = 0; v < kVecs; ++v) logits[t][v] += loaded[s][t][v];
+    }
+  }
+
+  DEVICE void route(const Logits& sums, int token, const LaneExperts& own) const {
+    u32x2 rounded[kVecs];
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      rounded[v] = {Type::pack(sums[v].lo), Type::pack(sums[v].hi)};
+      if (own.count) mem::store((u16*)p.out + token * p.n + own.first + 4 * v, rounded[v]);
+    }
+    choose_experts<kValues>(p.routing, own, token, lane, [&](float (&x)[kValues]) __attribute__((always_inline)) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        x[i] = Type::unpack(rounded[i / 4][i / 2 % 2])[i % 2];
+        if (!own.count || x[i] != x[i]) x[i] = -kInfinity;
+      }
+    });
+  }
+
+  DEVICE void run() const {
+    LDS static typename Gemm::Buffer buffer;
+    const Gemm gemm{p, buffer};
+    gemm.multiply();
+    if (!is_last_block(p.counters, p.blocks)) return;
+    const LaneExperts own = own_experts();
+#pragma unroll 1
+    for (int first = wave::index(); first < p.m; first += kTokensAtOnce * mma::kWaves) {
+      Logits logits[kTokensAtOnce] = {};
+      add_slices(logits, first, own);
+#pragma unroll 1
+      for (int t = 0; t < kTokensAtOnce && first + t * mma::kWaves < p.m; ++t) {
+        Logits of_token;
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) of_token[v] = t == 0 ? logits[0][v] : logits[1][v];
+        route(of_token, first + t * mma::kWaves, own);
+      }
+    }
+  }
+};
+
+#define ROUTER_GEMM(symbol, tokens, values)                                       \
+  KERNEL((RouterGemm<Bf16, tokens, values>::Gemm::kThreads), tokens == 8 ? 4 : 3) \
+  symbol(RouterProblem problem) { RouterGemm<Bf16, tokens, values>{problem}.run(); }
+
+ROUTER_GEMM(router_gemm_topk_x4_wave_splitk_8, 8, 4)
+ROUTER_GEMM(router_gemm_topk_x8_wave_splitk_8, 8, 8)
+ROUTER_GEMM(router_gemm_topk_x16_wave_splitk_8, 8, 16)
+ROUTER_GEMM(router_gemm_topk_x4_wave_splitk_16, 16, 4)
+ROUTER_GEMM(router_gemm_topk_x8_wave_splitk_16, 16, 8)
+ROUTER_GEMM(router_gemm_topk_x16_wave_splitk_16, 16, 16)
