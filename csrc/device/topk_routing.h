@@ -161,11 +161,13 @@ struct Candidate {
   int expert;
 };
 
-// Routes a token. `get_logits` fills the lane's logits: -inf for NaN, and where the lane has no expert.
-template <int kValues, class GetLogits>
-DEVICE void choose_experts(const TopkRouting& p, const LaneExperts& own, i64 token, int lane, GetLogits get_logits) {
+// Routes a token. `get_bias` fills the lane's biases if there are some, `get_logits` its logits: -inf for NaN, and where
+// the lane has no expert.
+template <int kValues, class GetBias, class GetLogits>
+DEVICE void choose_experts(const TopkRouting& p, const LaneExperts& own, i64 token, int lane, GetBias get_bias,
+                           GetLogits get_logits) {
   Biases<kValues> bias;
-  if (p.bias) bias.load(p.bias, p.bias_type, own, p.experts);
+  get_bias(bias);
   const bool is_padding = p.padding && mem::load<u8>(p.padding + token);
   float choice[kValues], score[kValues];
   get_logits(choice);

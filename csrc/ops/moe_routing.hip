@@ -39,8 +39,12 @@ DEVICE void route(const TopkRouting& p) {
   const LaneExperts own = lane_experts(lane, p.groups, p.group_size, p.log2_lanes);
   Elements<T, kValues> logits;
   logits.load(row_of<T>(p.logits, token, p.stride), own, p.experts);
-  choose_experts<kValues>(p, own, token, lane,
-                          [&](float (&x)[kValues]) __attribute__((always_inline)) { logits.logits(x, own); });
+  choose_experts<kValues>(
+      p, own, token, lane,
+      [&](Biases<kValues>& bias) __attribute__((always_inline)) {
+        if (p.bias) bias.load(p.bias, p.bias_type, own, p.experts);
+      },
+      [&](float (&x)[kValues]) __attribute__((always_inline)) { logits.logits(x, own); });
 }
 
 constexpr int kLog2Lanes = __builtin_ctz(wave::kLanes);

@@ -9,7 +9,7 @@
 // slices, weights and ids the bits of grouped_topk with these logits.
 //
 // A wave of the last block routes a token. Each lane adds and keeps the kValues experts that it routes, so that sums
-// need no LDS. Two tokens' sums are loaded at once.
+// need no LDS. Two tokens' sums are loaded at once. Biases are loaded before the GEMM: after it, their latency would show.
 #include "device/topk_routing.h"
 #include "gemm/skinny/slice_sums.h"
 #include "gemm/skinny/wave_split_k.h"
@@ -64,28 +64,33 @@ struct RouterGemm {
     }
   }
 
-  DEVICE void route(const Logits& sums, int token, const LaneExperts& own) const {
+  DEVICE void route(const Logits& sums, const Biases<kValues>& biases, int token, const LaneExperts& own) const {
     u32x2 rounded[kVecs];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       rounded[v] = {Type::pack(sums[v].lo), Type::pack(sums[v].hi)};
       if (own.count) mem::store((u16*)p.out + token * p.n + own.first + 4 * v, rounded[v]);
     }
-    choose_experts<kValues>(p.routing, own, token, lane, [&](float (&x)[kValues]) __attribute__((always_inline)) {
+    choose_experts<kValues>(
+        p.routing, own, token, lane, [&](Biases<kValues>& bias) __attribute__((always_inline)) { bias = biases; },
+        [&](float (&x)[kValues]) __attribute__((always_inline)) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        x[i] = Type::unpack(rounded[i / 4][i / 2 % 2])[i % 2];
-        if (!own.count || x[i] != x[i]) x[i] = -kInfinity;
-      }
-    });
+          for (int i = 0; i < kValues; ++i) {
+            x[i] = Type::unpack(rounded[i / 4][i / 2 % 2])[i % 2];
+            if (!own.count || x[i] != x[i]) x[i] = -kInfinity;
+          }
+        });
   }
 
   DEVICE void run() const {
     LDS static typename Gemm::Buffer buffer;
+    const LaneExperts own = own_experts();
+    const TopkRouting& r = p.routing;
+    Biases<kValues> biases = {};
+    if (r.bias) biases.load(r.bias, r.bias_type, own, r.experts);  // in flight together with the first weights
     const Gemm gemm{p, buffer};
     gemm.multiply();
     if (!is_last_block(p.counters, p.blocks)) return;
-    const LaneExperts own = own_experts();
 #pragma unroll 1
     for (int first = wave::index(); first < p.m; first += kTokensAtOnce * mma::kWaves) {
       Logits logits[kTokensAtOnce] = {};
@@ -95,7 +100,7 @@ struct RouterGemm {
         Logits of_token;
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) of_token[v] = t == 0 ? logits[0][v] : logits[1][v];
-        route(of_token, first + t * mma::kWaves, own);
+        route(of_token, biases, first + t * mma::kWaves, own);
       }
     }
   }

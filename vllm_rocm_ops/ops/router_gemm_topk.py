@@ -27,9 +27,9 @@ WAVES = 4  # per block; in the last block each routes a token
 MAX_TOKENS = skinny_gemm.TOKENS[ROWS][-1]
 MOST_BLOCKS = 2  # per compute unit
 UNIT = weight_layout.STEP * skinny_gemm.WAVE_SPLIT_K_UNIT  # bytes along K
-# The cost model: units of a slice whose loads are in flight at once, kStages of csrc/gemm/skinny/wave_split_k.h; and a wave's time for a
-# token. Both fit the predictions of timing/ for DeepSeek-V3 and Qwen3-30B-A3B on MI300X.
-UNITS_IN_FLIGHT, ROUTE_US = 4, 2.0
+# The cost model: units of a slice whose loads are in flight at once, kStages of csrc/gemm/skinny/wave_split_k.h; microseconds of another
+# unit, and of a wave for a token. They fit the predictions of timing/ for DeepSeek-V3 and Qwen3-30B-A3B on MI300X.
+UNITS_IN_FLIGHT, UNIT_US, ROUTE_US = 4, 0.1, 2.0
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
@@ -93,14 +93,14 @@ def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
     tokens, weight = _operands(a)
     costs, tiles = arch.costs.skinny, config.blocks // config.split_k
     units = -(-weight.k // (UNIT * config.split_k))
-    latency = max(units / UNITS_IN_FLIGHT, 1.0) * skinny_gemm.LATENCY_US
+    latency = max(units / UNITS_IN_FLIGHT, 1.0) * skinny_gemm.LATENCY_US + units * UNIT_US
+    rounds = -(-config.split_k // skinny_gemm.SUMMED_AT_ONCE)
     of_sums = 4 * config.split_k * tokens.rows * tiles * ROWS
     return {
         "streaming": max(weight.rows * weight.k / (arch.bandwidth_gb_s * 1e3), latency),
         "blocks": -(-config.blocks // arch.compute_units) * costs.block_us,
         "sharing": costs.sharing_us,
-        "sums": of_sums / arch.costs.sums_bytes_per_us
-        + max(config.split_k / skinny_gemm.SUMMED_AT_ONCE - 1, 0) * costs.sum_round_us,
+        "sums": of_sums / arch.costs.sums_bytes_per_us + (rounds - 1) * costs.sum_round_us,
         "routing": -(-tokens.rows // WAVES) * ROUTE_US,
     }
 
