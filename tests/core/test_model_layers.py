@@ -87,6 +87,27 @@ def test_gate_up_and_swiglu_in_one_launch():
         assert joined.gated(read(model)) == []
 
 
+def test_a_router_and_its_topk_in_one_launch():
+    """One launch does the work of two neighboring calls of a layer, in bf16 only."""
+    wanted = {
+        "deepseek-v3": (256, 7168, 8, True, 8, 4, "sigmoid", 2.5),
+        "qwen3-30b-a3b-fp8": (128, 2048, 8, True, 1, 1),
+    }
+    for model, sizes in wanted.items():
+        [call] = joined.routers(read(model), 8)
+        by_layer = {each.layer: each for each in calls(read(model), 8)}
+        product, choice = by_layer["router"], by_layer["routing"]
+        assert (call.layer, call.op, call.count) == ("router + routing", ops.router_gemm_topk, product.count)
+        a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
+        assert (*a.weight.shape, *a[2:])[: len(sizes)] == sizes and a.x.shape == (3, sizes[1])
+        assert (a.e_score_correction_bias is None) == (model != "deepseek-v3")
+        assert len(call.op.explain(*a, arch=archs.named("gfx942")).launches) == 1
+        half = dataclasses.replace(choice, dtype=torch.float32)
+        assert joined.one_router(product, half) is joined.one_router(choice, product) is None
+    for model in (GLM, LLAMA):
+        assert joined.routers(read(model)) == []
+
+
 @pytest.mark.parametrize(
     ("change", "kind"), [({}, "block"), ({"quantization_config": None}, "none"), ({"q_lora_rank": None}, "none")]
 )

@@ -42,6 +42,7 @@ def predictions(
             config = model_config.read(name)
             others = [
                 *joined.gated(config, tp),
+                *joined.routers(config, tp),
                 *joined.fronts(config, tp),
                 *joined.around_attention(config, tp).values(),
                 *model_layers.absorbed(config, tp),

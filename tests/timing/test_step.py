@@ -114,6 +114,19 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
     assert many.launches - few.launches == 126 and many.us - few.us == pytest.approx(126 * 0.1)
 
 
+def test_a_router_and_its_topk_are_one_launch_where_that_is_faster():
+    def found(one: float | None, side: str = "plugin") -> dict:
+        us = {"unquantized_gemm": 4.2, "grouped_topk": 3.0, "router_gemm_topk": one}
+        known = {"known": lambda call, tokens: (time := us.get(call.op.name, 3.0)) and (time, 1, 0.25)}
+        return {node.layer: node for node in nodes(DEEPSEEK, side, **known)}
+
+    node = found(7.1)["router + routing"]
+    assert (node.op, node.us, node.launches, node.count) == ("router_gemm_topk", 7.1, 1, 58)
+    assert "router" not in found(7.1) and "routing" not in found(7.1)
+    for apart in (found(7.3), found(None), found(1.0, "baseline")):
+        assert apart["router"].count == apart["routing"].count == 58 and "router + routing" not in apart
+
+
 def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster():
     """A layer with shared experts has two launches fewer: their quantization, and the routed experts'."""
 

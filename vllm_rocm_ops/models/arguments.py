@@ -167,6 +167,12 @@ def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: b
     return inputs.values(tokens, experts), topk, renormalize, *how, inputs.scales(experts) if has_bias else None
 
 
+def router(tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int, renormalize: bool, *rest) -> tuple:
+    """Return arguments of `router_gemm_topk`."""
+    _, *how = routing(tokens, inputs, experts, topk, renormalize, *rest)
+    return *unquantized(tokens, inputs, experts, hidden), *how
+
+
 def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:
     """Return arguments of `topk_softmax`."""
     return inputs.values(tokens, experts), topk, renormalize, None

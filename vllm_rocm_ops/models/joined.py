@@ -20,6 +20,8 @@ HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write
 SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
 NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Models with QK norms; others declare them in their configuration."""
+PLAIN_ROUTING = 1, 1, "softmax", 1.0, False
+"""`grouped_topk`'s parameters with which it routes as `topk_softmax`: groups, scores, scale, and whether there is a bias."""
 KINDS = {STATIC: "static", BLOCKS: "groups"}
 """Quantizations of o's input that the attention op fuses, by its argument."""
 ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
@@ -34,6 +36,20 @@ def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
     return dataclasses.replace(
         product, layer=layer, op=op, arguments=model_arguments.gated, parameters=product.parameters[:2]
     )
+
+
+def one_router(product: LayerCall, choice: LayerCall) -> LayerCall | None:
+    """Return the call that fuses a router's GEMM with its top-k for few tokens; None for other calls.
+
+    Its parameters are the GEMM's two sizes and the parameters of `grouped_topk` after the number of experts.
+    """
+    if (product.layer, product.op) != ("router", ops.unquantized_gemm) or len(product.parameters) != 2:
+        return None
+    if choice.op not in (ops.grouped_topk, ops.topk_softmax) or choice.dtype != product.dtype:
+        return None
+    how = choice.parameters[1:] if choice.op is ops.grouped_topk else (*choice.parameters[1:], *PLAIN_ROUTING)
+    op, arguments, layer = ops.router_gemm_topk, model_arguments.router, f"{product.layer} + {choice.layer}"
+    return dataclasses.replace(product, layer=layer, op=op, arguments=arguments, parameters=(*product.parameters, *how))
 
 
 def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
@@ -84,6 +100,12 @@ def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
 def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """Return the calls of `one_launch` in a step."""
     found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(layers.sequence(config, tp, ep)))))
+    return [dataclasses.replace(call, count=times) for call, times in found.items()]
+
+
+def routers(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+    """Return the calls of `one_router` in a step."""
+    found = Counter(filter(None, itertools.starmap(one_router, itertools.pairwise(layers.sequence(config, tp, ep)))))
     return [dataclasses.replace(call, count=times) for call, times in found.items()]
 
 

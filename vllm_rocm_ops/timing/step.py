@@ -4,10 +4,10 @@
     step.total(nodes)
 
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
-gate_up and SwiGLU; MLA's norms and cache write, then the rotation of queries and W_UK; attention or W_UV and the following quantization;
-an all-reduce and the following norm (by baseline.py's rule); the norm before experts and the quantization of their hidden states; and with
-VLLM_ROCM_OPS_ATTENTION=1 rotation and the cache write, with preceding norms. On the side "baseline", they have the times of baseline.py's
-table or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
+gate_up and SwiGLU; a router and its top-k; MLA's norms and cache write, then the rotation of queries and W_UK; attention or W_UV and the
+following quantization; an all-reduce and the following norm (by baseline.py's rule); the norm before experts and the quantization of their
+hidden states; and with VLLM_ROCM_OPS_ATTENTION=1 rotation and the cache write, with preceding norms. On the side "baseline", they have the
+times of baseline.py's table or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
 Shared experts run on a second stream during routing and experts: the shorter of the two costs nothing. All times are predictions.
 """
 
@@ -267,7 +267,7 @@ def _in_one(
             if [names[i] for i in places] == others:
                 yield [place, *places], one
     for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
-        if one := first and second and joined.one_launch(first, second):
+        if one := first and second and (joined.one_launch(first, second) or joined.one_router(first, second)):
             yield [place, place + 1], one
         elif layer == REDUCED and second and second.op.name in launches.NORMS:
             yield [place, place + 1], dataclasses.replace(second, layer=f"{REDUCED} + {second.layer}")
