@@ -79,7 +79,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"triton_per_fused_\d+": Launch(NORM, INDUCTOR, MLA),
     },
     "experts: routing, sorting, sums, quantization": {
-        r"moe_topk_\w+": Launch(TOP_K, PLUGIN),
+        r"(moe|router_gemm)_topk_\w+": Launch(TOP_K, PLUGIN),
         r"fused_experts_quantize_\w+": Launch("experts: SwiGLU, quantization", PLUGIN),
         r"fused_experts_sum_\w+": Launch("experts: sum", PLUGIN),
         r"void vllm::moe::(topkGating|grouped_topk_\w+)<.*": Launch(TOP_K, VLLM),

@@ -436,6 +436,30 @@ def test_explain_of_a_model_knows_the_launch_that_rotates_queries(monkeypatch):
         assert found[one].startswith(f"two launches {why}") and not found["W_UK"].startswith("in ")
 
 
+def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypatch):
+    """It serves where it was measured to be faster than both pairs of launches, which are then parts of it."""
+
+    def explained(model: str, shapes: dict) -> dict[str, str]:
+        record = kernel_selection.Record({}, {}, shapes)
+        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
+        config = model_config.read(model)
+        of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
+        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (2,), False)}
+
+    one, fast, slow = "router + routing", *({2: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
+    for model, shape in (
+        ("deepseek-v3", "256x7168 bfloat16 top 8 normalized sigmoid 4 of 8 groups bias"),
+        ("qwen3-30b-a3b-fp8", "128x2048 bfloat16 top 8 normalized"),
+    ):
+        keys = [f"router_gemm_topk {shape} {native}" for native in ("rocm_unquantized_gemm", "separate")]
+        assert explained(model, {})[one].startswith("two launches (unmeasured")
+        found = explained(model, dict.fromkeys(keys, fast))
+        assert found[one].startswith("router_gemm_topk_x4_wave_splitk_8")
+        assert found["router"] == found["routing"] == f"in {one}"
+        found = explained(model, dict(zip(keys, (fast, slow))))
+        assert found[one].startswith("two launches (measured") and not found["router"].startswith("in ")
+
+
 def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_the_scores(monkeypatch):
     """vLLM's launches are shown until the plugin's is measured to be faster; then the norms are part of it."""
     one = "q_a norm + kv_a norm + cache write"

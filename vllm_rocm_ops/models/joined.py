@@ -52,6 +52,21 @@ def one_router(product: LayerCall, choice: LayerCall) -> LayerCall | None:
     return dataclasses.replace(product, layer=layer, op=op, arguments=arguments, parameters=(*product.parameters, *how))
 
 
+def router_of(call: LayerCall) -> tuple[LayerCall, LayerCall]:
+    """Return the two calls that a call of `one_router` replaces."""
+    (product, choice), (experts, _, *how) = call.layer.split(" + "), call.parameters
+    sizes, arguments = call.parameters[:2], model_arguments.unquantized
+    is_plain = tuple(how[2:]) == PLAIN_ROUTING
+    op, routing = (
+        (ops.topk_softmax, model_arguments.softmax_routing) if is_plain else (ops.grouped_topk, model_arguments.routing)
+    )
+    given = experts, *(how[:2] if is_plain else how)
+    return (
+        dataclasses.replace(call, layer=product, op=ops.unquantized_gemm, arguments=arguments, parameters=sizes),
+        dataclasses.replace(call, layer=choice, op=op, arguments=routing, parameters=given),
+    )
+
+
 def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
     """Return the two calls that a call of `one_launch` replaces."""
     (product, activation), (n, k) = call.layer.split(" + "), call.parameters

@@ -20,6 +20,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.vllm.attention import mla_front, mla_rotation, quantized_attention
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
+from vllm_rocm_ops.vllm.experts import routing_gate
 from vllm_rocm_ops.vllm.kernels import KERNELS
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -163,7 +164,8 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     whole = *model_layers.absorbed(config, tp), attention(config, tp, arch)
     fused = joined.around_attention(config, tp, native).values()
     norms = joined.quantized_hidden(config, tp, ep)[:1]
-    return [*joined.gated(config, tp, ep), *joined.fronts(config, tp, ep), *norms, *whole, *fused]
+    routers = joined.routers(config, tp, ep)
+    return [*joined.gated(config, tp, ep), *routers, *joined.fronts(config, tp, ep), *norms, *whole, *fused]
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
@@ -200,6 +202,8 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         return False, f"off on this GPU: {record.off[name]}"
     if call.op in model_layers.ATTENTION:
         return attention_decision(call, record, tokens)
+    if call.op is ops.router_gemm_topk:
+        return router_decision(call, record, tokens)
     if call.op in joined.ROTATIONS:
         return is_forced(), FORCED if is_forced() else f"vLLM without {FORCED}"
     most = KERNELS[call.op].limit if call.op in KERNELS else None
@@ -251,6 +255,8 @@ def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
         return joined.norms_of(call)
     if call.op is ops.batched_gemm_rope:
         return (joined.absorbed_of(call),)
+    if call.op is ops.router_gemm_topk:
+        return joined.router_of(call)
     if call.layer.endswith(f" + {joined.QUANTIZATION}"):
         return (joined.attention_of(call),)
     return joined.two_launches(call) if is_gated(call) else ()
@@ -284,6 +290,21 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     return all(
         tokens < len(ours) and ours[tokens] for ours in served
     ), f"measured: {len(served)} (context length, backend) pairs"
+
+
+def router_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
+    """Return the decision for a router and its top-k in one launch, which must be faster than both pairs of launches."""
+    _, routing = joined.router_of(call)
+    key = f"{call.op.name} {routing_gate.shape_of(call.parameters[:2], call.dtype, routing.parameters[1:])}"
+    found = {
+        one.rpartition(" ")[2]: kernel_selection.ours_of(one, times)
+        for one, times in record.shapes.items()
+        if one.rpartition(" ")[0] == key
+    }
+    if not found:
+        return False, UNMEASURED.replace("vLLM", "two launches")
+    runs = all(tokens < len(ours) and ours[tokens] for ours in found.values())
+    return runs, f"measured: against {' and '.join(found)}"
 
 
 def apart(call: LayerCall) -> str:

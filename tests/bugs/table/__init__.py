@@ -17,13 +17,14 @@ from . import (
     seams_attention,
     seams_fusion,
     seams_quantized,
+    seams_routing,
     skinny_gemm,
     tiled_gemm,
 )
 
 AREAS = (
     *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, decode_output, mla, flash),
-    *(collectives, seams, seams_attention, seams_fusion, seams_quantized),
+    *(collectives, seams, seams_attention, seams_fusion, seams_quantized, seams_routing),
 )
 
 

@@ -13,8 +13,8 @@ BUGS = (
     Bug(
         "tokens that only share the hidden states' address",
         "vllm/experts/handed_over.py",
-        ") == (hidden.data_ptr(), hidden.shape, hidden.stride(), hidden.dtype)",
-        ")[:1] == (hidden.data_ptr(),)",
+        ") == (given.data_ptr(), given.shape, given.stride(), given.dtype)",
+        ")[:1] == (given.data_ptr(),)",
         Tests("test_moe_input.py"),
     ),
     Bug(

@@ -1,7 +1,8 @@
 """Route tokens in the plugin's experts, where vLLM allows it: `grouped_topk` or `topk_softmax`, then `fused_experts`.
 
 vLLM calls such experts monolithic. Their classes come before the ones that fp8_experts and unquantized_experts register.
-They save vLLM's routing kernels and two copies of the result. vLLM routes with expert load balancing, with
+They save vLLM's routing kernels and two copies of the result. For few tokens the gate's GEMM routes in the same launch where that is
+faster (routing_gate.py). vLLM routes with expert load balancing, with
 enable_return_routed_experts, in layers quantized by Quark, and for calls that no kernel supports.
 """
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.experts import fp8_experts, unquantized_experts
+from vllm_rocm_ops.vllm.experts import fp8_experts, handed_over, unquantized_experts
 from vllm_rocm_ops.vllm.linear import native_kernel
 
 METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
@@ -43,7 +44,7 @@ def route(
     scale: float,
     has_native: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights and ids of vLLM's router.
+    """Return the weights and ids of vLLM's router. The gate's launch may have made them (routing_gate.py).
 
     Args:
         method: A value of `METHODS`.
@@ -74,17 +75,39 @@ def route(
         )
         return router.select_experts(router_logits, router_logits)
 
-    if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
-        arguments = router_logits, topk, renormalize
+    how = arguments_after_logits(method, topk, router_logits.shape[-1], num_expert_group, topk_group, bias, scale)
+    if (found := handed_over.routed(router_logits, how)) is not None:
+        return found
+    if is_plain(how):
         if not has_native:
-            return torch.ops.vllm_rocm_ops.topk_softmax(*arguments)
-        return ops.topk_softmax.run_kernels(*arguments, None, is_padding(len(router_logits))) or theirs()
-    groups, among = num_expert_group or 1, router_logits.shape[-1]
-    groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
-    arguments = router_logits, topk, renormalize, *groups, scoring_func, scale, bias
+            return torch.ops.vllm_rocm_ops.topk_softmax(router_logits, *how)
+        return ops.topk_softmax.run_kernels(router_logits, *how, None, is_padding(len(router_logits))) or theirs()
     if not has_native:
-        return torch.ops.vllm_rocm_ops.grouped_topk(*arguments)
-    return ops.grouped_topk.run_kernels(*arguments) or theirs()
+        return torch.ops.vllm_rocm_ops.grouped_topk(router_logits, *how)
+    return ops.grouped_topk.run_kernels(router_logits, *how) or theirs()
+
+
+def arguments_after_logits(
+    method: tuple[str, bool],
+    topk: int,
+    among: int,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple:
+    """Return the arguments after the logits: two of `topk_softmax`, or seven of `grouped_topk` of which the bias is the last."""
+    scoring_func, renormalize = method
+    if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
+        return topk, renormalize
+    groups = num_expert_group or 1
+    groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
+    return topk, renormalize, *groups, scoring_func, scale, bias
+
+
+def is_plain(how: tuple) -> bool:
+    """Return whether arguments after the logits are `topk_softmax`'s. vLLM masks padding only there."""
+    return len(how) == 2
 
 
 def takes(method: tuple[str, bool], config) -> bool:
@@ -221,9 +244,9 @@ def install() -> None:
 
 SEAM = seam.Seam(
     name="routing_experts",
-    replaces="routing in the layers of fp8_experts and unquantized_experts",
+    replaces="routing in the layers of fp8_experts and unquantized_experts; forward of their gates",
     probe=probe,
     install=install,
-    ops=("grouped_topk", "topk_softmax", "topk_sigmoid"),
+    ops=("grouped_topk", "topk_softmax", "topk_sigmoid", "router_gemm_topk"),
     after=("fp8_experts", "unquantized_experts"),
 )

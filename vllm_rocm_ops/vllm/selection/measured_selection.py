@@ -13,6 +13,7 @@ import torch
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.vllm import reach, seam
 from vllm_rocm_ops.vllm.experts import base as experts
+from vllm_rocm_ops.vllm.experts import routing_gate
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import native_kernel
@@ -188,6 +189,8 @@ def before_compiling(worker) -> None:
             with set_current_vllm_config(worker.vllm_config):
                 row_selection.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
                 measured_all_reduce.before_compiling(worker, group, group_clock())
+                if clock() is not None:
+                    routing_gate.adopt(row_selection.models_of(worker))
                 if group.rank_in_group == 0:
                     reach.say(reach.found(worker))
         finally:

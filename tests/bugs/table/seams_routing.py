@@ -1,0 +1,135 @@
+"""Bugs in the seam of gates that route in the launch of their GEMM."""
+
+from ..bug import Bug, Tests
+
+HANDED, GATE, EXPERTS = (f"vllm/experts/{name}.py" for name in ("handed_over", "routing_gate", "routing_experts"))
+CAUGHT = Tests("test_routing_gate.py")
+
+BUGS = (
+    Bug(
+        "weights and ids of another call's logits",
+        HANDED,
+        "if is_same(logits, given) and how[-1]",
+        "if how[-1]",
+        CAUGHT,
+    ),
+    Bug(
+        "weights and ids found twice",
+        HANDED,
+        "    (given, its_how, *made), current.routed = current.routed, None\n",
+        "    given, its_how, *made = current.routed\n",
+        CAUGHT,
+    ),
+    Bug(
+        "a choice by another bias",
+        HANDED,
+        "and how[-1] is its_how[-1] and how == its_how",
+        "and how[:-1] == its_how[:-1]",
+        CAUGHT,
+    ),
+    Bug(
+        "a choice by other groups",
+        HANDED,
+        "how[-1] is its_how[-1] and how == its_how",
+        "how[-1] is its_how[-1]",
+        CAUGHT,
+    ),
+    Bug(
+        "a gate's choice that experts do not look for",
+        EXPERTS,
+        "    if (found := handed_over.routed(router_logits, how)) is not None:\n        return found\n",
+        "",
+        CAUGHT,
+    ),
+    Bug(
+        "one of a gate's two choices is enough",
+        GATE,
+        "if all(one.is_ours(x.shape[0])",
+        "if any(one.is_ours(x.shape[0])",
+        CAUGHT,
+    ),
+    Bug(
+        "a gate that never routes keeps the plugin's class",
+        GATE,
+        "                leave(self)\n",
+        "",
+        CAUGHT,
+    ),
+    Bug(
+        "padding masked where vLLM's router with groups does not",
+        GATE,
+        "masked = is_plain and self.experts.native is not None",
+        "masked = self.experts.native is not None",
+        CAUGHT,
+    ),
+    Bug(
+        "padding that goes to experts",
+        GATE,
+        "if masked else None",
+        "if False else None",
+        CAUGHT,
+    ),
+    Bug(
+        "a gate's bias ignored",
+        GATE,
+        "        and bias is None\n",
+        "",
+        CAUGHT,
+    ),
+    Bug(
+        "logits of another dtype than the model wants",
+        GATE,
+        'getattr(gate, "out_dtype", None) in (None, weight.dtype)',
+        "True",
+        CAUGHT,
+    ),
+    Bug(
+        "a gate with an adapter or a forward of its own",
+        GATE,
+        "type(gate) not in gate_classes()",
+        "not isinstance(gate, gate_classes())",
+        CAUGHT,
+    ),
+    Bug(
+        "gates of layers whose tokens move between ranks",
+        GATE,
+        "        config.dp_size > 1\n        or config.pcp_size > 1\n        or config.is",
+        "        config.is",
+        CAUGHT,
+    ),
+    Bug(
+        "gates of layers that vLLM routes",
+        GATE,
+        'isinstance(found, experts.Predicates) and hasattr(found, "method")',
+        "isinstance(found, experts.Predicates)",
+        CAUGHT,
+    ),
+    Bug(
+        "unchecked weights and ids",
+        GATE,
+        "torch.where(follows[:, None], logits, torch.nan)",
+        "logits",
+        CAUGHT,
+    ),
+    Bug(
+        "weights that need not fit the ids",
+        GATE,
+        "follows = torch.isclose(weights, made, rtol=1e-2, atol=1e-6).all(1)",
+        "follows = weights[:, 0] > 0",
+        CAUGHT,
+    ),
+    Bug(
+        "any choice of experts whose weights fit",
+        GATE,
+        "        follows &= torch.isclose(*sums, rtol=1e-4, atol=1e-6)\n",
+        "",
+        CAUGHT,
+    ),
+    Bug(
+        "routers with different groups timed as one",
+        GATE,
+        "{of_groups}{' bias'",
+        "{' bias'",
+        CAUGHT,
+    ),
+)

@@ -1,0 +1,414 @@
+"""Test gates that route in the launch of their GEMM: a layer's calls, what is timed, which gates stay, and engines."""
+
+import collections
+import types
+
+import checkpoints
+import pytest
+import torch
+from engines import STEPS, prompts_of
+from test_experts import ROUTERS, Layer, call_with_logits, config, inputs, kernel, random
+
+import vllm_rocm_ops
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.vllm.experts import handed_over, routing_experts, routing_gate, unquantized_experts
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+
+pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
+
+EXPERTS, TOPK, HIDDEN = 8, 3, 256  # test_experts.py's
+FUSED, SEPARATE = {"router_gemm_topk": 1}, {"grouped_topk": 1}
+FASTER = bytes([0, 1, 1, 1, 1])  # up to four tokens
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """Make linear layers without a process group."""
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers import linear
+
+    for module in (linear, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
+
+
+class Moe(torch.nn.Module):
+    """vLLM's MoE layer: the gate, then the experts with its logits."""
+
+    def __init__(self, router: str = "DeepSeekV3", kind: type | None = None, **changed):
+        from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+        super().__init__()
+        name, grouped = router.split()[0], "groups" not in router
+        self.bias = random(EXPERTS) * 0.1 if name == "DeepSeekV3" else None
+        self.gate = (kind or GateLinear)(HIDDEN, EXPERTS, params_dtype=torch.bfloat16, **changed)
+        self.gate.weight.data.copy_(random(EXPERTS, HIDDEN) * HIDDEN**-0.5)
+        self.gate.cpu_linear = torch.nn.functional.linear
+        self.layer, self.moe_config = Layer("bf16"), config(routing_method=method(name))
+        self.made = kernel(self.layer, unquantized_experts.OURS[0], routing_method=method(name))
+        self.routed_experts = torch.nn.Module()
+        self.routed_experts.quant_method = types.SimpleNamespace(moe_kernel=self.made)
+        self.groups = {"num_expert_group": 4, "topk_group": 2} if grouped else dict.fromkeys(GROUPS)
+        for key, value in (self.groups | {"routed_scaling_factor": 1.5, "e_score_correction_bias": self.bias}).items():
+            setattr(self.routed_experts, key, value)
+
+    def _forward_impl(self, hidden, logits=None):
+        logits = self.gate(hidden)[0] if logits is None else logits
+        return call_with_logits(self.layer, self.made, logits, self.bias, hidden, **self.groups)
+
+    forward = _forward_impl
+
+
+GROUPS = "num_expert_group", "topk_group"
+
+
+def method(name: str):
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+
+    return RoutingMethodType[name]
+
+
+def adopted(ours: bytes = FASTER, **options) -> Moe:
+    """Return a layer whose gate routes for few tokens."""
+    kernel_selection.start()
+    layer = Moe(**options)
+    routing_gate.adopt([layer])
+    keys = [one.key for one in kernel_selection.choices() if one.kernels.op is routing_gate.OP]
+    kernel_selection.settle(kernel_selection.Decided({}, dict.fromkeys(keys, ours)))
+    return layer
+
+
+def called(run, *arguments) -> tuple[object, dict[str, int]]:
+    """Return a result, and the calls of each op except the experts'."""
+    vllm_rocm_ops.reset_stats()
+    with torch.no_grad():
+        result = run(*arguments)
+    counts = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
+    assert counts.pop("fused_experts", 1) == 1
+    return result, counts
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_one_launch_routes(router):
+    """The layer's result is as by two launches, with one op fewer."""
+    layer, hidden = adopted(router=router), inputs(4)
+    plain = {"topk_softmax": 1} if "groups" in router else SEPARATE
+    result, counts = called(layer, hidden)
+    assert counts == FUSED and handed_over.current.routed is None
+    routing_gate.leave(layer.gate)
+    wanted, counts = called(layer, hidden)
+    assert counts == plain and torch.equal(result, wanted)
+
+
+def test_more_tokens_take_two_launches():
+    layer = adopted()
+    assert [called(layer, inputs(tokens))[1] for tokens in (1, 4, 5, 17)] == [FUSED, FUSED, SEPARATE, SEPARATE]
+
+
+def test_one_kernel_serves_a_router():
+    """On gfx950 the op is one kernel, and the experts' routing none."""
+    launched, layer = [], adopted(router="RenormalizeNaive without groups")
+
+    class Counting(Emulator):
+        def launch(self, planned, uninitialized):
+            launched.append(planned.symbol)
+            super().launch(planned, uninitialized)
+
+    hidden = inputs(3)
+    with launch.executor(Counting("gfx950")):
+        result, _ = called(layer, hidden)
+    routers = [name for name in launched if name.startswith(("router", "moe_topk", "unquantized"))]
+    assert routers == ["router_gemm_topk_x4_wave_splitk_8"], launched
+    wanted, _ = called(layer, hidden)
+    torch.testing.assert_close(result, wanted, rtol=0.05, atol=0.02)
+
+
+def test_logits_of_another_call_are_not_mistaken():
+    """Experts find weights and ids by their logits and arguments, once."""
+    layer, hidden = adopted(), inputs(4)
+    with torch.no_grad():
+        logits = layer.gate(hidden)[0]
+        assert called(layer, hidden, logits.clone())[1] == SEPARATE
+        assert called(layer, hidden, logits)[1] == SEPARATE  # forgotten by then
+        logits = layer.gate(hidden)[0]
+        assert called(layer, hidden, logits.view(4, EXPERTS))[1] == {}
+        assert called(layer, hidden, logits)[1] == SEPARATE
+        logits = layer.gate(hidden)[0]
+        assert called(layer, hidden[:3], logits[:3])[1] == SEPARATE
+        for changed in ({"topk_group": 3}, {"num_expert_group": 2}):
+            logits, plain = layer.gate(hidden)[0], layer.groups
+            layer.groups = layer.groups | changed
+            assert called(layer, hidden, logits)[1] == SEPARATE
+            layer.groups = plain
+        logits, bias = layer.gate(hidden)[0], layer.bias
+        layer.bias = bias + 1.0  # equal choices, but another tensor
+        assert called(layer, hidden, logits)[1] == SEPARATE
+        layer.bias = bias
+
+
+def test_two_layers_in_turn():
+    """A gate whose result no experts read changes nothing for the next layer."""
+    layers, hidden = [adopted(), adopted(router="Default")], inputs(2)
+    alone = [called(layer, hidden)[0] for layer in layers]
+    for order in ((0, 1), (1, 0), (0, 0)):
+        with torch.no_grad():
+            layers[order[0]].gate(hidden)
+        result, counts = called(layers[order[1]], hidden)
+        assert torch.equal(result, alone[order[1]]) and counts == FUSED
+
+
+def test_threads_do_not_share():
+    """Two micro-batches run in two threads."""
+    import threading
+
+    handed_over.hand_over(torch.ones(1), (1,), torch.ones(1), torch.ones(1))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(handed_over.current.routed))
+    thread.start()
+    thread.join()
+    assert found == [None]
+    handed_over.current.routed = None
+
+
+def test_padding_goes_to_no_expert(monkeypatch):
+    """vLLM masks tokens only where it routes without groups, and so does the gate."""
+    mask = torch.tensor([False, True, False])
+    monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: mask[:tokens])
+    for router, native, masks in (
+        ("Default without groups", object(), True),
+        ("Default without groups", None, False),
+        ("DeepSeekV3", object(), False),
+    ):
+        layer = adopted(router=router)
+        layer.gate.rocm_ops_router.experts = types.SimpleNamespace(
+            method=layer.made.fused_experts.method, topk=TOPK, native=native
+        )
+        with torch.no_grad():
+            layer.gate(inputs(3))
+        *_, ids = handed_over.current.routed
+        assert (ids < 0).all(1).tolist() == (mask.tolist() if masks else [False] * 3)
+
+
+def test_a_gate_that_never_wins_is_vllms():
+    """Its class is vLLM's after its next call, and one that may win later stays."""
+    for ours, stays in ((bytes(5), False), (FASTER, True)):
+        layer = adopted(ours)
+        plain = type(layer.gate).__bases__[1]
+        called(layer, inputs(9))
+        assert (type(layer.gate) is plain) is not stays
+        assert called(layer, inputs(2))[1] == (FUSED if stays else SEPARATE)
+
+
+def test_both_baselines_must_lose():
+    layer = adopted()
+    one, other = layer.gate.rocm_ops_router.choices
+    assert {one.native, other.native} == {"rocm_unquantized_gemm", "separate"}
+    other.ours = bytes([0, 1, 0, 0, 0])
+    assert [called(layer, inputs(tokens))[1] for tokens in (1, 2)] == [FUSED, SEPARATE]
+
+
+def test_unsupported_calls_are_vllms(monkeypatch):
+    """So is a call whose op no kernel takes, and one with inputs of another type."""
+    layer = adopted()
+    monkeypatch.setattr(routing_gate.Router, "run", lambda *_: None)
+    assert called(layer, inputs(2))[1] == SEPARATE
+
+
+def test_returns_what_vllms_gate_does():
+    """Both kinds of gates return a pair or the logits, of the weight's dtype."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    for return_bias in (True, False):
+        for kind in (None, ReplicatedLinear):
+            options = {"bias": False} if kind else {}
+            layer = adopted(kind=kind, return_bias=return_bias, **options)
+            with torch.no_grad():
+                found = layer.gate(inputs(2))
+                handed_over.current.routed = None
+                routing_gate.leave(layer.gate)
+                wanted = layer.gate(inputs(2))
+            assert isinstance(found, tuple) is isinstance(wanted, tuple) is return_bias
+            if return_bias:
+                assert found[1] is wanted[1] is None
+                found, wanted = found[0], wanted[0]
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def other_gate(layer: Moe) -> None:
+    class Other(type(layer.gate)):
+        pass
+
+    layer.gate.__class__ = Other
+
+
+STAY = {
+    "bias": ({"bias": True}, None),
+    "fp32 logits": ({"out_dtype": torch.float32}, None),
+    "fp32 weight": ({}, lambda layer: layer.gate.float()),
+    "a class of its own": ({}, other_gate),
+    "no gate in the layer": ({}, lambda layer: setattr(layer, "gate", None)),
+    "a gate with the shared experts'": ({}, lambda layer: setattr(layer, "_fse_fuse_gate", True)),
+    "data parallel": ({}, lambda layer: vary(layer, dp_size=2)),
+    "sequence parallel": ({}, lambda layer: vary(layer, is_sequence_parallel=True)),
+    "prefill context parallel": ({}, lambda layer: vary(layer, pcp_size=2)),
+    "fp16 tokens": ({}, lambda layer: vary(layer, in_dtype=torch.float16)),
+    "vLLM's experts": ({}, lambda layer: setattr(layer.routed_experts.quant_method, "moe_kernel", None)),
+    "experts that do not route": (
+        {},
+        lambda layer: setattr(
+            layer.routed_experts.quant_method,
+            "moe_kernel",
+            types.SimpleNamespace(
+                fused_experts=unquantized_experts.OURS[-1](layer.moe_config, layer.layer.quant_config)
+            ),
+        ),
+    ),
+}
+
+
+def vary(layer: Moe, **changed) -> None:
+    wanted = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False, "in_dtype": torch.bfloat16} | changed
+    layer.moe_config = types.SimpleNamespace(**wanted)
+
+
+@pytest.mark.parametrize("why", STAY)
+def test_gates_that_stay(why):
+    options, change = STAY[why]
+    kernel_selection.start()
+    layer = Moe(**options)
+    assert routing_gate.takes(Moe())
+    if change:
+        change(layer)
+    plain = type(layer.gate)
+    routing_gate.adopt([layer])
+    assert type(layer.gate) is plain and not kernel_selection.choices()
+
+
+@pytest.mark.parametrize("how", ["VLLM_ROCM_OPS_MEASURE", "VLLM_BATCH_INVARIANT", "seam"])
+def test_when_no_gate_is_adopted(monkeypatch, how):
+    from vllm import envs
+
+    if how == "seam":
+        monkeypatch.setattr(routing_gate.seam, "active", lambda: ["fp8_experts"])
+    elif how == "VLLM_BATCH_INVARIANT":
+        monkeypatch.setattr(envs, how, True, raising=False)
+    else:
+        monkeypatch.setenv(how, "0")
+    layer = Moe()
+    routing_gate.adopt([layer])
+    assert not isinstance(layer.gate, routing_gate.RoutingGate)
+
+
+# Timing
+
+
+class InTurn:
+    """A clock by which the op is faster with up to two tokens."""
+
+    def times(self, calls, sets):
+        for call in calls.values():
+            call(*sets[0])
+        return {"ours": [1.0 if len(sets[0][0]) <= 2 else 3.0], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+
+def planted(reference, fault: str):
+    """Return the op with wrong logits; weights; ids; or experts in another order. Or with the worst experts, and their weights."""
+
+    def wrong(x, weight, *rest):
+        given = x, weight, *rest, *routing_gate.OP._defaults[2 + len(rest) :]
+        logits, weights, ids = reference(*given)
+        if fault == "choice":
+            _, weights, ids = reference(-x, *given[1:])
+            scores = logits.float().sigmoid() if given[6] == "sigmoid" else logits.float().softmax(1)
+            of = scores.gather(1, ids.long())
+            return logits, given[7] * (of / of.sum(1, keepdim=True) if given[3] else of), ids
+        wrongs = {"logits": (logits * 1.05, weights, ids), "weights": (logits, weights * 1.05, ids)}
+        wrongs |= {"ids": (logits, weights, (ids + 1) % EXPERTS), "order": (logits, weights, ids.roll(1, 1))}
+        return wrongs[fault]
+
+    return wrong
+
+
+@pytest.mark.parametrize("fault", ["", "logits", "weights", "ids", "order", "choice"])
+@pytest.mark.parametrize("router", ["DeepSeekV3", "RenormalizeNaive without groups", "Default"])
+def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, router, fault):
+    """Each result is checked; a wrong one turns the op off, a right one serves where it is faster."""
+    if fault:
+        monkeypatch.setattr(routing_gate.OP, "reference", planted(routing_gate.OP.reference, fault))
+    kernel_selection.start()
+    layer = Moe(router=router)
+    routing_gate.adopt([layer])
+    one, other = kernel_selection.choices()
+    assert one.shape == other.shape and f"8x256 bfloat16 top {TOPK}" in one.shape
+    kernel_timing.warm_up((1, 2, 4, 8, 16, 32), 64, InTurn(), lambda mine: [mine])
+    if fault:
+        assert one.state == other.state == "off", (one.why, one.ours)
+    else:
+        assert one.state == other.state == "measured" and one.ours == other.ours == bytes([0, 1, 1]) + bytes(14), (
+            one.why
+        )
+        assert called(layer, inputs(2))[1] == FUSED
+
+
+def test_shapes_tell_routers_apart():
+    kernel_selection.start()
+    layers = [Moe(router=router) for router in ROUTERS]
+    routing_gate.adopt(layers)
+    shapes = collections.Counter(one.shape for one in kernel_selection.choices())
+    assert len(shapes) == len(ROUTERS) and set(shapes.values()) == {2}
+    assert "8x256 bfloat16 top 3 normalized sigmoid 2 of 4 groups bias" in shapes
+    assert "8x256 bfloat16 top 3" in shapes
+
+
+# Engines
+
+SEEDS = {"deepseek": (22, 104, 175), "qwen3_moe": (43, 49, 66)}
+"""engines.py's, for bf16."""
+PLANTED = "lambda exact: lambda *given: (lambda logits, weights, ids: (logits, weights, (ids + 1) % 8))(*exact(*given))"
+MEASURED = """
+import measured_on_cpu
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+measured_on_cpu.install()
+GateLinear._cpu_skip_gemm_dispatch = True  # else the CPU packs the weight
+"""
+
+
+APART = "from vllm_rocm_ops.vllm.experts import routing_gate; routing_gate.adopt = lambda models: None"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SEEDS)
+def test_in_an_engine(engines, tmp_path, model):
+    """Decode steps route in the gate's launch, with the tokens of two launches; a wrong choice of experts changes them.
+
+    So they do in a compiled model, and after its weights have been loaded again.
+    """
+    folder = engines.folder / f"{model}-gate"
+    checkpoints.build(folder, model, "bf16")
+
+    def job(compiled: bool = False, **options):
+        engine = {"compilation_config": {"custom_ops": ["none" if compiled else "all", "-rotary_embedding"]}}
+        engine |= {} if compiled else {"enforce_eager": True}
+        asked = {"model": str(folder), "prompts": prompts_of(SEEDS[model]), "max_tokens": STEPS, "logprobs": None}
+        return asked | {"engine": engine, **options}
+
+    jobs = {"eager": job(then=["reload"]), "compiled": job(compiled=True)}
+    planted = {"planted": job(fault={"op": "router_gemm_topk", "make": PLANTED})}
+    found = engines.run(jobs | planted, before=MEASURED, VLLM_ROCM_OPS_TABLES=str(tmp_path / "with"))
+    apart = engines.run(jobs, before=MEASURED + APART, VLLM_ROCM_OPS_TABLES=str(tmp_path / "apart"))
+    layers, routing = (2, "grouped_topk") if model == "deepseek" else (1, "topk_softmax")
+
+    def counts(answer):
+        return {op: sum(answer["stats"].get(op, {}).values()) for op in ("router_gemm_topk", routing)}
+
+    for mode in jobs:
+        assert counts(found[mode]) == {"router_gemm_topk": layers * (STEPS - 1), routing: layers}
+        assert counts(apart[mode]) == {"router_gemm_topk": 0, routing: layers * STEPS}
+        assert found[mode]["tokens"] == apart[mode]["tokens"]
+    assert (
+        found["eager"]["then"] == [found["eager"]["tokens"]] and found["planted"]["tokens"] != found["eager"]["tokens"]
+    )
