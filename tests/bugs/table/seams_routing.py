@@ -93,8 +93,8 @@ BUGS = (
     Bug(
         "gates of layers whose tokens move between ranks",
         GATE,
-        "        config.dp_size > 1\n        or config.pcp_size > 1\n        or config.is",
-        "        config.is",
+        "moe_input.moves_tokens(config) or getattr(",
+        "getattr(",
         CAUGHT,
     ),
     Bug(

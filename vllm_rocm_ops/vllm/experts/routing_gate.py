@@ -132,12 +132,7 @@ def takes(layer: torch.nn.Module) -> bool:
     gate, config = getattr(layer, "gate", None), layer.moe_config
     if type(gate) not in gate_classes() or experts_of(layer) is None:
         return False
-    if (
-        config.dp_size > 1
-        or config.pcp_size > 1
-        or config.is_sequence_parallel
-        or getattr(layer, "_fse_fuse_gate", False)
-    ):
+    if moe_input.moves_tokens(config) or getattr(layer, "_fse_fuse_gate", False):
         return False
     weight, bias = getattr(gate, "weight", None), getattr(gate, "bias", None)
     return (

@@ -49,6 +49,11 @@ def layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield layer
 
 
+def moves_tokens(config) -> bool:
+    """Return whether the tokens of MoE layers of this configuration move between ranks."""
+    return config.dp_size > 1 or config.pcp_size > 1 or config.is_sequence_parallel
+
+
 def takes(layer: torch.nn.Module) -> bool:
     """Return whether the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
     from vllm_rocm_ops.vllm.fusion import fused_quant
@@ -57,7 +62,7 @@ def takes(layer: torch.nn.Module) -> bool:
     ours, config = getattr(kernel, "fused_experts", None), layer.moe_config
     if not isinstance(ours, experts.Predicates) or layer.routed_input_transform is not None:
         return False
-    if config.dp_size > 1 or config.pcp_size > 1 or config.is_sequence_parallel:
+    if moves_tokens(config):
         return False
     weight = layer.routed_experts.w13_weight
     return (
