@@ -76,7 +76,9 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _configs(a, arch: Arch) -> list[SkinnyConfig]:
-    """Return the divisions of K into slices of whole units, each slice of a tile with a block of its own."""
+    """Return the divisions of K into slices of whole units, with a block per slice and tile; none if no lanes fit the experts."""
+    if _division(a, arch) is None:
+        return []
     weight = gemm.weight(a.weight)
     tiles = -(-weight.rows // ROWS)
     units = -(-weight.k // UNIT)
