@@ -112,16 +112,20 @@ def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     return [dataclasses.replace(call, count=call.count * times) for call, times in found.items() if call]
 
 
+def _of_neighbors(join, config: dict, tp: int, ep: int | None) -> list[LayerCall]:
+    """Return the calls that `join` makes of neighboring calls in a step."""
+    found = Counter(filter(None, itertools.starmap(join, itertools.pairwise(layers.sequence(config, tp, ep)))))
+    return [dataclasses.replace(call, count=times) for call, times in found.items()]
+
+
 def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """Return the calls of `one_launch` in a step."""
-    found = Counter(filter(None, itertools.starmap(one_launch, itertools.pairwise(layers.sequence(config, tp, ep)))))
-    return [dataclasses.replace(call, count=times) for call, times in found.items()]
+    return _of_neighbors(one_launch, config, tp, ep)
 
 
 def routers(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """Return the calls of `one_router` in a step."""
-    found = Counter(filter(None, itertools.starmap(one_router, itertools.pairwise(layers.sequence(config, tp, ep)))))
-    return [dataclasses.replace(call, count=times) for call, times in found.items()]
+    return _of_neighbors(one_router, config, tp, ep)
 
 
 def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:

@@ -100,8 +100,8 @@ BUGS = (
     Bug(
         "gates of layers that vLLM routes",
         GATE,
-        'isinstance(found, experts.Predicates) and hasattr(found, "method")',
-        "isinstance(found, experts.Predicates)",
+        'found if hasattr(found, "method") else None',
+        "found",
         CAUGHT,
     ),
     Bug(

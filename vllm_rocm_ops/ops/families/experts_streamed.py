@@ -75,14 +75,18 @@ def _gate_up_lds(a) -> int:
 def _down_lds(a, quantizes: bool = False) -> int:
     """Return the LDS bytes of the pairs, of each wave's sums and of the quantized activation."""
     lds = _lists_bytes(a) + WAVES * a.hidden.shape[0] * TILE_ROWS * 4
-    return lds + a.hidden.shape[0] * slots(a) * (intermediate(a) + _scale_bytes(a)) if quantizes else lds
+    return lds + a.hidden.shape[0] * slots(a) * _row_bytes(a) if quantizes else lds
 
 
-def _scale_bytes(a) -> int:
-    """Return the bytes of the scales of a row of the activation. A static scale stays in HBM."""
-    if a.act_scale is not None:
-        return 0
-    return intermediate(a) // MX_BLOCK if scheme(a.w1, a.w1_scale) == "mx" else intermediate(a) // BLOCK * 4
+def _row_scales(a) -> int:
+    """Return the scales of a row of the activation in LDS. A static scale stays in HBM."""
+    group = MX_BLOCK if scheme(a.w1, a.w1_scale) == "mx" else BLOCK
+    return intermediate(a) // group if a.act_scale is None else 0
+
+
+def _row_bytes(a) -> int:
+    """Return the LDS bytes of a quantized row of the activation and its scales."""
+    return intermediate(a) + _row_scales(a) * (0 if a.w2_scale is None else a.w2_scale.element_size())
 
 
 def _can_quantize(a, arch: Arch) -> bool:
@@ -145,8 +149,7 @@ def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]
     act, lists, num_rows = Workspace(pairs * inner * 2), Workspace(_lists_bytes(a)), Workspace(4)
     hidden, quantize_hidden = hidden_operand(a, arch)
     if config.quantizes:
-        scale_row = _scale_bytes(a) // (1 if a.w2_scale is None else a.w2_scale.element_size())
-        activation, quantize_act = Activations(act, inner, a.act_scale, scale_row), []
+        activation, quantize_act = Activations(act, inner, a.act_scale, _row_scales(a)), []
     else:
         rows = Rows(act, pairs, inner, inner, a.out_dtype)
         activation, quantize_act = operand(a, rows, a.act_scale, arch, num_rows)
@@ -222,6 +225,6 @@ def _product(
     quantizes = name == "down_quant"
     lds = _gate_up_lds(a) if name == "gate_up" else _down_lds(a, quantizes)
     row = "static" if quantizes else "row"
-    kinds = {"none": ELEMENTS[weight.dtype] if kind == "none" else "", "tensor": row, "channel": row}
+    kinds = {"none": ELEMENTS.get(weight.dtype), "tensor": row, "channel": row}
     symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}" + (f"_{ELEMENTS[a.out_dtype]}" if quantizes else "")
     return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), fields("experts", args), lds)

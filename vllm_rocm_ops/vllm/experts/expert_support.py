@@ -111,3 +111,10 @@ class Predicates:
             mask[:-1] = expert_map >= 0
             self._mask = expert_map, mask
         return mask
+
+
+def held_by(layer: torch.nn.Module) -> Predicates | None:
+    """Return the plugin's experts that a layer holds, None if it has others or none."""
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    found = getattr(kernel, "fused_experts", None)
+    return found if isinstance(found, Predicates) else None

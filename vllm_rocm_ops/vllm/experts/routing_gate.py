@@ -22,8 +22,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.ops.router_gemm_topk import MAX_TOKENS
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.experts import handed_over, routing_experts
+from vllm_rocm_ops.vllm.experts import expert_support, handed_over, routing_experts
 from vllm_rocm_ops.vllm.fusion import moe_input
 from vllm_rocm_ops.vllm.linear import unquantized_linear
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -108,9 +107,8 @@ def leave(gate: torch.nn.Module) -> None:
 
 def experts_of(layer: torch.nn.Module) -> object | None:
     """Return the plugin's experts that route the tokens of an MoE layer, None if it has others."""
-    kernel = getattr(getattr(layer.routed_experts, "quant_method", None), "moe_kernel", None)
-    found = getattr(kernel, "fused_experts", None)
-    return found if isinstance(found, experts.Predicates) and hasattr(found, "method") else None
+    found = expert_support.held_by(layer.routed_experts)
+    return found if hasattr(found, "method") else None
 
 
 @functools.cache

@@ -24,8 +24,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.families.experts import scheme
 from vllm_rocm_ops.ops.families.gemm import BLOCK
-from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.experts import handed_over
+from vllm_rocm_ops.vllm.experts import expert_support, handed_over
 from vllm_rocm_ops.vllm.fusion import producers
 from vllm_rocm_ops.vllm.fusion.row_selection import Fused, dequantized
 
@@ -58,9 +57,8 @@ def takes(layer: torch.nn.Module) -> bool:
     """Return whether the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
     from vllm_rocm_ops.vllm.fusion import fused_quant
 
-    kernel = getattr(getattr(layer.routed_experts, "quant_method", None), "moe_kernel", None)
-    ours, config = getattr(kernel, "fused_experts", None), layer.moe_config
-    if not isinstance(ours, experts.Predicates) or layer.routed_input_transform is not None:
+    ours, config = expert_support.held_by(layer.routed_experts), layer.moe_config
+    if ours is None or layer.routed_input_transform is not None:
         return False
     if moves_tokens(config):
         return False

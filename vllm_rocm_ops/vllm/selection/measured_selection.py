@@ -12,8 +12,7 @@ import torch
 
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.vllm import reach, seam
-from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.experts import routing_gate
+from vllm_rocm_ops.vllm.experts import expert_support, routing_gate
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import native_kernel
@@ -155,10 +154,7 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
     }
     left = []
     for name, module in (named for model in models for named in model.named_modules()):
-        method = getattr(module, "quant_method", None)
-        has_experts = isinstance(
-            getattr(getattr(method, "moe_kernel", None), "fused_experts", None), experts.Predicates
-        )
+        method, has_experts = getattr(module, "quant_method", None), expert_support.held_by(module) is not None
         weight = getattr(module, "w13_weight" if has_experts else "weight", None)
         mark = getattr(module, native_kernel.MARK, None)
         is_ours = has_experts or (mark is not None and not native_kernel.STATES[int(mark)][1])
