@@ -293,7 +293,7 @@ def test_a_model_whose_experts_take_it(monkeypatch):
     model = Model(monkeypatch)
     assert moe_input.hidden_of(model) == HIDDEN
     [one] = moe_input.found(model, True)
-    assert one.key == f"{BOTH} {HIDDEN} bfloat16 residual separate" and not list(moe_input.found(model, False))
+    assert one.key == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(moe_input.found(model, False))
     for changed in OTHERS.values():
         assert moe_input.hidden_of(Model(monkeypatch, **changed)) == 0
         assert moe_input.hidden_of(torch.nn.ModuleList([model, Model(monkeypatch, **changed)])) == 0
@@ -335,3 +335,22 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
             measure()
     else:
         assert measure()[:2] == (5.0, 8.0)
+
+
+@pytest.mark.parametrize("native", [8.0, 5.0])
+def test_it_runs_where_it_won(monkeypatch, native):
+    """A record of times decides it, for all token counts."""
+    from vllm_rocm_ops.vllm.fusion import moe_input, row_selection
+    from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
+
+    [one] = moe_input.found(Model(monkeypatch), True)
+    record = Record({}, {}, {one.key: {tokens: Measured(5.0, native) for tokens in row_selection.TOKENS}})
+    assert row_selection.decide([one], record.decided()) == {one.pattern: native == 8.0}
+
+
+def test_a_key_that_has_a_choice_per_token_count_is_an_error(monkeypatch):
+    from vllm_rocm_ops.vllm.fusion import moe_input
+
+    monkeypatch.setattr(moe_input, "SEPARATE", "separate")
+    with pytest.raises(ValueError, match="one choice for all token counts, got separate"):
+        list(moe_input.found(Model(monkeypatch), True))

@@ -4,6 +4,20 @@ from ..bug import Bug, Tests
 
 BUGS = (
     Bug(
+        "times by token count read as one choice for all",
+        "vllm/fusion/moe_input.py",
+        'f"separate-{kernel_selection.EAGER}"',
+        '"separate"',
+        Tests("test_moe_input.py"),
+    ),
+    Bug(
+        "a key that is not of one choice",
+        "vllm/fusion/row_selection.py",
+        "if not kernel_selection.is_whole(self.key):",
+        "if False:",
+        Tests("test_moe_input.py"),
+    ),
+    Bug(
         "a layer's quantized input kept after the call",
         "vllm/experts/handed_over.py",
         "        current.given = before\n",

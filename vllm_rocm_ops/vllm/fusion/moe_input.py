@@ -27,9 +27,10 @@ from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.vllm.experts import expert_support, handed_over
 from vllm_rocm_ops.vllm.fusion import producers
 from vllm_rocm_ops.vllm.fusion.row_selection import Fused, dequantized
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
-SEPARATE = "separate"
-"""Marks the key of a measurement against two separate launches."""
+SEPARATE = f"separate-{kernel_selection.EAGER}"
+"""The baseline of two launches, not compiled, in the key of a measurement."""
 OP = ops.rms_norm_and_per_block_quant
 NAMES = ("moe_forward", "moe_forward_shared")
 WRITES = {"moe_forward": ["hidden_states"], "moe_forward_shared": []}

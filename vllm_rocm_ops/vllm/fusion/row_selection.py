@@ -106,6 +106,10 @@ class Fused:
         self.pattern = fused_quant.pattern(op, columns, dtype, *traits)
         self.shape = self.pattern.removeprefix(f"{op.name} ")
         self.key = f"{self.pattern} {baseline}"
+        if not kernel_selection.is_whole(self.key):
+            raise ValueError(
+                f"{op.name}: baseline must make a key with one choice for all token counts, got {baseline}"
+            )
         self.layers = dict.fromkeys(range(SETS), ())
         self.kernels, self.baseline = self, self.vllms
 
