@@ -298,7 +298,8 @@ def replaced(kind: type, method: str, found: dict[type, Recorded]) -> Iterator[N
 def seams(options: argparse.Namespace) -> list[dict]:
     """Return a line for each layer of a model that a seam serves."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from latency import find_model, hardware, overrides, versions
+    from latency import find_model, overrides
+    from latency_worker import hardware, versions
     from vllm import LLM, SamplingParams
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context

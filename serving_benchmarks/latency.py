@@ -3,11 +3,12 @@
     python serving_benchmarks/latency.py --model tiny-llama llama-3.1-405b-fp8 --num-layers 4 --batch-size 1 8 32
 
 Weights are random; nothing is downloaded. For each model, vLLM runs without and with the plugin, in separate processes with the same
-seed, `--pairs` times, as engine starts differ. Every batch size has warm-up and measured iterations of prompts with --input-len tokens
-that generate --output-len tokens. The report has the median time per output token, from the engine's time stamps of the first and last
-token of a request, and the median speedup over the pairs; time to first token (prefill: --input-len 2048 --output-len 2); the time of a
-Python loop, to gauge the host's speed; and time and memory of starts (engine_start.py). `--profile` breaks down the decode step
-(decode_profile.py). The engine runs in the measuring process
+seed, `--pairs` times, as engine starts differ. `--num-starts-warmup 1` starts the plugin once before: the first start times all kernels
+(VLLM_ROCM_OPS_MEASURE is 120 s), later ones use all results. Every batch size has warm-up and measured iterations of prompts with
+--input-len tokens that generate --output-len tokens. The report has the median time per output token, from the engine's time stamps of
+the first and last token of a request, and the median speedup over the pairs; time to first token (prefill: --input-len 2048
+--output-len 2); the time of a Python loop, to gauge the host's speed; and time and memory of starts (engine_start.py). `--profile` breaks
+down the decode step (decode_profile.py). The engine runs in the measuring process, latency_worker.py
 (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
 
 `--rank-of 8` simulates one of eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. On an
@@ -23,17 +24,14 @@ import json
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import decode_profile
 from latency_report import SIDES, plot, summarize, table
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +39,17 @@ CONFIGS = HERE.parent / "vllm_rocm_ops" / "models"
 PLUGIN = "rocm_ops"
 SECONDS_TO_END = 30
 LINES_OF_A_FAILURE = 40
-MIN = {"batch_size": 1, "input_len": 1, "output_len": 2, "num_iters": 1, "rank_of": 1, "pairs": 1}
+MEASURE_S = "120"  # so that the plugin's first start times all kernels, however slow the compilers are
+WORKER = HERE / "latency_worker.py"
+MIN = {
+    "batch_size": 1,
+    "input_len": 1,
+    "output_len": 2,
+    "num_iters": 1,
+    "rank_of": 1,
+    "pairs": 1,
+    "num_starts_warmup": 0,
+}
 
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
@@ -85,6 +93,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--num-iters-warmup", type=int, default=10, help="number of warm-up iterations (default: %(default)s)")
     add("--pairs", type=int, default=1, help="engine starts per side, alternating (default: %(default)s)")
     add(
+        "--num-starts-warmup",
+        type=int,
+        default=0,
+        help="engine starts with the plugin before the measured ones (default: %(default)s)",
+    )
+    add(
         "--profile",
         type=int,
         nargs="*",
@@ -96,7 +110,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="report file (default: %(default)s)")
     add("--plot", type=Path, default=HERE / "out" / "latency.png", help="plot file (default: %(default)s)")
     add("--commit", help="commit of the measured code (default: this checkout's)")
-    add("--worker", type=json.loads, help=argparse.SUPPRESS)  # a job of a measuring process
     arguments = parser.parse_args(argv)
     for name, least in MIN.items():
         values = getattr(arguments, name)
@@ -133,136 +146,6 @@ def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, in
     return result
 
 
-# In the measuring process
-
-
-def host_us() -> float:
-    """Time a fixed Python loop in microseconds, to gauge the host's speed."""
-    start = time.perf_counter()
-    for _ in range(20_000):
-        pass
-    return 1e6 * (time.perf_counter() - start)
-
-
-def measure(job: dict, report: Callable[[dict], None]) -> None:
-    """Run one model on one side, and report every iteration, every batch size and the final results."""
-    from vllm import LLM, SamplingParams
-    from vllm.platforms import current_platform
-
-    with_ops = job["side"] == "with"
-    longest = job["input_len"] + job["output_len"]
-    settings = {
-        "model": job["model"],
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,  # enables the time stamps
-        "max_model_len": -(-longest // 64) * 64,
-        "max_num_seqs": max(job["batch_sizes"]),
-        "tensor_parallel_size": job["tensor_parallel_size"],
-        "dtype": job["dtype"],
-        "kv_cache_dtype": job["kv_cache_dtype"],
-        "enforce_eager": job["enforce_eager"],
-        "seed": job["seed"],
-    }
-    if job["tensor_parallel_size"] == 1:
-        settings["distributed_executor_backend"] = "uni"
-    if current_platform.is_cpu():
-        settings["gpu_memory_utilization"] = 0.3
-    settings["worker_extension_cls"] = f"{'random_experts' if job['random_experts'] else 'engine_start'}.Extension"
-    settings |= job["engine_args"]
-    settings["hf_overrides"] = job["overrides"] | settings.get("hf_overrides", {})
-    begin = time.perf_counter()
-    llm = LLM(**settings)
-    start_s = time.perf_counter() - begin
-    if not with_ops and "vllm_rocm_ops" in sys.modules:
-        raise RuntimeError("the plugin was loaded on the side without it")
-
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
-
-    def sampling(tokens: int) -> SamplingParams:
-        temperature = 1.0 if job["random_experts"] else 0.0
-        return SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
-
-    def prompts_of(batch_size: int) -> list[dict]:
-        tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
-        return [{"prompt_token_ids": row} for row in tokens]
-
-    report({"hardware": hardware(), "versions": versions()})
-    for batch_size in job["batch_sizes"]:
-        prompts, latencies, decode, first, host = prompts_of(batch_size), [], [], [], []
-        for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
-            loop_us = host_us()
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, sampling(job["output_len"]), use_tqdm=False)
-            latency = time.perf_counter() - start
-            spans = [output.metrics.last_token_ts - output.metrics.first_token_ts for output in outputs]
-            per_token = statistics.median(spans) / (job["output_len"] - 1)
-            if iteration >= job["num_iters_warmup"]:
-                latencies.append(latency)
-                host.append(loop_us)
-                decode.append(1e3 * per_token)
-                first.append(1e3 * statistics.median(output.metrics.first_token_latency for output in outputs))
-            report({"batch_size": batch_size, "decode_ms": 1e3 * per_token})
-        times = {"latencies": latencies, "decode_ms": decode, "ttft_ms": first, "host_us": host}
-        report({"batch": {"batch_size": batch_size, **times}})
-    ranks = llm.collective_rpc("engine_start")
-    start = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
-    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    result = {"start": {"start_s": start_s, **start, "kv_blocks": blocks}}
-    try:
-        recorded = ((size, decode_profile.record(llm, prompts_of(size), sampling)) for size in job["profile"])
-        result["profile"] = {size: ranks for size, ranks in recorded if ranks}
-    except Exception as error:  # noqa: BLE001  the latencies are valid without a profile
-        traceback.print_exc()
-        result["profile_error"] = f"{type(error).__name__}: {error}".strip()
-    if with_ops:
-        result["op_stats"] = llm.collective_rpc("vllm_rocm_ops_stats")[0]
-        result["seams"] = llm.collective_rpc("vllm_rocm_ops_seams")[0]
-        result["reach"] = llm.collective_rpc("vllm_rocm_ops_reach")[0]
-    report({"result": result})
-
-
-def hardware() -> str:
-    """Return the hardware."""
-    import torch
-
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    cpu = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ": CPU"
-    )
-    return f"{len(os.sched_getaffinity(0))} cores of {cpu.partition(': ')[2]}"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, torch, vLLM, HIP and the plugin."""
-    import importlib.metadata
-
-    import torch
-    import vllm
-
-    found = {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__}
-    return found | {"hip": torch.version.hip or "", "vllm_rocm_ops": importlib.metadata.version("vllm-rocm-ops")}
-
-
-def worker(job: dict) -> None:
-    """Run a job in a measuring process; events go through a pipe as lines of JSON."""
-    with os.fdopen(job["pipe"], "w", buffering=1) as pipe:
-
-        def report(event: dict) -> None:
-            pipe.write(json.dumps(event) + "\n")
-
-        try:
-            measure(job, report)
-        except BaseException as error:  # noqa: BLE001  any failure is the result
-            traceback.print_exc()
-            report({"error": f"{type(error).__name__}: {error}".strip()})
-
-
-# In the process that the user started
-
-
 def environment(side: str) -> dict[str, str]:
     """Return the environment of a measuring process; without the plugin, all other installed plugins stay."""
     defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -280,12 +163,12 @@ def environment(side: str) -> dict[str, str]:
 def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
     """Run one measuring process, and return its result or {"error": why}, with the completed batch sizes."""
     read_end, write_end = os.pipe()
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps({**job, "pipe": write_end})]
+    command = [sys.executable, str(WORKER), json.dumps({**job, "pipe": write_end})]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
-            env=environment(job["side"]),
+            env={"VLLM_ROCM_OPS_MEASURE": MEASURE_S} | environment(job["side"]),
             pass_fds=[write_end],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -368,6 +251,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
         for side in (reversed(SIDES) if pair % 2 else SIDES)
         if side in arguments.side
     ]
+    firsts = {job["name"]: number for number, job in reversed([*enumerate(jobs)])}.values()
     iterations = len(arguments.batch_size) * (arguments.num_iters_warmup + arguments.num_iters)
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -388,8 +272,12 @@ def benchmark(arguments: argparse.Namespace) -> dict:
                 bar.set_postfix_str(f"{event['decode_ms']:.2f} ms/token", refresh=False)
                 bar.update()
 
+            logs = arguments.output_json.parent / "logs"
+            for warm_up in range(arguments.num_starts_warmup if number in firsts else 0):
+                once = {"side": "with", "num_iters_warmup": 1, "num_iters": 0, "profile": []}
+                run_side(job | once, logs / f"{job['name']}-warmup-{warm_up}.log", lambda event: None)
             start = f"-{job['pair']}" if arguments.pairs > 1 else ""
-            log = arguments.output_json.parent / "logs" / f"{job['name']}-{job['side']}{start}.log"
+            log = logs / f"{job['name']}-{job['side']}{start}.log"
             found = run_side(job, log, on_event)
             bar.update((number + 1) * iterations - bar.n)
             run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
@@ -425,9 +313,6 @@ def commit() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and print the report. Returns 1 if a side with the plugin failed."""
     arguments = parse_arguments(argv)
-    if arguments.worker:
-        worker(arguments.worker)
-        return 0
     report = benchmark(arguments)
     print(table(report))
     print()

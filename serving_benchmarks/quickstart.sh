@@ -8,7 +8,7 @@ set -euo pipefail
 "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))' ||
   die "vLLM not found. Install it for this GPU: https://docs.vllm.ai/en/latest/getting_started/installation/gpu/"
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-  defaults=(--model llama-3.1-405b-fp8 deepseek-v3 --num-layers 4 --batch-size 1 8 32)
+  defaults=(--model llama-3.1-405b-fp8 deepseek-v3 --num-layers 4 --batch-size 1 8 32 --num-starts-warmup 1)
 else
   # One thread suffices for a tiny model; more would make times noisy on a busy machine.
   export VLLM_ROCM_OPS_ON_CPU=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

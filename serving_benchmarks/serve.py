@@ -120,9 +120,9 @@ def named_vllm(folder: Path) -> str:
 def machine() -> dict:
     """Return hardware and versions, from a separate process so that no GPU memory stays allocated."""
     code = (
-        "import json, latency, torch\n"
+        "import json, latency_worker, torch\n"
         "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'\n"
-        "print(json.dumps({'gpu': gpu, 'hardware': latency.hardware(), 'versions': latency.versions()}))"
+        "print(json.dumps({'gpu': gpu, 'hardware': latency_worker.hardware(), 'versions': latency_worker.versions()}))"
     )
     environment = latency.environment("without")
     done = subprocess.run(

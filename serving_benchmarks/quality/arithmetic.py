@@ -46,6 +46,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "serving_benchmarks"), str(ROOT / "tests" / "ops")]
 import formulas
 import latency
+import latency_worker
 
 del sys.path[-2:]
 MAX = 1.1  # maximum error, relative to the baseline's
@@ -387,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
                     formulas.OF_TERMS = max(formulas.OF_TERMS, arch.sum_rounding)
                 line = {"op": "arithmetic", "case": job["case"], "machine": name, "requests": arguments.requests}
                 line |= {"gpu": name} if device == "cuda" else {}
-                line |= judged(calls, device, arch, within) | {"versions": latency.versions()}
+                line |= judged(calls, device, arch, within) | {"versions": latency_worker.versions()}
                 print(*text(line), sep="\n", flush=True)
                 wrong |= bool(line["wrong"])
                 if arguments.output:

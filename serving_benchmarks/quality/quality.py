@@ -38,6 +38,7 @@ from vllm_rocm_ops.tools.bench import report
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "serving_benchmarks"))
 import latency
+import latency_worker
 
 sys.path.pop()
 MAX_OFF = {"bf16": 0.001, "static": 0.001}
@@ -106,7 +107,7 @@ def worker(path: pathlib.Path) -> None:
         except Exception as error:  # noqa: BLE001  a failure is the result
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}".strip()}
-        found |= {"hardware": latency.hardware(), "versions": latency.versions()}
+        found |= {"hardware": latency_worker.hardware(), "versions": latency_worker.versions()}
         with open(request["answers"], "a") as file:
             file.write(json.dumps({name: found}) + "\n")
         if "error" in found:

@@ -96,11 +96,37 @@ def test_sides_are_first_in_turn(tmp_path, monkeypatch):
     """A host warms up and cools down."""
     started = []
     monkeypatch.setattr(
-        latency, "run_side", lambda job, *_: started.append((job["pair"], job["side"])) or {"batches": []}
+        latency,
+        "run_side",
+        lambda job, *_: started.append((job["pair"], job["side"], job["num_iters"])) or {"batches": []},
     )
     files = ["--output-json", str(tmp_path / "latency.json"), "--plot", str(tmp_path / "latency.png")]
-    latency.benchmark(latency.parse_arguments(["--model", "tiny-llama", "--pairs", "3", *files]))
-    assert started == [(0, "without"), (0, "with"), (1, "with"), (1, "without"), (2, "without"), (2, "with")]
+    latency.benchmark(latency.parse_arguments(["--model", "tiny-llama", "--pairs", "3", "--num-iters", "4", *files]))
+    sides = [(0, "without"), (0, "with"), (1, "with"), (1, "without"), (2, "without"), (2, "with")]
+    assert started == [(*side, 4) for side in sides]
+
+
+def test_starts_before_the_measured_ones(tmp_path, monkeypatch):
+    """They are the plugin's, and time all kernels. Nothing is reported of them."""
+    started = []
+    monkeypatch.setattr(
+        latency,
+        "run_side",
+        lambda job, log, _: started.append((job["name"], job["side"], job["num_iters"], log.name)) or {"batches": []},
+    )
+    files = ["--output-json", str(tmp_path / "latency.json"), "--plot", str(tmp_path / "latency.png")]
+    models = ["--model", "tiny-llama", "tiny-llama-fp8", "--num-iters", "4", "--num-starts-warmup", "1"]
+    report = latency.benchmark(latency.parse_arguments([*models, *files]))
+    assert started == [
+        (name, *of)
+        for name in ("tiny-llama", "tiny-llama-fp8")
+        for of in (
+            ("with", 0, f"{name}-warmup-0.log"),
+            ("without", 4, f"{name}-without.log"),
+            ("with", 4, f"{name}-with.log"),
+        )
+    ]
+    assert len(report["runs"]) == 4
 
 
 def test_pairs_of_starts_have_the_median_of_their_ratios():
@@ -304,7 +330,7 @@ def test_real_configurations_hold_the_published_sizes():
 
 STUB = """
 import json, os, subprocess, sys
-job = json.loads(sys.argv[2])
+job = json.loads(sys.argv[1])
 worker = subprocess.Popen(["sleep", "600"], pass_fds=[job["pipe"]])
 with os.fdopen(job["pipe"], "w") as pipe:
     pipe.write(json.dumps({"batch_size": 1, "decode_ms": 2.0}) + "\\n")
@@ -316,7 +342,7 @@ with os.fdopen(job["pipe"], "w") as pipe:
 def test_no_process_outlives_its_side(tmp_path, monkeypatch):
     """A worker that vLLM forgets would keep GPU memory from the other side."""
     (tmp_path / "stub.py").write_text(STUB)
-    monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
+    monkeypatch.setattr(latency, "WORKER", tmp_path / "stub.py")
     events = []
     job = {"side": "with", "random_experts": False, "timeout": 60}
     found = latency.run_side(job, tmp_path / "log", events.append)
@@ -326,7 +352,7 @@ def test_no_process_outlives_its_side(tmp_path, monkeypatch):
 
 WHOLE = """
 import json, os, sys, time
-pipe = os.fdopen(json.loads(sys.argv[2])["pipe"], "w", buffering=1)
+pipe = os.fdopen(json.loads(sys.argv[1])["pipe"], "w", buffering=1)
 pipe.write('{"hardware": "1 x GPU"}\\n{"batch": {"batch_size": 8}}\\n')
 """
 
@@ -341,7 +367,7 @@ pipe.write('{"hardware": "1 x GPU"}\\n{"batch": {"batch_size": 8}}\\n')
 def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, ends, error):
     """A side that takes too long is reported as well. Earlier measurements are kept."""
     (tmp_path / "stub.py").write_text(f"{WHOLE}\nprint('lines\\n' * 99)\n{ends}")
-    monkeypatch.setattr(latency, "__file__", str(tmp_path / "stub.py"))
+    monkeypatch.setattr(latency, "WORKER", tmp_path / "stub.py")
     found = latency.run_side({"side": "with", "random_experts": False, "timeout": 3}, tmp_path / "log", print)
     assert found["error"] == error
     assert found["batches"] == [{"batch_size": 8}] and found["hardware"] == "1 x GPU"

@@ -88,7 +88,7 @@ def rotate(*arguments):
     ops.batched_gemm_rope.Arguments(*arguments).q_pe.mul_(float(os.environ["FACTOR"]))
     return True
 
-measured_selection.clock, kernel_timing.MAX_SECONDS = Clock, 1000.0
+measured_selection.clock, kernel_timing.limit_s = Clock, lambda: 1000.0
 ops.mla_norm_rope_and_cache.run_kernels = run_kernels
 ops.batched_gemm_rope.run_kernels = rotate
 """

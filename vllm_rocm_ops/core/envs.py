@@ -34,7 +34,9 @@ VARIABLES = {
             "1 shuffles FP8 weights of layers whose GEMMs were faster at all measured batch sizes",
         ),
         Variable(
-            "VLLM_ROCM_OPS_MEASURE", "1", "0 stops vLLM's workers from timing the plugin's kernels against vLLM's"
+            "VLLM_ROCM_OPS_MEASURE",
+            "10",
+            "seconds of a start in which vLLM's workers time the plugin's kernels against vLLM's; 0 stops that",
         ),
         Variable(
             "VLLM_ROCM_OPS_ALL_REDUCE_LIMIT",

@@ -4,6 +4,20 @@ from ..bug import Bug, Tests
 
 BUGS = (
     Bug(
+        "a time limit that is not a number",
+        "vllm/selection/kernel_timing.py",
+        "if not 0 <= found <= MOST_SECONDS:",
+        "if found < 0 or found > MOST_SECONDS:",
+        Tests("test_kernel_selection.py"),
+    ),
+    Bug(
+        "a cache in another order as a failure of the op",
+        "vllm/selection/kernel_timing.py",
+        "            except Refused:\n                found = NATIVE\n            except Exception as error:",
+        "            except Exception as error:",
+        Tests("test_kernel_selection.py"),
+    ),
+    Bug(
         "a layer without the plugin's kernel counted as taken",
         "vllm/reach.py",
         "next(kernels_of(module), None) is not None",

@@ -1,9 +1,9 @@
 """Serve decode batches in vLLM's attention backends by `paged_attention_decode`, where it is faster.
 
 A subclass replaces each backend in place. Its layers run the op for decode-only batches with one query length, 1 to 8.
-Prefill, mixed batches, the cache write and metadata stay vLLM's, as do layers with an unsupported feature. The decision
-uses values known on the host and constant in a captured graph: shapes, the longest query, the layer's configuration.
-Rows that pad a graph have no keys, and nothing after the batch's tokens is written.
+Prefill, mixed batches, cache writes and metadata stay vLLM's, as do layers with an unsupported feature. The decision
+uses what the host knows and a captured graph keeps: shapes, the longest query, the layer's configuration.
+Rows that pad graphs have no keys, and nothing after the batch's tokens is written.
 
 The op serves where it was timed to be faster at every context length (timing.py), so nowhere before timing. With
 VLLM_ROCM_OPS_ATTENTION=1 it serves wherever it fits.
@@ -239,7 +239,9 @@ class HeadsDecoder(Decoder):
         return row, row, 2 * impl.num_kv_heads * impl.head_size
 
     def page_size(self, layer) -> int:
-        return CacheLayout(*self.caches(layer, layer.kv_cache)).page_size
+        if (caches := self.caches(layer, layer.kv_cache)) is None:
+            raise kernel_selection.Refused
+        return CacheLayout(*caches).page_size
 
     def ours(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:
         """Return the output of a batch and its scales, by the op."""
@@ -311,7 +313,7 @@ class DecodeImpl:
         return groups is not None or static
 
     def quantized_forward(self, *given, output_scale=None, output_block_scale=None):
-        """Run vLLM's implementation, and a separate quantization where it does not support the fused one."""
+        """Run vLLM's implementation, and a separate quantization where it fuses none."""
         *given, output, scale, groups = given if len(given) == 9 else (*given, output_scale, output_block_scale)
         if self.lacks_quantization(scale, groups):
             return quantized_attention.behind(super().forward, self.rocm_ops, given, output, scale, groups)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock as clocks
-from vllm_rocm_ops.core import tables
+from vllm_rocm_ops.core import envs, tables
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import (
     GROUP,
@@ -49,8 +49,8 @@ FLOOR = 1e-5  # relative error that is always allowed: float32 sums in another o
 SAMPLED_GROUPS = 4  # of columns
 ROWS_AT_A_TIME = 1024  # of two results, when compared
 SAMPLE_US = 500.0  # target duration of a graph's calls
-MAX_SECONDS = 10.0  # per start, for linear layers, experts, attention, norms and activations, and for waiting
-MAX_SECONDS_WAITING = 60.0  # for another process that times, and compiles too
+MOST_SECONDS = 3600.0  # of VLLM_ROCM_OPS_MEASURE
+SECONDS_COMPILING = 50.0  # that another process may take besides, while this one waits for it
 FEW_ROUNDS = 5  # after which a kernel that was faster in each is selected
 HOPELESS = 1.5  # times vLLM's time in one replay: not timed further
 PROGRESS_SECONDS = 5.0
@@ -88,6 +88,18 @@ class GraphClock:
 
     def finish(self):
         torch.cuda.synchronize()
+
+
+def limit_s() -> float:
+    """Return the seconds per start to time all kernels in, waiting included. Raises ValueError for a wrong variable."""
+    text = envs.VLLM_ROCM_OPS_MEASURE
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= MOST_SECONDS:
+        raise ValueError(f"VLLM_ROCM_OPS_MEASURE must be 0 to {MOST_SECONDS:g} seconds, got {text}")
+    return found
 
 
 def is_clear(times: dict[str, list[float]]) -> bool:
@@ -339,6 +351,8 @@ def measure(
             marked = marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
             try:
                 found = pair(one, layers[:calls], tokens, clock, marked)
+            except Refused:
+                found = NATIVE
             except Exception as error:  # noqa: BLE001  the other shapes are still timed
                 why = f"{str(error).partition(chr(10))[0]} ({one.shape}, {tokens} tokens)"
                 if isinstance(error, Mismatch):
@@ -354,7 +368,7 @@ def measure(
     if left:
         logger.info(
             "vllm-rocm-ops: %d of %d comparisons did not fit into %.0f s, "
-            "default token limits apply there until the next start: %s",
+            "default token limits apply there until the next start (VLLM_ROCM_OPS_MEASURE=60 gives it more time): %s",
             len(left),
             count,
             time.monotonic() - start,
@@ -408,12 +422,12 @@ def agree(
         clock: Times calls, None to use the record only.
         gather: Returns the decisions of all ranks.
         pair: Checks and times one choice at one token count.
-        share: Of `MAX_SECONDS` that this may take, minus the time that this start has spent.
+        share: Of `limit_s` that this may take, minus the time that this start has spent.
     """
     record = Record({})
     begin = time.monotonic()
     try:
-        record = _measured_here(wanted, clock, pair, begin + share * MAX_SECONDS - kernel_selection.spent())
+        record = _measured_here(wanted, clock, pair, begin + share * limit_s() - kernel_selection.spent())
     except Exception as error:  # noqa: BLE001  vLLM starts anyway
         logger.warning("vllm-rocm-ops: kernel timing failed: %s: %s", type(error).__name__, error)
     kernel_selection.spend(time.monotonic() - begin)
@@ -439,7 +453,7 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
     with contextlib.ExitStack() as stack:
         keeps = True
         try:
-            stack.enter_context(tables.locked(path.with_suffix(".lock"), MAX_SECONDS_WAITING))
+            stack.enter_context(tables.locked(path.with_suffix(".lock"), limit_s() + SECONDS_COMPILING))
         except TimeoutError as error:
             logger.warning(
                 "vllm-rocm-ops: only recorded results are used, because another process is timing: %s", error

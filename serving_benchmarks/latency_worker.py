@@ -1,0 +1,141 @@
+"""Measure decode in the process of one engine, for latency.py: `python latency_worker.py JOB`, with a job in JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import decode_profile
+
+
+def host_us() -> float:
+    """Time a fixed Python loop in microseconds, to gauge the host's speed."""
+    start = time.perf_counter()
+    for _ in range(20_000):
+        pass
+    return 1e6 * (time.perf_counter() - start)
+
+
+def measure(job: dict, report: Callable[[dict], None]) -> None:
+    """Run one model on one side, and report every iteration, every batch size and the final results."""
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    with_ops = job["side"] == "with"
+    longest = job["input_len"] + job["output_len"]
+    settings = {
+        "model": job["model"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,  # enables the time stamps
+        "max_model_len": -(-longest // 64) * 64,
+        "max_num_seqs": max(job["batch_sizes"]),
+        "tensor_parallel_size": job["tensor_parallel_size"],
+        "dtype": job["dtype"],
+        "kv_cache_dtype": job["kv_cache_dtype"],
+        "enforce_eager": job["enforce_eager"],
+        "seed": job["seed"],
+    }
+    if job["tensor_parallel_size"] == 1:
+        settings["distributed_executor_backend"] = "uni"
+    if current_platform.is_cpu():
+        settings["gpu_memory_utilization"] = 0.3
+    settings["worker_extension_cls"] = f"{'random_experts' if job['random_experts'] else 'engine_start'}.Extension"
+    settings |= job["engine_args"]
+    settings["hf_overrides"] = job["overrides"] | settings.get("hf_overrides", {})
+    begin = time.perf_counter()
+    llm = LLM(**settings)
+    start_s = time.perf_counter() - begin
+    if not with_ops and "vllm_rocm_ops" in sys.modules:
+        raise RuntimeError("the plugin was loaded on the side without it")
+
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+
+    def sampling(tokens: int) -> SamplingParams:
+        temperature = 1.0 if job["random_experts"] else 0.0
+        return SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def prompts_of(batch_size: int) -> list[dict]:
+        tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
+        return [{"prompt_token_ids": row} for row in tokens]
+
+    report({"hardware": hardware(), "versions": versions()})
+    for batch_size in job["batch_sizes"]:
+        prompts, latencies, decode, first, host = prompts_of(batch_size), [], [], [], []
+        for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
+            loop_us = host_us()
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, sampling(job["output_len"]), use_tqdm=False)
+            latency = time.perf_counter() - start
+            spans = [output.metrics.last_token_ts - output.metrics.first_token_ts for output in outputs]
+            per_token = statistics.median(spans) / (job["output_len"] - 1)
+            if iteration >= job["num_iters_warmup"]:
+                latencies.append(latency)
+                host.append(loop_us)
+                decode.append(1e3 * per_token)
+                first.append(1e3 * statistics.median(output.metrics.first_token_latency for output in outputs))
+            report({"batch_size": batch_size, "decode_ms": 1e3 * per_token})
+        times = {"latencies": latencies, "decode_ms": decode, "ttft_ms": first, "host_us": host}
+        report({"batch": {"batch_size": batch_size, **times}})
+    ranks = llm.collective_rpc("engine_start")
+    start = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    result = {"start": {"start_s": start_s, **start, "kv_blocks": blocks}}
+    try:
+        recorded = ((size, decode_profile.record(llm, prompts_of(size), sampling)) for size in job["profile"])
+        result["profile"] = {size: ranks for size, ranks in recorded if ranks}
+    except Exception as error:  # noqa: BLE001  the latencies are valid without a profile
+        traceback.print_exc()
+        result["profile_error"] = f"{type(error).__name__}: {error}".strip()
+    if with_ops:
+        result["op_stats"] = llm.collective_rpc("vllm_rocm_ops_stats")[0]
+        result["seams"] = llm.collective_rpc("vllm_rocm_ops_seams")[0]
+        result["reach"] = llm.collective_rpc("vllm_rocm_ops_reach")[0]
+    report({"result": result})
+
+
+def hardware() -> str:
+    """Return the hardware."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    cpu = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ": CPU"
+    )
+    return f"{len(os.sched_getaffinity(0))} cores of {cpu.partition(': ')[2]}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, torch, vLLM, HIP and the plugin."""
+    import torch
+    import vllm
+
+    found = {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__}
+    return found | {"hip": torch.version.hip or "", "vllm_rocm_ops": importlib.metadata.version("vllm-rocm-ops")}
+
+
+def worker(job: dict) -> None:
+    """Run a job in a measuring process; events go through a pipe as lines of JSON."""
+    with os.fdopen(job["pipe"], "w", buffering=1) as pipe:
+
+        def report(event: dict) -> None:
+            pipe.write(json.dumps(event) + "\n")
+
+        try:
+            measure(job, report)
+        except BaseException as error:  # noqa: BLE001  any failure is the result
+            traceback.print_exc()
+            report({"error": f"{type(error).__name__}: {error}".strip()})
+
+
+if __name__ == "__main__":
+    worker(json.loads(sys.argv[1]))
