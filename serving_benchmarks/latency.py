@@ -120,7 +120,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def find_model(name: str) -> Path:
     """Return the folder of a model's config.json."""
-    for folder in (Path(name), CONFIGS / name):
+    for folder in (Path(name), CONFIGS / name, HERE / "configs" / name):
         if (folder / "config.json").is_file():
             return folder.resolve()
     raise SystemExit(f"--model must be a folder with a config.json or a name in {CONFIGS}, got {name}")

@@ -298,6 +298,8 @@ def engine_runs() -> list[EngineRun]:
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
         for result in report["results"]:
+            if result["num_layers"] and result["num_layers"] == layers_of(result["model_id"]):
+                result["num_layers"] = None
             kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
             case = path.parent.name, *(result[name] for name in kept), backend_of(report["command"])
             sides, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
