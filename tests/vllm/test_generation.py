@@ -87,7 +87,7 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
     )
     per_step.update({"rms_norm_and_per_block_quant": handed, "fused_add_rms_norm": -handed})
     total = {op: count * steps for op, count in per_step.items() if count and op}
-    if kind == "block" and not torch.cpu._is_amx_tile_supported():  # with AMX, attention reads that weight itself
+    if kind == "block":
         total["block_scaled_mm"] += latent  # expands the latents of the prompts, in the first step
     return total
 

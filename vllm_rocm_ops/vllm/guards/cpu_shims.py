@@ -22,7 +22,7 @@ def probe() -> None:
     )
     seam.require(isinstance(getattr(fused_act_quant, "_FUSED_ACT_QUANT", None), dict), "_FUSED_ACT_QUANT")
     seam.require_parameters(FBGEMMFp8Config.__init__, "ignore_list", "input_scale_ub")
-    seam.require(hasattr(torch.cpu, "_init_amx"), "a torch with torch.cpu._init_amx")
+    seam.require(hasattr(torch.cpu, "_is_amx_tile_supported"), "a torch with torch.cpu._is_amx_tile_supported")
 
 
 def install() -> None:
@@ -58,9 +58,8 @@ def install() -> None:
     # vLLM's entry for this key calls an op that CPU builds lack.
     _FUSED_ACT_QUANT.pop((SiluAndMul, kFp8StaticTensorSym), None)
 
-    # vLLM's attention uses AMX tiles, which a process must request from Linux. An fp32 GEMM does so, but some models
-    # have none.
-    torch.cpu._init_amx()
+    # On a CPU with AMX vLLM selects other kernels, which no seam serves.
+    torch.cpu._is_amx_tile_supported = lambda: False
 
     # vLLM treats a device without a capability, such as a CPU, as a GPU that needs Marlin.
     construct = FBGEMMFp8Config.__init__
@@ -74,7 +73,7 @@ def install() -> None:
 
 SEAM = seam.Seam(
     name="cpu_shims",
-    replaces="_custom_ops.scaled_fp8_quant, FBGEMMFp8Config.use_marlin, one row of _FUSED_ACT_QUANT",
+    replaces="_custom_ops.scaled_fp8_quant, FBGEMMFp8Config.use_marlin, one row of _FUSED_ACT_QUANT, torch.cpu._is_amx_tile_supported",
     probe=probe,
     install=install,
     platforms=("cpu",),
