@@ -13,7 +13,7 @@ BUGS = (
     Bug(
         "a key that is not of one choice",
         "vllm/fusion/row_selection.py",
-        "if not kernel_selection.is_whole(self.key):",
+        "if not kernel_selection.is_whole(one.key):",
         "if False:",
         Tests("test_moe_input.py"),
     ),

@@ -106,10 +106,6 @@ class Fused:
         self.pattern = fused_quant.pattern(op, columns, dtype, *traits)
         self.shape = self.pattern.removeprefix(f"{op.name} ")
         self.key = f"{self.pattern} {baseline}"
-        if not kernel_selection.is_whole(self.key):
-            raise ValueError(
-                f"{op.name}: baseline must make a key with one choice for all token counts, got {baseline}"
-            )
         self.layers = dict.fromkeys(range(SETS), ())
         self.kernels, self.baseline = self, self.vllms
 
@@ -280,9 +276,11 @@ def fused_in(
 
 
 def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
-    """Return, by pattern, whether the op runs."""
+    """Return, by pattern, whether the op runs. Raises ValueError for a key that has a choice per token count."""
     ours = {}
     for one in found:
+        if not kernel_selection.is_whole(one.key):
+            raise ValueError(f"{one.op.name}: key must have one choice for all token counts, got {one.key}")
         measured = decided.shapes.get(one.key)
         runs = one.runs_unmeasured() if measured is None else bool(measured[0])
         ours[one.pattern] = ours.get(one.pattern, True) and runs and one.op.name not in decided.off
