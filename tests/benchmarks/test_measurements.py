@@ -467,3 +467,11 @@ def test_a_page_uses_every_figure(name):
 def test_no_other_figure_is_kept():
     drawn = set(pictures.drawn())
     assert set(readme.ROOT.glob("serving_benchmarks/results/**/*.svg")) == drawn
+
+
+def test_all_layers_and_their_number_are_one_case():
+    kept = [
+        measurements.layers_kept({"model_id": model, "num_layers": layers})
+        for model, layers in (("deepseek-v3", 61), ("deepseek-v3", 16), ("deepseek-v3", None), ("not-shipped", 61))
+    ]
+    assert kept == [None, 16, None, 61]

@@ -1,6 +1,7 @@
 """Read the results in serving_benchmarks/results and tabulate the newest line of each case for README and benchmarks.md."""
 
 import argparse
+import contextlib
 import functools
 import json
 import pathlib
@@ -275,6 +276,14 @@ def layers_of(model: str) -> int:
     return model_config.read(str(latency.find_model(model)))["num_hidden_layers"]
 
 
+def layers_kept(result: dict) -> int | None:
+    """Return the number of layers of a result, None for all of a shipped model."""
+    kept = result["num_layers"]
+    with contextlib.suppress(SystemExit):  # a model that is not shipped
+        kept = None if kept and kept == layers_of(result["model_id"]) else kept
+    return kept
+
+
 class EngineRun(NamedTuple):
     """A pair of sides through the engine, with any other sides, all files and the last side's command.
 
@@ -298,8 +307,7 @@ def engine_runs() -> list[EngineRun]:
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
         for result in report["results"]:
-            if result["num_layers"] and result["num_layers"] == layers_of(result["model_id"]):
-                result["num_layers"] = None
+            result["num_layers"] = layers_kept(result)
             kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
             case = path.parent.name, *(result[name] for name in kept), backend_of(report["command"])
             sides, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
