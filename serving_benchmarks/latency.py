@@ -252,6 +252,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
         if side in arguments.side
     ]
     firsts = {job["name"]: number for number, job in reversed([*enumerate(jobs)])}.values()
+    starts = arguments.num_starts_warmup if "with" in arguments.side else 0
     iterations = len(arguments.batch_size) * (arguments.num_iters_warmup + arguments.num_iters)
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -273,7 +274,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
                 bar.update()
 
             logs = arguments.output_json.parent / "logs"
-            for warm_up in range(arguments.num_starts_warmup if number in firsts else 0):
+            for warm_up in range(starts if number in firsts else 0):
                 once = {"side": "with", "num_iters_warmup": 1, "num_iters": 0, "profile": []}
                 run_side(job | once, logs / f"{job['name']}-warmup-{warm_up}.log", lambda event: None)
             start = f"-{job['pair']}" if arguments.pairs > 1 else ""

@@ -127,6 +127,9 @@ def test_starts_before_the_measured_ones(tmp_path, monkeypatch):
         )
     ]
     assert len(report["runs"]) == 4
+    started.clear()
+    latency.benchmark(latency.parse_arguments([*models, *files, "--side", "without"]))
+    assert [side for _, side, *_ in started] == ["without", "without"]
 
 
 def test_pairs_of_starts_have_the_median_of_their_ratios():

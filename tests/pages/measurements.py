@@ -278,10 +278,10 @@ def layers_of(model: str) -> int:
 
 def layers_kept(result: dict) -> int | None:
     """Return the number of layers of a result, None for all of a shipped model."""
-    kept = result["num_layers"]
+    whole = None
     with contextlib.suppress(SystemExit):  # a model that is not shipped
-        kept = None if kept and kept == layers_of(result["model_id"]) else kept
-    return kept
+        whole = layers_of(result["model_id"])
+    return None if result["num_layers"] == whole else result["num_layers"]
 
 
 class EngineRun(NamedTuple):
