@@ -11,7 +11,7 @@ the first and last token of a request, and the median speedup over the pairs; ti
 down the decode step (decode_profile.py). The engine runs in the measuring process, latency_worker.py
 (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
 
-`--rank-of 8` simulates one of eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. On an
+`--data-parallel-size 4` starts an engine per rank with the same batches, and reports the first one's. `--rank-of 8` simulates one of eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. On an
 NVIDIA GPU the plugin needs VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. Failures are reported with the end of their log.
 """
 
@@ -47,6 +47,7 @@ MIN = {
     "output_len": 2,
     "num_iters": 1,
     "rank_of": 1,
+    "data_parallel_size": 1,
     "pairs": 1,
     "num_starts_warmup": 0,
 }
@@ -86,6 +87,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add_model_arguments(add)
+    add(
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        help="data parallel ranks of an MoE model, each with its own GPUs and batches (default: %(default)s)",
+    )
     add("--batch-size", type=int, nargs="+", default=[1], help="batch sizes, in sequences (default: %(default)s)")
     add("--input-len", type=int, default=1, help="prompt length, in tokens (default: %(default)s)")
     add("--output-len", type=int, default=128, help="output length, in tokens, at least 2 (default: %(default)s)")
@@ -234,6 +241,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
                     *("input_len", "output_len", "num_iters", "num_iters_warmup", "num_layers", "rank_of"),
                     *(
                         "tensor_parallel_size",
+                        "data_parallel_size",
                         "dtype",
                         "kv_cache_dtype",
                         "enforce_eager",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import socket
 import statistics
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -123,18 +126,41 @@ def versions() -> dict[str, str]:
     return found | {"hip": torch.version.hip or "", "vllm_rocm_ops": importlib.metadata.version("vllm-rocm-ops")}
 
 
+def start_other_ranks(job: dict, report: Callable[[dict], None]) -> None:
+    """Start the other data parallel ranks, with the same job; this process is rank 0, and ends if one fails."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {"VLLM_DP_SIZE": str(job["data_parallel_size"]), "VLLM_DP_RANK": "0", "VLLM_DP_RANK_LOCAL": "0"}
+    os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # the engine's process keeps idle ranks in step
+    others = json.dumps({**job, "pipe": os.devnull, "data_parallel_size": 1})
+
+    def watch(rank: int, process: subprocess.Popen) -> None:
+        if process.wait():
+            report({"error": f"data parallel rank {rank} ended with {process.returncode}"})
+            os._exit(1)
+
+    for rank in range(1, job["data_parallel_size"]):
+        own = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)}
+        process = subprocess.Popen([sys.executable, __file__, others], env=os.environ | own)
+        threading.Thread(target=watch, args=(rank, process), daemon=True).start()
+
+
 def worker(job: dict) -> None:
     """Run a job in a measuring process; events go through a pipe as lines of JSON."""
-    with os.fdopen(job["pipe"], "w", buffering=1) as pipe:
+    with open(job["pipe"], "w", buffering=1) as pipe:
 
         def report(event: dict) -> None:
             pipe.write(json.dumps(event) + "\n")
 
         try:
+            if job["data_parallel_size"] > 1:
+                start_other_ranks(job, report)
             measure(job, report)
         except BaseException as error:  # noqa: BLE001  any failure is the result
             traceback.print_exc()
             report({"error": f"{type(error).__name__}: {error}".strip()})
+            sys.exit(1)
 
 
 if __name__ == "__main__":

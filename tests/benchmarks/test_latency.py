@@ -377,6 +377,40 @@ def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, 
     assert found["log_tail"][-1] == "the reason" and len(found["log_tail"]) == latency.LINES_OF_A_FAILURE
 
 
+RANKS = """
+import os, sys, time
+import latency_worker
+
+def measure(job, report):
+    names = ("VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_DP_MASTER_PORT")
+    own = [os.environ[name] for name in names]
+    print("rank", *own, flush=True)
+    report({"batch": {"batch_size": int(own[0])}})
+    if own[0] == "0":
+        time.sleep(3)
+        report({"result": {}})
+    elif job["side"] == "fails":
+        raise RuntimeError("no kernel")
+
+latency_worker.__file__, latency_worker.measure = __file__, measure
+latency_worker.worker(latency_worker.json.loads(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("side", ["with", "fails"])
+def test_data_parallel_ranks_run_the_same_job(tmp_path, monkeypatch, side):
+    """The first one's times are reported; any rank that fails ends the side."""
+    (tmp_path / "stub.py").write_text(RANKS)
+    monkeypatch.setattr(latency, "WORKER", tmp_path / "stub.py")
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parent))
+    found = latency.run_side({"side": side, "data_parallel_size": 3, "timeout": 60}, tmp_path / "log", print)
+    assert found["batches"] == [{"batch_size": 0}]
+    assert found.get("error", "").startswith("data parallel rank") == (side == "fails")
+    lines = sorted(line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("rank"))
+    port = lines[0].split()[-1]
+    assert lines == [f"rank {i} {i} 3 1 {port}" for i in range(3)]
+
+
 def test_a_rank_has_its_share_of_a_model():
     assert latency.overrides(latency.find_model("llama-3.1-405b-fp8"), 4, 8) == {
         "num_hidden_layers": 4,

@@ -231,10 +231,14 @@ def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, sa
     )
 
 
-def test_a_table_through_the_engine_says_over_how_many_gpus(folder):
-    experts = "--tensor-parallel-size 4 --engine-args '{\"enable_expert_parallel\": true}'"
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [("--tensor-parallel-size 4", "TP4 + EP"), ("--tensor-parallel-size 2 --data-parallel-size 2", "TP2 + DP2 + EP")],
+)
+def test_a_table_through_the_engine_says_over_how_many_gpus(folder, sizes, says):
+    experts = sizes + " --engine-args '{\"enable_expert_parallel\": true}'"
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 3.0), ("with", 1, 2.0), options=experts))
-    assert "\n| llama, TP4 + EP | 1 x Made-up GPU | 4 | 1 x 5 | 1.50x (" in engine()
+    assert f"\n| llama, {says} | 1 x Made-up GPU | 4 | 1 x 5 | 1.50x (" in engine()
 
 
 def test_the_spread_covers_all_pairs(folder):

@@ -363,12 +363,11 @@ def str_and_numbers(case: tuple) -> tuple:
 
 def parallelism(rank_of: int, options: argparse.Namespace) -> str:
     """Return the ranks of a run of latency.py, after a comma."""
+    sizes = {"TP": options.tensor_parallel_size, "DP": options.data_parallel_size}
+    names = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    names += ["EP"] * bool(names and options.engine_args.get("enable_expert_parallel"))
     rank = f", one TP{rank_of} rank, no all-reduce" if rank_of > 1 else ""
-    if options.tensor_parallel_size > 1:
-        rank += f", TP{options.tensor_parallel_size}" + " + EP" * bool(
-            options.engine_args.get("enable_expert_parallel")
-        )
-    return rank
+    return rank + (", " + " + ".join(names) if names else "")
 
 
 class EngineCase(NamedTuple):
