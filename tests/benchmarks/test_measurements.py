@@ -261,9 +261,12 @@ def test_the_readme_has_whole_models_and_real_parallelism(folder, monkeypatch):
     pair = [("without", 8, 3.0), ("with", 8, 2.0), ("without", 2, 3.0), ("with", 2, 3.3)]
     write(folder / "2026-11-21-a-latency.json", report(*pair, layers=None))
     write(folder / "2026-11-21-b-latency.json", report(*pair, rank_of=8))
-    write(folder / "2026-11-21-c-latency.json", report(*pair, options="--tensor-parallel-size 4"))
+    backend = '--engine-args \'{"attention_backend": "TRITON_ATTN"}\''
+    for name, options in (("c", ""), ("d", backend)):
+        made = report(*pair, options=f"--data-parallel-size 4 {options}")
+        write(folder / f"2026-11-21-{name}-latency.json", made, age=0 if options else 1)
     rows = whole_models_table().splitlines()[4:]
-    assert [row.split(" | ")[0] for row in rows] == ["| llama, TP4, 4 of 9 layers", "| llama"]
+    assert [row.split(" | ")[0] for row in rows] == ["| llama, DP4, TRITON_ATTN, 4 of 9 layers", "| llama"]
     assert rows[1] == "| llama | 1 x Made-up GPU | 1 x 5 |  | 1.50x (0.83 to 2.67) |  |  |"
     assert "llama, 1 x Made-up GPU" not in texts_of(pictures.speedups())  # it shows few models
     monkeypatch.setattr(pictures, "PROFILED", ("llama",))

@@ -444,8 +444,9 @@ SHOWN_BATCHES = (1, 8, 32, 64)  # in the tables of speedups
 
 
 def is_whole(case: EngineCase) -> bool:
-    """Return whether a case has all layers of its model, or real tensor parallelism."""
-    return case.layers == "all" or any(options_of(run.command).tensor_parallel_size > 1 for run in case.runs.values())
+    """Return whether a case has all layers of its model, or several ranks."""
+    options = options_of(next(iter(case.runs.values())).command)
+    return case.layers == "all" or options.tensor_parallel_size * options.data_parallel_size > 1
 
 
 def named(case: EngineCase) -> str:
@@ -455,13 +456,19 @@ def named(case: EngineCase) -> str:
 
 
 def whole_models() -> tuple[str, list[EngineCase]]:
-    """Return the conditions of the whole models, and the newest row of each."""
+    """Return the conditions of the whole models, and the newest row of each, whatever its GPU and attention backend."""
     how, cases = next(iter(engine_cases().items()), ("", []))
     order = {path: at for at, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
     whole = [case for case in cases if is_whole(case)]
     by_age = sorted(whole, key=lambda case: max(order[path] for run in case.runs.values() for path in run.paths))
-    newest = {named(case): case for case in by_age}
-    return how, [case for case in whole if newest[named(case)] is case]
+    newest = {without_backend(case): case for case in by_age}
+    return how, [case for case in whole if newest[without_backend(case)] is case]
+
+
+def without_backend(case: EngineCase) -> str:
+    """Return a case's model and ranks, with its layers."""
+    backend = backend_of(next(iter(case.runs.values())).command)
+    return named(case).replace(f", {backend}", "") if backend else named(case)
 
 
 def whole_models_table() -> str:
