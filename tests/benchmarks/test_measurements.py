@@ -138,7 +138,7 @@ def test_the_newest_profile_counts(folder, half, ranks):
         made["runs"] = [{"model_id": "tiny-llama", "side": side, "profile": {"8": r}} for side, r in runs]
         return json.dumps(made)
 
-    assert results_page.steps() == "Nothing yet."
+    assert results_page.steps() == results_page.ranks() == "Nothing yet."
     write(folder / "2026-11-21-b-latency.json", profiled(7.0))
     write(folder / "2026-11-21-a-latency.json", profiled(9.0), age=1)
     write(folder / "2026-11-21-ops.jsonl", line(1.0, copy_gb_s=2.0))
@@ -156,6 +156,9 @@ def test_the_newest_profile_counts(folder, half, ranks):
         "GPU": "1 x Made-up GPU", "layers": "2", "batch": "8", "step": "8 / 8", "launches": "4 / 4",
         "weights alone": f"{least:.0f}", "FP8 linears": "7 / 7", "idle": "1 / 1",
     }  # fmt: skip
+    row = results_page.ranks().splitlines()[2]
+    above = f"{8 - least:.0f} {5 - least:.0f}"
+    assert row.endswith(f" | 1 x Made-up GPU | 2 | 8 | {above} / {above} | 1 3 / 1 3 | 0 2 / 0 2 |")
 
 
 def test_starts_and_host_times_show_the_newest_of_each_model(folder):

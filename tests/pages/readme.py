@@ -186,6 +186,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     RESULTS / "README.md": {
         "engine": results_page.engine,
         "steps": results_page.steps,
+        "ranks": results_page.ranks,
         "launches": launch_table.launches,
         "ops": results_page.ops,
         "kernels": results_page.kernels,

@@ -114,6 +114,26 @@ def steps() -> str:
     return markdown((*header, *kinds), rows) if rows else "Nothing yet."
 
 
+def ranks() -> str:
+    """Return a row for each profiled step of several GPUs: us of each rank, baseline / plugin."""
+    columns = {
+        "step minus weights alone": lambda rank, floor: rank["span_us"] - floor,
+        "idle": lambda rank, floor: rank["span_us"] - rank["busy_us"],
+        "waiting in all-reduces": lambda rank, floor: rank["waiting_us"] or 0,
+    }
+    rows = []
+    for run in measurements.profiled_runs():
+        floor = sum(measurements.weights_us(run.paths[0].parent.name, run.model, run.command).values())
+        for batch, sides in run.batches.items():
+            cells = (
+                " / ".join(" ".join(f"{us(rank, floor):.0f}" for rank in of) for of in sides.values())
+                for us in columns.values()
+            )
+            if max(map(len, sides.values())) > 1:
+                rows.append((profile_links(run), run.hardware, run.layers, batch, *cells))
+    return markdown(("model", "GPU", "layers", "batch", *columns), rows) if rows else "Nothing yet."
+
+
 def ops() -> str:
     """Return a row for each GPU and op that was timed beside a baseline: speedups over the best one."""
     rows = []
