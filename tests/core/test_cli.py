@@ -351,11 +351,39 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
         assert found["attention"] == "vLLM's kernel: measured: 1 (context length, backend) pairs"
         found = explained({"|RocmAttentionBackend": wins}, model)
         assert found[joined].startswith("two launches: unmeasured") and found["attention"].startswith("paged_")
-    rotation = "norms of q and k + rotation + cache write"
-    assert found[rotation] == "three launches: vLLM without VLLM_ROCM_OPS_ATTENTION=1"
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
-    found = explained({}, "qwen3-8b-fp8")
-    assert found[rotation].startswith("qk_norm_rope_and_cache_bf16_128: ") and found["attention"] == f"in {joined}: "
+    assert explained({}, "qwen3-8b-fp8")["attention"] == f"in {joined}: "
+
+
+def test_explain_of_a_model_knows_the_launch_that_rotates_and_writes_the_cache(monkeypatch):
+    """It serves where it was measured to be faster, with each cache dtype and pairing, or on request."""
+
+    def explained(model: str, shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
+        record = kernel_selection.Record({}, off or {}, shapes or {})
+        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
+        of_model = explain.around(model_config.read(model), 8 if "llama" in model else 1, None, "gfx942")
+        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1, 64), False)}
+
+    fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
+    without, normed = "rotation + cache write", "norms of q and k + rotation + cache write"
+    for model, layer, count, kernel, heads in (
+        ("llama-3.1-405b-fp8", without, "two", "rope_and_cache_bf16", "16:1x128/128"),
+        ("glm-4.5-air-fp8", without, "two", "rope_and_cache_bf16", "96:8x128/64"),
+        ("qwen3-8b-fp8", normed, "three", "qk_norm_rope_and_cache_bf16_128", "32:8x128/128"),
+    ):
+        op = kernel.partition("_bf16")[0]
+        unmeasured = f"{count} launches (unmeasured: vLLM until the plugin is measured faster)"
+        assert explained(model)[layer] == unmeasured
+        for rest in ("auto", "fp8", "auto interleaved"):
+            key = f"{op} {heads} bfloat16 {rest} compiled"
+            assert explained(model, {key: fast})[layer].startswith(f"{kernel} (measured")
+            assert explained(model, {key: slow})[layer].startswith(f"{count} launches (measured")
+        other = key.replace(heads, heads.replace("x128", "x64"))
+        assert explained(model, {other: fast})[layer] == unmeasured
+        assert explained(model, {key: fast}, {op: "wrong here"})[layer].startswith(f"{count} launches (off on this GPU")
+        with monkeypatch.context() as patch:
+            patch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+            assert explained(model)[layer].startswith(f"{kernel} (VLLM_ROCM_OPS_ATTENTION=1")
 
 
 def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys, monkeypatch):

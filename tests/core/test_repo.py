@@ -307,7 +307,7 @@ def test_only_the_vllm_folder_knows_vllm():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no serving process imports."""
-WORKER_MODULES = 122  # at most, packages among them; fewer is better
+WORKER_MODULES = 124  # at most, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
@@ -349,6 +349,7 @@ def test_only_these_commands_import_the_plugin():
         "attention.mla_front",
         "attention.mla_rotation",
         "attention.quantized_attention",
+        "attention.rope_front",
         "experts.routing_gate",
         "fusion.native_rows",
     }

@@ -397,7 +397,7 @@ def page() -> str:
             "writes a quantized result. A compiled graph has at most as many kernels as without the plugin. These stay vLLM's:"
         ),
         (
-            "- norms of queries and keys, which the compiler fuses with RoPE\n"
+            "- norms of queries and keys, which the compiler fuses with RoPE, where `rope_and_cache` does not serve both\n"
             "- Gemma's consecutive norms\n"
             "- MiniMax-M2's norms over all heads of q and k, which its model code computes without calling a norm layer, with an "
             "all-reduce of their variances on several ranks\n"

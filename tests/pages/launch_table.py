@@ -16,6 +16,10 @@ LONGEST = 40
 """Characters of a kernel's name."""
 
 OUTSIDE = "Once a step, outside the layers."
+ROTATED = (
+    "Since this profile in the launch of `rope_and_cache` with the backends of `decode_attention`, where timed faster. FlashAttention has "
+    "no seam."
+)
 
 REASONS: dict[str, str | dict[str, str]] = {
     # what a launch computes -> why it stays, or a reason for each group of models
@@ -23,10 +27,10 @@ REASONS: dict[str, str | dict[str, str]] = {
     names.COMBINE: "Part of FlashAttention.",
     names.WRITE: {
         names.MLA: "In the launch of `mla_norms` with TRITON_MLA. FlashAttention has no seam.",
-        names.GQA: "Fused with the rotation by `rope_and_cache`: on ROCm, with a vLLM pass that is off by default.",
+        names.GQA: ROTATED,
     },
-    names.Q_K: "Fused with the cache write by `rope_and_cache`: on ROCm, with a vLLM pass that is off by default.",
-    names.Q_K_NORMS: "Fused with the cache write by `rope_and_cache`: on ROCm, with a vLLM pass that is off by default.",
+    names.Q_K: ROTATED,
+    names.Q_K_NORMS: ROTATED,
     names.Q: "In the launch of the W_UK GEMM with TRITON_MLA. FlashAttention has no seam.",
     names.K_PE: "In the launch of `mla_norms` with TRITON_MLA. FlashAttention has no seam.",
     names.QUANTIZATION: {

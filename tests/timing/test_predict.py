@@ -202,7 +202,7 @@ def test_a_model_is_predicted_launch_by_launch(capsys):
     layers = [re.split(r"  +", row)[0] for row in rows[1:]]
     assert (
         layers.index("qkv")
-        < layers.index("rotation")
+        < layers.index("rotation + cache write")
         < next(i for i, one in enumerate(layers) if one.startswith("attention"))
         < layers.index("o")
     )

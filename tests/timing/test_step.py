@@ -217,8 +217,8 @@ def test_a_norm_with_two_outputs_is_beside_that_of_the_baseline():
     )
 
 
-def test_attentions_launches_are_one_where_that_is_faster(monkeypatch):
-    """Attention's epilogue quantizes o's input; rotation and the cache write are fused on request."""
+def test_attentions_launches_are_one_where_that_is_faster():
+    """Attention's epilogue quantizes o's input. Rotation and cache write are one launch, with norms before."""
     qwen = model_config.read("qwen3-30b-a3b-fp8")
 
     def found(config: dict, side: str = "plugin", **us: float) -> dict:
@@ -243,14 +243,16 @@ def test_attentions_launches_are_one_where_that_is_faster(monkeypatch):
             assert apart["attention"].count == apart["o's input quantization"].count == layers
     names = ["rotation", "cache write"]
     for config, more, op in ((LLAMA, [], "rope_and_cache"), (qwen, ["norms of q and k"], "qk_norm_rope_and_cache")):
-        layer, apart = " + ".join(more + names), found(config)
-        assert set(more + names) < apart.keys() and layer not in apart
-        with monkeypatch.context() as patch:
-            patch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
-            one = found(config)
-            assert one[layer].op == op and not set(more + names) & one.keys()
-            assert one[layer].count == apart["rotation"].count and one[layer].floor_us < 0.1, "caches are not read"
-            assert layer not in found(config, **{op: 99.0}) and layer not in found(config, "baseline")
+        launches, unknown = more + names, found(config, **{op: 0})
+        layer, apart = " + ".join(launches), sum(unknown[name].whole_us for name in launches) - gap
+        one = found(config, **{op: apart - 0.1})
+        assert (one[layer].op, one[layer].us, one[layer].launches) == (op, apart - 0.1, 1)
+        assert not set(launches) & one.keys()
+        assert one[layer].count == unknown["rotation"].count and one[layer].floor_us < 0.1, "caches are not read"
+        for others in (unknown, found(config, **{op: apart + 0.1}), found(config, "baseline")):
+            assert set(launches) < others.keys() and layer not in others
+        few, many = (step.total(tuple(of.values())) for of in (one, unknown))
+        assert many.launches - few.launches == one[layer].count * len(launches[1:])
     assert not {"norms of q and k", "attention + o's input quantization"} & found(DEEPSEEK).keys()
     assert "norms of q and k" not in found(LLAMA)
 

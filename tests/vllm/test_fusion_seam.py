@@ -122,19 +122,3 @@ def test_vllms_own_fusions_find_what_is_left(release, aiter):
     of_aiter = 4 if release in ("0.30", "0.31", "0.32") else 6  # 0.33 has one with a static scale
     assert sum(without for _, without in found.values()) == (of_aiter if aiter == "1" else 10)
     assert all(marked == without for marked, without in found.values()), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("release", test_selection.ASKED)
-@pytest.mark.parametrize("asked", ["0", "1"])
-def test_vllms_pass_finds_norms_rotation_and_write_for_our_backends(release, asked):
-    """If enabled, one call replaces them, on a faked MI300X; values keep their order.
-
-    0.30 names layers otherwise in its pattern than in its graphs.
-    """
-    folders = test_selection.python_files(test_selection.RELEASES[release]), HERE.parents[1], HERE
-    options = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "none", "VLLM_ROCM_OPS_ATTENTION": asked}
-    backends = ["ROCM_ATTN", "TRITON_ATTN"]
-    output = processes.run(f"import own_norms; own_norms.main({backends})", *folders, **options)
-    found = int(asked) if release != "0.30" else 0
-    assert json.loads(output.splitlines()[-1]) == {name: [found, found, False] for name in backends}

@@ -89,7 +89,7 @@ def results(function, *inputs: torch.Tensor) -> tuple[int, tuple, tuple, torch.f
     def backend(module, _):
         def run(*given):
             before = module(*given)
-            count = quantized_attention.fuse(module.graph)
+            count = quantized_attention.fuse(module.graph, [])
             module.graph.lint()
             module.recompile()
             found.append((count, before, module(*given), module))
@@ -331,7 +331,7 @@ def test_layers_are_decided_from_the_model(monkeypatch):
     """A layer that is not the plugin's keeps its quantization, and MLA's decides itself. The compile cache key has it."""
     changed = []
     monkeypatch.setattr(seam, "active", lambda: ["quantized_attention"])
-    monkeypatch.setattr(quantized_attention, "change_graphs", lambda: changed.append(True))
+    monkeypatch.setattr(quantized_attention.split, "before", changed.append)
     monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: True)
     monkeypatch.setattr(quantized_attention, "_fused", {"old": BOTH})
 
@@ -352,7 +352,7 @@ def test_layers_are_decided_from_the_model(monkeypatch):
     assert quantized_attention._fused == {"ours": BOTH, "stock": frozenset(), "latent": {"groups"}}
     assert quantized_attention.said() == "latent groups, ours groups/static"
     assert "attention to e4m3 in latent groups, ours groups/static" in compile_cache.fingerprint()
-    assert quantized_attention.may_fuse(ours, "static") and changed
+    assert quantized_attention.may_fuse(ours, "static") and changed == [quantized_attention.fuse]
     assert not quantized_attention.may_fuse(types.SimpleNamespace(config=ours.config, impl=None), "static")
     monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: False)
     quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())

@@ -57,8 +57,9 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
         "int8_linear",
         "mla_norms",
         "quantized_attention",
+        "rope_and_cache",
     }
-    assert off.keys() == broken | {"fusion", "unquantized_linear", "rope_and_cache"}
+    assert off.keys() == broken | {"fusion", "unquantized_linear"}
     assert off["activation"].startswith("this vLLM lacks ") and "(x), got (rows)" in off["activation"]
     assert off["norm"] == "IndexError: list index out of range"
     assert "requires norm" in off["mla_norms"]

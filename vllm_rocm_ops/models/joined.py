@@ -25,7 +25,7 @@ PLAIN_ROUTING = 1, 1, "softmax", 1.0, False
 KINDS = {STATIC: "static", BLOCKS: "groups"}
 """Quantizations of o's input that the attention op fuses, by its argument."""
 ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
-"""Ops that run with VLLM_ROCM_OPS_ATTENTION=1 only, without timing."""
+"""Ops that rotate queries and keys of heads, and write them to caches."""
 
 
 def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:

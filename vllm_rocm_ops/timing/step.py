@@ -6,8 +6,8 @@
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
 gate_up and SwiGLU; a router and its top-k; MLA's norms and cache write, then the rotation of queries and W_UK; attention or W_UV and the
 following quantization; an all-reduce and the following norm (by baseline.py's rule); the norm before experts and the quantization of their
-hidden states; and with VLLM_ROCM_OPS_ATTENTION=1 rotation and the cache write, with preceding norms. On the side "baseline", they have the
-times of baseline.py's table or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
+hidden states; and rotation and the cache write, with preceding norms. On the side "baseline", they have the times of baseline.py's table
+or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
 Shared experts run on a second stream during routing and experts: the shorter of the two costs nothing. All times are predictions.
 """
 
@@ -25,7 +25,6 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
-from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
@@ -206,8 +205,6 @@ def nodes(
     fused = {
         launches: dataclasses.replace(call, count=1) for launches, call in joined.around_attention(config, tp).items()
     }
-    if envs.VLLM_ROCM_OPS_ATTENTION != "1":
-        fused = {launches: call for launches, call in fused.items() if call.op not in joined.ROTATIONS}
     apart, quantized = [*order(config, tp, ep)], joined.quantized_hidden(config, tp, ep)
     found = [
         [dataclasses.replace(node(*each), count=count) for each, count in Counter(_faster(way, fused, node)).items()]

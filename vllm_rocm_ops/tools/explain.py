@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import joined
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.vllm.attention import mla_front, mla_rotation, quantized_attention
+from vllm_rocm_ops.vllm.attention import mla_front, mla_rotation, quantized_attention, rope_front
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
 from vllm_rocm_ops.vllm.experts import routing_gate
 from vllm_rocm_ops.vllm.kernels import KERNELS
@@ -149,7 +149,7 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 TO_E4M3 = quantized_attention.KINDS["static"]
 UNMEASURED = "unmeasured: vLLM until the plugin is measured faster"
-BY_ATTENTION = ops.batched_gemm, ops.batched_gemm_rope, ops.mla_norm_rope_and_cache
+BY_ATTENTION = ops.batched_gemm, ops.batched_gemm_rope, ops.mla_norm_rope_and_cache, *joined.ROTATIONS
 """Ops around attention, which the same variable forces."""
 
 
@@ -175,6 +175,9 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
     if call.op is ops.mla_norm_rope_and_cache:
         return mla_front.shapes_of(call.parameters[:3], call.dtype)
+    if call.op in joined.ROTATIONS:
+        heads, rotary = call.parameters[:3], call.parameters[3]
+        return rope_front.shapes_of((heads, rotary), call.dtype)
     if call.op is ops.batched_gemm_rope:
         return [mla_rotation.shape_of(call.parameters, call.dtype)]
     if not hasattr(a, "quant_dtype"):
@@ -204,8 +207,6 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         return attention_decision(call, record, tokens)
     if call.op is ops.router_gemm_topk:
         return router_decision(call, record, tokens)
-    if call.op in joined.ROTATIONS:
-        return is_forced(), FORCED if is_forced() else f"vLLM without {FORCED}"
     most = KERNELS[call.op].limit if call.op in KERNELS else None
     if call.op in BY_ATTENTION and is_forced():
         return most is None or tokens <= most, FORCED

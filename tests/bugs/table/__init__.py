@@ -17,6 +17,7 @@ from . import (
     seams_attention,
     seams_fusion,
     seams_quantized,
+    seams_rope,
     seams_routing,
     skinny_gemm,
     tiled_gemm,
@@ -24,7 +25,7 @@ from . import (
 
 AREAS = (
     *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, decode_output, mla, flash),
-    *(collectives, seams, seams_attention, seams_fusion, seams_quantized, seams_routing),
+    *(collectives, seams, seams_attention, seams_fusion, seams_quantized, seams_rope, seams_routing),
 )
 
 

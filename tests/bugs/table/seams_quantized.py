@@ -4,13 +4,6 @@ from ..bug import Bug, Tests
 
 BUGS = (
     Bug(
-        "heads not viewed as rows",
-        "vllm/attention/decoder.py",
-        "backends.in_rows(query), backends.in_rows(key), value",
-        "query, key, value",
-        Tests("test_decode_attention.py"),
-    ),
-    Bug(
         "a shuffled layout of the implementation ignored",
         "vllm/attention/backends.py",
         'return None if getattr(impl, "_shuffle_kv_layout", False) else',

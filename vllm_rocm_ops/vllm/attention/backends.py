@@ -18,6 +18,7 @@ Batch = tuple[int, int]
 """Requests, and their common query length."""
 
 NO_BATCH = 0, 0
+PAGE = 16  # slots per page of a cache that is made for timing
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,14 @@ def check(member: str, backend: Backend) -> None:
         raise seam.Unavailable(f"another plugin replaces {member} by {found.get_path()}")
     require_method(f"{backend.module}.{backend.impl}", *backend.kind.METHOD)
     for path, names in backend.needs:
-        known = _attributes(_class(path))
-        for name in names:
-            seam.require(name in known, f"{path.rpartition('.')[2]}.{name}")
+        require_attributes(path, *names)
+
+
+def require_attributes(path: str, *names: str) -> None:
+    """Raise `Unavailable` unless a class declares these attributes, or its methods assign them."""
+    known = _attributes(_class(path))
+    for name in names:
+        seam.require(name in known, f"{path.rpartition('.')[2]}.{name}")
 
 
 def require_method(path: str, name: str, *wanted: str, may: tuple[str, ...] = ()) -> None:
@@ -188,15 +194,26 @@ def native(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tens
 def of_cpu(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
     """Split the CPU backend's [pages, heads, slots, key and value].
 
-    In memory a page has all its keys, transposed, before its values. None for AMX, whose order differs.
+    In memory a page has all its keys, transposed, before its values. None for AMX, whose order differs; vLLM sets `isa`
+    when it makes the cache.
     """
-    if layer.isa not in ("vec", "vec16"):
+    if getattr(layer, "isa", "vec") not in ("vec", "vec16"):
         return None
     pages, heads, slots, both = kv_cache.shape
     block, head, _, _ = kv_cache.stride()
     shape, begin, size = (pages, slots, heads, both // 2), kv_cache.storage_offset(), both // 2
     keys = kv_cache.as_strided(shape, (block, 1, head, slots), begin)
     return keys, kv_cache.as_strided(shape, (block, size, head, 1), begin + slots * size)
+
+
+def cache_of(backend: Backend, impl, tokens: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return an empty cache for a number of tokens in a backend's order."""
+    (heads, size), pages = (impl.num_kv_heads, impl.head_size), -(-tokens // PAGE)
+    if backend.caches is native:
+        return torch.empty(pages, 2, PAGE, heads * size, dtype=dtype, device=device)
+    if not backend.on_gpu:
+        return torch.empty(pages, heads, PAGE, 2 * size, dtype=dtype, device=device)
+    return torch.empty(pages, PAGE, heads, 2 * size, dtype=dtype, device=device).transpose(1, 2)
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -120,10 +120,6 @@ class HeadsDecoder(Decoder):
     """Serve layers that cache a key and a value per head."""
 
     op = ops.paged_attention_decode
-    rope: Op | None = None
-    """The op that rotates and writes the cache. The seam rope_and_cache sets both."""
-    norm_rope: Op | None = None
-    """The op that also normalizes each head."""
 
     def unfit(self):
         impl = self.impl
@@ -193,37 +189,6 @@ class HeadsDecoder(Decoder):
     def scales(self, layer) -> tuple[Tensor | None, Tensor | None]:
         """Return the scales of keys and of values."""
         return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
-
-    def may_rotate(self, op: Op | None) -> bool:
-        """Return whether the op rotates for the layer and writes its cache. This is never timed."""
-        takes_cache = (
-            self.impl.kv_cache_dtype in PLAIN + E4M3 and getattr(self.impl, "attn_type", "decoder") == "decoder"
-        )
-        return op is not None and self.is_forced and takes_cache
-
-    def rotate(self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, slot_mapping) -> bool:
-        """Rotate queries and keys, and write the cache. Return False if unsupported."""
-        caches = self.may_rotate(self.rope) and self.caches(layer, kv_cache)
-        if not caches:
-            return False
-        rows = backends.in_rows(query), backends.in_rows(key), value
-        given = *rows, positions, cos_sin_cache, is_neox, *caches, slot_mapping, *self.scales(layer)
-        return run(self.rope, *given) is not None
-
-    def heads_of(self, qkv: Tensor) -> list[Tensor]:
-        """Split rows of q, k and v into [tokens, heads, size] each."""
-        impl, rows = self.impl, qkv.unflatten(1, (-1, self.impl.head_size))
-        return [*rows.split([impl.num_heads, impl.num_kv_heads, impl.num_kv_heads], 1)]
-
-    def normalize_and_rotate(self, layer, qkv, q_out, k_out, positions, q_weight, k_weight, epsilon, *rest) -> bool:
-        """Normalize and rotate queries and keys, and write the cache. Return False if unsupported."""
-        *angles, kv_cache, slots = rest
-        caches = self.may_rotate(self.norm_rope) and self.caches(layer, kv_cache)
-        if not caches:
-            return False
-        norm = q_weight, k_weight, epsilon
-        given = *self.heads_of(qkv), *norm, positions, *angles, q_out, k_out, *caches, slots, *self.scales(layer)
-        return run(self.norm_rope, *given) is not None
 
     # For timing
 
@@ -322,48 +287,6 @@ class DecodeImpl:
     def fused_output_quant_supported(self, quant_key):
         ours = quant_key == quantized_attention.static_key() and quantized_attention.may_fuse(self.rocm_ops, "static")
         return super().fused_output_quant_supported(quant_key) or ours
-
-    def fused_rope_kvcache_supported(self):
-        return super().fused_rope_kvcache_supported() or self.rocm_ops.may_rotate(self.rocm_ops.rope)
-
-    def do_rope_and_kv_cache_update(
-        self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
-    ):
-        given = layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
-        if self.rocm_ops.rotate(*given):
-            return
-        if super().fused_rope_kvcache_supported():
-            super().do_rope_and_kv_cache_update(*given)
-            return
-        from vllm import _custom_ops
-
-        _custom_ops.rotary_embedding(positions, query, key, self.head_size, cos_sin_cache, is_neox)
-        self.do_kv_cache_update(layer, key, value, kv_cache, layer_slot_mapping)
-
-    def fused_qk_norm_rope_kvcache_supported(self):
-        # The pass names an op of AITER's, even where AITER is not used.
-        may_pass = hasattr(torch.ops.vllm, "rocm_aiter_per_tensor_quant")
-        ours = may_pass and self.rocm_ops.may_rotate(self.rocm_ops.norm_rope)
-        return super().fused_qk_norm_rope_kvcache_supported() or ours
-
-    def set_interleaved_v_cache(self):
-        """Keep the order of values, which vLLM's pass changes for AITER's op, unless that op exists."""
-        if super().fused_qk_norm_rope_kvcache_supported():
-            super().set_interleaved_v_cache()
-
-    def do_qk_norm_rope_kvcache_update(self, layer, qkv, *given):
-        if self.rocm_ops.normalize_and_rotate(layer, qkv, *given):
-            return
-        if super().fused_qk_norm_rope_kvcache_supported():
-            super().do_qk_norm_rope_kvcache_update(layer, qkv, *given)
-            return
-        import vllm.ir.ops
-
-        q_out, k_out, positions, q_weight, k_weight, epsilon, *places = given
-        *both, value = self.rocm_ops.heads_of(qkv)
-        for x, weight, out in zip(both, (q_weight, k_weight), (q_out, k_out)):
-            out.copy_(vllm.ir.ops.rms_norm(x, weight, epsilon))
-        self.do_rope_and_kv_cache_update(layer, q_out, k_out, value, positions, *places)
 
 
 # Backends

@@ -15,7 +15,6 @@ vLLM's compiled norms, quantization and rotation and its cache write, or whereve
 VLLM_ROCM_OPS_ATTENTION=1.
 """
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core import op
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import backends, mla_rotation
+from vllm_rocm_ops.vllm.attention import backends, mla_rotation, split
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention.mla import BACKENDS
 from vllm_rocm_ops.vllm.attention.mla_front import Front
@@ -223,21 +222,11 @@ def probe() -> None:
 
 def install() -> None:
     """Define the op, have vLLM split compiled models at it, and replace vLLM's layer."""
-    from vllm.config import CompilationConfig
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
     define()
     seam.replace(MultiHeadLatentAttentionWrapper, of_wrapper(MultiHeadLatentAttentionWrapper))
-    split = CompilationConfig.set_splitting_ops_for_v1
-
-    @functools.wraps(split)
-    def set_splitting_ops_for_v1(self, *arguments, **keywords):
-        split(self, *arguments, **keywords)
-        found = self.splitting_ops
-        if found and UPDATE in found and OURS not in found:
-            found.append(OURS)
-
-    CompilationConfig.set_splitting_ops_for_v1 = set_splitting_ops_for_v1
+    split.also_at(OURS, UPDATE)
     row_selection.finders.append(fronts)
 
 

@@ -21,7 +21,6 @@ From then on these times decide, and vLLM's graph stays unchanged where one of t
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,6 +33,7 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.families.attention import ELEMENTS
 from vllm_rocm_ops.ops.paged_attention_decode import GROUP
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import split
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -43,7 +43,7 @@ KINDS = {"static": " to e4m3", "groups": f" to e4m3 by {GROUP}"}
 SEPARATE = "separate"
 """The name of two launches, the plugin's attention and vLLM's quantization, in a timing record."""
 MEASURED_SCALE = 0.01
-SPLIT, LAYER = "vllm.compilation.backends", "vllm.model_executor.layers.attention.attention"
+LAYER = "vllm.model_executor.layers.attention.attention"
 ATTENTION, MLA = "vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"
 SCALES = "output_scale", "output_block_scale"
 ARGUMENTS = "query", "key", "value", "output", "layer_name", *SCALES, "kv_cache_dummy_dep"
@@ -179,7 +179,7 @@ def decide(config, decided: kernel_selection.Decided) -> None:
         elif "attn_backend" in vars(layer):
             _fused[name] = frozenset()
     if any(_fused.values()):
-        change_graphs()
+        split.before(fuse)
     else:
         _fused.clear()
 
@@ -269,11 +269,19 @@ class Fusion(NamedTuple):
             graph.erase_node(marker)
 
 
-def fuse(graph: fx.Graph) -> int:
+def fuse(graph: fx.Graph, splitting_ops: list[str]) -> int:
     """Fuse quantizations into attention in a model's graph, and return how many."""
+    if not any(_fused.values()):
+        return 0
     found = [fusion for node in graph.nodes if attention_of(node) if (fusion := Fusion.of(node)) is not None]
     for fusion in found:
         fusion.apply()
+    if found:
+        logger.info(
+            "vllm-rocm-ops: output quantization is fused into attention in %d layers "
+            "(VLLM_ROCM_OPS_SEAMS=-quantized_attention disables it)",
+            len(found),
+        )
     return len(found)
 
 
@@ -284,18 +292,13 @@ def attention_of(node: fx.Node) -> str:
     return name if node.op == "call_function" and name in NAMED else ""
 
 
-def is_view(node: object) -> bool:
-    """Return whether a node is a view or reshape."""
-    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in ("view", "reshape")
-
-
 def views_of(node: fx.Node) -> list[fx.Node]:
     """Return a view's base and all views of it."""
-    while is_view(node):
+    while split.is_view(node):
         node = node.args[0]
     found = [node]
     for one in found:
-        found += [user for user in one.users if is_view(user)]
+        found += [user for user in one.users if split.is_view(user)]
     return found
 
 
@@ -359,28 +362,8 @@ def probe() -> None:
     missing = {"decode_attention", "fusion"} - set(seam.active())
     if missing:
         raise seam.Unavailable(f"requires {' and '.join(sorted(missing))}")
-    seam.require_function(f"{SPLIT}.split_graph", "graph", "splitting_ops")
+    split.probe()
     seam.require_function(f"{LAYER}.{ATTENTION.partition('::')[2]}", *ARGUMENTS)
-
-
-@functools.cache
-def change_graphs() -> None:
-    """Wrap vLLM's split_graph, so that later graphs are changed before the split."""
-    module = importlib.import_module(SPLIT)
-    split = module.split_graph
-
-    @functools.wraps(split)
-    def split_graph(graph, splitting_ops):
-        if any(_fused.values()) and (count := fuse(graph.graph)):
-            graph.recompile()
-            logger.info(
-                "vllm-rocm-ops: output quantization is fused into attention in %d layers "
-                "(VLLM_ROCM_OPS_SEAMS=-quantized_attention disables it)",
-                count,
-            )
-        return split(graph, splitting_ops)
-
-    module.split_graph = split_graph
 
 
 def install() -> None:

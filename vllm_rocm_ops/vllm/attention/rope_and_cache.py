@@ -1,66 +1,343 @@
-"""Serve vLLM's fusions of rotary embedding and cache write, in the attention layers of the seam decode_attention.
+"""Serve head norms, rotation and cache write before attention in one launch, in models that vLLM compiles.
 
-`rope_and_cache` rotates queries and keys and writes the cache in one launch. `qk_norm_rope_and_cache` normalizes the
-heads first.
+`rope_and_cache` rotates queries and keys and writes the cache. `qk_norm_rope_and_cache` normalizes the heads first, as
+in Qwen3 and GLM.
 
-vLLM's passes fuse_rope_kvcache and fuse_qk_norm_rope_kvcache call them if a backend supports the fusion. Without AITER
-none of vLLM's backends does. The plugin's do with VLLM_ROCM_OPS_ATTENTION=1 only, because the fusion was never timed.
+vLLM splits a compiled model at each cache update, so the rotation and the update are in two pieces, and a pass on a
+piece sees only one. This seam changes the whole graph before vLLM splits it. There a rotation is a marker
+(fusion/markers.py). One op takes the place of the marker, of the norms before it and of the cache update after it. It
+has the layer's name, with which it finds the cache and the slots as the update does, and vLLM splits at it, too. A
+marker in any other place becomes what vLLM would have traced.
 
-The user enables a pass, on ROCm only, by `-cc.pass_config.fuse_rope_kvcache=true
--cc.use_inductor_graph_partition=true`, or by fuse_qk_norm_rope_kvcache. The latter matches the norms of Qwen3 and GLM
-from vLLM 0.31 on, and needs AITER installed, even if unused, because it names an op of AITER's. vLLM's pass for MLA
-calls vLLM's op and asks no backend.
+Selected once for all token counts, before vLLM compiles (row_selection.py): where the op was timed to be faster than
+vLLM's compiled norms and rotation and its cache write, or wherever it fits with VLLM_ROCM_OPS_ATTENTION=1.
 """
 
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import op
+from vllm_rocm_ops.ops.families import rotation
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import backends as attention_backends
-from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention import backends, decoder, split
+from vllm_rocm_ops.vllm.attention.rope_front import RopeFront
+from vllm_rocm_ops.vllm.fusion import row_selection
 
-PARAMETERS = (
-    "layer",
-    "query",
-    "key",
-    "value",
-    "positions",
-    "cos_sin_cache",
-    "is_neox",
-    "kv_cache",
-    "layer_slot_mapping",
+UPDATE, NAME = "vllm::unified_kv_cache_update", "attention_front"
+OURS = f"vllm_rocm_ops::{NAME}"
+"""The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
+SPLITS = ("split", "split_with_sizes", torch.functional.split)
+PASSES = "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "enable_qk_norm_rope_fusion"
+"""vLLM's passes that match the rotation."""
+OF_LAYER = (
+    *("impl", "attn_backend", "attn_type", "use_direct_call", "kv_sharing_target_layer_name", "query_quant"),
+    *("num_heads", "num_kv_heads", "head_size", "head_size_v"),
 )
+OF_ROTATION = "head_size", "rotary_dim", "is_neox_style", "cos_sin_cache"
 
-NORM_PARAMETERS = (
-    *("layer", "qkv", "q_out", "k_out", "positions", "q_weight", "k_weight", "rms_norm_eps"),
-    *("cos_sin_cache", "is_neox", "kv_cache", "layer_slot_mapping"),
-)
+# The op
+
+
+def attention_front(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    epsilon: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    q_out: Tensor | None,
+    k_out: Tensor | None,
+    layer_name,
+) -> None:
+    """Run the op with the step's cache and slots of a layer.
+
+    Without weights q and k are rotated in place.
+    """
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    served = getattr(layer.impl, "rocm_ops", None)
+    if slots is None or cache.numel() == 0:  # vLLM's profile run
+        slots = positions.new_empty(0)
+        cache = served and backends.cache_of(served.backend, served.impl, 1, q.dtype, q.device)
+        caches = served and served.backend.caches(served.impl, layer, cache)
+    else:
+        slots, caches = slots.flatten()[: len(q)], served and served.caches(layer, cache)
+    angles, norm = (positions, cos_sin_cache, is_neox), (q_weight, k_weight, epsilon)
+    if not caches:  # a layer that shares the rotation, as a draft model's, in a backend that the plugin does not cover
+        by_vllm(layer, (q, k, v), norm, angles, (q_out, k_out), cache, slots)
+        return
+    places = *caches, slots, *served.scales(layer)
+    if q_out is None:
+        ops.rope_and_cache.call(backends.in_rows(q), backends.in_rows(k), v, *angles, *places)
+    else:
+        ops.qk_norm_rope_and_cache.call(q, k, v, *norm, *angles, q_out, k_out, *places)
+
+
+def by_vllm(layer, heads: tuple, norm: tuple, angles: tuple, outs: tuple, cache: Tensor, slots: Tensor) -> None:
+    """Normalize and rotate in PyTorch, and write the cache by vLLM's backend."""
+    (q, k, v), (*weights, epsilon) = heads, norm
+    if outs[0] is not None:
+        for x, weight, out in zip((q, k), weights, outs):
+            out.copy_(ops.rms_norm.reference(x, weight, epsilon))
+        q, k = outs
+    for x in (q, k):
+        rotation.rotate(x, *angles)
+    if len(slots):
+        layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+
+
+def define() -> None:
+    """Register the op with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument."""
+    from vllm.utils.torch_utils import LayerNameType
+
+    attention_front.__annotations__["layer_name"] = LayerNameType
+    op.define(attention_front, lambda *_: None, mutates=("q", "k", "q_out", "k_out"))
+
+
+# The layers
+
+
+def lacks(attn: torch.nn.Module, rotary: torch.nn.Module, norms: tuple, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the features of a layer that the op does not support."""
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    impl, native = attn.impl, RotaryEmbedding.forward_native
+    served = getattr(impl, "rocm_ops", None)
+    if served is None or served.op is not ops.paged_attention_decode:
+        yield "an unsupported backend"
+        return
+    known = isinstance(rotary, RotaryEmbedding) and type(rotary).forward_native is native
+    own = ("forward_native", "marked")
+    if not known or rotary._forward_method.__name__ not in own or rotary.head_size != attn.head_size:
+        yield "another rotation than RotaryEmbedding's, or by a custom op"
+    elif rotary.cos_sin_cache.dtype != dtype or rotary.cos_sin_cache.dim() != 2:
+        yield "a table of another dtype"
+    if attn.attn_type != "decoder" or attn.kv_sharing_target_layer_name is not None or attn.use_direct_call:
+        yield "a cache written elsewhere"
+    if attn.attn_backend.forward_includes_kv_cache_update:
+        yield "a cache written by attention"
+    if attn.query_quant is not None and getattr(impl, "supports_quant_query_input", False):
+        yield "queries in FP8"
+    if attn.head_size_v != attn.head_size or impl.kv_cache_dtype not in decoder.PLAIN + decoder.E4M3:
+        yield f"kv_cache_dtype={impl.kv_cache_dtype}, or values of another size"
+    elif served.backend.caches(impl, attn, backends.cache_of(served.backend, impl, 1, dtype, "meta")) is None:
+        yield "a cache in another order"
+    for norm in norms:
+        is_plain = type(norm).__name__ == "RocmOpsRMSNorm" and getattr(norm, "variance_size_override", None) is None
+        if not is_plain or norm.weight.shape != (attn.head_size,) or norm.weight.dtype != dtype:
+            yield "norms that the op does not support"
+    if served.is_batch_invariant:
+        yield "batch invariance"
+
+
+def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[RopeFront]:
+    """Yield the parts of a model's layers that the op may serve. A rotation that layers share is served in all or none."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    config = get_current_vllm_config()
+    settings = config.compilation_config
+    splits = UPDATE in (settings.splitting_ops or ()) and not settings.use_inductor_graph_partition
+    if not (compiles and splits) or any(getattr(settings.pass_config, name, False) for name in PASSES):
+        return
+    baseline, dtype = row_selection.baseline_of(config, model)(True, has_pass=False), config.model_config.dtype
+    found: dict[torch.nn.Module, list[RopeFront | None]] = {}
+    for layer in model.modules():
+        rotary, attn = getattr(layer, "rotary_emb", None), getattr(layer, "attn", None)
+        if not isinstance(rotary, torch.nn.Module) or not isinstance(attn, Attention):
+            continue
+        norms = tuple(norm for name in ("q_norm", "k_norm") if (norm := getattr(layer, name, None)) is not None)
+        one = None
+        if len(norms) != 1 and not any(lacks(attn, rotary, norms, dtype)):
+            one = RopeFront(attn, rotary, norms, dtype, baseline)
+        found.setdefault(rotary, []).append(one if one and one.has_kernels() else None)
+    for of_rotary in found.values():
+        if None not in of_rotary and len({bool(one.norms) for one in of_rotary}) == 1:
+            split.before(rewrite)
+            yield from of_rotary
+
+
+# The graph
+
+
+class Place(NamedTuple):
+    """Hold the nodes around a marker: what it rotates, the norms' weights and epsilon, and what the op replaces.
+
+    `views` are q and k as attention reads them.
+    """
+
+    sources: tuple[fx.Node, fx.Node]
+    norm: tuple[fx.Node | None, fx.Node | None, float]
+    views: tuple[fx.Node, fx.Node]
+    update: fx.Node
+    attention: fx.Node
+
+
+def calls(node: fx.Node | None, packet) -> bool:
+    """Return whether a node calls an op."""
+    return node is not None and node.target in (packet, packet.default)
+
+
+def only_view(node: fx.Node) -> fx.Node:
+    """Return the last of the views of a node, each the only reader of the one before."""
+    while len(node.users) == 1 and split.is_view(user := next(iter(node.users))):
+        node = user
+    return node
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Return the readers of a node's values."""
+    return [user for user in node.users if not (user.op == "call_method" and user.target == "size")]
+
+
+def is_own(node: fx.Node) -> bool:
+    """Return whether a node has memory that nothing else reads: a part of a split projection."""
+    if node.target is not operator.getitem or len(readers(node)) != 1:
+        return False
+    parts = node.args[0]
+    if parts.target not in SPLITS or len({part.args[1] for part in parts.users}) != len(parts.users):
+        return False
+    whole = parts.args[0]
+    while split.is_view(whole) and len(readers(whole)) == 1:
+        whole = whole.args[0]
+    return len(readers(whole)) == 1 and whole.op not in ("placeholder", "get_attr")
+
+
+def normed(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """Return what a node is the norm of, the norm's weight and its epsilon; None if it is no norm."""
+    while split.is_view(node):
+        node = node.args[0]
+    if not calls(node, torch.ops.vllm_ir.rms_norm) or any(size is not None for size in node.args[3:]):
+        return None
+    return node.args[:3]
+
+
+def place_of(marker: fx.Node) -> Place | None:
+    """Return the nodes around a marker, or None where the op cannot replace it."""
+    _, q, k, *_, norms = marker.args
+    parts = {user.args[1]: user for user in marker.users if user.target is operator.getitem}
+    if parts.keys() != {0, 1} or len(marker.users) != 2:
+        return None
+    views = q_view, k_view = tuple(only_view(parts[i]) for i in (0, 1))
+    update = next((user for user in k_view.users if calls(user, torch.ops.vllm.unified_kv_cache_update)), None)
+    attention = next(iter(q_view.users), None)
+    if update is None or not calls(attention, torch.ops.vllm.unified_attention_with_output):
+        return None
+    is_usual = (
+        len(q_view.users) == 1
+        and set(k_view.users) == {update, attention}
+        and set(update.users) == {attention}
+        and attention.args[:3] == (q_view, k_view, update.args[1])
+        and attention.args[4] == update.args[2]
+        and all(view.target == "view" and len(view.args) == 4 and view.args[1] == -1 for view in views)
+    )
+    if not is_usual:
+        return None
+    if not norms:
+        return Place((q, k), (None, None, 0.0), views, update, attention) if is_own(q) and is_own(k) else None
+    found = normed(q), normed(k)
+    if None in found or found[0][2] != found[1][2]:
+        return None
+    (q, q_weight, epsilon), (k, k_weight, _) = found
+    return Place((q, k), (q_weight, k_weight, epsilon), views, update, attention)
+
+
+def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
+    """Replace each marker, with what is around it, by the op where that is possible. Return how often."""
+    from vllm_rocm_ops.vllm.fusion.markers import ROTATION
+
+    if OURS not in splitting_ops:
+        return 0
+    count = 0
+    for marker in graph.find_nodes(op="call_function", target=ROTATION):
+        if (place := place_of(marker)) is None:
+            continue
+        count += 1
+        positions, q, k, table, _, is_neox, norms = marker.args
+        update, attention = place.update, place.attention
+        with graph.inserting_before(update):
+            heads = [
+                graph.call_method("view", (source, *view.args[1:])) for source, view in zip(place.sources, place.views)
+            ]
+            contiguous = {"memory_format": torch.contiguous_format}
+            outs = [graph.call_function(torch.empty_like, (x,), contiguous) for x in heads] if norms else [None, None]
+            for made, view in zip([*heads, *outs], place.views * 2):
+                if made is not None:
+                    made.meta = dict(view.meta)
+            angles = positions, table, is_neox
+            given = *heads, update.args[1], *place.norm, *angles, *outs, update.args[2]
+            graph.call_function(getattr(torch.ops.vllm_rocm_ops, NAME).default, given)
+        attention.args = *(outs if norms else heads), *attention.args[2:]
+        attention.kwargs = {**attention.kwargs, "kv_cache_dummy_dep": None}
+        erase([update, *place.views, marker, q, k])
+    return count
+
+
+def erase(nodes: list[fx.Node]) -> None:
+    """Erase nodes without readers, and what only they read of views, norms and parts."""
+    pending = list(nodes)
+    while pending:
+        node = pending.pop(0)
+        erasable = node.op in ("call_method", "call_function") and not node.users and not node._erased
+        if erasable and not (node.op == "call_method" and node.target != "size" and not split.is_view(node)):
+            pending += node.all_input_nodes
+            node.graph.erase_node(node)
 
 
 def probe() -> None:
-    """Raise `Unavailable` unless decode_attention is on and vLLM asks a backend for the fusions."""
-    from vllm.config import PassConfig
+    """Raise `Unavailable` unless the seam fits this vLLM.
 
-    if "decode_attention" not in seam.active():
-        raise seam.Unavailable("requires decode_attention")
-    base = "vllm.v1.attention.backend.AttentionImpl"
-    for name in ("rope_kvcache", "qk_norm_rope_kvcache"):
-        seam.require(f"fuse_{name}" in PassConfig.__dataclass_fields__, f"PassConfig.fuse_{name}")
-        attention_backends.require_method(base, f"fused_{name}_supported")
-    attention_backends.require_method(base, "do_rope_and_kv_cache_update", *PARAMETERS)
-    attention_backends.require_method(base, "do_qk_norm_rope_kvcache_update", *NORM_PARAMETERS)
+    The attention backends are replaced, passes run, and the split, the ops and the rotation are as expected.
+    """
+    from vllm.config import CompilationConfig
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.attention import attention as vllm_attention
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+    from vllm.utils import torch_utils
+
+    for needed in ("decode_attention", "fusion"):
+        if needed not in seam.active():
+            raise seam.Unavailable(f"requires {needed}")
+    split.probe()
+    names = "positions", "query", "key", "head_size", "rotary_dim", "cos_sin_cache", "is_neox_style"
+    seam.require_parameters(RotaryEmbedding.forward_static, *names)
+    backends.require_attributes(f"{vllm_attention.__name__}.Attention", *OF_LAYER)
+    backends.require_attributes(f"{RotaryEmbedding.__module__}.RotaryEmbeddingBase", *OF_ROTATION)
+    backends.require_attributes(f"{CustomOp.__module__}.CustomOp", "_forward_method")
+    seam.require_parameters(vllm_attention.get_attention_context, "layer_name")
+    seam.require_parameters(vllm_attention.unified_kv_cache_update, "key", "value", "layer_name")
+    names = "query", "key", "value", "output", "layer_name", "output_scale", "output_block_scale"
+    seam.require_parameters(vllm_attention.unified_attention_with_output, *names, "kv_cache_dummy_dep")
+    for name in ("LayerNameType", "_encode_layer_name", "_resolve_layer_name"):
+        seam.require(hasattr(torch_utils, name), name)
+    seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)
 
 
 def install() -> None:
-    """Give the plugin's decoders the ops."""
-    attention.HeadsDecoder.rope, attention.HeadsDecoder.norm_rope = ops.rope_and_cache, ops.qk_norm_rope_and_cache
+    """Define the op, and have vLLM split compiled models at it. `fronts` has graphs changed."""
+    define()
+    split.also_at(OURS, UPDATE)
+    row_selection.finders.append(fronts)
 
 
 SEAM = seam.Seam(
     name="rope_and_cache",
-    replaces="do_rope_and_kv_cache_update and do_qk_norm_rope_kvcache_update of the backends of decode_attention, with "
-    "VLLM_ROCM_OPS_ATTENTION=1",
+    replaces="unified_kv_cache_update with the rotation and norms before it, in the graph that vllm.compilation.backends.split_graph "
+    "splits; CompilationConfig.set_splitting_ops_for_v1",
     probe=probe,
     install=install,
     ops=("rope_and_cache", "qk_norm_rope_and_cache"),
-    platforms=("rocm",),
-    after=("decode_attention",),
+    after=("decode_attention", "fusion", "norm"),
 )

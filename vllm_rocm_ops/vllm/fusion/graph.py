@@ -10,8 +10,7 @@ IR, quantizations and activations are markers (markers.py). This pass runs befor
     norm, activation              by the op alone, where the compiler would fuse nothing with it
     every other marker            by what vLLM would have traced, so that its passes match
 
-An op that updates a residual is functional until vLLM's last pass, as vLLM's are. Then it updates the residual in
-place.
+An op that updates a residual is functional until vLLM's last pass, as vLLM's are. Then it works in place.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers, moe_input, reduced
 from vllm_rocm_ops.vllm.fusion.lowering import lower
-from vllm_rocm_ops.vllm.fusion.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION
+from vllm_rocm_ops.vllm.fusion.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION, ROTATION
 from vllm_rocm_ops.vllm.fusion.row_selection import choices
 from vllm_rocm_ops.vllm.linear import scaled_linear
 
@@ -147,7 +146,7 @@ class Fusion(VllmInductorPass):
             if not (producer.name in choices.on and self.take(producer)) and node.target is ACTIVATION:
                 lower(node, self.traces)
         graph.eliminate_dead_code()
-        for node in graph.find_nodes(op="call_function", target=QUANTIZATION):
+        for node in [node for node in graph.nodes if node.target in (QUANTIZATION, ROTATION)]:
             lower(node, self.traces)
         graph.eliminate_dead_code()
 
@@ -172,7 +171,7 @@ class Fusion(VllmInductorPass):
         return True
 
     def quantize(self, producer: Producer, readers: list[fx.Node]) -> bool:
-        """Replace a producer and equal quantizations, its only readers. Return whether that was done."""
+        """Replace a producer and equal quantizations, its only readers. Return whether it did."""
         if len({(reader.target, str(reader.args)) for reader in readers}) != 1 or not is_quantization(readers[0]):
             return False
         key, given = quantization(readers[0])
@@ -280,7 +279,7 @@ def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
 
 
 def are_alike(ours: tuple, theirs: tuple) -> bool:
-    """Return whether results have the same shapes, dtypes and strides for any token count."""
+    """Return whether results have equal shapes, dtypes and strides for any token count."""
     return all(
         one.dtype == other.dtype
         and one.dim() == other.dim()

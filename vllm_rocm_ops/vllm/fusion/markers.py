@@ -1,4 +1,4 @@
-"""Mark quantizations and activations, each as one node of a traced model.
+"""Mark quantizations, activations and rotations, each as one node of a traced model.
 
 vLLM computes them in different forms: aten chains, `_C` kernels, AITER's. While vLLM traces a model for its compiled
 mode, each is a marker: an op that records how vLLM would compute it. graph.py replaces markers by the plugin's ops, or
@@ -45,6 +45,18 @@ def _run(x: Tensor, scale: Tensor | None, bound: Tensor | None, how: list[int]) 
     return values, scales if scale is None else scales.clone()  # an op returns no argument
 
 
+def rotate(
+    positions: Tensor, q: Tensor, k: Tensor, table: Tensor, sizes: list[int], is_neox: bool, norms: bool
+) -> tuple[Tensor, Tensor]:
+    """Return vLLM's rotation of q and k. `sizes` are a head's elements and the rotated ones.
+
+    `norms` tells rope_and_cache.py whether to serve the norms before.
+    """
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    return RotaryEmbedding.forward_static(positions, q, k, *sizes, table, is_neox)
+
+
 def activate(x: Tensor) -> Tensor:
     """Return vLLM's SiluAndMul of x."""
     return _activate[0](x)
@@ -54,11 +66,18 @@ _library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
 _library.define("marked_quant(Tensor x, Tensor? scale, Tensor? bound, int[] how) -> (Tensor, Tensor)")
 _library.impl("marked_quant", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_rocm_ops::marked_quant", _run, lib=_library)
+_library.define(
+    "marked_rotation(Tensor positions, Tensor q, Tensor k, Tensor table, int[] sizes, bool is_neox, bool norms)"
+    " -> (Tensor, Tensor)"
+)
+_library.impl("marked_rotation", rotate, "CompositeExplicitAutograd")
+torch.library.register_fake("vllm_rocm_ops::marked_rotation", rotate, lib=_library)
 
 QUANTIZATION = torch.ops.vllm_rocm_ops.marked_quant.default
 MX_QUANTIZATION = torch.ops.vllm.mxfp8_quantize.default
 ACTIVATION = ops.silu_and_mul.torch_op
-FORMS = {QUANTIZATION: quantize, ACTIVATION: activate}
+ROTATION = torch.ops.vllm_rocm_ops.marked_rotation.default
+FORMS = {QUANTIZATION: quantize, ACTIVATION: activate, ROTATION: rotate}
 """Markers, and what vLLM traces in their place. The activation's marker is the plugin's own op."""
 
 
@@ -103,3 +122,15 @@ def of_activation(forward: Callable) -> Callable:
     """Return a forward that marks vLLM's SiluAndMul while a model is traced."""
     _activate[:] = [forward]
     return ACTIVATION
+
+
+def of_rotation(rotary: torch.nn.Module, norms: bool) -> Callable:
+    """Return a forward that marks vLLM's RotaryEmbedding while a model is traced."""
+    sizes = [rotary.head_size, rotary.rotary_dim]
+
+    def marked(positions: Tensor, query: Tensor, key: Tensor | None = None):
+        if key is None or not torch.compiler.is_compiling():
+            return rotary.forward_native(positions, query, key)
+        return ROTATION(positions, query, key, rotary.cos_sin_cache, sizes, rotary.is_neox_style, norms)
+
+    return marked

@@ -206,7 +206,8 @@ def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_tim
     """Check and time the op against vLLM's, as `kernel_timing.compare`. The errors are the first result's."""
     sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
     rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
-    exact = one.exact(*(value if value is None else value[rows] for value in sets[0]))
+    has_rows = (value is not None and len(value) == tokens for value in sets[0])  # a cache may have pages
+    exact = one.exact(*(value[rows] if has else value for value, has in zip(sets[0], has_rows)))
 
     def fresh(given: tuple) -> tuple[Tensor | None, ...]:
         return tuple(value if value is None else value.clone() for value in given)

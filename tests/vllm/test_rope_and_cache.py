@@ -1,0 +1,558 @@
+"""Test the launch that normalizes heads, rotates and writes the cache: its place in graphs, when it serves, and results."""
+
+import contextlib
+import types
+
+import checkpoints
+import pytest
+import torch
+from engines import STEPS
+from test_mla_norms import Clock
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.ops.families import rotation
+from vllm_rocm_ops.ops.families.attention import CacheLayout
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import backends, decoder, rope_and_cache, rope_front, split
+from vllm_rocm_ops.vllm.fusion import markers, row_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+
+HEADS, KV_HEADS, SIZE = 4, 2, 64
+PLAIN, NORMED = ops.rope_and_cache, ops.qk_norm_rope_and_cache
+LAYERS = checkpoints.LLAMA["num_hidden_layers"]
+
+# A layer
+
+
+class Layer(torch.nn.Module):
+    """The parts of an attention layer that the plugin uses."""
+
+    def __init__(self, member: str, normed: bool, cache_dtype: str = "auto", is_neox: bool = True, rotary: int = SIZE):
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+        super().__init__()
+        self.rotary_emb = RotaryEmbedding(SIZE, rotary, 64, 10000.0, is_neox, torch.bfloat16)
+        self.rotary_emb._forward_method = self.rotary_emb.forward_native
+        for name in ("q_norm", "k_norm") if normed else ():
+            norm = RMSNorm(SIZE, dtype=torch.bfloat16)
+            norm.weight.data = torch.linspace(0.5, 2 if name == "q_norm" else 1, SIZE).bfloat16()
+            norm.vllm_forward = norm.forward_native  # it compiles nothing
+            setattr(self, name, norm)
+        backend = backends.made(decoder.BACKENDS[member])
+        self.attn = attn = Attention.__new__(Attention)
+        torch.nn.Module.__init__(attn)
+        attn.impl = backend.get_impl_cls()(HEADS, SIZE, 0.1, KV_HEADS, None, None, cache_dtype)
+        attn.attn_backend, attn.attn_type, attn.query_quant = backend, "decoder", None
+        attn.num_heads, attn.num_kv_heads, attn.head_size, attn.head_size_v = HEADS, KV_HEADS, SIZE, SIZE
+        attn.kv_sharing_target_layer_name, attn.use_direct_call = None, False
+        attn._k_scale, attn._v_scale = torch.tensor(0.02), torch.tensor(0.03)
+
+    @property
+    def norms(self) -> tuple:
+        return tuple(norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name, None)) is not None)
+
+    def front(self) -> rope_front.RopeFront:
+        given = self.attn, self.rotary_emb, self.norms, torch.bfloat16
+        one = rope_front.RopeFront(*given, kernel_selection.COMPILED)
+        self.attn.impl.do_kv_cache_update = self.write
+        return one
+
+    def write(self, attn, key, value, cache, slots) -> None:
+        """Write as vLLM's backends do."""
+        served = attn.impl.rocm_ops
+        rotation.write(CacheLayout(*served.caches(attn, cache)), key, value, slots, served.scales(attn))
+
+
+CASES = [
+    ("TRITON_ATTN", False, "auto", True, SIZE),
+    ("TRITON_ATTN", True, "auto", True, SIZE),
+    ("TRITON_ATTN", True, "fp8", True, SIZE // 2),
+    ("TRITON_ATTN", False, "fp8", False, SIZE),
+    ("ROCM_ATTN", False, "auto", True, SIZE),
+    ("ROCM_ATTN", True, "auto", False, SIZE // 2),
+]
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_kernel_is_measured_beside_vllms_layers(case):
+    """The emulated kernel is as close to exact q, k and cache rows as vLLM's."""
+    layer = Layer(*case)
+    one, (_, normed, cache, is_neox, rotary) = layer.front(), case
+    shape = f"{HEADS}:{KV_HEADS}x{SIZE}/{rotary} bfloat16 {cache}{'' if is_neox else ' interleaved'}"
+    assert one.key == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
+    assert kernel_selection.is_whole(one.key)
+    with launch.executor(Emulator("gfx950", races=False)):
+        found = row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+    assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("part", ["query_out", "key_out", "key_cache", "value_cache"])
+def test_each_result_is_checked(part, monkeypatch):
+    """The launch is off if any of its results is wrong."""
+    one = Layer("TRITON_ATTN", True).front()
+
+    def wrong(*arguments):
+        NORMED.reference(*arguments)
+        getattr(NORMED.Arguments(*arguments), part).mul_(1.1)
+        return True
+
+    monkeypatch.setattr(NORMED, "run_kernels", wrong)
+    with pytest.raises(kernel_timing.Mismatch):
+        row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+
+
+LACKS = {
+    "a backend": lambda layer: delattr(layer.attn.impl, "rocm_ops"),
+    "a rotation of sections": lambda layer: setattr(layer, "rotary_emb", torch.nn.Identity()),
+    "a rotation by a custom op": lambda layer: setattr(
+        layer.rotary_emb, "_forward_method", layer.rotary_emb.forward_cuda
+    ),
+    "a rotation of other heads": lambda layer: setattr(layer.rotary_emb, "head_size", 32),
+    "a table in float32": lambda layer: setattr(
+        layer.rotary_emb, "cos_sin_cache", layer.rotary_emb.cos_sin_cache.float()
+    ),
+    "an encoder": lambda layer: setattr(layer.attn, "attn_type", "encoder_only"),
+    "a shared cache": lambda layer: setattr(layer.attn, "kv_sharing_target_layer_name", "0"),
+    "a direct call": lambda layer: setattr(layer.attn, "use_direct_call", True),
+    "a write in attention": lambda layer: setattr(
+        layer.attn, "attn_backend", types.SimpleNamespace(forward_includes_kv_cache_update=True)
+    ),
+    "queries in FP8": lambda layer: (
+        setattr(layer.attn, "query_quant", object()),
+        setattr(layer.attn.impl, "supports_quant_query_input", True),
+    ),
+    "values of another size": lambda layer: setattr(layer.attn, "head_size_v", 32),
+    "a cache of": lambda layer: setattr(layer.attn.impl, "kv_cache_dtype", "int8_per_token_head"),
+    "a norm of all heads": lambda layer: setattr(layer.q_norm, "weight", torch.nn.Parameter(torch.ones(256))),
+    "norms that are not ours": lambda layer: setattr(layer, "k_norm", torch.nn.LayerNorm(SIZE)),
+    "rows that must not": lambda layer: setattr(layer.attn.impl.rocm_ops, "is_batch_invariant", True),
+}
+
+
+@pytest.mark.usefixtures("configuration")
+@pytest.mark.parametrize("what", LACKS)
+def test_what_is_not_served(what):
+    layer = Layer("TRITON_ATTN", True)
+
+    def reasons() -> list[str]:
+        return [*rope_and_cache.lacks(layer.attn, layer.rotary_emb, layer.norms, torch.bfloat16)]
+
+    assert reasons() == []
+    LACKS[what](layer)
+    assert len(reasons()) == 1
+
+
+@pytest.fixture
+def found(configuration, monkeypatch):
+    """Return a function for the launches that may serve layers."""
+    from vllm import config as vllm_config
+
+    def fronts(*layers: Layer, compiles: bool = True, splits: bool = True, partitions: bool = False, **passes) -> list:
+        settings = types.SimpleNamespace(
+            pass_config=types.SimpleNamespace(fuse_norm_quant=False, **passes),
+            splitting_ops=[rope_and_cache.UPDATE] if splits else [],
+            use_inductor_graph_partition=partitions,
+        )
+        given = types.SimpleNamespace(
+            compilation_config=settings, model_config=types.SimpleNamespace(dtype=torch.bfloat16)
+        )
+        monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
+        monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: compiles)
+        return [*rope_and_cache.fronts(torch.nn.ModuleList(layers), compiles)]
+
+    return fronts
+
+
+def test_where_it_may_serve(found):
+    """It serves compiled models that vLLM splits at the update, unless one of vLLM's passes fuses the rotation."""
+    layer = Layer("TRITON_ATTN", True)
+    [one] = found(layer)
+    assert one.key.endswith(" compiled") and not one.runs_unmeasured()
+    assert found(layer, compiles=False) == found(layer, splits=False) == found(layer, partitions=True) == []
+    for name in rope_and_cache.PASSES:
+        assert found(layer, **{name: True}) == [] and len(found(layer, **{name: False})) == 1
+    del layer.k_norm
+    assert found(layer) == []
+
+
+def test_layers_that_share_a_rotation_are_served_together(found):
+    """The marker tells nothing of a layer: one that lacks something leaves all to vLLM, as does one that loses."""
+    layers = [Layer("TRITON_ATTN", False) for _ in range(2)]
+    layers[1].rotary_emb = rotary = layers[0].rotary_emb
+    fronts = found(*layers)
+    assert len(fronts) == 2
+    fronts[1].pattern += " other"
+    for choices in ((True, False), (False, True), (False, False)):
+        for one, choice in zip(fronts, choices):
+            one.take(choice)
+        assert rotary._forward_method == rotary.forward_native
+    for one in fronts:
+        one.take(True)
+    assert rotary._forward_method.__name__ == "marked" and len(found(*layers)) == 2
+    layers[1].attn.use_direct_call = True
+    assert found(*layers) == []
+    layers[1].attn.use_direct_call = False
+    layers[1].q_norm, layers[1].k_norm = Layer("TRITON_ATTN", True).norms
+    assert found(*layers) == []
+
+
+# The graph
+
+
+class Traced(torch.nn.Module):
+    """A layer as vLLM's models are, up to attention."""
+
+    def __init__(self, normed: bool, change: str = ""):
+        super().__init__()
+        self.normed, self.change = normed, change
+        self.q_weight, self.k_weight = (torch.nn.Parameter(torch.ones(SIZE).bfloat16()) for _ in range(2))
+
+    def forward(self, qkv, positions, table):
+        qkv = qkv * 2
+        sizes = [HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE]
+        q, k, v = qkv.split(sizes, dim=-1)
+        if self.change == "a copy that is not split":
+            q = q.contiguous() if self.normed else q + 1
+        read = q if self.change == "queries read" else qkv if self.change == "the projection read" else None
+        if self.normed:
+            q_weight, k_weight = self.q_weight.data, self.k_weight.data
+            epsilon = 1e-5 if self.change == "two epsilons" else 1e-6
+            q = torch.ops.vllm_ir.rms_norm.default(q.view(-1, HEADS, SIZE), q_weight, 1e-6).view(q.shape)
+            if self.change != "one norm":
+                k = torch.ops.vllm_ir.rms_norm(k.reshape(-1, KV_HEADS, SIZE), k_weight, epsilon).reshape(k.shape)
+        asks = self.normed and self.change != "norms that are not asked for"
+        q, k = markers.ROTATION(positions, q, k, table, [SIZE, SIZE], True, asks)
+        if self.change == "rotated queries read":
+            read = q
+        if self.change == "scaled queries":
+            q = q * 2
+        output = torch.empty(qkv.shape[0], HEADS, SIZE, dtype=qkv.dtype)
+        q, k, v = q.view(-1, HEADS, SIZE), k.view(-1, KV_HEADS, SIZE), v.view(-1, KV_HEADS, SIZE)
+        dep = None
+        if self.change != "a shared cache":
+            dep = torch.ops.vllm.unified_kv_cache_update(k, v, "a" if self.change != "another layer" else "b")
+        given = q, k, v * 1 if self.change == "other values" else v, output, "a"
+        torch.ops.vllm.unified_attention_with_output(*given, kv_cache_dummy_dep=dep)
+        return output if read is None else (output, read + 1)
+
+
+def traced(normed: bool, change: str = "") -> torch.fx.GraphModule:
+    """Return the graph that vLLM's backend gets."""
+    graphs = []
+    torch._dynamo.reset()
+    arguments = (
+        torch.zeros(3, (HEADS + 2 * KV_HEADS) * SIZE).bfloat16(),
+        torch.zeros(3).long(),
+        torch.zeros(9, SIZE).bfloat16(),
+    )
+    keep = lambda graph, inputs: (graphs.append(graph), lambda *_: ())[1]
+    with contextlib.suppress(IndexError), torch.no_grad():  # the result is empty
+        torch.compile(Traced(normed, change), backend=keep, fullgraph=True)(*arguments)
+    return graphs[0]
+
+
+ALSO_SERVED = {
+    (True, "queries read"),
+    (True, "the projection read"),
+    (True, "a copy that is not split"),
+}
+CHANGES = [
+    *("", "queries read", "the projection read", "rotated queries read", "scaled queries", "a shared cache"),
+    *("another layer", "other values", "a copy that is not split", "two epsilons", "one norm"),
+    "norms that are not asked for",
+]
+OF_NORMS = CHANGES[-3:]
+
+
+@pytest.fixture
+def dynamo(configuration):
+    import vllm.ir.ops  # noqa: F401
+    from vllm.model_executor.layers.attention import attention  # noqa: F401
+
+    if not hasattr(torch.ops.vllm_rocm_ops, rope_and_cache.NAME):
+        rope_and_cache.define()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_where_the_op_replaces_a_rotation(dynamo, normed, change):
+    """Only where nothing else reads what it replaces, or what it rotates in place."""
+    if change in OF_NORMS and not normed:
+        return
+    module = traced(normed, change)
+    before = str(module.graph)
+    is_ours = change == "" or (normed, change) in ALSO_SERVED
+    assert rope_and_cache.rewrite(module.graph, [rope_and_cache.OURS]) == is_ours
+    targets = [node.target for node in module.graph.nodes]
+    ours = torch.ops.vllm_rocm_ops.attention_front.default
+    if not is_ours:
+        assert str(module.graph) == before and ours not in targets
+        return
+    module.graph.lint()
+    assert targets.count(ours) == 1 and markers.ROTATION not in targets
+    assert torch.ops.vllm.unified_kv_cache_update not in targets
+    assert not {torch.ops.vllm_ir.rms_norm, torch.ops.vllm_ir.rms_norm.default} & set(targets)
+    assert targets.index(ours) < targets.index(torch.ops.vllm.unified_attention_with_output)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_op_gets_what_the_launches_got(dynamo, normed):
+    """Attention reads what the op writes."""
+    module = traced(normed)
+    rope_and_cache.rewrite(module.graph, [rope_and_cache.OURS])
+    [node] = (node for node in module.graph.nodes if node.target is torch.ops.vllm_rocm_ops.attention_front.default)
+    q, k, v, q_weight, k_weight, epsilon, positions, table, is_neox, q_out, k_out, name = node.args
+    attention = next(n for n in module.graph.nodes if n.target is torch.ops.vllm.unified_attention_with_output)
+    assert [part.args[0].args[1] for part in (q, k, v)] == [0, 1, 2] if not normed else True
+    assert [x.args[1:] for x in (q, k, v)] == [(-1, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    assert attention.args[:2] == ((q_out, k_out) if normed else (q, k)) and attention.args[2] is v
+    assert attention.kwargs["kv_cache_dummy_dep"] is None and (name, is_neox) == ("a", True)
+    assert "positions" in positions.name and "table" in table.name
+    if normed:
+        assert ("q_weight" in str(q_weight.args), "k_weight" in str(k_weight.args), epsilon) == (True, True, 1e-6)
+        assert [out.args for out in (q_out, k_out)] == [(q,), (k,)]
+    else:
+        assert (q_weight, k_weight, q_out, k_out) == (None,) * 4
+
+
+# A step
+
+
+@pytest.fixture
+def stepped(configuration, monkeypatch):
+    """Return a function that runs the op for a layer, and returns q, k and the cache, and what vLLM's layers return."""
+
+    def run(layer: Layer, has_cache: bool = True) -> tuple[list, list]:
+        one = layer.front()
+        qkv, positions, slots, cache = one.inputs(3, 0)
+        context = None, layer.attn, cache if has_cache else cache[:0], slots[:2, None] if has_cache else None
+        monkeypatch.setattr(
+            "vllm.model_executor.layers.attention.attention.get_attention_context", lambda name: context
+        )
+        wanted = one.written(one.computed(qkv, positions), qkv, slots, cache.clone())
+        (q, k, v), norm = one.parts(qkv.clone()), one.weights() or (None, None, 0.0)
+        outs = [torch.full_like(x, torch.nan).contiguous() for x in (q, k)] if one.norms else [None, None]
+        angles = positions, layer.rotary_emb.cos_sin_cache, layer.rotary_emb.is_neox_style
+        rope_and_cache.attention_front(q, k, v, *norm, *angles, *outs, "layer")
+        impl = layer.attn.impl
+
+        def rows(of: torch.Tensor) -> torch.Tensor:
+            layout = CacheLayout(*impl.rocm_ops.backend.caches(impl, layer.attn, of))
+            places = slots // layout.page_size, slots % layout.page_size
+            return torch.stack([layout.keys(*places), layout.values(*places)], 1)
+
+        found = *(outs if one.norms else (q, k)), rows(cache)
+        return [x.float() for x in found], [x.float() for x in (*wanted[:2], rows(wanted[2]))]
+
+    return run
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("member", ["TRITON_ATTN", "ROCM_ATTN"])
+def test_a_step(stepped, member, normed, served):
+    """It writes the slots there are, of fewer tokens than a padded graph has, in any backend."""
+    layer = Layer(member, normed)
+    if not served:  # as where the cache has another order
+        layer.front()
+        layer.attn.impl.rocm_ops.caches, kept = lambda *_: None, layer.attn.impl.rocm_ops.caches
+        layer.write = lambda attn, k, v, cache, slots: rotation.write(
+            CacheLayout(*kept(attn, cache)), k, v, slots, (None, None)
+        )
+    (q, k, cache), (wanted_q, wanted_k, wanted) = stepped(layer)
+    torch.testing.assert_close(q, wanted_q, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(k, wanted_k, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(cache[:2], wanted[:2], rtol=2**-6, atol=2**-6)
+    assert wanted[2].any() and not cache[2].any()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_run_without_a_cache_writes_none(stepped, normed):
+    """vLLM's profile run has no slots."""
+    (q, k, cache), (wanted_q, wanted_k, _) = stepped(Layer("TRITON_ATTN", normed), has_cache=False)
+    torch.testing.assert_close(q, wanted_q, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(k, wanted_k, rtol=2**-6, atol=2**-6)
+    assert not cache.any()
+
+
+def test_a_marker_computes_vllms_rotation(configuration):
+    """Outside of a trace, too, and with one argument less."""
+    layer = Layer("TRITON_ATTN", False)
+    rotary, generator = layer.rotary_emb, torch.Generator().manual_seed(0)
+    q, k = (torch.randn(3, heads * SIZE, generator=generator).bfloat16() for heads in (HEADS, KV_HEADS))
+    positions, marked = torch.tensor([3, 0, 50]), markers.of_rotation(rotary, False)
+    wanted = rotary.forward_native(positions, q, k)
+    made = markers.ROTATION(positions, q, k, rotary.cos_sin_cache, [SIZE, SIZE], True, False)
+    for found in (made, marked(positions, q, k)):
+        assert all(map(torch.equal, found, wanted))
+    assert torch.equal(marked(positions, q)[0], wanted[0]) and marked(positions, q)[1] is None
+
+
+# The seam
+
+
+def test_the_seam_needs_its_hooks(configuration, monkeypatch):
+    monkeypatch.setattr(seam, "active", list)
+    with pytest.raises(seam.Unavailable, match="requires decode_attention"):
+        rope_and_cache.probe()
+    monkeypatch.setattr(seam, "active", lambda: ["decode_attention"])
+    with pytest.raises(seam.Unavailable, match="requires fusion"):
+        rope_and_cache.probe()
+    monkeypatch.setattr(seam, "active", lambda: ["decode_attention", "fusion"])
+    rope_and_cache.probe()
+    monkeypatch.setattr(split, "MODULE", "vllm.compilation.counter")
+    with pytest.raises(seam.Unavailable, match="split_graph"):
+        rope_and_cache.probe()
+
+
+def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
+    """And only where vLLM splits at the op."""
+    from vllm.compilation import backends as compilation
+    from vllm.config import CompilationConfig
+
+    given = []
+    monkeypatch.setattr(compilation, "split_graph", lambda graph, splitting_ops: given.append(graph.code))
+    monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", lambda self: None)
+    monkeypatch.setattr(row_selection, "finders", [])
+    monkeypatch.setattr(rope_and_cache, "define", lambda: None)
+    monkeypatch.setattr(split, "_changes", [])
+    rope_and_cache.install()
+    assert row_selection.finders == [rope_and_cache.fronts]
+    settings = types.SimpleNamespace(splitting_ops=[rope_and_cache.UPDATE])
+    CompilationConfig.set_splitting_ops_for_v1(settings)
+    CompilationConfig.set_splitting_ops_for_v1(settings)
+    assert settings.splitting_ops == [rope_and_cache.UPDATE, rope_and_cache.OURS]
+    none = types.SimpleNamespace(splitting_ops=["vllm::unified_attention_with_output"])
+    CompilationConfig.set_splitting_ops_for_v1(none)
+    assert rope_and_cache.OURS not in none.splitting_ops
+    split._wrap.cache_clear()
+    for _ in range(2):
+        split.before(rope_and_cache.rewrite)
+    split._wrap.cache_clear()
+    assert split._changes == [rope_and_cache.rewrite]
+    for splits in (settings.splitting_ops, []):
+        compilation.split_graph(traced(False), splits)
+    assert ["attention_front" in code for code in given] == [True, False]
+
+
+# In the engine
+
+MODELS = {
+    ("llama", "static"): PLAIN,
+    ("mistral", "token"): PLAIN,
+    ("qwen2", "token"): PLAIN,
+    ("mixtral", "mixed"): PLAIN,
+    ("qwen3", "token"): NORMED,
+    ("qwen3_moe", "mixed"): NORMED,
+    ("glm4_moe", "mixed"): NORMED,
+    ("gemma3_text", "token"): None,  # 1 + weight
+    ("minimax_m2", "mixed"): None,  # norms over all heads
+}
+
+
+def calls(answer: dict, op) -> int:
+    return sum(answer["stats"].get(op.name, {}).values())
+
+
+@pytest.fixture(scope="module")
+def generated(engines) -> dict[tuple, dict]:
+    """Return models with the plugin's launch and without, compiled, by vLLM's CPU engine."""
+    switches = {"ours": "1", "baseline": "0"}
+    jobs = {
+        f"{'-'.join(flavour)} {whose}": engines.job(flavour, True, environment={"VLLM_ROCM_OPS_ATTENTION": switch})
+        for whose, switch in switches.items()
+        for flavour in MODELS
+    }
+    answers = engines.run(jobs)
+    return {(flavour, whose): answers[f"{'-'.join(flavour)} {whose}"] for flavour in MODELS for whose in switches}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flavour", MODELS, ids="-".join)
+def test_tokens_are_baseline_vllms(generated, flavour):
+    """One launch per layer and step serves models whose norms the op supports."""
+    ours, baseline, op = generated[flavour, "ours"], generated[flavour, "baseline"], MODELS[flavour]
+    assert ours["tokens"] == baseline["tokens"]
+    for one in (PLAIN, NORMED):
+        assert calls(ours, one) == (LAYERS * STEPS if one is op else 0) and calls(baseline, one) == 0
+
+
+@pytest.mark.slow
+def test_tokens_of_generated_code(engines):
+    """Inductor's code passes views of one projection to the op, which rotates them in place."""
+    jobs = {
+        f"{name} {switch}": engines.job((name, "token"), True, environment={"VLLM_ROCM_OPS_ATTENTION": switch})
+        for name in ("llama", "qwen3")
+        for switch in "10"
+    }
+    answers = engines.run(jobs, generates=True)
+    for name, op in (("llama", PLAIN), ("qwen3", NORMED)):
+        assert answers[f"{name} 1"]["tokens"] == answers[f"{name} 0"]["tokens"]
+        assert calls(answers[f"{name} 1"], op) == LAYERS * STEPS
+
+
+MEASURED = """
+import os
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm.attention.rope_front import RopeFront
+from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
+from vllm_rocm_ops.vllm.attention import backends
+
+class Clock:
+    def times(self, calls, sets):
+        for call in calls.values():
+            call(*sets[0])
+        return {"ours": [float(os.environ["US"])], "native": [2.0]}
+
+    def finish(self):
+        pass
+
+def run_kernels(*arguments):
+    ops.qk_norm_rope_and_cache.reference(*arguments)
+    ops.qk_norm_rope_and_cache.Arguments(*arguments).query_out.mul_(float(os.environ["FACTOR"]))
+    return True
+
+def written(self, found, qkv, slots, cache):
+    q, k = (x.unflatten(1, (-1, self.heads[2])) for x in found)
+    keys, values = backends.of_cpu(self.decoder.impl, self.attn, cache)
+    keys[slots // 16, slots % 16], values[slots // 16, slots % 16] = k, self.parts(qkv)[2]
+    return q, k, cache
+
+measured_selection.clock, kernel_timing.limit_s = Clock, lambda: 1000.0
+ops.qk_norm_rope_and_cache.run_kernels, RopeFront.written = run_kernels, written
+"""
+WHAT = {"faster": ("1", "1"), "slower": ("3", "1"), "wrong": ("1", "1.05")}
+
+
+@pytest.fixture(scope="module")
+def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
+    folder, jobs = tmp_path_factory.mktemp("measured"), {}
+    for name, (us, factor) in WHAT.items():
+        environment = {"VLLM_ROCM_OPS_TABLES": str(folder / name), "US": us, "FACTOR": factor}
+        jobs[name] = engines.job(("qwen3", "token"), compiled=True, environment=environment)
+    answers = engines.run(jobs, before=MEASURED)
+    tables = {
+        name: [kernel_selection.read(path) for path in (folder / name).glob("*/measured-*.json")] for name in WHAT
+    }
+    return answers, tables
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", WHAT)
+def test_what_was_measured_to_be_faster_serves(measured, what):
+    """It is compared with vLLM's compiled graph, once for all numbers of tokens. A wrong launch is off."""
+    answers, tables = measured
+    [record], shape = tables[what], f"{HEADS}:{KV_HEADS}x{SIZE}/{SIZE} bfloat16 auto"
+    assert calls(answers[what], NORMED) == (LAYERS * STEPS if what == "faster" else 0)
+    if what == "wrong":
+        assert shape in record.off[NORMED.name]
+        return
+    found = record.shapes[f"{NORMED.name} {shape} {kernel_selection.COMPILED}"]
+    assert all(one.ours is not None and 0 < one.error < 0.1 for one in found.values())
+    assert {*row_selection.TOKENS} <= {*found}
