@@ -129,8 +129,6 @@ LACKS = {
     ),
     "values of another size": lambda layer: setattr(layer.attn, "head_size_v", 32),
     "a cache of": lambda layer: setattr(layer.attn.impl, "kv_cache_dtype", "int8_per_token_head"),
-    "a norm of all heads": lambda layer: setattr(layer.q_norm, "weight", torch.nn.Parameter(torch.ones(256))),
-    "norms that are not ours": lambda layer: setattr(layer, "k_norm", torch.nn.LayerNorm(SIZE)),
     "rows that must not": lambda layer: setattr(layer.attn.impl.rocm_ops, "is_batch_invariant", True),
 }
 
@@ -141,7 +139,7 @@ def test_what_is_not_served(what):
     layer = Layer("TRITON_ATTN", True)
 
     def reasons() -> list[str]:
-        return [*rope_and_cache.lacks(layer.attn, layer.rotary_emb, layer.norms, torch.bfloat16)]
+        return [*rope_and_cache.lacks(layer.attn, layer.rotary_emb, torch.bfloat16)]
 
     assert reasons() == []
     LACKS[what](layer)
@@ -177,8 +175,28 @@ def test_where_it_may_serve(found):
     assert found(layer, compiles=False) == found(layer, splits=False) == found(layer, partitions=True) == []
     for name in rope_and_cache.PASSES:
         assert found(layer, **{name: True}) == [] and len(found(layer, **{name: False})) == 1
-    del layer.k_norm
-    assert found(layer) == []
+
+
+NORMS = {
+    "one norm": lambda layer: delattr(layer, "k_norm"),
+    "a norm of all heads": lambda layer: setattr(
+        layer.q_norm, "weight", torch.nn.Parameter(torch.ones(256).bfloat16())
+    ),
+    "weights in float32": lambda layer: setattr(layer.q_norm, "weight", torch.nn.Parameter(torch.ones(SIZE))),
+    "norms that are not ours": lambda layer: setattr(layer, "k_norm", torch.nn.LayerNorm(SIZE)),
+    "a part of a head": lambda layer: setattr(layer.k_norm, "variance_size_override", 32),
+    "two epsilons": lambda layer: setattr(layer.k_norm, "variance_epsilon", 1e-3),
+}
+
+
+@pytest.mark.parametrize("what", NORMS)
+def test_other_norms_stay_the_compilers(found, what):
+    layer = Layer("TRITON_ATTN", True)
+    [one] = found(layer)
+    assert one.op is NORMED and one.norms == layer.norms
+    NORMS[what](layer)
+    [one] = found(layer)
+    assert one.op is PLAIN and one.norms == ()
 
 
 def test_layers_that_share_a_rotation_are_served_together(found):
@@ -217,8 +235,10 @@ class Traced(torch.nn.Module):
         qkv = qkv * 2
         sizes = [HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE]
         q, k, v = qkv.split(sizes, dim=-1)
-        if self.change == "a copy that is not split":
-            q = q.contiguous() if self.normed else q + 1
+        if self.change == "a result that is not split":
+            q = q + 1
+        if self.change == "a copy that may be none":
+            k, v = k.contiguous(), k
         read = q if self.change == "queries read" else qkv if self.change == "the projection read" else None
         if self.normed:
             q_weight, k_weight = self.q_weight.data, self.k_weight.data
@@ -260,11 +280,21 @@ def traced(normed: bool, change: str = "") -> torch.fx.GraphModule:
 ALSO_SERVED = {
     (True, "queries read"),
     (True, "the projection read"),
-    (True, "a copy that is not split"),
+    (True, "a copy that may be none"),
+    (True, "a result that is not split"),
+    (False, "a result that is not split"),
+    (True, "norms that are not asked for"),
 }
 CHANGES = [
     *("", "queries read", "the projection read", "rotated queries read", "scaled queries", "a shared cache"),
-    *("another layer", "other values", "a copy that is not split", "two epsilons", "one norm"),
+    *(
+        "another layer",
+        "other values",
+        "a result that is not split",
+        "a copy that may be none",
+        "two epsilons",
+        "one norm",
+    ),
     "norms that are not asked for",
 ]
 OF_NORMS = CHANGES[-3:]
@@ -297,7 +327,7 @@ def test_where_the_op_replaces_a_rotation(dynamo, normed, change):
     module.graph.lint()
     assert targets.count(ours) == 1 and markers.ROTATION not in targets
     assert torch.ops.vllm.unified_kv_cache_update not in targets
-    assert not {torch.ops.vllm_ir.rms_norm, torch.ops.vllm_ir.rms_norm.default} & set(targets)
+    assert (torch.ops.vllm_ir.rms_norm.default in targets) == (change == "norms that are not asked for")
     assert targets.index(ours) < targets.index(torch.ops.vllm.unified_attention_with_output)
 
 
@@ -451,8 +481,8 @@ MODELS = {
     ("qwen3", "token"): NORMED,
     ("qwen3_moe", "mixed"): NORMED,
     ("glm4_moe", "mixed"): NORMED,
-    ("gemma3_text", "token"): None,  # 1 + weight
-    ("minimax_m2", "mixed"): None,  # norms over all heads
+    ("gemma3_text", "token"): PLAIN,  # after norms with 1 + weight
+    ("minimax_m2", "mixed"): PLAIN,  # after norms over all heads
 }
 
 

@@ -13,8 +13,8 @@ BUGS = (
     Bug(
         "a projection that something else reads",
         "vllm/attention/rope_and_cache.py",
-        "return len(readers(whole)) == 1 and whole.op",
-        "return whole.op",
+        "node = parts.args[0]\n        else:",
+        "return True\n        else:",
         Tests("test_rope_and_cache.py"),
     ),
     Bug(

@@ -292,13 +292,18 @@ def attention_of(node: fx.Node) -> str:
     return name if node.op == "call_function" and name in NAMED else ""
 
 
+def is_view(node: object) -> bool:
+    """Return whether a node is a view or reshape."""
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in ("view", "reshape")
+
+
 def views_of(node: fx.Node) -> list[fx.Node]:
     """Return a view's base and all views of it."""
-    while split.is_view(node):
+    while is_view(node):
         node = node.args[0]
     found = [node]
     for one in found:
-        found += [user for user in one.users if split.is_view(user)]
+        found += [user for user in one.users if is_view(user)]
     return found
 
 

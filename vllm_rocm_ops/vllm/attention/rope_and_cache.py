@@ -1,7 +1,7 @@
 """Serve head norms, rotation and cache write before attention in one launch, in models that vLLM compiles.
 
 `rope_and_cache` rotates queries and keys and writes the cache. `qk_norm_rope_and_cache` normalizes the heads first, as
-in Qwen3 and GLM.
+in Qwen3 and GLM. Other norms, as Gemma's and MiniMax's over all heads, stay the compiler's.
 
 vLLM splits a compiled model at each cache update, so the rotation and the update are in two pieces, and a pass on a
 piece sees only one. This seam changes the whole graph before vLLM splits it. There a rotation is a marker
@@ -33,7 +33,11 @@ from vllm_rocm_ops.vllm.fusion import row_selection
 UPDATE, NAME = "vllm::unified_kv_cache_update", "attention_front"
 OURS = f"vllm_rocm_ops::{NAME}"
 """The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
-SPLITS = ("split", "split_with_sizes", torch.functional.split)
+SPLITS = "split", "split_with_sizes", torch.functional.split
+VIEWS = "view", "reshape", "flatten", "unflatten"
+MAY_ALIAS = *VIEWS, "to", "contiguous"
+MAKERS = operator.add, operator.mul, torch._C._nn.linear, torch.addmm, torch.mm, torch._scaled_mm
+"""Methods whose result may be their input's memory, and functions besides ops whose result never is."""
 PASSES = "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "enable_qk_norm_rope_fusion"
 """vLLM's passes that match the rotation."""
 OF_LAYER = (
@@ -109,7 +113,7 @@ def define() -> None:
 # The layers
 
 
-def lacks(attn: torch.nn.Module, rotary: torch.nn.Module, norms: tuple, dtype: torch.dtype) -> Iterator[str]:
+def lacks(attn: torch.nn.Module, rotary: torch.nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """Yield the features of a layer that the op does not support."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
@@ -134,12 +138,18 @@ def lacks(attn: torch.nn.Module, rotary: torch.nn.Module, norms: tuple, dtype: t
         yield f"kv_cache_dtype={impl.kv_cache_dtype}, or values of another size"
     elif served.backend.caches(impl, attn, backends.cache_of(served.backend, impl, 1, dtype, "meta")) is None:
         yield "a cache in another order"
-    for norm in norms:
-        is_plain = type(norm).__name__ == "RocmOpsRMSNorm" and getattr(norm, "variance_size_override", None) is None
-        if not is_plain or norm.weight.shape != (attn.head_size,) or norm.weight.dtype != dtype:
-            yield "norms that the op does not support"
     if served.is_batch_invariant:
         yield "batch invariance"
+
+
+def norms_of(layer: torch.nn.Module, size: int, dtype: torch.dtype) -> tuple[torch.nn.Module, ...]:
+    """Return the norms of queries and keys in a layer, or nothing where the op supports only what follows them."""
+    norms = tuple(getattr(layer, name, None) for name in ("q_norm", "k_norm"))
+    for norm in norms:
+        is_plain = type(norm).__name__ == "RocmOpsRMSNorm" and getattr(norm, "variance_size_override", None) is None
+        if not is_plain or norm.weight.shape != (size,) or norm.weight.dtype != dtype:
+            return ()
+    return norms if norms[0].variance_epsilon == norms[1].variance_epsilon else ()
 
 
 def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[RopeFront]:
@@ -158,10 +168,9 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[RopeFront]:
         rotary, attn = getattr(layer, "rotary_emb", None), getattr(layer, "attn", None)
         if not isinstance(rotary, torch.nn.Module) or not isinstance(attn, Attention):
             continue
-        norms = tuple(norm for name in ("q_norm", "k_norm") if (norm := getattr(layer, name, None)) is not None)
         one = None
-        if len(norms) != 1 and not any(lacks(attn, rotary, norms, dtype)):
-            one = RopeFront(attn, rotary, norms, dtype, baseline)
+        if not any(lacks(attn, rotary, dtype)):
+            one = RopeFront(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
         found.setdefault(rotary, []).append(one if one and one.has_kernels() else None)
     for of_rotary in found.values():
         if None not in of_rotary and len({bool(one.norms) for one in of_rotary}) == 1:
@@ -190,9 +199,14 @@ def calls(node: fx.Node | None, packet) -> bool:
     return node is not None and node.target in (packet, packet.default)
 
 
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node is a view of another, in the graph that Dynamo traced."""
+    return node.op == "call_method" and node.target in VIEWS
+
+
 def only_view(node: fx.Node) -> fx.Node:
     """Return the last of the views of a node, each the only reader of the one before."""
-    while len(node.users) == 1 and split.is_view(user := next(iter(node.users))):
+    while len(node.users) == 1 and is_view(user := next(iter(node.users))):
         node = user
     return node
 
@@ -203,21 +217,24 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 
 def is_own(node: fx.Node) -> bool:
-    """Return whether a node has memory that nothing else reads: a part of a split projection."""
-    if node.target is not operator.getitem or len(readers(node)) != 1:
-        return False
-    parts = node.args[0]
-    if parts.target not in SPLITS or len({part.args[1] for part in parts.users}) != len(parts.users):
-        return False
-    whole = parts.args[0]
-    while split.is_view(whole) and len(readers(whole)) == 1:
-        whole = whole.args[0]
-    return len(readers(whole)) == 1 and whole.op not in ("placeholder", "get_attr")
+    """Return whether nothing else reads a node's memory: a result, or a part of a split one, through views or copies."""
+    while len(readers(node)) == 1:
+        if node.op == "call_method" and node.target in MAY_ALIAS:
+            node = node.args[0]
+        elif node.target is operator.getitem and node.args[0].target in SPLITS:
+            parts = node.args[0]
+            if len({part.args[1] for part in parts.users}) != len(parts.users):
+                return False
+            node = parts.args[0]
+        else:
+            is_op = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+            return node.op == "call_function" and (is_op or node.target in MAKERS)
+    return False
 
 
 def normed(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     """Return what a node is the norm of, the norm's weight and its epsilon; None if it is no norm."""
-    while split.is_view(node):
+    while is_view(node):
         node = node.args[0]
     if not calls(node, torch.ops.vllm_ir.rms_norm) or any(size is not None for size in node.args[3:]):
         return None
@@ -291,7 +308,7 @@ def erase(nodes: list[fx.Node]) -> None:
     while pending:
         node = pending.pop(0)
         erasable = node.op in ("call_method", "call_function") and not node.users and not node._erased
-        if erasable and not (node.op == "call_method" and node.target != "size" and not split.is_view(node)):
+        if erasable and not (node.op == "call_method" and node.target != "size" and not is_view(node)):
             pending += node.all_input_nodes
             node.graph.erase_node(node)
 

@@ -60,8 +60,3 @@ def also_at(name: str, update: str) -> None:
             found.append(name)
 
     CompilationConfig.set_splitting_ops_for_v1 = set_splitting_ops_for_v1
-
-
-def is_view(node: object) -> bool:
-    """Return whether a node is a view or reshape, in the graph that Dynamo traced."""
-    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in ("view", "reshape")
