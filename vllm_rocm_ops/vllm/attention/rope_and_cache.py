@@ -123,8 +123,8 @@ def lacks(attn: torch.nn.Module, rotary: torch.nn.Module, dtype: torch.dtype) ->
         yield "an unsupported backend"
         return
     known = isinstance(rotary, RotaryEmbedding) and type(rotary).forward_native is native
-    own = ("forward_native", "marked")
-    if not known or rotary._forward_method.__name__ not in own or rotary.head_size != attn.head_size:
+    forward = getattr(getattr(rotary, "_forward_method", None), "__name__", "")
+    if not known or forward not in ("forward_native", "marked") or rotary.head_size != attn.head_size:
         yield "another rotation than RotaryEmbedding's, or by a custom op"
     elif rotary.cos_sin_cache.dtype != dtype or rotary.cos_sin_cache.dim() != 2:
         yield "a table of another dtype"
@@ -254,6 +254,7 @@ def place_of(marker: fx.Node) -> Place | None:
         return None
     is_usual = (
         len(q_view.users) == 1
+        and len(attention.args) > 4
         and set(k_view.users) == {update, attention}
         and set(update.users) == {attention}
         and attention.args[:3] == (q_view, k_view, update.args[1])
