@@ -150,4 +150,11 @@ BUGS = (
         "else (q, k)",
         Tests("test_rope_and_cache.py"),
     ),
+    Bug(
+        "choices of the process's last model",
+        "vllm/attention/rope_and_cache.py",
+        'if vars(layer).pop("rocm_ops_taken", None):',
+        "if False:",
+        Tests("test_rope_and_cache.py"),
+    ),
 )

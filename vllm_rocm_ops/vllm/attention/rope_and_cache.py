@@ -157,6 +157,9 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[RopeFront]:
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
+    for layer in model.modules():  # vLLM keeps rotations for the process's next model
+        if vars(layer).pop("rocm_ops_taken", None):
+            layer._forward_method = layer.forward_native
     config = get_current_vllm_config()
     settings = config.compilation_config
     splits = UPDATE in (settings.splitting_ops or ()) and not settings.use_inductor_graph_partition
