@@ -5,8 +5,11 @@ import types
 
 import checkpoints
 import pytest
+import test_selection
 import torch
 from engines import STEPS
+from marks import full
+from test_families import INSTALLED
 from test_mla_norms import Clock
 
 from vllm_rocm_ops import ops
@@ -478,11 +481,8 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
 
 MODELS = {
     ("llama", "static"): PLAIN,
-    ("mistral", "token"): PLAIN,
     ("qwen2", "token"): PLAIN,
-    ("mixtral", "mixed"): PLAIN,
     ("qwen3", "token"): NORMED,
-    ("qwen3_moe", "mixed"): NORMED,
     ("glm4_moe", "mixed"): NORMED,
     ("gemma3_text", "token"): PLAIN,  # after norms with 1 + weight
     ("minimax_m2", "mixed"): PLAIN,  # after norms over all heads
@@ -493,27 +493,34 @@ def calls(answer: dict, op) -> int:
     return sum(answer["stats"].get(op.name, {}).values())
 
 
-@pytest.fixture(scope="module")
-def generated(engines) -> dict[tuple, dict]:
-    """Return models with the plugin's launch and without, compiled, by vLLM's CPU engine."""
-    switches = {"ours": "1", "baseline": "0"}
-    jobs = {
-        f"{'-'.join(flavour)} {whose}": engines.job(flavour, True, environment={"VLLM_ROCM_OPS_ATTENTION": switch})
-        for whose, switch in switches.items()
-        for flavour in MODELS
-    }
-    answers = engines.run(jobs)
-    return {(flavour, whose): answers[f"{'-'.join(flavour)} {whose}"] for flavour in MODELS for whose in switches}
+MORE = {("mistral", "token"): PLAIN, ("mixtral", "mixed"): PLAIN, ("qwen3_moe", "mixed"): NORMED}
+RELEASES = {
+    f"{name} {release}": (release, models)
+    for release in test_selection.RELEASES
+    for name, models in (("", MODELS), ("more", MORE))
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flavour", MODELS, ids="-".join)
-def test_tokens_are_baseline_vllms(generated, flavour):
-    """One launch per layer and step serves models whose norms the op supports."""
-    ours, baseline, op = generated[flavour, "ours"], generated[flavour, "baseline"], MODELS[flavour]
-    assert ours["tokens"] == baseline["tokens"]
-    for one in (PLAIN, NORMED):
-        assert calls(ours, one) == (LAYERS * STEPS if one is op else 0) and calls(baseline, one) == 0
+@pytest.mark.parametrize(
+    "of", [name if name == f" {INSTALLED}" else pytest.param(name, marks=full) for name in RELEASES]
+)
+def test_tokens_are_baseline_vllms(engines, tmp_path, of):
+    """In vLLM's CPU engine, compiled, one launch per layer and step replaces two, or four with its norms."""
+    release, models = RELEASES[of]
+    jobs = {
+        f"{'-'.join(flavour)} {switch}": engines.job(flavour, True, environment={"VLLM_ROCM_OPS_ATTENTION": switch})
+        for switch in "10"
+        for flavour in models
+    }
+    package = None if release == INSTALLED else test_selection.runnable(release, tmp_path)
+    answers = engines.run(jobs, vllm=package, cache=f"rope-{release}")
+    for flavour, op in models.items():
+        ours, baseline = (answers[f"{'-'.join(flavour)} {switch}"] for switch in "10")
+        assert ours["tokens"] == baseline["tokens"], flavour
+        for one in (PLAIN, NORMED):
+            found = calls(ours, one), calls(baseline, one)
+            assert found == (LAYERS * STEPS if one is op else 0, 0), flavour
 
 
 @pytest.mark.slow
