@@ -515,6 +515,8 @@ def test_tokens_are_baseline_vllms(engines, tmp_path, of):
     }
     package = None if release == INSTALLED else test_selection.runnable(release, tmp_path)
     answers = engines.run(jobs, vllm=package, cache=f"rope-{release}")
+    if release == "0.30":  # its tokens differ from run to run on CPU, with the plugin and without
+        models = {flavour: op for flavour, op in models.items() if flavour[0] != "minimax_m2"}
     for flavour, op in models.items():
         ours, baseline = (answers[f"{'-'.join(flavour)} {switch}"] for switch in "10")
         assert ours["tokens"] == baseline["tokens"], flavour
