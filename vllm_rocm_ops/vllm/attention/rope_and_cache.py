@@ -226,7 +226,7 @@ def is_own(node: fx.Node) -> bool:
             node = node.args[0]
         elif node.target is operator.getitem and node.args[0].target in SPLITS:
             parts = node.args[0]
-            if len({part.args[1] for part in parts.users}) != len(parts.users):
+            if len({part.args[1:] for part in parts.users}) != len(parts.users):
                 return False
             node = parts.args[0]
         else:
@@ -239,9 +239,8 @@ def normed(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     """Return what a node is the norm of, the norm's weight and its epsilon; None if it is no norm."""
     while is_view(node):
         node = node.args[0]
-    if not calls(node, torch.ops.vllm_ir.rms_norm) or any(size is not None for size in node.args[3:]):
-        return None
-    return node.args[:3]
+    is_whole = calls(node, torch.ops.vllm_ir.rms_norm) and not any(size is not None for size in node.args[3:])
+    return node.args[:3] if is_whole and len(node.args) > 2 and not node.kwargs else None
 
 
 def place_of(marker: fx.Node) -> Place | None:
@@ -258,6 +257,7 @@ def place_of(marker: fx.Node) -> Place | None:
     is_usual = (
         len(q_view.users) == 1
         and len(attention.args) > 4
+        and len(update.args) == 3
         and set(k_view.users) == {update, attention}
         and set(update.users) == {attention}
         and attention.args[:3] == (q_view, k_view, update.args[1])
