@@ -318,14 +318,16 @@ def dynamo(configuration):
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("normed", [False, True])
-def test_where_the_op_replaces_a_rotation(dynamo, normed, change):
-    """Only where nothing else reads what it replaces, or what it rotates in place."""
+def test_where_the_op_replaces_a_rotation(dynamo, monkeypatch, normed, change):
+    """Only where nothing else reads what it replaces, or what it rotates in place. The log has both."""
     if change in OF_NORMS and not normed:
         return
     module = traced(normed, change)
     before = str(module.graph)
-    is_ours = change == "" or (normed, change) in ALSO_SERVED
+    is_ours, said = change == "" or (normed, change) in ALSO_SERVED, []
+    monkeypatch.setattr(rope_and_cache.logger, "info", lambda text, *values: said.append(text % values))
     assert rope_and_cache.rewrite(module.graph, [rope_and_cache.OURS]) == is_ours
+    assert [("one launch in 1 layers" in line, "1 rotations stay" in line) for line in said] == [(is_ours, not is_ours)]
     targets = [node.target for node in module.graph.nodes]
     ours = torch.ops.vllm_rocm_ops.attention_front.default
     if not is_ours:

@@ -15,6 +15,7 @@ vLLM's compiled norms and rotation and its cache write, or wherever it fits with
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
 from vllm_rocm_ops.vllm.attention.rope_front import RopeFront
 from vllm_rocm_ops.vllm.fusion import row_selection
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 UPDATE, NAME = "vllm::unified_kv_cache_update", "attention_front"
 OURS = f"vllm_rocm_ops::{NAME}"
@@ -281,11 +284,9 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
 
     if OURS not in splitting_ops:
         return 0
-    count = 0
-    for marker in graph.find_nodes(op="call_function", target=ROTATION):
-        if (place := place_of(marker)) is None:
-            continue
-        count += 1
+    found = {marker: place_of(marker) for marker in graph.find_nodes(op="call_function", target=ROTATION)}
+    places = {marker: place for marker, place in found.items() if place is not None}
+    for marker, place in places.items():
         positions, q, k, table, _, is_neox, norms = marker.args
         update, attention = place.update, place.attention
         with graph.inserting_before(update):
@@ -303,7 +304,14 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
         attention.args = *(outs if norms else heads), *attention.args[2:]
         attention.kwargs = {**attention.kwargs, "kv_cache_dummy_dep": None}
         erase([update, *place.views, marker, q, k])
-    return count
+    if places:
+        text = (
+            "vllm-rocm-ops: rotation and cache write are one launch in %d layers (VLLM_ROCM_OPS_SEAMS=-%s disables it)"
+        )
+        logger.info(text, len(places), SEAM.name)
+    if left := len(found) - len(places):
+        logger.info("vllm-rocm-ops: %d rotations stay vLLM's, as something else reads them or their inputs", left)
+    return len(places)
 
 
 def erase(nodes: list[fx.Node]) -> None:
