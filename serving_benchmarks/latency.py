@@ -11,8 +11,9 @@ the first and last token of a request, and the median speedup over the pairs; ti
 down the decode step (decode_profile.py). The engine runs in the measuring process, latency_worker.py
 (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
 
-`--data-parallel-size 4` starts an engine per rank with the same batches, and reports the first one's. `--rank-of 8` simulates one of eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. On an
-NVIDIA GPU the plugin needs VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. Failures are reported with the end of their log.
+`--data-parallel-size 4` starts an engine per rank with the same batches, and reports the first one's. `--rank-of 8` simulates one of
+eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. On an NVIDIA GPU the plugin needs
+VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. Failures are reported with the end of their log.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ KERNELS += "flash_mla_with_kvcache", "decode_attention_fwd"
 OF_OTHERS = (
     r"torch\.ops\._C\.|_custom_ops\.(rms|fused)|vllm_flash_attn|unified_attention|flashmla|w8a8_triton|gemm_a8w8"
 )
-AROUND = "quantized_attention", "rope_and_cache"
+WORKERS = "fusion/native_rows", "attention/quantized_attention", "attention/split"
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -122,14 +122,14 @@ def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeyp
 
 
 def test_what_vllm_runs_is_written_in_one_package():
-    """Only the files of rows, and those that change the graph around attention, name them as well."""
+    """Only the files of rows and of attention's quantization, to which a worker falls back, and of the split name them as well."""
     root = Path(__file__).resolve().parents[2]
     paths = [*root.glob("vllm_rocm_ops/**/*.py"), *root.glob("serving_benchmarks/**/*.py")]
     found = {path.relative_to(root) for path in paths if re.search(OF_OTHERS, path.read_text())}
     named = {str(path) for path in found if path.parent.name != "baselines"}
     assert (
         named - {"serving_benchmarks/launches.py"}  # has names of kernels in profiles
-        == {f"vllm_rocm_ops/vllm/{at}.py" for at in ("fusion/native_rows", *(f"attention/{of}" for of in AROUND))}
+        == {f"vllm_rocm_ops/vllm/{at}.py" for at in WORKERS}
         and len(found) > 3
     )
 

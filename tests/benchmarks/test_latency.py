@@ -378,7 +378,7 @@ def test_what_failed_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch, 
 
 
 RANKS = """
-import os, sys, time
+import os, pathlib, sys, time
 import latency_worker
 
 def measure(job, report):
@@ -386,11 +386,14 @@ def measure(job, report):
     own = [os.environ[name] for name in names]
     print("rank", *own, flush=True)
     report({"batch": {"batch_size": int(own[0])}})
-    if own[0] == "0":
-        time.sleep(3)
-        report({"result": {}})
-    elif job["side"] == "fails":
+    folder = pathlib.Path(__file__).parent
+    folder.joinpath(own[0] + ".rank").touch()
+    while len([*folder.glob("*.rank")]) < int(own[2]):
+        time.sleep(0.05)
+    if own[0] != "0" and job["side"] == "fails":
         raise RuntimeError("no kernel")
+    time.sleep(20 if job["side"] == "fails" else 0)
+    report({"result": {}})
 
 latency_worker.__file__, latency_worker.measure = __file__, measure
 latency_worker.worker(latency_worker.json.loads(sys.argv[1]))

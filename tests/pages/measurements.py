@@ -461,14 +461,15 @@ def whole_models() -> tuple[str, list[EngineCase]]:
     order = {path: at for at, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
     whole = [case for case in cases if is_whole(case)]
     by_age = sorted(whole, key=lambda case: max(order[path] for run in case.runs.values() for path in run.paths))
-    newest = {without_backend(case): case for case in by_age}
-    return how, [case for case in whole if newest[without_backend(case)] is case]
+    newest = {ranks_of(case): case for case in by_age}
+    return how, [case for case in whole if newest[ranks_of(case)] is case]
 
 
-def without_backend(case: EngineCase) -> str:
-    """Return a case's model and ranks, with its layers."""
-    backend = backend_of(next(iter(case.runs.values())).command)
-    return named(case).replace(f", {backend}", "") if backend else named(case)
+def ranks_of(case: EngineCase) -> tuple[str, str, str]:
+    """Return a case's model, ranks and layers."""
+    run = next(iter(case.runs.values()))
+    result = run.sides["with"][0]
+    return result["model_id"], parallelism(result["rank_of"], options_of(run.command)), case.layers
 
 
 def whole_models_table() -> str:

@@ -4,6 +4,7 @@ import contextlib
 import types
 
 import checkpoints
+import fronts_on_cpu
 import pytest
 import torch
 from engines import STEPS
@@ -63,52 +64,19 @@ def test_tokens_are_baseline_vllms(generated, name):
 
 
 MEASURED = """
-import os
-from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.attention.mla_norms import Front
-from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
-
-class Clock:
-    def times(self, calls, sets):
-        for call in calls.values():
-            call(*sets[0])
-        return {"ours": [float(os.environ["US"])], "native": [2.0]}
-
-    def finish(self):
-        pass
-
-def run_kernels(*arguments):
-    ops.mla_norm_rope_and_cache.reference(*arguments)
-    named = ops.mla_norm_rope_and_cache.Arguments(*arguments)
-    named.k_pe_out.mul_(float(os.environ["FACTOR"]))
-    return True
-
-def rotate(*arguments):
-    ops.batched_gemm_rope.reference(*arguments)
-    ops.batched_gemm_rope.Arguments(*arguments).q_pe.mul_(float(os.environ["FACTOR"]))
-    return True
-
-measured_selection.clock, kernel_timing.limit_s = Clock, lambda: 1000.0
-ops.mla_norm_rope_and_cache.run_kernels = run_kernels
-ops.batched_gemm_rope.run_kernels = rotate
+import fronts_on_cpu
+fronts_on_cpu.install(mla_norm_rope_and_cache="k_pe_out", batched_gemm_rope="q_pe")
 """
-WHAT = {"faster": ("1", "1"), "slower": ("3", "1"), "wrong": ("1", "1.05")}
 
 
 @pytest.fixture(scope="module")
 def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
-    folder, jobs = tmp_path_factory.mktemp("measured"), {}
-    for name, (us, factor) in WHAT.items():
-        environment = {"VLLM_ROCM_OPS_TABLES": str(folder / name), "US": us, "FACTOR": factor}
-        jobs[name] = engines.job(MODELS["with a latent of queries"], compiled=True, environment=environment)
-    answers = engines.run(jobs, before=MEASURED)
-    return answers, {
-        name: [kernel_selection.read(path) for path in (folder / name).glob("*/measured-*.json")] for name in WHAT
-    }
+    folder = tmp_path_factory.mktemp("measured")
+    return fronts_on_cpu.measured(engines, MODELS["with a latent of queries"], folder, MEASURED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("what", fronts_on_cpu.WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):
     """It is compared with vLLM's compiled graph, once for all numbers of tokens. A wrong launch is off.
 

@@ -471,7 +471,7 @@ def test_the_seam_needs_marks_and_our_backends(configuration, monkeypatch):
             quantized_attention.probe()
     monkeypatch.setattr(seam, "active", lambda: ["decode_attention", "fusion"])
     quantized_attention.probe()
-    monkeypatch.setattr(quantized_attention, "ARGUMENTS", ("query", "output"))
+    monkeypatch.setattr(quantized_attention.split, "ARGUMENTS", ("query", "output"))
     with pytest.raises(seam.Unavailable, match="lacks unified_attention_with_output.query, output., got .query, key,"):
         quantized_attention.probe()
 

@@ -4,6 +4,7 @@ import contextlib
 import types
 
 import checkpoints
+import fronts_on_cpu
 import pytest
 import test_selection
 import torch
@@ -547,25 +548,9 @@ def test_tokens_of_generated_code(engines):
 
 
 MEASURED = """
-import os
-from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.attention.rope_front import RopeFront
-from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
+import fronts_on_cpu
 from vllm_rocm_ops.vllm.attention import backends
-
-class Clock:
-    def times(self, calls, sets):
-        for call in calls.values():
-            call(*sets[0])
-        return {"ours": [float(os.environ["US"])], "native": [2.0]}
-
-    def finish(self):
-        pass
-
-def run_kernels(*arguments):
-    ops.qk_norm_rope_and_cache.reference(*arguments)
-    ops.qk_norm_rope_and_cache.Arguments(*arguments).query_out.mul_(float(os.environ["FACTOR"]))
-    return True
+from vllm_rocm_ops.vllm.attention.rope_front import RopeFront
 
 def written(self, found, qkv, slots, cache):
     q, k = (x.unflatten(1, (-1, self.heads[2])) for x in found)
@@ -573,28 +558,19 @@ def written(self, found, qkv, slots, cache):
     keys[slots // 16, slots % 16], values[slots // 16, slots % 16] = k, self.parts(qkv)[2]
     return q, k, cache
 
-measured_selection.clock, kernel_timing.limit_s = Clock, lambda: 1000.0
-ops.qk_norm_rope_and_cache.run_kernels, RopeFront.written = run_kernels, written
+fronts_on_cpu.install(qk_norm_rope_and_cache="query_out")
+RopeFront.written = written
 """
-WHAT = {"faster": ("1", "1"), "slower": ("3", "1"), "wrong": ("1", "1.05")}
 
 
 @pytest.fixture(scope="module")
 def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
-    folder, jobs = tmp_path_factory.mktemp("measured"), {}
-    for name, (us, factor) in WHAT.items():
-        environment = {"VLLM_ROCM_OPS_TABLES": str(folder / name), "US": us, "FACTOR": factor}
-        jobs[name] = engines.job(("qwen3", "token"), compiled=True, environment=environment)
-    answers = engines.run(jobs, before=MEASURED)
-    tables = {
-        name: [kernel_selection.read(path) for path in (folder / name).glob("*/measured-*.json")] for name in WHAT
-    }
-    return answers, tables
+    return fronts_on_cpu.measured(engines, ("qwen3", "token"), tmp_path_factory.mktemp("measured"), MEASURED)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="replaces the write of CPU caches")
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("what", fronts_on_cpu.WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):
     """It is compared with vLLM's compiled graph, once for all numbers of tokens. A wrong launch is off."""
     answers, tables = measured

@@ -43,11 +43,9 @@ KINDS = {"static": " to e4m3", "groups": f" to e4m3 by {GROUP}"}
 SEPARATE = "separate"
 """The name of two launches, the plugin's attention and vLLM's quantization, in a timing record."""
 MEASURED_SCALE = 0.01
-LAYER = "vllm.model_executor.layers.attention.attention"
-ATTENTION, MLA = "vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"
+MLA = "vllm::unified_mla_attention_with_output"
 SCALES = "output_scale", "output_block_scale"
-ARGUMENTS = "query", "key", "value", "output", "layer_name", *SCALES, "kv_cache_dummy_dep"
-NAMED = {ATTENTION: ARGUMENTS, MLA: ("q", "kv_c_normed", "k_pe", "output", "layer_name", *SCALES)}
+NAMED = {split.ATTENTION: split.ARGUMENTS, MLA: ("q", "kv_c_normed", "k_pe", "output", "layer_name", *SCALES)}
 """The first arguments of vLLM's attention ops."""
 
 _fused: dict[str, frozenset[str]] = {}
@@ -184,7 +182,7 @@ def decide(config, decided: kernel_selection.Decided) -> None:
         _fused.clear()
 
 
-def writes_scales(op: str = ATTENTION) -> bool:
+def writes_scales(op: str = split.ATTENTION) -> bool:
     """Return whether vLLM's op has the expected arguments, and declares its output and group scales as mutated.
 
     Without that a compiler may drop the write.
@@ -286,15 +284,13 @@ def fuse(graph: fx.Graph, splitting_ops: list[str]) -> int:
 
 
 def attention_of(node: fx.Node) -> str:
-    """Return vLLM's attention op with an output argument that a node calls in any overload, empty for other nodes."""
-    name = getattr(node.target, "_qualified_op_name", None) or getattr(node.target, "name", str)
-    name = (name() if callable(name) else name).partition(".")[0]
-    return name if node.op == "call_function" and name in NAMED else ""
+    """Return vLLM's attention op with an output argument that a node calls, empty for other nodes."""
+    return name if (name := split.op_of(node)) in NAMED else ""
 
 
 def is_view(node: object) -> bool:
     """Return whether a node is a view or reshape."""
-    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in ("view", "reshape")
+    return split.calls_method(node, "view", "reshape")
 
 
 def views_of(node: fx.Node) -> list[fx.Node]:
@@ -368,7 +364,6 @@ def probe() -> None:
     if missing:
         raise seam.Unavailable(f"requires {' and '.join(sorted(missing))}")
     split.probe()
-    seam.require_function(f"{LAYER}.{ATTENTION.partition('::')[2]}", *ARGUMENTS)
 
 
 def install() -> None:

@@ -33,6 +33,7 @@ from vllm_rocm_ops.vllm.fusion import row_selection
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
+NORM = "vllm_ir::rms_norm"
 UPDATE, NAME = "vllm::unified_kv_cache_update", "attention_front"
 OURS = f"vllm_rocm_ops::{NAME}"
 """The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
@@ -200,14 +201,9 @@ class Place(NamedTuple):
     attention: fx.Node
 
 
-def calls(node: fx.Node | None, packet) -> bool:
-    """Return whether a node calls an op."""
-    return node is not None and node.target in (packet, packet.default)
-
-
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node is a view of another, in the graph that Dynamo traced."""
-    return node.op == "call_method" and node.target in VIEWS
+    """Return whether a node is a view of another."""
+    return split.calls_method(node, *VIEWS)
 
 
 def only_view(node: fx.Node) -> fx.Node:
@@ -219,13 +215,13 @@ def only_view(node: fx.Node) -> fx.Node:
 
 def readers(node: fx.Node) -> list[fx.Node]:
     """Return the readers of a node's values."""
-    return [user for user in node.users if not (user.op == "call_method" and user.target == "size")]
+    return [user for user in node.users if not split.calls_method(user, "size")]
 
 
 def is_own(node: fx.Node) -> bool:
     """Return whether nothing else reads a node's memory: a result, or a part of a split one, through views or copies."""
     while len(readers(node)) == 1:
-        if node.op == "call_method" and node.target in MAY_ALIAS:
+        if split.calls_method(node, *MAY_ALIAS):
             node = node.args[0]
         elif node.target is operator.getitem and node.args[0].target in SPLITS:
             parts = node.args[0]
@@ -233,8 +229,7 @@ def is_own(node: fx.Node) -> bool:
                 return False
             node = parts.args[0]
         else:
-            is_op = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-            return node.op == "call_function" and (is_op or node.target in MAKERS)
+            return bool(split.op_of(node)) or (node.op == "call_function" and node.target in MAKERS)
     return False
 
 
@@ -242,7 +237,7 @@ def normed(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     """Return what a node is the norm of, the norm's weight and its epsilon; None if it is no norm."""
     while is_view(node):
         node = node.args[0]
-    is_whole = calls(node, torch.ops.vllm_ir.rms_norm) and not any(size is not None for size in node.args[3:])
+    is_whole = split.op_of(node) == NORM and not any(size is not None for size in node.args[3:])
     return node.args[:3] if is_whole and len(node.args) > 2 and not node.kwargs else None
 
 
@@ -253,9 +248,9 @@ def place_of(marker: fx.Node) -> Place | None:
     if parts.keys() != {0, 1} or len(marker.users) != 2:
         return None
     views = q_view, k_view = tuple(only_view(parts[i]) for i in (0, 1))
-    update = next((user for user in k_view.users if calls(user, torch.ops.vllm.unified_kv_cache_update)), None)
-    attention = next(iter(q_view.users), None)
-    if update is None or not calls(attention, torch.ops.vllm.unified_attention_with_output):
+    update = next((user for user in k_view.users if split.op_of(user) == UPDATE), None)
+    attention = next((user for user in q_view.users if split.op_of(user) == split.ATTENTION), None)
+    if update is None or attention is None:
         return None
     is_usual = (
         len(q_view.users) == 1
@@ -319,8 +314,8 @@ def erase(nodes: list[fx.Node]) -> None:
     pending = list(nodes)
     while pending:
         node = pending.pop(0)
-        erasable = node.op in ("call_method", "call_function") and not node.users and not node._erased
-        if erasable and not (node.op == "call_method" and node.target != "size" and not is_view(node)):
+        is_pure = node.op == "call_function" or split.calls_method(node, *VIEWS, "size")
+        if is_pure and not node.users and not node._erased:
             pending += node.all_input_nodes
             node.graph.erase_node(node)
 
@@ -347,8 +342,6 @@ def probe() -> None:
     backends.require_attributes(f"{CustomOp.__module__}.CustomOp", "_forward_method")
     seam.require_parameters(vllm_attention.get_attention_context, "layer_name")
     seam.require_parameters(vllm_attention.unified_kv_cache_update, "key", "value", "layer_name")
-    names = "query", "key", "value", "output", "layer_name", "output_scale", "output_block_scale"
-    seam.require_parameters(vllm_attention.unified_attention_with_output, *names, "kv_cache_dummy_dep")
     for name in ("LayerNameType", "_encode_layer_name", "_resolve_layer_name"):
         seam.require(hasattr(torch_utils, name), name)
     seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)

@@ -13,7 +13,13 @@ from torch import fx
 
 from vllm_rocm_ops.vllm import seam
 
-MODULE = "vllm.compilation.backends"
+MODULE, LAYER = "vllm.compilation.backends", "vllm.model_executor.layers.attention.attention"
+ATTENTION = "vllm::unified_attention_with_output"
+ARGUMENTS = (
+    *("query", "key", "value", "output", "layer_name", "output_scale", "output_block_scale"),
+    "kv_cache_dummy_dep",
+)
+"""The first arguments of vLLM's attention op."""
 Change = Callable[[fx.Graph, list[str]], int]
 """Changes a graph, given the splitting ops, and returns how many places it changed."""
 
@@ -21,8 +27,12 @@ _changes: list[Change] = []
 
 
 def probe() -> None:
-    """Raise `Unavailable` unless vLLM splits a graph as expected. Reads a source file: an import would need its kernels."""
+    """Raise `Unavailable` unless vLLM splits a graph and calls attention as expected.
+
+    Reads source files: an import would need vLLM's kernels.
+    """
     seam.require_function(f"{MODULE}.split_graph", "graph", "splitting_ops")
+    seam.require_function(f"{LAYER}.{ATTENTION.partition('::')[2]}", *ARGUMENTS)
 
 
 def before(change: Change) -> None:
@@ -60,3 +70,18 @@ def also_at(name: str, update: str) -> None:
             found.append(name)
 
     CompilationConfig.set_splitting_ops_for_v1 = set_splitting_ops_for_v1
+
+
+# Nodes of a graph that Dynamo traced
+
+
+def op_of(node: fx.Node) -> str:
+    """Return the name of the op that a node calls in any overload, empty for other nodes."""
+    name = getattr(node.target, "_qualified_op_name", None) or getattr(node.target, "name", str)
+    name = (name() if callable(name) else name).partition(".")[0]
+    return name if node.op == "call_function" and "::" in name else ""
+
+
+def calls_method(node: object, *names: str) -> bool:
+    """Return whether a node calls one of a tensor's methods."""
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
