@@ -26,9 +26,7 @@ struct RotatedHeads {
     u16* const head = data + token * token_stride + wave::block_id_x() * head_stride;
     const u32x4 x = mem::load<u32x4>(head + first), y = mem::load<u32x4>(head + second);
     Chunk rotated[2];
-    const Angles by = angles_at_once<T>(r, position, vec);
-    if (r.is_neox) rotate(unpack<T>(x), unpack<T>(y), by, true, rotated);
-    else rotate(unpack<T>(x), unpack<T>(y), by, false, rotated);
+    rotate(unpack<T>(x), unpack<T>(y), angles<T>(r, position, vec), r.is_neox, rotated);
     mem::store((u32x4*)(head + first), pack<T>(rotated[0]));
     mem::store((u32x4*)(head + second), pack<T>(rotated[1]));
   }

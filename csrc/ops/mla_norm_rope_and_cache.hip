@@ -70,6 +70,7 @@ struct LatentRow {
 };
 
 // A thread's 8 pairs of k_pe, loaded before the norm and rotated after it.
+template <class T>
 struct Pairs {
   bool is_here;
   int first, second;
@@ -83,10 +84,10 @@ struct Pairs {
     if (!is_here) return;
     x = mem::load<u32x4>(k_pe + first);
     y = mem::load<u32x4>(k_pe + second);
-    by = angles(r, position, vec);
+    by = angles<T>(r, position, vec);
   }
 
-  template <class T, class Cache>
+  template <class Cache>
   DEVICE void finish(const Rotation& r, u16* out, int kv_size, const CacheRow<T, Cache>& cache) const {
     if (!is_here) return;
     Chunk rotated[2];
@@ -107,7 +108,7 @@ DEVICE void kv_and_k_pe(const NormRow& kv, const Rotation& rotation, const Laten
   const i64 token = u32(wave::block_id_x());
   const int kv_size = kv.hidden, k_pe_size = 2 * kChunk * rotation.rotary_vecs;
   const CacheRow<T, Cache> cache(to);
-  const Pairs pairs((const u16*)kv.input + kv_size, rotation, threads - 1 - wave::thread_id());
+  const Pairs<T> pairs((const u16*)kv.input + kv_size, rotation, threads - 1 - wave::thread_id());
   const int waves = u32(kv_size + kOfWave - 1) / u32(kOfWave);
   rms_norm_vector<T, false, Factor::kWeight, 1>(
       kv, LatentRow<T, Cache>{cache, (u16*)kv_out + token * kv_size, threads, waves});

@@ -43,46 +43,48 @@ template <class T, class Cache>
 struct RopeAndCache {
   const RopeAndCacheProblem& p;
   int token;
-  i64 page, slot;  // the token's place in the cache
-  bool is_cached;
+  i64 position, at;  // at: the token's slot
+  float key_scale = 1.0f, value_scale = 1.0f;
 
   using Element = typename CacheType<Cache>::Element;
   using Vec = typename CacheType<Cache>::Vec;
   static constexpr int kLog2Group = CacheType<Cache>::kLog2Group;
 
-  DEVICE static i64 slot_of_token(const RopeAndCacheProblem& p) {
-    const int token = wave::block_id_x();
-    return token < p.num_slots ? mem::load<i64>(p.slots + token) : -1;
+  // Branch-free: a value loaded in place of a missing one is not used.
+  DEVICE explicit RopeAndCache(const RopeAndCacheProblem& p) : p(p), token(wave::block_id_x()) {
+    const bool has_slot = token < p.num_slots;
+    position = mem::load<i64>(p.positions + token);
+    at = mem::load<i64>((has_slot ? p.slots : p.positions) + token);
+    if constexpr (__is_same(Cache, E4m3)) {
+      key_scale = load_scale(p.key_cache);
+      value_scale = load_scale(p.value_cache);
+    }
+    mem::wait_for_scalars(position, at, key_scale, value_scale);
+    if (!has_slot) at = -1;
+    if (!p.key_cache.scale) key_scale = 1.0f;
+    if (!p.value_cache.scale) value_scale = 1.0f;
   }
-
-  DEVICE RopeAndCache(const RopeAndCacheProblem& p) : RopeAndCache(p, slot_of_token(p)) {}
-  DEVICE RopeAndCache(const RopeAndCacheProblem& p, i64 at) : p(p), token(wave::block_id_x()) {
-    is_cached = at >= 0;
-    page = u32(is_cached ? at : 0) / p.page_divisor;
-    slot = u32(is_cached ? at : 0) - u32(page) * u32(p.page_size);
+  DEVICE float load_scale(const CacheView& cache) const {
+    return mem::load<float>(cache.scale ? (const void*)cache.scale : p.positions);
   }
 
   // Writes 8 of the token's elements, from `element` on, a multiple of 8. Key elements are contiguous.
-  template <bool kSideBySide = false, class GetScale>
-  DEVICE void write(const CacheView& cache, int head, int element, u32x4 elements, GetScale scale) const {
-    Element* at = slot_of<Cache>(cache, page, slot, head) + (element >> kLog2Group) * cache.chunk_stride +
+  template <bool kSideBySide = false>
+  DEVICE void write(const CacheView& cache, int head, int element, u32x4 elements, float scale) const {
+    if (at < 0) return;
+    const u32 page = u32(at) / p.page_divisor, slot = u32(at) - page * u32(p.page_size);
+    Element* to = slot_of<Cache>(cache, page, slot, head) + (element >> kLog2Group) * cache.chunk_stride +
                   (element & ((1 << kLog2Group) - 1)) * cache.element_stride;
     Vec vec;
-    if constexpr (__is_same(Cache, E4m3)) vec = quantize(unpack<T>(elements), Scale(scale()));
+    if constexpr (__is_same(Cache, E4m3)) vec = quantize(unpack<T>(elements), Scale(scale));
     else vec = elements;
-    if (kSideBySide || cache.element_stride == 1) mem::store(at, vec);
+    if (kSideBySide || cache.element_stride == 1) mem::store(to, vec);
     else {
       constexpr int kBits = 8 * sizeof(Element), kOfWord = 32 / kBits;
 #pragma unroll
       for (int i = 0; i < kChunk; ++i)
-        mem::store(at + i * cache.element_stride, Element(vec[i / kOfWord] >> i % kOfWord * kBits));
+        mem::store(to + i * cache.element_stride, Element(vec[i / kOfWord] >> i % kOfWord * kBits));
     }
-  }
-
-  DEVICE void store(const CacheView& cache, int head, int element, u32x4 elements) const {
-    if (!is_cached) return;
-    write(cache, head, element, elements,
-          [&] __attribute__((always_inline)) { return cache.scale ? mem::load<float>(cache.scale) : 1.0f; });
   }
 
   // Rotates 8 pairs of a query head or, after these, a key head.
@@ -94,16 +96,15 @@ struct RopeAndCache {
     const Heads& heads = is_key ? p.key : p.query;
     u32x4* const at_first = heads.at(token, head, first);
     u32x4* const at_second = heads.at(token, head, second);
-    const Chunk x = unpack<T>(mem::load<u32x4>(at_first)), y = unpack<T>(mem::load<u32x4>(at_second));
-    const Angles by = angles(p, mem::load<i64>(p.positions + token), vec);
+    const u32x4 x = mem::load<u32x4>(at_first), y = mem::load<u32x4>(at_second);
     Chunk rotated[2];
-    rotate(x, y, by, p.is_neox, rotated);
+    rotate(unpack<T>(x), unpack<T>(y), angles<T>(p, position, vec), p.is_neox, rotated);
     const u32x4 vecs[2] = {pack<T>(rotated[0]), pack<T>(rotated[1])};
     mem::store(at_first, vecs[0]);
     mem::store(at_second, vecs[1]);
     if (is_key) {
-      store(p.key_cache, head, first, vecs[0]);
-      store(p.key_cache, head, second, vecs[1]);
+      write(p.key_cache, head, first, vecs[0], key_scale);
+      write(p.key_cache, head, second, vecs[1], key_scale);
     }
   }
 
@@ -115,7 +116,7 @@ struct RopeAndCache {
     const int head = u32(of_all) / (is_key ? p.kept_divisor : p.value_divisor);
     const int vec = of_all - head * (is_key ? p.kept_vecs : p.value_vecs) + (is_key ? 2 * p.rotary_vecs : 0);
     const u32x4 elements = mem::load<u32x4>((is_key ? p.key : p.value).at(token, head, vec * kChunk));
-    store(is_key ? p.key_cache : p.value_cache, head, vec * kChunk, elements);
+    write(is_key ? p.key_cache : p.value_cache, head, vec * kChunk, elements, is_key ? key_scale : value_scale);
   }
 
   DEVICE void run(int item) const {
@@ -150,8 +151,8 @@ DEVICE Chunk normalize(u32x4 elements, u32x4 weight, float inverse_rms) {
 template <class T, class Cache, int kLanes>
 DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item) {
   using Write = RopeAndCache<T, Cache>;
-  const int token = wave::block_id_x();
-  const i64 at = Write::slot_of_token(p), position = mem::load<i64>(p.positions + token);
+  const Write cache(p);
+  const int token = cache.token;
   const int any_head = u32(item) / kLanes, vec = u32(item) % kLanes;
   const bool is_of_head = any_head < p.query_heads + p.kv_heads && vec < p.head_vecs;
   const bool is_rotated = vec < p.rotary_vecs, in_halves = p.is_neox && is_rotated;
@@ -159,12 +160,6 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
   const int head = is_key ? any_head - p.query_heads : any_head;
   const int first = in_halves ? vec * kChunk : 2 * vec * kChunk;
   const int second = first + (in_halves ? p.rotary_vecs * kChunk : kChunk);
-  // Branch-free: the value loaded in place of a missing scale is not used.
-  auto scale_of = [&](const CacheView& cache) {
-    const float loaded = mem::load<float>(cache.scale ? (const void*)cache.scale : p.positions);
-    return [=] __attribute__((always_inline)) { return cache.scale ? loaded : 1.0f; };
-  };
-  const auto key_scale = scale_of(p.key_cache), value_scale = scale_of(p.value_cache);
   u32x4 x = {}, y = {}, x_weight = {}, y_weight = {};
   Angles by = {};
   if (is_of_head) {
@@ -174,7 +169,7 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
     y = mem::load<u32x4>(from.at(token, head, second));
     x_weight = mem::load<u32x4>(weight + first);
     y_weight = mem::load<u32x4>(weight + second);
-    if (is_rotated) by = angles(p, position, vec);
+    if (is_rotated) by = angles<T>(p, cache.position, vec);
   }
   const Chunk of_x = unpack<T>(x), of_y = unpack<T>(y);
   f32x2 squares = {0.0f, 0.0f};
@@ -185,7 +180,6 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
   }
   // All lanes of a wave take part, including those without elements.
   const float sum = wave::reduce_group<kLanes>(squares.x + squares.y, 0.0f, Add{});
-  const Write cache(p, at);
   if (is_of_head) {
     const float mean = divide(sum, float(2 * kChunk * p.head_vecs), p.inverse_size);
     const float inverse_rms = numerics::rsqrt_approx(mean + p.epsilon);
@@ -196,14 +190,14 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
     u16* const to = (u16*)(is_key ? p.key_out : p.query_out) + row * (2 * kChunk * p.head_vecs);
     mem::store((u32x4*)(to + first), vecs[0]);
     mem::store((u32x4*)(to + second), vecs[1]);
-    if (is_key && cache.is_cached) {
-      cache.template write<true>(p.key_cache, head, first, vecs[0], key_scale);
-      cache.template write<true>(p.key_cache, head, second, vecs[1], key_scale);
+    if (is_key) {
+      cache.template write<true>(p.key_cache, head, first, vecs[0], cache.key_scale);
+      cache.template write<true>(p.key_cache, head, second, vecs[1], cache.key_scale);
     }
   } else if (const int of_all = item - p.first_value; of_all >= 0 && of_all < p.kv_heads * p.value_vecs) {
     const int of = u32(of_all) / p.value_divisor, element = (of_all - of * p.value_vecs) * kChunk;
     const u32x4 elements = mem::load<u32x4>(p.value.at(token, of, element));
-    if (cache.is_cached) cache.write(p.value_cache, of, element, elements, value_scale);
+    cache.write(p.value_cache, of, element, elements, cache.value_scale);
   }
 }
 

@@ -73,7 +73,7 @@ def _cost(parts: Callable[..., rotation.Parts], config, a, arch: Arch) -> dict[s
 
 
 def _gqa_cases() -> Iterator[Case]:
-    """Yield every kernel and layout, both pairings, partial rotation, slot -1, fewer slots than tokens, any page size."""
+    """Yield every kernel and layout, both pairings, partial rotation, slot -1, fewer slots, no scales, any page size."""
 
     def case(name: str, tokens: int, heads: tuple[int, int], size: int, **given) -> Case:
         return Case(name, functools.partial(rotation.heads_inputs, tokens, heads, size, given))
@@ -88,6 +88,7 @@ def _gqa_cases() -> Iterator[Case]:
     yield case("gptj-part", 3, (2, 1), 64, rotary=32, is_neox=False, fp8=True, cos_dtype=torch.float32)
     yield case("part", 3, (3, 1), 96, rotary=32, dtype=torch.float16, cos_dtype=torch.float32)
     yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24)
+    yield case("unscaled", 3, (2, 1), 64, fp8=True, scaled=False)
     yield case("unmapped", 4, (2, 1), 64, unmapped=2)
     yield case("odd-rotary", 2, (2, 1), 32, rotary=20)
     yield case("long-context", 3, (1, 1), 32, rotary=16, first=2**16)

@@ -289,7 +289,8 @@ def heads_inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tu
         caches = old_cache((pages, kv_heads, size // x, page, x), kind, 0, generator).to(device), None
         of_value = (pages, kv_heads, size, page) if layout == "native" else (pages, kv_heads, page // x, size, x)
         caches = caches[0], old_cache(of_value, kind, 0, generator).to(device)
-    scales = [torch.tensor([s], device=device) if is_fp8 else None for s in (0.037, 0.011)]
+    scaled = is_fp8 and given.get("scaled", True)
+    scales = [torch.tensor([s], device=device) if scaled else None for s in (0.037, 0.011)]
     return (
         *(part.unflatten(1, (-1, size)) if given.get("apart") else part for part in parts),
         (torch.randint(0, 97, (tokens,), generator=generator) + first).to(device),
