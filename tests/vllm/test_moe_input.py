@@ -228,35 +228,52 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
 SEEDS = {"deepseek": (4, 5, 8), "qwen3_moe": (43, 49, 66)}
 QUANTIZED_ONLY = "lambda exact: lambda hidden, *rest: exact(hidden, *rest) if hidden.dtype.itemsize == 1 else 1 / 0"
 APART = "from vllm_rocm_ops.vllm.fusion import moe_input; moe_input.hidden_of = lambda model: 0"
+LOADED = "Directly load AOT compilation"
 OTHER_SCALES = "lambda exact: lambda *given: (lambda out, values, scales: (out, values, 4 * scales))(*exact(*given))"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", SEEDS)
-def test_in_an_engine(engines, model):
-    """Experts get no 16-bit hidden states; tokens equal separate launches, and wrong scales change them."""
-    folder = engines.folder / f"{model}-router"
-    gates = [f"model.layers.{i}.mlp.gate" for i in range(3)]
-    checkpoints.build(folder, model, "block")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["ignored_layers"] += gates
-    (folder / "config.json").write_text(json.dumps(config))
+@pytest.fixture(scope="module")
+def job(engines):
+    """Return jobs of models with routers of 16 bits."""
 
-    def job(**options):
+    def job(model: str, **options) -> dict:
+        folder = engines.folder / f"{model}-router"
+        if not folder.exists():
+            gates = [f"model.layers.{i}.mlp.gate" for i in range(3)]
+            checkpoints.build(folder, model, "block")
+            config = json.loads((folder / "config.json").read_text())
+            config["quantization_config"]["ignored_layers"] += gates
+            (folder / "config.json").write_text(json.dumps(config))
         engine = {"compilation_config": {"custom_ops": ["none", "-rotary_embedding"]}}
         asked = {"model": str(folder), "prompts": prompts_of(SEEDS[model]), "max_tokens": STEPS, "logprobs": None}
         return asked | {"engine": engine, **options}
 
+    return job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SEEDS)
+def test_in_an_engine(engines, job, model):
+    """Experts get no 16-bit hidden states; tokens equal separate launches, and wrong scales change them."""
     jobs = {
-        "with": job(fault={"op": "fused_experts", "make": QUANTIZED_ONLY}),
-        "planted": job(fault={"op": BOTH, "make": OTHER_SCALES}),
+        "with": job(model, fault={"op": "fused_experts", "make": QUANTIZED_ONLY}),
+        "planted": job(model, fault={"op": BOTH, "make": OTHER_SCALES}),
     }
     found = engines.run(jobs)
     layers = 2 if model == "deepseek" else 1
     assert sum(found["with"]["stats"][BOTH].values()) == layers * STEPS
-    apart = engines.run({"apart": job()}, before=APART)["apart"]
+    apart = engines.run({"apart": job(model)}, before=APART)["apart"]
     assert BOTH not in apart["stats"]
     assert found["with"]["tokens"] == apart["tokens"] != found["planted"]["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SEEDS)
+def test_a_start_with_code_of_an_earlier_one(engines, job, model):
+    """It has no graph to change, and needs the plugin's ops all the same."""
+    first, later = (engines.run({"one": job(model)}, generates=True, cache="kept") for _ in range(2))
+    assert LOADED not in first["output"] and LOADED in later["output"]
+    assert later["one"]["tokens"] == first["one"]["tokens"] and BOTH in later["one"]["stats"]
 
 
 class Model(torch.nn.Module):
@@ -292,7 +309,10 @@ def test_a_model_whose_experts_take_it(monkeypatch):
 
     model = Model(monkeypatch)
     assert moe_input.hidden_of(model) == HIDDEN
+    defined = []
+    monkeypatch.setattr(moe_input, "ops_beside", lambda: defined.append(True))
     [one] = moe_input.found(model, True)
+    assert defined, "code of an earlier start calls them"
     assert one.key == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(moe_input.found(model, False))
     for changed in OTHERS.values():
         assert moe_input.hidden_of(Model(monkeypatch, **changed)) == 0

@@ -4,6 +4,13 @@ from ..bug import Bug, Tests
 
 BUGS = (
     Bug(
+        "the op beside experts defined in a graph's pass alone",
+        "vllm/fusion/moe_input.py",
+        "ops_beside()  # code",
+        "pass  # code",
+        Tests("test_moe_input.py"),
+    ),
+    Bug(
         "times by token count read as one choice for all",
         "vllm/fusion/moe_input.py",
         'f"separate-{kernel_selection.EAGER}"',

@@ -119,6 +119,8 @@ def found(model: torch.nn.Module, compiles: bool) -> Iterator[Fused]:
     """Yield a norm that precedes the MoE layers of a compiled model."""
     size = hidden_of(model) if compiles else 0
     norms = [norm for norm in producers.norms(model) if len(norm.weight) == size] if size else []
+    if norms:
+        ops_beside()  # code that vLLM compiled in an earlier start calls them without a graph
     yield from (Beside(norm) for norm in norms[:1])
 
 
@@ -140,7 +142,7 @@ def _functions() -> dict[str, Callable]:
 
 @functools.cache
 def ops_beside() -> dict:
-    """Return vLLM's ops -> the plugin's, with the same schemas and tags plus two arguments, defined on first use."""
+    """Return vLLM's ops -> the plugin's, with the same schemas and tags plus two arguments, defined by the first call."""
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
     from vllm.utils.torch_utils import direct_register_custom_op
 
