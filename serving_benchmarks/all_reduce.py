@@ -303,7 +303,7 @@ class Others:
             dtype=DTYPE,
             group=self.group,
         )
-        fp8 = self.reduce.arch.fp8_dtype
+        fp8, inverse_scale = self.reduce.arch.fp8_dtype, torch.tensor([1 / 0.05], device=self.device)
 
         def call(x: torch.Tensor, args: tuple) -> object:
             a = self.op.Arguments(x, *args)
@@ -319,7 +319,7 @@ class Others:
                 quant_out=out,
                 rms_gamma=a.weight,
                 rms_eps=EPSILON,
-                scale_factor=1.0 / 0.05,
+                scale_factor=inverse_scale,
                 use_oneshot=True,
                 fp32_acc=True,
             )
