@@ -34,6 +34,7 @@ struct RopeAndCacheProblem {
   int query_heads, kv_heads;
   int rotary_vecs;            // 16 elements each, per head
   int kept_vecs, value_vecs;  // 8 elements each: unrotated per key head, and per value head
+  int first_copied;           // the first item that copies: no wave both rotates and copies
   int cos_sin_type;           // 0 bf16, 1 fp16, 2 fp32
   int is_neox;
   Divisor page_divisor, rotary_divisor, kept_divisor, value_divisor;
@@ -121,8 +122,9 @@ struct RopeAndCache {
 
   DEVICE void run(int item) const {
     const int rotated = (p.query_heads + p.kv_heads) * p.rotary_vecs;
+    const int copied = item - p.first_copied;
     if (item < rotated) rotate_pairs(item);
-    else if (item - rotated < p.kv_heads * (p.kept_vecs + p.value_vecs)) copy(item - rotated);
+    else if (copied >= 0 && copied < p.kv_heads * (p.kept_vecs + p.value_vecs)) copy(copied);
   }
 };
 
@@ -132,7 +134,6 @@ struct QkNormRopeAndCacheProblem : RopeAndCacheProblem {  // kept_vecs is unused
   void *query_out, *key_out;                              // [tokens, heads, 16 * head_vecs] T
   const void *query_weight, *key_weight;                  // [16 * head_vecs] T
   int head_vecs;                                          // 16 elements each, per query or key head
-  int first_value;  // the first item that copies values: no wave has both heads and values
   float inverse_size, epsilon;
 };
 
@@ -194,7 +195,7 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
       cache.template write<true>(p.key_cache, head, first, vecs[0], cache.key_scale);
       cache.template write<true>(p.key_cache, head, second, vecs[1], cache.key_scale);
     }
-  } else if (const int of_all = item - p.first_value; of_all >= 0 && of_all < p.kv_heads * p.value_vecs) {
+  } else if (const int of_all = item - p.first_copied; of_all >= 0 && of_all < p.kv_heads * p.value_vecs) {
     const int of = u32(of_all) / p.value_divisor, element = (of_all - of * p.value_vecs) * kChunk;
     const u32x4 elements = mem::load<u32x4>(p.value.at(token, of, element));
     cache.write(p.value_cache, of, element, elements, cache.value_scale);

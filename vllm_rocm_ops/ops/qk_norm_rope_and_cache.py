@@ -23,7 +23,6 @@ from vllm_rocm_ops.ops.families.rowwise import exact
 __all__ = ["qk_norm_rope_and_cache"]
 
 OF_LANE = 2 * attention.VECTOR  # elements of a head per lane
-WAVE = 64  # largest number of lanes
 LARGEST = {8: 128, 16: 256}  # largest head size, by lanes
 
 
@@ -67,26 +66,20 @@ def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
     return rotation.configs(a, arch) if size % OF_LANE == 0 and size <= max(LARGEST.values()) else []
 
 
-def _first_value(p: rotation.Parts, lanes: int) -> int:
-    """Return the first item that copies values: no wave has both heads and values."""
-    return -(-(p.query.shape[1] + p.layout.heads) * lanes // WAVE) * WAVE
-
-
 def _items(p: rotation.Parts, lanes: int) -> int:
     """Return the work items of a token, one per thread."""
-    return _first_value(p, lanes) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
+    return rotation.first_copied(p, lanes) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
 
 
 def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
     p, lanes, size = rotation.heads_parts(a), _lanes(a), a.q_weight.shape[0]
     args = {
-        **rotation.problem_fields(p, a),
+        **rotation.problem_fields(p, a, lanes),
         "query_out": a.query_out,
         "key_out": a.key_out,
         "query_weight": a.q_weight,
         "key_weight": a.k_weight,
         "head_vecs": size // OF_LANE,
-        "first_value": _first_value(p, lanes),
         "inverse_size": 1.0 / size,
         "epsilon": float(a.epsilon),
     }

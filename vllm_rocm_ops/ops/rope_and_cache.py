@@ -51,17 +51,23 @@ def _mla_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from attention.scale_contract("scale", a.scale)
 
 
+def _lanes(rotary: int) -> int:
+    """Return the work items that rotate a head."""
+    return rotary // (2 * rotation.PAIRS)
+
+
 def _items(p: rotation.Parts, rotary: int) -> int:
     """Return the work items of a token, one per thread."""
     key_size, value_size = p.sizes
-    rotated = (p.query.shape[1] + p.layout.heads) * (rotary // (2 * rotation.PAIRS))
-    return rotated + p.layout.heads * ((key_size - rotary + value_size) // attention.VECTOR)
+    return rotation.first_copied(p, _lanes(rotary)) + p.layout.heads * (
+        (key_size - rotary + value_size) // attention.VECTOR
+    )
 
 
 def _plan(parts: Callable[..., rotation.Parts], config, outputs, a, arch: Arch) -> list[Launch]:
-    p = parts(a)
-    items = _items(p, a.cos_sin_cache.shape[1])
-    return rotation.launches("rope_and_cache", config, p, items, rotation.problem_fields(p, a))
+    p, rotary = parts(a), a.cos_sin_cache.shape[1]
+    args = rotation.problem_fields(p, a, _lanes(rotary))
+    return rotation.launches("rope_and_cache", config, p, _items(p, rotary), args)
 
 
 def _cost(parts: Callable[..., rotation.Parts], config, a, arch: Arch) -> dict[str, float]:

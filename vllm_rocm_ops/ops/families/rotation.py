@@ -19,6 +19,7 @@ from vllm_rocm_ops.ops.families.rowwise import exact
 
 PAIRS = 8  # per thread
 THREADS = (64, 256)
+WAVE = 64  # largest number of lanes
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,13 @@ def of_heads(view: Tensor, tensor: Tensor) -> dict:
     return {"data": tensor, "token_stride": view.stride(0), "head_stride": view.stride(1)}
 
 
-def problem_fields(p: Parts, a) -> dict:
-    """Return the fields of RopeAndCacheProblem."""
+def first_copied(p: Parts, lanes: int) -> int:
+    """Return the first work item that copies, with `lanes` items per rotated head: no wave both rotates and copies."""
+    return -(-(p.query.shape[1] + p.layout.heads) * lanes // WAVE) * WAVE
+
+
+def problem_fields(p: Parts, a, lanes: int) -> dict:
+    """Return the fields of RopeAndCacheProblem, with `lanes` work items per rotated head."""
     (key_size, value_size), rotary = p.sizes, a.cos_sin_cache.shape[1]
     rotary_vecs, value_vecs = rotary // (2 * PAIRS), value_size // attention.VECTOR
     kept_vecs = (key_size - rotary) // attention.VECTOR
@@ -210,6 +216,7 @@ def problem_fields(p: Parts, a) -> dict:
         "rotary_vecs": rotary_vecs,
         "kept_vecs": kept_vecs,
         "value_vecs": value_vecs,
+        "first_copied": first_copied(p, lanes),
         "cos_sin_type": OUT_TYPES[a.cos_sin_cache.dtype],
         "is_neox": int(a.is_neox),
         "page_divisor": divisor(p.layout.page_size),
