@@ -30,6 +30,7 @@ class Launch(NamedTuple):
 ATTENTION, COMBINE, WRITE = "attention", "attention: combine", "cache write"
 Q_K, Q, K_PE = "rotation of q and k", "rotation of q", "rotation of k_pe"
 Q_K_NORMS, FRONT = "norms and rotation of q and k", "MLA norms, rotation of k_pe, cache write"
+Q_K_WRITE = "rotation of q and k, with norms, and cache write"
 NORM, SWIGLU, SUM = "norms", "SwiGLU", "sum of routed and shared experts"
 QUANTIZATION, TOP_K = "quantization of linears' inputs", "experts: top-k"
 FP8, BF16, ABSORPTION = "FP8 linears", "router and lm_head", "W_UK and W_UV"
@@ -48,6 +49,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"(mla|paged_attention)_decode_combine_\w+": Launch(COMBINE, PLUGIN),
         r"(mla|paged_attention)_decode_\w+": Launch(ATTENTION, PLUGIN),
         r"mla_norm_rope_and_cache_\w+": Launch(FRONT, PLUGIN),
+        r"(qk_norm_)?rope_and_cache_\w+": Launch(Q_K_WRITE, PLUGIN),
         r"batched_gemm_rope_\w+": Launch(ABSORPTION, PLUGIN),
         r".*flash::FlashAttnFwdSm90<.*": Launch(ATTENTION, FLASH),
         r".*flash::FlashAttnFwdCombine<.*": Launch(COMBINE, FLASH),

@@ -36,7 +36,7 @@ REASONS: dict[str, str | dict[str, str]] = {
     names.QUANTIZATION: {
         names.MLA: "o's input: in the launch of the W_UV GEMM with TRITON_MLA, where that is faster. Shared experts' input: "
         "NVIDIA's GEMM takes column-major scales. On ROCm the norm quantizes it.",
-        names.GQA: "o's input: FlashAttention writes BF16. `quantized_attention` covers the backends of `decode_attention`.",
+        names.GQA: "o's input: by attention (`quantized_attention`) from the second start on, where timed faster. FlashAttention writes BF16.",
     },
     names.SUM: "Joins two streams. The next norm's kernel adds one residual, not two.",
     **dict.fromkeys((names.FP8, names.BF16), "At warm-up the plugin was not more than 2 % faster in these shapes."),
