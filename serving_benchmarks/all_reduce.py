@@ -190,7 +190,7 @@ def time_streams(options: argparse.Namespace, op) -> None:
 
 
 def reserve(streams: list, device: torch.device) -> None:
-    """Preallocate memory for calls: mapping more would wait for all kernels, which wait for a rank's next call."""
+    """Reserve memory for calls: mapping more would wait for all kernels, which wait for a rank's next call."""
     torch.cuda.synchronize(device)
     for stream in streams:
         with torch.cuda.stream(stream):

@@ -2,7 +2,7 @@
 
 vLLM's dummy weights send all tokens of a model to the same experts, as a router's bias exceeds its products. When this module is imported,
 routers have no bias and token-dependent logits of about N(0, 1): embeddings are N(0, 1), norm weights 1, a router's N(0, 1 / hidden
-size). Tokens sampled at temperature 1 all differ. The routing kernels are those of serving: VLLM_MOE_ROUTING_SIMULATION_STRATEGY would
+size). Tokens sampled at temperature 1 all differ. Serving has the same routing kernels: VLLM_MOE_ROUTING_SIMULATION_STRATEGY would
 replace them, on one side by slower ones (vLLM 0.33 on the H200: 12 us per layer).
 """
 

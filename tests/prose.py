@@ -1,12 +1,6 @@
-"""Find faults in the prose of Markdown, docstrings and comments.
-
-tests/data/prose.csv lists the faults that files still have. `python tests/prose.py` lowers its counts, and prints what exceeds
-them. Without the file, it writes every count anew.
-"""
+"""Find faults in the prose of Markdown, docstrings and comments: `python tests/prose.py` prints them."""
 
 import ast
-import collections
-import csv
 import io
 import pathlib
 import re
@@ -16,7 +10,6 @@ from collections.abc import Iterator
 
 from sources import FILES, ROOT
 
-ALLOWED = ROOT / "tests" / "data" / "prose.csv"
 COMMENTED = (".h", ".hip", ".cpp", ".c")
 SUFFIXES = (".md", ".py", *COMMENTED)
 CODE = "\0"
@@ -126,47 +119,21 @@ def faults(suffix: str, text: str) -> Iterator[tuple[str, int, str]]:
                 yield HEADLESS, statement.lineno, docstring.strip().partition("\n")[0]
 
 
-Faults = dict[tuple[str, str], list[str]]
-"""Places and words of the faults, by a file and a fault's name."""
-
-
-def found(paths: list[pathlib.Path]) -> Faults:
-    """Return the faults of these files."""
-    places: Faults = collections.defaultdict(list)
-    for path in paths:
-        name = path.relative_to(ROOT).as_posix()
-        for fault, line, words in faults(path.suffix, path.read_text()) if path.suffix in SUFFIXES else ():
-            places[name, fault].append(f"{name}:{line}: {fault}: {words}")
-    return places
-
-
-def allowed() -> dict[tuple[str, str], int]:
-    """Return the faults that files still have, by a file and a fault's name."""
-    with ALLOWED.open(newline="") as file:
-        return {(row["file"], row["fault"]): int(row["count"]) for row in csv.DictReader(file)}
-
-
-def excess(places: Faults, counts: dict[tuple[str, str], int]) -> list[str]:
-    """Return the faults of each file that has more than allowed."""
-    return [place for key, at in places.items() if len(at) > counts.get(key, 0) for place in at]
+def found(paths: list[pathlib.Path]) -> list[str]:
+    """Return the places and words of the faults of these files."""
+    return [
+        f"{path.relative_to(ROOT).as_posix()}:{line}: {fault}: {words}"
+        for path in paths
+        if path.suffix in SUFFIXES
+        for fault, line, words in faults(path.suffix, path.read_text())
+    ]
 
 
 def main() -> int:
-    """Lower the counts of ALLOWED, or write them anew if it does not exist."""
+    """Print the faults, and return whether there are any."""
     places = found(FILES)
-    counts = {key: len(at) for key, at in places.items()}
-    above = []
-    if ALLOWED.exists():
-        above = excess(places, allowed())
-        counts = {key: min(count, counts.get(key, 0)) for key, count in allowed().items()}
-    with ALLOWED.open("w", newline="") as file:
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(("file", "fault", "count"))
-        lines.writerows((*key, count) for key, count in sorted(counts.items()) if count)
-    print(
-        "\n".join([*above, f"{sum(counts.values())} faults are allowed, {sum(map(len, places.values()))} were found."])
-    )
-    return int(bool(above))
+    print("\n".join([*places, f"{len(places)} faults"]))
+    return int(bool(places))
 
 
 if __name__ == "__main__":

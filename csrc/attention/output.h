@@ -8,7 +8,7 @@
 #include "device/float8.h"
 #include "device/reduce.h"
 
-// A combining thread loads kAddedVecs vectors from all splits at once or, with kAddsAtOnce, as many as registers hold.
+// A combining thread loads kAddedVecs vectors from all splits at once or, with kAddsAtOnce, all that registers hold.
 // With kRounds, values are rounded to T before quantization, bit-identical to quantizing a result in T.
 template <class T, int kD, int kPackedRows_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2,
           bool kAddsAtOnce_ = false, bool kRounds = false, class Problem_ = DecodeProblem>

@@ -45,28 +45,24 @@ struct RopeAndCache {
   const RopeAndCacheProblem& p;
   int token;
   i64 position, at;  // at: the token's slot
-  float key_scale = 1.0f, value_scale = 1.0f;
 
   using Element = typename CacheType<Cache>::Element;
   using Vec = typename CacheType<Cache>::Vec;
   static constexpr int kLog2Group = CacheType<Cache>::kLog2Group;
 
-  // Branch-free: a value loaded in place of a missing one is not used.
+  // Branch-free, here and for scales: a value loaded in place of a missing one is not used.
   DEVICE explicit RopeAndCache(const RopeAndCacheProblem& p) : p(p), token(wave::block_id_x()) {
     const bool has_slot = token < p.num_slots;
     position = mem::load<i64>(p.positions + token);
     at = mem::load<i64>((has_slot ? p.slots : p.positions) + token);
-    if constexpr (__is_same(Cache, E4m3)) {
-      key_scale = load_scale(p.key_cache);
-      value_scale = load_scale(p.value_cache);
-    }
-    mem::wait_for_scalars(position, at, key_scale, value_scale);
+    mem::wait_for_scalars(position, at);
     if (!has_slot) at = -1;
-    if (!p.key_cache.scale) key_scale = 1.0f;
-    if (!p.value_cache.scale) value_scale = 1.0f;
   }
+
   DEVICE float load_scale(const CacheView& cache) const {
-    return mem::load<float>(cache.scale ? (const void*)cache.scale : p.positions);
+    if constexpr (!__is_same(Cache, E4m3)) return 1.0f;
+    const float loaded = mem::load<float>(cache.scale ? (const void*)cache.scale : p.positions);
+    return cache.scale ? loaded : 1.0f;
   }
 
   // Writes 8 of the token's elements, from `element` on, a multiple of 8. Key elements are contiguous.
@@ -95,6 +91,7 @@ struct RopeAndCache {
     const int head = is_key ? any_head - p.query_heads : any_head, half = p.rotary_vecs * kChunk;
     const int first = p.is_neox ? vec * kChunk : 2 * vec * kChunk, second = first + (p.is_neox ? half : kChunk);
     const Heads& heads = is_key ? p.key : p.query;
+    const float scale = load_scale(p.key_cache);
     u32x4* const at_first = heads.at(token, head, first);
     u32x4* const at_second = heads.at(token, head, second);
     const u32x4 x = mem::load<u32x4>(at_first), y = mem::load<u32x4>(at_second);
@@ -104,8 +101,8 @@ struct RopeAndCache {
     mem::store(at_first, vecs[0]);
     mem::store(at_second, vecs[1]);
     if (is_key) {
-      write(p.key_cache, head, first, vecs[0], key_scale);
-      write(p.key_cache, head, second, vecs[1], key_scale);
+      write(p.key_cache, head, first, vecs[0], scale);
+      write(p.key_cache, head, second, vecs[1], scale);
     }
   }
 
@@ -116,6 +113,7 @@ struct RopeAndCache {
     const int of_all = is_key ? item : item - kept;
     const int head = u32(of_all) / (is_key ? p.kept_divisor : p.value_divisor);
     const int vec = of_all - head * (is_key ? p.kept_vecs : p.value_vecs) + (is_key ? 2 * p.rotary_vecs : 0);
+    const float key_scale = load_scale(p.key_cache), value_scale = load_scale(p.value_cache);
     const u32x4 elements = mem::load<u32x4>((is_key ? p.key : p.value).at(token, head, vec * kChunk));
     write(is_key ? p.key_cache : p.value_cache, head, vec * kChunk, elements, is_key ? key_scale : value_scale);
   }
@@ -161,6 +159,7 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
   const int head = is_key ? any_head - p.query_heads : any_head;
   const int first = in_halves ? vec * kChunk : 2 * vec * kChunk;
   const int second = first + (in_halves ? p.rotary_vecs * kChunk : kChunk);
+  float key_scale = 1.0f;
   u32x4 x = {}, y = {}, x_weight = {}, y_weight = {};
   Angles by = {};
   if (is_of_head) {
@@ -171,6 +170,7 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
     x_weight = mem::load<u32x4>(weight + first);
     y_weight = mem::load<u32x4>(weight + second);
     if (is_rotated) by = angles<T>(p, cache.position, vec);
+    key_scale = cache.load_scale(p.key_cache);
   }
   const Chunk of_x = unpack<T>(x), of_y = unpack<T>(y);
   f32x2 squares = {0.0f, 0.0f};
@@ -192,13 +192,14 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
     mem::store((u32x4*)(to + first), vecs[0]);
     mem::store((u32x4*)(to + second), vecs[1]);
     if (is_key) {
-      cache.template write<true>(p.key_cache, head, first, vecs[0], cache.key_scale);
-      cache.template write<true>(p.key_cache, head, second, vecs[1], cache.key_scale);
+      cache.template write<true>(p.key_cache, head, first, vecs[0], key_scale);
+      cache.template write<true>(p.key_cache, head, second, vecs[1], key_scale);
     }
   } else if (const int of_all = item - p.first_copied; of_all >= 0 && of_all < p.kv_heads * p.value_vecs) {
     const int of = u32(of_all) / p.value_divisor, element = (of_all - of * p.value_vecs) * kChunk;
+    const float value_scale = cache.load_scale(p.value_cache);
     const u32x4 elements = mem::load<u32x4>(p.value.at(token, of, element));
-    cache.write(p.value_cache, of, element, elements, cache.value_scale);
+    cache.write(p.value_cache, of, element, elements, value_scale);
   }
 }
 

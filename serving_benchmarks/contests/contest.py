@@ -1,7 +1,7 @@
 """Define a contest of AMD and GPU MODE, and its comparison of results.
 
-Sizes, seeds, distributions, layouts and tolerances are those of the published tasks (gpu-mode/reference-kernels, problems/amd). The code
-is this project's.
+Sizes, seeds, distributions, layouts and tolerances come from the published tasks (gpu-mode/reference-kernels, problems/amd). The code is
+this project's.
 """
 
 from __future__ import annotations

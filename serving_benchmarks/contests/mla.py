@@ -189,7 +189,7 @@ def _rotate(query: torch.Tensor, rows: torch.Tensor, positions, cos_sin, cache: 
 
 
 def _flops(sizes: Sizes) -> float:
-    """Count the GEMMs of heads and latents instead of those of keys and values, which would take more."""
+    """Count the GEMMs of heads and latents. GEMMs of keys and values would take more."""
     heads, rank, dim = sizes.get("heads", HEADS), sizes["dq"], sizes["dim"]
     projections = dim * rank + dim * (LATENT + ROPE) + rank * heads * (NOPE + ROPE) + heads * VALUE * dim
     absorbed = heads * LATENT * (NOPE + VALUE)

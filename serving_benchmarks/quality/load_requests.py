@@ -112,7 +112,7 @@ class Client:
         self.session = session
 
     async def post(self, body: dict | bytes, path: str = "/v1/completions") -> tuple[int, dict]:
-        """Post a request, and return the status and the JSON response."""
+        """Send a request, and return the status and the JSON response."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.session.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
             text = await response.text()

@@ -394,7 +394,7 @@ def page() -> str:
             "In a compiled model a norm or an activation quantizes in its own kernel if only equal quantizations read its result: "
             "before attention, before and inside a feed-forward, and inside shared experts. Other norms and activations use the plugin "
             "where vLLM's compiler would fuse nothing with them, as before experts; before FP8 experts with block scales the norm also "
-            "writes a quantized result. A compiled graph has at most as many kernels as without the plugin. These stay vLLM's:"
+            "writes a quantized result. A compiled graph never has more kernels than without the plugin. These stay vLLM's:"
         ),
         (
             "- norms of queries and keys, which the compiler fuses with RoPE, where `rope_and_cache` does not serve both\n"

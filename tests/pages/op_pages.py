@@ -178,7 +178,7 @@ def cell(text: str) -> str:
 
 
 def arguments(ops: list[Op]) -> str:
-    """Return a table of the arguments, with those of several ops once if they agree."""
+    """Return a table of the arguments. Equal arguments of several ops have one row."""
     found: dict[str, dict[str, list[str]]] = {}
     for op in ops:
         for name, text in documentation(op).args.items():
@@ -387,7 +387,7 @@ def tuning(ops: list[Op]) -> str:
 
 
 def tolerances(op: Op) -> list[str]:
-    """Return an op's tolerances beyond those of all ops."""
+    """Return the tolerances that an op adds to the common ones."""
     c = correctness
     launches = [of for arch in archs.ARCHS for of in launches_of(op, arch)]
     outputs = [output for _, output, _ in launches] + [getattr(a, name) for a, *_ in launches for name in op.inexact]
@@ -543,7 +543,7 @@ def aliases() -> dict[tuple[str, str], str]:
 
 @functools.cache
 def reached(file: str) -> frozenset[tuple[str, str]]:
-    """Return a file's definitions and, transitively, those of the seams' files that they refer to, also by a dotted name."""
+    """Return a file's definitions and, transitively, the definitions in seams' files that they refer to, also by a dotted name."""
     ahead = [key for key in definitions() if key[0] == file]
     found: set[tuple[str, str]] = set()
     while ahead:

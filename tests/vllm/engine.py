@@ -84,9 +84,10 @@ def generate(job: dict) -> dict:
         "classes": sorted({type(module).__name__ for module in model.modules()}) if model else [],
         "version": vllm_rocm_ops.__version__,
     }
-    llm.collective_rpc("vllm_rocm_ops_reset_stats")  # what the process's next job captures is counted alone
     if model is None:  # it is in other processes, whose workers end with the engine
         llm.llm_engine.engine_core.shutdown()
+    else:  # the next job's captures are counted alone
+        llm.collective_rpc("vllm_rocm_ops_reset_stats")
     del worker, model, llm
     release()
     return answer

@@ -103,7 +103,7 @@ def bind_device(
 ) -> Callable[[tuple], object]:
     """Return a function that runs calls of one signature on a GPU: allocate, fill in pointers, launch on the current stream.
 
-    `packers` are those of the arguments. `advice` ends the message of a failed launch, which is `NotLaunched` for a call's first
+    `packers` pack the arguments. `advice` ends the message of a failed launch, which is `NotLaunched` for a call's first
     launch, else RuntimeError.
     """
     index = device.index

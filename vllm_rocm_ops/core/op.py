@@ -85,7 +85,7 @@ class Op:
         mutates: Arguments that the op updates in place.
         sums: Whether results are long sums, which may cancel, so that errors exceed a rounding step of a result.
         writes: Arguments that receive a result in place of a returned tensor, and share no memory with others.
-        inexact: Those of `mutates` that receive results, with the tolerance of returned ones; the others match the
+        inexact: Members of `mutates` that receive results, with the tolerance of returned ones; the others match the
             reference bit for bit.
         baseline: PyTorch's own function for the op's arguments, a baseline to time; the reference by default.
         native: A faster equivalent of the reference on a GPU, which a caller may set.

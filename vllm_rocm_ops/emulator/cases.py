@@ -24,7 +24,7 @@ from vllm_rocm_ops.emulator import Emulator, EmulatorError
 from vllm_rocm_ops.emulator.counters import Counters
 from vllm_rocm_ops.emulator.objects import KernelObject
 
-NEIGHBORS = 16  # adjacent blocks to run together: of four waves each, as many as run in lockstep
+NEIGHBORS = 16  # adjacent blocks to run together: the largest number of four waves each in lockstep
 EXPLAINED_BLOCKS = 64  # per launch
 HEADER = f"{'op':36} {'cases':>6} {'PyTorch':>8} {'kernels':>8} {'seconds':>8}  result"
 

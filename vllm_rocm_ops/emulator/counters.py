@@ -144,7 +144,7 @@ class Counters:
         """Count an LDS access and its bank conflicts: 32 banks of 4 bytes on gfx942, 64 on gfx950.
 
         Lanes are served in groups whose data could fill all banks once: 32 lanes of 4 bytes, 16 of 8, 8 of 16 on gfx942. A group
-        takes as many cycles as the maximum of distinct dwords per bank. Groups are consecutive lanes, except for 16-byte reads on
+        takes a cycle per distinct dword of the fullest bank. Groups are consecutive lanes, except for 16-byte reads on
         gfx942 (composable_kernel, "Understanding AMD GPU LDS and Bank Conflicts"). gfx950's groups are undocumented, and assumed
         to be consecutive.
         """

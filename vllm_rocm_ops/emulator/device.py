@@ -51,8 +51,8 @@ class Options:
 class Emulator:
     """Emulate one architecture as an executor of `vllm_rocm_ops.core.launch.Launch`.
 
-    The architecture is a name that arch.named accepts ("gfx950:3" has 3 compute units), `options` are those of `Options`. `last`
-    is the last launch's `Counters`, `history` has those of all launches with their symbols. `program_type` and `scheduler_type`
+    The architecture is a name that arch.named accepts ("gfx950:3" has 3 compute units), `options` go to `Options`. `last`
+    is the last launch's `Counters`, `history` has all launches' with their symbols. `program_type` and `scheduler_type`
     are the classes of programs and schedulers.
     """
 

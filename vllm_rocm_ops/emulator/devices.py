@@ -53,7 +53,7 @@ class Devices:
     tensors are cached memory. Each device has queues of launches, named by `stream`. Launches of a queue run one after another, all
     others concurrently. `seed` determines the schedule: the devices' speeds, start times, store latencies, and the order of waves.
 
-    `options` are those of `Options`. patience: instructions of every wave without a change before a deadlock is reported, far
+    `options` go to `Options`. patience: instructions of every wave without a change before a deadlock is reported, far
     fewer if waves sleep. turns: maximum per wave, whatever changes.
     """
 

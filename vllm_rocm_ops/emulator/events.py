@@ -49,7 +49,7 @@ class Event:
         return other
 
     def join(self, other: Event, waves: int, count: int) -> None:
-        """Merge the same event of `count` further waves into that of `waves` waves."""
+        """Merge the same event of `count` further waves into this one of `waves` waves."""
         self.acquired, self.written_back = self.acquired + other.acquired, self.written_back + other.written_back
         if self.stale is not None or other.stale is not None:
             mine = np.zeros((waves, LANES), bool) if self.stale is None else self.stale

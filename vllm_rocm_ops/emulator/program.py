@@ -26,7 +26,7 @@ class Program:
     """Hold a bound kernel. Per-launch state is in the scheduler, cross-launch state in the emulator."""
 
     trusted = False
-    """Whether the code is known to run on hardware: waits are not checked, and registers and LDS start as written zeros."""
+    """True if the code is known to run on hardware: waits are not checked, and registers and LDS start as written zeros."""
 
     def __init__(self, code: CodeObject, name: str, arch: str):
         self.object: KernelObject = code.kernels[name]

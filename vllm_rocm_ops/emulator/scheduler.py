@@ -28,7 +28,7 @@ _GROUP = 64  # waves that start as one group
 
 
 class Scheduler:
-    """Run the chosen blocks of a launch, by default all. `options` are those of device.Options."""
+    """Run the chosen blocks of a launch, by default all. `options` go to device.Options."""
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ def _as_guess(constant: Constant, products: str) -> Constant:
 
 
 def _like(machine: Machine, name: str, kinds: tuple[str, ...], products: str, **constants: Constant) -> Machine:
-    """Return a product with another's constants, those of `kinds` as guesses, and its own."""
+    """Return a product with another's constants, of which `kinds` become guesses, and its own."""
     guessed = {key: _as_guess(each, products) for key, each in machine.constants.items() if each.kind in kinds}
     return machine.but(name, **(guessed | constants))
 

@@ -37,9 +37,9 @@ WIDTH = 120  # columns of a model's table
 
 
 def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
-    """Return arguments like those of the op's first case, on the meta device.
+    """Return arguments like the op's first case, on the meta device.
 
-    `shape` and `dtype` replace those of the first tensor, and equal sizes and dtypes of the others. The order of strides stays.
+    `shape` and `dtype` replace the first tensor's, and equal sizes and dtypes of the others. The order of strides stays.
     `given` replaces whole arguments by name.
     """
     case = next(iter(op.cases()))

@@ -5,7 +5,7 @@
 // Four waves compute the scores, 16 columns each. The other four accumulate the outputs, 128 latent elements each for
 // all columns, and load the keys. A SIMD runs one wave of each kind. An iteration has one barrier and processes one
 // unit, 16 keys. Iteration i computes the scores of unit i while reading the keys of unit i + 1, multiplies the values
-// of unit i - 1 by p while reading those of unit i, and stores unit i + 2 to LDS, which holds three units. The next two
+// of unit i - 1 by p while reading unit i's, and stores unit i + 2 to LDS, which holds three units. The next two
 // units are in flight in registers.
 #pragma once
 #include "attention/mla.h"
@@ -102,7 +102,7 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
       for (int i = 0; i < kProducts; ++i) read(i, 0);
       int slot = 0;
 #pragma unroll 1
-      for (int unit = 0; unit % kStages > 0 || of.unit_key(unit) < of.end; ++unit) {  // as many iterations as in Sums
+      for (int unit = 0; unit % kStages > 0 || of.unit_key(unit) < of.end; ++unit) {  // the iterations of Sums
         slot = next_slot(slot);
         add(unit % 2, of.unit_key(unit), slot);
         block_barrier();  // hazard: weights are read before they are written, or keys are overwritten before they are read

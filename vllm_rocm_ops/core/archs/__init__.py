@@ -111,14 +111,14 @@ class Arch:
     clock_ghz: float
     """Peak clock."""
     block_scales: bool
-    """Whether matrix instructions support MX formats, with an e8m0 scale per 32 along K."""
+    """True if matrix instructions support MX formats, with an e8m0 scale per 32 along K."""
     sum_rounding: float
     """Error of matrix instructions in a sum of e4m3 products, relative to its absolute terms; 0 if they keep float32."""
     products: Mapping[str, int] = field(hash=False, repr=False)
     """Compute units of products, by name."""
     costs: Costs = field(hash=False, repr=False)
     is_whole: bool = field(default=True, compare=False)
-    """Whether this is the arch with all compute units."""
+    """True if this is the arch with all compute units."""
 
     def __str__(self) -> str:
         return self.name if self.is_whole else f"{self.name}:{self.compute_units}"

@@ -26,7 +26,7 @@ SUMS_BYTES_PER_US = 85e3  # see tests/timing/notes.md
 # block_us: a tiny kernel took about 4100 cycles (traces of MI350X, tinygrad extra/sqtt@a9069c17).
 # unit_gb_s: 1.53 TB/s by 32 blocks on MI350X (ROCm/gfx950-gluon-tutorials); 53 per unit with 80 units (pyhip vmem-bandwidth.md, MI308X).
 # latent_gb_s, lds_gb_s: predicted by the model of timing/, built from such figures, between 512 and 1024 keys per block; it also
-# predicts 48 for keys of heads. lds_block_us: matches the predicted extra time of a block's first keys over those of 16 columns.
+# predicts 48 for keys of heads. lds_block_us: matches the predicted extra time of a block's first keys beside 16 columns.
 # latent_us: a store and a load of 948 cycles (rocprofiler-compute, vecCopy) and an atomic of 382 to 1937 beyond L2 take 1.1 to 1.8 us.
 # counted_us: 33 KB at 44 KB in flight per unit (gluon-tutorials, tcp_bound_tile_model.md) and 1000 cycles: 94 GB/s.
 # sharing_us: `latent_us` plus 16 sums of 8 KB at this rate. added_us: a round of 1000 cycles has 32 splits, four per wave.

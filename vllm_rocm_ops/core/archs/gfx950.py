@@ -1,4 +1,4 @@
-"""Define AMD's CDNA4: MI350X and MI355X. Its costs are those of gfx942: no known figure distinguishes them."""
+"""Define AMD's CDNA4: MI350X and MI355X. Its costs equal gfx942's: no known figure distinguishes them."""
 
 import torch
 

@@ -73,7 +73,7 @@ def output_layout(m: int, n: int, blocks: int, bits: int) -> Layout:
     """Return the layout of C and D: CDNA4 ISA, 7.1.4.2.
 
     If one item of all lanes holds several rows of several blocks (v_mfma_f64_4x4x4_4b_f64 only), the ISA keeps a block's rows
-    adjacent, and AMD's calculator a row's blocks. This follows the calculator, whose order is also that of the inputs.
+    adjacent, and AMD's calculator a row's blocks. This follows the calculator, whose order the inputs have, too.
     """
     height = 1 if bits == 64 else 4
     blocks_per_item = -(-LANES * height // (n * m))

@@ -1,6 +1,6 @@
 """Describe the paged KV caches of vLLM's ROCm attention backends, as views of the tensors that vLLM's ops take.
 
-Strides are those of the tensors; x is the elements in 16 bytes, and a page has N slots of one token each:
+Strides come from the tensors; x is the elements in 16 bytes, and a page has N slots of one token each:
 
     packed       key_cache [pages, N, heads, size], value_cache [pages, N, heads, size of a value]
     native       key_cache [pages, heads, size / x, N, x], value_cache [pages, heads, size of a value, N]

@@ -53,7 +53,7 @@ class TiledConfig:
 
 
 def can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    """Yield the rules of the tiled kernels beyond those of the streamed ones."""
+    """Yield the rules that tiled kernels add to the streamed ones'."""
     (m, h), inner, experts = a.hidden.shape, intermediate(a), len(a.w1)
     yield f"there are at most {MAX_EXPERTS} experts", experts <= MAX_EXPERTS
     yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28

@@ -26,7 +26,7 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def can_implement(a) -> Iterator[tuple[str, bool]]:
-    """Yield the rules of block scales beyond those of other scales."""
+    """Yield the rules that block scales add to other scales'."""
     reaches = [sum((size - 1) * step for size, step in zip(t.shape, t.stride())) for t in (a.scale_a, a.scale_b)]
     yield "block scales span fewer than 2^29 elements", max(reaches) < 2**29
 

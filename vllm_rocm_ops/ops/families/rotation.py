@@ -64,7 +64,7 @@ def write(layout: CacheLayout, keys: Tensor, values: Tensor, slot_mapping: Tenso
 class Parts:
     """Heads [tokens, heads, size], their caches, and the tensors that have their addresses.
 
-    `offsets` are those of the first elements in the cache tensors.
+    `offsets` are the first elements' offsets in the cache tensors.
     """
 
     query: Tensor

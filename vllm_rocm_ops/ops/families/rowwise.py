@@ -259,7 +259,7 @@ def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 @dataclass(frozen=True)
 class Cases:
-    """The cases of a row-wise op: `standard` yields those of every op, and an op adds its own by `case`.
+    """The cases of a row-wise op: `standard` yields the cases of every op, and an op adds its own by `case`.
 
     A row of input is `parts` times as long as a row of the output. `columns` fills per-column arguments. A row of the output is a
     multiple of `whole` elements if there is no group_size. `further` are default arguments of all cases.
@@ -381,7 +381,7 @@ def far_from_zero(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.G
 
 
 def tiny_variance(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return three rows with variance 0, that of a single deviating element, and a tenth of the usual epsilon."""
+    """Return three rows: with variance 0, with a single deviating element, and with a tenth of the usual epsilon."""
     x = torch.full(shape, 7.0)
     x[1, 5] += 2.0**-5
     x[2] = 1e-3 * torch.randn(shape[-1], generator=generator)

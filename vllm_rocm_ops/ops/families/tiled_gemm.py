@@ -41,7 +41,7 @@ def is_for(a: Operand) -> bool:
 
 
 def can_implement(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
-    """Yield the rules of the tiled kernels beyond those of the skinny ones."""
+    """Yield the rules that tiled kernels add to the skinny ones'."""
     for name, operand, rows in (("a", a, max(t for t, _ in TILES)), ("b", b, max(r for _, r in TILES))):
         reach = rows * (operand.stride or operand.k) + operand.k
         yield f"{rows} rows of {name} span less than 2 GB", reach < 2**31

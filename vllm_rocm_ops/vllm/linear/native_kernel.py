@@ -201,7 +201,7 @@ class Linear:
     baseline: Callable[..., Tensor]
     """Runs vLLM's kernel on the arguments of `run`."""
     taken: Callable[..., tuple]
-    """Returns the op's arguments for those of `run`."""
+    """Returns the op's arguments, given `run`'s."""
     sampled_rows = 8
 
     def ours(self, *arguments) -> Tensor | None:

@@ -96,7 +96,7 @@ BASELINES: dict[str, dict[str, Baseline]] = {
         "vllm triton": _attends(attention.triton_mla),
     },
 }
-NOT_PYTORCHS = (  # ops whose PyTorch reference is not a baseline: that of fused_experts loops over experts
+NOT_PYTORCHS = (  # ops whose PyTorch reference is not a baseline: the one of fused_experts loops over experts
     "scaled_mm_silu_and_mul_quant",
     "fused_experts",
 )
