@@ -10,6 +10,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
@@ -604,7 +605,11 @@ def starts(engines, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="replaces the clock of vLLM's CPU worker")
 @pytest.mark.parametrize(
-    ("slow", "fuses"), [("nothing", [False, True, True]), (quantized_attention.SEPARATE, [False, True, False])]
+    ("slow", "fuses"),
+    [
+        pytest.param("nothing", [False, True, True], marks=full),
+        (quantized_attention.SEPARATE, [False, True, False]),
+    ],
 )
 def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     """It is taken back if two launches are faster."""

@@ -7,6 +7,7 @@ import checkpoints
 import pytest
 import torch
 from engines import STEPS, prompts_of
+from marks import full
 from test_experts import ROUTERS, Layer, call_with_logits, config, inputs, kernel, random
 
 import vllm_rocm_ops
@@ -381,7 +382,7 @@ APART = "from vllm_rocm_ops.vllm.experts import routing_gate; routing_gate.adopt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", SEEDS)
+@pytest.mark.parametrize("model", ["deepseek", pytest.param("qwen3_moe", marks=full)])
 def test_in_an_engine(engines, tmp_path, model):
     """Decode steps route in the gate's launch, with the tokens of two launches; a wrong choice of experts changes them.
 
