@@ -39,7 +39,7 @@ OPS = {
     "both": ops.rms_norm_and_per_block_quant,
 }
 OTHERS = ["nccl", "vllm", "flashinfer"]
-CALLS, ROUNDS, EPSILON = 32, 15, 1e-6
+CALLS, ROUNDS, EPSILON, SCALE = 32, 15, 1e-6, 0.05
 DTYPE = torch.bfloat16
 LIMIT_SECONDS = 20.0
 
@@ -52,7 +52,7 @@ def arguments(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype
     values = {
         "residual": torch.randn(rows, hidden, device=device, dtype=DTYPE),
         "weight": torch.rand(hidden, device=device, dtype=DTYPE) + 0.5,
-        "scale": torch.tensor([0.05], device=device),
+        "scale": torch.tensor([SCALE], device=device),
         "epsilon": EPSILON,
         "quant_dtype": fp8,
         "group_size": 128,
@@ -303,7 +303,7 @@ class Others:
             dtype=DTYPE,
             group=self.group,
         )
-        fp8, inverse_scale = self.reduce.arch.fp8_dtype, torch.tensor([1 / 0.05], device=self.device)
+        fp8, inverse_scale = self.reduce.arch.fp8_dtype, torch.tensor([1 / SCALE], device=self.device)
 
         def call(x: torch.Tensor, args: tuple) -> object:
             a = self.op.Arguments(x, *args)

@@ -10,6 +10,8 @@ import torch
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 8
+LOADED = "Directly load AOT compilation"
+"""In the output of a start with code that vLLM compiled in an earlier one."""
 FLAVOURS = {
     # Seeds of the prompts, found with plain.py: in every step the best token leads by at least 3 in log probability.
     # Rounding noise, which is below 1, then changes no token.

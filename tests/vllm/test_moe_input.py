@@ -7,7 +7,7 @@ import types
 import checkpoints
 import pytest
 import torch
-from engines import STEPS, prompts_of
+from engines import LOADED, STEPS, prompts_of
 from marks import full
 from test_graph import EPSILON, add_norm, called, choices, piece, quantizer, random  # noqa: F401
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
@@ -229,7 +229,6 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
 SEEDS = {"deepseek": (4, 5, 8), "qwen3_moe": (43, 49, 66)}
 QUANTIZED_ONLY = "lambda exact: lambda hidden, *rest: exact(hidden, *rest) if hidden.dtype.itemsize == 1 else 1 / 0"
 APART = "from vllm_rocm_ops.vllm.fusion import moe_input; moe_input.hidden_of = lambda model: 0"
-LOADED = "Directly load AOT compilation"
 OTHER_SCALES = "lambda exact: lambda *given: (lambda out, values, scales: (out, values, 4 * scales))(*exact(*given))"
 
 

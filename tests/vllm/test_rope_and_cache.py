@@ -8,7 +8,7 @@ import fronts_on_cpu
 import pytest
 import test_selection
 import torch
-from engines import STEPS
+from engines import LOADED, STEPS
 from marks import full
 from test_families import INSTALLED
 from test_mla_norms import Clock
@@ -542,8 +542,9 @@ def test_tokens_of_generated_code(engines):
     """Inductor's code passes views of one projection to the op, which rotates them in place."""
     jobs = {f"{name} {switch}": job(engines, (name, "token"), switch) for name in ("llama", "qwen3") for switch in "10"}
     first, later = (engines.run(jobs, generates=True, cache="kept") for _ in range(2))
+    assert LOADED not in first["output"] and LOADED in later["output"]
     for name, op in (("llama", PLAIN), ("qwen3", NORMED)):
-        for answers in (first, later):  # which loads the code that the first has kept
+        for answers in (first, later):
             assert answers[f"{name} 1"]["tokens"] == answers[f"{name} 0"]["tokens"]
             assert calls(answers[f"{name} 1"], op) == LAYERS * STEPS
 

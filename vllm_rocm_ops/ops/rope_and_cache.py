@@ -51,28 +51,21 @@ def _mla_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from attention.scale_contract("scale", a.scale)
 
 
-def _lanes(rotary: int) -> int:
-    """Return the work items that rotate a head."""
-    return rotary // (2 * rotation.PAIRS)
-
-
-def _items(p: rotation.Parts, rotary: int) -> int:
+def _items(p: rotation.Parts, a) -> int:
     """Return the work items of a token, one per thread."""
-    key_size, value_size = p.sizes
-    return rotation.first_copied(p, _lanes(rotary)) + p.layout.heads * (
-        (key_size - rotary + value_size) // attention.VECTOR
-    )
+    copied = (sum(p.sizes) - a.cos_sin_cache.shape[1]) // attention.VECTOR
+    return rotation.first_copied(p, rotation.rotary_vecs(a)) + p.layout.heads * copied
 
 
 def _plan(parts: Callable[..., rotation.Parts], config, outputs, a, arch: Arch) -> list[Launch]:
-    p, rotary = parts(a), a.cos_sin_cache.shape[1]
-    args = rotation.problem_fields(p, a, _lanes(rotary))
-    return rotation.launches("rope_and_cache", config, p, _items(p, rotary), args)
+    p = parts(a)
+    args = rotation.problem_fields(p, a, rotation.rotary_vecs(a))
+    return rotation.launches("rope_and_cache", config, p, _items(p, a), args)
 
 
 def _cost(parts: Callable[..., rotation.Parts], config, a, arch: Arch) -> dict[str, float]:
-    p, rotary = parts(a), a.cos_sin_cache.shape[1]
-    return rotation.cost(config, p, _items(p, rotary), rotary, arch)
+    p = parts(a)
+    return rotation.cost(config, p, _items(p, a), a.cos_sin_cache.shape[1], arch)
 
 
 # Cases

@@ -164,12 +164,17 @@ def can_implement_angles(a) -> Iterator[tuple[str, bool]]:
     yield "cos_sin_cache is 16-byte aligned", address % 16 == 0
 
 
+def rotary_vecs(a) -> int:
+    """Return the threads that rotate a head."""
+    return a.cos_sin_cache.shape[1] // (2 * PAIRS)
+
+
 def angles_fields(a) -> dict:
     """Return the fields of `Rotation` in csrc/attention/rotation.h."""
     return {
         "positions": a.positions,
         "cos_sin": a.cos_sin_cache,
-        "rotary_vecs": a.cos_sin_cache.shape[1] // (2 * PAIRS),
+        "rotary_vecs": rotary_vecs(a),
         "cos_sin_type": OUT_TYPES[a.cos_sin_cache.dtype],
         "is_neox": int(a.is_neox),
     }
@@ -193,8 +198,7 @@ def first_copied(p: Parts, lanes: int) -> int:
 def problem_fields(p: Parts, a, lanes: int) -> dict:
     """Return the fields of RopeAndCacheProblem, with `lanes` work items per rotated head."""
     (key_size, value_size), rotary = p.sizes, a.cos_sin_cache.shape[1]
-    rotary_vecs, value_vecs = rotary // (2 * PAIRS), value_size // attention.VECTOR
-    kept_vecs = (key_size - rotary) // attention.VECTOR
+    kept_vecs, value_vecs = (key_size - rotary) // attention.VECTOR, value_size // attention.VECTOR
 
     def of_cache(tensor: Tensor, scale: Tensor | None, offset: int, strides: CacheStrides) -> dict:
         scale = scale if attention.is_quantized(tensor) else None
@@ -206,21 +210,17 @@ def problem_fields(p: Parts, a, lanes: int) -> dict:
         "value": of_heads(p.value, a[2]),
         "key_cache": of_cache(p.key_cache, p.scales[0], p.offsets[0], p.layout.key_strides()),
         "value_cache": of_cache(p.value_cache, p.scales[1], p.offsets[1], p.layout.value_strides()),
-        "positions": a.positions,
-        "cos_sin": a.cos_sin_cache,
+        **angles_fields(a),
         "slots": a.slot_mapping,
         "num_slots": len(a.slot_mapping),
         "page_size": p.layout.page_size,
         "query_heads": p.query.shape[1],
         "kv_heads": p.layout.heads,
-        "rotary_vecs": rotary_vecs,
         "kept_vecs": kept_vecs,
         "value_vecs": value_vecs,
         "first_copied": first_copied(p, lanes),
-        "cos_sin_type": OUT_TYPES[a.cos_sin_cache.dtype],
-        "is_neox": int(a.is_neox),
         "page_divisor": divisor(p.layout.page_size),
-        "rotary_divisor": divisor(rotary_vecs),
+        "rotary_divisor": divisor(rotary_vecs(a)),
         "kept_divisor": divisor(max(kept_vecs, 1)),
         "value_divisor": divisor(value_vecs),
     }
