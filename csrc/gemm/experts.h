@@ -43,6 +43,7 @@ struct TileWalk {
   const Experts& p;
   int tiles, work, slice = 0;  // tiles in all items
   DEVICE bool more() const { return work < tiles; }
+  DEVICE bool is_last() const { return work + p.step >= tiles; }
   DEVICE int item() const { return divide_by(p.work_per_item_inverse, work); }
   DEVICE int tile() const { return work - item() * p.work_per_item; }
   DEVICE int k() const { return (slice * mma::kWaves + wave::index()) * kSliceBytes; }

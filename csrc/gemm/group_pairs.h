@@ -44,8 +44,8 @@ template <class Problem>
 DEVICE void group_one_token(const Problem& p, const PairLists& lists) {
   const int lane = wave::lane();
   const bool present = lane < p.pairs, routed = lane < p.topk;
+  float weight = routed ? mem::load<float>(p.router + lane) : 1.0f;
   const int expert = routed ? local_expert(p, load_expert_id(p.ids, p.id_words, lane)) : p.routed + lane - p.topk;
-  const float weight = routed ? mem::load<float>(p.router + lane) : 1.0f;
   const u32 key = present ? u32(expert) << 16 | lane : ~0u;
   const bool valid = present && expert != kNoExpert;
   int place = 0;
@@ -55,6 +55,7 @@ DEVICE void group_one_token(const Problem& p, const PairLists& lists) {
     for (int i = 0; i < 8; ++i) place += wave::read(key, base + i) < key;
   }
   const int items = wave::count(valid);
+  wave::in_lanes(weight);  // else the compiler may wait for it later, and for the first loads of gate_up
   if (lane < lists.padded) {
     lists.router[lane] = weight;
     lists.pairs[present ? place : lane] = present ? lane : 0;

@@ -55,6 +55,9 @@ struct ExpertMainLoop {
     Loaded scale_a[mma::kValueTokens], scale_b[kScalesB];
     int tokens_at, scale_a_at[mma::kValueTokens];  // in LDS, with kInLds: byte offsets
   };
+  struct TileRows {  // byte offsets of a tile's rows in an expert's weights and scales
+    int weights[mma::kLoads], scale_b[kScalesB];
+  };
   struct ItemTile {  // one tile of one item
     mem::Cursor weights[mma::kLoads];
     mem::Buffer scales_b;
@@ -81,42 +84,55 @@ struct ExpertMainLoop {
   // The row of tokens and scale_a for a place in the pair order.
   DEVICE int token_row(int place) const { return kGated ? lists.pairs[place] * p.per_slot >> 20 : place; }
 
-  DEVICE ItemTile item_tile(int index, int tile) const {
-    ItemTile item_tile;
-    const Item item(lists, index);
-    const u8* weights = p.weights + item.expert * p.expert_bytes;
+  DEVICE TileRows tile_rows(int tile) const {
+    TileRows rows;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
       const int row = row_of(tile, mma::row(lane, l));
       const int in_rows =
           mem::kExpertFragments ? row / mma::kRows * p.tile_bytes + row % mma::kRows * p.row_bytes : row * p.row_bytes;
-      item_tile.weights[l] = mem::cursor(weights, in_rows + mma::depth(lane) * spread());
+      rows.weights[l] = in_rows + mma::depth(lane) * spread();
+      wave::in_lanes(rows.weights[l]);
     }
-    item_tile.scales_b = mem::buffer(p.scale_b + item.expert * p.expert_scales);
 #pragma unroll
     for (int i = 0; i < kScalesB; ++i) {
       const int row = row_of(tile, kMx ? mma::row(lane, i) : mma::value_row(kBlock ? 0 : lane, kBlock ? 2 * i : i));
-      item_tile.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row + mx_block();
+      rows.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row + mx_block();
     }
-    // In LDS, lanes without a token read the item's last one. Their results are not used.
-    const int place = item.first + mma::tile_token(lane), last = item.end - 1;
-    item_tile.token = place < item.end ? token_row(place) * p.token_bytes + mma::depth(lane)
-                      : kInLds         ? last * p.token_bytes + mma::depth(lane)
-                                       : -1;
+    return rows;
+  }
+
+  DEVICE ItemTile item_tile(int index, const TileRows& rows) const {
+    ItemTile item_tile;
+    const Item item(lists, index);
+    const u8* weights = p.weights + item.expert * p.expert_bytes;
 #pragma unroll
-    for (int i = 0; i < mma::kValueTokens; ++i) {
-      const int of_value = item.first + mma::value_token(lane, i);
-      item_tile.scale_a[i] = of_value < item.end ? token_row(of_value) * p.scale_a_row + mx_block()
-                             : kInLds            ? last * p.scale_a_row + mx_block()
-                                                 : -1;
-    }
+    for (int l = 0; l < mma::kLoads; ++l) item_tile.weights[l] = mem::cursor(weights, rows.weights[l]);
+    item_tile.scales_b = mem::buffer(p.scale_b + item.expert * p.expert_scales);
+#pragma unroll
+    for (int i = 0; i < kScalesB; ++i) item_tile.scale_b[i] = rows.scale_b[i];
+    // In LDS, lanes without a token read the item's last one. Their results are not used.
+    const int last = item.end - 1;
+    auto offset = [&](int token, int row_bytes, int in_row) {
+      const int place = item.first + token, row = token_row(place < last ? place : last);
+      return kInLds || place <= last ? row * row_bytes + in_row : -1;
+    };
+    item_tile.token = offset(mma::tile_token(lane), p.token_bytes, mma::depth(lane));
+#pragma unroll
+    for (int i = 0; i < mma::kValueTokens; ++i)
+      item_tile.scale_a[i] = offset(mma::value_token(lane, i), p.scale_a_row, mx_block());
     return item_tile;
   }
 
-  // Loads the K slice from byte k on; zeros if not `more`.
+  // Loads the K slice from byte k on, weights first; zeros if not `more`.
   DEVICE void load(KSlice& k_slice, const ItemTile& item_tile, int k, bool more) const {
     const int bytes = more ? p.k - k - mma::depth(lane) : 0;
-    const mem::Buffer tokens = mem::buffer(p.tokens);
+#pragma unroll
+    for (int u = 0; u < kSliceSteps; ++u)
+#pragma unroll
+      for (int l = 0; l < mma::kLoads; ++l)
+        mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], (k + u * mma::kDepth) * spread(),
+                    u * mma::kDepth < bytes);
     if constexpr (kScales != ScaleGranularity::kNone) {
       const int block = kMx ? k / kMxBlock : kBlock ? k / kScaleBlock * 4 : 0;
       const bool there = more && (kScales == ScaleGranularity::kRow || k + mx_block() * kMxBlock < p.k);
@@ -133,17 +149,12 @@ struct ExpertMainLoop {
                                                                     there && item_tile.scale_a[i] >= 0);
       }
     }
+    if constexpr (kInLds) k_slice.tokens_at = item_tile.token + k;
+    else
 #pragma unroll
-    for (int u = 0; u < kSliceSteps; ++u) {
-      const bool inside = u * mma::kDepth < bytes;
-#pragma unroll
-      for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], (k + u * mma::kDepth) * spread(), inside);
-      if constexpr (kInLds) k_slice.tokens_at = item_tile.token + k;
-      else
-        k_slice.tokens[u] =
-            mem::load_or_zero(tokens, item_tile.token + u * mma::kDepth, k, inside && item_tile.token >= 0);
-    }
+      for (int u = 0; u < kSliceSteps; ++u)
+        k_slice.tokens[u] = mem::load_or_zero(mem::buffer(p.tokens), item_tile.token + u * mma::kDepth, k,
+                                              u * mma::kDepth < bytes && item_tile.token >= 0);
   }
 
   // Reads the tokens of a loaded K slice from LDS.
@@ -185,18 +196,18 @@ struct ExpertMainLoop {
   }
 
   // Multiplies all K slices of `walk`, and calls end(walk, sum, last K slice) at the end of each tile. Calls begin()
-  // once, with the first loads in flight.
+  // once, with the first loads in flight. `rows` are the first tile's.
   template <class Walk, class End, class Begin>
-  DEVICE void multiply_all(Walk walk, End end, Begin begin) const {
+  DEVICE void multiply_all(Walk walk, const TileRows& rows, End end, Begin begin) const {
     if (!walk.more()) return begin();
     Walk prefetch = walk;
     ItemTile prefetch_tile = {};
     KSlice stages[kStages];
     auto load_next = [&](KSlice& k_slice) __attribute__((always_inline)) {
       load(k_slice, prefetch_tile, prefetch.k(), prefetch.more());
-      if (prefetch.next() && prefetch.more()) prefetch_tile = item_tile(prefetch.item(), prefetch.tile());
+      if (prefetch.next() && prefetch.more()) prefetch_tile = item_tile(prefetch.item(), tile_rows(prefetch.tile()));
     };
-    prefetch_tile = item_tile(prefetch.item(), prefetch.tile());
+    prefetch_tile = item_tile(prefetch.item(), rows);
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) load_next(stages[i]);
     begin();
@@ -226,15 +237,17 @@ DEVICE void gate_up(const Experts& p) {
   using S = ExpertMainLoop<T, kScales, true, mma::kStages>;
   // Double-buffered: a slow wave may still read the previous tile's sums.
   LDS static float sums[2][mma::kWaves][4][wave::kLanes];
+  mem::wait_for_scalars(p.weights, p.expert_bytes, p.tokens, p.scale_b, p.expert_scales);  // read after the barrier
   const PairLists lists(dynamic_lds, p.pairs);
-  const int items = group_pairs(p, lists);
-  if (wave::block_id_x() == 0) {
-#pragma unroll 1
-    for (int i = wave::thread_id(); i < lists.kept_vectors(); i += kThreads)
-      mem::store(p.lists + i, ((const u32x4*)dynamic_lds)[i]);
-    if (p.num_rows && wave::thread_id() == 0) mem::store<int>(p.num_rows, lists.items[items] & 0xffff);
-  }
   const S main_loop{p, lists, nullptr, nullptr};
+  const typename S::TileRows first_rows = main_loop.tile_rows(TileWalk{p, 0, wave::block_id_x()}.tile());
+  const int items = group_pairs(p, lists);
+  if (wave::block_id_x() == 0 && wave::index() == mma::kWaves - 1) {
+#pragma unroll 1
+    for (int i = wave::lane(); i < lists.kept_vectors(); i += wave::kLanes)
+      mem::store(p.lists + i, ((const u32x4*)dynamic_lds)[i]);
+    if (p.num_rows && wave::lane() == 0) mem::store<int>(p.num_rows, lists.items[items] & 0xffff);
+  }
   int parity = 0;
   auto end_tile = [&](const TileWalk& walk, const f32x4& sum,
                       const typename S::KSlice& last) __attribute__((always_inline)) {
@@ -257,29 +270,36 @@ DEVICE void gate_up(const Experts& p) {
       store_output(p.out, i64(place) * (p.n / 2) + column, silu(gate * weight) * (up * weight), p.out_type);
     }
     parity ^= 1;
+    if (walk.is_last()) wave::may_end();  // without the loads past the end
   };
-  main_loop.multiply_all(TileWalk{p, items * p.work_per_item, wave::block_id_x()}, end_tile, [] {});
+  main_loop.multiply_all(TileWalk{p, items * p.work_per_item, wave::block_id_x()}, first_rows, end_tile, [] {});
 }
 
 // Act is the type of act if the block quantizes it, else void.
 template <class T, ScaleGranularity kScales, class Act = void>
 DEVICE void down(const Experts& p) {
   constexpr bool kQuantizes = !__is_same(Act, void);
-  using S = ExpertMainLoop<T, kScales, false, mma::kStages - 1, kQuantizes>;
+  // On AMD, registers that tokens in LDS leave free hold another stage.
+  static constexpr int kStages = kQuantizes && !mem::kPredicates ? mma::kStages : mma::kStages - 1;
+  using S = ExpertMainLoop<T, kScales, false, kStages, kQuantizes>;
   const int of_wave = p.m * mma::kRows;
   u8* behind = dynamic_lds + mma::kWaves * of_wave * 4;
   const PairLists lists(behind, p.pairs);
+  const int vectors = lists.kept_vectors();
+  const u32x4 first_vector = mem::load_vector_or_zero(p.lists, wave::thread_id(), wave::thread_id() < vectors);
 #pragma unroll 1
-  for (int i = wave::thread_id(); i < lists.kept_vectors(); i += kThreads)
+  for (int i = wave::thread_id() + kThreads; i < vectors; i += kThreads)
     ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
-  QuantizedRows<Act, kScales> quantized(p, behind + lists.kept_vectors() * 16);
+  QuantizedRows<Act, kScales> quantized(p, behind + vectors * 16);
   if constexpr (kQuantizes) quantized.load();
+  const S main_loop{p, lists, quantized.rows, quantized.scales};
+  const typename S::TileRows rows = main_loop.tile_rows(wave::block_id_x());
   float* sums = (float*)dynamic_lds;  // [waves, tokens, rows]
   float* wave_sums = sums + wave::index() * of_wave;
   for (int i = wave::lane(); i < of_wave; i += wave::kLanes) wave_sums[i] = 0.0f;
+  if (wave::thread_id() < vectors) ((u32x4*)behind)[wave::thread_id()] = first_vector;
   block_barrier();  // hazard: lists are read before they are written
   const int items = wave::uniform(*lists.count);
-  const S main_loop{p, lists, quantized.rows, quantized.scales};
   auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::KSlice& last)
                       __attribute__((always_inline)) {
                         const Item item(lists, walk.item());
@@ -295,7 +315,7 @@ DEVICE void down(const Experts& p) {
                             of_token[mma::value_row(main_loop.lane, i)] += weight * main_loop.result(sum, last, i);
                         }
                       };
-  main_loop.multiply_all(UnitWalk{p, items * p.work_per_item, wave::block_id_y() * mma::kWaves + wave::index()},
+  main_loop.multiply_all(UnitWalk{p, items * p.work_per_item, wave::block_id_y() * mma::kWaves + wave::index()}, rows,
                          end_unit, [&]() __attribute__((always_inline)) { quantized.finish(); });
   block_barrier();  // hazard: the waves' sums are read before they are written
   const mem::Buffer partials = mem::buffer(p.partials + i64(wave::block_id_x()) * p.split_k * of_wave);

@@ -22,7 +22,10 @@ constexpr u32 kTicksPerMicrosecond = 100;
 // Time in ticks, independent of clock frequencies.
 DEVICE u64 time() { return __builtin_amdgcn_s_memrealtime(); }
 // Forces the value to be computed here, in vector registers.
-DEVICE void in_lanes(u32& value) { asm volatile("" : "+v"(value)); }
+template <class Value>
+DEVICE void in_lanes(Value& value) {
+  asm volatile("" : "+v"(value));
+}
 // Yields the compute unit to other waves for about 64 cycles.
 DEVICE void sleep() { __builtin_amdgcn_s_sleep(1); }
 

@@ -31,7 +31,8 @@ DEVICE u64 time() {
   return now;
 }
 // Nothing to do: all values are in vector registers.
-DEVICE void in_lanes(u32&) {}
+template <class Value>
+DEVICE void in_lanes(Value&) {}
 // Yields the SM to other waves for a while.
 DEVICE void sleep() { asm volatile("nanosleep.u32 20;"); }
 

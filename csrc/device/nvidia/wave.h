@@ -13,6 +13,8 @@ DEVICE int lane() { return thread_id() % kLanes; }
 DEVICE int index() { return thread_id() / kLanes; }
 DEVICE int block_id_x() { return __nvvm_read_ptx_sreg_ctaid_x(); }
 DEVICE int block_id_y() { return __nvvm_read_ptx_sreg_ctaid_y(); }
+// Returns: what follows is predicated off.
+DEVICE void may_end() {}
 
 // A uniform value.
 DEVICE int uniform(int value) { return value; }
