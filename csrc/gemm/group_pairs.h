@@ -25,10 +25,14 @@ struct PairLists {
 
 struct Item {
   int expert, first, end;  // places of its pairs
-  DEVICE Item(const PairLists& lists, int index) {
-    const u32 item = lists.items[index];
-    expert = wave::uniform(item >> 16), first = item & 0xffff, end = lists.items[index + 1] & 0xffff;
-  }
+  DEVICE Item(u32 item, u32 next) : expert(wave::uniform(item >> 16)), first(item & 0xffff), end(next & 0xffff) {}
+  DEVICE Item(const PairLists& lists, int index) : Item(lists.items[index], lists.items[index + 1]) {}
+};
+
+// What a wave has in registers: the number of items, and the item that it begins with, if it exists.
+struct Grouped {
+  int items;
+  Item first;
 };
 
 // Returns the index of an expert among the weights, or kNoExpert.
@@ -39,13 +43,23 @@ DEVICE int local_expert(const Problem& p, int id) {
   return expert < 0 || expert >= p.routed ? kNoExpert : expert;
 }
 
-// For one token: each pair with an expert is an item. The first wave sorts them in registers.
+// The first token's routing, a pair per lane.
+struct TokenRouting {
+  int id;
+  float weight;
+  template <class Problem>
+  DEVICE TokenRouting(const Problem& p) {
+    const int at = wave::lane() < p.topk ? wave::lane() : 0;
+    id = load_expert_id(p.ids, p.id_words, at), weight = mem::load<float>(p.router + at);
+  }
+};
+
+// For one token: each pair with an expert is an item. Every wave sorts them in registers, and the first stores them.
 template <class Problem>
-DEVICE void group_one_token(const Problem& p, const PairLists& lists) {
+DEVICE Grouped group_one_token(const Problem& p, const PairLists& lists, const TokenRouting& token, int index) {
   const int lane = wave::lane();
   const bool present = lane < p.pairs, routed = lane < p.topk;
-  float weight = routed ? mem::load<float>(p.router + lane) : 1.0f;
-  const int expert = routed ? local_expert(p, load_expert_id(p.ids, p.id_words, lane)) : p.routed + lane - p.topk;
+  const int expert = routed ? local_expert(p, token.id) : p.routed + lane - p.topk;
   const u32 key = present ? u32(expert) << 16 | lane : ~0u;
   const bool valid = present && expert != kNoExpert;
   int place = 0;
@@ -55,14 +69,17 @@ DEVICE void group_one_token(const Problem& p, const PairLists& lists) {
     for (int i = 0; i < 8; ++i) place += wave::read(key, base + i) < key;
   }
   const int items = wave::count(valid);
-  wave::in_lanes(weight);  // else the compiler may wait for it later, and for the first loads of gate_up
+  const u32 expert_of_first = wave::read(key, wave::first_lane(valid && place == index)) >> 16;
+  const Grouped grouped{items, {expert_of_first << 16 | u32(index), u32(index + 1)}};
+  if (wave::index() != 0) return grouped;
   if (lane < lists.padded) {
-    lists.router[lane] = weight;
+    lists.router[lane] = routed ? token.weight : 1.0f;
     lists.pairs[present ? place : lane] = present ? lane : 0;
     if (valid) lists.items[place] = u32(expert) << 16 | place;
     if (lane >= items) lists.items[lane] = lane == items ? items : 0;
   }
   if (lane < 4) lists.count[lane] = lane == 0 ? items : 0;
+  return grouped;
 }
 
 // Writes each pair's expert to its key. If a token has several pairs with one expert, the first gets the sum of their
@@ -182,16 +199,15 @@ DEVICE void sort_by_counting(const PairLists& lists, int pairs, int experts) {
   }
 }
 
-// Groups the pairs into items of up to kTileTokens tokens, ordered by expert, then pair. Returns the number of items.
+// Groups the pairs into items of up to kTileTokens tokens, ordered by expert, then pair. A wave begins with item `index`.
+// The caller must let the block wait before it reads the lists.
 template <class Problem>
-DEVICE int group_pairs(const Problem& p, const PairLists& lists) {
-  if (p.m == 1 && lists.padded <= wave::kLanes) {
-    if (wave::index() == 0) group_one_token(p, lists);
-  } else {
-    find_experts(p, lists, p.pairs);
-    if (p.pairs <= kFewPairs) sort_by_comparing(lists, p.pairs);
-    else sort_by_counting(lists, p.pairs, p.routed + p.shared);
-  }
+DEVICE Grouped group_pairs(const Problem& p, const PairLists& lists, const TokenRouting& first_token, int index) {
+  if (p.m == 1 && lists.padded <= wave::kLanes) return group_one_token(p, lists, first_token, index);
+  find_experts(p, lists, p.pairs);
+  if (p.pairs <= kFewPairs) sort_by_comparing(lists, p.pairs);
+  else sort_by_counting(lists, p.pairs, p.routed + p.shared);
   block_barrier();  // hazard: items are read before they are written
-  return wave::uniform(*lists.count);
+  const int items = wave::uniform(*lists.count);
+  return {items, {lists, index < items ? index : 0}};
 }

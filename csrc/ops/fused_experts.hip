@@ -82,7 +82,10 @@ struct ExpertMainLoop {
   // The 32-element block of a K slice whose scale this lane holds.
   DEVICE int mx_block() const { return kMx ? mma::depth(lane) / 16 : 0; }
   // The row of tokens and scale_a for a place in the pair order.
-  DEVICE int token_row(int place) const { return kGated ? lists.pairs[place] * p.per_slot >> 20 : place; }
+  DEVICE u32 token_row(u32 place) const {
+    if (!kGated) return place;
+    return p.m == 1 ? 0 : u32(lists.pairs[place] * p.per_slot) >> 20;
+  }
 
   DEVICE TileRows tile_rows(int tile) const {
     TileRows rows;
@@ -102,9 +105,8 @@ struct ExpertMainLoop {
     return rows;
   }
 
-  DEVICE ItemTile item_tile(int index, const TileRows& rows) const {
+  DEVICE ItemTile item_tile(const Item& item, const TileRows& rows) const {
     ItemTile item_tile;
-    const Item item(lists, index);
     const u8* weights = p.weights + item.expert * p.expert_bytes;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) item_tile.weights[l] = mem::cursor(weights, rows.weights[l]);
@@ -112,10 +114,11 @@ struct ExpertMainLoop {
 #pragma unroll
     for (int i = 0; i < kScalesB; ++i) item_tile.scale_b[i] = rows.scale_b[i];
     // In LDS, lanes without a token read the item's last one. Their results are not used.
-    const int last = item.end - 1;
+    const u32 last = item.end - 1;
+    // Factors of 24 bits: the compiler's 64-bit multiply-add would read an undefined register, and wait for a load to it.
     auto offset = [&](int token, int row_bytes, int in_row) {
-      const int place = item.first + token, row = token_row(place < last ? place : last);
-      return kInLds || place <= last ? row * row_bytes + in_row : -1;
+      const u32 place = item.first + token, row = token_row(place < last ? place : last);
+      return kInLds || place <= last ? int(row * (row_bytes & 0xffffff)) + in_row : -1;
     };
     item_tile.token = offset(mma::tile_token(lane), p.token_bytes, mma::depth(lane));
 #pragma unroll
@@ -195,21 +198,34 @@ struct ExpertMainLoop {
     else return sum[i] * (last.scale_a[i % mma::kValueTokens] * last.scale_b[i]);
   }
 
-  // Multiplies all K slices of `walk`, and calls end(walk, sum, last K slice) at the end of each tile. Calls begin()
-  // once, with the first loads in flight. `rows` are the first tile's.
-  template <class Walk, class End, class Begin>
-  DEVICE void multiply_all(Walk walk, const TileRows& rows, End end, Begin begin) const {
-    if (!walk.more()) return begin();
+  // Multiplies all K slices of `walk`, and calls end(walk, sum, last K slice) at the end of each tile. `first` and `rows`
+  // are the first tile's. Calls ready(), after which the lists are in LDS, and then begin(), with loads in flight.
+  template <class Walk, class Ready, class Begin, class End>
+  DEVICE void multiply_all(Walk walk, const Item& first, const TileRows& rows, Ready ready, Begin begin,
+                           End end) const {
+    if (!walk.more()) {
+      ready();
+      return begin();
+    }
     Walk prefetch = walk;
-    ItemTile prefetch_tile = {};
+    ItemTile prefetch_tile = item_tile(first, rows);
     KSlice stages[kStages];
-    auto load_next = [&](KSlice& k_slice) __attribute__((always_inline)) {
+    auto load_this = [&](KSlice& k_slice) __attribute__((always_inline)) {
       load(k_slice, prefetch_tile, prefetch.k(), prefetch.more());
-      if (prefetch.next() && prefetch.more()) prefetch_tile = item_tile(prefetch.item(), tile_rows(prefetch.tile()));
     };
-    prefetch_tile = item_tile(prefetch.item(), rows);
+    auto advance = [&]() __attribute__((always_inline)) {
+      if (prefetch.next() && prefetch.more())
+        prefetch_tile = item_tile(Item(lists, prefetch.item()), tile_rows(prefetch.tile()));
+    };
+    load_this(stages[0]);
+    ready();
+    advance();
+    auto load_next = [&](KSlice& k_slice) __attribute__((always_inline)) {
+      load_this(k_slice);
+      advance();
+    };
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) load_next(stages[i]);
+    for (int i = 1; i < kStages - 1; ++i) load_next(stages[i]);
     begin();
     f32x4 sum = {};
     auto multiply_next = [&](KSlice& k_slice) __attribute__((always_inline)) {
@@ -239,15 +255,19 @@ DEVICE void gate_up(const Experts& p) {
   LDS static float sums[2][mma::kWaves][4][wave::kLanes];
   mem::wait_for_scalars(p.weights, p.expert_bytes, p.tokens, p.scale_b, p.expert_scales);  // read after the barrier
   const PairLists lists(dynamic_lds, p.pairs);
+  const TokenRouting first_token(p);  // in flight while rows are computed
   const S main_loop{p, lists, nullptr, nullptr};
-  const typename S::TileRows first_rows = main_loop.tile_rows(TileWalk{p, 0, wave::block_id_x()}.tile());
-  const int items = group_pairs(p, lists);
-  if (wave::block_id_x() == 0 && wave::index() == mma::kWaves - 1) {
+  const TileWalk of_block{p, 0, wave::block_id_x()};
+  const typename S::TileRows rows = main_loop.tile_rows(of_block.tile());
+  const Grouped grouped = group_pairs(p, lists, first_token, of_block.item());
+  auto ready = [&]() __attribute__((always_inline)) {
+    block_barrier();  // hazard: lists are read before they are sorted
+    if (wave::block_id_x() != 0 || wave::index() != mma::kWaves - 1) return;
 #pragma unroll 1
     for (int i = wave::lane(); i < lists.kept_vectors(); i += wave::kLanes)
       mem::store(p.lists + i, ((const u32x4*)dynamic_lds)[i]);
-    if (p.num_rows && wave::lane() == 0) mem::store<int>(p.num_rows, lists.items[items] & 0xffff);
-  }
+    if (p.num_rows && wave::lane() == 0) mem::store<int>(p.num_rows, lists.items[grouped.items] & 0xffff);
+  };
   int parity = 0;
   auto end_tile = [&](const TileWalk& walk, const f32x4& sum,
                       const typename S::KSlice& last) __attribute__((always_inline)) {
@@ -272,7 +292,8 @@ DEVICE void gate_up(const Experts& p) {
     parity ^= 1;
     if (walk.is_last()) wave::may_end();  // without the loads past the end
   };
-  main_loop.multiply_all(TileWalk{p, items * p.work_per_item, wave::block_id_x()}, first_rows, end_tile, [] {});
+  main_loop.multiply_all(
+      TileWalk{p, grouped.items * p.work_per_item, wave::block_id_x()}, grouped.first, rows, ready, [] {}, end_tile);
 }
 
 // Act is the type of act if the block quantizes it, else void.
@@ -285,21 +306,28 @@ DEVICE void down(const Experts& p) {
   const int of_wave = p.m * mma::kRows;
   u8* behind = dynamic_lds + mma::kWaves * of_wave * 4;
   const PairLists lists(behind, p.pairs);
+  // The first item is loaded by itself, so that its weights do not wait for the lists to be in LDS.
+  const UnitWalk of_wave_units{p, 0, wave::block_id_y() * mma::kWaves + wave::index()};
+  const int index = of_wave_units.item() < p.pairs ? of_wave_units.item() : 0;
+  const u32* items = (const u32*)p.lists + 4;
+  const u32 count = mem::load<u32>((const u32*)p.lists);
+  const u32 item = mem::load<u32>(items + index), next = mem::load<u32>(items + index + 1);
   const int vectors = lists.kept_vectors();
   const u32x4 first_vector = mem::load_vector_or_zero(p.lists, wave::thread_id(), wave::thread_id() < vectors);
-#pragma unroll 1
-  for (int i = wave::thread_id() + kThreads; i < vectors; i += kThreads)
-    ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
   QuantizedRows<Act, kScales> quantized(p, behind + vectors * 16);
   if constexpr (kQuantizes) quantized.load();
   const S main_loop{p, lists, quantized.rows, quantized.scales};
   const typename S::TileRows rows = main_loop.tile_rows(wave::block_id_x());
   float* sums = (float*)dynamic_lds;  // [waves, tokens, rows]
   float* wave_sums = sums + wave::index() * of_wave;
-  for (int i = wave::lane(); i < of_wave; i += wave::kLanes) wave_sums[i] = 0.0f;
-  if (wave::thread_id() < vectors) ((u32x4*)behind)[wave::thread_id()] = first_vector;
-  block_barrier();  // hazard: lists are read before they are written
-  const int items = wave::uniform(*lists.count);
+  auto ready = [&]() __attribute__((always_inline)) {
+    for (int i = wave::lane(); i < of_wave; i += wave::kLanes) wave_sums[i] = 0.0f;
+    if (wave::thread_id() < vectors) ((u32x4*)behind)[wave::thread_id()] = first_vector;
+#pragma unroll 1
+    for (int i = wave::thread_id() + kThreads; i < vectors; i += kThreads)
+      ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
+    block_barrier();  // hazard: lists are read before they are copied
+  };
   auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::KSlice& last)
                       __attribute__((always_inline)) {
                         const Item item(lists, walk.item());
@@ -315,8 +343,10 @@ DEVICE void down(const Experts& p) {
                             of_token[mma::value_row(main_loop.lane, i)] += weight * main_loop.result(sum, last, i);
                         }
                       };
-  main_loop.multiply_all(UnitWalk{p, items * p.work_per_item, wave::block_id_y() * mma::kWaves + wave::index()}, rows,
-                         end_unit, [&]() __attribute__((always_inline)) { quantized.finish(); });
+  const int units = wave::uniform(count) * p.work_per_item;
+  main_loop.multiply_all(
+      UnitWalk{p, units, of_wave_units.unit}, Item(item, next), rows, ready,
+      [&]() __attribute__((always_inline)) { quantized.finish(); }, end_unit);
   block_barrier();  // hazard: the waves' sums are read before they are written
   const mem::Buffer partials = mem::buffer(p.partials + i64(wave::block_id_x()) * p.split_k * of_wave);
   auto store = [&](int i, float total) {
