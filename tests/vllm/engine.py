@@ -147,6 +147,22 @@ freeze = gc.freeze
 gc.freeze = gc.unfreeze = lambda: None
 
 
+def multiply_float8_by_float32() -> object:
+    """Make PyTorch's FP8 product on CPU one of float32, and return what keeps it so.
+
+    PyTorch takes 0.1 s for 30 tokens, in a loop over elements. Products of e4m3 are exact in float32, too.
+    """
+    import torch
+
+    def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+        product = a.float() @ b.float() * scale_a * scale_b
+        return (product if bias is None else product + bias).to(out_dtype or a.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_mm", scaled_mm, "CPU", allow_override=True)
+    return library
+
+
 def release() -> None:
     """Release a model, so that the next one starts as in a new process."""
     import torch
@@ -164,6 +180,7 @@ def release() -> None:
 def main(jobs_path: str, answers_path: str) -> None:
     with open(jobs_path) as file:
         request = json.load(file)
+    product = multiply_float8_by_float32()  # noqa: F841  until the process ends
     if request.get("before"):
         exec(request["before"], {})  # noqa: S102  a test's own preparation
     from vllm import LLM  # noqa: F401
