@@ -11,6 +11,7 @@ With a FOLDER it lists all results of the model that are beyond their limits, an
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 import sys
@@ -310,35 +311,37 @@ def _blocks(machine: Machine, make, count: int = 8) -> Recording:
     )
 
 
-def _kib(stream: Stream, place: int) -> None:
-    """Add a load of the KiB at a place of the cold region."""
+def _kib(place: int) -> Access:
+    """Return the access to the KiB at a place of the cold region."""
     first = (REGION << 29) % (1 << 50) + KIB_LINES * place
-    stream.add("vmem", 8, Access(tuple(range(first, first + KIB_LINES)), KIB_LINES * LINE))
+    return Access(tuple(range(first, first + KIB_LINES)), KIB_LINES * LINE)
 
 
 def _reads(machine: Machine, depth: int) -> float:
     """Return the TB/s of four waves per compute unit that sum their loads, each with `depth` KiB in flight."""
-    units = machine.arch.compute_units
+    units, turn = machine.arch.compute_units, Stream()
+    for n in range(depth):
+        turn.add("valu")
+        turn.add("valu")
+        turn.add("vmem", 8, _kib(0))
+    for n in range(depth):
+        turn.add("wait", vm=depth - 1 - n)
+        for _ in range(4):
+            turn.add("valu", reads=(1000,), writes=(1000,))
+    turn.add("salu")
+    turn.add("wide", 8)
+    turn.add("branch")
 
     def block(number: int) -> Block:
         waves = []
         for wave in range(4):
-            stream = Stream()
-            for turn in range(READS // depth):
-                stream.address = 0
-                for n in range(depth):
-                    stream.add("valu")
-                    stream.add("valu")
-                    _kib(stream, ((turn * depth + n) * units + number) * 4 + wave)
-                for n in range(depth):
-                    stream.add("wait", vm=depth - 1 - n)
-                    for _ in range(4):
-                        stream.add("valu", reads=(1000,), writes=(1000,))
-                stream.add("salu")
-                stream.add("wide", 8)
-                stream.add("branch")
-            stream.add("end")
-            waves.append(stream.steps)
+            places = (_kib((n * units + number) * 4 + wave) for n in itertools.count())
+            steps = [
+                (instruction, access and next(places))
+                for _ in range(READS // depth)
+                for instruction, access in turn.steps
+            ]
+            waves.append([*steps, (Instr("end", turn.address, 4), None)])
         return Block(number, waves)
 
     found = launch_time.predict(machine, _blocks(machine, block))
@@ -355,7 +358,7 @@ def _rows(stream: Stream, groups: range, loads: int, place: int) -> None:
         ahead = group is not None
         for n in range(loads if ahead else 0):
             stream.add("valu", 8)
-            _kib(stream, place + group * loads + n)
+            stream.add("vmem", 8, _kib(place + group * loads + n))
         for n in range(loads if at else 0):
             stream.add("wait", vm=loads - 1 - n + loads * ahead)
             stream.add("lds", 8, Access((), 1024, 8))

@@ -61,18 +61,6 @@ def test_microbenchmarks_come_out_as_measured(results, number):
     assert results[number].passes, results[number]
 
 
-def test_microbenchmarks_are_told_beside_the_calibration(tmp_path, capsys):
-    (tmp_path / microbenchmarks.FILE).write_text(
-        "gpu,test,instruction,condition,value\nMI308X (gfx942),lds_throughput,ds_read_b128,one wave,99\n"
-    )
-    assert microbenchmarks.main([str(tmp_path)]) == 0
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith(
-        "microbenchmarks: "
-    ) and "  lds_throughput ds_read_b128, one wave: measured 99" in "\n".join(others)
-    assert any(line.startswith("skinny GEMM, held out: ") for line in others)
-
-
 def test_microbenchmarks_need_their_file(tmp_path, capsys):
     assert microbenchmarks.main([str(tmp_path)]) == 2
     assert "must hold gfx942_issue_microbench.csv" in capsys.readouterr().err

@@ -45,6 +45,18 @@ def test_facts_are_within_the_band_of_calls_that_stream(results):
     assert {found.condition for found in results if not found.passes} == MISSED
 
 
+def test_microbenchmarks_are_told_beside_the_calibration(results, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(microbenchmarks, "public", lambda machine: results)
+    (tmp_path / microbenchmarks.FILE).write_text(
+        "gpu,test,instruction,condition,value\nMI308X (gfx942),lds_throughput,ds_read_b128,one wave,99\n"
+    )
+    assert microbenchmarks.main([str(tmp_path)]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("microbenchmarks: ")
+    assert "  lds_throughput ds_read_b128, one wave: measured 99" in "\n".join(others)
+    assert any(line.startswith("skinny GEMM, held out: ") for line in others)
+
+
 @pytest.mark.parametrize(("text", "level"), [("buffer_wbl2 sc1", MALL), ("buffer_inv sc1", L2)])
 def test_a_fence_in_a_wave_takes_a_trip(text, level):
     def cycles(text: str) -> float:
