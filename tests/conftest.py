@@ -38,6 +38,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000)
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end release all, or nanobind lists leaks."""
+    gc.unfreeze()
+
+
 def state() -> dict[str, str]:
     """Return the state that tests of one process share.
 
