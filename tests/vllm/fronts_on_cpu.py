@@ -36,12 +36,12 @@ def install(**results: str) -> None:
         op.run_kernels = run_kernels
 
 
-def measured(engines, flavour: tuple[str, str], folder: Path, before: str) -> tuple[dict, dict]:
+def measured(engines, flavour: tuple[str, str], folder: Path, before: str, **options) -> tuple[dict, dict]:
     """Return a compiled model's answers and timing records by `WHAT`."""
     jobs = {}
     for name, (us, factor) in WHAT.items():
         environment = {"VLLM_ROCM_OPS_TABLES": str(folder / name), "US": us, "FACTOR": factor}
-        jobs[name] = engines.job(flavour, compiled=True, environment=environment)
+        jobs[name] = engines.job(flavour, compiled=True, environment=environment, **options)
     answers = engines.run(jobs, before=before)
     records = {
         name: [kernel_selection.read(path) for path in (folder / name).glob("*/measured-*.json")] for name in WHAT
