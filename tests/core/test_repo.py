@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import functools
 import graphlib
 import pathlib
 import re
@@ -230,6 +231,7 @@ def packages_imported(path: pathlib.Path) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
+@functools.cache
 def import_graph(package: pathlib.Path) -> dict[str, set[str]]:
     """Return the modules of a package that each of its modules imports, also within functions.
 

@@ -62,6 +62,7 @@ def kind_of(path: pathlib.Path) -> str:
     return path.stem.split("-", 4)[-1]
 
 
+@functools.cache
 def lines_of(path: pathlib.Path) -> list[dict]:
     return [renamed.line(json.loads(line)) for line in path.read_text().splitlines()]
 
@@ -331,6 +332,7 @@ def seams_of(report: dict) -> str:
     return renamed.current(report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", ""))
 
 
+@functools.cache
 def options_of(command: str) -> argparse.Namespace:
     """Return the options of a command of latency.py."""
     return latency.parse_arguments(shlex.split(command)[2:])

@@ -561,12 +561,12 @@ def reached(file: str) -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
-def names_op(node: ast.AST, name: str) -> bool:
-    """Return whether a syntax tree has `ops.<name>` or `torch.ops.vllm_rocm_ops.<name>`."""
+@functools.cache
+def named_ops(node: ast.AST) -> frozenset[str]:
+    """Return the names after `ops.` or `torch.ops.vllm_rocm_ops.` in a syntax tree."""
     places = "ops", f"torch.ops.{op_module.NAMESPACE}"
-    return any(
-        isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part.value) in places
-        for part in ast.walk(node)
+    return frozenset(
+        part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute) and ast.unparse(part.value) in places
     )
 
 
@@ -590,7 +590,7 @@ def seams_of(op: Op) -> dict[str, int | None]:
             continue
         for file, what in reached(seam.module_of(name).rpartition(".")[2]):
             node = definitions()[file, what]
-            if names_op(node, op.name) or (file == "fused_quant" and tabulates_op(node, op.name)):
+            if op.name in named_ops(node) or (file == "fused_quant" and tabulates_op(node, op.name)):
                 limited = any(isinstance(part, ast.Name) and part.id == "MAX_TOKENS" for part in ast.walk(node))
                 most = definitions()[file, "MAX_TOKENS"].value.value if limited else None
                 found[name] = found.get(name) if most is None else most
