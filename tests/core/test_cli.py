@@ -66,8 +66,9 @@ def test_doctor_knows_the_seams(found):
 
 
 @needs_vllm
-def test_doctor_says_why_vllm_does_not_use_the_ops(found):
-    assert "VLLM_PLUGINS=other excludes rocm_ops" in run("doctor", VLLM_PLUGINS="other").stdout
+def test_doctor_says_why_vllm_does_not_use_the_ops(found, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "VLLM_PLUGINS=other excludes rocm_ops" in doctor.text(doctor.find())
     assert {seam["name"]: seam["on"] for seam in found["vllm"]["seams"]}["norm"] is False
 
 
