@@ -226,7 +226,8 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
     assert (got[0][0].data_ptr() == values.data_ptr()) is (kind == "rows")
 
 
-SEEDS = {"deepseek": (4, 5, 8), "qwen3_moe": (43, 49, 66)}
+SEEDS = {"deepseek": (4, 5, 8), "qwen3_moe": (470, 472, 794)}
+"""Found like engines.py's: no rounding changes a token."""
 QUANTIZED_ONLY = "lambda exact: lambda hidden, *rest: exact(hidden, *rest) if hidden.dtype.itemsize == 1 else 1 / 0"
 OTHER_SCALES = "lambda exact: lambda *given: (lambda out, values, scales: (out, values, 4 * scales))(*exact(*given))"
 
