@@ -115,10 +115,11 @@ struct ExpertMainLoop {
     for (int i = 0; i < kScalesB; ++i) item_tile.scale_b[i] = rows.scale_b[i];
     // In LDS, lanes without a token read the item's last one. Their results are not used.
     const u32 last = item.end - 1;
-    // Factors of 24 bits: the compiler's 64-bit multiply-add would read an undefined register, and wait for a load to it.
     auto offset = [&](int token, int row_bytes, int in_row) {
-      const u32 place = item.first + token, row = token_row(place < last ? place : last);
-      return kInLds || place <= last ? int(row * (row_bytes & 0xffffff)) + in_row : -1;
+      const u32 place = item.first + token;
+      u32 of_row = token_row(place < last ? place : last) * row_bytes;
+      wave::in_lanes(of_row);  // A 64-bit multiply-add would read an undefined register, and wait for a load to it.
+      return kInLds || place <= last ? int(of_row) + in_row : -1;
     };
     item_tile.token = offset(mma::tile_token(lane), p.token_bytes, mma::depth(lane));
 #pragma unroll
@@ -253,7 +254,7 @@ DEVICE void gate_up(const Experts& p) {
   using S = ExpertMainLoop<T, kScales, true, mma::kStages>;
   // Double-buffered: a slow wave may still read the previous tile's sums.
   LDS static float sums[2][mma::kWaves][4][wave::kLanes];
-  mem::wait_for_scalars(p.weights, p.expert_bytes, p.tokens, p.scale_b, p.expert_scales);  // read after the barrier
+  mem::wait_for_scalars(p.weights, p.expert_bytes, p.tokens, p.scale_b, p.expert_scales);  // before ids are there
   const PairLists lists(dynamic_lds, p.pairs);
   const TokenRouting first_token(p);  // in flight while rows are computed
   const S main_loop{p, lists, nullptr, nullptr};

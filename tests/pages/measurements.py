@@ -62,7 +62,6 @@ def kind_of(path: pathlib.Path) -> str:
     return path.stem.split("-", 4)[-1]
 
 
-@functools.cache
 def lines_of(path: pathlib.Path) -> list[dict]:
     return [renamed.line(json.loads(line)) for line in path.read_text().splitlines()]
 

@@ -15,8 +15,8 @@ DEVICE int thread_id() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE int index() { return __builtin_amdgcn_readfirstlane(thread_id() / kLanes); }
 DEVICE int block_id_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE int block_id_y() { return __builtin_amdgcn_workgroup_id_y(); }
-// Ends the wave, in uniform control flow where only work without effects follows. The compiler does not see that this
-// ends: another exit of a loop would join its latch, and loads in flight would be over-waited for.
+// Ends the wave, in uniform control flow where no effects would follow. The compiler takes it for a call that returns:
+// a second exit of a loop would join the loop's latch, and its waits would allow fewer loads in flight.
 DEVICE void may_end() { asm volatile("s_endpgm"); }
 
 // A uniform value, in a scalar register.

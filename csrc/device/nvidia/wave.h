@@ -13,7 +13,7 @@ DEVICE int lane() { return thread_id() % kLanes; }
 DEVICE int index() { return thread_id() / kLanes; }
 DEVICE int block_id_x() { return __nvvm_read_ptx_sreg_ctaid_x(); }
 DEVICE int block_id_y() { return __nvvm_read_ptx_sreg_ctaid_y(); }
-// Returns: what follows is predicated off.
+// Does nothing: loads that follow are predicated off.
 DEVICE void may_end() {}
 
 // A uniform value.
