@@ -302,7 +302,7 @@ template <class T, ScaleGranularity kScales, class Act = void>
 DEVICE void down(const Experts& p) {
   constexpr bool kQuantizes = !__is_same(Act, void);
   // On AMD, registers that tokens in LDS leave free hold another stage.
-  static constexpr int kStages = kQuantizes && !mem::kPredicates ? mma::kStages : mma::kStages - 1;
+  constexpr int kStages = kQuantizes && !mem::kPredicates ? mma::kStages : mma::kStages - 1;
   using S = ExpertMainLoop<T, kScales, false, kStages, kQuantizes>;
   const int of_wave = p.m * mma::kRows;
   u8* behind = dynamic_lds + mma::kWaves * of_wave * 4;
@@ -310,9 +310,9 @@ DEVICE void down(const Experts& p) {
   // The first item is loaded by itself, so that its weights do not wait for the lists to be in LDS.
   const UnitWalk of_wave_units{p, 0, wave::block_id_y() * mma::kWaves + wave::index()};
   const int index = of_wave_units.item() < p.pairs ? of_wave_units.item() : 0;
-  const u32* items = (const u32*)p.lists + 4;
-  const u32 count = mem::load<u32>((const u32*)p.lists);
-  const u32 item = mem::load<u32>(items + index), next = mem::load<u32>(items + index + 1);
+  const PairLists stored((u8*)p.lists, p.pairs);
+  const int count = mem::load<int>(stored.count);
+  const u32 item = mem::load<u32>(stored.items + index), next = mem::load<u32>(stored.items + index + 1);
   const int vectors = lists.kept_vectors();
   const u32x4 first_vector = mem::load_vector_or_zero(p.lists, wave::thread_id(), wave::thread_id() < vectors);
   QuantizedRows<Act, kScales> quantized(p, behind + vectors * 16);
