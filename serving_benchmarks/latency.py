@@ -293,7 +293,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
             report |= {name: found[name] for name in ("hardware", "versions") if name in found}
             report["results"] += [summarize(job, batch) for batch in found["batches"]]
-            kept = ("error", "log_tail", "start", "op_stats", "seams", "reach", "profile", "profile_error")
+            kept = ("error", "log_tail", "start", "op_stats", "seams", "reach", "timings", "profile", "profile_error")
             report["runs"].append(run | {k: found[k] for k in kept if k in found})
             arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # keeps completed measurements
         bar.set_description("done")

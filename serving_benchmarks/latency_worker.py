@@ -99,9 +99,8 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         traceback.print_exc()
         result["profile_error"] = f"{type(error).__name__}: {error}".strip()
     if with_ops:
-        result["op_stats"] = llm.collective_rpc("vllm_rocm_ops_stats")[0]
-        result["seams"] = llm.collective_rpc("vllm_rocm_ops_seams")[0]
-        result["reach"] = llm.collective_rpc("vllm_rocm_ops_reach")[0]
+        reports = {"op_stats": "stats", "seams": "seams", "reach": "reach", "timings": "timings"}
+        result |= {name: llm.collective_rpc(f"vllm_rocm_ops_{what}")[0] for name, what in reports.items()}
     report({"result": result})
 
 

@@ -31,6 +31,7 @@ from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
 from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.worker import Extension
 
 N, K, LIMIT = 48, 64, 16
 CAPTURED, MAX = (1, 8, 32, 64), 256
@@ -230,11 +231,14 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     assert [list(one["off"]) for one in found] == [["product"]]
     text = "\n".join(doctor.measured_lines(found, selection.machine()))
     assert "product is off" in text and "other" in text
+    header, *lines = Extension().vllm_rocm_ops_timings()
+    assert header in text and {line.split()[0] for line in lines} == {"product", "other"}
     for elsewhere in ({"gpu": "MI325X"}, {"code": "2"}):
         here = {"arch": "gfx942", "gpu": "MI300X", "code": "1"} | elsewhere
         monkeypatch.setattr(selection, "machine", lambda here=here: here)
         selection.invalidate()
         assert product.serve(1) == "ours"
+        assert Extension().vllm_rocm_ops_timings() == []
 
 
 @pytest.mark.parametrize("fails", ["native", "ours"])

@@ -289,10 +289,6 @@ def both(rank) -> list:
     return one
 
 
-def recorded() -> kernel_selection.Record:
-    return kernel_selection.read(kernel_selection.path_of(kernel_selection.machine()))
-
-
 OFF = {}, (False, False)
 TOKENS = [tokens for tokens in (1, 2, 4) for _ in KEYS_MEASURED]
 
@@ -311,7 +307,7 @@ def test_ranks_measure_together_and_agree():
     assert first == (served, (True, True), TOKENS)
     assert again == (*first[:2], [])
     assert disabled == (*OFF, [])
-    record = recorded()
+    record = kernel_selection.record_here()
     assert sorted(record.shapes) == KEYS_MEASURED and record.off == {}
     assert all(one[4].ours == 3.0 and one[4].native == 2.0 and 0 < one[1].error < 0.1 for one in record.shapes.values())
 
@@ -332,8 +328,8 @@ def test_a_rank_with_other_bits(which):
         return start(group, Clock(8), create)
 
     assert both(rank) == (*OFF, [])
-    assert sorted(recorded().off) == [key.partition(" ")[0] for key in KEYS_MEASURED]
-    assert all(why.startswith("the ranks have different bits (") for why in recorded().off.values())
+    assert sorted(kernel_selection.record_here().off) == [key.partition(" ")[0] for key in KEYS_MEASURED]
+    assert all(why.startswith("the ranks have different bits (") for why in kernel_selection.record_here().off.values())
 
 
 @pytest.mark.usefixtures("compiled")
@@ -367,8 +363,8 @@ def test_a_process_that_ended_there(compiled):
         found = as_ranks(lambda group, results: results.put((group.rank_in_group, rank(group))))
         if not sum(dies):
             assert len(found) == 2 and found[0][1] == found[1][1]
-            assert "all_reduce" in recorded().off and found[0][1][1] == (False, True)
-    assert recorded().ended == {}
+            assert "all_reduce" in kernel_selection.record_here().off and found[0][1][1] == (False, True)
+    assert kernel_selection.record_here().ended == {}
 
 
 # Starts without measurement, and steps

@@ -30,8 +30,7 @@ class Extension:
 
         Returns:
             One dict per shape: `shape`, `state` ("unmeasured", "measured" or "off"), `why`, and `ours`, the token
-                counts served by the
-            plugin's kernel.
+                counts served by the plugin's kernel.
         """
         return [
             {
@@ -42,6 +41,10 @@ class Extension:
             }
             for one in kernel_selection.choices()
         ]
+
+    def vllm_rocm_ops_timings(self) -> list[str]:
+        """Return the lines of `doctor`'s table of start-up timing for the worker's machine, none without results."""
+        return kernel_selection.table(kernel_selection.record_here())
 
     def vllm_rocm_ops_reach(self) -> dict[str, dict]:
         """Return, by layer kind, how many of the worker's layers the seams cover, and the rest by class."""

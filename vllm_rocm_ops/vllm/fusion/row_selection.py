@@ -332,8 +332,7 @@ def compiler(config) -> Callable[[Callable], Callable]:
 
 def start(compiles: Callable, wanted: dict[Fused, list[int]]) -> None:
     """Start the compiler if baselines are to be compiled, outside the time limit: vLLM needs it next anyway."""
-    here = kernel_selection.machine()
-    if kernel_timing.in_order(wanted, kernel_selection.read(kernel_selection.path_of(here), here), 1.0):
+    if kernel_timing.in_order(wanted, kernel_selection.record_here(), 1.0):
         with contextlib.suppress(Exception):  # timing reports it
             compiles()(torch.neg)(next(iter(wanted)).inputs(TOKENS[0], 0)[0])
 

@@ -376,10 +376,15 @@ def write(path: Path, record: Record) -> None:
     tables.replace(path, json.dumps(dataclasses.asdict(record), indent=1))
 
 
+def record_here() -> Record:
+    """Return the results in this machine's file."""
+    here = machine()
+    return read(path_of(here), here)
+
+
 def decided_before() -> Decided:
     """Return the decisions in this machine's file."""
-    here = machine()
-    return read(path_of(here), here).decided()
+    return record_here().decided()
 
 
 def agreed(all_decided: list[Decided]) -> Decided:
