@@ -99,6 +99,7 @@ def test_biases_are_floats_of_16_bits_or_more(the_op):
             r"expert_map must be int32 \[global experts\], one or more",
         ),
         ({"topk_ids": torch.zeros((), dtype=torch.int32)}, "topk_ids must be int32 or int64"),
+        ({"apply_router_weight_on_input": True}, r"topk_ids must be \[M, 1\] with apply_router_weight_on_input"),
         ({"act_scale": 3}, "act_scale must be a tensor or None, got 3"),
     ],
 )

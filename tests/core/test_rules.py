@@ -168,7 +168,6 @@ BREACHES = [
     Breach("hidden_scale", "fused_experts/int8-quantized", hidden_scale=torch.float16),
     Breach("H and I are multiples", "fused_experts/fp16", hidden=[18, 132], w1=[4, 128, 132], w2=[4, 132, 64]),
     Breach("H and I are multiples", "fused_experts/fp16", w1=(4, 120, 136), w2=[4, 136, 60]),
-    Breach("apply_router_weight_on_input has topk 1", "fused_experts/bf16-m70", apply_router_weight_on_input=True),
     Breach("out_dtype is the dtype of unscaled weights", "fused_experts/bf16-m70", out_dtype=torch.float16),
     Breach(
         "a token's results have less than 2 GB",

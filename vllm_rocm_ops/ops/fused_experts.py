@@ -321,7 +321,7 @@ def fused_experts(
         act_scale: Static scale of the activation, float32, one element.
         expert_map: [global experts], int32: local expert of an id, -1 for none.
         shared_experts: The last experts of E that take every token with weight 1; no id names them.
-        apply_router_weight_on_input: Scale hidden by the router weights, not the result.
+        apply_router_weight_on_input: Scale hidden by the router weights, not the result; topk is 1.
         shuffled: Each expert's w1 and w2 are in `shuffle_weight` order, as AITER stores them, with their plain shapes.
         weight_only: W8A16: 8-bit weights, activations stay bf16 or fp16.
 

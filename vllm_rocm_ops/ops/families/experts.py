@@ -117,6 +117,9 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "out_dtype", "bfloat16 or float16", str(a.out_dtype), a.out_dtype in HALVES
     holds = a.topk_ids.dim() == 2 and len(a.topk_ids) == m and a.topk_ids.dtype in (torch.int32, torch.int64)
     yield "topk_ids", f"int32 or int64 [M={m}, topk]", describe(a.topk_ids), holds
+    # As in vLLM: two weights for one expert and token would be two inputs.
+    holds = not a.apply_router_weight_on_input or a.topk_ids.shape[1] == 1
+    yield "topk_ids", "[M, 1] with apply_router_weight_on_input", describe(a.topk_ids), holds
     holds = a.topk_weights.shape == a.topk_ids.shape and a.topk_weights.dtype == torch.float32
     yield "topk_weights", f"float32 {list(a.topk_ids.shape)}", describe(a.topk_weights), holds
     for name, weight, scale in (("w1_scale", a.w1, a.w1_scale), ("w2_scale", a.w2, a.w2_scale)):

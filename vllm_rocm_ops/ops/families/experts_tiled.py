@@ -63,8 +63,6 @@ def can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "weight scales are float32", all(scale.dtype == torch.float32 for scale in scales)
     yield "weight-only scales are per row or per tensor", not a.weight_only or kind in ("tensor", "channel")
     yield "out_dtype is the dtype of unscaled weights", kind != "none" or a.out_dtype == a.w1.dtype
-    once = not a.apply_router_weight_on_input or a.topk_ids.shape[1] == 1  # a repeated id is another pair
-    yield "apply_router_weight_on_input has topk 1", once
     columns = [h] if a.hidden_scale is None else []
     columns += [inner] if a.act_scale is None else []
     if a.w1.dtype == torch.int8:
