@@ -84,7 +84,10 @@ struct ExpertMainLoop {
   // The row of tokens and scale_a for a place in the pair order.
   DEVICE u32 token_row(u32 place) const {
     if (!kGated) return place;
-    return p.m == 1 ? 0 : u32(lists.pairs[place] * p.per_slot) >> 20;
+    // One token's lists may not be in LDS yet. With a branch per row, NVIDIA's reads would wait for each other.
+    if (!mem::kPredicates && p.m == 1) return 0;
+    const u32 row = u32(lists.pairs[place] * p.per_slot) >> 20;
+    return p.m == 1 ? 0 : row;
   }
 
   DEVICE TileRows tile_rows(int tile) const {
