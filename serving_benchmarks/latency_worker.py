@@ -99,8 +99,10 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         traceback.print_exc()
         result["profile_error"] = f"{type(error).__name__}: {error}".strip()
     if with_ops:
-        reports = {"op_stats": "stats", "seams": "seams", "reach": "reach", "timings": "timings"}
-        result |= {name: llm.collective_rpc(f"vllm_rocm_ops_{what}")[0] for name, what in reports.items()}
+        result["op_stats"] = llm.collective_rpc("vllm_rocm_ops_stats")[0]
+        result["seams"] = llm.collective_rpc("vllm_rocm_ops_seams")[0]
+        result["reach"] = llm.collective_rpc("vllm_rocm_ops_reach")[0]
+        result["timings"] = llm.collective_rpc("vllm_rocm_ops_timings")[0]
     report({"result": result})
 
 

@@ -316,9 +316,9 @@ def apart(call: LayerCall) -> str:
 
 def measured_here(arch: archs.Arch) -> kernel_selection.Record:
     """Return the measurements of this machine, if its GPU has that architecture."""
-    here = kernel_selection.machine()
-    known = here["arch"] == arch.name and here["units"] == str(arch.compute_units)
-    return kernel_selection.read(kernel_selection.path_of(here), here) if known else kernel_selection.Record({})
+    record = kernel_selection.record_here()
+    known = record.machine["arch"] == arch.name and record.machine["units"] == str(arch.compute_units)
+    return record if known else kernel_selection.Record({})
 
 
 def explain_model(
