@@ -15,7 +15,9 @@ def generator_of(*what) -> torch.Generator:
     return correctness.generator_of(repr(what))
 
 
-def arguments(op, arch, dtype, rows, hidden, generator, *, has_residual=True, adds_one=False, has_weight=True) -> list:
+def arguments(
+    op, arch, dtype, rows, hidden, generator, *, has_residual=True, adds_one=False, has_weight=True, has_addend=False
+) -> list:
     """Return the arguments after the input, which are equal on all ranks."""
     weight = torch.randn(hidden, generator=generator) * 0.1 + (0.0 if adds_one else 1.0)
     residual = torch.randn(rows, hidden, generator=generator).to(dtype)
@@ -29,6 +31,8 @@ def arguments(op, arch, dtype, rows, hidden, generator, *, has_residual=True, ad
         "is_scale_transposed": rows > 1,
         "scale_ub": None,
         "one_plus_weight": adds_one,
+        "addend": torch.randn(rows, hidden, generator=generator).to(dtype) if has_addend else None,
+        "addend_factor": 2.5,
     }
     return [values[name] for name in op.Arguments._fields[1:]] if op else []
 

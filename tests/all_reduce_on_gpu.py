@@ -54,7 +54,8 @@ class Call:
         self.op, (self.rows, self.hidden) = OPS[number % len(OPS)], SIZES[number % len(SIZES)]
         generator, dtype = generator_of("on GPUs", number, ranks), torch.bfloat16
         self.inputs = inputs_of(ranks, self.rows, self.hidden, dtype, generator)
-        self.args = arguments(self.op, arch, dtype, self.rows, self.hidden, generator)
+        adds = number % 2 == 1
+        self.args = arguments(self.op, arch, dtype, self.rows, self.hidden, generator, has_addend=adds)
 
 
 class OnRank:

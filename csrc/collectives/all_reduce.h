@@ -1,6 +1,6 @@
 // All-reduce of rows, fused with their epilogue: the sum is stored, or normalized and quantized.
 //
-//     x = T(sum of the ranks' input, in rank order)       bit-identical on all ranks
+//     x = T(sum of the ranks' input, in rank order)       bit-identical on all ranks; input may be T(input + addend_factor * addend)
 //     out = x, or RMSNorm of x with every option of device/norm_row.h
 //
 // The threads of a row are divided among `parts` blocks. Each thread pushes its chunks to all ranks, waits for the same
@@ -18,9 +18,12 @@
 struct RowsOfRanks {
   const void* input;  // T, rows input_stride elements apart, 16-byte aligned
   i64 input_stride;
-  u32 chunks;   // per row
-  u32 parts;    // blocks per row, a power of two
-  u32 threads;  // per row
+  u32 chunks;                    // per row
+  u32 parts;                     // blocks per row, a power of two
+  u32 threads;                   // per row
+  const void* addend = nullptr;  // T, rows addend_stride elements apart, 16-byte aligned; or null
+  i64 addend_stride = 0;
+  float addend_factor = 1.0f;
 };
 
 template <class Combine>
@@ -32,7 +35,7 @@ constexpr u32 kExchanges = 2;
 // One row of the launch from the view of one of its blocks: a row source of device/norm_row.h.
 template <class Protocol, class T, u32 kRanks, u32 kChunks>
 struct RankRow {
-  static constexpr bool kLoads = false;
+  static constexpr bool kLoads = false, kAdds = false;
   // The number of chunks awaited at once: keeps the loads in flight constant across rank counts.
   static constexpr u32 kMaxAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
   static constexpr u32 kAtOnce = kMaxAtOnce < kChunks ? kMaxAtOnce : kChunks;
@@ -60,12 +63,14 @@ struct RankRow {
 
   DEVICE void push_own() {
     const u32x4* const input = (const u32x4*)((const u16*)rows.input + i64(row) * rows.input_stride);
+    const u32x4* const addend = (const u32x4*)((const u16*)rows.addend + i64(row) * rows.addend_stride);
     const u32 slots = slots_of<Protocol>(group, group.rank, epoch);
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) {
       const u32 index = chunk(i);
       if (index >= rows.chunks) continue;
       own[i] = mem::load<u32x4>(input + index);
+      if (rows.addend) own[i] = rounded_sum<T>(own[i], mem::load<u32x4>(addend + index), rows.addend_factor);
       push<Protocol, kRanks>(group, epoch, slots, planes, index, own[i]);
     }
   }

@@ -9,7 +9,9 @@ struct NormRow {
   const void* weight;  // [hidden] T, or null for ones
   int hidden;
   float inverse_hidden, epsilon;
-  bool adds_one = false;  // to the weight, for Factor::kEither
+  bool adds_one = false;         // to the weight, for Factor::kEither
+  const void* addend = nullptr;  // [hidden] T, for sources that add it to the input, times addend_factor
+  float addend_factor = 1.0f;
 };
 
 DEVICE float inverse_rms(float sum_of_squares, const NormRow& row) {
@@ -35,10 +37,21 @@ constexpr bool kRoundsSum = true;  // for outputs that store y as T
 template <class T, Output kOutput>
 constexpr bool kRoundsSum<RowOutput<T, kOutput>> = rounds_sum(kOutput);
 
-// The row's source and the threads that hold it: FromMemory loads it from HBM into one block. Any other source fills
-// `input` once all other loads are issued; its rows may have a residual or none.
+// x + factor * y, rounded to T.
+template <class T>
+DEVICE u32x4 rounded_sum(u32x4 x, u32x4 y, float factor) {
+  Chunk sum = unpack<T>(x), addend = unpack<T>(y);
+  for (int j = 0; j < kChunk / 2; ++j) sum.pair[j] += factor * addend.pair[j];
+  return pack<T>(sum);
+}
+
+// The row's source and the threads that hold it: FromMemory loads it from HBM into one block, SumFromMemory adds the
+// addend to it. Any other source fills `input` once all other loads are issued; its rows may have a residual or none.
 struct FromMemory : BlockOfRow {
-  static constexpr bool kLoads = true;
+  static constexpr bool kLoads = true, kAdds = false;
+};
+struct SumFromMemory : FromMemory {
+  static constexpr bool kAdds = true;
 };
 
 // hidden is a multiple of 8 and at most threads * kChunks * 8; rows and weight are 16-byte aligned. RowOut is a
@@ -48,7 +61,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
   constexpr bool kRounded = kRoundsSum<RowOut>;
   LDS static float sums[kMaxWaves];
   RowChunks<kChunks, u32x4> chunks;
-  u32x4 input[kChunks], residual[kChunks], weight[kChunks];
+  u32x4 input[kChunks], addend[kChunks], residual[kChunks], weight[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     chunks.index[i] = source.thread() + i * output.threads;
@@ -63,6 +76,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
     }
     if constexpr (kResidual && !kRounded) residual[i] = load(row.residual);
     input[i] = load(row.input);
+    if constexpr (Source::kAdds) addend[i] = load(row.addend);
     if constexpr (kResidual && kRounded) residual[i] = load(row.residual);
   }
   // Ones without a weight: set before predicated loads, otherwise ORed into the zeros they return.
@@ -82,6 +96,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
   f32x2 squares = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    if constexpr (Source::kAdds) input[i] = rounded_sum<T>(input[i], addend[i], row.addend_factor);
     Chunk z = unpack<T>(input[i]);
     if constexpr (kResidual) {
       Chunk r = unpack<T>(residual[i]);

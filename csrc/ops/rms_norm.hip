@@ -1,6 +1,7 @@
 // RMSNorm of rows, with optional fused residual add and e4m3 quantization.
 //
-//     z = input + residual           (residual := z, rounded to T)
+//     x = input, or T(input + addend_factor * addend)
+//     z = x + residual               (residual := z, rounded to T)
 //     y = T(z * rsqrt(mean(z^2) + epsilon) * weight), which device/row_output.h stores or quantizes
 //
 // Rounding matches the ops of the same names in vLLM 0.33.0's wheel. Plain and static outputs use z rounded to T and
@@ -9,7 +10,7 @@
 // the plain one does: it equals a norm followed by quantization of its result. So does the quantized one of two outputs,
 // the plain y and y per 128 columns.
 //
-// Bytes per element: 2 (input) + 4 (residual, read and written) + 1, 2 or 3 (out); about 10 flops. Latency-bound up to
+// Bytes per element: 2 (input) + 2 (addend) + 4 (residual, read and written) + 1, 2 or 3 (out); about 10 flops. Latency-bound up to
 // about 64 rows, bound by HBM bandwidth above. A block owns a row and keeps it in registers between the reductions.
 // Thread t processes the 8-element chunks t, t + threads, ... All loads of the row and the weight are in flight before
 // the first is used. Each reduction has one barrier. Rejected: blocks that share a row. The sum of squares would need a
@@ -46,7 +47,7 @@ struct PlainAndPerBlock : RowOutput<T, Output::kPerBlock, ScaleBound::kNone, kGr
 };
 
 // Any hidden size and alignment, one element per access; rereads the row from HBM instead of keeping it.
-template <class T, bool kResidual, Factor kFactor, class Outputs>
+template <class T, class Source, bool kResidual, Factor kFactor, class Outputs>
 DEVICE void rms_norm_general(NormRow row, Outputs output) {
   constexpr bool kRounded = kRoundsSum<Outputs>;
   LDS static float sums[kMaxWaves];
@@ -55,6 +56,7 @@ DEVICE void rms_norm_general(NormRow row, Outputs output) {
 
   auto sum = [&](int column) {
     float z = load_element<T>(row.input, column);
+    if constexpr (Source::kAdds) z = round_to<T>(z + row.addend_factor * load_element<T>(row.addend, column));
     if constexpr (kResidual) z += load_element<T>(row.residual, column);
     return z;
   };
@@ -81,26 +83,35 @@ DEVICE void rms_norm_general(NormRow row, Outputs output) {
 }
 
 // kChunks == 0 is the general kernel.
-template <class T, bool kResidual, Factor kFactor, int kChunks, class Outputs>
+template <class T, class Source, bool kResidual, Factor kFactor, int kChunks, class Outputs>
 DEVICE void rms_norm(NormRow row, Outputs output) {
   mem::issue_loads();
-  if constexpr (kChunks == 0) rms_norm_general<T, kResidual, kFactor>(row, output);
-  else rms_norm_vector<T, kResidual, kFactor, kChunks>(row, output);
+  if constexpr (kChunks == 0) rms_norm_general<T, Source, kResidual, kFactor>(row, output);
+  else rms_norm_vector<T, kResidual, kFactor, kChunks>(row, output, Source{});
 }
 
 template <bool kResidual>
 DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* weight, i64 input_stride,
-                      i64 residual_stride, int hidden, float inverse_hidden, float epsilon) {
+                      i64 residual_stride, int hidden, float inverse_hidden, float epsilon, const void* addend,
+                      float addend_factor) {
   return {(const u16*)input + index * input_stride,
           kResidual ? (u16*)residual + index * residual_stride : nullptr,
           weight,
           hidden,
           inverse_hidden,
-          epsilon};
+          epsilon,
+          false,
+          addend,
+          addend_factor};
 }
 
 // clang-format off
-#define INSTANCE(threads, symbol, T, output_kind, residual_add, factor, chunks)                                       \
+// The arguments of an addend, and the row that a block adds.
+#define ARGUMENTS_FromMemory
+#define ARGUMENTS_SumFromMemory , const void* addend /* [rows, hidden] T */, i64 addend_stride, float addend_factor
+#define ADDEND_FromMemory nullptr, 1.0f
+#define ADDEND_SumFromMemory (const u16*)addend + index * addend_stride, addend_factor
+#define INSTANCE(threads, symbol, T, output_kind, Source, residual_add, factor, chunks)                               \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                \
       void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; or null */                    \
@@ -109,26 +120,28 @@ DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* 
       const float* scale,     /* [1]: the static scale, or for dynamic outputs scale_ub or null */                    \
       void* out,              /* [rows, hidden] T or e4m3 */                                                          \
       float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], strided; null if unused */                 \
-      i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon) {                  \
+      i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon ARGUMENTS_##Source) {\
     const i64 index = u32(wave::block_id_x());                                                                        \
     const RowOutput<T, Output::output_kind> output(                                                                   \
         scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                        \
-    rms_norm<T, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                           \
-        index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon), output);     \
+    rms_norm<T, Source, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                   \
+        index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon,               \
+        ADDEND_##Source), output);                                                                                    \
   }
 // Two outputs instead of one with an output kind.
-#define BOTH_INSTANCE(threads, symbol, T, residual_add, factor, chunks)                                               \
+#define BOTH_INSTANCE(threads, symbol, T, Source, residual_add, factor, chunks)                                       \
   KERNEL(threads) symbol(                                                                                             \
       const void* input, void* residual, const void* weight, /* as above, here and below */                           \
       i64 input_stride, i64 residual_stride, int hidden, int threads_per_block,                                       \
       void* out,              /* [rows, hidden] T */                                                                  \
       void* quantized,        /* [rows, hidden] e4m3 */                                                               \
       float* scale_out,       /* [rows, hidden / 128] */                                                              \
-      float inverse_hidden, float epsilon) {                                                                          \
+      float inverse_hidden, float epsilon ARGUMENTS_##Source) {                                                       \
     const i64 index = u32(wave::block_id_x());                                                                        \
     const PlainAndPerBlock<T> output(out, quantized, scale_out, hidden, threads_per_block);                           \
-    rms_norm<T, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                           \
-        index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon), output);     \
+    rms_norm<T, Source, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                   \
+        index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon,               \
+        ADDEND_##Source), output);                                                                                    \
   }
 // Rows with two strides, such as heads that are part of wider rows.
 #define HEADS_INSTANCE(threads, symbol, T, output_kind, factor, chunks)                                               \
@@ -143,42 +156,46 @@ DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* 
         scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                        \
     const u32 row = wave::block_id_x();                                                                               \
     const int outer = row / Divisor{inverse, shift}, inner = int(row) - outer * inner_count;                          \
-    rms_norm<T, false, Factor::factor, chunks>(                                                                       \
+    rms_norm<T, FromMemory, false, Factor::factor, chunks>(                                                           \
         {(const u16*)input + outer * outer_stride + i64(inner) * inner_stride, nullptr,                               \
          weight, hidden, inverse_hidden, epsilon}, output);                                                           \
   }
 // clang-format on
 
 // Symbol suffixes for one element type and output kind.
-#define INSTANCES(name, T, output_kind, residual_add)                 \
-  INSTANCE(1024, name##_x1, T, output_kind, residual_add, kWeight, 1) \
-  INSTANCE(1024, name##_x2, T, output_kind, residual_add, kWeight, 2) \
-  INSTANCE(512, name##_x4, T, output_kind, residual_add, kWeight, 4)  \
-  INSTANCE(1024, name##_general, T, output_kind, residual_add, kWeight, 0)
-#define ONE_PLUS_INSTANCES(name, T, output_kind, residual_add)               \
-  INSTANCE(1024, name##_x1, T, output_kind, residual_add, kOnePlusWeight, 1) \
-  INSTANCE(1024, name##_general, T, output_kind, residual_add, kOnePlusWeight, 0)
+#define INSTANCES(name, T, output_kind, residual_add)                             \
+  INSTANCE(1024, name##_x1, T, output_kind, FromMemory, residual_add, kWeight, 1) \
+  INSTANCE(1024, name##_x2, T, output_kind, FromMemory, residual_add, kWeight, 2) \
+  INSTANCE(512, name##_x4, T, output_kind, FromMemory, residual_add, kWeight, 4)  \
+  INSTANCE(1024, name##_general, T, output_kind, FromMemory, residual_add, kWeight, 0)
+#define FEW_INSTANCES(name, T, output_kind, Source, residual_add, factor)    \
+  INSTANCE(1024, name##_x1, T, output_kind, Source, residual_add, factor, 1) \
+  INSTANCE(1024, name##_general, T, output_kind, Source, residual_add, factor, 0)
 #define HEADS_INSTANCES(name, T, output_kind, factor)        \
   HEADS_INSTANCE(1024, name##_x1, T, output_kind, factor, 1) \
   HEADS_INSTANCE(1024, name##_general, T, output_kind, factor, 0)
-#define BOTH_INSTANCES(name, T, residual_add)                 \
-  BOTH_INSTANCE(1024, name##_x1, T, residual_add, kWeight, 1) \
-  BOTH_INSTANCE(1024, name##_x2, T, residual_add, kWeight, 2) \
-  BOTH_INSTANCE(512, name##_x4, T, residual_add, kWeight, 4)  \
-  BOTH_INSTANCE(1024, name##_general, T, residual_add, kWeight, 0)
-#define BOTH_ONE_PLUS_INSTANCES(name, T, residual_add)               \
-  BOTH_INSTANCE(1024, name##_x1, T, residual_add, kOnePlusWeight, 1) \
-  BOTH_INSTANCE(1024, name##_general, T, residual_add, kOnePlusWeight, 0)
-#define BOTH(type, T, name)                                 \
-  BOTH_INSTANCES(name##_##type, T, false)                   \
-  BOTH_INSTANCES(fused_add_##name##_##type, T, true)        \
-  BOTH_ONE_PLUS_INSTANCES(name##_one_plus_##type, T, false) \
-  BOTH_ONE_PLUS_INSTANCES(fused_add_##name##_one_plus_##type, T, true)
-#define ROWS(type, T, output_kind, name)                            \
-  INSTANCES(name##_##type, T, output_kind, false)                   \
-  INSTANCES(fused_add_##name##_##type, T, output_kind, true)        \
-  ONE_PLUS_INSTANCES(name##_one_plus_##type, T, output_kind, false) \
-  ONE_PLUS_INSTANCES(fused_add_##name##_one_plus_##type, T, output_kind, true)
+#define BOTH_INSTANCES(name, T, residual_add)                             \
+  BOTH_INSTANCE(1024, name##_x1, T, FromMemory, residual_add, kWeight, 1) \
+  BOTH_INSTANCE(1024, name##_x2, T, FromMemory, residual_add, kWeight, 2) \
+  BOTH_INSTANCE(512, name##_x4, T, FromMemory, residual_add, kWeight, 4)  \
+  BOTH_INSTANCE(1024, name##_general, T, FromMemory, residual_add, kWeight, 0)
+#define BOTH_FEW_INSTANCES(name, T, Source, residual_add, factor)    \
+  BOTH_INSTANCE(1024, name##_x1, T, Source, residual_add, factor, 1) \
+  BOTH_INSTANCE(1024, name##_general, T, Source, residual_add, factor, 0)
+#define BOTH(type, T, name)                                                                   \
+  BOTH_INSTANCES(name##_##type, T, false)                                                     \
+  BOTH_INSTANCES(fused_add_##name##_##type, T, true)                                          \
+  BOTH_FEW_INSTANCES(fused_add_sum_##name##_##type, T, SumFromMemory, true, kWeight)          \
+  BOTH_FEW_INSTANCES(name##_one_plus_##type, T, FromMemory, false, kOnePlusWeight)            \
+  BOTH_FEW_INSTANCES(fused_add_##name##_one_plus_##type, T, FromMemory, true, kOnePlusWeight) \
+  BOTH_FEW_INSTANCES(fused_add_sum_##name##_one_plus_##type, T, SumFromMemory, true, kOnePlusWeight)
+#define ROWS(type, T, output_kind, name)                                                              \
+  INSTANCES(name##_##type, T, output_kind, false)                                                     \
+  INSTANCES(fused_add_##name##_##type, T, output_kind, true)                                          \
+  FEW_INSTANCES(fused_add_sum_##name##_##type, T, output_kind, SumFromMemory, true, kWeight)          \
+  FEW_INSTANCES(name##_one_plus_##type, T, output_kind, FromMemory, false, kOnePlusWeight)            \
+  FEW_INSTANCES(fused_add_##name##_one_plus_##type, T, output_kind, FromMemory, true, kOnePlusWeight) \
+  FEW_INSTANCES(fused_add_sum_##name##_one_plus_##type, T, output_kind, SumFromMemory, true, kOnePlusWeight)
 #define ALL(type, T, output_kind, name)                         \
   ROWS(type, T, output_kind, name)                              \
   HEADS_INSTANCES(name##_heads_##type, T, output_kind, kWeight) \

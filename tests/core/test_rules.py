@@ -324,6 +324,7 @@ FOLLOW = {
     ("topk", "a lane has at most"): "of the most experts",
     ("topk", "groups, one lane each"): "there is one group",
     **{(name, "at least one-dimensional"): "rows have two halves" for name in GATED},
+    ("fused_add_", "None without a residual"): "the op has a residual",
     ("router_gemm_topk", "N is at least"): "a wave has all experts",
     ("stream_memory", "a multiple of # words"): "16-byte aligned",
     ("unquantized_gemm", "N and K are at least"): "K and N are at least 1",

@@ -82,7 +82,13 @@ def test_sizes(arch_name, ranks, rows, hidden):
 
 @pytest.mark.parametrize(
     "how",
-    [{"has_residual": False}, {"adds_one": True}, {"adds_one": True, "has_residual": False}, {"padding": 8}],
+    [
+        {"has_residual": False},
+        {"adds_one": True},
+        {"adds_one": True, "has_residual": False},
+        {"padding": 8},
+        {"has_addend": True, "padding": 8},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -107,6 +113,13 @@ def test_with_norm_of_an_op_that_returns_it():
     group, x = EmulatedGroup(AMD[0], 2), torch.zeros(1, 512, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="with_norm must be False, as the op returns the norm, got True"):
         group.reduces[0](launches.BOTH, x, None, EPSILON, torch.float8_e4m3fnuz, with_norm=True)
+
+
+@pytest.mark.parametrize("arch_name", CHIPS)
+@pytest.mark.parametrize("op", [ops.fused_add_rms_norm, launches.BOTH], ids=name_of)
+def test_addends_of_long_rows(arch_name, op):
+    """A thread adds two chunks, and a row has several blocks."""
+    check_call(arch_name, 2, op, torch.bfloat16, 1, 7168, epochs=1, has_addend=True)
 
 
 @full

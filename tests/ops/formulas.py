@@ -103,6 +103,8 @@ def output(a, y: Tensor, off: Tensor, outputs: tuple, group: int | None = None, 
 def norm(before, after, outputs: tuple) -> Found:
     a, dtype = before, before.input.dtype
     x, rounds_norm = exact(a.input), "quant_dtype" not in a._fields or "scale" in a._fields or len(outputs) == 3
+    if getattr(a, "addend", None) is not None:
+        x = exact((x.float() + a.addend_factor * a.addend.float()).to(dtype))
     if getattr(a, "residual", None) is not None:
         x = x + exact(a.residual)
         yield "residual", after.residual.double(), x, rounded(x, dtype)

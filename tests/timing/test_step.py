@@ -362,6 +362,20 @@ def test_an_all_reduce_and_the_norm_behind_it_are_one_launch_where_that_is_faste
     )
 
 
+def test_the_sum_with_shared_experts_is_part_of_the_launch_after_it():
+    """The sum stays a launch where the all-reduce does, with many tokens, on one rank and in the baseline."""
+
+    def found(**given) -> dict:
+        return {node.layer: node for node in nodes(DEEPSEEK, known=lambda call, tokens: (4.0, 1, 0.25), **given)}
+
+    joined, names = found(side="plugin"), ("input norm", "final norm")
+    one = [joined[f"all-reduce + sum with shared experts + {name}"] for name in names]
+    assert [node.count for node in one] == [57, 1] and "sum with shared experts" not in joined
+    assert one[0].us == pytest.approx(joined["all-reduce + input norm"].us + baseline.ADDEND.value)
+    for others in (found(side="plugin", tokens=64), found(side="plugin", tp=1), found(side="baseline")):
+        assert others["sum with shared experts"].count == 58
+
+
 def test_every_constant_says_where_it_is_from():
     found = [
         each for of in (baseline, published_steps) for each in vars(of).values() if isinstance(each, machines.Constant)
@@ -465,7 +479,7 @@ def test_the_worst_launches_are_above_their_bytes_and_not_hidden():
     assert max(node.cost_us for node in others) <= costs[-1]
     causes = {node.layer: step.cause(node) for node in found}
     assert causes["all-reduce"].startswith("8-GPU synchronization")
-    assert causes["sum with shared experts"].startswith("not a plugin op")
+    assert step.cause(next(node for node in made if node.layer == "embedding")).startswith("not a plugin op")
     assert causes["attention"].startswith("latency: bytes explain ") and causes["experts"].startswith("launches: 3 x ")
     rows = [row for row in step_table.worst().splitlines() if row.startswith("| ") and "---" not in row]
     assert len(rows) == 1 + 4 * step_table.MAX and not any("| shared" in row for row in rows)

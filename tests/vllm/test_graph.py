@@ -123,6 +123,65 @@ def same(found, wanted) -> None:
         assert one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+def parts_of_a_sum():
+    """Return what a model adds: routed and shared experts of two tokens' hidden states, a residual and a weight."""
+    return [random(ROWS, HIDDEN, seed=seed) for seed in range(3)] + [random(HIDDEN, seed=3)]
+
+
+@pytest.mark.parametrize(("first", "second"), [(1.0, 1.0), (1.0, 2.5), (0.4, 1.0)])
+@pytest.mark.parametrize("key", [*KEYS, MX, None])
+def test_a_sum_before_a_norm(key, first, second):
+    """The norm's op adds, and multiplies the part that has a factor, as routed experts or in fp16 shared ones have."""
+    marked, _ = quantizer(key) if key else (None, None)
+
+    def times(x, factor):
+        return x if factor == 1.0 else x * factor
+
+    def function(shared, routed, held, weight):
+        y, added = add_norm(times(shared, first) + times(routed, second), held, weight)
+        return *(marked(y, torch.full((1,), 0.02)) if key else (y,)), added
+
+    shared, routed, held, weight = parts_of_a_sum()
+    module, names = piece(function, shared, routed, held, weight, donated={2})
+    assert len(called(names)) == 1 and not {"aten.add.Tensor", "aten.mul.Tensor"} & {*names}
+    given, wanted = held.clone(), held.clone()
+    found, total = module(shared, routed, given, weight), (first * shared.float() + second * routed.float()).bfloat16()
+    theirs = expected(key, total, weight, wanted) if key else ops.fused_add_rms_norm(total, wanted, weight, EPSILON)
+    same(found, (*(theirs if isinstance(theirs, tuple) else (theirs,)), wanted))
+
+
+@pytest.mark.parametrize(
+    "sums", ["scaled", "two factors", "computed", "read twice", "broadcast", "residual", "without residual"]
+)
+def test_sums_that_stay(sums):
+    """Their kernel computes more than a sum of two tensors, or they have another reader."""
+
+    def function(shared, routed, held, weight):
+        if sums == "scaled":
+            total = torch.add(shared, routed, alpha=2)
+        elif sums == "two factors":
+            total = shared * 0.5 + routed * 2.5
+        elif sums == "computed":
+            total = shared + routed.sigmoid()
+        elif sums == "broadcast":
+            total = shared + routed[:1]
+        else:
+            total = shared + (held if sums == "residual" else routed)
+        y, added = (norm(total, weight), held) if sums == "without residual" else add_norm(total, held, weight)
+        return y, added, *([total] if sums == "read twice" else [])
+
+    given = parts_of_a_sum()
+    module, names = piece(function, *given, donated={2})
+    assert "aten.add.Tensor" in names and not any(node.kwargs.get("addend") for node in module.graph.nodes)
+    if sums != "without residual":
+        shared, routed, held, weight = given
+        total = {"scaled": torch.add(shared, routed, alpha=2), "two factors": shared * 0.5 + routed * 2.5}.get(sums)
+        parts = {"computed": routed.sigmoid(), "broadcast": routed[:1], "residual": held}
+        total, added = shared + parts.get(sums, routed) if total is None else total, held.clone()
+        wanted = ops.fused_add_rms_norm(total, added, weight, EPSILON), added
+        same(module(shared, routed, held.clone(), weight)[:2], wanted)
+
+
 @pytest.mark.parametrize("key", [*KEYS, MX])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_norm_that_only_a_quantization_reads(key, times):
@@ -488,10 +547,10 @@ LIBRARY.impl("quantize", lambda x, out: None, "Meta")
 
 def test_equal_markers_are_traced_once(monkeypatch):
     """A model has them in every layer."""
-    from vllm_rocm_ops.vllm.fusion import lowering
+    from vllm_rocm_ops.vllm.fusion import markers
 
-    traced, trace = [], lowering.trace
-    monkeypatch.setattr(lowering, "trace", lambda *given: traced.append(given) or trace(*given))
+    traced, trace = [], markers.trace
+    monkeypatch.setattr(markers, "trace", lambda *given: traced.append(given) or trace(*given))
     (marked, theirs), (other, others), x = quantizer(KEYS[1]), quantizer(KEYS[2]), random(ROWS, HIDDEN)
 
     def function(marked, other):
@@ -531,7 +590,7 @@ def test_a_kernel_that_writes_its_argument_is_functional_again():
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm.fusion import lowering, markers
+    from vllm_rocm_ops.vllm.fusion import markers
 
     def theirs(x, scale, bound=None):
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -544,7 +603,7 @@ def test_a_kernel_that_writes_its_argument_is_functional_again():
     module = make_fx(lambda x, scale: marked(x, scale)[0], tracing_mode="fake")(x, scale)
     [marker] = module.graph.find_nodes(op="call_function", target=markers.QUANTIZATION)
     with config.patch(enable_auto_functionalized_v2=False):  # as vLLM has it
-        lowering.lower(marker, {})
+        markers.lower(marker, {})
     [node] = module.graph.find_nodes(op="call_function", target=auto_functionalized)
     assert node.args[0] == torch.ops.vllm_rocm_ops_tests.quantize.default
     module.recompile()

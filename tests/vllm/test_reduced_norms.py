@@ -19,6 +19,7 @@ from test_kernel_selection import as_ranks
 from test_moe_input import PATTERNS, inputs, layer, runner  # noqa: F401
 
 from vllm_rocm_ops import collectives, ops
+from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -42,9 +43,10 @@ class Doubled:
     def __init__(self):
         self.calls = collections.Counter()
 
-    def __call__(self, op, x, *args):
+    def __call__(self, op, *args):
         self.calls[op.name] += 1
-        return op(2 * x, *args)
+        x, *rest = launches.summed_input(op, args)
+        return op(2 * x, *rest)
 
     def sum(self, x):
         self.calls["sum"] += 1
@@ -124,6 +126,26 @@ def test_one_op_in_the_place_of_three(shared, key, residual, rows):
     else:
         wanted = (ops.rms_norm(2 * x, weight, EPSILON),)
     same(as_tuple(found), (*as_tuple(wanted), *([wanted_residual] if residual else [])))
+    assert sum(shared.reduce.calls.values()) == (rows == ROWS)
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 1])
+def test_a_sum_before_the_all_reduce(shared, rows):
+    """The launch adds, or with more rows PyTorch does before vLLM's all-reduce."""
+    inputs = [random(rows, HIDDEN, seed=seed) for seed in range(3)]
+    weight = random(HIDDEN, seed=3)
+    marked, _ = quantizer(KEYS[2])
+
+    def function(routed, more, held, weight):
+        y, added = add_norm(reduce(more + 2.5 * routed), held, weight)
+        return *marked(y), added
+
+    module, names = piece(function, *inputs, weight, donated={2})
+    assert called(names) == [ONE] and "aten.add.Tensor" not in names
+    routed, more, held = inputs
+    given, wanted = held.clone(), held.clone()
+    found = module(routed, more, given, weight)
+    same(found, (*expected(KEYS[2], 2 * torch.add(more, routed, alpha=2.5), weight, wanted), wanted))
     assert sum(shared.reduce.calls.values()) == (rows == ROWS)
 
 

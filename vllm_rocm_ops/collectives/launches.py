@@ -114,7 +114,7 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
         yield from op.can_implement(a, arch)
     hidden, rows = a.input.shape[-1], rows_of(a.input)
     yield "input's rows have one stride", row_stride(a.input) is not None
-    tensors = (a.input, getattr(a, "residual", None), getattr(a, "weight", None))
+    tensors = (a.input, *(getattr(a, name, None) for name in ("residual", "weight", "addend")))
     yield "hidden is a multiple of 8, and rows are 16-byte aligned", rowwise.is_vector(hidden, *tensors)
     yield f"hidden is at most {LARGEST_HIDDEN}", hidden <= LARGEST_HIDDEN
     values = group.capacity * VALUES_IN_WORD
@@ -173,7 +173,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
     if op is None:
         args["out"] = outputs
     else:
-        residual = getattr(a, "residual", None)
+        residual, addend = getattr(a, "residual", None), getattr(a, "addend", None)
         if op is BOTH:
             normed, outputs = outputs[0], outputs[1:]
         args |= {
@@ -185,6 +185,9 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
             "epsilon": float(a.epsilon),
             "one_plus_weight": int(a.one_plus_weight and a.weight is not None),
             "normed": normed,
+            "addend": addend,
+            "addend_stride": 0 if addend is None else row_stride(addend),
+            "addend_factor": float(getattr(a, "addend_factor", 1.0)),
             **rowwise.output_args(a, outputs),
         }
     module = SUM if op is None else MODULES[op.name]
@@ -205,9 +208,24 @@ def symbols() -> dict[str, set[str]]:
 
 
 def reference(op: Op | None, inputs: list[Tensor], *args):
-    """Return a rank's result in plain PyTorch: the sum of all ranks' inputs in their order, rounded once, then the op."""
+    """Return a rank's result in plain PyTorch: the sum of all ranks' inputs in their order, rounded once, then the op.
+
+    An addend, equal on all ranks, is added to each rank's input before.
+    """
+    summed = [summed_input(op, (each, *args)) for each in inputs]
+    inputs, args = [each[0] for each in summed], summed[0][1:]
     total = rowwise.exact(inputs[0])
     for each in inputs[1:]:
         total = total + rowwise.exact(each)
     total = total.to(inputs[0].dtype)
     return total if op is None else op.reference(total, *args)
+
+
+def summed_input(op: Op | None, args: tuple) -> tuple:
+    """Return an op's arguments with the addend, if there is one, added to the input."""
+    if op is None or "addend" not in op.Arguments._fields:
+        return args
+    a = op.Arguments(*args)
+    if a.addend is None:
+        return args
+    return tuple(a._replace(input=torch.add(a.input, a.addend, alpha=a.addend_factor), addend=None))

@@ -181,6 +181,7 @@ class OneShotAllReduce:
 
 def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
     """Return a call's result by another all-reduce, followed by the op."""
+    args = launches.summed_input(op, args)
     total = all_reduce(args[0])
     if op is None:
         return total

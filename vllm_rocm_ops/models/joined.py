@@ -18,6 +18,7 @@ ATTENTION, QUANTIZATION, V_UP = "attention", "o's input quantization", "W_UV"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
 """Launches around attention, the only one of them that is an op by itself."""
 SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
+SHARED_SUM = "sum with shared experts"
 NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Models with QK norms; others declare them in their configuration."""
 PLAIN_ROUTING = 1, 1, "softmax", 1.0, False

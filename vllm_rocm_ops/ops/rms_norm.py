@@ -34,10 +34,12 @@ __all__ = [
 ]
 
 
-def _add(input: Tensor, residual: Tensor | None) -> Tensor:
-    """Return input + residual unrounded, and store the rounded sum in residual."""
+def _add(input: Tensor, residual: Tensor | None, addend: Tensor | None, factor: float) -> Tensor:
+    """Return the sum of input and residual unrounded, and store it rounded in residual. An addend comes first, rounded."""
     if residual is None:
         return rowwise.exact(input)
+    if addend is not None:
+        input = (rowwise.exact(input) + factor * rowwise.exact(addend)).to(input.dtype)
     z = rowwise.exact(input) + rowwise.exact(residual)
     residual.copy_(z)
     return z
@@ -76,16 +78,16 @@ def _one_plus(a) -> bool:
 
 
 def _configs(a, arch: Arch) -> list[RowConfig]:
-    vector = rowwise.is_vector(_hidden(a), a.input, getattr(a, "residual", None), a.weight)
-    return list(
-        rowwise.configs(_hidden(a), vector, (1,) if _one_plus(a) or rowwise.heads(a.input) else (1, 2, 4), arch)
-    )
+    added = [getattr(a, name, None) for name in ("residual", "addend")]
+    vector = rowwise.is_vector(_hidden(a), a.input, *added, a.weight)
+    has_few = _one_plus(a) or rowwise.heads(a.input) or added[1] is not None
+    return list(rowwise.configs(_hidden(a), vector, (1,) if has_few else (1, 2, 4), arch))
 
 
 def _plan(name: str, how_to_store: Callable, config: RowConfig, outputs, a, arch: Arch) -> list[Launch]:
     if rows_of(a.input) == 0:
         return []
-    residual, heads = getattr(a, "residual", None), rowwise.heads(a.input)
+    residual, addend, heads = getattr(a, "residual", None), getattr(a, "addend", None), rowwise.heads(a.input)
     if heads is not None:
         name += "_heads"
         rows = {**heads._asdict(), **divisor(heads.inner_count)}
@@ -94,6 +96,9 @@ def _plan(name: str, how_to_store: Callable, config: RowConfig, outputs, a, arch
         rows = {"input_stride": row_stride(a.input), "residual": residual, "residual_stride": residual_stride}
     if residual is not None and not name.startswith("fused_add_"):
         name = "fused_add_" + name
+    if addend is not None:
+        name = name.replace("fused_add_", "fused_add_sum_")
+        rows |= {"addend": addend, "addend_stride": row_stride(addend), "addend_factor": float(a.addend_factor)}
     if _one_plus(a):
         name += "_one_plus"
     hidden = _hidden(a)
@@ -125,7 +130,7 @@ def _both_args(a, outputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, object]:
 
 
 def _cases(make: rowwise.Cases) -> Iterator[Case]:
-    """Yield the cases of all norms, 1 + weight, and heads of wider rows, as Qwen3's q and k are."""
+    """Yield the cases of all norms, 1 + weight, addends, and heads of wider rows, as Qwen3's q and k are."""
     yield from make.standard()
     for dtype, label in rowwise.ELEMENTS.items():
         offset = {"weight": rowwise.normal, "one_plus_weight": True}
@@ -139,6 +144,13 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
             else:
                 shape = 2, 3 * make.whole
                 yield make.case(f"{label}-one-plus-no-residual-general", shape, dtype, padding=1, **given, **offset)
+        if "addend" in make.parameters:
+            yield make.case(f"{label}-addend", (3, 1920), dtype, addend=True, addend_factor=2.5)
+            yield make.case(f"{label}-addend-corners", (5, 1024), dtype, rowwise.corners, addend=True)
+            yield make.case(f"{label}-addend-special", (9, 512), dtype, rowwise.special, addend=True)
+            yield make.case(f"{label}-addend-general", (2, 384), dtype, padding=1, addend=True, addend_factor=0.4)
+            yield make.case(f"{label}-one-plus-addend", (3, 4096), dtype, padding=8, addend=True, **offset)
+            yield make.case(f"{label}-one-plus-addend-general", (2, 384), dtype, padding=1, addend=True, **offset)
     if make.parameters["weight"] != Tensor:
         yield make.case("one-plus-no-weight", (2, 512), weight=None, one_plus_weight=True)
     if make.parameters.get("residual") == Tensor or make.whole > 1:
@@ -201,7 +213,13 @@ def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float, one_plus_weig
 
 @_op(mutates=("residual",))
 def fused_add_rms_norm(
-    input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float, one_plus_weight: bool = False
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    one_plus_weight: bool = False,
+    addend: Tensor | None = None,
+    addend_factor: float = 1.0,
 ) -> Tensor:
     """Add input to residual in place, then apply RMSNorm to the rounded sum.
 
@@ -211,6 +229,8 @@ def fused_add_rms_norm(
         weight: [hidden], input's dtype; None for ones.
         epsilon: Added to the mean square.
         one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
+        addend_factor: Factor of addend.
 
     Returns:
         [..., hidden], input's dtype.
@@ -221,7 +241,7 @@ def fused_add_rms_norm(
     Source:
         vLLM's `fused_add_rms_norm`.
     """
-    _add(input, residual)
+    _add(input, residual, addend, addend_factor)
     return _normalize(residual, weight, epsilon, one_plus_weight)
 
 
@@ -265,6 +285,8 @@ def fused_add_rms_norm_static_fp8_quant(
     epsilon: float,
     quant_dtype: torch.dtype,
     one_plus_weight: bool = False,
+    addend: Tensor | None = None,
+    addend_factor: float = 1.0,
 ) -> Tensor:
     """Add input to residual in place, then apply `rms_norm_static_fp8_quant` to the rounded sum.
 
@@ -276,6 +298,8 @@ def fused_add_rms_norm_static_fp8_quant(
         epsilon: Added to the mean square.
         quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
         one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
+        addend_factor: Factor of addend.
 
     Returns:
         [..., hidden], quant_dtype.
@@ -286,7 +310,7 @@ def fused_add_rms_norm_static_fp8_quant(
     Source:
         vLLM's op of this name; residual_rms of hf-rocm-kernels.
     """
-    _add(input, residual)
+    _add(input, residual, addend, addend_factor)
     return quantization.static(
         rowwise.exact(_normalize(residual, weight, epsilon, one_plus_weight)), scale, quant_dtype
     )
@@ -301,6 +325,8 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
     one_plus_weight: bool = False,
+    addend: Tensor | None = None,
+    addend_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Apply RMSNorm, then quantize to FP8 with one dynamic scale per row.
 
@@ -314,6 +340,8 @@ def rms_norm_dynamic_per_token_quant(
         scale_ub: float32, one element: upper bound of the absolute maximum, or None.
         residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
         one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
+        addend_factor: Factor of addend.
 
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
@@ -324,7 +352,7 @@ def rms_norm_dynamic_per_token_quant(
     Source:
         vLLM's op of this name.
     """
-    n = _normalize_unrounded(_add(input, residual), weight, epsilon, one_plus_weight)
+    n = _normalize_unrounded(_add(input, residual, addend, addend_factor), weight, epsilon, one_plus_weight)
     return quantization.per_token(rowwise.exact(n), quant_dtype, scale_ub)
 
 
@@ -339,6 +367,8 @@ def rms_norm_per_block_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
     one_plus_weight: bool = False,
+    addend: Tensor | None = None,
+    addend_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Apply RMSNorm, then quantize to FP8 with one dynamic scale per `group_size` columns of a row.
 
@@ -354,6 +384,8 @@ def rms_norm_per_block_quant(
         scale_ub: float32, one element: upper bound of the absolute maximum, or None.
         residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
         one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
+        addend_factor: Factor of addend.
 
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
@@ -364,13 +396,19 @@ def rms_norm_per_block_quant(
     Source:
         vLLM's op of this name.
     """
-    n = _normalize_unrounded(_add(input, residual), weight, epsilon, one_plus_weight)
+    n = _normalize_unrounded(_add(input, residual, addend, addend_factor), weight, epsilon, one_plus_weight)
     return rowwise.per_block(n, quant_dtype, scale_ub, group_size, is_scale_transposed)
 
 
 @_op(mutates=("residual",), whole=MX_BLOCK, allocate=functools.partial(rowwise.allocate, mx=True))
 def rms_norm_mxfp8_quant(
-    input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, one_plus_weight: bool = False
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    residual: Tensor | None = None,
+    one_plus_weight: bool = False,
+    addend: Tensor | None = None,
+    addend_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Apply RMSNorm, then quantize to MX-FP8 with one e8m0 scale per 32 columns of a row.
 
@@ -382,6 +420,8 @@ def rms_norm_mxfp8_quant(
         epsilon: Added to the mean square.
         residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
         one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
+        addend_factor: Factor of addend.
 
     Returns:
         The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
@@ -394,7 +434,7 @@ def rms_norm_mxfp8_quant(
         The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.
     """
     if residual is not None:
-        _add(input, residual)
+        _add(input, residual, addend, addend_factor)
     return rowwise.mx(_normalize(input if residual is None else residual, weight, epsilon, one_plus_weight))
 
 
@@ -406,6 +446,8 @@ def rms_norm_and_per_block_quant(
     quant_dtype: torch.dtype,
     residual: Tensor | None = None,
     one_plus_weight: bool = False,
+    addend: Tensor | None = None,
+    addend_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply RMSNorm, and return the result both plain and quantized to FP8 per 128 columns of a row.
 
@@ -419,6 +461,8 @@ def rms_norm_and_per_block_quant(
         quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
         residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
         one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
+        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
+        addend_factor: Factor of addend.
 
     Returns:
         The triple (out [..., hidden] of input's dtype, values [..., hidden] of quant_dtype, scale [rows, hidden / 128]
@@ -431,6 +475,6 @@ def rms_norm_and_per_block_quant(
         vLLM's `rms_norm` or `fused_add_rms_norm` and the quantization in its MoE layers, in one launch.
     """
     if residual is not None:
-        _add(input, residual)
+        _add(input, residual, addend, addend_factor)
     out = _normalize(input if residual is None else residual, weight, epsilon, one_plus_weight)
     return out, *rowwise.per_block(out, quant_dtype, None, BLOCK, False)

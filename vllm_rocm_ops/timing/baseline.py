@@ -56,6 +56,12 @@ FUSED = {
 LINK = Constant(
     48, "GB/s per link and direction on MI300X", "assumed", "3 / 4 of its 64 GB/s; MI355X by the ratio LINKS"
 )
+ADDEND = Constant(
+    0.4,
+    "us for an addend of a norm's input",
+    "assumed",
+    "kernel model, 1 x 7168: 3.69 -> 4.07 us on MI300X, 3.01 -> 3.28 on MI355X",
+)
 
 H200_GAP = Constant(0.45, "us after a launch under the profiler", "fitted", "two of sixteen H200 profiles, batch 1")
 H200_HOST = Constant(320, "us per step outside its graph", "fitted", "two of sixteen H200 profiles, batch 1")

@@ -5,7 +5,7 @@
 
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
 gate_up and SwiGLU; a router and its top-k; MLA's norms and cache write, then the rotation of queries and W_UK; attention or W_UV and the
-following quantization; an all-reduce and the following norm (by baseline.py's rule); the norm before experts and the quantization of their
+following quantization; an all-reduce and the following norm (by baseline.py's rule), with the sum of routed and shared experts before; the norm before experts and the quantization of their
 hidden states; and rotation and the cache write, with preceding norms. On the side "baseline", they have the times of baseline.py's table
 or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
 Shared experts run on a second stream during routing and experts: the shorter of the two costs nothing. All times are predictions.
@@ -147,7 +147,7 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
             if not _unquantized(calls[place + 1 :]):
                 yield joined.QUANTIZATION, None, MAIN
         if layer == "shared down":
-            yield "sum with shared experts", None, MAIN
+            yield joined.SHARED_SUM, None, MAIN
         if layer in ("o", "down", "dense down", "shared down") or (layer == "experts" and "shared" not in following):
             yield from _reduced(tp)
         if layer == "o" and not following.endswith("post-attention norm"):
@@ -195,6 +195,7 @@ def nodes(
             time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024)
         elif layer.startswith(REDUCED):
             time = baseline.fused_all_reduce(machine, tp, tokens, hidden) or Time(math.inf, 1, "", "no kernel")
+            time = time._replace(us=time.us + baseline.ADDEND.value * (joined.SHARED_SUM in layer))
         else:
             time = _baseline(call, layer, tokens, machine, read)
         floor = read / machine["hbm_bandwidth"] / 1e3
@@ -233,7 +234,7 @@ def _faster(
             continue  # W_UK's launch rotates queries only where the cache write's has rotated keys
         each = one.layer, one, left[first][2]
         found, apart = node(*each), sum(node(*left[place]).whole_us for place in places)
-        is_ours = KERNEL_MODEL in (found.source, node(*left[others[-1]]).source if left[first][0] == REDUCED else "")
+        is_ours = KERNEL_MODEL in (found.source, node(*left[others[-1]]).source if REDUCED in one.layer else "")
         if is_ours and found.whole_us < apart:
             left[first] = each
             for place in others:
@@ -267,7 +268,9 @@ def _in_one(
         if one := first and second and (joined.one_launch(first, second) or joined.one_router(first, second)):
             yield [place, place + 1], one
         elif layer == REDUCED and second and second.op.name in launches.NORMS:
-            yield [place, place + 1], dataclasses.replace(second, layer=f"{REDUCED} + {second.layer}")
+            summed = [place - 1] if launched[place - 1][0] == joined.SHARED_SUM else []
+            name = f"{REDUCED} + {joined.SHARED_SUM} + {second.layer}" if summed else f"{REDUCED} + {second.layer}"
+            yield [*summed, place, place + 1], dataclasses.replace(second, layer=name)
 
 
 def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:

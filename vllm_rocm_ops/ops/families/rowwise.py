@@ -58,6 +58,11 @@ def contract(
         holds = residual.shape == x.shape and residual.dtype == x.dtype
         yield "residual", f"{_name(x.dtype)}{list(x.shape)} like input", describe(residual), holds
         yield "residual", "without overlapping elements", describe(residual), not overlaps_itself(residual)
+    addend = getattr(a, "addend", None)
+    if addend is not None:
+        yield "addend", "None without a residual", describe(addend), residual is not None
+        holds = addend.shape == x.shape and addend.dtype == x.dtype
+        yield "addend", f"{_name(x.dtype)}{list(x.shape)} like input", describe(addend), holds
     for name, value in _given(a, ("scale", "scale_ub")):
         holds = value.numel() == 1 and value.dtype == torch.float32
         yield name, "float32 with one element", describe(value), holds
@@ -95,6 +100,8 @@ def can_implement(
         yield "input's rows have one stride and contiguous elements", _is_rows(x)
     if hasattr(a, "residual"):
         yield "residual's rows have one stride and contiguous elements", residual is None or _is_rows(residual)
+    if hasattr(a, "addend"):
+        yield "addend's rows have one stride and contiguous elements", a.addend is None or _is_rows(a.addend)
     for name in columns:
         if hasattr(a, name):
             value = getattr(a, name)
@@ -368,6 +375,8 @@ class Cases:
                 return found((hidden,), torch.float32, generator).to(dtype).to(device)
             if name not in given and name in usual:
                 return usual[name]()
+            if name == "addend" and name in given:
+                return rows(hidden, 3 * padding)
             if name == "scale_ub" and name in given:
                 return torch.tensor([found], device=device)
             return found if name in given else inspect.signature(self.reference).parameters[name].default

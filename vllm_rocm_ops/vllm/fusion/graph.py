@@ -8,6 +8,7 @@ IR, quantizations and activations are markers (markers.py). This pass runs befor
     activation -> quantizations   likewise; a static one with the linear before it, if nothing else reads that
     all-reduce -> norm            of either kind, by one op, where all ranks timed it to be faster (reduced.py)
     norm, activation              by the op alone, where the compiler would fuse nothing with it
+    sum -> (all-reduce ->) norm   by the norm's op, such as the sum of routed and shared experts
     every other marker            by what vLLM would have traced, so that its passes match
 
 An op that updates a residual is functional until vLLM's last pass, as vLLM's are. Then it works in place.
@@ -24,8 +25,6 @@ from typing import ClassVar
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
-from torch._ops import OpOverload
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from vllm.compilation.passes.fx_utils import is_func
 from vllm.compilation.passes.inductor_pass import get_pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
@@ -34,9 +33,9 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
-from vllm_rocm_ops.vllm.fusion import fused_quant, lowering, markers, moe_input, reduced
-from vllm_rocm_ops.vllm.fusion.lowering import lower
-from vllm_rocm_ops.vllm.fusion.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION, ROTATION
+from vllm_rocm_ops.vllm.fusion import fused_quant, markers, moe_input, nodes, reduced
+from vllm_rocm_ops.vllm.fusion.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION, ROTATION, lower
+from vllm_rocm_ops.vllm.fusion.nodes import addends, are_alike, is_view, is_whole, unviewed
 from vllm_rocm_ops.vllm.fusion.row_selection import choices
 from vllm_rocm_ops.vllm.linear import scaled_linear
 
@@ -46,15 +45,7 @@ LINEAR, GATED = (
     for kernels in (scaled_linear.KERNELS, scaled_linear.GATED)
 )
 NORM, ADD_NORM = torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_norm.default
-VIEWS = (
-    aten.reshape.default,
-    aten.view.default,
-    aten.split_with_sizes.default,
-    aten.slice.Tensor,
-    aten.permute.default,
-)
 ALL_REDUCE = torch.ops.vllm.all_reduce.default
-GEMMS = (aten.mm.default, aten.addmm.default)
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
 
@@ -103,7 +94,7 @@ class Norm(Producer):
 
     def arguments(self) -> dict[str, object]:
         given = {"weight": self.weight, "epsilon": self.epsilon, "one_plus_weight": self.one_plus}
-        return super().arguments() | given | {"residual": self.residual}
+        return super().arguments() | given | {"residual": self.residual, "addend": None, "addend_factor": 1.0}
 
     def takes(self) -> bool:
         x, weight = self.node.args[0].meta["val"], self.weight
@@ -238,7 +229,7 @@ class Fusion(VllmInductorPass):
 
     def uuid(self) -> str:
         """Return a hash of the source and the choices."""
-        modules = sys.modules[__name__], lowering, markers, moe_input, reduced
+        modules = sys.modules[__name__], markers, moe_input, nodes, reduced
         sources = [Path(module.__file__).read_text() for module in modules]
         made = (
             sorted(choices.ours.items()),
@@ -276,36 +267,6 @@ def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
 def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
     """Return the values and scales that replace a quantization. A static scale is an argument of the op."""
     return (outputs, given["scale"]) if "scale" in op.Arguments._fields else outputs
-
-
-def are_alike(ours: tuple, theirs: tuple) -> bool:
-    """Return whether results have equal shapes, dtypes and strides for any token count."""
-    return all(
-        one.dtype == other.dtype
-        and one.dim() == other.dim()
-        and all(map(statically_known_true, map(operator.eq, one.shape, other.shape)))
-        and all(map(statically_known_true, map(operator.eq, one.stride(), other.stride())))
-        for one, other in zip(ours, theirs, strict=True)
-    )
-
-
-def is_view(node: fx.Node) -> bool:
-    """Return whether a node shares another's memory."""
-    return node.target in VIEWS or (is_func(node, operator.getitem) and node.args[0].target in VIEWS)
-
-
-def unviewed(node: fx.Node) -> fx.Node:
-    """Return the node that computes a node's values."""
-    while node.target in VIEWS or is_func(node, operator.getitem):
-        node = node.args[0]
-    return node
-
-
-def is_whole(node: fx.Node) -> bool:
-    """Return whether the compiler does not fuse into a node: a graph input or output, a GEMM, an op outside PyTorch."""
-    node = unviewed(node)
-    is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
-    return node.op != "call_function" or node.target in GEMMS or not is_pytorchs
 
 
 def makes_with_norm(node: fx.Node) -> bool:
@@ -355,7 +316,11 @@ def insert(
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
     values = quantizes[0].meta["val"] if quantizes else makes or (producer.result.meta["val"],)
     values = values[:1] if is_static else values
-    torch_op, called = op.torch_op, {name: given[name] for name in op.Arguments._fields}
+    torch_op = op.torch_op
+    if summed is not None:
+        given["input"] = summed.args[0]
+    given |= addends(given)
+    called = {name: given[name] for name in op.Arguments._fields}
     if summed is not None:
         values = reduced.padded(*values)
         torch_op, called = reduced.OP, reduced.node_arguments(op, given, summed)

@@ -39,10 +39,17 @@ COMPILED: dict[str, Callable] = {
 
 
 def _norm(
-    input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None, one_plus_weight: bool = False
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    residual: Tensor | None = None,
+    one_plus_weight: bool = False,
+    addend: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     from vllm import _custom_ops  # noqa: F401  registers `COMPILED`
 
+    input = input if addend is None else torch.add(input, addend, alpha=factor)
     if one_plus_weight:
         return _gemma(input, weight, epsilon, residual)
     if residual is None:
@@ -117,24 +124,26 @@ def _mx(x: Tensor) -> tuple[Tensor, Tensor]:
 
 NORMS: dict[str, Callable] = {
     "rms_norm": lambda x, weight, epsilon, one_plus: _norm(x, weight, epsilon, None, one_plus),
-    "fused_add_rms_norm": lambda x, residual, weight, epsilon, one_plus: _norm(x, weight, epsilon, residual, one_plus),
+    "fused_add_rms_norm": lambda x, residual, weight, epsilon, one_plus, addend, factor: _norm(
+        x, weight, epsilon, residual, one_plus, addend, factor
+    ),
     "rms_norm_static_fp8_quant": lambda x, weight, scale, epsilon, dtype, one_plus: _static(
         _norm(x, weight, epsilon, None, one_plus), scale
     ),
-    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype, one_plus: _static(
-        _norm(x, weight, epsilon, residual, one_plus), scale
+    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype, one_plus, addend, factor: (
+        _static(_norm(x, weight, epsilon, residual, one_plus, addend, factor), scale)
     ),
-    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual, one_plus: _per_token(
-        _norm(x, weight, epsilon, residual, one_plus), bound
+    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual, one_plus, addend, factor: (
+        _per_token(_norm(x, weight, epsilon, residual, one_plus, addend, factor), bound)
     ),
-    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus: (
-        _per_block(_norm(x, weight, epsilon, residual, one_plus), group, column_major)
+    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus, addend, factor: (
+        _per_block(_norm(x, weight, epsilon, residual, one_plus, addend, factor), group, column_major)
     ),
-    "rms_norm_and_per_block_quant": lambda x, weight, epsilon, dtype, residual, one_plus: _both(
-        _norm(x, weight, epsilon, residual, one_plus)
+    "rms_norm_and_per_block_quant": lambda x, weight, epsilon, dtype, residual, one_plus, addend, factor: _both(
+        _norm(x, weight, epsilon, residual, one_plus, addend, factor)
     ),
-    "rms_norm_mxfp8_quant": lambda x, weight, epsilon, residual, one_plus: _mx(
-        _norm(x, weight, epsilon, residual, one_plus)
+    "rms_norm_mxfp8_quant": lambda x, weight, epsilon, residual, one_plus, addend, factor: _mx(
+        _norm(x, weight, epsilon, residual, one_plus, addend, factor)
     ),
 }
 ACTIVATIONS: dict[str, Callable] = {

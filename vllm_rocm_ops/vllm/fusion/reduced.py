@@ -118,6 +118,8 @@ def all_reduce_norm(
     group_size: int,
     is_scale_transposed: bool,
     one_plus_weight: bool,
+    addend: Tensor | None,
+    addend_factor: float,
     norm: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,9 +169,14 @@ def group_of(all_reduce: torch.fx.Node) -> str:
 
 def node_arguments(op: Op, given: dict[str, object], summed: torch.fx.Node) -> dict[str, object]:
     """Return the torch op's arguments, by name, for a norm after an all-reduce."""
-    known = dict.fromkeys(FIELDS) | {"quant_dtype": torch.uint8, "group_size": 0, "is_scale_transposed": False}
+    known = dict.fromkeys(FIELDS) | {
+        "quant_dtype": torch.uint8,
+        "group_size": 0,
+        "is_scale_transposed": False,
+        "addend_factor": 1.0,
+    }
     known |= {name: given[name] for name in op.Arguments._fields}
-    return known | {"input": summed.args[0], "norm": op.name, "group": group_of(summed)}
+    return known | {"norm": op.name, "group": group_of(summed)}
 
 
 # All-reduces outside of compiled graphs

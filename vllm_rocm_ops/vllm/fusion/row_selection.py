@@ -134,7 +134,12 @@ class Fused:
 
         given = {"input": x, "residual": residual, "quant_dtype": fused_quant.QUANT_DTYPE, "group_size": BLOCK}
         given |= {"scale": getattr(self.linear, "input_scale", None), "scale_ub": self.bound()}
-        given |= {"is_scale_transposed": self.column_major, "one_plus_weight": False}
+        given |= {
+            "is_scale_transposed": self.column_major,
+            "one_plus_weight": False,
+            "addend": None,
+            "addend_factor": 1.0,
+        }
         if self.is_norm:
             given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
         output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))

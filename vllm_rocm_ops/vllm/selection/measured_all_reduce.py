@@ -158,6 +158,8 @@ class Both:
             "is_scale_transposed": self.call.is_column_major,
             "scale_ub": None,
             "one_plus_weight": self.one_plus,
+            "addend": None,
+            "addend_factor": 1.0,
         }
         return every, tuple(values[name] for name in self.op.Arguments._fields[1:])
 
