@@ -1,6 +1,7 @@
 // All-reduce of rows, fused with their epilogue: the sum is stored, or normalized and quantized.
 //
-//     x = T(sum of the ranks' input, in rank order)       bit-identical on all ranks; input may be T(input + addend_factor * addend)
+//     x = T(sum of the ranks' input, in rank order)       bit-identical on all ranks; with an addend, a rank sends
+//                                                         T(input + addend_factor * addend)
 //     out = x, or RMSNorm of x with every option of device/norm_row.h
 //
 // The threads of a row are divided among `parts` blocks. Each thread pushes its chunks to all ranks, waits for the same
@@ -21,8 +22,7 @@ struct RowsOfRanks {
   u32 chunks;                    // per row
   u32 parts;                     // blocks per row, a power of two
   u32 threads;                   // per row
-  const void* addend = nullptr;  // T, rows addend_stride elements apart, 16-byte aligned; or null
-  i64 addend_stride = 0;
+  const void* addend = nullptr;  // as input, or null
   float addend_factor = 1.0f;
 };
 
@@ -63,7 +63,7 @@ struct RankRow {
 
   DEVICE void push_own() {
     const u32x4* const input = (const u32x4*)((const u16*)rows.input + i64(row) * rows.input_stride);
-    const u32x4* const addend = (const u32x4*)((const u16*)rows.addend + i64(row) * rows.addend_stride);
+    const u32x4* const addend = (const u32x4*)((const u16*)rows.addend + i64(row) * rows.input_stride);
     const u32 slots = slots_of<Protocol>(group, group.rank, epoch);
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) {

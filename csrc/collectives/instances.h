@@ -39,14 +39,14 @@ using Mx = RowOutput<T, Output::kMx>;
       const void* weight,     /* [hidden] T, or null */                                                                \
       int hidden, float inverse_hidden, float epsilon, int one_plus_weight,                                            \
       void* normed,           /* [rows, hidden] T: the norm before quantization, or null */                            \
-      const void* addend,     /* [rows, hidden] T, rows addend_stride elements apart, or null */                       \
-      i64 addend_stride, float addend_factor,                                                                          \
+      const void* addend,     /* as input, or null */                                                                  \
+      float addend_factor,                                                                                             \
       const float* scale, void* out, float* scale_out, /* from here on as in rms_norm.hip */                           \
       i64 scale_row_stride, i64 scale_stride, int group_size) {                                                        \
     GROUP;                                                                                                             \
     const RowOut output(scale, out, scale_out, scale_row_stride, scale_stride, group_size, row_threads);               \
     all_reduce_norm<OneShot, T, most, chunks>(                                                                         \
-        group, {input, input_stride, row_chunks, parts, row_threads, addend, addend_stride, addend_factor}, rows,      \
+        group, {input, input_stride, row_chunks, parts, row_threads, addend, addend_factor}, rows,                     \
         {nullptr, residual, weight, hidden, inverse_hidden, epsilon, one_plus_weight != 0}, residual_stride, normed,   \
         output);                                                                                                       \
   }

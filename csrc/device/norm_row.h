@@ -88,6 +88,7 @@ DEVICE void rms_norm_vector(NormRow row, RowOut output, Source source = {}) {
       weight[i] = mem::load_vector_or_zero(row.weight, chunks.index[i], chunks.in_bounds[i] && row.weight);
   }
   if constexpr (!Source::kLoads) source.fill(chunks, input);
+  if constexpr (Source::kAdds) mem::wait_for_scalars(row.addend_factor);
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   output.locate(row.hidden);
 

@@ -10,14 +10,14 @@
 // the plain one does: it equals a norm followed by quantization of its result. So does the quantized one of two outputs,
 // the plain y and y per 128 columns.
 //
-// Bytes per element: 2 (input) + 2 (addend) + 4 (residual, read and written) + 1, 2 or 3 (out); about 10 flops. Latency-bound up to
-// about 64 rows, bound by HBM bandwidth above. A block owns a row and keeps it in registers between the reductions.
-// Thread t processes the 8-element chunks t, t + threads, ... All loads of the row and the weight are in flight before
-// the first is used. Each reduction has one barrier. Rejected: blocks that share a row. The sum of squares would need a
-// barrier between blocks, which takes longer than one block takes to read 64 KB. The two reductions of the per-token
-// output cannot share a barrier: vLLM's scale depends on the rounded y. More blocks that prefetch 3 to 12 MB of the next
-// GEMM's weight to L2: a GEMM after an idle kernel took 1 to 2 us less on an H100, but 40 layers of Llama-405B gained
-// nothing (6.66 ms with 6 MB, 6.63 without; 12 MB: 6.83).
+// Bytes per element: 2 (input) + 2 (addend) + 4 (residual, read and written) + 1, 2 or 3 (out); about 10 flops.
+// Latency-bound up to about 64 rows, bound by HBM bandwidth above. A block owns a row and keeps it in registers between
+// the reductions. Thread t processes the 8-element chunks t, t + threads, ... All loads of the row and the weight are
+// in flight before the first is used. Each reduction has one barrier. Rejected: blocks that share a row. The sum of
+// squares would need a barrier between blocks, which takes longer than one block takes to read 64 KB. The two
+// reductions of the per-token output cannot share a barrier: vLLM's scale depends on the rounded y. More blocks that
+// prefetch 3 to 12 MB of the next GEMM's weight to L2: a GEMM after an idle kernel took 1 to 2 us less on an H100, but
+// 40 layers of Llama-405B gained nothing (6.66 ms with 6 MB, 6.63 without; 12 MB: 6.83).
 #include "device/divisor.h"
 #include "device/norm_row.h"
 
@@ -51,6 +51,7 @@ template <class T, class Source, bool kResidual, Factor kFactor, class Outputs>
 DEVICE void rms_norm_general(NormRow row, Outputs output) {
   constexpr bool kRounded = kRoundsSum<Outputs>;
   LDS static float sums[kMaxWaves];
+  if constexpr (Source::kAdds) mem::wait_for_scalars(row.addend_factor);
   mem::wait_for_scalars(row.inverse_hidden, row.epsilon);
   output.locate(row.hidden);
 
@@ -106,42 +107,48 @@ DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* 
 }
 
 // clang-format off
-// The arguments of an addend, and the row that a block adds.
-#define ARGUMENTS_FromMemory
-#define ARGUMENTS_SumFromMemory , const void* addend /* [rows, hidden] T */, i64 addend_stride, float addend_factor
-#define ADDEND_FromMemory nullptr, 1.0f
-#define ADDEND_SumFromMemory (const u16*)addend + index * addend_stride, addend_factor
+// The arguments for an addend, and the row that a block adds. Shorter strides leave room for the scale among the
+// preloaded arguments.
+#define STRIDE_FromMemory i64
+#define STRIDE_SumFromMemory int
+#define ADDEND_FromMemory
+#define ADDEND_SumFromMemory const void* addend, /* [rows, hidden] T, strided as input */
+#define FACTOR_FromMemory
+#define FACTOR_SumFromMemory , float addend_factor
+#define ADDED_FromMemory nullptr, 1.0f
+#define ADDED_SumFromMemory (const u16*)addend + index * input_stride, addend_factor
 #define INSTANCE(threads, symbol, T, output_kind, Source, residual_add, factor, chunks)                               \
   KERNEL(threads) symbol(                                                                                             \
       const void* input,      /* [rows, hidden] T, rows input_stride elements apart */                                \
       void* residual,         /* [rows, hidden] T, rows residual_stride elements apart; or null */                    \
+      ADDEND_##Source                                                                                                 \
       const void* weight,     /* [hidden] T or null */                                                                \
-      i64 input_stride, i64 residual_stride, int hidden, int threads_per_block,                                       \
+      STRIDE_##Source input_stride, STRIDE_##Source residual_stride, int hidden, int threads_per_block,               \
       const float* scale,     /* [1]: the static scale, or for dynamic outputs scale_ub or null */                    \
       void* out,              /* [rows, hidden] T or e4m3 */                                                          \
       float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], strided; null if unused */                 \
-      i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon ARGUMENTS_##Source) {\
+      i64 scale_row_stride, i64 scale_stride, int group_size, float inverse_hidden, float epsilon FACTOR_##Source) {  \
     const i64 index = u32(wave::block_id_x());                                                                        \
     const RowOutput<T, Output::output_kind> output(                                                                   \
         scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads_per_block);                        \
     rms_norm<T, Source, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                   \
         index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon,               \
-        ADDEND_##Source), output);                                                                                    \
+        ADDED_##Source), output);                                                                                     \
   }
 // Two outputs instead of one with an output kind.
 #define BOTH_INSTANCE(threads, symbol, T, Source, residual_add, factor, chunks)                                       \
   KERNEL(threads) symbol(                                                                                             \
-      const void* input, void* residual, const void* weight, /* as above, here and below */                           \
-      i64 input_stride, i64 residual_stride, int hidden, int threads_per_block,                                       \
+      const void* input, void* residual, ADDEND_##Source const void* weight, /* as above, here and below */           \
+      STRIDE_##Source input_stride, STRIDE_##Source residual_stride, int hidden, int threads_per_block,               \
       void* out,              /* [rows, hidden] T */                                                                  \
       void* quantized,        /* [rows, hidden] e4m3 */                                                               \
       float* scale_out,       /* [rows, hidden / 128] */                                                              \
-      float inverse_hidden, float epsilon ARGUMENTS_##Source) {                                                       \
+      float inverse_hidden, float epsilon FACTOR_##Source) {                                                          \
     const i64 index = u32(wave::block_id_x());                                                                        \
     const PlainAndPerBlock<T> output(out, quantized, scale_out, hidden, threads_per_block);                           \
     rms_norm<T, Source, residual_add, Factor::factor, chunks>(row_of<residual_add>(                                   \
         index, input, residual, weight, input_stride, residual_stride, hidden, inverse_hidden, epsilon,               \
-        ADDEND_##Source), output);                                                                                    \
+        ADDED_##Source), output);                                                                                     \
   }
 // Rows with two strides, such as heads that are part of wider rows.
 #define HEADS_INSTANCE(threads, symbol, T, output_kind, factor, chunks)                                               \

@@ -68,8 +68,8 @@ struct SharedSlots : OneShot {
 #define NORM(name, Protocol, most, chunks)                                                                             \
   KERNEL(512) name##_norm_##most##_x##chunks(                                                                          \
       GROUP_ARGUMENTS, void* residual, i64 residual_stride, const void* weight, int hidden, float inverse_hidden,      \
-      float epsilon, int one_plus_weight, void* normed, const float* scale, void* out, float* scale_out,               \
-      i64 scale_row_stride, i64 scale_stride, int group_size) {                                                        \
+      float epsilon, int one_plus_weight, void* normed, const void* addend, float addend_factor, const float* scale,   \
+      void* out, float* scale_out, i64 scale_row_stride, i64 scale_stride, int group_size) {                           \
     GROUP;                                                                                                             \
     const RowOutput<Bf16, Output::kPlain> output(                                                                      \
         scale, out, scale_out, scale_row_stride, scale_stride, group_size, row_threads);                               \

@@ -87,7 +87,7 @@ def test_sizes(arch_name, ranks, rows, hidden):
         {"adds_one": True},
         {"adds_one": True, "has_residual": False},
         {"padding": 8},
-        {"has_addend": True, "padding": 8},
+        {"has_addend": True},
     ],
     ids=str,
 )

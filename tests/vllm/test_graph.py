@@ -123,9 +123,9 @@ def same(found, wanted) -> None:
         assert one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def parts_of_a_sum():
-    """Return what a model adds: routed and shared experts of two tokens' hidden states, a residual and a weight."""
-    return [random(ROWS, HIDDEN, seed=seed) for seed in range(3)] + [random(HIDDEN, seed=3)]
+def parts_of_a_sum(hidden: int = HIDDEN):
+    """Return what a model adds: shared and routed experts' results, a residual and a weight."""
+    return [random(ROWS, hidden, seed=seed) for seed in range(3)] + [random(hidden, seed=3)]
 
 
 @pytest.mark.parametrize(("first", "second"), [(1.0, 1.0), (1.0, 2.5), (0.4, 1.0)])
@@ -151,10 +151,11 @@ def test_a_sum_before_a_norm(key, first, second):
 
 
 @pytest.mark.parametrize(
-    "sums", ["scaled", "two factors", "computed", "read twice", "broadcast", "residual", "without residual"]
+    "sums",
+    ["scaled", "two factors", "computed", "read twice", "broadcast", "residual", "without residual", "long", "odd"],
 )
 def test_sums_that_stay(sums):
-    """Their kernel computes more than a sum of two tensors, or they have another reader."""
+    """Their kernel computes more than a sum of two tensors, they have another reader, or no vector kernel fits the rows."""
 
     def function(shared, routed, held, weight):
         if sums == "scaled":
@@ -170,7 +171,7 @@ def test_sums_that_stay(sums):
         y, added = (norm(total, weight), held) if sums == "without residual" else add_norm(total, held, weight)
         return y, added, *([total] if sums == "read twice" else [])
 
-    given = parts_of_a_sum()
+    given = parts_of_a_sum({"long": 8200, "odd": 252}.get(sums, HIDDEN))
     module, names = piece(function, *given, donated={2})
     assert "aten.add.Tensor" in names and not any(node.kwargs.get("addend") for node in module.graph.nodes)
     if sums != "without residual":

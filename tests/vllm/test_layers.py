@@ -186,6 +186,8 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monke
         "is_scale_transposed": True,
         "scale_ub": None if "block" in name else torch.tensor([0.5]),
         "one_plus_weight": one_plus,
+        "addend": random(*shape, 3 * HIDDEN)[..., :HIDDEN],
+        "addend_factor": 0.5,
     }
     arguments = [given[argument] for argument in op.Arguments._fields]
     copies = [value.clone() if value is given["residual"] else value for value in arguments]

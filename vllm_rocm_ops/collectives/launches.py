@@ -186,7 +186,6 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
             "one_plus_weight": int(a.one_plus_weight and a.weight is not None),
             "normed": normed,
             "addend": addend,
-            "addend_stride": 0 if addend is None else row_stride(addend),
             "addend_factor": float(getattr(a, "addend_factor", 1.0)),
             **rowwise.output_args(a, outputs),
         }

@@ -98,7 +98,7 @@ def _plan(name: str, how_to_store: Callable, config: RowConfig, outputs, a, arch
         name = "fused_add_" + name
     if addend is not None:
         name = name.replace("fused_add_", "fused_add_sum_")
-        rows |= {"addend": addend, "addend_stride": row_stride(addend), "addend_factor": float(a.addend_factor)}
+        rows |= {"addend": addend, "addend_factor": float(a.addend_factor)}
     if _one_plus(a):
         name += "_one_plus"
     hidden = _hidden(a)

@@ -193,10 +193,10 @@ BUGS = (
         Cases(ops.fused_add_rms_norm, "bf16-addend-general", said="leaves another residual"),
     ),
     Bug(
-        "an addend with the input's stride",
+        "an addend of another row",
         "ops/rms_norm.hip",
-        "index * addend_stride",
-        "index * input_stride",
+        "(const u16*)addend + index * input_stride",
+        "(const u16*)addend + index * residual_stride",
         Cases(ops.rms_norm_and_per_block_quant, "fp16-one-plus-addend", on="gfx950", said="argument addend"),
     ),
     Bug(

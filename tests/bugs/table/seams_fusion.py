@@ -242,6 +242,20 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug(
+        "a sum of long rows",
+        "vllm/fusion/nodes.py",
+        "columns > rowwise.ONE_VECTOR or ",
+        "",
+        Tests("test_graph.py"),
+    ),
+    Bug(
+        "a sum of rows without vectors",
+        "vllm/fusion/nodes.py",
+        " or columns % rowwise.VECTOR",
+        "",
+        Tests("test_graph.py"),
+    ),
+    Bug(
         "a sum that something else reads",
         "vllm/fusion/nodes.py",
         " or len(total.users) != 1",

@@ -28,6 +28,7 @@ VECTOR = 8  # elements per 16-byte access
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 GROUP_SIZES = (64, 128)
 MAX_THREADS = {0: 1024, 1: 1024, 2: 1024, 4: 512, 8: 512}  # by vectors per thread, as in the kernels' launch bounds
+ONE_VECTOR = MAX_THREADS[1] * VECTOR  # most columns with one vector per thread
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,9 @@ def can_implement(
     if hasattr(a, "residual"):
         yield "residual's rows have one stride and contiguous elements", residual is None or _is_rows(residual)
     if hasattr(a, "addend"):
-        yield "addend's rows have one stride and contiguous elements", a.addend is None or _is_rows(a.addend)
+        strides = [row_stride(each) or 0 for each in (x, residual) if each is not None]
+        fits = a.addend is None or (_is_rows(a.addend) and row_stride(a.addend) == strides[0] and max(strides) < 2**31)
+        yield "addend's rows have contiguous elements and input's stride, which is below 2^31 as residual's is", fits
     for name in columns:
         if hasattr(a, name):
             value = getattr(a, name)
@@ -376,7 +379,7 @@ class Cases:
             if name not in given and name in usual:
                 return usual[name]()
             if name == "addend" and name in given:
-                return rows(hidden, 3 * padding)
+                return rows(hidden, padding)
             if name == "scale_ub" and name in given:
                 return torch.tensor([found], device=device)
             return found if name in given else inspect.signature(self.reference).parameters[name].default
