@@ -8,6 +8,7 @@ import fronts_on_cpu
 import pytest
 import torch
 from engines import STEPS
+from marks import full
 from test_row_selection import Linear
 
 from vllm_rocm_ops import ops
@@ -79,6 +80,7 @@ def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
     )
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.parametrize("what", fronts_on_cpu.WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):

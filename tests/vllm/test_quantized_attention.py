@@ -627,6 +627,7 @@ def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     assert all(answer["stats"].get(OP) for answer, *_ in found)
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="replaces the clock of vLLM's CPU worker")
 def test_w_uv_is_measured_and_decided_likewise(starts):

@@ -548,6 +548,7 @@ def test_tokens_are_baseline_vllms(engines, tmp_path, of):
             assert found == (LAYERS * STEPS if one is op else 0, 0), flavour
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="the other test's code is generated, too")
 def test_tokens_of_generated_code(engines):
