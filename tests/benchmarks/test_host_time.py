@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import full
 from pages.measurements import ROOT
 
 sys.path.insert(0, str(ROOT / "serving_benchmarks"))
@@ -36,6 +37,7 @@ def test_differences_are_of_the_same_round():
     assert host_time.row({"seam": "norm", "layer": "RMSNorm", **line}).endswith("above the limit")
 
 
+@full
 @pytest.mark.slow
 def test_the_seams_of_a_model_are_timed(tmp_path):
     """On CPU, vLLM keeps no kernel for linears, and references replace the ops."""

@@ -603,14 +603,12 @@ def starts(engines, tmp_path_factory):
     return found
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="replaces the clock of vLLM's CPU worker")
 @pytest.mark.parametrize(
     ("slow", "fuses"),
-    [
-        pytest.param("nothing", [False, True, True], marks=full),
-        (quantized_attention.SEPARATE, [False, True, False]),
-    ],
+    [("nothing", [False, True, True]), (quantized_attention.SEPARATE, [False, True, False])],
 )
 def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     """It is taken back if two launches are faster."""

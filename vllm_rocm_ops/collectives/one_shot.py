@@ -6,9 +6,9 @@
     reduce.check()    # after a synchronization of the step
     reduce.close()    # on all ranks
 
-`reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, equal on all ranks. Support depends on sizes only, so that ranks
-agree: an unsupported call runs `other` and then the op. Every rank makes the same calls in the same order, on one stream at a time.
-Calls may be captured.
+`reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, equal on all ranks. An op's addend is this rank's part, too: it
+is added to input before the sum. Support depends on sizes only, so that ranks agree: an unsupported call runs `other` and then the op.
+Every rank makes the same calls in the same order, on one stream at a time. Calls may be captured.
 
 A rank that waits longer than $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT seconds gives up: its launch and all later launches on all ranks end, with
 NaN for missing values. The kernel stores the reason in host memory, where `check` reads it without a synchronization. Each eager call
@@ -102,7 +102,7 @@ class OneShotAllReduce:
 
         Args:
             op: A norm of ops/rms_norm.py.
-            args: Its arguments, with this rank's input first.
+            args: Its arguments, with this rank's input first. An addend is added to input, not to the sum.
             with_norm: Return the norm before its quantization as well, after the op's results. False for
                 `rms_norm_and_per_block_quant`, which returns both.
 
