@@ -45,7 +45,7 @@ def test_what_is_frozen_is_what_predict_says(monkeypatch):
     from vllm_rocm_ops.timing import machines, predict
 
     monkeypatch.setattr(freeze, "MODELS", TINY)
-    found = list(freeze.predictions(("MI300X", "MI325X"), (8,)))
+    found = list(freeze.predictions(("MI300X", "MI325X"), (1, 8)))
     made = dict(found)
     assert len(made) == len(found)
     for product in ("MI300X", "MI325X"):

@@ -222,9 +222,7 @@ def reference(op: Op | None, inputs: list[Tensor], *args):
 
 def summed_input(op: Op | None, args: tuple) -> tuple:
     """Return an op's arguments with the addend, if there is one, added to the input."""
-    if op is None or "addend" not in op.Arguments._fields:
-        return args
-    a = op.Arguments(*args)
-    if a.addend is None:
+    a = op and op.Arguments(*args)
+    if getattr(a, "addend", None) is None:
         return args
     return tuple(a._replace(input=torch.add(a.input, a.addend, alpha=a.addend_factor), addend=None))

@@ -78,9 +78,9 @@ def _one_plus(a) -> bool:
 
 
 def _configs(a, arch: Arch) -> list[RowConfig]:
-    added = [getattr(a, name, None) for name in ("residual", "addend")]
-    vector = rowwise.is_vector(_hidden(a), a.input, *added, a.weight)
-    has_few = _one_plus(a) or rowwise.heads(a.input) or added[1] is not None
+    residual, addend = getattr(a, "residual", None), getattr(a, "addend", None)
+    vector = rowwise.is_vector(_hidden(a), a.input, residual, addend, a.weight)
+    has_few = _one_plus(a) or rowwise.heads(a.input) or addend is not None
     return list(rowwise.configs(_hidden(a), vector, (1,) if has_few else (1, 2, 4), arch))
 
 

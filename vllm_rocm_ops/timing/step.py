@@ -5,9 +5,10 @@
 
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
 gate_up and SwiGLU; a router and its top-k; MLA's norms and cache write, then the rotation of queries and W_UK; attention or W_UV and the
-following quantization; an all-reduce and the following norm (by baseline.py's rule), with the sum of routed and shared experts before; the norm before experts and the quantization of their
-hidden states; and rotation and the cache write, with preceding norms. On the side "baseline", they have the times of baseline.py's table
-or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
+following quantization; an all-reduce and the following norm (by baseline.py's rule), with the sum of routed and shared experts before; the
+norm before experts and the quantization of their hidden states; and rotation and the cache write, with preceding norms. On the side
+"baseline", they have the times of baseline.py's table or rule. Launches without an op of the plugin, such as GLM's router, follow the rule
+on both sides.
 Shared experts run on a second stream during routing and experts: the shorter of the two costs nothing. All times are predictions.
 """
 
@@ -269,7 +270,7 @@ def _in_one(
             yield [place, place + 1], one
         elif layer == REDUCED and second and second.op.name in launches.NORMS:
             summed = [place - 1] if launched[place - 1][0] == joined.SHARED_SUM else []
-            name = f"{REDUCED} + {joined.SHARED_SUM} + {second.layer}" if summed else f"{REDUCED} + {second.layer}"
+            name = " + ".join((REDUCED, *(launched[i][0] for i in summed), second.layer))
             yield [*summed, place, place + 1], dataclasses.replace(second, layer=name)
 
 

@@ -54,16 +54,15 @@ def contract(
     for name, value in _given(a, columns):
         holds = value.shape == (hidden,) and value.dtype == x.dtype
         yield name, f"{_name(x.dtype)}[hidden={hidden}]", describe(value), holds
-    residual = getattr(a, "residual", None)
-    if residual is not None:
-        holds = residual.shape == x.shape and residual.dtype == x.dtype
-        yield "residual", f"{_name(x.dtype)}{list(x.shape)} like input", describe(residual), holds
+    added = dict(_given(a, ("residual", "addend")))
+    for name, value in added.items():
+        holds = value.shape == x.shape and value.dtype == x.dtype
+        yield name, f"{_name(x.dtype)}{list(x.shape)} like input", describe(value), holds
+    if "residual" in added:
+        residual = added["residual"]
         yield "residual", "without overlapping elements", describe(residual), not overlaps_itself(residual)
-    addend = getattr(a, "addend", None)
-    if addend is not None:
-        yield "addend", "None without a residual", describe(addend), residual is not None
-        holds = addend.shape == x.shape and addend.dtype == x.dtype
-        yield "addend", f"{_name(x.dtype)}{list(x.shape)} like input", describe(addend), holds
+    if "addend" in added:
+        yield "addend", "None without a residual", describe(added["addend"]), "residual" in added
     for name, value in _given(a, ("scale", "scale_ub")):
         holds = value.numel() == 1 and value.dtype == torch.float32
         yield name, "float32 with one element", describe(value), holds

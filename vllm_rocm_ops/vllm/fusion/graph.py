@@ -94,7 +94,7 @@ class Norm(Producer):
 
     def arguments(self) -> dict[str, object]:
         given = {"weight": self.weight, "epsilon": self.epsilon, "one_plus_weight": self.one_plus}
-        return super().arguments() | given | {"residual": self.residual, "addend": None, "addend_factor": 1.0}
+        return super().arguments() | given | {"residual": self.residual}
 
     def takes(self) -> bool:
         x, weight = self.node.args[0].meta["val"], self.weight
@@ -192,7 +192,7 @@ class Fusion(VllmInductorPass):
             return False
         given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
         values = fx.map_arg(given, lambda node: node.meta["val"])
-        makes = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields}))
+        makes = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
         _, *quantized = insert(norm, op, given, [], self.summed(norm, op, given), makes)[:3]
         moe_input.hand_over(layer, *quantized)
         return True
@@ -316,11 +316,10 @@ def insert(
     given = dict(zip(op.Arguments._fields, op._defaults)) | given
     values = quantizes[0].meta["val"] if quantizes else makes or (producer.result.meta["val"],)
     values = values[:1] if is_static else values
-    torch_op = op.torch_op
     if summed is not None:
         given["input"] = summed.args[0]
     given |= addends(given)
-    called = {name: given[name] for name in op.Arguments._fields}
+    torch_op, called = op.torch_op, {name: given[name] for name in op.Arguments._fields}
     if summed is not None:
         values = reduced.padded(*values)
         torch_op, called = reduced.OP, reduced.node_arguments(op, given, summed)

@@ -1,4 +1,4 @@
-"""Mark quantizations, activations and rotations, each as one node of a traced model.
+"""Mark quantizations, activations and rotations, each as one node of a traced model, and lower what no op takes.
 
 vLLM computes them in different forms: aten chains, `_C` kernels, AITER's. While vLLM traces a model for its compiled
 mode, each is a marker: an op that records how vLLM would compute it. graph.py replaces markers by the plugin's ops, or

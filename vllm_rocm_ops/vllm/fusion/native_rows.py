@@ -124,26 +124,26 @@ def _mx(x: Tensor) -> tuple[Tensor, Tensor]:
 
 NORMS: dict[str, Callable] = {
     "rms_norm": lambda x, weight, epsilon, one_plus: _norm(x, weight, epsilon, None, one_plus),
-    "fused_add_rms_norm": lambda x, residual, weight, epsilon, one_plus, addend, factor: _norm(
-        x, weight, epsilon, residual, one_plus, addend, factor
+    "fused_add_rms_norm": lambda x, residual, weight, epsilon, one_plus, *addend: _norm(
+        x, weight, epsilon, residual, one_plus, *addend
     ),
     "rms_norm_static_fp8_quant": lambda x, weight, scale, epsilon, dtype, one_plus: _static(
         _norm(x, weight, epsilon, None, one_plus), scale
     ),
-    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype, one_plus, addend, factor: (
-        _static(_norm(x, weight, epsilon, residual, one_plus, addend, factor), scale)
+    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype, one_plus, *addend: (
+        _static(_norm(x, weight, epsilon, residual, one_plus, *addend), scale)
     ),
-    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual, one_plus, addend, factor: (
-        _per_token(_norm(x, weight, epsilon, residual, one_plus, addend, factor), bound)
+    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual, one_plus, *addend: (
+        _per_token(_norm(x, weight, epsilon, residual, one_plus, *addend), bound)
     ),
-    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus, addend, factor: (
-        _per_block(_norm(x, weight, epsilon, residual, one_plus, addend, factor), group, column_major)
+    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus, *addend: (
+        _per_block(_norm(x, weight, epsilon, residual, one_plus, *addend), group, column_major)
     ),
-    "rms_norm_and_per_block_quant": lambda x, weight, epsilon, dtype, residual, one_plus, addend, factor: _both(
-        _norm(x, weight, epsilon, residual, one_plus, addend, factor)
+    "rms_norm_and_per_block_quant": lambda x, weight, epsilon, dtype, residual, one_plus, *addend: _both(
+        _norm(x, weight, epsilon, residual, one_plus, *addend)
     ),
-    "rms_norm_mxfp8_quant": lambda x, weight, epsilon, residual, one_plus, addend, factor: _mx(
-        _norm(x, weight, epsilon, residual, one_plus, addend, factor)
+    "rms_norm_mxfp8_quant": lambda x, weight, epsilon, residual, one_plus, *addend: _mx(
+        _norm(x, weight, epsilon, residual, one_plus, *addend)
     ),
 }
 ACTIVATIONS: dict[str, Callable] = {

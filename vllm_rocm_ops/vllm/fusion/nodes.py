@@ -62,7 +62,6 @@ def addends(given: dict[str, object]) -> dict[str, object]:
     total, residual = given["input"], given.get("residual")
     if residual is None or not is_func(total, aten.add.Tensor) or len(total.users) != 1 or total.kwargs:
         return {}
-
     columns = total.meta["val"].shape[-1]
     if columns > rowwise.ONE_VECTOR or columns % rowwise.VECTOR:
         return {}
@@ -71,8 +70,8 @@ def addends(given: dict[str, object]) -> dict[str, object]:
         is_rows = isinstance(part, fx.Node) and are_alike((part.meta["val"],), (total.meta["val"],))
         return is_rows and is_whole(part) and unviewed(part) is not unviewed(residual)
 
-    (one, _), (other, factor) = sorted(map(factored, total.args), key=lambda part: part[1] != 1.0)
-    if factored(total.args[0])[1] != 1.0 != factored(total.args[1])[1] or not (fits(one) and fits(other)):
+    (one, own), (other, factor) = sorted(map(factored, total.args), key=lambda part: part[1] != 1.0)
+    if own != 1.0 or not (fits(one) and fits(other)):
         return {}
     return {"input": one, "addend": other, "addend_factor": factor}
 

@@ -132,14 +132,9 @@ class Fused:
         """Return the quantized result, its scales and the residual by the op, or None where no kernel supports it."""
         from vllm_rocm_ops.vllm.fusion import fused_quant
 
-        given = {"input": x, "residual": residual, "quant_dtype": fused_quant.QUANT_DTYPE, "group_size": BLOCK}
+        given = self.op.Arguments._field_defaults | {"input": x, "residual": residual, "group_size": BLOCK}
+        given |= {"quant_dtype": fused_quant.QUANT_DTYPE, "is_scale_transposed": self.column_major}
         given |= {"scale": getattr(self.linear, "input_scale", None), "scale_ub": self.bound()}
-        given |= {
-            "is_scale_transposed": self.column_major,
-            "one_plus_weight": False,
-            "addend": None,
-            "addend_factor": 1.0,
-        }
         if self.is_norm:
             given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
         output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))

@@ -148,7 +148,7 @@ class Both:
             return every, ()
         from vllm_rocm_ops.vllm.fusion import fused_quant
 
-        values = {
+        values = self.op.Arguments._field_defaults | {
             "residual": random(tokens, hidden) if self.call.has_residual else None,
             "weight": self.norm.weight.data if self.norm else 1 + random(hidden) / 8,
             "scale": torch.full((1,), SCALE, device=self.device),
@@ -156,10 +156,7 @@ class Both:
             "quant_dtype": fused_quant.QUANT_DTYPE,
             "group_size": GROUP,
             "is_scale_transposed": self.call.is_column_major,
-            "scale_ub": None,
             "one_plus_weight": self.one_plus,
-            "addend": None,
-            "addend_factor": 1.0,
         }
         return every, tuple(values[name] for name in self.op.Arguments._fields[1:])
 
