@@ -2,7 +2,9 @@
 
 import gc
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,23 @@ LONGEST = (
     *("test_scaled_mm_tiled", "test_large_tensors", "test_cli", "test_server", "test_check"),
 )
 """The slowest files, from minutes down to half a minute."""
+
+
+def vllm_library() -> set[str]:
+    """Return the builds of vLLM's CPU library that this process has loaded: names of modules."""
+    return set(re.findall(r"/(vllm/_C\w*)\.\S*so$", Path("/proc/self/maps").read_text(), re.MULTILINE))
+
+
+class OneLibrary:
+    """Refuse a second build of vLLM's library, which aborts the process. vLLM's ROCm platform imports one, and can do without."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if re.fullmatch(r"vllm\._C\w*", name) and (loaded := vllm_library() - {name.replace(".", "/")}):
+            raise ImportError(f"{name}: this process has loaded another build of vLLM's library, {', '.join(loaded)}")
+
+
+sys.meta_path.insert(0, OneLibrary)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +63,7 @@ def state() -> dict[str, str]:
     platform has them.
     """
     found = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_OPS_")}
-    envs, seam = (sys.modules.get(f"vllm_rocm_ops.{name}") for name in ("envs", "vllm.seam"))
+    envs, seam = (sys.modules.get(name) for name in ("vllm_rocm_ops.core.envs", "vllm_rocm_ops.vllm.seam"))
     hidden = vars(envs) if envs else {}
     found |= {name: f"{value!r} in envs" for name, value in hidden.items() if name.startswith("VLLM_ROCM_OPS_")}
     off = [one for one in seam.status() if not one.on and not one.reason.startswith("for ")] if seam else []

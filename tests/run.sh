@@ -9,7 +9,10 @@ if [ "${1-}" = --full ]; then full=1; shift; fi
 [ -z "$full" ] || env -u VLLM_ROCM_OPS_ARCHS "$python" csrc/build.py >/dev/null  # sm_90, too
 # A worker per core, up to 8, and one more, as starting engines wait. The tests of a file stay together, as they share slow fixtures, and
 # files start in conftest.py's order. vLLM gets one thread per process, as more would wait for each other on busy cores.
+# A worker that dies ends the run, as its other tests would be given to nobody; a test's limit is in pyproject.toml, the run's is here.
 workers=$(nproc)
+limit=$(command -v timeout >/dev/null && echo "timeout --foreground --kill-after=60 ${full:+1}2h" || true)
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-FULL_TESTS=$full "$python" -m pytest -q -n $((workers < 8 ? workers + 1 : 9)) --dist loadfile --no-loadscope-reorder "$@"
+FULL_TESTS=$full $limit "$python" -m pytest -q -n $((workers < 8 ? workers + 1 : 9)) --dist loadfile --no-loadscope-reorder \
+  --max-worker-restart=0 "$@"
 [ -z "$full" ] || exec "$python" tests/bugs

@@ -654,3 +654,32 @@ def test_links_exist(page):
         assert not heading or heading in headings(linked), f"{target}#{heading}"
     for script in re.findall(r"(?:bash|python) ([\w/]+\.(?:sh|py))", text):
         assert (ROOT / script).exists(), script
+
+
+NO_MODULES = {"vllm_rocm_ops.core.archs.gfx943", "vllm_rocm_ops.f", "vllm_rocm_ops.marked_quant.default"}
+"""Strings like names of modules: an arch and a seam that tests make up, and an op of torch."""
+
+
+def resolves(dotted: str) -> bool:
+    """Return whether a dotted name is a module, or a name in the text of the module before it."""
+    place, parts = ROOT, dotted.split(".")
+    while parts and (place / parts[0]).is_dir():
+        place /= parts.pop(0)
+    if not parts or parts == ["_C"]:  # which the build makes
+        return True
+    file = place / "__init__.py"
+    if place.joinpath(f"{parts[0]}.py").exists():
+        file = place / f"{parts.pop(0)}.py"
+    return not parts or re.search(rf"\b{parts[0]}\b", file.read_text()) is not None
+
+
+def test_modules_named_in_strings_exist():
+    named = {
+        node.value
+        for path in files("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    named = {name for name in named if re.fullmatch(r"vllm_rocm_ops(\.\w+)+", name)} - NO_MODULES
+    assert len(named) > 20 and {name for name in named if not resolves(name)} == set()
+    assert not any(map(resolves, (f"{'vllm_rocm_ops'}.envs", f"{'vllm_rocm_ops'}.core.clock.Missing")))

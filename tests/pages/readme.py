@@ -99,7 +99,7 @@ def glance() -> str:
             "- **Safe?** Kernels are checked and timed on your GPU. vLLM's own run where they fail or lose. [Why, and limits](#why-it-is-low-risk)",
             f"- **Faster?** {measurements.fastest_and_slowest()} [Benchmarks and predictions](#performance)",
             (
-                "- **Try:** `pip install .`, then `bash serving_benchmarks/quickstart.sh`. [Install](#install-and-verify), "
+                "- **Try:** `pip install .`, `vllm-rocm-ops check`, then `bash serving_benchmarks/quickstart.sh`. [Install](#install-and-verify), "
                 "[report](#try-it-and-report)"
             ),
             "- **Off:** `VLLM_ROCM_OPS_SEAMS=none vllm serve ...`. [Other switches](#disable-and-troubleshoot)",
