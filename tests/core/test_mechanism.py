@@ -120,7 +120,7 @@ if DEVICE == "cuda":
         arguments = example(the_op)
         the_op(*arguments)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             captured = the_op(*arguments)
         arguments[0].copy_(torch.randn(arguments[0].shape))
         eager_arguments = [v.clone() if isinstance(v, torch.Tensor) else v for v in arguments]

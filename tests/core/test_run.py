@@ -8,6 +8,8 @@ import sys
 import pytest
 from sources import ROOT
 
+from vllm_rocm_ops.core import envs
+
 RUN = ROOT / "tests" / "run.sh"
 OPTIONS = shlex.split(
     re.search(r"-m pytest -q -n .*?\)\) (.*?) \"\$@\"", RUN.read_text(), re.DOTALL)[1].replace("\\\n", "")
@@ -37,3 +39,10 @@ def test_a_run_ends_with_the_name_of_the_test(act, options, said, tmp_path):
 def test_each_test_and_the_whole_run_have_a_limit(pytestconfig):
     assert float(pytestconfig.getini("timeout")) > 0
     assert "timeout --foreground --kill-after=60" in RUN.read_text()
+
+
+def test_the_guard_of_the_shared_state_sees_a_variable_that_hides_one(monkeypatch, request):
+    state = next(p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "process_is_left_as_it_was")).state
+    before = state()
+    monkeypatch.setitem(vars(envs), "VLLM_ROCM_OPS_DISABLE", "norm")
+    assert state() != before

@@ -534,7 +534,7 @@ def test_gpu_graph_captures_first_load_and_launch(gpu, tmp_path):
     x = torch.ones(300, device="cuda")
     gpu.path = Path(shutil.copy(gpu.path, tmp_path))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = gpu.scale(x, 3.0, 4)
     x.fill_(2.0)
     graph.replay()

@@ -21,7 +21,7 @@ class Clock:
     def __init__(self, rows_win: bool, seconds: float):
         self.rows_win, self.seconds = rows_win, seconds
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         time.sleep(self.seconds)
         [kernels] = calls["ours"].args
         if isinstance(kernels, row_selection.Fused):

@@ -16,7 +16,8 @@ class OverGloo:
     not 0.
     """
 
-    def __init__(self, cpu_group, device, *, all_reduce, blocks=4, flips=False, missing_after=0):
+    def __init__(self, cpu_group, device, *, all_reduce, seconds=None, blocks=4, flips=False, missing_after=0):
+        self.seconds = seconds
         self.group, self.flips, self.missing, self.is_closed = types.SimpleNamespace(blocks=blocks), flips, "", False
         self.missing_after, self.launched = missing_after, 0
 
@@ -39,6 +40,9 @@ class OverGloo:
         if self.missing:
             raise collectives.RankMissing(self.missing)
 
+    def limit(self, seconds=None):
+        self.seconds = seconds
+
     def close(self):
         self.is_closed = True
 
@@ -49,7 +53,7 @@ class Clock:
     def __init__(self, slow: int, fails: bool = False):
         self.slow, self.fails, self.pairs = slow, fails, []
 
-    def times(self, group, agree, calls, sets):
+    def times(self, group, agree, calls, sets, replays):
         tokens = len(sets[0][0])
         self.pairs.append(tokens)
         for name, call in calls.items():

@@ -83,7 +83,7 @@ from vllm_rocm_ops.vllm.attention import decoder as attention, timing as attenti
 from vllm_rocm_ops.vllm.selection import measured_selection
 
 class Clock:
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         for call in calls.values():
             call(*sets[0])
         metadata = sets[0][-1]

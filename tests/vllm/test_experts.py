@@ -716,7 +716,7 @@ def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
 class InTurn:
     """A clock by which the plugin is faster with up to four tokens."""
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         for arguments in sets:
             for call in calls.values():
                 call(*arguments)

@@ -104,7 +104,7 @@ def test_what_was_not_measured_is_vllms(make):
 class InTurn:
     """A clock by which the plugin is faster with up to 17 tokens."""
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         return {"ours": [1.0 if len(sets[0][0]) <= 17 else 3.0], "native": [2.0]}
 
     def finish(self):

@@ -31,6 +31,7 @@ from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
 from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.selection import replays as replays_module
 from vllm_rocm_ops.vllm.worker import Extension
 
 N, K, LIMIT = 48, 64, 16
@@ -99,7 +100,7 @@ class FakeClock:
     def __init__(self, samples=lambda name, tokens: [1.0] * 5):
         self.samples, self.asked = samples, []
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         tokens = len(sets[0][0])
         self.asked.append((tokens, [id(arguments[1]) for arguments in sets]))
         for call in calls.values():
@@ -566,10 +567,80 @@ def test_rounds_end_when_more_would_not_change_what_serves(monkeypatch, ours, ro
 
     monkeypatch.setattr(kernel_timing.clocks, "capture", lambda call, sets: (call, sets))
     monkeypatch.setattr(kernel_timing.clocks, "replays", replays)
-    found = kernel_timing.GraphClock().times({"ours": min, "native": max}, [(1,), (2,)])
+    replays_checked = types.SimpleNamespace(check=lambda graphs: asked.append(len(graphs)))
+    found = kernel_timing.GraphClock().times({"ours": min, "native": max}, [(1,), (2,)], replays_checked)
     count = sum(rounds[1:]) or 1
     assert found == {"ours": [ours / 2] * count, "native": [5.0] * count}
-    assert asked == rounds
+    assert asked == [2, *rounds, 2]  # both graphs are replayed before, which prepares them, and after
+
+
+class Graph:
+    """A graph by a call that Python repeats. Its replays alter the first result after `spared` of them."""
+
+    def __init__(self, call, sets, spared=99):
+        self.call, self.sets, self.spared = call, sets, spared
+        self.outputs = kernel_timing.clocks.run_all(call, sets)
+
+    def replay(self):
+        found = replays_module.flattened(list(kernel_timing.clocks.run_all(self.call, self.sets)))
+        for output, value in zip(replays_module.flattened(list(self.outputs)), found):
+            output.copy_(value)
+        self.spared -= 1
+        if self.spared < 0:
+            replays_module.flattened(list(self.outputs))[0].view(-1)[0] += 1
+
+
+@pytest.mark.parametrize("spared", [0, 1])
+@pytest.mark.parametrize("whose", [None, "ours", "native"])
+def test_replays_are_compared_before_and_after_they_are_timed(whose, spared, monkeypatch):
+    """A call adds to its residual in place, so that each compared replay needs the arguments of the first."""
+
+    def add(x, residual):
+        residual += x
+        return x * 2, (residual * 3, None)
+
+    def capture(call, sets):
+        graphs.append(Graph(call, sets, spared if whose == ("ours", "native")[len(graphs)] else 99))
+        return graphs[-1]
+
+    graphs, sets = [], [(torch.full((4, 8), float(n)), torch.ones(4, 8)) for n in (1, 2, 3)]
+    monkeypatch.setattr(kernel_timing.clocks, "capture", capture)
+    monkeypatch.setattr(kernel_timing.clocks, "replays", lambda graphs, calls, rounds: {key: [1.0] for key in graphs})
+    calls = {"ours": add, "native": add}
+    replays = kernel_timing.Replays(calls, sets, 0.0, lambda given: (given[0], given[1].clone()))
+    time = functools.partial(kernel_timing.GraphClock().times, calls, sets, replays)
+    if whose is None:
+        assert time().keys() == calls.keys()
+    else:
+        with pytest.raises(kernel_timing.Mismatch if whose == "ours" else kernel_timing.BrokenGraph):
+            time()
+
+
+@pytest.mark.parametrize("whose", ["ours", "native"])
+def test_what_differs_when_it_is_replayed(whose, caplog):
+    """The plugin's op is off. Of vLLM's kernel nothing is recorded, and the user reads once that graphs are broken."""
+
+    class Broken(FakeClock):
+        def times(self, calls, sets, replays):
+            replays_module.raise_for([whose])
+
+    one = started(Product())
+    with caplog.at_level(logging.WARNING):
+        warm_up(Broken())
+    record = selection.record_here()
+    assert record.shapes == {} and ("product" in record.off) == (whose == "ours")
+    assert sum("ROCm/clr#279" in message for message in caplog.messages) == 1
+    assert one.serve(1) == ("native" if whose == "ours" else "ours")
+
+
+@pytest.mark.parametrize(("replayed", "differing"), [(1.002, []), (9.0, ["native"])])
+def test_a_kernel_whose_eager_calls_differ_may_differ_when_it_is_replayed(replayed, differing):
+    """By no more than the error of vLLM's kernel, as with atomic additions."""
+    eager, ones = iter([1.0, 1.001]), torch.ones(2, 2)
+    replays = kernel_timing.Replays({"ours": torch.neg, "native": lambda x: x * next(eager)}, [(ones,)], 1e-2)
+    graphs = {"ours": (-ones, -ones), "native": (ones * replayed, ones * replayed)}
+    graphs = {name: types.SimpleNamespace(outputs=outputs, replay=list) for name, outputs in graphs.items()}
+    assert replays.differing(graphs) == differing
 
 
 def test_progress_and_one_table_are_logged(caplog, monkeypatch):
@@ -937,7 +1008,7 @@ def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
     )
 
     class Clock(FakeClock):
-        def times(self, calls, sets):
+        def times(self, calls, sets, replays):
             return {name: [float(call(*sets[0])[0])] for name, call in calls.items()}
 
     given = kernels, [(torch.zeros(1),)], lambda ours, native: (float(ours[0]), float(native[0])), Clock()

@@ -887,7 +887,7 @@ class InTurn:
     def __init__(self, most: int):
         self.most = most
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         tokens = len(sets[0][0])
         return {"ours": [1.0 if tokens <= self.most else 3.0], "native": [2.0]}
 

@@ -142,7 +142,7 @@ def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, facto
     """The check measures the very call that vLLM makes."""
 
     class Clock:
-        def times(self, calls, sets):
+        def times(self, calls, sets, replays):
             return {name: [float(len(call(*sets[0])))] for name, call in calls.items()}
 
         def finish(self):

@@ -208,7 +208,7 @@ def test_queries_that_stay_unrotated_are_an_error(monkeypatch):
 
 
 class Clock:
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         for call in calls.values():
             call(*(value if value is None else value.clone() for value in sets[0]))
         return {"ours": [1.0], "native": [2.0]}

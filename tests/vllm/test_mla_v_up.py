@@ -210,7 +210,7 @@ def test_what_was_measured_decides(configuration, shapes, changed, quantizes):
 @pytest.mark.parametrize("kernels", mla_v_up.KERNELS, ids=lambda kernels: kernels.native)
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kernels, factor, tmp_path):
     class Clock:
-        def times(self, calls, sets):
+        def times(self, calls, sets, replays):
             return {name: [float(len(call(*sets[0])[0]))] for name, call in calls.items()}
 
         def finish(self):

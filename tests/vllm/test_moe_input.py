@@ -342,7 +342,7 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
         return made
 
     class Clock:
-        def times(self, calls, sets):
+        def times(self, calls, sets, replays):
             for call in calls.values():
                 call(*sets[0])
             return {"ours": [5.0], "native": [8.0]}

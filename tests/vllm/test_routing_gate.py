@@ -307,7 +307,7 @@ def test_when_no_gate_is_adopted(monkeypatch, how):
 class InTurn:
     """A clock by which the op is faster with up to two tokens."""
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         for call in calls.values():
             call(*sets[0])
         return {"ours": [1.0 if len(sets[0][0]) <= 2 else 3.0], "native": [2.0]}

@@ -69,7 +69,7 @@ class Clock:
     def __init__(self, us=lambda tokens: 5.0):
         self.us, self.asked = us, []
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         tokens = len(sets[0][0])
         self.asked.append((tokens, sets[0][0].shape[1], sets[0][1] is not None, len(sets)))
         for call in calls.values():

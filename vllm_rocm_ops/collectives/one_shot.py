@@ -17,6 +17,7 @@ checks, and so should users of a replay's results.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -117,6 +118,11 @@ class OneShotAllReduce:
             raise ValueError(f"all_reduce_{op.name}: with_norm must be False, as the op returns the norm, got True")
         args += op._defaults[len(args) :]
         return self._execution(op, with_norm, args)(args)
+
+    def limit(self, seconds: float | None = None) -> None:
+        """Set the time limit of later calls, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT. Equal on all ranks."""
+        self.group = dataclasses.replace(self.group, limit_us=limit_us(seconds))
+        self._executions.clear()
 
     def close(self) -> None:
         """Free the group's memory, which no launch may use any more. Collective."""

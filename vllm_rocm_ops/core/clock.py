@@ -16,6 +16,7 @@ from vllm_rocm_ops.core.arch import Arch
 ROUNDS = 15
 COLD_BYTES = 640_000_000  # more than twice the largest last-level cache, 256 MB on MI300X and MI355X
 MAX_CALLS = 64  # per graph
+ERROR_MODE = "thread_local"  # a query by RCCL's watchdog thread ends a capture in global mode, HIP 7.0 to 7.2.0
 
 
 class Clock(Protocol):
@@ -36,15 +37,22 @@ class Clock(Protocol):
 
 
 def capture(call: Callable, sets: list[tuple]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA or HIP graph with one call per set of arguments."""
+    """Return a CUDA or HIP graph with one call per set of arguments. `outputs` has what the first and the last returned."""
     call(*sets[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for arguments in sets:
-            call(*arguments)
+    with torch.cuda.graph(graph, capture_error_mode=ERROR_MODE):
+        graph.outputs = run_all(call, sets)
     graph.reads = sets  # freed memory may be unmapped before a replay
     return graph
+
+
+def run_all(call: Callable, sets: list[tuple]) -> tuple[object, object]:
+    """Run a call on each set of arguments, and return what the first and the last returned."""
+    first = last = call(*sets[0])
+    for arguments in sets[1:]:
+        last = call(*arguments)
+    return first, last
 
 
 def replays(graphs: dict, calls: int, rounds: int = ROUNDS) -> dict[object, list[float]]:

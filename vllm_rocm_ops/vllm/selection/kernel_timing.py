@@ -6,7 +6,7 @@ from HBM and not from a cache, plugin and vLLM in turn (clock.py).
 
 Each pair is checked first, on a sample of rows and columns computed in float32 from dequantized weights. The plugin's
 error may be at most `LARGEST_ERROR` times vLLM's, and the two whole results may differ by no more than
-that allows.
+that allows. Replayed graphs must leave what eager calls leave.
 
 One worker per machine times, the others wait for the file's lock and read.
 """
@@ -40,6 +40,7 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import (
     Record,
     Refused,
 )
+from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, distance, say_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -47,7 +48,6 @@ LARGEST_ERROR = 2.0  # times the error of vLLM's kernel
 NO_SAMPLE = 0.25  # relative error of vLLM's kernel above which the sample is not what it computes
 FLOOR = 1e-5  # relative error that is always allowed: float32 sums in another order
 SAMPLED_GROUPS = 4  # of columns
-ROWS_AT_A_TIME = 1024  # of two results, when compared
 SAMPLE_US = 500.0  # target duration of a graph's calls
 MOST_SECONDS = 3600.0  # of VLLM_ROCM_OPS_MEASURE
 SECONDS_COMPILING = 50.0  # that another process may take besides, while this one waits for it
@@ -58,15 +58,14 @@ ROOF_SHARE, OPERATIONS_PER_US, LAUNCH_US = 0.5, 4e8, 3.0  # per call, for estima
 CAPTURE_US, REPLAY_US, CHECK_US = 15e3, 300.0, 10e3  # per graph, replay and check, besides calls
 
 
-class Mismatch(Exception):
-    """Signal that the plugin's result is wrong."""
-
-
 class Clock(Protocol):
     """Time calls."""
 
-    def times(self, calls: dict[str, Callable], sets: list[tuple]) -> dict[str, list[float]]:
-        """Return microseconds per call of each function, in turn, over the sets of arguments."""
+    def times(self, calls: dict[str, Callable], sets: list[tuple], replays: Replays) -> dict[str, list[float]]:
+        """Return microseconds per call of each function, in turn, over the sets of arguments.
+
+        A clock of graphs has `replays` check them before and after.
+        """
 
     def finish(self) -> None:
         """Wait for all launches, and raise their errors."""
@@ -75,15 +74,21 @@ class Clock(Protocol):
 class GraphClock:
     """Time replays of captured graphs, with caches flushed in between."""
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         graphs = {name: clocks.capture(call, sets) for name, call in calls.items()}
-        found = clocks.replays(graphs, len(sets), rounds=1)
+        replays.check(graphs)  # also prepares what a graph's first replay does
+        found = self._times(graphs, len(sets))
+        replays.check(graphs)
+        return found
+
+    def _times(self, graphs: dict, calls: int) -> dict[str, list[float]]:
+        found = clocks.replays(graphs, calls, rounds=1)
         if min(found["ours"]) > HOPELESS * max(found["native"]):
             return found
-        found = clocks.replays(graphs, len(sets), rounds=FEW_ROUNDS)
+        found = clocks.replays(graphs, calls, rounds=FEW_ROUNDS)
         if is_clear(found):
             return found
-        more = clocks.replays(graphs, len(sets), rounds=clocks.ROUNDS - FEW_ROUNDS)
+        more = clocks.replays(graphs, calls, rounds=clocks.ROUNDS - FEW_ROUNDS)
         return {name: times + more[name] for name, times in found.items()}
 
     def finish(self):
@@ -137,7 +142,7 @@ def calls_of_graph(us: float, layers: int) -> int:
 
 def pair_seconds(us: float, calls: int) -> float:
     """Return the seconds to time a pair, each kernel in a graph of this many calls."""
-    return (2 * (CAPTURE_US + (FEW_ROUNDS + 2) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
+    return (2 * (CAPTURE_US + (FEW_ROUNDS + 6) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
 
 
 def sample(count: int, most: int) -> Tensor:
@@ -152,13 +157,9 @@ def relative(error: Tensor, size: Tensor) -> float:
     return float(error.square().sum().sqrt() / size.square().sum().sqrt().clamp_min(1e-30))
 
 
-def distance(ours: Tensor, native: Tensor) -> float:
-    """Return the relative distance of two whole results, a few rows at a time to save memory."""
-    off = size = torch.zeros((), device=native.device)
-    for ours_rows, native_rows in zip(ours.split(ROWS_AT_A_TIME), native.split(ROWS_AT_A_TIME)):
-        off = off + (ours_rows.float() - native_rows.float()).square().sum()
-        size = size + native_rows.float().square().sum()
-    return float(off.sqrt() / size.sqrt().clamp_min(1e-30))
+def allowed(native_error: float) -> float:
+    """Return the largest relative distance of two results of which one has vLLM's error and the other the largest."""
+    return (LARGEST_ERROR + 1) * native_error + FLOOR
 
 
 def check(ours: Tensor, native: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
@@ -187,7 +188,7 @@ def check(ours: Tensor, native: Tensor, exact: Tensor, rows: Tensor, columns: Te
     if not error <= LARGEST_ERROR * native_error + FLOOR:
         raise Mismatch(f"relative error {error:.2g}, vLLM's kernel has {native_error:.2g}")
     apart = distance(ours, native)
-    if not apart <= (LARGEST_ERROR + 1) * native_error + FLOOR:
+    if not apart <= allowed(native_error):
         raise Mismatch(f"differs by {apart:.2g} from vLLM's kernel, which has relative error {native_error:.2g}")
     return error, native_error
 
@@ -220,7 +221,8 @@ def compare(
             raise Mismatch(f"{type(error).__name__}: {error}") from error
         errors = judge(ours, native)
         del ours, native
-        times = clock.times({"ours": run_ours, "native": kernels.baseline}, sets)
+        calls = {"ours": run_ours, "native": kernels.baseline}
+        times = clock.times(calls, sets, Replays(calls, sets, allowed(errors[1]), fresh))
     return Measured(statistics.median(times["ours"]), statistics.median(times["native"]), *errors)
 
 
@@ -353,6 +355,9 @@ def measure(
                 found = pair(one, layers[:calls], tokens, clock, marked)
             except Refused:
                 found = NATIVE
+            except BrokenGraph as error:
+                say_broken(f"{one.shape}, {tokens} tokens", error)
+                continue
             except Exception as error:  # noqa: BLE001  the other shapes are still timed
                 why = f"{str(error).partition(chr(10))[0]} ({one.shape}, {tokens} tokens)"
                 if isinstance(error, Mismatch):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.core.op import disabled
@@ -35,10 +36,12 @@ from vllm_rocm_ops.vllm.fusion import reduced, row_selection
 from vllm_rocm_ops.vllm.fusion.reduced import Call, Shared
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
+from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, raise_for, say_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 MAX_SECONDS = 5.0  # per start
+TRIAL_SECONDS = 2.0  # that a rank waits for another before the all-reduce serves
 SETS, CALLS, ROUNDS = 4, 16, 9  # sets of inputs, calls per graph, replays
 EPSILON, SCALE, GROUP = 1e-6, 0.05, 128
 AITER = "AITER"
@@ -48,8 +51,13 @@ AITER = "AITER"
 class Clock(Protocol):
     """Time calls that ranks make together."""
 
-    def times(self, group, agree: Callable, calls: dict[str, Callable], sets: list[tuple]) -> dict[str, list[float]]:
-        """Return this rank's microseconds per call of each function, in turn. All ranks start a replay together."""
+    def times(
+        self, group, agree: Callable, calls: dict[str, Callable], sets: list[tuple], replays: Replays
+    ) -> dict[str, list[float]]:
+        """Return this rank's microseconds per call of each function, in turn. All ranks start a replay together.
+
+        A clock of graphs has `replays` check them before and after, on all ranks.
+        """
 
     def finish(self) -> None:
         """Wait for all launches, and raise their errors."""
@@ -58,13 +66,19 @@ class Clock(Protocol):
 class GraphClock:
     """Time replays of graphs that vLLM's communicator captures."""
 
-    def times(self, group, agree, calls, sets):
+    def times(self, group, agree, calls, sets, replays):
         def capture(call: Callable) -> torch.cuda.CUDAGraph:
             graph = torch.cuda.CUDAGraph()
-            with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
-                for number in range(CALLS):
-                    call(*sets[number % len(sets)])
+            with (
+                group.graph_capture() as context,
+                torch.cuda.graph(graph, stream=context.stream, capture_error_mode=clocks.ERROR_MODE),
+            ):
+                graph.outputs = clocks.run_all(call, sets)
             return graph
+
+        def check() -> None:
+            of_ranks = agree(lambda: replays.differing(graphs))
+            raise_for({name for names in of_ranks for name in names})
 
         graphs, found = {}, {name: [] for name in calls}
         for name, call in calls.items():
@@ -77,11 +91,13 @@ class GraphClock:
             graphs[name].replay()
             end.record()
             end.synchronize()
-            found[name].append(start.elapsed_time(end) * 1000 / CALLS)
+            found[name].append(start.elapsed_time(end) * 1000 / len(sets))
 
+        check()
         for _ in range(ROUNDS):
             for name in graphs:
                 agree(functools.partial(replay, name))
+        check()
         return found
 
     def finish(self):
@@ -235,9 +251,12 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
     """Check and time a call on all ranks. Raise `Mismatch` on all if the result is wrong on one."""
     rank, sets = both.group.rank_in_group, [both.inputs(tokens, seed) for seed in range(SETS)]
 
+    def fresh(given: tuple) -> tuple:
+        return tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in given)
+
     def run(function: Callable) -> tuple[list[Tensor], tuple]:
         every, args = sets[0]
-        x, *args = (arg.clone() if isinstance(arg, Tensor) else arg for arg in (every[rank], *args))
+        x, *args = fresh((every[rank], *args))
         found = function(x, *args)
         clock.finish()
         return both.results(found, args), found
@@ -252,7 +271,7 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
         try:
             each = zip(ours, native, both.exact(*sets[0]), strict=True)
             errors, *_ = [kernel_timing.check(*one, rows, columns) for one in each]
-        except kernel_timing.Mismatch as error:
+        except Mismatch as error:
             return str(error), "", *errors
         return "", digest(list(raw)), *errors
 
@@ -261,9 +280,11 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
     if not wrong and len({bits for _, bits, *_ in judged}) > 1:
         wrong = ["the ranks have different bits"]
     if wrong:
-        raise kernel_timing.Mismatch("; ".join(wrong))
-    on_rank = [(every[rank], *args) for every, args in sets]
-    times = clock.times(both.group, agree, {"ours": both.ours, "native": both.baseline}, on_rank)
+        raise Mismatch("; ".join(wrong))
+    on_rank = [(every[rank], *args) for every, args in sets] * (CALLS // SETS)
+    calls = {"ours": both.ours, "native": both.baseline}
+    replays = Replays(calls, on_rank, kernel_timing.allowed(judged[0][3]), fresh)
+    times = clock.times(both.group, agree, calls, on_rank, replays)
     agree(both.reduce.check)
     of_ranks = agree(lambda: tuple(statistics.median(times[name]) for name in ("ours", "native")))
     return Measured(*map(max, zip(*of_ranks)), *judged[0][2:])
@@ -309,7 +330,9 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
             try:
                 record.shapes.setdefault(key, {})[tokens] = measure(both, tokens, clock, agree)
                 done.append(key)
-            except kernel_timing.Mismatch as error:
+            except BrokenGraph as error:
+                say_broken(f"{both.call.describe()}, {tokens} tokens", error)
+            except Mismatch as error:
                 record.off[name] = f"{error} ({both.call.describe()}, {tokens} tokens)"
     if is_first and (done or record.off or record.ended):
         record.ended = {op: n for op, n in record.ended.items() if not op.startswith(reduced.NAME)}
@@ -376,7 +399,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     communicator = group.device_communicator
     theirs = communicator.all_reduce
     try:
-        reduce = create(group.cpu_group, group.device, all_reduce=theirs)
+        reduce = create(group.cpu_group, group.device, all_reduce=theirs, seconds=TRIAL_SECONDS)
     except RuntimeError as error:  # on all ranks
         logger.info("vllm-rocm-ops: all-reduce stays vLLM's: %s", error)
         return
@@ -393,6 +416,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     if any(keys != known[0] for keys in known):
         raise RuntimeError(f"{reduced.NAME}: off: the ranks have different calls")
     record = measure_all(every, clock, agree, path, here, end)
+    reduce.limit()
     decided = record.decided()
     choices = {both.call: made_choice(both, decided) for both in every}
     if group.rank_in_group == 0:

@@ -1,0 +1,124 @@
+"""Compare replays of captured graphs with eager calls, while kernels are timed (kernel_timing.py, measured_all_reduce.py).
+
+HIP 7.2.0 to 7.2.3 corrupts graphs on MI300X (ROCm/clr#279), of whichever kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core import clock as clocks
+from vllm_rocm_ops.core import stats
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+ROWS_AT_A_TIME = 1024  # of two results, when compared
+
+
+class Mismatch(Exception):
+    """Signal that the plugin's result is wrong."""
+
+
+class BrokenGraph(Exception):
+    """Signal that a replayed graph of vLLM's kernel differs from its eager calls."""
+
+
+class Replays:
+    """Compare what a pair's graphs leave with what the same calls leave eagerly: results, and arguments that a call may write.
+
+    The first and the last set of arguments are looked at.
+
+    Args:
+        calls: The plugin's function and vLLM's.
+        sets: Their arguments, in the order of the graphs.
+        bound: The relative distance that is allowed for a kernel of vLLM's whose eager calls differ in bits.
+        fresh: Copies the arguments of a call that may write them.
+    """
+
+    def __init__(self, calls: dict[str, Callable], sets: list[tuple], bound: float, fresh: Callable = tuple):
+        self._calls, self._sets, self._bound, self._fresh = calls, sets, bound, fresh
+        self._eager: dict[str, list[Tensor]] = {}
+        self._written: list[tuple[Tensor, Tensor]] = []  # arguments, and what they were
+
+    def check(self, graphs: dict) -> None:
+        """Raise `Mismatch` if a replay of the plugin's graph differs, `BrokenGraph` if one of vLLM's does."""
+        raise_for(self.differing(graphs))
+
+    def differing(self, graphs: dict) -> list[str]:
+        """Replay each graph once, and return the names of those that left something else than eager calls."""
+        if not self._eager:
+            ends = self._sets[0], self._sets[-1]
+            pairs = (pair for given in ends for pair in zip(given, self._fresh(given)))
+            self._written = [
+                (value, before) for value, before in pairs if isinstance(value, Tensor) and before is not value
+            ]
+            self._eager = {name: self._left(call) for name, call in self._calls.items()}
+            self._repeats = same_bits(self._eager["native"], self._left(self._calls["native"]))
+        found = []
+        for name, graph in graphs.items():
+            self._restore()
+            graph.replay()
+            eager, replayed = self._eager[name], self._tensors(graph.outputs)
+            if same_bits(eager, replayed):
+                continue
+            exactly = name == "ours" or self._repeats
+            if exactly or not all(distance(*pair) <= self._bound for pair in zip(replayed, eager, strict=True)):
+                found.append(name)
+        return found
+
+    def _restore(self) -> None:
+        for value, before in self._written:
+            value.copy_(before)
+
+    def _left(self, call: Callable) -> list[Tensor]:
+        self._restore()
+        return [one.clone() for one in self._tensors(clocks.run_all(call, self._sets))]
+
+    def _tensors(self, outputs: tuple) -> list[Tensor]:
+        return [*flattened(outputs), *(value for value, _ in self._written)]
+
+
+def flattened(found: object) -> list[Tensor]:
+    """Return the tensors of a result."""
+    if isinstance(found, Tensor):
+        return [found]
+    return [one for part in found for one in flattened(part)] if isinstance(found, (tuple, list)) else []
+
+
+def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Return whether tensors have equal bits."""
+    bits = ([one.reshape(-1).contiguous().view(torch.uint8) for one in each] for each in (some, others))
+    return all(torch.equal(*pair) for pair in zip(*bits, strict=True))
+
+
+def raise_for(differing: Iterable[str]) -> None:
+    """Raise the error for a pair whose replays differ from eager calls."""
+    if "ours" in differing:
+        raise Mismatch("a replayed graph differs from eager calls (ROCm/clr#279 is such a defect of HIP 7.2)")
+    if differing:
+        raise BrokenGraph(f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}")
+
+
+def say_broken(what: str, error: BrokenGraph) -> None:
+    """Warn, once per process, that graphs are broken here with and without the plugin."""
+    if "graphs" not in stats.warned:
+        stats.warned.add("graphs")
+        text = (
+            "vllm-rocm-ops: a replayed graph of vLLM's kernel differs from its eager calls (%s, %s), as ROCm/clr#279 describes of HIP "
+            "7.2.0 to 7.2.3. Answers may be wrong with and without the plugin. Try DEBUG_HIP_GRAPH_SEGMENT_SCHEDULING=0, "
+            "another ROCm release, or --enforce-eager"
+        )
+        logger.warning(text, what, error)
+
+
+def distance(ours: Tensor, native: Tensor) -> float:
+    """Return the relative distance of two whole results, a few rows at a time to save memory."""
+    off = size = torch.zeros((), device=native.device)
+    for ours_rows, native_rows in zip(ours.split(ROWS_AT_A_TIME), native.split(ROWS_AT_A_TIME)):
+        off = off + (ours_rows.float() - native_rows.float()).square().sum()
+        size = size + native_rows.float().square().sum()
+    return float(off.sqrt() / size.sqrt().clamp_min(1e-30))
