@@ -11,6 +11,13 @@ BUGS = (
         Tests("test_kernel_selection.py"),
     ),
     Bug(
+        "a watchdog whose clock never stops",
+        "vllm/selection/watchdog.py",
+        "        found.begun = None\n",
+        "        pass\n",
+        Tests("test_kernel_selection.py::test_what_is_slow_and_not_the_plugins_ends_nothing"),
+    ),
+    Bug(
         "a cache in another order as a failure of the op",
         "vllm/selection/kernel_timing.py",
         "            except Refused:\n                found = NATIVE\n            except Exception as error:",

@@ -29,7 +29,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import envs, tables
-from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection, watchdog
 from vllm_rocm_ops.vllm.selection.kernel_selection import (
     GROUP,
     NATIVE,
@@ -76,14 +76,17 @@ class GraphClock:
     """Time replays of captured graphs, with caches flushed in between."""
 
     def times(self, calls, sets):
-        graphs = {name: clocks.capture(call, sets) for name, call in calls.items()}
-        found = clocks.replays(graphs, len(sets), rounds=1)
+        graphs = {}
+        for name, call in calls.items():
+            with watchdog.of(name):
+                graphs[name] = clocks.capture(call, sets)
+        found = clocks.replays(graphs, len(sets), rounds=1, around=watchdog.of)
         if min(found["ours"]) > HOPELESS * max(found["native"]):
             return found
-        found = clocks.replays(graphs, len(sets), rounds=FEW_ROUNDS)
+        found = clocks.replays(graphs, len(sets), rounds=FEW_ROUNDS, around=watchdog.of)
         if is_clear(found):
             return found
-        more = clocks.replays(graphs, len(sets), rounds=clocks.ROUNDS - FEW_ROUNDS)
+        more = clocks.replays(graphs, len(sets), rounds=clocks.ROUNDS - FEW_ROUNDS, around=watchdog.of)
         return {name: times + more[name] for name, times in found.items()}
 
     def finish(self):
@@ -210,8 +213,9 @@ def compare(
     run_ours = functools.partial(kernel_selection.run_ours, kernels)
     with marked:
         try:
-            ours = run_ours(*fresh(sets[0]))
-            clock.finish()
+            with watchdog.outstanding():
+                ours = run_ours(*fresh(sets[0]))
+                clock.finish()
         except Refused:
             return NATIVE
         except torch.OutOfMemoryError:
@@ -251,11 +255,12 @@ def measure_pair(
 
 @contextlib.contextmanager
 def marker(path: Path, text: str) -> Iterator[None]:
-    """Keep a file while the plugin is timed. One that is left over shows where a process died."""
+    """Keep a file while the plugin is timed, and watch its launches. One that is left over shows where a process died."""
     with contextlib.suppress(OSError):
         path.write_text(text)
     try:
-        yield
+        with watchdog.watch(path, text):
+            yield
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -265,13 +270,16 @@ def take_marker(path: Path, record: Record, save: Callable) -> None:
     """Record the op during whose timing a process died, before the next may die.
 
     The process may have been killed, so the op is timed again, after all others. It is off once a second process died
-    there before one succeeded.
+    there before one succeeded, or at once if the watchdog says that its launch hung.
     """
     try:
-        op, _, what = path.read_text().partition("\n")
+        op, what, hung = (*path.read_text().split("\n"), "", "")[:3]
     except OSError:
         return
-    if op:
+    if op and hung:
+        record.off[op] = f"{hung}, at {what}"
+        save()
+    elif op:
         record.ended[op] = record.ended.get(op, 0) + 1
         if record.ended[op] > 1:
             record.off[op] = f"{record.ended[op]} processes died while timing it, the last one at {what}"

@@ -1,0 +1,86 @@
+"""End a process in which a launch of the plugin's hangs while it is timed, so that the next start comes up without it.
+
+The clock runs only inside `outstanding`, from a launch to the end of the wait for it. It stands still while vLLM's
+kernel runs or compiles, which may take minutes, and while this process waits for another. The plugin's all-reduce has
+a time limit of its own, in the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+WARN_SECONDS, END_SECONDS = 30.0, 120.0
+POLL_SECONDS = 0.5
+STATUS = 70  # of a process that was ended
+
+
+class Watch(threading.Thread):
+    """Watch the launches of one comparison, which a file marks while it runs."""
+
+    def __init__(self, path: Path, text: str):
+        super().__init__(daemon=True)
+        self.path, self.text, self.begun = path, text, None
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        warned = None
+        while not self.done.wait(min(POLL_SECONDS, END_SECONDS / 10)):
+            begun = self.begun
+            waited = 0.0 if begun is None else time.monotonic() - begun
+            what = self.text.replace("\n", ", ")
+            if waited > END_SECONDS:
+                logger.critical(
+                    "vllm-rocm-ops: a launch hangs, so this process ends, and the op is off from the next start: %s",
+                    what,
+                )
+                with contextlib.suppress(OSError):
+                    self.path.write_text(f"{self.text}\nits launch hung for {END_SECONDS:.0f} s")
+                logging.shutdown()
+                os._exit(STATUS)
+            if waited > WARN_SECONDS and begun != warned:
+                warned = begun
+                text = "vllm-rocm-ops: a launch has not ended for %.0f s (the process is ended after %.0f s): %s"
+                logger.warning(text, waited, END_SECONDS, what)
+
+
+_watch: Watch | None = None
+
+
+@contextlib.contextmanager
+def watch(path: Path, text: str) -> Iterator[None]:
+    """Watch launches that `outstanding` names, and tell of a hang in the log and in a comparison's file."""
+    global _watch
+    before, _watch = _watch, Watch(path, text)
+    _watch.start()
+    try:
+        yield
+    finally:
+        _watch.done.set()
+        _watch = before
+
+
+@contextlib.contextmanager
+def outstanding() -> Iterator[None]:
+    """Run the clock of the current watch, if there is one."""
+    found = _watch
+    if found is None:
+        yield
+        return
+    found.begun = time.monotonic()
+    try:
+        yield
+    finally:
+        found.begun = None
+
+
+def of(name: str) -> contextlib.AbstractContextManager:
+    """Return what surrounds a launch of one side of a comparison: `outstanding` for "ours" alone."""
+    return outstanding() if name == "ours" else contextlib.nullcontext()
