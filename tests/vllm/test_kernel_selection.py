@@ -490,7 +490,7 @@ def test_what_is_slow_and_not_the_plugins_ends_nothing(soon, caplog):
 
 
 def test_the_graph_of_the_plugins_kernel_is_watched(monkeypatch, tmp_path):
-    """Its capture and replays are, until they end; those of vLLM's are not."""
+    """Its capture and replays are, until they end; vLLM's are not."""
     clocks, watched = kernel_timing.clocks, {"ours": [], "native": []}
 
     def capture(call, sets):

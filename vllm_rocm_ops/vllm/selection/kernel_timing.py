@@ -19,7 +19,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -253,43 +253,6 @@ def measure_pair(
     return compare(kernels, sets, judge, clock, marked)
 
 
-@contextlib.contextmanager
-def marker(path: Path, text: str) -> Iterator[None]:
-    """Keep a file while the plugin is timed, and watch its launches. One that is left over shows where a process died."""
-    with contextlib.suppress(OSError):
-        path.write_text(text)
-    try:
-        with watchdog.watch(path, text):
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def take_marker(path: Path, record: Record, save: Callable) -> None:
-    """Record the op during whose timing a process died, before the next may die.
-
-    The process may have been killed, so the op is timed again, after all others. It is off once a second process died
-    there before one succeeded, or at once if the watchdog says that its launch hung.
-    """
-    try:
-        op, what, hung = (*path.read_text().split("\n"), "", "")[:3]
-    except OSError:
-        return
-    if op and hung:
-        record.off[op] = f"{hung}, at {what}"
-        save()
-    elif op:
-        record.ended[op] = record.ended.get(op, 0) + 1
-        if record.ended[op] > 1:
-            record.off[op] = f"{record.ended[op]} processes died while timing it, the last one at {what}"
-        else:
-            logger.warning("vllm-rocm-ops: a process died while timing %s, which is timed again", what)
-        save()
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: float) -> list[tuple[Choice, list[int]]]:
     """Return what a record lacks, the most valuable first.
 
@@ -356,7 +319,7 @@ def measure(
             logger.info("vllm-rocm-ops: timed %d of %d comparisons in %.0f s", done, count, now - start)
         for tokens, (calls, _) in zip(at, estimates):
             done += 1
-            marked = marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
+            marked = watchdog.marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
             try:
                 found = pair(one, layers[:calls], tokens, clock, marked)
             except Refused:
@@ -476,7 +439,7 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
             if keeps:
                 kernel_selection.write(path, record)
 
-        take_marker(path.with_suffix(".running"), record, save)
+        watchdog.take_marker(path.with_suffix(".running"), record, save)
         with torch.inference_mode():
             measure(wanted, clock, record, path, save, pair, end)
         if record.ended:  # timing succeeded this time

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.core.op import disabled
@@ -33,7 +34,7 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.fusion import reduced, row_selection
 from vllm_rocm_ops.vllm.fusion.reduced import Call, Shared
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -291,7 +292,7 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
     def after_crashes() -> Record:
         if is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kernel_timing.take_marker(running, record, lambda: keep([]))
+            watchdog.take_marker(running, record, lambda: keep([]))
         return record
 
     record = agree(after_crashes)[0]
@@ -305,7 +306,7 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
         if agree(lambda: time.monotonic() > end)[0]:
             break
         what = f"{name}\n{key} at {tokens} tokens"
-        with kernel_timing.marker(running, what) if is_first else contextlib.nullcontext():
+        with watchdog.marker(running, what) if is_first else contextlib.nullcontext():
             try:
                 record.shapes.setdefault(key, {})[tokens] = measure(both, tokens, clock, agree)
                 done.append(key)
@@ -331,6 +332,8 @@ def lacks(config, group, clock: Clock | None) -> str:
         return "the seam all_reduce is off"
     if reduced.NAME in disabled():
         return "VLLM_ROCM_OPS_DISABLE"
+    if op_module.off.keys() >= {*launches.NAMES}:
+        return f"off on this GPU: {op_module.off[reduced.NAME]}"
     if clock is None:
         return "kernels are not timed here"
     if group.world_size not in launches.RANKS:

@@ -1,4 +1,4 @@
-"""End a process in which a launch of the plugin's hangs while it is timed, so that the next start comes up without it.
+"""Mark what is timed, for the next start if this process dies, and end a process in which a launch of the plugin's hangs.
 
 The clock runs only inside `outstanding`, from a launch to the end of the wait for it. It stands still while vLLM's
 kernel runs or compiles, which may take minutes, and while this process waits for another. The plugin's all-reduce has
@@ -12,8 +12,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from vllm_rocm_ops.vllm.selection.kernel_selection import Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -84,3 +86,40 @@ def outstanding() -> Iterator[None]:
 def of(name: str) -> contextlib.AbstractContextManager:
     """Return what surrounds a launch of one side of a comparison: `outstanding` for "ours" alone."""
     return outstanding() if name == "ours" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def marker(path: Path, text: str) -> Iterator[None]:
+    """Keep a file while the plugin is timed, and watch its launches. One that is left over shows where a process died."""
+    with contextlib.suppress(OSError):
+        path.write_text(text)
+    try:
+        with watch(path, text):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def take_marker(path: Path, record: Record, save: Callable) -> None:
+    """Record the op during whose timing a process died, before the next may die.
+
+    The process may have been killed, so the op is timed again, after all others. It is off once a second process died
+    there before one succeeded, or at once if the watchdog says that its launch hung.
+    """
+    try:
+        op, what, hung = (*path.read_text().split("\n"), "", "")[:3]
+    except OSError:
+        return
+    if op and hung:
+        record.off[op] = f"{hung}, at {what}"
+        save()
+    elif op:
+        record.ended[op] = record.ended.get(op, 0) + 1
+        if record.ended[op] > 1:
+            record.off[op] = f"{record.ended[op]} processes died while timing it, the last one at {what}"
+        else:
+            logger.warning("vllm-rocm-ops: a process died while timing %s, which is timed again", what)
+        save()
+    with contextlib.suppress(OSError):
+        path.unlink()
