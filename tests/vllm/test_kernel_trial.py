@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import sys
 import time
 import types
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from marks import full
 
+import vllm_rocm_ops
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import tables
@@ -153,6 +155,16 @@ def test_a_child_that_does_not_end_is_ended(monkeypatch, tmp_path, caplog):
     assert "ImportError: no module" in caplog.text
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no safe path")
+def test_the_child_imports_nothing_of_the_current_folder(monkeypatch, tmp_path, caplog):
+    (tmp_path / "vllm_rocm_ops").mkdir()
+    (tmp_path / "vllm_rocm_ops" / "__init__.py").write_text("raise SystemExit('another package')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kernel_trial, "CODE", "import vllm_rocm_ops; raise SystemExit(vllm_rocm_ops.__file__)")
+    kernel_trial.before_device(None)
+    assert vllm_rocm_ops.__file__ in caplog.text
+
+
 def test_other_workers_wait(monkeypatch, tmp_path):
     """They do not try the kernels themselves."""
     monkeypatch.setattr(kernel_trial, "CODE", f"open({str(tmp_path / 'mark')!r}, 'w')")
@@ -177,9 +189,22 @@ def test_the_child_sees_the_gpu_of_the_rank(monkeypatch):
     from vllm.platforms import current_platform
 
     monkeypatch.undo()
-    monkeypatch.setenv(current_platform.device_control_env_var, "4,6")
-    found = kernel_trial.device_of(types.SimpleNamespace(local_rank=1))
-    assert found == {current_platform.device_control_env_var: "6"}
+    name, config = current_platform.device_control_env_var, types.SimpleNamespace(assigned_physical_gpu_ids=None)
+    worker = types.SimpleNamespace(local_rank=1, parallel_config=config)
+    monkeypatch.setenv(name, "4,6")
+    assert kernel_trial.device_of(worker) == {name: "6", "HIP_VISIBLE_DEVICES": "6"}
+    config.assigned_physical_gpu_ids = [4, 7]
+    assert kernel_trial.device_of(worker)[name] == "7"
+
+
+def test_a_worker_starts_though_nothing_can_be_tried(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(kernel_trial, "device_of", lambda worker: 1 / 0)
+    kernel_trial.before_device(None)
+    assert "are not tried before they are used: ZeroDivisionError" in caplog.text
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "a file"))
+    kernel_trial.before_device(None)
+    assert "are not tried before they are used: NotADirectoryError" in caplog.text or "FileExistsError" in caplog.text
 
 
 @pytest.mark.slow

@@ -56,26 +56,31 @@ def before_device(worker) -> None:
     except TimeoutError:
         with contextlib.suppress(TimeoutError), tables.locked(lock, SECONDS + SECONDS_TO_END):
             pass
-    except OSError as error:
-        logger.warning("vllm-rocm-ops: the kernels are not tried before they are used: %s", error)
+    except Exception as error:  # noqa: BLE001  the worker starts anyway
+        text = "vllm-rocm-ops: the kernels are not tried before they are used: %s: %s"
+        logger.warning(text, type(error).__name__, error)
     kernel_selection.spend(time.monotonic() - begin)
 
 
 def device_of(worker) -> dict[str, str]:
-    """Return the environment in which a child sees the GPU of a worker's rank alone, as vLLM numbers it."""
+    """Return the environment in which a child sees one GPU alone, the one with the number of the worker's rank.
+
+    With data parallelism that may be another worker's of this server, as vLLM numbers the ranks of a machine later.
+    """
     from vllm.platforms import current_platform
 
-    physical = current_platform.device_id_to_physical_device_id(getattr(worker, "local_rank", 0))
-    return {current_platform.device_control_env_var: str(physical)}
+    rank = worker.local_rank
+    assigned = getattr(worker.parallel_config, "assigned_physical_gpu_ids", None)
+    physical = assigned[rank] if assigned else current_platform.device_id_to_physical_device_id(rank)
+    return dict.fromkeys((current_platform.device_control_env_var, "HIP_VISIBLE_DEVICES"), str(physical))  # HIP's first
 
 
 def run(environment: dict[str, str], end: float) -> dict:
     """Return the outcome of the child, and what it said besides, after it has ended."""
     with tempfile.TemporaryFile("w+") as found, tempfile.TemporaryFile("w+") as said:
         command = [sys.executable, "-c", CODE, str(end)]
-        child = subprocess.Popen(
-            command, stdout=found, stderr=said, env=envs.of_child(environment), start_new_session=True
-        )
+        environment = envs.of_child({**environment, "PYTHONSAFEPATH": "1"})  # no package of the current folder
+        child = subprocess.Popen(command, stdout=found, stderr=said, env=environment, start_new_session=True)
         try:
             child.wait(max(end - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
