@@ -309,7 +309,7 @@ def test_only_the_vllm_folder_knows_vllm():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no serving process imports."""
-WORKER_MODULES = 124  # at most, packages among them; fewer is better
+WORKER_MODULES = 128  # at most, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
@@ -341,7 +341,7 @@ def test_only_these_commands_import_the_plugin():
     graph = import_graph(ROOT / "vllm_rocm_ops")
     plugin = {module for module in graph if belongs(module, "vllm")}
     asks = {module for module in graph.keys() - plugin if graph[module] & plugin}
-    wanted = {"tools.bench.baselines", "tools.check_parts", "tools.doctor", "tools.explain"}
+    wanted = {f"tools.{name}" for name in ("bench.baselines", "check_parts", "doctor", "explain", "first_start")}
     assert asks == {f"vllm_rocm_ops.{module}" for module in wanted}
     found = {module for asking in asks for module in graph[asking] & plugin}
     doors = "kernels", "reach", "seam", "selection.kernel_selection", "selection.kernel_timing"

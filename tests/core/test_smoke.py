@@ -77,8 +77,12 @@ def test_stages_of_a_sound_machine(gpu):
     assert {piece["case"] for piece in run("stamps")} == {path.stem for path in (launch.CODE / "gfx942").glob("*.co")}
     assert [piece["case"] for piece in run("load")] == [piece["case"] for piece in run("stamps")]
     assert len(gpu.loaded) == len(set(gpu.loaded)) == sum(piece["symbols"] for piece in run("stamps"))
-    [launched], [replayed] = run("launch"), run("replay")
-    assert launched["wrong"] is None and launched["kernel"].startswith("silu_and_mul_")
+    (begun, launched), (begun_too, replayed) = run("launch"), run("replay")
+    assert (
+        begun == begun_too == {"case": launched["case"], "begun": True}
+        and launched["wrong"] is None
+        and launched["kernel"].startswith("silu_and_mul_")
+    )
     assert replayed == {"case": launched["case"], "wrong": None}
     begun, checked = run("ops", "rms_norm")
     assert begun == {"case": checked["case"], "begun": True}
@@ -95,11 +99,11 @@ def test_what_is_wrong_is_found(gpu, monkeypatch, tmp_path):
     """Each stage finds its own fault."""
     wrong_graph = type("Wrong", (Graph,), {"replay": lambda self: None})
     monkeypatch.setattr(smoke.clock, "capture", wrong_graph)
-    assert "differ" in run("replay")[0]["wrong"]
+    assert "differ" in run("replay")[1]["wrong"]
     monkeypatch.setattr(ops.silu_and_mul, "_dispatch", None)
     reference = ops.silu_and_mul.reference
     monkeypatch.setattr(type(ops.silu_and_mul), "__call__", lambda self, *given: 1.5 * reference(*given))
-    assert run("launch")[0]["wrong"] and run("ops", "silu_and_mul")[1]["wrong"]
+    assert run("launch")[1]["wrong"] and run("ops", "silu_and_mul")[1]["wrong"]
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "silu_and_mul")
     with pytest.raises(RuntimeError, match="silu_and_mul has no kernel on this GPU: fallback: switched off"):
         run("launch")

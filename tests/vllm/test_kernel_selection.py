@@ -30,7 +30,7 @@ from vllm_rocm_ops.vllm import reach
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.linear import native_kernel
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
-from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection import replays as replays_module
 from vllm_rocm_ops.vllm.worker import Extension
 
@@ -434,6 +434,95 @@ def test_two_ops_that_end_a_process():
     assert starts == 4 and selection.read(file()).off.keys() == {"product", "other"}
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    """Shorten the watchdog's limits."""
+    monkeypatch.setattr(watchdog, "WARN_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "END_SECONDS", 1.0)
+
+
+def test_a_launch_that_hangs_turns_its_op_off_for_the_next_start(soon, tmp_path):
+    product, other = Product(), Product("other")
+
+    def hangs():
+        watchdog.logger.addHandler(logging.FileHandler(tmp_path / "said"))
+        product.ours = lambda x, weight: time.sleep(60)
+        measures(product, other)
+
+    assert in_a_process(hangs) == watchdog.STATUS
+    output = (tmp_path / "said").read_text()
+    for said in (
+        "a launch has not ended for 0 s (the process is ended after 1 s)",
+        "a launch hangs, so this process ends",
+    ):
+        assert re.search(f"{re.escape(said)}.*: product, product 48x64 VllmKernel at 1 tokens", output), output
+    started(product, other)
+    warm_up(ours_wins(range(MAX + 1)))
+    assert product.serve(1) == "native" and other.serve(1) == "ours"
+    why = "its launch hung for 1 s, at product 48x64 VllmKernel at 1 tokens"
+    record = selection.read(file())
+    assert (record.off, record.ended) == ({"product": why}, {})
+    lines = doctor.measured_lines(doctor.find_measured(tmp_path), selection.machine())
+    assert f"product is off: {why} (to measure again, remove the file)" in lines
+
+
+def test_what_is_slow_and_not_the_plugins_ends_nothing(soon, caplog):
+    """Neither vLLM's kernel, which may compile, nor the check of results, nor several launches in sum."""
+    product = Product()
+
+    def slow(x, weight):
+        time.sleep(1.5 if len(x) == 1 else 0)
+        return x @ weight.t()
+
+    def exact(arguments, x, rows, columns):
+        time.sleep(1.5 if len(x) == 1 else 0)
+        return Product.exact(product, arguments, x, rows, columns)
+
+    def ours(x, weight):
+        time.sleep(0.6 if len(x) == 1 else 0)
+        return x @ weight.t()
+
+    def measured():
+        product.native, product.exact, product.ours = slow, exact, ours
+        measures(product)
+
+    assert in_a_process(measured) == 0
+    assert len(selection.read(file()).shapes["product 48x64 VllmKernel"]) == 6
+
+
+def test_the_graph_of_the_plugins_kernel_is_watched(monkeypatch, tmp_path):
+    """Its capture and replays are, until they end; vLLM's are not."""
+    clocks, watched = kernel_timing.clocks, {"ours": [], "native": []}
+
+    def capture(call, sets):
+        call()
+        return types.SimpleNamespace(replay=call)
+
+    class Event(types.SimpleNamespace):
+        def record(self):
+            pass
+
+        def synchronize(self):
+            watched["ours" if watchdog._watch.begun else "native"].append("end")
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    monkeypatch.setattr(clocks, "capture", capture)
+    monkeypatch.setattr(clocks, "COLD_BYTES", 4)
+    monkeypatch.setattr(clocks.torch, "zeros", lambda *shape, device: torch.ones(*shape))
+    monkeypatch.setattr(clocks.torch.cuda, "Event", lambda enable_timing: Event())
+    calls = {
+        name: lambda name=name: watched[name].append(watchdog._watch.begun is not None) for name in ("ours", "native")
+    }
+    with watchdog.watch(tmp_path / "mark", ""):
+        kernel_timing.GraphClock().times(calls, [()], types.SimpleNamespace(check=lambda graphs: None))
+        assert watchdog._watch.begun is None
+    assert watchdog._watch is None
+    rounds = clocks.ROUNDS + 1
+    assert watched == {"ours": [True, *[True, "end"] * rounds], "native": [False, *[False, "end"] * rounds]}
+
+
 def test_a_process_that_measures_without_end(caplog, monkeypatch):
     """The others start with what is known, and do not measure at the same time."""
     monkeypatch.setattr(kernel_timing, "SECONDS_COMPILING", 0.2 - kernel_timing.limit_s())
@@ -561,7 +650,7 @@ def test_rounds_end_when_more_would_not_change_what_serves(monkeypatch, ours, ro
     """A kernel that is slow at thousands of tokens would take all the time."""
     asked = []
 
-    def replays(graphs, calls, rounds=None):
+    def replays(graphs, calls, rounds=None, around=None):
         asked.append(rounds)
         return {name: [(ours if name == "ours" else 10.0) / calls] * rounds for name in graphs}
 
@@ -605,7 +694,7 @@ def test_replays_are_compared_before_and_after_they_are_timed(whose, spared, mon
 
     graphs, sets = [], [(torch.full((4, 8), float(n)), torch.ones(4, 8)) for n in (1, 2, 3)]
     monkeypatch.setattr(kernel_timing.clocks, "capture", capture)
-    monkeypatch.setattr(kernel_timing.clocks, "replays", lambda graphs, calls, rounds: {key: [1.0] for key in graphs})
+    monkeypatch.setattr(kernel_timing.clocks, "replays", lambda graphs, calls, **_: {key: [1.0] for key in graphs})
     calls = {"ours": add, "native": add}
     replays = kernel_timing.Replays(calls, sets, 0.0, lambda given: (given[0], given[1].clone()))
     time = functools.partial(kernel_timing.GraphClock().times, calls, sets, replays)

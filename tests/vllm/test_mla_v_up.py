@@ -10,7 +10,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, quantized_attention
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
 HEADS, LATENT, SIZE = Plain.num_heads, Plain.kv_lora_rank, 128
@@ -226,7 +226,7 @@ def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kerne
 
     monkeypatch.setattr(mla_absorb, "run", run)
     [one] = (one for one in kernel_selection.choices() if one.kernels is kernels)
-    given = one, list(one.layers.values()), 5, Clock(), kernel_timing.marker(tmp_path / "mark", "")
+    given = one, list(one.layers.values()), 5, Clock(), watchdog.marker(tmp_path / "mark", "")
     with torch.inference_mode():
         if factor == 1.0:
             found = kernel_timing.measure_pair(*given)

@@ -46,6 +46,8 @@ MODULES = {
 """The file in csrc/ops, by op."""
 BOTH = ops.rms_norm_and_per_block_quant
 NORMS: dict[str, Op] = {name: getattr(ops, name) for name in MODULES}
+NAMES = (SUM, *(f"{SUM}_{name}" for name in NORMS))
+"""The launches, as a machine's record names them."""
 
 
 class Sum(NamedTuple):

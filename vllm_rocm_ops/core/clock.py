@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable
@@ -55,10 +56,13 @@ def run_all(call: Callable, sets: list[tuple]) -> tuple[object, object]:
     return first, last
 
 
-def replays(graphs: dict, calls: int, rounds: int = ROUNDS) -> dict[object, list[float]]:
+def replays(
+    graphs: dict, calls: int, rounds: int = ROUNDS, around: Callable = contextlib.nullcontext
+) -> dict[object, list[float]]:
     """Return microseconds per call for every replay of graphs with `calls` calls each.
 
-    The graphs take turns. Before each replay other memory is read to flush the caches, which also hides the graph's launch.
+    The graphs take turns; `around(name)` is entered for each replay and the wait for it. Before each replay other memory is
+    read to flush the caches, which also hides the graph's launch.
     """
     other, total = torch.zeros(COLD_BYTES // 4, device="cuda"), torch.zeros((), device="cuda")
     times: dict[object, list[float]] = {name: [] for name in graphs}
@@ -66,10 +70,11 @@ def replays(graphs: dict, calls: int, rounds: int = ROUNDS) -> dict[object, list
         for name, graph in graphs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.sum(other, dim=0, out=total)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
+            with around(name):
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
             times[name].append(start.elapsed_time(end) * 1000 / calls)
     return times
 

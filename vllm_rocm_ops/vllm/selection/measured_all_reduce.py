@@ -19,14 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
-from vllm_rocm_ops.core import clock as clocks
+from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.core.op import disabled
@@ -34,74 +33,19 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.fusion import reduced, row_selection
 from vllm_rocm_ops.vllm.fusion.reduced import Call, Shared
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
+from vllm_rocm_ops.vllm.selection.group_clock import Clock
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
-from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, raise_for, say_broken
+from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, say_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 MAX_SECONDS = 5.0  # per start
 TRIAL_SECONDS = 2.0  # that a rank waits for another before the all-reduce serves
-SETS, CALLS, ROUNDS = 4, 16, 9  # sets of inputs, calls per graph, replays
+SETS, CALLS = 4, 16  # sets of inputs, calls per graph
 EPSILON, SCALE, GROUP = 1e-6, 0.05, 128
 AITER = "AITER"
 """The end of a key whose baseline is AITER's fused launch."""
-
-
-class Clock(Protocol):
-    """Time calls that ranks make together."""
-
-    def times(
-        self, group, agree: Callable, calls: dict[str, Callable], sets: list[tuple], replays: Replays
-    ) -> dict[str, list[float]]:
-        """Return this rank's microseconds per call of each function, in turn. All ranks start a replay together.
-
-        A clock of graphs has `replays` check them before and after, on all ranks.
-        """
-
-    def finish(self) -> None:
-        """Wait for all launches, and raise their errors."""
-
-
-class GraphClock:
-    """Time replays of graphs that vLLM's communicator captures."""
-
-    def times(self, group, agree, calls, sets, replays):
-        def capture(call: Callable) -> torch.cuda.CUDAGraph:
-            graph = torch.cuda.CUDAGraph()
-            with (
-                group.graph_capture() as context,
-                torch.cuda.graph(graph, stream=context.stream, capture_error_mode=clocks.ERROR_MODE),
-            ):
-                graph.outputs = clocks.run_all(call, sets)
-            return graph
-
-        def check() -> None:
-            of_ranks = agree(lambda: replays.differing(graphs))
-            raise_for({name for names in of_ranks for name in names})
-
-        graphs, found = {}, {name: [] for name in calls}
-        for name, call in calls.items():
-            graphs[name] = agree(functools.partial(capture, call), keep=True)
-
-        def replay(name: str) -> None:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            calls["native"](*sets[0])  # synchronizes the ranks
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            found[name].append(start.elapsed_time(end) * 1000 / len(sets))
-
-        check()
-        for _ in range(ROUNDS):
-            for name in graphs:
-                agree(functools.partial(replay, name))
-        check()
-        return found
-
-    def finish(self):
-        torch.cuda.synchronize()
 
 
 # Candidates
@@ -312,7 +256,7 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
     def after_crashes() -> Record:
         if is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kernel_timing.take_marker(running, record, lambda: keep([]))
+            watchdog.take_marker(running, record, lambda: keep([]))
         return record
 
     record = agree(after_crashes)[0]
@@ -326,7 +270,7 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
         if agree(lambda: time.monotonic() > end)[0]:
             break
         what = f"{name}\n{key} at {tokens} tokens"
-        with kernel_timing.marker(running, what) if is_first else contextlib.nullcontext():
+        with watchdog.marker(running, what) if is_first else contextlib.nullcontext():
             try:
                 record.shapes.setdefault(key, {})[tokens] = measure(both, tokens, clock, agree)
                 done.append(key)
@@ -354,6 +298,8 @@ def lacks(config, group, clock: Clock | None) -> str:
         return "the seam all_reduce is off"
     if reduced.NAME in disabled():
         return "VLLM_ROCM_OPS_DISABLE"
+    if op_module.off.keys() >= {*launches.NAMES}:
+        return f"off on this GPU: {op_module.off[reduced.NAME]}"
     if clock is None:
         return "kernels are not timed here"
     if group.world_size not in launches.RANKS:

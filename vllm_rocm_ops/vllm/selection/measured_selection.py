@@ -16,7 +16,8 @@ from vllm_rocm_ops.vllm.experts import expert_support, routing_gate
 from vllm_rocm_ops.vllm.fusion import row_selection
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import native_kernel
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, measured_all_reduce
+from vllm_rocm_ops.vllm.selection import group_clock as group_clocks
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, kernel_trial, measured_all_reduce
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -38,7 +39,8 @@ def probe() -> None:
 def install() -> None:
     """Wrap a worker's start.
 
-    Norms and activations are selected when the model is loaded. Layers are noted from the device's start to the
+    On a new machine the kernels are tried before the worker opens its GPU. Norms and activations are selected when the
+    model is loaded. Layers are noted from the device's start to the
     warm-up, and timed then. With VLLM_ROCM_OPS_MEASURE=0 nothing is noted or timed.
     """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -57,7 +59,10 @@ def install() -> None:
     @functools.wraps(begin)
     def init_device(self, *arguments, **keywords):
         kernel_selection.start()
-        return begin(self, *arguments, **keywords)
+        kernel_trial.before_device(self.worker)
+        result = begin(self, *arguments, **keywords)
+        kernel_trial.after_device()
+        return result
 
     def compile_or_warm_up_model(self):
         """Run the worker's method, and time kernels after vLLM's kernel warm-up, before graphs are captured.
@@ -201,9 +206,9 @@ def clock() -> kernel_timing.Clock | None:
     return kernel_timing.GraphClock() if measures else None
 
 
-def group_clock() -> measured_all_reduce.Clock | None:
+def group_clock() -> group_clocks.Clock | None:
     """Return the clock for calls that ranks make together, None where `clock` is or without a GPU."""
-    return measured_all_reduce.GraphClock() if clock() is not None and torch.cuda.is_available() else None
+    return group_clocks.GraphClock() if clock() is not None and torch.cuda.is_available() else None
 
 
 def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selection.Decided]:

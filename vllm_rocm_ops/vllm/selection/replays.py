@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import stats
+from vllm_rocm_ops.vllm.selection import watchdog
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -56,12 +57,14 @@ class Replays:
             self._written = [
                 (value, before) for value, before in pairs if isinstance(value, Tensor) and before is not value
             ]
-            self._eager = {name: self._left(call) for name, call in self._calls.items()}
-            self._repeats = same_bits(self._eager["native"], self._left(self._calls["native"]))
+            self._eager = {name: self._left(name) for name in self._calls}
+            self._repeats = same_bits(self._eager["native"], self._left("native"))
         found = []
         for name, graph in graphs.items():
             self._restore()
-            graph.replay()
+            with watchdog.of(name):
+                graph.replay()
+                finish()
             eager, replayed = self._eager[name], self._tensors(graph.outputs)
             if same_bits(eager, replayed):
                 continue
@@ -74,12 +77,21 @@ class Replays:
         for value, before in self._written:
             value.copy_(before)
 
-    def _left(self, call: Callable) -> list[Tensor]:
+    def _left(self, name: str) -> list[Tensor]:
         self._restore()
-        return [one.clone() for one in self._tensors(clocks.run_all(call, self._sets))]
+        with watchdog.of(name):
+            outputs = clocks.run_all(self._calls[name], self._sets)
+            finish()
+        return [one.clone() for one in self._tensors(outputs)]
 
     def _tensors(self, outputs: tuple) -> list[Tensor]:
         return [*flattened(outputs), *(value for value, _ in self._written)]
+
+
+def finish() -> None:
+    """Wait for all launches."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def flattened(found: object) -> list[Tensor]:

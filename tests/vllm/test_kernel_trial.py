@@ -1,0 +1,260 @@
+"""Test the trial of kernels in a child process at a machine's first start."""
+
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+import types
+
+import pytest
+import torch
+from marks import full
+
+import vllm_rocm_ops
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.core import tables
+from vllm_rocm_ops.tools import check_worker, first_start, smoke
+from vllm_rocm_ops.vllm.selection import kernel_selection as selection
+from vllm_rocm_ops.vllm.selection import kernel_trial, measured_all_reduce
+
+FORKS = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """Start with no record, on a machine with a GPU."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
+    monkeypatch.setattr(kernel_trial, "applies", lambda: True)
+    monkeypatch.setattr(kernel_trial, "device_of", lambda worker: {})
+    selection.invalidate()
+    yield
+    selection.invalidate()
+
+
+def write(machine: dict[str, str], **off: str) -> None:
+    path = selection.path_of(machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    selection.write(path, selection.Record(machine, off))
+
+
+def part(how: str = ""):
+    """Return a stage of a case, which dies, hangs, raises, or gives a wrong result."""
+
+    def stage(arch, name="first"):
+        yield {"case": f"{name}/m1", "begun": True}
+        if how == "dies":
+            os.abort()
+        if how == "hangs":
+            time.sleep(60)
+        if how:
+            raise {"memory": torch.OutOfMemoryError, "raises": ValueError}[how]("no")
+        yield {"case": f"{name}/m1", "wrong": None}
+
+    return stage
+
+
+def is_wrong(arch, *_):
+    yield {"case": "first/m1", "wrong": "element 3 is 1, not 2"}
+
+
+def tried(monkeypatch, **stages) -> tuple[dict, selection.Record]:
+    """Return the outcome and the record of a trial in which some stages are replaced."""
+    monkeypatch.setattr(smoke, "STAGES", dict.fromkeys(smoke.STAGES, part()) | stages)
+    monkeypatch.setattr(first_start, "SECONDS", 2.0)
+    monkeypatch.setattr(first_start, "names", lambda: ["rms_norm", "scaled_mm", "silu_and_mul"])
+    worker = check_worker.Worker(FORKS)
+    try:
+        return first_start.run(worker, time.monotonic() + 60), selection.record_here()
+    finally:
+        worker.close(kill=True)
+
+
+WAYS = {
+    "dies": "smoke stage ops: died: exit code -6, in scaled_mm/m1",
+    "hangs": "smoke stage ops: hung: killed after 2 s, in scaled_mm/m1",
+    "raises": "smoke stage ops: error: ValueError: no, in scaled_mm/m1",
+    "memory": "",
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_an_op_that_fails_is_off_and_the_others_are_tried(monkeypatch, how):
+    bad, good = part(how), part()
+    outcome, record = tried(monkeypatch, ops=lambda arch, name: (bad if name == "scaled_mm" else good)(arch, name))
+    assert record.off == outcome["off"] == ({"scaled_mm": WAYS[how]} if WAYS[how] else {})
+    assert outcome["ran"] == len(smoke.STAGES) - 1 + 3 and len(outcome["failed"]) == 1
+    assert selection.path_of(selection.machine()).exists()
+
+
+@pytest.mark.parametrize("stage", ["load", "launch", "replay"])
+def test_a_fault_before_the_first_op_turns_all_off(monkeypatch, stage):
+    outcome, record = tried(monkeypatch, **{stage: part("dies")})
+    assert record.off.keys() == {"rms_norm", "scaled_mm", "silu_and_mul", *launches.NAMES}
+    assert {*record.off.values()} == {f"smoke stage {stage}: died: exit code -6, in first/m1"}
+    assert outcome["ran"] == list(smoke.STAGES).index(stage) + 1
+    kernel_trial.after_device()
+    explained = ops.silu_and_mul.explain(torch.randn(2, 32).bfloat16(), arch="gfx942")
+    assert explained.source == f"fallback: off on this GPU: {record.off['silu_and_mul']}"
+    group = types.SimpleNamespace(world_size=2)
+    monkeypatch.setattr(measured_all_reduce.seam, "active", lambda: {"all_reduce"})
+    assert measured_all_reduce.lacks(None, group, object()).startswith("off on this GPU: smoke stage")
+
+
+@pytest.mark.parametrize(("stage", "fault", "ran"), [("load", part("raises"), 8), ("replay", is_wrong, 8)])
+def test_what_is_no_fault_of_kernels_turns_none_off(monkeypatch, stage, fault, ran):
+    outcome, record = tried(monkeypatch, **{stage: fault})
+    assert (record.off, outcome["ran"]) == ({}, ran)
+    assert len(outcome["failed"]) == 1 and outcome["failed"][0].startswith(f"smoke stage {stage}: ")
+
+
+def test_no_stage_starts_without_its_whole_time(monkeypatch):
+    """A stage that is cut short would be taken for one that hangs."""
+    monkeypatch.setattr(first_start, "SECONDS", 100.0)
+    outcome = first_start.run(types.SimpleNamespace(run=None), time.monotonic() + 101)
+    assert (outcome["ran"], outcome["off"]) == (0, {}) and "left out" in outcome["failed"][0]
+
+
+def test_a_trial_ends_before_the_worker_goes_on(monkeypatch, tmp_path, caplog):
+    """The child is waited for, and its time is of this start. A record of this software makes another needless."""
+    mark = tmp_path / "mark"
+    code = f"import time; time.sleep(0.5); open({str(mark)!r}, 'w').close(); "
+    outcome = {"ran": 3, "failed": ["smoke stage ops: died"], "off": {}}
+    monkeypatch.setattr(kernel_trial, "CODE", code + f"print({json.dumps(json.dumps(outcome))})")
+    selection.start()
+    kernel_trial.before_device(None)
+    assert mark.exists() and selection.spent() == 0  # it takes no time from the comparisons
+    assert "first start with this software: 3 smoke stages ran before it, in " in caplog.text
+    assert "smoke stage ops: died" in caplog.text
+    mark.unlink()
+    write(selection.machine() | {"disabled": "rms_norm"})
+    write(selection.machine() | {"code": "1"})
+    kernel_trial.before_device(None)
+    assert mark.exists()
+    mark.unlink()
+    write(selection.machine() | {"driver": "another"})
+    kernel_trial.before_device(None)
+    assert not mark.exists()
+
+
+def test_a_child_that_does_not_end_is_ended(monkeypatch, tmp_path, caplog):
+    """With the processes that it has started."""
+    monkeypatch.setattr(kernel_trial, "SECONDS", 1.0)
+    code = f"import os, subprocess, sys; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'p')!r}, 'w')"
+    monkeypatch.setattr(kernel_trial, "CODE", f"{code}.write(str(p.pid)); sys.stdout.flush(); p.wait()")
+    begin = time.monotonic()
+    kernel_trial.before_device(None)
+    assert time.monotonic() - begin < 10 and "no answer within 1 s" in caplog.text
+    time.sleep(0.1)
+    state = pathlib.Path("/proc", (tmp_path / "p").read_text(), "stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    monkeypatch.setattr(kernel_trial, "CODE", "raise SystemExit('ImportError: no module')")
+    kernel_trial.before_device(None)
+    assert "ImportError: no module" in caplog.text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no safe path")
+def test_the_child_imports_nothing_of_the_current_folder(monkeypatch, tmp_path, caplog):
+    (tmp_path / "vllm_rocm_ops").mkdir()
+    (tmp_path / "vllm_rocm_ops" / "__init__.py").write_text("raise SystemExit('another package')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kernel_trial, "CODE", "import vllm_rocm_ops; raise SystemExit(vllm_rocm_ops.__file__)")
+    kernel_trial.before_device(None)
+    assert vllm_rocm_ops.__file__ in caplog.text
+
+
+def test_other_workers_wait(monkeypatch, tmp_path):
+    """They do not try the kernels themselves."""
+    monkeypatch.setattr(kernel_trial, "CODE", f"open({str(tmp_path / 'mark')!r}, 'w')")
+    lock = tmp_path / "trial.lock"
+
+    def hold():
+        with tables.locked(lock, 1.0):
+            (tmp_path / "held").touch()
+            time.sleep(1.0)
+
+    holder = FORKS.Process(target=hold)
+    holder.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    begin = time.monotonic()
+    kernel_trial.before_device(None)
+    assert time.monotonic() - begin > 0.5 and not (tmp_path / "mark").exists()
+    holder.join()
+
+
+def test_the_child_sees_the_gpu_of_the_rank(monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.undo()
+    name, config = current_platform.device_control_env_var, types.SimpleNamespace(assigned_physical_gpu_ids=None)
+    worker = types.SimpleNamespace(local_rank=1, parallel_config=config)
+    monkeypatch.setenv(name, "4,6")
+    assert kernel_trial.device_of(worker) == {name: "6", "HIP_VISIBLE_DEVICES": "6"}
+    config.assigned_physical_gpu_ids = [4, 7]
+    assert kernel_trial.device_of(worker)[name] == "7"
+
+
+def test_a_worker_starts_though_nothing_can_be_tried(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(kernel_trial, "device_of", lambda worker: 1 / 0)
+    kernel_trial.before_device(None)
+    assert "are not tried before they are used: ZeroDivisionError" in caplog.text
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "a file"))
+    kernel_trial.before_device(None)
+    assert "are not tried before they are used: NotADirectoryError" in caplog.text or "FileExistsError" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["aborts", pytest.param("sleeps", marks=full)])
+def test_inside_vllm(engines, expected, tmp_path, how):
+    """An op that faults or hangs in the child is off in the same start and the next, which answer as the plain model."""
+    flavour = ("llama", "token")
+    job = engines.job(flavour, max_tokens=4)
+    before = "import measured_on_cpu, trial_on_cpu; measured_on_cpu.install(); trial_on_cpu.install"
+    before += f"('scaled_mm', {how!r})"
+    answers = engines.run({"first": job, "next": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
+    for name in ("first", "next"):
+        answer = answers[name]
+        assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
+        assert answer["stats"]["vllm"] == {"its kernel": 8 * 4} and "scaled_mm" not in answer["stats"]
+    [path] = tmp_path.glob("*/measured-*.json")
+    record = selection.read(path)
+    why = record.off.pop("scaled_mm")
+    assert why.startswith(
+        f"smoke stage ops: {'died: exit code -6' if how == 'aborts' else 'hung: killed after 3 s'}, in"
+    )
+    assert not record.off
+    assert answers["output"].count("first start with this software: 8 smoke stages ran before it") == 1
+    assert answers["output"].count("scaled_mm is off on this GPU") >= 2
+
+
+HANGS = """
+import time
+import measured_on_cpu
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm.selection import watchdog
+
+measured_on_cpu.install()
+ops.scaled_mm.run_kernels = lambda *_: time.sleep(600)
+watchdog.WARN_SECONDS, watchdog.END_SECONDS = 1.0, 3.0
+"""
+
+
+@pytest.mark.slow
+@full
+def test_a_launch_that_hangs_while_it_is_timed(engines, expected, tmp_path):
+    """The start ends and says so; the next one comes up with the op off."""
+    flavour = ("llama", "token")
+    job = engines.job(flavour, max_tokens=4)
+    with pytest.raises(AssertionError, match="a launch hangs, so this process ends, .*: scaled_mm, scaled_mm"):
+        engines.run({"it": job}, before=HANGS, VLLM_ROCM_OPS_TABLES=str(tmp_path))
+    before = "import measured_on_cpu; measured_on_cpu.install()"
+    answers = engines.run({"it": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
+    answer = answers["it"]
+    assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
+    assert "scaled_mm" not in answer["stats"]
+    [path] = tmp_path.glob("*/measured-*.json")
+    assert selection.read(path).off["scaled_mm"].startswith("its launch hung for 3 s, at scaled_mm ")

@@ -1,0 +1,90 @@
+"""Try the kernels on a machine without a record, as a child process of a vLLM worker (vllm/selection/kernel_trial.py).
+
+It runs the stages of smoke.py like the parts of `check`, with one op after another at the end. This process
+never touches the GPU: each fault or hang costs the process that runs the stages, and is recorded at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+
+from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.core import tables
+from vllm_rocm_ops.tools import check, check_worker, smoke
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+SECONDS = 8.0  # time limit per stage; none starts that could not have it
+GRACE_SECONDS = 2.0  # for a process that was killed to exit
+OUT_OF_MEMORY = "OutOfMemoryError"  # another process may hold the memory
+
+
+def names() -> list[str]:
+    """Return the ops to try."""
+    return [op.name for op in op_module.registered()]
+
+
+def stages() -> Iterator[tuple[str, ...]]:
+    """Return the stages, each a name followed by its arguments."""
+    yield from ((stage,) for stage in smoke.STAGES if stage != "ops")
+    yield from (("ops", name) for name in names())
+
+
+def blamed(stage: tuple[str, ...], ended: str) -> list[str]:
+    """Return the ops to turn off after a failed stage.
+
+    A fault or hang before the first op blames all kernels. Other failures there are not the kernels': an op meets a
+    code object that does not load by itself, and replays that differ are the graphs'.
+    """
+    if stage[0] == "ops":
+        return [] if OUT_OF_MEMORY in ended else [stage[1]]
+    return [*names(), *launches.NAMES] if ended.startswith(("died", "hung")) else []
+
+
+def run(worker: check_worker.Worker, end: float) -> dict:
+    """Run the stages until `end`, a time of the monotonic clock, and keep the machine's record.
+
+    Returns:
+        The number of stages that ran, the failures, and the ops that are off.
+    """
+    machine, off, failed, ran, todo = {}, {}, [], 0, [*stages()]
+
+    def keep() -> None:
+        if machine:
+            path = kernel_selection.path_of(machine)
+            with tables.locked(path.with_suffix(".lock"), 1.0):
+                record = kernel_selection.read(path, machine)
+                record.off |= off
+                kernel_selection.write(path, record)
+
+    for stage in todo:
+        if end - time.monotonic() < SECONDS + GRACE_SECONDS:
+            failed.append(f"{len(todo) - ran} of {len(todo)} stages were left out, for lack of time")
+            break
+        part = worker.run("smoke", stage, None, SECONDS)
+        ran += 1
+        machine = next((piece["machine"] for piece in part["found"] if "machine" in piece), machine)
+        wrong = check.wrong_of(part)
+        if not wrong:
+            continue
+        worker.close(kill=True)  # a kernel that writes wrong results may also have written elsewhere
+        why = f"smoke stage {stage[0]}: {wrong[0]}"
+        failed.append(why)
+        off |= dict.fromkeys(blamed(stage, part["ended"]), why)
+        keep()
+        if stage[0] == "driver" or launches.SUM in off:
+            break
+    keep()
+    return {"ran": ran, "failed": failed, "off": off}
+
+
+def main() -> None:
+    """Run the stages until the time that is the first argument, and print the outcome as JSON."""
+    check_worker.GRACE_SECONDS = GRACE_SECONDS
+    with contextlib.closing(check_worker.Worker(multiprocessing.get_context("fork"))) as worker:
+        print(json.dumps(run(worker, float(sys.argv[1]))), flush=True)
