@@ -46,8 +46,9 @@ ROCM = "/opt/rocm"
 # Both ROCm 6 and ROCm 7 load version 5. An object without xnack or sramecc settings runs with any.
 CODE_OBJECT_VERSION = "-mcode-object-version=5"
 # Preloads a kernel's first arguments, except structures, into SGPRs: two hold the arguments' address, 14 are left. Such a kernel
-# begins with 256 bytes that load them; firmware that has preloaded them skips these.
-PRELOAD_ARGUMENTS = ("-mllvm", "-amdgpu-kernarg-preload-count=16")
+# begins with 256 bytes that load them; firmware that has preloaded them skips these. Not on gfx950, whose firmware starts single
+# waves with stale values after a storm of page faults, until a reboot (ROCm/rocm-systems#10145, #10146).
+PRELOAD_ARGUMENTS = {"gfx942": ("-mllvm", "-amdgpu-kernarg-preload-count=16")}
 # LLVM IR with debug information; the compile step has already printed the warnings.
 DESCRIBE = ("-S", "-emit-llvm", "-w", "-Xclang", "-debug-info-kind=standalone", "-Xclang", "-disable-llvm-passes")
 PROBE = """
@@ -103,7 +104,7 @@ def flags(arch: str, debug: bool) -> Flags:
             f"-mcpu={arch}",
             "-nogpulib",
             CODE_OBJECT_VERSION,
-            *PRELOAD_ARGUMENTS,
+            *PRELOAD_ARGUMENTS.get(arch, ()),
             "-c",
         ),
         link=("-shared",),
