@@ -188,7 +188,7 @@ def test_predict_knows_gpus_with_a_timing_model_only(asked, product, capsys):
     assert cli.main(["predict", *asked, "--arch", product]) == 2
     assert capsys.readouterr() == (
         "",
-        f"arch must be a product with a timing model (MI300X, MI308X, MI325X, MI355X), got {product}\n",
+        f"arch must be a product with a timing model (MI300X, MI308X, MI325X, MI350X, MI355X), got {product}\n",
     )
 
 

@@ -60,7 +60,7 @@ def gpu(monkeypatch) -> Driver:
 
     found = Driver()
     monkeypatch.setattr(smoke.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(smoke.torch.cuda, "get_device_name", lambda index=0: "MI300X")
+    monkeypatch.setattr(smoke.archs, "product_of", lambda index: "MI300X")
     monkeypatch.setattr(smoke.archs, "of_device", lambda index: ARCH)
     monkeypatch.setattr(smoke.launch, "runtime", lambda: (found, ""))
     monkeypatch.setattr(smoke.clock, "capture", Graph)

@@ -64,7 +64,10 @@ def find_gpus() -> list[dict]:
         properties = torch.cuda.get_device_properties(index)
         arch = archs.of_device(index)
         units = properties.multi_processor_count
-        gpus.append({"name": properties.name, "arch": arch.name if arch else None, "compute_units": units})
+        product = archs.product_of(index)
+        gpus.append(
+            {"product": product, "name": properties.name, "arch": arch.name if arch else None, "compute_units": units}
+        )
     return gpus
 
 
@@ -185,7 +188,10 @@ def text(found: dict) -> str:
     section("torch", f"{pytorch['version']}, {build}")
     versions = ", ".join(f"{name} {version}" for name, version in driver["versions"].items())
     section("driver", f"{driver['backend']}: {versions}" if driver["backend"] else f"none: {driver['status']}")
-    gpus = [f"{i}: {gpu['name']}, {gpu['arch'] or 'unsupported'}" for i, gpu in enumerate(found["gpus"])]
+    gpus = []
+    for i, gpu in enumerate(found["gpus"]):
+        name = gpu["name"] if gpu["product"] in gpu["name"] else f"{gpu['product']} (named {gpu['name'] or 'nothing'})"
+        gpus.append(f"{i}: {name}, {gpu['arch'] or 'unsupported'}")
     section("GPUs", *(gpus or ["none: ops run their PyTorch reference"]))
     built = []
     for arch, modules in found["code_objects"].items():

@@ -38,13 +38,13 @@ def here(arch: str | None) -> archs.Arch:
     """Return the emulated architecture, or the first GPU's. Raises RuntimeError if no kernels exist for it."""
     found = archs.named(arch) if arch else archs.of_device(0)
     if found is None:
-        raise RuntimeError(f"no kernels for {torch.cuda.get_device_name()}")
+        raise RuntimeError(f"no kernels for {archs.product_of(0)}")
     return found
 
 
 def driver(arch: str | None) -> Iterator[dict]:
     """Load the driver and list the GPUs, without a launch."""
-    yield {"gpus": [{"name": torch.cuda.get_device_name(index)} for index in range(torch.cuda.device_count())]}
+    yield {"gpus": [{"name": archs.product_of(index)} for index in range(torch.cuda.device_count())]}
     runtime, why = launch.runtime()
     if runtime is None:
         raise RuntimeError(why)
