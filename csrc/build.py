@@ -6,10 +6,12 @@ builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` cal
 not listed: each is a file in csrc/ops or core/archs. Kernels use only clang builtins and csrc's headers, so any clang with the
 target compiles them, without ROCm, CUDA or a GPU. For each architecture, the first compiler that compiles a kernel is used:
 
-    $VLLM_ROCM_OPS_CLANG      a command; must compile for AMD, and is used for NVIDIA if it can
+    $VLLM_ROCM_OPS_CLANG      a command, the only one then; must compile for AMD, and is used for NVIDIA if it can
+    ziglang                   from PyPI: the one with which code objects are tested, a build requirement, so always available
     ROCm's clang              under $ROCM_PATH, /opt/rocm
     a system clang            clang, then the newest clang-<version> in $PATH
-    ziglang                   from PyPI, a build requirement, so always available
+
+A file that it cannot compile goes to the next one, and a line on stderr says so; an explicit one has no next.
 
 The stamp holds sources, flags, compiler, the object's hash, and the names, offsets and types of each kernel's arguments, which
 a separate pass reads from debug information. A fresh object is not rebuilt: it has the same sources and flags, whichever
@@ -127,7 +129,8 @@ class Compiler:
         return f"{self.name}: {self.version}"
 
     @staticmethod
-    def from_command(command: Sequence[str]) -> Compiler:
+    @functools.cache
+    def from_command(command: tuple[str, ...]) -> Compiler:
         """Return `command`'s clang, with its ld.lld or else ziglang's. OSError if it does not start."""
 
         def ask(flag: str) -> str:
@@ -138,7 +141,7 @@ class Compiler:
 
         linker = ask("-print-prog-name=ld.lld")
         linker_command = (linker,) if os.path.isabs(linker) else (*zig(), "ld.lld")
-        return Compiler(Path(command[0]).name, tuple(command), linker_command, ask("--version"))
+        return Compiler(Path(command[0]).name, command, linker_command, ask("--version"))
 
 
 def zig() -> tuple[str, ...]:
@@ -149,7 +152,7 @@ def zig() -> tuple[str, ...]:
 
 def explicit_compiler() -> Compiler | None:
     """Return $VLLM_ROCM_OPS_CLANG's compiler."""
-    command = shlex.split(os.environ.get("VLLM_ROCM_OPS_CLANG", ""))
+    command = tuple(shlex.split(os.environ.get("VLLM_ROCM_OPS_CLANG", "")))
     try:
         return Compiler.from_command(command) if command else None
     except OSError as error:
@@ -169,16 +172,16 @@ def clang_paths() -> Iterator[str]:
 
 
 def candidates() -> Iterator[Compiler]:
-    """Yield the compilers to try after the explicit one."""
+    """Yield the compilers to try without an explicit one."""
+    if zig():
+        clang = Compiler.from_command((*zig(), "clang"))
+        yield Compiler(f"ziglang {importlib.metadata.version('ziglang')}", clang.clang, clang.linker, clang.version)
     for path in dict.fromkeys(clang_paths()):
         if os.access(path, os.X_OK):
             try:
                 yield Compiler.from_command((path,))
             except OSError:
                 continue  # a wrapper whose compiler is gone
-    if zig():
-        clang = Compiler.from_command((*zig(), "clang"))
-        yield Compiler(f"ziglang {importlib.metadata.version('ziglang')}", clang.clang, clang.linker, clang.version)
 
 
 @functools.cache
@@ -194,19 +197,30 @@ def probe(compiler: Compiler, arch: str) -> str:
     return ""
 
 
-@functools.cache
+def compilers(arch: str) -> Iterator[Compiler]:
+    """Yield the compilers that compile a kernel for `arch`, best first: at least one, and only an explicit one if it does."""
+    failures, works = [], False
+    if explicit := explicit_compiler():
+        if not (message := probe(explicit, arch)):
+            yield explicit
+            return
+        if is_amd(arch):
+            raise BuildError(f"VLLM_ROCM_OPS_CLANG must compile for {arch}, got {explicit}\n{message}")
+        failures.append(f"{explicit}\n{message}")
+    for compiler in candidates():
+        if message := probe(compiler, arch):
+            failures.append(f"{compiler}\n{message}")
+        else:
+            works = True
+            yield compiler
+    if not works:
+        tried = "\n".join(failures) or "there is none"
+        raise BuildError(f"{arch}: no clang that compiles for it (`pip install ziglang` brings one). Tried:\n{tried}")
+
+
 def find_compiler(arch: str) -> Compiler:
-    """Return the first compiler that compiles a kernel for `arch`."""
-    explicit = explicit_compiler()
-    if explicit and is_amd(arch) and (message := probe(explicit, arch)):
-        raise BuildError(f"VLLM_ROCM_OPS_CLANG must compile for {arch}, got {explicit}\n{message}")
-    failures = []
-    for compiler in filter(None, (explicit, *candidates())):
-        if not (message := probe(compiler, arch)):
-            return compiler
-        failures.append(f"{compiler}\n{message}")
-    tried = "\n".join(failures) or "there is none"
-    raise BuildError(f"{arch}: no clang that compiles for it (`pip install ziglang` brings one). Tried:\n{tried}")
+    """Return the first of `compilers`."""
+    return next(compilers(arch))
 
 
 # Compiling
@@ -242,16 +256,28 @@ def run_steps(
 def compile_source(
     source_path: Path | str, arch: str, output_path: Path | str, defines: Iterable[str] = (), debug: bool = False
 ) -> Compiler:
-    """Compile a HIP source, or AMD assembler text (.s), to `output_path`, which a BuildError leaves untouched."""
+    """Compile a HIP source, or AMD assembler text (.s), to `output_path`, which a BuildError leaves untouched.
+
+    Returns the compiler. If all fail, the error is that of the first.
+    """
     source, output = Path(source_path), Path(output_path).absolute()
     source = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source.absolute()
-    compiler = find_compiler(arch)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".") as folder:
-        unfinished = Path(folder, output.name)
-        run_steps(compiler, source, arch, unfinished, defines, debug)
-        unfinished.replace(output)
-    return compiler
+    failures: dict[Compiler, BuildError] = {}
+    for compiler in compilers(arch):
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".") as folder:
+            unfinished = Path(folder, output.name)
+            try:
+                run_steps(compiler, source, arch, unfinished, defines, debug)
+            except BuildError as error:
+                failures[compiler] = error
+                continue
+            for failed, error in failures.items():
+                print(f"{error}\nwith {failed}; {compiler} compiles it", file=sys.stderr, flush=True)
+            unfinished.replace(output)
+            return compiler
+    first, *others = failures
+    raise BuildError("\n".join([str(failures[first]), *(f"nor with {other}" for other in others)]))
 
 
 # Kernel arguments

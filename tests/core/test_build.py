@@ -258,7 +258,7 @@ def test_objects_built_elsewhere_are_used_as_they_are(build, tmp_path, monkeypat
         path.write_bytes(b"made elsewhere")
         stamp = json.loads(path.with_suffix(".json").read_text()) | build.hash_of(path)
         path.with_suffix(".json").write_text(json.dumps(stamp | {"compiler": "another: clang version 23.0.0"}))
-    monkeypatch.setattr(build, "find_compiler", lambda arch: pytest.fail(f"compiled for {arch}"))
+    monkeypatch.setattr(build, "compilers", lambda arch: pytest.fail(f"compiled for {arch}"))
     copies = build.build(output=tmp_path / "wheel")
     assert [path.read_bytes() for path in (*build.build(), *copies)] == [b"made elsewhere"] * 6
     assert "another: clang" in copies[0].with_suffix(".json").read_text()
@@ -268,7 +268,6 @@ def test_a_compiler_asked_for_by_name_compiles_again(build, tmp_path, monkeypatc
     build.build()
     clang = wrapper(tmp_path / "my-clang", "clang version 99", build)
     monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(clang))
-    build.find_compiler.cache_clear()
     paths = build.build()
     assert {json.loads(path.with_suffix(".json").read_text())["compiler"] for path in paths} == {
         "my-clang: clang version 99"
@@ -320,7 +319,7 @@ def test_objects_of_ops_that_are_gone_go_too(build):
 def test_the_compilers_are_tried_in_order(build, tmp_path, monkeypatch):
     """Each compiler is used only for archs that it can compile for.
 
-    An explicit one comes first, then ROCm's, the system's newest and ziglang.
+    An explicit one is the only one. Without it ziglang comes first, then ROCm's and the system's newest.
     """
     no_nvidia = 'case "$*" in *"-x cuda"*) echo no nvptx >&2; exit 1;; esac'
     too_old = 'set -- "$@" -Wno-builtin-macro-redefined -U__clang_major__ -D__clang_major__=17'
@@ -328,22 +327,61 @@ def test_the_compilers_are_tried_in_order(build, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/absent:{tmp_path}/tree/csrc/build.py::{folder}")  # some are not folders
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
 
-    def chosen() -> list[str]:
-        for cached in (build.find_compiler, build.probe):
-            cached.cache_clear()
-        return [build.find_compiler(arch).version for arch in build.ARCHS]
+    def found() -> list[list[str]]:
+        return [[compiler.version for compiler in build.compilers(arch)] for arch in build.ARCHS]
 
     zig = build.Compiler.from_command((*build.zig(), "clang")).version
-    assert chosen() == [zig] * 3
+    assert found() == [[zig]] * 3
     wrapper(folder / "clang", "old", build, too_old)
-    assert chosen() == [zig] * 3
+    assert found() == [[zig]] * 3
     for version in (9, 21, 20):
         wrapper(folder / f"clang-{version}", f"clang {version}", build)
-    assert chosen() == ["clang 21"] * 3
+    system = ["clang 21", "clang 20", "clang 9"]
+    assert found() == [[zig, *system]] * 3
     wrapper(tmp_path / "rocm/lib/llvm/bin/clang", "ROCm", build, no_nvidia)
-    assert chosen() == ["ROCm", "ROCm", "clang 21"]
+    assert found() == [[zig, "ROCm", *system], [zig, "ROCm", *system], [zig, *system]]
     monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(wrapper(tmp_path / "mine", "mine", build, no_nvidia)))
-    assert chosen() == ["mine", "mine", "clang 21"]
+    assert found() == [["mine"], ["mine"], [zig, *system]]
+    monkeypatch.delenv("VLLM_ROCM_OPS_CLANG")
+    monkeypatch.setattr(build, "zig", tuple)
+    assert found()[0] == ["ROCm", *system]
+
+
+def test_rocms_clang_builds_only_by_name(build, tmp_path, monkeypatch):
+    """The code objects of an install are the tested ones also where ROCm's clang is there, as in vLLM's image."""
+    rocm = wrapper(tmp_path / "rocm/llvm/bin/clang", "clang version 22.0.0git", build)
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
+    monkeypatch.setenv("PATH", str(rocm.parent))
+    (path,) = build.build(archs=["gfx942"])
+    assert json.loads(path.with_suffix(".json").read_text())["compiler"].startswith("ziglang ")
+    monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(rocm))
+    build.build(archs=["gfx942"])
+    assert json.loads(path.with_suffix(".json").read_text())["compiler"] == "clang: clang version 22.0.0git"
+
+
+def test_a_file_that_one_compiler_refuses_goes_to_the_next(build, tmp_path, monkeypatch, capfd):
+    """An explicit compiler has no next, and a file that none compiles has the first one's error."""
+    refuses = wrapper(
+        tmp_path / "first", "first", build, 'case "$*" in *ops/add*) echo "first is broken" >&2; exit 1;; esac'
+    )
+    second = wrapper(tmp_path / "second", "second", build)
+    paths = [build.Compiler.from_command((str(path),)) for path in (refuses, second)]
+    monkeypatch.setattr(build, "candidates", lambda: iter(paths))
+    (build.CSRC / "ops/good.hip").write_text(KERNEL)
+    add, good = build.build(archs=["gfx942"])
+    stamps = [json.loads(path.with_suffix(".json").read_text())["compiler"] for path in (add, good)]
+    assert stamps == ["second: second", "first: first"]
+    said = capfd.readouterr().err
+    assert "ops/add.hip does not compile for gfx942" in said and "first is broken" in said
+    assert "with first: first; second: second compiles it" in said
+    (build.CSRC / "ops/add.hip").write_text("nonsense")
+    with pytest.raises(build.BuildError, match="(?s)first is broken.*\nnor with second: second"):
+        build.build(archs=["gfx942"])
+    (build.CSRC / "ops/add.hip").write_text(KERNEL)
+    monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(refuses))
+    with pytest.raises(build.BuildError, match="first is broken") as error:
+        build.build(["add"], archs=["gfx942"], force=True)
+    assert "second" not in str(error.value)
 
 
 def test_a_compiler_asked_for_by_name_must_work(build, tmp_path, monkeypatch):
