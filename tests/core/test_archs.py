@@ -52,7 +52,8 @@ def test_a_new_arch_is_one_file(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "code", "docs")
     shutil.copytree(ROOT / "vllm_rocm_ops", tmp_path / "vllm_rocm_ops", ignore=ignored)
     (tmp_path / "csrc").mkdir()
-    shutil.copy(ROOT / "csrc/build.py", tmp_path / "csrc")
+    for name in ("build.py", "debug_info.py"):
+        shutil.copy(ROOT / "csrc" / name, tmp_path / "csrc")
     (tmp_path / "vllm_rocm_ops/core/archs/gfx943.py").write_text(GFX943)
 
     def run(program: str, path: Path) -> str:

@@ -17,6 +17,7 @@ from marks import full
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.arch import ARCHS
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = """
@@ -35,7 +36,7 @@ def make_tree(root: Path):
         path = root / "csrc" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    for name in ("csrc/build.py", *(f"vllm_rocm_ops/core/archs/{arch}.py" for arch in ARCHS)):
+    for name in ("csrc/build.py", "csrc/debug_info.py", *(f"vllm_rocm_ops/core/archs/{arch}.py" for arch in ARCHS)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     return load_build(root / "csrc")
@@ -239,6 +240,26 @@ def test_a_damaged_object_is_not_loaded_and_is_built_again(build, monkeypatch):
         launch.built("add", "gfx942")
     build.build(archs=["gfx942"])
     assert path.read_bytes() == whole and launch.built("add", "gfx942") == path
+
+
+def test_code_of_a_release_is_told_from_code_built_here(build, monkeypatch):
+    """It has the hashes that came with the wheel, all of them. A file of hashes alone makes no release."""
+    monkeypatch.setattr(launch, "CODE", build.CODE)
+    assert launch.origin("gfx942") == "none"
+    (build.CSRC / "ops/good.hip").write_text(KERNEL)
+    add, good = build.build(archs=["gfx942"])
+    compiler = json.loads(add.with_suffix(".json").read_text())["compiler"]
+    assert launch.origin("gfx942") == f"built here by {compiler}"
+    hashes = {path.stem: build.hash_of(path)["sha256"] for path in (add, good)}
+    (build.CODE / build.RELEASE).write_text(json.dumps({"version": "0.1.0", "objects": {"gfx942": hashes}}))
+    assert launch.origin("gfx942") == "release 0.1.0"
+    vllm = {"version": "1", "plugin": True, "why_off": "", "seams": []}
+    monkeypatch.setattr(doctor, "find_vllm", lambda: vllm)
+    assert doctor.text(doctor.find()).count("add, good  release 0.1.0\n") == 1
+    build.build(["good"], archs=["gfx942"], debug=True)
+    assert launch.origin("gfx942") == f"built here by {compiler}, debug"
+    build.build(["add"], archs=["gfx950"])
+    assert launch.origin("gfx950") == f"built here by {compiler}"
 
 
 def test_environment_chooses_debug_and_archs(build, monkeypatch):

@@ -74,6 +74,7 @@ def run(stage: str, *arguments) -> list[dict]:
 
 def test_stages_of_a_sound_machine(gpu):
     assert run("driver")[1]["arch"] == str(ARCH)
+    assert run("driver")[1]["code"] == launch.origin("gfx942")
     assert {piece["case"] for piece in run("stamps")} == {path.stem for path in (launch.CODE / "gfx942").glob("*.co")}
     assert [piece["case"] for piece in run("load")] == [piece["case"] for piece in run("stamps")]
     assert len(gpu.loaded) == len(set(gpu.loaded)) == sum(piece["symbols"] for piece in run("stamps"))
