@@ -60,6 +60,8 @@ def arguments(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype
         "is_scale_transposed": True,
         "scale_ub": None,
         "one_plus_weight": False,
+        "addend": None,
+        "addend_factor": 1.0,
     }
     return tuple(values[name] for name in op.Arguments._fields[1:])
 

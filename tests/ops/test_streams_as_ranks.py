@@ -52,6 +52,14 @@ def test_the_scripts_ask_for_a_queue_per_stream_before_they_use_a_gpu(monkeypatc
     assert asked[0]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32" and asked[0]["CUDA_MODULE_LOADING"] == "EAGER"
 
 
+def test_the_benchmark_has_every_argument_of_its_ops():
+    made = script("serving_benchmarks/all_reduce.py")
+    for op in made.OPS.values():
+        given = made.arguments(op, 2, 512, torch.device("cpu"), torch.float8_e4m3fnuz)
+        x = torch.ones(2, 512, dtype=made.DTYPE)
+        assert not op.explain(x, *given, arch="gfx942").is_fallback
+
+
 class Rank:
     """A rank whose kernel waits for the others', or did so in vain."""
 
