@@ -30,10 +30,13 @@ class BuildCodeObjects(build_py):
             self.code_objects = build.build(output=output.absolute())
         except build.BuildError as error:
             raise SystemExit(str(error)) from None  # setuptools would format braces in the text
+        self.release = []
+        if (build.CODE / build.RELEASE).is_file() and not self.editable_mode:
+            self.release.append(shutil.copyfile(build.CODE / build.RELEASE, output / build.RELEASE))
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         stamped = [str(file) for path in self.code_objects for file in (path, path.with_suffix(".json"))]
-        return super().get_outputs(include_bytecode) + stamped
+        return super().get_outputs(include_bytecode) + stamped + [str(path) for path in self.release]
 
 
 class BuildExtension(build_ext):

@@ -6,10 +6,12 @@ builds in place (vllm_rocm_ops/code/<arch>/<stem>.co or .ptx); `pip install` cal
 not listed: each is a file in csrc/ops or core/archs. Kernels use only clang builtins and csrc's headers, so any clang with the
 target compiles them, without ROCm, CUDA or a GPU. For each architecture, the first compiler that compiles a kernel is used:
 
-    $VLLM_ROCM_OPS_CLANG      a command; must compile for AMD, and is used for NVIDIA if it can
+    $VLLM_ROCM_OPS_CLANG      a command, the only one then; must compile for AMD, and is used for NVIDIA if it can
+    ziglang                   from PyPI: the one with which code objects are tested, a build requirement, so always available
     ROCm's clang              under $ROCM_PATH, /opt/rocm
     a system clang            clang, then the newest clang-<version> in $PATH
-    ziglang                   from PyPI, a build requirement, so always available
+
+A file that it cannot compile goes to the next one, and a line on stderr says so; an explicit one has no next.
 
 The stamp holds sources, flags, compiler, the object's hash, and the names, offsets and types of each kernel's arguments, which
 a separate pass reads from debug information. A fresh object is not rebuilt: it has the same sources and flags, whichever
@@ -38,16 +40,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import debug_info
+
 CSRC = Path(__file__).resolve().parent
 CODE = CSRC.parent / "vllm_rocm_ops" / "code"
 ARCHS = tuple(sorted(path.stem for path in CODE.parent.glob("core/archs/[!_]*.py")))
+RELEASE = "release.json"  # in CODE, only where csrc/wheels.py builds: its objects' hashes
 ROCM = "/opt/rocm"
 
 # Both ROCm 6 and ROCm 7 load version 5. An object without xnack or sramecc settings runs with any.
 CODE_OBJECT_VERSION = "-mcode-object-version=5"
 # Preloads a kernel's first arguments, except structures, into SGPRs: two hold the arguments' address, 14 are left. Such a kernel
-# begins with 256 bytes that load them; firmware that has preloaded them skips these.
-PRELOAD_ARGUMENTS = ("-mllvm", "-amdgpu-kernarg-preload-count=16")
+# begins with 256 bytes that load them; firmware that has preloaded them skips these. Not on gfx950, whose firmware starts single
+# waves with stale values after a storm of page faults, until a reboot (ROCm/rocm-systems#10145, #10146).
+PRELOAD_ARGUMENTS = {"gfx942": ("-mllvm", "-amdgpu-kernarg-preload-count=16")}
 # LLVM IR with debug information; the compile step has already printed the warnings.
 DESCRIBE = ("-S", "-emit-llvm", "-w", "-Xclang", "-debug-info-kind=standalone", "-Xclang", "-disable-llvm-passes")
 PROBE = """
@@ -103,7 +109,7 @@ def flags(arch: str, debug: bool) -> Flags:
             f"-mcpu={arch}",
             "-nogpulib",
             CODE_OBJECT_VERSION,
-            *PRELOAD_ARGUMENTS,
+            *PRELOAD_ARGUMENTS.get(arch, ()),
             "-c",
         ),
         link=("-shared",),
@@ -126,7 +132,8 @@ class Compiler:
         return f"{self.name}: {self.version}"
 
     @staticmethod
-    def from_command(command: Sequence[str]) -> Compiler:
+    @functools.cache
+    def from_command(command: tuple[str, ...]) -> Compiler:
         """Return `command`'s clang, with its ld.lld or else ziglang's. OSError if it does not start."""
 
         def ask(flag: str) -> str:
@@ -137,7 +144,7 @@ class Compiler:
 
         linker = ask("-print-prog-name=ld.lld")
         linker_command = (linker,) if os.path.isabs(linker) else (*zig(), "ld.lld")
-        return Compiler(Path(command[0]).name, tuple(command), linker_command, ask("--version"))
+        return Compiler(Path(command[0]).name, command, linker_command, ask("--version"))
 
 
 def zig() -> tuple[str, ...]:
@@ -148,7 +155,7 @@ def zig() -> tuple[str, ...]:
 
 def explicit_compiler() -> Compiler | None:
     """Return $VLLM_ROCM_OPS_CLANG's compiler."""
-    command = shlex.split(os.environ.get("VLLM_ROCM_OPS_CLANG", ""))
+    command = tuple(shlex.split(os.environ.get("VLLM_ROCM_OPS_CLANG", "")))
     try:
         return Compiler.from_command(command) if command else None
     except OSError as error:
@@ -168,16 +175,16 @@ def clang_paths() -> Iterator[str]:
 
 
 def candidates() -> Iterator[Compiler]:
-    """Yield the compilers to try after the explicit one."""
+    """Yield the compilers to try without an explicit one."""
+    if zig():
+        clang = Compiler.from_command((*zig(), "clang"))
+        yield Compiler(f"ziglang {importlib.metadata.version('ziglang')}", clang.clang, clang.linker, clang.version)
     for path in dict.fromkeys(clang_paths()):
         if os.access(path, os.X_OK):
             try:
                 yield Compiler.from_command((path,))
             except OSError:
                 continue  # a wrapper whose compiler is gone
-    if zig():
-        clang = Compiler.from_command((*zig(), "clang"))
-        yield Compiler(f"ziglang {importlib.metadata.version('ziglang')}", clang.clang, clang.linker, clang.version)
 
 
 @functools.cache
@@ -193,19 +200,30 @@ def probe(compiler: Compiler, arch: str) -> str:
     return ""
 
 
-@functools.cache
+def compilers(arch: str) -> Iterator[Compiler]:
+    """Yield the compilers that compile a kernel for `arch`, best first: at least one, and only an explicit one if it does."""
+    failures, works = [], False
+    if explicit := explicit_compiler():
+        if not (message := probe(explicit, arch)):
+            yield explicit
+            return
+        if is_amd(arch):
+            raise BuildError(f"VLLM_ROCM_OPS_CLANG must compile for {arch}, got {explicit}\n{message}")
+        failures.append(f"{explicit}\n{message}")
+    for compiler in candidates():
+        if message := probe(compiler, arch):
+            failures.append(f"{compiler}\n{message}")
+        else:
+            works = True
+            yield compiler
+    if not works:
+        tried = "\n".join(failures) or "there is none"
+        raise BuildError(f"{arch}: no clang that compiles for it (`pip install ziglang` brings one). Tried:\n{tried}")
+
+
 def find_compiler(arch: str) -> Compiler:
-    """Return the first compiler that compiles a kernel for `arch`."""
-    explicit = explicit_compiler()
-    if explicit and is_amd(arch) and (message := probe(explicit, arch)):
-        raise BuildError(f"VLLM_ROCM_OPS_CLANG must compile for {arch}, got {explicit}\n{message}")
-    failures = []
-    for compiler in filter(None, (explicit, *candidates())):
-        if not (message := probe(compiler, arch)):
-            return compiler
-        failures.append(f"{compiler}\n{message}")
-    tried = "\n".join(failures) or "there is none"
-    raise BuildError(f"{arch}: no clang that compiles for it (`pip install ziglang` brings one). Tried:\n{tried}")
+    """Return the first of `compilers`."""
+    return next(compilers(arch))
 
 
 # Compiling
@@ -241,83 +259,38 @@ def run_steps(
 def compile_source(
     source_path: Path | str, arch: str, output_path: Path | str, defines: Iterable[str] = (), debug: bool = False
 ) -> Compiler:
-    """Compile a HIP source, or AMD assembler text (.s), to `output_path`, which a BuildError leaves untouched."""
+    """Compile a HIP source, or AMD assembler text (.s), to `output_path`, which a BuildError leaves untouched.
+
+    Returns the compiler. If all fail, the first one's error is raised.
+    """
     source, output = Path(source_path), Path(output_path).absolute()
     source = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source.absolute()
-    compiler = find_compiler(arch)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".") as folder:
-        unfinished = Path(folder, output.name)
-        run_steps(compiler, source, arch, unfinished, defines, debug)
-        unfinished.replace(output)
-    return compiler
-
-
-# Kernel arguments
-
-
-LETTERS = {"signed": "i", "unsigned": "u", "float": "f"}  # by DWARF encoding
-NAMED = ("typedef", "const_type", "volatile_type", "restrict_type", "enumeration_type")  # that alias another type
-Numbers = list[tuple[str, int, str]]  # (name, offset, type)
-
-
-class DebugInfo:
-    """Kernels in LLVM IR, with parameters and types from its debug information."""
-
-    def __init__(self, ir: str):
-        kernel = r"^define [^@]*\b(?:amdgpu|ptx)_kernel\b[^@]*@(\w+)\(.*!dbg (!\d+)"
-        self.kernels = dict(re.findall(kernel, ir, re.MULTILINE))  # name: debug node
-        self.nodes = dict(re.findall(r"^(!\d+) = (?:distinct )?!(.*)$", ir, re.MULTILINE))
-        variables = [self.fields(node) for node, text in self.nodes.items() if text.startswith("DILocalVariable(")]
-        self.parameters = sorted((v for v in variables if "arg" in v), key=lambda v: int(v["arg"]))
-
-    def fields(self, node: str) -> dict[str, str]:
-        return {name: value.strip('"') for name, value in re.findall(r'(\w+): ("[^"]*"|[^,()]+)', self.nodes[node])}
-
-    def numbers(self, name: str, node: str) -> tuple[int, int, Numbers]:
-        """Return a type's size and alignment in bytes, and its numbers and pointers, recursively for a structure."""
-        found = self.fields(node)
-        kind, size = found.get("tag", "DW_TAG_base_type").removeprefix("DW_TAG_"), int(found.get("size", 0)) // 8
-        if kind in NAMED:
-            return self.numbers(name, found["baseType"])
-        if kind == "pointer_type":
-            return size, size, [(name, 0, "pointer")]
-        if kind == "base_type" and (letter := LETTERS.get(found["encoding"].split("_")[2])):
-            return size, size, [(name, 0, f"{letter}{8 * size}")]
-        if kind != "structure_type":
-            raise BuildError(
-                f"{name} must be a number, a pointer or a structure of such, got {found.get('name', kind)}"
-            )
-        alignment, inside = int(found.get("align", 8)) // 8, []
-        for member in map(self.fields, re.findall(r"!\d+", self.nodes[found["elements"]])):
-            is_static = "DIFlagStaticMember" in member.get("flags", "")
-            if member.get("tag") in ("DW_TAG_member", "DW_TAG_inheritance") and not is_static:
-                its_name = f"{name}.{member['name']}" if "name" in member else name
-                _, least, numbers = self.numbers(its_name, member["baseType"])
-                alignment, start = max(alignment, least), int(member.get("offset", 0)) // 8
-                inside += [(each, start + offset, its_type) for each, offset, its_type in numbers]
-        return size, alignment, inside
-
-    def arguments(self, kernel: str) -> dict:
-        """Return a kernel's argument bytes, and offset and type by name: "parameter" or "parameter.field"."""
-        end, found = 0, {}
-        for parameter in self.parameters:
-            if parameter["scope"] == self.kernels[kernel]:
-                size, alignment, numbers = self.numbers(parameter.get("name", parameter["arg"]), parameter["type"])
-                start = -(-end // alignment) * alignment
-                found |= {name: [start + offset, its_type] for name, offset, its_type in numbers}
-                end = start + size
-        return {"bytes": end, "arguments": found}
+    failures: dict[Compiler, BuildError] = {}
+    for compiler in compilers(arch):
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".") as folder:
+            unfinished = Path(folder, output.name)
+            try:
+                run_steps(compiler, source, arch, unfinished, defines, debug)
+            except BuildError as error:
+                failures[compiler] = error
+                continue
+            for failed, error in failures.items():
+                print(f"{error}\nwith {failed}; {compiler} compiles it", file=sys.stderr, flush=True)
+            unfinished.replace(output)
+            return compiler
+    first, *others = failures
+    raise BuildError("\n".join([str(failures[first]), *(f"nor with {other}" for other in others)]))
 
 
 def describe_kernels(compiler: Compiler, stem: str, arch: str, debug: bool, folder: Path) -> dict[str, dict]:
     """Return the arguments of an op's kernels."""
     step, source, ir = flags(arch, debug), Path("ops", f"{stem}.hip"), folder / f"{stem}.ll"
     run([*compiler.clang, *step.compile, *step.describe, source], ir, source, arch)
-    found = DebugInfo(ir.read_text())
+    found = debug_info.DebugInfo(ir.read_text())
     try:
         return {kernel: found.arguments(kernel) for kernel in sorted(found.kernels)}
-    except BuildError as error:
+    except ValueError as error:
         raise BuildError(f"{source}: {error}") from None
 
 

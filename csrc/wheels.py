@@ -3,14 +3,17 @@
     python csrc/wheels.py [--python 3.10 3.11 3.12 3.13] [--out dist]
 
 A wheel runs on any Linux with its tag's glibc or newer: setup.py links with ziglang's compiler for that glibc, with the C++
-library inside. It holds the AMD code objects; NVIDIA needs a build from source. Code objects are compiled once for all wheels, and
-fresh ones in vllm_rocm_ops/code/ are reused. uv (`pip install uv`) finds each Python, or downloads it with its headers, installs
+library inside. It holds the AMD code objects, and their hashes in code/release.json, by which `check`, `doctor` and vLLM's log tell them
+from others; NVIDIA needs a build from source. Code objects are compiled once for all wheels, and fresh ones in vllm_rocm_ops/code/ are
+reused. release.json is written here alone, into a copy of the sources. uv (`pip install uv`) finds each Python, or downloads it with its headers, installs
 the build requirements and runs twine; --python accepts versions or paths, as uv does.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import build
@@ -28,6 +31,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 GLIBC = (2, 28)
 PLATFORM = "manylinux_{}_{}_x86_64".format(*GLIBC)
 ARCHS = tuple(filter(build.is_amd, build.ARCHS))
+CODE = "vllm_rocm_ops/code"
+RELEASE = f"{CODE}/{build.RELEASE}"
 NOT_SOURCE = (".*", "build", "dist", "shared", "code", "*.egg-info", "*.so", "__pycache__")
 
 
@@ -36,7 +41,12 @@ def make(pythons: Sequence[str], out: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as folder:
         # A copy: files left in build/ by an earlier build would be packaged.
         source = shutil.copytree(ROOT, Path(folder, "source"), ignore=shutil.ignore_patterns(*NOT_SOURCE))
-        build.build(archs=ARCHS, output=source / "vllm_rocm_ops" / "code", debug=False)
+        code = source / "vllm_rocm_ops" / "code"
+        objects = {
+            path.relative_to(code).as_posix(): path.read_bytes()
+            for path in build.build(archs=ARCHS, output=code, debug=False)
+        }
+        (code / build.RELEASE).write_text(json.dumps(release(version(), objects)) + "\n")
         environment = os.environ | {"VLLM_ROCM_OPS_ARCHS": ",".join(ARCHS), "VLLM_ROCM_OPS_DEBUG": "0"}
         uv = [sys.executable, "-m", "uv"]
         command = [*uv, "build", "--quiet", "--out-dir", folder, str(source)]
@@ -56,8 +66,22 @@ def make(pythons: Sequence[str], out: Path) -> list[Path]:
         return [Path(shutil.move(file, out / file.name)) for file in made]
 
 
+def version() -> str:
+    """Return the package's version."""
+    return re.search(r'^__version__ = "(.+)"$', (ROOT / "vllm_rocm_ops/__init__.py").read_text(), re.MULTILINE)[1]
+
+
+def release(version: str, objects: Mapping[str, bytes]) -> dict:
+    """Return what release.json says of code objects, given by their paths in the folder code."""
+    hashes: dict[str, dict[str, str]] = {}
+    for name, content in sorted(objects.items()):
+        arch, _, file = name.partition("/")
+        hashes.setdefault(arch, {})[Path(file).stem] = hashlib.sha256(content).hexdigest()
+    return {"version": version, "objects": hashes}
+
+
 def problems(wheel: Path) -> list[str]:
-    """Return a wheel's problems: its tag, its code objects, or its extension's dependencies."""
+    """Return a wheel's problems: its tag, its code objects and their hashes, or its extension's dependencies."""
     found = []
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -72,10 +96,15 @@ def problems(wheel: Path) -> list[str]:
             for arch in ARCHS
             for stem in build.stems()
             for end in (build.suffix(arch), ".json")
-        }
+        } | {RELEASE}
         present = {name for name in names if name.startswith("vllm_rocm_ops/code/")}
         found += [f"must have {name}" for name in sorted(wanted - present)]
         found += [f"must not have {name}" for name in sorted(present - wanted)]
+        of_amd = tuple(build.suffix(arch) for arch in ARCHS)
+        objects = {name: archive.read(name) for name in present & wanted if name.endswith(of_amd)}
+        said = release(wheel.name.split("-")[1], {name.removeprefix(f"{CODE}/"): of for name, of in objects.items()})
+        if RELEASE in names and wanted <= present and json.loads(archive.read(RELEASE)) != said:
+            found.append(f"{RELEASE} must have the wheel's version and its objects' hashes")
         extension = f"vllm_rocm_ops/_C.{python.replace('cp', 'cpython-')}-x86_64-linux-gnu.so"
         extensions = sorted(name for name in names if name.endswith(".so"))
         if extensions != [extension]:

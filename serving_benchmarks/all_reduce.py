@@ -27,6 +27,7 @@ import torch
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.collectives import streams as streams_of_one
 from vllm_rocm_ops.core import clock
 from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.tools.bench.baselines import BASELINES
@@ -59,6 +60,8 @@ def arguments(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype
         "is_scale_transposed": True,
         "scale_ub": None,
         "one_plus_weight": False,
+        "addend": None,
+        "addend_factor": 1.0,
     }
     return tuple(values[name] for name in op.Arguments._fields[1:])
 
@@ -142,14 +145,12 @@ def _one(device: torch.device) -> torch.Tensor:
 
 def time_streams(options: argparse.Namespace, op) -> None:
     """Print times with ranks as streams of this process, which share one GPU's compute units and memory."""
-    os.environ.setdefault(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-    )  # streams in one hardware queue would wait for each other
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # lazy loading of a kernel would wait for all kernels
+    os.environ |= streams_of_one.ENVIRONMENT | os.environ
     device, ranks = torch.device("cuda", 0), options.ranks
     capacity = max(options.hidden) * max(options.tokens) // 2
     group = collectives.in_process(ranks, device, capacity=capacity, seconds=LIMIT_SECONDS)
     streams, found = [torch.cuda.Stream(device) for _ in group], []
+    streams_of_one.check_overlap(streams, device)
     fp8, x0 = group[0].arch.fp8_dtype, torch.zeros(1, 512, dtype=DTYPE, device=device)
     for hidden in options.hidden:
         for tokens in options.tokens:

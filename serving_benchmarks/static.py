@@ -48,7 +48,6 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.cases import executable, run
 from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.ops.families.weight_layout import shuffle_weight
-from vllm_rocm_ops.tools import doctor
 from vllm_rocm_ops.tools.bench import report
 from vllm_rocm_ops.tools.bench.shapes import linear_layers
 
@@ -211,7 +210,7 @@ def study(of: Study, emulator: Emulator, options) -> dict:
         "issue_cycles_per_byte": round(counters.issue_cycles / weight_bytes, 4),
         "matrix_cycles_per_byte": round(counters.matrix_cycles / weight_bytes, 4),
         "cycles_per_byte_at_bandwidth": round(SIMDS * arch.compute_units * arch.clock_ghz / arch.bandwidth_gb_s, 4),
-        "compiler": doctor.find_code_objects(arch.name)[planned.module].get("compiler"),
+        "compiler": launch.stamps(arch.name)[planned.module].get("compiler"),
         "commit": options.commit,
     }
 

@@ -29,6 +29,7 @@ from all_reduce_calls import arguments, bits, check_results, generator_of, input
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import RankMissing
+from vllm_rocm_ops.collectives import streams as streams_of_one
 from vllm_rocm_ops.core import correctness
 
 SIZES = ((1, 7168), (5, 1024), (2, 2944), (1, 16384), (4, 512), (3, 4096))
@@ -264,12 +265,12 @@ def caught(reduce) -> RankMissing | None:
 
 def run_streams(ranks: int, launches: int) -> Iterator[str]:
     """Run all ranks in this process."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share a queue would wait for each other
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # lazy loading of a kernel would wait for all kernels
+    os.environ |= streams_of_one.ENVIRONMENT | os.environ
     device = torch.device("cuda", 0)
     group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS)
     calls = calls_of(ranks, group[0].arch)
     members = [Rank(rank, reduce, device, calls) for rank, reduce in enumerate(group)]
+    streams_of_one.check_overlap([member.stream for member in members], device)
     for number, call in enumerate(calls):
         for member in members:
             member.eager(number)

@@ -19,5 +19,9 @@ def load_build(csrc: Path):
     spec = importlib.util.spec_from_file_location(f"build_{csrc.parent.name}", csrc / "build.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(csrc))  # for debug_info.py
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(csrc))
     return module

@@ -75,6 +75,7 @@ class HipDriver final : public Driver {
     check(own_.allocate(&memory, bytes), std::to_string(bytes) + " bytes");
     return memory;
   }
+  // clr takes extended fine-grained memory for this flag; it sets an uncached memory type on gfx12 alone.
   void* allocate_shared(std::size_t bytes) const override {
     void* memory = nullptr;
     check(own_.allocate_with_flags(&memory, bytes, api::kHipUncached), std::to_string(bytes) + " bytes, uncached");

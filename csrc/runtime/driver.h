@@ -46,7 +46,8 @@ class Driver {
   Kernel find_kernel(api::Module module, const std::string& path, const std::string& symbol, int device) const;
   // Returns zeroed memory on `device`, never freed. Allowed during stream capture.
   void* zeroed_memory(int device, std::size_t bytes) const;
-  // Returns zeroed memory on `device` that peers store to while kernels read it: uncached on AMD.
+  // Returns zeroed memory on `device` that peers store to while kernels read it. On AMD it is fine-grained and may be
+  // cached, so kernels access it at system scope only (device/amd/system.h).
   void* shared_memory(int device, std::size_t bytes) const;
   void free_shared_memory(int device, void* memory) const;
   // The handle by which another process opens such memory, and its address there, for kernels on that process's

@@ -114,7 +114,7 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "shared_memory", [](int device, std::size_t bytes) { return number(driver().shared_memory(device, bytes)); },
       py::arg("device"), py::arg("bytes"),
-      "Return the address of `bytes` zeroed bytes on a device that its peers may store to; uncached on AMD.");
+      "Return the address of `bytes` zeroed bytes on a device that its peers may store to; fine-grained on AMD.");
   module.def(
       "free_shared_memory",
       [](int device, std::uintptr_t address) { driver().free_shared_memory(device, pointer(address)); },

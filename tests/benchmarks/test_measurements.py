@@ -19,6 +19,7 @@ from pages.measurements import (
     whole_models_table,
 )
 
+from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op as op_module
 
 RESULTS_PAGE = measurements.RESULTS / "README.md"
@@ -295,14 +296,14 @@ def test_what_no_file_has_a_time_of_is_said(folder):
     assert unmeasured() == "No time was ever measured."
     write(folder / "a-gemm.jsonl", line(1.0))
     write(folder / "a-static.jsonl", json.dumps({"op": "rms_norm", "case": "a", "arch": "made up"}))
-    every = "MI300X, MI325X, MI308X or MI355X"
+    every = "MI300X, MI325X, MI308X, MI350X or MI355X"
     assert unmeasured() == f"**No time was ever measured on an {every}.** All times are of Made-up GPU."
     write(folder / "b-latency.json", report(("with", 1, 1.0)).replace("Made-up GPU", "AMD Instinct MI355X"))
-    assert "MI325X or MI308X.** All times are of AMD Instinct MI355X, Made-up GPU." in unmeasured()
+    assert "MI325X, MI308X or MI350X.** All times are of AMD Instinct MI355X, Made-up GPU." in unmeasured()
     assert every in unmeasured("scaled_mm") and unmeasured("rms_norm") == "No time of `rms_norm` was ever measured."
     write(
         folder / "c-ops.jsonl",
-        "".join(line(1.0, gpu=f"AMD {name}") for name in ("MI300X", "MI325X", "MI308X", "MI355X")),
+        "".join(line(1.0, gpu=f"AMD {name}") for name in archs.PRODUCTS),
     )
     assert unmeasured("scaled_mm") == ""
 

@@ -332,7 +332,8 @@ def test_bad_models_are_refused_plainly(arguments, message, capsys, monkeypatch)
 def test_the_command_writes_the_users_tables(folders, capsys, monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of_model()))
     monkeypatch.setattr(clock, "GpuClock", lambda: ScriptedClock(lambda what, turn: 100.0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(archs, "product_of", lambda index: "a GPU")
     command = ["tune", "--model", str(tmp_path), "--batch", "1", "--op", "scaled_mm", "--no-baselines"]
     assert cli.main(command) == 0
     out, err = capsys.readouterr()

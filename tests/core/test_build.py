@@ -17,6 +17,7 @@ from marks import full
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.arch import ARCHS
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = """
@@ -35,7 +36,7 @@ def make_tree(root: Path):
         path = root / "csrc" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    for name in ("csrc/build.py", *(f"vllm_rocm_ops/core/archs/{arch}.py" for arch in ARCHS)):
+    for name in ("csrc/build.py", "csrc/debug_info.py", *(f"vllm_rocm_ops/core/archs/{arch}.py" for arch in ARCHS)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     return load_build(root / "csrc")
@@ -241,6 +242,26 @@ def test_a_damaged_object_is_not_loaded_and_is_built_again(build, monkeypatch):
     assert path.read_bytes() == whole and launch.built("add", "gfx942") == path
 
 
+def test_code_of_a_release_is_told_from_code_built_here(build, monkeypatch):
+    """It has the hashes that came with the wheel, all of them. A file of hashes alone makes no release."""
+    monkeypatch.setattr(launch, "CODE", build.CODE)
+    assert launch.origin("gfx942") == "none"
+    (build.CSRC / "ops/good.hip").write_text(KERNEL)
+    add, good = build.build(archs=["gfx942"])
+    compiler = json.loads(add.with_suffix(".json").read_text())["compiler"]
+    assert launch.origin("gfx942") == f"built here by {compiler}"
+    hashes = {path.stem: build.hash_of(path)["sha256"] for path in (add, good)}
+    (build.CODE / build.RELEASE).write_text(json.dumps({"version": "0.1.0", "objects": {"gfx942": hashes}}))
+    assert launch.origin("gfx942") == "release 0.1.0"
+    vllm = {"version": "1", "plugin": True, "why_off": "", "seams": []}
+    monkeypatch.setattr(doctor, "find_vllm", lambda: vllm)
+    assert doctor.text(doctor.find()).count("add, good  release 0.1.0\n") == 1
+    build.build(["good"], archs=["gfx942"], debug=True)
+    assert launch.origin("gfx942") == f"built here by {compiler}, debug"
+    build.build(["add"], archs=["gfx950"])
+    assert launch.origin("gfx950") == f"built here by {compiler}"
+
+
 def test_environment_chooses_debug_and_archs(build, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_DEBUG", "1")
     monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", "sm_90")
@@ -258,7 +279,7 @@ def test_objects_built_elsewhere_are_used_as_they_are(build, tmp_path, monkeypat
         path.write_bytes(b"made elsewhere")
         stamp = json.loads(path.with_suffix(".json").read_text()) | build.hash_of(path)
         path.with_suffix(".json").write_text(json.dumps(stamp | {"compiler": "another: clang version 23.0.0"}))
-    monkeypatch.setattr(build, "find_compiler", lambda arch: pytest.fail(f"compiled for {arch}"))
+    monkeypatch.setattr(build, "compilers", lambda arch: pytest.fail(f"compiled for {arch}"))
     copies = build.build(output=tmp_path / "wheel")
     assert [path.read_bytes() for path in (*build.build(), *copies)] == [b"made elsewhere"] * 6
     assert "another: clang" in copies[0].with_suffix(".json").read_text()
@@ -268,7 +289,6 @@ def test_a_compiler_asked_for_by_name_compiles_again(build, tmp_path, monkeypatc
     build.build()
     clang = wrapper(tmp_path / "my-clang", "clang version 99", build)
     monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(clang))
-    build.find_compiler.cache_clear()
     paths = build.build()
     assert {json.loads(path.with_suffix(".json").read_text())["compiler"] for path in paths} == {
         "my-clang: clang version 99"
@@ -320,7 +340,7 @@ def test_objects_of_ops_that_are_gone_go_too(build):
 def test_the_compilers_are_tried_in_order(build, tmp_path, monkeypatch):
     """Each compiler is used only for archs that it can compile for.
 
-    An explicit one comes first, then ROCm's, the system's newest and ziglang.
+    An explicit one is the only one. Without it ziglang comes first, then ROCm's and the system's newest.
     """
     no_nvidia = 'case "$*" in *"-x cuda"*) echo no nvptx >&2; exit 1;; esac'
     too_old = 'set -- "$@" -Wno-builtin-macro-redefined -U__clang_major__ -D__clang_major__=17'
@@ -328,22 +348,61 @@ def test_the_compilers_are_tried_in_order(build, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/absent:{tmp_path}/tree/csrc/build.py::{folder}")  # some are not folders
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
 
-    def chosen() -> list[str]:
-        for cached in (build.find_compiler, build.probe):
-            cached.cache_clear()
-        return [build.find_compiler(arch).version for arch in build.ARCHS]
+    def found() -> list[list[str]]:
+        return [[compiler.version for compiler in build.compilers(arch)] for arch in build.ARCHS]
 
     zig = build.Compiler.from_command((*build.zig(), "clang")).version
-    assert chosen() == [zig] * 3
+    assert found() == [[zig]] * 3
     wrapper(folder / "clang", "old", build, too_old)
-    assert chosen() == [zig] * 3
+    assert found() == [[zig]] * 3
     for version in (9, 21, 20):
         wrapper(folder / f"clang-{version}", f"clang {version}", build)
-    assert chosen() == ["clang 21"] * 3
+    system = ["clang 21", "clang 20", "clang 9"]
+    assert found() == [[zig, *system]] * 3
     wrapper(tmp_path / "rocm/lib/llvm/bin/clang", "ROCm", build, no_nvidia)
-    assert chosen() == ["ROCm", "ROCm", "clang 21"]
+    assert found() == [[zig, "ROCm", *system], [zig, "ROCm", *system], [zig, *system]]
     monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(wrapper(tmp_path / "mine", "mine", build, no_nvidia)))
-    assert chosen() == ["mine", "mine", "clang 21"]
+    assert found() == [["mine"], ["mine"], [zig, *system]]
+    monkeypatch.delenv("VLLM_ROCM_OPS_CLANG")
+    monkeypatch.setattr(build, "zig", tuple)
+    assert found()[0] == ["ROCm", *system]
+
+
+def test_rocms_clang_builds_only_by_name(build, tmp_path, monkeypatch):
+    """The code objects of an install are the tested ones also where ROCm's clang is there, as in vLLM's image."""
+    rocm = wrapper(tmp_path / "rocm/llvm/bin/clang", "clang version 22.0.0git", build)
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
+    monkeypatch.setenv("PATH", str(rocm.parent))
+    (path,) = build.build(archs=["gfx942"])
+    assert json.loads(path.with_suffix(".json").read_text())["compiler"].startswith("ziglang ")
+    monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(rocm))
+    build.build(archs=["gfx942"])
+    assert json.loads(path.with_suffix(".json").read_text())["compiler"] == "clang: clang version 22.0.0git"
+
+
+def test_a_file_that_one_compiler_refuses_goes_to_the_next(build, tmp_path, monkeypatch, capfd):
+    """An explicit compiler has no next, and a file that none compiles has the first one's error."""
+    refuses = wrapper(
+        tmp_path / "first", "first", build, 'case "$*" in *ops/add*) echo "first is broken" >&2; exit 1;; esac'
+    )
+    second = wrapper(tmp_path / "second", "second", build)
+    paths = [build.Compiler.from_command((str(path),)) for path in (refuses, second)]
+    monkeypatch.setattr(build, "candidates", lambda: iter(paths))
+    (build.CSRC / "ops/good.hip").write_text(KERNEL)
+    add, good = build.build(archs=["gfx942"])
+    stamps = [json.loads(path.with_suffix(".json").read_text())["compiler"] for path in (add, good)]
+    assert stamps == ["second: second", "first: first"]
+    said = capfd.readouterr().err
+    assert "ops/add.hip does not compile for gfx942" in said and "first is broken" in said
+    assert "with first: first; second: second compiles it" in said
+    (build.CSRC / "ops/add.hip").write_text("nonsense")
+    with pytest.raises(build.BuildError, match="(?s)first is broken.*\nnor with second: second"):
+        build.build(archs=["gfx942"])
+    (build.CSRC / "ops/add.hip").write_text(KERNEL)
+    monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(refuses))
+    with pytest.raises(build.BuildError, match="first is broken") as error:
+        build.build(["add"], archs=["gfx942"], force=True)
+    assert "second" not in str(error.value)
 
 
 def test_a_compiler_asked_for_by_name_must_work(build, tmp_path, monkeypatch):

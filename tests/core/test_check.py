@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,6 +215,15 @@ def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["check"]) == 2
     assert "no GPU found; --emulate gfx942" in capsys.readouterr().err
+
+
+def test_it_says_whose_code_objects_ran(monkeypatch, capsys):
+    found = [{"case": "driver", "code": "release 0.1.0"}]
+    part = {"part": "smoke driver", "ended": "done", "seconds": 1.0, "found": found, "said": ""}
+    monkeypatch.setattr(check, "run_parts", lambda *_: ([part], Path("it.json"), ""))
+    for arguments, origin in (([], "release 0.1.0"), (["--emulate", "MI300X"], launch.origin("gfx942"))):
+        assert cli.main(["check", *arguments]) == 0
+        assert f"code objects: {origin}\n" in capsys.readouterr().out
 
 
 @pytest.fixture

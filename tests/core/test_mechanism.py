@@ -560,7 +560,15 @@ def test_rows_at_two_strides_are_taken_by_rms_norm_and_at_three_by_none(the_op):
 
 @pytest.mark.parametrize(
     "name, compute_units",
-    [("gfx942", 304), ("MI300X", 304), ("MI325X", 304), ("MI308X", 80), ("gfx942:80", 80), ("MI355X", 256)],
+    [
+        ("gfx942", 304),
+        ("MI300X", 304),
+        ("MI325X", 304),
+        ("MI308X", 80),
+        ("gfx942:80", 80),
+        ("MI350X", 256),
+        ("MI355X", 256),
+    ],
 )
 def test_archs_and_products_are_known_by_name(name, compute_units):
     arch = archs.named(name)

@@ -484,7 +484,8 @@ class Gpu:
         (tree / "ops").mkdir(parents=True, exist_ok=True)
         shutil.copytree(ROOT / "csrc/device", tree / "device", dirs_exist_ok=True)
         shutil.copy(HERE / "runtime_kernels.hip", tree / "ops")
-        shutil.copy(ROOT / "csrc/build.py", tree)
+        for name in ("build.py", "debug_info.py"):
+            shutil.copy(ROOT / "csrc" / name, tree)
         (self.path,) = load_build(tree).build(archs=[self.arch.name])
 
     def load(self, symbol: str) -> int:

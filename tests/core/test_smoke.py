@@ -60,7 +60,7 @@ def gpu(monkeypatch) -> Driver:
 
     found = Driver()
     monkeypatch.setattr(smoke.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(smoke.torch.cuda, "get_device_name", lambda index=0: "MI300X")
+    monkeypatch.setattr(smoke.archs, "product_of", lambda index: "MI300X")
     monkeypatch.setattr(smoke.archs, "of_device", lambda index: ARCH)
     monkeypatch.setattr(smoke.launch, "runtime", lambda: (found, ""))
     monkeypatch.setattr(smoke.clock, "capture", Graph)
@@ -74,6 +74,7 @@ def run(stage: str, *arguments) -> list[dict]:
 
 def test_stages_of_a_sound_machine(gpu):
     assert run("driver")[1]["arch"] == str(ARCH)
+    assert run("driver")[1]["code"] == launch.origin("gfx942")
     assert {piece["case"] for piece in run("stamps")} == {path.stem for path in (launch.CODE / "gfx942").glob("*.co")}
     assert [piece["case"] for piece in run("load")] == [piece["case"] for piece in run("stamps")]
     assert len(gpu.loaded) == len(set(gpu.loaded)) == sum(piece["symbols"] for piece in run("stamps"))

@@ -1,6 +1,8 @@
 """Test the release: the wheels' compiler and glibc, refusals, metadata, and the workflow."""
 
+import hashlib
 import importlib
+import json
 import os
 import re
 import shutil
@@ -22,6 +24,8 @@ TAG = "cp312-cp312-manylinux_2_28_x86_64"
 METADATA = "vllm_rocm_ops-1.0.dist-info/WHEEL"
 EXTENSION = "vllm_rocm_ops/_C.cpython-312-x86_64-linux-gnu.so"
 ANY_OBJECT = "vllm_rocm_ops/code/gfx950/rms_norm.co"
+RELEASE = "vllm_rocm_ops/code/release.json"
+EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 @pytest.fixture
@@ -40,6 +44,8 @@ def write_wheel(folder: Path, name: str = f"vllm_rocm_ops-1.0-{TAG}.whl", **chan
     files[EXTENSION] = b"\x7fELF\0GLIBC_2.2.5\0GLIBC_2.28\0libc.so.6\0"
     stems = [path.stem for path in (ROOT / "csrc/ops").glob("*.hip")]
     names = [f"{arch}/{stem}.{end}" for arch in ("gfx942", "gfx950") for stem in stems for end in ("co", "json")]
+    hashes = {arch: dict.fromkeys(stems, EMPTY) for arch in ("gfx942", "gfx950")}
+    files[RELEASE] = json.dumps({"version": "1.0", "objects": hashes}).encode()
     files |= {f"vllm_rocm_ops/code/{name}": b"" for name in names} | changes
     with zipfile.ZipFile(folder / name, "w") as archive:
         for file, content in files.items():
@@ -59,6 +65,9 @@ def write_wheel(folder: Path, name: str = f"vllm_rocm_ops-1.0-{TAG}.whl", **chan
         ({ANY_OBJECT.replace(".co", ".json"): None}, "must have vllm_rocm_ops/code/gfx950/rms_norm.json"),
         ({"vllm_rocm_ops/code/sm_90/rms_norm.ptx": b""}, "must not have vllm_rocm_ops/code/sm_90/rms_norm.ptx"),
         ({"vllm_rocm_ops/code/gfx942/gone.co": b""}, "must not have vllm_rocm_ops/code/gfx942/gone.co"),
+        ({RELEASE: None}, f"must have {RELEASE}"),
+        ({RELEASE: b"{}"}, f"{RELEASE} must have the wheel's version and its objects' hashes"),
+        ({ANY_OBJECT: b"another"}, f"{RELEASE} must have the wheel's version and its objects' hashes"),
         ({EXTENSION: None}, f"must have one extension, {EXTENSION}, got none"),
         ({EXTENSION.replace("312", "311"): b""}, f"must have one extension, {EXTENSION}, got .*-311-.*, .*-312-.*"),
         ({EXTENSION: b"\0GLIBC_2.28\0GLIBC_2.29\0"}, f"{EXTENSION} needs GLIBC_2.29"),
@@ -104,6 +113,28 @@ def test_zig_builds_where_a_glibc_or_no_other_compiler_is_named(
     assert asked_for or os.environ.get("LDCXXSHARED") == (f"{found} -shared" if found else None)
 
 
+@pytest.mark.parametrize("here", ["a release's sources", "a checkout", "in place"])
+def test_only_a_wheel_of_the_release_carries_its_hashes(monkeypatch, tmp_path, wheels, here):
+    """csrc/wheels.py writes them into its copy of the sources; an install from a checkout or in place has none."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    command = run_setup("setup.py", stop_after="config").get_command_obj("build_py")
+    command.ensure_finalized()
+    command.build_lib, command.editable_mode = str(tmp_path / "lib"), here == "in place"
+    build = wheels.build
+    monkeypatch.setattr(build, "CODE", tmp_path / "code")
+    monkeypatch.setattr(build, "build", lambda output: output.mkdir(parents=True) or [])
+    monkeypatch.setattr(type(command).__mro__[1], "run", lambda self: None)
+    monkeypatch.setattr(type(command).__mro__[1], "get_outputs", lambda self, include_bytecode: [])
+    if here == "a release's sources":
+        build.CODE.mkdir()
+        (build.CODE / "release.json").write_text("hashes")
+    command.run()
+    carried = tmp_path / "lib" / RELEASE
+    assert command.get_outputs() == [str(carried)] * (here == "a release's sources")
+    assert carried.is_file() == (here == "a release's sources")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("FULL_TESTS"), reason="zig compiles its C++ library first: FULL_TESTS=1")
 def test_the_command_makes_a_wheel_to_release(tmp_path):
@@ -117,7 +148,7 @@ def test_the_command_makes_a_wheel_to_release(tmp_path):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"csrc/build.py", "pyproject.toml", "setup.py", "LICENSE", "vllm_rocm_ops/tools/cli.py"} <= names
-    assert not [name for name in names if name.endswith((".co", ".so"))]
+    assert not [name for name in names if name.endswith((".co", ".so", "release.json"))]
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel.name == f"vllm_rocm_ops-{vllm_rocm_ops.__version__}-{python}-{python}-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(wheel) as archive:

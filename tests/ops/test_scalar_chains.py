@@ -36,6 +36,7 @@ LATE = (
     "_mxfp8_quant",
     "_with_clamp",
 )  # norms and activations that load arguments after the data, as firmware does not preload them
+PRELOADING = ("gfx942",)  # archs whose kernels ask for it: csrc/build.py
 PRELOADED = 14  # words
 NO_WAIT_VM, NO_WAIT_LGKM = 63, 15
 
@@ -99,9 +100,9 @@ def test_rows_are_loaded_and_finished_without_waiting_for_scalars(arch):
     """Norms and activations load arguments, then scales along with the data, then compute the result.
 
     No argument or scale is loaded after the first load of data, or waited for once the data are there. Before the data,
-    only the general kernels wait for one.
+    only the general kernels wait for one, where arguments are preloaded. Elsewhere clang loads those in up to two steps.
     """
-    found = []
+    found, for_arguments = [], 0 if arch in PRELOADING else 2
     for code, kernel in kernels(arch, *ROWS):
         if any(name in kernel.name for name in LATE):
             continue
@@ -109,7 +110,7 @@ def test_rows_are_loaded_and_finished_without_waiting_for_scalars(arch):
         def visit(before: State, after: State, ins: Instruction, name=kernel.name) -> bool:
             if before.loads and ins.encoding == "SMEM":
                 found.append(f"{name}: {ins.text} behind data")
-            if after.loads and not before.loads and before.chain > name.endswith("_general"):
+            if after.loads and not before.loads and before.chain > for_arguments + name.endswith("_general"):
                 found.append(f"{name}: data behind {before.chain} waits for scalar loads")
             if before.waited and after.chain > before.chain:
                 found.append(f"{name}: waits for a scalar load at {ins.address:#x}, after data")
@@ -119,10 +120,16 @@ def test_rows_are_loaded_and_finished_without_waiting_for_scalars(arch):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("arch", AMD)
-def test_first_arguments_are_preloaded(arch):
+def test_no_argument_is_preloaded_on_gfx950():
+    """Its firmware may start waves with stale values of preloaded arguments: csrc/build.py."""
+    for _, kernel in kernels("gfx950"):
+        assert kernel.kernarg_preload == 0 and kernel.preloaded_entry == kernel.entry, kernel.name
+        assert kernel.user_sgprs == 2, kernel.name
+
+
+def test_first_arguments_are_preloaded_on_gfx942():
     """All that fit are preloaded, up to the first structure; the wave's registers include them."""
-    for _, kernel in kernels(arch):
+    for _, kernel in kernels("gfx942"):
         end = 0
         for argument in kernel.metadata[".args"]:
             if argument[".size"] > 8 or argument[".offset"] + argument[".size"] > 4 * PRELOADED:
@@ -150,7 +157,11 @@ def test_products_wait_for_their_arguments_once(arch):
             continue
 
         def visit(before: State, after: State, ins: Instruction, name=kernel.name) -> bool:
-            assert not after.loads or before.chain <= 1, f"{name}: loads behind {before.chain} waits for scalar loads"
+            # Not a product: it returns early, so it loads its pointers behind the rest where they are not preloaded.
+            most = 1 + (name == "block_scaled_mm_widen" and arch not in PRELOADING)
+            assert not after.loads or before.chain <= most, (
+                f"{name}: loads behind {before.chain} waits for scalar loads"
+            )
             return not after.loads
 
         walk(code, kernel, visit)

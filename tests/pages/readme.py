@@ -119,7 +119,7 @@ def doctor_sample() -> str:
         "package": {"version": vllm_rocm_ops.__version__, "path": ".../site-packages/vllm_rocm_ops"},
         "torch": {"version": "", "hip": "", "cuda": ""},
         "driver": {"backend": "hip", "status": "", "versions": {}},
-        "gpus": [{"name": f"AMD Instinct {product}", "arch": arch}],
+        "gpus": [{"product": product, "name": f"AMD Instinct {product}", "arch": arch}],
         "code_objects": {arch: {}},
         "tables": {"yours": {"rows": {}, "folder": ""}},
         "measured": [],

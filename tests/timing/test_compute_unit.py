@@ -188,6 +188,7 @@ def test_constants_say_where_they_come_from():
         assert sum(c.kind == "fitted" for c in machine.constants.values()) <= machines.MAX_FITTED
         assert machine.arch.code_suffix == ".co"
     with pytest.raises(
-        ValueError, match=r"arch must be a product with a timing model \(MI300X, MI308X, MI325X, MI355X\), got H200"
+        ValueError,
+        match=r"arch must be a product with a timing model \(MI300X, MI308X, MI325X, MI350X, MI355X\), got H200",
     ):
         machines.named("H200")

@@ -102,13 +102,6 @@ def test_the_newest_file_counts_and_only_for_its_code(file):
     assert frozen.find("MI300X", call, 8, arch) is None
 
 
-@pytest.mark.parametrize(
-    ("gpu", "product"), [("AMD Instinct MI300X", "MI300X"), ("AMD Instinct MI308X", None), ("NVIDIA H200", None)]
-)
-def test_a_product_is_known_by_its_name(gpu, product):
-    assert frozen.product_of(gpu) == product
-
-
 def piece(layer: str, us: float | None, predicted: float | None, band: float | None = 0.25, **more) -> dict:
     of = None if predicted is None else {"us": predicted, "band": band}
     return {"layer": layer, "op": "scaled_mm", "kernel": "one", "tokens": 1, "us": us, "frozen": of, **more}

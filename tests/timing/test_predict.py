@@ -179,7 +179,7 @@ def test_attention_reads_as_many_keys_as_are_said(op):
     [
         (
             ["rms_norm", "--arch", "H200"],
-            "arch must be a product with a timing model (MI300X, MI308X, MI325X, MI355X), got H200",
+            "arch must be a product with a timing model (MI300X, MI308X, MI325X, MI350X, MI355X), got H200",
         ),
         (["rms_norm", "--shape", "0x4096"], "no kernel serves this call"),
         (["rows", "--arch", "H200"], "arch must be a product with a timing model (MI300X"),

@@ -70,11 +70,11 @@ def object_at(git: Path, blob: str, folder: Path) -> Path:
 
 
 def machine_of(gpu: str) -> machines.Machine:
-    """Return the machine of a row's product, or raise ValueError."""
+    """Return the machine of a row's product, the last named that has one, or raise ValueError."""
     names = re.findall("MI[0-9]+[A-Z]", gpu)
     if not names:
         raise ValueError(f"the GPU must be a product such as {STAND_IN}, got {gpu!r}")
-    return machines.MACHINES[next((name for name in names if name in machines.MACHINES), STAND_IN)]
+    return machines.MACHINES[next((name for name in reversed(names) if name in machines.MACHINES), STAND_IN)]
 
 
 def call(of: published.Row, kernel: KernelObject) -> published.Call:

@@ -21,7 +21,7 @@ import torch
 from marks import full
 
 from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import tables
+from vllm_rocm_ops.core import launch, tables
 from vllm_rocm_ops.core.clock import tensor_bytes
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
@@ -164,6 +164,14 @@ def test_the_faster_kernel_serves():
     assert {m for m in served if served[m] == "ours"} == {8, 9, 31, 32, 64, 256}
     [one] = selection.choices()
     assert (one.state, one.layers) == ("measured", None)
+
+
+def test_the_first_line_says_whose_code_objects_run(caplog, monkeypatch):
+    monkeypatch.setattr(selection, "machine", lambda: {"arch": "gfx942"})
+    started(Product())
+    with caplog.at_level(logging.INFO, kernel_timing.logger.name):
+        warm_up(ours_wins({1}))
+    assert caplog.messages[0].endswith(f"; code objects: {launch.origin('gfx942')}")
 
 
 def test_layers_of_the_model_are_walked():

@@ -1,10 +1,11 @@
-"""Find a GPU architecture by name or by device."""
+"""Find a GPU architecture by name or by device, and a device's product and PCI folder."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import re
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,8 @@ def load(name: str) -> Arch:
 
 ARCHS = {name: load(name) for name in archs.NAMES}
 PRODUCTS = {product: arch.of_units(units) for arch in ARCHS.values() for product, units in arch.products.items()}
+
+PCI = Path("/sys/bus/pci/devices")
 
 
 def named(name: str) -> Arch:
@@ -51,9 +54,35 @@ def named(name: str) -> Arch:
 def of_device(index: int) -> Arch | None:
     """Return the architecture of GPU `index` with its compute units, or None if it has no kernels."""
     properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        name = properties.gcnArchName.split(":")[0]
-    else:
-        name = f"sm_{properties.major}{properties.minor}"
-    arch = ARCHS.get(name)
+    arch = ARCHS.get(arch_name(properties))
     return None if arch is None else arch.of_units(properties.multi_processor_count)
+
+
+def arch_name(properties) -> str:
+    """Return the name of the architecture in a GPU's properties, known or not."""
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def pci_folder(properties) -> Path:
+    """Return the folder of a GPU's files about its PCI device; the driver of AMD's adds some."""
+    numbers = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+    return PCI / "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
+
+@functools.cache
+def product_of(index: int) -> str:
+    """Return the product of GPU `index`, never empty: by its PCI device id, else by the name that torch reports.
+
+    That name may be empty or "AMD Radeon Graphics" although the GPU is known, so it counts only for unknown ids. If it has
+    no product, it is returned as it is, and the arch in place of an empty one.
+    """
+    properties = torch.cuda.get_device_properties(index)
+    by_id = {pci: product for arch in ARCHS.values() for pci, product in arch.pci_devices.items()}
+    try:
+        product = by_id.get((pci_folder(properties) / "device").read_text().strip())
+    except OSError:
+        product = None
+    name = properties.name
+    return product or next((each for each in PRODUCTS if each in name), name) or arch_name(properties)

@@ -102,7 +102,7 @@ class GpuClock:
             raise RuntimeError(why)
         self.arch = archs.of_device(0)
         if self.arch is None:
-            raise RuntimeError(f"there are no kernels for {torch.cuda.get_device_name()}")
+            raise RuntimeError(f"there are no kernels for {archs.product_of(torch.cuda.current_device())}")
 
     def calls(self, bytes_of_call: int) -> int:
         return calls_of_graph(bytes_of_call)

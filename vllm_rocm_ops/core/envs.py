@@ -53,7 +53,7 @@ VARIABLES = {
         ),
         Variable("VLLM_ROCM_OPS_HIP_LIBRARY", "", "path of the libamdhip64 to use instead of the one found"),
         Variable("VLLM_ROCM_OPS_COMMIT", "", "the commit that results name, if the folder is not a checkout"),
-        Variable("VLLM_ROCM_OPS_CLANG", "", "build: the clang that compiles device code, tried first"),
+        Variable("VLLM_ROCM_OPS_CLANG", "", "build: the clang that compiles device code, in place of ziglang's"),
         Variable("VLLM_ROCM_OPS_ARCHS", ",".join(archs.NAMES), "build: comma list of archs to compile for"),
         Variable("VLLM_ROCM_OPS_DEBUG", "", "build: 1 compiles device code with line tables and little optimization"),
     )

@@ -19,6 +19,7 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core.arch import Arch
 
 CODE = Path(__file__).parents[1] / "code"
+RELEASE = "release.json"  # in CODE, in wheels: the version and the objects' hashes, by arch and module
 
 
 class I64(int):
@@ -117,10 +118,36 @@ def _is_whole(path: Path, *version: int) -> bool:
 
 def stamp(path: Path) -> dict:
     """Return the stamp of a code object, empty if it cannot be read."""
+    return _json(path.with_suffix(".json"))
+
+
+def _json(path: Path) -> dict:
     try:
-        return json.loads(path.with_suffix(".json").read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+
+
+def stamps(arch_name: str) -> dict[str, dict]:
+    """Return the stamps of the code objects for an arch, by module."""
+    suffix = archs.ARCHS[arch_name].code_suffix
+    return {path.stem: stamp(path) for path in sorted((CODE / arch_name).glob("*" + suffix))}
+
+
+def origin(arch_name: str, found: Mapping[str, Mapping] | None = None) -> str:
+    """Return where an arch's code objects are from: a release, if all have its hashes, else the compilers on this machine.
+
+    A release's wheel comes with the hashes (csrc/wheels.py). `found` has the stamps, by default the installed objects'.
+    """
+    found = stamps(arch_name) if found is None else found
+    if not found:
+        return "none"
+    release = _json(CODE / RELEASE)
+    hashes = release.get("objects", {}).get(arch_name, {})
+    if all(module in hashes and one.get("sha256") == hashes[module] for module, one in found.items()):
+        return f"release {release['version']}"
+    debug = ", debug" if any(one.get("debug") for one in found.values()) else ""
+    return f"built here by {'; '.join(sorted({one.get('compiler', 'unknown') for one in found.values()}))}{debug}"
 
 
 _executor: Executor | None = None  # of ops on CPU tensors

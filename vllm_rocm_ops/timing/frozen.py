@@ -71,11 +71,6 @@ def kernel_times(
     return known
 
 
-def product_of(gpu: str) -> str | None:
-    """Return the product in a GPU's name as torch reports it."""
-    return next((product for product in PRODUCTS if product in gpu), None)
-
-
 def find(product: str | None, call: LayerCall, tokens: int, arch: archs.Arch) -> dict | None:
     """Return the frozen prediction of a call for the installed code, or None."""
     found = newest()["calls"].get(key(product, call, tokens)) if product else None

@@ -190,7 +190,12 @@ MI355X = _like(
     clock=Constant(2400, "MHz", "documented", "AMD Instinct MI355X data sheet"),
     xcds=Constant(8, "dies, each with an L2", "documented", "AMD Instinct MI355X data sheet"),
 )
-MACHINES = {machine.name: machine for machine in (MI300X, MI308X, MI325X, MI355X)}
+MI350X = MI355X.but(
+    "MI350X",
+    clock=Constant(2200, "MHz", "documented", "AMD Instinct MI350X data sheet"),
+    matrix_clock=_as_guess(MI300X.constants["matrix_clock"], "MI300X; MI350X may draw 1000 W, MI355X 1400 W"),
+)
+MACHINES = {machine.name: machine for machine in (MI300X, MI308X, MI325X, MI350X, MI355X)}
 COMPARED = MI300X.name  # the product with published decode times to compare
 
 

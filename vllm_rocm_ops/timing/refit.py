@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock, envs
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.tools import explain
@@ -126,11 +127,11 @@ def machine_here() -> tuple[Machine, Callable[[Op, dict], float]]:
         timer = clock.GpuClock()
     except RuntimeError as error:
         raise ValueError(f"refit needs an AMD GPU: {error}") from error
-    name = torch.cuda.get_device_name()
+    product = archs.product_of(torch.cuda.current_device())
     alike = [each for each in machines.MACHINES.values() if str(each.arch) == str(timer.arch)]
     if not alike:
-        raise ValueError(f"refit needs one of {', '.join(machines.MACHINES)}, got {name}")
-    machine = next((each for each in alike if each.name in name), alike[0])
+        raise ValueError(f"refit needs one of {', '.join(machines.MACHINES)}, got {product}")
+    machine = next((each for each in alike if each.name == product), alike[0])
     return machine, lambda op, given: on_gpu(timer, op, given)
 
 

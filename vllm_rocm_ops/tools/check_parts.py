@@ -78,7 +78,7 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
     """Check and time the linear layers and experts of one rank against other kernels."""
     known = archs.named(arch) if arch else GpuClock().arch
     clock = Untimed() if arch else kernel_timing.GraphClock()
-    product = None if arch else frozen.product_of(torch.cuda.get_device_name(0))
+    product = None if arch else archs.product_of(0)
     with torch.inference_mode():
         for call in model_layers.calls(model_config.read(name), tp):
             if call.op not in kernels.KERNELS:

@@ -34,7 +34,7 @@ def find() -> dict:
         "torch": {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda},
         "driver": find_driver(),
         "gpus": gpus,
-        "code_objects": {arch: find_code_objects(arch) for arch in archs.ARCHS},
+        "code_objects": {arch: launches.stamps(arch) for arch in archs.ARCHS},
         "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(tuned_tables.TABLES)},
         "measured": find_measured(envs.tables()),
         "reached": find_reached(envs.tables()),
@@ -64,14 +64,11 @@ def find_gpus() -> list[dict]:
         properties = torch.cuda.get_device_properties(index)
         arch = archs.of_device(index)
         units = properties.multi_processor_count
-        gpus.append({"name": properties.name, "arch": arch.name if arch else None, "compute_units": units})
+        product = archs.product_of(index)
+        gpus.append(
+            {"product": product, "name": properties.name, "arch": arch.name if arch else None, "compute_units": units}
+        )
     return gpus
-
-
-def find_code_objects(arch: str) -> dict[str, dict]:
-    """Return the stamps of the code objects for `arch`, by module."""
-    suffix = archs.ARCHS[arch].code_suffix
-    return {path.stem: launches.stamp(path) for path in sorted((launches.CODE / arch).glob("*" + suffix))}
 
 
 def find_tables(folder: Path) -> dict:
@@ -185,15 +182,15 @@ def text(found: dict) -> str:
     section("torch", f"{pytorch['version']}, {build}")
     versions = ", ".join(f"{name} {version}" for name, version in driver["versions"].items())
     section("driver", f"{driver['backend']}: {versions}" if driver["backend"] else f"none: {driver['status']}")
-    gpus = [f"{i}: {gpu['name']}, {gpu['arch'] or 'unsupported'}" for i, gpu in enumerate(found["gpus"])]
+    gpus = []
+    for i, gpu in enumerate(found["gpus"]):
+        name = gpu["name"] if gpu["product"] in gpu["name"] else f"{gpu['product']} (named {gpu['name'] or 'nothing'})"
+        gpus.append(f"{i}: {name}, {gpu['arch'] or 'unsupported'}")
     section("GPUs", *(gpus or ["none: ops run their PyTorch reference"]))
-    built = []
-    for arch, modules in found["code_objects"].items():
-        compilers = {stamp.get("compiler", "unknown") for stamp in modules.values()}
-        debug = ", debug" if any(stamp.get("debug") for stamp in modules.values()) else ""
-        built.append(
-            (arch, ", ".join(modules) + debug, "; ".join(sorted(compilers))) if modules else (arch, "none", "")
-        )
+    built = [
+        (arch, ", ".join(modules), launches.origin(arch, modules)) if modules else (arch, "none", "")
+        for arch, modules in found["code_objects"].items()
+    ]
     section("code objects", *table(built))
     tuned = []
     for whose, tables in found["tables"].items():

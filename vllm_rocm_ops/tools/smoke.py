@@ -16,7 +16,6 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock, correctness, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.clock import tensor_bytes
-from vllm_rocm_ops.tools import doctor
 
 FIRST = ops.silu_and_mul
 """The first op to launch."""
@@ -38,17 +37,25 @@ def here(arch: str | None) -> archs.Arch:
     """Return the emulated architecture, or the first GPU's. Raises RuntimeError if no kernels exist for it."""
     found = archs.named(arch) if arch else archs.of_device(0)
     if found is None:
-        raise RuntimeError(f"no kernels for {torch.cuda.get_device_name()}")
+        raise RuntimeError(f"no kernels for {archs.product_of(0)}")
     return found
 
 
 def driver(arch: str | None) -> Iterator[dict]:
     """Load the driver and list the GPUs, without a launch."""
-    yield {"gpus": [{"name": torch.cuda.get_device_name(index)} for index in range(torch.cuda.device_count())]}
+    yield {"gpus": [{"name": archs.product_of(index)} for index in range(torch.cuda.device_count())]}
     runtime, why = launch.runtime()
     if runtime is None:
         raise RuntimeError(why)
-    yield {"case": "driver", "status": runtime.status(), "versions": runtime.versions(), "arch": str(here(arch))}
+    found = here(arch)
+    code = launch.origin(found.name)
+    yield {
+        "case": "driver",
+        "status": runtime.status(),
+        "versions": runtime.versions(),
+        "arch": str(found),
+        "code": code,
+    }
 
 
 def modules(name: str) -> dict[str, list[str]]:
@@ -56,7 +63,7 @@ def modules(name: str) -> dict[str, list[str]]:
 
     Raises RuntimeError if a code object is damaged or none exists.
     """
-    found = doctor.find_code_objects(name)
+    found = launch.stamps(name)
     if not found:
         raise RuntimeError(f"no code objects for {name} in {launch.CODE}")
     for module in found:

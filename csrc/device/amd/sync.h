@@ -10,7 +10,7 @@ DEVICE void block_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
 
-// On return, the whole device sees this thread's mem::store_device stores.
+// On return, the whole device sees this thread's mem::store_device stores. For other devices it says nothing: system.h.
 DEVICE void wait_for_stores() {
   asm volatile("" ::: "memory");       // the compiler moves no store across
   __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)

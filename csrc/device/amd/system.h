@@ -1,5 +1,6 @@
-// Words exchanged between devices, and the primitives to wait for them. System scope is sc0 sc1 (LLVM AMDGPU usage,
-// "Memory Model gfx942"), which reaches other devices in uncached fine-grained memory.
+// Words exchanged between devices, and the primitives to wait for them. They lie in fine-grained memory, which caches
+// may hold although HIP's flag for it says "uncached". Only system scope, sc0 sc1, reaches other devices (LLVM AMDGPU
+// usage, "Memory Model gfx942"): never relax these accesses to nontemporal (nt) or plain ones.
 #pragma once
 #include "../mem.h"
 

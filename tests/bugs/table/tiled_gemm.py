@@ -62,6 +62,13 @@ BUGS = (
         Cases(ops.scaled_mm, "tiles", on="gfx950", said="may still be in flight"),
     ),
     Bug(
+        "an offset made scalar right before its copy reads it",
+        "device/amd/lds_async.h",
+        "s_mov_b32 m0, %0",
+        "v_readfirstlane_b32 %3, %1\\n\\ts_mov_b32 m0, %0",
+        Tests("test_hazards.py", module="scaled_mm_tiled"),
+    ),
+    Bug(
         "counter left behind",
         "device/amd/sync.h",
         "blocks - 1, __ATOMIC_RELAXED",

@@ -116,6 +116,8 @@ class Arch:
     """Error of matrix instructions in a sum of e4m3 products, relative to its absolute terms; 0 if they keep float32."""
     products: Mapping[str, int] = field(hash=False, repr=False)
     """Compute units of products, by name."""
+    pci_devices: Mapping[str, str] = field(hash=False, repr=False)
+    """Products by PCI device id, as the `device` file of a GPU's PCI folder has it."""
     costs: Costs = field(hash=False, repr=False)
     is_whole: bool = field(default=True, compare=False)
     """True if this is the arch with all compute units."""

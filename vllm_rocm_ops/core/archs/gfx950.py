@@ -1,4 +1,4 @@
-"""Define AMD's CDNA4: MI350X and MI355X. Its costs equal gfx942's: no known figure distinguishes them."""
+"""Define AMD's CDNA4: MI355X, and MI350X with a lower clock. Its costs equal gfx942's: no known figure distinguishes them."""
 
 import torch
 
@@ -16,6 +16,10 @@ ARCH = Arch(
     clock_ghz=2.4,
     block_scales=True,
     sum_rounding=0.0,
-    products={"MI355X": 256},
+    products={"MI350X": 256, "MI355X": 256},
+    pci_devices={  # as gfx942's
+        **dict.fromkeys(("0x75a0", "0x75b0"), "MI350X"),
+        **dict.fromkeys(("0x75a3", "0x75b3"), "MI355X"),
+    },
     costs=COSTS,
 )

@@ -45,6 +45,7 @@ ARCH = Arch(
     block_scales=False,
     sum_rounding=2.0**-11,  # wgmma keeps 14 bits
     products={},
+    pci_devices={},
     costs=Costs(
         skinny=SKINNY,
         experts=ExpertsCosts(tile_tokens=8, block_bytes_per_us=17.2e3, quantize_us=4.3e-4),

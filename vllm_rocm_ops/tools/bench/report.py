@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import vllm_rocm_ops
+from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.clock import Clock
 
@@ -45,8 +46,8 @@ def origin(clock: Clock, vllm: str | None, commit: str) -> Origin:
 
 
 def gpu_name(clock: Clock) -> str:
-    """Return the GPU's name, or the device without one."""
-    return torch.cuda.get_device_name() if clock.device == "cuda" else clock.device
+    """Return the GPU's product, or the device without one."""
+    return archs.product_of(torch.cuda.current_device()) if clock.device == "cuda" else clock.device
 
 
 def copy_bandwidth(clock: Clock) -> float:

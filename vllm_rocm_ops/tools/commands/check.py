@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.timing import frozen
 from vllm_rocm_ops.tools import check
 from vllm_rocm_ops.tools.check_worker import Worker
@@ -47,5 +48,8 @@ def run(output: Path | None, op: str, minutes: float, emulate: str | None) -> in
     print(text + (f", {left_out} skipped ({why})" if left_out else ""))
     if not (emulate or any(part["part"].startswith("emulator") for part in parts)):
         print("emulator counters skipped: they need the extra vllm-rocm-ops[emulator]")
+    code = [piece["code"] for part in parts for piece in part["found"] if "code" in piece]
+    for origin in [launch.origin(archs.named(emulate).name)] if emulate else code:
+        print(f"code objects: {origin}")
     print(f"report: {path.resolve()} (please attach it to an issue)")
     return int(bad > 0)

@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.tools import options
@@ -47,7 +48,7 @@ def run(
         envs.tables(),
         baselines=(lambda op: {}) if no_baselines else baselines,
         force=force,
-        on=torch.cuda.get_device_name(),
+        on=archs.product_of(torch.cuda.current_device()),
         log=sys.stderr,
     )
     print(tune.summary(done, refused | more, clock))

@@ -327,7 +327,8 @@ def machine() -> dict[str, str]:
         index = torch.cuda.current_device()
         properties = torch.cuda.get_device_properties(index)
         arch = archs.of_device(index)
-        gpu = {"gpu": properties.name, "arch": arch.name if arch else "", "units": properties.multi_processor_count}
+        units = properties.multi_processor_count
+        gpu = {"gpu": archs.product_of(index), "arch": arch.name if arch else "", "units": units}
         gpu["partition"] = partition(properties)
     else:
         arch = executor.arch if executor else None
@@ -354,12 +355,10 @@ def is_same_software(machine: dict[str, str]) -> bool:
 
 def partition(properties) -> str:
     """Return an AMD GPU's compute and memory partition modes as its driver reports them, empty if it does not."""
-    numbers = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
-    device = Path("/sys/bus/pci/devices") / "{:04x}:{:02x}:{:02x}.0".format(*numbers)
     modes = []
     for kind in ("compute", "memory"):
         with contextlib.suppress(OSError):
-            modes.append((device / f"current_{kind}_partition").read_text().strip())
+            modes.append((archs.pci_folder(properties) / f"current_{kind}_partition").read_text().strip())
     return "/".join(modes)
 
 

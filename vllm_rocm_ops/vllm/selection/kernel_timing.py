@@ -29,6 +29,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import envs, tables
+from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.vllm.selection import kernel_selection, watchdog
 from vllm_rocm_ops.vllm.selection.kernel_selection import (
     GROUP,
@@ -305,9 +306,10 @@ def measure(
     if todo:
         shapes = len({one for one, _ in todo})
         text = (
-            "vllm-rocm-ops: timing kernels against vLLM's: %d shapes, %d comparisons (VLLM_ROCM_OPS_MEASURE=0 disables)"
+            "vllm-rocm-ops: timing kernels against vLLM's: %d shapes, %d comparisons (VLLM_ROCM_OPS_MEASURE=0 disables); "
+            "code objects: %s"
         )
-        logger.info(text, shapes, count)
+        logger.info(text, shapes, count, launches.origin(arch.name) if arch else "none")
     for one, at in todo:
         op, layers = one.kernels.op.name, list(one.layers.values())
         if op in record.off or one in given_up:
