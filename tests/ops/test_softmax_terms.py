@@ -23,7 +23,7 @@ from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.emulator import Emulator
 
 FAR = 40.0
-"""How far a score is above the others: exp(-FAR) is below any tolerance."""
+"""The distance of a score above the others: exp(-FAR) is below any tolerance."""
 SINKS = (FAR, -2 * FAR, 4 * FAR, 6.0)
 """Sinks of heads: above all scores, below all, far above all, near the log-sum-exp of some 150 keys."""
 
