@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import csv
 import dataclasses
 import hashlib
 import json
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -585,13 +583,11 @@ def test_unknown_archs_are_refused(name):
 
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
-    """Replace the tuned tables by an empty folder, without the user's tables."""
-    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path / "shipped")
-    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "users"))
+    """Replace the user's tuned tables by an empty folder."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     tuned_tables.table.cache_clear()
-    for folder in ("shipped", "users"):
-        (tmp_path / folder / "gfx942").mkdir(parents=True)
-    yield tmp_path / "shipped" / "gfx942"
+    (tmp_path / "gfx942").mkdir()
+    yield tmp_path / "gfx942"
     tuned_tables.table.cache_clear()
 
 
@@ -613,26 +609,6 @@ def test_a_tuned_row_that_does_not_fit_is_no_configuration(tables):
     rows = "dtype,rows,hidden,compute_units,config.threads,config.vectors_per_thread,source\nbf16,4,4096,304,100,7,a slip\n"
     (tables / "rms_norm.csv").write_text(rows)
     assert ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942").source.startswith("default")
-
-
-def check_tables(folder: Path) -> None:
-    """Check that the tables of a folder have their columns and no duplicate row."""
-    for path in folder.glob("*/*.csv"):
-        the_op = next(o for o in OPS if o.name == path.stem)
-        key = ("compute_units", *the_op.problem(the_op.Arguments(*example(the_op, "meta"))))
-        rows = list(csv.DictReader(path.read_text().splitlines()))
-        assert len(tuned_tables.table(path, key)) == len(rows) > 0 and all(row["source"] for row in rows)
-
-
-def test_a_shipped_table_without_compute_units_is_left_out_with_a_warning(tables):
-    """No shipped table is like this, and none ends an engine."""
-    (tables / "rms_norm.csv").write_text(
-        "dtype,rows,hidden,config.threads,config.vectors_per_thread\nbf16,4,4096,256,2\n"
-    )
-    with pytest.warns(UserWarning, match="rms_norm.csv is not used: KeyError 'compute_units'"):
-        assert explained_norm().source.startswith("default")
-    with pytest.raises(AssertionError):
-        check_tables(tuned_tables.TABLES)
 
 
 def test_a_folder_of_tables_that_may_not_be_searched(tmp_path):
@@ -658,13 +634,9 @@ print(*[w.message for w in warned], sep="\\n")
         [sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    own, shipped = (
-        f"the tuned tables in {folder / 'gfx942'} are not used: this user may not read them"
-        for folder in (home / ".config" / "vllm-rocm-ops" / "tables", tuned_tables.TABLES)
-    )
-    first, second, *warned = result.stdout.splitlines()
-    assert first == second == "default"
-    assert set(warned) - {shipped} == {own} and len(warned) <= 2  # below /root this user cannot read shipped tables
+    folder = home / ".config" / "vllm-rocm-ops" / "tables" / "gfx942"
+    warned = f"the tuned tables in {folder} are not used: this user may not read them"
+    assert result.stdout.splitlines() == ["default", "default", warned]
 
 
 NORM_HEADER = "compute_units,dtype,rows,hidden,config.threads,config.vectors_per_thread,source\n"
@@ -675,23 +647,20 @@ def explained_norm() -> op.Explanation:
     return ops.rms_norm.explain(*norm_arguments(4, 4096), arch="gfx942")
 
 
-def test_the_users_row_wins_over_the_shipped_one(tables):
-    users = tables.parents[1] / "users" / "gfx942" / "rms_norm.csv"
-    (tables / "rms_norm.csv").write_text(NORM_HEADER + "304,bf16,4,4096,256,2,shipped\n")
-    assert explained_norm().launches[0].symbol == "rms_norm_bf16_x2"
+def test_a_row_wins_over_the_default(tables):
+    users = tables / "rms_norm.csv"
     users.write_text(NORM_HEADER + "304,bf16,4,4096,128,4,mine\n")
     assert explained_norm().launches[0].symbol == "rms_norm_bf16_x4"
-    users.write_text(NORM_HEADER + "304,bf16,4,4096,,,nothing is better\n")
-    assert explained_norm().launches[0].symbol == "rms_norm_bf16_x2"
-    users.write_text(NORM_HEADER + "304,bf16,4,4096,100,7,made by another version\n")
-    assert explained_norm().launches[0].symbol == "rms_norm_bf16_x2"
+    for row in (",,nothing is better", "100,7,made by another version"):
+        users.write_text(NORM_HEADER + f"304,bf16,4,4096,{row}\n")
+        assert explained_norm().source.startswith("default")
 
 
 @pytest.mark.parametrize(
     "text", ["compute_units,source\n304,old\n", NORM_HEADER.replace(",rows", "") + "304,bf16\n", "nonsense\n1\n"]
 )
 def test_a_users_table_that_is_not_one_is_left_out_with_a_warning(tables, text):
-    (tables.parents[1] / "users" / "gfx942" / "rms_norm.csv").write_text(text)
+    (tables / "rms_norm.csv").write_text(text)
     with pytest.warns(UserWarning, match="rms_norm.csv is not used"):
         assert explained_norm().source.startswith("default")
 
@@ -708,15 +677,11 @@ def test_the_users_tables_are_where_the_environment_says(monkeypatch, tmp_path):
 
 
 def test_running_a_configuration_wins_over_rows_and_default(tables):
-    (tables / "rms_norm.csv").write_text(NORM_HEADER + "304,bf16,4,4096,256,2,shipped\n")
+    (tables / "rms_norm.csv").write_text(NORM_HEADER + "304,bf16,4,4096,256,2,mine\n")
     config = explained_norm().config
     with ops.rms_norm.running(dataclasses.replace(config, threads=128, vectors_per_thread=4)):
         assert explained_norm().launches[0].symbol == "rms_norm_bf16_x4"
     assert explained_norm().config == config
-
-
-def test_shipped_tables_have_their_columns_and_no_row_twice():
-    check_tables(tuned_tables.TABLES)
 
 
 def test_a_stamp_that_cannot_be_read_is_in_the_fingerprint(tmp_path, monkeypatch):

@@ -146,6 +146,49 @@ def test_load_goes_to_the_device_and_is_cached(runtime, fake, code_object):
     assert (value(fake, "fake_loads"), value(fake, "fake_load_device")) == (2, 1)
 
 
+def test_memory_that_peers_store_to(runtime, fake):
+    """It is uncached and zero by then; other processes open it by its handle, and close it before it is freed."""
+    set_value(fake, "fake_device", 1)
+    address = runtime.shared_memory(0, 4096)
+    assert (value(fake, "fake_uncached"), value(fake, "fake_allocated"), value(fake, "fake_zeroed")) == (1, 4096, 4096)
+    assert ctypes.string_at(address, 4097) == bytes(4096) + b"\0"
+    assert value(fake, "fake_memory_capture_mode") == 2, "allowed while a stream is captured"
+    assert (value(fake, "fake_waited"), value(fake, "fake_streams")) == (1, 0)
+    handle = runtime.memory_handle(0, address)
+    assert [runtime.open_memory(device, handle) for device in (0, 1)] == [address] * 2
+    assert value(fake, "fake_opened") == 2
+    for device in (0, 1):
+        runtime.close_memory(device, address)
+    assert (value(fake, "fake_opened"), value(fake, "fake_freed")) == (0, 0)
+    runtime.free_shared_memory(0, address)
+    assert value(fake, "fake_freed") == 1
+    assert (value(fake, "fake_device"), value(fake, "fake_capture_mode")) == (1, 0), "all is as it was before"
+    with pytest.raises(RuntimeError, match="2097152 bytes, uncached: invalid argument"):
+        runtime.shared_memory(0, 2**21)
+    with pytest.raises(ValueError, match="handle must have 64 bytes, got 3"):
+        runtime.open_memory(0, b"abc")
+    for call, what in (
+        (runtime.free_shared_memory, "freeing shared"),
+        (runtime.close_memory, "closing another process's"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{what} memory: invalid argument"):
+            call(0, 0)
+
+
+@pytest.mark.parametrize(("source", "library"), [("fake_hip.c", "fake"), ("fake_cuda.c", "cuda")])
+def test_what_a_fake_counts_is_read(source, library):
+    """A number that no test reads lets a wrong call pass."""
+    headers = [HERE / name for name in re.findall(r'#include "(.*)"', (HERE / source).read_text())]
+    texts = [path.read_text() for path in (HERE / source, *headers)]
+    lines = [line for text in texts for line in re.findall(r"^\w[^(;]*?;", text, re.MULTILINE)]
+    names = {name for line in lines for name in re.findall(r"\b(fake_\w+) =", line)}
+    assert len(names) > 4
+    found = set(re.findall(rf'(?:value|in_dll)\((?:{library}|ctypes.CDLL\(.*\)), "(\w+)"', Path(__file__).read_text()))
+    if library == "cuda":
+        found |= set(re.findall(r'number\("(\w+)"\)', Path(__file__).read_text()))
+    assert names <= found, sorted(names - found)
+
+
 def test_counters_are_zero_by_then(runtime, fake):
     set_value(fake, "fake_device", 1)
     address = runtime.counters(0, 0, 48)
@@ -365,6 +408,12 @@ captured = [runtime.counters(0, 16, 64) for _ in range(2)]
 cuda.fake_release(ctypes.c_ulonglong(3))
 cuda.fake_capture(ctypes.c_void_p(16), ctypes.c_ulonglong(4))
 print(len(set(counters + captured)), runtime.counters(0, 16, 64) in captured)
+allocated = number("fake_allocated")
+address = runtime.shared_memory(0, 64)
+opened = runtime.open_memory(0, runtime.memory_handle(0, address))
+print(opened == address, ctypes.string_at(address, 64) == bytes(64), number("fake_allocated") - allocated)
+print(number("fake_opened"), runtime.close_memory(0, opened), number("fake_opened"), number("fake_freed"))
+print(runtime.free_shared_memory(0, address), number("fake_freed"), number("fake_objects"))
 launch(49153), launch(100), launch(65536), launch(65536)
 print(number("fake_launches"), number("fake_attribute_calls"), number("fake_lds_allowed"))
 for lds, grid in ((2**20, 1), (0, 0)):
@@ -383,6 +432,9 @@ for lds, grid in ((2**20, 1), (0, 0)):
         "True None",
         "2 0 8",
         "3 True",
+        "True True 64",
+        "1 None 0 0",
+        "None 1 1",
         "6 2 65536",
         f"kernel of {ptx}: 1048576 bytes of dynamic LDS: other (CUDA_ERROR_OTHER)",
         (

@@ -87,6 +87,13 @@ def test_case(the_op, case, configs, executor):
     check_case(the_op, case, device, arch, configs, whole=arch.compute_units == FEW_UNITS)
 
 
+def require_whole_numbers(name: str, case_name: str, executor) -> None:
+    """Check a case of a GEMM's op on integers, of which its results are exact."""
+    device, arch = executor
+    the_op = next(the_op for the_op in OPS if the_op.name == name)
+    check_case(the_op, next(case for case in the_op.cases() if case.name == case_name), device, arch, whole=True)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py is its like in the emulator")
 @pytest.mark.parametrize("m", [1, 16, 64])
 def test_same_bits_in_1000_calls(m):

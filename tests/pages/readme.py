@@ -121,7 +121,7 @@ def doctor_sample() -> str:
         "driver": {"backend": "hip", "status": "", "versions": {}},
         "gpus": [{"product": product, "name": f"AMD Instinct {product}", "arch": arch}],
         "code_objects": {arch: {}},
-        "tables": {"yours": {"rows": {}, "folder": ""}},
+        "tables": {"rows": {}, "folder": ""},
         "measured": [],
         "reached": [],
         "machine": {},

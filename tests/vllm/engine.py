@@ -15,7 +15,7 @@ def generate(job: dict) -> dict:
     """Load a model, generate greedily, and report tokens, log probabilities and the ops' statistics.
 
     Then generate once more for each step of `job["then"]`: "again"; "reload", after the weights have been loaded again;
-    or with the LoRA adapter of a folder. `job["environment"]` is set for this job and those after it. With
+    with the LoRA adapter of a folder; or after an `update`, whose error takes the tokens' place. `job["environment"]` is set for this job and those after it. With
     `job["frames"]` the answer has the package's functions that one decode step enters, with counts.
     """
     from vllm import LLM, SamplingParams
@@ -54,11 +54,14 @@ def generate(job: dict) -> dict:
         outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
     stats, *other_ranks = llm.collective_rpc("vllm_rocm_ops_stats")
     fallbacks = llm.collective_rpc("vllm_rocm_ops_fallbacks")
-    then = []
+    then, cached, updates = [], 0, [step for step in job.get("then", ()) if isinstance(step, list)]
     for step in job.get("then", ()):
         if step == "reload":
             llm.collective_rpc("reload_weights")
-        adapter = None if step in ("again", "reload") else LoRARequest("adapter", 1, step)
+        if isinstance(step, list) and (refused := update(llm, *step)):
+            then.append(refused)
+            continue
+        adapter = LoRARequest("adapter", 1, step) if step not in ("again", "reload", *updates) else None
         requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         then.append([list(request.outputs[0].token_ids) for request in requests])
         cached = sum(request.num_cached_tokens or 0 for request in requests)
@@ -71,7 +74,7 @@ def generate(job: dict) -> dict:
             [step[token].logprob for step, token in zip(output.logprobs or (), output.token_ids)] for output in outputs
         ],
         "then": then,
-        "cached": cached if then else 0,
+        "cached": cached,
         "captured": captured,
         "stats": stats,
         "frames": entered,
@@ -91,6 +94,28 @@ def generate(job: dict) -> dict:
     del worker, model, llm
     release()
     return answer
+
+
+def update(llm, how: str, path: str) -> str | None:
+    """Give a model in use the weights of a file, as trainers do, and return vLLM's error.
+
+    They come as a path or as tensors, of a checkpoint or "in kernel format", or the model loads them "in place".
+    """
+    from safetensors.torch import load_file
+
+    weights = list(load_file(path).items())
+    try:
+        if how == "in place":
+            llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.load_weights(weights)
+        elif how == "as a path":
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": os.path.dirname(path)})
+        else:
+            of_checkpoint = how == "as tensors"
+            given = {"weights_iterator": weights, "is_checkpoint_format": of_checkpoint}
+            llm.collective_rpc("reload_weights", kwargs=given)
+    except Exception as error:  # noqa: BLE001  the test compares it
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def frames_of_a_step(llm, prompts: list[dict]) -> dict[str, int]:

@@ -8,6 +8,7 @@ import checkpoints
 import processes
 import pytest
 import torch
+from engines import Engines, identity
 from safetensors.torch import load_file, save_file
 
 from vllm_rocm_ops.vllm.guards import checked_scales
@@ -191,6 +192,139 @@ def test_vllm_or_ours_refuses_it(said, what):
 @pytest.mark.parametrize("what", BAD_EXPERTS)
 def test_experts_are_checked_too(said, what):
     assert re.search(BAD_EXPERTS[what][1], said[what]), said[what]
+
+
+# Weights that a model in use gets
+
+TENSORS, PATH, IN_PLACE, KERNEL = "as tensors", "as a path", "in place", "in kernel format"
+NEW = "Layers that were loaded before it have the new weights"
+UPDATES = {
+    # the model: what, how, the edit of its tensors, the error's text
+    ("llama", "block"): (
+        ("NaN", TENSORS, changed(INVERSE, element(NAN)), f"{INVERSE} {WANTED.format('nan', 1)} 8 elements. {NEW}"),
+        ("none, by path", PATH, without(INVERSE), f"{INVERSE} {WANTED.format('nothing', 8)}"),
+        ("zero", TENSORS, changed(INVERSE, element(0.0)), f"{INVERSE} {WANTED.format('0.0', 1)}"),
+        ("e5m2", PATH, changed(f"{LAYER}.weight", lambda w: w.to(torch.float8_e5m2)), f"{LAYER}.weight must be e4m3"),
+        ("right in place", IN_PLACE, lambda tensors: None, "AttributeError"),
+    ),
+    ("llama", "token"): (
+        ("none in a merged layer", TENSORS, without(MERGED), f"qkv_proj.weight_scale {WANTED.format('nothing', 128)}"),
+        ("negative", TENSORS, changed(SCALE, element(-1.0)), f"{SCALE} {WANTED.format('-1.0', 1)}"),
+    ),
+    ("llama", "static"): (
+        ("none", TENSORS, without(SCALE), f"{SCALE} {WANTED.format('nothing', 1)}"),
+        ("none of inputs", TENSORS, without(INPUT), f"{INPUT} {WANTED.format('nothing', 1)}"),
+        ("infinite", PATH, changed(SCALE, element(INFINITE)), f"{SCALE} {WANTED.format('inf', 1)}"),
+    ),
+    ("llama", "mxfp8"): (
+        (
+            "NaN",
+            TENSORS,
+            changed(SCALE, lambda s: s.clone().fill_(255)),
+            f"{SCALE} must be in the checkpoint and not NaN",
+        ),
+        ("none", TENSORS, without(SCALE), f"{SCALE} must be in the checkpoint and not NaN, got nothing"),
+    ),
+    ("deepseek", "block"): tuple((what, TENSORS, *of) for what, of in BAD_EXPERTS.items() if "e5m2" not in what),
+}
+"""Each update is followed by a right one, after which answers are as before."""
+
+
+def of_kernels(path: pathlib.Path) -> str:
+    """Write a NaN as a scale in the format that kernels use, and return its file."""
+    path.mkdir()
+    save_file({INVERSE: torch.tensor(NAN)}, path / "model.safetensors")
+    return str(path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory) -> dict[tuple[str, str], dict]:
+    engines = Engines(tmp_path_factory.mktemp("updated"))
+    jobs, models = {}, UPDATES
+    for model, kind in models:
+        right = str(engines.checkpoint((model, kind)) / "model.safetensors")
+        then = []
+        for place, (_, how, edit, _) in enumerate(UPDATES[model, kind]):
+            folder = edited(engines.folder / f"{model}-{kind}-{place}", model, kind, edit)
+            then += [[how, str(folder / "model.safetensors")], [TENSORS, right]]
+        if kind == "block" and model == "llama":
+            then += [[KERNEL, of_kernels(engines.folder / "kernel")], [TENSORS, right]]
+        jobs[identity((model, kind))] = engines.job((model, kind), then=then)
+    return engines.run(jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flavour", UPDATES, ids=identity)
+def test_a_model_in_use_refuses_it_too(updated, flavour):
+    """No update leaves traces: after a right one, the answers are as before."""
+    answer = updated[identity(flavour)]
+    bad, right = answer["then"][::2], answer["then"][1::2]
+    for (what, *_, wanted), said in zip(UPDATES[flavour], bad):
+        if wanted == "loads":
+            assert said == answer["tokens"], what
+        else:
+            assert re.search(wanted, str(said)), f"{what}: {said}"
+    for said in bad[len(UPDATES[flavour]) :]:
+        assert re.search(rf"{INVERSE} must be finite and positive, got nan in 8 of 8 elements", str(said)), said
+    assert all(tokens == answer["tokens"] for tokens in right)
+
+
+@pytest.fixture
+def reloaded(monkeypatch):
+    """Return a model of one FP8 layer in use, and a function that loads some of its weights again."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    class Method(QuantizeMethodBase):
+        create_weights = apply = None
+
+        def process_weights_after_loading(self, layer):
+            pass
+
+    for name in ("materialize_layer", "_layerwise_process"):
+        monkeypatch.setattr(layerwise, name, getattr(layerwise, name))
+    checked_scales.check_layers(layerwise)
+    model = layer(torch.ones(3, 4), weight_scale=torch.full((1,), 2.0))
+    model["it"].quant_method, model["it"].prefix = Method(), "it"
+    layerwise.record_metadata_for_reloading(model)
+
+    def reload(**weights: torch.Tensor) -> None:
+        layerwise.initialize_layerwise_reload(model)
+        for name, value in weights.items():
+            weight = getattr(model["it"], name)
+            weight.weight_loader(weight, value)
+        layerwise.finalize_layerwise_reload(model, None)
+
+    return model, reload
+
+
+def test_a_layer_in_use_is_checked_before_it_is_replaced(reloaded):
+    model, reload = reloaded
+    weight = torch.full((3, 4), 5.0).to(torch.float8_e4m3fn)
+    for value, got in ((None, "nothing"), (NAN, "nan"), (0.0, "0.0")):
+        with pytest.raises(
+            ValueError, match=f"it.weight_scale must be .* positive, got {got} in 1 of 1 elements. {NEW}"
+        ):
+            reload(weight=weight, **({} if value is None else {"weight_scale": torch.tensor([value])}))
+        assert model["it"].weight.float().unique() == 1 and model["it"].weight_scale == 2
+    reload(weight=weight, weight_scale=torch.tensor([7.0]))
+    assert model["it"].weight.float().unique() == 5 and model["it"].weight_scale == 7
+    reload()
+    assert model["it"].weight.float().unique() == 5, "what gets no weights keeps its own"
+
+
+def test_a_model_in_use_has_no_bad_scales():
+    checked_scales.check_in_use(layer(torch.zeros(3, 4), weight_scale=torch.zeros(3, 1)))
+    good = layer(torch.ones(4, 3), weight_scale=torch.tensor([[0.0], [1.0], [2.0]]))  # one of a transposed weight
+    checked_scales.check_in_use(good)
+    for bad in (NAN, INFINITE, -1.0, 0.0, checked_scales.NOT_LOADED):
+        good["it"].weight_scale.data.fill_(bad)
+        with pytest.raises(
+            ValueError, match=r"it.weight_scale must be finite and positive, got \S+ in 3 of 3 elements"
+        ):
+            checked_scales.check_in_use(good)
+    with pytest.raises(ValueError, match=r"it.weight_scale must not be NaN"):
+        checked_scales.check_in_use(layer(torch.ones(3, 32), weight_scale=torch.full((3, 1), 255).to(torch.uint8)))
 
 
 # What may look bad, and is not

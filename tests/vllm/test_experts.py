@@ -3,6 +3,8 @@
 The tests cover their results, the calls they leave to vLLM's native experts, and the layers they serve.
 """
 
+import collections
+import itertools
 import pathlib
 import typing
 
@@ -264,20 +266,27 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_routes(router):
-    """Tokens go where vLLM's routers send them, with the same weights."""
-    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-
-    options, logits = dict(ROUTERS[router]), random(TOKENS, EXPERTS)
-    method, grouped = router.split()[0], "groups" not in router
-    assert method in RoutingMethodType.__members__
-    bias = random(EXPERTS) * 0.1 if method == "DeepSeekV3" else None
-    wanted = vllm_routes(logits, bias, **options)
-    groups = (GROUPS, TOPK_GROUP) if grouped else (None, None)
-    found = in_order(*routing_experts.route(routing_experts.METHODS[method], TOPK, logits, *groups, bias, SCALE))
-    assert torch.equal(found[1], wanted[1])
-    torch.testing.assert_close(found[0], wanted[0])
+def test_routes():
+    """Tokens go where vLLM's routers send them, with the same weights, for all combinations that vLLM gives a method."""
+    logits, tried = random(TOKENS, EXPERTS), collections.Counter()
+    for method, groups, bias, scale in itertools.product(
+        routing_experts.METHODS,
+        ((None, None), (1, 1), (GROUPS, TOPK_GROUP)),
+        (None, random(EXPERTS) * 0.1),
+        (1.0, SCALE),
+    ):
+        scoring_func, renormalize = routing_experts.METHODS[method]
+        how = {"num_expert_group": groups[0], "topk_group": groups[1], "use_grouped_topk": bool(groups[0])}
+        how |= {"scoring_func": scoring_func, "renormalize": renormalize, "routed_scaling_factor": scale}
+        router = vllm_router(bias=bias, **how)
+        if router.routing_method_type.name != method:
+            continue
+        tried[method] += 1
+        wanted = in_order(*router.select_experts(logits, logits))
+        found = in_order(*routing_experts.route(routing_experts.METHODS[method], TOPK, logits, *groups, bias, scale))
+        assert torch.equal(found[1], wanted[1])
+        torch.testing.assert_close(found[0], wanted[0], msg=f"{method} {groups} {scale}")
+    assert tried == {"DeepSeekV3": 4, "RenormalizeNaive": 6, "Default": 6}
 
 
 @pytest.fixture

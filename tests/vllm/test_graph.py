@@ -66,8 +66,8 @@ def quantizer(key: str, **how):
     return quantize(marked), quantize(theirs)
 
 
-def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None, **passes: bool):
-    """Trace a function and run vLLM's passes on its graph, the plugin's among them.
+def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None, edit=None, **passes: bool):
+    """Trace a function and run vLLM's passes on its graph, which `edit` may change, the plugin's among them.
 
     Return it, and the names of its calls.
     """
@@ -78,6 +78,8 @@ def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None
     from vllm_rocm_ops.vllm.fusion import graph
 
     configuration, module = get_current_vllm_config(), make_fx(function, table or {}, "fake")(*inputs)
+    if edit is not None:
+        edit(module.graph)
     settings = configuration.compilation_config.pass_config
     settings.fuse_norm_quant = settings.fuse_act_quant = settings.fuse_allreduce_rms = False
     manager = graph.PassManager()
@@ -403,6 +405,79 @@ def test_a_weight_of_one_plus(key):
     module, names = piece(lambda x, weight: marked(norm(x, weight.float() + 1.0)), x, weight)
     assert len(called(names)) == 1 and "aten.add.Tensor" not in names
     same(module(x, weight), expected(key, x, weight, one_plus_weight=True))
+
+
+PATTERNS = {
+    "a norm": lambda x, held, w, marked: marked(norm(x, w)),
+    "a norm alone": lambda x, held, w, marked: norm(x, w) @ w[:, None],
+    "a residual": lambda x, held, w, marked: marked(add_norm(x, held, w)[0]),
+    "one plus": lambda x, held, w, marked: marked(norm(x, w.float() + 1.0)),
+    "one plus and a residual": lambda x, held, w, marked: marked(add_norm(x, held, w.float() + 1.0)[0]),
+    "a sum": lambda x, held, w, marked: marked(add_norm(x * 2.5 + x.flip(0), held, w)[0]),
+    "a plain sum": lambda x, held, w, marked: marked(add_norm(x + x.flip(0), held, w)[0]),
+    "an activation": lambda x, held, w, marked: marked(silu_and_mul(x)),
+}
+"""A function for each pattern of the pass, with its constants."""
+
+
+def silu_and_mul(x):
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_rocm_ops.vllm.fusion import markers
+
+    return markers.of_activation(SiluAndMul.forward_native)(torch.cat((x, x.flip(1)), 1))
+
+
+def constants(graph: torch.fx.Graph):
+    """Yield what changes a constant of a graph's calls: the call's place, an argument's place or name, and a value."""
+    for place, node in enumerate(graph.nodes):
+        if node.op == "call_function" and "vllm" not in str(node.target) or "norm" in str(node.target):
+            for at, value in enumerate(node.args):
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    yield place, at, value * 3 + 1
+            if node.target is torch.ops.aten.add.Tensor:
+                yield place, "alpha", 3.0
+
+
+def values_of(results) -> torch.Tensor:
+    """Return what results represent: values, or quantized ones times their scales."""
+    first, *rest = results if isinstance(results, tuple | list) else (results,)
+    return first.float() * rest[0].float().repeat_interleave(first.shape[1] // rest[0].shape[-1], -1) if rest else first
+
+
+@pytest.mark.parametrize("what", PATTERNS)
+def test_a_pattern_with_another_constant_is_another(what):
+    """With each constant of a pattern changed, the graph computes what it then says: it does not match, or takes the value."""
+    marked, _ = quantizer(KEYS[1])
+    given = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
+
+    def function(x, held, weight):
+        return PATTERNS[what](x, held, weight, marked)
+
+    traced, changes, plain = make_fx(function, {}, "fake")(*given), [None], []
+    changes += constants(traced.graph)
+    for change in changes:
+
+        def edit(graph, change=change):
+            if change is not None:
+                place, at, value = change
+                node = [*graph.nodes][place]
+                if isinstance(at, str):
+                    node.kwargs = {**node.kwargs, at: value}
+                else:
+                    node.update_arg(at, value)
+            copy = torch.fx.Graph()
+            copy.output(copy.graph_copy(graph, {}))
+            plain.append(torch.fx.GraphModule(traced, copy))
+
+        try:
+            module, names = piece(function, *given, donated={1}, edit=edit)
+            wanted = values_of(plain[-1](*(x.clone() for x in given)))
+        except (IndexError, RuntimeError):
+            continue  # a constant that makes no valid call, as another dimension
+        assert called(names) or change is not None
+        found = values_of(module(*(x.clone() for x in given)))
+        assert (found - wanted).abs().mean() < 0.03 * wanted.abs().mean(), change
 
 
 VLLMS = {

@@ -136,8 +136,10 @@ def test_what_cannot_serve_is_not_measured(changed):
     assert not attention_timing.is_measured(decoder(**changed))
 
 
-@pytest.mark.parametrize(("longest", "lengths"), [(8192, [128, 1024, 8192]), (2000, [128, 1024]), (100, [100])])
-def test_requests_are_as_long_as_the_model_allows(configuration, longest, lengths):
+@pytest.mark.parametrize("longest", [length + by for length in attention_timing.LENGTHS for by in (-1, 0, 1)])
+def test_requests_are_as_long_as_the_model_allows(configuration, longest):
+    """A model of exactly a listed length is measured at it."""
+    lengths = [length for length in attention_timing.LENGTHS if length <= longest] or [longest]
     of = decoder(longest=longest, never_ours=True)
     attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
     assert [choice.shape for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]

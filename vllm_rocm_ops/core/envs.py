@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_rocm_ops.core import archs, renamed
+from vllm_rocm_ops.core import archs
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,10 @@ VARIABLES = {
 }
 
 
-NAMING = "VLLM_ROCM_OPS_DISABLE", "VLLM_ROCM_OPS_SEAMS"
-"""Variables that hold names of ops or seams, which renamed.py knows by old names too."""
-
-
 def __getattr__(name: str) -> str:
     if name not in VARIABLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = os.environ.get(name, VARIABLES[name].default)
-    return renamed.switch(name, value) if name in NAMING else value
+    return os.environ.get(name, VARIABLES[name].default)
 
 
 def of_child(changes: dict[str, str]) -> dict[str, str]:

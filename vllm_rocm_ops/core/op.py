@@ -9,8 +9,8 @@ float64, the oracle of its tests. An `Op` adds the functions that run kernels:
     can_implement(a, arch)  yields (rule, holds): requirements of the kernels; if one fails, the reference runs and reports why
     configs(a, arch)        returns all configurations that fit
     cost(config, a, arch)   returns the predicted microseconds by term
-    default(a, arch)        returns the configuration to use, unless a tuned table <arch>/<op>.csv, the user's or a shipped one, has a
-                            row; an op without a default uses the lowest cost
+    default(a, arch)        returns the configuration to use, unless the user's tuned table <arch>/<op>.csv has a row; an op without a
+                            default uses the lowest cost
     plan(config, outputs, a, arch)  returns the launches
     problem(a)              returns the sizes that key tuned rows and benchmark lines
     cases()                 yields example inputs, shared by tests, emulator and benchmarks
@@ -28,7 +28,6 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch._ops import OpOverload
@@ -162,19 +161,15 @@ class Op:
         chosen = self._choose(a, arch, self.allocate(a), require_code)
         return dataclasses.replace(chosen, considered=self.considered(a, arch)) if chosen.config else chosen
 
-    def tuned_row(self, a, arch: Arch, folders: tuple[Path, ...] | None = None) -> tables.TunedRow | None:
-        """Return the tuned row of this problem and arch from the first folder with one that fits, or None.
-
-        Folders are the user's, then the shipped one.
-        """
+    def tuned_row(self, a, arch: Arch) -> tables.TunedRow | None:
+        """Return the tuned row of this problem and arch, if its configuration fits, or None."""
         key = {"compute_units": arch.compute_units, **self.problem(a)}
         values = tuple(str(v) for v in key.values())
-        for folder in (envs.tables(), tables.TABLES) if folders is None else folders:
-            path = folder / arch.name / f"{self.name}.csv"
-            row = tables.table(path, tuple(key)).get(values)
-            for config in self.configs(a, arch) if row else ():
-                if tables.config_fields(config) == row.fields:
-                    return tables.TunedRow(config, row.source, path)
+        path = envs.tables() / arch.name / f"{self.name}.csv"
+        row = tables.table(path, tuple(key)).get(values)
+        for config in self.configs(a, arch) if row else ():
+            if tables.config_fields(config) == row.fields:
+                return tables.TunedRow(config, row.source, path)
         return None
 
     def tuned(self, a, arch: Arch):

@@ -1,13 +1,8 @@
-"""Map old names to present ones: the one table for names in environment variables, tuned tables and recorded results.
-
-A variable that holds an old name warns once. Files with old names are read as they are and never rewritten.
-"""
+"""Map the names in recorded results to present ones. The files are read as they are and never rewritten."""
 
 from __future__ import annotations
 
 import re
-
-from vllm_rocm_ops.core.stats import warn_once
 
 NAMES = {
     "cpu_gaps": "cpu_shims",
@@ -19,11 +14,6 @@ NAMES = {
 
 KERNELS = {r"_narrow(?=_\d+$)": "_wave_splitk", r"^latent_norm_rope_and_cache(?=_)": "mla_norm_rope_and_cache"}
 """Pieces of kernel names, as regular expressions."""
-
-CONFIG_FIELDS = {
-    op: {"parts": "num_kv_splits", "least_steps": "min_steps"} for op in ("mla_decode", "paged_attention_decode")
-}
-"""Fields of an op's configurations: columns `config.<field>` of its tuned tables."""
 
 OBJECTS = {
     "4017231c0edb32b3": "a82843758cfbd624",  # batched_gemm gfx942
@@ -53,11 +43,3 @@ def current(text: str) -> str:
 def line(found: dict) -> dict:
     """Return a line of a result file with the present names of its op, kernel and seam."""
     return found | {key: current(found[key]) for key in ("op", "kernel", "seam") if key in found}
-
-
-def switch(variable: str, value: str) -> str:
-    """Return the value of an environment variable with present names, and warn once of a value with an old one."""
-    present = current(value)
-    if present != value:
-        warn_once(f"{variable}={value}", f"{variable}={value} has an old name and is read as {variable}={present}")
-    return present

@@ -1,6 +1,6 @@
-"""Read tuned tables: the fastest measured configurations in <arch>/<op>.csv, the user's before the shipped ones.
+"""Read tuned tables: the fastest measured configurations in <arch>/<op>.csv of the user's folder. None ship.
 
-The user's <arch>/ folder also stores the kernel timings of vLLM's workers (vllm/selection/kernel_selection.py).
+The <arch>/ folder also stores the kernel timings of vLLM's workers (vllm/selection/kernel_selection.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_rocm_ops.core import renamed
 from vllm_rocm_ops.core.stats import warn_once
 
-TABLES = Path(__file__).parents[1] / "tables"
 POLL_SECONDS = 0.05
 
 
@@ -52,9 +50,8 @@ def table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
     try:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
-        new = renamed.CONFIG_FIELDS.get(path.stem, {})
         fields = {f: f.removeprefix("config.") for l in lines for f in l if f.startswith("config.")}
-        configs = [{new.get(fields[f], fields[f]): v for f, v in l.items() if v and f in fields} for l in lines]
+        configs = [{fields[f]: v for f, v in l.items() if v and f in fields} for l in lines]
         return {tuple(l[k] for k in key): _Row(fields, l["source"]) for l, fields in zip(lines, configs)}
     except (FileNotFoundError, NotADirectoryError):
         return {}

@@ -191,7 +191,11 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
     decode.fill(CacheLayout(*caches), order, lens, given, generator)
     query = torch.randn(requests * query_len, query_heads * size + 64, generator=generator).mul(2).to(dtype)
     scales = [torch.tensor([s], device=device) if is_fp8 else None for s in (0.7, 1.9)]
-    sinks = torch.randn(query_heads, generator=generator).to(device) if given.get("sinks") else None
+    sinks = None
+    if given.get("sinks"):
+        sinks = torch.randn(query_heads, generator=generator).to(device)
+        if given["sinks"] == "far":
+            sinks = torch.tensor([6.0, 30.0, 120.0, -120.0], device=device)[:query_heads]
     if layout == "packed":
         caches = both.to(device).transpose(1, 2).split(size, -1)
     return (
@@ -215,8 +219,8 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
 def _cases() -> Iterator[Case]:
     """Yield every kernel; lengths around steps, pages and splits, empty, and shorter than the query.
 
-    More cases have groups below one tile and of several, any page size, windows, sinks, large scores, a fixed split size, and more
-    splits than a block combines.
+    More cases have groups below one tile and of several, any page size, windows, sinks near scores and far from them, large
+    scores, a fixed split size, and more splits than a block combines.
     """
 
     def case(name: str, lens: tuple[int, ...], heads: tuple[int, int], size: int, **given) -> Case:
@@ -244,6 +248,7 @@ def _cases() -> Iterator[Case]:
     yield case("window", (200, 20), (4, 1), 64, window=70)
     yield case("window-rows", (200, 20, 3), (4, 1), 64, window=33, query_len=4, layout="native")
     yield case("sinks", (150, 0), (4, 1), 64, sinks=True)
+    yield case("sinks-far", (150, 0), (4, 1), 64, sinks="far")
     yield case("large-scores", (140,), (4, 1), 64, peak=40.0, scale=1.0)
     yield case("fixed-split", (300, 10, 256), (4, 1), 64, fixed_split_size=128)
     yield case("tree", (2190, 140), (2, 1), 64, fixed_split_size=128)

@@ -19,7 +19,7 @@ import torch
 from vllm_rocm_ops.core import tensors
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.emulator.counters import Counters, instruction_class
+from vllm_rocm_ops.emulator.counters import BANKS, Counters, instruction_class
 from vllm_rocm_ops.emulator.decode import Instruction
 from vllm_rocm_ops.emulator.instructions.matrix import MATRIX
 from vllm_rocm_ops.emulator.memory import SLOT
@@ -206,7 +206,7 @@ class _Lanes(NamedTuple):
 
 def bank_cycles(mnemonic: str, addresses: np.ndarray, lanes: np.ndarray, size: int, arch: str) -> int:
     """Return the cycles that the LDS banks need for an access of one wave."""
-    banks = 64 if arch.endswith("950") else 32
+    banks = BANKS[arch]
     crossed = size == 16 and banks == 32 and "read" in mnemonic
     return Counters._bank_cycles(_Lanes(lanes), addresses, size, banks, crossed)[0]
 

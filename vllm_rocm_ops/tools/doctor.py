@@ -17,7 +17,6 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.core import tables as tuned_tables
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.tools.explain import explain, table
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -35,7 +34,7 @@ def find() -> dict:
         "driver": find_driver(),
         "gpus": gpus,
         "code_objects": {arch: launches.stamps(arch) for arch in archs.ARCHS},
-        "tables": {"yours": find_tables(envs.tables()), "shipped": find_tables(tuned_tables.TABLES)},
+        "tables": find_tables(envs.tables()),
         "measured": find_measured(envs.tables()),
         "reached": find_reached(envs.tables()),
         "machine": kernel_selection.machine(),
@@ -192,11 +191,9 @@ def text(found: dict) -> str:
         for arch, modules in found["code_objects"].items()
     ]
     section("code objects", *table(built))
-    tuned = []
-    for whose, tables in found["tables"].items():
-        counts = [f"{op} {rows}" for by_op in tables["rows"].values() for op, rows in by_op.items()]
-        tuned.append((whose, ", ".join(counts) or "no rows", tables["folder"]))
-    section("tuned tables", *table(tuned))
+    tuned = found["tables"]
+    counts = [f"{op} {rows}" for by_op in tuned["rows"].values() for op, rows in by_op.items()]
+    section("tuned tables", *table([(", ".join(counts) or "no rows", tuned["folder"])]))
     section("measured", *measured_lines(found["measured"], found["machine"]))
     section("reached", *reached_lines(found["reached"]))
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))

@@ -2,7 +2,7 @@
 
 from vllm_rocm_ops import ops
 
-from ..bug import WRONG, Bug, Cases, Code, Equivalent, Tests
+from ..bug import WRONG, Bug, Call, Cases, Code, Equivalent, Tests
 
 BUGS = (
     Bug(
@@ -158,6 +158,20 @@ BUGS = (
         "sum = sum * before + numerics::exp2_approx(sink - largest);",
         "sum = sum * before;",
         Cases(ops.paged_attention_decode, "sinks", said=WRONG),
+    ),
+    Bug(
+        "values not rescaled to a sink",
+        "attention/output.h",
+        "return sum != 0.0f ? before * (value_scale / sum) : 0.0f;",
+        "return sum != 0.0f ? value_scale / sum : 0.0f;",
+        Cases(ops.paged_attention_decode, "sinks-far", said=WRONG),
+    ),
+    Bug(
+        "a sum not rescaled to a sink",
+        "attention/output.h",
+        "sum = sum * before + numerics::exp2_approx(sink - largest);",
+        "sum = sum + numerics::exp2_approx(sink - largest);",
+        Call("test_softmax_terms.require_any_largest", "paged_attention_decode", as_executor=False),
     ),
     Bug(
         "heads of out assumed contiguous",

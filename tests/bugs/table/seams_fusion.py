@@ -435,4 +435,18 @@ BUGS = (
         Tests("test_graph.py"),
     ),
     Bug("a seam that is off", "vllm/fusion/graph.py", "producer.name in choices.on and ", "", Tests("test_graph.py")),
+    Bug(
+        "another number than 1 added to a norm's weight",
+        "vllm/fusion/graph.py",
+        "aten.add.Tensor) or weight.args[1] != 1.0 or weight.kwargs:",
+        "aten.add.Tensor) or weight.kwargs:",
+        Tests("test_graph.py"),
+    ),
+    Bug(
+        "a multiple of 1 added to a norm's weight",
+        "vllm/fusion/graph.py",
+        "aten.add.Tensor) or weight.args[1] != 1.0 or weight.kwargs:",
+        "aten.add.Tensor) or weight.args[1] != 1.0:",
+        Tests("test_graph.py"),
+    ),
 )

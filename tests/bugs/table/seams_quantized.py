@@ -199,4 +199,25 @@ BUGS = (
         "return self.run(batch, layer, query, kv_cache, metadata, output)",
         Tests("test_decode_attention.py"),
     ),
+    Bug(
+        "a layer that misses scales loaded again",
+        "vllm/guards/checked_scales.py",
+        "scale.fill_(1.0 if of_experts else NOT_LOADED)",
+        "scale.fill_(1.0)",
+        Tests("test_bad_checkpoints.py"),
+    ),
+    Bug(
+        "a refused layer in the way of the next load",
+        "vllm/guards/checked_scales.py",
+        "            restore(layerwise)\n",
+        "",
+        Tests("test_bad_checkpoints.py"),
+    ),
+    Bug(
+        "a layer of zero scales in use",
+        "vllm/guards/checked_scales.py",
+        "                bad = scale == 0\n",
+        "                pass\n",
+        Tests("test_bad_checkpoints.py"),
+    ),
 )

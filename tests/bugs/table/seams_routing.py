@@ -132,4 +132,11 @@ BUGS = (
         "{' bias'",
         CAUGHT,
     ),
+    Bug(
+        "the factor of weights left out with one group",
+        "vllm/experts/routing_experts.py",
+        "(num_expert_group == 1 and scale == 1.0)",
+        "num_expert_group == 1",
+        Tests("test_experts.py"),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from vllm_rocm_ops import ops
 
-from ..bug import WRONG, Bug, Cases, Code, Equivalent, Tests
+from ..bug import WRONG, Bug, Call, Cases, Code, Equivalent, Tests
 
 BUGS = (
     Bug(
@@ -245,5 +245,12 @@ BUGS = (
         "added = kMx ? load_bias<kVec>(p, row[j]) : bias[j];",
         "added = bias[j];",
         Cases(ops.mxfp8_scaled_mm, "bias-fp16", on="gfx950:3"),
+    ),
+    Bug(
+        "an up projection not rounded before SwiGLU",
+        "gemm/skinny/epilogue.h",
+        "const float up = round_to<T>(wave::from_lane(sum[i][0][r], other));",
+        "const float up = wave::from_lane(sum[i][0][r], other);",
+        Call("test_ops.require_whole_numbers", "scaled_mm_silu_and_mul_quant", "m8", on="gfx950:3"),
     ),
 )

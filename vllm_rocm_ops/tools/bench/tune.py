@@ -1,6 +1,6 @@
-"""Autotune the ops for a model's shapes, and save the configurations that beat the shipped ones.
+"""Autotune the ops for a model's shapes, and save the configurations that beat the default ones.
 
-Rows go to <folder>/<arch>/<op>.csv, which an op reads before the shipped tables; the folder is `VLLM_ROCM_OPS_TABLES`. All
+Rows go to <folder>/<arch>/<op>.csv, which an op reads before its default; the folder is `VLLM_ROCM_OPS_TABLES`. All
 configurations of a problem are timed in one run, in turn. The fastest gets a row if it is more than 3 % faster than the one that runs
 without the user's tables, and again when only these two are timed. Otherwise the row has no configuration: it marks the problem as
 measured, so the next run skips it.
@@ -102,13 +102,12 @@ def inputs(case: Case, clock: Clock) -> list[tuple]:
     return [case.make(clock.device, generator, clock.arch.fp8_dtype) for _ in range(count)]
 
 
-def measure(problem: Problem, clock: Clock, baselines: Mapping[str, object], folder: Path) -> Result:
-    """Time all configurations of a problem and its baselines, for a row in a folder's tables."""
+def measure(problem: Problem, clock: Clock, baselines: Mapping[str, object]) -> Result:
+    """Time all configurations of a problem and its baselines."""
     op, arch = problem.op, clock.arch
     sets = inputs(problem.case, clock)
     a = op.Arguments(*sets[0])
-    shipped = op.tuned_row(a, arch, () if folder == tables.TABLES else (tables.TABLES,))
-    now = shipped.config if shipped else op.default(a, arch)
+    now = op.default(a, arch)
     prepared: dict[object, object] = {}
     for config in dict.fromkeys((now, *op.configs(a, arch))):
         with op.running(config):
@@ -189,7 +188,7 @@ def tune(
     left = [problem for problem in wanted if force or not table(problem.op).has(problem.key)]
     results, start = [], time.monotonic()
     for place, problem in enumerate(left):
-        result = measure(problem, clock, baselines(problem.op), folder)
+        result = measure(problem, clock, baselines(problem.op))
         results.append(result)
         table(problem.op).put(problem.key, result.config, source(result, clock, on))
         if log:
@@ -233,7 +232,7 @@ def summary(done: Tuned, refused: Mapping[str, str], clock: Clock) -> str:
         gain = statistics.geometric_mean([result.now / result.best for result in won])
         lines.append(f"{len(won)} new rows, each more than {MARGIN:.0%} faster: {gain:.2f}x (geometric mean)")
     elif results:
-        lines.append(f"no configuration is more than {MARGIN:.0%} faster: the shipped ones stay")
+        lines.append(f"no configuration is more than {MARGIN:.0%} faster: the default ones stay")
     for op in dict.fromkeys(result.problem.op.name for result in results):
         of_op = [result for result in results if result.problem.op.name == op]
         ratios = [min(result.baselines.values()) / result.best for result in of_op if result.baselines]

@@ -8,7 +8,6 @@ a batch if it wins at every length, because a captured graph serves any.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.ops.families.attention import ELEMENTS
 from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.selection import kernel_selection
-
-if TYPE_CHECKING:
-    from vllm_rocm_ops.vllm.attention.decoder import Decoder
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -48,7 +44,7 @@ class NotingBuilder:
             )
 
 
-def is_measured(decoder: Decoder) -> bool:
+def is_measured(decoder) -> bool:
     """Return whether a layer's decode attention is to be timed.
 
     Not for FP8 queries, which vLLM gives some of its implementations and the op does not support. Not for batch
@@ -62,7 +58,7 @@ def is_measured(decoder: Decoder) -> bool:
     return may_serve and not decoder.is_forced and envs.VLLM_ROCM_OPS_MEASURE != "0"
 
 
-def choose(decoder: Decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
+def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
     """Make or find the choices of a layer."""
     config = decoder.config
     longest, dtype = config.model_config.max_model_len, config.model_config.dtype
@@ -87,7 +83,7 @@ def choose(decoder: Decoder, layer: torch.nn.Module, builder, page_size: int) ->
 class Layer:
     """Hold a layer and what calls it. The first `filled` pages of its cache have random values."""
 
-    def __init__(self, decoder: Decoder, module: torch.nn.Module, builder):
+    def __init__(self, decoder, module: torch.nn.Module, builder):
         self.decoder, self.module, self.builder, self.filled = decoder, module, builder, 0
 
     @property
@@ -115,7 +111,7 @@ class Context:
     native = ""
     """The name of the timed baseline: vLLM's backend, unless a subclass sets it."""
 
-    def __init__(self, decoder: Decoder, page_size: int, query_len: int, keys: int):
+    def __init__(self, decoder, page_size: int, query_len: int, keys: int):
         self.op, self.query_len, self.keys = decoder.op, query_len, keys
         self.native = self.native or decoder.backend.name
         rows = f" {query_len} rows" * (query_len > 1)

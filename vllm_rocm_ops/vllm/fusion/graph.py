@@ -284,7 +284,7 @@ def makes_with_norm(node: fx.Node) -> bool:
 
 def one_plus_of(weight: fx.Node) -> fx.Node | None:
     """Return w where a weight is 1 + w in float32, as in Gemma's norms."""
-    if not is_func(weight, aten.add.Tensor) or weight.args[1] != 1.0:
+    if not is_func(weight, aten.add.Tensor) or weight.args[1] != 1.0 or weight.kwargs:
         return None
     cast = weight.args[0]
     return cast.args[0] if isinstance(cast, fx.Node) and cast.target in CASTS else None

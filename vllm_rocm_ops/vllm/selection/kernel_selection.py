@@ -311,7 +311,7 @@ def code_hash(arch: str) -> str:
     """Return a hash of what decides which plugin kernel a call runs: Python, code objects and tuned tables."""
     package = Path(vllm_rocm_ops.__file__).parent
     found = [*package.rglob("*.py"), *(launches.CODE / arch).glob("*.json")]
-    found += [path for folder in (envs.tables(), tables.TABLES) for path in (folder / arch).glob("*.csv")]
+    found += (envs.tables() / arch).glob("*.csv")
     digest = hashlib.sha256()
     for path in sorted(found):
         digest.update(path.name.encode())
