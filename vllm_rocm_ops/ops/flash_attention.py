@@ -123,7 +123,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "block_table's rows are contiguous", a.block_table is None or a.block_table.stride(1) == 1
     yield "there are fewer than 2^30 rows and keys", max(sizes.rows, sizes.keys) < 2**30
     yield "there are fewer than 2^30 tiles of rows", flash.tiles(a) < 2**30
-    yield "the mask has fewer than 2^30 rows", not a.return_mask or sizes.sequences * sizes.heads * sizes.rows < 2**30
 
 
 def _configs(a, arch: Arch) -> list[flash.FlashConfig]:

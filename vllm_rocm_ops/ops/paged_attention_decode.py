@@ -81,7 +81,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"heads have {GROUP} elements if there are out_scales", _has_groups(a, layout)
     yield from decode.can_implement_requests(a, layout, 2**15)
     yield "sinks is contiguous", a.sinks is None or a.sinks.is_contiguous()
-    yield "there are fewer than 2^31 blocks per split", _blocks(a) < 2**31
 
 
 def _has_groups(a, layout: CacheLayout) -> bool:
