@@ -232,7 +232,7 @@ def _cases() -> Iterator[Case]:
     yield case("lengths", (0, 1, 15, 16, 17, 32, 33, 127, 128), (2, 1), 64, wider=0)
     yield case("lengths-native", (0, 1, 8, 31, 63, 65, 128), (2, 1), 64, layout="native", wider=0)
     yield case("lengths-parts", (129, 255, 256, 257), (2, 1), 64, wider=0)
-    yield case("interleaved", (40, 129), (3, 1), 64, layout="interleaved")
+    yield case("interleaved", (40, 129), (6, 2), 64, layout="interleaved")
     yield case("interleaved-fp8", (40, 129), (3, 1), 64, layout="interleaved", fp8=True)
     yield case("rows-3", (2, 1, 0, 70), (5, 1), 64, query_len=3)
     yield case("rows-8", (3, 140), (12, 2), 64, query_len=8, layout="native", fp8=True)

@@ -1,0 +1,27 @@
+"""Bugs in what the ops accept: bounds, strides, alignment, neighbors in memory."""
+
+from ..bug import Bug, Tests
+
+BUGS = (
+    Bug(
+        "a bound of strides that is too wide",
+        "ops/families/flash.py",
+        "of_value.slot_stride) < 2**24",
+        "of_value.slot_stride) < 2**32",
+        Tests("test_far_apart.py::test_bounds_of_strides"),
+    ),
+    Bug(
+        "a launch of 2^32 threads",
+        "core/launch.py",
+        "max(threads) >= 2**32",
+        "max(threads) > 2**32",
+        Tests("test_rules.py::test_a_launch_of_a_row_per_block_is_bounded_on_both_sides"),
+    ),
+    Bug(
+        "a launch that is planned whatever its size",
+        "core/op.py",
+        "if rule := launches.too_large(planned):",
+        "if rule := launches.too_large(planned[1:]):",
+        Tests("test_rules.py::test_no_planned_launch_is_larger_than_a_driver_takes"),
+    ),
+)
