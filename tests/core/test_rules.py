@@ -17,7 +17,7 @@ from variants import cases, donors, grown, laid, moved, on_cpu, resized, togethe
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core import launch, op, tensors
 from vllm_rocm_ops.core.stats import FALLBACK
 from vllm_rocm_ops.core.tensors import canonical
 from vllm_rocm_ops.ops.families import gated
@@ -396,3 +396,37 @@ def test_a_launch_of_a_row_per_block_is_bounded_on_both_sides():
     for grid, fits in (((1, 65535, 65535), True), ((1, 65536, 1), False), ((1, 1, 65536), False)):
         one = launch.Launch("", "copy", grid, (64, 1, 1), ())
         assert (not launch.too_large([one])) == fits == takes(one.grid, one.block)
+
+
+def planned_for(the_op, arguments: tuple, arch) -> frozenset:
+    """Return the kernels of all configurations, by their names; empty if the reference runs."""
+    a = the_op.Arguments(*(canonical(v) if isinstance(v, torch.Tensor) else v for v in arguments))
+    if not all(holds for *_, holds in the_op.contract(a)) or not all(
+        holds for _, holds in the_op.can_implement(a, arch)
+    ):
+        return frozenset()
+    outputs = the_op.allocate(a)
+    return frozenset(l.symbol for config in the_op.configs(a, arch) for l in the_op.plan(config, outputs, a, arch))
+
+
+@pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
+def test_steps_are_aligned_as_addresses_are(the_op):
+    """Where an argument off a boundary has other kernels, or none, so has one with any single step off it."""
+    arch = archs.ARCHS["gfx950"]
+    for name, base in cases(the_op, arch.fp8_dtype).items():
+        base = on_cpu(base)
+        usual = planned_for(the_op, base, arch)
+        for place, value in enumerate(base) if usual else ():
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                continue
+            for off, other in zip((value.element_size(), 8), moved(value)):
+                if planned_for(the_op, (*base[:place], other, *base[place + 1 :]), arch) == usual:
+                    continue
+                for d in (d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d)):
+                    steps = list(value.stride())
+                    steps[d] += max(off // value.element_size(), 1)
+                    there = torch.empty(tensors.extent(laid(value, steps)), dtype=value.dtype).as_strided(
+                        value.shape, steps
+                    )
+                    found = planned_for(the_op, (*base[:place], there, *base[place + 1 :]), arch)
+                    assert found != usual, (name, the_op.Arguments._fields[place], d, off)

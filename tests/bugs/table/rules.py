@@ -24,4 +24,25 @@ BUGS = (
         "if rule := launches.too_large(planned[1:]):",
         Tests("test_rules.py::test_no_planned_launch_is_larger_than_a_driver_takes"),
     ),
+    Bug(
+        "steps of heads that nobody aligns",
+        "core/tensors.py",
+        "if step is not None else tensor.stride()[:-1]",
+        "if step is not None else ()",
+        Tests("test_rules.py::test_steps_are_aligned_as_addresses_are"),
+    ),
+    Bug(
+        "tensors that touch count as overlapping",
+        "core/op.py",
+        "if -before < distance < behind:",
+        "if -before <= distance < behind:",
+        Tests("test_contracts.py::test_neighbors_in_memory_are_no_overlap"),
+    ),
+    Bug(
+        "tensors that touch behind count as overlapping",
+        "core/op.py",
+        "if -before < distance < behind:",
+        "if -before < distance <= behind:",
+        Tests("test_contracts.py::test_neighbors_in_memory_are_no_overlap"),
+    ),
 )
