@@ -45,4 +45,11 @@ BUGS = (
         "if -before < distance <= behind:",
         Tests("test_contracts.py::test_neighbors_in_memory_are_no_overlap"),
     ),
+    Bug(
+        "the stride of the residual for that of the input",
+        "ops/families/rowwise.py",
+        "row_stride(a.addend) == strides[0]",
+        "row_stride(a.addend) == strides[-1]",
+        Tests("test_strides.py"),
+    ),
 )
