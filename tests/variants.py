@@ -148,6 +148,16 @@ def together(arguments: tuple) -> Iterator[tuple]:
             )
 
 
+def grown(arguments: tuple) -> Iterator[tuple]:
+    """Yield arguments with one size replaced by a large one wherever tensors have it."""
+    tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
+    for size in sorted({n for v in tensors for n in v.shape} - {0}):
+        for other in (2**16, 2**20, 2**24, 2**26, 2**27, 2**29):
+            shapes = {id(v): tuple(other if n == size else n for n in v.shape) for v in tensors}
+            if max(map(math.prod, shapes.values())) < 2**58:
+                yield tuple(resized(v, shapes[id(v)]) if isinstance(v, torch.Tensor) else v for v in arguments)
+
+
 def donors(the_op, fp8: torch.dtype) -> dict[str, tuple[torch.Tensor]]:
     """Return a tensor for each argument from one of the op's cases."""
     found: dict[str, tuple[torch.Tensor]] = {}

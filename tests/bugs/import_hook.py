@@ -1,4 +1,4 @@
-"""Import a module of the package with a mistake in it."""
+"""Import a module of the package with a mistake in it. This module imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -7,36 +7,49 @@ import importlib.machinery
 import sys
 from pathlib import Path
 
-from .bug import Bug
-from .kernel_copy import replaced
+PACKAGE = Path(__file__).resolve().parents[2] / "vllm_rocm_ops"
 
 
-def plant(bug: Bug) -> None:
+class DoesNotFit(AssertionError):
+    """The text that a bug replaces is missing from its file, or occurs more than once."""
+
+
+def replaced(source: str, file: str, old: str, new: str) -> str:
+    if (count := source.count(old)) != 1:
+        raise DoesNotFit(f"{file} holds {old!r} {count} times, not once")
+    return source.replace(old, new)
+
+
+def module_of(file: str) -> str:
+    """Return the module of a file of the package."""
+    return ".".join((PACKAGE.name, *Path(file).with_suffix("").parts))
+
+
+def plant(file: str, old: str, new: str) -> None:
     """Make this process, which has not imported the module, import it with the mistake."""
-    replaced(bug.path.read_text(), bug.file, bug.old, bug.new)
-    module = ".".join(("vllm_rocm_ops", *Path(bug.file).with_suffix("").parts))
-    if module in sys.modules:
-        raise RuntimeError(f"{module} is imported already")
-    sys.meta_path.insert(0, _Finder(bug, module))
+    replaced((PACKAGE / file).read_text(), file, old, new)
+    if module_of(file) in sys.modules:
+        raise RuntimeError(f"{module_of(file)} is imported already")
+    sys.meta_path.insert(0, _Finder(file, old, new))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, bug: Bug, module: str):
-        self.bug, self.module = bug, module
+    def __init__(self, *text: str):
+        self.text = text
 
     def find_spec(self, name, path, target=None):
-        if name != self.module:
+        if name != module_of(self.text[0]):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        spec.loader = _Loader(self.bug, name, spec.origin)
+        spec.loader = _Loader(self.text, name, spec.origin)
         return spec
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, bug: Bug, name: str, path: str):
+    def __init__(self, text: tuple[str, ...], name: str, path: str):
         super().__init__(name, path)
-        self.bug = bug
+        self.text = text
 
     def get_code(self, fullname):
-        source = replaced(Path(self.path).read_text(), *self.bug.text)
+        source = replaced(Path(self.path).read_text(), *self.text)
         return compile(source, self.path, "exec", dont_inherit=True)

@@ -14,20 +14,12 @@ from load_build import load_build
 
 from vllm_rocm_ops.emulator import Emulator
 
+from .import_hook import replaced
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 CODE = ROOT / "vllm_rocm_ops" / "code"
 TYPES = {"bf16": "Bf16", "fp16": "F16"}
-
-
-class DoesNotFit(AssertionError):
-    """The text that a bug replaces is missing from its file, or occurs more than once."""
-
-
-def replaced(source: str, file: str, old: str, new: str) -> str:
-    if (count := source.count(old)) != 1:
-        raise DoesNotFit(f"{file} holds {old!r} {count} times, not once")
-    return source.replace(old, new)
 
 
 def _mla(symbol: str) -> str:

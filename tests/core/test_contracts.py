@@ -13,8 +13,8 @@ import torch
 from marks import AMD, full
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import launch, op, tensors
-from vllm_rocm_ops.core.correctness import run_and_check
+from vllm_rocm_ops.core import arguments, launch, op, tensors
+from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
 
 OPS = list(op.registered())
@@ -166,6 +166,53 @@ def test_a_residual_has_memory_of_its_own(the_op):
         ):
             the_op(**given)
         assert torch.equal(buffer, before) and the_op.run_kernels(*given.values()) is None
+
+
+def side_by_side(one: torch.Tensor, two: torch.Tensor, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensors, unwritten, with two's first element `distance` bytes after one's."""
+    first = max(-distance, 0)
+    length = max(first + span(one), first + distance + span(two))
+    memory = torch.zeros(length + 16, dtype=torch.uint8)
+
+    def at(tensor: torch.Tensor, start: int) -> torch.Tensor:
+        part = memory[start : start + span(tensor)].view(tensor.dtype)
+        return part.as_strided(tensor.shape, tensor.stride(), part.storage_offset())
+
+    return at(one, first), at(two, first + distance)
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first through its last element."""
+    return tensors.extent(tensor) * tensor.element_size()
+
+
+APART = [the_op for the_op in OPS if the_op.mutates or the_op.writes]
+
+
+@pytest.mark.parametrize("the_op", APART, ids=lambda o: o.name)
+def test_neighbors_in_memory_are_no_overlap(the_op):
+    """What an op writes may touch any other argument, before it and behind it, and share no element with it."""
+    left, tried = set(), set()
+    for case in the_op.cases():
+        made = [
+            tensors.canonical(v) if isinstance(v, torch.Tensor) else v
+            for v in the_op.Arguments(*case.make("cpu", generator_of(case.name), torch.float8_e4m3fnuz))
+        ]
+        for updated, other, *_ in arguments.apart(the_op, the_op.Arguments(*made)):
+            one, two = made[other], made[updated]
+            left.add((updated, other))
+            size = max(one.element_size(), two.element_size())
+            if (updated, other) in tried or span(one) % size or span(two) % size or span(one) + span(two) > 2**24:
+                continue
+            tried.add((updated, other))
+            for distance in (span(one), -span(two)):
+                given = dict(zip((other, updated), side_by_side(one, two, distance)))
+                the_op._execution(tuple(given.get(place, v) for place, v in enumerate(made)))
+                closer = distance - size if distance > 0 else distance + size
+                given = dict(zip((other, updated), side_by_side(one, two, closer)))
+                with pytest.raises(ValueError, match="memory of its own"):
+                    the_op._execution(tuple(given.get(place, v) for place, v in enumerate(made)))
+    assert left == tried
 
 
 # Gradients

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from variants import cases, donors, laid, moved, on_cpu, resized, together, variants
+from variants import cases, donors, grown, laid, moved, on_cpu, resized, together, variants
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import op
+from vllm_rocm_ops.core import launch, op, tensors
 from vllm_rocm_ops.core.stats import FALLBACK
 from vllm_rocm_ops.core.tensors import canonical
 from vllm_rocm_ops.ops.families import gated
@@ -193,13 +194,6 @@ BREACHES = [
     Breach("a bias is", "flash_attention/bias", bias=torch.float64),
     Breach("k_scale is contiguous", "flash_attention/int8-keys", k_scale={0: 2}),
     Breach("v_scale is contiguous", "flash_attention/int8-keys", v_scale={0: 2}),
-    Breach(
-        "the mask has fewer than 2^30 rows",
-        "flash_attention/dropout",
-        q=(1, 2**20, 2**10, 64),
-        k=(1, 70, 1, 64),
-        v=(1, 70, 1, 64),
-    ),
     Breach("query_len is at most 8", "mla_decode/bf16-3", query_len=9, q_nope=(9, 3, 512), q_pe=(9, 3, 64)),
     Breach("query_len is at most 8", "paged_attention_decode/bf16-64-packed", query_len=9, query=(9, 3, 64)),
     Breach("there are at most 8192 splits", "mla_decode/bf16-3", block_table=(1, 2**16 + 1)),
@@ -363,3 +357,76 @@ def test_each_rule_is_broken_alone(the_op):
     left = rules - broken - absent
     followed = {rule for rule in left for name, text in FOLLOW if name in the_op.name and text in " ".join(rule)}
     assert left == followed, left - followed
+
+
+def takes(blocks: tuple[int, int, int], threads: tuple[int, int, int]) -> bool:
+    """Return whether HIP and CUDA take a launch of this size."""
+    in_32_bits = all(count * of_block < 2**32 for count, of_block in zip(blocks, threads))
+    return in_32_bits and blocks[0] < 2**31 and max(blocks[1:]) <= 65535
+
+
+@pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
+def test_no_planned_launch_is_larger_than_a_driver_takes(the_op):
+    """A call that needs a larger one falls back, and says which: so does each op whose grid grows with a size."""
+    arch, planned = archs.ARCHS["gfx942"], []
+    for base in cases(the_op, arch.fp8_dtype).values():
+        for arguments in grown(base):
+            try:
+                found = the_op.explain(*arguments, arch=arch)
+            except ValueError:
+                continue
+            planned += found.launches
+            assert all(takes(l.grid, l.block) for l in found.launches), found
+            if launch.LIMIT in found.source:
+                assert found.rules[-1] == (found.source.removeprefix(FALLBACK + "the kernels require that "), False)
+    assert planned or the_op.name == "mxfp8_scaled_mm"  # gfx950 only
+
+
+def test_a_launch_of_a_row_per_block_is_bounded_on_both_sides():
+    """Its blocks of 64 threads have fewer than 2^32 in all; more than 65535 along y are refused."""
+
+    def rows(count: int):
+        x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((count, 128), (128,)))
+        return ops.rms_norm.explain(x, weight, 1e-6, arch="gfx942")
+
+    assert rows(2**26 - 1).launches[0].grid == (2**26 - 1, 1, 1)
+    refused = rows(2**26)
+    assert refused.source.endswith(f"has {launch.LIMIT}, not grid (67108864, 1, 1) block (64, 1, 1)")
+    assert f"  NO  {refused.rules[-1][0]}" in str(refused)
+    for grid, fits in (((1, 65535, 65535), True), ((1, 65536, 1), False), ((1, 1, 65536), False)):
+        one = launch.Launch("", "copy", grid, (64, 1, 1), ())
+        assert (not launch.too_large([one])) == fits == takes(one.grid, one.block)
+
+
+def planned_for(the_op, arguments: tuple, arch) -> frozenset:
+    """Return the kernels of all configurations, by their names; empty if the reference runs."""
+    a = the_op.Arguments(*(canonical(v) if isinstance(v, torch.Tensor) else v for v in arguments))
+    if not all(holds for *_, holds in the_op.contract(a)) or not all(
+        holds for _, holds in the_op.can_implement(a, arch)
+    ):
+        return frozenset()
+    outputs = the_op.allocate(a)
+    return frozenset(l.symbol for config in the_op.configs(a, arch) for l in the_op.plan(config, outputs, a, arch))
+
+
+@pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
+def test_steps_are_aligned_as_addresses_are(the_op):
+    """Where an argument off a boundary has other kernels, or none, so has one with any single step off it."""
+    arch = archs.ARCHS["gfx950"]
+    for name, base in cases(the_op, arch.fp8_dtype).items():
+        base = on_cpu(base)
+        usual = planned_for(the_op, base, arch)
+        for place, value in enumerate(base) if usual else ():
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                continue
+            for off, other in zip((value.element_size(), 8), moved(value)):
+                if planned_for(the_op, (*base[:place], other, *base[place + 1 :]), arch) == usual:
+                    continue
+                for d in (d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d)):
+                    steps = list(value.stride())
+                    steps[d] += max(off // value.element_size(), 1)
+                    there = torch.empty(tensors.extent(laid(value, steps)), dtype=value.dtype).as_strided(
+                        value.shape, steps
+                    )
+                    found = planned_for(the_op, (*base[:place], there, *base[place + 1 :]), arch)
+                    assert found != usual, (name, the_op.Arguments._fields[place], d, off)

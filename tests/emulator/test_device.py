@@ -498,6 +498,11 @@ def test_launch_must_fit_the_kernel(device):
         device.run("copy", block=1088)
     with pytest.raises(errors.LaunchError, match="lds must be at most"):
         device.run("copy", lds=1 << 20)
+    for grid in ((2**26, 1, 1), (1, 65536, 1), (1, 1, 65536)):
+        with pytest.raises(
+            errors.LaunchError, match="copy has fewer than 2.32 threads along each axis and at most 65535"
+        ):
+            device.emulator.run(device.path, Launch("", "copy", grid, (64, 1, 1), ()))
     with pytest.raises(errors.LaunchError, match="grid must be positive"):
         device.run("copy", grid=0)
     with pytest.raises(errors.LaunchError, match="args must be 16 bytes, got 24"):

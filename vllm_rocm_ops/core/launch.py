@@ -68,6 +68,19 @@ class Launch(NamedTuple):
         return self._replace(args=args if isinstance(self.args, dict) else tuple(args.values()))
 
 
+LIMIT = "fewer than 2^32 threads along each axis and at most 65535 blocks along y and z"
+"""Sizes that every driver takes: HIP computes blocks x threads in 32 bits; it takes 65536 blocks along y and z, CUDA one less."""
+
+
+def too_large(planned: Iterable[Launch]) -> str:
+    """Return the rule that a launch breaks which no driver takes for its size, or an empty text."""
+    for l in planned:
+        threads = [blocks * per_block for blocks, per_block in zip(l.grid, l.block)]
+        if max(threads) >= 2**32 or max(l.grid[1:]) >= 2**16:
+            return f"{l.symbol} has {LIMIT}, not grid {l.grid} block {l.block}"
+    return ""
+
+
 class NotLaunched(RuntimeError):
     """A call's first launch failed, so nothing of the call ran."""
 

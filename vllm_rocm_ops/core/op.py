@@ -222,6 +222,8 @@ class Op:
         if config is None:
             config = self.default(a, arch)
         planned = tuple(self.plan(config, outputs, a, arch))
+        if rule := launches.too_large(planned):
+            return fallback("the kernels require that " + rule, [*rules, (rule, False)])
         try:
             for l in planned if require_code else ():
                 kernel_arguments.parameters(launches.built(l.module, arch.name), l.symbol)

@@ -106,6 +106,8 @@ class Emulator:
             raise errors.LaunchError(
                 f"{launch.symbol}: lds must be at most {self.arch.lds_bytes}, got {kernel.lds + launch.lds}"
             )
+        if rule := launches.too_large([launch]):
+            raise errors.LaunchError(f"the device requires that {rule}")
         if not math.prod(launch.grid):
             raise errors.LaunchError(f"{launch.symbol}: grid must be positive, got {launch.grid}")
         for name, tensor in tensors_of(launch):

@@ -24,7 +24,6 @@ from vllm_rocm_ops.ops.batched_gemm import (
     inputs,
     is_transposed,
     problem_fields,
-    tiles,
     token_limit,
 )
 from vllm_rocm_ops.ops.families import attention, rotation
@@ -52,7 +51,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from batched_gemm.can_implement(_product(a), arch) if is_transposed(a) else ()
     yield attention.can_implement_heads("q_pe", a.q_pe)
     yield from rotation.can_implement_angles(a)
-    yield "there are fewer than 2^16 blocks per head", tiles(a) + _blocks(a, arch) < 2**16
 
 
 def _blocks(a, arch: Arch) -> int:

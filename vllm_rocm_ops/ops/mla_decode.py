@@ -76,7 +76,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield attention.can_implement_heads("q_pe", a.q_pe)
     yield from decode.can_implement_out(a, LATENT, arch)
     yield from decode.can_implement_requests(a, layout, 2**13)
-    yield "there are fewer than 2^31 blocks per split", _blocks(a, arch, False) < 2**31
 
 
 def _tiles(a, arch: Arch, in_lds: bool) -> int:

@@ -109,7 +109,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "slots are contiguous", cache.stride(2) == 1
     yield f"slots are aligned to {VECTOR} elements", aligned(cache, VECTOR * cache.element_size())
     yield "there are fewer than 2^31 slots", cache.shape[0] * cache.shape[1] < 2**31
-    yield "there are fewer than 2^31 tokens", len(a.qkv) < 2**31
 
 
 def _fits(a) -> bool:

@@ -128,7 +128,9 @@ def _cases() -> Iterator[Case]:
     yield case("one-lane", 2, (5, 3), 16)
     yield case("epsilon", 3, (2, 1), 128, factor=2.0**-9, epsilon=1e-5)
     yield case("large", 3, (2, 1), 128, factor=2.0**60)
-    yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24)
+    yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24, apart=True)
+    for layout in ("native", "interleaved"):
+        yield case(f"pages-{layout}", 7, (2, 2), 32, page=8, layout=layout)
     yield case("unmapped", 4, (2, 1), 64, unmapped=2)
     yield case("odd-rotary", 2, (2, 1), 32, rotary=20)
     yield case("large-heads", 2, (1, 1), 512)

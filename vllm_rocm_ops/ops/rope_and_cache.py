@@ -87,6 +87,8 @@ def _gqa_cases() -> Iterator[Case]:
     yield case("gptj-part", 3, (2, 1), 64, rotary=32, is_neox=False, fp8=True, cos_dtype=torch.float32)
     yield case("part", 3, (3, 1), 96, rotary=32, dtype=torch.float16, cos_dtype=torch.float32)
     yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24)
+    for layout in ("native", "interleaved"):
+        yield case(f"pages-{layout}", 7, (2, 2), 32, page=8, layout=layout)
     yield case("unscaled", 3, (2, 1), 64, fp8=True, scaled=False)
     yield case("unmapped", 4, (2, 1), 64, unmapped=2)
     yield case("odd-rotary", 2, (2, 1), 32, rotary=20)

@@ -41,6 +41,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from routing.can_implement("logits", a.logits)
+    yield "there are fewer than 2^31 rows", a.logits.shape[0] < 2**31
     if hasattr(a, "topk_ids"):
         yield "topk_ids is int32 and contiguous", a.topk_ids.dtype == torch.int32 and a.topk_ids.is_contiguous()
 

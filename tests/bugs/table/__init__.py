@@ -13,6 +13,7 @@ from . import (
     rope,
     routing,
     rows,
+    rules,
     seams,
     seams_attention,
     seams_fusion,
@@ -25,7 +26,7 @@ from . import (
 
 AREAS = (
     *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, decode_output, mla, flash),
-    *(collectives, seams, seams_attention, seams_fusion, seams_quantized, seams_rope, seams_routing),
+    *(collectives, rules, seams, seams_attention, seams_fusion, seams_quantized, seams_rope, seams_routing),
 )
 
 

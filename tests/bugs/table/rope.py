@@ -395,4 +395,11 @@ BUGS = (
         "mem::load<f32x4>(from + 8),",
         Cases(ops.batched_gemm_rope, "part", on="gfx950", said="leaves another q_pe"),
     ),
+    Bug(
+        "MLA: cache pages beyond 2^31 elements",
+        "ops/mla_norm_rope_and_cache.hip",
+        "page * cache.block_stride",
+        "page * int(cache.block_stride)",
+        Tests("test_far_apart.py::test_every_dimension_that_may_be_long[mla_norm_rope_and_cache-gfx950:3]"),
+    ),
 )

@@ -152,7 +152,6 @@ def can_implement(parts: Callable[..., Parts], a, arch: Arch) -> Iterator[tuple[
         yield attention.can_implement_heads(name, x)
     yield from can_implement_angles(a)
     yield "slot_mapping is contiguous", a.slot_mapping.is_contiguous()
-    yield "there are fewer than 2^31 tokens", p.query.shape[0] < 2**31
 
 
 def can_implement_angles(a) -> Iterator[tuple[str, bool]]:

@@ -51,7 +51,6 @@ def can_implement(name: str, x: Tensor) -> Iterator[tuple[str, bool]]:
     yield f"{name} is bfloat16, float16 or float32", x.dtype in ELEMENTS
     yield f"{name}'s rows are contiguous", x.stride(-1) == 1 or x.shape[-1] == 1
     yield f"there are at most {MAX_EXPERTS} experts", x.shape[-1] <= MAX_EXPERTS
-    yield "there are fewer than 2^31 rows", x.shape[0] < 2**31
 
 
 def fitting(needed: int, kernels: tuple[int, ...]) -> list[int]:

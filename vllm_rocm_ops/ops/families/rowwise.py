@@ -109,7 +109,6 @@ def can_implement(
             value = getattr(a, name)
             yield f"{name} is contiguous", value is None or value.is_contiguous()
     yield "hidden is at least 1 and below 2^30", 1 <= hidden < 2**30
-    yield "there are fewer than 2^31 rows", rows_of(x) < 2**31
     if hasattr(a, "quant_dtype"):
         yield f"quant_dtype is {_name(arch.fp8_dtype)}, the FP8 dtype of {arch.name}", a.quant_dtype == arch.fp8_dtype
     if hasattr(a, "group_size"):
