@@ -30,6 +30,11 @@ def total(product: str, model: str, side: str, batch: int) -> step.Total:
     return step.total(nodes(product, model, side, batch))
 
 
+def _ms(found: step.Total) -> str:
+    low, high = step_report.interval(found)
+    return f"{found.us / 1e3:.1f} ({low:.1f} to {high:.1f})"
+
+
 def readme() -> str:
     """Return a line for each model's step at batch 1, for README."""
     lines = []
@@ -37,28 +42,20 @@ def readme() -> str:
         without, plugin = (total("MI300X", model, side, 1) for side in step.SIDES)
         unknown = (plugin.us - plugin.known_us) / 1e3
         lines.append(
-            f"- MI300X, {model}, TP {RANKS}, batch 1: baseline {step_report.ms(without)} ms in {without.launches:,} launches, plugin "
-            f"{step_report.ms(plugin)} ms in {plugin.launches:,}: {_speedup(without, plugin)}. The kernels' error is unknown on "
-            f"{unknown:.1f} ms of the plugin's."
+            f"- MI300X, {model}, TP {RANKS}, batch 1: baseline {_ms(without)} ms in {without.launches:,} launches, plugin {_ms(plugin)} "
+            f"ms in {plugin.launches:,}. The kernels' error is unknown on {unknown:.1f} ms of the plugin's."
         )
     return "\n".join(lines)
 
 
-def _speedup(without: step.Total, plugin: step.Total) -> str:
-    low, high = step_report.speedup(without, plugin)
-    return f"{low:.2f}x to {high:.2f}x"
-
-
 def steps() -> str:
-    """Return both sides of all steps with their bands, and the speedups."""
+    """Return both sides of all steps, with their bands."""
     rows = []
     for product in baseline.PRODUCTS:
         for model in MODELS:
             for side in step.SIDES:
                 found = [total(product, model, side, batch) for batch in BATCHES]
-                rows.append((product, model, side, str(found[0].launches), *map(step_report.ms, found)))
-            pairs = [[total(product, model, side, batch) for side in step.SIDES] for batch in BATCHES]
-            rows.append((product, model, "speedup", "", *(_speedup(*pair) for pair in pairs)))
+                rows.append((product, model, side, str(found[0].launches), *map(_ms, found)))
             rows.append((product, model, "least time of bytes", "", *(f"{of.floor_us / 1e3:.1f}" for of in found)))
     return markdown(("GPU", "model, TP 8", "side", "launches", *(f"batch {batch}" for batch in BATCHES)), rows)
 
@@ -94,8 +91,7 @@ def published() -> str:
     """Return the gaps and all-reduces that each published step admits, and the verdict on the slopes."""
     rows = [
         (
-            each.release, str(each.batch), f"{each.published:.1f}", f"{each.least:.1f} to {each.predicted:.1f}",
-            f"{each.least_ratio:.2f} to {each.ratio:.2f}",
+            each.release, str(each.batch), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
             _interval(*each.gap, 2), _interval(*each.reduce, 1),
         )
         for each in published_steps.admitted()
@@ -205,13 +201,14 @@ def profiles() -> Iterator[Profile]:
 
 def others() -> str:
     """Return published / predicted of other engines, bold outside the band, and their sources."""
+    low, high = published_steps.spread()
     rows = []
     for other in other_steps.OTHERS:
         cells = dict.fromkeys((1, 4, 8, 16, 32, 64), "")
         for batch, ms in other.ms.items():
-            found = other_steps.other_step(other, batch)
-            ratio = " to ".join(f"{ms * 1e3 / us:.2f}" for us in (found.us, found.least_us))
-            cells[batch] = f"{ms:.1f}: " + (ratio if other_steps.is_in_band(other, batch) else f"**{ratio}**")
+            found = other_steps.other_ms(other, batch)
+            ratio = f"{ms / found:.2f}"
+            cells[batch] = f"{ms:.1f} / {found:.1f} = " + (ratio if low <= ms / found <= high else f"**{ratio}**")
         rows.append((other.name, other.product, *cells.values(), other.source))
     return markdown(("engine and model", "GPU", *(f"batch {batch}" for batch in cells), "source"), rows)
 

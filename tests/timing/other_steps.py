@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.timing import machines, published_steps, step, step_report
+from vllm_rocm_ops.timing import machines, published_steps, step
 
 KEPT = 0.15  # relative error of a slope
 
@@ -33,48 +33,15 @@ def explained() -> bool:
 class Other(NamedTuple):
     """Published ms per token by concurrent requests, of another engine or an older vLLM.
 
-    `model` is the name of a shipped config.json, or its contents. `context` is the average number of keys of a request.
+    `context` is the average number of keys of a request.
     """
 
     name: str
-    model: str | dict
+    model: str
     product: str
     context: int
     ms: dict[int, float]
     source: str
-    ranks: int = published_steps.RANKS
-
-
-DEEPSEEK_V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 102400,
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
 
 
 OTHERS = (
@@ -102,28 +69,21 @@ OTHERS = (
         {1: 27.6, 8: 31.0, 16: 34.2, 32: 40.1, 64: 54.1},
         "Oracle, 128 in, 128 out: requests over tokens a second, with the prefill",
     ),
-    Other(
-        "vLLM 0.11.2, DeepSeek-V2-Lite BF16",
-        DEEPSEEK_V2_LITE,
-        "MI300X",
-        512,
-        {1: 4.52},
-        "cklxx/fleet-mi300x, 2026-09: wall time of full graphs, with the scheduler; the number of keys is presumed",
-        ranks=1,
-    ),
 )
 """Held-out checks of the baseline's step: nothing is fitted to them, and they do not define the band."""
 
 
-def other_step(other: Other, batch: int) -> step.Total:
-    """Return the predicted step of the baseline for a point of `OTHERS`."""
+def other_ms(other: Other, batch: int) -> float:
+    """Return the predicted ms of the baseline's step for a point of `OTHERS`."""
     machine = machines.named(other.product)
-    config = model_config.read(other.model) if isinstance(other.model, str) else other.model
-    given = config, other.ranks, None, batch, machine, "baseline", lambda *_: None, other.context
-    return step.total(step.nodes(*given))
-
-
-def is_in_band(other: Other, batch: int) -> bool:
-    """Return whether a point lies within the band of its predicted step."""
-    low, high = step_report.interval(other_step(other, batch))
-    return low <= other.ms[batch] <= high
+    given = (
+        model_config.read(other.model),
+        published_steps.RANKS,
+        None,
+        batch,
+        machine,
+        "baseline",
+        lambda *_: None,
+        other.context,
+    )
+    return step.total(step.nodes(*given)).us / 1e3

@@ -25,29 +25,15 @@ PRODUCTS = ("MI300X", "MI355X")  # with baseline times
 _FACE = "Hugging Face, hf-rocm-kernels and its blog, MI300X"
 
 MIN_LAUNCH = Constant(1.93, "us, shortest launch in a graph", "published", f"SwiGLU + FP8, one row: {_FACE}")
-LAUNCH = Constant(
-    3.8, "us per vLLM launch, without its bytes, at most", "published", f"vLLM's SwiGLU + FP8, one row: {_FACE}"
-)
-LEAST_LAUNCH = Constant(
-    1.4,
-    "us per vLLM launch, without its bytes, at least",
-    "published",
-    "an empty node of a captured graph, rocm-systems#11282: 1.381 on MI300X, 1.461 on MI355X",
-)
+LAUNCH = Constant(3.84, "us per vLLM launch, without its bytes", "published", f"vLLM's SwiGLU + FP8, one row: {_FACE}")
 GAP = Constant(
     0.0,
     "us after a launch; more if it is shorter than MIN_LAUNCH",
     "assumed",
     "a launch's time in a graph contains its gap",
 )
-SKINNY_ROWS = Constant(
-    4, "rows of vLLM's wvSplitKQ, of static FP8 per tensor", "published", "vLLM 0.32, kernels/linear/scaled_mm/rocm.py"
-)
-SKINNY = Constant(
-    2.0,
-    "us per wvSplitKQ, with bytes at the read bandwidth",
-    "assumed",
-    "no time of it is published; wvSplitK in FP16 reads 4.65 to 4.9 TB/s on MI300X: rocm-libraries#12329",
+MAX_GAP = Constant(
+    4.5 - MIN_LAUNCH.value, "us, maximum gap", "published", "Kog, 2026-05: about 4.5 us a launch on MI300X"
 )
 REST = Constant(
     24, "launches per step outside the layers", "measured", "own H200 profiles: embedding, inputs, sampling"
@@ -57,22 +43,10 @@ PREFILL = Constant(
 )
 
 ALL_REDUCE = Constant(
-    5.2, "us per all-reduce of 10 KB, with AITER", "published", "aiter#3549, fused with the norm, 8 MI300X; muiLLM: 5"
+    5.2, "us per all-reduce of 10 KB", "published", "aiter#3549, fused with the norm, 8 MI300X; muiLLM: 5"
 )
-LARGER_PRODUCT, LARGER = "MI355X", {24: 6.3, 96: 6.8, 192: 7.0, 384: 7.5, 768: 9.6, 1536: 12.9}  # us by KB, with AITER
-LARGEST = Constant(
-    LARGER[1536], "us per all-reduce of 1536 KB with AITER; more in LARGER", "published", "vllm#39080, MI355X, TP8"
-)
-VLLMS = {
-    "MI300X": {2: 7.2, 256: 14.4, 512: 14.7, 1024: 22.9, 2048: 36.6, 4096: 63.9},
-    "MI355X": {96: 7.6, 192: 10.0, 384: 13.1, 768: 16.0, 1536: 24.2},
-}  # us by KB, without AITER
-VLLMS_LARGEST = Constant(
-    VLLMS["MI300X"][2048],
-    "us per all-reduce of 2 MB without AITER on MI300X; more in VLLMS",
-    "published",
-    "vLLM's own: vllm#19744, MI300X, TP4, and vllm#39080, MI355X, TP8",
-)
+LARGER_PRODUCT, LARGER = "MI355X", {24: 6.3, 96: 6.8, 192: 7.0, 768: 9.6, 1536: 12.9}  # us by KB
+LARGEST = Constant(LARGER[1536], "us per all-reduce of 1536 KB; more in LARGER", "published", "vllm#39080, MI355X, TP8")
 LINKS = Constant(1.2, "x MI355X's increase, on other GEMMs", "assumed", "the ratio of link rates, 153.6 / 128 GB/s")
 
 FUSED = {
@@ -94,43 +68,24 @@ H200_HOST = Constant(320, "us per step outside its graph", "fitted", "two of six
 
 
 class Time(NamedTuple):
-    """Hold the time in us of all launches of a call, their number, and their source.
-
-    With `LEAST_LAUNCH` per launch of the rule, the time is `spare` less.
-    """
+    """Hold the time in us of all launches of a call, their number, and their source."""
 
     us: float
     launches: int
     kind: str
     source: str
-    spare: float = 0.0
 
 
 def rule(machine: Machine, launches: int, read: float) -> Time:
     """Return the time of launches without a published one, from the bytes that they read."""
     us = launches * LAUNCH.value + read / machine["hbm_bandwidth"] / 1e3
-    source = f"rule: at most {LAUNCH.value} us a launch + bytes at {machine['hbm_bandwidth']:.0f} GB/s"
-    return Time(us, launches, "assumed", source, launches * (LAUNCH.value - LEAST_LAUNCH.value))
+    return Time(
+        us, launches, "assumed", f"rule: {LAUNCH.value} us a launch + bytes at {machine['hbm_bandwidth']:.0f} GB/s"
+    )
 
 
-def skinny(machine: Machine, op: str, arguments: dict, tokens: int, read: float) -> Time | None:
-    """Return the time of vLLM's wvSplitKQ, or None if vLLM runs another kernel for this call."""
-    scales = arguments.get("scale_a"), arguments.get("scale_b")
-    if (
-        op != ops.scaled_mm.name
-        or tokens > SKINNY_ROWS.value
-        or any(scale is None or scale.numel() > 1 for scale in scales)
-    ):
-        return None
-    us = SKINNY.value + read / machine["hbm_bandwidth"] / 1e3
-    return Time(us, 1, SKINNY.kind, f"wvSplitKQ: {SKINNY.value} us + bytes at {machine['hbm_bandwidth']:.0f} GB/s")
-
-
-def all_reduce(machine: Machine, kilobytes: float, with_aiter: bool) -> Time:
-    """Return the time of one all-reduce over 8 GPUs: AITER's, or vLLM's own where AITER is off."""
-    if not with_aiter:
-        kind = VLLMS_LARGEST.kind if machine.name == LARGER_PRODUCT else "assumed"  # MI300X's are of 4 GPUs
-        return Time(_between(VLLMS.get(machine.name, VLLMS["MI300X"]), kilobytes), 1, kind, VLLMS_LARGEST.source)
+def all_reduce(machine: Machine, kilobytes: float) -> Time:
+    """Return the time of one all-reduce over 8 GPUs."""
     if machine.name != LARGER_PRODUCT:
         increase = LINKS.value * (_between(LARGER, kilobytes) - LARGER[24])
         return Time(ALL_REDUCE.value + max(increase, 0), 1, "assumed", f"{ALL_REDUCE.source}; {LARGEST.source}")

@@ -30,25 +30,19 @@ class Admitted(NamedTuple):
     """Hold a published point in ms and the constants consistent with it.
 
     `gap` is the interval of us after a launch, for all-reduces between the fastest and the slowest published one. `reduce` is the
-    interval of us per all-reduce, for launches of the most and the least cost.
+    interval of us per all-reduce, for gaps between 0 and the largest published one.
     """
 
     release: str
     batch: int
     published: float
     predicted: float
-    least: float
     gap: tuple[float, float]
     reduce: tuple[float, float]
 
     @property
     def ratio(self) -> float:
         return self.published / self.predicted
-
-    @property
-    def least_ratio(self) -> float:
-        """Return the ratio to the step with launches of the least cost."""
-        return self.published / self.least
 
 
 def prefill_us(batch: int) -> float:
@@ -57,20 +51,16 @@ def prefill_us(batch: int) -> float:
 
 
 @functools.cache
-def predicted(batch: int) -> tuple[float, float, float, int, float, int]:
-    """Return a step's parts.
-
-    They are: us with the prefill's part, the same with launches of the least cost, us without all-reduces and gaps, launches, us per
-    all-reduce, and their number.
-    """
+def predicted(batch: int) -> tuple[float, float, int, float, int]:
+    """Return us of the step with the prefill's part, us without all-reduces and gaps, launches, us per all-reduce, and their number."""
     machine = machines.MI300X
     nodes = step.nodes(
         model_config.read(MODEL), RANKS, None, batch, machine, "baseline", lambda *_: None, PROMPT + OUTPUT // 2
     )
     found = step.total(nodes)
     [reduce] = (node for node in nodes if node.layer == "all-reduce")
-    us, least = (each + prefill_us(batch) for each in (found.us, found.least_us))
-    return us, least, us - reduce.count * reduce.us - found.gap_us, found.launches, reduce.us, reduce.count
+    us = found.us + prefill_us(batch)
+    return us, us - reduce.count * reduce.us - found.gap_us, found.launches, reduce.us, reduce.count
 
 
 def admitted() -> list[Admitted]:
@@ -78,17 +68,15 @@ def admitted() -> list[Admitted]:
     rows = []
     for release, points in RELEASES.items():
         for batch, ms in points.items():
-            us, least, kernels, launches, reduce, count = predicted(batch)
-            left, larger = ms * 1e3 - kernels, reduce - baseline.all_reduce(machines.MI300X, 0, False).us
+            us, kernels, launches, reduce, count = predicted(batch)
+            left, larger = ms * 1e3 - kernels, reduce - baseline.ALL_REDUCE.value
             gaps = sorted((left - count * (small.value + larger)) / launches for small in (FASTEST, SLOWEST))
-            reduces = sorted((left + spare) / count for spare in (0, us - least))
-            rows.append(
-                Admitted(release, batch, ms, us / 1e3, least / 1e3, (gaps[0], gaps[1]), (reduces[0], reduces[1]))
-            )
+            reduces = sorted((left - launches * gap) / count for gap in (0, baseline.MAX_GAP.value))
+            rows.append(Admitted(release, batch, ms, us / 1e3, (gaps[0], gaps[1]), (reduces[0], reduces[1])))
     return rows
 
 
 def spread() -> tuple[float, float]:
-    """Return the minimum and maximum of published / predicted with launches of the most cost, the error band of a step."""
+    """Return the minimum and maximum of published / predicted, the error band of a step."""
     ratios = [each.ratio for each in admitted()]
     return min(*ratios, 1.0), max(*ratios, 1.0)

@@ -49,7 +49,7 @@ class Node:
     """Hold a launch, or the launches of a call.
 
     `us` and `floor_us` are per call, of which a step has `count`. `band` is the error band of the kernels, None if unknown. `op` is ""
-    if the plugin has no such op. With the least cost of a launch it takes `spare_us` less.
+    if the plugin has no such op.
     """
 
     layer: str
@@ -63,7 +63,6 @@ class Node:
     stream: str = MAIN
     band: float | None = None
     count: int = 1
-    spare_us: float = 0.0
 
     @property
     def whole_us(self) -> float:
@@ -79,11 +78,10 @@ class Node:
 class Total(NamedTuple):
     """Hold the sums of a step in us.
 
-    `least_us` is `us` with the least cost of vLLM's launches. `hidden_us` is saved by the second stream. `known_us` is the part with an error band, `bound_us` the sum of these errors.
+    `hidden_us` is saved by the second stream. `known_us` is the part with an error band, `bound_us` the sum of these errors.
     """
 
     us: float
-    least_us: float
     launches: int
     hidden_us: float
     floor_us: float
@@ -103,14 +101,9 @@ def live_time(machine: Machine, context: int) -> Known:
     return known
 
 
-def arguments_of(call: LayerCall, tokens: int, machine: Machine) -> dict:
-    """Return a call's arguments by name, without their values."""
-    return call.op.Arguments(*call.case(tokens).make("meta", torch.Generator(), machine.arch.fp8_dtype))._asdict()
-
-
 def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> float:
     """Return the bytes that a call reads: its arguments, the experts that are hit, and `context` keys per request of caches."""
-    given = arguments_of(call, tokens, machine)
+    given = call.op.Arguments(*call.case(tokens).make("meta", torch.Generator(), machine.arch.fp8_dtype))._asdict()
     sizes = {
         name: value.numel() * value.element_size() for name, value in given.items() if isinstance(value, torch.Tensor)
     }
@@ -165,11 +158,6 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
         yield "inputs, sampling and copies", None, MAIN
 
 
-def _is_aiters(config: dict, tp: int, ep: int | None) -> bool:
-    """Return whether the baseline of a model is vLLM with AITER: its GEMMs with block scales have AITER's times."""
-    return any(call.op.name == ops.block_scaled_mm.name for call in model_layers.sequence(config, tp, ep) if call.count)
-
-
 def _reduced(tp: int) -> Iterator[tuple[str, None, str]]:
     if tp > 1:
         yield REDUCED, None, MAIN
@@ -195,7 +183,7 @@ def nodes(
         raise ValueError(
             f"side must be {' or '.join(SIDES)} (baseline on {' and '.join(baseline.PRODUCTS)}), got {side} on {machine.name}"
         )
-    hidden, with_aiter = config["hidden_size"], _is_aiters(config, tp, ep)
+    hidden = config["hidden_size"]
 
     @functools.cache
     def node(layer: str, call: LayerCall | None, stream: str) -> Node:
@@ -205,7 +193,7 @@ def nodes(
         if ours:
             time, band = Time(*ours[:2], "predicted", KERNEL_MODEL), ours[2]
         elif layer == REDUCED:
-            time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024, with_aiter)
+            time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024)
         elif layer.startswith(REDUCED):
             time = baseline.fused_all_reduce(machine, tp, tokens, hidden) or Time(math.inf, 1, "", "no kernel")
             time = time._replace(us=time.us + baseline.ADDEND.value * (joined.SHARED_SUM in layer))
@@ -214,9 +202,7 @@ def nodes(
         floor = read / machine["hbm_bandwidth"] / 1e3
         name = call.op.name if call else ""
         gap = time.launches * baseline.GAP.value + max(time.launches * baseline.MIN_LAUNCH.value - time.us, 0)
-        return Node(
-            layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band, spare_us=time.spare
-        )
+        return Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
 
     fused = {
         launches: dataclasses.replace(call, count=1) for launches, call in joined.around_attention(config, tp).items()
@@ -298,13 +284,10 @@ def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float
 
 
 def _baseline(call: LayerCall | None, layer: str, tokens: int, machine: Machine, read: float) -> Time:
-    found = call and (
-        baseline.skinny(machine, call.op.name, arguments_of(call, tokens, machine), tokens, read)
-        or baseline.published(machine, call.op.name, call.parameters, tokens)
-    )
+    found = call and baseline.published(machine, call.op.name, call.parameters, tokens)
     if found and layer == "experts":  # published without token sorting and input quantization
         more = baseline.rule(machine, 2, 0)
-        return found._replace(us=found.us + more.us, launches=found.launches + more.launches, spare=more.spare)
+        return found._replace(us=found.us + more.us, launches=found.launches + more.launches)
     return found or baseline.rule(machine, LAUNCHES.get(layer, 1), read)
 
 
@@ -314,14 +297,9 @@ def total(found: Sequence[Node]) -> Total:
     def sum_of(value: Callable[[Node], float], *streams: str) -> float:
         return sum(node.count * value(node) for node in found if not streams or node.stream in streams)
 
-    def step_us(whole: Callable[[Node], float]) -> tuple[float, float]:
-        hidden = min(sum_of(whole, BESIDE), sum_of(whole, SECOND))
-        return sum_of(whole) - hidden, hidden
-
-    us, hidden = step_us(lambda node: node.whole_us)
+    hidden = min(sum_of(lambda node: node.whole_us, BESIDE), sum_of(lambda node: node.whole_us, SECOND))
     return Total(
-        us,
-        step_us(lambda node: node.whole_us - node.spare_us)[0],
+        sum_of(lambda node: node.whole_us) - hidden,
         sum(node.count * node.launches for node in found),
         hidden,
         sum_of(lambda node: node.floor_us),

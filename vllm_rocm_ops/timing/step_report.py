@@ -15,22 +15,9 @@ WORST = 3  # launches to list
 
 
 def interval(found: Total) -> tuple[float, float]:
-    """Return the bounds of a step in ms, from the range of a launch's cost, the spread of published steps and the kernels' error bands."""
+    """Return the bounds of a step in ms, from the spread of published steps and the kernels' error bands."""
     low, high = published_steps.spread()
-    return (found.least_us - found.bound_us) * low / 1e3, (found.us + found.bound_us) * high / 1e3
-
-
-def ms(found: Total) -> str:
-    """Format the ms of a step, a range by the cost of vLLM's launches, and its bounds."""
-    ends = dict.fromkeys(f"{us / 1e3:.1f}" for us in (found.least_us, found.us))
-    low, high = interval(found)
-    return f"{' to '.join(ends)} ({low:.1f} to {high:.1f})"
-
-
-def speedup(without: Total, plugin: Total) -> tuple[float, float]:
-    """Return the plugin's speedup at both ends of the cost of vLLM's launches, the smaller first."""
-    low, high = sorted((without.least_us / plugin.least_us, without.us / plugin.us))
-    return low, high
+    return (found.us - found.bound_us) * low / 1e3, (found.us + found.bound_us) * high / 1e3
 
 
 def sides(machine: Machine) -> Sequence[str]:
@@ -64,8 +51,9 @@ def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
 
 def said(side: str, found: Total) -> str:
     """Format the total of a step."""
+    low, high = interval(found)
     unknown = f"; kernel error unknown for {(found.us - found.known_us) / 1e3:.1f} ms" if found.known_us else ""
-    return f"{side} {ms(found)} ms in {found.launches} launches{unknown}"
+    return f"{side} {found.us / 1e3:.2f} ms ({low:.1f} to {high:.1f}) in {found.launches} launches{unknown}"
 
 
 def lines(
@@ -83,9 +71,6 @@ def lines(
         yield from explain.table(rows)
         for side, of_side in found.items():
             yield f"predicted step, {batch} tokens: {said(side, step.total(of_side))}"
-        if len(found) > 1:
-            low, high = speedup(*(step.total(of_side) for of_side in found.values()))
-            yield f"predicted speedup, {batch} tokens: {low:.2f}x to {high:.2f}x, by the cost of vLLM's launches"
         named = (
             f"{node.layer} {node.cost_us / 1e3:.2f} ms, {step.cause(node)}"
             for node in step.worst(found["plugin"], WORST)
