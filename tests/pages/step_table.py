@@ -19,15 +19,26 @@ MAX = 6  # launches in a table
 
 
 @functools.cache
-def nodes(product: str, model: str, side: str, batch: int) -> tuple[step.Node, ...]:
+def nodes(
+    product: str, model: str, side: str, batch: int, launch: float = baseline.LAUNCH.value
+) -> tuple[step.Node, ...]:
     """Return the launches of a step, with the frozen times of the plugin's kernels."""
     machine = machines.named(product)
     given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, frozen.kernel_times(machine)
-    return tuple(step.nodes(*given))
+    return tuple(step.nodes(*given, launch=launch))
 
 
 def total(product: str, model: str, side: str, batch: int) -> step.Total:
     return step.total(nodes(product, model, side, batch))
+
+
+def speedup(product: str, model: str, batch: int) -> str:
+    """Return baseline / plugin as the range over the costs of a vLLM launch."""
+    plugin, stock = (
+        lambda us, side=side: step.total(nodes(product, model, side, batch, us)) for side in step.SIDES[::-1]
+    )
+    low, high = step.speedup(plugin, stock, machines.named(product))
+    return f"{low:.2f} to {high:.2f}x"
 
 
 def _ms(found: step.Total) -> str:
@@ -43,7 +54,7 @@ def readme() -> str:
         unknown = (plugin.us - plugin.known_us) / 1e3
         lines.append(
             f"- MI300X, {model}, TP {RANKS}, batch 1: baseline {_ms(without)} ms in {without.launches:,} launches, plugin {_ms(plugin)} "
-            f"ms in {plugin.launches:,}. The kernels' error is unknown on {unknown:.1f} ms of the plugin's."
+            f"ms in {plugin.launches:,}: {speedup('MI300X', model, 1)}. The kernels' error is unknown on {unknown:.1f} ms of the plugin's."
         )
     return "\n".join(lines)
 
@@ -56,6 +67,7 @@ def steps() -> str:
             for side in step.SIDES:
                 found = [total(product, model, side, batch) for batch in BATCHES]
                 rows.append((product, model, side, str(found[0].launches), *map(_ms, found)))
+            rows.append((product, model, "baseline / plugin", "", *(speedup(product, model, n) for n in BATCHES)))
             rows.append((product, model, "least time of bytes", "", *(f"{of.floor_us / 1e3:.1f}" for of in found)))
     return markdown(("GPU", "model, TP 8", "side", "launches", *(f"batch {batch}" for batch in BATCHES)), rows)
 
@@ -63,6 +75,8 @@ def steps() -> str:
 def constants() -> str:
     """Return every constant of a step with its kind and source."""
     found = {**vars(baseline), **vars(published_steps)}
+    for name, of in ("EMPTY", baseline.EMPTY), ("OWN_SOURCE", baseline.OWN_SOURCE):
+        found |= {f"{name}[{product}]": each for product, each in of.items()}
     rows = [
         (f"`{name}`", f"{each.value:g} {each.unit}", each.kind, each.source)
         for name, each in found.items()
@@ -91,15 +105,24 @@ def published() -> str:
     """Return the gaps and all-reduces that each published step admits, and the verdict on the slopes."""
     rows = [
         (
-            each.release, str(each.batch), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
-            _interval(*each.gap, 2), _interval(*each.reduce, 1),
+            each.release, str(each.batch), str(each.skinny), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
+            _interval(*each.gap, 2), f"{each.reduce:.1f}",
         )
         for each in published_steps.admitted()
     ]  # fmt: skip
-    head = ("vLLM", "batch", "published ms", "predicted ms", "published / predicted", "gaps, us", "all-reduces, us")
+    head = (
+        "vLLM",
+        "batch",
+        "wvSplitKQ rows",
+        "published ms",
+        "predicted ms",
+        "published / predicted",
+        "gaps, us",
+        "all-reduces without gaps, us",
+    )
     slopes = [
-        (release, f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
-        for release, batch, ms, found in other_steps.slopes()
+        (release, str(skinny), f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
+        for release, batch, skinny, ms, found in other_steps.slopes()
     ]
     low, high = published_steps.spread()
     verdict = (
@@ -107,7 +130,7 @@ def published() -> str:
         if other_steps.explained()
         else f"**The slope over batch is not explained within 15 %.** The spread, {low:.2f} to {high:.2f}, is the band of a step."
     )
-    steeper = markdown(("vLLM", "batch", "published ms", "predicted ms", "error"), slopes)
+    steeper = markdown(("vLLM", "wvSplitKQ rows", "batch", "published ms", "predicted ms", "error"), slopes)
     return f"{markdown(head, rows)}\n\n{steeper}\n\n{verdict}"
 
 

@@ -29,7 +29,6 @@ from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.emulator.objects import KernelObject
 from vllm_rocm_ops.timing import launch_time, machines, refit, trace
-from vllm_rocm_ops.timing.compute_unit import SIMDS
 from vllm_rocm_ops.timing.hierarchy import Sharing
 from vllm_rocm_ops.timing.launch_time import Prediction
 from vllm_rocm_ops.timing.machines import Machine
@@ -226,23 +225,11 @@ def predict(
     axis shows as shared.
     """
     if grid[1:] == (1, 1):
-        return timed(machine, recording)
+        return launch_time.loaded(machine, recording)
     shared = sharing(machine, recording, grid, recording.held * machine.arch.compute_units)
     for of, least in ((shared.chip, repeats), (shared.die, repeats / machine["xcds"])):
         of.factors = {region: max(factor, least) for region, factor in of.factors.items()}
-    return timed(machine, recording, shared)
-
-
-def timed(machine: Machine, recording: trace.Recording, shared: Sharing | None = None) -> Prediction:
-    """Return the time of a recorded launch, at the clock under its matrix load."""
-    block = recording.blocks[0]
-    matrix = sum(instr.cycles for wave in block.waves for instr, _ in wave) / SIMDS
-    if not matrix:
-        return launch_time.predict(machine, recording, shared)
-    found = launch_time.predict(machine.but(clock=machine["matrix_clock"]), recording, shared)
-    busy = matrix * found.blocks / found.cycles
-    clock = machine["clock"] + (machine["matrix_clock"] - machine["clock"]) * min(1.0, busy / machine["matrix_load"])
-    return found._replace(us=machine["start"] + max(found.cycles / clock, found.bandwidth_us))
+    return launch_time.loaded(machine, recording, shared)
 
 
 # Command line

@@ -33,7 +33,7 @@ def predictions(
     A prediction has microseconds, the band as a ratio or None if unknown, launches, and the code. Calls in `kept` for
     all products, with the same code, are not predicted again.
     """
-    from vllm_rocm_ops.timing import launch_time, predict
+    from vllm_rocm_ops.timing import predict
 
     done = set()
     for arch in dict.fromkeys(machines.named(product).arch for product in products):
@@ -66,7 +66,7 @@ def predictions(
                         continue
                     code = frozen.code_of(call, size, arch)
                     for machine in alike:  # they run the same instructions
-                        us = sum(launch_time.predict(machine, kernel.recording).us for kernel in kernels)
+                        us = sum(predict.timed(machine, kernel.recording).us for kernel in kernels)
                         band = predict.band(call.op, machine.name).ratio
                         values = {"us": round(us, 2), "band": band, "launches": len(kernels), "code": code}
                         yield frozen.key(machine.name, call, size), values

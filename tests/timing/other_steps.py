@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.timing import machines, published_steps, step
+from vllm_rocm_ops.timing import baseline, machines, published_steps, step
 
 KEPT = 0.15  # relative error of a slope
 
 
-def slopes() -> list[tuple[str, int, float, float]]:
-    """Return release, batch, and the ms added since batch 1, published and predicted."""
+def slopes() -> list[tuple[str, int, int, float, float]]:
+    """Return release, batch, the most rows of wvSplitKQ, and the ms added since batch 1, published and predicted."""
+
+    def added(batch: int, skinny: int) -> float:
+        return (published_steps.predicted(batch, skinny)[0] - published_steps.predicted(1, skinny)[0]) / 1e3
+
     return [
-        (
-            release,
-            batch,
-            points[batch] - points[1],
-            (published_steps.predicted(batch)[0] - published_steps.predicted(1)[0]) / 1e3,
-        )
+        (release, batch, skinny, points[batch] - points[1], added(batch, skinny))
         for release, points in published_steps.RELEASES.items()
         for batch in points
         if batch > 1
+        for skinny in sorted({*published_steps.SKINNY[release]})
     ]
 
 
 def explained() -> bool:
     """Return whether the constants of baseline.py explain all slopes within `KEPT`."""
-    return all(abs(found / published - 1) <= KEPT for _, _, published, found in slopes())
+    return all(abs(found / published - 1) <= KEPT for *_, published, found in slopes())
 
 
 class Other(NamedTuple):
     """Published ms per token by concurrent requests, of another engine or an older vLLM.
 
-    `context` is the average number of keys of a request.
+    `context` is the average number of keys of a request, `skinny` the most rows of wvSplitKQ, and `ranks` the GPUs.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Other(NamedTuple):
     context: int
     ms: dict[int, float]
     source: str
+    skinny: int = int(baseline.SKINNY.value)
+    ranks: int = published_steps.RANKS
 
 
 OTHERS = (
@@ -68,6 +71,17 @@ OTHERS = (
         192,
         {1: 27.6, 8: 31.0, 16: 34.2, 32: 40.1, 64: 54.1},
         "Oracle, 128 in, 128 out: requests over tokens a second, with the prefill",
+        skinny=0,
+    ),
+    Other(
+        "vLLM 0.11.2, DeepSeek-V2-Lite BF16, TP 1",
+        str(Path(__file__).with_name("deepseek-v2-lite.json")),
+        "MI300X",
+        1024,
+        {1: 4.52},
+        "cklxx/fleet-mi300x, 2026-09: wall, full graphs; 1024 keys are assumed",
+        skinny=1,
+        ranks=1,
     ),
 )
 """Held-out checks of the baseline's step: nothing is fitted to them, and they do not define the band."""
@@ -78,7 +92,7 @@ def other_ms(other: Other, batch: int) -> float:
     machine = machines.named(other.product)
     given = (
         model_config.read(other.model),
-        published_steps.RANKS,
+        other.ranks,
         None,
         batch,
         machine,
@@ -86,4 +100,4 @@ def other_ms(other: Other, batch: int) -> float:
         lambda *_: None,
         other.context,
     )
-    return step.total(step.nodes(*given)).us / 1e3
+    return step.total(step.nodes(*given, skinny=other.skinny)).us / 1e3

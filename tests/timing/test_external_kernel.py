@@ -13,6 +13,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.timing import launch_time, machines, trace
+from vllm_rocm_ops.timing import predict as plugin_predict
 
 MACHINE = machines.MI300X
 PATH = launch.code_object("rms_norm", "gfx942")
@@ -179,6 +180,17 @@ def test_matrix_instructions_lower_the_clock():
     busy, idle = us(16), us(0)
     assert busy.us == pytest.approx(busy.cycles / MACHINE["matrix_clock"])
     assert idle.us == pytest.approx(idle.cycles / MACHINE["clock"])
+
+
+def test_tiled_kernels_of_the_plugin_have_the_clock_of_others():
+    wave = [(trace.Instr("matrix", 8 * n, 8, cycles=16), None) for n in range(64)]
+    block = trace.Block(0, [[*wave, (trace.Instr("end", 512, 4), None)]] * 4)
+    tiled, skinny = (
+        plugin_predict.timed(MACHINE, trace.Recording(name, 1, 1, [block], frozenset()))
+        for name in ("scaled_mm_tiled_row_128x128", "scaled_mm_skinny_16")
+    )
+    assert tiled.us == pytest.approx(tiled.cycles / MACHINE["matrix_clock"])
+    assert skinny.us == pytest.approx(skinny.cycles / MACHINE["clock"])
 
 
 def test_many_turns_are_like_the_last_one(monkeypatch):

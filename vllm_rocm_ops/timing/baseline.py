@@ -19,7 +19,7 @@ from vllm_rocm_ops.collectives import launches
 
 from .machines import Constant, Machine
 
-KINDS = ("published", "measured", "fitted", "assumed")
+KINDS = ("published", "measured", "fitted", "assumed", "predicted")
 PRODUCTS = ("MI300X", "MI355X")  # with baseline times
 
 _FACE = "Hugging Face, hf-rocm-kernels and its blog, MI300X"
@@ -32,8 +32,13 @@ GAP = Constant(
     "assumed",
     "a launch's time in a graph contains its gap",
 )
-MAX_GAP = Constant(
-    4.5 - MIN_LAUNCH.value, "us, maximum gap", "published", "Kog, 2026-05: about 4.5 us a launch on MI300X"
+EMPTY = {
+    "MI300X": Constant(1.381, "us of an empty node of a graph", "published", "AMD, rocm-systems#11282, MI300X"),
+    "MI355X": Constant(1.461, "us of an empty node of a graph", "published", "AMD, rocm-systems#11282, MI355X"),
+}
+"""The least cost of a vLLM launch; LAUNCH is the most. Both sides of a comparison take the same."""
+SKINNY = Constant(
+    4, "most rows of vLLM's wvSplitKQ, static per-tensor FP8", "published", "vLLM 0.32, scaled_mm/rocm.py; 1 in 0.11"
 )
 REST = Constant(
     24, "launches per step outside the layers", "measured", "own H200 profiles: embedding, inputs, sampling"
@@ -45,9 +50,17 @@ PREFILL = Constant(
 ALL_REDUCE = Constant(
     5.2, "us per all-reduce of 10 KB", "published", "aiter#3549, fused with the norm, 8 MI300X; muiLLM: 5"
 )
-LARGER_PRODUCT, LARGER = "MI355X", {24: 6.3, 96: 6.8, 192: 7.0, 768: 9.6, 1536: 12.9}  # us by KB
+LARGER_PRODUCT, LARGER = "MI355X", {24: 6.3, 96: 6.8, 192: 7.0, 384: 7.5, 768: 9.6, 1536: 12.9}  # AITER's us by KB
 LARGEST = Constant(LARGER[1536], "us per all-reduce of 1536 KB; more in LARGER", "published", "vllm#39080, MI355X, TP8")
 LINKS = Constant(1.2, "x MI355X's increase, on other GEMMs", "assumed", "the ratio of link rates, 153.6 / 128 GB/s")
+OWN = {
+    "MI300X": {2: 7.2, 256: 14.4, 512: 14.7, 1024: 22.9, 2048: 36.6, 4096: 63.9},
+    "MI355X": {96: 7.6, 192: 10.0, 384: 13.1, 768: 16.0, 1536: 24.2},
+}  # vLLM's us by KB, with AITER off
+OWN_SOURCE = {
+    "MI300X": Constant(36.6, "us per all-reduce of 2 MB; more in OWN", "published", "vllm#19744, MI300X, TP4"),
+    "MI355X": Constant(24.2, "us per all-reduce of 1536 KB; more in OWN", "published", "vllm#39080, MI355X, TP8"),
+}
 
 FUSED = {
     "MI300X": (Constant(5.2, "us for 1 x 5120 with a norm, one-shot", "published", "aiter#3549, 8 MI300X"), 1, 5120),
@@ -76,16 +89,23 @@ class Time(NamedTuple):
     source: str
 
 
-def rule(machine: Machine, launches: int, read: float) -> Time:
+def launch_costs(machine: Machine) -> tuple[float, float]:
+    """Return the least and the most us of a vLLM launch without its bytes."""
+    return EMPTY.get(machine.name, EMPTY["MI300X"]).value, LAUNCH.value
+
+
+def rule(machine: Machine, launches: int, read: float, launch: float = LAUNCH.value) -> Time:
     """Return the time of launches without a published one, from the bytes that they read."""
-    us = launches * LAUNCH.value + read / machine["hbm_bandwidth"] / 1e3
-    return Time(
-        us, launches, "assumed", f"rule: {LAUNCH.value} us a launch + bytes at {machine['hbm_bandwidth']:.0f} GB/s"
-    )
+    us = launches * launch + read / machine["hbm_bandwidth"] / 1e3
+    return Time(us, launches, "assumed", f"rule: {launch} us a launch + bytes at {machine['hbm_bandwidth']:.0f} GB/s")
 
 
-def all_reduce(machine: Machine, kilobytes: float) -> Time:
-    """Return the time of one all-reduce over 8 GPUs."""
+def all_reduce(machine: Machine, kilobytes: float, aiter: bool) -> Time:
+    """Return the time of one all-reduce, vLLM's own kernel unless AITER is on."""
+    if not aiter:
+        name = machine.name if machine.name in OWN else "MI300X"
+        kind = "published" if name == machine.name else "assumed"
+        return Time(_between(OWN[name], kilobytes), 1, kind, OWN_SOURCE[name].source)
     if machine.name != LARGER_PRODUCT:
         increase = LINKS.value * (_between(LARGER, kilobytes) - LARGER[24])
         return Time(ALL_REDUCE.value + max(increase, 0), 1, "assumed", f"{ALL_REDUCE.source}; {LARGEST.source}")
@@ -133,12 +153,23 @@ def kind_of(op: str) -> str:
     return "norm" if "rms_norm" in op else "activation" if op.startswith("silu_and_mul") else op
 
 
-def published(machine: Machine, op: str, parameters: tuple, tokens: int) -> Time | None:
-    """Return a baseline's published time for a call in a graph, or None."""
+def published(
+    machine: Machine, op: str, parameters: tuple, tokens: int, skinny: int = int(SKINNY.value)
+) -> Time | None:
+    """Return a baseline's time for a call in a graph, or None.
+
+    Static per-tensor FP8 with up to `skinny` rows has the kernel model's time of wvSplitKQ.
+    """
     found: dict[int, Time] = {}
+    is_skinny = op == ops.scaled_mm.name and not parameters[2] and tokens <= skinny
     for row in TABLE:
         sizes = tuple(row["sizes"])
-        if row["product"] != machine.name or row["op"] != kind_of(op) or parameters[: len(sizes)] != sizes:
+        if (
+            (row["kind"] == "predicted") is not is_skinny
+            or row["product"] != machine.name
+            or row["op"] != kind_of(op)
+            or parameters[: len(sizes)] != sizes
+        ):
             continue
         beyond = machine["profiled"] * row["kernels"] if row["timer"] == "profiler" else 0
         for rows, us in row["us"].items():

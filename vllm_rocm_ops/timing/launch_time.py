@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from .compute_unit import ComputeUnit
+from .compute_unit import SIMDS, ComputeUnit
 from .hierarchy import Memory, Sharing
 from .machines import Machine
 from .trace import APART, LINE, Access, Block, Recording, Step, region_of
@@ -120,3 +120,15 @@ def predict(machine: Machine, recording: Recording, shared: Sharing | None = Non
     least = sum(moved) / machine["mall_bandwidth"], moved[1] / machine["hbm_bandwidth"]
     us = machine["start"] + max(cycles / machine["clock"], max(least) / 1e3)
     return Prediction(us, cycles, max(least) / 1e3, most, sum(moved) / 1e6)
+
+
+def loaded(machine: Machine, recording: Recording, shared: Sharing | None = None) -> Prediction:
+    """Return the time of a launch at the clock under its matrix load: the plugin's kernels and others'."""
+    block = recording.blocks[0]
+    matrix = sum(instr.cycles for wave in block.waves for instr, _ in wave) / SIMDS
+    if not matrix:
+        return predict(machine, recording, shared)
+    found = predict(machine.but(clock=machine["matrix_clock"]), recording, shared)
+    busy = matrix * found.blocks / found.cycles
+    clock = machine["clock"] + (machine["matrix_clock"] - machine["clock"]) * min(1.0, busy / machine["matrix_load"])
+    return found._replace(us=machine["start"] + max(found.cycles / clock, found.bandwidth_us))

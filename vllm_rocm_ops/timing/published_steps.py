@@ -22,6 +22,7 @@ FIRST = Constant(
     "published",
     "ROCm's vLLM images, 2025-04 and 2025-11",
 )
+SKINNY = {"0.8.3": (0, 1), "0.11.1": (1, 1)}  # most rows of wvSplitKQ; 0.8.3's image was not read
 SLOWEST = Constant(20, "us per small all-reduce", "published", "mscclpp#646: RCCL, 15 to 20")
 FASTEST = Constant(5, "us per small all-reduce", "published", "muiLLM PR 6, 8 MI300X")
 
@@ -29,16 +30,17 @@ FASTEST = Constant(5, "us per small all-reduce", "published", "muiLLM PR 6, 8 MI
 class Admitted(NamedTuple):
     """Hold a published point in ms and the constants consistent with it.
 
-    `gap` is the interval of us after a launch, for all-reduces between the fastest and the slowest published one. `reduce` is the
-    interval of us per all-reduce, for gaps between 0 and the largest published one.
+    `skinny` is the most rows of vLLM's wvSplitKQ. `gap` is the interval of us after a launch, for all-reduces between the
+    fastest and the slowest published one. `reduce` is the us per all-reduce without any gap.
     """
 
     release: str
     batch: int
+    skinny: int
     published: float
     predicted: float
     gap: tuple[float, float]
-    reduce: tuple[float, float]
+    reduce: float
 
     @property
     def ratio(self) -> float:
@@ -51,12 +53,13 @@ def prefill_us(batch: int) -> float:
 
 
 @functools.cache
-def predicted(batch: int) -> tuple[float, float, int, float, int]:
-    """Return us of the step with the prefill's part, us without all-reduces and gaps, launches, us per all-reduce, and their number."""
+def predicted(batch: int, skinny: int) -> tuple[float, float, int, float, int]:
+    """Return us of the step with AITER off and up to `skinny` rows in wvSplitKQ: with the prefill's part, us without all-reduces and gaps, launches, us per all-reduce, and their number."""
     machine = machines.MI300X
     nodes = step.nodes(
-        model_config.read(MODEL), RANKS, None, batch, machine, "baseline", lambda *_: None, PROMPT + OUTPUT // 2
-    )
+        model_config.read(MODEL), RANKS, None, batch, machine, "baseline", lambda *_: None, PROMPT + OUTPUT // 2,
+        skinny=skinny, aiter=False,
+    )  # fmt: skip
     found = step.total(nodes)
     [reduce] = (node for node in nodes if node.layer == "all-reduce")
     us = found.us + prefill_us(batch)
@@ -68,11 +71,11 @@ def admitted() -> list[Admitted]:
     rows = []
     for release, points in RELEASES.items():
         for batch, ms in points.items():
-            us, kernels, launches, reduce, count = predicted(batch)
-            left, larger = ms * 1e3 - kernels, reduce - baseline.ALL_REDUCE.value
-            gaps = sorted((left - count * (small.value + larger)) / launches for small in (FASTEST, SLOWEST))
-            reduces = sorted((left - launches * gap) / count for gap in (0, baseline.MAX_GAP.value))
-            rows.append(Admitted(release, batch, ms, us / 1e3, (gaps[0], gaps[1]), (reduces[0], reduces[1])))
+            for skinny in sorted({rows if batch <= rows else 0 for rows in SKINNY[release]}):
+                us, kernels, launches, reduce, count = predicted(batch, skinny)
+                left, larger = ms * 1e3 - kernels, reduce - predicted(1, skinny)[3]
+                gaps = sorted((left - count * (small.value + larger)) / launches for small in (FASTEST, SLOWEST))
+                rows.append(Admitted(release, batch, skinny, ms, us / 1e3, (gaps[0], gaps[1]), left / count))
     return rows
 
 

@@ -177,13 +177,22 @@ def nodes(
     side: str,
     known: Known,
     context: int = CONTEXT,
+    launch: float = baseline.LAUNCH.value,
+    skinny: int = int(baseline.SKINNY.value),
+    aiter: bool | None = None,
 ) -> list[Node]:
-    """Return the launches of a step in order of first occurrence, equal ones merged into a count."""
+    """Return the launches of a step in order of first occurrence, equal ones merged into a count.
+
+    `launch` is the us of a vLLM launch, and `skinny` the most rows of its wvSplitKQ. `aiter` says whose all-reduce the
+    step has, by default AITER's where the baseline's GEMMs are AITER's.
+    """
     if side not in SIDES or (side == "baseline" and machine.name not in baseline.PRODUCTS):
         raise ValueError(
             f"side must be {' or '.join(SIDES)} (baseline on {' and '.join(baseline.PRODUCTS)}), got {side} on {machine.name}"
         )
     hidden = config["hidden_size"]
+    if aiter is None:
+        aiter = uses_aiter(config, tp, ep, machine)
 
     @functools.cache
     def node(layer: str, call: LayerCall | None, stream: str) -> Node:
@@ -193,12 +202,12 @@ def nodes(
         if ours:
             time, band = Time(*ours[:2], "predicted", KERNEL_MODEL), ours[2]
         elif layer == REDUCED:
-            time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024)
+            time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024, aiter)
         elif layer.startswith(REDUCED):
             time = baseline.fused_all_reduce(machine, tp, tokens, hidden) or Time(math.inf, 1, "", "no kernel")
             time = time._replace(us=time.us + baseline.ADDEND.value * (joined.SHARED_SUM in layer))
         else:
-            time = _baseline(call, layer, tokens, machine, read)
+            time = _baseline(call, layer, tokens, machine, read, launch, skinny)
         floor = read / machine["hbm_bandwidth"] / 1e3
         name = call.op.name if call else ""
         gap = time.launches * baseline.GAP.value + max(time.launches * baseline.MIN_LAUNCH.value - time.us, 0)
@@ -283,12 +292,26 @@ def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float
     return found
 
 
-def _baseline(call: LayerCall | None, layer: str, tokens: int, machine: Machine, read: float) -> Time:
-    found = call and baseline.published(machine, call.op.name, call.parameters, tokens)
+def uses_aiter(config: dict, tp: int, ep: int | None, machine: Machine) -> bool:
+    """Return whether the baseline's GEMMs are AITER's: all on MI355X, block-scaled ones elsewhere."""
+    blocks = (call.op.name == ops.block_scaled_mm.name for call in model_layers.sequence(config, tp, ep) if call.count)
+    return machine.name == baseline.LARGER_PRODUCT or any(blocks)
+
+
+def speedup(plugin: Callable[[float], Total], stock: Callable[[float], Total], machine: Machine) -> tuple[float, float]:
+    """Return the least and the most baseline / plugin over the costs of a vLLM launch, the same on both sides."""
+    ratios = [stock(launch).us / plugin(launch).us for launch in baseline.launch_costs(machine)]
+    return min(ratios), max(ratios)
+
+
+def _baseline(
+    call: LayerCall | None, layer: str, tokens: int, machine: Machine, read: float, launch: float, skinny: int
+) -> Time:
+    found = call and baseline.published(machine, call.op.name, call.parameters, tokens, skinny)
     if found and layer == "experts":  # published without token sorting and input quantization
-        more = baseline.rule(machine, 2, 0)
+        more = baseline.rule(machine, 2, 0, launch)
         return found._replace(us=found.us + more.us, launches=found.launches + more.launches)
-    return found or baseline.rule(machine, LAUNCHES.get(layer, 1), read)
+    return found or baseline.rule(machine, LAUNCHES.get(layer, 1), read, launch)
 
 
 def total(found: Sequence[Node]) -> Total:

@@ -56,6 +56,17 @@ def said(side: str, found: Total) -> str:
     return f"{side} {found.us / 1e3:.2f} ms ({low:.1f} to {high:.1f}) in {found.launches} launches{unknown}"
 
 
+def ratio(config: dict, tp: int, ep: int | None, batch: int, machine: Machine, known: step.Known, context: int) -> str:
+    """Format baseline / plugin as the range over the costs of a vLLM launch."""
+
+    def of(side: str, launch: float) -> Total:
+        return step.total(step.nodes(config, tp, ep, batch, machine, side, known, context, launch))
+
+    low, high = step.speedup(lambda us: of("plugin", us), lambda us: of("baseline", us), machine)
+    least, most = baseline.launch_costs(machine)
+    return f"{low:.2f} to {high:.2f}x with {least:.1f} to {most:.1f} us a vLLM launch"
+
+
 def lines(
     config: dict, tp: int, ep: int | None, batches: Sequence[int], machine: Machine, context: int, known: step.Known
 ) -> Iterator[str]:
@@ -71,6 +82,8 @@ def lines(
         yield from explain.table(rows)
         for side, of_side in found.items():
             yield f"predicted step, {batch} tokens: {said(side, step.total(of_side))}"
+        if "baseline" in found:
+            yield f"predicted speedup, {batch} tokens: {ratio(config, tp, ep, batch, machine, known, context)}"
         named = (
             f"{node.layer} {node.cost_us / 1e3:.2f} ms, {step.cause(node)}"
             for node in step.worst(found["plugin"], WORST)
