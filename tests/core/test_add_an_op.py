@@ -70,3 +70,12 @@ def test_its_cases_catch_a_mistake(commands, text, replacement):
 
 def test_there_are_eight_steps():
     assert re.findall(r"^(\d)\. ", SECTION, re.MULTILINE) == [*"12345678"]
+
+
+@pytest.mark.parametrize(
+    ("file", "tables"), [("tests/ops/formulas.py", {"FORMULAS"}), ("tests/core/test_rules.py", {"BREACHES", "FOLLOW"})]
+)
+def test_the_tables_that_an_op_may_need_are_named(file, tables):
+    """Each exists, and the page names it with its file."""
+    assert tables <= set(re.findall(r"^([A-Z]+)(?:: .*)? = [{[]", (ROOT / file).read_text(), re.MULTILINE))
+    assert f"`{file}`" in SECTION and all(f"`{name}`" in SECTION for name in tables)
