@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import graphlib
 import pathlib
+import pkgutil
 import re
 import shlex
 import shutil
@@ -654,3 +655,54 @@ def test_links_exist(page):
         assert not heading or heading in headings(linked), f"{target}#{heading}"
     for script in re.findall(r"(?:bash|python) ([\w/]+\.(?:sh|py))", text):
         assert (ROOT / script).exists(), script
+
+
+NO_MODULES = {"vllm_rocm_ops.core.archs.gfx943", "vllm_rocm_ops.f", "vllm_rocm_ops.marked_quant.default"}
+"""Names that tests invent. vllm_rocm_ops._C is compiled."""
+
+
+def lost(code: str) -> set[str]:
+    """Return the strings that name a module of the package, or a name in one, that does not exist.
+
+    A call's argument with a gap is one, too, unless the call imports it: it could name anything.
+    """
+    tree = ast.parse(code)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    given = [arg for call in calls if ast.unparse(call.func) != "importlib.import_module" for arg in call.args]
+    gaps = {ast.unparse(arg) for arg in given if isinstance(arg, ast.JoinedStr)}
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    whole = {text for text in strings if re.fullmatch(r"vllm_rocm_ops(\.\w+)+(:\w+)?", text) and not resolves(text)}
+    return {text for text in gaps if re.fullmatch(r"f['\"]vllm_rocm_ops\.[\w.{}]+['\"]", text)} | whole - NO_MODULES
+
+
+def resolves(name: str) -> bool:
+    """Return whether a dotted name is the compiled module, a module, or what a module has."""
+    if name == "vllm_rocm_ops._C":
+        return True
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_strings_that_name_modules_name_ones_that_exist():
+    paths = [
+        path for folder in ("tests", "csrc", "serving_benchmarks", "vllm_rocm_ops") for path in under(folder, ".py")
+    ]
+    found = {f"{name(path)}: {one}" for path in paths for one in lost(path.read_text())}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("code", "is_lost"),
+    [
+        ("sys.modules.get('vllm_rocm_ops.envs')", True),
+        ("sys.modules.get('vllm_rocm_ops.core.envs')", False),
+        ("sys.modules.get(f'vllm_rocm_ops.{name}')", True),
+        ("importlib.import_module(f'vllm_rocm_ops.ops.{name}')", False),
+        ("monkeypatch.setattr('vllm_rocm_ops.core.launch.CODES', None)", True),
+    ],
+)
+def test_lost_names_are_seen(code, is_lost):
+    assert bool(lost(code)) == is_lost

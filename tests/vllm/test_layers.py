@@ -172,7 +172,7 @@ def bounds(dtype: torch.dtype, sums: bool) -> dict[str, float]:
     vLLM rounds the result, and before it the sum with a residual, each by less than a STEP. The reference rounds to
     nearest, before and after the weight: by a STEP in all. A scale has the relative error of its group's largest value.
     So a value and its scale together are off by less than 6 * STEP, which is less than the distance of two FP8 numbers,
-    1/16 to 1/8 of them: they round to the same number or to neighbours, below 2**-6 with a distance of 2**-9.
+    1/16 to 1/8 of them: they round to the same number or to neighbors, below 2**-6 with a distance of 2**-9.
     Scales of MX are powers of two: equal unless the largest value lies at one.
     """
     if dtype == torch.float8_e4m3fn:
