@@ -1,10 +1,11 @@
 """Use the shipped tuned tables only, give vLLM's CPU platform the seams, and start the longest files first."""
 
 import gc
+import importlib.abc
 import os
 import re
 import sys
-from pathlib import Path
+import threading
 
 import pytest
 
@@ -12,6 +13,35 @@ os.environ["VLLM_ROCM_OPS_TABLES"] = os.devnull
 os.environ["VLLM_ROCM_OPS_ON_CPU"] = "1"
 gc.set_threshold(50_000)  # collections took up to 44 % of the time of files that make many objects
 
+
+class OneLibrary(importlib.abc.MetaPathFinder):
+    """Fail an import of a second build of vLLM's library, which would abort the process: both register the same ops.
+
+    ROCm's platform names a build that need not be the CPU's, so it must find a stand-in, also where both are the same.
+    """
+
+    loaded = None
+
+    def find_spec(self, name, path=None, target=None):
+        if re.fullmatch(r"vllm\._C(_AVX\w+)?", name):
+            if self.loaded not in (None, name):
+                raise RuntimeError(f"{os.environ.get('PYTEST_CURRENT_TEST')} imports {name} beside {self.loaded}")
+            self.loaded = name
+        if name == "vllm.platforms.rocm" and not on_rocm() and not stood_in("vllm._C"):
+            raise RuntimeError("import ROCm's platform by selection.rocm_platform()")
+
+
+def on_rocm() -> bool:
+    import torch
+
+    return bool(torch.version.hip)
+
+
+def stood_in(name: str) -> bool:
+    return name in sys.modules and sys.modules[name].__spec__ is None
+
+
+sys.meta_path.insert(0, OneLibrary())
 
 LONGEST = (
     *("test_ops", "test_rope_and_cache", "test_quantized_attention", "test_mla_norms", "test_moe_input"),
@@ -23,21 +53,19 @@ LONGEST = (
 """The slowest files, from minutes down to half a minute."""
 
 
-def vllm_library() -> set[str]:
-    """Return the builds of vLLM's CPU library that this process has loaded: names of modules."""
-    return set(re.findall(r"/(vllm/_C\w*)\.\S*so$", Path("/proc/self/maps").read_text(), re.MULTILINE))
+def pytest_configure(config: pytest.Config) -> None:
+    """End a run whose workers hang outside of tests. --session-timeout acts at the end of a test only."""
+    seconds = config.getoption("session_timeout", None)
+    if seconds and not hasattr(config, "workerinput"):
+        stderr = os.dup(2)
 
+        def end():
+            os.write(stderr, b"\nThe run takes longer than its limit: it is ended\n")
+            os._exit(1)
 
-class OneLibrary:
-    """Refuse a second build of vLLM's library, which aborts the process. vLLM's ROCm platform imports one, and can do without."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if re.fullmatch(r"vllm\._C\w*", name) and (loaded := vllm_library() - {name.replace(".", "/")}):
-            raise ImportError(f"{name}: this process has loaded another build of vLLM's library, {', '.join(loaded)}")
-
-
-sys.meta_path.insert(0, OneLibrary)
+        timer = threading.Timer(seconds + float(config.getoption("timeout") or config.getini("timeout")), end)
+        timer.daemon = True
+        timer.start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,7 +91,7 @@ def state() -> dict[str, str]:
     platform has them.
     """
     found = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_OPS_")}
-    envs, seam = (sys.modules.get(name) for name in ("vllm_rocm_ops.core.envs", "vllm_rocm_ops.vllm.seam"))
+    envs, seam = map(sys.modules.get, ("vllm_rocm_ops.core.envs", "vllm_rocm_ops.vllm.seam"))
     hidden = vars(envs) if envs else {}
     found |= {name: f"{value!r} in envs" for name, value in hidden.items() if name.startswith("VLLM_ROCM_OPS_")}
     off = [one for one in seam.status() if not one.on and not one.reason.startswith("for ")] if seam else []

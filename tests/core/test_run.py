@@ -1,48 +1,90 @@
-"""Test that a run of tests ends: when a worker dies, and when a test hangs."""
+"""Test that a run of the tests ends, with the name of the test that ended it, and that processes are guarded."""
 
+import os
 import re
-import shlex
 import subprocess
 import sys
+import time
 
 import pytest
+from marks import full
 from sources import ROOT
 
-from vllm_rocm_ops.core import envs
-
-RUN = ROOT / "tests" / "run.sh"
-OPTIONS = shlex.split(
-    re.search(r"-m pytest -q -n .*?\)\) (.*?) \"\$@\"", RUN.read_text(), re.DOTALL)[1].replace("\\\n", "")
+FINE = "def test_fine():\n    pass\n"
+ABORTS = "import os, time\ndef test_aborts():\n    time.sleep(0.5)\n    os.abort()\n" + FINE
+SLEEPS = "import time\ndef test_sleeps():\n    time.sleep(100)\n"
+DEAF = "import signal, time\ndef test_deaf():\n    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n    time.sleep(100)\n"
+HANGS = "import time\ntime.sleep(100)\n"
+MANY = (
+    "import pytest, time\n@pytest.mark.parametrize('number', range(50))\ndef test_many(number):\n    time.sleep(0.5)\n"
 )
-"""pytest's options in run.sh, after the number of workers."""
+
+
+def run(folder, files: dict[str, str], *options: str) -> tuple[int, str]:
+    """Run pytest on planted files in two workers with the options of run.sh and pyproject.toml. Return (status, output)."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    given = (ROOT / "tests/run.sh").read_text().replace("\\\n", " ")
+    [given] = re.findall(r'-m pytest (.*) "\$@"', given)
+    given = re.sub(r"\$\(\(.*?\)\)", "2", given).replace('"$limit"', "60").split()
+    command = [sys.executable, "-m", "pytest", *given, "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", *options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests"), str(ROOT)])}
+    for name in [name for name in environment if name.startswith("PYTEST_")]:
+        del environment[name]
+    command += ["-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    ("act", "options", "said"),
+    ("planted", "options", "said"),
     [
-        ("os.abort()", (), "crashed while running 'test_first.py::test_it'"),
-        ("time.sleep(60)", ("-o", "timeout=1"), "Timeout (>1.0s)"),
+        (ABORTS, (), "crashed while running '.*test_planted.py::test_aborts'"),
+        (SLEEPS, ("-o", "timeout=2"), r"FAILED .*test_planted.py::test_sleeps - .*Timeout"),
+        (HANGS, ("--session-timeout", "3", "--timeout", "2"), "The run takes longer than its limit"),
+        pytest.param(
+            *(DEAF, ("-o", "timeout=1", "-o", "faulthandler_timeout=3"), "crashed while running '.*::test_deaf'"),
+            marks=full,
+        ),
+        pytest.param(MANY, ("--session-timeout", "3"), "session-timeout: 3.0 sec exceeded", marks=full),
     ],
-    ids=["dies", "hangs"],
+    ids=["aborts", "sleeps", "hangs outside of tests", "hears no signal", "takes long"],
 )
-def test_a_run_ends_with_the_name_of_the_test(act, options, said, tmp_path):
-    """Without --max-worker-restart=0 the first run waits forever for the dead worker's other file."""
-    (tmp_path / "test_first.py").write_text(
-        f"import os, time\n\n\ndef test_it():\n    {act}\n\n\ndef test_next():\n    pass\n"
-    )
-    (tmp_path / "test_second.py").write_text("def test_other():\n    pass\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", *OPTIONS, *options, "-p", "no:cacheprovider", tmp_path]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50)
-    assert found.returncode == 1 and said in found.stdout and "FAILED test_first.py::test_it" in found.stdout
+def test_every_run_ends_and_says_why(tmp_path, planted, options, said):
+    others = {f"test_other_{number}.py": FINE for number in range(4)}
+    began = time.monotonic()
+    status, output = run(tmp_path, {"test_planted.py": planted} | others, *options)
+    assert status not in (0, 5) and re.search(said, output), output
+    assert time.monotonic() - began < 60
 
 
-def test_each_test_and_the_whole_run_have_a_limit(pytestconfig):
-    assert float(pytestconfig.getini("timeout")) > 0
-    assert "timeout --foreground --kill-after=60" in RUN.read_text()
+def test_a_process_gets_one_build_of_vllms_library(tmp_path):
+    """A test that imports another, or ROCm's platform without a stand-in for it, fails."""
+    names = {
+        "alone": ["platforms.rocm"],
+        "one": ["_C", "_C", "spinloop"],
+        "rocm": ["platforms.rocm"],
+        "two": ["_C_AVX2"],
+    }
+    test = "def test_{}():\n    for name in {}:\n        importlib.import_module('vllm.' + name)\n"
+    modules = ("__init__", "_C", "_C_AVX2", "spinloop", "platforms/__init__", "platforms/rocm")
+    files = {f"vllm/{name}.py": "" for name in modules}
+    files["test_planted.py"] = "import importlib\n" + "".join(test.format(one, names[one]) for one in names)
+    output = run(tmp_path, files, "-n0")[1]
+    assert re.search(r"RuntimeError: .*test_two \(call\) imports vllm._C_AVX2 beside vllm._C\n", output), output
+    assert len(re.findall("^E .*RuntimeError: import ROCm's platform by selection", output, re.MULTILINE)) == 2
+    assert "3 failed, 1 passed" in output, output
 
 
-def test_the_guard_of_the_shared_state_sees_a_variable_that_hides_one(monkeypatch, request):
-    state = next(p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "process_is_left_as_it_was")).state
-    before = state()
-    monkeypatch.setitem(vars(envs), "VLLM_ROCM_OPS_DISABLE", "norm")
-    assert state() != before
+def test_state_that_a_test_leaves_behind_is_seen(tmp_path):
+    """A variable of the environment, or one that hides it in envs."""
+    left = "import os\nfrom vllm_rocm_ops.core import envs\ndef test_{}():\n    {}\n"
+    files = {
+        "test_hides.py": left.format("hides", "envs.VLLM_ROCM_OPS_DISABLE = 'all'"),
+        "test_sets.py": left.format("sets", "os.environ['VLLM_ROCM_OPS_DISABLE'] = 'all'"),
+        "test_fine.py": left.format("fine", "assert envs.VLLM_ROCM_OPS_DISABLE == ''"),
+    }
+    output = run(tmp_path, files)[1]
+    found = sorted(re.findall(r"^ERROR \S*::test_(\w+)", output, re.MULTILINE))
+    assert found == ["hides", "sets"] and "3 passed" in output, output

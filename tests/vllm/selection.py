@@ -4,6 +4,7 @@ vLLM's own selection code runs on its own platform class. Its queries of the mac
 `aiter` is installed, on CUDA that vLLM's kernels are. Each machine is a fork, because vLLM reads all this at import.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -50,6 +51,18 @@ class Pretended(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def rocm_platform() -> types.ModuleType:
+    """Import vllm.platforms.rocm without the build of vLLM's library that it names: on CPU it may be a second one."""
+    library = sys.modules.get("vllm._C")
+    sys.modules["vllm._C"] = types.ModuleType("vllm._C")
+    try:
+        return importlib.import_module("vllm.platforms.rocm")
+    finally:
+        del sys.modules["vllm._C"]
+        if library:
+            sys.modules["vllm._C"] = library
+
+
 def fake_nvidia() -> None:
     """Fake an H200 in torch, and CUDA as vLLM's platform, with its own kernels and Triton's, without DeepGEMM."""
     import torch
@@ -93,8 +106,8 @@ def fake_amd(arch: str, aiter: str) -> None:
     _library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
 
     import vllm.platforms
-    from vllm.platforms.rocm import RocmPlatform
 
+    RocmPlatform = rocm_platform().RocmPlatform
     vllm.platforms._current_platform = vllm.platforms.current_platform = RocmPlatform()
     RocmPlatform.get_device_name = classmethod(lambda *_: "AMD_Instinct_MI300X")
 

@@ -6,6 +6,7 @@ import types
 
 import checkpoints
 import pytest
+import selection
 import torch
 from engines import STEPS
 from marks import full
@@ -248,8 +249,7 @@ def aiter(monkeypatch):
     """Fake the module that ROCM_AITER_UNIFIED_ATTN imports for a layer, and the GPU that it asks for."""
     gpu = types.SimpleNamespace(gcnArchName="gfx942")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
-    import vllm.platforms.rocm  # noqa: F401  it asks at import
-
+    selection.rocm_platform()  # it asks at import
     module = types.ModuleType("aiter.ops.triton.unified_attention")
     module.unified_attention = None
     monkeypatch.setitem(sys.modules, module.__name__, module)
