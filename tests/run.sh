@@ -9,7 +9,6 @@ if [ "${1-}" = --full ]; then full=1; shift; fi
 [ -z "$full" ] || env -u VLLM_ROCM_OPS_ARCHS "$python" csrc/build.py >/dev/null  # sm_90, too
 # A worker per core, up to 8, and one more, as starting engines wait. The tests of a file stay together, as they share slow fixtures, and
 # files start in conftest.py's order. vLLM gets one thread per process, as more would wait for each other on busy cores.
-# A worker that dies ends the run, as its other tests would be given to nobody; a test's limit is in pyproject.toml, the run's is here.
 workers=$(nproc)
 # A worker that dies ends the run, as --dist loadfile gives what it had left to nobody. pyproject.toml limits a test, $limit all of them.
 limit=$([ -n "$full" ] && echo 86400 || echo 10800)
