@@ -60,14 +60,14 @@ def is_wrong(arch, *_):
     yield {"case": "first/m1", "wrong": "element 3 is 1, not 2"}
 
 
-def tried(monkeypatch, **stages) -> tuple[dict, selection.Record]:
-    """Return the outcome and the record of a trial in which some stages are replaced."""
+def tried(monkeypatch, seconds=60.0, **stages) -> tuple[dict, selection.Record]:
+    """Return the outcome and the record of a trial of so many seconds in which some stages are replaced."""
     monkeypatch.setattr(smoke, "STAGES", dict.fromkeys(smoke.STAGES, part()) | stages)
     monkeypatch.setattr(first_start, "SECONDS", 2.0)
     monkeypatch.setattr(first_start, "names", lambda: ["rms_norm", "scaled_mm", "silu_and_mul"])
     worker = check_worker.Worker(FORKS)
     try:
-        return first_start.run(worker, time.monotonic() + 60), selection.record_here()
+        return first_start.run(worker, time.monotonic() + seconds), selection.record_here()
     finally:
         worker.close(kill=True)
 
@@ -87,6 +87,13 @@ def test_an_op_that_fails_is_off_and_the_others_are_tried(monkeypatch, how):
     assert record.off == outcome["off"] == ({"scaled_mm": WAYS[how]} if WAYS[how] else {})
     assert outcome["ran"] == len(smoke.STAGES) - 1 + 3 and len(outcome["failed"]) == 1
     assert selection.path_of(selection.machine()).exists()
+
+
+@pytest.mark.parametrize(("stage", "is_off"), [("load", False), ("launch", True)])
+def test_a_stage_that_takes_too_long_is_a_fault_after_a_launch_alone(monkeypatch, stage, is_off):
+    """Compiling PTX to load it took longer than 8 s on an H100."""
+    outcome, record = tried(monkeypatch, 5.0, **{stage: part("hangs")})
+    assert ("scaled_mm" in record.off) == is_off and "hung: killed after 3 s" in outcome["failed"][0]
 
 
 @pytest.mark.parametrize("stage", ["load", "launch", "replay"])
@@ -219,7 +226,8 @@ def test_inside_vllm(engines, expected, tmp_path, how):
     for name in ("first", "next"):
         answer = answers[name]
         assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
-        assert answer["stats"]["vllm"] == {"its kernel": 8 * 4} and "scaled_mm" not in answer["stats"]
+        # Once it is known that the op never serves, a layer calls vLLM's kernel without counting.
+        assert answer["stats"]["vllm"]["its kernel"] >= 8 and "scaled_mm" not in answer["stats"]
     [path] = tmp_path.glob("*/measured-*.json")
     record = selection.read(path)
     why = record.off.pop("scaled_mm")

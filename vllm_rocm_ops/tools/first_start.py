@@ -19,8 +19,10 @@ from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.tools import check, check_worker, smoke
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
-SECONDS = 8.0  # time limit per stage; none starts that could not have it
+SECONDS = 8.0  # time limit per op; no stage starts that could not have it
 GRACE_SECONDS = 2.0  # for a process that was killed to exit
+LAUNCHING = "launch", "replay"
+"""Stages before the first op that launch kernels."""
 OUT_OF_MEMORY = "OutOfMemoryError"  # another process may hold the memory
 
 
@@ -38,12 +40,14 @@ def stages() -> Iterator[tuple[str, ...]]:
 def blamed(stage: tuple[str, ...], ended: str) -> list[str]:
     """Return the ops to turn off after a failed stage.
 
-    A fault or hang before the first op blames all kernels. Other failures there are not the kernels': an op meets a
-    code object that does not load by itself, and replays that differ are the graphs'.
+    A fault before the first op blames all kernels, and so does a hang after a launch. Other failures there are not the
+    kernels': opening a GPU may take long, an op meets a code object that does not load by itself, and replays that
+    differ are the graphs'.
     """
     if stage[0] == "ops":
         return [] if OUT_OF_MEMORY in ended else [stage[1]]
-    return [*names(), *launches.NAMES] if ended.startswith(("died", "hung")) else []
+    launches_hang = ended.startswith("hung") and stage[0] in LAUNCHING
+    return [*names(), *launches.NAMES] if ended.startswith("died") or launches_hang else []
 
 
 def run(worker: check_worker.Worker, end: float) -> dict:
@@ -63,10 +67,11 @@ def run(worker: check_worker.Worker, end: float) -> dict:
                 kernel_selection.write(path, record)
 
     for stage in todo:
-        if end - time.monotonic() < SECONDS + GRACE_SECONDS:
+        left = end - time.monotonic() - GRACE_SECONDS
+        if left < SECONDS:
             failed.append(f"{len(todo) - ran} of {len(todo)} stages were left out, for lack of time")
             break
-        part = worker.run("smoke", stage, None, SECONDS)
+        part = worker.run("smoke", stage, None, SECONDS if stage[0] == "ops" else left)
         ran += 1
         machine = next((piece["machine"] for piece in part["found"] if "machine" in piece), machine)
         wrong = check.wrong_of(part)
