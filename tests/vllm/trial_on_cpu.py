@@ -52,7 +52,7 @@ def child(name: str, how: str) -> None:
     """Run the child."""
     here, cuda = kernel_selection.machine(), torch.cuda
     kernel_selection.machine = lambda: here
-    cuda.device_count, cuda.get_device_name = lambda: 1, lambda index=0: "a GPU"
+    cuda.device_count, archs.product_of = lambda: 1, lambda index: "a GPU"
     archs.of_device, launch.runtime, smoke.clock.capture = lambda index: ARCH, lambda: (Driver, ""), Graph
     first_start.names = lambda: [*NAMES]
     launch._executor = Executor(name, how)
