@@ -191,7 +191,7 @@ APART = [the_op for the_op in OPS if the_op.mutates or the_op.writes]
 
 @pytest.mark.parametrize("the_op", APART, ids=lambda o: o.name)
 def test_neighbors_in_memory_are_no_overlap(the_op):
-    """What an op writes may touch any other argument, before it and behind it, and share no element with it."""
+    """An argument that an op writes may touch any other, before it and behind it, but share no element with it."""
     left, tried = set(), set()
     for case in the_op.cases():
         made = [

@@ -411,7 +411,7 @@ def planned_for(the_op, arguments: tuple, arch) -> frozenset:
 
 @pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
 def test_steps_are_aligned_as_addresses_are(the_op):
-    """Where an argument off a boundary has other kernels, or none, so has one with any single step off it."""
+    """A single step off a boundary has other kernels, or none, if an address off it has."""
     arch = archs.ARCHS["gfx950"]
     for name, base in cases(the_op, arch.fp8_dtype).items():
         base = on_cpu(base)

@@ -296,6 +296,52 @@ def test_last_of_a_large_product(m, n, k, blocks, arch_name):
     check_terms(f"{config}", out[-64:, -64:], last_a @ last_b.t(), terms, FLOOR)
 
 
+def last_of(the_op: op.Op, small, m: int, n: int):
+    """Return the arguments of a product as the last of `m` and `n` rows and columns, the others zero."""
+    large = {}
+    for name, x in small._asdict().items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        rows = x.t() if name == "b" and x.stride(0) == 1 else x
+        count = m if name in ("a", "x", "scale_a") else n
+        rows = with_zeros_before(rows, count if len(rows) == 64 else -(-count // gemm.BLOCK))
+        large[name] = rows.t() if name == "b" and x.stride(0) == 1 else rows
+    return small._replace(**large)
+
+
+def columns_first(x: torch.Tensor) -> torch.Tensor:
+    """Return a large tensor's last 64 rows, and zeros before, with rows as its innermost dimension."""
+    other = reserved((x.shape[1], len(x)), x.dtype).t()
+    other[-64:] = x[-64:]
+    return other
+
+
+PRODUCTS = [(the_op, "") for the_op in SKINNY] + [(ops.gemm, kind) for kind in ("", "any", "blocks")]
+
+
+@EMULATED
+@pytest.mark.parametrize("the_op, kind", PRODUCTS, ids=lambda v: getattr(v, "name", v))
+def test_results_of_more_than_31_bits(the_op, kind, arch_name):
+    """Tiles of each product store more than 2^31 results."""
+    emulator, (m, n, k) = Emulator(arch_name), (2**16 + 64, 2**15 + 128, 128)
+    arguments = gemm_arguments(the_op, 64, 64, k, emulator.arch.fp8_dtype)
+    small = the_op.Arguments(*arguments)
+    if kind == "blocks":
+        small = small._replace(scale_a=small.scale_a[:, :1], scale_b=torch.ones(1, 1), block_scales=True)
+    given = last_of(the_op, small, m, n)
+    if kind == "any":
+        given = given._replace(a=columns_first(given.a))
+    rules = [rule for rule, holds in the_op.can_implement(given, emulator.arch) if not holds]
+    assert not rules, rules
+    config = next(c for c in the_op.configs(given, emulator.arch) if getattr(c, "split_k", 1) == 1)
+    out = allocate_reserved(the_op, given)
+    assert out.numel() > 2**31
+    (planned,) = the_op.plan(config, out, given, emulator.arch)
+    run_last(emulator, planned, 8)
+    exact = the_op.reference(*map(in_float64, small)).double()
+    check(f"{config}", out[-64:, -64:].contiguous(), the_op.reference(*small), exact, False, FLOOR)
+
+
 @EMULATED
 def test_last_of_a_long_stream(arch_name):
     """The last block of 2^16 copies the last run of 4 KB of every 256 MB."""

@@ -345,4 +345,11 @@ BUGS = (
         "token * p.a_stride + first_k * 2, 0, token <= p.m)",
         Tests(),
     ),
+    Bug(
+        "results of a product beyond 2^31",
+        "gemm/any.h",
+        "const i64 at = i64(m) * p.n + n;",
+        "const i64 at = m * p.n + n;",
+        Tests("test_large_tensors.py::test_results_of_more_than_31_bits[gemm-any-gfx942]", module="gemm"),
+    ),
 )
