@@ -197,7 +197,7 @@ def test_what_cannot_be_predicted_says_why(capsys, arguments, message):
 @pytest.mark.usefixtures("few_blocks")
 def test_a_model_is_predicted_launch_by_launch(capsys):
     assert cli.main(["predict", "--model", "tiny-llama-fp8", "--batch", "2"]) == 0
-    head, *rows, baseline, plugin, most, last = capsys.readouterr().out.splitlines()
+    head, *rows, baseline, plugin, speedup, most, last = capsys.readouterr().out.splitlines()
     assert "predicted times in us, not measured" in head and "with 4096 keys per request" in head
     layers = [re.split(r"  +", row)[0] for row in rows[1:]]
     assert (
@@ -212,6 +212,7 @@ def test_a_model_is_predicted_launch_by_launch(capsys):
     of_each = sum(int(row[3]) * time for row, time in zip(cells, us))
     found = re.fullmatch(r"predicted step, 2 tokens: plugin (\S+) ms \(.*\) in (\d+) launches.*", plugin)
     assert int(found[2]) == sum(counts) and float(found[1]) * 1e3 == pytest.approx(of_each, abs=30)
+    assert speedup.startswith("predicted speedup, 2 tokens: ")
     assert baseline.startswith("predicted step, 2 tokens: baseline ") and "published steps" in last
     assert most.startswith("most time above the HBM roofline: ") and most.count(" ms, ") == 3
     assert any("predicted +-25%" in row for row in rows) and any("assumed" in row for row in rows)

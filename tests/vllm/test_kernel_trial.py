@@ -61,7 +61,7 @@ def is_wrong(arch, *_):
 
 
 def tried(monkeypatch, seconds=60.0, **stages) -> tuple[dict, selection.Record]:
-    """Return the outcome and the record of a trial of so many seconds in which some stages are replaced."""
+    """Return the outcome and the record of a trial in which some stages are replaced."""
     monkeypatch.setattr(smoke, "STAGES", dict.fromkeys(smoke.STAGES, part()) | stages)
     monkeypatch.setattr(first_start, "SECONDS", 2.0)
     monkeypatch.setattr(first_start, "names", lambda: ["rms_norm", "scaled_mm", "silu_and_mul"])

@@ -125,7 +125,7 @@ def beside(
 class Untimed:
     """Run calls once without timing them, for the emulator."""
 
-    def times(self, calls, sets):
+    def times(self, calls, sets, replays):
         return {name: [0.0] for name in calls}
 
     def finish(self):

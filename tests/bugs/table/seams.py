@@ -34,8 +34,8 @@ BUGS = (
     Bug(
         "a cache in another order as a failure of the op",
         "vllm/selection/kernel_timing.py",
-        "            except Refused:\n                found = NATIVE\n            except Exception as error:",
-        "            except Exception as error:",
+        "            except Refused:\n                found = NATIVE\n            except BrokenGraph as error:",
+        "            except BrokenGraph as error:",
         Tests("test_kernel_selection.py"),
     ),
     Bug(

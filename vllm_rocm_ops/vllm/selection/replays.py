@@ -112,7 +112,8 @@ def raise_for(differing: Iterable[str]) -> None:
     if "ours" in differing:
         raise Mismatch("a replayed graph differs from eager calls (ROCm/clr#279 is such a defect of HIP 7.2)")
     if differing:
-        raise BrokenGraph(f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}")
+        release = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        raise BrokenGraph(f"a replayed graph of vLLM's kernel differs from its eager calls ({release})")
 
 
 def say_broken(what: str, error: BrokenGraph) -> None:
@@ -120,9 +121,8 @@ def say_broken(what: str, error: BrokenGraph) -> None:
     if "graphs" not in stats.warned:
         stats.warned.add("graphs")
         text = (
-            "vllm-rocm-ops: a replayed graph of vLLM's kernel differs from its eager calls (%s, %s), as ROCm/clr#279 describes of HIP "
-            "7.2.0 to 7.2.3. Answers may be wrong with and without the plugin. Try DEBUG_HIP_GRAPH_SEGMENT_SCHEDULING=0, "
-            "another ROCm release, or --enforce-eager"
+            "vllm-rocm-ops: %s: %s, as ROCm/clr#279 describes of HIP 7.2.0 to 7.2.3. Answers may be wrong with and without the plugin. "
+            "Try DEBUG_HIP_GRAPH_SEGMENT_SCHEDULING=0, another ROCm release, or --enforce-eager"
         )
         logger.warning(text, what, error)
 
