@@ -94,6 +94,15 @@ def test_doctor_reports_missing_code_objects(monkeypatch, tmp_path):
     assert launch.stamps("gfx942") == {}
 
 
+@pytest.mark.parametrize(
+    ("hip", "arch", "says"), [("7.2.53211", "gfx942", True), ("7.2.1", "gfx950", False), ("7.1.1", "gfx942", False)]
+)
+def test_doctor_warns_of_graphs_that_hip_corrupts(found, hip, arch, says):
+    gpus = [{"name": "", "product": "MI300X", "arch": arch}]
+    other = {**found, "torch": {**found["torch"], "hip": hip}, "gpus": gpus}
+    assert ("ROCm/clr#279" in doctor.text(other)) == says == ("--enforce-eager" in doctor.text(other))
+
+
 @pytest.mark.parametrize("unbuilt", [["sm_90"], ["gfx942", "gfx950", "sm_90"]])
 def test_doctor_says_once_what_was_not_built(found, unbuilt):
     runs = {arch: "fallback: no code object of it" if arch in unbuilt else "a_kernel" for arch in archs.ARCHS}

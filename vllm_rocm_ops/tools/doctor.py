@@ -167,6 +167,16 @@ def what_runs(op: Op, arch: str) -> str:
     return " + ".join(launch.symbol for launch in explained.launches) or explained.source
 
 
+def graph_defect(found: dict) -> list[str]:
+    """Return what to know of graphs on MI300X. HIP's version does not tell 7.2.0 to 7.2.3, which are concerned, from 7.2.4."""
+    if not (found["torch"]["hip"] or "").startswith("7.2.") or all(gpu["arch"] != "gfx942" for gpu in found["gpus"]):
+        return []
+    return [
+        "HIP 7.2.0 to 7.2.3 corrupts graphs on this GPU, with and without the plugin (ROCm/clr#279)",
+        "where answers are wrong, try DEBUG_HIP_GRAPH_SEGMENT_SCHEDULING=0, another ROCm release, or --enforce-eager",
+    ]
+
+
 def text(found: dict) -> str:
     """Format the result of `find`."""
     lines = []
@@ -178,7 +188,7 @@ def text(found: dict) -> str:
     package, driver, vllm, pytorch = found["package"], found["driver"], found["vllm"], found["torch"]
     section("vllm-rocm-ops", f"{package['version']} in {package['path']}")
     build = f"HIP {pytorch['hip']}" if pytorch["hip"] else f"CUDA {pytorch['cuda']}" if pytorch["cuda"] else "CPU build"
-    section("torch", f"{pytorch['version']}, {build}")
+    section("torch", f"{pytorch['version']}, {build}", *graph_defect(found))
     versions = ", ".join(f"{name} {version}" for name, version in driver["versions"].items())
     section("driver", f"{driver['backend']}: {versions}" if driver["backend"] else f"none: {driver['status']}")
     gpus = []

@@ -6,6 +6,7 @@ after a failed stage.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,9 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock, correctness, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.clock import tensor_bytes
+
+ROUNDS, REPLAYS = 34, 20  # of three launches in a graph, and of the graph
+TOKENS, COLUMNS = 4, 1024
 
 FIRST = ops.silu_and_mul
 """The first op to launch."""
@@ -115,26 +119,45 @@ def first_launch(arch: str | None) -> Iterator[dict]:
     yield found
 
 
+def chain(known: archs.Arch, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that runs three ops `ROUNDS` times in a row, of which the GEMM has counters where a kernel has."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(2 * COLUMNS, COLUMNS, generator=generator) / COLUMNS**0.5).bfloat16().to(device)
+    ones, gemm = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device), ops.unquantized_gemm
+    a = gemm.Arguments(torch.empty(TOKENS, COLUMNS, dtype=torch.bfloat16, device="meta"), weight.to("meta"), None)
+    config = next(filter(lambda config: has_counters(gemm, config, a, known), gemm.configs(a, known)), None)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with gemm.running(config) if config else contextlib.nullcontext():
+            for _ in range(ROUNDS):
+                x = ops.silu_and_mul(gemm(ops.rms_norm(x, ones, 1e-6), weight, None))
+        return x
+
+    return run
+
+
+def has_counters(op: op_module.Op, config, a, known: archs.Arch) -> bool:
+    """Return whether launches of a configuration share counters."""
+    planned = op.plan(config, op.allocate(a), a, known)
+    return any(isinstance(value, launch.Counters) for one in planned for value in one.named.values())
+
+
 def replay(arch: str | None) -> Iterator[dict]:
-    """Capture the same launch in a graph, and replay it on new values."""
-    known = here(arch)
-    case = smallest(FIRST, known)
-    yield {"case": f"{FIRST.name}/{case.name}", "begun": True}
+    """Capture a chain of launches in a graph, and replay it on new values. HIP 7.2.0 to 7.2.3 corrupts graphs (ROCm/clr#279)."""
     device = "cpu" if launch.cpu_executor() else "cuda"
-    x, *rest = (
-        correctness.clone(v, device) for v in case.make("cpu", correctness.generator_of(case.name), known.fp8_dtype)
-    )
+    run, generator = chain(here(arch), device), torch.Generator().manual_seed(1)
+    what = f"a graph of {3 * ROUNDS} launches"
+    yield {"case": what, "begun": True}
+    x, wrong = torch.empty(TOKENS, COLUMNS, dtype=torch.bfloat16, device=device), None
     with torch.inference_mode():
-        output = FIRST(x, *rest)
-        graph = clock.capture(lambda: output.copy_(FIRST(x, *rest)), [()])
-        x.mul_(-2)
-        graph.replay()
-        wanted = FIRST(x, *rest)
-        same = torch.equal(output, wanted)  # synchronizes
-    yield {
-        "case": f"{FIRST.name}/{case.name}",
-        "wrong": None if same else "graph replay and eager call differ",
-    }
+        graph = clock.capture(run, [(x.fill_(1),)])
+        for number in range(REPLAYS):
+            x.copy_(torch.randn(TOKENS, COLUMNS, generator=generator).bfloat16())
+            graph.replay()
+            if not torch.equal(graph.outputs[0], run(x)):  # synchronizes
+                wrong = f"replay {number + 1} of {REPLAYS} and eager calls differ"
+                break
+    yield {"case": what, "wrong": wrong}
 
 
 def every_op(arch: str | None, pattern: str) -> Iterator[dict]:
