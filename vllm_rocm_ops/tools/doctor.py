@@ -169,7 +169,8 @@ def what_runs(op: Op, arch: str) -> str:
 
 def graph_defect(found: dict) -> list[str]:
     """Return what to know of graphs on MI300X. HIP's version does not tell 7.2.0 to 7.2.3, which are concerned, from 7.2.4."""
-    if not (found["torch"]["hip"] or "").startswith("7.2.") or all(gpu["arch"] != "gfx942" for gpu in found["gpus"]):
+    here = (archs.ARCHS[gpu["arch"]].corrupts_graphs for gpu in found["gpus"] if gpu["arch"] in archs.ARCHS)
+    if not any(begin and (found["torch"]["hip"] or "").startswith(begin) for begin in here):
         return []
     return [
         "HIP 7.2.0 to 7.2.3 corrupts graphs on this GPU, with and without the plugin (ROCm/clr#279)",

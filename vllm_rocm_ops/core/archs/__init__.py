@@ -121,6 +121,8 @@ class Arch:
     costs: Costs = field(hash=False, repr=False)
     is_whole: bool = field(default=True, compare=False)
     """True if this is the arch with all compute units."""
+    corrupts_graphs: str = field(default="", compare=False, repr=False)
+    """Begin of the versions of HIP in which replayed graphs are corrupt, of some releases at least (ROCm/clr#279)."""
 
     def __str__(self) -> str:
         return self.name if self.is_whole else f"{self.name}:{self.compute_units}"

@@ -66,6 +66,7 @@ ARCH = Arch(
     block_scales=False,
     sum_rounding=0.0,
     products={"MI300X": 304, "MI325X": 304, "MI308X": 80},
+    corrupts_graphs="7.2.",
     pci_devices={  # of GPUs and their virtual functions, from libdrm's amdgpu.ids
         **dict.fromkeys(("0x74a1", "0x74b5"), "MI300X"),
         **dict.fromkeys(("0x74a5", "0x74b9"), "MI325X"),
