@@ -6,6 +6,7 @@ CPU, memory is allocated only where it is written; the emulator reports a read b
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
 
@@ -316,15 +317,19 @@ def columns_first(x: torch.Tensor) -> torch.Tensor:
     return other
 
 
-PRODUCTS = [(the_op, "") for the_op in SKINNY] + [(ops.gemm, kind) for kind in ("", "any", "blocks")]
+PRODUCTS = [(the_op, "") for the_op in (*SKINNY, ops.mxfp8_scaled_mm)]
+PRODUCTS += [(ops.gemm, kind) for kind in ("", "any", "blocks")]
 
 
 @EMULATED
 @pytest.mark.parametrize("the_op, kind", PRODUCTS, ids=lambda v: getattr(v, "name", v))
-def test_results_of_more_than_31_bits(the_op, kind, arch_name):
-    """Tiles of each product store more than 2^31 results."""
-    emulator, (m, n, k) = Emulator(arch_name), (2**16 + 64, 2**15 + 128, 128)
-    arguments = gemm_arguments(the_op, 64, 64, k, emulator.arch.fp8_dtype)
+def test_results_of_more_than_32_bits(the_op, kind, arch_name):
+    """Tiles of each product store more than 2^32 results."""
+    emulator, (m, n, k) = Emulator(arch_name), (2**16 + 64, 2**16 + 128, 128)
+    is_mx = the_op is ops.mxfp8_scaled_mm
+    if is_mx and not emulator.arch.block_scales:
+        return  # the reference runs
+    arguments = gemm_arguments(the_op, 64, 64, k, torch.float8_e4m3fn if is_mx else emulator.arch.fp8_dtype)
     small = the_op.Arguments(*arguments)
     if kind == "blocks":
         small = small._replace(scale_a=small.scale_a[:, :1], scale_b=torch.ones(1, 1), block_scales=True)
@@ -334,8 +339,10 @@ def test_results_of_more_than_31_bits(the_op, kind, arch_name):
     rules = [rule for rule, holds in the_op.can_implement(given, emulator.arch) if not holds]
     assert not rules, rules
     config = next(c for c in the_op.configs(given, emulator.arch) if getattr(c, "split_k", 1) == 1)
+    if is_mx:
+        config = dataclasses.replace(config, blocks=-(-m // config.tokens) * -(-n // config.kernel.rows))
     out = allocate_reserved(the_op, given)
-    assert out.numel() > 2**31
+    assert out.numel() > 2**32
     (planned,) = the_op.plan(config, out, given, emulator.arch)
     run_last(emulator, planned, 8)
     exact = the_op.reference(*map(in_float64, small)).double()
@@ -387,6 +394,39 @@ def test_last_tokens_that_are_combined(arch_name):
     run_last(emulator, planned.with_each(lambda arg: results if isinstance(arg, Workspace) else arg), 2)
     exact = last.double().reshape(2, topk, h).sum(1)
     assert (out[-2:].double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+@EMULATED
+def test_last_tile_of_experts(arch_name):
+    """The activations and the results of an expert's last pairs are beyond 2^32."""
+    emulator, (m, topk, size) = Emulator(arch_name), (2**24 + 8, 8, 32)
+    generator, pairs, dtype = generator_of("tile"), m * topk, torch.bfloat16
+    last, w1, w2 = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((8, size), (2 * size, size), (size, size))
+    )
+    ids, weights = (reserved((m, topk), d) for d in (torch.int32, torch.float32))
+    weights[-8:] = 1
+    a = ops.fused_experts.Arguments(with_zeros_before(last, m), w1[None], w2[None], weights, ids, dtype)
+    rules = [rule for rule, holds in ops.fused_experts.can_implement(a, emulator.arch) if not holds]
+    assert not rules, rules
+    out = allocate_reserved(ops.fused_experts, a)
+    _, *products, _ = experts_tiled.launches(experts_tiled.TiledConfig(64), out, a, emulator.arch)
+    order = torch.arange(pairs - 64, pairs, dtype=torch.int32).flip(0)
+    activations, results = reserved((pairs, size), dtype), reserved((pairs, size), torch.float32)
+    given = {
+        "sorted": with_zeros_before(order, pairs),
+        "tiles": torch.tensor([[pairs, 1, 0, 0], [0, pairs - 64, pairs, 0]], dtype=torch.int32),
+    }
+    for planned, operands in zip(products, ({"out": activations}, {"a": activations, "out": results}), strict=True):
+        replaced = {f"problem.{name}": value for name, value in (given | operands).items()}
+        assert replaced.keys() == {name for name, value in planned.named.items() if isinstance(value, Workspace)}
+        planned = planned._replace(args=planned.args | replaced)
+        emulator.run(launch.code_object(planned.module, emulator.arch.name), planned, blocks=[0])
+    gate, up = (last.double() @ w1.double().t()).repeat_interleave(topk, 0).flip(0).chunk(2, 1)
+    exact, act = torch.nn.functional.silu(gate) * up, activations[-64:].double()
+    assert (act - exact).abs().max() <= 2**-8 * exact.abs().max()
+    exact = (act @ w2.double().t()).flip(0)
+    assert (results[-64:].double() - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
 @EMULATED

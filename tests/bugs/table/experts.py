@@ -13,6 +13,20 @@ BUGS = (
         Cases(ops.fused_experts, "bf16-m70", said=WRONG),
     ),
     Bug(
+        "activations beyond 2^32",
+        "gemm/expert_tiles.h",
+        "i64(expert_tile.first + m) * inner",
+        "u32(expert_tile.first + m) * u32(inner)",
+        Tests("test_large_tensors.py::test_last_tile_of_experts[gfx942]", module="fused_experts_tiled"),
+    ),
+    Bug(
+        "results of pairs beyond 2^31",
+        "gemm/expert_tiles.h",
+        "const i64 pair = mem::load<int>(p.sorted + expert_tile.first + m), row = expert_tile.first + m;",
+        "const int pair = mem::load<int>(p.sorted + expert_tile.first + m), row = expert_tile.first + m;",
+        Tests("test_large_tensors.py::test_last_tile_of_experts[gfx942]", module="fused_experts_tiled"),
+    ),
+    Bug(
         "last pair dropped",
         "ops/fused_experts_tiled.hip",
         "first + of_wave : ids;",

@@ -233,6 +233,16 @@ BUGS = (
         Tests("test_large_tensors.py::test_last_of_a_large_product[skinny-gfx942]", module="scaled_mm"),
     ),
     Bug(
+        "MX GEMM output offsets in 32 bits",
+        "gemm/skinny/epilogue.h",
+        "u64(u32(token[i])) * u32(p.n) + u32(row[j])",
+        "u64(u32(token[i]) * u32(p.n)) + u32(row[j])",
+        Tests(
+            "test_large_tensors.py::test_results_of_more_than_32_bits[mxfp8_scaled_mm--gfx950]",
+            module="mxfp8_scaled_mm",
+        ),
+    ),
+    Bug(
         "strides of widened scales in 32 bits",
         "ops/block_scaled_mm.hip",
         "row * row_stride",
