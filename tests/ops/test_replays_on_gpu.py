@@ -8,17 +8,13 @@ from vllm_rocm_ops.core import clock, correctness
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.tools import smoke
 from vllm_rocm_ops.vllm.selection import kernel_timing
-from vllm_rocm_ops.vllm.selection.replays import Replays
+from vllm_rocm_ops.vllm.selection.replays import Replays, copies
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or archs.of_device(torch.cuda.current_device()) is None,
     reason="no GPU that there is code for",
 )
 CASES = 8
-
-
-def fresh(given: tuple) -> tuple:
-    return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in given)
 
 
 @pytest.mark.parametrize("op", op_module.registered(), ids=lambda op: op.name)
@@ -35,7 +31,7 @@ def test_each_op_is_timed_with_equal_replays(op):
             continue
         calls = {"ours": op, "native": op}
         with torch.inference_mode():
-            times = kernel_timing.GraphClock().times(calls, sets, Replays(calls, sets, 0.0, fresh))
+            times = kernel_timing.GraphClock().times(calls, sets, Replays(calls, sets, fresh=copies))
         assert times.keys() == calls.keys(), case.name
 
 
@@ -43,7 +39,7 @@ def test_a_replay_that_differs_is_seen():
     x = torch.ones(4, 4, device="cuda")
     calls = {"ours": lambda x: x * 2, "native": lambda x: x + 1}
     graphs = {name: clock.capture(call, [(x,)]) for name, call in calls.items()}
-    replays = Replays(calls, [(x,)], 0.0)
+    replays = Replays(calls, [(x,)])
     assert replays.differing(graphs) == []
     x += 1
     assert replays.differing(graphs) == ["ours", "native"]

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import multiprocessing
@@ -658,7 +659,7 @@ def test_rounds_end_when_more_would_not_change_what_serves(monkeypatch, ours, ro
     """A kernel that is slow at thousands of tokens would take all the time."""
     asked = []
 
-    def replays(graphs, calls, rounds=None, around=None):
+    def replays(graphs, calls, rounds=None, around=None, flush=None):
         asked.append(rounds)
         return {name: [(ours if name == "ours" else 10.0) / calls] * rounds for name in graphs}
 
@@ -704,13 +705,82 @@ def test_replays_are_compared_before_and_after_they_are_timed(whose, spared, mon
     monkeypatch.setattr(kernel_timing.clocks, "capture", capture)
     monkeypatch.setattr(kernel_timing.clocks, "replays", lambda graphs, calls, **_: {key: [1.0] for key in graphs})
     calls = {"ours": add, "native": add}
-    replays = kernel_timing.Replays(calls, sets, 0.0, lambda given: (given[0], given[1].clone()))
+    replays = kernel_timing.Replays(calls, sets, fresh=lambda given: (given[0], given[1].clone()))
     time = functools.partial(kernel_timing.GraphClock().times, calls, sets, replays)
     if whose is None:
         assert time().keys() == calls.keys()
     else:
         with pytest.raises(kernel_timing.Mismatch if whose == "ours" else kernel_timing.BrokenGraph):
             time()
+
+
+class Padded(Product):
+    """A product whose kernel at vLLM's side leaves another padding at each call, as two seams time it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = itertools.count(1)
+
+    def ours(self, x, weight):
+        return x @ weight.t(), torch.zeros(1)
+
+    def native(self, x, weight):
+        return x @ weight.t(), torch.full((1,), float(next(self.calls)))
+
+    def shown(self, outputs):
+        return outputs[0]
+
+    def inputs(self, tokens, seed):
+        return torch.ones(tokens, K, dtype=torch.bfloat16), WEIGHTS[seed]
+
+    def results(self, output, tokens):
+        return output
+
+
+class PaddedRows(Padded):
+    def exact(self, x, weight):
+        return x.float() @ weight.float().t(), None
+
+
+def measured(kernels: Padded, clock) -> selection.Measured:
+    if isinstance(kernels, PaddedRows):
+        return row_selection.measure_pair(kernels, [()] * 2, 8, clock, contextlib.nullcontext())
+    choice = selection.Choice(kernels, "VllmKernel", (WEIGHTS[0],))
+    return kernel_timing.measure_pair(choice, [(w,) for w in WEIGHTS], 8, clock, contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("kernels", [Padded, PaddedRows])
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_padding_that_a_kernel_leaves_unwritten_is_no_difference(kernels, is_broken, monkeypatch):
+    """A wrong value is. All pairs flush the caches with the same memory."""
+    flushes = set()
+
+    def replays(graphs, calls, rounds=None, around=None, flush=None):
+        flushes.add(flush)
+        return {name: [1.0] * rounds for name in graphs}
+
+    def capture(call, sets):
+        is_ours = isinstance(call, functools.partial)
+        return Graph(call, sets, 0 if is_broken and not is_ours else 99)
+
+    monkeypatch.setattr(kernel_timing.clocks, "capture", capture)
+    monkeypatch.setattr(kernel_timing.clocks, "replays", replays)
+    clock = kernel_timing.GraphClock()
+    if is_broken:
+        with pytest.raises(kernel_timing.BrokenGraph):
+            measured(kernels(), clock)
+    else:
+        assert [measured(kernels(), clock).ours for _ in range(2)] == [1.0, 1.0]
+        assert len(flushes) == 1
+
+
+def test_the_memory_that_flushes_caches_is_allocated_once(monkeypatch):
+    monkeypatch.setattr(kernel_timing.clocks, "COLD_BYTES", 64)
+    flush = kernel_timing.clocks.Flush("cpu")
+    flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", None)
+        flush()
 
 
 @pytest.mark.parametrize("whose", ["ours", "native"])

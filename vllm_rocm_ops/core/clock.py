@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -56,20 +57,45 @@ def run_all(call: Callable, sets: list[tuple]) -> tuple[object, object]:
     return first, last
 
 
+def finish() -> None:
+    """Wait for all launches, and raise their errors."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Flush:
+    """Reads other memory, to flush the caches. It is allocated by the first read, and kept."""
+
+    def __init__(self, device: str = "cuda"):
+        self._device = device
+
+    @functools.cached_property
+    def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(COLD_BYTES // 4, device=self._device), torch.zeros((), device=self._device)
+
+    def __call__(self) -> None:
+        other, total = self._memory
+        torch.sum(other, dim=0, out=total)
+
+
 def replays(
-    graphs: dict, calls: int, rounds: int = ROUNDS, around: Callable = contextlib.nullcontext
+    graphs: dict,
+    calls: int,
+    rounds: int = ROUNDS,
+    around: Callable = contextlib.nullcontext,
+    flush: Flush | None = None,
 ) -> dict[object, list[float]]:
     """Return microseconds per call for every replay of graphs with `calls` calls each.
 
-    The graphs take turns; `around(name)` is entered for each replay and the wait for it. Before each replay other memory is
-    read to flush the caches, which also hides the graph's launch.
+    The graphs take turns; `around(name)` is entered for each replay and the wait for it. Before each replay `flush`, by default a
+    new one, reads other memory, which also hides the graph's launch.
     """
-    other, total = torch.zeros(COLD_BYTES // 4, device="cuda"), torch.zeros((), device="cuda")
+    flush = flush or Flush()
     times: dict[object, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.sum(other, dim=0, out=total)
+            flush()
             with around(name):
                 start.record()
                 graph.replay()

@@ -31,7 +31,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.fusion import all_reduce, producers
 from vllm_rocm_ops.vllm.linear import native_kernel
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, replays
 from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, Measured, Record
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -209,18 +209,17 @@ def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_tim
     has_rows = (value is not None and len(value) == tokens for value in sets[0])  # a cache may have pages
     exact = one.exact(*(value[rows] if has else value for value, has in zip(sets[0], has_rows)))
 
-    def fresh(given: tuple) -> tuple[Tensor | None, ...]:
-        return tuple(value if value is None else value.clone() for value in given)
+    def shown(output: tuple) -> list[Tensor]:
+        return [found for found, wanted in zip(one.results(output, tokens), exact) if wanted is not None]
 
     def judge(ours: tuple, native: tuple) -> tuple[float, float]:
         of_values, *_ = [
             kernel_timing.check(*pair, wanted, rows, torch.arange(wanted.shape[1], device=rows.device))
-            for *pair, wanted in zip(one.results(ours, tokens), one.results(native, tokens), exact)
-            if wanted is not None
+            for *pair, wanted in zip(shown(ours), shown(native), (wanted for wanted in exact if wanted is not None))
         ]
         return of_values
 
-    return kernel_timing.compare(one, sets, judge, clock, marked, fresh)
+    return kernel_timing.compare(one, sets, judge, clock, marked, shown, replays.copies)
 
 
 # The model

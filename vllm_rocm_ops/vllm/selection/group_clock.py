@@ -66,5 +66,4 @@ class GraphClock:
         check()
         return found
 
-    def finish(self):
-        torch.cuda.synchronize()
+    finish = staticmethod(clocks.finish)

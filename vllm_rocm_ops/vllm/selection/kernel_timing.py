@@ -41,7 +41,7 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import (
     Record,
     Refused,
 )
-from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, distance, say_broken
+from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, distance, same, say_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -75,6 +75,9 @@ class Clock(Protocol):
 class GraphClock:
     """Time replays of captured graphs, with caches flushed in between."""
 
+    def __init__(self):
+        self._flush = clocks.Flush()  # of all pairs
+
     def times(self, calls, sets, replays):
         graphs = {}
         for name, call in calls.items():
@@ -86,7 +89,7 @@ class GraphClock:
         return found
 
     def _times(self, graphs: dict, calls: int) -> dict[str, list[float]]:
-        timed = functools.partial(clocks.replays, graphs, calls, around=watchdog.of)
+        timed = functools.partial(clocks.replays, graphs, calls, around=watchdog.of, flush=self._flush)
         found = timed(rounds=1)
         if min(found["ours"]) > HOPELESS * max(found["native"]):
             return found
@@ -96,8 +99,7 @@ class GraphClock:
         more = timed(rounds=clocks.ROUNDS - FEW_ROUNDS)
         return {name: times + more[name] for name, times in found.items()}
 
-    def finish(self):
-        torch.cuda.synchronize()
+    finish = staticmethod(clocks.finish)
 
 
 def limit_s() -> float:
@@ -199,7 +201,13 @@ def check(ours: Tensor, native: Tensor, exact: Tensor, rows: Tensor, columns: Te
 
 
 def compare(
-    kernels, sets: list[tuple], judge: Callable, clock: Clock, marked: contextlib.AbstractContextManager, fresh=tuple
+    kernels,
+    sets: list[tuple],
+    judge: Callable,
+    clock: Clock,
+    marked: contextlib.AbstractContextManager,
+    shown: Callable,
+    fresh: Callable = tuple,
 ) -> Measured:
     """Check a call of the plugin's against vLLM's, and time both on all sets of arguments.
 
@@ -209,6 +217,7 @@ def compare(
         judge: Returns the relative errors of both results. Raises `Mismatch` where the plugin's is wrong.
         clock: Times the calls.
         marked: Is entered while the plugin runs.
+        shown: Returns what `judge` reads of a result.
         fresh: Copies the arguments of a call that may write them.
     """
     native = kernels.baseline(*fresh(sets[0]))
@@ -228,7 +237,7 @@ def compare(
         errors = judge(ours, native)
         del ours, native
         calls = {"ours": run_ours, "native": kernels.baseline}
-        times = clock.times(calls, sets, Replays(calls, sets, allowed(errors[1]), fresh))
+        times = clock.times(calls, sets, Replays(calls, sets, allowed(errors[1]), fresh, shown))
     return Measured(statistics.median(times["ours"]), statistics.median(times["native"]), *errors)
 
 
@@ -247,14 +256,16 @@ def measure_pair(
     columns = (starts[:, None] + torch.arange(GROUP)).flatten()
     columns = columns[columns < columns_out].to(device)
 
+    shown = getattr(kernels, "shown", same)
+
     def judge(*results) -> tuple[float, float]:
-        ours, native = map(getattr(kernels, "shown", lambda output: output), results)
+        ours, native = map(shown, results)
         bits = native.view(torch.uint8) if native.itemsize == 1 else native
         reached = bits.any(1).nonzero().flatten()  # without tokens that have no expert on this rank
         rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]
         return check(ours, native, kernels.exact(sets[0], x, rows, columns), rows, columns)
 
-    return compare(kernels, sets, judge, clock, marked)
+    return compare(kernels, sets, judge, clock, marked, shown)
 
 
 def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: float) -> list[tuple[Choice, list[int]]]:

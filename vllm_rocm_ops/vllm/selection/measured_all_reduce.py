@@ -36,7 +36,7 @@ from vllm_rocm_ops.vllm.fusion.reduced import Call, Shared
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection.group_clock import Clock
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
-from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, say_broken
+from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, copies, say_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -195,12 +195,9 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
     """Check and time a call on all ranks. Raise `Mismatch` on all if the result is wrong on one."""
     rank, sets = both.group.rank_in_group, [both.inputs(tokens, seed) for seed in range(SETS)]
 
-    def fresh(given: tuple) -> tuple:
-        return tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in given)
-
     def run(function: Callable) -> tuple[list[Tensor], tuple]:
         every, args = sets[0]
-        x, *args = fresh((every[rank], *args))
+        x, *args = copies((every[rank], *args))
         found = function(x, *args)
         clock.finish()
         return both.results(found, args), found
@@ -227,7 +224,7 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
         raise Mismatch("; ".join(wrong))
     on_rank = [(every[rank], *args) for every, args in sets] * (CALLS // SETS)
     calls = {"ours": both.ours, "native": both.baseline}
-    replays = Replays(calls, on_rank, kernel_timing.allowed(judged[0][3]), fresh)
+    replays = Replays(calls, on_rank, kernel_timing.allowed(judged[0][3]), copies)
     times = clock.times(both.group, agree, calls, on_rank, replays)
     agree(both.reduce.check)
     of_ranks = agree(lambda: tuple(statistics.median(times[name]) for name in ("ours", "native")))

@@ -1,4 +1,4 @@
-"""Compare replays of captured graphs with eager calls, while kernels are timed (kernel_timing.py, measured_all_reduce.py).
+"""Compare replays of captured graphs with eager calls, while kernels are timed, in vLLM's workers and by `check`.
 
 HIP 7.2.0 to 7.2.3 corrupts graphs on MI300X (ROCm/clr#279), of whichever kernels.
 """
@@ -28,20 +28,34 @@ class BrokenGraph(Exception):
     """Signal that a replayed graph of vLLM's kernel differs from its eager calls."""
 
 
+def same(output: object) -> object:
+    """Return a result as it is."""
+    return output
+
+
 class Replays:
     """Compare what a pair's graphs leave with what the same calls leave eagerly: results, and arguments that a call may write.
 
     The first and the last set of arguments are looked at.
 
     Args:
-        calls: The plugin's function and vLLM's.
+        calls: The plugin's function, and vLLM's if there is one.
         sets: Their arguments, in the order of the graphs.
         bound: The relative distance that is allowed for a kernel of vLLM's whose eager calls differ in bits.
         fresh: Copies the arguments of a call that may write them.
+        shown: Returns what a comparison with the plugin's result reads of vLLM's, whose kernels may leave padding unwritten.
     """
 
-    def __init__(self, calls: dict[str, Callable], sets: list[tuple], bound: float, fresh: Callable = tuple):
+    def __init__(
+        self,
+        calls: dict[str, Callable],
+        sets: list[tuple],
+        bound: float = 0.0,
+        fresh: Callable = tuple,
+        shown: Callable = same,
+    ):
         self._calls, self._sets, self._bound, self._fresh = calls, sets, bound, fresh
+        self._shown = {"ours": same, "native": shown}
         self._eager: dict[str, list[Tensor]] = {}
         self._written: list[tuple[Tensor, Tensor]] = []  # arguments, and what they were
 
@@ -58,14 +72,14 @@ class Replays:
                 (value, before) for value, before in pairs if isinstance(value, Tensor) and before is not value
             ]
             self._eager = {name: self._left(name) for name in self._calls}
-            self._repeats = same_bits(self._eager["native"], self._left("native"))
+            self._repeats = "native" in self._calls and same_bits(self._eager["native"], self._left("native"))
         found = []
         for name, graph in graphs.items():
             self._restore()
             with watchdog.of(name):
                 graph.replay()
-                finish()
-            eager, replayed = self._eager[name], self._tensors(graph.outputs)
+                clocks.finish()
+            eager, replayed = self._eager[name], self._tensors(name, graph.outputs)
             if same_bits(eager, replayed):
                 continue
             exactly = name == "ours" or self._repeats
@@ -81,17 +95,17 @@ class Replays:
         self._restore()
         with watchdog.of(name):
             outputs = clocks.run_all(self._calls[name], self._sets)
-            finish()
-        return [one.clone() for one in self._tensors(outputs)]
+            clocks.finish()
+        return [one.clone() for one in self._tensors(name, outputs)]
 
-    def _tensors(self, outputs: tuple) -> list[Tensor]:
-        return [*flattened(outputs), *(value for value, _ in self._written)]
+    def _tensors(self, name: str, outputs: tuple) -> list[Tensor]:
+        shown = map(self._shown[name], outputs)
+        return [*flattened(tuple(shown)), *(value for value, _ in self._written)]
 
 
-def finish() -> None:
-    """Wait for all launches."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def copies(given: tuple) -> tuple:
+    """Return a call's arguments with copies of the tensors."""
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in given)
 
 
 def flattened(found: object) -> list[Tensor]:
