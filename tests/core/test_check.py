@@ -15,7 +15,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import clock, launch
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import check, check_parts, check_worker, cli, smoke
@@ -275,28 +275,40 @@ def test_another_kernel_that_does_not_take_a_call_is_named(emulator):
     assert found["unavailable"] == "RuntimeError: not this one"
 
 
-def test_cases_on_a_gpu(emulator, monkeypatch):
-    """Cases are checked and timed as `bench` does, with a fake clock."""
+@pytest.mark.parametrize("wrong_replay", [0, 1, 2])
+def test_cases_on_a_gpu(wrong_replay, emulator, monkeypatch):
+    """Cases are checked and timed as `bench` does, on a fake GPU; the second's graph alters a result at a replay."""
 
-    class Clock:
-        arch, device, unit = check.archs.named("gfx942"), "cpu", "us"
+    class Graph:
+        def __init__(self, call, sets):
+            self.call, self.sets, self.replayed, self.outputs = call, sets, 0, clock.run_all(call, sets)
 
-        def calls(self, size):
-            return 1
+        def replay(self):
+            self.replayed += 1
+            for output, found in zip(self.outputs, clock.run_all(self.call, self.sets)):
+                output.copy_(found + (len(graphs) == 2 and self.replayed == wrong_replay))
 
-        def prepare(self, call, sets):
-            return call(*sets[0])
+    def capture(call, sets):
+        graphs.append(Graph(call, sets))
+        return graphs[-1]
 
-        def samples(self, prepared):
-            return {name: [2.0, 3.0, 4.0] for name in prepared}
+    def init(self):
+        self.arch, self.device = check.archs.named("gfx942"), "cpu"
 
-    cases = list(ops.router_z_loss.cases())[:2]
+    def times(graphs, calls):
+        return {name: [2.0, 3.0, 4.0] for name in graphs}
+
+    graphs, cases = [], list(ops.router_z_loss.cases())[:2]
     monkeypatch.setattr(ops.router_z_loss, "cases", lambda: cases)
-    monkeypatch.setattr(check_parts, "GpuClock", Clock)
+    monkeypatch.setattr(clock.GpuClock, "__init__", init)
+    monkeypatch.setattr(clock.GpuClock, "calls", lambda self, size: 2)
+    monkeypatch.setattr(clock, "capture", capture)
+    monkeypatch.setattr(clock, "replays", times)
     found = list(check_parts.op_cases(None, "router_z_loss"))
-    assert [(piece["case"], piece["wrong"], piece["us"]) for piece in found] == [
-        (case.name, None, 3.0) for case in cases
-    ]
+    assert [(piece["case"], piece["us"]) for piece in found] == [(case.name, 3.0) for case in cases]
+    assert [graph.replayed for graph in graphs] == [2, 2]
+    assert found[0]["wrong"] is None
+    assert ("ROCm/clr#279" in str(found[1]["wrong"])) == (wrong_replay > 0)
     assert all(not piece["kernel"].startswith("fallback") for piece in found)
 
 

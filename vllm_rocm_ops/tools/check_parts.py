@@ -21,7 +21,7 @@ from vllm_rocm_ops.tools.bench import run as bench
 from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
 from vllm_rocm_ops.tools.bench.shapes import Shape
 from vllm_rocm_ops.vllm import kernels
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, replays
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 TINY_TOKENS = (1, 17)
@@ -44,13 +44,14 @@ def op_cases(arch: str | None, name: str) -> Iterator[dict]:
     """Check and time an op's cases. In the emulator, check the smallest ones for `EMULATED_SECONDS`."""
     op = getattr(ops, name)
     if arch is None:
-        clock = GpuClock()
+        clock = ComparingClock()
         with torch.inference_mode():
             for [line] in bench.run([Shape(op, case) for case in op.cases()], clock):
+                differs = clock.take_wrong()
                 yield {
                     "case": line.case,
                     "kernel": line.kernel,
-                    "wrong": line.wrong,
+                    "wrong": line.wrong or differs or None,
                     "bytes": line.bytes_moved,
                     "us": line.median if line.samples else None,
                 }
@@ -66,6 +67,39 @@ def op_cases(arch: str | None, name: str) -> Iterator[dict]:
         yield {"case": task.case.name, "kernel": kernels, "wrong": done.wrong or None, "us": None}
         if done.kernels and time.process_time() - start > EMULATED_SECONDS:
             return
+
+
+class ComparingClock(GpuClock):
+    """Compares replays with eager calls as well, before and after they are timed."""
+
+    def __init__(self):
+        super().__init__()
+        self._compared: list[tuple[replays.Replays, object]] = []
+        self._wrong = ""
+
+    def prepare(self, call, sets):
+        prepared = super().prepare(call, sets)
+        self._compared.append((replays.Replays({"ours": call}, sets, fresh=replays.copies), prepared[0]))
+        self._compare()
+        return prepared
+
+    def samples(self, prepared):
+        found = super().samples(prepared)
+        self._compare()
+        self._compared.clear()
+        return found
+
+    def _compare(self) -> None:
+        for of_graph, graph in self._compared:
+            try:
+                of_graph.check({"ours": graph})
+            except replays.Mismatch as error:
+                self._wrong = str(error)
+
+    def take_wrong(self) -> str:
+        """Return what differed since the last call, if anything."""
+        found, self._wrong = self._wrong, ""
+        return found
 
 
 def bandwidth(arch: str | None) -> Iterator[dict]:
