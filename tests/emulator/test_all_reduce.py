@@ -230,6 +230,13 @@ def test_what_an_error_says(epoch, seen):
     )
 
 
+@pytest.mark.parametrize(("seconds", "advises"), [(None, True), (2.0, False)])
+def test_an_error_advises_a_variable_only_where_it_sets_the_limit(seconds, advises):
+    reduce = EmulatedGroup(AMD[0], 2).reduces[0]
+    reduce.limit(seconds)
+    assert ("VLLM_ROCM_OPS_ALL_REDUCE_LIMIT" in one_shot.said(1 << 31 | 0b10, reduce.group)) == advises
+
+
 # Unsupported calls
 
 

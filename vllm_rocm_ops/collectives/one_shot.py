@@ -209,10 +209,11 @@ def said(report: int, group: Group) -> str:
     behind = (seen_in - (error >> 11)) & 0xFFFFF  # epochs since then
     epoch = (seen_in - behind if behind < 1 << 19 else seen_in + (1 << 20) - behind) & 0xFFFFFFFF
     ranks = f"rank {missing[0]}" if len(missing) == 1 else "ranks " + ", ".join(map(str, missing))
+    is_variables = group.limit_us == limit_us(None)  # not a limit that a caller gave
+    advice = ". VLLM_ROCM_OPS_ALL_REDUCE_LIMIT sets a longer limit, in seconds" if is_variables else ""
     return (
         f"all_reduce: {ranks} of {group.ranks} did not come in epoch {epoch}: rank {error >> 8 & 7} waited for more than "
-        f"{group.limit_us / 1e6:g} s. Results since then are NaN on all ranks. VLLM_ROCM_OPS_ALL_REDUCE_LIMIT sets a longer "
-        f"limit, in seconds"
+        f"{group.limit_us / 1e6:g} s. Results since then are NaN on all ranks{advice}"
     )
 
 

@@ -40,8 +40,8 @@ def install() -> None:
     """Wrap a worker's start.
 
     On a new machine the kernels are tried before the worker opens its GPU. Norms and activations are selected when the
-    model is loaded. Layers are noted from the device's start to the
-    warm-up, and timed then. With VLLM_ROCM_OPS_MEASURE=0 nothing is noted or timed.
+    model is loaded. Layers are noted from the device's start to the warm-up, and timed then. With
+    VLLM_ROCM_OPS_MEASURE=0 nothing is noted or timed.
     """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
