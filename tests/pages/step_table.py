@@ -105,7 +105,7 @@ def published() -> str:
     """Return the gaps and all-reduces that each published step admits, and the verdict on the slopes."""
     rows = [
         (
-            each.release, str(each.batch), str(each.skinny), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
+            each.release, str(each.batch), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
             _interval(*each.gap, 2), f"{each.reduce:.1f}",
         )
         for each in published_steps.admitted()
@@ -113,7 +113,6 @@ def published() -> str:
     head = (
         "vLLM",
         "batch",
-        "wvSplitKQ rows",
         "published ms",
         "predicted ms",
         "published / predicted",
@@ -121,8 +120,8 @@ def published() -> str:
         "all-reduces without gaps, us",
     )
     slopes = [
-        (release, str(skinny), f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
-        for release, batch, skinny, ms, found in other_steps.slopes()
+        (release, f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
+        for release, batch, ms, found in other_steps.slopes()
     ]
     low, high = published_steps.spread()
     verdict = (
@@ -130,7 +129,7 @@ def published() -> str:
         if other_steps.explained()
         else f"**The slope over batch is not explained within 15 %.** The spread, {low:.2f} to {high:.2f}, is the band of a step."
     )
-    steeper = markdown(("vLLM", "wvSplitKQ rows", "batch", "published ms", "predicted ms", "error"), slopes)
+    steeper = markdown(("vLLM", "batch", "published ms", "predicted ms", "error"), slopes)
     return f"{markdown(head, rows)}\n\n{steeper}\n\n{verdict}"
 
 

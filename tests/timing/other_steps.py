@@ -11,18 +11,14 @@ from vllm_rocm_ops.timing import baseline, machines, published_steps, step
 KEPT = 0.15  # relative error of a slope
 
 
-def slopes() -> list[tuple[str, int, int, float, float]]:
-    """Return release, batch, the most rows of wvSplitKQ, and the ms added since batch 1, published and predicted."""
-
-    def added(batch: int, skinny: int) -> float:
-        return (published_steps.predicted(batch, skinny)[0] - published_steps.predicted(1, skinny)[0]) / 1e3
-
+def slopes() -> list[tuple[str, int, float, float]]:
+    """Return release, batch, and the ms added since batch 1, published and predicted."""
+    us = published_steps.predicted
     return [
-        (release, batch, skinny, points[batch] - points[1], added(batch, skinny))
+        (release, batch, points[batch] - points[1], (us(batch)[0] - us(1)[0]) / 1e3)
         for release, points in published_steps.RELEASES.items()
         for batch in points
         if batch > 1
-        for skinny in sorted({*published_steps.SKINNY[release]})
     ]
 
 

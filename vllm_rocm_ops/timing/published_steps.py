@@ -15,14 +15,22 @@ from . import baseline, machines, step
 from .machines import Constant
 
 MODEL, RANKS, PARAMETERS, PROMPT, OUTPUT = "llama-3.1-405b-fp8", 8, 405e9, 128, 2048
-RELEASES = {"0.8.3": {1: 22.1, 16: 26.5, 64: 40.0}, "0.11.1": {1: 23.5, 16: 27.2, 64: 42.3}}  # ms per token, 8 MI300X
+RELEASES = {
+    "0.8.3": {1: 22.1, 2: 22.5, 4: 23.4, 8: 24.9, 16: 26.5, 32: 30.8, 64: 40.0},
+    "0.11.1": {1: 23.5, 16: 27.2, 64: 42.3},
+}  # ms per token, 8 MI300X
 FIRST = Constant(
     RELEASES["0.8.3"][1],
     "ms per token at batch 1; more in RELEASES",
     "published",
-    "ROCm's vLLM images, 2025-04 and 2025-11",
+    "ROCm/vllm 402118091, its image of 2025-04 (0.8.3); image of 2025-11 (0.11.1)",
 )
-SKINNY = {"0.8.3": (0, 1), "0.11.1": (1, 1)}  # most rows of wvSplitKQ; 0.8.3's image was not read
+SKINNY = Constant(
+    1,
+    "most rows of wvSplitKQ in these releases",
+    "published",
+    "ROCm/vllm c43debd43 (0.8.3), tuned_gemm.py; vLLM 0.11, w8a8_utils.py",
+)
 SLOWEST = Constant(20, "us per small all-reduce", "published", "mscclpp#646: RCCL, 15 to 20")
 FASTEST = Constant(5, "us per small all-reduce", "published", "muiLLM PR 6, 8 MI300X")
 
@@ -30,13 +38,12 @@ FASTEST = Constant(5, "us per small all-reduce", "published", "muiLLM PR 6, 8 MI
 class Admitted(NamedTuple):
     """Hold a published point in ms and the constants consistent with it.
 
-    `skinny` is the most rows of vLLM's wvSplitKQ. `gap` is the interval of us after a launch, for all-reduces between the
-    fastest and the slowest published one. `reduce` is the us per all-reduce without any gap.
+    `gap` is the interval of us after a launch, for all-reduces between the fastest and the slowest published one. `reduce`
+    is the us per all-reduce without any gap.
     """
 
     release: str
     batch: int
-    skinny: int
     published: float
     predicted: float
     gap: tuple[float, float]
@@ -53,12 +60,12 @@ def prefill_us(batch: int) -> float:
 
 
 @functools.cache
-def predicted(batch: int, skinny: int) -> tuple[float, float, int, float, int]:
-    """Return us of the step with AITER off and up to `skinny` rows in wvSplitKQ: with the prefill's part, us without all-reduces and gaps, launches, us per all-reduce, and their number."""
+def predicted(batch: int) -> tuple[float, float, int, float, int]:
+    """Return us of the step with AITER off: with the prefill's part, us without all-reduces and gaps, launches, us per all-reduce, and their number."""
     machine = machines.MI300X
     nodes = step.nodes(
         model_config.read(MODEL), RANKS, None, batch, machine, "baseline", lambda *_: None, PROMPT + OUTPUT // 2,
-        skinny=skinny, aiter=False,
+        skinny=int(SKINNY.value), aiter=False,
     )  # fmt: skip
     found = step.total(nodes)
     [reduce] = (node for node in nodes if node.layer == "all-reduce")
@@ -71,11 +78,10 @@ def admitted() -> list[Admitted]:
     rows = []
     for release, points in RELEASES.items():
         for batch, ms in points.items():
-            for skinny in sorted({rows if batch <= rows else 0 for rows in SKINNY[release]}):
-                us, kernels, launches, reduce, count = predicted(batch, skinny)
-                left, larger = ms * 1e3 - kernels, reduce - predicted(1, skinny)[3]
-                gaps = sorted((left - count * (small.value + larger)) / launches for small in (FASTEST, SLOWEST))
-                rows.append(Admitted(release, batch, skinny, ms, us / 1e3, (gaps[0], gaps[1]), left / count))
+            us, kernels, launches, reduce, count = predicted(batch)
+            left, larger = ms * 1e3 - kernels, reduce - predicted(1)[3]
+            gaps = sorted((left - count * (small.value + larger)) / launches for small in (FASTEST, SLOWEST))
+            rows.append(Admitted(release, batch, ms, us / 1e3, (gaps[0], gaps[1]), left / count))
     return rows
 
 
