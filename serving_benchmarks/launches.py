@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from decode_profile import ALL_REDUCE, EXPERTS, NORMS, REST, class_of
 
-from vllm_rocm_ops.core import renamed
-
 PLUGIN, VLLM, INDUCTOR, TORCH = "plugin", "vLLM", "Inductor", "PyTorch"
 CUBLAS, FLASH, NCCL, CUDA = "cuBLAS", "FlashAttention", "NCCL", "CUDA"
 
@@ -123,18 +121,17 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
 
 def entry(model: str, name: str) -> tuple[str, str, Launch]:
     """Return the class, the pattern and the launch of a kernel in a model's step. Raises ValueError for an unknown kernel."""
-    present = renamed.current(name)
-    kind = class_of(present)
+    kind = class_of(name)
     for pattern, found in LAUNCHES.get(kind, {}).items():
         for launch in [found] if isinstance(found, Launch) else found:
-            if re.fullmatch(pattern, present) and re.match(launch.models, model):
+            if re.fullmatch(pattern, name) and re.match(launch.models, model):
                 return kind, pattern, launch
     raise ValueError(f"launches.py has no entry for the kernel {name!r} of {model}, class {kind!r}")
 
 
 def short(name: str) -> str:
     """Return a kernel's name without its namespaces, template arguments and Inductor's number."""
-    name = renamed.current(name).replace("(anonymous namespace)::", "").removeprefix("void ")
+    name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     name = re.sub(r"^(cutlass::device_kernel<|flash::enable_sm90_or_later<)+", "", name)
     name = re.split(r"[<(]", name)[0].rpartition("::")[2].strip()
     return re.sub(r"_\d+$", "", name) if name.startswith("triton_") else name

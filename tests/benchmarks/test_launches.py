@@ -92,7 +92,7 @@ BASELINE = {
     "memcpy128": [1, 1],
 }
 PLUGIN = {
-    "scaled_mm_narrow_16": [8.0, 200.0],
+    "scaled_mm_wave_splitk_16": [8.0, 200.0],
     GEMM: [8.0, 300.0],
     "triton_poi_fused_1": [4.0, 40.0],
     "_post_update_kernel": [1.0, 1.0],

@@ -21,6 +21,7 @@ from pages.measurements import (
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.vllm import seam
 
 RESULTS_PAGE = measurements.RESULTS / "README.md"
 CONFIG = json.loads((measurements.latency.CONFIGS / "tiny-llama" / "config.json").read_text())
@@ -486,3 +487,11 @@ def test_all_layers_and_their_number_are_one_case():
         for model, layers in (("deepseek-v3", 61), ("deepseek-v3", 16), ("deepseek-v3", None), ("not-shipped", 61))
     ]
     assert kept == [None, 16, None, 61]
+
+
+def test_recorded_runs_name_present_seams():
+    """A seam that is renamed is renamed in the results as well."""
+    known, reports = {"", *seam.NAMES}, measurements.RESULTS.rglob("*.json")
+    named = {path.name: measurements.seams_of(json.loads(path.read_text())) for path in reports}
+    assert any(named.values())
+    assert not {name: text for name, text in named.items() if not {*text.replace("-", "").split(",")} <= known}

@@ -350,9 +350,9 @@ def test_only_these_commands_import_the_plugin():
     wanted = {f"tools.{name}" for name in ("bench.baselines", "check_parts", "doctor", "explain", "first_start")}
     assert asks == {f"vllm_rocm_ops.{module}" for module in wanted}
     found = {module for asking in asks for module in graph[asking] & plugin}
-    doors = "kernels", "reach", "seam", "selection.kernel_selection", "selection.kernel_timing"
     doors = {
-        *doors,
+        *("kernels", "reach", "seam"),
+        *("selection.kernel_selection", "selection.kernel_timing", "selection.replays"),
         "attention.decoder",
         "attention.mla_front",
         "attention.mla_rotation",

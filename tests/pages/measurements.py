@@ -19,7 +19,6 @@ import latency_report
 import torch
 
 from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import renamed
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 
@@ -45,15 +44,15 @@ def in_git() -> bool:
 
 @functools.cache
 def committed(path: pathlib.Path) -> int:
-    """Return the time of a file's last commit: after all others for a new file, equal for all files outside a checkout."""
+    """Return the time of the commit that added a file: after all others for a new one, equal for all outside a checkout."""
     if not in_git():
         return 0
-    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct", "--", str(path)]
+    git = ["git", "-C", str(ROOT), "log", "-1", "--diff-filter=A", "--format=%ct", "--", str(path)]
     return int(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or 2**62)
 
 
 def oldest_first(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Sort files by the day in their names, then by the time of their commits."""
+    """Sort files by the day in their names, then by the time of the commits that added them."""
     return sorted(paths, key=lambda path: (path.name[: len("2026-01-01")], committed(path), path.name))
 
 
@@ -63,7 +62,7 @@ def kind_of(path: pathlib.Path) -> str:
 
 
 def lines_of(path: pathlib.Path) -> list[dict]:
-    return [renamed.line(json.loads(line)) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def newest_lines(folder: pathlib.Path, kinds: Iterable[str]) -> dict[tuple[str, str], tuple[dict, pathlib.Path]]:
@@ -328,7 +327,7 @@ def baseline_of(report: dict) -> str:
 
 def seams_of(report: dict) -> str:
     """Return the seams that a run names, or nothing."""
-    return renamed.current(report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", ""))
+    return report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", "")
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Test predictions frozen before anybody measures them, and how `check` compares them with measurements."""
 
+import functools
 import json
 import re
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from timing import freeze
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.models import config as model_config
@@ -157,3 +159,20 @@ def test_the_newest_file_alone_ships():
     [shipped] = frozen.FOLDER.glob("*.json")
     dates = [path.stem[: len("2026-11-26")] for path in (shipped, *freeze.OLDER.glob("*.json"))]
     assert dates[0] == max(dates)
+
+
+def test_frozen_predictions_hold_for_code_whose_symbols_alone_changed(monkeypatch):
+    call = next(
+        call for call in model_layers.calls(model_config.read("llama-3.1-405b-fp8"), 8) if call.op is ops.scaled_mm
+    )
+    values = frozen.newest()["calls"][frozen.key("MI300X", call, 1)]
+    [(symbol, digest)] = values["code"].items()
+    assert symbol == "scaled_mm_narrow_8"
+    find = functools.partial(frozen.find, "MI300X", call, 1, archs.ARCHS["gfx942"])
+    for code, holds in (
+        ({"scaled_mm_wave_splitk_8": frozen.RENAMED[digest]}, True),
+        ({"scaled_mm_wave_splitk_16": frozen.RENAMED[digest]}, False),
+        ({"scaled_mm_wave_splitk_8": "0" * 16}, False),
+    ):
+        monkeypatch.setattr(frozen, "code_of", lambda *_, code=code: code)
+        assert find() == (values if holds else None)
