@@ -14,9 +14,10 @@ import traceback
 def generate(job: dict) -> dict:
     """Load a model, generate greedily, and report tokens, log probabilities and the ops' statistics.
 
-    Then generate once more for each step of `job["then"]`: "again"; "reload", after the weights have been loaded again;
-    with the LoRA adapter of a folder; or after an `update`, whose error takes the tokens' place. `job["environment"]` is set for this job and those after it. With
-    `job["frames"]` the answer has the package's functions that one decode step enters, with counts.
+    `job["max_tokens"]` is one number, or one for each prompt. Then generate once more for each step of `job["then"]`:
+    after what `prepare` does, whose error takes the tokens' place, or with the LoRA adapter of a folder.
+    `job["environment"]` is set for this job and those after it. With `job["frames"]` the answer has the package's
+    functions that one decode step enters, with counts.
     """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -40,13 +41,12 @@ def generate(job: dict) -> dict:
     if job.get("engine", {}).get("speculative_config"):
         options["disable_log_stats"] = False  # the drafts are counted there
     llm = LLM(model=job["model"], **options | job.get("engine", {}))
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=job["max_tokens"],
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=job.get("logprobs"),
-    )
+    limits = job["max_tokens"]
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": job.get("logprobs")}
+    sampling = [
+        SamplingParams(max_tokens=limit, **greedy)
+        for limit in (limits if isinstance(limits, list) else [limits] * len(job["prompts"]))
+    ]
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     captured = llm.collective_rpc("vllm_rocm_ops_stats")
     llm.collective_rpc("vllm_rocm_ops_reset_stats")
@@ -54,26 +54,24 @@ def generate(job: dict) -> dict:
         outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
     stats, *other_ranks = llm.collective_rpc("vllm_rocm_ops_stats")
     fallbacks = llm.collective_rpc("vllm_rocm_ops_fallbacks")
-    then, cached, updates = [], 0, [step for step in job.get("then", ()) if isinstance(step, list)]
+    then, then_logprobs, cached = [], [], 0
     for step in job.get("then", ()):
-        if step == "reload":
-            llm.collective_rpc("reload_weights")
-        if isinstance(step, list) and (refused := update(llm, *step)):
+        adapter = LoRARequest("adapter", 1, step) if is_folder(step) else None
+        if adapter is None and (refused := prepare(llm, step)):
             then.append(refused)
             continue
-        adapter = LoRARequest("adapter", 1, step) if step not in ("again", "reload", *updates) else None
         requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         then.append([list(request.outputs[0].token_ids) for request in requests])
+        then_logprobs.append([chosen(request.outputs[0]) for request in requests])
         cached = sum(request.num_cached_tokens or 0 for request in requests)
     entered = frames_of_a_step(llm, prompts) if job.get("frames") else {}
     worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     model = worker and worker.worker.model_runner.model
     answer = {
         "tokens": [list(output.token_ids) for output in outputs],
-        "logprobs": [
-            [step[token].logprob for step, token in zip(output.logprobs or (), output.token_ids)] for output in outputs
-        ],
+        "logprobs": [chosen(output) for output in outputs],
         "then": then,
+        "then_logprobs": then_logprobs,
         "cached": cached,
         "captured": captured,
         "stats": stats,
@@ -94,6 +92,33 @@ def generate(job: dict) -> dict:
     del worker, model, llm
     release()
     return answer
+
+
+def chosen(output) -> list[float]:
+    """Return the log probabilities of an output's tokens, if they were asked for."""
+    return [step[token].logprob for step, token in zip(output.logprobs or (), output.token_ids)]
+
+
+def is_folder(step: str | list) -> bool:
+    return isinstance(step, str) and os.path.isabs(step)
+
+
+def prepare(llm, step: str | list) -> str | None:
+    """Do what a step asks for before it generates, and return vLLM's error.
+
+    "again" does nothing, "reload" loads the weights that were loaded last, and a list is an `update`. "sleep 1" and
+    "sleep 2" put the engine to sleep and wake it; level 2 drops the weights, which are loaded again.
+    """
+    if isinstance(step, list):
+        return update(llm, *step)
+    if step.startswith("sleep"):
+        llm.sleep(level=int(step[-1]))
+        llm.wake_up(tags=["weights"])
+    if step in ("reload", "sleep 2"):
+        llm.collective_rpc("reload_weights")
+    if step.startswith("sleep"):
+        llm.wake_up(tags=["kv_cache"])
+    return None
 
 
 def update(llm, how: str, path: str) -> str | None:

@@ -218,8 +218,13 @@ def test_ranks_agree_on_one_table(answers, engines, name):
 
 
 def errors(answer: dict) -> list[str]:
-    """Return the errors in a log, without vLLM's traceback on a missing tokenizer."""
-    return [line for line in errors_of(answer["output"]) if "WARNING" not in line or "vllm-rocm-ops:" in line]
+    """Return the errors in a log, without vLLM's traceback on a missing tokenizer.
+
+    A first start on NVIDIA translates PTX, and has no time left for all of its trial.
+    """
+    left = "lack of time"
+    lines = errors_of(answer["output"])
+    return [line for line in lines if "WARNING" not in line or ("vllm-rocm-ops:" in line and left not in line)]
 
 
 @pytest.mark.parametrize("name", OURS)
