@@ -253,6 +253,7 @@ def test_layouts_of_experts(family, bytes):
     assert len(real) == 3 * round(512 * 8 / found.grid[1]) and tokens[31] == 512 | 8 << 24
     assert found.launch.args[at["SEP"]].view(torch.int32).tolist()[:3] == [0, 1, 2]
     assert int.from_bytes(found.launch.args[at["dim"]], "little") == 2048
+    assert found.launch.args[48].view(torch.int32).tolist()[:2] == [3 * 32, 512]  # sorted places, and tokens
     with pytest.raises(ValueError, match="sorts tokens itself"):
         validation.call(of._replace(code_object=name.replace("_32x", "_flat_32x")), kernel(bytes))
     persistent = validation.call(of._replace(code_object=name.replace("_32x", "_ps_32x")), kernel(bytes))
@@ -260,6 +261,24 @@ def test_layouts_of_experts(family, bytes):
     assert persistent.beyond == (found.grid[1] - 40) / 40
     starts = [each.args[at["SEP"]].view(torch.int32) for each in (persistent.launch, persistent.second)]
     assert [len(each) - 4 for each in starts] == [40, 80]
+
+
+def test_persistent_experts_with_few_tiles_have_no_idle_blocks():
+    def found(name: str, **others) -> published.Call:
+        given = {"M": "1", "N": "256", "K": "2048", "batch_or_experts": "64", "extra": "topk=8 block_m=32 Silu"}
+        of = published.row(row(code_object=f"hsa/gfx942/fmoe/silu/x_{name}_32x128.co", **given | others))
+        return validation.call(of, kernel(448))
+
+    def workers(of: published.Call) -> tuple[int, ...]:
+        return tuple(int.from_bytes(of.launch.args[at], "little") for at in (416, 432))
+
+    few, full = found("ps"), found("ps", extra="topk=40 block_m=32 Silu")
+    assert few.grid == few.launch.grid == (8 * 2, 1, 1) and few.second is None and workers(few) == (80, 2)
+    assert full.grid == full.launch.grid == (80, 1, 1) and full.second is None
+    wide = found("ps", N=str(128 * 81))  # one tile has more blocks than the GPU has units
+    assert wide.grid == (81, 8, 1) and wide.launch.grid == (81, 3, 1) and workers(wide) == (0, 81)
+    with pytest.raises(ValueError, match="gives 8 tiles, fewer than its blocks, to few dies"):
+        found("psx")
 
 
 def test_a_second_launch_says_how_the_time_grows(monkeypatch):
