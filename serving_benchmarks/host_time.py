@@ -131,11 +131,11 @@ def paths(vllms: Callable, ours: Callable, leaves: bool = True) -> dict[str, Tim
 
 def linears(model: torch.nn.Module, dtype: torch.dtype) -> Found:
     """Yield each shape of the quantized linear layers."""
-    from vllm_rocm_ops.vllm import reach
+    from vllm_rocm_ops.vllm import coverage
 
     seen = set()
     for name, module in model.named_modules():
-        for kernel in reach.kernels_of(module) if hasattr(module, "input_size_per_partition") else ():
+        for kernel in coverage.kernels_of(module) if hasattr(module, "input_size_per_partition") else ():
             kind = type(kernel).__name__, module.weight.shape
             if kernel.native is None or kind in seen:
                 continue
@@ -158,13 +158,13 @@ def unquantized(model: torch.nn.Module, dtype: torch.dtype, replaced: Callable) 
 
 def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
     """Yield norms, and activations with the quantized input of the following linear layer, as in eager mode."""
-    from vllm_rocm_ops.vllm.fusion import producers
+    from vllm_rocm_ops.vllm.graph import model_queries
 
     device, seen = next(model.parameters()).device, set()
-    found = [(norm, None, norm.weight.shape[0]) for norm in producers.norms(model)]
-    for layer in producers.gated(model):
+    found = [(norm, None, norm.weight.shape[0]) for norm in model_queries.norms(model)]
+    for layer in model_queries.gated(model):
         quantize = layer.act_fn.consumer and getattr(layer.down_proj, "vllm_rocm_ops_quantize", None)
-        found.append((layer.act_fn, quantize, producers.width(layer.down_proj)))
+        found.append((layer.act_fn, quantize, model_queries.width(layer.down_proj)))
     for producer, quantize, columns in found:
         kind = type(producer), columns, quantize is not None
         if kind in seen:
@@ -223,8 +223,8 @@ def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Found:
 
 def experts(recorded: dict[type, Recorded]) -> Found:
     """Yield the experts that a decode step called. vLLM's own path uses the router that vLLM would have created."""
-    from vllm_rocm_ops.vllm.experts import base as in_vllm
-    from vllm_rocm_ops.vllm.experts import routing_experts
+    from vllm_rocm_ops.vllm.moe import base as in_vllm
+    from vllm_rocm_ops.vllm.moe import routing_experts
 
     for kind, (ours, method, _, named) in recorded.items():
         if method != "apply" or ours.native is None:
@@ -260,20 +260,20 @@ def experts(recorded: dict[type, Recorded]) -> Found:
 @contextlib.contextmanager
 def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
     """Record the last call of each of the plugin's attention and experts classes, with its arguments."""
-    from vllm_rocm_ops.vllm import reach
+    from vllm_rocm_ops.vllm import coverage
     from vllm_rocm_ops.vllm.attention.decoder import DecodeImpl
     from vllm_rocm_ops.vllm.attention.mla import MlaImpl
 
     found: dict[type, Recorded] = {}
     kinds = {front: front.METHOD[0] for front in (DecodeImpl, MlaImpl)}
     kinds |= {
-        type(one): "apply" for module in model.modules() for one in reach.kernels_of(module) if hasattr(one, "whole")
+        type(one): "apply" for module in model.modules() for one in coverage.kernels_of(module) if hasattr(one, "whole")
     }
     with contextlib.ExitStack() as stack:
         for kind, method in kinds.items():
             stack.enter_context(replaced(kind, method, found))
         for module in model.modules():  # recorded once more, even if the layer was given back
-            for one in (getattr(module, "impl", None), *reach.kernels_of(module)):
+            for one in (getattr(module, "impl", None), *coverage.kernels_of(module)):
                 for method in kinds.values():
                     getattr(one, "__dict__", {}).pop(method, None)
         yield found

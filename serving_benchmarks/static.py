@@ -46,8 +46,8 @@ from vllm_rocm_ops.core.launch import Launch, Workspace
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.cases import executable, run
-from vllm_rocm_ops.ops.families.gemm import BLOCK
-from vllm_rocm_ops.ops.families.weight_layout import shuffle_weight
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.weight_layout import shuffle_weight
 from vllm_rocm_ops.tools.bench import report
 from vllm_rocm_ops.tools.bench.shapes import linear_layers
 

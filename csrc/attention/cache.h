@@ -1,4 +1,4 @@
-// Addresses in a paged KV cache; families/attention.py lists the layouts.
+// Addresses in a paged KV cache; shared/attention.py lists the layouts.
 #pragma once
 #include "device/types.h"
 

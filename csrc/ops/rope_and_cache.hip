@@ -8,7 +8,7 @@
 //     with the norm, x and y are T(x * rsqrt(mean(x^2) + epsilon) * weight) of their head
 //
 // A thread rotates 8 pairs, or copies 8 elements that are not rotated. Slot -1 is not written. The strides define the
-// cache layout, see families/attention.py. Latency-bound: a token of 16 + 1 heads of 128 is 5 KB.
+// cache layout, see shared/attention.py. Latency-bound: a token of 16 + 1 heads of 128 is 5 KB.
 #include "attention/cache.h"
 #include "attention/operands.h"
 #include "attention/rotation.h"

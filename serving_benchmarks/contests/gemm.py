@@ -11,7 +11,7 @@ import torch
 
 from contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 TESTS = (
     (64, 64, 128, 6635),

@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 
 from contests.contest import Contest, Sizes, Stage
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.families.skinny_gemm import MAX_TOKENS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
+from vllm_rocm_ops.ops.shared.skinny_gemm import MAX_TOKENS
 
 NOPE, VALUE = 128, 128  # unrotated elements of a head's key; elements of its value
 HEADS, LENGTH = 128, 8192

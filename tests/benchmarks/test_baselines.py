@@ -18,7 +18,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools.bench import decode_attention, experts, gemm_dtypes
 from vllm_rocm_ops.tools.bench.baselines import BASELINES, attention, baselines, installed
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
-from vllm_rocm_ops.vllm.fusion.native_rows import COMPILED
+from vllm_rocm_ops.vllm.graph.vllm_row_kernels import COMPILED
 
 TINY = ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8")
 CALLS = [call for model in TINY for call in model_layers.calls(model_config.read(model)) if call.count]
@@ -29,7 +29,7 @@ KERNELS += "flash_mla_with_kvcache", "decode_attention_fwd"
 OF_OTHERS = (
     r"torch\.ops\._C\.|_custom_ops\.(rms|fused)|vllm_flash_attn|unified_attention|flashmla|w8a8_triton|gemm_a8w8"
 )
-WORKERS = "fusion/native_rows", "attention/quantized_attention", "attention/split"
+WORKERS = "graph/vllm_row_kernels", "attention/quantized_attention", "attention/split"
 GENERATOR = torch.Generator().manual_seed(0)
 
 

@@ -9,7 +9,7 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.models import joined
+from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.config import read
 from vllm_rocm_ops.models.layers import calls
@@ -57,7 +57,7 @@ def test_deepseek_at_tp8():
 
 def test_experts_whose_hidden_states_the_norm_quantizes():
     """It has the quantization of experts; other models have none."""
-    norm, experts = joined.quantized_hidden(read("deepseek-v3"), 8)
+    norm, experts = fused_calls.quantized_hidden(read("deepseek-v3"), 8)
     assert (norm.layer, norm.op, norm.count) == ("post-attention norm", ops.rms_norm_and_per_block_quant, 58)
     fp8 = torch.float8_e4m3fnuz
     a = norm.op.Arguments(*norm.case(3).make("meta", torch.Generator(), fp8))
@@ -67,24 +67,24 @@ def test_experts_whose_hidden_states_the_norm_quantizes():
     assert (b.hidden_scale.shape, b.hidden_scale.stride()) == (scales.shape, scales.stride()) and experts.count == 58
     launched = [launch.symbol for launch in experts.op.explain(*b, arch=archs.named("gfx942")).launches]
     assert launched == ["fused_experts_gate_up_block", "fused_experts_down_quant_block_bf16"]
-    assert [call.count for call in joined.quantized_hidden(read("qwen3-30b-a3b-fp8"))] == [48, 48]
+    assert [call.count for call in fused_calls.quantized_hidden(read("qwen3-30b-a3b-fp8"))] == [48, 48]
     for model in (GLM, LLAMA, "tiny-deepseek-v3"):  # a norm that is vLLM's, no experts, experts in bf16
-        assert joined.quantized_hidden(read(model)) == []
+        assert fused_calls.quantized_hidden(read(model)) == []
 
 
 def test_gate_up_and_swiglu_in_one_launch():
     """One launch does the work of two calls of the step, equally often, for static scales only."""
-    [call] = joined.gated(read(LLAMA), 8)
+    [call] = fused_calls.gated(read(LLAMA), 8)
     assert (call.layer, call.op, call.count) == ("gate_up + SwiGLU", ops.scaled_mm_silu_and_mul_quant, 126)
     a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
     assert a.a.shape == (3, 16384) and a.b.shape == (16384, 13312) and call.op.allocate(a).shape == (3, 6656)
     assert a.scale_a.numel() == a.scale_b.numel() == a.scale.numel() == 1
-    product, activation = joined.two_launches(call)
-    assert {product, activation} < set(calls(read(LLAMA), 8)) and joined.one_launch(product, activation) == call
+    product, activation = fused_calls.two_launches(call)
+    assert {product, activation} < set(calls(read(LLAMA), 8)) and fused_calls.one_launch(product, activation) == call
     for parameters in ((13312, 16384, True), (13312, 16384, False, True)):  # scales per token, a bias
-        assert joined.one_launch(dataclasses.replace(product, parameters=parameters), activation) is None
+        assert fused_calls.one_launch(dataclasses.replace(product, parameters=parameters), activation) is None
     for model in ("deepseek-v3", GLM, "qwen3-8b-fp8", "tiny-llama"):
-        assert joined.gated(read(model)) == []
+        assert fused_calls.gated(read(model)) == []
 
 
 def test_a_router_and_its_topk_in_one_launch():
@@ -94,7 +94,7 @@ def test_a_router_and_its_topk_in_one_launch():
         "qwen3-30b-a3b-fp8": (128, 2048, 8, True, 1, 1),
     }
     for model, sizes in wanted.items():
-        [call] = joined.routers(read(model), 8)
+        [call] = fused_calls.routers(read(model), 8)
         by_layer = {each.layer: each for each in calls(read(model), 8)}
         product, choice = by_layer["router"], by_layer["routing"]
         assert (call.layer, call.op, call.count) == ("router + routing", ops.router_gemm_topk, product.count)
@@ -103,9 +103,9 @@ def test_a_router_and_its_topk_in_one_launch():
         assert (a.e_score_correction_bias is None) == (model != "deepseek-v3")
         assert len(call.op.explain(*a, arch=archs.named("gfx942")).launches) == 1
         half = dataclasses.replace(choice, dtype=torch.float32)
-        assert joined.one_router(product, half) is joined.one_router(choice, product) is None
+        assert fused_calls.one_router(product, half) is fused_calls.one_router(choice, product) is None
     for model in (GLM, LLAMA):
-        assert joined.routers(read(model)) == []
+        assert fused_calls.routers(read(model)) == []
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
         for name, value in (read("deepseek-v3") | change).items()
         if value is not None or name in ("q_lora_rank",)
     }
-    [call] = joined.fronts(config, 8)
+    [call] = fused_calls.fronts(config, 8)
     latents = (1536 if config["q_lora_rank"] else 0), 512
     names = ["q_a norm", "kv_a norm", "cache write"][latents[0] == 0 :]
     assert (call.layer, call.parameters, call.count) == (" + ".join(names), (latents, 64, kind, 1e-6), 61)
-    assert {*joined.norms_of(call)} == {one for one in calls(config, 8) if one.layer in names}
+    assert {*fused_calls.norms_of(call)} == {one for one in calls(config, 8) if one.layer in names}
     a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
     assert a.qkv.shape == (3, sum(latents) + 64) and a.kv_out.shape == (3, 512) and a.kv_cache.shape == (3, 16, 576)
     assert (a.q_out is None) == (a.q_weight is None) == (not latents[0])
@@ -134,10 +134,12 @@ def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
 
 def test_no_other_model_has_latents():
     for model in (LLAMA, GLM, "qwen3-8b-fp8", "tiny-llama"):
-        assert joined.fronts(read(model)) == []
-    q = dataclasses.replace(joined.norms_of(joined.fronts(read("deepseek-v3"))[0])[0], op=ops.rms_norm_mxfp8_quant)
+        assert fused_calls.fronts(read(model)) == []
+    q = dataclasses.replace(
+        fused_calls.norms_of(fused_calls.fronts(read("deepseek-v3"))[0])[0], op=ops.rms_norm_mxfp8_quant
+    )
     kv = dataclasses.replace(q, op=ops.rms_norm)
-    assert joined.one_front(q, kv, 64) is None, "queries in MX-FP8 are quantized by a launch of their own"
+    assert fused_calls.one_front(q, kv, 64) is None, "queries in MX-FP8 are quantized by a launch of their own"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_launches_of_attention_in_one():
 
     def made(model: str, tp: int) -> dict[str, tuple]:
         result = {}
-        for launches, call in joined.around_attention(read(model), tp).items():
+        for launches, call in fused_calls.around_attention(read(model), tp).items():
             a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fnuz))
             assert call.op.explain(*a, arch="gfx942").launches and call.layer == " + ".join(launches)
             result[call.layer] = call.op.name, call.count, a
@@ -197,7 +199,7 @@ def test_launches_of_attention_in_one():
     assert list(glm) == [rotated] and glm[rotated][2].cos_sin_cache.shape[1] == 64, (
         "per token, half of a head is rotated"
     )
-    assert list(joined.around_attention(read(GLM) | {"use_qk_norm": True}, 4)) == [tuple(normed.split(" + "))]
+    assert list(fused_calls.around_attention(read(GLM) | {"use_qk_norm": True}, 4)) == [tuple(normed.split(" + "))]
     latent = made("deepseek-v3", 8)
     names = "rotation + W_UK", "W_UV + o's input quantization"
     ops_of = "batched_gemm_rope", "batched_gemm"
@@ -207,17 +209,17 @@ def test_launches_of_attention_in_one():
     a = latent[names[0]][2]
     assert a.x.shape == (3, 16, 128) and a.q_pe.shape == (3, 16, 64) and a.x.stride() == a.q_pe.stride()
     assert a.weights.shape == (16, 128, 512) and a.cos_sin_cache.shape[1] == 64
-    call, _ = joined.around_attention(read("deepseek-v3"), 8).values()
-    assert joined.absorbed_of(call) == model_layers.absorbed(read("deepseek-v3"), 8)[0]
+    call, _ = fused_calls.around_attention(read("deepseek-v3"), 8).values()
+    assert fused_calls.absorbed_of(call) == model_layers.absorbed(read("deepseek-v3"), 8)[0]
     static = read(LLAMA) | {"head_dim": 64}
     assert (
-        len(joined.around_attention(static, 8)) == 2
-        and len(joined.around_attention(read("qwen3-8b-fp8") | {"head_dim": 64}, 2)) == 1
+        len(fused_calls.around_attention(static, 8)) == 2
+        and len(fused_calls.around_attention(read("qwen3-8b-fp8") | {"head_dim": 64}, 2)) == 1
     )
     some = read(LLAMA)["quantization_config"] | {"ignored_layers": ["model.layers.0.self_attn.o_proj"]}
-    calls_of = joined.around_attention(read(LLAMA) | {"quantization_config": some}, 8)
+    calls_of = fused_calls.around_attention(read(LLAMA) | {"quantization_config": some}, 8)
     assert [call.count for call in calls_of.values()] == [126, 125]
-    assert [*joined.around_attention(read("tiny-llama"))] == [("rotation", "cache write")]
+    assert [*fused_calls.around_attention(read("tiny-llama"))] == [("rotation", "cache write")]
 
 
 def test_products_that_mla_attention_absorbs():

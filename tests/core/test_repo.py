@@ -26,15 +26,15 @@ from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import envs, launch
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.ops.families.decode import MAX_ROWS
+from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
 from vllm_rocm_ops.tools import check, cli
 from vllm_rocm_ops.tools.bench import tune
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder, mla, mla_absorb, timing
-from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.graph import all_reduce_timing, compiled_ops
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, measured_all_reduce
+from vllm_rocm_ops.vllm.moe import base as experts
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 LARGEST_FILE = 200_000
 LARGEST_CODE = 20 * 1024
@@ -143,7 +143,7 @@ def test_vendors_export_the_same_names():
 def test_every_kernel_file_has_its_spec():
     """The spec is a file of the same name, or one that several ops share, which names the kernel file as its MODULE."""
     specs = {path.stem for path in files("vllm_rocm_ops/ops/*.py")}
-    for path in files("vllm_rocm_ops/ops/*.py", "vllm_rocm_ops/ops/families/*.py"):
+    for path in files("vllm_rocm_ops/ops/*.py", "vllm_rocm_ops/ops/shared/*.py"):
         specs |= set(re.findall(r'^(?:\w+_)?MODULE = "(\w+)"', path.read_text(), re.MULTILINE))
     specs |= set(launches.symbols())
     assert {path.stem for path in files("csrc/ops/*.hip")} <= specs
@@ -269,7 +269,7 @@ def test_imports_of_the_package_have_no_cycle():
     assert {
         "vllm_rocm_ops.tools.cli",
         "vllm_rocm_ops.emulator.scheduler",
-        "vllm_rocm_ops.vllm.fusion.norm",
+        "vllm_rocm_ops.vllm.graph.norm",
     } < graph.keys()
     assert "vllm_rocm_ops.core.launch" in graph["vllm_rocm_ops.core.execution"] and graph["vllm_rocm_ops.ops"]
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
@@ -338,7 +338,7 @@ def test_a_worker_imports_no_command():
     """vLLM's workers import the plugin, its seams and their imports, also within functions."""
     graph = import_graph(ROOT / "vllm_rocm_ops")
     worker = reached(graph, {module for module in graph if belongs(module, "vllm")})
-    assert {"vllm_rocm_ops.vllm.fusion.norm", "vllm_rocm_ops.core.clock", "vllm_rocm_ops.ops.gemm"} < worker
+    assert {"vllm_rocm_ops.vllm.graph.norm", "vllm_rocm_ops.core.clock", "vllm_rocm_ops.ops.gemm"} < worker
     assert sorted(module for module in worker if belongs(module, *COMMANDS)) == []
     assert len(worker) <= WORKER_MODULES
 
@@ -351,15 +351,15 @@ def test_only_these_commands_import_the_plugin():
     assert asks == {f"vllm_rocm_ops.{module}" for module in wanted}
     found = {module for asking in asks for module in graph[asking] & plugin}
     doors = {
-        *("kernels", "reach", "seam"),
+        *("kernels", "coverage", "seam"),
         *("selection.kernel_selection", "selection.kernel_timing", "selection.replays"),
         "attention.decoder",
-        "attention.mla_front",
+        "attention.mla_pre_attention",
         "attention.mla_rotation",
         "attention.quantized_attention",
-        "attention.rope_front",
-        "experts.routing_gate",
-        "fusion.native_rows",
+        "attention.rope_pre_attention",
+        "moe.routing_gate",
+        "graph.vllm_row_kernels",
     }
     assert {module.removeprefix("vllm_rocm_ops.vllm").lstrip(".") for module in found} - {""} <= doors
 
@@ -597,9 +597,9 @@ def test_the_page_on_tuning_states_the_limits_of_selection():
         f"{kernel_timing.LARGEST_ERROR:g}x the baseline's error",
         f"{kernel_timing.limit_s():g} s for each start",
         f"{kernel_timing.limit_s() + kernel_timing.SECONDS_COMPILING:g} s for another process",
-        f"{measured_all_reduce.MAX_SECONDS:g} s for the all-reduce",
+        f"{all_reduce_timing.MAX_SECONDS:g} s for the all-reduce",
         f"{', '.join(map(str, timing.LENGTHS[:-1]))} and {timing.LENGTHS[-1]} keys",
-        f"{', '.join(map(str, row_selection.TOKENS[:-1]))} and {row_selection.TOKENS[-1]} tokens",
+        f"{', '.join(map(str, compiled_ops.TOKENS[:-1]))} and {compiled_ops.TOKENS[-1]} tokens",
         f"more than {100 * tune.MARGIN:g} % faster than the default",
     }
     assert {limit for limit in limits if limit not in said(DOCS / "tuning.md")} == set()

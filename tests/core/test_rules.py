@@ -20,7 +20,7 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op, tensors
 from vllm_rocm_ops.core.stats import FALLBACK
 from vllm_rocm_ops.core.tensors import canonical
-from vllm_rocm_ops.ops.families import gated
+from vllm_rocm_ops.ops.shared import gated
 
 OPS = list(op.registered())
 ARCH = archs.ARCHS["gfx950"]

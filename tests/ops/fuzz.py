@@ -41,7 +41,7 @@ from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.correctness import as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.stats import reset_stats, stats
-from vllm_rocm_ops.ops.families import rowwise
+from vllm_rocm_ops.ops.shared import rowwise
 
 REFUSALS = (ValueError, TypeError, RuntimeError)
 WHOLE = 10000  # calls after which every kernel must have run

@@ -9,7 +9,7 @@ from marks import full
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 BLOCKS = 32  # K blocks per call, one scale each
 OTHER = 0.5  # scale of the other operand: nothing overflows

@@ -18,7 +18,7 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.correctness import check_case, generator_of
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import flash
+from vllm_rocm_ops.ops.shared import flash
 from vllm_rocm_ops.tools.bench.attention import attention
 
 

@@ -10,8 +10,8 @@ from vllm_rocm_ops.core.correctness import run_and_check
 from vllm_rocm_ops.core.stats import stats
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.families.experts_streamed import StreamedConfig
-from vllm_rocm_ops.ops.families.experts_tiled import TiledConfig
+from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
+from vllm_rocm_ops.ops.shared.experts_tiled import TiledConfig
 
 CASES = {case.name: case for case in fused_experts.cases()}
 ROUTINGS = 4

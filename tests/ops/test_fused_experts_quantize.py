@@ -11,9 +11,9 @@ from vllm_rocm_ops.core import launch, quantization
 from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.core.launch import Workspace
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import experts_quantize
-from vllm_rocm_ops.ops.families.experts_quantize import Rows
-from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.shared import experts_quantize
+from vllm_rocm_ops.ops.shared.experts_quantize import Rows
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 
 def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present=None):

@@ -15,8 +15,8 @@ from vllm_rocm_ops.core.correctness import generator_of, run_and_check, unwritte
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import experts_tiled as tiled
 from vllm_rocm_ops.ops.fused_experts import TILED_FROM
+from vllm_rocm_ops.ops.shared import experts_tiled as tiled
 
 OP = ops.fused_experts
 

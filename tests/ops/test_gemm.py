@@ -12,7 +12,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families.gemm_cases import inputs
+from vllm_rocm_ops.ops.shared.gemm_cases import inputs
 
 
 def matrices(a: torch.dtype, b: torch.dtype, m: int = 3, k: int = 32, n: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

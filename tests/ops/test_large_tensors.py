@@ -31,7 +31,7 @@ from vllm_rocm_ops.core.correctness import (
 from vllm_rocm_ops.core.launch import Workspace
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import experts_quantize, experts_tiled, gemm, skinny_gemm
+from vllm_rocm_ops.ops.shared import experts_quantize, experts_tiled, gemm, skinny_gemm
 
 GB = 2**30
 FAR = 2**25 - 16  # maximum bytes between the rows of a skinny GEMM

@@ -10,8 +10,8 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.launch import Counters
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import rowwise
-from vllm_rocm_ops.ops.families.skinny_gemm import SkinnyConfig
+from vllm_rocm_ops.ops.shared import rowwise
+from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 
 CALLS = 100 if FULL else 25
 TOKENS, ROWS, K = 3, 64, 1280

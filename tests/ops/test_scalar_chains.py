@@ -16,7 +16,7 @@ from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.decode import Instruction, decode
 from vllm_rocm_ops.emulator.objects import CodeObject, KernelObject
-from vllm_rocm_ops.ops.families import gemm
+from vllm_rocm_ops.ops.shared import gemm
 
 ROWS = sorted(
     {Path(o.reference.__code__.co_filename).stem for o in op.registered() if "rowwise" in o.reference.__globals__}

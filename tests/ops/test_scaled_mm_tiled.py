@@ -15,8 +15,8 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.correctness import FLOOR, check, generator_of
 from vllm_rocm_ops.core.launch import Counters, Workspace
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import gemm, tiled_gemm
-from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.shared import gemm, tiled_gemm
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 DIES = 8
 

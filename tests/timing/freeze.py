@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.models import joined
+from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import CONTEXT, frozen, machines, step, step_report
 
@@ -41,12 +41,12 @@ def predictions(
         for name, tp in MODELS.items():
             config = model_config.read(name)
             others = [
-                *joined.gated(config, tp),
-                *joined.routers(config, tp),
-                *joined.fronts(config, tp),
-                *joined.around_attention(config, tp).values(),
+                *fused_calls.gated(config, tp),
+                *fused_calls.routers(config, tp),
+                *fused_calls.fronts(config, tp),
+                *fused_calls.around_attention(config, tp).values(),
                 *model_layers.absorbed(config, tp),
-                *joined.quantized_hidden(config, tp),
+                *fused_calls.quantized_hidden(config, tp),
             ]
             for call in [*model_layers.calls(config, tp), model_layers.attention(config, tp), *others]:
                 for size in tokens if call.count else ():

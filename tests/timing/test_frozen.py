@@ -12,7 +12,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.models import joined
+from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import frozen
 from vllm_rocm_ops.tools import check_parts
@@ -24,7 +24,7 @@ SINCE = {"glm-4.5-air-fp8": "2026-11-25-6d0f875"}
 
 def calls() -> list[model_layers.LayerCall]:
     config = model_config.read("tiny-llama-fp8")
-    return [call for call in (*model_layers.calls(config), *joined.gated(config)) if call.count]
+    return [call for call in (*model_layers.calls(config), *fused_calls.gated(config)) if call.count]
 
 
 @pytest.fixture

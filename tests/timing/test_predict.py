@@ -14,8 +14,8 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.ops.families import experts_tiled
-from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
+from vllm_rocm_ops.ops.shared import experts_tiled
+from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 from vllm_rocm_ops.timing import launch_time, machines, predict, refit
 from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
 from vllm_rocm_ops.tools import cli, explain

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, measured_selection
+from vllm_rocm_ops.vllm import worker_startup
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 WHAT = {"faster": ("1", "1"), "slower": ("3", "1"), "wrong": ("1", "1.05")}
 """Environments of an engine: US, the plugin's microseconds beside vLLM's 2, and FACTOR, of a result."""
@@ -24,7 +25,7 @@ class Clock:
 
 def install(**results: str) -> None:
     """Install the clock, and references as kernels of ops, each with the name of the result that FACTOR multiplies."""
-    measured_selection.clock, kernel_timing.limit_s = Clock, lambda: 1000.0
+    worker_startup.clock, kernel_timing.limit_s = Clock, lambda: 1000.0
     for name, result in results.items():
         op = getattr(ops, name)
 

@@ -7,9 +7,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.stats import counter
-from vllm_rocm_ops.vllm.fusion import row_selection
-from vllm_rocm_ops.vllm.linear import native_kernel
-from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
+from vllm_rocm_ops.vllm import worker_startup
+from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.selection import kernel_timing
 
 
 class Clock:
@@ -24,7 +25,7 @@ class Clock:
     def times(self, calls, sets, replays):
         time.sleep(self.seconds)
         [kernels] = calls["ours"].args
-        if isinstance(kernels, row_selection.Fused):
+        if isinstance(kernels, compiled_ops.Fused):
             return {"ours": [1.0 if self.rows_win else 3.0], "native": [2.0]}
         few = len(sets[0][0]) <= 8
         return {"ours": [1.0 if few else 3.0], "native": [2.0]}
@@ -57,8 +58,8 @@ def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) ->
 
     for name in ("rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"):
         getattr(ops, name).run_kernels = rows(getattr(ops, name))
-    native_kernel.choose = lambda *_: Native
+    linear_base.choose = lambda *_: Native
     Native.apply_scaled_mm, ops.scaled_mm.run_kernels = counted, ours
-    measured_selection.clock = lambda: Clock(rows_win, seconds)
+    worker_startup.clock = lambda: Clock(rows_win, seconds)
     kernel_timing.limit_s = lambda: 1000.0  # references and compilers of a CPU take their time
     CPUWorker.determine_available_memory = after_a_profile_run

@@ -66,14 +66,14 @@ def matches(config, native: bool, aiter: bool):
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm.fusion import graph
+    from vllm_rocm_ops.vllm.graph import rewrite
 
     if aiter:
         from vllm.compilation.passes.fusion.rocm_aiter_fusion import RocmAiterRMSNormQuantFusionPass as Theirs
     else:
         from vllm.compilation.passes.fusion.rms_quant_fusion import RMSNormQuantFusionPass as Theirs
     theirs = Theirs(config)
-    graph.choices.on = frozenset()  # all are vLLM's
+    rewrite.choices.on = frozenset()  # all are vLLM's
     for key in KEYS:
         scale = getattr(quant_utils, key).scale
         quant = QuantFP8(scale.static, scale.group_shape, use_ue8m0=False, compile_native=False)
@@ -102,7 +102,7 @@ def matches(config, native: bool, aiter: bool):
                     traced = functional(lambda *given, quantize=quantize: function(*given, quantize))
                     module = make_fx(traced, select_decomp_table())(*inputs)
                     view_to_reshape(module)
-                    graph.Fusion(config)(module.graph)
+                    rewrite.Fusion(config)(module.graph)
                     theirs(module.graph)
                 found.append(theirs.matched_count)
             yield f"{key} {adds}", found

@@ -5,6 +5,8 @@ import types
 
 import torch
 
+import vllm_rocm_ops.vllm.graph.all_reduce_timing
+import vllm_rocm_ops.vllm.worker_startup
 from vllm_rocm_ops import collectives
 from vllm_rocm_ops.core.stats import counter
 
@@ -69,9 +71,9 @@ def install(slow: int, **how) -> None:
     """Make vLLM's CPU engine name all-reduces as a GPU's does, and measure them by `Clock`."""
     from vllm.platforms.cpu import CpuPlatform
 
-    from vllm_rocm_ops.vllm.selection import measured_all_reduce, measured_selection
-
     CpuPlatform.use_custom_op_collectives = classmethod(lambda cls: True)
-    measured_selection.group_clock = lambda: Clock(slow)
-    theirs = measured_all_reduce.before_compiling
-    measured_all_reduce.before_compiling = functools.partial(theirs, create=functools.partial(OverGloo, **how))
+    vllm_rocm_ops.vllm.worker_startup.group_clock = lambda: Clock(slow)
+    theirs = vllm_rocm_ops.vllm.graph.all_reduce_timing.before_compiling
+    vllm_rocm_ops.vllm.graph.all_reduce_timing.before_compiling = functools.partial(
+        theirs, create=functools.partial(OverGloo, **how)
+    )

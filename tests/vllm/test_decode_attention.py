@@ -81,7 +81,7 @@ def test_tokens_are_baseline_vllms(generated, model, op, bound):
 MEASURED = """
 import os
 from vllm_rocm_ops.vllm.attention import decoder as attention, timing as attention_timing
-from vllm_rocm_ops.vllm.selection import measured_selection
+from vllm_rocm_ops.vllm import worker_startup
 
 class Clock:
     def times(self, calls, sets, replays):
@@ -95,7 +95,7 @@ class Clock:
     def finish(self):
         pass
 
-measured_selection.clock, attention_timing.LENGTHS = Clock, (32, 100)
+worker_startup.clock, attention_timing.LENGTHS = Clock, (32, 100)
 right = attention.run
 
 def run(op, *arguments):

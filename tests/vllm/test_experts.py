@@ -20,9 +20,9 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.experts import base as experts
-from vllm_rocm_ops.vllm.experts import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.moe import base as experts
+from vllm_rocm_ops.vllm.moe import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
@@ -624,7 +624,7 @@ def test_room_for_more_tokens_goes_to_no_expert(native, aiters_experts, monkeypa
         config(**parallel(**SPREAD | {"all2all_backend": "mori_high_throughput"})), layer.quant_config
     )
     came = types.SimpleNamespace(expert_num_tokens=torch.tensor([2], dtype=torch.int32))
-    monkeypatch.setattr(native_kernel, "asks_for_aiter", lambda kind: False)
+    monkeypatch.setattr(linear_base, "asks_for_aiter", lambda kind: False)
     output = applied(made, layer, hidden, None, weights, ids, came)
     assert torch.equal(asked[0][:2], ids[:2]) and (asked[0][2:] == -1).all()
     close(output[:2], layer.plain(hidden, weights, ids)[:2])

@@ -10,7 +10,7 @@ import torch
 from engines import HERE
 
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.fusion import fusion, row_selection
+from vllm_rocm_ops.vllm.graph import compiled_ops, pass_manager
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
@@ -71,7 +71,7 @@ def test_what_is_measured_is_vllms():
     params = (None, None, None, None)
     kernel = types.SimpleNamespace(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
     kernel.quant_fp8.vllm_forward = kernel.quant_fp8.forward_native
-    assert MARK not in traced(row_selection.quantizer(None, kernel))
+    assert MARK not in traced(compiled_ops.quantizer(None, kernel))
 
 
 @pytest.mark.parametrize("switch", ["+", "-"])
@@ -96,7 +96,7 @@ def test_another_plugins_passes_are_left(monkeypatch):
 
     monkeypatch.setattr(type(current_platform), "get_pass_manager_cls", classmethod(lambda cls: "other.Passes"))
     with pytest.raises(seam.Unavailable, match="as the platform's passes, got other.Passes"):
-        fusion.probe()
+        pass_manager.probe()
 
 
 def test_a_marker_that_runs_quantizes():

@@ -200,10 +200,10 @@ MANY_TOKENS_TO_VLLM = """
 import torch
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.model_executor.layers import vocab_parallel_embedding
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import scaled_linear, unquantized_linear
 
-native_kernel.choose = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
+linear_base.choose = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
 scaled_linear.ScaledLinear.limit = 16
 op = torch.ops.vllm_rocm_ops.unquantized_linear
 torch.ops.vllm.rocm_unquantized_gemm = torch.nn.functional.linear

@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.graph import compiled_ops
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 
@@ -26,11 +26,11 @@ ALL = frozenset(("norm", "activation"))
 
 
 @pytest.fixture(autouse=True)
-def choices(monkeypatch) -> row_selection.Choices:
-    from vllm_rocm_ops.vllm.fusion import graph
+def choices(monkeypatch) -> compiled_ops.Choices:
+    from vllm_rocm_ops.vllm.graph import rewrite
 
-    made = row_selection.Choices(on=ALL)
-    monkeypatch.setattr(graph, "choices", made)
+    made = compiled_ops.Choices(on=ALL)
+    monkeypatch.setattr(rewrite, "choices", made)
     return made
 
 
@@ -49,7 +49,7 @@ def quantizer(key: str, **how):
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm.fusion import markers
+    from vllm_rocm_ops.vllm.graph import markers
 
     scale = getattr(quant_utils, key).scale
     how = {"use_ue8m0": False, "compile_native": False} | how
@@ -75,16 +75,16 @@ def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None
     from vllm.config import get_current_vllm_config
     from vllm.config.utils import Range
 
-    from vllm_rocm_ops.vllm.fusion import graph
+    from vllm_rocm_ops.vllm.graph import rewrite
 
     configuration, module = get_current_vllm_config(), make_fx(function, table or {}, "fake")(*inputs)
     if edit is not None:
         edit(module.graph)
     settings = configuration.compilation_config.pass_config
     settings.fuse_norm_quant = settings.fuse_act_quant = settings.fuse_allreduce_rms = False
-    manager = graph.PassManager()
+    manager = rewrite.PassManager()
     manager.configure(configuration)
-    [ours] = [one for one in manager.passes if isinstance(one, graph.Fusion)]
+    [ours] = [one for one in manager.passes if isinstance(one, rewrite.Fusion)]
     ours.pass_config = dataclasses.replace(settings, **passes)
     with pass_context(Range(1, 64)):
         get_pass_context().donated_input_ids = set(donated)
@@ -335,7 +335,7 @@ def test_an_activation(gates):
     """It is replaced alone before a GEMM, and with its quantization, and left if the compiler fuses it."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops.vllm.fusion import markers
+    from vllm_rocm_ops.vllm.graph import markers
 
     (marked, _), act = quantizer(MX if gates == "mx" else KEYS[2]), markers.of_activation(SiluAndMul.forward_native)
     x, product = random(ROWS, 2 * HIDDEN), random(HIDDEN, 8, seed=3)
@@ -361,8 +361,8 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
     """One op replaces three, and is served as the two that it replaces."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops.vllm.fusion import markers
-    from vllm_rocm_ops.vllm.linear import native_kernel
+    from vllm_rocm_ops.vllm.graph import markers
+    from vllm_rocm_ops.vllm.linear import base as linear_base
     from vllm_rocm_ops.vllm.selection import kernel_selection
 
     class Native:
@@ -372,9 +372,9 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
     def wanted(a, b, bias):
         return ops.scaled_mm.reference(a, b, one, one, torch.bfloat16, bias)
 
-    monkeypatch.setattr(native_kernel, "_kernels", {})
+    monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setattr(kernel_selection, "_choices", {})
-    name, one, at = native_kernel.keep(Native()), torch.ones(1), torch.full((1,), 0.5)
+    name, one, at = linear_base.keep(Native()), torch.ones(1), torch.full((1,), 0.5)
     (marked, _), act = (
         quantizer(KEYS[1 if how == "another quantization" else 0]),
         markers.of_activation(SiluAndMul.forward_native),
@@ -423,7 +423,7 @@ PATTERNS = {
 def silu_and_mul(x):
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops.vllm.fusion import markers
+    from vllm_rocm_ops.vllm.graph import markers
 
     return markers.of_activation(SiluAndMul.forward_native)(torch.cat((x, x.flip(1)), 1))
 
@@ -582,15 +582,15 @@ def test_what_was_decided(choices, made, passes, ours):
     """Choices are by pattern; a first norm follows those with a residual. The compile cache tells choices apart."""
     from vllm.config import get_current_vllm_config
 
-    from vllm_rocm_ops.vllm.fusion import graph
+    from vllm_rocm_ops.vllm.graph import rewrite
 
-    before = graph.Fusion(get_current_vllm_config()).uuid()
+    before = rewrite.Fusion(get_current_vllm_config()).uuid()
     vars(choices).update(made)
     (marked, theirs), x, weight = quantizer(KEYS[1]), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
     module, names = piece(lambda x, weight: marked(norm(x, weight)), x, weight, **passes)
     assert bool(called(names)) is ours
     same(module(x, weight), expected(KEYS[1], x, weight) if ours else theirs(norm(x, weight)))
-    assert (graph.Fusion(get_current_vllm_config()).uuid() == before) is (made == {})
+    assert (rewrite.Fusion(get_current_vllm_config()).uuid() == before) is (made == {})
 
 
 @pytest.mark.parametrize(("epsilon", "reduced"), itertools.product((1e-6, 1e-4), (True, False)))
@@ -623,7 +623,7 @@ LIBRARY.impl("quantize", lambda x, out: None, "Meta")
 
 def test_equal_markers_are_traced_once(monkeypatch):
     """A model has them in every layer."""
-    from vllm_rocm_ops.vllm.fusion import markers
+    from vllm_rocm_ops.vllm.graph import markers
 
     traced, trace = [], markers.trace
     monkeypatch.setattr(markers, "trace", lambda *given: traced.append(given) or trace(*given))
@@ -666,7 +666,7 @@ def test_a_kernel_that_writes_its_argument_is_functional_again():
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm.fusion import markers
+    from vllm_rocm_ops.vllm.graph import markers
 
     def theirs(x, scale, bound=None):
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn)

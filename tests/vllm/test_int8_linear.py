@@ -9,12 +9,13 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.linear import int8_linear, native_kernel
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import int8_linear
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 48, 160
 NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
-CHOOSE = native_kernel.choose
+CHOOSE = linear_base.choose
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
@@ -53,13 +54,13 @@ def make(monkeypatch):
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
-    monkeypatch.setattr(native_kernel, "_kernels", {})
+    monkeypatch.setattr(linear_base, "_kernels", {})
 
     def make(kind: str, native: type | None = None):
         if native is not None:
             supported = {"is_supported": native.supported, "can_implement": native.supported, "calls": []}
             native = type(native.__name__, (native, CutlassInt8ScaledMMLinearKernel), supported)
-        monkeypatch.setattr(native_kernel, "choose", lambda *_: native)
+        monkeypatch.setattr(linear_base, "choose", lambda *_: native)
         per_channel, static = KINDS[kind]
         layer, weight = torch.nn.Module(), (40 * random(N, K)).round().clamp(-127, 127).to(torch.int8)
         layer.logical_widths = [N // 3, N - N // 3] if kind == "fused" else [N]

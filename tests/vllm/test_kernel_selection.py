@@ -21,15 +21,16 @@ import pytest
 import torch
 from marks import full
 
+import vllm_rocm_ops.vllm.worker_startup
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, tables
 from vllm_rocm_ops.core.clock import tensor_bytes
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import doctor
-from vllm_rocm_ops.vllm import reach
-from vllm_rocm_ops.vllm.fusion import row_selection
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm import coverage
+from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
 from vllm_rocm_ops.vllm.selection import kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection import replays as replays_module
@@ -39,7 +40,7 @@ N, K, LIMIT = 48, 64, 16
 CAPTURED, MAX = (1, 8, 32, 64), 256
 
 
-class Product(native_kernel.Linear):
+class Product(linear_base.Linear):
     """x W^T in bf16, by an op named "product" and by vLLM.
 
     Tests replace `ours`. A layer is its weight.
@@ -79,7 +80,7 @@ class Product(native_kernel.Linear):
         choice = selection.choice(key) or selection.choose(key, self, "VllmKernel of a layer", (weight,))
         if choice.layers is not None:
             choice.note(weight, len(x), lambda: (weight,))
-        return native_kernel.run_or_native(lambda: self.native(x, weight), self.op, choice, x, weight)
+        return linear_base.run_or_native(lambda: self.native(x, weight), self.op, choice, x, weight)
 
     def exact(self, arguments, x, rows, columns):
         return x[rows].float() @ arguments[1][columns].float().t()
@@ -744,7 +745,7 @@ class PaddedRows(Padded):
 
 def measured(kernels: Padded, clock) -> selection.Measured:
     if isinstance(kernels, PaddedRows):
-        return row_selection.measure_pair(kernels, [()] * 2, 8, clock, contextlib.nullcontext())
+        return compiled_ops.measure_pair(kernels, [()] * 2, 8, clock, contextlib.nullcontext())
     choice = selection.Choice(kernels, "VllmKernel", (WEIGHTS[0],))
     return kernel_timing.measure_pair(choice, [(w,) for w in WEIGHTS], 8, clock, contextlib.nullcontext())
 
@@ -967,7 +968,7 @@ def test_what_is_measured_in_time(model, most):
         layers = dict.fromkeys(range(min(max(layer.count, 1), 64)), ())
         wanted[One(f"{layer.op.name} {len(wanted)}", kernels, layers)] = list(work)
     items = kernel_timing.in_order(wanted, selection.Record({}), arch.bandwidth_gb_s)
-    left, measured = kernel_timing.limit_s() * (1 - row_selection.SHARE), []
+    left, measured = kernel_timing.limit_s() * (1 - compiled_ops.SHARE), []
     for one, [tokens] in items:
         _, takes = kernel_timing.estimate(one.kernels, (), len(one.layers), tokens, arch.bandwidth_gb_s)
         if takes < left:
@@ -1000,7 +1001,6 @@ def worker(monkeypatch):
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from vllm_rocm_ops.vllm import register
-    from vllm_rocm_ops.vllm.selection import measured_selection
 
     register()
     happened, module = [], types.ModuleType("a_worker_for_gpus")
@@ -1021,7 +1021,7 @@ def worker(monkeypatch):
 
     Worker.compile_or_warm_up_model.__module__, module.kernel_warmup = module.__name__, kernel_warmup
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(measured_selection, "warm_up", lambda worker: happened.append("ours"))
+    monkeypatch.setattr(vllm_rocm_ops.vllm.worker_startup, "warm_up", lambda worker: happened.append("ours"))
     wrapper = WorkerWrapperBase()
     wrapper.worker, wrapper.vllm_config = Worker(), None
     yield wrapper, happened
@@ -1060,9 +1060,8 @@ def as_ranks(rank) -> list:
 
 
 def gather(group):
-    from vllm_rocm_ops.vllm.selection import measured_selection
 
-    return functools.partial(measured_selection.gather_from, group)
+    return functools.partial(vllm_rocm_ops.vllm.worker_startup.gather_from, group)
 
 
 def test_ranks_gather_and_the_first_says(caplog):
@@ -1094,7 +1093,7 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
         started(product, other)
         try:
             kernel_timing.warm_up(CAPTURED, MAX, ours_wins(range(MAX + 1)), gather(group))
-        except RuntimeError as error:  # as measured_selection.py catches any
+        except RuntimeError as error:  # as worker_startup.py catches any
             results.put((str(error), product.serve(LIMIT), product.serve(MAX)))
 
     [(why, few, many)] = as_ranks(rank)
@@ -1105,9 +1104,8 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
 
 
 def test_a_vllm_that_is_otherwise_starts(caplog):
-    from vllm_rocm_ops.vllm.selection import measured_selection
 
-    measured_selection.warm_up(types.SimpleNamespace())
+    vllm_rocm_ops.vllm.worker_startup.warm_up(types.SimpleNamespace())
     assert "vllm-rocm-ops: kernel timing failed, default token limits apply: " in caplog.text
 
 
@@ -1117,8 +1115,6 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     Layers that cannot be called are named. A layer whose shape was called gets the same decision, and one that the
     plugin alone reads needs none.
     """
-    from vllm_rocm_ops.vllm.selection import measured_selection
-
     product, calls = started(Product()), []
 
     class Method:
@@ -1130,7 +1126,7 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
         made = torch.nn.Module()
         made.weight, made.name, made.works = torch.nn.Parameter(weight, requires_grad=False), name, works
         made.quant_method, made.input_size_per_partition = Method(), weight.shape[1]
-        made.register_buffer(native_kernel.MARK, torch.tensor(native_kernel.STATES.index(state), dtype=torch.uint8))
+        made.register_buffer(linear_base.MARK, torch.tensor(linear_base.STATES.index(state), dtype=torch.uint8))
         return made
 
     other, third, alone = (torch.randn(n, K).bfloat16() for n in (64, 80, 96))
@@ -1138,7 +1134,7 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     model.called, model.drafts = layer("called", WEIGHTS[0]), layer("drafts", other)
     model.again, model.fails = layer("again", other), layer("fails", third, works=False)
     model.ours, model.plain = layer("ours", alone, ("plain", True)), torch.nn.Linear(K, 112)
-    assert measured_selection.call_others([model], MAX, torch.bfloat16) == ["fails"]
+    assert vllm_rocm_ops.vllm.worker_startup.call_others([model], MAX, torch.bfloat16) == ["fails"]
     assert calls == [(name, (1, K), torch.bfloat16) for name in ("drafts", "fails")]
     warm_up(clock := ours_wins({1, 128}))
     assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]
@@ -1228,7 +1224,7 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
     rows = {"silu_and_mul_per_token_quant"}  # norms quantize in compiled models
     assert rows & answer["stats"].keys() == (rows if factor == 1.0 else set())
     assert {key.partition(" ")[0] for key in record.shapes if selection.is_whole(key)} == rows
-    [reached] = reach.read(tmp_path)
+    [reached] = coverage.read(tmp_path)
     assert (
         reached["seams"].keys() >= {"norm", "activation", "scaled_linear"} and reached["layers"]["norms"]["taken"] == 5
     )
@@ -1252,8 +1248,6 @@ def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatc
     import vllm.config
     from vllm.distributed import parallel_state
 
-    from vllm_rocm_ops.vllm.selection import measured_selection
-
     called = []
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=vllm.config.CUDAGraphMode.NONE),
@@ -1262,7 +1256,9 @@ def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatc
     )
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
     monkeypatch.setattr(vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext())
-    monkeypatch.setattr(measured_selection, "clock", lambda: None)
-    monkeypatch.setattr(measured_selection.kernel_timing, "warm_up", lambda *arguments: called.append(arguments))
-    measured_selection.warm_up(SimpleNamespace(vllm_config=config))
+    monkeypatch.setattr(vllm_rocm_ops.vllm.worker_startup, "clock", lambda: None)
+    monkeypatch.setattr(
+        vllm_rocm_ops.vllm.worker_startup.kernel_timing, "warm_up", lambda *arguments: called.append(arguments)
+    )
+    vllm_rocm_ops.vllm.worker_startup.warm_up(SimpleNamespace(vllm_config=config))
     assert [arguments[:2] for arguments in called] == [((), 300)]

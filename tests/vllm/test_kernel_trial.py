@@ -17,8 +17,9 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.tools import check_worker, first_start, smoke
+from vllm_rocm_ops.vllm.graph import all_reduce_timing
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
-from vllm_rocm_ops.vllm.selection import kernel_trial, measured_all_reduce
+from vllm_rocm_ops.vllm.selection import kernel_trial
 
 FORKS = multiprocessing.get_context("fork")
 
@@ -106,8 +107,8 @@ def test_a_fault_before_the_first_op_turns_all_off(monkeypatch, stage):
     explained = ops.silu_and_mul.explain(torch.randn(2, 32).bfloat16(), arch="gfx942")
     assert explained.source == f"fallback: off on this GPU: {record.off['silu_and_mul']}"
     group = types.SimpleNamespace(world_size=2)
-    monkeypatch.setattr(measured_all_reduce.seam, "active", lambda: {"all_reduce"})
-    assert measured_all_reduce.lacks(None, group, object()).startswith("off on this GPU: smoke stage")
+    monkeypatch.setattr(all_reduce_timing.seam, "active", lambda: {"all_reduce"})
+    assert all_reduce_timing.lacks(None, group, object()).startswith("off on this GPU: smoke stage")
 
 
 @pytest.mark.parametrize(("stage", "fault", "ran"), [("load", part("raises"), 8), ("replay", is_wrong, 8)])

@@ -12,7 +12,7 @@ from vllm_rocm_ops.core import launch, quantization
 from vllm_rocm_ops.core.stats import warned
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.fusion import norm as norm_seam
+from vllm_rocm_ops.vllm.graph import norm as norm_seam
 
 ROWS, HIDDEN = 5, 256
 
@@ -95,7 +95,7 @@ def test_a_residual_that_is_not_in_rows_is_vllms():
 
 
 def test_what_is_traced_is_vllms(configuration):
-    """A norm is then a node of vLLM's IR, which graph.py replaces, and nothing of the plugin."""
+    """A norm is then a node of vLLM's IR, which rewrite.py replaces, and nothing of the plugin."""
     layer, graphs = norm(), []
 
     def backend(graph, _):
@@ -123,7 +123,7 @@ def made_again(monkeypatch, module, name: str, keys: tuple):
     """Return vLLM's layer of a name, with a seam installed for which kernels make only these results."""
     from vllm.model_executor.custom_op import op_registry_oot
 
-    from vllm_rocm_ops.vllm.fusion import fused_quant
+    from vllm_rocm_ops.vllm.graph import fused_quant
 
     monkeypatch.delitem(op_registry_oot, name)
     monkeypatch.setattr(fused_quant, "runnable", lambda table: keys)
@@ -136,7 +136,7 @@ def test_without_kernels_layers_are_vllms(monkeypatch, plain):
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops.vllm.fusion import activation
+    from vllm_rocm_ops.vllm.graph import activation
 
     monkeypatch.delitem(op_registry_oot, "GemmaRMSNorm")
     made_again(monkeypatch, norm_seam, "RMSNorm", (None,) if plain else ())
@@ -149,9 +149,9 @@ def test_without_kernels_layers_are_vllms(monkeypatch, plain):
 
 
 def natives() -> list[str]:
-    from vllm_rocm_ops.vllm.fusion import native_rows
+    from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
-    return [*native_rows.NORMS, *native_rows.ACTIVATIONS]
+    return [*vllm_row_kernels.NORMS, *vllm_row_kernels.ACTIVATIONS]
 
 
 def groups_of(x, group_size, column_major_scales, use_ue8m0):
@@ -189,7 +189,7 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monke
     """
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
-    from vllm_rocm_ops.vllm.fusion import native_rows
+    from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
     monkeypatch.setattr(fp8_utils, "per_token_group_quant_fp8", groups_of)
     op = getattr(ops, name)
@@ -209,7 +209,7 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monke
     }
     arguments = [given[argument] for argument in op.Arguments._fields]
     copies = [value.clone() if value is given["residual"] else value for value in arguments]
-    function = (native_rows.NORMS | native_rows.ACTIVATIONS)[name]
+    function = (vllm_row_kernels.NORMS | vllm_row_kernels.ACTIVATIONS)[name]
     found, wanted = function(*arguments), op.reference(*copies)
     for one, two in zip(arguments, copies):
         if one is given["residual"]:
@@ -227,14 +227,14 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
     """On CPU they have their references."""
     from vllm.platforms import current_platform
 
-    from vllm_rocm_ops.vllm.fusion import native_rows
+    from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
     assert {getattr(ops, name).native for name in natives()} == {None}
     for name in natives():
         monkeypatch.setattr(getattr(ops, name), "native", None)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    native_rows.install(native_rows.NORMS)
-    native_rows.install(native_rows.ACTIVATIONS)
+    vllm_row_kernels.install(vllm_row_kernels.NORMS)
+    vllm_row_kernels.install(vllm_row_kernels.ACTIVATIONS)
     with launch.executor(Emulator("gfx942")):
         x = random(ROWS, 2 * HIDDEN)[:, ::2]  # rows that no kernel supports
         wanted = ops.rms_norm.native(x, random(HIDDEN), 1e-6, False)
@@ -245,7 +245,7 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_which_results_kernels_make(monkeypatch, arch):
     """On GPUs with code objects these are all results, unless switched off."""
-    from vllm_rocm_ops.vllm.fusion import fused_quant
+    from vllm_rocm_ops.vllm.graph import fused_quant
 
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(fused_quant, "QUANT_DTYPE", archs.named(arch).fp8_dtype)
@@ -268,7 +268,7 @@ class NoBinary:
 
 def test_kernels_that_do_not_load_are_none(monkeypatch):
     """The process has initialized its GPU, as when weights are reordered into a layout that vLLM's kernels do not read."""
-    from vllm_rocm_ops.vllm.fusion import fused_quant
+    from vllm_rocm_ops.vllm.graph import fused_quant
 
     monkeypatch.setattr(seam, "arch_here", lambda _: "gfx950")
     monkeypatch.setattr(launch, "runtime", lambda: (NoBinary(), ""))

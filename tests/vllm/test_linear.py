@@ -15,12 +15,12 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.stats import fallbacks
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families.weight_layout import plain_weight, shuffle_weight
+from vllm_rocm_ops.ops.shared.weight_layout import plain_weight, shuffle_weight
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import (
     block_scaled_linear,
     mxfp8_linear,
-    native_kernel,
     scaled_linear,
     unquantized_linear,
 )
@@ -28,7 +28,7 @@ from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 256, 256
 FP8 = torch.float8_e4m3fn
-CHOOSE = native_kernel.choose
+CHOOSE = linear_base.choose
 
 
 pytestmark = pytest.mark.usefixtures("configuration")
@@ -82,7 +82,7 @@ def make(monkeypatch):
 
     The kernel keeps `native`, if given.
     """
-    monkeypatch.setattr(native_kernel, "_kernels", {})
+    monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")  # the references of a busy CPU take their time
 
     def make(kind: str, native: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
@@ -98,7 +98,7 @@ def make(monkeypatch):
 
             bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": RocmDotScaledMxfp8LinearKernel}
             native = (MxBaseline if kind == "mxfp8" else native).of(bases.get(kind, FP8ScaledMMLinearKernel))
-        monkeypatch.setattr(native_kernel, "choose", lambda *_: native)
+        monkeypatch.setattr(linear_base, "choose", lambda *_: native)
         layer, weight = torch.nn.Module(), random(N, k).to(FP8)
         vars(layer).update(dict.fromkeys(marks, True))
         layer.input_scale = torch.tensor(0.02) if "static" in kind else None
@@ -204,7 +204,7 @@ def test_quantized_input_is_taken(make, kind):
     """A layer states the quantized input it accepts, and such an input is not quantized again."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
-    from vllm_rocm_ops.vllm.fusion import fused_quant
+    from vllm_rocm_ops.vllm.graph import fused_quant
 
     layer, kernel, exact = make(kind, Native)
     key = get_input_quant_key(layer)
@@ -292,7 +292,7 @@ def test_the_weight_is_read_as_vllms_kernel_left_it(make, native):
 def test_weights_are_shuffled_only_for_kernels_that_are_there(make, kind, arch, monkeypatch):
     """vLLM's kernels could not serve in their place."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
+    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(f"{__name__}.FP8", archs.named(arch).fp8_dtype)
     assert make(kind, Native)[1].native is None
@@ -320,7 +320,7 @@ def test_layers_keep_nothing_but_their_weights(make, kind, native):
     layers = [make(kind, native)[:2] for _ in range(3)]
     kept = [tensor for tensor in tensors_of(layers, set()) if tensor.numel() >= N * K]
     assert [id(tensor) for tensor in kept] == [id(layer.weight) for layer, _ in layers]
-    assert len(native_kernel._kernels) == (native is not None)
+    assert len(linear_base._kernels) == (native is not None)
 
 
 class Storages(TorchDispatchMode):
@@ -339,29 +339,29 @@ class Storages(TorchDispatchMode):
 @pytest.mark.parametrize("padding", [0, 16])
 def test_no_weight_is_held_twice(padding, monkeypatch):
     """Detecting and changing its order needs no second copy, and the weight keeps its address, without its padding."""
-    monkeypatch.setattr(native_kernel, "PART_BYTES", 32 * K)
+    monkeypatch.setattr(linear_base, "PART_BYTES", 32 * K)
     weight = torch.zeros(N, K + padding, dtype=FP8)[:, :K].copy_(random(N, K))
     wanted = shuffle_weight(weight)
     with Storages() as storages:
-        before = native_kernel.Digest.of(weight)
-        assert native_kernel.order(weight.t(), before) == "plain"
-        rows = native_kernel.in_fragments(weight.t())
-        assert native_kernel.order(rows, before) == "fragments"
+        before = linear_base.Digest.of(weight)
+        assert linear_base.order(weight.t(), before) == "plain"
+        rows = linear_base.in_fragments(weight.t())
+        assert linear_base.order(rows, before) == "fragments"
     assert storages.largest < weight.nbytes
     assert rows.data_ptr() == weight.data_ptr()
-    assert torch.equal(native_kernel.fragments_of(rows).float(), wanted.float())
+    assert torch.equal(linear_base.fragments_of(rows).float(), wanted.float())
 
 
 def test_one_changed_byte_is_seen():
     """The byte may be anywhere, and so may a row or a column in another's place."""
     weight = random(N, K).to(FP8)
-    before = native_kernel.Digest.of(weight)
+    before = linear_base.Digest.of(weight)
     for row, column in ((0, 0), (N - 1, K - 1), (37, 101)):
         changed = weight.clone()
         changed.view(torch.uint8)[row, column] ^= 1
-        assert native_kernel.order(changed, before) is None
+        assert linear_base.order(changed, before) is None
     for axis in (0, 1):
-        assert native_kernel.order(weight.view(torch.uint8).roll(1, axis).view(FP8), before) is None
+        assert linear_base.order(weight.view(torch.uint8).roll(1, axis).view(FP8), before) is None
 
 
 class PowersOfTwo(Native):
@@ -391,7 +391,7 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
 def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
     """The plugin then serves every number of tokens; a weight that MLA or DeepSeek V4 reads stays as it is."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
+    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, kernel, exact = make(kind, Native)
     shape = layer.weight.shape
     rows = layer.weight if kind == "block" else layer.weight.t()
@@ -415,7 +415,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
 
     from vllm_rocm_ops.vllm.guards import compile_cache
 
-    monkeypatch.setattr(native_kernel, "shuffled", set())
+    monkeypatch.setattr(linear_base, "shuffled", set())
     scheduler = get_current_vllm_config().scheduler_config
     monkeypatch.setattr(scheduler, "max_num_batched_tokens", MANY)
     monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
@@ -479,7 +479,7 @@ def test_weights_that_another_process_prepared(make, kind, native, shuffle, monk
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", shuffle)
-    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
+    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, kernel, exact = make(kind, native)
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "0")
     other, made = handed_on(layer, kernel)
@@ -509,17 +509,17 @@ def test_weights_of_unknown_order_are_vllms(make, kind):
 def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
     """An engine whose seams are off does not read weights from a cache that are shuffled for the plugin."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
+    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, _, _ = make(kind, Native)
     with pytest.raises(RuntimeError, match="was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which SimpleNamespace cannot"):
-        native_kernel.recall_order(types.SimpleNamespace(), layer)
+        linear_base.recall_order(types.SimpleNamespace(), layer)
 
 
 @pytest.mark.parametrize("native", [Native, ShufflingInPlace])
 def test_weights_that_are_loaded_again(make, native, monkeypatch):
     """They are prepared as the first time."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    monkeypatch.setattr(native_kernel, "won_everywhere", lambda key: True)
+    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, kernel, exact = make("channel", native)
     x = random(FEW, K).bfloat16()
     for _ in range(2):
@@ -534,24 +534,24 @@ def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 
     own = type("Own", (FP8ScaledMMLinearKernel,), {"apply_weights": lambda self, layer, x, bias=None: x})
-    possible, why = native_kernel.can_keep(own, FP8ScaledMMLinearKernel)
+    possible, why = linear_base.can_keep(own, FP8ScaledMMLinearKernel)
     assert (possible, why) == (False, "leaves the layer to Own, which quantizes its input itself")
 
 
 def test_batch_invariance_is_left_to_vllm(monkeypatch):
     """The plugin's sums depend on the number of tokens."""
-    assert native_kernel.Keeping.is_supported() == (True, None)
+    assert linear_base.Keeping.is_supported() == (True, None)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert native_kernel.Keeping.is_supported() == (False, "is not batch invariant")
+    assert linear_base.Keeping.is_supported() == (False, "is not batch invariant")
 
 
 def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
     """It quantizes in its own `apply_weights`, or behind the inherited one."""
     _, kernel, _ = make("block", Native)
     native, base = type(kernel.native), type(kernel.native).__bases__[-1]
-    assert native_kernel.can_keep(native, base)[0]
+    assert linear_base.can_keep(native, base)[0]
     for own in ({"apply_input_quant": False}, {"apply_weights": lambda self, layer, x, bias=None: x}):
-        possible, why = native_kernel.can_keep(type("Other", (native,), own), base)
+        possible, why = linear_base.can_keep(type("Other", (native,), own), base)
         assert not possible and why == "leaves the layer to Other, which quantizes its input itself"
 
 
@@ -878,7 +878,7 @@ class RightInFragments(Right):
     process_weights_after_loading = Shuffling.process_weights_after_loading
 
     def apply_scaled_mm(self, *, B, **arguments):
-        return super().apply_scaled_mm(B=plain_weight(native_kernel.fragments_of(B)).t(), **arguments)
+        return super().apply_scaled_mm(B=plain_weight(linear_base.fragments_of(B)).t(), **arguments)
 
 
 class InTurn:
@@ -1087,7 +1087,7 @@ def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_
     monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
     monkeypatch.setitem(vllm_envs.environment_variables, "VLLM_ROCM_USE_AITER", lambda: is_on)
     monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", is_found)
-    assert native_kernel.asks_for_aiter("LINEAR") is (is_on and is_found)
+    assert linear_base.asks_for_aiter("LINEAR") is (is_on and is_found)
     assert scaled_linear.KERNELS.max_tokens() == (0 if is_on and is_found else 64)
 
 
@@ -1125,7 +1125,7 @@ BASES = {
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [(name, method) for name, (_, _, *own) in BASES.items() for method in (*own, *native_kernel.METHODS)],
+    [(name, method) for name, (_, _, *own) in BASES.items() for method in (*own, *linear_base.METHODS)],
 )
 def test_a_probe_sees_a_method_with_other_parameters(monkeypatch, name, method):
     file, base, *_ = BASES[name]

@@ -15,10 +15,10 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import rotation
+from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import mla_front, mla_norms
-from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.attention import mla_norms, mla_pre_attention
+from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 OP = ops.mla_norm_rope_and_cache
@@ -98,7 +98,7 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
             continue
         found = record.shapes[f"{op} {shape} {kernel_selection.COMPILED}"]
         assert all(one.ours is not None and 0 < one.error < 0.1 for one in found.values())
-        assert {*row_selection.TOKENS} <= {*found}
+        assert {*compiled_ops.TOKENS} <= {*found}
 
 
 # A layer
@@ -177,14 +177,14 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
     for is_column_major in (False, True) if kind == "block" else (False,):
         if layer.q_b_proj is not None:
             layer.q_b_proj.vllm_rocm_ops_column_major_scales = is_column_major
-        one = mla_front.Front(layer, kernel_selection.COMPILED)
+        one = mla_pre_attention.Front(layer, kernel_selection.COMPILED)
         traits = f" {kind}" * (kind not in ("", "none")) + " column-major" * is_column_major
         sizes, cache = f"{0 if kind == 'none' else Q}+{KV}+{ROPE}", "fp8" if fp8 else "auto"
         assert one.key == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
         parameters = (one.sizes[0], KV), ROPE, kind or "none"
-        assert one.shape in mla_front.shapes_of(parameters, torch.bfloat16)
+        assert one.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
         with launch.executor(Emulator("gfx950", races=False)):
-            found = row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+            found = compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
         assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
@@ -192,7 +192,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
 @pytest.mark.parametrize("part", ["q", "kv", "k_pe", "cache"])
 def test_each_result_is_checked(part, monkeypatch):
     """The launch is off if any of its results is wrong."""
-    one = mla_front.Front(Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.Front(Layer(), kernel_selection.COMPILED)
 
     def wrong(*arguments):
         OP.reference(*arguments)
@@ -205,7 +205,7 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(OP, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
 LACKS = {
@@ -250,7 +250,7 @@ def found(configuration, monkeypatch):
             compilation_config=settings, model_config=types.SimpleNamespace(dtype=torch.bfloat16)
         )
         monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
-        monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: compiles)
+        monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: compiles)
         return [*mla_norms.fronts(torch.nn.ModuleList([layer, torch.nn.Linear(2, 2)]), compiles)]
 
     return fronts
@@ -278,8 +278,8 @@ def test_kernels_must_take_the_sizes(found, monkeypatch):
     """On a GPU, the kernels are asked."""
     arch = archs.named("gfx942")
     monkeypatch.setattr(seam, "arch_here", lambda platform: arch.name)
-    monkeypatch.setattr("vllm_rocm_ops.vllm.linear.native_kernel.launches.not_loaded", lambda *_: "")
-    monkeypatch.setattr("vllm_rocm_ops.vllm.fusion.fused_quant.QUANT_DTYPE", arch.fp8_dtype)
+    monkeypatch.setattr("vllm_rocm_ops.vllm.linear.base.launches.not_loaded", lambda *_: "")
+    monkeypatch.setattr("vllm_rocm_ops.vllm.graph.fused_quant.QUANT_DTYPE", arch.fp8_dtype)
     assert len(found(Layer())) == 1
     odd = Layer(None, 132)
     assert found(odd) == []
@@ -327,7 +327,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
     """Attention gets rotated queries and the op's results, and q_b_proj its quantized result."""
     generator, seen = torch.Generator().manual_seed(1), {}
     layer = mla_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
-    layer.rocm_ops_front = one = mla_front.Front(layer, kernel_selection.EAGER)
+    layer.rocm_ops_front = one = mla_pre_attention.Front(layer, kernel_selection.EAGER)
     x = torch.randn(3, 32, generator=generator).bfloat16()
     positions, slots = torch.tensor([5, 0, 9]), torch.tensor([2, 4])  # of a batch that is padded
     cache = torch.zeros(2, 3, KV + ROPE, dtype=torch.uint8 if fp8 else torch.bfloat16)
@@ -362,7 +362,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
         assert last.given is x
     elif kind == "block":
         assert last.given.scale.shape == (3, Q // 128) and last.given.quant_key == one.input_key
-        found, wanted = (row_selection.dequantized(*of) for of in ((last.given.data, last.given.scale), (made, scale)))
+        found, wanted = (compiled_ops.dequantized(*of) for of in ((last.given.data, last.given.scale), (made, scale)))
         torch.testing.assert_close(found, wanted, rtol=0.07, atol=1e-2)
     else:
         torch.testing.assert_close(last.given, made, rtol=2**-6, atol=1e-3)
@@ -380,7 +380,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
 
 @pytest.mark.usefixtures("configuration")
 def test_the_choice_is_the_layers():
-    one = mla_front.Front(layer := Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.Front(layer := Layer(), kernel_selection.COMPILED)
     one.take(True)
     assert layer.rocm_ops_front is one
     one.take(False)
@@ -390,7 +390,7 @@ def test_the_choice_is_the_layers():
 @pytest.mark.usefixtures("configuration")
 def test_a_run_without_a_cache_writes_none():
     """vLLM's profile run has no slots."""
-    one = mla_front.Front(layer := Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.Front(layer := Layer(), kernel_selection.COMPILED)
     qkv, *_ = one.inputs(3, 0)
     _, kv, k_pe, _ = one.outputs(qkv)
     for slots, cache in ((None, torch.empty(1, 1, KV + ROPE)), (torch.zeros(3, dtype=torch.int64), torch.empty(0))):

@@ -12,10 +12,10 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import rotation
+from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import mla_absorb, mla_front, mla_rotation
-from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.attention import mla_absorb, mla_pre_attention, mla_rotation
+from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 OP, NOPE, V = ops.batched_gemm_rope, 128, 64
@@ -70,7 +70,7 @@ class Layer(test_mla_norms.Layer):
 
 
 def query_rotation(layer: Layer | None = None) -> mla_rotation.QueryRotation:
-    return mla_rotation.QueryRotation(mla_front.Front(layer or Layer(), kernel_selection.COMPILED), "compiled")
+    return mla_rotation.QueryRotation(mla_pre_attention.Front(layer or Layer(), kernel_selection.COMPILED), "compiled")
 
 
 STEPS = {
@@ -224,7 +224,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(tokens):
     one = query_rotation()
     assert one.key == f"batched_gemm_rope {HEADS}x{KV}x{NOPE}+{ROPE} bfloat16 compiled"
     with launch.executor(Emulator("gfx950", races=False)):
-        found = row_selection.measure_pair(one, [()] * 2, tokens, Clock(), contextlib.nullcontext())
+        found = compiled_ops.measure_pair(one, [()] * 2, tokens, Clock(), contextlib.nullcontext())
     assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
     assert one.work((), tokens)[0] > 0 and (one.work((), tokens)[1] > 0) == (tokens <= 64)
 
@@ -241,7 +241,7 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(OP, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        row_selection.measure_pair(query_rotation(), [()] * 2, 3, Clock(), contextlib.nullcontext())
+        compiled_ops.measure_pair(query_rotation(), [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
 LACKS = {
@@ -257,7 +257,7 @@ LACKS = {
 @pytest.mark.parametrize("what", LACKS)
 def test_what_is_not_served(what):
     layer = Layer()
-    front = mla_front.Front(layer, "compiled")
+    front = mla_pre_attention.Front(layer, "compiled")
     assert len([*mla_rotation.of(front, "compiled", torch.bfloat16)]) == 1
     LACKS[what](layer.mla_attn)
     assert [*mla_rotation.of(front, "compiled", torch.bfloat16)] == [] and len(
@@ -269,9 +269,9 @@ def test_what_is_not_served(what):
 def test_kernels_must_take_the_sizes(monkeypatch):
     """On a GPU, the kernels are asked."""
     monkeypatch.setattr(seam, "arch_here", lambda platform: archs.named("gfx942").name)
-    monkeypatch.setattr("vllm_rocm_ops.vllm.linear.native_kernel.launches.not_loaded", lambda *_: "")
+    monkeypatch.setattr("vllm_rocm_ops.vllm.linear.base.launches.not_loaded", lambda *_: "")
     for nope, dtype, served in ((NOPE, torch.bfloat16, 1), (64, torch.bfloat16, 0), (NOPE, torch.float16, 0)):
-        front = mla_front.Front(Layer(nope), "compiled")
+        front = mla_pre_attention.Front(Layer(nope), "compiled")
         assert len([*mla_rotation.of(front, "compiled", dtype)]) == served
 
 

@@ -14,9 +14,11 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._library.utils import get_layout_constraint_tag
 from torch.fx.operator_schemas import normalize_function
 
+import vllm_rocm_ops.vllm.moe.quantized_input
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
-from vllm_rocm_ops.vllm.experts import base, handed_over
+from vllm_rocm_ops.vllm.graph import moe_side_channel
+from vllm_rocm_ops.vllm.moe import base
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 
@@ -30,12 +32,10 @@ def runner(configuration, monkeypatch):
     """Make vLLM's ops of a layer record what the layer is given, and return the record."""
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
-    from vllm_rocm_ops.vllm.fusion import moe_input
-
     seen = []
 
     def forward(hidden, logits, shared, ids):
-        seen.append((hidden, logits, shared, handed_over.quantized(hidden)))
+        seen.append((hidden, logits, shared, moe_side_channel.quantized(hidden)))
         return hidden + 1 if shared is None else (hidden + 2, hidden + 3)
 
     def tag(op, **options):
@@ -46,7 +46,7 @@ def runner(configuration, monkeypatch):
     monkeypatch.setattr(torch._library.utils, "get_layout_constraint_tag", tag)
     layer = types.SimpleNamespace(_forward_impl=forward)
     monkeypatch.setattr(moe_runner, "get_layer_from_name", lambda name: layer)
-    moe_input.ops_beside()
+    vllm_rocm_ops.vllm.moe.quantized_input.ops_beside()
     return seen
 
 
@@ -105,14 +105,12 @@ def test_a_norm_that_experts_read(choices, runner, shared):  # noqa: F811
     assert torch.equal(its_values.view(torch.uint8), values.view(torch.uint8)) and torch.equal(its_scales, scales)
     for found, more in zip(results, (2, 3) if shared else (1,), strict=True):
         assert torch.equal(found, out + more)
-    assert handed_over.current.given is None
+    assert moe_side_channel.current.given is None
 
 
 def test_a_schema_is_vllms_and_two_more(runner):
     """The op writes the arguments that vLLM's op writes, and has its tags."""
-    from vllm_rocm_ops.vllm.fusion import moe_input
-
-    for theirs, ours in moe_input.ops_beside().items():
+    for theirs, ours in vllm_rocm_ops.vllm.moe.quantized_input.ops_beside().items():
         *arguments, _, _ = ours._schema.arguments
         wanted = str(theirs._schema).replace(theirs.name(), ours.name())
         assert str(ours._schema) == wanted.replace(") ->", ", Tensor values, Tensor scales) ->")
@@ -175,7 +173,7 @@ def test_experts_take_what_they_were_handed(monkeypatch):
         assert dtype == torch.bfloat16 and (scale is scales) is (first is values)
         return first is values
 
-    with handed_over.beside(hidden, values, scales):
+    with moe_side_channel.beside(hidden, values, scales):
         assert takes(block, hidden) and takes(block, hidden.view(3, HIDDEN))
         assert not takes(block, hidden.clone()) and not takes(block, hidden[:2]) and not takes(channel, hidden)
         assert not takes(block, hidden, on_input=True)
@@ -187,7 +185,7 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
     """A block-scaled kernel takes values and scales if it accepts this layout of scales; others quantize their input."""
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
-    from vllm_rocm_ops.vllm.fusion import fused_quant
+    from vllm_rocm_ops.vllm.graph import fused_quant
 
     got = []
 
@@ -218,7 +216,7 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
 
     x, values, scales = random(3, HIDDEN), random(3, HIDDEN, seed=9).to(FP8), torch.rand(3, 2)
     kernel = Kernel()
-    with handed_over.beside(x, values, scales):
+    with moe_side_channel.beside(x, values, scales):
         kernel.apply_weights(None, x)
         kernel.apply_weights(None, x.clone())
     kernel.apply_weights(None, x)
@@ -308,18 +306,23 @@ OTHERS = {
 
 def test_a_model_whose_experts_take_it(monkeypatch):
     """All of its layers take it."""
-    from vllm_rocm_ops.vllm.fusion import moe_input
-
     model = Model(monkeypatch)
-    assert moe_input.hidden_of(model) == HIDDEN
+    assert vllm_rocm_ops.vllm.moe.quantized_input.hidden_of(model) == HIDDEN
     defined = []
-    monkeypatch.setattr(moe_input, "ops_beside", lambda: defined.append(True))
-    [one] = moe_input.found(model, True)
+    monkeypatch.setattr(vllm_rocm_ops.vllm.moe.quantized_input, "ops_beside", lambda: defined.append(True))
+    [one] = vllm_rocm_ops.vllm.moe.quantized_input.found(model, True)
     assert defined, "code of an earlier start calls them"
-    assert one.key == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(moe_input.found(model, False))
+    assert one.key == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(
+        vllm_rocm_ops.vllm.moe.quantized_input.found(model, False)
+    )
     for changed in OTHERS.values():
-        assert moe_input.hidden_of(Model(monkeypatch, **changed)) == 0
-        assert moe_input.hidden_of(torch.nn.ModuleList([model, Model(monkeypatch, **changed)])) == 0
+        assert vllm_rocm_ops.vllm.moe.quantized_input.hidden_of(Model(monkeypatch, **changed)) == 0
+        assert (
+            vllm_rocm_ops.vllm.moe.quantized_input.hidden_of(
+                torch.nn.ModuleList([model, Model(monkeypatch, **changed)])
+            )
+            == 0
+        )
 
 
 FAULTS = {
@@ -333,11 +336,11 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
     """Each result is checked."""
-    from vllm_rocm_ops.vllm.fusion import moe_input, row_selection
+    from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection import kernel_timing
 
     def run(*arguments):
-        made, residual = moe_input.OP.reference(*arguments), arguments[4]
+        made, residual = vllm_rocm_ops.vllm.moe.quantized_input.OP.reference(*arguments), arguments[4]
         FAULTS[fault](*made, residual)
         return made
 
@@ -350,9 +353,9 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
         def finish(self):
             pass
 
-    monkeypatch.setattr(moe_input.OP, "run_kernels", run)
-    [one] = moe_input.found(Model(monkeypatch), True)
-    measure = lambda: row_selection.measure_pair(one, [(), ()], 5, Clock(), contextlib.nullcontext())
+    monkeypatch.setattr(vllm_rocm_ops.vllm.moe.quantized_input.OP, "run_kernels", run)
+    [one] = vllm_rocm_ops.vllm.moe.quantized_input.found(Model(monkeypatch), True)
+    measure = lambda: compiled_ops.measure_pair(one, [(), ()], 5, Clock(), contextlib.nullcontext())
     if fault:
         with pytest.raises(kernel_timing.Mismatch):
             measure()
@@ -363,18 +366,20 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
 @pytest.mark.parametrize("native", [8.0, 5.0])
 def test_it_runs_where_it_won(monkeypatch, native):
     """A record of times decides it, for all token counts."""
-    from vllm_rocm_ops.vllm.fusion import moe_input, row_selection
+    from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
 
-    [one] = moe_input.found(Model(monkeypatch), True)
-    record = Record({}, {}, {one.key: {tokens: Measured(5.0, native) for tokens in row_selection.TOKENS}})
-    assert row_selection.decide([one], record.decided()) == {one.pattern: native == 8.0}
+    [one] = vllm_rocm_ops.vllm.moe.quantized_input.found(Model(monkeypatch), True)
+    record = Record({}, {}, {one.key: {tokens: Measured(5.0, native) for tokens in compiled_ops.TOKENS}})
+    assert compiled_ops.decide([one], record.decided()) == {one.pattern: native == 8.0}
 
 
 def test_a_key_that_has_a_choice_per_token_count_is_an_error(monkeypatch):
-    from vllm_rocm_ops.vllm.fusion import moe_input, row_selection
+    from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection.kernel_selection import Record
 
-    monkeypatch.setattr(moe_input, "SEPARATE", "separate")
+    monkeypatch.setattr(vllm_rocm_ops.vllm.moe.quantized_input, "SEPARATE", "separate")
     with pytest.raises(ValueError, match=r"one choice for all token counts, got .* separate"):
-        row_selection.decide([*moe_input.found(Model(monkeypatch), True)], Record({}).decided())
+        compiled_ops.decide(
+            [*vllm_rocm_ops.vllm.moe.quantized_input.found(Model(monkeypatch), True)], Record({}).decided()
+        )

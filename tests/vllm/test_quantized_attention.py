@@ -64,7 +64,7 @@ def quantizer(kind: str, **how):
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    from vllm_rocm_ops.vllm.fusion import markers
+    from vllm_rocm_ops.vllm.graph import markers
 
     scale = getattr(quant_utils, KEYS.get(kind, kind)).scale
     quant = input_quant_fp8.QuantFP8(
@@ -556,7 +556,8 @@ MEASURED = """
 import os
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
-from vllm_rocm_ops.vllm.selection import kernel_timing, measured_selection
+from vllm_rocm_ops.vllm import worker_startup
+from vllm_rocm_ops.vllm.selection import kernel_timing
 
 class Clock:
     def times(self, calls, sets, replays):
@@ -574,7 +575,7 @@ def after_a_profile_run(self):
     return available(self)
 
 CPUWorker.determine_available_memory = after_a_profile_run
-measured_selection.clock, attention_timing.LENGTHS = Clock, (32,)
+worker_startup.clock, attention_timing.LENGTHS = Clock, (32,)
 kernel_timing.limit_s = lambda: 1000.0
 """
 

@@ -9,7 +9,7 @@ import torch
 
 from vllm_rocm_ops.core.op import registered
 from vllm_rocm_ops.tools import doctor
-from vllm_rocm_ops.vllm import reach, seam
+from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.worker import Extension
 
 
@@ -51,7 +51,7 @@ def worker(layers: list[torch.nn.Module], impls: list | None = None):
 
 @pytest.fixture(autouse=True)
 def all_on(monkeypatch):
-    monkeypatch.setattr(seam, "active", lambda: [name for names in reach.SEAMS.values() for name in names])
+    monkeypatch.setattr(seam, "active", lambda: [name for names in coverage.SEAMS.values() for name in names])
 
 
 def test_layers_are_counted_by_kind_and_class():
@@ -63,7 +63,7 @@ def test_layers_are_counted_by_kind_and_class():
     )
     layers = [linear("RocmOpsScaledLinear"), linear("Marlin"), linear("Marlin"), linear(None, torch.bfloat16)]
     layers += [experts("RocmOpsFp8Experts"), experts("TritonExperts"), OtherRMSNorm()]
-    found = reach.found(worker(layers, [mine(), lacking(), theirs(), None]))
+    found = coverage.found(worker(layers, [mine(), lacking(), theirs(), None]))
     assert {kind: (one.taken, dict(one.missed)) for kind, one in found.items()} == {
         "linear layers": (1, {"Method": 2}),
         "layers of experts": (1, {"Method": 1}),
@@ -75,7 +75,7 @@ def test_layers_are_counted_by_kind_and_class():
 def test_layers_of_seams_that_are_off_are_not_counted(monkeypatch):
     """The log has reported these already."""
     monkeypatch.setattr(seam, "active", lambda: ["norm"])
-    assert list(reach.found(worker([linear("Marlin"), experts(None), OtherRMSNorm()]))) == ["norms"]
+    assert list(coverage.found(worker([linear("Marlin"), experts(None), OtherRMSNorm()]))) == ["norms"]
 
 
 def test_a_worker_returns_what_json_can_hold():
@@ -87,7 +87,9 @@ def test_a_worker_returns_what_json_can_hold():
 def test_one_line_warns(caplog):
     """It has all layers that no seam took; another line has the rest."""
     with caplog.at_level(logging.INFO):
-        reach.say(reach.found(worker([linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()])))
+        coverage.say(
+            coverage.found(worker([linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()]))
+        )
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "vllm-rocm-ops: covers 1 linear layers"),
         (
@@ -96,7 +98,7 @@ def test_one_line_warns(caplog):
         ),
     ]
     caplog.clear()
-    reach.say({})
+    coverage.say({})
     assert not caplog.records
 
 
@@ -107,9 +109,9 @@ def called(monkeypatch):
     ours = {"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False}
     linears = [types.SimpleNamespace(key=f"scaled_mm {n}x512", is_ours=lambda m, n=n: m in (8, n)) for n in (2, 4)]
     attention = types.SimpleNamespace(key="paged_attention_decode 64", is_ours=lambda tokens: True)
-    monkeypatch.setattr(reach.vllm_rocm_ops, "stats", lambda: counts)
-    monkeypatch.setattr(reach.row_selection.choices, "ours", ours)
-    monkeypatch.setattr(reach.kernel_selection, "choices", lambda: [*linears, attention])
+    monkeypatch.setattr(coverage.vllm_rocm_ops, "stats", lambda: counts)
+    monkeypatch.setattr(coverage.compiled_ops.choices, "ours", ours)
+    monkeypatch.setattr(coverage.kernel_selection, "choices", lambda: [*linears, attention])
     monkeypatch.setattr(
         seam,
         "active",
@@ -120,11 +122,11 @@ def called(monkeypatch):
 
 def test_calls_are_counted_by_seam_and_pattern(called, caplog):
     """Seams that share their op share its count; calls without a seam, and seams without calls, have none."""
-    found = reach.calls((1, 8))
+    found = coverage.calls((1, 8))
     assert found.seams == {"activation": 4, "scaled_linear": 2, "fp8_experts/mxfp8_experts": 0, "decode_attention": 0}
     assert found.patterns == {"silu_and_mul_quant 512 bfloat16": 4} and found.unreached == []
     with caplog.at_level(logging.INFO):
-        reach.say_calls(found)
+        coverage.say_calls(found)
     assert caplog.messages == ["vllm-rocm-ops: calls until the end of the warm-up: activation 4, scaled_linear 2"]
 
 
@@ -132,7 +134,7 @@ def test_a_pattern_may_be_reached_with_its_linear(called):
     """One launch replaces both, for up to its maximum of tokens."""
     called.pop("silu_and_mul_quant")
     called["scaled_mm_silu_and_mul_quant"] = {"kernel": 5}
-    found = reach.calls((1, 8))
+    found = coverage.calls((1, 8))
     assert found.patterns == {"silu_and_mul_quant 512 bfloat16": 5} and found.unreached == []
     assert found.seams["scaled_linear"] == 7
 
@@ -141,22 +143,22 @@ def test_a_pattern_may_be_reached_with_its_linear(called):
 def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, seams):
     """A pattern always causes a warning, a seam if a captured number of tokens is its for all shapes."""
     called.clear()
-    assert reach.calls(captured).unreached == []  # nothing has run
+    assert coverage.calls(captured).unreached == []  # nothing has run
     called["fused_experts"] = {"kernel": 1}
-    found = reach.calls(captured)
+    found = coverage.calls(captured)
     assert found.unreached == ["silu_and_mul_quant 512 bfloat16", *seams]
-    reach.say_calls(found)
+    coverage.say_calls(found)
     [record] = caplog.records
     assert record.getMessage().endswith(f"in no graph of this model: {', '.join(found.unreached)}")
 
 
 def test_doctor_shows_what_the_last_start_has_reached(called, monkeypatch, tmp_path):
     """One start is shown for each architecture, and other files are skipped."""
-    monkeypatch.setattr(reach.kernel_selection, "path_of", lambda machine: tmp_path / "gfx942" / "measured-1.json")
+    monkeypatch.setattr(coverage.kernel_selection, "path_of", lambda machine: tmp_path / "gfx942" / "measured-1.json")
     one = worker([OtherRMSNorm()])
     one.vllm_config.model_config = types.SimpleNamespace(model="Llama")
     monkeypatch.setattr(seam, "active", lambda: ["norm", "activation"])
-    reach.write(one, reach.calls())
+    coverage.write(one, coverage.calls())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "reached.json").write_text("{}")
     [found] = doctor.find_reached(tmp_path)

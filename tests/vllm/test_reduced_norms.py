@@ -18,10 +18,11 @@ from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, expected, norm,
 from test_kernel_selection import as_ranks
 from test_moe_input import PATTERNS, inputs, layer, runner  # noqa: F401
 
+import vllm_rocm_ops.vllm.graph.all_reduce_timing
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core.correctness import as_tuple
-from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
@@ -29,11 +30,11 @@ TP, EPSILON = "tp:0", 1e-6
 
 
 @pytest.fixture(autouse=True)
-def choices(monkeypatch) -> row_selection.Choices:
-    from vllm_rocm_ops.vllm.fusion import graph
+def choices(monkeypatch) -> compiled_ops.Choices:
+    from vllm_rocm_ops.vllm.graph import rewrite
 
-    made = row_selection.Choices(on=frozenset(("norm", "activation")))
-    monkeypatch.setattr(graph, "choices", made)
+    made = compiled_ops.Choices(on=frozenset(("norm", "activation")))
+    monkeypatch.setattr(rewrite, "choices", made)
     return made
 
 
@@ -81,11 +82,11 @@ def shared(monkeypatch):
     """Yield a group whose all-reduces double, and in which every norm of at most `rows` rows is one launch."""
     from vllm.distributed import parallel_state
 
-    from vllm_rocm_ops.vllm.fusion import reduced
+    from vllm_rocm_ops.vllm.graph import all_reduce_norm
 
-    made = reduced.Shared(Doubled(), Alike(Choice(ROWS)))
+    made = all_reduce_norm.Shared(Doubled(), Alike(Choice(ROWS)))
     theirs = types.SimpleNamespace(_all_reduce_out_place=lambda x: 2 * x)
-    monkeypatch.setitem(reduced.groups, TP, made)
+    monkeypatch.setitem(all_reduce_norm.groups, TP, made)
     monkeypatch.setitem(parallel_state._groups, TP, lambda: theirs)
     return made
 
@@ -199,9 +200,9 @@ def test_what_a_compiled_graph_depends_on(shared):
     """It depends on whether any all-reduce of the plugin serves."""
     from vllm.config import get_current_vllm_config
 
-    from vllm_rocm_ops.vllm.fusion import graph
+    from vllm_rocm_ops.vllm.graph import rewrite
 
-    one = graph.Fusion(get_current_vllm_config())
+    one = rewrite.Fusion(get_current_vllm_config())
     found = [one.uuid()]
     for choice in (Choice(0), Choice(2)):
         shared.choices.choice = choice
@@ -278,8 +279,8 @@ KEYS_MEASURED = [
 @pytest.fixture
 def compiled(monkeypatch, choices):
     """Make vLLM compile the model, with two quantizing norms of the plugin's."""
-    monkeypatch.setattr(row_selection, "choices", choices)
-    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
+    monkeypatch.setattr(compiled_ops, "choices", choices)
+    monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: True)
     choices.ours = {pattern: True for pattern in (PATTERN, f"rms_norm_and_per_block_quant {HIDDEN} bfloat16 residual")}
     choices.ours[f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual"] = True
 
@@ -289,12 +290,11 @@ def start(group, clock: Clock, create=OverGloo) -> tuple:
 
     Decisions are where each launch serves.
     """
-    from vllm_rocm_ops.vllm.fusion import reduced
-    from vllm_rocm_ops.vllm.selection import measured_all_reduce
+    from vllm_rocm_ops.vllm.graph import all_reduce_norm
 
     group, worker = group_of(group), Worker()
-    measured_all_reduce.before_compiling(worker, group, clock, create)
-    shared = reduced.groups.get(TP)
+    vllm_rocm_ops.vllm.graph.all_reduce_timing.before_compiling(worker, group, clock, create)
+    shared = all_reduce_norm.groups.get(TP)
     serves = {c.key: [m for m in range(6) if c.is_ours(m)] for c in shared.choices.values()} if shared else {}
     replaced = "all_reduce" in vars(group.device_communicator), "execute_model" in vars(worker)
     return serves, replaced, clock.pairs
@@ -394,12 +394,10 @@ def test_a_process_that_ended_there(compiled):
 
 def test_what_a_group_lacks(monkeypatch):
     """Each lack has its own reason."""
-    from vllm_rocm_ops.vllm.selection import measured_all_reduce
-
     config, timer = types.SimpleNamespace(parallel_config=types.SimpleNamespace(use_ubatching=False)), Clock(1)
 
     def lacks(clock: Clock | None = timer, ranks: int = 2) -> str:
-        return measured_all_reduce.lacks(config, types.SimpleNamespace(world_size=ranks), clock)
+        return vllm_rocm_ops.vllm.graph.all_reduce_timing.lacks(config, types.SimpleNamespace(world_size=ranks), clock)
 
     assert lacks() == ""
     assert lacks(None) == "kernels are not timed here"
@@ -413,10 +411,8 @@ def test_what_a_group_lacks(monkeypatch):
 @pytest.mark.parametrize("name", ["execute_model", "sample_tokens"])
 def test_a_step_whose_rank_was_missing_fails(name):
     """It fails before its results are used: at its end, or where vLLM waits for them."""
-    from vllm_rocm_ops.vllm.selection import measured_all_reduce
-
     reduce, worker = OverGloo(None, None, all_reduce=None), Worker()
-    step = measured_all_reduce.checked(getattr(worker, name), reduce.check)
+    step = vllm_rocm_ops.vllm.graph.all_reduce_timing.checked(getattr(worker, name), reduce.check)
     early = step()
     assert early is None or early.get_output() == "tokens"
     late = step()
@@ -430,13 +426,13 @@ def test_functions_of_models_that_are_not_compiled(shared, name):
     """The fused op has the values of an all-reduce and vLLM's norm; beyond the launch's limit, vLLM's runs."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-    from vllm_rocm_ops.vllm.fusion import reduced
+    from vllm_rocm_ops.vllm.graph import all_reduce_norm
 
     gemma = "gemma" in name
     layer = (GemmaRMSNorm if gemma else RMSNorm)(HIDDEN, eps=EPSILON)
     layer.weight.data = random(HIDDEN, seed=1)
-    call = reduced.Call("fused_add_rms_norm", HIDDEN, torch.bfloat16, True, helper=name)
-    fused = reduced.helper(lambda *given: "vLLM's", shared, call)
+    call = all_reduce_norm.Call("fused_add_rms_norm", HIDDEN, torch.bfloat16, True, helper=name)
+    fused = all_reduce_norm.helper(lambda *given: "vLLM's", shared, call)
     x, residual = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2)
     given = residual.clone()
     y, added = fused(x, given, layer)
@@ -447,15 +443,17 @@ def test_functions_of_models_that_are_not_compiled(shared, name):
     assert fused(more, more.clone(), layer) == "vLLM's" == fused(x.float(), given.float(), layer)
     module = types.ModuleType("model")
     module.kept = setattr(module, name, len)
-    reduced.replace_everywhere([module, types.ModuleType("other")], name, len, fused)
+    all_reduce_norm.replace_everywhere([module, types.ModuleType("other")], name, len, fused)
     assert getattr(module, name) is fused and fused.vllms is not fused
 
 
 def test_an_all_reduce_alone(shared):
     """The communicator's all-reduce runs it, for rows that a launch supports."""
-    from vllm_rocm_ops.vllm.fusion import reduced
+    from vllm_rocm_ops.vllm.graph import all_reduce_norm
 
-    all_reduce = reduced.communicator(lambda x: "vLLM's", shared, reduced.Call("", HIDDEN, torch.bfloat16))
+    all_reduce = all_reduce_norm.communicator(
+        lambda x: "vLLM's", shared, all_reduce_norm.Call("", HIDDEN, torch.bfloat16)
+    )
     x = random(ROWS, HIDDEN)
     assert torch.equal(all_reduce(x), 2 * x) and shared.reduce.calls == {"sum": 1}
     others = random(ROWS + 1, HIDDEN), random(ROWS, 8), x.float(), random(1, ROWS, HIDDEN)

@@ -16,11 +16,11 @@ from test_mla_norms import Clock
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.families import rotation
-from vllm_rocm_ops.ops.families.attention import CacheLayout
+from vllm_rocm_ops.ops.shared import rotation
+from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import backends, decoder, rope_and_cache, rope_front, split
-from vllm_rocm_ops.vllm.fusion import markers, row_selection
+from vllm_rocm_ops.vllm.attention import backends, decoder, rope_and_cache, rope_pre_attention, split
+from vllm_rocm_ops.vllm.graph import compiled_ops, markers
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 ON_GPU = torch.cuda.is_available()
@@ -60,9 +60,9 @@ class Layer(torch.nn.Module):
     def norms(self) -> tuple:
         return tuple(norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name, None)) is not None)
 
-    def front(self) -> rope_front.RopeFront:
+    def front(self) -> rope_pre_attention.RopeFront:
         given = self.attn, self.rotary_emb, self.norms, torch.bfloat16
-        one = rope_front.RopeFront(*given, kernel_selection.COMPILED)
+        one = rope_pre_attention.RopeFront(*given, kernel_selection.COMPILED)
         self.attn.impl.do_kv_cache_update = self.write
         return one
 
@@ -92,7 +92,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(case):
     assert one.key == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
     assert kernel_selection.is_whole(one.key)
     with launch.executor(Emulator("gfx950", races=False)):
-        found = row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        found = compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
     assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
@@ -109,7 +109,7 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(NORMED, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        row_selection.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
 LACKS = {
@@ -166,7 +166,7 @@ def found(configuration, monkeypatch):
             compilation_config=settings, model_config=types.SimpleNamespace(dtype=torch.bfloat16)
         )
         monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
-        monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: compiles)
+        monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: compiles)
         return [*rope_and_cache.fronts(torch.nn.ModuleList(layers), compiles)]
 
     return fronts
@@ -459,11 +459,11 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
     given = []
     monkeypatch.setattr(compilation, "split_graph", lambda graph, splitting_ops: given.append(graph.code))
     monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", lambda self: None)
-    monkeypatch.setattr(row_selection, "finders", [])
+    monkeypatch.setattr(compiled_ops, "finders", [])
     monkeypatch.setattr(rope_and_cache, "define", lambda: None)
     monkeypatch.setattr(split, "_changes", [])
     rope_and_cache.install()
-    assert row_selection.finders == [rope_and_cache.fronts]
+    assert compiled_ops.finders == [rope_and_cache.fronts]
     settings = types.SimpleNamespace(splitting_ops=[rope_and_cache.UPDATE])
     CompilationConfig.set_splitting_ops_for_v1(settings)
     CompilationConfig.set_splitting_ops_for_v1(settings)
@@ -567,7 +567,7 @@ def test_tokens_of_generated_code(engines):
 MEASURED = """
 import fronts_on_cpu
 from vllm_rocm_ops.vllm.attention import backends
-from vllm_rocm_ops.vllm.attention.rope_front import RopeFront
+from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopeFront
 
 def written(self, found, qkv, slots, cache):
     q, k = (x.unflatten(1, (-1, self.heads[2])) for x in found)
@@ -598,4 +598,4 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
         return
     found = record.shapes[f"{NORMED.name} {shape} {kernel_selection.COMPILED}"]
     assert all(one.ours is not None and 0 < one.error < 0.1 for one in found.values())
-    assert {*row_selection.TOKENS} <= {*found}
+    assert {*compiled_ops.TOKENS} <= {*found}

@@ -13,7 +13,8 @@ from test_experts import ROUTERS, Layer, call_with_logits, config, inputs, kerne
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm.experts import handed_over, routing_experts, routing_gate, unquantized_experts
+from vllm_rocm_ops.vllm.graph import moe_side_channel
+from vllm_rocm_ops.vllm.moe import routing_experts, routing_gate, unquantized_experts
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
@@ -96,7 +97,7 @@ def test_one_launch_routes(router):
     layer, hidden = adopted(router=router), inputs(4)
     plain = {"topk_softmax": 1} if "groups" in router else SEPARATE
     result, counts = called(layer, hidden)
-    assert counts == FUSED and handed_over.current.routed is None
+    assert counts == FUSED and moe_side_channel.current.routed is None
     routing_gate.leave(layer.gate)
     wanted, counts = called(layer, hidden)
     assert counts == plain and torch.equal(result, wanted)
@@ -163,13 +164,13 @@ def test_threads_do_not_share():
     """Two micro-batches run in two threads."""
     import threading
 
-    handed_over.hand_over(torch.ones(1), (1,), torch.ones(1), torch.ones(1))
+    moe_side_channel.hand_over(torch.ones(1), (1,), torch.ones(1), torch.ones(1))
     found = []
-    thread = threading.Thread(target=lambda: found.append(handed_over.current.routed))
+    thread = threading.Thread(target=lambda: found.append(moe_side_channel.current.routed))
     thread.start()
     thread.join()
     assert found == [None]
-    handed_over.current.routed = None
+    moe_side_channel.current.routed = None
 
 
 def test_padding_goes_to_no_expert(monkeypatch):
@@ -187,7 +188,7 @@ def test_padding_goes_to_no_expert(monkeypatch):
         )
         with torch.no_grad():
             layer.gate(inputs(3))
-        *_, ids = handed_over.current.routed
+        *_, ids = moe_side_channel.current.routed
         assert (ids < 0).all(1).tolist() == (mask.tolist() if masks else [False] * 3)
 
 
@@ -226,7 +227,7 @@ def test_returns_what_vllms_gate_does():
             layer = adopted(kind=kind, return_bias=return_bias, **options)
             with torch.no_grad():
                 found = layer.gate(inputs(2))
-                handed_over.current.routed = None
+                moe_side_channel.current.routed = None
                 routing_gate.leave(layer.gate)
                 wanted = layer.gate(inputs(2))
             assert isinstance(found, tuple) is isinstance(wanted, tuple) is return_bias
@@ -378,7 +379,7 @@ GateLinear._cpu_skip_gemm_dispatch = True  # else the CPU packs the weight
 """
 
 
-APART = "from vllm_rocm_ops.vllm.experts import routing_gate; routing_gate.adopt = lambda models: None"
+APART = "from vllm_rocm_ops.vllm.moe import routing_gate; routing_gate.adopt = lambda models: None"
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import types
 import pytest
 import torch
 
+import vllm_rocm_ops.vllm.worker_startup
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 HIDDEN, INNER, LATENT, MAX = 512, 256, 128, 96
@@ -85,11 +86,11 @@ def kernels(tmp_path, monkeypatch):
     """Make the ops' references their kernels, on a machine without measurements."""
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     monkeypatch.setattr(kernel_selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
-    monkeypatch.setattr(row_selection, "_stay", set())
-    monkeypatch.setattr(row_selection, "choices", row_selection.Choices())
+    monkeypatch.setattr(compiled_ops, "_stay", set())
+    monkeypatch.setattr(compiled_ops, "choices", compiled_ops.Choices())
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")
-    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
-    monkeypatch.setattr(row_selection, "compiler", lambda config: lambda function: function)
+    monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: True)
+    monkeypatch.setattr(compiled_ops, "compiler", lambda config: lambda function: function)
     for name in OPS:
         op = getattr(ops, name)
         monkeypatch.setattr(op, "run_kernels", lambda *a, op=op: op.reference(*a, *op._defaults[len(a) :]))
@@ -119,11 +120,11 @@ def decide(model, clock, gather=lambda mine: [mine], says=True, **passes) -> dic
 
     The activation then knows its linear, for models that are not compiled.
     """
-    row_selection.before_compiling(worker(model, **passes), clock, gather, says)
+    compiled_ops.before_compiling(worker(model, **passes), clock, gather, says)
     kinds = {f" {HIDDEN} ": "norm", f" {LATENT} ": "q", f" {INNER} ": "act"}
     ours = {
         name: runs
-        for pattern, runs in row_selection.choices.ours.items()
+        for pattern, runs in compiled_ops.choices.ours.items()
         for columns, name in kinds.items()
         if columns in pattern
     }
@@ -145,8 +146,8 @@ def test_the_faster_serves(kernels, key, caplog):
     assert decide(Layer(key), clock := Clock()) == ALL
     shapes = [(HIDDEN, True), (2 * INNER, False), (LATENT, False)]
     assert [(t, *shape) for t, *shape, _ in clock.asked] == [(t, *s) for s in shapes for t in (2, 8, 64, MAX)]
-    assert all(1 <= sets <= row_selection.SETS for *_, sets in clock.asked)
-    assert row_selection.stay() == []
+    assert all(1 <= sets <= compiled_ops.SETS for *_, sets in clock.asked)
+    assert compiled_ops.stay() == []
     assert decide(Layer(key), again := Clock()) == ALL and again.asked == []
     [path] = kernel_selection.envs.tables().glob("*/measured-*.json")
     record = kernel_selection.read(path)
@@ -158,7 +159,7 @@ def test_the_faster_serves(kernels, key, caplog):
     path.unlink()
     with caplog.at_level(logging.INFO):
         assert decide(Layer(key), Clock(lambda tokens: 20.0)) == NONE
-    assert len(row_selection.stay()) == 3
+    assert len(compiled_ops.stay()) == 3
     assert "compiled" in caplog.text and "vLLM's" in caplog.text
 
 
@@ -177,7 +178,7 @@ def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
 
     monkeypatch.setattr(kernel_timing, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "10")
-    monkeypatch.setattr(row_selection, "compiler", compiler)
+    monkeypatch.setattr(compiled_ops, "compiler", compiler)
     for _ in range(2):
         assert decide(Layer(KEYS[1]), Clock()) == ALL
     assert now == [100.0] and len(started) == 1 and kernel_selection.spent() < 1.0
@@ -206,13 +207,13 @@ def test_mx_patterns_are_measured(kernels, monkeypatch, fault):
             linear.vllm_rocm_ops_quantize = lambda x: torch.ops.vllm.mxfp8_quantize(x, False, 0)
         return made
 
-    row_selection.before_compiling(worker(layer(), fuse_norm_quant=True), Clock(), lambda mine: [mine], True)
-    ours = row_selection.choices.ours
+    compiled_ops.before_compiling(worker(layer(), fuse_norm_quant=True), Clock(), lambda mine: [mine], True)
+    ours = compiled_ops.choices.ours
     assert len(ours) == 3 and all(runs is not name.startswith(str(fault)) for name, runs in ours.items())
-    assert row_selection.choices.off == frozenset({fault} - {None})
-    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: False)
-    row_selection.before_compiling(worker(uncompiled := layer()), Clock(), lambda mine: [mine], True)
-    assert row_selection.choices.ours == {} and uncompiled.act_fn.consumer is None
+    assert compiled_ops.choices.off == frozenset({fault} - {None})
+    monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: False)
+    compiled_ops.before_compiling(worker(uncompiled := layer()), Clock(), lambda mine: [mine], True)
+    assert compiled_ops.choices.ours == {} and uncompiled.act_fn.consumer is None
 
 
 def test_scales_may_be_negative(kernels, caplog):
@@ -288,8 +289,8 @@ def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
     If no pass runs, as in eager mode, the plugin's ops serve.
     """
     assert decide(Layer(KEYS[0]), None, fuse_norm_quant=True, fuse_act_quant=True) == ALL
-    monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
-    monkeypatch.setattr(row_selection, "compiler", lambda config: lambda function: function)
+    monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: True)
+    monkeypatch.setattr(compiled_ops, "compiler", lambda config: lambda function: function)
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
     monkeypatch.setattr(seam, "arch_here", lambda _: None)
     if measures == "0":
@@ -305,7 +306,7 @@ def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
 def test_ranks_agree(kernels):
     """The plugin's ops run where they do for all ranks."""
     [layer] = [Layer(KEYS[0])]
-    norm, q, act = row_selection.fused_in(layer, HIDDEN, torch.bfloat16, lambda *_: "compiled", True)
+    norm, q, act = compiled_ops.fused_in(layer, HIDDEN, torch.bfloat16, lambda *_: "compiled", True)
     slow = kernel_selection.Decided({}, {norm.key: bytes([0]), q.key: bytes([1])})
     wrong = kernel_selection.Decided({act.op.name: "wrong there"}, {})
     assert decide(layer, Clock(), lambda mine: [mine, slow, wrong]) == {"norm": False, "q": True, "act": False}
@@ -316,13 +317,13 @@ def test_equal_layers_are_one_pair(kernels, monkeypatch):
     asked, key_of = [], fused_quant().key_of
     monkeypatch.setattr(fused_quant(), "key_of", lambda *given: asked.append(given) or key_of(*given))
     layers = torch.nn.ModuleList(Layer(KEYS[1]) for _ in range(200))
-    found = list(row_selection.fused_in(layers, HIDDEN, torch.bfloat16, lambda *_: "compiled", True))
+    found = list(compiled_ops.fused_in(layers, HIDDEN, torch.bfloat16, lambda *_: "compiled", True))
     assert [one.is_norm for one in found] == [True] * 2 + [False] * 200
     assert len(asked) <= 3 * 200 + 2 + 200
 
 
 def fused_quant():
-    from vllm_rocm_ops.vllm.fusion import fused_quant
+    from vllm_rocm_ops.vllm.graph import fused_quant
 
     return fused_quant
 
@@ -347,7 +348,7 @@ def aiter(kernels, monkeypatch):
         communicator = ranks and Communicator(ranks, **how)
         monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", lambda: communicator)
         monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", switch)
-        monkeypatch.setattr(row_selection, "is_compiled", lambda config, model: True)
+        monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: True)
         monkeypatch.setattr(seam, "served_platform", lambda: platform)
         monkeypatch.setattr(seam, "arch_here", lambda _: None)
 
@@ -371,7 +372,7 @@ def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(aiter, capl
     aiter(**how)
     with caplog.at_level(logging.INFO):
         assert decide(Layer(KEYS[2]), None, fuse_allreduce_rms=True) == ALL
-    assert row_selection.choices.all_reduced == {name and getattr(quant_utils, name) for name in left}
+    assert compiled_ops.choices.all_reduced == {name and getattr(quant_utils, name) for name in left}
     assert ("AITER's all-reduce stay vLLM's" in caplog.text) == bool(left)
     assert "two-stage" not in caplog.text
 
@@ -393,15 +394,15 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
     one = worker(torch.nn.Module(), fuse_allreduce_rms=True)
     one.vllm_config.model_config.get_hidden_size = lambda: hidden
     with caplog.at_level(logging.INFO):
-        row_selection.before_compiling(one, None, lambda mine: [mine], True)
+        compiled_ops.before_compiling(one, None, lambda mine: [mine], True)
     assert one.vllm_config.compilation_config.pass_config.fuse_allreduce_rms is fuses
-    assert row_selection.stay() == [f"all-reduce with norms {'on' if fuses else 'off'}"]
+    assert compiled_ops.stay() == [f"all-reduce with norms {'on' if fuses else 'off'}"]
     assert (f"two-stage kernel for 8 tokens of hidden size {hidden} " in caplog.text) is not fuses
 
 
 def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
     """Baselines are eager or compiled, fused with the quantization or not, AITER's or not."""
-    from vllm_rocm_ops.vllm.linear import native_kernel
+    from vllm_rocm_ops.vllm.linear import base as linear_base
 
     model, keys = Layer(KEYS[0]), []
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
@@ -411,9 +412,9 @@ def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
         (True, {"fuse_norm_quant": True}, False),
         (True, {}, True),
     ]:
-        monkeypatch.setattr(row_selection, "is_compiled", lambda config, model, compiles=compiles: compiles)
-        monkeypatch.setattr(native_kernel, "asks_for_aiter", lambda kind, aiters=aiters: aiters)
-        name = row_selection.baseline_of(worker(model, **passes).vllm_config, model)
+        monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model, compiles=compiles: compiles)
+        monkeypatch.setattr(linear_base, "asks_for_aiter", lambda kind, aiters=aiters: aiters)
+        name = compiled_ops.baseline_of(worker(model, **passes).vllm_config, model)
         keys.append((name(True), name(False)))
         assert name(False, is_opaque=True) == ("AITER-eager" if aiters else "eager")
     assert keys == [
@@ -437,10 +438,10 @@ def test_a_model_whose_classes_are_not_compiled_is_eager(runs):
             self.do_not_compile = not runs
 
     config, model = worker(None, CompilationMode.VLLM_COMPILE).vllm_config, torch.nn.Module()
-    assert not row_selection.is_compiled(config, model)
+    assert not compiled_ops.is_compiled(config, model)
     model.model = Decoder()
-    assert row_selection.is_compiled(config, model) is runs
-    assert not row_selection.is_compiled(worker(None, CompilationMode.NONE).vllm_config, model)
+    assert compiled_ops.is_compiled(config, model) is runs
+    assert not compiled_ops.is_compiled(worker(None, CompilationMode.NONE).vllm_config, model)
 
 
 @pytest.mark.parametrize("runner", ["speculator", "drafter"])
@@ -449,11 +450,11 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
     model, draft = Layer(KEYS[0]), Layer(KEYS[0])
     one = worker(model)
     setattr(one.model_runner, runner, types.SimpleNamespace(model=draft))
-    assert row_selection.models_of(one) == [model, draft]
+    assert compiled_ops.models_of(one) == [model, draft]
     draft.q_norm = type(draft.q_norm)(2 * LATENT, dtype=torch.bfloat16)
     draft.q_b_proj = Linear(KEYS[0], 2 * LATENT)
-    row_selection.before_compiling(one, None, lambda mine: [mine], False)
-    assert sum("rms_norm" in pattern for pattern in row_selection.choices.ours) == 3
+    compiled_ops.before_compiling(one, None, lambda mine: [mine], False)
+    assert sum("rms_norm" in pattern for pattern in compiled_ops.choices.ours) == 3
 
 
 def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
@@ -465,7 +466,7 @@ def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
     layer.vllm_config = held
     before = compile_cache.fingerprint()
     one = worker(layer)
-    row_selection.before_compiling(one, Clock(lambda tokens: 20.0), lambda mine: [mine], False)
+    compiled_ops.before_compiling(one, Clock(lambda tokens: 20.0), lambda mine: [mine], False)
     compile_cache.mark_again(one)
     after = compile_cache.fingerprint()
     assert after != before
@@ -494,8 +495,8 @@ class Beside(Layer):
 def test_an_activation_whose_result_is_read_otherwise_does_not_quantize(kernels, kind):
     """This holds in eager mode. In a graph, the pass sees the readers."""
     layer = kind(KEYS[0])
-    row_selection.before_compiling(worker(layer), None, lambda mine: [mine], False)
-    assert not any("silu" in pattern for pattern in row_selection.choices.ours)
+    compiled_ops.before_compiling(worker(layer), None, lambda mine: [mine], False)
+    assert not any("silu" in pattern for pattern in compiled_ops.choices.ours)
     assert layer.act_fn.consumer is None
 
 
@@ -508,7 +509,6 @@ def test_a_linear_that_every_rank_holds_whole(kernels):
 
 
 def test_a_worker_that_fails_starts(caplog):
-    from vllm_rocm_ops.vllm.selection import measured_selection
 
-    measured_selection.before_compiling(types.SimpleNamespace())
+    vllm_rocm_ops.vllm.worker_startup.before_compiling(types.SimpleNamespace())
     assert "selection of norms and activations failed: " in caplog.text

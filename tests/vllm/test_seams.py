@@ -38,7 +38,7 @@ def test_broken_seams_are_off_and_the_others_on(engines, expected):
 import dataclasses
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm_rocm_ops.vllm.fusion import norm
+from vllm_rocm_ops.vllm.graph import norm
 known = SiluAndMul.forward_native
 SiluAndMul.forward_native = staticmethod(lambda rows: known(rows))
 choose = linear.choose_scaled_mm_linear_kernel

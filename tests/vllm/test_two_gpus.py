@@ -20,7 +20,7 @@ from engines import FLAVOURS, FORKED, STEPS, prompts_of
 from server_load import errors_of
 
 from vllm_rocm_ops.core.stats import FALLBACK
-from vllm_rocm_ops.vllm.fusion import reduced
+from vllm_rocm_ops.vllm.graph import all_reduce_norm
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 GPUS = torch.cuda.device_count()
@@ -205,7 +205,7 @@ def test_ranks_agree_on_one_table(answers, engines, name):
     runs = [answers(run) for run in MEASURED[name]]
     [path] = (path for path in (engines.folder / f"tables-{name}").rglob("measured-*.json"))
     record = kernel_selection.read(path)
-    shapes = {key: timed for key, timed in record.shapes.items() if not key.startswith(reduced.NAME)}
+    shapes = {key: timed for key, timed in record.shapes.items() if not key.startswith(all_reduce_norm.NAME)}
     planned, left = (
         sum(int(count) for run in runs for count in re.findall(pattern, run["output"]))
         for pattern in (r"against vLLM's: \d+ shapes, (\d+) comparisons", r"(\d+) of \d+ comparisons did not fit")

@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Address, Launch
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.tensors import row_stride, rows_of
-from vllm_rocm_ops.ops.families import rowwise
+from vllm_rocm_ops.ops.shared import rowwise
 
 RANKS = range(2, 9)
 MAX_RANKS = RANKS[-1]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
-from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 
 class Inputs(NamedTuple):

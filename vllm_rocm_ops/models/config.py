@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 SHIPPED = Path(__file__).parent
 

@@ -1,7 +1,7 @@
 """List the ops that one rank calls in a step of a model, from a Hugging Face config.json, TP and EP.
 
 `calls(model_config.read(model), tp, ep)` lists them as vLLM with this package runs them: linear layers; the norms and activations
-around them, with quantization for the linears that read their result (see vllm/fusion/graph.py); routing and experts. It omits
+around them, with quantization for the linears that read their result (see vllm/graph/rewrite.py); routing and experts. It omits
 launches that are not ops of this package: attention, RoPE, collectives, QK norms in Qwen3 and GLM, experts in INT8, DeepSeek's
 absorbed GEMMs, and GLM's router with the norm before it.
 """

@@ -17,8 +17,8 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
-from vllm_rocm_ops.ops.families import attention, rowwise, skinny_gemm
-from vllm_rocm_ops.ops.families.gemm import BLOCK, Operand, Product
+from vllm_rocm_ops.ops.shared import attention, rowwise, skinny_gemm
+from vllm_rocm_ops.ops.shared.gemm import BLOCK, Operand, Product
 
 __all__ = ["batched_gemm"]
 

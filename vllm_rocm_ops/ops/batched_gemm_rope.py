@@ -26,8 +26,8 @@ from vllm_rocm_ops.ops.batched_gemm import (
     problem_fields,
     token_limit,
 )
-from vllm_rocm_ops.ops.families import attention, rotation
-from vllm_rocm_ops.ops.families.gemm import divisor
+from vllm_rocm_ops.ops.shared import attention, rotation
+from vllm_rocm_ops.ops.shared.gemm import divisor
 
 __all__ = ["batched_gemm_rope"]
 

@@ -13,10 +13,10 @@ from vllm_rocm_ops.core.launch import Launch, Workspace
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.core.tensors import describe
-from vllm_rocm_ops.ops.families import gemm, skinny_gemm, weight_layout
-from vllm_rocm_ops.ops.families import tiled_gemm as tiled
-from vllm_rocm_ops.ops.families.gemm import BLOCK
-from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.ops.shared import tiled_gemm as tiled
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 
 __all__ = ["block_scaled_mm"]
 

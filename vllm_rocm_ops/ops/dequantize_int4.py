@@ -13,8 +13,8 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, row_stride, rows_of
-from vllm_rocm_ops.ops.families.attention import ELEMENTS
-from vllm_rocm_ops.ops.families.gemm import divisor
+from vllm_rocm_ops.ops.shared.attention import ELEMENTS
+from vllm_rocm_ops.ops.shared.gemm import divisor
 
 __all__ = ["dequantize_int4"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
-from vllm_rocm_ops.ops.families import attention, decode, flash
-from vllm_rocm_ops.ops.families.attention import CacheLayout
-from vllm_rocm_ops.ops.families.flash import Sizes
+from vllm_rocm_ops.ops.shared import attention, decode, flash
+from vllm_rocm_ops.ops.shared.attention import CacheLayout
+from vllm_rocm_ops.ops.shared.flash import Sizes
 
 __all__ = ["flash_attention"]
 

@@ -1,7 +1,7 @@
 """Run the experts of a MoE layer, from routed tokens to their weighted sum.
 
-Kernels: csrc/ops/fused_experts.hip for few tokens (ops/families/experts_streamed.py), csrc/ops/fused_experts_tiled.hip for many
-(ops/families/experts_tiled.py).
+Kernels: csrc/ops/fused_experts.hip for few tokens (ops/shared/experts_streamed.py), csrc/ops/fused_experts_tiled.hip for many
+(ops/shared/experts_tiled.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import E5M2, MX_BLOCK, MX_SCALES
-from vllm_rocm_ops.ops.families import experts_streamed as streamed
-from vllm_rocm_ops.ops.families import experts_tiled as tiled
-from vllm_rocm_ops.ops.families.experts import BYTES, HALVES, contract, scheme, slots
-from vllm_rocm_ops.ops.families.experts_quantize import quantizing
-from vllm_rocm_ops.ops.families.experts_streamed import StreamedConfig
-from vllm_rocm_ops.ops.families.experts_tiled import TiledConfig
-from vllm_rocm_ops.ops.families.gemm import BLOCK
-from vllm_rocm_ops.ops.families.weight_layout import shuffle_weight, unshuffled
+from vllm_rocm_ops.ops.shared import experts_streamed as streamed
+from vllm_rocm_ops.ops.shared import experts_tiled as tiled
+from vllm_rocm_ops.ops.shared.experts import BYTES, HALVES, contract, scheme, slots
+from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
+from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
+from vllm_rocm_ops.ops.shared.experts_tiled import TiledConfig
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.weight_layout import shuffle_weight, unshuffled
 
 __all__ = ["fused_experts"]
 

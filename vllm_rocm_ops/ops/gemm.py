@@ -15,13 +15,13 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.tensors import describe
-from vllm_rocm_ops.ops.families import gemm as products
-from vllm_rocm_ops.ops.families import gemm_blocks, gemm_cases
-from vllm_rocm_ops.ops.families import skinny_gemm as skinny
-from vllm_rocm_ops.ops.families import tiled_gemm as tiled
-from vllm_rocm_ops.ops.families.gemm import E5M2, HALVES, Operand, Product
-from vllm_rocm_ops.ops.families.skinny_gemm import SkinnyConfig
-from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
+from vllm_rocm_ops.ops.shared import gemm as products
+from vllm_rocm_ops.ops.shared import gemm_blocks, gemm_cases
+from vllm_rocm_ops.ops.shared import skinny_gemm as skinny
+from vllm_rocm_ops.ops.shared import tiled_gemm as tiled
+from vllm_rocm_ops.ops.shared.gemm import E5M2, HALVES, Operand, Product
+from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
+from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 
 __all__ = ["gemm"]
 

@@ -17,8 +17,8 @@ from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.core.tensors import row_stride, rows_of
-from vllm_rocm_ops.ops.families import rowwise
-from vllm_rocm_ops.ops.families.rowwise import RowConfig
+from vllm_rocm_ops.ops.shared import rowwise
+from vllm_rocm_ops.ops.shared.rowwise import RowConfig
 
 __all__ = [
     "layer_norm",

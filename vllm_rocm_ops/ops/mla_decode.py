@@ -15,8 +15,8 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
-from vllm_rocm_ops.ops.families import attention, decode
-from vllm_rocm_ops.ops.families.decode import DecodeConfig
+from vllm_rocm_ops.ops.shared import attention, decode
+from vllm_rocm_ops.ops.shared.decode import DecodeConfig
 
 __all__ = ["mla_decode"]
 

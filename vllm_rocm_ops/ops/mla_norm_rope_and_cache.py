@@ -18,11 +18,11 @@ from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride
 from vllm_rocm_ops.ops import rms_norm as norms
-from vllm_rocm_ops.ops.families import attention, rotation, rowwise
-from vllm_rocm_ops.ops.families.attention import CacheLayout
-from vllm_rocm_ops.ops.families.gemm import divisor
-from vllm_rocm_ops.ops.families.rotation import RopeConfig
-from vllm_rocm_ops.ops.families.rowwise import VECTOR
+from vllm_rocm_ops.ops.shared import attention, rotation, rowwise
+from vllm_rocm_ops.ops.shared.attention import CacheLayout
+from vllm_rocm_ops.ops.shared.gemm import divisor
+from vllm_rocm_ops.ops.shared.rotation import RopeConfig
+from vllm_rocm_ops.ops.shared.rowwise import VECTOR
 
 __all__ = ["mla_norm_rope_and_cache"]
 

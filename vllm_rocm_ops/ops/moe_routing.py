@@ -20,7 +20,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
-from vllm_rocm_ops.ops.families import routing
+from vllm_rocm_ops.ops.shared import routing
 
 __all__ = ["grouped_topk", "topk_sigmoid", "topk_softmax"]
 

@@ -18,8 +18,8 @@ from vllm_rocm_ops.core.quantization import (
 )  # elements along K per scale; rows of b that may share scales
 from vllm_rocm_ops.core.quantization import MX_SCALES, mx_numbers
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride
-from vllm_rocm_ops.ops.families.gemm import OUT_TYPES, Product, activations, bias_contract, weight
-from vllm_rocm_ops.ops.families.skinny_gemm import arguments
+from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES, Product, activations, bias_contract, weight
+from vllm_rocm_ops.ops.shared.skinny_gemm import arguments
 
 __all__ = ["mxfp8_scaled_mm"]
 

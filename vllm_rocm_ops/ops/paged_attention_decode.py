@@ -14,9 +14,9 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
-from vllm_rocm_ops.ops.families import attention, decode
-from vllm_rocm_ops.ops.families.attention import CacheLayout
-from vllm_rocm_ops.ops.families.decode import DecodeConfig
+from vllm_rocm_ops.ops.shared import attention, decode
+from vllm_rocm_ops.ops.shared.attention import CacheLayout
+from vllm_rocm_ops.ops.shared.decode import DecodeConfig
 
 __all__ = ["paged_attention_decode"]
 

@@ -17,8 +17,8 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe
-from vllm_rocm_ops.ops.families import attention, rotation
-from vllm_rocm_ops.ops.families.rowwise import exact
+from vllm_rocm_ops.ops.shared import attention, rotation
+from vllm_rocm_ops.ops.shared.rowwise import exact
 
 __all__ = ["qk_norm_rope_and_cache"]
 

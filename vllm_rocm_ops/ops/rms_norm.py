@@ -18,9 +18,9 @@ from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.core.tensors import row_stride, rows_of
-from vllm_rocm_ops.ops.families import rowwise
-from vllm_rocm_ops.ops.families.gemm import BLOCK, divisor
-from vllm_rocm_ops.ops.families.rowwise import RowConfig
+from vllm_rocm_ops.ops.shared import rowwise
+from vllm_rocm_ops.ops.shared.gemm import BLOCK, divisor
+from vllm_rocm_ops.ops.shared.rowwise import RowConfig
 
 __all__ = [
     "fused_add_rms_norm",

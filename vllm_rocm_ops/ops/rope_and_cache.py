@@ -16,8 +16,8 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
-from vllm_rocm_ops.ops.families import attention, rotation
-from vllm_rocm_ops.ops.families.attention import CacheLayout
+from vllm_rocm_ops.ops.shared import attention, rotation
+from vllm_rocm_ops.ops.shared.attention import CacheLayout
 
 __all__ = ["rope_and_cache", "rope_and_cache_mla"]
 

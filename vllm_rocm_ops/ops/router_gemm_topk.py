@@ -13,9 +13,9 @@ from vllm_rocm_ops.core.launch import Counters, Launch, Workspace
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops import moe_routing
-from vllm_rocm_ops.ops.families import gemm, skinny_gemm, weight_layout
-from vllm_rocm_ops.ops.families.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.ops.moe_routing import EPSILON, MAX_GROUP_LANES, grouped_topk
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.ops.unquantized_gemm import unquantized_gemm
 
 __all__ = ["router_gemm_topk"]

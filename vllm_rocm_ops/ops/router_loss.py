@@ -16,7 +16,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe
-from vllm_rocm_ops.ops.families import routing
+from vllm_rocm_ops.ops.shared import routing
 
 __all__ = ["load_balancing_loss", "router_z_loss"]
 

@@ -16,9 +16,9 @@ from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.core.tensors import describe
-from vllm_rocm_ops.ops.families import gemm, skinny_gemm, weight_layout
-from vllm_rocm_ops.ops.families import tiled_gemm as tiled
-from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.ops.shared import tiled_gemm as tiled
+from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 from vllm_rocm_ops.ops.silu_and_mul import silu_and_mul_quant
 
 __all__ = ["scaled_mm", "scaled_mm_silu_and_mul_quant"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core import quantization
-from vllm_rocm_ops.ops.families import gated, rowwise
+from vllm_rocm_ops.ops.shared import gated, rowwise
 
 __all__ = [
     "silu_and_mul",

@@ -14,7 +14,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import row_stride, rows_of
-from vllm_rocm_ops.ops.families import routing, rowwise
+from vllm_rocm_ops.ops.shared import routing, rowwise
 
 __all__ = ["softmax"]
 

@@ -12,10 +12,10 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float, row_stride, rows_of
-from vllm_rocm_ops.ops.families import gemm, skinny_gemm, weight_layout
-from vllm_rocm_ops.ops.families.skinny_gemm import SkinnyConfig
-from vllm_rocm_ops.ops.families.tiled_gemm import TiledConfig
 from vllm_rocm_ops.ops.gemm import gemm as products_of_any
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
+from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 
 __all__ = ["unquantized_gemm"]
 

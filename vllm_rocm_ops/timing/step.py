@@ -26,7 +26,7 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
-from vllm_rocm_ops.models import joined
+from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 
@@ -107,7 +107,7 @@ def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> 
     sizes = {
         name: value.numel() * value.element_size() for name, value in given.items() if isinstance(value, torch.Tensor)
     }
-    if call.op in joined.ROTATIONS:  # they write caches, and read few angles
+    if call.op in fused_calls.ROTATIONS:  # they write caches, and read few angles
         sizes = {name: size for name, size in sizes.items() if "cache" not in name}
     if "w1" in sizes:
         share = hit(*call.parameters[:3:2], tokens)
@@ -135,20 +135,20 @@ def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCal
         layer, following = call.layer, calls[place + 1].layer if place + 1 < len(calls) else ""
         shared = layer.startswith("shared")
         if layer == "shared gate_up":
-            yield joined.SHARED_QUANTIZATION, None, SECOND
+            yield fused_calls.SHARED_QUANTIZATION, None, SECOND
         beside = layer in ("routing", "experts") and "n_shared_experts" in config
         yield layer, call, SECOND if shared else BESIDE if beside else MAIN
         if layer == ("kv_a norm" if latent else "qkv"):
-            yield from ((joined.HEAD_NORMS, None, MAIN),) if joined.has_norms(config) and not latent else ()
-            yield joined.ROTATION, None, MAIN
-            yield joined.CACHE_WRITE, None, MAIN
+            yield from ((fused_calls.HEAD_NORMS, None, MAIN),) if fused_calls.has_norms(config) and not latent else ()
+            yield fused_calls.ROTATION, None, MAIN
+            yield fused_calls.CACHE_WRITE, None, MAIN
             yield from (("W_UK", absorbed[0], MAIN),) if latent else ()
-            yield joined.ATTENTION, attention, MAIN
-            yield from ((joined.V_UP, absorbed[1], MAIN),) if latent else ()
+            yield fused_calls.ATTENTION, attention, MAIN
+            yield from ((fused_calls.V_UP, absorbed[1], MAIN),) if latent else ()
             if not _unquantized(calls[place + 1 :]):
-                yield joined.QUANTIZATION, None, MAIN
+                yield fused_calls.QUANTIZATION, None, MAIN
         if layer == "shared down":
-            yield joined.SHARED_SUM, None, MAIN
+            yield fused_calls.SHARED_SUM, None, MAIN
         if layer in ("o", "down", "dense down", "shared down") or (layer == "experts" and "shared" not in following):
             yield from _reduced(tp)
         if layer == "o" and not following.endswith("post-attention norm"):
@@ -205,7 +205,7 @@ def nodes(
             time = baseline.all_reduce(machine, tokens * hidden * 2 / 1024, aiter)
         elif layer.startswith(REDUCED):
             time = baseline.fused_all_reduce(machine, tp, tokens, hidden) or Time(math.inf, 1, "", "no kernel")
-            time = time._replace(us=time.us + baseline.ADDEND.value * (joined.SHARED_SUM in layer))
+            time = time._replace(us=time.us + baseline.ADDEND.value * (fused_calls.SHARED_SUM in layer))
         else:
             time = _baseline(call, layer, tokens, machine, read, launch, skinny)
         floor = read / machine["hbm_bandwidth"] / 1e3
@@ -214,9 +214,10 @@ def nodes(
         return Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
 
     fused = {
-        launches: dataclasses.replace(call, count=1) for launches, call in joined.around_attention(config, tp).items()
+        launches: dataclasses.replace(call, count=1)
+        for launches, call in fused_calls.around_attention(config, tp).items()
     }
-    apart, quantized = [*order(config, tp, ep)], joined.quantized_hidden(config, tp, ep)
+    apart, quantized = [*order(config, tp, ep)], fused_calls.quantized_hidden(config, tp, ep)
     found = [
         [dataclasses.replace(node(*each), count=count) for each, count in Counter(_faster(way, fused, node)).items()]
         for way in (apart, _quantized(apart, quantized, node))
@@ -230,7 +231,7 @@ def _quantized(launched: list[tuple], calls: list[LayerCall], node: Callable[...
     changed = {layer: (layer, ours[layer], stream) for layer, _, stream in launched if layer in ours}
     if not ours or any(node(*each).source != KERNEL_MODEL for each in changed.values()):
         return launched
-    return [changed.get(each[0], each) for each in launched if each[0] != joined.SHARED_QUANTIZATION]
+    return [changed.get(each[0], each) for each in launched if each[0] != fused_calls.SHARED_QUANTIZATION]
 
 
 def _faster(
@@ -240,7 +241,7 @@ def _faster(
     left: list[tuple | None] = [*launched]
     for places, one in [*_in_one(left, fused)]:
         first, *others = places
-        if any(each and each[0] == joined.CACHE_WRITE for each in left[first : others[-1]]):
+        if any(each and each[0] == fused_calls.CACHE_WRITE for each in left[first : others[-1]]):
             continue  # W_UK's launch rotates queries only where the cache write's has rotated keys
         each = one.layer, one, left[first][2]
         found, apart = node(*each), sum(node(*left[place]).whole_us for place in places)
@@ -261,24 +262,26 @@ def _in_one(
         if layer == "q_a norm":
             q = place
         elif layer == "kv_a norm":
-            write = next(i for i in range(place, len(launched)) if launched[i][0] == joined.CACHE_WRITE)
+            write = next(i for i in range(place, len(launched)) if launched[i][0] == fused_calls.CACHE_WRITE)
             rope = next(of for layer, of, _ in launched[place:] if layer == "attention").parameters[2]
-            if one := joined.one_front(None if q is None else launched[q][1], call, rope):
+            if one := fused_calls.one_front(None if q is None else launched[q][1], call, rope):
                 yield [*([] if q is None else [q]), place, write], one
             q = None
     names = [layer for layer, *_ in launched]
     for (start, *others), one in fused.items():
         for place in (place for place, name in enumerate(names) if name == start):
             # MLA writes its cache between the rotation and W_UK.
-            behind = [i for i in range(place + 1, len(names)) if names[i] in others or names[i] != joined.CACHE_WRITE]
+            behind = [
+                i for i in range(place + 1, len(names)) if names[i] in others or names[i] != fused_calls.CACHE_WRITE
+            ]
             places = behind[: len(others)]
             if [names[i] for i in places] == others:
                 yield [place, *places], one
     for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
-        if one := first and second and (joined.one_launch(first, second) or joined.one_router(first, second)):
+        if one := first and second and (fused_calls.one_launch(first, second) or fused_calls.one_router(first, second)):
             yield [place, place + 1], one
         elif layer == REDUCED and second and second.op.name in launches.NORMS:
-            summed = [place - 1] if launched[place - 1][0] == joined.SHARED_SUM else []
+            summed = [place - 1] if launched[place - 1][0] == fused_calls.SHARED_SUM else []
             name = " + ".join((REDUCED, *(launched[i][0] for i in summed), second.layer))
             yield [*summed, place, place + 1], dataclasses.replace(second, layer=name)
 

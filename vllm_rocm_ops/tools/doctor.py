@@ -92,9 +92,9 @@ def find_reached(folder: Path) -> list[dict]:
     """Return the calls of vLLM's workers at their last start, by arch."""
     if importlib.util.find_spec("vllm") is None:
         return []
-    from vllm_rocm_ops.vllm import reach
+    from vllm_rocm_ops.vllm import coverage
 
-    return reach.read(folder)
+    return coverage.read(folder)
 
 
 def reached_lines(found: list[dict]) -> list[str]:

@@ -15,13 +15,13 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core.op import Explanation, Op
-from vllm_rocm_ops.models import joined
+from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.vllm.attention import mla_front, mla_rotation, quantized_attention, rope_front
+from vllm_rocm_ops.vllm.attention import mla_pre_attention, mla_rotation, quantized_attention, rope_pre_attention
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
-from vllm_rocm_ops.vllm.experts import routing_gate
 from vllm_rocm_ops.vllm.kernels import KERNELS
+from vllm_rocm_ops.vllm.moe import routing_gate
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 DTYPES = {
@@ -149,7 +149,7 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 TO_E4M3 = quantized_attention.KINDS["static"]
 UNMEASURED = "unmeasured: vLLM until the plugin is measured faster"
-BY_ATTENTION = ops.batched_gemm, ops.batched_gemm_rope, ops.mla_norm_rope_and_cache, *joined.ROTATIONS
+BY_ATTENTION = ops.batched_gemm, ops.batched_gemm_rope, ops.mla_norm_rope_and_cache, *fused_calls.ROTATIONS
 """Ops around attention, which the same variable forces."""
 
 
@@ -162,10 +162,10 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     """Return the decode calls that the plugin serves only if measured faster, on request, or in place of other calls."""
     native = archs.named(arch).vendor == "amd"
     whole = *model_layers.absorbed(config, tp), attention(config, tp, arch)
-    fused = joined.around_attention(config, tp, native).values()
-    norms = joined.quantized_hidden(config, tp, ep)[:1]
-    routers = joined.routers(config, tp, ep)
-    return [*joined.gated(config, tp, ep), *routers, *joined.fronts(config, tp, ep), *norms, *whole, *fused]
+    fused = fused_calls.around_attention(config, tp, native).values()
+    norms = fused_calls.quantized_hidden(config, tp, ep)[:1]
+    routers = fused_calls.routers(config, tp, ep)
+    return [*fused_calls.gated(config, tp, ep), *routers, *fused_calls.fronts(config, tp, ep), *norms, *whole, *fused]
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
@@ -174,10 +174,10 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     if in_vllm := KERNELS.get(call.op):
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
     if call.op is ops.mla_norm_rope_and_cache:
-        return mla_front.shapes_of(call.parameters[:3], call.dtype)
-    if call.op in joined.ROTATIONS:
+        return mla_pre_attention.shapes_of(call.parameters[:3], call.dtype)
+    if call.op in fused_calls.ROTATIONS:
         heads, rotary = call.parameters[:3], call.parameters[3]
-        return rope_front.shapes_of((heads, rotary), call.dtype)
+        return rope_pre_attention.shapes_of((heads, rotary), call.dtype)
     if call.op is ops.batched_gemm_rope:
         return [mla_rotation.shape_of(call.parameters, call.dtype)]
     if not hasattr(a, "quant_dtype"):
@@ -253,14 +253,14 @@ def is_gated(call: LayerCall) -> bool:
 def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
     """Return the calls of a model that a call replaces."""
     if call.op is ops.mla_norm_rope_and_cache:
-        return joined.norms_of(call)
+        return fused_calls.norms_of(call)
     if call.op is ops.batched_gemm_rope:
-        return (joined.absorbed_of(call),)
+        return (fused_calls.absorbed_of(call),)
     if call.op is ops.router_gemm_topk:
-        return joined.router_of(call)
-    if call.layer.endswith(f" + {joined.QUANTIZATION}"):
-        return (joined.attention_of(call),)
-    return joined.two_launches(call) if is_gated(call) else ()
+        return fused_calls.router_of(call)
+    if call.layer.endswith(f" + {fused_calls.QUANTIZATION}"):
+        return (fused_calls.attention_of(call),)
+    return fused_calls.two_launches(call) if is_gated(call) else ()
 
 
 def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
@@ -295,7 +295,7 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
 
 def router_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
     """Return the decision for a router and its top-k in one launch, which must be faster than both pairs of launches."""
-    _, routing = joined.router_of(call)
+    _, routing = fused_calls.router_of(call)
     key = f"{call.op.name} {routing_gate.shape_of(call.parameters[:2], call.dtype, routing.parameters[1:])}"
     found = {
         one.rpartition(" ")[2]: kernel_selection.ours_of(one, times)

@@ -8,8 +8,8 @@ The commands know a model's call by op and arguments. For them each entry also h
 """
 
 from vllm_rocm_ops.vllm.attention import mla_absorb
-from vllm_rocm_ops.vllm.experts import base as experts
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
+from vllm_rocm_ops.vllm.moe import base as experts
 
 KERNELS = {
     kernels.op: kernels

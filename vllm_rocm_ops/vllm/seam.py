@@ -31,31 +31,31 @@ from vllm_rocm_ops.core import launch as launches
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 FILES = {
-    "activation": "fusion",
-    "all_reduce": "fusion",
-    "block_scaled_linear": "linear",
-    "checked_scales": "guards",
-    "compile_cache": "guards",
-    "cpu_shims": "guards",
+    "activation": "graph.activation",
+    "all_reduce": "graph.aiter_all_reduce",
+    "block_scaled_linear": "linear.block_scaled_linear",
+    "checked_scales": "guards.checked_scales",
+    "compile_cache": "guards.compile_cache",
+    "cpu_shims": "guards.cpu_shims",
     "decode_attention": "attention.decoder",
-    "fp8_experts": "experts",
-    "fusion": "fusion",
-    "int8_linear": "linear",
-    "measured_selection": "selection",
+    "fp8_experts": "moe.fp8_experts",
+    "fusion": "graph.pass_manager",
+    "int8_linear": "linear.int8_linear",
+    "measured_selection": "worker_startup",
     "mla_attention": "attention.mla",
-    "mla_norms": "attention",
-    "mxfp8_experts": "experts",
-    "mxfp8_linear": "linear",
-    "norm": "fusion",
-    "quantized_attention": "attention",
-    "quantized_input": "fusion",
-    "rope_and_cache": "attention",
-    "routing_experts": "experts",
-    "scaled_linear": "linear",
-    "unquantized_experts": "experts",
-    "unquantized_linear": "linear",
+    "mla_norms": "attention.mla_norms",
+    "mxfp8_experts": "moe.mxfp8_experts",
+    "mxfp8_linear": "linear.mxfp8_linear",
+    "norm": "graph.norm",
+    "quantized_attention": "attention.quantized_attention",
+    "quantized_input": "graph.input_quantization",
+    "rope_and_cache": "attention.rope_and_cache",
+    "routing_experts": "moe.routing_experts",
+    "scaled_linear": "linear.scaled_linear",
+    "unquantized_experts": "moe.unquantized_experts",
+    "unquantized_linear": "linear.unquantized_linear",
 }
-"""The file of each seam, or the folder whose file has the seam's name."""
+"""The module of each seam."""
 
 NAMES = tuple(FILES)
 
@@ -128,8 +128,7 @@ def load(name: str) -> Seam:
 
 def module_of(name: str) -> str:
     """Return the module of a seam."""
-    place = FILES[name]
-    return f"{__package__}.{place}" if "." in place else f"{__package__}.{place}.{name}"
+    return f"{__package__}.{FILES[name]}"
 
 
 def install_all() -> list[Status]:

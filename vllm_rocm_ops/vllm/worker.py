@@ -6,7 +6,7 @@ Use: `LLM(worker_extension_cls="vllm_rocm_ops.vllm.worker.Extension")`.
 import dataclasses
 
 import vllm_rocm_ops
-from vllm_rocm_ops.vllm import reach, seam
+from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 
@@ -48,7 +48,7 @@ class Extension:
 
     def vllm_rocm_ops_reach(self) -> dict[str, dict]:
         """Return, by layer kind, how many of the worker's layers the seams cover, and the rest by class."""
-        return {kind: dataclasses.asdict(one) for kind, one in reach.found(self).items()}
+        return {kind: dataclasses.asdict(one) for kind, one in coverage.found(self).items()}
 
     def vllm_rocm_ops_seams(self) -> list[dict]:
         """Return the status of each seam in the worker."""

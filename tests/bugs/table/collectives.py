@@ -4,7 +4,7 @@ from ..bug import Bug, Tests
 
 ROWS, HEADER = "collectives/all_reduce.h", "collectives/one_shot.h"
 GRAPH, REDUCED, MEASURED = (
-    f"vllm/{file}.py" for file in ("fusion/graph", "fusion/reduced", "selection/measured_all_reduce")
+    f"vllm/{file}.py" for file in ("graph/rewrite", "graph/all_reduce_norm", "graph/all_reduce_timing")
 )
 
 

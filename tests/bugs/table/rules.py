@@ -5,7 +5,7 @@ from ..bug import Bug, Tests
 BUGS = (
     Bug(
         "a bound of strides that is too wide",
-        "ops/families/flash.py",
+        "ops/shared/flash.py",
         "of_value.slot_stride) < 2**24",
         "of_value.slot_stride) < 2**32",
         Tests("test_far_apart.py::test_bounds_of_strides"),
@@ -47,7 +47,7 @@ BUGS = (
     ),
     Bug(
         "the stride of the residual for that of the input",
-        "ops/families/rowwise.py",
+        "ops/shared/rowwise.py",
         "row_stride(a.addend) == strides[0]",
         "row_stride(a.addend) == strides[-1]",
         Tests("test_strides.py"),

@@ -2,7 +2,7 @@
 
 from ..bug import Bug, Tests
 
-HANDED, GATE, EXPERTS = (f"vllm/experts/{name}.py" for name in ("handed_over", "routing_gate", "routing_experts"))
+HANDED, GATE, EXPERTS = (f"vllm/moe/{name}.py" for name in ("moe_side_channel", "routing_gate", "routing_experts"))
 CAUGHT = Tests("test_routing_gate.py")
 
 BUGS = (
@@ -37,7 +37,7 @@ BUGS = (
     Bug(
         "a gate's choice that experts do not look for",
         EXPERTS,
-        "    if (found := handed_over.routed(router_logits, how)) is not None:\n        return found\n",
+        "    if (found := moe_side_channel.routed(router_logits, how)) is not None:\n        return found\n",
         "",
         CAUGHT,
     ),
@@ -93,7 +93,7 @@ BUGS = (
     Bug(
         "gates of layers whose tokens move between ranks",
         GATE,
-        "moe_input.moves_tokens(config) or getattr(",
+        "quantized_input.moves_tokens(config) or getattr(",
         "getattr(",
         CAUGHT,
     ),
@@ -134,7 +134,7 @@ BUGS = (
     ),
     Bug(
         "the factor of weights left out with one group",
-        "vllm/experts/routing_experts.py",
+        "vllm/moe/routing_experts.py",
         "(num_expert_group == 1 and scale == 1.0)",
         "num_expert_group == 1",
         Tests("test_experts.py"),

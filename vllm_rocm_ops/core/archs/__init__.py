@@ -18,7 +18,7 @@ NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 @dataclass(frozen=True, kw_only=True)
 class SkinnyCosts:
-    """Costs of the kernels of csrc/gemm/skinny.h; the model is in ops/families/skinny_gemm.py."""
+    """Costs of the kernels of csrc/gemm/skinny.h; the model is in ops/shared/skinny_gemm.py."""
 
     limits: Mapping[tuple[int, int], tuple[int, float]]
     """By a tile's weight rows and tokens: resident blocks per compute unit, and weight bytes per microsecond."""
@@ -34,7 +34,7 @@ class SkinnyCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCosts:
-    """Costs of the kernels of csrc/ops/fused_experts.hip; the model is in ops/families/experts_streamed.py."""
+    """Costs of the kernels of csrc/ops/fused_experts.hip; the model is in ops/shared/experts_streamed.py."""
 
     tile_tokens: int
     """Tokens of an expert per tile."""

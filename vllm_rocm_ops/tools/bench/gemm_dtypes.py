@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Case
-from vllm_rocm_ops.ops.families.gemm import BLOCK, E5M2
+from vllm_rocm_ops.ops.shared.gemm import BLOCK, E5M2
 from vllm_rocm_ops.tools.bench.shapes import Shape, beside_float64
 
 KINDS = ("int8", "e4m3", "e5m2", "bf16", "fp16")

@@ -17,7 +17,7 @@ from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.arguments import Inputs
-from vllm_rocm_ops.ops.families import weight_layout
+from vllm_rocm_ops.ops.shared import weight_layout
 from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
 from vllm_rocm_ops.tools.bench.baselines.gemm import column_major
 

@@ -21,9 +21,9 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import LIMIT
-from vllm_rocm_ops.ops.families.attention import ELEMENTS, CacheLayout
-from vllm_rocm_ops.ops.families.decode import MAX_ROWS
 from vllm_rocm_ops.ops.paged_attention_decode import SIZES
+from vllm_rocm_ops.ops.shared.attention import ELEMENTS, CacheLayout
+from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
 from vllm_rocm_ops.vllm.attention import backends, quantized_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find, seam_of

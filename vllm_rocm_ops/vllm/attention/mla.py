@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.families.attention import ELEMENTS
-from vllm_rocm_ops.ops.families.decode import MAX_ROWS
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
+from vllm_rocm_ops.ops.shared.attention import ELEMENTS
+from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, quantized_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
-from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm.attention.quantized_attention import KINDS
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice

@@ -10,7 +10,7 @@ vLLM splits a compiled model at the cache update, because piecewise graphs do no
 whose outputs are allocated in the piece before, as attention's are. The rotation of queries stays vLLM's, after
 q_b_proj, or is left to attention (mla_rotation.py).
 
-Selected once for all token counts, before vLLM compiles (row_selection.py): where the op was timed to be faster than
+Selected once for all token counts, before vLLM compiles (compiled_ops.py): where the op was timed to be faster than
 vLLM's compiled norms, quantization and rotation and its cache write, or wherever it fits with
 VLLM_ROCM_OPS_ATTENTION=1.
 """
@@ -25,8 +25,8 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, mla_rotation, split
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention.mla import BACKENDS
-from vllm_rocm_ops.vllm.attention.mla_front import Front
-from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.attention.mla_pre_attention import Front
+from vllm_rocm_ops.vllm.graph import compiled_ops
 
 UPDATE, NAME = "vllm::unified_mla_kv_cache_update", "mla_norms"
 OURS = f"vllm_rocm_ops::{NAME}"
@@ -75,7 +75,7 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front | mla_rotat
     for layer in model.modules():
         if not hasattr(layer, "rocm_ops_front") or any(lacks(layer)):
             continue
-        baseline, dtype = row_selection.baseline_of(config, model)(True), config.model_config.dtype
+        baseline, dtype = compiled_ops.baseline_of(config, model)(True), config.model_config.dtype
         one = Front(layer, baseline)
         if (compiles or one.decoder.is_forced) and one.has_kernels(dtype):
             yield one
@@ -139,7 +139,7 @@ def of_wrapper(theirs: type) -> type:
     """Return the subclass of vLLM's layer."""
     from vllm.utils.torch_utils import _encode_layer_name
 
-    from vllm_rocm_ops.vllm.fusion import fused_quant
+    from vllm_rocm_ops.vllm.graph import fused_quant
 
     class RocmOpsMlaAttention(theirs):
         """Run the op between the projections of vLLM's layer where it was selected."""
@@ -227,7 +227,7 @@ def install() -> None:
     define()
     seam.replace(MultiHeadLatentAttentionWrapper, of_wrapper(MultiHeadLatentAttentionWrapper))
     split.also_at(OURS, UPDATE)
-    row_selection.finders.append(fronts)
+    compiled_ops.finders.append(fronts)
 
 
 SEAM = seam.Seam(

@@ -5,7 +5,7 @@ keeps the step's positions, and attention rotates q_pe in place. In batches of d
 plugin serves (mla_absorb.py), `batched_gemm_rope` does both in one launch. Otherwise a launch of it without a product
 rotates all rows first: with prefills, with more rows than the kernels take, and before vLLM's torch.bmm.
 
-Selected once for all token counts, before vLLM compiles (row_selection.py): where the launch was timed to be faster than
+Selected once for all token counts, before vLLM compiles (compiled_ops.py): where the launch was timed to be faster than
 vLLM's compiled rotation followed by the product's own launch, or wherever it fits with VLLM_ROCM_OPS_ATTENTION=1.
 """
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.families import rotation
+from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm.attention import mla_absorb
-from vllm_rocm_ops.vllm.attention.mla_front import Front
-from vllm_rocm_ops.vllm.fusion import row_selection
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.attention.mla_pre_attention import Front
+from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 OTHERS = "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"
@@ -45,7 +45,7 @@ def lacks(attn: torch.nn.Module) -> Iterator[str]:
 
 
 class QueryRotation:
-    """Implement the rotation of a layer's queries and its product with W_UK, and as row_selection.py times them.
+    """Implement the rotation of a layer's queries and its product with W_UK, and as compiled_ops.py times them.
 
     Inputs are q_pe, positions and, up to the product's token limit, q_nope.
     """
@@ -61,7 +61,7 @@ class QueryRotation:
         self.shape = shape_of((heads, k, n, self.rope), self.weights.dtype)
         self.pattern = f"{self.op.name} {self.shape}"
         self.key = f"{self.pattern} {baseline}"
-        self.layers = dict.fromkeys(range(row_selection.SETS), ())
+        self.layers = dict.fromkeys(range(compiled_ops.SETS), ())
         self.kernels, self.baseline = self, self.vllms
 
     @property
@@ -76,7 +76,7 @@ class QueryRotation:
         table, is_neox = self.front.angles()
         positions = torch.empty(2, dtype=torch.int64, device="meta")
         given = q[..., :k], weights, q[..., k:], positions, table.to("meta"), is_neox, q.new_empty(2, heads, n)
-        return dtype == self.weights.dtype and native_kernel.has_kernels(self.op, *given)
+        return dtype == self.weights.dtype and linear_base.has_kernels(self.op, *given)
 
     # In attention
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm.attention import mla_absorb, quantized_attention
 from vllm_rocm_ops.vllm.attention.quantized_attention import GROUP, SEPARATE
 from vllm_rocm_ops.vllm.selection import kernel_selection

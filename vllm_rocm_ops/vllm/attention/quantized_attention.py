@@ -30,8 +30,8 @@ from torch import Tensor, fx
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.quantization import LIMIT
-from vllm_rocm_ops.ops.families.attention import ELEMENTS
 from vllm_rocm_ops.ops.paged_attention_decode import GROUP
+from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import split
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -234,7 +234,7 @@ class Fusion(NamedTuple):
     @classmethod
     def of(cls, node: fx.Node) -> Fusion | None:
         """Return the fusion at a node, if it is possible and was decided."""
-        from vllm_rocm_ops.vllm.fusion import markers
+        from vllm_rocm_ops.vllm.graph import markers
 
         given = dict(zip(NAMED[attention_of(node)], node.args)) | node.kwargs
         if given.get("output_scale") is not None or given.get("output_block_scale") is not None:
@@ -318,7 +318,7 @@ def size_of(node: fx.Node) -> tuple:
 
 def kind_of(marker: fx.Node) -> str:
     """Return the kind of a quantization marker, empty if attention does not support it."""
-    from vllm_rocm_ops.vllm.fusion.markers import How
+    from vllm_rocm_ops.vllm.graph.markers import How
 
     rows, scale, bound, how = marker.args
     how = How(*how)

@@ -5,11 +5,11 @@ in Qwen3 and GLM. Other norms, as Gemma's and MiniMax's over all heads, stay the
 
 vLLM splits a compiled model at each cache update, so the rotation and the update are in two pieces, and a pass on a
 piece sees only one. This seam changes the whole graph before vLLM splits it. There a rotation is a marker
-(fusion/markers.py). One op takes the place of the marker, of the norms before it and of the cache update after it. It
+(graph/markers.py). One op takes the place of the marker, of the norms before it and of the cache update after it. It
 has the layer's name, with which it finds the cache and the slots as the update does, and vLLM splits at it, too. A
 marker in any other place becomes what vLLM would have traced.
 
-Selected once for all token counts, before vLLM compiles (row_selection.py): where the op was timed to be faster than
+Selected once for all token counts, before vLLM compiles (compiled_ops.py): where the op was timed to be faster than
 vLLM's compiled norms and rotation and its cache write, or wherever it fits with VLLM_ROCM_OPS_ATTENTION=1.
 """
 
@@ -25,11 +25,11 @@ from torch import Tensor, fx
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import op
-from vllm_rocm_ops.ops.families import rotation
+from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
-from vllm_rocm_ops.vllm.attention.rope_front import RopeFront
-from vllm_rocm_ops.vllm.fusion import row_selection
+from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopeFront
+from vllm_rocm_ops.vllm.graph import compiled_ops
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -169,7 +169,7 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[RopeFront]:
     splits = UPDATE in (settings.splitting_ops or ()) and not settings.use_inductor_graph_partition
     if not (compiles and splits) or any(getattr(settings.pass_config, name, False) for name in PASSES):
         return
-    baseline, dtype = row_selection.baseline_of(config, model)(True, has_pass=False), config.model_config.dtype
+    baseline, dtype = compiled_ops.baseline_of(config, model)(True, has_pass=False), config.model_config.dtype
     found: dict[torch.nn.Module, list[RopeFront | None]] = {}
     for layer in model.modules():
         rotary, attn = getattr(layer, "rotary_emb", None), getattr(layer, "attn", None)
@@ -275,7 +275,7 @@ def place_of(marker: fx.Node) -> Place | None:
 
 def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
     """Replace each marker, with what is around it, by the op where that is possible. Return how often."""
-    from vllm_rocm_ops.vllm.fusion.markers import ROTATION
+    from vllm_rocm_ops.vllm.graph.markers import ROTATION
 
     if OURS not in splitting_ops:
         return 0
@@ -351,7 +351,7 @@ def install() -> None:
     """Define the op, and have vLLM split compiled models at it. `fronts` has graphs changed."""
     define()
     split.also_at(OURS, UPDATE)
-    row_selection.finders.append(fronts)
+    compiled_ops.finders.append(fronts)
 
 
 SEAM = seam.Seam(

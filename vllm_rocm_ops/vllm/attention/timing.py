@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core import envs
-from vllm_rocm_ops.ops.families.attention import ELEMENTS
+from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.selection import kernel_selection
 

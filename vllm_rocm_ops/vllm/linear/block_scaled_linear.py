@@ -1,6 +1,6 @@
 """Run FP8 linear layers with 128x128 block scales by `block_scaled_mm` where it is faster.
 
-vLLM's kernel, if there is one, serves all other calls (native_kernel.py), prepares the weight and defines the
+vLLM's kernel, if there is one, serves all other calls (base.py), prepares the weight and defines the
 quantization of the input. With `VLLM_ROCM_OPS_SHUFFLE=1` the op may serve any token count, see scaled_linear.py.
 """
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
-from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.linear import base as linear_base
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
@@ -33,7 +33,7 @@ def block_scaled_linear(
     return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
-class BlockScaledLinear(native_kernel.Linear):
+class BlockScaledLinear(linear_base.Linear):
     """Describe `block_scaled_linear` for timing. A layer: the arguments except a and its scale."""
 
     op, run, limit = ops.block_scaled_mm, staticmethod(block_scaled_linear), MAX_TOKENS
@@ -42,7 +42,7 @@ class BlockScaledLinear(native_kernel.Linear):
         return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, a.shape[0])
 
     def baseline(self, a, b, scale_a, scale_b, out_dtype, native):
-        return native_kernel.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+        return linear_base.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
     def taken(self, a, b, scale_a, scale_b, out_dtype, native):
         return a, b, scale_a, scale_b, out_dtype
@@ -52,7 +52,7 @@ class BlockScaledLinear(native_kernel.Linear):
 
     def arguments(self, layer, x, seed):
         b, scale_b, out_dtype, native = layer
-        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x)  # compiles nothing
+        a, scale_a = linear_base.kept(native).quant_fp8.forward_native(x)  # compiles nothing
         return a, b, scale_a, scale_b, out_dtype, native
 
     def exact(self, arguments, x, rows, columns):
@@ -61,8 +61,8 @@ class BlockScaledLinear(native_kernel.Linear):
         def scaled(values, scale):
             return values * scale.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
 
-        tokens = scaled(native_kernel.rows_at(a, rows), scale_a[rows])
-        return tokens @ scaled(native_kernel.rows_at(b, columns), scale_b[columns // BLOCK]).t()
+        tokens = scaled(linear_base.rows_at(a, rows), scale_a[rows])
+        return tokens @ scaled(linear_base.rows_at(b, columns), scale_b[columns // BLOCK]).t()
 
     def layers_of(self, a):
         return [(a.b, a.scale_b, a.out_dtype, None)]
@@ -86,7 +86,7 @@ def probe() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
     methods = {"__init__": ("config",), "apply_block_scaled_mm": ("A", "B", "As", "Bs")}
-    native_kernel.probe("_POSSIBLE_FP8_BLOCK_KERNELS", Fp8BlockScaledMMLinearKernel, "config", **methods)
+    linear_base.probe("_POSSIBLE_FP8_BLOCK_KERNELS", Fp8BlockScaledMMLinearKernel, "config", **methods)
 
 
 def install() -> None:
@@ -97,7 +97,7 @@ def install() -> None:
 
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS
 
-    class RocmOpsBlockScaledLinear(native_kernel.Keeping, Fp8BlockScaledMMLinearKernel):
+    class RocmOpsBlockScaledLinear(linear_base.Keeping, Fp8BlockScaledMMLinearKernel):
         """Choose between `block_scaled_mm` and vLLM's kernel."""
 
         @classmethod
@@ -109,7 +109,7 @@ def install() -> None:
                 return False, f"supports weight blocks of {BLOCK}x{BLOCK} and activation groups of {BLOCK} only"
             possible, why = super().can_implement(config)
             return (
-                native_kernel.can_keep(cls.native_class(config), Fp8BlockScaledMMLinearKernel)
+                linear_base.can_keep(cls.native_class(config), Fp8BlockScaledMMLinearKernel)
                 if possible
                 else (False, why)
             )
@@ -117,7 +117,7 @@ def install() -> None:
         @classmethod
         def native_class(cls, config):
             """Return the kernel that vLLM would choose without the plugin."""
-            return native_kernel.choose(cls, config, table, "fp8_block_w8a8")
+            return linear_base.choose(cls, config, table, "fp8_block_w8a8")
 
         def __init__(self, config):
             super().__init__(config)
@@ -134,21 +134,21 @@ def install() -> None:
             scale = self._get_layer_params(layer).block_scale.data
             described = params.weight, scale, self.config.out_dtype, None
             fragments = layer, params.weight, KERNELS, self.native, described, scale, self.config.out_dtype
-            if native_kernel.wants_fragments(*fragments):
-                replace_parameter(layer, params.WEIGHT, native_kernel.in_fragments(params.weight.data))
+            if linear_base.wants_fragments(*fragments):
+                replace_parameter(layer, params.WEIGHT, linear_base.in_fragments(params.weight.data))
                 order, self.native = "fragments", None
-            native_kernel.note_order(self, layer, order)
+            linear_base.note_order(self, layer, order)
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             out_dtype = self.config.out_dtype
-            if self.order is None or native_kernel.leaves(self, A):
+            if self.order is None or linear_base.leaves(self, A):
                 return self.native.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
             if self.native is None:
-                weight = native_kernel.fragments_of(B) if self.order == "fragments" else B
+                weight = linear_base.fragments_of(B) if self.order == "fragments" else B
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
             return KERNELS.call(self, A, B, As, Bs, out_dtype, self.native_name)
 
-    native_kernel.register_first(RocmOpsBlockScaledLinear, table, "fp8_block")
+    linear_base.register_first(RocmOpsBlockScaledLinear, table, "fp8_block")
 
 
 SEAM = seam.Seam(

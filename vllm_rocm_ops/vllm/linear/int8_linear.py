@@ -1,7 +1,7 @@
 """Run INT8 linear layers (W8A8, symmetric) by `gemm` where it was timed to be faster.
 
 Weights have one scale, or one per output channel. vLLM's op quantizes activations, with one static scale or one scale
-per token. vLLM's kernel serves all other calls (native_kernel.py) and prepares the weight. Before timing on a GPU it
+per token. vLLM's kernel serves all other calls (base.py) and prepares the weight. Before timing on a GPU it
 serves all. Layers whose activations have a zero point are left to vLLM.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.linear import base as linear_base
 
 MAX_TOKENS = 0  # default token limit, before timing (kernel_selection.py)
 
@@ -42,7 +42,7 @@ def quantized(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     return _custom_ops.scaled_int8_quant(x.contiguous(), input_scale)[:2]
 
 
-class Int8Linear(native_kernel.Linear):
+class Int8Linear(linear_base.Linear):
     """Describe `int8_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.gemm, staticmethod(int8_linear), MAX_TOKENS
@@ -54,7 +54,7 @@ class Int8Linear(native_kernel.Linear):
         return self.choice((native, weight.shape, bias is None), native, layer, weight, x.shape[0])
 
     def baseline(self, x, weight, weight_scale, input_scale, bias, native):
-        kernel = native_kernel.kept(native)
+        kernel = linear_base.kept(native)
         values = weight, weight_scale, input_scale, None, None
         return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
 
@@ -87,7 +87,7 @@ class Int8Linear(native_kernel.Linear):
     def exact_of(self, a, rows, columns):
         tokens = a.a[rows].float() * (a.scale_a if a.scale_a.numel() == 1 else a.scale_a[rows].view(-1, 1))
         scale = a.scale_b if a.scale_b.numel() == 1 else a.scale_b.flatten()[columns].view(-1, 1)
-        return tokens @ (a.b.t()[columns].float() * scale).t() + native_kernel.bias_at(a.bias, columns)
+        return tokens @ (a.b.t()[columns].float() * scale).t() + linear_base.bias_at(a.bias, columns)
 
 
 KERNELS = Int8Linear()
@@ -106,7 +106,7 @@ def probe() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
     methods = {"__init__": ("c", "layer_param_names"), "_get_layer_params": ("layer",)}
-    native_kernel.probe("_POSSIBLE_INT8_KERNELS", CutlassInt8ScaledMMLinearKernel, "c", **methods)
+    linear_base.probe("_POSSIBLE_INT8_KERNELS", CutlassInt8ScaledMMLinearKernel, "c", **methods)
     seam.require_parameters(_custom_ops.scaled_int8_quant, "input", "scale", "azp", "symmetric")
 
 
@@ -117,7 +117,7 @@ def install() -> None:
 
     table = linear._POSSIBLE_INT8_KERNELS
 
-    class RocmOpsInt8Linear(native_kernel.Keeping, CutlassInt8ScaledMMLinearKernel):
+    class RocmOpsInt8Linear(linear_base.Keeping, CutlassInt8ScaledMMLinearKernel):
         """Choose between `gemm` and vLLM's kernel. Without one, weights are prepared as for CUTLASS and Triton."""
 
         @classmethod
@@ -128,23 +128,23 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_native(native_kernel.choose(type(self), c, table, "int8_w8a8"), c, layer_param_names)
+            self.keep_native(linear_base.choose(type(self), c, table, "int8_w8a8"), c, layer_param_names)
 
         def process_weights_after_loading(self, layer):
             if self.native is None:
                 super().process_weights_after_loading(layer)
-                native_kernel.note_order(self, layer, "plain")
+                linear_base.note_order(self, layer, "plain")
                 return
             name = self.layer_param_names[0]
-            shape, before = getattr(layer, name).shape, native_kernel.checksum(getattr(layer, name).data)
+            shape, before = getattr(layer, name).shape, linear_base.checksum(getattr(layer, name).data)
             self.native.process_weights_after_loading(layer)
             weight = getattr(layer, name)
             is_plain = weight is not None and (weight.dtype, weight.t().shape) == (torch.int8, shape)
-            is_plain = is_plain and native_kernel.checksum(weight.data.t()).equal(before)
-            native_kernel.note_order(self, layer, "plain" if is_plain else None)
+            is_plain = is_plain and linear_base.checksum(weight.data.t()).equal(before)
+            linear_base.note_order(self, layer, "plain" if is_plain else None)
 
         def apply_weights(self, layer, x, bias=None):
-            if self.order is None or native_kernel.leaves(self, x):
+            if self.order is None or linear_base.leaves(self, x):
                 return self.native.apply_weights(layer, x, bias)
             weight, weight_scale, input_scale = self._get_layer_params(layer)[:3]
             tokens = x.reshape(-1, x.shape[-1])
@@ -156,7 +156,7 @@ def install() -> None:
                 output = KERNELS.call(self, *arguments)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    native_kernel.register_first(RocmOpsInt8Linear, table, "int8")
+    linear_base.register_first(RocmOpsInt8Linear, table, "int8")
 
 
 SEAM = seam.Seam(

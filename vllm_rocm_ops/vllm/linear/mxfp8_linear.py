@@ -1,9 +1,9 @@
 """Run MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) by `mxfp8_scaled_mm` where it is faster.
 
 On ROCm only gfx950 has matrix instructions for this format. There vLLM's kernel serves all other calls
-(native_kernel.py) and prepares the weight. A prepared weight may have one scale per 32 rows, which the op reads too.
+(base.py) and prepares the weight. A prepared weight may have one scale per 32 rows, which the op reads too.
 
-vLLM's op quantizes the input before either, where a compiled graph shows it to graph.py. vLLM's kernel quantizes
+vLLM's op quantizes the input before either, where a compiled graph shows it to rewrite.py. vLLM's kernel quantizes
 inside. Given `Rows`, it skips that.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.linear import base as linear_base
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 GROUP = 32
@@ -75,7 +75,7 @@ def mxfp8_linear(
     return KERNELS.serve(KERNELS.choice_of(*given), *given)
 
 
-class Mxfp8Linear(native_kernel.Linear):
+class Mxfp8Linear(linear_base.Linear):
     """Describe `mxfp8_linear` for timing. A layer: the arguments except a and its scales."""
 
     op, run, limit = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear), MAX_TOKENS
@@ -86,7 +86,7 @@ class Mxfp8Linear(native_kernel.Linear):
 
     def baseline(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
-        return native_kernel.kept(native).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
+        return linear_base.kept(native).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
 
     def taken(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
         return a, weight, scale_a, weight_scale, out_dtype, bias
@@ -101,8 +101,8 @@ class Mxfp8Linear(native_kernel.Linear):
         _, _, weight, weight_scale, bias, *_ = arguments
         shared = len(weight) // len(weight_scale)
         scale = torch.exp2(weight_scale.view(torch.uint8)[columns // shared].float() - 127)
-        exact = native_kernel.rows_at(weight, columns) * scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-        return x[rows].float() @ exact.t() + native_kernel.bias_at(bias, columns)
+        exact = linear_base.rows_at(weight, columns) * scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+        return x[rows].float() @ exact.t() + linear_base.bias_at(bias, columns)
 
     def layers_of(self, a):
         return [(a.b, a.scale_b, a.bias, a.out_dtype, None)]
@@ -128,7 +128,7 @@ def probe() -> None:
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
 
-    native_kernel.probe("_POSSIBLE_MXFP8_KERNELS", Mxfp8LinearKernel, "c", __init__=("c",))
+    linear_base.probe("_POSSIBLE_MXFP8_KERNELS", Mxfp8LinearKernel, "c", __init__=("c",))
     seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == GROUP, f"groups of {GROUP}")
     seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
     within = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
@@ -152,7 +152,7 @@ def install() -> None:
         layer.vllm_rocm_ops_quantize, layer.vllm_rocm_ops_is_mx = quantize, True
         layer.vllm_rocm_ops_column_major_scales = False
 
-    class RocmOpsMxfp8Linear(native_kernel.Keeping, Mxfp8LinearKernel):
+    class RocmOpsMxfp8Linear(linear_base.Keeping, Mxfp8LinearKernel):
         """Choose between `mxfp8_scaled_mm` and vLLM's kernel."""
 
         supports_pre_processed_weights = True  # as in vLLM's kernels: preparation only rewrites parameters
@@ -169,7 +169,7 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            self.keep_native(native_kernel.choose(type(self), c, table, "mxfp8"), c)
+            self.keep_native(linear_base.choose(type(self), c, table, "mxfp8"), c)
             self.hands_rows = isinstance(self.native, takes_rows)
 
         def process_weights_after_loading(self, layer):
@@ -186,7 +186,7 @@ def install() -> None:
         def apply_weights(self, layer, x, bias=None):
             # vLLM's kernel keeps some weights in bf16. Its emulation does not quantize the input.
             serves = self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
-            if not serves or native_kernel.leaves(self, x):
+            if not serves or linear_base.leaves(self, x):
                 return self.native.apply_weights(layer, x, bias)
             weight, weight_scale = layer.weight, layer.weight_scale
             a, scale_a = quantize(x.reshape(-1, x.shape[-1]))
@@ -196,7 +196,7 @@ def install() -> None:
                 output = KERNELS.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.native_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    native_kernel.register_first(RocmOpsMxfp8Linear, table, "mxfp8")
+    linear_base.register_first(RocmOpsMxfp8Linear, table, "mxfp8")
 
 
 SEAM = seam.Seam(

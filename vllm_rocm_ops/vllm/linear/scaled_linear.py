@@ -1,11 +1,11 @@
 """Run FP8 linear layers with scales per tensor, token or output channel by `scaled_mm` where it is faster.
 
-vLLM's kernel, if there is one, serves all other calls (native_kernel.py) and prepares the weight. The op reads both
+vLLM's kernel, if there is one, serves all other calls (base.py) and prepares the weight. The op reads both
 layouts that it may leave: rows of K, on ROCm often padded, or the order of AITER's tuned kernels, which is the fragment
 order. With `VLLM_ROCM_OPS_SHUFFLE=1` a weight is put in fragment order at load, if the op won at every token count in
 an earlier start, or nothing else serves. vLLM's kernel does not read that order, so the op then serves any token count.
 
-`gated_linear` fuses such a linear with SwiGLU and static quantization. graph.py puts it in place of the three. It is
+`gated_linear` fuses such a linear with SwiGLU and static quantization. rewrite.py puts it in place of the three. It is
 one launch for token counts at which that was timed to be faster than two.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.core.quantization import LIMIT
-from vllm_rocm_ops.ops.families.weight_layout import FRAGMENT_ROWS, plain_weight
+from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_ROWS, plain_weight
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
@@ -53,11 +53,11 @@ def scaled_linear(
 def _weight(b: Tensor, in_fragments: bool) -> Tensor:
     """Return a weight in the form of `scaled_mm`."""
     if in_fragments:
-        return native_kernel.fragments_of(b)
+        return linear_base.fragments_of(b)
     return b.t() if b.stride(-1) == 1 else b
 
 
-class ScaledLinear(native_kernel.Linear):
+class ScaledLinear(linear_base.Linear):
     """Describe `scaled_linear` for timing. A layer: the arguments except a and its scale, a static scale, K."""
 
     op, run, limit = ops.scaled_mm, staticmethod(scaled_linear), MAX_TOKENS
@@ -68,14 +68,14 @@ class ScaledLinear(native_kernel.Linear):
 
     def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
         def layer() -> tuple:
-            static = scale_a if native_kernel.kept(native).quant_fp8.static else None
+            static = scale_a if linear_base.kept(native).quant_fp8.static else None
             return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
 
         return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, a.shape[0])
 
     def baseline(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
         shape = [a.shape[0], b.numel() // a.shape[1]]
-        return native_kernel.kept(native).apply_scaled_mm(
+        return linear_base.kept(native).apply_scaled_mm(
             A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
         )
 
@@ -94,7 +94,7 @@ class ScaledLinear(native_kernel.Linear):
 
     def arguments(self, layer, x, seed):
         b, scale_b, bias, out_dtype, in_fragments, native, static, _ = layer
-        a, scale_a = native_kernel.kept(native).quant_fp8.forward_native(x, static)  # compiles nothing
+        a, scale_a = linear_base.kept(native).quant_fp8.forward_native(x, static)  # compiles nothing
         scale_a = scale_a if scale_a.numel() == 1 else scale_a[: len(x)]  # some of vLLM's kernels pad the tokens
         return a[: len(x)], b, scale_a, scale_b, bias, out_dtype, in_fragments, native
 
@@ -102,12 +102,12 @@ class ScaledLinear(native_kernel.Linear):
         a, b, scale_a, scale_b, bias, _, in_fragments, _ = arguments
         weight = _weight(b, in_fragments)
         if in_fragments:
-            values = plain_weight(native_kernel.rows_at(weight, columns[::FRAGMENT_ROWS] // FRAGMENT_ROWS))
+            values = plain_weight(linear_base.rows_at(weight, columns[::FRAGMENT_ROWS] // FRAGMENT_ROWS))
         else:
-            values = native_kernel.rows_at(weight.t(), columns)
-        tokens = native_kernel.rows_at(a, rows) * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
+            values = linear_base.rows_at(weight.t(), columns)
+        tokens = linear_base.rows_at(a, rows) * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
         scaled = values * (scale_b if scale_b.numel() == 1 else scale_b.flatten()[columns].view(-1, 1))
-        return tokens @ scaled.t() + native_kernel.bias_at(bias, columns)
+        return tokens @ scaled.t() + linear_base.bias_at(bias, columns)
 
     def layers_of(self, a):
         static, k = a.scale_a if a.scale_a.numel() == 1 else None, a.a.shape[1]
@@ -155,7 +155,7 @@ class GatedLinear(ScaledLinear):
 
     def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
         def layer() -> tuple:
-            static = scale_a if native_kernel.kept(native).quant_fp8.static else None
+            static = scale_a if linear_base.kept(native).quant_fp8.static else None
             return b, scale_b, scale, out_dtype, in_fragments, native, static, a.shape[1]
 
         return self.choice(("gated", native, b.shape, in_fragments), native, layer, b, a.shape[0])
@@ -220,7 +220,7 @@ def probe() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 
     names = ("A", "B", "out_dtype", "As", "Bs", "bias", "output_shape")
-    native_kernel.probe("_POSSIBLE_FP8_KERNELS", FP8ScaledMMLinearKernel, "c", apply_scaled_mm=names)
+    linear_base.probe("_POSSIBLE_FP8_KERNELS", FP8ScaledMMLinearKernel, "c", apply_scaled_mm=names)
 
 
 def install() -> None:
@@ -231,19 +231,19 @@ def install() -> None:
 
     table = linear._POSSIBLE_FP8_KERNELS
 
-    class RocmOpsScaledLinear(native_kernel.Keeping, FP8ScaledMMLinearKernel):
+    class RocmOpsScaledLinear(linear_base.Keeping, FP8ScaledMMLinearKernel):
         """Choose between `scaled_mm` and vLLM's kernel."""
 
         @classmethod
         def can_implement(cls, c):
             if c.activation_quant_key.scale.group_shape.is_per_group():
                 return False, "does not support group scales"
-            return native_kernel.can_keep(cls.native_class(c), FP8ScaledMMLinearKernel)
+            return linear_base.can_keep(cls.native_class(c), FP8ScaledMMLinearKernel)
 
         @classmethod
         def native_class(cls, c):
             """Return the kernel that vLLM would choose without the plugin."""
-            return native_kernel.choose(cls, c, table, "fp8_w8a8")
+            return linear_base.choose(cls, c, table, "fp8_w8a8")
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
@@ -252,24 +252,24 @@ def install() -> None:
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
             if self.native is not None:
-                before = native_kernel.Digest.of(getattr(layer, name).data)
+                before = linear_base.Digest.of(getattr(layer, name).data)
                 self.native.process_weights_after_loading(layer)
-                order = native_kernel.order(getattr(layer, name).data, before)
+                order = linear_base.order(getattr(layer, name).data, before)
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
             scale, out_dtype = self._get_layer_params(layer)[1].data, self.config.out_dtype
             static = weight if self.quant_fp8.static else None
-            bias, k = getattr(layer, "bias", None), native_kernel.rows_of(weight).shape[1]
+            bias, k = getattr(layer, "bias", None), linear_base.rows_of(weight).shape[1]
             described = weight, scale, bias, out_dtype, False, self.native_name, static, k
             fragments = layer, weight, KERNELS, self.native, described, scale, out_dtype
-            if order == "plain" and native_kernel.wants_fragments(*fragments):
-                replace_parameter(layer, name, native_kernel.in_fragments(weight).t())
+            if order == "plain" and linear_base.wants_fragments(*fragments):
+                replace_parameter(layer, name, linear_base.in_fragments(weight).t())
                 order, self.native = "fragments", None
-            native_kernel.note_order(self, layer, order)
+            linear_base.note_order(self, layer, order)
 
         def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
             in_fragments = self.order == "fragments"
-            if self.order is None or native_kernel.leaves(self, A):
+            if self.order is None or linear_base.leaves(self, A):
                 arguments = {"A": A, "B": B, "As": As, "Bs": Bs, "bias": bias, "output_shape": output_shape}
                 output = self.native.apply_scaled_mm(out_dtype=out_dtype, **arguments)
             elif self.native is None:
@@ -279,7 +279,7 @@ def install() -> None:
                 output = KERNELS.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name)
             return output if len(output_shape) == 2 else output.view(*output_shape[:-1], output.shape[-1])
 
-    native_kernel.register_first(RocmOpsScaledLinear, table, "fp8")
+    linear_base.register_first(RocmOpsScaledLinear, table, "fp8")
 
 
 SEAM = seam.Seam(

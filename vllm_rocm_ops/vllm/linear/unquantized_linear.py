@@ -16,7 +16,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.core.tensors import rows_of
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.linear import native_kernel
+from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 DECIDED = "vllm_rocm_ops_choice"
@@ -28,7 +28,7 @@ MAX_TOKENS = 16  # default token limit, before timing (kernel_selection.py)
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run `unquantized_gemm`, or vLLM's function, on x [..., K], weight [N, K] and bias [N] or None."""
     theirs = functools.partial(KERNELS.baseline, x, weight, bias)
-    return native_kernel.run_or_native(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
+    return linear_base.run_or_native(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
 
 
 def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.Choice:
@@ -47,7 +47,7 @@ def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
     return kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native or replaced(), layer)
 
 
-class UnquantizedLinear(native_kernel.Linear):
+class UnquantizedLinear(linear_base.Linear):
     """Describe `unquantized_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MAX_TOKENS
@@ -68,7 +68,7 @@ class UnquantizedLinear(native_kernel.Linear):
 
     def exact(self, arguments, x, rows, columns):
         _, weight, bias = arguments
-        return x[rows].float() @ weight[columns].float().t() + native_kernel.bias_at(bias, columns)
+        return x[rows].float() @ weight[columns].float().t() + linear_base.bias_at(bias, columns)
 
     def layers_of(self, a):
         return [(a.weight, a.bias, a.x.dtype)]
@@ -90,7 +90,7 @@ define(unquantized_linear, _fake)
 def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return `unquantized_gemm`, or None for calls left to vLLM."""
     choice = _choice((weight, bias, x.dtype), "within vLLM's op")  # not timed: it has no call without the plugin
-    return native_kernel.run_or_native(lambda: None, ops.unquantized_gemm, choice, x, weight, bias)
+    return linear_base.run_or_native(lambda: None, ops.unquantized_gemm, choice, x, weight, bias)
 
 
 def replaced() -> str:

@@ -11,7 +11,7 @@ Each layer shape has a `Choice` in one of three states:
 The choice is made inside the seam's opaque torch op, on the host: one compiled graph serves every token count, and a
 captured graph holds the kernel chosen for its size. It costs one lookup in a table of bytes.
 
-Norms and activations have no choice at a call, because vLLM's are part of its compiled graph. row_selection.py decides
+Norms and activations have no choice at a call, because vLLM's are part of its compiled graph. compiled_ops.py decides
 for them before vLLM compiles, once for all token counts.
 
 kernel_timing.py times kernels when a worker starts. Results are stored next to the tuned tables, in a file for this
@@ -47,7 +47,7 @@ from vllm_rocm_ops.core.op import Op
 
 MARGIN = 0.02  # by which the plugin must be faster
 COMPILED, EAGER = "compiled", "eager"
-"""The end of a key with one choice for all token counts: how vLLM runs its own, see row_selection.py."""
+"""The end of a key with one choice for all token counts: how vLLM runs its own, see compiled_ops.py."""
 
 GROUP = 16  # neighboring columns of a sample
 HARDWARE = ("gpu", "arch", "units", "partition", "driver")

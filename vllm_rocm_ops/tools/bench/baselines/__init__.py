@@ -1,7 +1,7 @@
 """List the installed kernels to benchmark and check the ops against: PyTorch, vLLM, FlashAttention, FlashMLA, AITER, Triton.
 
 `BASELINES` is the only list of them. The ops never call these kernels. Baselines in an op's own file are not repeated here. vLLM's
-row kernels are listed in vllm/fusion/native_rows.py, where a worker falls back to them.
+row kernels are listed in vllm/graph/vllm_row_kernels.py, where a worker falls back to them.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.tools.bench.baselines import attention, experts, gemm, installed
-from vllm_rocm_ops.vllm.fusion import native_rows
+from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
 ATTENTION, DECODE_ATTENTION = "attention", "decode-attention"
 
@@ -47,7 +47,7 @@ def _of_rows(name: str) -> Baseline:
         a = op.Arguments(*arguments)
         return op.allocate(a), a
 
-    return Baseline(native_rows.COMPILED[name], prepare, functools.partial(installed.has_compiled, name))
+    return Baseline(vllm_row_kernels.COMPILED[name], prepare, functools.partial(installed.has_compiled, name))
 
 
 _has_cutlass = functools.partial(installed.has_compiled, "cutlass_scaled_mm")
@@ -57,7 +57,7 @@ _has_aiter = functools.partial(installed.has, "aiter", on_rocm=True)
 _has_triton = functools.partial(installed.has, "triton")
 
 BASELINES: dict[str, dict[str, Baseline]] = {
-    **{name: {"vllm": _of_rows(name)} for name in native_rows.COMPILED},
+    **{name: {"vllm": _of_rows(name)} for name in vllm_row_kernels.COMPILED},
     "scaled_mm": {
         "torch": Baseline(gemm.torch_scaled),
         "torch tensorwise": Baseline(gemm.torch_tensorwise),

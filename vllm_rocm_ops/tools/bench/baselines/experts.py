@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.families.gemm import BLOCK
 from vllm_rocm_ops.ops.fused_experts import scheme
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 
 def _moe(module: str = ""):

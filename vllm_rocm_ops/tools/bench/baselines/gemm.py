@@ -8,7 +8,7 @@ import importlib
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.families.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 
 def _require(holds: bool, what: str) -> None:

@@ -1,0 +1,157 @@
+"""Share code between the kernels of fused_experts: sizes, weight scales, and the op's contract on its arguments `a`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.quantization import E5M2, LIMIT, MX_BLOCK, MX_SCALES
+from vllm_rocm_ops.core.tensors import describe
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, fits
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+BYTES = (torch.int8, *E5M2)
+"""Weight dtypes that only the tiled kernels support."""
+
+
+def activation_dtype(a) -> torch.dtype | None:
+    """Return the dtype that tokens are quantized to before a GEMM, or None if they stay unquantized."""
+    dtype = a.w1.dtype
+    return None if a.weight_only or dtype in HALVES else E5M2.get(dtype, dtype)
+
+
+def intermediate(a) -> int:
+    """Return the columns between the two GEMMs."""
+    return a.w1.shape[1] // 2
+
+
+def slots(a) -> int:
+    """Return the experts per token, including shared ones."""
+    return a.topk_ids.shape[1] + a.shared_experts
+
+
+def scheme(weight: Tensor, scale: Tensor | None) -> str:
+    """Return how a weight [E, N, K] is scaled.
+
+    "none", "tensor", "channel" and "block" (128x128) have float32 scales, "mx" has e8m0 scales per 1x32; "unknown" if the scale
+    fits none.
+    """
+    if scale is None:
+        return "none"
+    experts, n, k = weight.shape
+    if scale.dtype in MX_SCALES:
+        holds = weight.dtype == torch.float8_e4m3fn and scale.shape == (experts, n, k / MX_BLOCK)
+        return "mx" if holds else "unknown"
+    shapes = {
+        (experts,): "tensor",
+        (experts, n): "channel",
+        (experts, n, 1): "channel",
+        (experts, -(-n // BLOCK), -(-k // BLOCK)): "block",
+    }
+    return shapes.get(tuple(scale.shape), "unknown")
+
+
+def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
+    """Return the strides of a contiguous scale in elements: between experts, and between rows or blocks of rows."""
+    experts, _, k = weight.shape
+    rows = {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK), "mx": k // MX_BLOCK}
+    return 0 if scale is None else scale.numel() // experts, rows[scheme(weight, scale)]
+
+
+def weight_strides(a, weight: Tensor) -> tuple[int, int, int]:
+    """Return the strides of an expert's weight in bytes: between tiles of 16 rows, between rows, between 16 bytes of a row."""
+    if a.shuffled:
+        return FRAGMENT_ROWS * weight.shape[2] * weight.element_size(), FRAGMENT_BYTES, FRAGMENT_ROWS * FRAGMENT_BYTES
+    row = weight.stride(1) * weight.element_size()
+    return FRAGMENT_ROWS * row, row, FRAGMENT_BYTES
+
+
+def _odds(a) -> tuple[int, float]:
+    """Return this rank's routed experts, and the chance that a token goes to one of them under uniform routing."""
+    routed = len(a.w1) - a.shared_experts
+    of_all = max(routed if a.expert_map is None else len(a.expert_map), routed, 1)
+    return routed, min(a.topk_ids.shape[1] / of_all, 1.0)
+
+
+def expected_pairs(a) -> float:
+    """Return the expected pairs of tokens and this rank's experts."""
+    routed, odds = _odds(a)
+    return a.hidden.shape[0] * (routed * odds + a.shared_experts)
+
+
+def expected_tiles(a, tokens: int) -> float:
+    """Return the expected tiles of `tokens` tokens: an expert has a k-th further one if more than k * tokens go there."""
+    (routed, odds), m = _odds(a), a.hidden.shape[0]
+    mean, deviation = m * odds, math.sqrt(2 * m * odds * (1.0 - odds)) or 1e-9
+    more = (math.erfc((k * tokens + 0.5 - mean) / deviation) / 2 for k in range(1, -(-m // tokens)))
+    return routed * (1.0 - (1.0 - odds) ** m + sum(more)) + a.shared_experts * -(-m // tokens)
+
+
+def expected_hit(a) -> float:
+    """Return the expected experts that are hit by a token."""
+    return expected_tiles(a, max(a.hidden.shape[0], 1))
+
+
+def contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the op's contract: (argument, wanted, got, holds)."""
+    dims = a.hidden.dim() == 2 and a.w1.dim() == a.w2.dim() == 3
+    yield "hidden, w1, w2", "[M, H], [E, 2 I, H], [E, H, I]", describe(a.hidden), dims
+    m, h = a.hidden.shape
+    experts, n, _ = a.w1.shape
+    of_8_bits = a.w1.dtype in (*LIMIT, *BYTES)
+    holds = a.w1.shape[2] == h and n % 2 == 0 and (a.w1.dtype in HALVES or of_8_bits)
+    yield "w1", f"bf16, fp16, e4m3, e5m2 or int8 [E, 2 I, H={h}]", describe(a.w1), holds
+    holds = a.w2.shape == (experts, h, n // 2) and a.w2.dtype == a.w1.dtype
+    yield "w2", f"{a.w1.dtype} [E={experts}, H={h}, I={n // 2}]", describe(a.w2), holds
+    yield "weight_only", "False, unless weights have 8 bits", str(a.weight_only), of_8_bits or not a.weight_only
+    wanted = HALVES if of_8_bits else (a.w1.dtype,)
+    dtype = activation_dtype(a)
+    quantized = dtype is not None and a.hidden.dtype == dtype
+    yield "hidden", f"{' or '.join(map(str, wanted))} [M, H]", describe(a.hidden), quantized or a.hidden.dtype in wanted
+    yield "out_dtype", "bfloat16 or float16", str(a.out_dtype), a.out_dtype in HALVES
+    holds = a.topk_ids.dim() == 2 and len(a.topk_ids) == m and a.topk_ids.dtype in (torch.int32, torch.int64)
+    yield "topk_ids", f"int32 or int64 [M={m}, topk]", describe(a.topk_ids), holds
+    # As in vLLM: two weights for one expert and token would be two inputs.
+    holds = not a.apply_router_weight_on_input or a.topk_ids.shape[1] == 1
+    yield "topk_ids", "[M, 1] with apply_router_weight_on_input", describe(a.topk_ids), holds
+    holds = a.topk_weights.shape == a.topk_ids.shape and a.topk_weights.dtype == torch.float32
+    yield "topk_weights", f"float32 {list(a.topk_ids.shape)}", describe(a.topk_weights), holds
+    for name, weight, scale in (("w1_scale", a.w1, a.w1_scale), ("w2_scale", a.w2, a.w2_scale)):
+        needed = of_8_bits
+        wanted = "float32 [E] or [E, N] or, unless int8, [E, ceil(N / 128), ceil(K / 128)] or, for e4m3fn, e8m0 or uint8 [E, N, K / 32]"
+        kind = scheme(weight, scale)
+        holds = (scale is not None) == needed and kind != "unknown"
+        holds = holds and (scale is None or kind == "mx" or scale.dtype == torch.float32)
+        holds = holds and (weight.dtype != torch.int8 or kind in ("tensor", "channel"))
+        yield name, wanted if needed else "None", "None" if scale is None else describe(scale), holds
+    kind, of_w2 = scheme(a.w1, a.w1_scale), scheme(a.w2, a.w2_scale)
+    same = kind == of_w2 or not {kind, of_w2} & {"block", "mx"}
+    yield "w1_scale and w2_scale", "both or neither per 128x128, or per 1x32", f"per {kind} and per {of_w2}", same
+    if a.hidden_scale is not None or quantized:
+        scale = a.hidden_scale
+        shapes = {"block": ((m, -(-h // BLOCK)),), "mx": ((m, h // MX_BLOCK),)}.get(kind, ((m, 1), (1,), ()))
+        shapes = shapes if quantized else () if kind == "mx" else ((1,), ())
+        dtypes = MX_SCALES if kind == "mx" else (torch.float32,)
+        holds = scale is not None and dtype is not None and tuple(scale.shape) in shapes and scale.dtype in dtypes
+        wanted = (
+            f"{' or '.join(map(str, dtypes))}, one of {', '.join(str(list(s)) for s in shapes)}" if shapes else "None"
+        )
+        yield "hidden_scale", wanted, "None" if scale is None else describe(scale), holds
+    if a.act_scale is not None:
+        holds = dtype is not None and a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32 and kind != "mx"
+        wanted = "float32, one element, with quantized tokens and weights not scaled per 1x32"
+        yield "act_scale", wanted, describe(a.act_scale), holds
+    if a.expert_map is not None:
+        holds = a.expert_map.dim() == 1 and a.expert_map.numel() > 0 and a.expert_map.dtype == torch.int32
+        yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds
+    if a.shuffled:
+        whole = all(fits(weight.shape[1:], weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
+        wanted = "False, unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
+        yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
+    yield "shared_experts", f"0 to E={experts}", str(a.shared_experts), 0 <= a.shared_experts <= experts

@@ -1,0 +1,179 @@
+"""Plan the skinny GEMM kernels of csrc/gemm/skinny.h for few tokens: configurations, cost and launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.ops.shared.gemm import PANEL, Operand, Product, divisor
+from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
+
+TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # token limits of kernels, by the weight rows of a tile
+WAVE_SPLIT_K_UNIT = 8  # steps per unit with 16 rows: one K slice per wave
+# Stages of csrc/gemm/skinny/nvidia/streamed_tile.h for both consumer groups, by tokens: with one and two blocks per compute unit.
+STAGE_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6)}
+SHORTEST = 4  # steps; a block with fewer ends before it streams
+# The cost model, where archs agree; `arch.costs` has the rest. Microseconds, fitted to all configurations of the decode shapes on
+# H200: `vllm-rocm-ops sweep linear` reports the regret. Latency of a load; epilogue per tile of a block.
+LATENCY_US, TILE_EPILOGUE_US = 1.5, 0.5
+SPLIT_TILE_US = 1.5  # a block whose share ends within a tile waits for its copies, and other blocks wait for it
+SUMMED_AT_ONCE = 8  # partial sums that a block loads at once: at most kBlocksAtOnce in csrc/gemm/skinny/epilogue.h
+# For kernels through LDS only: penalty of two blocks per compute unit, by tokens; share lost while some compute units are
+# idle.
+CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
+MAX_RESIDENT = 4
+MAX_TOKENS = TOKENS[64][-1]
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """Tiles of `rows` weight rows, with K split into `split_k` equal slices that `blocks` blocks share evenly.
+
+    With `split_k` 0 (stream-K), the steps of all tiles are divided evenly over blocks, across tile boundaries. With 64 rows, each
+    wave of a block has 16; with 16 rows, the waves split K.
+    """
+
+    rows: int
+    split_k: int
+    blocks: int
+
+
+def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
+    """Return the tiles, the steps per tile, and the steps per unit, which divide those; a block has whole units."""
+    unit = unit if config.rows == 64 else WAVE_SPLIT_K_UNIT
+    split_k = config.split_k or 1
+    of_slice = -(-b.k // (STEP * unit * split_k)) * unit
+    return -(-b.rows // config.rows), of_slice * split_k, of_slice if config.split_k else unit
+
+
+def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
+    """Return whole tiles, stream-K and split-K for one to four blocks per compute unit; split-K also for fewer."""
+    found = []
+    for rows, tokens in TOKENS.items():
+        if a.rows > tokens[-1]:
+            continue
+        tiles, steps, unit_steps = _division(SkinnyConfig(rows, 0, 1), b, unit)
+        most = max(steps // max(SHORTEST, unit_steps), 1)  # slices per tile
+        resident = [arch.compute_units * i for i in range(1, MAX_RESIDENT + 1)]
+        of_rows = [SkinnyConfig(rows, 1, min(count, tiles)) for count in resident]
+        of_rows += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in resident]
+        split = [min(count // tiles, most) for count in (arch.compute_units // 4, arch.compute_units // 2, *resident)]
+        of_rows += [SkinnyConfig(rows, split_k, tiles * split_k) for split_k in split if split_k > 1]
+        found += dict.fromkeys(of_rows)
+    return found
+
+
+def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
+    """Return the modeled microseconds of a configuration.
+
+    Rounds of resident slices take the longer of their HBM bytes and the latency bound of a block's loads in flight, or the time to
+    issue instructions if that is longer. Blocks that share tiles add synchronization and partial sums.
+    """
+    tiles, steps, unit_steps = _division(config, b, unit)
+    costs, tokens = arch.costs.skinny, _tokens(config, a)
+    resident, keeps_up = costs.limits[config.rows, tokens]
+    slices = tiles * config.split_k or config.blocks
+    longest = -(-tiles * steps // (unit_steps * slices)) * unit_steps * STEP * config.rows  # bytes
+    hbm = arch.bandwidth_gb_s * 1e3  # bytes a microsecond
+    of_slice = b.rows * b.k / slices / hbm
+    at_once = min(config.blocks, resident * arch.compute_units)
+    rounds, rest = divmod(slices, at_once)
+    least = max(longest / _in_flight(config, tokens, arch), 1.0) * LATENCY_US
+    streaming = rounds * max(at_once * of_slice, least)
+    if rest:  # after a round or two blocks are out of step, so the last round is not a separate one
+        streaming += rest * of_slice + max(least - rest * of_slice, 0.0) / max(rounds, 1) ** 2
+    # Per busiest compute unit.
+    max_blocks, max_slices = (-(-count // arch.compute_units) for count in (config.blocks, slices))
+    issuing = max_blocks * costs.block_us + max_slices * longest / keeps_up
+    terms = {
+        "streaming": max(streaming, issuing),
+        "ends": -(-slices // config.blocks) * tiles // slices * TILE_EPILOGUE_US,
+    }
+    if _stage_panels(config, tokens, arch):
+        terms["ends"] += (max_blocks - 1) * CO_RESIDENT_PENALTY_US[tokens]
+        if config.split_k and rest and rounds:
+            terms["idle"] = IDLE_COST * streaming * (at_once - rest) / slices
+    if config.split_k != 1:
+        terms["sharing"] = costs.sharing_us + (SPLIT_TILE_US if config.split_k == 0 else 0.0)
+        of_tile = config.rows * a.rows * 4
+        share = config.blocks / tiles
+        summing = (
+            share * of_tile / arch.costs.sums_bytes_per_us + max(share / SUMMED_AT_ONCE - 1, 0) * costs.sum_round_us
+        )
+        terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + summing
+    return terms
+
+
+def _in_flight(config: SkinnyConfig, tokens: int, arch: Arch) -> float:
+    """Return the bytes that a block has in flight: all stages except those that its consumer groups wait for."""
+    panels = _stage_panels(config, tokens, arch)
+    return max(panels - 4, 4) * PANEL * config.rows if panels else arch.costs.skinny.in_flight[config.rows]
+
+
+def _stage_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
+    """Return the LDS panels of a block, 0 if it streams through registers."""
+    if config.rows == 16 or arch.vendor == "amd":
+        return 0
+    return STAGE_PANELS[tokens][config.blocks > arch.compute_units]
+
+
+def _tokens(config: SkinnyConfig, a: Operand) -> int:
+    """Return the token limit of the smallest kernel that fits."""
+    return next(tokens for tokens in TOKENS[config.rows] if tokens >= a.rows)
+
+
+def _partial_bytes(config: SkinnyConfig, tokens: int) -> int:
+    """Return the bytes of partial sums: at most two tiles per block, with `tokens` tokens."""
+    return config.blocks * 2 * config.rows * tokens * 4
+
+
+def _waves(config: SkinnyConfig, arch: Arch) -> int:
+    """Return the waves per block, four of which multiply.
+
+    With 64 rows, a fifth wave produces tokens on AMD, and NVIDIA has two consumer groups.
+    """
+    return 4 if config.rows == 16 else 8 if arch.vendor == "nvidia" else 5
+
+
+def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> dict:
+    """Return the fields of SkinnyProblem in csrc/gemm/skinny/problem.h; `division` is as of `_division`."""
+    b, (tiles, steps, unit) = product.b, division
+    units_per_tile = steps // unit
+    units_per_block, remainder = divmod(tiles * units_per_tile, blocks)
+    if b.is_shuffled:
+        row, step, tile = FRAGMENT_BYTES, FRAGMENT_ROWS * STEP, FRAGMENT_ROWS * b.k
+    else:
+        row, step, tile = b.stride, STEP, FRAGMENT_ROWS * b.stride
+    return {
+        **product.arguments(tiles, partial_bytes),
+        "b_tile": tile,
+        "b_row": row,
+        "b_step": step,
+        "steps_per_tile": steps,
+        "steps_per_unit": unit,
+        "units_per_block": units_per_block,
+        "remainder": remainder,
+        "units_per_tile": units_per_tile,
+        "remainder_units": remainder * (units_per_block + 1),
+        "units_per_tile_divisor": divisor(units_per_tile),
+        "units_per_block_divisor": divisor(max(units_per_block, 1)),
+        "longer_block_divisor": divisor(units_per_block + 1),
+    }
+
+
+def launch(
+    module: str, config: SkinnyConfig, product: Product, arch: Arch, unit: int = 1, kind: str = "", **further
+) -> list[Launch]:
+    """Return the launch of a skinny kernel in csrc/ops/<module>.hip; `further` are more fields of its problem."""
+    a, b = product.a, product.b
+    if a.rows == 0:
+        return []
+    tokens = _tokens(config, a)
+    partial_bytes = 0 if config.split_k == 1 else _partial_bytes(config, max(tokens, 16))
+    args = arguments(product, _division(config, b, unit), config.blocks, partial_bytes)
+    threads = _waves(config, arch) * arch.wave_lanes
+    shape = "skinny" if config.rows == 64 else "wave_splitk"
+    symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
+    lds = _stage_panels(config, tokens, arch) * PANEL * (config.rows + tokens)
+    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), fields("problem", args | further), lds)]

@@ -1,0 +1,190 @@
+"""Report which layers of a model the seams cover, and which ops a start called.
+
+A seam's probe finds a name that vLLM no longer has. It does not find a model with layer classes of its own, such as
+norms that no seam replaces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import vllm_rocm_ops
+from vllm_rocm_ops.core import tables
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+SEAMS = {
+    "norms": ("norm",),
+    "activations": ("activation",),
+    "linear layers": ("scaled_linear", "block_scaled_linear", "int8_linear", "mxfp8_linear"),
+    "layers of experts": ("fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"),
+    "layers of attention": ("decode_attention", "mla_attention"),
+}
+"""Layer kinds, and the seams that cover each."""
+
+
+@dataclasses.dataclass
+class Reach:
+    """Count a kind's layers: those that run through a seam, and the rest by class."""
+
+    taken: int = 0
+    missed: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def kernels_of(module: torch.nn.Module) -> Iterator[object]:
+    """Yield the plugin's linear kernels and experts that a layer holds."""
+    method = getattr(module, "quant_method", None)
+    moe = getattr(method, "moe_kernel", None)
+    holders = [vars(one) for one in (method, getattr(module, "scheme", None), moe) if hasattr(one, "__dict__")]
+    held = [value for holder in holders for value in holder.values()] + [getattr(moe, "fused_experts", None)]
+    yield from {id(one): one for one in held if type(one).__name__.startswith("RocmOps")}.values()
+
+
+def kind_of(module: torch.nn.Module) -> str | None:
+    """Return the kind of a layer that a seam may cover. Linear layers count if their weight has 8 bits."""
+    name, weight = type(module).__name__, getattr(module, "weight", None)
+    if "RMSNorm" in name:
+        return "norms"
+    if "SiluAndMul" in name:
+        return "activations"
+    if hasattr(module, "w13_weight"):
+        return "layers of experts"
+    if hasattr(module, "input_size_per_partition") and getattr(weight, "dtype", torch.float32).itemsize == 1:
+        return "linear layers"
+    return None
+
+
+def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
+    """Yield for each layer of a model: its kind, whether a seam covers it, and its class."""
+    for module in model.modules():
+        kind = kind_of(module)
+        if kind in ("norms", "activations"):
+            yield kind, hasattr(module, "rocm_ops_forward"), type(module).__name__
+        elif kind is not None:
+            method = type(getattr(module, "quant_method", module)).__name__
+            yield kind, next(kernels_of(module), None) is not None, method
+
+
+def attention(config) -> Iterator[tuple[str, bool, str]]:
+    """Yield the same for attention layers, which a model's configuration lists."""
+    for layer in config.compilation_config.static_forward_context.values():
+        if impl := getattr(layer, "impl", None):
+            what, ours = type(impl).__name__, getattr(impl, "rocm_ops", None)
+            taken = ours is not None and not ours.lacks
+            yield "layers of attention", taken, f"{what}, {ours.lacks}" if ours and ours.lacks else what
+
+
+def found(worker) -> dict[str, Reach]:
+    """Return, by kind, how many layers of a worker's models the seams cover.
+
+    Kinds whose seams are all off are left out.
+    """
+    on, result = set(seam.active()), {}
+    every = [one for model in compiled_ops.models_of(worker) for one in layers(model)]
+    for kind, taken, what in (*every, *attention(worker.vllm_config)):
+        if on.isdisjoint(SEAMS[kind]):
+            continue
+        reach = result.setdefault(kind, Reach())
+        reach.taken += taken
+        if not taken:
+            reach.missed[what] = reach.missed.get(what, 0) + 1
+    return result
+
+
+def say(reached: dict[str, Reach]) -> None:
+    """Log the covered layers, and warn of the others."""
+    counts = [f"{one.taken} {kind}" for kind, one in reached.items() if one.taken]
+    if counts:
+        logger.info("vllm-rocm-ops: covers %s", ", ".join(counts))
+    missed = [
+        f"{sum(one.missed.values())} {kind} ({', '.join(f'{count} {what}' for what, count in sorted(one.missed.items()))})"
+        for kind, one in reached.items()
+        if one.missed
+    ]
+    if missed:
+        logger.warning("vllm-rocm-ops: not covered, vLLM's own code runs: %s", "; ".join(missed))
+
+
+@dataclasses.dataclass
+class Calls:
+    """Count a worker's calls until the end of its warm-up."""
+
+    seams: dict[str, int]
+    """By seam that is on. Seams that share their ops share a count."""
+    patterns: dict[str, int]
+    """By selected pattern."""
+    unreached: list[str]
+    """Selected patterns in no graph, and uncalled seams whose shapes all select the plugin at one captured size.
+
+    Attention is left out: it may run outside of graphs.
+    """
+
+
+def calls(captured: tuple[int, ...] = ()) -> Calls:
+    """Return this process's calls by seam and by selected pattern.
+
+    Args:
+        captured: The captured token counts. A seam is expected to have calls if all its shapes select the plugin at one
+            of them.
+    """
+    counts = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for name in seam.active():
+        shared.setdefault(seam.load(name).ops, []).append(name)
+    shared.pop((), None)
+    ours = [pattern for pattern, runs in compiled_ops.choices.ours.items() if runs]
+    op_of = {pattern: pattern.partition(" ")[0] for pattern in sorted(ours)}
+    names = {pattern: (op, f"scaled_mm_{op}", f"all_reduce_{op}") for pattern, op in op_of.items()}
+    patterns = {pattern: sum(counts.get(name, 0) for name in of) for pattern, of in names.items()}
+    result = Calls({}, patterns, [])
+    has_run = bool(counts)  # a CPU worker may have no call before its first request
+    result.unreached += [pattern for pattern, count in result.patterns.items() if has_run and not count]
+    for ops, names in shared.items():
+        of = "/".join(names)
+        result.seams[of] = sum(count for op, count in counts.items() if op.startswith(ops))
+        shapes = [one for one in kernel_selection.choices() if one.key.startswith(ops)]
+        chosen = has_run and any(shapes and all(one.is_ours(tokens) for one in shapes) for tokens in captured)
+        if chosen and not result.seams[of] and names[0] not in SEAMS["layers of attention"]:
+            result.unreached.append(of)
+    return result
+
+
+def say_calls(called: Calls) -> None:
+    """Log a worker's calls, and warn of selected patterns and seams without one."""
+    counts = [f"{of} {count}" for of, count in called.seams.items() if count]
+    if counts:
+        logger.info("vllm-rocm-ops: calls until the end of the warm-up: %s", ", ".join(counts))
+    if called.unreached:
+        logger.warning("vllm-rocm-ops: selected, but in no graph of this model: %s", ", ".join(called.unreached))
+
+
+def write(worker, called: Calls) -> None:
+    """Write what this start reached to reached.json, for `vllm-rocm-ops doctor`."""
+    path = kernel_selection.path_of(kernel_selection.machine()).with_name("reached.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    layers = {kind: dataclasses.asdict(one) for kind, one in found(worker).items()}
+    said = {"model": worker.vllm_config.model_config.model, "layers": layers, **dataclasses.asdict(called)}
+    tables.replace(path, json.dumps(said, indent=1))
+
+
+def read(folder: Path) -> list[dict]:
+    """Return what the last starts reached, one entry per arch. Unreadable files are left out."""
+    result = []
+    for path in sorted(folder.glob("*/reached.json")):
+        try:
+            one = json.loads(path.read_text())
+            result.append(
+                {"path": str(path), **{name: one[name] for name in ("model", "layers", *Calls.__annotations__)}}
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return result

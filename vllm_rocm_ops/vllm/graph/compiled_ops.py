@@ -1,0 +1,417 @@
+"""Select the norms and activations that run by the plugin's ops: those that vLLM's compiler serves less well.
+
+An op covers the norm, or the activation, and the quantization of the next linear's input. In vLLM these are part of the
+compiled graph, so the choice cannot be made at a call. It is made per pattern between loading and compilation, once for
+all token counts.
+
+    measured    The same small graph is compiled with the model's settings and vLLM's passes, and timed against the op
+                (kernel_timing.py). The op must win by the geometric mean, and be slower at no token count.
+    unmeasured  vLLM's where one of its passes fuses the quantization, else the plugin's.
+    off         vLLM's, because the op was wrong on this GPU.
+
+Patterns that stay vLLM's are part of the fingerprint of vLLM's compile cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import quantized_attention
+from vllm_rocm_ops.vllm.graph import aiter_all_reduce, model_queries
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, replays
+from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, Measured, Record
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+TOKENS = (2, 8, 64, 256)  # token counts to time, besides the largest step. Not 1, for which Dynamo compiles again
+SHARE = 0.4  # of a start's timing limit; the rest is for linear layers, experts and attention
+SETS = 16  # of inputs, one per call of a graph
+SAMPLED_ROWS = 8
+FUSED = "fused"  # in keys whose quantization a vLLM pass fuses
+
+
+@dataclasses.dataclass
+class Choices:
+    """Hold the choices made before vLLM compiles.
+
+    Attributes:
+        ours: Whether the plugin serves a pattern (`fused_quant.pattern`).
+        off: Ops that are off on this GPU.
+        all_reduced: Quantizations after an all-reduce and a norm that stay vLLM's.
+        on: Which of the seams norm and activation are on.
+    """
+
+    ours: dict[str, bool] = dataclasses.field(default_factory=dict)
+    off: frozenset[str] = frozenset()
+    all_reduced: frozenset = frozenset()
+    on: frozenset[str] = frozenset()
+
+
+choices = Choices()
+_stay: set[str] = set()
+
+
+def stay() -> list[str]:
+    """Return the keys of the patterns that stay vLLM's in this process."""
+    return sorted(_stay)
+
+
+def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return vLLM's quantization of a layer's input, as a function of x."""
+    quantize = getattr(kernel, "native", None) or kernel
+    quant_fp8 = getattr(quantize.quant_fp8, "vllm_forward", quantize.quant_fp8)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        params = kernel._get_layer_params(layer)
+        if hasattr(kernel, "use_triton"):  # scales per block
+            how = params.input_scale, params.input_scale_ub
+            return quant_fp8(x, *how, use_triton=quantize.use_triton)
+        return quant_fp8(x, *params[2:])
+
+    return run
+
+
+class Fused:
+    """Describe a norm or an activation with the linear that reads its quantized result, for `kernel_timing.measure`."""
+
+    def __init__(
+        self,
+        op: Op,
+        producer: torch.nn.Module,
+        linear: torch.nn.Module,
+        columns: int,
+        dtype: torch.dtype,
+        has_residual: bool,
+        baseline: str = kernel_selection.EAGER,
+    ):
+        from vllm_rocm_ops.vllm.graph import fused_quant
+
+        self.op, self.producer, self.linear, self.columns, self.dtype = op, producer, linear, columns, dtype
+        self.is_norm, self.has_residual = "weight" in op.Arguments._fields, has_residual
+        self.column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
+        traits = has_residual, self.bound() is not None, self.column_major
+        self.pattern = fused_quant.pattern(op, columns, dtype, *traits)
+        self.shape = self.pattern.removeprefix(f"{op.name} ")
+        self.key = f"{self.pattern} {baseline}"
+        self.layers = dict.fromkeys(range(SETS), ())
+        self.kernels, self.baseline = self, self.vllms
+
+    def bound(self) -> Tensor | None:
+        takes = "scale_ub" in self.op.Arguments._fields and "block" not in self.op.name
+        return getattr(self.linear, "input_scale_ub", None) if takes else None
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        tensors = 2 + 2 * self.has_residual
+        return float(tokens * self.columns * (tensors * self.dtype.itemsize + 1)), 0.0
+
+    def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
+        """Return a random input and residual."""
+        device = next(self.linear.parameters()).device
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def random(columns: int) -> Tensor:
+            return torch.randn(tokens, columns, generator=generator, device=device).to(self.dtype)
+
+        x = random(self.columns * (1 if self.is_norm else 2))
+        return x, random(self.columns) if self.has_residual else None
+
+    def ours(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return the quantized result, its scales and the residual by the op, or None where no kernel supports it."""
+        from vllm_rocm_ops.vllm.graph import fused_quant
+
+        given = self.op.Arguments._field_defaults | {"input": x, "residual": residual, "group_size": BLOCK}
+        given |= {"quant_dtype": fused_quant.QUANT_DTYPE, "is_scale_transposed": self.column_major}
+        given |= {"scale": getattr(self.linear, "input_scale", None), "scale_ub": self.bound()}
+        if self.is_norm:
+            given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
+        output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))
+        if output is None:
+            return None
+        return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
+
+    def vllms(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the same by vLLM's layers."""
+        if residual is None:
+            return *self.linear.vllm_rocm_ops_quantize(self.producer.vllm_forward(x)), None
+        output, residual = self.producer.vllm_forward(x, residual)
+        return *self.linear.vllm_rocm_ops_quantize(output), residual
+
+    def exact(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the result and the residual in float32.
+
+        The result is not quantized, but clamped to the range of its quantized values.
+        """
+        from vllm_rocm_ops.vllm.graph import fused_quant
+
+        x = x.float()
+        if not self.is_norm:
+            gate, up = x.chunk(2, 1)
+            result = torch.nn.functional.silu(gate) * up
+        else:
+            x = x if residual is None else x + residual.float()
+            scale = torch.rsqrt(x.square().mean(1, keepdim=True) + self.producer.variance_epsilon)
+            result = x * scale * self.producer.weight.data.float()
+        most = self.bound()
+        if "scale" in self.op.Arguments._fields:
+            most = self.linear.input_scale.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
+        return result if most is None else result.clamp(-most, most), x if self.has_residual else None
+
+    def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
+        """Return the results of `ours` or `vllms` in the form of `exact`."""
+        values, scale, residual = output
+        return [dequantized(values[:tokens], scale), residual]
+
+    def compiled(self, compiles: Callable) -> Callable:
+        """Return vLLM's graph, compiled at its first call."""
+        graph = functools.cache(lambda: compiles()(self.vllms))
+        return lambda *tensors: graph()(*tensors)
+
+    def runs_unmeasured(self) -> bool:
+        """Return whether the op runs before timing: unless a vLLM pass fuses the quantization."""
+        return FUSED not in self.key.rpartition(" ")[2].split("-")
+
+    def take(self, is_ours: bool) -> None:
+        """Do nothing: a graph's pass reads the decision from `choices`."""
+
+
+finders: list[Callable[[torch.nn.Module, bool], Iterator[Fused]]] = []
+"""Further patterns, by seam: functions of a model and whether vLLM compiles it."""
+
+
+def dequantized(values: Tensor, scale: Tensor) -> Tensor:
+    """Return a quantized result in float32.
+
+    Some of vLLM's kernels pad the rows of the scales. MX-FP8 scales are exponents.
+    """
+    scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
+    groups = values.float().unflatten(1, (scale.shape[-1] if scale.dim() == 2 else 1, -1))
+    scale = scale[: len(values)].unsqueeze(-1) if scale.dim() == 2 and scale.numel() > 1 else scale.reshape(-1)[0]
+    return (groups * scale).flatten(1)
+
+
+def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked) -> Measured:
+    """Check and time the op against vLLM's, as `kernel_timing.compare`. The errors are the first result's."""
+    sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
+    rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
+    has_rows = (value is not None and len(value) == tokens for value in sets[0])  # a cache may have pages
+    exact = one.exact(*(value[rows] if has else value for value, has in zip(sets[0], has_rows)))
+
+    def shown(output: tuple) -> list[Tensor]:
+        return [found for found, wanted in zip(one.results(output, tokens), exact) if wanted is not None]
+
+    def judge(ours: tuple, native: tuple) -> tuple[float, float]:
+        of_values, *_ = [
+            kernel_timing.check(*pair, wanted, rows, torch.arange(wanted.shape[1], device=rows.device))
+            for *pair, wanted in zip(shown(ours), shown(native), (wanted for wanted in exact if wanted is not None))
+        ]
+        return of_values
+
+    return kernel_timing.compare(one, sets, judge, clock, marked, shown, replays.copies)
+
+
+# The model
+
+
+def models_of(worker) -> list[torch.nn.Module]:
+    """Return the model that a worker has loaded, and its draft model if there is one."""
+    runner = worker.model_runner
+    drafts = (
+        getattr(getattr(runner, name, None), "model", None) for name in ("speculator", "drafter")
+    )  # of runner V2, V1
+    return [runner.get_model(), *(model for model in drafts if isinstance(model, torch.nn.Module))]
+
+
+def fused_in(
+    model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[..., str], compiles: bool
+) -> Iterator[Fused]:
+    """Yield the pairs of a norm or an activation and a linear whose input it may quantize.
+
+    Norms quantize in models that vLLM compiles. Norms as wide as the model belong to its decoder layers and have a
+    residual.
+
+    Args:
+        model: The model.
+        hidden: The model's hidden size.
+        dtype: The model's dtype.
+        baseline: `baseline_of` the model.
+        compiles: Whether vLLM compiles the model.
+    """
+    from vllm_rocm_ops.vllm.graph import fused_quant
+
+    tables = {True: fused_quant.NORMS, False: fused_quant.ACTIVATIONS}
+    keys = {is_norm: fused_quant.runnable(table) for is_norm, table in tables.items()}
+    norms = {(type(norm), norm.weight.shape[0]): norm for norm in model_queries.norms(model) if compiles}
+    kinds, opaque = {}, model_queries.opaque(model)  # one linear of each kind
+    for linear in model.modules():
+        if hasattr(linear, "vllm_rocm_ops_quantize"):
+            traits = getattr(linear, "input_scale_ub", None) is None, linear.vllm_rocm_ops_column_major_scales
+            kinds.setdefault(
+                (model_queries.width(linear), fused_quant.made_for(linear, 0, keys[True]), *traits), linear
+            )
+    pairs = [
+        (norm, one) for norm in norms.values() for one in kinds.values() if model_queries.width(one) == len(norm.weight)
+    ]
+    pairs += [(layer.act_fn, layer.down_proj) for layer in model_queries.gated(model)]
+    for producer, linear in pairs:
+        if not hasattr(linear, "vllm_rocm_ops_quantize"):
+            continue
+        is_norm, columns = hasattr(producer, "variance_epsilon"), model_queries.width(linear)
+        key, is_opaque = fused_quant.made_for(linear, columns, keys[is_norm]), producer in opaque or not compiles
+        is_mx = key == fused_quant.MX  # no vLLM pass fuses it, and no linear accepts it
+        if key is not None and not (is_mx and is_opaque):
+            has_residual, how = is_norm and columns == hidden, baseline(is_norm, producer in opaque, not is_mx)
+            op = fused_quant.op_of(tables[is_norm], key, has_residual)
+            yield Fused(op, producer, linear, columns, dtype, has_residual, how)
+
+
+def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
+    """Return, by pattern, whether the op runs. Raises ValueError for a key that has a choice per token count."""
+    ours = {}
+    for one in found:
+        if not kernel_selection.is_whole(one.key):
+            raise ValueError(f"{one.op.name}: key must have one choice for all token counts, got {one.key}")
+        measured = decided.shapes.get(one.key)
+        runs = one.runs_unmeasured() if measured is None else bool(measured[0])
+        ours[one.pattern] = ours.get(one.pattern, True) and runs and one.op.name not in decided.off
+    return ours
+
+
+def compiler(config) -> Callable[[Callable], Callable]:
+    """Return a function that compiles another as vLLM compiles a piece of the model.
+
+    It uses the model's Inductor settings and vLLM's passes. The result supports any token count. Without Inductor
+    functions are returned as they are.
+    """
+    from vllm.compilation.backends import VllmBackend
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
+    from vllm.config.utils import Range
+
+    if config.compilation_config.backend not in ("", "inductor"):
+        return lambda function: function
+    backend = VllmBackend(config)
+    backend.pass_manager = PostGradPassManager()  # without the plugin's pass
+    backend.configure_post_pass()
+    most = config.scheduler_config.max_num_batched_tokens
+
+    def inductor(graph, inputs):
+        from torch._inductor.compile_fx import compile_fx
+
+        with pass_context(Range(1, most)):
+            return compile_fx(graph, inputs, config_patches=backend.inductor_config)
+
+    def compiled(function: Callable) -> Callable:
+        def graph(*tensors):
+            return function(*tensors)
+
+        graph.__code__ = graph.__code__.replace()  # Dynamo counts compilations per code object
+        run = torch.compile(graph, backend=inductor, fullgraph=True)
+
+        def call(*tensors):
+            for tensor in tensors:
+                if tensor is not None:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            return run(*tensors)
+
+        return call
+
+    return compiled
+
+
+def start(compiles: Callable, wanted: dict[Fused, list[int]]) -> None:
+    """Start the compiler if baselines are to be compiled, outside the time limit: vLLM needs it next anyway."""
+    if kernel_timing.in_order(wanted, kernel_selection.record_here(), 1.0):
+        with contextlib.suppress(Exception):  # timing reports it
+            compiles()(torch.neg)(next(iter(wanted)).inputs(TOKENS[0], 0)[0])
+
+
+def is_compiled(config, model: torch.nn.Module) -> bool:
+    """Return whether vLLM compiles classes of a model and runs its passes on them. Some models have none."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
+    from vllm.config import CompilationMode
+
+    if config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+        return False
+    return any(isinstance(m, Compiled) and not getattr(m, "do_not_compile", True) for m in model.modules())
+
+
+def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
+    """Return a function that names vLLM's kernel of a norm or an activation in a model.
+
+    The name tells AITER, fused quantization, and compiled or eager, as opaque layers are. Times against one baseline do
+    not hold for another.
+    """
+    passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
+    runs = compiles and seam.served_platform() != "cpu"  # CPU sets these switches, too, but runs no passes
+    aiter = ["AITER"] * linear_base.asks_for_aiter("RMSNORM")
+
+    def name(is_norm: bool, is_opaque: bool = False, has_pass: bool = True) -> str:
+        if not compiles or is_opaque:
+            return "-".join([*aiter, kernel_selection.EAGER])
+        fused = [FUSED] * bool(runs and has_pass and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
+        return "-".join([*aiter, *fused, kernel_selection.COMPILED])
+
+    return name
+
+
+def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
+    """Select for the models that a worker has loaded.
+
+    Args:
+        worker: vLLM's worker.
+        clock: Times calls, None to use recorded times only.
+        gather: Returns the decisions of all ranks.
+        says: Whether this rank logs.
+    """
+    config, models = worker.vllm_config, models_of(worker)
+    compiles = [is_compiled(config, model) for model in models]
+    all_reduced, stays = aiter_all_reduce.leave(config, any(compiles), says)
+    _stay.update(stays)
+    sizes = config.model_config.get_hidden_size(), config.model_config.dtype
+    found = [
+        one
+        for model, compiled in zip(models, compiles)
+        for find in (
+            functools.partial(fused_in, hidden=sizes[0], dtype=sizes[1], baseline=baseline_of(config, model)),
+            *finders,
+        )
+        for one in find(model, compiles=compiled)
+    ]
+    distinct = {one.key: one for one in found}
+    most = config.scheduler_config.max_num_batched_tokens
+    at = sorted({*(tokens for tokens in TOKENS if tokens < most), most})
+    wanted = {one: at for one in distinct.values()}
+    if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
+        made = functools.cache(lambda: compiler(config))
+        graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
+        for one in wanted:
+            one.baseline = one.compiled(made) if one in graphs else one.vllms
+        start(made, graphs)
+    record, decided = Record({}), Decided({}, {})
+    if envs.VLLM_ROCM_OPS_MEASURE != "0":
+        record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
+    quantized_attention.decide(config, decided)
+    ours = decide(found, decided)
+    for one in found:
+        one.take(ours[one.pattern])
+    patterns = {one.producer: one.pattern for one in found if getattr(one, "is_norm", None) is False}
+    for layer in (layer for model in models for layer in model_queries.gated(model)):
+        layer.act_fn.consumer = (layer, "down_proj") if ours.get(patterns.get(layer.act_fn)) else None
+    on = frozenset(seam.active()) & {"norm", "activation"}
+    choices.ours, choices.off, choices.all_reduced, choices.on = ours, frozenset(decided.off), all_reduced, on
+    _stay.update(key for key, runs in ours.items() if not runs)
+    if says:
+        kernel_timing.say(record, decided, set(distinct))

@@ -1,0 +1,128 @@
+"""List the ops that fuse a norm or an activation with a quantization, and find those that this machine runs.
+
+An op is selected when a graph is traced, by conditions that hold for every token count. A selected op on a GPU runs its
+kernel or vLLM's (vllm_row_kernels.py), never its reference. This file imports vLLM, so seams import it inside `install`
+only.
+"""
+
+import torch
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    QuantKey,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kMxfp8Dynamic,
+)
+from vllm.platforms import current_platform
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
+MX = kMxfp8Dynamic
+"""Quantizations by QuantFP8, and the quantization to MX-FP8, which is an op of vLLM's."""
+GROUP = 128
+DTYPES = (torch.bfloat16, torch.float16)
+QUANT_DTYPE = current_platform.fp8_dtype()
+NORMS = {
+    None: ("rms_norm", "fused_add_rms_norm"),
+    kFp8StaticTensorSym: ("rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"),
+    kFp8DynamicTokenSym: ("rms_norm_dynamic_per_token_quant",),
+    kFp8Dynamic128Sym: ("rms_norm_per_block_quant",),
+    MX: ("rms_norm_mxfp8_quant",),
+}
+ACTIVATIONS = {
+    None: ("silu_and_mul",),
+    kFp8StaticTensorSym: ("silu_and_mul_quant",),
+    kFp8DynamicTokenSym: ("silu_and_mul_per_token_quant",),
+    kFp8Dynamic128Sym: ("silu_and_mul_per_block_quant",),
+    MX: ("silu_and_mul_mxfp8_quant",),
+}
+"""The ops, by the quantization of their result."""
+
+
+def has_kernels(name: str) -> bool:
+    """Return whether this machine has kernels for the op, for any row length and row count."""
+    row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
+    examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
+    examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
+    op = getattr(ops, name)
+    known = {argument: value for argument, value in examples.items() if argument in op.Arguments._fields}
+    return linear_base.has_kernels(op, **known)
+
+
+def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | None, ...]:
+    """Return the quantization keys whose ops all have kernels for this machine. None stands for no quantization."""
+    return tuple(key for key, names in table.items() if all(map(has_kernels, names)))
+
+
+def op_of(table: dict[QuantKey | None, tuple[str, ...]], key: QuantKey | None, has_residual: bool):
+    """Return the op of a table for a quantization, with or without a residual."""
+    return getattr(ops, table[key][-1 if has_residual else 0])
+
+
+def pattern(op, columns: int, dtype: torch.dtype, has_residual: bool, is_bounded: bool, column_major: bool) -> str:
+    """Return the name of a norm or an activation with its quantization, for all token counts."""
+    traits = " residual" * has_residual + " bound" * is_bounded + " column-major" * column_major
+    return f"{op.name} {columns} {kernel_selection.types(dtype)}{traits}"
+
+
+def in_rows(x: torch.Tensor) -> bool:
+    """Return whether rows have one stride, for any size of the first dimension, the token count."""
+    step = None
+    for size, stride in zip(x.shape[-2:0:-1], x.stride()[-2:0:-1]):
+        if size == 1:
+            continue
+        if step is not None and stride != step:
+            return False
+        step = stride * size
+    return x.stride(-1) == 1 and (step is None or x.stride(0) == step)
+
+
+def in_heads(x: torch.Tensor) -> bool:
+    """Return whether rows have two strides, as heads [tokens, heads, size] in a slice of a wider projection."""
+    return x.dim() == 3 and x.stride(-1) == 1 and x.stride(-2) < 2**31
+
+
+class Quantized(QuantizedActivation):
+    """Add a `shape` to vLLM's pre-quantized activation. MLA reads it from its input."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.orig_shape
+
+
+def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
+    """Return the key of the quantized input that a linear accepts, None if the key is not in `keys` or does not fit.
+
+    Args:
+        linear: vLLM's linear layer, or None.
+        columns: The columns of its input. A key with groups of 128 needs a multiple of 128.
+        keys: The keys whose ops are runnable.
+    """
+    key = None if linear is None else get_input_quant_key(linear)
+    if key == kFp8Dynamic128Sym and columns % GROUP != 0:
+        return None
+    return key if key in keys else None
+
+
+def made_for(linear: torch.nn.Module, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
+    """Return the key of a linear's input in a compiled graph, as `key_of`. Only there MX-FP8 counts."""
+    is_mx = getattr(linear, "vllm_rocm_ops_is_mx", False) and MX in keys
+    return MX if is_mx else key_of(linear, columns, keys)
+
+
+def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Quantized:
+    """Return silu(first half of x) * second half, quantized by `key` for `linear`."""
+    if key == kFp8StaticTensorSym:
+        scale = linear.input_scale
+        data = ops.silu_and_mul_quant.call(x, scale, QUANT_DTYPE)
+    elif key == kFp8DynamicTokenSym:
+        upper_bound = getattr(linear, "input_scale_ub", None)
+        data, scale = ops.silu_and_mul_per_token_quant.call(x, QUANT_DTYPE, upper_bound)
+    else:
+        column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
+        data, scale = ops.silu_and_mul_per_block_quant.call(x, QUANT_DTYPE, GROUP, column_major)
+    return Quantized(data, scale, x.dtype, data.shape, key)

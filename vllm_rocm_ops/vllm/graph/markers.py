@@ -1,0 +1,203 @@
+"""Mark quantizations, activations and rotations, each as one node of a traced model, and lower what no op takes.
+
+vLLM computes them in different forms: aten chains, `_C` kernels, AITER's. While vLLM traces a model for its compiled
+mode, each is a marker: an op that records how vLLM would compute it. rewrite.py replaces markers by the plugin's ops, or
+by what vLLM would have traced. A marker that runs computes the same. A quantization to MX-FP8 is one op in all of
+vLLM's forms and needs no marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
+from vllm.model_executor.layers.quantization.utils import mxfp8_utils  # noqa: F401  defines vllm::mxfp8_quantize
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import seam
+
+aten = torch.ops.aten
+_quantize: dict[tuple[int, ...], Callable] = {}
+_activate: list[Callable] = []
+
+
+class How(NamedTuple):
+    """Hold the traits, as integers, that distinguish vLLM's quantizations."""
+
+    static: int
+    rows: int
+    columns: int
+    column_major: int
+    tma_aligned: int
+    ue8m0: int
+    padding: int
+
+
+def quantize(x: Tensor, scale: Tensor | None, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
+    """Return vLLM's quantization of x and its scales. A static scale is returned as given."""
+    return _quantize[tuple(how)](x, scale, bound)
+
+
+def _run(x: Tensor, scale: Tensor | None, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
+    values, scales = quantize(x, scale, bound, how)
+    return values, scales if scale is None else scales.clone()  # an op returns no argument
+
+
+def rotate(
+    positions: Tensor, q: Tensor, k: Tensor, table: Tensor, sizes: list[int], is_neox: bool, norms: bool
+) -> tuple[Tensor, Tensor]:
+    """Return vLLM's rotation of q and k. `sizes` are a head's elements and the rotated ones.
+
+    `norms` tells rope_and_cache.py whether to serve the norms before.
+    """
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    return RotaryEmbedding.forward_static(positions, q, k, *sizes, table, is_neox)
+
+
+def activate(x: Tensor) -> Tensor:
+    """Return vLLM's SiluAndMul of x."""
+    return _activate[0](x)
+
+
+_library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
+_library.define("marked_quant(Tensor x, Tensor? scale, Tensor? bound, int[] how) -> (Tensor, Tensor)")
+_library.impl("marked_quant", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("vllm_rocm_ops::marked_quant", _run, lib=_library)
+_library.define(
+    "marked_rotation(Tensor positions, Tensor q, Tensor k, Tensor table, int[] sizes, bool is_neox, bool norms)"
+    " -> (Tensor, Tensor)"
+)
+_library.impl("marked_rotation", rotate, "CompositeExplicitAutograd")
+torch.library.register_fake("vllm_rocm_ops::marked_rotation", rotate, lib=_library)
+
+QUANTIZATION = torch.ops.vllm_rocm_ops.marked_quant.default
+MX_QUANTIZATION = torch.ops.vllm.mxfp8_quantize.default
+ACTIVATION = ops.silu_and_mul.torch_op
+ROTATION = torch.ops.vllm_rocm_ops.marked_rotation.default
+FORMS = {QUANTIZATION: quantize, ACTIVATION: activate, ROTATION: rotate}
+"""Markers, and what vLLM traces in their place. The activation's marker is the plugin's own op."""
+
+
+def runs_passes() -> bool:
+    """Return whether vLLM runs its passes, and the plugin's, on the model being built."""
+    config = get_current_vllm_config_or_none()
+    if config is None or "fusion" not in seam.active():
+        return False
+    settings = config.compilation_config
+    return settings.mode == CompilationMode.VLLM_COMPILE and settings.backend in ("", "inductor")
+
+
+def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
+    """Return a forward that marks one of vLLM's quantizations while a model is traced.
+
+    No form of vLLM's reads `use_triton`.
+
+    Args:
+        quant: vLLM's QuantFP8.
+        forward: Its computation, not compiled on its own.
+    """
+    group, padding = quant.group_shape, quant.num_token_padding
+    how = How(
+        quant.static,
+        group.row,
+        group.col,
+        quant.column_major_scales,
+        getattr(quant, "tma_aligned_scales", False),
+        bool(quant.use_ue8m0),
+        -1 if padding is None else padding,
+    )
+    numbers = list(map(int, how))
+    _quantize[tuple(numbers)] = forward
+
+    def marked(x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False):
+        return QUANTIZATION(x, scale, scale_ub, numbers)
+
+    return marked
+
+
+def of_activation(forward: Callable) -> Callable:
+    """Return a forward that marks vLLM's SiluAndMul while a model is traced."""
+    _activate[:] = [forward]
+    return ACTIVATION
+
+
+def of_rotation(rotary: torch.nn.Module, norms: bool) -> Callable:
+    """Return a forward that marks vLLM's RotaryEmbedding while a model is traced."""
+    sizes = [rotary.head_size, rotary.rotary_dim]
+
+    def marked(positions: Tensor, query: Tensor, key: Tensor | None = None):
+        if key is None or not torch.compiler.is_compiling():
+            return rotary.forward_native(positions, query, key)
+        return ROTATION(positions, query, key, rotary.cos_sin_cache, sizes, rotary.is_neox_style, norms)
+
+    return marked
+
+
+# Lowering: markers that no op takes
+
+
+def trace(function: Callable, args: tuple) -> fx.Graph:
+    """Trace a function of nodes and constants. Kernels that mutate arguments become functional, as in vLLM's graph."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import detect_fake_mode
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+
+    def called(*tensors):
+        values = iter(tensors)
+        return function(*(next(values) if isinstance(arg, fx.Node) else arg for arg in args))
+
+    tensors = [arg.meta["val"] for arg in args if isinstance(arg, fx.Node)]
+    with enable_python_dispatcher(), detect_fake_mode(tensors):
+        traced = make_fx(dispatch_functionalize(called, FunctionalTensorMode()), select_decomp_table())(*tensors).graph
+    for view in traced.find_nodes(op="call_function", target=aten.view.default):
+        view.target = aten.reshape.default  # as Inductor has it where passes run
+    traced.eliminate_dead_code()
+    return traced
+
+
+def size_in(graph: fx.Graph, size: torch.SymInt) -> fx.Node | None:
+    """Return the graph input that holds a size.
+
+    Reading the size from a result would add a reader, and vLLM's patterns would not match it.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+            return node
+    return None
+
+
+def lower(marker: fx.Node, traces: dict[tuple, fx.Graph]) -> None:
+    """Replace a marker by what vLLM would have traced."""
+    inputs, copies = [arg for arg in marker.args if isinstance(arg, fx.Node)], {}
+    values = [arg.meta["val"] for arg in inputs]
+    facts = [(value.shape, value.stride(), value.dtype, value.device) for value in values]
+    constants = [arg for arg in marker.args if not isinstance(arg, fx.Node)]
+    key = values[0].fake_mode, marker.target, str(constants), str(facts)
+    traced = traces.get(key)
+    if traced is None:
+        traced = traces[key] = trace(FORMS[marker.target], marker.args)
+    inputs = iter(inputs)
+    with marker.graph.inserting_before(marker):
+        for node in traced.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(inputs)
+            elif node.target is aten.sym_size.int and (size := size_in(marker.graph, node.meta["val"])) is not None:
+                copies[node] = size
+            elif node.op == "output":
+                results = fx.map_arg(node.args[0], copies.__getitem__)
+            else:
+                copies[node] = marker.graph.node_copy(node, copies.__getitem__)
+    if isinstance(results, fx.Node):
+        marker.replace_all_uses_with(results)
+    else:
+        for user in list(marker.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            marker.graph.erase_node(user)
+    marker.graph.erase_node(marker)

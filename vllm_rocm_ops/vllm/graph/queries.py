@@ -1,0 +1,85 @@
+"""Read nodes of vLLM's compiled graphs: equal results, views, what the compiler fuses into, and sums before a norm."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from vllm.compilation.passes.fx_utils import is_func
+
+from vllm_rocm_ops.ops.shared import rowwise
+
+aten = torch.ops.aten
+VIEWS = (
+    aten.reshape.default,
+    aten.view.default,
+    aten.split_with_sizes.default,
+    aten.slice.Tensor,
+    aten.permute.default,
+)
+GEMMS = (aten.mm.default, aten.addmm.default)
+
+
+def are_alike(ours: tuple, theirs: tuple) -> bool:
+    """Return whether results have equal shapes, dtypes and strides for any token count."""
+    return all(
+        one.dtype == other.dtype
+        and one.dim() == other.dim()
+        and all(map(statically_known_true, map(operator.eq, one.shape, other.shape)))
+        and all(map(statically_known_true, map(operator.eq, one.stride(), other.stride())))
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node shares another's memory."""
+    return node.target in VIEWS or (is_func(node, operator.getitem) and node.args[0].target in VIEWS)
+
+
+def unviewed(node: fx.Node) -> fx.Node:
+    """Return the node that computes a node's values."""
+    while node.target in VIEWS or is_func(node, operator.getitem):
+        node = node.args[0]
+    return node
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Return whether the compiler does not fuse into a node: a graph input or output, a GEMM, an op outside PyTorch."""
+    node = unviewed(node)
+    is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
+    return node.op != "call_function" or node.target in GEMMS or not is_pytorchs
+
+
+def addends(given: dict[str, object]) -> dict[str, object]:
+    """Return a norm's input, addend and its factor if its input is a sum that no other node reads.
+
+    No kernel of the compiler makes its parts, except for a product with a constant. Longer rows would run the general
+    kernel. The norm is an op in either case, so that only a launch is saved, which needs no timing.
+    """
+    total, residual = given["input"], given.get("residual")
+    if residual is None or not is_func(total, aten.add.Tensor) or len(total.users) != 1 or total.kwargs:
+        return {}
+    columns = total.meta["val"].shape[-1]
+    if columns > rowwise.ONE_VECTOR or columns % rowwise.VECTOR:
+        return {}
+
+    def fits(part: object) -> bool:
+        is_rows = isinstance(part, fx.Node) and are_alike((part.meta["val"],), (total.meta["val"],))
+        return is_rows and is_whole(part) and unviewed(part) is not unviewed(residual)
+
+    (one, own), (other, factor) = sorted(map(factored, total.args), key=lambda part: part[1] != 1.0)
+    if own != 1.0 or not (fits(one) and fits(other)):
+        return {}
+    return {"input": one, "addend": other, "addend_factor": factor}
+
+
+def factored(part: object) -> tuple[object, float]:
+    """Return a node and its factor for a product with a constant that one node reads, else the part and 1."""
+    if isinstance(part, fx.Node) and is_func(part, aten.mul.Tensor) and len(part.users) == 1:
+        node, factor = part.args
+        if isinstance(factor, int | float) and factor != 1:
+            return node, float(factor)
+    return part, 1.0

@@ -1,0 +1,166 @@
+"""Fall back to vLLM's kernels for norms and activations, in place of an op's PyTorch reference.
+
+Layers that the kernels cannot serve run vLLM's forward, see fused_quant.py. This file covers single calls on a GPU:
+unaligned addresses, or kernels that do not load. bench times the same kernels as baselines.
+"""
+
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.shared import rowwise
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
+
+COMPILED: dict[str, Callable] = {
+    "rms_norm": lambda out, a: torch.ops._C.rms_norm(out, a.input, a.weight, a.epsilon),
+    "fused_add_rms_norm": lambda out, a: torch.ops._C.fused_add_rms_norm(a.input, a.residual, a.weight, a.epsilon),
+    "rms_norm_static_fp8_quant": lambda out, a: torch.ops._C.rms_norm_static_fp8_quant(
+        out, a.input, a.weight, a.scale, a.epsilon
+    ),
+    "fused_add_rms_norm_static_fp8_quant": lambda out, a: torch.ops._C.fused_add_rms_norm_static_fp8_quant(
+        out, a.input, a.residual, a.weight, a.scale, a.epsilon
+    ),
+    "rms_norm_dynamic_per_token_quant": lambda out, a: torch.ops._C.rms_norm_dynamic_per_token_quant(
+        out[0], a.input, a.weight, out[1], a.epsilon, a.scale_ub, a.residual
+    ),
+    "rms_norm_per_block_quant": lambda out, a: torch.ops._C.rms_norm_per_block_quant(
+        out[0], a.input, a.weight, out[1], a.epsilon, a.scale_ub, a.residual, a.group_size, a.is_scale_transposed
+    ),
+    "silu_and_mul": lambda out, a: torch.ops._C.silu_and_mul(out, a.input),
+    "silu_and_mul_quant": lambda out, a: torch.ops._C.silu_and_mul_quant(out, a.input, a.scale),
+    "silu_and_mul_per_block_quant": lambda out, a: torch.ops._C.silu_and_mul_per_block_quant(
+        out[0], a.input, out[1], a.group_size, a.scale_ub, a.is_scale_transposed
+    ),
+}
+"""vLLM's compiled ops, by op name. Called with the outputs, which they write, and the op's arguments."""
+
+
+def _norm(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    residual: Tensor | None = None,
+    one_plus_weight: bool = False,
+    addend: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    from vllm import _custom_ops  # noqa: F401  registers `COMPILED`
+
+    input = input if addend is None else torch.add(input, addend, alpha=factor)
+    if one_plus_weight:
+        return _gemma(input, weight, epsilon, residual)
+    if residual is None:
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        COMPILED["rms_norm"](output, ops.rms_norm.Arguments(input.contiguous(), weight, epsilon))
+        return output
+    output, added = input.clone(memory_format=torch.contiguous_format), residual.contiguous()
+    COMPILED["fused_add_rms_norm"](None, ops.fused_add_rms_norm.Arguments(output, added, weight, epsilon))
+    if added is not residual:
+        residual.copy_(added)
+    return output
+
+
+def _gemma(input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None) -> Tensor:
+    """Run vLLM's GemmaRMSNorm, which does not update the residual."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+    norm = types.SimpleNamespace(weight=weight, variance_epsilon=epsilon)
+    result = GemmaRMSNorm.forward_native(norm, input.contiguous(), residual)
+    if residual is None:
+        return result
+    output, added = result
+    residual.copy_(added)
+    return output
+
+
+def _activation(input: Tensor) -> Tensor:
+    output = input.new_empty(*input.shape[:-1], input.shape[-1] // 2)
+    COMPILED["silu_and_mul"](output, ops.silu_and_mul.Arguments(input.contiguous()))
+    return output
+
+
+def _static(x: Tensor, scale: Tensor) -> Tensor:
+    from vllm import _custom_ops
+
+    return _custom_ops.scaled_fp8_quant(x.view(-1, x.shape[-1]), scale)[0].view(x.shape)
+
+
+def _per_token(x: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    from vllm import _custom_ops
+
+    quantized = _custom_ops.scaled_fp8_quant(x.view(-1, x.shape[-1]), scale_ub=bound, use_per_token_if_dynamic=True)
+    return quantized[0].view(x.shape), quantized[1]
+
+
+def _per_block(x: Tensor, group_size: int, column_major: bool) -> tuple[Tensor, Tensor]:
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    quantized = fp8_utils.per_token_group_quant_fp8(
+        x.view(-1, x.shape[-1]), group_size, column_major_scales=column_major, use_ue8m0=False
+    )
+    return quantized[0].view(x.shape), quantized[1]
+
+
+def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x, *_per_block(x, BLOCK, False)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows per 128 columns by vLLM's kernel, on CPU by PyTorch."""
+    if x.device.type == "cpu":
+        from vllm_rocm_ops.vllm.graph.fused_quant import QUANT_DTYPE
+
+        return rowwise.per_block(x, QUANT_DTYPE, None, BLOCK, False)
+    return _per_block(x, BLOCK, False)
+
+
+def _mx(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = torch.ops.vllm.mxfp8_quantize(x.view(-1, x.shape[-1]), False, 0)
+    return values.view(x.shape), scale
+
+
+NORMS: dict[str, Callable] = {
+    "rms_norm": lambda x, weight, epsilon, one_plus: _norm(x, weight, epsilon, None, one_plus),
+    "fused_add_rms_norm": lambda x, residual, weight, epsilon, one_plus, *addend: _norm(
+        x, weight, epsilon, residual, one_plus, *addend
+    ),
+    "rms_norm_static_fp8_quant": lambda x, weight, scale, epsilon, dtype, one_plus: _static(
+        _norm(x, weight, epsilon, None, one_plus), scale
+    ),
+    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype, one_plus, *addend: (
+        _static(_norm(x, weight, epsilon, residual, one_plus, *addend), scale)
+    ),
+    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual, one_plus, *addend: (
+        _per_token(_norm(x, weight, epsilon, residual, one_plus, *addend), bound)
+    ),
+    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus, *addend: (
+        _per_block(_norm(x, weight, epsilon, residual, one_plus, *addend), group, column_major)
+    ),
+    "rms_norm_and_per_block_quant": lambda x, weight, epsilon, dtype, residual, one_plus, *addend: _both(
+        _norm(x, weight, epsilon, residual, one_plus, *addend)
+    ),
+    "rms_norm_mxfp8_quant": lambda x, weight, epsilon, residual, one_plus, *addend: _mx(
+        _norm(x, weight, epsilon, residual, one_plus, *addend)
+    ),
+}
+ACTIVATIONS: dict[str, Callable] = {
+    "silu_and_mul": _activation,
+    "silu_and_mul_quant": lambda x, scale, dtype: _static(_activation(x), scale),
+    "silu_and_mul_per_token_quant": lambda x, dtype, bound: _per_token(_activation(x), bound),
+    "silu_and_mul_per_block_quant": lambda x, dtype, group, column_major, bound: _per_block(
+        _activation(x), group, column_major
+    ),
+    "silu_and_mul_mxfp8_quant": lambda x: _mx(_activation(x)),
+}
+"""By op, with the op's arguments. Scales per block have no bound: no seam passes one."""
+
+
+def install(table: dict[str, Callable]) -> None:
+    """Have the ops of a table fall back to vLLM's kernels. Not on CPU, where vLLM lacks most of them."""
+    from vllm.platforms import current_platform
+
+    for name, function in () if current_platform.is_cpu() else table.items():
+        getattr(ops, name).native = function

@@ -1,0 +1,421 @@
+"""Keep vLLM's kernel next to the plugin's for the same linear layer, for unsupported or slower calls.
+
+Each call chooses between the op and vLLM's kernel (kernel_selection.py) inside one opaque torch op: a compiled graph
+serves every token count, and a captured graph holds the choice for its batch size. The torch op names the kept kernel
+by class and configuration. Both are the same in every process, so graphs from vLLM's compile cache find the kernel, and
+equal layers compile to equal graphs. A kernel has no other state: the weights are arguments of the torch op.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import launch as launches
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, fits, shuffle_weight
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
+
+MARK = "vllm_rocm_ops_order"
+"""The buffer with the order of a layer's weight. vLLM's weight cache saves buffers with the weights."""
+
+STATES = [(order, alone) for order in (None, "plain", "fragments") for alone in (False, True)]
+"""The buffer's values, by index: the order of the weight, and whether only the plugin's kernel reads it."""
+
+PART_BYTES = 16 << 20  # chunk of a weight that is summed or reordered at a time
+
+shuffled: set[str] = set()
+"""The shapes of weights that this process put in fragment order."""
+
+_kernels: dict[str, object] = {}
+
+
+METHODS = {
+    "is_supported": ("compute_capability",),
+    "process_weights_after_loading": ("layer",),
+    "apply_weights": ("layer", "x", "bias"),
+}
+"""The methods of vLLM's linear kernels that the plugin overrides or calls, and their parameters."""
+
+
+def probe(table: str, base: type, config: str, **methods: tuple[str, ...]) -> None:
+    """Raise `Unavailable` unless a kind of vLLM's linear kernels is as expected.
+
+    Args:
+        table: The name of vLLM's table of kernels.
+        base: Their base class.
+        config: The name of the configuration's parameter.
+        **methods: Further methods and their parameters.
+    """
+    from vllm.model_executor.kernels import linear
+
+    seam.require(isinstance(getattr(linear, table, None), dict), table)
+    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+    for name, parameters in (METHODS | {"can_implement": (config,)} | methods).items():
+        seam.require_parameters(getattr(base, name), *parameters)
+
+
+class Keeping:
+    """Mix into vLLM's base class of a kind of kernels, and keep vLLM's kernel for the same layer."""
+
+    order = None
+
+    @classmethod
+    def is_supported(cls, compute_capability=None) -> tuple[bool, str | None]:
+        """Answer vLLM. The op's order of summation depends on the token count."""
+        from vllm import envs as vllm_envs
+
+        return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
+
+    def keep_native(self, native: type | None, *arguments) -> None:
+        """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
+        self.native = native and native(*arguments)
+        self.native_name = native and keep(self.native)
+        self.order = None if self.native else "plain"
+
+
+def register_first(ours: type, table: dict, kind: str) -> None:
+    """Have vLLM ask the plugin's kernel before its own.
+
+    By `register_linear_kernel` if it can prepend, as with a patch in patches/, else in vLLM's table.
+    """
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.platforms import current_platform
+
+    if "prepend" in inspect.signature(register_linear_kernel).parameters:
+        register_linear_kernel(ours, current_platform._enum, kind, prepend=True)
+    else:
+        table.setdefault(current_platform._enum, []).insert(0, ours)
+
+
+@contextlib.contextmanager
+def without(kernels: list[type], ours: type):
+    """Remove the plugin's kernel from vLLM's list within a context."""
+    place = kernels.index(ours)
+    del kernels[place]
+    try:
+        yield
+    finally:
+        kernels.insert(place, ours)
+
+
+def choose(ours: type, config, table: dict, quantization: str) -> type | None:
+    """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests."""
+    from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
+    from vllm.platforms import current_platform
+
+    if seam.served_platform() == "cpu":
+        return None
+    with without(table[current_platform._enum], ours):
+        try:
+            return choose_scaled_mm_linear_kernel(config, table, quantization=quantization)
+        except ValueError:
+            return None
+
+
+def can_keep(native: type | None, base: type) -> tuple[bool, str]:
+    """Answer vLLM whether its kernel can be kept: its input must be quantized by `base`, as the plugin's is."""
+    plain = native is None or (
+        native.apply_weights is base.apply_weights and getattr(native, "apply_input_quant", True)
+    )
+    return plain, "" if plain else f"leaves the layer to {native.__name__}, which quantizes its input itself"
+
+
+def keep(kernel: object) -> str:
+    """Keep a kernel, and return the name by which `kept` finds it."""
+    name = f"{type(kernel).__name__} {kernel.config}"
+    _kernels.setdefault(name, kernel)
+    return name
+
+
+def kept(name: str) -> object:
+    """Return the kernel that was kept by this name."""
+    return _kernels[name]
+
+
+def run_or_native(native: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
+    """Run an op where the choice selects it and its kernels support the arguments, else `native()`.
+
+    Args:
+        native: Runs vLLM's kernel.
+        op: The op.
+        choice: The choice for the layer's shape.
+        *arguments: The op's. The first is [tokens, ...].
+    """
+    tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
+    output = op.run_kernels(*arguments) if choice.is_ours(tokens) else None
+    return native() if output is None else output
+
+
+def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
+    """Return rows of a tensor in float32."""
+    one_byte = tensor.element_size() == 1
+    return tensor.view(torch.uint8)[places].view(tensor.dtype).float() if one_byte else tensor[places].float()
+
+
+def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
+    """Return elements of a bias in float32, 0 without one."""
+    return 0.0 if bias is None else bias[places].float()
+
+
+def asks_for_aiter(kind: str) -> bool:
+    """Return whether vLLM uses AITER for a kind ("LINEAR", "MOE"): its switches are on and AITER is installed."""
+    from vllm import _aiter_ops
+    from vllm import envs as vllm_envs
+
+    switched_on = vllm_envs.VLLM_ROCM_USE_AITER and getattr(vllm_envs, f"VLLM_ROCM_USE_AITER_{kind}")
+    return switched_on and _aiter_ops.IS_AITER_FOUND
+
+
+def leaves(kernel, tokens: Tensor) -> bool:
+    """Return whether an eager call goes to vLLM's kernel, with nothing left to time.
+
+    A kernel that never serves its layer hands over all later calls.
+    """
+    choice = None if torch.compiler.is_compiling() else getattr(kernel, "choice", None)
+    if choice is None or choice.layers is not None or choice.is_ours(tokens.numel() // max(tokens.shape[-1], 1)):
+        return False
+    if choice.is_never_ours:
+        kernel.apply_weights = kernel.native.apply_weights
+    return True
+
+
+class Linear:
+    """Implement `kernel_selection.Kernels` for linear layers.
+
+    A layer's first value is its weight, [N, K] unless `columns` differs.
+    """
+
+    op: Op
+    limit: int
+    """The token limit of the op before timing."""
+    choice_of: Callable[..., Choice]
+    run: Callable[..., Tensor]
+    """The function of the seam's torch op, which serves a call by its choice."""
+    baseline: Callable[..., Tensor]
+    """Runs vLLM's kernel on the arguments of `run`."""
+    taken: Callable[..., tuple]
+    """Returns the op's arguments, given `run`'s."""
+    sampled_rows = 8
+
+    def ours(self, *arguments) -> Tensor | None:
+        """Run the op, or return None where its kernels do not support the arguments."""
+        return self.op.run_kernels(*self.taken(*arguments))
+
+    def serve(self, choice: Choice, *arguments) -> Tensor:
+        """Run a call by its choice. The first argument is [tokens, K]."""
+        output = self.ours(*arguments) if choice.is_ours(arguments[0].shape[0]) else None
+        return self.baseline(*arguments) if output is None else output
+
+    def call(self, kernel, *arguments) -> Tensor:
+        """Run a call that `leaves` did not leave: by the torch op in a compiled graph, else by its function."""
+        if torch.compiler.is_compiling():
+            return getattr(torch.ops.vllm_rocm_ops, self.run.__name__)(*arguments)
+        choice = getattr(kernel, "choice", None)
+        if choice is None or choice.layers is not None:  # making a key takes as long as launching an op
+            choice = kernel.choice = self.choice_of(*arguments)
+            return self.serve(choice, *arguments)
+        output = self.op.run_kernels(*self.taken(*arguments))  # as `ours`, with one frame less
+        return self.baseline(*arguments) if output is None else output
+
+    def max_tokens(self) -> int:
+        return 0 if asks_for_aiter("LINEAR") else self.limit
+
+    def columns(self, layer: tuple) -> tuple[int, int]:
+        n, k = layer[0].shape
+        return k, n
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        k, n = self.columns(layer)
+        return layer[0].nbytes + tokens * (k * layer[0].element_size() + 2 * n), 2.0 * tokens * n * k
+
+    def sizes(self, layer: tuple, *types: torch.dtype, bias: Tensor | None = None) -> str:
+        """Return a layer's sizes, dtypes, and whether it has a bias, for its description."""
+        k, n = self.columns(layer)
+        return f"{n}x{k} {kernel_selection.types(*types)}" + " bias" * (bias is not None)
+
+    def choice(self, key: tuple, native: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
+        """Return the choice for layers of a key, and note the layer if it is to be timed."""
+        choice = kernel_selection.choice(key) or kernel_selection.choose(key, self, native, layer())
+        if choice.layers is not None:
+            choice.note(weight, tokens, layer)
+        return choice
+
+
+def has_kernels(op: Op, *arguments, **keywords) -> bool:
+    """Return whether kernels that this machine's GPU loads support these arguments, given on the meta device.
+
+    True on CPU, where references run.
+    """
+    arch = seam.arch_here(seam.served_platform())
+    if arch is None:
+        return True
+    try:
+        planned = op.explain(*arguments, arch=arch, require_code=True, **keywords).launches
+    except ValueError:
+        return False
+    if why := launches.not_loaded(planned, arch):
+        op.warn("load", why)
+    return bool(planned) and not why
+
+
+def rows_of(weight: Tensor) -> Tensor:
+    """Return a weight as [N, K], given as such or as the transposed view [K, N] that vLLM makes for some kernels."""
+    return weight if weight.stride(-1) == 1 else weight.t()
+
+
+def fragments_of(weight: Tensor) -> Tensor:
+    """View a weight in fragment order, given as [N, K] or [K, N], in the shape of `shuffle_weight`."""
+    rows = rows_of(weight)
+    (n, k), size = rows.shape, weight.element_size()
+    return rows.view(
+        n // FRAGMENT_ROWS, k * size // STEP, STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, FRAGMENT_BYTES // size
+    )
+
+
+class Digest(NamedTuple):
+    """Identify the order of a weight [N, K] without a copy: its checksum in rows and, if it fits, in fragment order."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    plain: Tensor
+    fragments: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Digest":
+        rows = rows_of(weight)
+        fragments = checksum(rows, shuffle_weight) if fits(rows.shape, rows.dtype) else None
+        return cls(rows.shape, rows.dtype, checksum(rows), fragments)
+
+
+def parts(rows: Tensor) -> tuple[Tensor, ...]:
+    """Split a weight [N, K] into chunks of whole fragments, at most `PART_BYTES` each, to bound temporary memory."""
+    return rows.split(max(PART_BYTES // (rows.shape[1] * rows.element_size() * FRAGMENT_ROWS), 1) * FRAGMENT_ROWS)
+
+
+def checksum(rows: Tensor, reorder: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+    """Return a checksum of a weight in the order in which `reorder` leaves it.
+
+    It sums, modulo 2^64, each word times a random number of its row and one of its column.
+    """
+    row_bytes = rows.shape[1] * rows.element_size()
+    word = torch.int32 if row_bytes % 4 == 0 else torch.uint8
+    generator = torch.Generator(rows.device).manual_seed(0)
+
+    def random(count: int) -> Tensor:
+        return torch.randint(1 << 62, (count,), generator=generator, dtype=torch.int64, device=rows.device)
+
+    of_columns, total = random(row_bytes // word.itemsize), torch.zeros((), dtype=torch.int64, device=rows.device)
+    for part in parts(rows):
+        words = reorder(part).contiguous().flatten().view(word).view(len(part), -1)
+        total += ((words * of_columns).sum(1) * random(len(part))).sum()
+    return total
+
+
+def order(weight: Tensor, before: Digest) -> str | None:
+    """Return the order in which vLLM's kernel left a weight.
+
+    Args:
+        weight: The prepared weight.
+        before: Its digest before.
+
+    Returns:
+        "plain"; "fragments", as some of AITER's kernels want it; None if unknown.
+    """
+    rows = rows_of(weight)
+    if (rows.shape, rows.dtype) != before[:2]:
+        return None
+    found = checksum(rows)
+    if found.equal(before.plain):
+        return "plain"
+    return (
+        "fragments" if before.fragments is not None and rows.is_contiguous() and found.equal(before.fragments) else None
+    )
+
+
+def in_fragments(weight: Tensor) -> Tensor:
+    """Put a weight in fragment order in place, and return it as [N, K] without row padding."""
+    rows = rows_of(weight)
+    packed = rows.as_strided(rows.shape, (rows.shape[1], 1))  # each row ends at or before its end in `rows`
+    for source, place in zip(parts(rows), parts(packed)):
+        place.copy_(shuffle_weight(source).view(place.shape))
+    return packed
+
+
+def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:
+    """Record the order of a prepared weight, in the kernel and in a buffer of the layer."""
+    kernel.order = order
+    state = torch.tensor(STATES.index((order, kernel.native is None)), dtype=torch.uint8, device="cpu")
+    layer.register_buffer(MARK, state, persistent=False)
+
+
+def recall_order(kernel, layer: torch.nn.Module) -> None:
+    """Read the order of a weight that another process prepared from the layer's buffer, if there is one.
+
+    Raises:
+        RuntimeError: The weight is in fragment order and the kernel is vLLM's.
+    """
+    state = getattr(layer, MARK, None)
+    if state is None:
+        return
+    order, alone = STATES[int(state)]
+    if hasattr(kernel, "native"):  # the plugin's
+        kernel.order, kernel.native = order, None if alone else kernel.native
+    elif alone and order == "fragments":
+        raise RuntimeError(
+            f"the cached weight was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which {type(kernel).__name__} cannot read"
+        )
+
+
+def wants_fragments(
+    layer: torch.nn.Module, weight: Tensor, kernels: Linear, kept: object, description: tuple, scale: Tensor, out_dtype
+) -> bool:
+    """Return whether to put a layer's weight in fragment order.
+
+    The user must enable it, the sizes must allow it, nothing else may read the weight, and the op must have kernels,
+    because vLLM's do not read that order. Where a kernel of vLLM's is kept, the op must have won at every token count
+    in an earlier start.
+
+    Args:
+        layer: The layer.
+        weight: Its prepared weight.
+        kernels: The layer's kind.
+        kept: vLLM's kernel, or None.
+        description: The layer as `kernels` describes it.
+        scale: The weight's scale.
+        out_dtype: The result's dtype.
+    """
+    # MLA marks a projection that it reads by the first name, DeepSeek V4 by the second.
+    read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
+    asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
+    rows = rows_of(weight).to("meta")
+    if not asked or not fits(rows.shape, rows.dtype):
+        return False
+    shape = kernels.describe(description)
+    if kept is not None and not won_everywhere(f"{kernels.op.name} {shape} {type(kept).__name__}"):
+        return False
+    a = torch.empty(1, rows.shape[1], dtype=rows.dtype, device="meta")
+    scale_a = torch.empty(1, scale.shape[1] if scale.dim() == 2 and scale.shape[1] > 1 else 1, device="meta")
+    wants = has_kernels(kernels.op, a, fragments_of(rows), scale_a, scale.to("meta"), out_dtype)
+    if wants:
+        shuffled.add(shape)
+    return wants
+
+
+def won_everywhere(key: str) -> bool:
+    """Return whether the op won for a shape at every token count of this vLLM.
+
+    The compile cache must not find a graph for the other order, which the seam measured_selection ensures
+    (compiled_ops.py).
+    """
+    from vllm.config import get_current_vllm_config
+
+    scheduler = get_current_vllm_config().scheduler_config
+    ours = kernel_selection.wins(key) if "measured_selection" in seam.active() else b""
+    return len(ours) > scheduler.max_num_batched_tokens and all(ours[1:])

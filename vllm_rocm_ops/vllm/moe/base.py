@@ -1,0 +1,419 @@
+"""Implement the plugin's experts in vLLM's MoE layers. Each keeps vLLM's experts for unsupported calls.
+
+vLLM has no registry for experts, so the seams wrap its functions that select experts, in every module that imported
+them. The plugin's experts come first if the user named no backend and they support the layer. Weights stay as loaded,
+which vLLM calls the TRITON backend, and the kept experts are vLLM's for that backend. With AITER enabled by its switch,
+weights are shuffled for AITER, which the op reads too. Then the kept experts are AITER's, vLLM routes, and the plugin
+serves where it was timed to be faster.
+
+Each call chooses between the op and the kept experts. On ROCm vLLM runs the whole layer in one opaque op, so the choice
+is made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo
+traces the layer, there are no kept experts, and the op's reference runs.
+
+- Tensor parallelism: a rank has a slice of each expert, and vLLM sums the ranks' results.
+- Expert parallelism: `expert_map` says which experts a rank has.
+- Data parallelism: vLLM sends tokens between ranks, by all-gather and reduce-scatter or by MoRI, quantized if the kept
+  experts want that, which the op supports. MoRI's buffers have spare rows, which go to no expert. Timing uses
+  unquantized tokens on both sides.
+- The batched activation format (DeepEP low latency, NIXL) stays vLLM's.
+- Shared experts are linear layers and served by their seams. If AITER fuses them into the routed experts
+  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), the layer stays AITER's, so the op's `shared_experts` is unused here.
+"""
+
+import copy
+import dataclasses
+import sys
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.quantization import MX_BLOCK, cast
+from vllm_rocm_ops.ops.shared import weight_layout
+from vllm_rocm_ops.ops.shared.experts import scheme
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import moe_side_channel
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.moe.expert_support import Predicates, refusal, say_refused
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
+
+APPLY = (
+    *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts"),
+    *("expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta"),
+    "apply_router_weight_on_input",
+)
+"""The parameters of `FusedMoEExpertsModular.apply`."""
+
+
+def op_arguments(
+    experts, hidden, w1, w2, topk_weights, topk_ids, expert_map, on_input: bool, hidden_scale, out_dtype: torch.dtype
+) -> tuple:
+    """Return the arguments of `fused_experts`, with the scales in `experts`. Quantized tokens come with their scale."""
+    hidden_scale = experts.a1_scale if hidden_scale is None else hidden_scale
+    scales = experts.w1_scale, experts.w2_scale, hidden_scale, experts.a2_scale
+    routing = topk_weights, topk_ids, out_dtype
+    return hidden, w1, w2, *routing, *scales, expert_map, 0, on_input, experts.shuffled
+
+
+def run(
+    experts,
+    theirs: Callable[[], Tensor] | None,
+    hidden: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    activation,
+    global_num_experts: int,
+    hidden_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Run `fused_experts` with the scales in `experts`, or `theirs()` where vLLM serves.
+
+    Args:
+        experts: The plugin's experts.
+        theirs: Runs vLLM's experts, None if there are none.
+        hidden: [tokens, hidden], quantized if vLLM did so.
+        w1: [experts, 2 * inner, hidden].
+        w2: [experts, hidden, inner].
+        topk_weights: [tokens, top k], float32.
+        topk_ids: [tokens, top k].
+        expert_map: From all experts to this rank's, -1 for others. None if the rank has all.
+        apply_router_weight_on_input: Whether weights multiply the tokens, not the results.
+        activation: vLLM's activation.
+        global_num_experts: Experts of all ranks.
+        hidden_scale: The scale of quantized tokens.
+        out_dtype: The result's dtype, by default hidden's.
+    """
+    out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
+    quantized = None if on_input or hidden_scale is not None else moe_side_channel.quantized(hidden)
+    if quantized is not None and quantized[0].dtype == w1.dtype and scheme(w1, experts.w1_scale) == "block":
+        hidden, hidden_scale = quantized
+    routed = hidden, w1, w2, topk_weights, topk_ids
+    arguments = op_arguments(experts, *routed, expert_map, on_input, hidden_scale, out_dtype)
+    if theirs is None:
+        return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
+    choice = getattr(experts, "choice", None)
+    if choice is None or choice.layers is not None:
+        key = type(experts), w1.shape, w2.shape, w1.dtype, out_dtype, topk_ids.shape[1], expert_map is None
+        how = (
+            topk_ids.shape[1],
+            topk_ids.dtype,
+            expert_map,
+            apply_router_weight_on_input,
+            activation,
+            global_num_experts,
+        )
+        layer = w1, w2, out_dtype, experts, *how
+        choice = kernel_selection.choice(key)
+        if choice is None:
+            choice = kernel_selection.choose(key, KERNELS, experts.native_class().__name__, layer)
+        if choice.layers is not None:
+            choice.note(w1, len(hidden), lambda: layer)
+        experts.choice = choice
+    if choice.is_never_ours:
+        experts.leave()
+    return linear_base.run_or_native(theirs, ops.fused_experts, choice, *arguments)
+
+
+class Experts:
+    """Describe calls of experts for timing. Routing is uniform over all experts, of all ranks.
+
+    A layer: both weights, the tokens' dtype, the holder of the scales, and the rest of `run`'s arguments.
+    """
+
+    op, limit, sampled_rows = ops.fused_experts, MAX_TOKENS, 3  # a row needs the whole weights of its experts
+
+    def max_tokens(self):
+        return 0 if linear_base.asks_for_aiter("MOE") else self.limit
+
+    def columns(self, layer):
+        return layer[0].shape[2], layer[1].shape[1]
+
+    def describe(self, layer):
+        w1, w2, dtype, experts, topk, _, expert_map, *_, total = layer
+        kinds = " ".join(dict.fromkeys(scheme(w, s) for w, s in ((w1, experts.w1_scale), (w2, experts.w2_scale))))
+        here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
+        types = kernel_selection.types(w1.dtype, dtype)
+        shuffled = " shuffled" * experts.shuffled
+        return f"{here} experts {w1.shape[2]}x{w2.shape[2]} top {topk} {types} scales {kinds}{shuffled}"
+
+    def work(self, layer, tokens):
+        w1, w2, _, _, topk, _, expert_map, *_, total = layer
+        pairs = tokens * topk * len(w1) / (len(w1) if expert_map is None else total)
+        weights = w1.nbytes + w2.nbytes
+        return weights * min(1.0, pairs / len(w1)), 2.0 * pairs * (w1[0].numel() + w2[0].numel())
+
+    def arguments(self, layer, x, seed):
+        *_, topk, ids_dtype, expert_map, _, _, total = layer
+        among = len(layer[0]) if expert_map is None else total
+        generator = torch.Generator(x.device).manual_seed(seed)
+        scores = torch.rand(len(x), among, generator=generator, device=x.device)
+        weights, ids = scores.topk(topk, 1)
+        return layer, x, weights / weights.sum(1, keepdim=True), ids.to(ids_dtype)
+
+    def ours(self, layer, x, weights, ids):
+        w1, w2, dtype, experts, _, _, expert_map, on_input, *_ = layer
+        arguments = op_arguments(experts, x, w1, w2, weights, ids, expert_map, on_input, None, dtype)
+        return self.op.run_kernels(*arguments)
+
+    def baseline(self, layer, x, weights, ids):
+        w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
+        how = activation, total, experts.map_of_native(expert_map), on_input
+        return experts.whole.apply(x, w1, w2, weights, ids, *how)
+
+    def exact(self, arguments, x, rows, columns):
+        layer, _, weights, ids = arguments
+        w1, w2, _, experts, _, _, expert_map, on_input, *_ = layer
+        here = ids if expert_map is None else expert_map[ids.long()]
+        results = torch.zeros(len(rows), len(columns), device=x.device)
+        for place, row in enumerate(rows.tolist()):
+            for expert, weight in zip(here[row].tolist(), weights[row].tolist()):
+                if expert < 0:
+                    continue
+                token = x[row].float() * (weight if on_input else 1.0)
+                token = _rounded(token, experts.a1_scale, expert, w1.dtype)
+                gate, up = (_exact(w1, experts.w1_scale, expert, experts.shuffled) @ token).chunk(2)
+                inner = _rounded(torch.nn.functional.silu(gate) * up, experts.a2_scale, expert, w2.dtype)
+                result = _exact(w2, experts.w2_scale, expert, experts.shuffled)[columns] @ inner
+                results[place] += result * (1.0 if on_input else weight)
+        return results
+
+    def layers_of(self, a):
+        total = len(a.w1 if a.expert_map is None else a.expert_map)
+        how = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, None, total
+        scales = {"w1_scale": a.w1_scale, "w2_scale": a.w2_scale, "a1_scale": None, "a2_scale": None}
+        orders = (types.SimpleNamespace(**scales, shuffled=shuffled) for shuffled in (False, True))
+        return [(a.w1, a.w2, a.out_dtype, order, *how) for order in orders]
+
+    def exact_of(self, a, rows, columns):
+        layer = self.layers_of(a)[a.shuffled]
+        return self.exact((layer, None, a.topk_weights, a.topk_ids), a.hidden, rows, columns)
+
+
+KERNELS = Experts()
+
+
+def _exact(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool) -> Tensor:
+    """Return one expert's weight [N, K] in float32."""
+    weight = weight_layout.unshuffled(weights[expert]) if shuffled else weights[expert]
+    weight, kind = weight.float(), scheme(weights, scales)
+    if kind == "none":
+        return weight
+    scale = scales[expert]
+    if kind == "mx":
+        return weight * torch.exp2(scale.view(torch.uint8).float() - 127).repeat_interleave(MX_BLOCK, 1)
+    if kind == "block":
+        scale = scale.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+    return weight * (scale if kind == "block" else scale.view(-1, 1))
+
+
+def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+    """Round values as their static scale does: a model's scale does not fit random tokens."""
+    if scales is None:
+        return x
+    scale = scales.flatten()[expert if scales.numel() > 1 else 0]
+    return cast(x / scale, dtype).float() * scale
+
+
+def whole(native) -> object:
+    """Return vLLM's kernel around its experts."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+
+    return modular_kernel.FusedMoEKernel(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular(), native)
+
+
+def probe(oracle, select: str, *parameters: str) -> None:
+    """Raise `Unavailable` unless vLLM's base class of experts and its selecting module are as expected."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+
+    base = modular_kernel.FusedMoEExpertsModular
+    seam.require_parameters(getattr(oracle, select), *parameters)
+    seam.require_parameters(oracle.backend_to_kernel_cls, "backend")
+    seam.require_parameters(base.__init__, "moe_config", "quant_config")
+    seam.require_parameters(base.apply, *APPLY)
+    seam.require_parameters(base.workspace_shapes, "M", "N", "K")
+    config = "moe_config", "weight_key", "activation_key", "activation_format"
+    seam.require_parameters(base.is_supported_config, "cls", *config)
+    seam.require_parameters(no_dp_ep._quantize_input, "a1", "quant_config", "defer_input_quant")
+    seam.require_parameters(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular)
+    calls = "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map"
+    seam.require_parameters(modular_kernel.FusedMoEKernel.apply, *calls, "apply_router_weight_on_input")
+    seam.require_parameters(modular_kernel.FusedMoEKernel.__init__, "prepare_finalize", "fused_experts")
+    seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
+
+
+def registers(oracle) -> bool:
+    """Return whether this vLLM asks a registry for experts before it selects its own, as with a patch in patches/."""
+    return hasattr(oracle, "select_registered_experts")
+
+
+def register_first(made: type, ours: list[type]) -> None:
+    """Put a class first in the plugin's list, and in vLLM's registry of experts if there is one."""
+    ours.insert(0, made)
+    if registers(made.oracle):
+        from vllm.model_executor.layers.fused_moe.oracle.registry import register_moe_experts
+
+        register_moe_experts(made, made.backend, priority=len(ours))
+
+
+def replace(theirs: Callable, ours: Callable) -> None:
+    """Replace a function of vLLM's in every module that imported it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(theirs.__name__) is theirs:
+            setattr(module, theirs.__name__, ours)
+
+
+def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> type | None:
+    """Return the plugin's first class that supports a layer. None if the user named a backend or no class does."""
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+
+    if config.moe_backend != "auto":
+        return None
+    if why := refusal(config.moe_parallel_config):
+        say_refused(why)
+        return None
+    asked = config, weight_key, activation_key, FusedMoEActivationFormat.Standard
+    return next((candidate for candidate in ours if candidate.is_supported_config(candidate, *asked)[0]), None)
+
+
+def native_class(oracle, backend, scheme: tuple) -> type | None:
+    """Return vLLM's experts for a backend, None on CPU.
+
+    Args:
+        oracle: vLLM's module that selects experts.
+        backend: Its backend.
+        scheme: A pair (weight key, activation key), which decides among several classes.
+    """
+    # vLLM's MX-FP8 module has another function for the backends that it adds.
+    classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)
+    if seam.served_platform() == "cpu":
+        return None
+    first, *others = classes(backend)
+    return next((one for one in (first, *others) if one._supports_quant_scheme(*scheme)), first) if others else first
+
+
+def copy_of(quant_config):
+    """Copy a configuration and keep its scales. vLLM's MX-FP8 experts remove them from the given one."""
+    return dataclasses.replace(quant_config, _w1=copy.copy(quant_config._w1), _w2=copy.copy(quant_config._w2))
+
+
+def modular(name: str, schemes: tuple, oracle, backend) -> type:
+    """Return the plugin's class of experts for tokens that vLLM has routed.
+
+    `apply` must write into a buffer of vLLM's, so the op's result is copied.
+
+    Args:
+        name: The class name.
+        schemes: Pairs (weight key, activation key).
+        oracle: vLLM's module that selects experts.
+        backend: The backend whose experts are kept.
+    """
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import _quantize_input
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    class RocmOpsExperts(Predicates, modular_kernel.FusedMoEExpertsModular):
+        def __init__(self, moe_config, quant_config):
+            super().__init__(moe_config, quant_config)
+            native = self.native_class()
+            self.native = native and native(moe_config, copy_of(quant_config))
+            self.whole = native and whole(self.native)  # for timing, on tokens outside of vLLM's step
+            moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
+            self.is_fed_as_native = moves_tokens
+
+        @property
+        def expects_unquantized_inputs(self):
+            return not self.is_fed_as_native or self.native is None or self.native.expects_unquantized_inputs
+
+        def leave(self):
+            if not getattr(self.native, "consumes_expert_mask", False):
+                self.apply, self.is_fed_as_native = self.native.apply, True
+
+        def workspace_shapes(self, M, N, K, *others, **more):
+            if self.native is None:
+                return (0,), (0,), (M, K)
+            return self.native.workspace_shapes(M, N, K, *others, **more)
+
+        def finalize_weight_and_reduce_impl(self):
+            return TopKWeightAndReduceNoOP()
+
+        def apply(
+            self,
+            output,
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            a2_scale,
+            workspace13,
+            workspace2,
+            expert_tokens_meta,
+            apply_router_weight_on_input,
+        ):
+            def theirs() -> Tensor:
+                quantized, scale = hidden_states, a1q_scale
+                if self.expects_unquantized_inputs:
+                    as_it_is = self.native.expects_unquantized_inputs
+                    quantized, scale = _quantize_input(hidden_states, self.quant_config, as_it_is)
+                self.native.apply(
+                    output,
+                    quantized,
+                    w1,
+                    w2,
+                    topk_weights,
+                    topk_ids,
+                    activation,
+                    global_num_experts,
+                    self.map_of_native(expert_map),
+                    scale,
+                    a2_scale,
+                    workspace13,
+                    workspace2,
+                    expert_tokens_meta,
+                    apply_router_weight_on_input,
+                )
+                return output
+
+            # With apply_router_weight_on_input vLLM has already multiplied the input by the weights.
+            weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+            leave = None if self.native is None else theirs
+            ids = topk_ids if expert_tokens_meta is None else those_that_came(topk_ids, expert_tokens_meta)
+            routed = hidden_states, w1, w2, weights, ids
+            how = expert_map, False, activation, global_num_experts
+            result = run(self, leave, *routed, *how, a1q_scale, output.dtype)
+            if result is not output:
+                output.copy_(result)
+
+    return finished(RocmOpsExperts, name, schemes, oracle, backend)
+
+
+def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
+    """Return a class with its name and the attributes that `Predicates` reads."""
+    made.__name__ = made.__qualname__ = name
+    made.schemes, made.native_class = schemes, staticmethod(lambda: native_class(oracle, backend, schemes[0]))
+    made.oracle, made.backend = oracle, backend
+    made.beside_aiter = backend.name == "TRITON"  # AITER has experts for the same layers
+    made.shuffled = backend.name == "AITER"
+    return made
+
+
+def those_that_came(ids: Tensor, meta) -> Tensor:
+    """Return the expert ids, with -1 for the spare rows of a buffer of tokens from other ranks."""
+    came = torch.arange(len(ids), device=ids.device) < meta.expert_num_tokens
+    return torch.where(came[:, None], ids, -1)

@@ -1,0 +1,253 @@
+"""Route tokens in the plugin's experts, where vLLM allows it: `grouped_topk` or `topk_softmax`, then `fused_experts`.
+
+vLLM calls such experts monolithic. Their classes come before the ones that fp8_experts and unquantized_experts register.
+They save vLLM's routing kernels and two copies of the result. For few tokens the gate's GEMM routes in the same launch where that is
+faster (routing_gate.py). vLLM routes with expert load balancing, with
+enable_return_routed_experts, in layers quantized by Quark, and for calls that no kernel supports.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import moe_side_channel
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.moe import base as experts
+from vllm_rocm_ops.vllm.moe import fp8_experts, unquantized_experts
+
+METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
+"""vLLM's routing methods: the scoring function, and whether a token's weights are normalized to sum to 1."""
+
+ROUTER = {
+    *("use_grouped_topk", "num_expert_group", "topk_group", "scoring_func", "routed_scaling_factor"),
+    "e_score_correction_bias",
+}
+"""Keywords of vLLM's `create_fused_moe_router` that `route` uses."""
+
+APPLY = (
+    *("hidden_states", "w1", "w2", "router_logits", "activation", "global_num_experts", "expert_map", "a1q_scale"),
+    *("apply_router_weight_on_input", "num_expert_group", "e_score_correction_bias", "routed_scaling_factor"),
+    "topk_group",
+)
+"""The parameters of `FusedMoEExpertsMonolithic.apply`."""
+
+
+def route(
+    method: tuple[str, bool],
+    topk: int,
+    router_logits: Tensor,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    bias: Tensor | None,
+    scale: float,
+    has_native: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights and ids of vLLM's router. The gate's launch may have made them (routing_gate.py).
+
+    Args:
+        method: A value of `METHODS`.
+        topk: Experts per token.
+        router_logits: [tokens, experts].
+        num_expert_group: Groups of experts, None or 0 for none.
+        topk_group: Groups per token.
+        bias: [experts], added to the scores for the choice only. None for none.
+        scale: Multiplies the weights.
+        has_native: Whether vLLM's router may run calls that no kernel supports. Else the op's reference does.
+
+    Returns:
+        Weights and ids, [tokens, topk].
+    """
+    scoring_func, renormalize = method
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        router = router_factory().create_fused_moe_router(
+            topk,
+            router_logits.shape[-1],
+            renormalize,
+            use_grouped_topk=bool(num_expert_group),
+            num_expert_group=num_expert_group,
+            topk_group=topk_group,
+            scoring_func=scoring_func,
+            routed_scaling_factor=scale,
+            e_score_correction_bias=bias,
+        )
+        return router.select_experts(router_logits, router_logits)
+
+    how = arguments_after_logits(method, topk, router_logits.shape[-1], num_expert_group, topk_group, bias, scale)
+    if (found := moe_side_channel.routed(router_logits, how)) is not None:
+        return found
+    if is_plain(how):
+        if not has_native:
+            return torch.ops.vllm_rocm_ops.topk_softmax(router_logits, *how)
+        return ops.topk_softmax.run_kernels(router_logits, *how, None, is_padding(len(router_logits))) or theirs()
+    if not has_native:
+        return torch.ops.vllm_rocm_ops.grouped_topk(router_logits, *how)
+    return ops.grouped_topk.run_kernels(router_logits, *how) or theirs()
+
+
+def arguments_after_logits(
+    method: tuple[str, bool],
+    topk: int,
+    among: int,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple:
+    """Return the arguments after the logits: two of `topk_softmax`, or seven of `grouped_topk` of which the bias is the last."""
+    scoring_func, renormalize = method
+    if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
+        return topk, renormalize
+    groups = num_expert_group or 1
+    groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
+    return topk, renormalize, *groups, scoring_func, scale, bias
+
+
+def is_plain(how: tuple) -> bool:
+    """Return whether arguments after the logits are `topk_softmax`'s. vLLM masks padding only there."""
+    return len(how) == 2
+
+
+def takes(method: tuple[str, bool], config) -> bool:
+    """Return whether kernels route for layers of this configuration. A layer's groups are known only at a call."""
+    scoring_func, renormalize = method
+    logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
+    what = logits, config.experts_per_token, renormalize
+    if scoring_func == "softmax" and not linear_base.has_kernels(ops.topk_softmax, *what):
+        return False
+    bias = logits[0] if scoring_func == "sigmoid" else None
+    return linear_base.has_kernels(ops.grouped_topk, *what, 1, 1, scoring_func, 1.0, bias)
+
+
+def router_factory():
+    """Return vLLM's module that makes a layer's router."""
+    from vllm.model_executor.layers.fused_moe.router import router_factory
+
+    return router_factory
+
+
+def is_padding(tokens: int) -> Tensor | None:
+    """Return which tokens pad a captured graph's batch. vLLM's routers without groups send these to no expert."""
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    return fused_topk_router._get_padding_mask(tokens)
+
+
+def kept_by() -> str:
+    """Return the part of vLLM's configuration that needs vLLM's own routing, empty if none does."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    outputs = getattr(config, "aux_output_config", config.model_config)  # model_config: before vLLM 0.31
+    if getattr(outputs, "enable_return_routed_experts", False):
+        return "enable_return_routed_experts"
+    quark = config.quant_config is not None and config.quant_config.get_name() == "quark"
+    return "Quark layers, which call no monolithic experts" if quark else ""
+
+
+def monolithic(modular: type) -> type:
+    """Return the plugin's class of experts that route tokens, for the layers that a modular class supports."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+
+    class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
+        schemes, native_class = modular.schemes, staticmethod(modular.native_class)
+        oracle, backend, beside_aiter = modular.oracle, modular.backend, modular.beside_aiter
+        shuffled = modular.shuffled
+
+        def __init__(self, moe_config, quant_config):
+            super().__init__(moe_config, quant_config)
+            self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
+            native = self.native_class()
+            self.whole = self.native = native and experts.whole(native(moe_config, quant_config))
+
+        @staticmethod
+        def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
+            if kept_by():
+                return False, f"{experts_class.__name__} does not support {kept_by()}"
+            asked = moe_config, weight_key, activation_key, activation_format
+            supported, why = experts.Predicates.is_supported_config(experts_class, *asked)
+            if supported and not takes(METHODS[moe_config.routing_method.name], moe_config):
+                return False, f"{experts_class.__name__} has no routing kernels for this layer"
+            return supported, why
+
+        @staticmethod
+        def _supports_routing_method(routing_method, weight_key, activation_key):
+            return routing_method.name in METHODS
+
+        @staticmethod
+        def _supports_router_logits_dtype(router_logits_dtype, routing_method):
+            return True  # is_supported_config asks the kernels
+
+        @staticmethod
+        def _supports_parallel_config(config):
+            alone = config.dp_size == 1 and not config.use_all2all_kernels
+            return experts.Predicates._supports_parallel_config(config) and alone and not config.enable_eplb
+
+        def apply(
+            self,
+            hidden_states,
+            w1,
+            w2,
+            router_logits,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            apply_router_weight_on_input,
+            num_expert_group=None,
+            e_score_correction_bias=None,
+            routed_scaling_factor=None,
+            topk_group=None,
+            routing_replay_out=None,
+        ):
+            scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
+            groups = num_expert_group, topk_group, e_score_correction_bias, scale
+            weights, ids = route(self.method, self.topk, router_logits, *groups, has_native=self.native is not None)
+
+            def theirs() -> Tensor:
+                how = activation, global_num_experts, expert_map, apply_router_weight_on_input
+                return self.native.apply(hidden_states, w1, w2, weights, ids, *how)
+
+            leave = None if self.native is None else theirs
+            routed = hidden_states, w1, w2, weights, ids
+            how = expert_map, apply_router_weight_on_input, activation, global_num_experts
+            return experts.run(self, leave, *routed, *how)
+
+    RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
+    return RocmOpsRoutingExperts
+
+
+def probe() -> None:
+    """Raise `Unavailable` unless a required seam is on and vLLM's monolithic experts are as expected."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    if not fp8_experts.OURS + unquantized_experts.OURS:
+        raise seam.Unavailable("requires fp8_experts or unquantized_experts")
+    seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
+    seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
+    seam.require_parameters(router_factory().create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
+    factory = inspect.signature(router_factory().create_fused_moe_router).parameters
+    seam.require(ROUTER <= factory.keys(), f"create_fused_moe_router({', '.join(sorted(ROUTER))})")
+    seam.require(METHODS.keys() <= set(RoutingMethodType.__members__), f"RoutingMethodType with {', '.join(METHODS)}")
+
+
+def install() -> None:
+    """Have vLLM ask the plugin's monolithic experts first."""
+    for ours in (fp8_experts.OURS, unquantized_experts.OURS):
+        for modular in [one for one in ours[::-1] if not one.shuffled]:  # with AITER's experts vLLM routes
+            experts.register_first(monolithic(modular), ours)
+
+
+SEAM = seam.Seam(
+    name="routing_experts",
+    replaces="routing in the layers of fp8_experts and unquantized_experts; forward of their gates",
+    probe=probe,
+    install=install,
+    ops=("grouped_topk", "topk_softmax", "topk_sigmoid", "router_gemm_topk"),
+    after=("fp8_experts", "unquantized_experts"),
+)

@@ -1,0 +1,273 @@
+"""Run the gate of an MoE layer and the routing of its tokens in one launch, in layers that routing_experts serves.
+
+vLLM's MoE layer calls its gate, then the experts with the gate's logits. The gate gets a subclass. For the token counts at which one launch
+was timed to be faster than two, its `forward` runs `router_gemm_topk`, and hands weights and ids over (moe_side_channel.py) next to the logits
+that it returns. The experts find them by the logits and the routing arguments, and route themselves otherwise. A gate whose choices never
+select the op gets its class back.
+
+Other gates stay: with a bias, another dtype of the weight or of the logits, a quantized weight, a LoRA adapter, fused with the gate of the
+shared experts; in layers whose tokens move between ranks; in vLLM's batch-invariant mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.ops.router_gemm_topk import MAX_TOKENS
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import moe_side_channel
+from vllm_rocm_ops.vllm.linear import unquantized_linear
+from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_experts
+from vllm_rocm_ops.vllm.selection import kernel_selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
+
+OP = ops.router_gemm_topk
+PLAIN = 1, 1, "softmax", 1.0, None
+"""The further arguments of a router that routes as `topk_softmax`."""
+SEPARATE = "separate"
+"""The baseline of two launches of the plugin; the other one has vLLM's GEMM."""
+
+
+class Router:
+    """Hold the choices of a gate, which must all win, and the arguments of its layer's routing."""
+
+    choices: tuple[Choice, ...] = ()
+
+    def __init__(self, layer: torch.nn.Module):
+        self.routed_experts = layer.routed_experts
+        self.experts = experts_of(layer)
+
+    def how(self, among: int) -> tuple:
+        """Return `arguments_after_logits` as `route` gets them from the layer."""
+        layer, scale = self.routed_experts, self.routed_experts.routed_scaling_factor
+        groups = layer.num_expert_group, layer.topk_group, layer.e_score_correction_bias
+        method, topk = self.experts.method, self.experts.topk
+        return routing_experts.arguments_after_logits(method, topk, among, *groups, 1.0 if scale is None else scale)
+
+    def run(self, x: Tensor, weight: Tensor, how: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return logits, weights and ids, or None if no kernel supports the call. On CPU run the reference, or the emulator."""
+        is_plain = routing_experts.is_plain(how)
+        masked = is_plain and self.experts.native is not None
+        padding = routing_experts.is_padding(len(x)) if masked else None
+        arguments = x, weight, *how, *(PLAIN if is_plain else ()), padding
+        return OP(*arguments) if x.device.type == "cpu" else OP.run_kernels(*arguments)
+
+    def route(self, logits: Tensor, how: tuple) -> tuple[Tensor, Tensor]:
+        """Return weights and ids by a launch of their own."""
+        of_method = self.experts.method, self.experts.topk, logits
+        groups = (None, None, None, 1.0) if routing_experts.is_plain(how) else (how[2], how[3], how[6], how[5])
+        return routing_experts.route(*of_method, *groups, has_native=self.experts.native is not None)
+
+
+class RoutingGate:
+    """Mix into a gate's class."""
+
+    rocm_ops_router: Router
+
+    def forward(self, x: Tensor):
+        """Return the logits as vLLM's gate does, and hand the routed tokens over if the op made them."""
+        router = self.rocm_ops_router
+        if not torch.compiler.is_compiling():
+            if all(one.is_ours(x.shape[0]) for one in router.choices):
+                weight = self.weight
+                how = router.how(weight.shape[0])
+                made = router.run(x, weight, how) if x.dtype == weight.dtype else None
+                if made is not None:
+                    logits, *chosen = made
+                    moe_side_channel.hand_over(logits, how, *chosen)
+                    return (logits, None) if self.return_bias else logits
+            elif any(one.is_never_ours for one in router.choices):
+                forward = super().forward  # found before the class changes
+                leave(self)
+                return forward(x)
+        return super().forward(x)
+
+
+@functools.cache
+def routing(plain: type) -> type:
+    """Return the plugin's subclass of a gate's class."""
+    return type(f"Routing{plain.__name__}", (RoutingGate, plain), {})
+
+
+def leave(gate: torch.nn.Module) -> None:
+    """Give a gate its class back."""
+    gate.__class__ = type(gate).__bases__[1]
+
+
+def experts_of(layer: torch.nn.Module) -> object | None:
+    """Return the plugin's experts that route the tokens of an MoE layer, None if it has others."""
+    found = expert_support.held_by(layer.routed_experts)
+    return found if hasattr(found, "method") else None
+
+
+@functools.cache
+def gate_classes() -> tuple[type, ...]:
+    """Return vLLM's classes of gates."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    with contextlib.suppress(ImportError):  # an earlier vLLM
+        from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+        return GateLinear, ReplicatedLinear
+    return (ReplicatedLinear,)
+
+
+def takes(layer: torch.nn.Module) -> bool:
+    """Return whether an MoE layer has the plugin's routing experts, and a gate whose GEMM the op computes."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    gate, config = getattr(layer, "gate", None), layer.moe_config
+    if type(gate) not in gate_classes() or experts_of(layer) is None:
+        return False
+    if quantized_input.moves_tokens(config) or getattr(layer, "_fse_fuse_gate", False):
+        return False
+    weight, bias = getattr(gate, "weight", None), getattr(gate, "bias", None)
+    return (
+        isinstance(gate.quant_method, UnquantizedLinearMethod)
+        and bias is None
+        and weight.dtype == torch.bfloat16 == config.in_dtype
+        and weight.dim() == 2
+        and getattr(gate, "out_dtype", None) in (None, weight.dtype)
+    )
+
+
+def adopt(models: Iterable[torch.nn.Module]) -> None:
+    """Give the gates of loaded models the plugin's class, and note their shapes for timing."""
+    from vllm import envs as vllm_envs
+
+    if "routing_experts" not in seam.active() or envs.VLLM_ROCM_OPS_MEASURE == "0" or vllm_envs.VLLM_BATCH_INVARIANT:
+        return
+    for layer in (one for model in models for one in quantized_input.layers_of(model)):
+        if takes(layer):
+            adopt_layer(layer)
+
+
+def adopt_layer(layer: torch.nn.Module) -> None:
+    """Give the gate of an MoE layer the plugin's class."""
+    gate, router = layer.gate, Router(layer)
+    of, found = (gate.weight, gate.weight.dtype, router), []
+    for kernels in KERNELS:
+        native = kernels.native()
+        key = "router", native, kernels.describe(of)
+        choice = kernel_selection.choice(key) or kernel_selection.choose(key, kernels, native, of)
+        if choice.layers is not None:
+            choice.note(gate.weight, MAX_TOKENS, lambda: of)
+        found.append(choice)
+    router.choices = tuple(found)
+    gate.rocm_ops_router = router
+    gate.__class__ = routing(type(gate))
+
+
+# For timing
+
+
+def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, how: tuple) -> str:
+    """Return the description of a gate.
+
+    Args:
+        experts_and_k: The shape of its weight.
+        dtype: The dtype of the weight.
+        how: `arguments_after_logits`; or the same with another value in place of the bias.
+    """
+    topk, renormalize, *rest = how
+    text = (
+        f"{'x'.join(map(str, experts_and_k))} {kernel_selection.types(dtype)} top {topk}{' normalized' * renormalize}"
+    )
+    if not rest:
+        return text
+    groups, topk_group, scoring_func, _, bias = rest
+    of_groups = f" {topk_group} of {groups} groups" * (groups > 1)
+    return f"{text} {scoring_func}{of_groups}{' bias' * (bias is not None and bias is not False)}"
+
+
+class RoutingGates:
+    """Describe one launch against vLLM's GEMM and the plugin's routing. A layer: the weight, its dtype, and its `Router`."""
+
+    op, limit, sampled_rows = OP, 0, 8
+
+    def native(self) -> str:
+        """Return the name of the baseline."""
+        return unquantized_linear.replaced()
+
+    def max_tokens(self) -> int:
+        return 0
+
+    def describe(self, layer: tuple) -> str:
+        weight, dtype, router = layer
+        return shape_of(tuple(weight.shape), dtype, router.how(weight.shape[0]))
+
+    def columns(self, layer: tuple) -> tuple[int, int]:
+        among, k = layer[0].shape
+        return k, among
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        k, among = self.columns(layer)
+        return layer[0].nbytes + 2.0 * tokens * (k + among), 2.0 * tokens * k * among
+
+    def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
+        weight, _, router = layer
+        return x, weight, router, router.how(weight.shape[0])
+
+    def ours(self, x: Tensor, weight: Tensor, router: Router, how: tuple) -> tuple[Tensor, ...] | None:
+        made = router.run(x, weight, how)
+        return None if made is None else (*made, how)
+
+    def baseline(self, x: Tensor, weight: Tensor, router: Router, how: tuple) -> tuple[Tensor, ...]:
+        logits = self.product(x, weight)
+        return logits, *router.route(logits, how), how
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits by the baseline's GEMM."""
+        if x.device.type == "cpu":
+            return torch.nn.functional.linear(x, weight)
+        return unquantized_linear.KERNELS.baseline(x, weight, None)
+
+    def shown(self, outputs: tuple) -> Tensor:
+        """Return the logits, NaN for tokens whose weights and ids do not follow from them.
+
+        Weights must fit the ids, and the chosen experts' scores add up to the reference's: it may break a near tie otherwise.
+        """
+        logits, weights, ids, how = outputs
+        topk, renormalize, *rest = how
+        _, _, scoring_func, scale, bias = rest = rest or PLAIN
+        _, wanted = ops.grouped_topk.reference(logits, topk, renormalize, *rest)
+        scores = logits.float().sigmoid() if scoring_func == "sigmoid" else logits.float().softmax(1)
+        ids = ids.long().clamp(0, scores.shape[1] - 1)
+        made = scores.gather(1, ids)
+        made = scale * (made / made.sum(1, keepdim=True) if renormalize else made)
+        choice = scores if bias is None else scores + bias
+        sums = [choice.gather(1, chosen.long()).sum(1) for chosen in (ids, wanted)]
+        follows = torch.isclose(weights, made, rtol=1e-2, atol=1e-6).all(1)
+        follows &= torch.isclose(*sums, rtol=1e-4, atol=1e-6)
+        return torch.where(follows[:, None], logits, torch.nan)
+
+    def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        of, weight, *_ = arguments
+        return of[rows].float() @ weight[columns].float().t()
+
+
+class Separate(RoutingGates):
+    """Describe the same against `unquantized_gemm` and the plugin's routing."""
+
+    def native(self) -> str:
+        return SEPARATE
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return ops.unquantized_gemm(x, weight)
+        found = ops.unquantized_gemm.run_kernels(x, weight)
+        return super().product(x, weight) if found is None else found
+
+
+KERNELS = RoutingGates(), Separate()

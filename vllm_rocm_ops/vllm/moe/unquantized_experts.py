@@ -1,0 +1,44 @@
+"""Run bf16 and fp16 experts by `fused_experts` where it is faster, see base.py."""
+
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.moe import base as experts
+
+OURS: list[type] = []
+"""The plugin's classes, in the order in which they are asked."""
+
+
+def probe() -> None:
+    """Raise `Unavailable` unless vLLM's selection of unquantized experts and their base class are as expected."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    experts.probe(unquantized, "select_unquantized_moe_backend", "moe_config")
+    for backend in ("TRITON", "AITER"):
+        seam.require(backend in unquantized.UnquantizedMoeBackend.__members__, f"UnquantizedMoeBackend.{backend}")
+
+
+def install() -> None:
+    """Have vLLM ask the plugin's experts first."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    backends = unquantized.UnquantizedMoeBackend
+    for name, backend in (("", backends.TRITON), ("Aiter", backends.AITER)):
+        made = experts.modular(f"RocmOps{name}UnquantizedExperts", ((None, None),), unquantized, backend)
+        experts.register_first(made, OURS)
+    if experts.registers(unquantized):
+        return
+    theirs = unquantized.select_unquantized_moe_backend
+
+    def select_unquantized_moe_backend(moe_config):
+        ours = experts.first_of(OURS, moe_config)
+        return theirs(moe_config) if ours is None else (ours.backend, ours)
+
+    experts.replace(theirs, select_unquantized_moe_backend)
+
+
+SEAM = seam.Seam(
+    name="unquantized_experts",
+    replaces="select_unquantized_moe_backend of fused_moe/oracle/unquantized.py",
+    probe=probe,
+    install=install,
+    ops=("fused_experts",),
+)

@@ -1,0 +1,228 @@
+"""Time the plugin's kernels against vLLM's when a worker starts.
+
+Norms and activations are timed before vLLM compiles a model (compiled_ops.py), linear layers, experts and attention at
+vLLM's kernel warm-up (kernel_timing.py).
+"""
+
+import functools
+import logging
+import sys
+
+import torch
+
+from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.vllm import coverage, seam
+from vllm_rocm_ops.vllm.graph import all_reduce_timing, compiled_ops
+from vllm_rocm_ops.vllm.guards import compile_cache
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.moe import expert_support, routing_gate
+from vllm_rocm_ops.vllm.selection import group_clock as group_clocks
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, kernel_trial
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+METHOD, WARM_UP, LOAD = "compile_or_warm_up_model", "kernel_warmup", "load_model"
+
+
+def probe() -> None:
+    """Raise `Unavailable` unless executors reach a worker's methods through its wrapper, as expected."""
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    seam.require_parameters(getattr(WorkerBase, METHOD))
+    seam.require_parameters(getattr(WorkerBase, LOAD))
+    seam.require_parameters(WorkerWrapperBase.init_device)
+    seam.require_parameters(WorkerWrapperBase.__getattr__, "attr")
+    for name in (METHOD, LOAD):
+        seam.require(name not in vars(WorkerWrapperBase), f"a free WorkerWrapperBase.{name}")
+
+
+def install() -> None:
+    """Wrap a worker's start.
+
+    On a new machine the kernels are tried before the worker opens its GPU. Norms and activations are selected when the
+    model is loaded. Layers are noted from the device's start to the warm-up, and timed then. With
+    VLLM_ROCM_OPS_MEASURE=0 nothing is noted or timed.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    def load_model(self, *arguments, **keywords):
+        result = self.worker.load_model(*arguments, **keywords)
+        before_compiling(self.worker)
+        return result
+
+    setattr(WorkerWrapperBase, LOAD, load_model)
+    if envs.VLLM_ROCM_OPS_MEASURE == "0":
+        return
+
+    begin = WorkerWrapperBase.init_device
+
+    @functools.wraps(begin)
+    def init_device(self, *arguments, **keywords):
+        kernel_selection.start()
+        kernel_trial.before_device(self.worker)
+        result = begin(self, *arguments, **keywords)
+        kernel_trial.after_device()
+        return result
+
+    def compile_or_warm_up_model(self):
+        """Run the worker's method, and time kernels after vLLM's kernel warm-up, before graphs are captured.
+
+        A worker without kernel warm-up, as on CPU, captures none.
+        """
+        worker = self.worker
+        module = sys.modules[getattr(type(worker), METHOD).__module__]
+        theirs = getattr(module, WARM_UP, None)
+        if theirs is None:
+            result = worker.compile_or_warm_up_model()
+            warm_up(worker)
+            say_calls(worker)
+            return result
+
+        @functools.wraps(theirs)
+        def kernel_warmup(of, *arguments, **keywords):
+            theirs(of, *arguments, **keywords)
+            if not keywords.get("process_local_only"):  # process-local: the other ranks do not take part
+                warm_up(of)
+
+        setattr(module, WARM_UP, kernel_warmup)
+        try:
+            result = worker.compile_or_warm_up_model()
+        finally:
+            setattr(module, WARM_UP, theirs)
+        say_calls(worker)
+        return result
+
+    WorkerWrapperBase.init_device = init_device
+    setattr(WorkerWrapperBase, METHOD, compile_or_warm_up_model)
+
+
+def say_calls(worker) -> None:
+    """Log a worker's calls so far on the first rank, and write them for `vllm-rocm-ops doctor`."""
+    if getattr(worker, "rank", 0):
+        return
+    try:
+        called = coverage.calls(captured_by(worker.vllm_config))
+        coverage.say_calls(called)
+        coverage.write(worker, called)
+    except Exception as error:  # noqa: BLE001  the worker starts anyway
+        logger.info(
+            "vllm-rocm-ops: this start's calls are not recorded for `vllm-rocm-ops doctor`: %s: %s",
+            type(error).__name__,
+            error,
+        )
+
+
+def captured_by(config) -> list[int] | tuple[()]:
+    """Return the token counts for which graphs are captured."""
+    from vllm.config import CUDAGraphMode
+
+    settings = config.compilation_config
+    captures = settings.cudagraph_mode != CUDAGraphMode.NONE
+    return (captures and settings.cudagraph_capture_sizes) or ()
+
+
+def warm_up(worker) -> None:
+    """Time kernels for a worker, and agree within its tensor-parallel group. The group's first rank logs the result."""
+    try:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.parallel_state import get_tp_group
+
+        config, group = worker.vllm_config, get_tp_group()
+        most = config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size
+        says = group.rank_in_group == 0
+        gather = functools.partial(gather_from, group)
+        with set_current_vllm_config(config):
+            timer, left = clock(), []
+            if timer is not None:
+                tokens = config.scheduler_config.max_num_batched_tokens
+                left = call_others(compiled_ops.models_of(worker), tokens, config.model_config.dtype)
+            kernel_timing.warm_up(captured_by(config), most, timer, gather, says)
+        if left and says:
+            text = "vllm-rocm-ops: not timed, as vLLM's profile run did not call them (default token limits apply): %s"
+            logger.info(text, ", ".join(left))
+    except Exception as error:  # noqa: BLE001  the worker starts without it
+        logger.warning(
+            "vllm-rocm-ops: kernel timing failed, default token limits apply: %s: %s", type(error).__name__, error
+        )
+
+
+def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) -> list[str]:
+    """Call each FP8 linear layer whose shape the profile run did not call, so that it is timed too.
+
+    Examples are a projection of MLA and a draft model's layers.
+
+    Returns:
+        The names of layers that cannot be called this way, experts among them.
+    """
+    seen = {
+        (layer[0].shape, layer[0].dtype) for one in kernel_selection.choices() for layer in (one.layers or {}).values()
+    }
+    left = []
+    for name, module in (named for model in models for named in model.named_modules()):
+        method, has_experts = getattr(module, "quant_method", None), expert_support.held_by(module) is not None
+        weight = getattr(module, "w13_weight" if has_experts else "weight", None)
+        mark = getattr(module, linear_base.MARK, None)
+        is_ours = has_experts or (mark is not None and not linear_base.STATES[int(mark)][1])
+        if not is_ours or (weight.shape, weight.dtype) in seen:
+            continue
+        seen.add((weight.shape, weight.dtype))
+        before = set(kernel_selection.choices())
+        try:
+            x = torch.zeros(1, module.input_size_per_partition, dtype=dtype, device=weight.device)
+            with torch.inference_mode():
+                method.apply(module, x, getattr(module, "bias", None))
+        except Exception:  # noqa: BLE001  its default limit applies
+            left.append(name)
+        for one in set(kernel_selection.choices()) - before:
+            one.most = most
+    return left
+
+
+def before_compiling(worker) -> None:
+    """Select a worker's norms, activations and all-reduces, as `warm_up` does for the rest."""
+    try:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        gather = functools.partial(gather_from, group)
+        try:
+            with set_current_vllm_config(worker.vllm_config):
+                compiled_ops.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
+                all_reduce_timing.before_compiling(worker, group, group_clock())
+                if clock() is not None:
+                    routing_gate.adopt(compiled_ops.models_of(worker))
+                if group.rank_in_group == 0:
+                    coverage.say(coverage.found(worker))
+        finally:
+            compile_cache.mark_again(worker)
+    except Exception as error:  # noqa: BLE001  the worker starts without it
+        logger.warning("vllm-rocm-ops: selection of norms and activations failed: %s: %s", type(error).__name__, error)
+
+
+def clock() -> kernel_timing.Clock | None:
+    """Return the clock for this device, None on CPU and with VLLM_ROCM_OPS_MEASURE=0."""
+    measures = envs.VLLM_ROCM_OPS_MEASURE != "0" and seam.served_platform() != "cpu"
+    return kernel_timing.GraphClock() if measures else None
+
+
+def group_clock() -> group_clocks.Clock | None:
+    """Return the clock for calls that ranks make together, None where `clock` is or without a GPU."""
+    return group_clocks.GraphClock() if clock() is not None and torch.cuda.is_available() else None
+
+
+def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selection.Decided]:
+    """Return the decisions of each rank of a group."""
+    if group.world_size == 1:
+        return [decided]
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, decided, group=group.cpu_group)
+    return found
+
+
+SEAM = seam.Seam(
+    name="measured_selection",
+    replaces="nothing; times kernels against vLLM's at model load and kernel warm-up, through WorkerWrapperBase",
+    probe=probe,
+    install=install,
+)
