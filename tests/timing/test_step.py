@@ -444,6 +444,16 @@ def test_a_published_step_admits_gaps_that_give_it_back():
         assert us == pytest.approx(each.predicted * 1e3) and kernels + count * reduce == pytest.approx(us)
 
 
+def test_a_published_step_has_its_share_of_the_prefill():
+    alone = step.total(nodes(LLAMA, tokens=64, context=128 + 1024, skinny=1, aiter=False)).us
+    assert published_steps.predicted(64)[0] - alone == pytest.approx(624, abs=1)
+
+
+def test_the_baselines_experts_have_the_sort_of_tokens_and_the_quantization_in_front():
+    least, most = (next(n for n in nodes(DEEPSEEK, launch=us) if n.layer == "experts") for us in (0.0, 3.0))
+    assert least.launches == most.launches == 4 and most.us - least.us == pytest.approx(2 * 3.0)
+
+
 def test_the_band_of_a_step_holds_every_published_step():
     low, high = published_steps.spread()
     assert low < 1 < high

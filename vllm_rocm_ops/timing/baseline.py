@@ -147,7 +147,7 @@ def _between(points: dict[int, float], at: float) -> float:
 TABLE = json.loads(Path(__file__).with_name("baseline_times.json").read_text())
 """Times of baseline kernels: `us` by tokens, per product, op and sizes. Missing tokens are interpolated.
 
-Rows with `skinny` are of the wvSplitKQ that vLLM calls for up to so many rows.
+`skinny` marks the wvSplitKQ of releases that call it for at most this number of rows.
 """
 
 
