@@ -1,7 +1,7 @@
 """Test what an engine lives through on a GPU: sleep, other weights, drafts, graphs of pieces, long prompts, pipelines.
 
-Batches are ragged: prompts have 1 to 6,000 tokens, in chunks, and answers 1 to 24. Answers are those of the same engine
-before, and about as close to the plain model as vLLM's without the plugin. All engines run at the same time.
+Batches are ragged: prompts have 1 to 6,000 tokens, in chunks, and answers 1 to 24. An engine's answers are the same
+before and after, and about as close to the plain model as vLLM's without the plugin. All engines run at the same time.
 """
 
 import concurrent.futures
@@ -22,8 +22,8 @@ GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not GPUS, reason="needs a GPU")]
 
 NEAR = 1.6
-"""The allowed average error beside the plain model, as a multiple of vLLM's: on an H200 0.5 to 1.2 were seen, and 28 in vLLM's own
-pipeline of DeepSeek, which is no measure for that reason."""
+"""The allowed average error beside the plain model, as a multiple of vLLM's. On H200s 0.5 to 1.2 were seen. vLLM's own pipeline of
+DeepSeek is no measure: once it had 28 in log probability, and other answers to the same prompts."""
 PROMPTS, LIMITS = (12, 1, 150, 2, 33, 64, 6000, 17, 5), (24, 12, 5, 24, 1, 9, 8, 16, 7)
 """Numbers of tokens to read, the first five times, and to generate."""
 KINDS = {"llama": "token", "deepseek": "block"}
@@ -159,7 +159,7 @@ def error(answer: dict, wanted, model: str, place: int, which: int) -> float:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_error_is_like_vllms(answers, wanted, capsys, name):
-    """It is for all engines beside that of one without drafts and pipelines."""
+    """The baseline is one engine per model, without drafts and pipelines."""
     model, _, steps = RUNS[name]
     baseline = f"life of {model}"
     for which in sorted(set(loaded(steps))):

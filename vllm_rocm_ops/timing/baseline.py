@@ -145,7 +145,10 @@ def _between(points: dict[int, float], at: float) -> float:
 
 
 TABLE = json.loads(Path(__file__).with_name("baseline_times.json").read_text())
-"""Times of baseline kernels: `us` by tokens, per product, op and sizes. Missing tokens are interpolated."""
+"""Times of baseline kernels: `us` by tokens, per product, op and sizes. Missing tokens are interpolated.
+
+`skinny` marks the wvSplitKQ of releases that call it for at most this number of rows.
+"""
 
 
 def kind_of(op: str) -> str:
@@ -161,11 +164,11 @@ def published(
     Static per-tensor FP8 with up to `skinny` rows has the kernel model's time of wvSplitKQ.
     """
     found: dict[int, Time] = {}
-    is_skinny = op == ops.scaled_mm.name and not parameters[2] and tokens <= skinny
+    by = skinny if op == ops.scaled_mm.name and not parameters[2] and tokens <= skinny else 0
     for row in TABLE:
         sizes = tuple(row["sizes"])
         if (
-            (row["kind"] == "predicted") is not is_skinny
+            row.get("skinny", 0) != by
             or row["product"] != machine.name
             or row["op"] != kind_of(op)
             or parameters[: len(sizes)] != sizes

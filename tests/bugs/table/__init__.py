@@ -21,12 +21,13 @@ from . import (
     seams_rope,
     seams_routing,
     skinny_gemm,
+    steps,
     tiled_gemm,
 )
 
 AREAS = (
     *(norms, rows, gemm, skinny_gemm, tiled_gemm, experts, routing, rope, decode, decode_output, mla, flash),
-    *(collectives, rules, seams, seams_attention, seams_fusion, seams_quantized, seams_rope, seams_routing),
+    *(collectives, rules, seams, seams_attention, seams_fusion, seams_quantized, seams_rope, seams_routing, steps),
 )
 
 

@@ -1,0 +1,118 @@
+"""Bugs in the predictions of decode steps: the model's launches, the baseline's times, published and frozen steps."""
+
+from ..bug import Bug, Tests
+
+BUGS = (
+    Bug(
+        "the ends of a speedup swapped",
+        "timing/step.py",
+        "return min(ratios), max(ratios)",
+        "return max(ratios), min(ratios)",
+        Tests("test_step.py::test_a_speedup_is_the_range_over_the_costs_of_a_launch"),
+    ),
+    Bug(
+        "a plugin that always has the dearest launches",
+        "timing/step.py",
+        "stock(launch).us / plugin(launch).us for",
+        "stock(launch).us / plugin(baseline.LAUNCH.value).us for",
+        Tests("test_step.py::test_a_speedup_is_the_range_over_the_costs_of_a_launch"),
+    ),
+    Bug(
+        "the empty launch of MI300X on all GPUs",
+        "timing/baseline.py",
+        'EMPTY.get(machine.name, EMPTY["MI300X"]).value',
+        'EMPTY["MI300X"].value',
+        Tests("test_step.py::test_a_speedup_is_the_range_over_the_costs_of_a_launch"),
+    ),
+    Bug(
+        "wvSplitKQ for up to 16 rows",
+        "timing/baseline.py",
+        "tokens <= skinny else 0",
+        "tokens <= 4 * skinny else 0",
+        Tests("test_step.py::test_wv_split_kq_is_the_baseline_of_few_rows_of_static_per_tensor_fp8"),
+    ),
+    Bug(
+        "wvSplitKQ for scales by token",
+        "timing/baseline.py",
+        "not parameters[2] and tokens <= skinny",
+        "tokens <= skinny",
+        Tests("test_step.py::test_wv_split_kq_is_the_baseline_of_few_rows_of_static_per_tensor_fp8"),
+    ),
+    Bug(
+        "wvSplitKQ left out of a step",
+        "timing/step.py",
+        "parameters, tokens, skinny)",
+        "parameters, tokens, 0)",
+        Tests("test_step.py::test_wv_split_kq_is_the_baseline_of_few_rows_of_static_per_tensor_fp8"),
+    ),
+    Bug(
+        "vLLM's own all-reduce where AITER is on",
+        "timing/baseline.py",
+        "    if not aiter:\n        name =",
+        "    if aiter:\n        name =",
+        Tests("test_step.py::test_all_reduces_are_vllms_own_where_aiter_is_off"),
+    ),
+    Bug(
+        "AITER's all-reduce in a published step",
+        "timing/published_steps.py",
+        "aiter=False",
+        "aiter=True",
+        Tests("test_step.py::test_batch_1_of_both_releases_is_predicted_within_sixteen_percent"),
+    ),
+    Bug(
+        "the prefill left out of a published step",
+        "timing/published_steps.py",
+        "us = found.us + prefill_us(batch)",
+        "us = found.us",
+        Tests("test_step.py::test_a_published_step_has_its_share_of_the_prefill"),
+    ),
+    Bug(
+        "a published step with the wvSplitKQ of a later release",
+        "timing/published_steps.py",
+        "skinny=int(SKINNY.value), ",
+        "",
+        Tests("test_step.py::test_wv_split_kq_is_the_baseline_of_few_rows_of_static_per_tensor_fp8"),
+    ),
+    Bug(
+        "the clock under matrix load for no kernel of the plugin",
+        "timing/predict.py",
+        "    if TILED not in recording.name:\n        return found\n",
+        "    return found\n",
+        Tests("test_external_kernel.py::test_tiled_kernels_of_the_plugin_have_the_clock_of_others"),
+    ),
+    Bug(
+        "the sort of tokens left out",
+        "timing/step.py",
+        "launches=found.launches + more.launches)",
+        "launches=found.launches)",
+        Tests("test_step.py::test_the_baselines_experts_have_the_sort_of_tokens_and_the_quantization_in_front"),
+    ),
+    Bug(
+        "the gap of one launch for several",
+        "timing/step.py",
+        "max(time.launches * baseline.MIN_LAUNCH.value - time.us, 0)",
+        "max(baseline.MIN_LAUNCH.value - time.us, 0)",
+        Tests("test_step.py::test_a_launch_below_the_shortest_published_one_has_a_gap"),
+    ),
+    Bug(
+        "the launches outside the layers left out",
+        "timing/step.py",
+        "for _ in range(int(baseline.REST.value)):",
+        "for _ in range(1):",
+        Tests("test_step.py::test_a_step_launches_what_vllm_does_in_its_order"),
+    ),
+    Bug(
+        "a step's band without that of its kernels",
+        "timing/step_report.py",
+        "(found.us + found.bound_us) * high",
+        "found.us * high",
+        Tests("test_step.py::test_the_band_of_a_step_holds_every_published_step"),
+    ),
+    Bug(
+        "a frozen time of another number of tokens",
+        "timing/frozen.py",
+        "{str(call.dtype).removeprefix('torch.')} {tokens} tokens",
+        "{str(call.dtype).removeprefix('torch.')} 1 tokens",
+        Tests("test_step.py::test_frozen_times_are_those_of_the_side_with_the_plugin"),
+    ),
+)
