@@ -5,10 +5,10 @@ import types
 
 import torch
 
-import vllm_rocm_ops.vllm.graph.all_reduce_timing
-import vllm_rocm_ops.vllm.worker_startup
 from vllm_rocm_ops import collectives
 from vllm_rocm_ops.core.stats import counter
+from vllm_rocm_ops.vllm import worker_startup
+from vllm_rocm_ops.vllm.graph import all_reduce_timing
 
 
 class OverGloo:
@@ -72,8 +72,6 @@ def install(slow: int, **how) -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.use_custom_op_collectives = classmethod(lambda cls: True)
-    vllm_rocm_ops.vllm.worker_startup.group_clock = lambda: Clock(slow)
-    theirs = vllm_rocm_ops.vllm.graph.all_reduce_timing.before_compiling
-    vllm_rocm_ops.vllm.graph.all_reduce_timing.before_compiling = functools.partial(
-        theirs, create=functools.partial(OverGloo, **how)
-    )
+    worker_startup.group_clock = lambda: Clock(slow)
+    theirs = all_reduce_timing.before_compiling
+    all_reduce_timing.before_compiling = functools.partial(theirs, create=functools.partial(OverGloo, **how))

@@ -21,16 +21,16 @@ import pytest
 import torch
 from marks import full
 
-import vllm_rocm_ops.vllm.worker_startup
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, tables
 from vllm_rocm_ops.core.clock import tensor_bytes
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import doctor
-from vllm_rocm_ops.vllm import coverage
+from vllm_rocm_ops.vllm import coverage, worker_startup
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
 from vllm_rocm_ops.vllm.selection import kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection import replays as replays_module
@@ -1021,7 +1021,7 @@ def worker(monkeypatch):
 
     Worker.compile_or_warm_up_model.__module__, module.kernel_warmup = module.__name__, kernel_warmup
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(vllm_rocm_ops.vllm.worker_startup, "warm_up", lambda worker: happened.append("ours"))
+    monkeypatch.setattr(worker_startup, "warm_up", lambda worker: happened.append("ours"))
     wrapper = WorkerWrapperBase()
     wrapper.worker, wrapper.vllm_config = Worker(), None
     yield wrapper, happened
@@ -1061,7 +1061,7 @@ def as_ranks(rank) -> list:
 
 def gather(group):
 
-    return functools.partial(vllm_rocm_ops.vllm.worker_startup.gather_from, group)
+    return functools.partial(worker_startup.gather_from, group)
 
 
 def test_ranks_gather_and_the_first_says(caplog):
@@ -1105,7 +1105,7 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
 
 def test_a_vllm_that_is_otherwise_starts(caplog):
 
-    vllm_rocm_ops.vllm.worker_startup.warm_up(types.SimpleNamespace())
+    worker_startup.warm_up(types.SimpleNamespace())
     assert "vllm-rocm-ops: kernel timing failed, default token limits apply: " in caplog.text
 
 
@@ -1126,7 +1126,7 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
         made = torch.nn.Module()
         made.weight, made.name, made.works = torch.nn.Parameter(weight, requires_grad=False), name, works
         made.quant_method, made.input_size_per_partition = Method(), weight.shape[1]
-        made.register_buffer(linear_base.MARK, torch.tensor(linear_base.STATES.index(state), dtype=torch.uint8))
+        made.register_buffer(weight_order.MARK, torch.tensor(weight_order.STATES.index(state), dtype=torch.uint8))
         return made
 
     other, third, alone = (torch.randn(n, K).bfloat16() for n in (64, 80, 96))
@@ -1134,7 +1134,7 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     model.called, model.drafts = layer("called", WEIGHTS[0]), layer("drafts", other)
     model.again, model.fails = layer("again", other), layer("fails", third, works=False)
     model.ours, model.plain = layer("ours", alone, ("plain", True)), torch.nn.Linear(K, 112)
-    assert vllm_rocm_ops.vllm.worker_startup.call_others([model], MAX, torch.bfloat16) == ["fails"]
+    assert worker_startup.call_others([model], MAX, torch.bfloat16) == ["fails"]
     assert calls == [(name, (1, K), torch.bfloat16) for name in ("drafts", "fails")]
     warm_up(clock := ours_wins({1, 128}))
     assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]
@@ -1256,9 +1256,7 @@ def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatc
     )
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
     monkeypatch.setattr(vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext())
-    monkeypatch.setattr(vllm_rocm_ops.vllm.worker_startup, "clock", lambda: None)
-    monkeypatch.setattr(
-        vllm_rocm_ops.vllm.worker_startup.kernel_timing, "warm_up", lambda *arguments: called.append(arguments)
-    )
-    vllm_rocm_ops.vllm.worker_startup.warm_up(SimpleNamespace(vllm_config=config))
+    monkeypatch.setattr(worker_startup, "clock", lambda: None)
+    monkeypatch.setattr(worker_startup.kernel_timing, "warm_up", lambda *arguments: called.append(arguments))
+    worker_startup.warm_up(SimpleNamespace(vllm_config=config))
     assert [arguments[:2] for arguments in called] == [((), 300)]

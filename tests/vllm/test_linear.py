@@ -23,6 +23,7 @@ from vllm_rocm_ops.vllm.linear import (
     mxfp8_linear,
     scaled_linear,
     unquantized_linear,
+    weight_order,
 )
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
@@ -339,29 +340,29 @@ class Storages(TorchDispatchMode):
 @pytest.mark.parametrize("padding", [0, 16])
 def test_no_weight_is_held_twice(padding, monkeypatch):
     """Detecting and changing its order needs no second copy, and the weight keeps its address, without its padding."""
-    monkeypatch.setattr(linear_base, "PART_BYTES", 32 * K)
+    monkeypatch.setattr(weight_order, "PART_BYTES", 32 * K)
     weight = torch.zeros(N, K + padding, dtype=FP8)[:, :K].copy_(random(N, K))
     wanted = shuffle_weight(weight)
     with Storages() as storages:
-        before = linear_base.Digest.of(weight)
-        assert linear_base.order(weight.t(), before) == "plain"
-        rows = linear_base.in_fragments(weight.t())
-        assert linear_base.order(rows, before) == "fragments"
+        before = weight_order.Digest.of(weight)
+        assert weight_order.order(weight.t(), before) == "plain"
+        rows = weight_order.in_fragments(weight.t())
+        assert weight_order.order(rows, before) == "fragments"
     assert storages.largest < weight.nbytes
     assert rows.data_ptr() == weight.data_ptr()
-    assert torch.equal(linear_base.fragments_of(rows).float(), wanted.float())
+    assert torch.equal(weight_order.fragments_of(rows).float(), wanted.float())
 
 
 def test_one_changed_byte_is_seen():
     """The byte may be anywhere, and so may a row or a column in another's place."""
     weight = random(N, K).to(FP8)
-    before = linear_base.Digest.of(weight)
+    before = weight_order.Digest.of(weight)
     for row, column in ((0, 0), (N - 1, K - 1), (37, 101)):
         changed = weight.clone()
         changed.view(torch.uint8)[row, column] ^= 1
-        assert linear_base.order(changed, before) is None
+        assert weight_order.order(changed, before) is None
     for axis in (0, 1):
-        assert linear_base.order(weight.view(torch.uint8).roll(1, axis).view(FP8), before) is None
+        assert weight_order.order(weight.view(torch.uint8).roll(1, axis).view(FP8), before) is None
 
 
 class PowersOfTwo(Native):
@@ -512,7 +513,7 @@ def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
     monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, _, _ = make(kind, Native)
     with pytest.raises(RuntimeError, match="was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which SimpleNamespace cannot"):
-        linear_base.recall_order(types.SimpleNamespace(), layer)
+        weight_order.recall_order(types.SimpleNamespace(), layer)
 
 
 @pytest.mark.parametrize("native", [Native, ShufflingInPlace])
@@ -711,7 +712,7 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
     [one] = kernel_selection.choices()
     kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
     call()
-    found = {name for name in frames.entered(call) if "quantized_input." not in name}
+    found = {name for name in frames.entered(call) if "input_quantization." not in name}
     assert bool(found) is wins, found
     assert len(kernel.native.calls) == (0 if wins else 2)
 
@@ -727,7 +728,7 @@ def test_a_call_that_ours_leaves_asks_once(make, kind):
     before = len(kernel.native.calls)
     kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
     entered = frames.entered(lambda: kernel.apply_weights(layer, x))
-    asked = {name.rpartition(".")[2] for name in entered if "quantized_input." not in name}
+    asked = {name.rpartition(".")[2] for name in entered if "input_quantization." not in name}
     assert {"leaves", "is_ours", "is_never_ours"} < asked and len(asked) == 4, entered
     assert len(kernel.native.calls) == before + 1
 
@@ -878,7 +879,7 @@ class RightInFragments(Right):
     process_weights_after_loading = Shuffling.process_weights_after_loading
 
     def apply_scaled_mm(self, *, B, **arguments):
-        return super().apply_scaled_mm(B=plain_weight(linear_base.fragments_of(B)).t(), **arguments)
+        return super().apply_scaled_mm(B=plain_weight(weight_order.fragments_of(B)).t(), **arguments)
 
 
 class InTurn:

@@ -18,7 +18,7 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import mla_norms, mla_pre_attention
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 OP = ops.mla_norm_rope_and_cache
@@ -250,7 +250,7 @@ def found(configuration, monkeypatch):
             compilation_config=settings, model_config=types.SimpleNamespace(dtype=torch.bfloat16)
         )
         monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
-        monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: compiles)
+        monkeypatch.setattr(compilation, "is_compiled", lambda config, model: compiles)
         return [*mla_norms.fronts(torch.nn.ModuleList([layer, torch.nn.Linear(2, 2)]), compiles)]
 
     return fronts

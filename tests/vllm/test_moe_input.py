@@ -14,11 +14,10 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._library.utils import get_layout_constraint_tag
 from torch.fx.operator_schemas import normalize_function
 
-import vllm_rocm_ops.vllm.moe.quantized_input
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.vllm.graph import moe_side_channel
-from vllm_rocm_ops.vllm.moe import base
+from vllm_rocm_ops.vllm.moe import base, quantized_input
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 
@@ -46,7 +45,7 @@ def runner(configuration, monkeypatch):
     monkeypatch.setattr(torch._library.utils, "get_layout_constraint_tag", tag)
     layer = types.SimpleNamespace(_forward_impl=forward)
     monkeypatch.setattr(moe_runner, "get_layer_from_name", lambda name: layer)
-    vllm_rocm_ops.vllm.moe.quantized_input.ops_beside()
+    quantized_input.ops_beside()
     return seen
 
 
@@ -110,7 +109,7 @@ def test_a_norm_that_experts_read(choices, runner, shared):  # noqa: F811
 
 def test_a_schema_is_vllms_and_two_more(runner):
     """The op writes the arguments that vLLM's op writes, and has its tags."""
-    for theirs, ours in vllm_rocm_ops.vllm.moe.quantized_input.ops_beside().items():
+    for theirs, ours in quantized_input.ops_beside().items():
         *arguments, _, _ = ours._schema.arguments
         wanted = str(theirs._schema).replace(theirs.name(), ours.name())
         assert str(ours._schema) == wanted.replace(") ->", ", Tensor values, Tensor scales) ->")
@@ -307,22 +306,17 @@ OTHERS = {
 def test_a_model_whose_experts_take_it(monkeypatch):
     """All of its layers take it."""
     model = Model(monkeypatch)
-    assert vllm_rocm_ops.vllm.moe.quantized_input.hidden_of(model) == HIDDEN
+    assert quantized_input.hidden_of(model) == HIDDEN
     defined = []
-    monkeypatch.setattr(vllm_rocm_ops.vllm.moe.quantized_input, "ops_beside", lambda: defined.append(True))
-    [one] = vllm_rocm_ops.vllm.moe.quantized_input.found(model, True)
+    monkeypatch.setattr(quantized_input, "ops_beside", lambda: defined.append(True))
+    [one] = quantized_input.found(model, True)
     assert defined, "code of an earlier start calls them"
     assert one.key == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(
-        vllm_rocm_ops.vllm.moe.quantized_input.found(model, False)
+        quantized_input.found(model, False)
     )
     for changed in OTHERS.values():
-        assert vllm_rocm_ops.vllm.moe.quantized_input.hidden_of(Model(monkeypatch, **changed)) == 0
-        assert (
-            vllm_rocm_ops.vllm.moe.quantized_input.hidden_of(
-                torch.nn.ModuleList([model, Model(monkeypatch, **changed)])
-            )
-            == 0
-        )
+        assert quantized_input.hidden_of(Model(monkeypatch, **changed)) == 0
+        assert quantized_input.hidden_of(torch.nn.ModuleList([model, Model(monkeypatch, **changed)])) == 0
 
 
 FAULTS = {
@@ -340,7 +334,7 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
     from vllm_rocm_ops.vllm.selection import kernel_timing
 
     def run(*arguments):
-        made, residual = vllm_rocm_ops.vllm.moe.quantized_input.OP.reference(*arguments), arguments[4]
+        made, residual = quantized_input.OP.reference(*arguments), arguments[4]
         FAULTS[fault](*made, residual)
         return made
 
@@ -353,8 +347,8 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
         def finish(self):
             pass
 
-    monkeypatch.setattr(vllm_rocm_ops.vllm.moe.quantized_input.OP, "run_kernels", run)
-    [one] = vllm_rocm_ops.vllm.moe.quantized_input.found(Model(monkeypatch), True)
+    monkeypatch.setattr(quantized_input.OP, "run_kernels", run)
+    [one] = quantized_input.found(Model(monkeypatch), True)
     measure = lambda: compiled_ops.measure_pair(one, [(), ()], 5, Clock(), contextlib.nullcontext())
     if fault:
         with pytest.raises(kernel_timing.Mismatch):
@@ -369,7 +363,7 @@ def test_it_runs_where_it_won(monkeypatch, native):
     from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
 
-    [one] = vllm_rocm_ops.vllm.moe.quantized_input.found(Model(monkeypatch), True)
+    [one] = quantized_input.found(Model(monkeypatch), True)
     record = Record({}, {}, {one.key: {tokens: Measured(5.0, native) for tokens in compiled_ops.TOKENS}})
     assert compiled_ops.decide([one], record.decided()) == {one.pattern: native == 8.0}
 
@@ -378,8 +372,6 @@ def test_a_key_that_has_a_choice_per_token_count_is_an_error(monkeypatch):
     from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection.kernel_selection import Record
 
-    monkeypatch.setattr(vllm_rocm_ops.vllm.moe.quantized_input, "SEPARATE", "separate")
+    monkeypatch.setattr(quantized_input, "SEPARATE", "separate")
     with pytest.raises(ValueError, match=r"one choice for all token counts, got .* separate"):
-        compiled_ops.decide(
-            [*vllm_rocm_ops.vllm.moe.quantized_input.found(Model(monkeypatch), True)], Record({}).decided()
-        )
+        compiled_ops.decide([*quantized_input.found(Model(monkeypatch), True)], Record({}).decided())

@@ -18,11 +18,10 @@ from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, expected, norm,
 from test_kernel_selection import as_ranks
 from test_moe_input import PATTERNS, inputs, layer, runner  # noqa: F401
 
-import vllm_rocm_ops.vllm.graph.all_reduce_timing
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core.correctness import as_tuple
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.graph import all_reduce_timing, compilation, compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
@@ -280,7 +279,7 @@ KEYS_MEASURED = [
 def compiled(monkeypatch, choices):
     """Make vLLM compile the model, with two quantizing norms of the plugin's."""
     monkeypatch.setattr(compiled_ops, "choices", choices)
-    monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: True)
+    monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
     choices.ours = {pattern: True for pattern in (PATTERN, f"rms_norm_and_per_block_quant {HIDDEN} bfloat16 residual")}
     choices.ours[f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual"] = True
 
@@ -293,7 +292,7 @@ def start(group, clock: Clock, create=OverGloo) -> tuple:
     from vllm_rocm_ops.vllm.graph import all_reduce_norm
 
     group, worker = group_of(group), Worker()
-    vllm_rocm_ops.vllm.graph.all_reduce_timing.before_compiling(worker, group, clock, create)
+    all_reduce_timing.before_compiling(worker, group, clock, create)
     shared = all_reduce_norm.groups.get(TP)
     serves = {c.key: [m for m in range(6) if c.is_ours(m)] for c in shared.choices.values()} if shared else {}
     replaced = "all_reduce" in vars(group.device_communicator), "execute_model" in vars(worker)
@@ -397,7 +396,7 @@ def test_what_a_group_lacks(monkeypatch):
     config, timer = types.SimpleNamespace(parallel_config=types.SimpleNamespace(use_ubatching=False)), Clock(1)
 
     def lacks(clock: Clock | None = timer, ranks: int = 2) -> str:
-        return vllm_rocm_ops.vllm.graph.all_reduce_timing.lacks(config, types.SimpleNamespace(world_size=ranks), clock)
+        return all_reduce_timing.lacks(config, types.SimpleNamespace(world_size=ranks), clock)
 
     assert lacks() == ""
     assert lacks(None) == "kernels are not timed here"
@@ -412,7 +411,7 @@ def test_what_a_group_lacks(monkeypatch):
 def test_a_step_whose_rank_was_missing_fails(name):
     """It fails before its results are used: at its end, or where vLLM waits for them."""
     reduce, worker = OverGloo(None, None, all_reduce=None), Worker()
-    step = vllm_rocm_ops.vllm.graph.all_reduce_timing.checked(getattr(worker, name), reduce.check)
+    step = all_reduce_timing.checked(getattr(worker, name), reduce.check)
     early = step()
     assert early is None or early.get_output() == "tokens"
     late = step()

@@ -20,7 +20,7 @@ from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, rope_and_cache, rope_pre_attention, split
-from vllm_rocm_ops.vllm.graph import compiled_ops, markers
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, markers
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 ON_GPU = torch.cuda.is_available()
@@ -166,7 +166,7 @@ def found(configuration, monkeypatch):
             compilation_config=settings, model_config=types.SimpleNamespace(dtype=torch.bfloat16)
         )
         monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
-        monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: compiles)
+        monkeypatch.setattr(compilation, "is_compiled", lambda config, model: compiles)
         return [*rope_and_cache.fronts(torch.nn.ModuleList(layers), compiles)]
 
     return fronts
@@ -568,6 +568,7 @@ MEASURED = """
 import fronts_on_cpu
 from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopeFront
+from vllm_rocm_ops.vllm.graph import compilation
 
 def written(self, found, qkv, slots, cache):
     q, k = (x.unflatten(1, (-1, self.heads[2])) for x in found)

@@ -9,10 +9,9 @@ import types
 import pytest
 import torch
 
-import vllm_rocm_ops.vllm.worker_startup
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm import seam, worker_startup
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 HIDDEN, INNER, LATENT, MAX = 512, 256, 128, 96
@@ -86,11 +85,11 @@ def kernels(tmp_path, monkeypatch):
     """Make the ops' references their kernels, on a machine without measurements."""
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     monkeypatch.setattr(kernel_selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
-    monkeypatch.setattr(compiled_ops, "_stay", set())
+    monkeypatch.setattr(compiled_ops, "left_to_vllm", set())
     monkeypatch.setattr(compiled_ops, "choices", compiled_ops.Choices())
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")
-    monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: True)
-    monkeypatch.setattr(compiled_ops, "compiler", lambda config: lambda function: function)
+    monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
+    monkeypatch.setattr(compilation, "compiler", lambda config: lambda function: function)
     for name in OPS:
         op = getattr(ops, name)
         monkeypatch.setattr(op, "run_kernels", lambda *a, op=op: op.reference(*a, *op._defaults[len(a) :]))
@@ -120,7 +119,7 @@ def decide(model, clock, gather=lambda mine: [mine], says=True, **passes) -> dic
 
     The activation then knows its linear, for models that are not compiled.
     """
-    compiled_ops.before_compiling(worker(model, **passes), clock, gather, says)
+    worker_startup.select_compiled_ops(worker(model, **passes), clock, gather, says)
     kinds = {f" {HIDDEN} ": "norm", f" {LATENT} ": "q", f" {INNER} ": "act"}
     ours = {
         name: runs
@@ -147,7 +146,7 @@ def test_the_faster_serves(kernels, key, caplog):
     shapes = [(HIDDEN, True), (2 * INNER, False), (LATENT, False)]
     assert [(t, *shape) for t, *shape, _ in clock.asked] == [(t, *s) for s in shapes for t in (2, 8, 64, MAX)]
     assert all(1 <= sets <= compiled_ops.SETS for *_, sets in clock.asked)
-    assert compiled_ops.stay() == []
+    assert compiled_ops.patterns_left_to_vllm() == []
     assert decide(Layer(key), again := Clock()) == ALL and again.asked == []
     [path] = kernel_selection.envs.tables().glob("*/measured-*.json")
     record = kernel_selection.read(path)
@@ -159,7 +158,7 @@ def test_the_faster_serves(kernels, key, caplog):
     path.unlink()
     with caplog.at_level(logging.INFO):
         assert decide(Layer(key), Clock(lambda tokens: 20.0)) == NONE
-    assert len(compiled_ops.stay()) == 3
+    assert len(compiled_ops.patterns_left_to_vllm()) == 3
     assert "compiled" in caplog.text and "vLLM's" in caplog.text
 
 
@@ -178,7 +177,7 @@ def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
 
     monkeypatch.setattr(kernel_timing, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "10")
-    monkeypatch.setattr(compiled_ops, "compiler", compiler)
+    monkeypatch.setattr(compilation, "compiler", compiler)
     for _ in range(2):
         assert decide(Layer(KEYS[1]), Clock()) == ALL
     assert now == [100.0] and len(started) == 1 and kernel_selection.spent() < 1.0
@@ -207,12 +206,12 @@ def test_mx_patterns_are_measured(kernels, monkeypatch, fault):
             linear.vllm_rocm_ops_quantize = lambda x: torch.ops.vllm.mxfp8_quantize(x, False, 0)
         return made
 
-    compiled_ops.before_compiling(worker(layer(), fuse_norm_quant=True), Clock(), lambda mine: [mine], True)
+    worker_startup.select_compiled_ops(worker(layer(), fuse_norm_quant=True), Clock(), lambda mine: [mine], True)
     ours = compiled_ops.choices.ours
     assert len(ours) == 3 and all(runs is not name.startswith(str(fault)) for name, runs in ours.items())
     assert compiled_ops.choices.off == frozenset({fault} - {None})
-    monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: False)
-    compiled_ops.before_compiling(worker(uncompiled := layer()), Clock(), lambda mine: [mine], True)
+    monkeypatch.setattr(compilation, "is_compiled", lambda config, model: False)
+    worker_startup.select_compiled_ops(worker(uncompiled := layer()), Clock(), lambda mine: [mine], True)
     assert compiled_ops.choices.ours == {} and uncompiled.act_fn.consumer is None
 
 
@@ -289,8 +288,8 @@ def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
     If no pass runs, as in eager mode, the plugin's ops serve.
     """
     assert decide(Layer(KEYS[0]), None, fuse_norm_quant=True, fuse_act_quant=True) == ALL
-    monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: True)
-    monkeypatch.setattr(compiled_ops, "compiler", lambda config: lambda function: function)
+    monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
+    monkeypatch.setattr(compilation, "compiler", lambda config: lambda function: function)
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
     monkeypatch.setattr(seam, "arch_here", lambda _: None)
     if measures == "0":
@@ -348,7 +347,7 @@ def aiter(kernels, monkeypatch):
         communicator = ranks and Communicator(ranks, **how)
         monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", lambda: communicator)
         monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", switch)
-        monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model: True)
+        monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
         monkeypatch.setattr(seam, "served_platform", lambda: platform)
         monkeypatch.setattr(seam, "arch_here", lambda _: None)
 
@@ -394,9 +393,9 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
     one = worker(torch.nn.Module(), fuse_allreduce_rms=True)
     one.vllm_config.model_config.get_hidden_size = lambda: hidden
     with caplog.at_level(logging.INFO):
-        compiled_ops.before_compiling(one, None, lambda mine: [mine], True)
+        worker_startup.select_compiled_ops(one, None, lambda mine: [mine], True)
     assert one.vllm_config.compilation_config.pass_config.fuse_allreduce_rms is fuses
-    assert compiled_ops.stay() == [f"all-reduce with norms {'on' if fuses else 'off'}"]
+    assert compiled_ops.patterns_left_to_vllm() == [f"all-reduce with norms {'on' if fuses else 'off'}"]
     assert (f"two-stage kernel for 8 tokens of hidden size {hidden} " in caplog.text) is not fuses
 
 
@@ -412,9 +411,9 @@ def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
         (True, {"fuse_norm_quant": True}, False),
         (True, {}, True),
     ]:
-        monkeypatch.setattr(compiled_ops, "is_compiled", lambda config, model, compiles=compiles: compiles)
+        monkeypatch.setattr(compilation, "is_compiled", lambda config, model, compiles=compiles: compiles)
         monkeypatch.setattr(linear_base, "asks_for_aiter", lambda kind, aiters=aiters: aiters)
-        name = compiled_ops.baseline_of(worker(model, **passes).vllm_config, model)
+        name = compilation.baseline_of(worker(model, **passes).vllm_config, model)
         keys.append((name(True), name(False)))
         assert name(False, is_opaque=True) == ("AITER-eager" if aiters else "eager")
     assert keys == [
@@ -438,10 +437,10 @@ def test_a_model_whose_classes_are_not_compiled_is_eager(runs):
             self.do_not_compile = not runs
 
     config, model = worker(None, CompilationMode.VLLM_COMPILE).vllm_config, torch.nn.Module()
-    assert not compiled_ops.is_compiled(config, model)
+    assert not compilation.is_compiled(config, model)
     model.model = Decoder()
-    assert compiled_ops.is_compiled(config, model) is runs
-    assert not compiled_ops.is_compiled(worker(None, CompilationMode.NONE).vllm_config, model)
+    assert compilation.is_compiled(config, model) is runs
+    assert not compilation.is_compiled(worker(None, CompilationMode.NONE).vllm_config, model)
 
 
 @pytest.mark.parametrize("runner", ["speculator", "drafter"])
@@ -450,10 +449,10 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
     model, draft = Layer(KEYS[0]), Layer(KEYS[0])
     one = worker(model)
     setattr(one.model_runner, runner, types.SimpleNamespace(model=draft))
-    assert compiled_ops.models_of(one) == [model, draft]
+    assert compilation.models_of(one) == [model, draft]
     draft.q_norm = type(draft.q_norm)(2 * LATENT, dtype=torch.bfloat16)
     draft.q_b_proj = Linear(KEYS[0], 2 * LATENT)
-    compiled_ops.before_compiling(one, None, lambda mine: [mine], False)
+    worker_startup.select_compiled_ops(one, None, lambda mine: [mine], False)
     assert sum("rms_norm" in pattern for pattern in compiled_ops.choices.ours) == 3
 
 
@@ -466,7 +465,7 @@ def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
     layer.vllm_config = held
     before = compile_cache.fingerprint()
     one = worker(layer)
-    compiled_ops.before_compiling(one, Clock(lambda tokens: 20.0), lambda mine: [mine], False)
+    worker_startup.select_compiled_ops(one, Clock(lambda tokens: 20.0), lambda mine: [mine], False)
     compile_cache.mark_again(one)
     after = compile_cache.fingerprint()
     assert after != before
@@ -495,7 +494,7 @@ class Beside(Layer):
 def test_an_activation_whose_result_is_read_otherwise_does_not_quantize(kernels, kind):
     """This holds in eager mode. In a graph, the pass sees the readers."""
     layer = kind(KEYS[0])
-    compiled_ops.before_compiling(worker(layer), None, lambda mine: [mine], False)
+    worker_startup.select_compiled_ops(worker(layer), None, lambda mine: [mine], False)
     assert not any("silu" in pattern for pattern in compiled_ops.choices.ours)
     assert layer.act_fn.consumer is None
 
@@ -510,5 +509,5 @@ def test_a_linear_that_every_rank_holds_whole(kernels):
 
 def test_a_worker_that_fails_starts(caplog):
 
-    vllm_rocm_ops.vllm.worker_startup.before_compiling(types.SimpleNamespace())
+    worker_startup.before_compiling(types.SimpleNamespace())
     assert "selection of norms and activations failed: " in caplog.text

@@ -17,7 +17,7 @@ import torch
 import vllm_rocm_ops
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -89,7 +89,7 @@ def found(worker) -> dict[str, Reach]:
     Kinds whose seams are all off are left out.
     """
     on, result = set(seam.active()), {}
-    every = [one for model in compiled_ops.models_of(worker) for one in layers(model)]
+    every = [one for model in compilation.models_of(worker) for one in layers(model)]
     for kind, taken, what in (*every, *attention(worker.vllm_config)):
         if on.isdisjoint(SEAMS[kind]):
             continue

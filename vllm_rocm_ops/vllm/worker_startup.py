@@ -7,15 +7,17 @@ vLLM's kernel warm-up (kernel_timing.py).
 import functools
 import logging
 import sys
+from collections.abc import Callable
 
 import torch
 
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.graph import all_reduce_timing, compiled_ops
+from vllm_rocm_ops.vllm.attention import quantized_attention
+from vllm_rocm_ops.vllm.graph import aiter_all_reduce, all_reduce_timing, compilation, compiled_ops, model_queries
 from vllm_rocm_ops.vllm.guards import compile_cache
-from vllm_rocm_ops.vllm.linear import base as linear_base
-from vllm_rocm_ops.vllm.moe import expert_support, routing_gate
+from vllm_rocm_ops.vllm.linear import weight_order
+from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_gate
 from vllm_rocm_ops.vllm.selection import group_clock as group_clocks
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, kernel_trial
 
@@ -51,6 +53,8 @@ def install() -> None:
         return result
 
     setattr(WorkerWrapperBase, LOAD, load_model)
+    if "fusion" in seam.active():
+        compiled_ops.finders.append(quantized_input.found)
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
 
@@ -135,7 +139,7 @@ def warm_up(worker) -> None:
             timer, left = clock(), []
             if timer is not None:
                 tokens = config.scheduler_config.max_num_batched_tokens
-                left = call_others(compiled_ops.models_of(worker), tokens, config.model_config.dtype)
+                left = call_others(compilation.models_of(worker), tokens, config.model_config.dtype)
             kernel_timing.warm_up(captured_by(config), most, timer, gather, says)
         if left and says:
             text = "vllm-rocm-ops: not timed, as vLLM's profile run did not call them (default token limits apply): %s"
@@ -161,8 +165,8 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
     for name, module in (named for model in models for named in model.named_modules()):
         method, has_experts = getattr(module, "quant_method", None), expert_support.held_by(module) is not None
         weight = getattr(module, "w13_weight" if has_experts else "weight", None)
-        mark = getattr(module, linear_base.MARK, None)
-        is_ours = has_experts or (mark is not None and not linear_base.STATES[int(mark)][1])
+        mark = getattr(module, weight_order.MARK, None)
+        is_ours = has_experts or (mark is not None and not weight_order.STATES[int(mark)][1])
         if not is_ours or (weight.shape, weight.dtype) in seen:
             continue
         seen.add((weight.shape, weight.dtype))
@@ -188,16 +192,69 @@ def before_compiling(worker) -> None:
         gather = functools.partial(gather_from, group)
         try:
             with set_current_vllm_config(worker.vllm_config):
-                compiled_ops.before_compiling(worker, clock(), gather, group.rank_in_group == 0)
+                select_compiled_ops(worker, clock(), gather, group.rank_in_group == 0)
                 all_reduce_timing.before_compiling(worker, group, group_clock())
                 if clock() is not None:
-                    routing_gate.adopt(compiled_ops.models_of(worker))
+                    routing_gate.adopt(compilation.models_of(worker))
                 if group.rank_in_group == 0:
                     coverage.say(coverage.found(worker))
         finally:
             compile_cache.mark_again(worker)
     except Exception as error:  # noqa: BLE001  the worker starts without it
         logger.warning("vllm-rocm-ops: selection of norms and activations failed: %s: %s", type(error).__name__, error)
+
+
+def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
+    """Select for the models that a worker has loaded.
+
+    Args:
+        worker: vLLM's worker.
+        clock: Times calls, None to use recorded times only.
+        gather: Returns the decisions of all ranks.
+        says: Whether this rank logs.
+    """
+    config, models = worker.vllm_config, compilation.models_of(worker)
+    compiles = [compilation.is_compiled(config, model) for model in models]
+    all_reduced, stays = aiter_all_reduce.leave(config, any(compiles), says)
+    compiled_ops.left_to_vllm.update(stays)
+    sizes = config.model_config.get_hidden_size(), config.model_config.dtype
+    found = [
+        one
+        for model, compiled in zip(models, compiles)
+        for find in (
+            functools.partial(
+                compiled_ops.fused_in, hidden=sizes[0], dtype=sizes[1], baseline=compilation.baseline_of(config, model)
+            ),
+            *compiled_ops.finders,
+        )
+        for one in find(model, compiles=compiled)
+    ]
+    distinct = {one.key: one for one in found}
+    most = config.scheduler_config.max_num_batched_tokens
+    at = sorted({*(tokens for tokens in compiled_ops.TOKENS if tokens < most), most})
+    wanted = {one: at for one in distinct.values()}
+    if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
+        made = functools.cache(lambda: compilation.compiler(config))
+        graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
+        for one in wanted:
+            one.baseline = one.compiled(made) if one in graphs else one.vllms
+        compilation.start_compiler(made, graphs)
+    record, decided = kernel_selection.Record({}), kernel_selection.Decided({}, {})
+    if envs.VLLM_ROCM_OPS_MEASURE != "0":
+        record, decided = kernel_timing.agree(wanted, clock, gather, compiled_ops.measure_pair, compiled_ops.SHARE)
+    quantized_attention.decide(config, decided)
+    ours = compiled_ops.decide(found, decided)
+    for one in found:
+        one.take(ours[one.pattern])
+    patterns = {one.producer: one.pattern for one in found if getattr(one, "is_norm", None) is False}
+    for layer in (layer for model in models for layer in model_queries.gated(model)):
+        layer.act_fn.consumer = (layer, "down_proj") if ours.get(patterns.get(layer.act_fn)) else None
+    on = frozenset(seam.active()) & {"norm", "activation"}
+    choices = compiled_ops.choices
+    choices.ours, choices.off, choices.all_reduced, choices.on = ours, frozenset(decided.off), all_reduced, on
+    compiled_ops.left_to_vllm.update(key for key, runs in ours.items() if not runs)
+    if says:
+        kernel_timing.say(record, decided, set(distinct))
 
 
 def clock() -> kernel_timing.Clock | None:
@@ -225,4 +282,5 @@ SEAM = seam.Seam(
     replaces="nothing; times kernels against vLLM's at model load and kernel warm-up, through WorkerWrapperBase",
     probe=probe,
     install=install,
+    after=("fusion",),
 )

@@ -26,7 +26,7 @@ from vllm_rocm_ops.vllm.attention import backends, mla_rotation, split
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention.mla import BACKENDS
 from vllm_rocm_ops.vllm.attention.mla_pre_attention import Front
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 UPDATE, NAME = "vllm::unified_mla_kv_cache_update", "mla_norms"
 OURS = f"vllm_rocm_ops::{NAME}"
@@ -75,7 +75,7 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front | mla_rotat
     for layer in model.modules():
         if not hasattr(layer, "rocm_ops_front") or any(lacks(layer)):
             continue
-        baseline, dtype = compiled_ops.baseline_of(config, model)(True), config.model_config.dtype
+        baseline, dtype = compilation.baseline_of(config, model)(True), config.model_config.dtype
         one = Front(layer, baseline)
         if (compiles or one.decoder.is_forced) and one.has_kernels(dtype):
             yield one

@@ -29,7 +29,7 @@ from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
 from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopeFront
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -169,7 +169,7 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[RopeFront]:
     splits = UPDATE in (settings.splitting_ops or ()) and not settings.use_inductor_graph_partition
     if not (compiles and splits) or any(getattr(settings.pass_config, name, False) for name in PASSES):
         return
-    baseline, dtype = compiled_ops.baseline_of(config, model)(True, has_pass=False), config.model_config.dtype
+    baseline, dtype = compilation.baseline_of(config, model)(True, has_pass=False), config.model_config.dtype
     found: dict[torch.nn.Module, list[RopeFront | None]] = {}
     for layer in model.modules():
         rotary, attn = getattr(layer, "rotary_emb", None), getattr(layer, "attn", None)

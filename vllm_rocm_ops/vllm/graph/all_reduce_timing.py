@@ -31,7 +31,7 @@ from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.core.op import disabled
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.graph import all_reduce_norm, compiled_ops
+from vllm_rocm_ops.vllm.graph import all_reduce_norm, compilation, compiled_ops
 from vllm_rocm_ops.vllm.graph.all_reduce_norm import Call, Shared
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection.group_clock import Clock
@@ -59,7 +59,7 @@ def calls_of(config, models: list[torch.nn.Module]) -> dict[Call, torch.nn.Modul
     if (
         "norm" in choices.on
         and "fusion" in seam.active()
-        and any(compiled_ops.is_compiled(config, model) for model in models)
+        and any(compilation.is_compiled(config, model) for model in models)
     ):
         found[Call("fused_add_rms_norm", hidden, dtype, True)] = None
         for pattern, runs in choices.ours.items():
@@ -346,7 +346,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     except RuntimeError as error:  # on all ranks
         logger.info("vllm-rocm-ops: all-reduce stays vLLM's: %s", error)
         return
-    models = compiled_ops.models_of(worker)
+    models = compilation.models_of(worker)
     every = agree(
         lambda: [
             Both(call, norm, group, reduce, group.device) for call, norm in calls_of(worker.vllm_config, models).items()

@@ -14,7 +14,6 @@ Patterns that stay vLLM's are part of the fingerprint of vLLM's compile cache.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -23,16 +22,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import quantized_attention
-from vllm_rocm_ops.vllm.graph import aiter_all_reduce, model_queries
-from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.graph import compilation, model_queries
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, replays
-from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, Measured, Record
+from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, Measured
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -40,7 +35,6 @@ TOKENS = (2, 8, 64, 256)  # token counts to time, besides the largest step. Not 
 SHARE = 0.4  # of a start's timing limit; the rest is for linear layers, experts and attention
 SETS = 16  # of inputs, one per call of a graph
 SAMPLED_ROWS = 8
-FUSED = "fused"  # in keys whose quantization a vLLM pass fuses
 
 
 @dataclasses.dataclass
@@ -61,12 +55,12 @@ class Choices:
 
 
 choices = Choices()
-_stay: set[str] = set()
+left_to_vllm: set[str] = set()
 
 
-def stay() -> list[str]:
+def patterns_left_to_vllm() -> list[str]:
     """Return the keys of the patterns that stay vLLM's in this process."""
-    return sorted(_stay)
+    return sorted(left_to_vllm)
 
 
 def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -181,7 +175,7 @@ class Fused:
 
     def runs_unmeasured(self) -> bool:
         """Return whether the op runs before timing: unless a vLLM pass fuses the quantization."""
-        return FUSED not in self.key.rpartition(" ")[2].split("-")
+        return compilation.FUSED not in self.key.rpartition(" ")[2].split("-")
 
     def take(self, is_ours: bool) -> None:
         """Do nothing: a graph's pass reads the decision from `choices`."""
@@ -189,6 +183,8 @@ class Fused:
 
 finders: list[Callable[[torch.nn.Module, bool], Iterator[Fused]]] = []
 """Further patterns, by seam: functions of a model and whether vLLM compiles it."""
+norm_rules: list[Callable[..., bool]] = []
+"""Further rewrites, by folder: functions of a norm in a graph, its readers and how it is summed, that return whether they served."""
 
 
 def dequantized(values: Tensor, scale: Tensor) -> Tensor:
@@ -220,18 +216,6 @@ def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_tim
         return of_values
 
     return kernel_timing.compare(one, sets, judge, clock, marked, shown, replays.copies)
-
-
-# The model
-
-
-def models_of(worker) -> list[torch.nn.Module]:
-    """Return the model that a worker has loaded, and its draft model if there is one."""
-    runner = worker.model_runner
-    drafts = (
-        getattr(getattr(runner, name, None), "model", None) for name in ("speculator", "drafter")
-    )  # of runner V2, V1
-    return [runner.get_model(), *(model for model in drafts if isinstance(model, torch.nn.Module))]
 
 
 def fused_in(
@@ -287,131 +271,3 @@ def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
         runs = one.runs_unmeasured() if measured is None else bool(measured[0])
         ours[one.pattern] = ours.get(one.pattern, True) and runs and one.op.name not in decided.off
     return ours
-
-
-def compiler(config) -> Callable[[Callable], Callable]:
-    """Return a function that compiles another as vLLM compiles a piece of the model.
-
-    It uses the model's Inductor settings and vLLM's passes. The result supports any token count. Without Inductor
-    functions are returned as they are.
-    """
-    from vllm.compilation.backends import VllmBackend
-    from vllm.compilation.passes.inductor_pass import pass_context
-    from vllm.compilation.passes.pass_manager import PostGradPassManager
-    from vllm.config.utils import Range
-
-    if config.compilation_config.backend not in ("", "inductor"):
-        return lambda function: function
-    backend = VllmBackend(config)
-    backend.pass_manager = PostGradPassManager()  # without the plugin's pass
-    backend.configure_post_pass()
-    most = config.scheduler_config.max_num_batched_tokens
-
-    def inductor(graph, inputs):
-        from torch._inductor.compile_fx import compile_fx
-
-        with pass_context(Range(1, most)):
-            return compile_fx(graph, inputs, config_patches=backend.inductor_config)
-
-    def compiled(function: Callable) -> Callable:
-        def graph(*tensors):
-            return function(*tensors)
-
-        graph.__code__ = graph.__code__.replace()  # Dynamo counts compilations per code object
-        run = torch.compile(graph, backend=inductor, fullgraph=True)
-
-        def call(*tensors):
-            for tensor in tensors:
-                if tensor is not None:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            return run(*tensors)
-
-        return call
-
-    return compiled
-
-
-def start(compiles: Callable, wanted: dict[Fused, list[int]]) -> None:
-    """Start the compiler if baselines are to be compiled, outside the time limit: vLLM needs it next anyway."""
-    if kernel_timing.in_order(wanted, kernel_selection.record_here(), 1.0):
-        with contextlib.suppress(Exception):  # timing reports it
-            compiles()(torch.neg)(next(iter(wanted)).inputs(TOKENS[0], 0)[0])
-
-
-def is_compiled(config, model: torch.nn.Module) -> bool:
-    """Return whether vLLM compiles classes of a model and runs its passes on them. Some models have none."""
-    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
-    from vllm.config import CompilationMode
-
-    if config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
-        return False
-    return any(isinstance(m, Compiled) and not getattr(m, "do_not_compile", True) for m in model.modules())
-
-
-def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
-    """Return a function that names vLLM's kernel of a norm or an activation in a model.
-
-    The name tells AITER, fused quantization, and compiled or eager, as opaque layers are. Times against one baseline do
-    not hold for another.
-    """
-    passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
-    runs = compiles and seam.served_platform() != "cpu"  # CPU sets these switches, too, but runs no passes
-    aiter = ["AITER"] * linear_base.asks_for_aiter("RMSNORM")
-
-    def name(is_norm: bool, is_opaque: bool = False, has_pass: bool = True) -> str:
-        if not compiles or is_opaque:
-            return "-".join([*aiter, kernel_selection.EAGER])
-        fused = [FUSED] * bool(runs and has_pass and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
-        return "-".join([*aiter, *fused, kernel_selection.COMPILED])
-
-    return name
-
-
-def before_compiling(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
-    """Select for the models that a worker has loaded.
-
-    Args:
-        worker: vLLM's worker.
-        clock: Times calls, None to use recorded times only.
-        gather: Returns the decisions of all ranks.
-        says: Whether this rank logs.
-    """
-    config, models = worker.vllm_config, models_of(worker)
-    compiles = [is_compiled(config, model) for model in models]
-    all_reduced, stays = aiter_all_reduce.leave(config, any(compiles), says)
-    _stay.update(stays)
-    sizes = config.model_config.get_hidden_size(), config.model_config.dtype
-    found = [
-        one
-        for model, compiled in zip(models, compiles)
-        for find in (
-            functools.partial(fused_in, hidden=sizes[0], dtype=sizes[1], baseline=baseline_of(config, model)),
-            *finders,
-        )
-        for one in find(model, compiles=compiled)
-    ]
-    distinct = {one.key: one for one in found}
-    most = config.scheduler_config.max_num_batched_tokens
-    at = sorted({*(tokens for tokens in TOKENS if tokens < most), most})
-    wanted = {one: at for one in distinct.values()}
-    if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
-        made = functools.cache(lambda: compiler(config))
-        graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
-        for one in wanted:
-            one.baseline = one.compiled(made) if one in graphs else one.vllms
-        start(made, graphs)
-    record, decided = Record({}), Decided({}, {})
-    if envs.VLLM_ROCM_OPS_MEASURE != "0":
-        record, decided = kernel_timing.agree(wanted, clock, gather, measure_pair, SHARE)
-    quantized_attention.decide(config, decided)
-    ours = decide(found, decided)
-    for one in found:
-        one.take(ours[one.pattern])
-    patterns = {one.producer: one.pattern for one in found if getattr(one, "is_norm", None) is False}
-    for layer in (layer for model in models for layer in model_queries.gated(model)):
-        layer.act_fn.consumer = (layer, "down_proj") if ours.get(patterns.get(layer.act_fn)) else None
-    on = frozenset(seam.active()) & {"norm", "activation"}
-    choices.ours, choices.off, choices.all_reduced, choices.on = ours, frozenset(decided.off), all_reduced, on
-    _stay.update(key for key, runs in ours.items() if not runs)
-    if says:
-        kernel_timing.say(record, decided, set(distinct))

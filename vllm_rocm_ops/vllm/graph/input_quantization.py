@@ -10,8 +10,8 @@ seam tells the kernel the order of the weight, and the layer its kernel's input.
 
 import functools
 
-import vllm_rocm_ops.vllm.graph.moe_side_channel
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import moe_side_channel
 
 
 def probe() -> None:
@@ -53,9 +53,9 @@ def install() -> None:
     from vllm.model_executor.utils import is_weights_pre_processed
 
     from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant
-    from vllm_rocm_ops.vllm.linear import base as linear_base
+    from vllm_rocm_ops.vllm.linear import weight_order
 
-    current = vllm_rocm_ops.vllm.graph.moe_side_channel.current
+    current = moe_side_channel.current
 
     def tell(layer, kernel) -> None:
         """Store in a layer which quantized input its kernel accepts, for the producer of the input."""
@@ -100,7 +100,7 @@ def install() -> None:
         activation = as_quantized_activation(x, key)
         may_be_handed = activation is None and not torch.compiler.is_compiling()
         if may_be_handed and current.given is not None and takes_rows(self, key):  # in a layer of experts
-            made = vllm_rocm_ops.vllm.graph.moe_side_channel.quantized(x)
+            made = moe_side_channel.quantized(x)
             activation = made and fused_quant.Quantized(*made, x.dtype, x.shape, key)
         if activation is None:
             return quantize_and_multiply(self, layer, x, bias, **keywords)
@@ -122,7 +122,7 @@ def install() -> None:
         prepare_layer(self, layer)
         kernel = self.fp8_linear
         if is_weights_pre_processed() and isinstance(kernel, FP8ScaledMMLinearKernel | Fp8BlockScaledMMLinearKernel):
-            linear_base.recall_order(kernel, layer)
+            weight_order.recall_order(kernel, layer)
             tell(layer, kernel)
 
     Fp8LinearMethod.process_weights_after_loading = process_weights_after_loading

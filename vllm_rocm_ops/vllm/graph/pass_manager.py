@@ -6,7 +6,6 @@ compiles, markers tell quantizations apart (markers.py). Elsewhere vLLM's code r
 
 import inspect
 
-import vllm_rocm_ops.vllm.moe.quantized_input
 from vllm_rocm_ops.vllm import seam
 
 MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
@@ -48,7 +47,7 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.platforms import current_platform
 
-    from vllm_rocm_ops.vllm.graph import compiled_ops, markers
+    from vllm_rocm_ops.vllm.graph import markers
 
     class RocmOpsQuantFP8(QuantFP8):
         """Mark vLLM's quantization in models that it compiles."""
@@ -66,7 +65,6 @@ def install() -> None:
             return forward(*arguments, **keywords)
 
     seam.replace(QuantFP8, RocmOpsQuantFP8)
-    compiled_ops.finders.append(vllm_rocm_ops.vllm.moe.quantized_input.found)
     type(current_platform).get_pass_manager_cls = classmethod(
         lambda cls: "vllm_rocm_ops.vllm.graph.rewrite.PassManager"
     )

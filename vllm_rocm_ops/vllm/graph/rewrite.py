@@ -4,7 +4,7 @@ vLLM's platform names the class that runs the passes on each piece of a compiled
 IR, quantizations and activations are markers (markers.py). This pass runs before vLLM's and replaces
 
     norm -> quantizations         its only readers, by one op, where it was timed to be faster
-    norm -> experts               by an op that also quantizes, where it was timed to be faster (quantized_input.py)
+    norm -> experts               by an op that also quantizes, where it was timed to be faster (moe/quantized_input.py)
     activation -> quantizations   likewise; a static one with the linear before it, if nothing else reads that
     all-reduce -> norm            of either kind, by one op, where all ranks timed it to be faster (all_reduce_norm.py)
     norm, activation              by the op alone, where the compiler would fuse nothing with it
@@ -34,11 +34,10 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, fused_quant, markers, queries
-from vllm_rocm_ops.vllm.graph.compiled_ops import choices
+from vllm_rocm_ops.vllm.graph.compiled_ops import choices, norm_rules
 from vllm_rocm_ops.vllm.graph.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION, ROTATION, lower
 from vllm_rocm_ops.vllm.graph.queries import addends, are_alike, is_view, is_whole, unviewed
 from vllm_rocm_ops.vllm.linear import scaled_linear
-from vllm_rocm_ops.vllm.moe import quantized_input
 
 aten = torch.ops.aten
 LINEAR, GATED = (
@@ -152,7 +151,8 @@ class Fusion(VllmInductorPass):
         if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_whole, readers)):
             return False
         is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
-        if producer.name == "norm" and not is_all_reduced and self.hand_over(producer, readers):
+        rules = norm_rules if producer.name == "norm" and not is_all_reduced else ()
+        if any(rule(producer, readers, self.summed) for rule in rules):
             return True
         op, given = producer.op(None), producer.arguments()
         summed = self.summed(producer, op, given, is_all_reduced)
@@ -184,18 +184,6 @@ class Fusion(VllmInductorPass):
             insert_gated(producer, linear, given["scale"], readers)
         else:
             insert(producer, op, given, readers, self.summed(producer, op, given))
-        return True
-
-    def hand_over(self, norm: Norm, readers: list[fx.Node]) -> bool:
-        """Have a norm also quantize its result for the experts that read it. Return whether that serves."""
-        op, wins = quantized_input.OP, choices.ours.get(quantized_input.pattern(norm.result, norm.residual))
-        if not wins or op.name in choices.off or (layer := quantized_input.layer_of(norm.result, readers)) is None:
-            return False
-        given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
-        values = fx.map_arg(given, lambda node: node.meta["val"])
-        makes = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
-        _, *quantized = insert(norm, op, given, [], self.summed(norm, op, given), makes)[:3]
-        quantized_input.hand_over(layer, *quantized)
         return True
 
     def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
@@ -230,7 +218,8 @@ class Fusion(VllmInductorPass):
 
     def uuid(self) -> str:
         """Return a hash of the source and the choices."""
-        modules = sys.modules[__name__], markers, quantized_input, queries, all_reduce_norm
+        modules = [sys.modules[name] for name in (__name__, *(rule.__module__ for rule in norm_rules))]
+        modules += [markers, queries, all_reduce_norm]
         sources = [Path(module.__file__).read_text() for module in modules]
         made = (
             sorted(choices.ours.items()),

@@ -14,7 +14,7 @@ from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.stats import warn_once
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import quantized_attention
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -38,7 +38,7 @@ def fingerprint() -> str:
     what = f"{', '.join(seam.active())}; {order} weights; code {stamps.hexdigest()[:16]}"
     what += f"; unreadable {', '.join(unreadable)}" if unreadable else ""
     what += f"; shuffled {', '.join(sorted(linear_base.shuffled))}" if linear_base.shuffled else ""
-    what += f"; left to vLLM {', '.join(compiled_ops.stay())}" if compiled_ops.stay() else ""
+    what += f"; left to vLLM {', '.join(compiled_ops.patterns_left_to_vllm())}" if compiled_ops.patterns_left_to_vllm() else ""
     what += f"; attention to e4m3 in {quantized_attention.said()}" if quantized_attention.said() else ""
     return f"{vllm_rocm_ops.__version__} with {what}"
 
@@ -60,10 +60,10 @@ def mark(vllm_config) -> None:
 
 def mark_again(worker) -> None:
     """Add a loaded model's decisions to the fingerprint, also in the model's copies of the configuration."""
-    decided = compiled_ops.stay() or linear_base.shuffled or quantized_attention.said()
+    decided = compiled_ops.patterns_left_to_vllm() or linear_base.shuffled or quantized_attention.said()
     if SEAM.name not in seam.active() or not decided:
         return
-    modules = (module for model in compiled_ops.models_of(worker) for module in model.modules())
+    modules = (module for model in compilation.models_of(worker) for module in model.modules())
     held = [worker.vllm_config, *(getattr(module, "vllm_config", None) for module in modules)]
     for config in {id(config): config for config in held if config is not None}.values():
         mark(config)

@@ -9,7 +9,6 @@ equal layers compile to equal graphs. A kernel has no other state: the weights a
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,21 +16,14 @@ from torch import Tensor
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.op import Op
-from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP, fits, shuffle_weight
+from vllm_rocm_ops.ops.shared.weight_layout import fits
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.linear import weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
 
-MARK = "vllm_rocm_ops_order"
-"""The buffer with the order of a layer's weight. vLLM's weight cache saves buffers with the weights."""
-
-STATES = [(order, alone) for order in (None, "plain", "fragments") for alone in (False, True)]
-"""The buffer's values, by index: the order of the weight, and whether only the plugin's kernel reads it."""
-
-PART_BYTES = 16 << 20  # chunk of a weight that is summed or reordered at a time
-
 shuffled: set[str] = set()
-"""The shapes of weights that this process put in fragment order."""
+"""The shapes of weights that this process put in fragment weight_order.order."""
 
 _kernels: dict[str, object] = {}
 
@@ -265,121 +257,13 @@ def has_kernels(op: Op, *arguments, **keywords) -> bool:
     return bool(planned) and not why
 
 
-def rows_of(weight: Tensor) -> Tensor:
-    """Return a weight as [N, K], given as such or as the transposed view [K, N] that vLLM makes for some kernels."""
-    return weight if weight.stride(-1) == 1 else weight.t()
-
-
-def fragments_of(weight: Tensor) -> Tensor:
-    """View a weight in fragment order, given as [N, K] or [K, N], in the shape of `shuffle_weight`."""
-    rows = rows_of(weight)
-    (n, k), size = rows.shape, weight.element_size()
-    return rows.view(
-        n // FRAGMENT_ROWS, k * size // STEP, STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, FRAGMENT_BYTES // size
-    )
-
-
-class Digest(NamedTuple):
-    """Identify the order of a weight [N, K] without a copy: its checksum in rows and, if it fits, in fragment order."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    plain: Tensor
-    fragments: Tensor | None
-
-    @classmethod
-    def of(cls, weight: Tensor) -> "Digest":
-        rows = rows_of(weight)
-        fragments = checksum(rows, shuffle_weight) if fits(rows.shape, rows.dtype) else None
-        return cls(rows.shape, rows.dtype, checksum(rows), fragments)
-
-
-def parts(rows: Tensor) -> tuple[Tensor, ...]:
-    """Split a weight [N, K] into chunks of whole fragments, at most `PART_BYTES` each, to bound temporary memory."""
-    return rows.split(max(PART_BYTES // (rows.shape[1] * rows.element_size() * FRAGMENT_ROWS), 1) * FRAGMENT_ROWS)
-
-
-def checksum(rows: Tensor, reorder: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
-    """Return a checksum of a weight in the order in which `reorder` leaves it.
-
-    It sums, modulo 2^64, each word times a random number of its row and one of its column.
-    """
-    row_bytes = rows.shape[1] * rows.element_size()
-    word = torch.int32 if row_bytes % 4 == 0 else torch.uint8
-    generator = torch.Generator(rows.device).manual_seed(0)
-
-    def random(count: int) -> Tensor:
-        return torch.randint(1 << 62, (count,), generator=generator, dtype=torch.int64, device=rows.device)
-
-    of_columns, total = random(row_bytes // word.itemsize), torch.zeros((), dtype=torch.int64, device=rows.device)
-    for part in parts(rows):
-        words = reorder(part).contiguous().flatten().view(word).view(len(part), -1)
-        total += ((words * of_columns).sum(1) * random(len(part))).sum()
-    return total
-
-
-def order(weight: Tensor, before: Digest) -> str | None:
-    """Return the order in which vLLM's kernel left a weight.
-
-    Args:
-        weight: The prepared weight.
-        before: Its digest before.
-
-    Returns:
-        "plain"; "fragments", as some of AITER's kernels want it; None if unknown.
-    """
-    rows = rows_of(weight)
-    if (rows.shape, rows.dtype) != before[:2]:
-        return None
-    found = checksum(rows)
-    if found.equal(before.plain):
-        return "plain"
-    return (
-        "fragments" if before.fragments is not None and rows.is_contiguous() and found.equal(before.fragments) else None
-    )
-
-
-def in_fragments(weight: Tensor) -> Tensor:
-    """Put a weight in fragment order in place, and return it as [N, K] without row padding."""
-    rows = rows_of(weight)
-    packed = rows.as_strided(rows.shape, (rows.shape[1], 1))  # each row ends at or before its end in `rows`
-    for source, place in zip(parts(rows), parts(packed)):
-        place.copy_(shuffle_weight(source).view(place.shape))
-    return packed
-
-
-def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:
-    """Record the order of a prepared weight, in the kernel and in a buffer of the layer."""
-    kernel.order = order
-    state = torch.tensor(STATES.index((order, kernel.native is None)), dtype=torch.uint8, device="cpu")
-    layer.register_buffer(MARK, state, persistent=False)
-
-
-def recall_order(kernel, layer: torch.nn.Module) -> None:
-    """Read the order of a weight that another process prepared from the layer's buffer, if there is one.
-
-    Raises:
-        RuntimeError: The weight is in fragment order and the kernel is vLLM's.
-    """
-    state = getattr(layer, MARK, None)
-    if state is None:
-        return
-    order, alone = STATES[int(state)]
-    if hasattr(kernel, "native"):  # the plugin's
-        kernel.order, kernel.native = order, None if alone else kernel.native
-    elif alone and order == "fragments":
-        raise RuntimeError(
-            f"the cached weight was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which {type(kernel).__name__} cannot read"
-        )
-
-
 def wants_fragments(
     layer: torch.nn.Module, weight: Tensor, kernels: Linear, kept: object, description: tuple, scale: Tensor, out_dtype
 ) -> bool:
-    """Return whether to put a layer's weight in fragment order.
+    """Return whether to put a layer's weight in fragment weight_order.order.
 
     The user must enable it, the sizes must allow it, nothing else may read the weight, and the op must have kernels,
-    because vLLM's do not read that order. Where a kernel of vLLM's is kept, the op must have won at every token count
+    because vLLM's do not read that weight_order.order. Where a kernel of vLLM's is kept, the op must have won at every token count
     in an earlier start.
 
     Args:
@@ -394,7 +278,7 @@ def wants_fragments(
     # MLA marks a projection that it reads by the first name, DeepSeek V4 by the second.
     read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")
     asked = envs.VLLM_ROCM_OPS_SHUFFLE == "1" and not any(getattr(layer, mark, False) for mark in read_elsewhere)
-    rows = rows_of(weight).to("meta")
+    rows = weight_order.rows_of(weight).to("meta")
     if not asked or not fits(rows.shape, rows.dtype):
         return False
     shape = kernels.describe(description)
@@ -402,7 +286,7 @@ def wants_fragments(
         return False
     a = torch.empty(1, rows.shape[1], dtype=rows.dtype, device="meta")
     scale_a = torch.empty(1, scale.shape[1] if scale.dim() == 2 and scale.shape[1] > 1 else 1, device="meta")
-    wants = has_kernels(kernels.op, a, fragments_of(rows), scale_a, scale.to("meta"), out_dtype)
+    wants = has_kernels(kernels.op, a, weight_order.fragments_of(rows), scale_a, scale.to("meta"), out_dtype)
     if wants:
         shuffled.add(shape)
     return wants
@@ -411,7 +295,7 @@ def wants_fragments(
 def won_everywhere(key: str) -> bool:
     """Return whether the op won for a shape at every token count of this vLLM.
 
-    The compile cache must not find a graph for the other order, which the seam measured_selection ensures
+    The compile cache must not find a graph for the other weight_order.order, which the seam measured_selection ensures
     (compiled_ops.py).
     """
     from vllm.config import get_current_vllm_config

@@ -12,6 +12,7 @@ from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import weight_order
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
@@ -135,16 +136,16 @@ def install() -> None:
             described = params.weight, scale, self.config.out_dtype, None
             fragments = layer, params.weight, KERNELS, self.native, described, scale, self.config.out_dtype
             if linear_base.wants_fragments(*fragments):
-                replace_parameter(layer, params.WEIGHT, linear_base.in_fragments(params.weight.data))
+                replace_parameter(layer, params.WEIGHT, weight_order.in_fragments(params.weight.data))
                 order, self.native = "fragments", None
-            linear_base.note_order(self, layer, order)
+            weight_order.note_order(self, layer, order)
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             out_dtype = self.config.out_dtype
             if self.order is None or linear_base.leaves(self, A):
                 return self.native.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
             if self.native is None:
-                weight = linear_base.fragments_of(B) if self.order == "fragments" else B
+                weight = weight_order.fragments_of(B) if self.order == "fragments" else B
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
             return KERNELS.call(self, A, B, As, Bs, out_dtype, self.native_name)
 

@@ -14,6 +14,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import weight_order
 
 MAX_TOKENS = 0  # default token limit, before timing (kernel_selection.py)
 
@@ -133,15 +134,15 @@ def install() -> None:
         def process_weights_after_loading(self, layer):
             if self.native is None:
                 super().process_weights_after_loading(layer)
-                linear_base.note_order(self, layer, "plain")
+                weight_order.note_order(self, layer, "plain")
                 return
             name = self.layer_param_names[0]
-            shape, before = getattr(layer, name).shape, linear_base.checksum(getattr(layer, name).data)
+            shape, before = getattr(layer, name).shape, weight_order.checksum(getattr(layer, name).data)
             self.native.process_weights_after_loading(layer)
             weight = getattr(layer, name)
             is_plain = weight is not None and (weight.dtype, weight.t().shape) == (torch.int8, shape)
-            is_plain = is_plain and linear_base.checksum(weight.data.t()).equal(before)
-            linear_base.note_order(self, layer, "plain" if is_plain else None)
+            is_plain = is_plain and weight_order.checksum(weight.data.t()).equal(before)
+            weight_order.note_order(self, layer, "plain" if is_plain else None)
 
         def apply_weights(self, layer, x, bias=None):
             if self.order is None or linear_base.leaves(self, x):

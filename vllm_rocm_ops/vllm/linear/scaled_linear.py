@@ -18,6 +18,7 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_ROWS, plain_weight
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
@@ -53,7 +54,7 @@ def scaled_linear(
 def _weight(b: Tensor, in_fragments: bool) -> Tensor:
     """Return a weight in the form of `scaled_mm`."""
     if in_fragments:
-        return linear_base.fragments_of(b)
+        return weight_order.fragments_of(b)
     return b.t() if b.stride(-1) == 1 else b
 
 
@@ -252,20 +253,20 @@ def install() -> None:
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
             if self.native is not None:
-                before = linear_base.Digest.of(getattr(layer, name).data)
+                before = weight_order.Digest.of(getattr(layer, name).data)
                 self.native.process_weights_after_loading(layer)
-                order = linear_base.order(getattr(layer, name).data, before)
+                order = weight_order.order(getattr(layer, name).data, before)
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
             scale, out_dtype = self._get_layer_params(layer)[1].data, self.config.out_dtype
             static = weight if self.quant_fp8.static else None
-            bias, k = getattr(layer, "bias", None), linear_base.rows_of(weight).shape[1]
+            bias, k = getattr(layer, "bias", None), weight_order.rows_of(weight).shape[1]
             described = weight, scale, bias, out_dtype, False, self.native_name, static, k
             fragments = layer, weight, KERNELS, self.native, described, scale, out_dtype
             if order == "plain" and linear_base.wants_fragments(*fragments):
-                replace_parameter(layer, name, linear_base.in_fragments(weight).t())
+                replace_parameter(layer, name, weight_order.in_fragments(weight).t())
                 order, self.native = "fragments", None
-            linear_base.note_order(self, layer, order)
+            weight_order.note_order(self, layer, order)
 
         def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
             in_fragments = self.order == "fragments"

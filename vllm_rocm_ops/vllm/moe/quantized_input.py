@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
@@ -24,10 +25,13 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared.experts import scheme
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.vllm.graph import model_queries, moe_side_channel
+from vllm_rocm_ops.vllm.graph import compiled_ops, model_queries, moe_side_channel
 from vllm_rocm_ops.vllm.graph.compiled_ops import Fused, dequantized
 from vllm_rocm_ops.vllm.moe import expert_support
 from vllm_rocm_ops.vllm.selection import kernel_selection
+
+if TYPE_CHECKING:
+    from vllm_rocm_ops.vllm.graph.rewrite import Norm
 
 SEPARATE = f"separate-{kernel_selection.EAGER}"
 """The baseline of two launches, not compiled, in the key of a measurement."""
@@ -200,6 +204,30 @@ def called(node: fx.Node) -> object:
 def hidden_states(layer: fx.Node) -> fx.Node:
     """Return the hidden states of an MoE layer's call."""
     return layer.kwargs["hidden_states"] if "hidden_states" in layer.kwargs else layer.args[0]
+
+
+def also_quantize(norm: Norm, readers: list[fx.Node], summed: Callable) -> bool:
+    """Have a norm also quantize its result for the experts that read it. Return whether that serves.
+
+    Args:
+        norm: The norm in the graph.
+        readers: The readers of its result.
+        summed: Returns the all-reduce that is to be one launch with the norm.
+    """
+    from vllm_rocm_ops.vllm.graph import fused_quant, rewrite
+
+    wins = rewrite.choices.ours.get(pattern(norm.result, norm.residual))
+    if not wins or OP.name in rewrite.choices.off or (layer := layer_of(norm.result, readers)) is None:
+        return False
+    given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
+    values = fx.map_arg(given, lambda node: node.meta["val"])
+    makes = OP.allocate(OP.Arguments(**{name: values[name] for name in OP.Arguments._fields if name in values}))
+    _, *quantized = rewrite.insert(norm, OP, given, [], summed(norm, OP, given), makes)[:3]
+    hand_over(layer, *quantized)
+    return True
+
+
+compiled_ops.norm_rules.append(also_quantize)
 
 
 def hand_over(layer: fx.Node, values: fx.Node, scales: fx.Node) -> None:
