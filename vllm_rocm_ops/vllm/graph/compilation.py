@@ -1,4 +1,4 @@
-"""How vLLM compiles the models of a worker, and a compiler for baselines that does the same."""
+"""Tell how vLLM compiles the models of a worker, and compile baselines in the same way."""
 
 import contextlib
 from collections.abc import Callable

@@ -38,7 +38,8 @@ def fingerprint() -> str:
     what = f"{', '.join(seam.active())}; {order} weights; code {stamps.hexdigest()[:16]}"
     what += f"; unreadable {', '.join(unreadable)}" if unreadable else ""
     what += f"; shuffled {', '.join(sorted(linear_base.shuffled))}" if linear_base.shuffled else ""
-    what += f"; left to vLLM {', '.join(compiled_ops.patterns_left_to_vllm())}" if compiled_ops.patterns_left_to_vllm() else ""
+    left = compiled_ops.patterns_left_to_vllm()
+    what += f"; left to vLLM {', '.join(left)}" if left else ""
     what += f"; attention to e4m3 in {quantized_attention.said()}" if quantized_attention.said() else ""
     return f"{vllm_rocm_ops.__version__} with {what}"
 
