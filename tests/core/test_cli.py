@@ -22,7 +22,7 @@ from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import cli, doctor, explain
-from vllm_rocm_ops.vllm import kernels
+from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -529,11 +529,11 @@ def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_th
 
 def test_the_limits_are_those_of_the_seams():
     """Every seam with a limit reports it to `explain`."""
-    folder = pathlib.Path(kernels.__file__).parent
+    folder = pathlib.Path(comparisons.__file__).parent
     limited = {
         path.stem for path in folder.rglob("*.py") if re.search(r"^MAX_TOKENS = ", path.read_text(), re.MULTILINE)
     }
-    assert limited == {type(one).__module__.rpartition(".")[2] for one in kernels.KERNELS.values()}
+    assert limited == {type(one).__module__.rpartition(".")[2] for one in comparisons.COMPARISONS.values()}
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["explain", "rms_norm"], ["--version"]])

@@ -80,9 +80,9 @@ def test_gate_up_and_swiglu_in_one_launch():
     assert a.a.shape == (3, 16384) and a.b.shape == (16384, 13312) and call.op.allocate(a).shape == (3, 6656)
     assert a.scale_a.numel() == a.scale_b.numel() == a.scale.numel() == 1
     product, activation = fused_calls.two_launches(call)
-    assert {product, activation} < set(calls(read(LLAMA), 8)) and fused_calls.one_launch(product, activation) == call
+    assert {product, activation} < set(calls(read(LLAMA), 8)) and fused_calls.gated_linear(product, activation) == call
     for parameters in ((13312, 16384, True), (13312, 16384, False, True)):  # scales per token, a bias
-        assert fused_calls.one_launch(dataclasses.replace(product, parameters=parameters), activation) is None
+        assert fused_calls.gated_linear(dataclasses.replace(product, parameters=parameters), activation) is None
     for model in ("deepseek-v3", GLM, "qwen3-8b-fp8", "tiny-llama"):
         assert fused_calls.gated(read(model)) == []
 
@@ -118,7 +118,7 @@ def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
         for name, value in (read("deepseek-v3") | change).items()
         if value is not None or name in ("q_lora_rank",)
     }
-    [call] = fused_calls.fronts(config, 8)
+    [call] = fused_calls.pre_attentions(config, 8)
     latents = (1536 if config["q_lora_rank"] else 0), 512
     names = ["q_a norm", "kv_a norm", "cache write"][latents[0] == 0 :]
     assert (call.layer, call.parameters, call.count) == (" + ".join(names), (latents, 64, kind, 1e-6), 61)
@@ -134,12 +134,12 @@ def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
 
 def test_no_other_model_has_latents():
     for model in (LLAMA, GLM, "qwen3-8b-fp8", "tiny-llama"):
-        assert fused_calls.fronts(read(model)) == []
+        assert fused_calls.pre_attentions(read(model)) == []
     q = dataclasses.replace(
-        fused_calls.norms_of(fused_calls.fronts(read("deepseek-v3"))[0])[0], op=ops.rms_norm_mxfp8_quant
+        fused_calls.norms_of(fused_calls.pre_attentions(read("deepseek-v3"))[0])[0], op=ops.rms_norm_mxfp8_quant
     )
     kv = dataclasses.replace(q, op=ops.rms_norm)
-    assert fused_calls.one_front(q, kv, 64) is None, "queries in MX-FP8 are quantized by a launch of their own"
+    assert fused_calls.pre_attention(q, kv, 64) is None, "queries in MX-FP8 are quantized by a launch of their own"
 
 
 @pytest.mark.parametrize(

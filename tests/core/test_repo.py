@@ -635,7 +635,7 @@ def test_the_page_on_tuning_states_the_limits_of_selection():
     assert {limit for limit in limits if limit not in said(DOCS / "tuning.md")} == set()
     fp8 = scaled_linear, block_scaled_linear, mxfp8_linear
     assert {of.MAX_TOKENS for of in fp8} == {experts.MAX_TOKENS}
-    assert (int8_linear.MAX_TOKENS, mla_absorb.KERNELS.max_tokens()) == (0, 0)
+    assert (int8_linear.MAX_TOKENS, mla_absorb.COMPARISON.max_tokens()) == (0, 0)
 
 
 @pytest.mark.parametrize("page", [readme.README, DOCS / "configuration.md"], ids=name)

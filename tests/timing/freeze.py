@@ -43,7 +43,7 @@ def predictions(
             others = [
                 *fused_calls.gated(config, tp),
                 *fused_calls.routers(config, tp),
-                *fused_calls.fronts(config, tp),
+                *fused_calls.pre_attentions(config, tp),
                 *fused_calls.around_attention(config, tp).values(),
                 *model_layers.absorbed(config, tp),
                 *fused_calls.quantized_hidden(config, tp),

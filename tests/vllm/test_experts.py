@@ -695,7 +695,7 @@ def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
     monkeypatch.setattr(native, "consumes_expert_mask", True)
     monkeypatch.setattr(native, "expects_unquantized_inputs", True)
     monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     quant = layer.quant_config
     if kind != "bf16":
         for weight in (quant._w1, quant._w2):
@@ -715,7 +715,7 @@ def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
     mask = native.calls[0]["expert_map"]
     assert mask.tolist() == [1] * here + [0] * (EXPERTS - here + 1) and mask.dtype == torch.int32
     kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
-    [one] = kernel_selection.choices()
+    [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert one.shape.endswith(" shuffled")
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
@@ -756,7 +756,7 @@ def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
     monkeypatch.setattr(native, "apply", theirs)
     monkeypatch.setattr(native, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
     monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     native.calls.clear()
     hidden, logits, bias = inputs(9), random(9, EXPERTS), random(EXPERTS) * 0.1
 
@@ -772,7 +772,7 @@ def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
     made = kernel(layer, ours_class)
     serve(9)
     kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
-    [one] = kernel_selection.choices()
+    [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
 
@@ -790,7 +790,7 @@ def test_experts_that_ours_never_serves_are_vllms_own(native, wins, monkeypatch)
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
     monkeypatch.setattr(native, "apply", theirs)
     monkeypatch.setattr(native, "expects_unquantized_inputs", True)
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     native.calls.clear()
     made, hidden = kernel(layer, modular("block")), inputs(4)
 
@@ -799,8 +799,8 @@ def test_experts_that_ours_never_serves_are_vllms_own(native, wins, monkeypatch)
 
     serve()
     assert not native.calls
-    [one] = kernel_selection.choices()
-    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0, 0, 0, 0, wins])}))
+    [one] = kernel_selection.all_choices()
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0, 0, 0, 0, wins])}))
     serve()
     found = {name.rpartition(".")[2] for name in frames.entered(serve)}
     asked = {"workspace_shapes", "finalize_weight_and_reduce_impl", "expects_unquantized_inputs", "activation_format"}
@@ -815,13 +815,13 @@ def test_measured_routes_are_uniform_over_all_ranks():
     expert_map = torch.arange(EXPERTS, dtype=torch.int32).where(torch.arange(EXPERTS) < EXPERTS // 2, -1)
     layer, here = Layer("bf16"), EXPERTS // 2
     kept = (layer.w1[:here], layer.w2[:here], torch.bfloat16, None, TOPK, torch.int32, expert_map, False, None, EXPERTS)
-    _, x, weights, ids = experts.KERNELS.arguments(kept, random(4000, HIDDEN), 0)
+    _, x, weights, ids = experts.COMPARISON.arguments(kept, random(4000, HIDDEN), 0)
     counts = ids.flatten().bincount(minlength=EXPERTS)
     assert ids.dtype == torch.int32 and counts.sum() == 4000 * TOPK
     assert (counts / counts.float().mean() - 1).abs().max() < 0.1
     assert all(len(set(row)) == TOPK for row in ids.tolist())
     torch.testing.assert_close(weights.sum(1), torch.ones(4000))
-    assert torch.equal(experts.KERNELS.arguments(kept, x, 0)[3], ids)
-    assert not torch.equal(experts.KERNELS.arguments(kept, x, 1)[3], ids)
-    moved, operations = experts.KERNELS.work(kept, 1)
+    assert torch.equal(experts.COMPARISON.arguments(kept, x, 0)[3], ids)
+    assert not torch.equal(experts.COMPARISON.arguments(kept, x, 1)[3], ids)
+    moved, operations = experts.COMPARISON.work(kept, 1)
     assert operations == 2 * 1.5 * 3 * HIDDEN * INNER and moved == 1.5 * 3 * HIDDEN * INNER * 2

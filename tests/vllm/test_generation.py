@@ -203,7 +203,7 @@ from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import scaled_linear, unquantized_linear
 
-linear_base.choose = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
+linear_base.vllm_kernel_for = lambda *_: ChannelWiseTorchFP8ScaledMMLinearKernel
 scaled_linear.ScaledLinear.limit = 16
 op = torch.ops.vllm_rocm_ops.unquantized_linear
 torch.ops.vllm.rocm_unquantized_gemm = torch.nn.functional.linear

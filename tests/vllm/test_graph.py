@@ -26,10 +26,10 @@ ALL = frozenset(("norm", "activation"))
 
 
 @pytest.fixture(autouse=True)
-def choices(monkeypatch) -> compiled_ops.Choices:
+def choices(monkeypatch) -> compiled_ops.CompileChoices:
     from vllm_rocm_ops.vllm.graph import rewrite
 
-    made = compiled_ops.Choices(on=ALL)
+    made = compiled_ops.CompileChoices(on=ALL)
     monkeypatch.setattr(rewrite, "choices", made)
     return made
 
@@ -374,7 +374,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
 
     monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setattr(kernel_selection, "_choices", {})
-    name, one, at = linear_base.keep(Native()), torch.ones(1), torch.full((1,), 0.5)
+    name, one, at = linear_base.register_baseline(Native()), torch.ones(1), torch.full((1,), 0.5)
     (marked, _), act = (
         quantizer(KEYS[1 if how == "another quantization" else 0]),
         markers.of_activation(SiluAndMul.forward_native),

@@ -15,7 +15,7 @@ from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 48, 160
 NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
-CHOOSE = linear_base.choose
+CHOOSE = linear_base.vllm_kernel_for
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
@@ -60,7 +60,7 @@ def make(monkeypatch):
         if native is not None:
             supported = {"is_supported": native.supported, "can_implement": native.supported, "calls": []}
             native = type(native.__name__, (native, CutlassInt8ScaledMMLinearKernel), supported)
-        monkeypatch.setattr(linear_base, "choose", lambda *_: native)
+        monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: native)
         per_channel, static = KINDS[kind]
         layer, weight = torch.nn.Module(), (40 * random(N, K)).round().clamp(-127, 127).to(torch.int8)
         layer.logical_widths = [N // 3, N - N // 3] if kind == "fused" else [N]
@@ -116,7 +116,7 @@ class InTurn:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_measured_serves(make, kind, fault, monkeypatch):
     """A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Native)
 
     def ours(*arguments):
@@ -129,7 +129,7 @@ def test_what_is_measured_serves(make, kind, fault, monkeypatch):
     bias = random(N).bfloat16()
     kernel.apply_weights(layer, random(MANY, K).bfloat16(), bias)
     kernel_timing.warm_up((1, 17), MANY, InTurn(), lambda mine: [mine])
-    [one] = kernel_selection.choices()
+    [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     kernel.native.calls.clear()
     for tokens in (1, 17, 18, MANY):
@@ -140,12 +140,12 @@ def test_what_is_measured_serves(make, kind, fault, monkeypatch):
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_kernels_serve_where_ours_won(make, arch):
     """Emulated kernels equal the native one, except for roundings of the last bit; a bias of another type is vLLM's."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, kernel, _ = make("channels", Native)
     x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
     wanted = kernel.apply_weights(layer, x, bias)
-    [one] = kernel_selection.choices()
-    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
+    [one] = kernel_selection.all_choices()
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
     with launch.executor(Emulator(arch)):
         output = kernel.apply_weights(layer, x, bias)
         [symbol] = vllm_rocm_ops.stats()["gemm"]

@@ -77,10 +77,10 @@ class Product(linear_base.Linear):
 
     def run(self, x, weight):
         key = self.op.name, weight.shape
-        choice = selection.choice(key) or selection.choose(key, self, "VllmKernel of a layer", (weight,))
+        choice = selection.find_choice(key) or selection.new_choice(key, self, "VllmKernel of a layer", (weight,))
         if choice.layers is not None:
             choice.note(weight, len(x), lambda: (weight,))
-        return linear_base.run_or_native(lambda: self.native(x, weight), self.op, choice, x, weight)
+        return linear_base.run_or_baseline(lambda: self.native(x, weight), self.op, choice, x, weight)
 
     def exact(self, arguments, x, rows, columns):
         return x[rows].float() @ arguments[1][columns].float().t()
@@ -131,7 +131,7 @@ def fresh(tmp_path, monkeypatch):
 def started(*kernels: Product) -> Product:
     """Return the same kernels after the profile run of a new process."""
     selection.invalidate()
-    selection.start()
+    selection.begin_recording()
     for one in kernels:
         for weight in WEIGHTS:
             one.run(torch.ones(MAX, K, dtype=torch.bfloat16), weight)
@@ -152,8 +152,8 @@ def test_unmeasured_calls_have_the_fixed_limit(monkeypatch):
         monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", switch)
         product = started(Product())
         assert [product.serve(m) for m in (1, LIMIT, LIMIT + 1, MAX)] == ["ours", "ours", "native", "native"]
-        assert [one.state for one in selection.choices()] == ["unmeasured"]
-    assert selection.choices()[0].layers is None  # nothing is kept for a measurement that is switched off
+        assert [one.state for one in selection.all_choices()] == ["unmeasured"]
+    assert selection.all_choices()[0].layers is None  # nothing is kept for a measurement that is switched off
 
 
 def test_the_faster_kernel_serves():
@@ -164,7 +164,7 @@ def test_the_faster_kernel_serves():
     assert [tokens for tokens, _ in clock.asked] == [1, 8, 32, 64, 128, 256]
     served = {m: product.serve(m) for m in (1, 2, 7, 8, 9, 31, 32, 64, 65, 128, 129, 255, 256, 257, 5000)}
     assert {m for m in served if served[m] == "ours"} == {8, 9, 31, 32, 64, 256}
-    [one] = selection.choices()
+    [one] = selection.all_choices()
     assert (one.state, one.layers) == ("measured", None)
 
 
@@ -232,7 +232,7 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     assert re.match(r"vllm-rocm-ops: product is off on this GPU and vLLM's kernels run .*: .*48x64, 64 tokens", line)
     assert {product.serve(m) for m in (1, 8, 64)} == {"native"}
     assert other.serve(64) == "ours"
-    assert {one.key: one.state for one in selection.choices()} == {
+    assert {one.key: one.state for one in selection.all_choices()} == {
         "product 48x64 VllmKernel": "off",
         "other 48x64 VllmKernel": "measured",
     }
@@ -863,7 +863,7 @@ def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     for sizes in ([1, 8, 32], [64, 128, 256, 24]):
         started(*products)
-        begin, choices = watch.now, {one: kernel_timing.sizes((*CAPTURED, 24), MAX) for one in selection.choices()}
+        begin, choices = watch.now, {one: kernel_timing.sizes((*CAPTURED, 24), MAX) for one in selection.all_choices()}
         watch.asked.clear()
         caplog.clear()
         kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine], watch.pair(1.4), 0.4)
@@ -891,7 +891,7 @@ def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
         yield
 
     monkeypatch.setattr(kernel_timing.tables, "locked", locked)
-    wanted = {one: kernel_timing.sizes(CAPTURED, MAX) for one in selection.choices()}
+    wanted = {one: kernel_timing.sizes(CAPTURED, MAX) for one in selection.all_choices()}
     kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine], watch.pair(0.3))
     assert [tokens for _, tokens in watch.asked] == [1, 8] and product.serve(LIMIT) == "ours"
 
@@ -902,7 +902,7 @@ def test_what_is_decided_once_is_measured_whole_or_not_at_all(monkeypatch):
     monkeypatch.setattr(kernel_timing, "estimate", lambda *_: (1, 3.0))
     for most, asked in ((5.9, 0), (6.0, 2)):
         monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", f"{most}")
-        selection.start()
+        selection.begin_recording()
         kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine], watch.pair(4.0))
         assert len(watch.asked) == asked
 
@@ -1138,8 +1138,8 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     assert calls == [(name, (1, K), torch.bfloat16) for name in ("drafts", "fails")]
     warm_up(clock := ours_wins({1, 128}))
     assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]
-    assert [one.state for one in selection.choices()] == ["measured", "measured"]
-    assert {one.shape for one in selection.choices()} == {"48x64", "64x64"}
+    assert [one.state for one in selection.all_choices()] == ["measured", "measured"]
+    assert {one.shape for one in selection.all_choices()} == {"48x64", "64x64"}
 
 
 def test_a_worker_that_fails_leaves_vllm_as_it_was(worker):
@@ -1184,7 +1184,7 @@ def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
     from vllm.config import VllmConfig
 
     wrapper, happened = worker
-    monkeypatch.setattr(selection, "start", lambda: happened.append("noting"))
+    monkeypatch.setattr(selection, "begin_recording", lambda: happened.append("noting"))
     wrapper.vllm_config = VllmConfig()
     wrapper.init_device()
     assert happened == ["noting", "device"]

@@ -131,7 +131,7 @@ def test_a_trial_ends_before_the_worker_goes_on(monkeypatch, tmp_path, caplog):
     code = f"import time; time.sleep(0.5); open({str(mark)!r}, 'w').close(); "
     outcome = {"ran": 3, "failed": ["smoke stage ops: died"], "off": {}}
     monkeypatch.setattr(kernel_trial, "CODE", code + f"print({json.dumps(json.dumps(outcome))})")
-    selection.start()
+    selection.begin_recording()
     kernel_trial.before_device(None)
     assert mark.exists() and selection.spent() == 0  # it takes no time from the comparisons
     assert "first start with this software: 3 smoke stages ran before it, in " in caplog.text

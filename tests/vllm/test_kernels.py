@@ -6,14 +6,14 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.vllm.kernels import KERNELS
+from vllm_rocm_ops.vllm.comparisons import COMPARISONS
 from vllm_rocm_ops.vllm.selection.kernel_selection import GROUP
 from vllm_rocm_ops.vllm.selection.kernel_timing import relative
 
 SHARES = {ops.scaled_mm_silu_and_mul_quant: 0.05, ops.fused_experts: 0.1}  # error shares: these ops quantize inside
 
 
-@pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", COMPARISONS, ids=lambda op: op.name)
 def test_exact_of_a_call_is_near_the_reference(op):
     """Compare the last group of columns of two tokens, in up to six cases of each op."""
     found = 0
@@ -36,17 +36,17 @@ def test_exact_of_a_call_is_near_the_reference(op):
         rows, found = torch.tensor([0, len(result) - 1]), found + 1
         columns = torch.arange(result.shape[1] // GROUP * GROUP)[-GROUP:]
         wanted = result[rows][:, columns]
-        assert relative(KERNELS[op].exact_of(a, rows, columns) - wanted, wanted) < SHARES.get(op, 0.02), case.name
+        assert relative(COMPARISONS[op].exact_of(a, rows, columns) - wanted, wanted) < SHARES.get(op, 0.02), case.name
     assert found
 
 
-@pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", COMPARISONS, ids=lambda op: op.name)
 def test_a_call_has_descriptions(op):
     made = (op.Arguments(*case.make("meta", torch.Generator(), torch.float8_e4m3fn)) for case in op.cases())
     a = next(a for a in made if getattr(a, "scale_a", a) is not None)
-    described = [KERNELS[op].describe(layer) for layer in KERNELS[op].layers_of(a)]
+    described = [COMPARISONS[op].describe(layer) for layer in COMPARISONS[op].layers_of(a)]
     assert described and len(set(described)) == len(described)
 
 
 def test_linears_are_those_of_models():
-    assert {op for op in KERNELS if op not in (ops.fused_experts, ops.batched_gemm)} == set(model_layers.LINEARS)
+    assert {op for op in COMPARISONS if op not in (ops.fused_experts, ops.batched_gemm)} == set(model_layers.LINEARS)

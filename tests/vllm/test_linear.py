@@ -29,7 +29,7 @@ from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 256, 256
 FP8 = torch.float8_e4m3fn
-CHOOSE = linear_base.choose
+CHOOSE = linear_base.vllm_kernel_for
 
 
 pytestmark = pytest.mark.usefixtures("configuration")
@@ -99,7 +99,7 @@ def make(monkeypatch):
 
             bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": RocmDotScaledMxfp8LinearKernel}
             native = (MxBaseline if kind == "mxfp8" else native).of(bases.get(kind, FP8ScaledMMLinearKernel))
-        monkeypatch.setattr(linear_base, "choose", lambda *_: native)
+        monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: native)
         layer, weight = torch.nn.Module(), random(N, k).to(FP8)
         vars(layer).update(dict.fromkeys(marks, True))
         layer.input_scale = torch.tensor(0.02) if "static" in kind else None
@@ -420,7 +420,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
     scheduler = get_current_vllm_config().scheduler_config
     monkeypatch.setattr(scheduler, "max_num_batched_tokens", MANY)
     monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Right)
     kernel.apply_weights(layer, random(MANY, K).bfloat16())
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
@@ -541,9 +541,9 @@ def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
 
 def test_batch_invariance_is_left_to_vllm(monkeypatch):
     """The plugin's sums depend on the number of tokens."""
-    assert linear_base.Keeping.is_supported() == (True, None)
+    assert linear_base.HasBaseline.is_supported() == (True, None)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert linear_base.Keeping.is_supported() == (False, "is not batch invariant")
+    assert linear_base.HasBaseline.is_supported() == (False, "is not batch invariant")
 
 
 def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
@@ -658,7 +658,7 @@ def test_an_unquantized_layer_that_ours_never_serves_is_vllms_own(replaced, wins
     utils, theirs, calls = replaced
     monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
     monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     method = types.SimpleNamespace(_gemm_impl=utils.rocm_unquantized_gemm) if binds else types.SimpleNamespace()
     layer = types.SimpleNamespace(quant_method=method)
     x, weight = random(FEW, K).bfloat16().as_subclass(OnGpu), random(N, K).bfloat16()
@@ -668,8 +668,8 @@ def test_an_unquantized_layer_that_ours_never_serves_is_vllms_own(replaced, wins
 
     call()  # while layers are noted nothing is given back
     assert frames.entered(call) and not calls
-    [one] = kernel_selection.choices()
-    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
+    [one] = kernel_selection.all_choices()
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
     call()
     assert bool(frames.entered(call)) is wins
     assert len(calls) == (0 if wins else 2)
@@ -680,13 +680,13 @@ def test_one_embedding_that_ours_serves_keeps_the_function_for_all(replaced, mon
     """A draft model computes logits as well as the model."""
     utils, theirs, calls = replaced
     monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layers = [(random(FEW, K).bfloat16().as_subclass(OnGpu), random(rows, K).bfloat16()) for rows in (N, 2 * N)]
     for x, weight in layers:
         utils.rocm_unquantized_gemm(None, x, weight)
-    loses, wins = kernel_selection.choices()
+    loses, wins = kernel_selection.all_choices()
     decided = {loses.key: bytes(FEW + 1), wins.key: bytes([0] * FEW + [1])}
-    kernel_selection.settle(kernel_selection.Decided({}, decided))
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, decided))
     for x, weight in layers:
         utils.rocm_unquantized_gemm(None, x, weight)
     assert utils.rocm_unquantized_gemm is not theirs and len(calls) == 1
@@ -699,7 +699,7 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
 
     The exception is the check for an input that a norm has quantized.
     """
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Native)
     monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
     x = random(FEW, K).bfloat16()
@@ -709,8 +709,8 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
 
     call()
     assert frames.entered(call) and not kernel.native.calls
-    [one] = kernel_selection.choices()
-    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
+    [one] = kernel_selection.all_choices()
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
     call()
     found = {name for name in frames.entered(call) if "input_quantization." not in name}
     assert bool(found) is wins, found
@@ -720,16 +720,16 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_a_call_that_ours_leaves_asks_once(make, kind):
     """If the plugin serves other sizes, a call of vLLM's kernel costs one lookup of the choice."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Native)
     x = random(FEW, K).bfloat16()
     kernel.apply_weights(layer, x)
-    [one] = kernel_selection.choices()
+    [one] = kernel_selection.all_choices()
     before = len(kernel.native.calls)
-    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
     entered = frames.entered(lambda: kernel.apply_weights(layer, x))
     asked = {name.rpartition(".")[2] for name in entered if "input_quantization." not in name}
-    assert {"leaves", "is_ours", "is_never_ours"} < asked and len(asked) == 4, entered
+    assert {"baseline_serves", "is_ours", "is_never_ours"} < asked and len(asked) == 4, entered
     assert len(kernel.native.calls) == before + 1
 
 
@@ -737,12 +737,12 @@ def test_an_unquantized_layer_keeps_its_choice(replaced, monkeypatch):
     """Making a key takes as long as launching an op."""
     utils, _, calls = replaced
     monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, weight = types.SimpleNamespace(quant_method=None), random(N, K).bfloat16()
     few, more = (random(tokens, K).bfloat16().as_subclass(OnGpu) for tokens in (FEW, FEW + 1))
     utils.rocm_unquantized_gemm(layer, few, weight)
-    [one] = kernel_selection.choices()
-    kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
+    [one] = kernel_selection.all_choices()
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
     utils.rocm_unquantized_gemm(layer, few, weight)
     assert len(calls) == 2
     entered = frames.entered(lambda: utils.rocm_unquantized_gemm(layer, few, weight))
@@ -913,7 +913,7 @@ def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
 
     A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it.
     """
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, native, k=K if kind != "block" else K + 64)
     op = getattr(ops, OPS[kind])
     names = {"scale": "scale_b", "bias": "bias"}
@@ -928,7 +928,7 @@ def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
     bias = None if kind == "block" else random(N).bfloat16()
     kernel.apply_weights(layer, random(MANY, layer.weight.numel() // N).bfloat16(), bias)
     kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
-    [one] = kernel_selection.choices()
+    [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert not fault or "relative error" in one.why
     kernel.native.calls.clear()
@@ -941,7 +941,7 @@ def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
 @pytest.mark.parametrize(("kind", "native"), [("static", Right), ("channel", Right), ("channel", RightInFragments)])
 def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, monkeypatch):
     """It is compared with two launches, which serve where it is slower, or wrong."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     (layer, kernel, _), op, ran = make(kind, native), ops.scaled_mm_silu_and_mul_quant, []
 
     def ours(*arguments):
@@ -964,7 +964,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, mon
 
     assert call(MANY).shape == (MANY, N // 2)
     kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
-    [one] = [choice for choice in kernel_selection.choices() if choice.kernels.op is op]
+    [one] = [choice for choice in kernel_selection.all_choices() if choice.kernels.op is op]
     assert one.state == ("off" if fault else "measured"), one.why
     assert not fault or "relative error" in one.why
     ran.clear()
@@ -972,7 +972,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, mon
     assert ran == ([] if fault else [1, 17])
     won = {one.key: one.ours}
     for off in (op, ops.scaled_mm):  # two launches serve
-        kernel_selection.settle(kernel_selection.Decided({off.name: "of a test"}, won))
+        kernel_selection.apply_decisions(kernel_selection.Decided({off.name: "of a test"}, won))
         assert torch.equal(call(17).view(torch.uint8), results[1].view(torch.uint8))
     assert ran == ([] if fault else [1, 17])
 
@@ -983,8 +983,8 @@ def test_what_won_above_the_limit_runs_tiled_kernels(make):
     with launch.executor(Emulator("gfx950")):
         kernel.apply_weights(layer, x)
         assert len(kernel.native.calls) == 1 and vllm_rocm_ops.stats() == {}
-        [one] = kernel_selection.choices()
-        kernel_selection.settle(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
+        [one] = kernel_selection.all_choices()
+        kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
         close(kernel.apply_weights(layer, x), x, exact)
     [symbol] = vllm_rocm_ops.stats()["scaled_mm"]
     assert symbol.startswith("scaled_mm_tiled_")
@@ -993,7 +993,7 @@ def test_what_won_above_the_limit_runs_tiled_kernels(make):
 
 def test_mx_layers_are_measured(make, monkeypatch):
     """Scales may be shared by 32 rows, as vLLM's kernel leaves them, or not."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, kernel, exact = make("mxfp8", Native)
     monkeypatch.setattr(ops.mxfp8_scaled_mm, "run_kernels", ops.mxfp8_scaled_mm.reference)
 
@@ -1006,7 +1006,7 @@ def test_mx_layers_are_measured(make, monkeypatch):
     monkeypatch.setattr(type(kernel.native), "apply_weights", native)
     kernel.apply_weights(layer, random(MANY, K).bfloat16())
     kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
-    [one] = kernel_selection.choices()
+    [one] = kernel_selection.all_choices()
     assert one.state == "measured", one.why
     kernel.native.calls.clear()
     for tokens in (1, 17, 18, MANY):
@@ -1060,7 +1060,7 @@ def test_an_emulated_mx_product_reads_what_is_not_quantized(make):
 
 def test_unquantized_layers_are_measured(monkeypatch):
     """They are measured at the sizes that vLLM calls: logits have one token per request."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     weight, left = random(N, K).bfloat16(), []
     monkeypatch.setattr(
         ops.unquantized_gemm, "run_kernels", lambda x, weight, bias: (x.float() @ weight.t().float()).to(x)
@@ -1074,7 +1074,7 @@ def test_unquantized_layers_are_measured(monkeypatch):
     for tokens in (1, 17, 18, 40, 41):
         unquantized_linear.unquantized_linear(random(tokens, K).bfloat16(), weight, None)
     assert len(left) == 3
-    [one] = kernel_selection.choices()
+    [one] = kernel_selection.all_choices()
     assert len(one.ours) == 41
 
 
@@ -1089,14 +1089,14 @@ def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_
     monkeypatch.setitem(vllm_envs.environment_variables, "VLLM_ROCM_USE_AITER", lambda: is_on)
     monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", is_found)
     assert linear_base.asks_for_aiter("LINEAR") is (is_on and is_found)
-    assert scaled_linear.KERNELS.max_tokens() == (0 if is_on and is_found else 64)
+    assert scaled_linear.COMPARISON.max_tokens() == (0 if is_on and is_found else 64)
 
 
 def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     """Before that, all tokens are AITER's."""
     ask_for_aiter(monkeypatch)
     monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer, kernel, _ = make("channel", Right)
     for tokens in (1, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16())
@@ -1106,7 +1106,7 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     kernel.apply_weights(layer, random(1, K).bfloat16())
     assert not kernel.native.calls
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_LINEAR", "0")
-    assert scaled_linear.KERNELS.max_tokens() == 64
+    assert scaled_linear.COMPARISON.max_tokens() == 64
 
 
 LINEARS = "vllm.model_executor.kernels.linear"

@@ -100,14 +100,14 @@ def test_a_weight_that_is_no_parameter(configuration):
     layer = types.SimpleNamespace(W_UV=plain.W_UV.detach(), other=1)
     mla_absorb.adopt(layer, True, 64)
     assert type(layer.W_UV) is mla_absorb.AbsorbedTensor
-    mla_absorb.leave(layer.W_UV)
+    mla_absorb.restore_baseline(layer.W_UV)
     assert type(layer.W_UV) is torch.Tensor
 
 
 @pytest.fixture
 def noted(configuration):
     """Yield a layer whose weights are noted to be measured."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer = Layer()
     mla_absorb.adopt(layer, False, 200)
     yield layer
@@ -115,7 +115,7 @@ def noted(configuration):
 
 
 def keys() -> dict[str, kernel_selection.Choice]:
-    return {one.key: one for one in kernel_selection.choices() if one.kernels is mla_absorb.KERNELS}
+    return {one.key: one for one in kernel_selection.all_choices() if one.kernels is mla_absorb.COMPARISON}
 
 
 def test_ours_serves_where_it_was_measured_to_be_faster(noted):
@@ -124,7 +124,7 @@ def test_ours_serves_where_it_was_measured_to_be_faster(noted):
     assert list(keys()) == [uk, uv]
     assert all(one.most == 64 and len(one.layers) == 1 for one in keys().values())
     assert served(noted) == 0
-    kernel_selection.settle(Decided({}, {uk: bytes([0, 0, 0]), uv: bytes([0, 1, 1])}))
+    kernel_selection.apply_decisions(Decided({}, {uk: bytes([0, 0, 0]), uv: bytes([0, 1, 1])}))
     assert served(noted, 2) == 1 and served(noted, 3) == 0
     assert type(noted.W_UK_T) is torch.nn.Parameter
     assert type(noted.W_UV) is mla_absorb.AbsorbedParameter

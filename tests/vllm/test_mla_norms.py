@@ -177,7 +177,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
     for is_column_major in (False, True) if kind == "block" else (False,):
         if layer.q_b_proj is not None:
             layer.q_b_proj.vllm_rocm_ops_column_major_scales = is_column_major
-        one = mla_pre_attention.Front(layer, kernel_selection.COMPILED)
+        one = mla_pre_attention.MlaPreAttention(layer, kernel_selection.COMPILED)
         traits = f" {kind}" * (kind not in ("", "none")) + " column-major" * is_column_major
         sizes, cache = f"{0 if kind == 'none' else Q}+{KV}+{ROPE}", "fp8" if fp8 else "auto"
         assert one.key == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
@@ -192,7 +192,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
 @pytest.mark.parametrize("part", ["q", "kv", "k_pe", "cache"])
 def test_each_result_is_checked(part, monkeypatch):
     """The launch is off if any of its results is wrong."""
-    one = mla_pre_attention.Front(Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.MlaPreAttention(Layer(), kernel_selection.COMPILED)
 
     def wrong(*arguments):
         OP.reference(*arguments)
@@ -251,7 +251,7 @@ def found(configuration, monkeypatch):
         )
         monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
         monkeypatch.setattr(compilation, "is_compiled", lambda config, model: compiles)
-        return [*mla_norms.fronts(torch.nn.ModuleList([layer, torch.nn.Linear(2, 2)]), compiles)]
+        return [*mla_norms.pre_attentions(torch.nn.ModuleList([layer, torch.nn.Linear(2, 2)]), compiles)]
 
     return fronts
 
@@ -327,7 +327,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
     """Attention gets rotated queries and the op's results, and q_b_proj its quantized result."""
     generator, seen = torch.Generator().manual_seed(1), {}
     layer = mla_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
-    layer.rocm_ops_front = one = mla_pre_attention.Front(layer, kernel_selection.EAGER)
+    layer.rocm_ops_front = one = mla_pre_attention.MlaPreAttention(layer, kernel_selection.EAGER)
     x = torch.randn(3, 32, generator=generator).bfloat16()
     positions, slots = torch.tensor([5, 0, 9]), torch.tensor([2, 4])  # of a batch that is padded
     cache = torch.zeros(2, 3, KV + ROPE, dtype=torch.uint8 if fp8 else torch.bfloat16)
@@ -380,7 +380,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
 
 @pytest.mark.usefixtures("configuration")
 def test_the_choice_is_the_layers():
-    one = mla_pre_attention.Front(layer := Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.MlaPreAttention(layer := Layer(), kernel_selection.COMPILED)
     one.take(True)
     assert layer.rocm_ops_front is one
     one.take(False)
@@ -390,7 +390,7 @@ def test_the_choice_is_the_layers():
 @pytest.mark.usefixtures("configuration")
 def test_a_run_without_a_cache_writes_none():
     """vLLM's profile run has no slots."""
-    one = mla_pre_attention.Front(layer := Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.MlaPreAttention(layer := Layer(), kernel_selection.COMPILED)
     qkv, *_ = one.inputs(3, 0)
     _, kv, k_pe, _ = one.outputs(qkv)
     for slots, cache in ((None, torch.empty(1, 1, KV + ROPE)), (torch.zeros(3, dtype=torch.int64), torch.empty(0))):

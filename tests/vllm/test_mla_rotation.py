@@ -70,7 +70,9 @@ class Layer(test_mla_norms.Layer):
 
 
 def query_rotation(layer: Layer | None = None) -> mla_rotation.QueryRotation:
-    return mla_rotation.QueryRotation(mla_pre_attention.Front(layer or Layer(), kernel_selection.COMPILED), "compiled")
+    return mla_rotation.QueryRotation(
+        mla_pre_attention.MlaPreAttention(layer or Layer(), kernel_selection.COMPILED), "compiled"
+    )
 
 
 STEPS = {
@@ -257,7 +259,7 @@ LACKS = {
 @pytest.mark.parametrize("what", LACKS)
 def test_what_is_not_served(what):
     layer = Layer()
-    front = mla_pre_attention.Front(layer, "compiled")
+    front = mla_pre_attention.MlaPreAttention(layer, "compiled")
     assert len([*mla_rotation.of(front, "compiled", torch.bfloat16)]) == 1
     LACKS[what](layer.mla_attn)
     assert [*mla_rotation.of(front, "compiled", torch.bfloat16)] == [] and len(
@@ -271,7 +273,7 @@ def test_kernels_must_take_the_sizes(monkeypatch):
     monkeypatch.setattr(seam, "arch_here", lambda platform: archs.named("gfx942").name)
     monkeypatch.setattr("vllm_rocm_ops.vllm.linear.base.launches.not_loaded", lambda *_: "")
     for nope, dtype, served in ((NOPE, torch.bfloat16, 1), (64, torch.bfloat16, 0), (NOPE, torch.float16, 0)):
-        front = mla_pre_attention.Front(Layer(nope), "compiled")
+        front = mla_pre_attention.MlaPreAttention(Layer(nope), "compiled")
         assert len([*mla_rotation.of(front, "compiled", dtype)]) == served
 
 

@@ -153,7 +153,7 @@ def test_an_error_leaves_no_output_behind(configuration, monkeypatch):
 @pytest.fixture
 def noted(configuration):
     """Yield a layer whose weights are noted to be timed."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     yield adopted(False)
     kernel_selection.invalidate()
 
@@ -170,8 +170,8 @@ def noted(configuration):
 )
 def test_w_uv_quantizes_where_it_won_against_both(noted, monkeypatch, shapes, rows):
     """It keeps its class for that, also where the plain GEMM never wins."""
-    assert {FUSED, SEPARATE, PLAIN} <= {one.key for one in kernel_selection.choices()}
-    kernel_selection.settle(Decided({}, shapes))
+    assert {FUSED, SEPARATE, PLAIN} <= {one.key for one in kernel_selection.all_choices()}
+    kernel_selection.apply_decisions(Decided({}, shapes))
     behind = quantizations(monkeypatch)
     for count in (1, 2, 3, 1):
         behind.clear()
@@ -207,7 +207,7 @@ def test_what_was_measured_decides(configuration, shapes, changed, quantizes):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
-@pytest.mark.parametrize("kernels", mla_v_up.KERNELS, ids=lambda kernels: kernels.native)
+@pytest.mark.parametrize("kernels", mla_v_up.COMPARISONS, ids=lambda kernels: kernels.native)
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kernels, factor, tmp_path):
     class Clock:
         def times(self, calls, sets, replays):
@@ -225,7 +225,7 @@ def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kerne
         return found
 
     monkeypatch.setattr(mla_absorb, "run", run)
-    [one] = (one for one in kernel_selection.choices() if one.kernels is kernels)
+    [one] = (one for one in kernel_selection.all_choices() if one.kernels is kernels)
     given = one, list(one.layers.values()), 5, Clock(), watchdog.marker(tmp_path / "mark", "")
     with torch.inference_mode():
         if factor == 1.0:

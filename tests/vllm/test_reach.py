@@ -111,7 +111,7 @@ def called(monkeypatch):
     attention = types.SimpleNamespace(key="paged_attention_decode 64", is_ours=lambda tokens: True)
     monkeypatch.setattr(coverage.vllm_rocm_ops, "stats", lambda: counts)
     monkeypatch.setattr(coverage.compiled_ops.choices, "ours", ours)
-    monkeypatch.setattr(coverage.kernel_selection, "choices", lambda: [*linears, attention])
+    monkeypatch.setattr(coverage.kernel_selection, "all_choices", lambda: [*linears, attention])
     monkeypatch.setattr(
         seam,
         "active",

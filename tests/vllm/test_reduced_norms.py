@@ -29,10 +29,10 @@ TP, EPSILON = "tp:0", 1e-6
 
 
 @pytest.fixture(autouse=True)
-def choices(monkeypatch) -> compiled_ops.Choices:
+def choices(monkeypatch) -> compiled_ops.CompileChoices:
     from vllm_rocm_ops.vllm.graph import rewrite
 
-    made = compiled_ops.Choices(on=frozenset(("norm", "activation")))
+    made = compiled_ops.CompileChoices(on=frozenset(("norm", "activation")))
     monkeypatch.setattr(rewrite, "choices", made)
     return made
 
@@ -83,7 +83,7 @@ def shared(monkeypatch):
 
     from vllm_rocm_ops.vllm.graph import all_reduce_norm
 
-    made = all_reduce_norm.Shared(Doubled(), Alike(Choice(ROWS)))
+    made = all_reduce_norm.GroupAllReduce(Doubled(), Alike(Choice(ROWS)))
     theirs = types.SimpleNamespace(_all_reduce_out_place=lambda x: 2 * x)
     monkeypatch.setitem(all_reduce_norm.groups, TP, made)
     monkeypatch.setitem(parallel_state._groups, TP, lambda: theirs)

@@ -60,9 +60,9 @@ class Layer(torch.nn.Module):
     def norms(self) -> tuple:
         return tuple(norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name, None)) is not None)
 
-    def front(self) -> rope_pre_attention.RopeFront:
+    def front(self) -> rope_pre_attention.RopePreAttention:
         given = self.attn, self.rotary_emb, self.norms, torch.bfloat16
-        one = rope_pre_attention.RopeFront(*given, kernel_selection.COMPILED)
+        one = rope_pre_attention.RopePreAttention(*given, kernel_selection.COMPILED)
         self.attn.impl.do_kv_cache_update = self.write
         return one
 
@@ -167,7 +167,7 @@ def found(configuration, monkeypatch):
         )
         monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
         monkeypatch.setattr(compilation, "is_compiled", lambda config, model: compiles)
-        return [*rope_and_cache.fronts(torch.nn.ModuleList(layers), compiles)]
+        return [*rope_and_cache.pre_attentions(torch.nn.ModuleList(layers), compiles)]
 
     return fronts
 
@@ -459,11 +459,11 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
     given = []
     monkeypatch.setattr(compilation, "split_graph", lambda graph, splitting_ops: given.append(graph.code))
     monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", lambda self: None)
-    monkeypatch.setattr(compiled_ops, "finders", [])
+    monkeypatch.setattr(compiled_ops, "pattern_finders", [])
     monkeypatch.setattr(rope_and_cache, "define", lambda: None)
     monkeypatch.setattr(split, "_changes", [])
     rope_and_cache.install()
-    assert compiled_ops.finders == [rope_and_cache.fronts]
+    assert compiled_ops.pattern_finders == [rope_and_cache.pre_attentions]
     settings = types.SimpleNamespace(splitting_ops=[rope_and_cache.UPDATE])
     CompilationConfig.set_splitting_ops_for_v1(settings)
     CompilationConfig.set_splitting_ops_for_v1(settings)
@@ -567,7 +567,7 @@ def test_tokens_of_generated_code(engines):
 MEASURED = """
 import fronts_on_cpu
 from vllm_rocm_ops.vllm.attention import backends
-from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopeFront
+from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopePreAttention
 from vllm_rocm_ops.vllm.graph import compilation
 
 def written(self, found, qkv, slots, cache):
@@ -577,7 +577,7 @@ def written(self, found, qkv, slots, cache):
     return q, k, cache
 
 fronts_on_cpu.install(qk_norm_rope_and_cache="query_out")
-RopeFront.written = written
+RopePreAttention.written = written
 """
 
 

@@ -73,11 +73,11 @@ def method(name: str):
 
 def adopted(ours: bytes = FASTER, **options) -> Moe:
     """Return a layer whose gate routes for few tokens."""
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer = Moe(**options)
     routing_gate.adopt([layer])
-    keys = [one.key for one in kernel_selection.choices() if one.kernels.op is routing_gate.OP]
-    kernel_selection.settle(kernel_selection.Decided({}, dict.fromkeys(keys, ours)))
+    keys = [one.key for one in kernel_selection.all_choices() if one.kernels.op is routing_gate.OP]
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, dict.fromkeys(keys, ours)))
     return layer
 
 
@@ -98,7 +98,7 @@ def test_one_launch_routes(router):
     plain = {"topk_softmax": 1} if "groups" in router else SEPARATE
     result, counts = called(layer, hidden)
     assert counts == FUSED and moe_side_channel.current.routed is None
-    routing_gate.leave(layer.gate)
+    routing_gate.restore_baseline(layer.gate)
     wanted, counts = called(layer, hidden)
     assert counts == plain and torch.equal(result, wanted)
 
@@ -164,7 +164,7 @@ def test_threads_do_not_share():
     """Two micro-batches run in two threads."""
     import threading
 
-    moe_side_channel.hand_over(torch.ones(1), (1,), torch.ones(1), torch.ones(1))
+    moe_side_channel.publish(torch.ones(1), (1,), torch.ones(1), torch.ones(1))
     found = []
     thread = threading.Thread(target=lambda: found.append(moe_side_channel.current.routed))
     thread.start()
@@ -228,7 +228,7 @@ def test_returns_what_vllms_gate_does():
             with torch.no_grad():
                 found = layer.gate(inputs(2))
                 moe_side_channel.current.routed = None
-                routing_gate.leave(layer.gate)
+                routing_gate.restore_baseline(layer.gate)
                 wanted = layer.gate(inputs(2))
             assert isinstance(found, tuple) is isinstance(wanted, tuple) is return_bias
             if return_bias:
@@ -277,14 +277,14 @@ def vary(layer: Moe, **changed) -> None:
 @pytest.mark.parametrize("why", STAY)
 def test_gates_that_stay(why):
     options, change = STAY[why]
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer = Moe(**options)
     assert routing_gate.takes(Moe())
     if change:
         change(layer)
     plain = type(layer.gate)
     routing_gate.adopt([layer])
-    assert type(layer.gate) is plain and not kernel_selection.choices()
+    assert type(layer.gate) is plain and not kernel_selection.all_choices()
 
 
 @pytest.mark.parametrize("how", ["VLLM_ROCM_OPS_MEASURE", "VLLM_BATCH_INVARIANT", "seam"])
@@ -341,10 +341,10 @@ def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, rout
     """Each result is checked; a wrong one turns the op off, a right one serves where it is faster."""
     if fault:
         monkeypatch.setattr(routing_gate.OP, "reference", planted(routing_gate.OP.reference, fault))
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layer = Moe(router=router)
     routing_gate.adopt([layer])
-    one, other = kernel_selection.choices()
+    one, other = kernel_selection.all_choices()
     assert one.shape == other.shape and f"8x256 bfloat16 top {TOPK}" in one.shape
     kernel_timing.warm_up((1, 2, 4, 8, 16, 32), 64, InTurn(), lambda mine: [mine])
     if fault:
@@ -357,10 +357,10 @@ def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, rout
 
 
 def test_shapes_tell_routers_apart():
-    kernel_selection.start()
+    kernel_selection.begin_recording()
     layers = [Moe(router=router) for router in ROUTERS]
     routing_gate.adopt(layers)
-    shapes = collections.Counter(one.shape for one in kernel_selection.choices())
+    shapes = collections.Counter(one.shape for one in kernel_selection.all_choices())
     assert len(shapes) == len(ROUTERS) and set(shapes.values()) == {2}
     assert "8x256 bfloat16 top 3 normalized sigmoid 2 of 4 groups bias" in shapes
     assert "8x256 bfloat16 top 3" in shapes

@@ -86,7 +86,7 @@ def kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     monkeypatch.setattr(kernel_selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
     monkeypatch.setattr(compiled_ops, "left_to_vllm", set())
-    monkeypatch.setattr(compiled_ops, "choices", compiled_ops.Choices())
+    monkeypatch.setattr(compiled_ops, "choices", compiled_ops.CompileChoices())
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")
     monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
     monkeypatch.setattr(compilation, "compiler", lambda config: lambda function: function)

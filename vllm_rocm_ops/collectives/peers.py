@@ -19,7 +19,7 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch as core
 
 
-class Own:
+class RankMemory:
     """A rank's own memory: its inbox, counters, and the host word that receives errors of kernels."""
 
     def __init__(self, device: torch.device, capacity: int):
@@ -102,7 +102,7 @@ def create(
 
     def make():
         _check_ranks(ranks)
-        own = Own(device, capacity)
+        own = RankMemory(device, capacity)
         owns.append(own)
         return _boot(), own.arch.name, capacity, limit, own.runtime.memory_handle(device.index, own.inbox)
 
@@ -145,7 +145,7 @@ def in_process(
 ) -> list[OneShotAllReduce]:
     """Create all ranks of a group in this process, on one GPU. Each rank's calls go to its own stream."""
     _check_ranks(ranks)
-    limit, owns = limit_us(seconds), [Own(device, capacity) for _ in range(ranks)]
+    limit, owns = limit_us(seconds), [RankMemory(device, capacity) for _ in range(ranks)]
     inboxes = [own.inbox for own in owns]
 
     def release() -> None:

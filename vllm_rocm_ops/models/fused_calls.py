@@ -29,7 +29,7 @@ ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
 """Ops that rotate queries and keys of heads, and write them to caches."""
 
 
-def one_launch(product: LayerCall, activation: LayerCall) -> LayerCall | None:
+def gated_linear(product: LayerCall, activation: LayerCall) -> LayerCall | None:
     """Return the call that fuses gate_up, SwiGLU and static quantization for few tokens; None for other calls."""
     if (product.op, activation.op) != (ops.scaled_mm, ops.silu_and_mul_quant) or product.parameters[2:] != (False,):
         return None
@@ -77,7 +77,7 @@ def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
     return tuple(LayerCall(*of, call.dtype, call.count) for of in made)
 
 
-def one_front(q: LayerCall | None, kv: LayerCall, rope: int) -> LayerCall | None:
+def pre_attention(q: LayerCall | None, kv: LayerCall, rope: int) -> LayerCall | None:
     """Return the call that fuses the MLA norms, the rotation of keys and the cache write, or None if q is MX-FP8.
 
     `q` is the norm of the query latent, which a model may lack, `kv` the norm of the key latent.
@@ -102,13 +102,13 @@ def norms_of(call: LayerCall) -> tuple[LayerCall, ...]:
     )
 
 
-def fronts(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
+def pre_attentions(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """Return the calls of `one_front` in a step."""
     found, q = Counter(), None
     for call in layers.sequence(config, tp, ep):
         q = call if call.layer == "q_a norm" else q
         if call.layer == "kv_a norm":
-            found[one_front(q, call, config["qk_rope_head_dim"])] += 1
+            found[pre_attention(q, call, config["qk_rope_head_dim"])] += 1
             q = None
     return [dataclasses.replace(call, count=call.count * times) for call, times in found.items() if call]
 
@@ -121,7 +121,7 @@ def _of_neighbors(join, config: dict, tp: int, ep: int | None) -> list[LayerCall
 
 def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """Return the calls of `one_launch` in a step."""
-    return _of_neighbors(one_launch, config, tp, ep)
+    return _of_neighbors(gated_linear, config, tp, ep)
 
 
 def routers(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:

@@ -40,7 +40,7 @@ REDUCED = "all-reduce"
 KERNEL_MODEL = "kernel model"  # source of its times
 LAUNCHES = {"attention": 2, "experts": 4}  # per baseline call under the rule; others have one
 
-Known = Callable[[LayerCall, int], "tuple[float, int, float | None] | None"]
+KernelTime = Callable[[LayerCall, int], "tuple[float, int, float | None] | None"]
 """The kernel model: us, launches and error band of a call by its tokens, or None if no kernel serves it."""
 
 
@@ -90,7 +90,7 @@ class Total(NamedTuple):
     bound_us: float
 
 
-def live_time(machine: Machine, context: int) -> Known:
+def live_time(machine: Machine, context: int) -> KernelTime:
     """Return the kernel model as live predictions, which need the emulator."""
     from . import predict
 
@@ -175,7 +175,7 @@ def nodes(
     tokens: int,
     machine: Machine,
     side: str,
-    known: Known,
+    known: KernelTime,
     context: int = CONTEXT,
     launch: float = baseline.LAUNCH.value,
     skinny: int = int(baseline.SKINNY.value),
@@ -264,7 +264,7 @@ def _in_one(
         elif layer == "kv_a norm":
             write = next(i for i in range(place, len(launched)) if launched[i][0] == fused_calls.CACHE_WRITE)
             rope = next(of for layer, of, _ in launched[place:] if layer == "attention").parameters[2]
-            if one := fused_calls.one_front(None if q is None else launched[q][1], call, rope):
+            if one := fused_calls.pre_attention(None if q is None else launched[q][1], call, rope):
                 yield [*([] if q is None else [q]), place, write], one
             q = None
     names = [layer for layer, *_ in launched]
@@ -278,7 +278,11 @@ def _in_one(
             if [names[i] for i in places] == others:
                 yield [place, *places], one
     for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
-        if one := first and second and (fused_calls.one_launch(first, second) or fused_calls.one_router(first, second)):
+        if (
+            one := first
+            and second
+            and (fused_calls.gated_linear(first, second) or fused_calls.one_router(first, second))
+        ):
             yield [place, place + 1], one
         elif layer == REDUCED and second and second.op.name in launches.NORMS:
             summed = [place - 1] if launched[place - 1][0] == fused_calls.SHARED_SUM else []
@@ -286,7 +290,7 @@ def _in_one(
             yield [*summed, place, place + 1], dataclasses.replace(second, layer=name)
 
 
-def _ours(call: LayerCall, tokens: int, known: Known) -> tuple[float, int, float | None] | None:
+def _ours(call: LayerCall, tokens: int, known: KernelTime) -> tuple[float, int, float | None] | None:
     """Return the kernel model's time of a call, scaled for experts: it assigns tokens in turn, random routing hits fewer."""
     found = known(call, tokens)
     if found and call.layer == "experts":

@@ -56,7 +56,9 @@ def said(side: str, found: Total) -> str:
     return f"{side} {found.us / 1e3:.2f} ms ({low:.1f} to {high:.1f}) in {found.launches} launches{unknown}"
 
 
-def ratio(config: dict, tp: int, ep: int | None, batch: int, machine: Machine, known: step.Known, context: int) -> str:
+def ratio(
+    config: dict, tp: int, ep: int | None, batch: int, machine: Machine, known: step.KernelTime, context: int
+) -> str:
     """Format baseline / plugin as the range over the costs of a vLLM launch."""
 
     def of(side: str, launch: float) -> Total:
@@ -68,7 +70,13 @@ def ratio(config: dict, tp: int, ep: int | None, batch: int, machine: Machine, k
 
 
 def lines(
-    config: dict, tp: int, ep: int | None, batches: Sequence[int], machine: Machine, context: int, known: step.Known
+    config: dict,
+    tp: int,
+    ep: int | None,
+    batches: Sequence[int],
+    machine: Machine,
+    context: int,
+    known: step.KernelTime,
 ) -> Iterator[str]:
     """Yield a table of the launches of a step at each batch size, and both sides' totals."""
     yield f"{machine.name}: predicted times in us, not measured; attention with {context} keys per request"

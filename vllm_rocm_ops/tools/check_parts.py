@@ -20,7 +20,7 @@ from vllm_rocm_ops.tools import smoke as smoke_stages
 from vllm_rocm_ops.tools.bench import run as bench
 from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
 from vllm_rocm_ops.tools.bench.shapes import Shape
-from vllm_rocm_ops.vllm import kernels
+from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, replays
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
@@ -115,7 +115,7 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
     product = None if arch else archs.product_of(0)
     with torch.inference_mode():
         for call in model_layers.calls(model_config.read(name), tp):
-            if call.op not in kernels.KERNELS:
+            if call.op not in comparisons.COMPARISONS:
                 continue
             others = {"PyTorch's reference": Baseline(call.op.reference)} if arch else baselines(call.op)
             for other, baseline in others.items():
@@ -172,7 +172,7 @@ class ModelCall:
     def __init__(self, call, baseline: Baseline, arch: archs.Arch):
         self.call, self.op, self.against, self.arch = call, call.op, baseline, arch
         self.device = "cpu" if launch.cpu_executor() else "cuda"
-        self.in_vllm = kernels.KERNELS[self.op]
+        self.in_vllm = comparisons.COMPARISONS[self.op]
         self.sampled_rows = self.in_vllm.sampled_rows
 
     def on_meta(self, tokens: int):

@@ -20,7 +20,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.vllm.attention import mla_pre_attention, mla_rotation, quantized_attention, rope_pre_attention
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
-from vllm_rocm_ops.vllm.kernels import KERNELS
+from vllm_rocm_ops.vllm.comparisons import COMPARISONS
 from vllm_rocm_ops.vllm.moe import routing_gate
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -165,13 +165,20 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     fused = fused_calls.around_attention(config, tp, native).values()
     norms = fused_calls.quantized_hidden(config, tp, ep)[:1]
     routers = fused_calls.routers(config, tp, ep)
-    return [*fused_calls.gated(config, tp, ep), *routers, *fused_calls.fronts(config, tp, ep), *norms, *whole, *fused]
+    return [
+        *fused_calls.gated(config, tp, ep),
+        *routers,
+        *fused_calls.pre_attentions(config, tp, ep),
+        *norms,
+        *whole,
+        *fused,
+    ]
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     """Return the shapes, as in kernel_selection.py, under which a call may have been measured."""
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
-    if in_vllm := KERNELS.get(call.op):
+    if in_vllm := COMPARISONS.get(call.op):
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
     if call.op is ops.mla_norm_rope_and_cache:
         return mla_pre_attention.shapes_of(call.parameters[:3], call.dtype)
@@ -207,7 +214,7 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         return attention_decision(call, record, tokens)
     if call.op is ops.router_gemm_topk:
         return router_decision(call, record, tokens)
-    most = KERNELS[call.op].limit if call.op in KERNELS else None
+    most = COMPARISONS[call.op].limit if call.op in COMPARISONS else None
     if call.op in BY_ATTENTION and is_forced():
         return most is None or tokens <= most, FORCED
     if key is None:

@@ -33,7 +33,7 @@ SEAMS = {
 
 
 @dataclasses.dataclass
-class Reach:
+class Coverage:
     """Count a kind's layers: those that run through a seam, and the rest by class."""
 
     taken: int = 0
@@ -83,7 +83,7 @@ def attention(config) -> Iterator[tuple[str, bool, str]]:
             yield "layers of attention", taken, f"{what}, {ours.lacks}" if ours and ours.lacks else what
 
 
-def found(worker) -> dict[str, Reach]:
+def found(worker) -> dict[str, Coverage]:
     """Return, by kind, how many layers of a worker's models the seams cover.
 
     Kinds whose seams are all off are left out.
@@ -93,14 +93,14 @@ def found(worker) -> dict[str, Reach]:
     for kind, taken, what in (*every, *attention(worker.vllm_config)):
         if on.isdisjoint(SEAMS[kind]):
             continue
-        reach = result.setdefault(kind, Reach())
+        reach = result.setdefault(kind, Coverage())
         reach.taken += taken
         if not taken:
             reach.missed[what] = reach.missed.get(what, 0) + 1
     return result
 
 
-def say(reached: dict[str, Reach]) -> None:
+def say(reached: dict[str, Coverage]) -> None:
     """Log the covered layers, and warn of the others."""
     counts = [f"{one.taken} {kind}" for kind, one in reached.items() if one.taken]
     if counts:
@@ -151,7 +151,7 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
     for ops, names in shared.items():
         of = "/".join(names)
         result.seams[of] = sum(count for op, count in counts.items() if op.startswith(ops))
-        shapes = [one for one in kernel_selection.choices() if one.key.startswith(ops)]
+        shapes = [one for one in kernel_selection.all_choices() if one.key.startswith(ops)]
         chosen = has_run and any(shapes and all(one.is_ours(tokens) for one in shapes) for tokens in captured)
         if chosen and not result.seams[of] and names[0] not in SEAMS["layers of attention"]:
             result.unreached.append(of)

@@ -39,7 +39,7 @@ class Extension:
                 "why": one.why,
                 "ours": [m for m, ours in enumerate(one.ours) if ours],
             }
-            for one in kernel_selection.choices()
+            for one in kernel_selection.all_choices()
         ]
 
     def vllm_rocm_ops_timings(self) -> list[str]:

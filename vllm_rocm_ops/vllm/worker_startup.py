@@ -54,7 +54,7 @@ def install() -> None:
 
     setattr(WorkerWrapperBase, LOAD, load_model)
     if "fusion" in seam.active():
-        compiled_ops.finders.append(quantized_input.found)
+        compiled_ops.pattern_finders.append(quantized_input.found)
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
 
@@ -62,7 +62,7 @@ def install() -> None:
 
     @functools.wraps(begin)
     def init_device(self, *arguments, **keywords):
-        kernel_selection.start()
+        kernel_selection.begin_recording()
         kernel_trial.before_device(self.worker)
         result = begin(self, *arguments, **keywords)
         kernel_trial.after_device()
@@ -159,7 +159,9 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
         The names of layers that cannot be called this way, experts among them.
     """
     seen = {
-        (layer[0].shape, layer[0].dtype) for one in kernel_selection.choices() for layer in (one.layers or {}).values()
+        (layer[0].shape, layer[0].dtype)
+        for one in kernel_selection.all_choices()
+        for layer in (one.layers or {}).values()
     }
     left = []
     for name, module in (named for model in models for named in model.named_modules()):
@@ -170,14 +172,14 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
         if not is_ours or (weight.shape, weight.dtype) in seen:
             continue
         seen.add((weight.shape, weight.dtype))
-        before = set(kernel_selection.choices())
+        before = set(kernel_selection.all_choices())
         try:
             x = torch.zeros(1, module.input_size_per_partition, dtype=dtype, device=weight.device)
             with torch.inference_mode():
                 method.apply(module, x, getattr(module, "bias", None))
         except Exception:  # noqa: BLE001  its default limit applies
             left.append(name)
-        for one in set(kernel_selection.choices()) - before:
+        for one in set(kernel_selection.all_choices()) - before:
             one.most = most
     return left
 
@@ -225,7 +227,7 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
             functools.partial(
                 compiled_ops.fused_in, hidden=sizes[0], dtype=sizes[1], baseline=compilation.baseline_of(config, model)
             ),
-            *compiled_ops.finders,
+            *compiled_ops.pattern_finders,
         )
         for one in find(model, compiles=compiled)
     ]

@@ -59,9 +59,9 @@ BUGS = (
     ),
     Bug(
         "an all-reduce apart from a norm with two outputs",
-        GRAPH,
-        "insert(norm, op, given, [], self.summed(norm, op, given), makes)[:3]",
-        "insert(norm, op, given, [], None, makes)[:3]",
+        "vllm/moe/quantized_input.py",
+        "insert(norm, OP, given, [], summed(norm, OP, given), makes)[:3]",
+        "insert(norm, OP, given, [], None, makes)[:3]",
         _engine("test_a_norm_that_also_quantizes_for_experts"),
     ),
     Bug(
@@ -179,7 +179,7 @@ BUGS = (
     Bug(
         "all-reduces that the compile cache does not know",
         GRAPH,
-        "            reduced.state(),\n",
+        "            all_reduce_norm.state(),\n",
         "",
         _engine("test_what_a_compiled_graph_depends_on"),
     ),

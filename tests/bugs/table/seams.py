@@ -111,7 +111,7 @@ BUGS = (
     Bug(
         "one launch where vLLM's linear is faster",
         "vllm/linear/scaled_linear.py",
-        " and KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)",
+        " and COMPARISON.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)",
         "",
         Tests("test_linear.py"),
     ),

@@ -75,9 +75,9 @@ BUGS = (
     ),
     Bug(
         "experts that lost the measurement",
-        "vllm/graph/rewrite.py",
-        "if not wins or op.name in choices.off",
-        "if op.name in choices.off",
+        "vllm/moe/quantized_input.py",
+        "if not wins or OP.name in rewrite.choices.off",
+        "if OP.name in rewrite.choices.off",
         Tests("test_moe_input.py"),
     ),
     Bug(
@@ -103,7 +103,7 @@ BUGS = (
     ),
     Bug(
         "an activation inside experts taken for a compiled one",
-        "vllm/graph/compiled_ops.py",
+        "vllm/graph/compilation.py",
         "if not compiles or is_opaque:",
         "if not compiles:",
         Tests("test_row_selection.py"),
@@ -117,15 +117,15 @@ BUGS = (
     ),
     Bug(
         "a fusion of norms taken for one of activations",
-        "vllm/graph/compiled_ops.py",
+        "vllm/graph/compilation.py",
         "passes.fuse_norm_quant if is_norm else",
         "passes.fuse_norm_quant or",
         Tests("test_row_selection.py"),
     ),
     Bug(
         "a compile cache that does not know what stays",
-        "vllm/graph/compiled_ops.py",
-        "_stay.update(key for key, runs in ours.items() if not runs)",
+        "vllm/worker_startup.py",
+        "compiled_ops.left_to_vllm.update(key for key, runs in ours.items() if not runs)",
         "",
         Tests("test_row_selection.py"),
     ),
@@ -166,14 +166,14 @@ BUGS = (
     ),
     Bug(
         "a draft model without its norms",
-        "vllm/graph/compiled_ops.py",
+        "vllm/graph/compilation.py",
         '("speculator", "drafter")',
         '("drafter",)',
         Tests("test_row_selection.py"),
     ),
     Bug(
         "an eager time for a compiled norm",
-        "vllm/graph/compiled_ops.py",
+        "vllm/graph/compilation.py",
         "*fused, kernel_selection.COMPILED",
         "*fused, kernel_selection.EAGER",
         Tests("test_row_selection.py"),

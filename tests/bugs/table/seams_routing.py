@@ -2,7 +2,8 @@
 
 from ..bug import Bug, Tests
 
-HANDED, GATE, EXPERTS = (f"vllm/moe/{name}.py" for name in ("moe_side_channel", "routing_gate", "routing_experts"))
+HANDED = "vllm/graph/moe_side_channel.py"
+GATE, EXPERTS = "vllm/moe/routing_gate.py", "vllm/moe/routing_experts.py"
 CAUGHT = Tests("test_routing_gate.py")
 
 BUGS = (
@@ -51,7 +52,7 @@ BUGS = (
     Bug(
         "a gate that never routes keeps the plugin's class",
         GATE,
-        "                leave(self)\n",
+        "                restore_baseline(self)\n",
         "",
         CAUGHT,
     ),

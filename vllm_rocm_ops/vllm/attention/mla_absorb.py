@@ -79,15 +79,15 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
             continue
         of, choice = (weights, weights.dtype), None
         if not is_forced:
-            key = "absorbed", KERNELS.describe(of)
-            choice = kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, NATIVE, of)
+            key = "absorbed", COMPARISON.describe(of)
+            choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, COMPARISON, NATIVE, of)
             if choice.layers is not None:
                 choice.note(weights, min(max_tokens, MAX_TOKENS), lambda of=of: of)
         weights.rocm_ops_choice = choice
         weights.__class__ = CLASSES[type(weights)]
 
 
-def leave(weights: Tensor) -> None:
+def restore_baseline(weights: Tensor) -> None:
     """Give a weight its class back."""
     weights.__class__ = next(plain for plain, ours in CLASSES.items() if isinstance(weights, ours))
 
@@ -123,7 +123,7 @@ def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor 
             return out
     if choice is not None and not choice.is_ours(x.shape[1]):
         if choice.is_never_ours and (quantized is None or any(one.is_never_ours for one in quantized)):
-            leave(weights)
+            restore_baseline(weights)
         return None
     if x.dtype != weights.dtype:
         return None
@@ -187,4 +187,4 @@ class MlaAbsorb:
         return self.exact((a.x, a.weights), None, rows, columns)
 
 
-KERNELS = MlaAbsorb()
+COMPARISON = MlaAbsorb()

@@ -25,7 +25,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, mla_rotation, split
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention.mla import BACKENDS
-from vllm_rocm_ops.vllm.attention.mla_pre_attention import Front
+from vllm_rocm_ops.vllm.attention.mla_pre_attention import MlaPreAttention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 UPDATE, NAME = "vllm::unified_mla_kv_cache_update", "mla_norms"
@@ -61,7 +61,7 @@ def lacks(layer: torch.nn.Module) -> Iterator[str]:
         yield "a rotation without a table of its size"
 
 
-def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front | mla_rotation.QueryRotation]:
+def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[MlaPreAttention | mla_rotation.QueryRotation]:
     """Yield the parts that the op may serve, each with the rotation of its queries that attention may serve.
 
     In a model that vLLM compiles, or in any if forced.
@@ -76,7 +76,7 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[Front | mla_rotat
         if not hasattr(layer, "rocm_ops_front") or any(lacks(layer)):
             continue
         baseline, dtype = compilation.baseline_of(config, model)(True), config.model_config.dtype
-        one = Front(layer, baseline)
+        one = MlaPreAttention(layer, baseline)
         if (compiles or one.decoder.is_forced) and one.has_kernels(dtype):
             yield one
             yield from mla_rotation.of(one, baseline, dtype)
@@ -110,7 +110,7 @@ def mla_norms(
     if (queries := layer.impl.rocm_ops.rotation) is not None:
         queries.angles = positions, cos_sin_cache, is_neox
     given = qkv, q_weight, kv_weight, epsilon, positions, cos_sin_cache, is_neox, q_out, kv_out, k_pe_out
-    Front.op.call(*given, *of_cache, q_scale, scales_out, scale_ub)
+    MlaPreAttention.op.call(*given, *of_cache, q_scale, scales_out, scale_ub)
 
 
 def cache_of(
@@ -144,7 +144,7 @@ def of_wrapper(theirs: type) -> type:
     class RocmOpsMlaAttention(theirs):
         """Run the op between the projections of vLLM's layer where it was selected."""
 
-        rocm_ops_front: Front | None = None
+        rocm_ops_front: MlaPreAttention | None = None
 
         def forward(self, positions, hidden_states, llama_4_scaling=None):
             front = self.rocm_ops_front
@@ -227,7 +227,7 @@ def install() -> None:
     define()
     seam.replace(MultiHeadLatentAttentionWrapper, of_wrapper(MultiHeadLatentAttentionWrapper))
     split.also_at(OURS, UPDATE)
-    compiled_ops.finders.append(fronts)
+    compiled_ops.pattern_finders.append(pre_attentions)
 
 
 SEAM = seam.Seam(

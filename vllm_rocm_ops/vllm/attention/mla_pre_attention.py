@@ -51,7 +51,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     ]
 
 
-class Front:
+class MlaPreAttention:
     """Implement the part between a layer's projections by the op, and as compiled_ops.py times it.
 
     Its inputs are the first projection's result, positions, slots, and a cache whose pages have one slot.

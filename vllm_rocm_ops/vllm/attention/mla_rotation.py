@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm.attention import mla_absorb
-from vllm_rocm_ops.vllm.attention.mla_pre_attention import Front
+from vllm_rocm_ops.vllm.attention.mla_pre_attention import MlaPreAttention
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -54,7 +54,7 @@ class QueryRotation:
     angles: tuple[Tensor, Tensor, bool] | None = None
     """Positions, cosines and sines, and the pairing, from mla_norms until attention in a step."""
 
-    def __init__(self, front: Front, baseline: str):
+    def __init__(self, front: MlaPreAttention, baseline: str):
         self.front, self.attn, self.decoder = front, front.attn, front.decoder
         self.nope, self.rope = front.layer.qk_nope_head_dim, front.layer.qk_rope_head_dim
         heads, k, n = self.weights.shape
@@ -159,8 +159,8 @@ class QueryRotation:
             return q_pe, None
         given = q_nope, self.weights
         with torch._C.DisableTorchFunctionSubclass():
-            out = mla_absorb.KERNELS.ours(*given)
-            return q_pe, mla_absorb.KERNELS.baseline(*given) if out is None else out
+            out = mla_absorb.COMPARISON.ours(*given)
+            return q_pe, mla_absorb.COMPARISON.baseline(*given) if out is None else out
 
     def vllms(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the same as `ours`, by vLLM's rotation and a launch of the product."""
@@ -185,7 +185,7 @@ class QueryRotation:
         return [rotated.flatten(1), product]
 
 
-def of(front: Front, baseline: str, dtype: torch.dtype) -> Iterator[QueryRotation]:
+def of(front: MlaPreAttention, baseline: str, dtype: torch.dtype) -> Iterator[QueryRotation]:
     """Yield the rotation of a layer's queries, if attention may do it."""
     if not any(lacks(front.attn)):
         one = QueryRotation(front, baseline)

@@ -104,14 +104,14 @@ def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Deci
     """
     if weights is None or weights.dim() != 3 or weights.dtype not in ELEMENTS or weights.shape[2] != GROUP:
         return False
-    name = mla_absorb.KERNELS.op.name
+    name = mla_absorb.COMPARISON.op.name
     if decoder.is_batch_invariant or getattr(decoder.impl, "dcp_world_size", 1) > 1 or weights.stride(1) != 1:
         return False
     if decoder.is_forced or name in decided.off:
         return decoder.is_forced
 
     def wins(native: str, *kind: str) -> bool | None:
-        found = decided.shapes.get(f"{name} {mla_absorb.KERNELS.describe((weights, weights.dtype, *kind))} {native}")
+        found = decided.shapes.get(f"{name} {mla_absorb.COMPARISON.describe((weights, weights.dtype, *kind))} {native}")
         return None if found is None else any(found)
 
     if wins(SEPARATE, KIND) is False:
@@ -149,13 +149,13 @@ class Quantized(mla_absorb.MlaAbsorb):
         return quantized_attention.dequantized(*outputs)
 
 
-class Separate(Quantized):
+class AgainstTwoLaunches(Quantized):
     """Describe the same against the plugin's GEMM followed by vLLM's quantization."""
 
     native = SEPARATE
 
     def plain(self, x: Tensor, weights: Tensor) -> Tensor:
-        return mla_absorb.KERNELS.ours(x, weights)
+        return mla_absorb.COMPARISON.ours(x, weights)
 
 
 def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
@@ -164,13 +164,13 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
     if not isinstance(weights, mla_absorb.Absorbed):
         return
     of, found = (weights, weights.dtype, KIND), []
-    for kernels in () if is_forced else KERNELS:
+    for kernels in () if is_forced else COMPARISONS:
         key = "absorbed", kernels.native, kernels.describe(of)
-        choice = kernel_selection.choice(key) or kernel_selection.choose(key, kernels, kernels.native, of)
+        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, kernels.native, of)
         if choice.layers is not None:
             choice.note(weights, min(max_tokens, mla_absorb.MAX_TOKENS), lambda: of)
         found.append(choice)
     weights.rocm_ops_quantized = tuple(found)
 
 
-KERNELS = Quantized(), Separate()
+COMPARISONS = Quantized(), AgainstTwoLaunches()

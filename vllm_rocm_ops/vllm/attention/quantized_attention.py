@@ -318,10 +318,10 @@ def size_of(node: fx.Node) -> tuple:
 
 def kind_of(marker: fx.Node) -> str:
     """Return the kind of a quantization marker, empty if attention does not support it."""
-    from vllm_rocm_ops.vllm.graph.markers import How
+    from vllm_rocm_ops.vllm.graph.markers import QuantTraits
 
     rows, scale, bound, how = marker.args
-    how = How(*how)
+    how = QuantTraits(*how)
     if bound is not None or how.tma_aligned or how.ue8m0 or how.padding != -1 or rows.meta["example_value"].dim() != 2:
         return ""
     if how.static:

@@ -28,7 +28,7 @@ from vllm_rocm_ops.core import op
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
-from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopeFront
+from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopePreAttention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -156,7 +156,7 @@ def norms_of(layer: torch.nn.Module, size: int, dtype: torch.dtype) -> tuple[tor
     return norms if norms[0].variance_epsilon == norms[1].variance_epsilon else ()
 
 
-def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[RopeFront]:
+def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAttention]:
     """Yield the parts of a model's layers that the op may serve. A rotation that layers share is served in all or none."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
@@ -170,14 +170,14 @@ def fronts(model: torch.nn.Module, compiles: bool) -> Iterator[RopeFront]:
     if not (compiles and splits) or any(getattr(settings.pass_config, name, False) for name in PASSES):
         return
     baseline, dtype = compilation.baseline_of(config, model)(True, has_pass=False), config.model_config.dtype
-    found: dict[torch.nn.Module, list[RopeFront | None]] = {}
+    found: dict[torch.nn.Module, list[RopePreAttention | None]] = {}
     for layer in model.modules():
         rotary, attn = getattr(layer, "rotary_emb", None), getattr(layer, "attn", None)
         if not isinstance(rotary, torch.nn.Module) or not isinstance(attn, Attention):
             continue
         one = None
         if not any(lacks(attn, rotary, dtype)):
-            one = RopeFront(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
+            one = RopePreAttention(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
         found.setdefault(rotary, []).append(one if one and one.has_kernels() else None)
     for of_rotary in found.values():
         if None not in of_rotary and len({bool(one.norms) for one in of_rotary}) == 1:
@@ -351,7 +351,7 @@ def install() -> None:
     """Define the op, and have vLLM split compiled models at it. `fronts` has graphs changed."""
     define()
     split.also_at(OURS, UPDATE)
-    compiled_ops.finders.append(fronts)
+    compiled_ops.pattern_finders.append(pre_attentions)
 
 
 SEAM = seam.Seam(

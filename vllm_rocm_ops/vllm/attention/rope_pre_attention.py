@@ -43,7 +43,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     return [shape_of(heads, rotary, is_neox, dtype, cache) for is_neox in (True, False) for cache in caches]
 
 
-class RopeFront:
+class RopePreAttention:
     """Implement the part of a layer between its projection and attention by an op, and as compiled_ops.py times it.
 
     Its inputs are the projection's result, positions, slots, and a cache.

@@ -69,13 +69,13 @@ def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
             of = layer._k_scale, dtype, Layer(decoder, layer, builder)
             contexts = [Context(decoder, page_size, query_len, keys)]
             if decoder.quantized:
-                contexts.append(Separate(decoder, page_size, query_len, keys))
+                contexts.append(AgainstTwoLaunches(decoder, page_size, query_len, keys))
             for context in contexts:
-                choice = kernel_selection.choice(context.key)
-                choice = choice or kernel_selection.choose(context.key, context, context.native, of)
+                choice = kernel_selection.find_choice(context.key)
+                choice = choice or kernel_selection.new_choice(context.key, context, context.native, of)
                 if choice.layers is not None:
                     choice.note(layer._k_scale, config.scheduler_config.max_num_seqs, lambda of=of: of)
-                if not isinstance(context, Separate):
+                if not isinstance(context, AgainstTwoLaunches):
                     found.append(choice)
         decoder.choices[query_len], decoder.never_ours = tuple(found), None
 
@@ -102,7 +102,7 @@ class Layer:
 
 
 class Context:
-    """Implement `kernel_selection.Kernels` for requests of one query length and one context length.
+    """Implement `kernel_selection.Comparison` for requests of one query length and one context length.
 
     A layer of it: a tensor of the layer, the dtype of its queries, and a `Layer`.
     """
@@ -159,7 +159,7 @@ class Context:
         return found.reshape(len(rows), -1)[:, columns]
 
 
-class Separate(Context):
+class AgainstTwoLaunches(Context):
     """Time fused output quantization against the plugin's attention followed by vLLM's quantization."""
 
     native = quantized_attention.SEPARATE

@@ -45,7 +45,7 @@ class Call:
 
     @property
     def op(self) -> types.SimpleNamespace:
-        """Return the name of the launch, as `kernel_selection.Kernels` has it."""
+        """Return the name of the launch, as `kernel_selection.Comparison` has it."""
         return types.SimpleNamespace(name=f"{NAME}_{self.norm}" if self.norm else NAME)
 
     def describe(self, _: tuple = ()) -> str:
@@ -59,7 +59,7 @@ class Call:
 
 
 @dataclasses.dataclass
-class Shared:
+class GroupAllReduce:
     """Hold the all-reduce of a group, and the choice of each call."""
 
     reduce: Callable
@@ -77,7 +77,7 @@ class Shared:
         return bool(ours) and (all(ours) if everywhere else any(ours))
 
 
-groups: dict[str, Shared] = {}
+groups: dict[str, GroupAllReduce] = {}
 """By vLLM's name of the group."""
 
 
@@ -182,7 +182,7 @@ def node_arguments(op: Op, given: dict[str, object], summed: torch.fx.Node) -> d
 # All-reduces outside of compiled graphs
 
 
-def communicator(theirs: Callable[[Tensor], Tensor], shared: Shared, call: Call) -> Callable[[Tensor], Tensor]:
+def communicator(theirs: Callable[[Tensor], Tensor], shared: GroupAllReduce, call: Call) -> Callable[[Tensor], Tensor]:
     """Return the replacement of a communicator's `all_reduce`."""
 
     def all_reduce(input_: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def communicator(theirs: Callable[[Tensor], Tensor], shared: Shared, call: Call)
     return all_reduce
 
 
-def helper(theirs: Callable, shared: Shared, call: Call) -> Callable:
+def helper(theirs: Callable, shared: GroupAllReduce, call: Call) -> Callable:
     """Return the replacement of a function of `HELPERS`."""
     one_plus = HELPERS[call.helper]
 

@@ -32,7 +32,7 @@ from vllm_rocm_ops.core.op import disabled
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, compilation, compiled_ops
-from vllm_rocm_ops.vllm.graph.all_reduce_norm import Call, Shared
+from vllm_rocm_ops.vllm.graph.all_reduce_norm import Call, GroupAllReduce
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection.group_clock import Clock
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
@@ -87,7 +87,7 @@ def sizes(call: Call, shared_blocks: int) -> list[int]:
     return sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
 
 
-class Both:
+class AllReduceComparison:
     """Describe a call for timing. Both sides get this rank's input, and further arguments equal on all ranks."""
 
     def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable, device: torch.device):
@@ -191,7 +191,7 @@ def digest(tensors: list[Tensor]) -> str:
     return found.hexdigest()
 
 
-def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
+def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callable) -> Measured:
     """Check and time a call on all ranks. Raise `Mismatch` on all if the result is wrong on one."""
     rank, sets = both.group.rank_in_group, [both.inputs(tokens, seed) for seed in range(SETS)]
 
@@ -231,7 +231,9 @@ def measure(both: Both, tokens: int, clock: Clock, agree: Callable) -> Measured:
     return Measured(*map(max, zip(*of_ranks)), *judged[0][2:])
 
 
-def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: dict, end: float) -> Record:
+def measure_all(
+    every: list[AllReduceComparison], clock: Clock, agree: Callable, path, here: dict, end: float
+) -> Record:
     """Time what the first rank's record lacks until `end`, and return the record, equal on all ranks."""
     is_first = every[0].group.rank_in_group == 0
     record = agree(lambda: kernel_selection.read(path, here))[0]
@@ -281,7 +283,7 @@ def measure_all(every: list[Both], clock: Clock, agree: Callable, path, here: di
     return record
 
 
-def key_of(both: Both) -> str:
+def key_of(both: AllReduceComparison) -> str:
     """Return the key of a call in the record."""
     return f"{both.call.op.name} {both.call.describe()} {both.word}"
 
@@ -349,7 +351,8 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     models = compilation.models_of(worker)
     every = agree(
         lambda: [
-            Both(call, norm, group, reduce, group.device) for call, norm in calls_of(worker.vllm_config, models).items()
+            AllReduceComparison(call, norm, group, reduce, group.device)
+            for call, norm in calls_of(worker.vllm_config, models).items()
         ],
         keep=True,
     )
@@ -369,7 +372,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
             Decided({o: w for o, w in record.off.items() if o.startswith(all_reduce_norm.NAME)}, {}),
             set(known[0]),
         )
-    shared = Shared(reduce, choices)
+    shared = GroupAllReduce(reduce, choices)
     if not any(any(choice.ours) for choice in choices.values()):
         reduce.close()
         return
@@ -387,9 +390,9 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
             setattr(worker, name, checked(getattr(worker, name), reduce.check))
 
 
-def made_choice(both: Both, decided: Decided) -> Choice:
+def made_choice(both: AllReduceComparison, decided: Decided) -> Choice:
     """Return the choice of a call, equal on all ranks."""
-    choice = kernel_selection.choose((all_reduce_norm.NAME, both.call), both.call, both.word, ())
+    choice = kernel_selection.new_choice((all_reduce_norm.NAME, both.call), both.call, both.word, ())
     choice.state, choice.ours = "unmeasured", bytes(1)
     choice.decide(decided)
     return choice

@@ -38,7 +38,7 @@ SAMPLED_ROWS = 8
 
 
 @dataclasses.dataclass
-class Choices:
+class CompileChoices:
     """Hold the choices made before vLLM compiles.
 
     Attributes:
@@ -54,7 +54,7 @@ class Choices:
     on: frozenset[str] = frozenset()
 
 
-choices = Choices()
+choices = CompileChoices()
 left_to_vllm: set[str] = set()
 
 
@@ -78,7 +78,7 @@ def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor
     return run
 
 
-class Fused:
+class QuantComparison:
     """Describe a norm or an activation with the linear that reads its quantized result, for `kernel_timing.measure`."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Fused:
         """Do nothing: a graph's pass reads the decision from `choices`."""
 
 
-finders: list[Callable[[torch.nn.Module, bool], Iterator[Fused]]] = []
+pattern_finders: list[Callable[[torch.nn.Module, bool], Iterator[QuantComparison]]] = []
 """Further patterns, by seam: functions of a model and whether vLLM compiles it."""
 norm_rules: list[Callable[..., bool]] = []
 """Further rewrites, by folder: functions of a norm in a graph, its readers and how it is summed, that return whether they served."""
@@ -198,7 +198,9 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     return (groups * scale).flatten(1)
 
 
-def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked) -> Measured:
+def measure_pair(
+    one: QuantComparison, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked
+) -> Measured:
     """Check and time the op against vLLM's, as `kernel_timing.compare`. The errors are the first result's."""
     sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
     rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
@@ -220,7 +222,7 @@ def measure_pair(one: Fused, layers: list[tuple], tokens: int, clock: kernel_tim
 
 def fused_in(
     model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[..., str], compiles: bool
-) -> Iterator[Fused]:
+) -> Iterator[QuantComparison]:
     """Yield the pairs of a norm or an activation and a linear whose input it may quantize.
 
     Norms quantize in models that vLLM compiles. Norms as wide as the model belong to its decoder layers and have a
@@ -258,10 +260,10 @@ def fused_in(
         if key is not None and not (is_mx and is_opaque):
             has_residual, how = is_norm and columns == hidden, baseline(is_norm, producer in opaque, not is_mx)
             op = fused_quant.op_of(tables[is_norm], key, has_residual)
-            yield Fused(op, producer, linear, columns, dtype, has_residual, how)
+            yield QuantComparison(op, producer, linear, columns, dtype, has_residual, how)
 
 
-def decide(found: list[Fused], decided: Decided) -> dict[str, bool]:
+def decide(found: list[QuantComparison], decided: Decided) -> dict[str, bool]:
     """Return, by pattern, whether the op runs. Raises ValueError for a key that has a choice per token count."""
     ours = {}
     for one in found:

@@ -25,7 +25,7 @@ _quantize: dict[tuple[int, ...], Callable] = {}
 _activate: list[Callable] = []
 
 
-class How(NamedTuple):
+class QuantTraits(NamedTuple):
     """Hold the traits, as integers, that distinguish vLLM's quantizations."""
 
     static: int
@@ -102,7 +102,7 @@ def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
         forward: Its computation, not compiled on its own.
     """
     group, padding = quant.group_shape, quant.num_token_padding
-    how = How(
+    how = QuantTraits(
         quant.static,
         group.row,
         group.col,

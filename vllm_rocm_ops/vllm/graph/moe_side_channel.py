@@ -56,7 +56,7 @@ def is_same(x: Tensor, given: Tensor) -> bool:
     )
 
 
-def hand_over(logits: Tensor, how: tuple, weights: Tensor, ids: Tensor) -> None:
+def publish(logits: Tensor, how: tuple, weights: Tensor, ids: Tensor) -> None:
     """Make the next `routed` find the weights and ids that were chosen by these logits and these arguments."""
     current.routed = logits, how, weights, ids
 

@@ -42,7 +42,7 @@ from vllm_rocm_ops.vllm.linear import scaled_linear
 aten = torch.ops.aten
 LINEAR, GATED = (
     getattr(torch.ops.vllm_rocm_ops, kernels.run.__name__).default
-    for kernels in (scaled_linear.KERNELS, scaled_linear.GATED)
+    for kernels in (scaled_linear.COMPARISON, scaled_linear.GATED)
 )
 NORM, ADD_NORM = torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_norm.default
 ALL_REDUCE = torch.ops.vllm.all_reduce.default
@@ -241,7 +241,7 @@ def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
     if marker.target is MX_QUANTIZATION:  # args after x: scale swizzling and alignment
         return (None if any(marker.args[1:]) or marker.kwargs else fused_quant.MX), {}
     _, scale, bound, how = marker.args
-    how = markers.How(*how)
+    how = markers.QuantTraits(*how)
     if how.tma_aligned or how.ue8m0 or how.padding != -1:
         return None, {}
     keys = {(key.scale.static, *key.scale.group_shape): key for key in fused_quant.KEYS}

@@ -53,7 +53,7 @@ def probe(table: str, base: type, config: str, **methods: tuple[str, ...]) -> No
         seam.require_parameters(getattr(base, name), *parameters)
 
 
-class Keeping:
+class HasBaseline:
     """Mix into vLLM's base class of a kind of kernels, and keep vLLM's kernel for the same layer."""
 
     order = None
@@ -68,7 +68,7 @@ class Keeping:
     def keep_native(self, native: type | None, *arguments) -> None:
         """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
         self.native = native and native(*arguments)
-        self.native_name = native and keep(self.native)
+        self.native_name = native and register_baseline(self.native)
         self.order = None if self.native else "plain"
 
 
@@ -97,7 +97,7 @@ def without(kernels: list[type], ours: type):
         kernels.insert(place, ours)
 
 
-def choose(ours: type, config, table: dict, quantization: str) -> type | None:
+def vllm_kernel_for(ours: type, config, table: dict, quantization: str) -> type | None:
     """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests."""
     from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
     from vllm.platforms import current_platform
@@ -119,19 +119,19 @@ def can_keep(native: type | None, base: type) -> tuple[bool, str]:
     return plain, "" if plain else f"leaves the layer to {native.__name__}, which quantizes its input itself"
 
 
-def keep(kernel: object) -> str:
+def register_baseline(kernel: object) -> str:
     """Keep a kernel, and return the name by which `kept` finds it."""
     name = f"{type(kernel).__name__} {kernel.config}"
     _kernels.setdefault(name, kernel)
     return name
 
 
-def kept(name: str) -> object:
+def baseline_named(name: str) -> object:
     """Return the kernel that was kept by this name."""
     return _kernels[name]
 
 
-def run_or_native(native: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
+def run_or_baseline(native: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
     """Run an op where the choice selects it and its kernels support the arguments, else `native()`.
 
     Args:
@@ -165,7 +165,7 @@ def asks_for_aiter(kind: str) -> bool:
     return switched_on and _aiter_ops.IS_AITER_FOUND
 
 
-def leaves(kernel, tokens: Tensor) -> bool:
+def baseline_serves(kernel, tokens: Tensor) -> bool:
     """Return whether an eager call goes to vLLM's kernel, with nothing left to time.
 
     A kernel that never serves its layer hands over all later calls.
@@ -179,7 +179,7 @@ def leaves(kernel, tokens: Tensor) -> bool:
 
 
 class Linear:
-    """Implement `kernel_selection.Kernels` for linear layers.
+    """Implement `kernel_selection.Comparison` for linear layers.
 
     A layer's first value is its weight, [N, K] unless `columns` differs.
     """
@@ -234,7 +234,7 @@ class Linear:
 
     def choice(self, key: tuple, native: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
         """Return the choice for layers of a key, and note the layer if it is to be timed."""
-        choice = kernel_selection.choice(key) or kernel_selection.choose(key, self, native, layer())
+        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, self, native, layer())
         if choice.layers is not None:
             choice.note(weight, tokens, layer)
         return choice

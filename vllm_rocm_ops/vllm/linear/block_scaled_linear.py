@@ -31,7 +31,7 @@ def block_scaled_linear(
         native: The name of the kept kernel.
     """
     given = a, b, scale_a, scale_b, out_dtype, native
-    return KERNELS.serve(KERNELS.choice_of(*given), *given)
+    return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
 class BlockScaledLinear(linear_base.Linear):
@@ -43,7 +43,7 @@ class BlockScaledLinear(linear_base.Linear):
         return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, a.shape[0])
 
     def baseline(self, a, b, scale_a, scale_b, out_dtype, native):
-        return linear_base.kept(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+        return linear_base.baseline_named(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
     def taken(self, a, b, scale_a, scale_b, out_dtype, native):
         return a, b, scale_a, scale_b, out_dtype
@@ -53,7 +53,7 @@ class BlockScaledLinear(linear_base.Linear):
 
     def arguments(self, layer, x, seed):
         b, scale_b, out_dtype, native = layer
-        a, scale_a = linear_base.kept(native).quant_fp8.forward_native(x)  # compiles nothing
+        a, scale_a = linear_base.baseline_named(native).quant_fp8.forward_native(x)  # compiles nothing
         return a, b, scale_a, scale_b, out_dtype, native
 
     def exact(self, arguments, x, rows, columns):
@@ -72,7 +72,7 @@ class BlockScaledLinear(linear_base.Linear):
         return self.exact(a, None, rows, columns)
 
 
-KERNELS = BlockScaledLinear()
+COMPARISON = BlockScaledLinear()
 
 
 def _fake(a, b, scale_a, scale_b, out_dtype, native):
@@ -98,7 +98,7 @@ def install() -> None:
 
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS
 
-    class RocmOpsBlockScaledLinear(linear_base.Keeping, Fp8BlockScaledMMLinearKernel):
+    class RocmOpsBlockScaledLinear(linear_base.HasBaseline, Fp8BlockScaledMMLinearKernel):
         """Choose between `block_scaled_mm` and vLLM's kernel."""
 
         @classmethod
@@ -118,7 +118,7 @@ def install() -> None:
         @classmethod
         def native_class(cls, config):
             """Return the kernel that vLLM would choose without the plugin."""
-            return linear_base.choose(cls, config, table, "fp8_block_w8a8")
+            return linear_base.vllm_kernel_for(cls, config, table, "fp8_block_w8a8")
 
         def __init__(self, config):
             super().__init__(config)
@@ -134,7 +134,7 @@ def install() -> None:
                 replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
             scale = self._get_layer_params(layer).block_scale.data
             described = params.weight, scale, self.config.out_dtype, None
-            fragments = layer, params.weight, KERNELS, self.native, described, scale, self.config.out_dtype
+            fragments = layer, params.weight, COMPARISON, self.native, described, scale, self.config.out_dtype
             if linear_base.wants_fragments(*fragments):
                 replace_parameter(layer, params.WEIGHT, weight_order.in_fragments(params.weight.data))
                 order, self.native = "fragments", None
@@ -142,12 +142,12 @@ def install() -> None:
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             out_dtype = self.config.out_dtype
-            if self.order is None or linear_base.leaves(self, A):
+            if self.order is None or linear_base.baseline_serves(self, A):
                 return self.native.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
             if self.native is None:
                 weight = weight_order.fragments_of(B) if self.order == "fragments" else B
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
-            return KERNELS.call(self, A, B, As, Bs, out_dtype, self.native_name)
+            return COMPARISON.call(self, A, B, As, Bs, out_dtype, self.native_name)
 
     linear_base.register_first(RocmOpsBlockScaledLinear, table, "fp8_block")
 

@@ -33,7 +33,7 @@ def int8_linear(
         native: The name of the kept kernel.
     """
     given = x, weight, weight_scale, input_scale, bias, native
-    return KERNELS.serve(KERNELS.choice_of(*given), *given)
+    return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
 def quantized(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ class Int8Linear(linear_base.Linear):
         return self.choice((native, weight.shape, bias is None), native, layer, weight, x.shape[0])
 
     def baseline(self, x, weight, weight_scale, input_scale, bias, native):
-        kernel = linear_base.kept(native)
+        kernel = linear_base.baseline_named(native)
         values = weight, weight_scale, input_scale, None, None
         return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
 
@@ -91,7 +91,7 @@ class Int8Linear(linear_base.Linear):
         return tokens @ (a.b.t()[columns].float() * scale).t() + linear_base.bias_at(a.bias, columns)
 
 
-KERNELS = Int8Linear()
+COMPARISON = Int8Linear()
 
 
 def _fake(x, weight, weight_scale, input_scale, bias, native):
@@ -118,7 +118,7 @@ def install() -> None:
 
     table = linear._POSSIBLE_INT8_KERNELS
 
-    class RocmOpsInt8Linear(linear_base.Keeping, CutlassInt8ScaledMMLinearKernel):
+    class RocmOpsInt8Linear(linear_base.HasBaseline, CutlassInt8ScaledMMLinearKernel):
         """Choose between `gemm` and vLLM's kernel. Without one, weights are prepared as for CUTLASS and Triton."""
 
         @classmethod
@@ -129,7 +129,7 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_native(linear_base.choose(type(self), c, table, "int8_w8a8"), c, layer_param_names)
+            self.keep_native(linear_base.vllm_kernel_for(type(self), c, table, "int8_w8a8"), c, layer_param_names)
 
         def process_weights_after_loading(self, layer):
             if self.native is None:
@@ -145,7 +145,7 @@ def install() -> None:
             weight_order.note_order(self, layer, "plain" if is_plain else None)
 
         def apply_weights(self, layer, x, bias=None):
-            if self.order is None or linear_base.leaves(self, x):
+            if self.order is None or linear_base.baseline_serves(self, x):
                 return self.native.apply_weights(layer, x, bias)
             weight, weight_scale, input_scale = self._get_layer_params(layer)[:3]
             tokens = x.reshape(-1, x.shape[-1])
@@ -154,7 +154,7 @@ def install() -> None:
                 output = torch.ops.vllm_rocm_ops.gemm(a, weight, x.dtype, scale_a, weight_scale, bias)
             else:
                 arguments = tokens, weight, weight_scale, input_scale, bias, self.native_name
-                output = KERNELS.call(self, *arguments)
+                output = COMPARISON.call(self, *arguments)
             return output.view(*x.shape[:-1], output.shape[-1])
 
     linear_base.register_first(RocmOpsInt8Linear, table, "int8")

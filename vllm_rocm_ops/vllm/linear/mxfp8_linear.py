@@ -72,7 +72,7 @@ def mxfp8_linear(
         native: The name of the kept kernel.
     """
     given = a, scale_a, weight, weight_scale, bias, out_dtype, native
-    return KERNELS.serve(KERNELS.choice_of(*given), *given)
+    return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
 class Mxfp8Linear(linear_base.Linear):
@@ -86,7 +86,7 @@ class Mxfp8Linear(linear_base.Linear):
 
     def baseline(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
-        return linear_base.kept(native).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
+        return linear_base.baseline_named(native).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
 
     def taken(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
         return a, weight, scale_a, weight_scale, out_dtype, bias
@@ -112,7 +112,7 @@ class Mxfp8Linear(linear_base.Linear):
         return self.exact((None, None, a.b, a.scale_b, a.bias), tokens, rows, columns)
 
 
-KERNELS = Mxfp8Linear()
+COMPARISON = Mxfp8Linear()
 
 
 def _fake(a, scale_a, weight, weight_scale, bias, out_dtype, native):
@@ -152,7 +152,7 @@ def install() -> None:
         layer.vllm_rocm_ops_quantize, layer.vllm_rocm_ops_is_mx = quantize, True
         layer.vllm_rocm_ops_column_major_scales = False
 
-    class RocmOpsMxfp8Linear(linear_base.Keeping, Mxfp8LinearKernel):
+    class RocmOpsMxfp8Linear(linear_base.HasBaseline, Mxfp8LinearKernel):
         """Choose between `mxfp8_scaled_mm` and vLLM's kernel."""
 
         supports_pre_processed_weights = True  # as in vLLM's kernels: preparation only rewrites parameters
@@ -169,7 +169,7 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            self.keep_native(linear_base.choose(type(self), c, table, "mxfp8"), c)
+            self.keep_native(linear_base.vllm_kernel_for(type(self), c, table, "mxfp8"), c)
             self.hands_rows = isinstance(self.native, takes_rows)
 
         def process_weights_after_loading(self, layer):
@@ -186,14 +186,14 @@ def install() -> None:
         def apply_weights(self, layer, x, bias=None):
             # vLLM's kernel keeps some weights in bf16. Its emulation does not quantize the input.
             serves = self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
-            if not serves or linear_base.leaves(self, x):
+            if not serves or linear_base.baseline_serves(self, x):
                 return self.native.apply_weights(layer, x, bias)
             weight, weight_scale = layer.weight, layer.weight_scale
             a, scale_a = quantize(x.reshape(-1, x.shape[-1]))
             if self.native is None:
                 output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
             else:
-                output = KERNELS.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.native_name)
+                output = COMPARISON.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.native_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
     linear_base.register_first(RocmOpsMxfp8Linear, table, "mxfp8")

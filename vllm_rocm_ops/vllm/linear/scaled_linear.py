@@ -48,7 +48,7 @@ def scaled_linear(
         native: The name of the kept kernel.
     """
     given = a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native
-    return KERNELS.serve(KERNELS.choice_of(*given), *given)
+    return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
 def _weight(b: Tensor, in_fragments: bool) -> Tensor:
@@ -69,14 +69,14 @@ class ScaledLinear(linear_base.Linear):
 
     def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
         def layer() -> tuple:
-            static = scale_a if linear_base.kept(native).quant_fp8.static else None
+            static = scale_a if linear_base.baseline_named(native).quant_fp8.static else None
             return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
 
         return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, a.shape[0])
 
     def baseline(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
         shape = [a.shape[0], b.numel() // a.shape[1]]
-        return linear_base.kept(native).apply_scaled_mm(
+        return linear_base.baseline_named(native).apply_scaled_mm(
             A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
         )
 
@@ -95,7 +95,7 @@ class ScaledLinear(linear_base.Linear):
 
     def arguments(self, layer, x, seed):
         b, scale_b, bias, out_dtype, in_fragments, native, static, _ = layer
-        a, scale_a = linear_base.kept(native).quant_fp8.forward_native(x, static)  # compiles nothing
+        a, scale_a = linear_base.baseline_named(native).quant_fp8.forward_native(x, static)  # compiles nothing
         scale_a = scale_a if scale_a.numel() == 1 else scale_a[: len(x)]  # some of vLLM's kernels pad the tokens
         return a[: len(x)], b, scale_a, scale_b, bias, out_dtype, in_fragments, native
 
@@ -118,7 +118,7 @@ class ScaledLinear(linear_base.Linear):
         return self.exact((a.a, a.b, a.scale_a, a.scale_b, a.bias, None, False, None), None, rows, columns)
 
 
-KERNELS = ScaledLinear()
+COMPARISON = ScaledLinear()
 
 
 def gated_linear(
@@ -151,12 +151,12 @@ class GatedLinear(ScaledLinear):
         """
         a, b, scale_a, scale_b, _, *rest = arguments
         tokens = a.shape[0]
-        wins = choice.is_ours(tokens) and KERNELS.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)
+        wins = choice.is_ours(tokens) and COMPARISON.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)
         return super().serve(choice, *arguments) if wins else self.baseline(*arguments)
 
     def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
         def layer() -> tuple:
-            static = scale_a if linear_base.kept(native).quant_fp8.static else None
+            static = scale_a if linear_base.baseline_named(native).quant_fp8.static else None
             return b, scale_b, scale, out_dtype, in_fragments, native, static, a.shape[1]
 
         return self.choice(("gated", native, b.shape, in_fragments), native, layer, b, a.shape[0])
@@ -232,7 +232,7 @@ def install() -> None:
 
     table = linear._POSSIBLE_FP8_KERNELS
 
-    class RocmOpsScaledLinear(linear_base.Keeping, FP8ScaledMMLinearKernel):
+    class RocmOpsScaledLinear(linear_base.HasBaseline, FP8ScaledMMLinearKernel):
         """Choose between `scaled_mm` and vLLM's kernel."""
 
         @classmethod
@@ -244,7 +244,7 @@ def install() -> None:
         @classmethod
         def native_class(cls, c):
             """Return the kernel that vLLM would choose without the plugin."""
-            return linear_base.choose(cls, c, table, "fp8_w8a8")
+            return linear_base.vllm_kernel_for(cls, c, table, "fp8_w8a8")
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
@@ -262,7 +262,7 @@ def install() -> None:
             static = weight if self.quant_fp8.static else None
             bias, k = getattr(layer, "bias", None), weight_order.rows_of(weight).shape[1]
             described = weight, scale, bias, out_dtype, False, self.native_name, static, k
-            fragments = layer, weight, KERNELS, self.native, described, scale, out_dtype
+            fragments = layer, weight, COMPARISON, self.native, described, scale, out_dtype
             if order == "plain" and linear_base.wants_fragments(*fragments):
                 replace_parameter(layer, name, weight_order.in_fragments(weight).t())
                 order, self.native = "fragments", None
@@ -270,14 +270,14 @@ def install() -> None:
 
         def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
             in_fragments = self.order == "fragments"
-            if self.order is None or linear_base.leaves(self, A):
+            if self.order is None or linear_base.baseline_serves(self, A):
                 arguments = {"A": A, "B": B, "As": As, "Bs": Bs, "bias": bias, "output_shape": output_shape}
                 output = self.native.apply_scaled_mm(out_dtype=out_dtype, **arguments)
             elif self.native is None:
                 weight = _weight(B, in_fragments)
                 output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
             else:
-                output = KERNELS.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name)
+                output = COMPARISON.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name)
             return output if len(output_shape) == 2 else output.view(*output_shape[:-1], output.shape[-1])
 
     linear_base.register_first(RocmOpsScaledLinear, table, "fp8")

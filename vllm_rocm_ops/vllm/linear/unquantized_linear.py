@@ -27,8 +27,8 @@ MAX_TOKENS = 16  # default token limit, before timing (kernel_selection.py)
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run `unquantized_gemm`, or vLLM's function, on x [..., K], weight [N, K] and bias [N] or None."""
-    theirs = functools.partial(KERNELS.baseline, x, weight, bias)
-    return linear_base.run_or_native(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
+    theirs = functools.partial(COMPARISON.baseline, x, weight, bias)
+    return linear_base.run_or_baseline(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
 
 
 def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.Choice:
@@ -44,7 +44,9 @@ def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
     """Return the choice for layers of this shape. `native` distinguishes choices without a timed baseline."""
     weight, bias, dtype = layer
     key = "unquantized", weight.shape, dtype, bias is None
-    return kernel_selection.choice(key) or kernel_selection.choose(key, KERNELS, native or replaced(), layer)
+    return kernel_selection.find_choice(key) or kernel_selection.new_choice(
+        key, COMPARISON, native or replaced(), layer
+    )
 
 
 class UnquantizedLinear(linear_base.Linear):
@@ -77,7 +79,7 @@ class UnquantizedLinear(linear_base.Linear):
         return self.exact(a, a.x, rows, columns)
 
 
-KERNELS = UnquantizedLinear()
+COMPARISON = UnquantizedLinear()
 
 
 def _fake(x, weight, bias):
@@ -90,7 +92,7 @@ define(unquantized_linear, _fake)
 def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return `unquantized_gemm`, or None for calls left to vLLM."""
     choice = _choice((weight, bias, x.dtype), "within vLLM's op")  # not timed: it has no call without the plugin
-    return linear_base.run_or_native(lambda: None, ops.unquantized_gemm, choice, x, weight, bias)
+    return linear_base.run_or_baseline(lambda: None, ops.unquantized_gemm, choice, x, weight, bias)
 
 
 def replaced() -> str:

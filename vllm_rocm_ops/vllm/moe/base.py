@@ -112,15 +112,15 @@ def run(
             global_num_experts,
         )
         layer = w1, w2, out_dtype, experts, *how
-        choice = kernel_selection.choice(key)
+        choice = kernel_selection.find_choice(key)
         if choice is None:
-            choice = kernel_selection.choose(key, KERNELS, experts.native_class().__name__, layer)
+            choice = kernel_selection.new_choice(key, COMPARISON, experts.native_class().__name__, layer)
         if choice.layers is not None:
             choice.note(w1, len(hidden), lambda: layer)
         experts.choice = choice
     if choice.is_never_ours:
         experts.leave()
-    return linear_base.run_or_native(theirs, ops.fused_experts, choice, *arguments)
+    return linear_base.run_or_baseline(theirs, ops.fused_experts, choice, *arguments)
 
 
 class Experts:
@@ -198,7 +198,7 @@ class Experts:
         return self.exact((layer, None, a.topk_weights, a.topk_ids), a.hidden, rows, columns)
 
 
-KERNELS = Experts()
+COMPARISON = Experts()
 
 
 def _exact(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool) -> Tensor:

@@ -26,7 +26,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared.experts import scheme
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm.graph import compiled_ops, model_queries, moe_side_channel
-from vllm_rocm_ops.vllm.graph.compiled_ops import Fused, dequantized
+from vllm_rocm_ops.vllm.graph.compiled_ops import QuantComparison, dequantized
 from vllm_rocm_ops.vllm.moe import expert_support
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -86,7 +86,7 @@ def hidden_of(model: torch.nn.Module) -> int:
     return sizes.pop() if len(sizes) == 1 and fused_quant.has_kernels(OP.name) else 0
 
 
-class Beside(Fused):
+class Beside(QuantComparison):
     """Residual add, norm and quantization before an MoE layer: one launch against the norm and a separate quantization.
 
     Both outputs are checked.
@@ -119,7 +119,7 @@ class Beside(Fused):
         return [dequantized(values[:tokens], scale), plain, residual]
 
 
-def found(model: torch.nn.Module, compiles: bool) -> Iterator[Fused]:
+def found(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
     """Yield a norm that precedes the MoE layers of a compiled model."""
     size = hidden_of(model) if compiles else 0
     norms = [norm for norm in model_queries.norms(model) if len(norm.weight) == size] if size else []
@@ -223,14 +223,14 @@ def also_quantize(norm: Norm, readers: list[fx.Node], summed: Callable) -> bool:
     values = fx.map_arg(given, lambda node: node.meta["val"])
     makes = OP.allocate(OP.Arguments(**{name: values[name] for name in OP.Arguments._fields if name in values}))
     _, *quantized = rewrite.insert(norm, OP, given, [], summed(norm, OP, given), makes)[:3]
-    hand_over(layer, *quantized)
+    give_quantized(layer, *quantized)
     return True
 
 
 compiled_ops.norm_rules.append(also_quantize)
 
 
-def hand_over(layer: fx.Node, values: fx.Node, scales: fx.Node) -> None:
+def give_quantized(layer: fx.Node, values: fx.Node, scales: fx.Node) -> None:
     """Make an MoE layer's call take quantized hidden states, too."""
     ours, given = ops_beside()[called(layer)], {"values": values, "scales": scales}
     is_functional = layer.target is auto_functionalized

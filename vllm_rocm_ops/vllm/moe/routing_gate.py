@@ -85,11 +85,11 @@ class RoutingGate:
                 made = router.run(x, weight, how) if x.dtype == weight.dtype else None
                 if made is not None:
                     logits, *chosen = made
-                    moe_side_channel.hand_over(logits, how, *chosen)
+                    moe_side_channel.publish(logits, how, *chosen)
                     return (logits, None) if self.return_bias else logits
             elif any(one.is_never_ours for one in router.choices):
                 forward = super().forward  # found before the class changes
-                leave(self)
+                restore_baseline(self)
                 return forward(x)
         return super().forward(x)
 
@@ -100,7 +100,7 @@ def routing(plain: type) -> type:
     return type(f"Routing{plain.__name__}", (RoutingGate, plain), {})
 
 
-def leave(gate: torch.nn.Module) -> None:
+def restore_baseline(gate: torch.nn.Module) -> None:
     """Give a gate its class back."""
     gate.__class__ = type(gate).__bases__[1]
 
@@ -157,10 +157,10 @@ def adopt_layer(layer: torch.nn.Module) -> None:
     """Give the gate of an MoE layer the plugin's class."""
     gate, router = layer.gate, Router(layer)
     of, found = (gate.weight, gate.weight.dtype, router), []
-    for kernels in KERNELS:
+    for kernels in COMPARISONS:
         native = kernels.native()
         key = "router", native, kernels.describe(of)
-        choice = kernel_selection.choice(key) or kernel_selection.choose(key, kernels, native, of)
+        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, native, of)
         if choice.layers is not None:
             choice.note(gate.weight, MAX_TOKENS, lambda: of)
         found.append(choice)
@@ -231,7 +231,7 @@ class RoutingGates:
         """Return the logits by the baseline's GEMM."""
         if x.device.type == "cpu":
             return torch.nn.functional.linear(x, weight)
-        return unquantized_linear.KERNELS.baseline(x, weight, None)
+        return unquantized_linear.COMPARISON.baseline(x, weight, None)
 
     def shown(self, outputs: tuple) -> Tensor:
         """Return the logits, NaN for tokens whose weights and ids do not follow from them.
@@ -257,7 +257,7 @@ class RoutingGates:
         return of[rows].float() @ weight[columns].float().t()
 
 
-class Separate(RoutingGates):
+class AgainstTwoLaunches(RoutingGates):
     """Describe the same against `unquantized_gemm` and the plugin's routing."""
 
     def native(self) -> str:
@@ -270,4 +270,4 @@ class Separate(RoutingGates):
         return super().product(x, weight) if found is None else found
 
 
-KERNELS = RoutingGates(), Separate()
+COMPARISONS = RoutingGates(), AgainstTwoLaunches()

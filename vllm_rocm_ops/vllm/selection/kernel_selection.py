@@ -58,7 +58,7 @@ class Refused(Exception):
     """Signal that the plugin's kernels do not support the call to be timed."""
 
 
-def run_ours(kernels: Kernels, *arguments):
+def run_ours(kernels: Comparison, *arguments):
     """Return the plugin's result of a call to be timed.
 
     Raises:
@@ -93,7 +93,7 @@ NATIVE = Measured(None, None)
 """The entry where nothing was timed and vLLM's kernel serves."""
 
 
-class Kernels(Protocol):
+class Comparison(Protocol):
     """Describe the plugin's op and vLLM's kernel for the same calls.
 
     A `layer` is a tuple of what a call has besides its tokens, for one layer of the model.
@@ -142,7 +142,7 @@ class Choice:
         most: The largest token count of a call.
     """
 
-    def __init__(self, kernels: Kernels, native: str, layer: tuple):
+    def __init__(self, kernels: Comparison, native: str, layer: tuple):
         self.kernels, self.native = kernels, native.partition(" ")[0]
         self.shape = kernels.describe(layer)
         self.key = f"{kernels.op.name} {self.shape} {self.native}"
@@ -195,12 +195,12 @@ _session = _Session()
 _choices: dict[tuple, Choice] = {}
 
 
-def choice(key: tuple) -> Choice | None:
+def find_choice(key: tuple) -> Choice | None:
     """Return the choice for calls with this key, None if there is none yet."""
     return _choices.get(key)
 
 
-def choose(key: tuple, kernels: Kernels, native: str, layer: tuple) -> Choice:
+def new_choice(key: tuple, kernels: Comparison, native: str, layer: tuple) -> Choice:
     """Create the choice for calls with this key."""
     made = _choices[key] = Choice(kernels, native, layer)
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
@@ -219,12 +219,12 @@ def wins(key: str) -> bytes:
     return b"" if key.partition(" ")[0] in _session.decided.off else _session.decided.shapes.get(key, b"")
 
 
-def choices() -> list[Choice]:
+def all_choices() -> list[Choice]:
     """Return all choices of this process."""
     return list(_choices.values())
 
 
-def start() -> None:
+def begin_recording() -> None:
     """Note layers from now on, as a model is about to be loaded."""
     _session.records, _session.spent = envs.VLLM_ROCM_OPS_MEASURE != "0", 0.0
 
@@ -239,10 +239,10 @@ def spent() -> float:
     return _session.spent
 
 
-def settle(decided: Decided) -> None:
+def apply_decisions(decided: Decided) -> None:
     """Apply decisions to all choices, and stop noting layers."""
     _session.records, _session.decided = False, decided
-    for one in choices():
+    for one in all_choices():
         one.layers = None
         one.decide(decided)
 

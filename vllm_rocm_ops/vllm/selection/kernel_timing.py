@@ -35,8 +35,8 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import (
     GROUP,
     NATIVE,
     Choice,
+    Comparison,
     Decided,
-    Kernels,
     Measured,
     Record,
     Refused,
@@ -130,7 +130,7 @@ def sizes(captured: Iterable[int], most: int) -> list[int]:
     return sorted(found | {most})
 
 
-def estimate(kernels: Kernels, layer: tuple, layers: int, tokens: int, bandwidth_gb_s: float) -> tuple[int, float]:
+def estimate(kernels: Comparison, layer: tuple, layers: int, tokens: int, bandwidth_gb_s: float) -> tuple[int, float]:
     """Return how many layers a graph calls, and the seconds to time the pair."""
     us = call_us(*kernels.work(layer, tokens), bandwidth_gb_s)
     calls = calls_of_graph(us, layers)
@@ -391,11 +391,11 @@ def warm_up(
         gather: Returns the decisions of all ranks.
         says: Whether this process logs the result.
     """
-    wanted = {one: sizes(captured, min(most, one.most)) for one in kernel_selection.choices() if one.layers}
+    wanted = {one: sizes(captured, min(most, one.most)) for one in kernel_selection.all_choices() if one.layers}
     record, decided = agree(wanted, clock, gather)
-    kernel_selection.settle(decided)
+    kernel_selection.apply_decisions(decided)
     if says:
-        say(record, decided, {one.key for one in kernel_selection.choices()})
+        say(record, decided, {one.key for one in kernel_selection.all_choices()})
 
 
 def agree(

@@ -1,4 +1,4 @@
-"""Map each op to its `Kernels`: the plugin's kernel and vLLM's for the same call, see kernel_selection.py.
+"""Map each op to its `Comparison`: the plugin's kernel and vLLM's for the same call, see kernel_selection.py.
 
 The commands know a model's call by op and arguments. For them each entry also has
 
@@ -11,16 +11,16 @@ from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
 from vllm_rocm_ops.vllm.moe import base as experts
 
-KERNELS = {
+COMPARISONS = {
     kernels.op: kernels
     for kernels in (
-        scaled_linear.KERNELS,
+        scaled_linear.COMPARISON,
         scaled_linear.GATED,
-        block_scaled_linear.KERNELS,
-        mxfp8_linear.KERNELS,
-        int8_linear.KERNELS,
-        unquantized_linear.KERNELS,
-        experts.KERNELS,
-        mla_absorb.KERNELS,
+        block_scaled_linear.COMPARISON,
+        mxfp8_linear.COMPARISON,
+        int8_linear.COMPARISON,
+        unquantized_linear.COMPARISON,
+        experts.COMPARISON,
+        mla_absorb.COMPARISON,
     )
 }
