@@ -381,7 +381,7 @@ def test_only_these_commands_import_the_plugin():
     assert asks == {f"vllm_rocm_ops.{module}" for module in wanted}
     found = {module for asking in asks for module in graph[asking] & plugin}
     doors = {
-        *("kernels", "coverage", "seam"),
+        *("comparisons", "coverage", "seam"),
         *("selection.kernel_selection", "selection.kernel_timing", "selection.replays"),
         "attention.decoder",
         "attention.mla_pre_attention",
