@@ -79,7 +79,7 @@ class Flags:
 
 
 def is_amd(arch: str) -> bool:
-    """Return whether an arch is AMD's."""
+    """True if an arch is AMD's."""
     return arch.startswith("gfx")
 
 

@@ -228,7 +228,7 @@ def replay_together(group, graphs: list, streams: list, flush: Callable[[], None
 
 
 class Others:
-    """Hold the available all-reduces of other libraries: calls by name, and the context to capture their graphs in."""
+    """The available all-reduces of other libraries: calls by name, and the context to capture their graphs in."""
 
     def __init__(self, options: argparse.Namespace, op, reduce, group, device: torch.device):
         self.op, self.reduce, self.group, self.device, self.options = op, reduce, group, device, options

@@ -32,7 +32,7 @@ TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 class DecodeShape(NamedTuple):
-    """Describe a linear layer of a model with m tokens."""
+    """A linear layer of a model with m tokens."""
 
     model: str
     call: LayerCall

@@ -184,7 +184,7 @@ def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
 
 
 class Recorded(NamedTuple):
-    """Hold the recorded call of one of the plugin's classes in a decode step."""
+    """The recorded call of one of the plugin's classes in a decode step."""
 
     ours: object
     method: str

@@ -162,7 +162,7 @@ def server_command(folder: Path, side: str, port: int, changed: dict, on_cpu: bo
 
 
 def answers(url: str) -> bool:
-    """Return whether a server answers at a URL with status 200."""
+    """True if a server answers at a URL with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return response.status == 200

@@ -75,7 +75,7 @@ def shapes(weights: str, options) -> list[DecodeShape]:
 
 
 class Study(NamedTuple):
-    """Describe a launch of an op, its weight arguments, and the bytes of the weight that a call needs."""
+    """A launch of an op, its weight arguments, and the bytes of the weight that a call needs."""
 
     op: Op
     case: str

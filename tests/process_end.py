@@ -6,7 +6,7 @@ import psutil
 
 
 def ended(pid: int) -> bool:
-    """Return whether a process ends within 5 s; an unreaped one has ended."""
+    """True if a process ends within 5 s; an unreaped one has ended."""
     for _ in range(100):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:

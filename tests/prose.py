@@ -28,10 +28,8 @@ PHRASES = {
 }
 HEADLESS = "headless"
 
-VERBS = frozenset((ROOT / "tests" / "data" / "verbs.txt").read_text().split())
-"""First words of a function's docstring."""
 OPENINGS = {"of", "that", "those", "what", "which", "whether", "how", "who", "whose", "where", "when", "why"}
-"""First words that make any docstring headless."""
+"""First words that make a docstring headless."""
 
 
 def in_markdown(text: str) -> str:
@@ -78,33 +76,20 @@ def in_python(text: str) -> str:
     return "".join(kept) + hidden(text[done:])
 
 
-def is_headless(node: ast.AST, docstring: str) -> bool:
-    """Return whether a docstring lacks its verb.
-
-    A function's docstring begins with an imperative verb and a capital letter. A class, a module, a property, a value and a test may be described by a
-    noun or a sentence.
-    """
-    words = [word.strip(".,:;`'\"()").lower() for word in docstring.split()[:2]]
-    is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    if not words or not is_function or node.name.startswith("test_") or is_property(node):
-        return bool(words) and words[0] in OPENINGS
-    is_noun = words[1:] == ["of"] and words[0] != "warn"
-    return words[0] not in VERBS or is_noun or not docstring.lstrip()[0].isupper()
+def is_headless(docstring: str) -> bool:
+    """True if a docstring begins within a sentence."""
+    words = docstring.split()
+    return bool(words) and words[0].strip(".,:;`'\"()").lower() in OPENINGS
 
 
-def is_property(node: ast.FunctionDef) -> bool:
-    """Return whether a function is used as a value."""
-    return any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
-
-
-def docstrings(tree: ast.AST) -> Iterator[tuple[ast.AST | None, ast.Expr, str]]:
-    """Yield each docstring with its node and its owner, which is None for a value's."""
+def docstrings(tree: ast.AST) -> Iterator[tuple[ast.Expr, str]]:
+    """Yield each docstring, a value's too, with its node."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        for i, statement in enumerate(body if isinstance(body, list) else ()):
+        for statement in body if isinstance(body, list) else ():
             value = getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield (node if i == 0 else None), statement, value.value
+                yield statement, value.value
 
 
 def faults(suffix: str, text: str) -> Iterator[tuple[str, int, str]]:
@@ -114,8 +99,8 @@ def faults(suffix: str, text: str) -> Iterator[tuple[str, int, str]]:
         for match in re.finditer(pattern, written, re.IGNORECASE):
             yield fault, text.count("\n", 0, match.start()) + 1, " ".join(match[0].split())
     if suffix == ".py":
-        for node, statement, docstring in docstrings(ast.parse(text)):
-            if is_headless(node, docstring):
+        for statement, docstring in docstrings(ast.parse(text)):
+            if is_headless(docstring):
                 yield HEADLESS, statement.lineno, docstring.strip().partition("\n")[0]
 
 

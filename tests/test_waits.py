@@ -57,7 +57,7 @@ def counts_as_vector_memory(ins: Instruction) -> bool:
 
 
 def is_load(ins: Instruction) -> bool:
-    """Return whether an instruction loads to registers."""
+    """True if an instruction loads to registers."""
     return counts_as_vector_memory(ins) and "_load_" in ins.mnemonic and bool(effects(ins)[1])
 
 
@@ -71,12 +71,12 @@ def left_in_flight(ins: Instruction) -> int | None:
 
 
 def is_conversion(ins: Instruction) -> bool:
-    """Return whether an instruction converts e4m3 to 16 bits."""
+    """True if an instruction converts e4m3 to 16 bits."""
     return ins.mnemonic.startswith(("v_cvt_pk_f32_fp8", "v_cvt_pk", "v_perm", "v_pack"))
 
 
 def is_store_or_barrier(ins: Instruction) -> bool:
-    """Return whether an instruction stores or is a barrier, as at the end of a tile."""
+    """True if an instruction stores or is a barrier, as at the end of a tile."""
     stores = ins.mnemonic.startswith("ds_write") or (counts_as_vector_memory(ins) and not is_load(ins))
     return stores or ins.mnemonic == "s_barrier"
 
@@ -213,7 +213,7 @@ class Loop:
 
     @cached_property
     def streams(self) -> bool:
-        """Return whether a matrix instruction reads a loaded register, or a value converted from one."""
+        """True if a matrix instruction reads a loaded register, or a value converted from one."""
         loaded: set[int] = set()
         for _ in range(2):
             for ins, (reads, writes) in zip(self.on_path, self.touched, strict=True):

@@ -25,7 +25,7 @@ def unstaged(name: str) -> AbstractContextManager:
 
 @dataclass(frozen=True)
 class Contest:
-    """Describe a contest's task.
+    """A contest's task.
 
     make(sizes, seed, device, fp8_dtype) returns the data of a call. reference(data) returns the expected outputs, ours(data, stage)
     the plugin's. Both may change `data`: copy(data) returns a copy in separate memory, and again(data) undoes a call's changes.

@@ -73,7 +73,7 @@ class Raised(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold the result of a problem.
+    """The result of a problem.
 
     `wrong` is the fault, "" if it is correct, None if it was not checked. `times` and `stages` are seconds of the calls and of the
     plugin's stages. `ran` lists the kernels of the plugin's ops.
@@ -165,7 +165,7 @@ class Judge:
         return "", tuple(times)
 
     def enough(self, times: list[float], seconds: float, begun: float) -> bool:
-        """Return whether the times suffice."""
+        """True if the times suffice."""
         error = statistics.stdev(times) / len(times) ** 0.5
         certain = error < self.contest.error * statistics.mean(times)
         return certain or sum(times) > seconds or time.perf_counter() - begun > WALL_SECONDS

@@ -28,7 +28,7 @@ THETA = 10000.0
 
 @dataclass
 class Config:
-    """Describe a layer, under the contest's names."""
+    """A layer, under the contest's names."""
 
     batch_size: int
     dim: int
@@ -54,7 +54,7 @@ class Config:
 
 
 class KVCache:
-    """Hold a dense cache [batch, length, 576] with `seq_len` filled rows, under the contest's names."""
+    """A dense cache [batch, length, 576] with `seq_len` filled rows, under the contest's names."""
 
     def __init__(self, data: torch.Tensor, seq_len: int = 0):
         self.data, self.seq_len, self.filled = data, seq_len, seq_len

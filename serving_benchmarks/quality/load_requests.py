@@ -28,7 +28,7 @@ PREFIX = 160  # tokens of the shared prefix
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Describe a request: its kind, prompt tokens, tokens to generate, and after how many chunks its client disconnects."""
+    """A request: its kind, prompt tokens, tokens to generate, and after how many chunks its client disconnects."""
 
     kind: str
     prompt: tuple[int, ...]
@@ -38,7 +38,7 @@ class Ask:
 
     @property
     def is_compared(self) -> bool:
-        """Return whether its answer is compared with a lone run's."""
+        """True if its answer is compared with a lone run's."""
         return self.kind != "bad" and self.leaves_after is None
 
     def body(self, **more) -> dict:
@@ -49,7 +49,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Hold the tokens of an answer and their log probabilities."""
+    """The tokens of an answer and their log probabilities."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -290,7 +290,7 @@ async def stopped_while_it_measures(server: Server, session: Session) -> psutil.
 
 
 def has_open(process: psutil.Process, path: pathlib.Path) -> bool:
-    """Return whether a process has a file open, as the measuring one has the tables' lock."""
+    """True if a process has a file open, as the measuring one has the tables' lock."""
     try:
         return any(pathlib.Path(file.path).samefile(path) for file in process.open_files())
     except (psutil.Error, OSError):

@@ -110,7 +110,7 @@ class Server:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs; init may take a while to reap an ended one."""
+    """True if a process runs; init may take a while to reap an ended one."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -131,7 +131,7 @@ def spawn(command: list[str], environment: dict[str, str], log: pathlib.Path) ->
 
 
 class Session:
-    """Hold a folder with a model, and its servers."""
+    """A folder with a model, and its servers."""
 
     def __init__(self, arguments: argparse.Namespace, folder: pathlib.Path, spawn: Callable = spawn):
         self.arguments, self.folder, self.spawn, self.servers = arguments, folder, spawn, []

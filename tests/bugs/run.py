@@ -96,7 +96,7 @@ class FirstFailure:
             items[:] = sorted(filter(self.concerns, items), key=lambda item: item.path.stem != "test_ops")
 
     def concerns(self, item: pytest.Item) -> bool:
-        """Return whether a test has one of the ops as a parameter, or else its file names one."""
+        """True if a test has one of the ops as a parameter, or else its file names one."""
         given = getattr(item, "callspec", None)
         of = given and (given.params.get("the_op") or given.params.get("name"))
         named = getattr(of, "name", of) in self.ops

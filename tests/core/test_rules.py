@@ -360,7 +360,7 @@ def test_each_rule_is_broken_alone(the_op):
 
 
 def takes(blocks: tuple[int, int, int], threads: tuple[int, int, int]) -> bool:
-    """Return whether HIP and CUDA take a launch of this size."""
+    """True if HIP and CUDA take a launch of this size."""
     in_32_bits = all(count * of_block < 2**32 for count, of_block in zip(blocks, threads))
     return in_32_bits and blocks[0] < 2**31 and max(blocks[1:]) <= 65535
 

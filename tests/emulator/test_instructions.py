@@ -307,7 +307,7 @@ def divide(n: int, d: int) -> int:
 
 
 def comparable_quotient(n: int, d: int) -> bool:
-    """Return whether the sequence's last step is exact: not with denormal results."""
+    """True if the sequence's last step is exact: not with denormal results."""
     x, y = f32(n), f32(d)
     return not (math.isfinite(x) and math.isfinite(y) and x and y) or abs(x / y) > 2.0**-125
 

@@ -177,7 +177,7 @@ def run(the_op: Op, given: tuple, config, device: str) -> str:
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits, whatever their strides."""
+    """True if two tensors have the same bits, whatever their strides."""
     bits = (torch.empty(of.shape, dtype=of.dtype).copy_(of).reshape(-1).view(torch.uint8) for of in (x, y))
     return torch.equal(*bits)
 

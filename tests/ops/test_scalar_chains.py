@@ -168,7 +168,7 @@ def test_products_wait_for_their_arguments_once(arch):
 
 
 def has_reciprocal(code: CodeObject, kernel: KernelObject) -> bool:
-    """Return whether a kernel has a v_rcp_iflag_f32, as VOP1 (also with SDWA or DPP) or VOP3.
+    """True if a kernel has a v_rcp_iflag_f32, as VOP1 (also with SDWA or DPP) or VOP3.
 
     Words that look like one are decoded in their kernel: they may be another instruction's second word.
     """

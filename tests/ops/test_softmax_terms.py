@@ -148,7 +148,7 @@ CALLS: dict[str, Callable] = {
 
 
 def has_softmax(function: Callable) -> bool:
-    """Return whether a formula, or one that it calls, has a softmax or the sum of one."""
+    """True if a formula, or one that it calls, has a softmax or the sum of one."""
     code = inspect.getsource(function)
     called = {name for name in re.findall(r"\b(\w+)\(", code) if inspect.isfunction(vars(formulas).get(name))}
     own = re.search(r"torch\.(softmax|logsumexp|exp)\(", code)

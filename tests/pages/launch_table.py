@@ -121,7 +121,7 @@ def most_us(of: dict[str, list[Kernel]]) -> float:
 
 
 def in_layers(kernel: Kernel, layers: int) -> bool:
-    """Return whether a kernel belongs to the layers: at least half of them have it."""
+    """True if a kernel belongs to the layers: at least half of them have it."""
     return kernel.calls >= layers / 2 and kernel.what != names.RUNNER
 
 

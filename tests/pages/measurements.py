@@ -38,7 +38,7 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def in_git() -> bool:
-    """Return whether this is a checkout and git is installed."""
+    """True if this is a checkout and git is installed."""
     return (ROOT / ".git").exists() and shutil.which("git") is not None
 
 
@@ -444,7 +444,7 @@ SHOWN_BATCHES = (1, 8, 32, 64)  # in the tables of speedups
 
 
 def is_whole(case: EngineCase) -> bool:
-    """Return whether a case has all layers of its model, or several ranks."""
+    """True if a case has all layers of its model, or several ranks."""
     options = options_of(next(iter(case.runs.values())).command)
     return case.layers == "all" or options.tensor_parallel_size * options.data_parallel_size > 1
 

@@ -571,7 +571,7 @@ def named_ops(node: ast.AST) -> frozenset[str]:
 
 
 def tabulates_op(node: ast.AST, name: str) -> bool:
-    """Return whether a syntax tree has an op's name as a string, as the tables in fused_quant.py do."""
+    """True if a syntax tree has an op's name as a string, as the tables in fused_quant.py do."""
     return any(isinstance(part, ast.Constant) and part.value == name for part in ast.walk(node))
 
 

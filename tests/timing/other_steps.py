@@ -23,7 +23,7 @@ def slopes() -> list[tuple[str, int, float, float]]:
 
 
 def explained() -> bool:
-    """Return whether the constants of baseline.py explain all slopes within `KEPT`."""
+    """True if the constants of baseline.py explain all slopes within `KEPT`."""
     return all(abs(found / published - 1) <= KEPT for *_, published, found in slopes())
 
 

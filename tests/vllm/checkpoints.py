@@ -261,7 +261,7 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
 
 
 def has_experts(config: dict, layer: int) -> bool:
-    """Return whether a layer has experts."""
+    """True if a layer has experts."""
     dense = config.get("mlp_only_layers", range(config.get("first_k_dense_replace", 0)))
     return "num_experts_per_tok" in config and layer not in dense
 

@@ -27,7 +27,7 @@ class Explanation:
 
     @property
     def is_fallback(self) -> bool:
-        """Return whether the reference runs. A call that needs no launch, as with no rows, is not a fallback."""
+        """True if the reference runs. A call that needs no launch, as with no rows, is not a fallback."""
         return self.config is None
 
     def __str__(self) -> str:

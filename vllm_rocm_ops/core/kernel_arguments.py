@@ -60,7 +60,7 @@ def in_order(l: Launch) -> Parameters:
 
 
 def _fits(arg, type: str) -> bool:
-    """Return whether an argument fits a type."""
+    """True if an argument fits a type."""
     if type == "pointer" or isinstance(arg, POINTERS):
         return type == "pointer" and isinstance(arg, POINTERS)
     if type.startswith("f"):

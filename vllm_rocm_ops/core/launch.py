@@ -125,7 +125,7 @@ def built(module: str, arch_name: str) -> Path:
 
 @functools.cache
 def _is_whole(path: Path, *version: int) -> bool:
-    """Return whether a code object has its stamp's hash; without a hash it counts as whole."""
+    """True if a code object has its stamp's hash; without a hash it counts as whole."""
     return stamp(path).get("sha256") in (None, hashlib.sha256(path.read_bytes()).hexdigest())
 
 

@@ -43,7 +43,7 @@ def fallbacks() -> dict[str, dict[str, int]]:
 
 
 def is_fallback(kernel: str) -> bool:
-    """Return whether a key of `stats()` is a fallback on a GPU."""
+    """True if a key of `stats()` is a fallback on a GPU."""
     return kernel.startswith(FALLBACK) and kernel != FALLBACK + NO_GPU
 
 

@@ -40,7 +40,7 @@ def canonical(tensor: Tensor) -> Tensor:
 
 
 def aligned(tensor: Tensor | None, size: int = 16) -> bool:
-    """Return whether every row of the tensor starts at a multiple of `size` bytes."""
+    """True if every row of the tensor starts at a multiple of `size` bytes."""
     if tensor is None:
         return True
     address = 0 if tensor.is_meta else tensor.data_ptr()
@@ -50,7 +50,7 @@ def aligned(tensor: Tensor | None, size: int = 16) -> bool:
 
 
 def is_wide_float(tensor: Tensor) -> bool:
-    """Return whether a tensor has floating point elements of 16 bits or more."""
+    """True if a tensor has floating point elements of 16 bits or more."""
     return tensor.is_floating_point() and tensor.element_size() >= 2
 
 
@@ -61,7 +61,7 @@ def extent(tensor: Tensor) -> int:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether elements may overlap: a dimension's stride is within the reach of smaller strides."""
+    """True if elements may overlap: a dimension's stride is within the reach of smaller strides."""
     reach = 1
     for step, size in sorted((step, size) for size, step in zip(tensor.shape, tensor.stride()) if size > 1):
         if step < reach:

@@ -18,7 +18,7 @@ def _sparse_zeros(count: int) -> np.ndarray:
 
 
 class Accesses:
-    """Hold the last accesses to granules of regions, and check them against what waves have seen (coherence.py).
+    """The last accesses to granules of regions, and check them against what waves have seen (coherence.py).
 
     Each region has `last`, the granules' last writers as clock << 32 | barrier epoch << 20 | wave id + 1, and `readers`, likewise.
     The two lowest bits of the clock are a store's scope.

@@ -33,7 +33,7 @@ HEADER = f"{'op':36} {'cases':>6} {'PyTorch':>8} {'kernels':>8} {'seconds':>8}  
 
 
 class Task(NamedTuple):
-    """Hold a case, the configurations to check ((None,) if no kernel supports it), and their kernels."""
+    """A case, the configurations to check ((None,) if no kernel supports it), and their kernels."""
 
     op: Op
     case: Case
@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """Hold a finished task: its kernels, whether PyTorch ran instead, CPU seconds, and the fault, if any."""
+    """A finished task: its kernels, whether PyTorch ran instead, CPU seconds, and the fault, if any."""
 
     op: str
     kernels: frozenset[str]
@@ -134,7 +134,7 @@ def verify(cases: Iterable[tuple[Op, Case]], arch_name: str, jobs: int) -> Itera
 
 
 class Ran(NamedTuple):
-    """Hold the statistics of a kernel and the counters of the blocks that ran."""
+    """The statistics of a kernel and the counters of the blocks that ran."""
 
     kernel: KernelObject
     counters: Counters

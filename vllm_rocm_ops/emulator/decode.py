@@ -26,7 +26,7 @@ _LITERAL_MNEMONICS = ("v_fmamk_", "v_fmaak_", "v_madmk_", "v_madak_")
 
 @dataclass(frozen=True)
 class Operand:
-    """Describe a register range or constant: the code of its first dword, its dwords, and its number format (`F32`, `PK2_F16`)."""
+    """A register range or constant: the code of its first dword, its dwords, and its number format (`F32`, `PK2_F16`)."""
 
     code: int
     dwords: int
@@ -49,7 +49,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Instruction:
-    """Hold a decoded instruction. `fields` are the raw bit fields other than operands (modifiers, offsets, immediates)."""
+    """A decoded instruction. `fields` are the raw bit fields other than operands (modifiers, offsets, immediates)."""
 
     address: int
     size: int

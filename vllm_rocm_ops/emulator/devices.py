@@ -36,7 +36,7 @@ class _Queued(NamedTuple):
 
 
 class _Queue:
-    """Hold the launches that run one after another on a device."""
+    """The launches that run one after another on a device."""
 
     def __init__(self, device: int):
         self.device = device

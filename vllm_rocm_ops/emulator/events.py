@@ -14,7 +14,7 @@ from .waves import LANES
 
 
 class Event:
-    """Hold a memory operation in flight.
+    """A memory operation in flight.
 
     `registers` arrive when it completes. `granules` [n, k] are the LDS that it writes, a row per active lane of the waves `rows` [n].
     `region` names the memory from which each wave, on average, has `size` bytes in flight. `clock` is the clock before a store.

@@ -21,7 +21,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Format:
-    """Describe a sign, exponent and mantissa format.
+    """A sign, exponent and mantissa format.
 
     `special` tells which codes are not finite numbers. `ieee`: the largest exponent holds infinity and NaN. `fn`: only the all-ones code of either sign is NaN.
     `fnuz`: only the code of -0 is NaN. `finite`: none.

@@ -17,7 +17,7 @@ WAVE, ATOMIC, MANY_ATOMICS, MANY_WAVES = 31, 32, 254, 255
 
 
 class Lds:
-    """Hold the LDS of the resident blocks, a slot each. Shadow keys per granule are barrier epoch << 8 | wave; 0 means never."""
+    """The LDS of the resident blocks, a slot each. Shadow keys per granule are barrier epoch << 8 | wave; 0 means never."""
 
     def __init__(self, slots: int, size: int, granule: int, races: bool):
         self.size, self.granule, self.races = size, granule, races

@@ -69,7 +69,7 @@ def _bytes_of(tensor, low: int):
 
 
 class Region:
-    """Hold a range of memory. `data` are its bytes from `base`, a multiple of 16; bytes `start` to `end` belong to it."""
+    """A range of memory. `data` are its bytes from `base`, a multiple of 16; bytes `start` to `end` belong to it."""
 
     def __init__(self, name: str, base: int, data: np.ndarray, start: int, end: int, writable: bool = True):
         self.name, self.base, self.data = name, base, data
@@ -92,7 +92,7 @@ class Region:
 
 
 class Space:
-    """Hold the regions of a launch."""
+    """The regions of a launch."""
 
     def __init__(self, granule: int, races: bool, traffic=None):
         self.regions: dict[int, Region] = {}

@@ -68,7 +68,7 @@ def msgpack(data: bytes, at: int = 0):
 
 @dataclass(frozen=True)
 class KernelObject:
-    """Describe a kernel of a code object: the descriptor's fields and the metadata's statistics."""
+    """A kernel of a code object: the descriptor's fields and the metadata's statistics."""
 
     name: str
     entry: int  # address of the first instruction

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class Place:
-    """Describe a launch among concurrent launches.
+    """A launch among concurrent launches.
 
     after: the waves of the launch before it in its queue. epoch: the epoch of the words that it stores and awaits. waves: total over
     all launches. room: the device's free share, in a list. rng: chooses among waves; with `joins`, waves that meet still continue

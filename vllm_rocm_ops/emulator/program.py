@@ -11,7 +11,7 @@ from .objects import CodeObject, KernelObject
 
 
 class Bound(NamedTuple):
-    """Hold an instruction ready to run."""
+    """An instruction ready to run."""
 
     run: Callable
     registers: frozenset[int]  # all that it accesses, without EXEC
@@ -23,7 +23,7 @@ class Bound(NamedTuple):
 
 
 class Program:
-    """Hold a bound kernel. Per-launch state is in the scheduler, cross-launch state in the emulator."""
+    """A bound kernel. Per-launch state is in the scheduler, cross-launch state in the emulator."""
 
     trusted = False
     """True if the code is known to run on hardware: waits are not checked, and registers and LDS start as written zeros."""
@@ -67,7 +67,7 @@ class Program:
         return run
 
     def allocates(self, code: int) -> bool:
-        """Return whether the kernel descriptor allocates this VGPR or AGPR."""
+        """True if the kernel descriptor allocates this VGPR or AGPR."""
         if code < AGPR:
             return code - VGPR < self.object.vgprs
         return code - AGPR < self.object.agprs

@@ -117,7 +117,7 @@ def effects(ins: Instruction) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def reads_m0_too_early(before: Instruction, ins: Instruction) -> bool:
-    """Return whether the previous instruction writes M0 and this one needs a wait state before reading it.
+    """True if the previous instruction writes M0 and this one needs a wait state before reading it.
 
     Source: CDNA3 and CDNA4 ISA, 4.5 "Manually inserted wait states". Any instruction in between is one, a branch too.
     """

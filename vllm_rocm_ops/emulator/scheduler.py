@@ -85,7 +85,7 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
-        """Return whether all waves have ended."""
+        """True if all waves have ended."""
         return not (self.next_blocks or self.queue or self.waiting)
 
     def finish(self) -> Counters:
@@ -139,14 +139,14 @@ class Scheduler:
         return index
 
     def is_asleep(self, w: Waves) -> bool:
-        """Return whether waves sleep, and nothing that they wait for has changed since their last poll."""
+        """True if waves sleep, and nothing that they wait for has changed since their last poll."""
         if not w.sleeps or not w.awaited:
             return w.sleeps and w.looked == self.space.changes
         return not w.news()[0]
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether all runnable waves sleep until something changes, or blocks wait for room on the device."""
+        """True if all runnable waves sleep until something changes, or blocks wait for room on the device."""
         for w in self.queue:
             if not self.is_asleep(w):
                 return False
@@ -154,17 +154,17 @@ class Scheduler:
 
     @property
     def has_none(self) -> bool:
-        """Return whether there is neither a wave to run nor room for a block."""
+        """True if there is neither a wave to run nor room for a block."""
         return not (self.queue or self.waiting or self._room())
 
     @property
     def looks_in_vain(self) -> bool:
-        """Return whether all runnable waves sleep, and each has a load whose word is unchanged."""
+        """True if all runnable waves sleep, and each has a load whose word is unchanged."""
         return self.has_slept and not any(w.news()[1] for w in self.queue)
 
     @property
     def has_slept(self) -> bool:
-        """Return whether all runnable waves have stopped to sleep."""
+        """True if all runnable waves have stopped to sleep."""
         for w in self.queue:
             if not w.sleeps:
                 return False

@@ -171,7 +171,7 @@ class Waves:
         return other
 
     def can_join(self, other: Waves) -> bool:
-        """Return whether both are at the same program counter with the same loads in flight."""
+        """True if both are at the same program counter with the same loads in flight."""
         return (
             self.pc == other.pc
             and self.mode == other.mode

@@ -30,7 +30,7 @@ _WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Store(NamedTuple):
-    """Describe a store to shared memory: its instruction, launch and scope, and whether it stores words."""
+    """A store to shared memory: its instruction, launch and scope, and whether it stores words."""
 
     ins: object
     scheduler: object
@@ -62,7 +62,7 @@ class Held:
         return other
 
     def touches(self, first: int, last: int) -> bool:
-        """Return whether the store has bytes in [first, last)."""
+        """True if the store has bytes in [first, last)."""
         if self._span is None:
             self._span = int(self.units.min()) * self.size, (int(self.units.max()) + 1) * self.size
         return self._span[0] < last and self._span[1] > first
@@ -83,7 +83,7 @@ class Held:
 
 
 class Fabric:
-    """Hold the state common to a run's shared regions.
+    """The state common to a run's shared regions.
 
     It has the current turn, the stores, their maximum latency in turns, and the probability that others run while one is in flight.
     """
@@ -103,7 +103,7 @@ class Fabric:
 
 
 class Words:
-    """Hold a shared region of one device.
+    """A shared region of one device.
 
     `sources` has the number of the visible store by word and half, `pairs` likewise by word. `unread` has the last store to a word
     that the device has not read.
@@ -320,7 +320,7 @@ class Words:
                 raise where(TornWord, bad, message)
 
     def has_changed(self, words, values) -> bool:
-        """Return whether one of these words has changed from `values`."""
+        """True if one of these words has changed from `values`."""
         return self.region.views[8][words].tobytes() != values.tobytes()
 
     def _place(self, word) -> str:

@@ -87,7 +87,7 @@ def quantization(config: dict) -> tuple[str, Callable[[str], bool]]:
 
 
 def _matches(patterns: tuple[str, ...], module: str) -> bool:
-    """Return whether a list names a module: in full, by its last part, as `re:<expression>`, or with wildcards."""
+    """True if a list names a module: in full, by its last part, as `re:<expression>`, or with wildcards."""
     return any(
         re.match(pattern[3:], module)
         if pattern.startswith("re:")

@@ -149,7 +149,7 @@ def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[L
 
 
 def has_norms(config: dict) -> bool:
-    """Return whether a model has QK norms."""
+    """True if a model has QK norms."""
     return bool(config.get("use_qk_norm")) or not set(NORMED).isdisjoint(model_config.names(config, "architectures"))
 
 

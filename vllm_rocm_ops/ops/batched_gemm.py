@@ -42,7 +42,7 @@ class BatchedConfig:
 
 
 def is_transposed(a) -> bool:
-    """Return whether the weights are contiguous along N."""
+    """True if the weights are contiguous along N."""
     return a.weights.stride(2) == 1 and a.weights.shape[2] > 1
 
 

@@ -70,26 +70,26 @@ def _operands(a, size: int) -> tuple[Operand, Operand]:
 
 
 def _lies_in_vectors(operand: Operand) -> bool:
-    """Return whether rows are contiguous and 16-byte aligned."""
+    """True if rows are contiguous and 16-byte aligned."""
     rows = operand.tensor
     together = rows.stride(1) == 1 and (rows.shape[0] == 1 or operand.stride % 16 == 0)
     return together and rows.data_ptr() % 16 == 0
 
 
 def _has_vectors(operand: Operand) -> bool:
-    """Return whether rows are also whole vectors of the multiplied dtype."""
+    """True if rows are also whole vectors of the multiplied dtype."""
     in_memory = operand.tensor.shape[1] * operand.tensor.element_size()
     return _lies_in_vectors(operand) and in_memory == operand.k and operand.k % 16 == 0
 
 
 def _is_fast(a, operands: tuple[Operand, Operand]) -> bool:
-    """Return whether the vectorized kernels support a call. They have no block scales for two 16-bit operands."""
+    """True if the vectorized kernels support a call. They have no block scales for two 16-bit operands."""
     has_scales = a.block_scales and a.a.element_size() == a.b.element_size() == 2
     return not has_scales and all(_has_vectors(operand) and operand.stride < 2**25 for operand in operands)
 
 
 def _is_skinny(a, kind: str) -> bool:
-    """Return whether the skinny kernels support a call: int8 with scales, few rows of a, at most a column bias."""
+    """True if the skinny kernels support a call: int8 with scales, few rows of a, at most a column bias."""
     plain = a.out_dtype in products.OUT_TYPES and a.activation == "none" and (a.bias is None or a.bias.dim() == 1)
     return (
         kind == "int8"
@@ -256,7 +256,7 @@ def _scale_strides(a) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _is_unscaled(a) -> bool:
-    """Return whether results are the int32 sums themselves."""
+    """True if results are the int32 sums themselves."""
     return a.out_dtype == torch.int32 and a.scale_a is None and a.scale_b is None and a.activation == "none"
 
 

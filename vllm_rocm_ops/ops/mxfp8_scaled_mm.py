@@ -99,7 +99,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _has_words(a) -> bool:
-    """Return whether the scales of every 128 along K are aligned words."""
+    """True if the scales of every 128 along K are aligned words."""
     return a.a.shape[1] % (4 * BLOCK) == 0 and aligned(a.scale_a, 4) and aligned(a.scale_b, 4)
 
 
@@ -110,7 +110,7 @@ def _units(config: MxConfig, a) -> tuple[int, int]:
 
 
 def _is_shared(config: MxConfig, a) -> bool:
-    """Return whether blocks share tiles."""
+    """True if blocks share tiles."""
     tiles, units_per_tile = _units(config, a)
     return tiles * units_per_tile % config.blocks != 0 or tiles * units_per_tile // config.blocks % units_per_tile != 0
 

@@ -84,7 +84,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _has_groups(a, layout: CacheLayout) -> bool:
-    """Return whether a head is one group, if groups have scales."""
+    """True if a head is one group, if groups have scales."""
     return a.out_scales is None or layout.value_size == GROUP
 
 

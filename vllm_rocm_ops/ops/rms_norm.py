@@ -73,7 +73,7 @@ def _hidden(a) -> int:
 
 
 def _one_plus(a) -> bool:
-    """Return whether the kernel multiplies by 1 + weight. Without a weight it multiplies by ones either way."""
+    """True if the kernel multiplies by 1 + weight. Without a weight it multiplies by ones either way."""
     return a.one_plus_weight and a.weight is not None
 
 

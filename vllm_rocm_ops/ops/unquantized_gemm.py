@@ -43,7 +43,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _is_many(a) -> bool:
-    """Return whether M is above the skinny kernels' limit, so that the tiled kernels of csrc/ops/gemm.hip run."""
+    """True if M is above the skinny kernels' limit, so that the tiled kernels of csrc/ops/gemm.hip run."""
     return rows_of(a.x) > skinny_gemm.MAX_TOKENS
 
 

@@ -81,7 +81,7 @@ H200_HOST = Constant(320, "us per step outside its graph", "fitted", "two of six
 
 
 class Time(NamedTuple):
-    """Hold the time in us of all launches of a call, their number, and their source."""
+    """The time in us of all launches of a call, their number, and their source."""
 
     us: float
     launches: int

@@ -32,7 +32,7 @@ class _Simd:
 
 
 class _Group:
-    """Hold a block in flight."""
+    """A block in flight."""
 
     __slots__ = ("arrived", "live", "waiting", "waves")
 

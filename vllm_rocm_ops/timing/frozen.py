@@ -45,7 +45,7 @@ def code_of(call: LayerCall, tokens: int, arch: archs.Arch) -> dict[str, str]:
 
 
 def is_for(values: dict, call: LayerCall, tokens: int, arch: archs.Arch) -> bool:
-    """Return whether a prediction holds for the installed code; renamed symbols do not change it."""
+    """True if a prediction holds for the installed code; renamed symbols do not change it."""
     code = {
         re.sub(r"_narrow(?=_\d+$)", "_wave_splitk", name): RENAMED.get(digest, digest)
         for name, digest in values["code"].items()

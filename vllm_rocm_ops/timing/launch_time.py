@@ -19,7 +19,7 @@ MAX_STEPS = 400_000  # steps of a compute unit's waves to simulate
 
 
 class Prediction(NamedTuple):
-    """Hold a predicted time in us, never a measured one.
+    """A predicted time in us, never a measured one.
 
     `bandwidth_us` is the time of all blocks' bytes at memory bandwidth, `cycles` the time of the compute unit, `blocks` its number of
     blocks.

@@ -35,7 +35,7 @@ _GLUON_HBM = "ROCm's gluon tutorials, 256 workgroups, MI350X or MI355X"
 
 
 class Constant(NamedTuple):
-    """Hold a constant of the model."""
+    """A constant of the model."""
 
     value: float
     unit: str
@@ -45,7 +45,7 @@ class Constant(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Describe a product. `machine[name]` is a constant's value."""
+    """A product. `machine[name]` is a constant's value."""
 
     name: str
     constants: dict[str, Constant]

@@ -36,7 +36,7 @@ PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias", *CACHES))
 
 
 class Kernel(NamedTuple):
-    """Hold the prediction and recording of one launch of a call."""
+    """The prediction and recording of one launch of a call."""
 
     symbol: str
     prediction: Prediction
@@ -171,7 +171,7 @@ def timed(machine: Machine, recording: Recording) -> Prediction:
 
 
 class Band(NamedTuple):
-    """Hold an error band: every compared prediction was within `ratio` of its published time; None if none was compared."""
+    """An error band: every compared prediction was within `ratio` of its published time; None if none was compared."""
 
     ratio: float | None
     text: str
@@ -229,7 +229,7 @@ def shape_lines(found: Iterable[Shape], machine: Machine) -> Iterator[str]:
 
 
 class Predicted(NamedTuple):
-    """Hold the prediction of a call in a step: us and the number of kernels, None and 0 if no kernel serves it."""
+    """The prediction of a call in a step: us and the number of kernels, None and 0 if no kernel serves it."""
 
     call: LayerCall
     us: float | None

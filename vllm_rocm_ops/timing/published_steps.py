@@ -36,7 +36,7 @@ FASTEST = Constant(5, "us per small all-reduce", "published", "muiLLM PR 6, 8 MI
 
 
 class Admitted(NamedTuple):
-    """Hold a published point in ms and the constants consistent with it.
+    """A published point in ms and the constants consistent with it.
 
     `gap` is the interval of us after a launch, for all-reduces between the fastest and the slowest published one. `reduce`
     is the us per all-reduce without any gap.

@@ -42,7 +42,7 @@ CALLS = (  # op, shape of the first tensor, N of the weight
 
 
 class Measured(NamedTuple):
-    """Hold a call, its measured time, and its kernels' recordings."""
+    """A call, its measured time, and its kernels' recordings."""
 
     name: str
     us: float

@@ -46,7 +46,7 @@ KernelTime = Callable[[LayerCall, int], "tuple[float, int, float | None] | None"
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Hold a launch, or the launches of a call.
+    """A launch, or the launches of a call.
 
     `us` and `floor_us` are per call, of which a step has `count`. `band` is the error band of the kernels, None if unknown. `op` is ""
     if the plugin has no such op.
@@ -76,7 +76,7 @@ class Node:
 
 
 class Total(NamedTuple):
-    """Hold the sums of a step in us.
+    """The sums of a step in us.
 
     `hidden_us` is saved by the second stream. `known_us` is the part with an error band, `bound_us` the sum of these errors.
     """
@@ -164,7 +164,7 @@ def _reduced(tp: int) -> Iterator[tuple[str, None, str]]:
 
 
 def _unquantized(calls: Sequence[LayerCall]) -> bool:
-    """Return whether the next `o` of these calls takes unquantized inputs."""
+    """True if the next `o` of these calls takes unquantized inputs."""
     return next((call.op.name == ops.unquantized_gemm.name for call in calls if call.layer == "o"), True)
 
 
@@ -300,7 +300,7 @@ def _ours(call: LayerCall, tokens: int, known: KernelTime) -> tuple[float, int, 
 
 
 def uses_aiter(config: dict, tp: int, ep: int | None, machine: Machine) -> bool:
-    """Return whether the baseline's GEMMs are AITER's: all on MI355X, block-scaled ones elsewhere."""
+    """True if the baseline's GEMMs are AITER's: all on MI355X, block-scaled ones elsewhere."""
     blocks = (call.op.name == ops.block_scaled_mm.name for call in model_layers.sequence(config, tp, ep) if call.count)
     return machine.name == baseline.LARGER_PRODUCT or any(blocks)
 

@@ -37,7 +37,7 @@ def region_of(line: int) -> int:
 
 
 class Instr(NamedTuple):
-    """Describe an instruction for the replay.
+    """An instruction for the replay.
 
     `kind` is salu, branch, wait, nop, priority, barrier, end, valu, wide, transcendental, packed, matrix, lds, vmem or smem. `cycles`
     are a matrix instruction's; `count` is the number of an s_nop, s_sleep or s_setprio. `vm` and `lgkm` are the counts that an s_waitcnt
@@ -58,7 +58,7 @@ class Instr(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Describe the accesses of a memory instruction in one wave.
+    """The accesses of a memory instruction in one wave.
 
     `lines` are 128-byte lines of global memory, `bytes` the bytes moved, `cycles` the LDS bank cycles. `after` is the wave of the block
     and its step that wrote the data of an LDS read, if no barrier is between.
@@ -76,7 +76,7 @@ Step = tuple[Instr, Access | None]
 
 @dataclasses.dataclass
 class Block:
-    """Hold a recorded block: the steps of each of its waves."""
+    """A recorded block: the steps of each of its waves."""
 
     number: int
     waves: list[list[Step]]
@@ -95,7 +95,7 @@ class Block:
 
 @dataclasses.dataclass
 class Recording:
-    """Hold a recorded launch.
+    """A recorded launch.
 
     `blocks` of its `grid` were recorded, and a compute unit holds `held` at once. `cold` are the memory regions that no cache has.
     """
@@ -169,7 +169,7 @@ class _Recorder(Program):
 
 
 class _Noted(Counters):
-    """Keep the addresses of accesses."""
+    """The addresses of accesses."""
 
     entry: list | None = None
 
@@ -196,7 +196,7 @@ class _Noted(Counters):
 
 
 class _Lanes(NamedTuple):
-    """Hold the lanes of one wave in the form that Counters needs."""
+    """The lanes of one wave in the form that Counters needs."""
 
     lanes: np.ndarray
 

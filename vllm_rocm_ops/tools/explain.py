@@ -253,7 +253,7 @@ def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: 
 
 
 def is_gated(call: LayerCall) -> bool:
-    """Return whether a call is one launch that replaces two."""
+    """True if a call is one launch that replaces two."""
     return call.op is ops.scaled_mm_silu_and_mul_quant
 
 

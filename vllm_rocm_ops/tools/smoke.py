@@ -137,7 +137,7 @@ def chain(known: archs.Arch, device: str) -> Callable[[torch.Tensor], torch.Tens
 
 
 def has_counters(op: op_module.Op, config, a, known: archs.Arch) -> bool:
-    """Return whether launches of a configuration share counters."""
+    """True if launches of a configuration share counters."""
     planned = op.plan(config, op.allocate(a), a, known)
     return any(isinstance(value, launch.Counters) for one in planned for value in one.named.values())
 

@@ -66,7 +66,7 @@ class Unavailable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """Describe one replacement inside vLLM.
+    """One replacement inside vLLM.
 
     Attributes:
         replaces: What the seam replaces, for people.
@@ -245,7 +245,7 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status
 
 
 def wanted(name: str, switch: str) -> bool:
-    """Return whether VLLM_ROCM_OPS_SEAMS asks for a seam.
+    """True if VLLM_ROCM_OPS_SEAMS asks for a seam.
 
     Args:
         name: The seam.
@@ -264,12 +264,12 @@ def wanted(name: str, switch: str) -> bool:
 
 
 def names(name: str) -> bool:
-    """Return whether VLLM_ROCM_OPS_SEAMS lists a seam by name."""
+    """True if VLLM_ROCM_OPS_SEAMS lists a seam by name."""
     return name in [word.strip() for word in envs.VLLM_ROCM_OPS_SEAMS.split(",")]
 
 
 def in_range(version: str, versions: tuple[str, str]) -> bool:
-    """Return whether a vLLM version is within two minor releases, inclusive. False for a version without numbers."""
+    """True if a vLLM version is within two minor releases, inclusive. False for a version without numbers."""
 
     def minor(text: str) -> tuple[int, int] | None:
         numbers = re.match(r"(\d+)\.(\d+)", text)

@@ -109,7 +109,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class MatrixInstruction:
-    """Describe a matrix instruction: D[b] = A[b] B[b] + C[b] for `blocks` blocks of m x k times k x n."""
+    """A matrix instruction: D[b] = A[b] B[b] + C[b] for `blocks` blocks of m x k times k x n."""
 
     mnemonic: str
     kind: str
@@ -137,12 +137,12 @@ class MatrixInstruction:
 
     @property
     def sparse(self) -> bool:
-        """Return whether A holds two of every four values along k, selected by an index."""
+        """True if A holds two of every four values along k, selected by an index."""
         return self.kind == "smfmac"
 
     @property
     def scaled(self) -> bool:
-        """Return whether A and B have one e8m0 scale per 32 values along k."""
+        """True if A and B have one e8m0 scale per 32 values along k."""
         return self.kind == "mfma_scale"
 
     @property

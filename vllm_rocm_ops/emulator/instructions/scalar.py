@@ -20,7 +20,7 @@ from .integer import find_first_one, leading_signs, leading_zeros, mul_hi, popco
 
 @dataclass(frozen=True)
 class Scalar:
-    """Describe a scalar instruction: fn(*sources) -> result.
+    """A scalar instruction: fn(*sources) -> result.
 
     scc: "" leaves SCC, "nonzero" is result != 0, "second" the second of two results, "only" the only result. With `carries` SCC is
     the first argument.
@@ -268,7 +268,7 @@ def _immediate(instruction: Instruction) -> int:
 
 
 class Diverge:
-    """Represent a branch that some waves take: `taken` is bool [waves]."""
+    """A branch that some waves take: `taken` is bool [waves]."""
 
     __slots__ = ("taken", "target")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Vector:
-    """Describe a vector instruction: fn(*sources) -> result.
+    """A vector instruction: fn(*sources) -> result.
 
     carries: returns (result, lanes for sdst). accumulates: the old destination is the last source. arch: fn's first argument is the
     program (for .arch and .saturate). keeps: a partial write preserves the rest of the register.

@@ -32,7 +32,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Load:
-    """Describe a load: bytes in memory; sign-extended or not; into the low (0) or high (16) half, or the whole register."""
+    """A load: bytes in memory; sign-extended or not; into the low (0) or high (16) half, or the whole register."""
 
     size: int
     signed: bool = False
@@ -222,7 +222,7 @@ def scope_of(ins: Instruction) -> int:
 
 
 def of_flag(scope: int, rows: np.ndarray, addresses: np.ndarray) -> bool:
-    """Return whether an access at agent scope is of a flag: each wave touches one address, as with an atomic."""
+    """True if an access at agent scope is of a flag: each wave touches one address, as with an atomic."""
     if not scope or len(rows) > 1 and rows[0] == rows[1] and addresses[0] != addresses[1]:
         return False
     if len(addresses) == 1 or (addresses == addresses[0]).all():

@@ -30,7 +30,7 @@ def of_16_bytes(cache: Tensor) -> int:
 
 
 def is_quantized(cache: Tensor) -> bool:
-    """Return whether a cache is e4m3."""
+    """True if a cache is e4m3."""
     return cache.dtype in LIMIT
 
 
@@ -180,7 +180,7 @@ def heads(x: Tensor, size: int) -> Tensor:
 
 
 def is_heads(x: Tensor, tokens: int | None, count: int | None, size: int) -> bool:
-    """Return whether x is [tokens, count, size] or [tokens, count * size]; None matches any number."""
+    """True if x is [tokens, count, size] or [tokens, count * size]; None matches any number."""
     if x.dim() not in (2, 3) or (x.dim() == 2 and x.shape[1] % size):
         return False
     found = heads(x, size)

@@ -52,7 +52,7 @@ class StreamedConfig:
 
 
 def takes(a, arch: Arch) -> bool:
-    """Return whether these kernels support the tokens, slots and experts. divide_by bounds items * tiles^2."""
+    """True if these kernels support the tokens, slots and experts. divide_by bounds items * tiles^2."""
     m, tiles = a.hidden.shape[0], intermediate(a) // GATE_UP_ROWS
     fits = m <= MAX_TOKENS and slots(a) <= MAX_SLOTS and m * slots(a) * tiles**2 < 2**31
     return fits and max(_gate_up_lds(a) + 2 * WAVES * 4 * arch.wave_lanes * 4, _down_lds(a)) <= arch.lds_bytes
@@ -90,7 +90,7 @@ def _row_bytes(a) -> int:
 
 
 def _can_quantize(a, arch: Arch) -> bool:
-    """Return whether blocks of down can quantize the activation and leave room in LDS for RESIDENT blocks."""
+    """True if blocks of down can quantize the activation and leave room in LDS for RESIDENT blocks."""
     in_groups = scheme(a.w1, a.w1_scale) in ("block", "mx")
     fits = _down_lds(a, quantizes=True) <= arch.lds_bytes // RESIDENT["down"]
     return quantizing(a) > 0 and in_groups == (a.act_scale is None) and intermediate(a) % BLOCK == 0 and fits

@@ -23,7 +23,7 @@ WORD = 2**32
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is int8 or e4m3, whose elements have a scale."""
+    """True if a dtype is int8 or e4m3, whose elements have a scale."""
     return dtype == torch.int8 or dtype in LIMIT
 
 
@@ -267,7 +267,7 @@ def strides(a) -> tuple[CacheStrides, CacheStrides]:
 
 
 def _on_vectors(x: Tensor, steps: tuple[int, ...], elements: int) -> bool:
-    """Return whether the address and all strides of x are multiples of `elements` elements."""
+    """True if the address and all strides of x are multiples of `elements` elements."""
     address = 0 if x.is_meta else x.data_ptr()
     return address % (elements * x.element_size()) == 0 and not any(step % elements for step in steps)
 
@@ -299,7 +299,7 @@ def page_size(a) -> int:
 
 
 def is_plain(a) -> bool:
-    """Return whether the plain kernels support a call. The general kernels, which are slower, support more."""
+    """True if the plain kernels support a call. The general kernels, which are slower, support more."""
     sizes, (of_key, of_value) = Sizes.of(a), strides(a)
     extras = (a.block_table, a.alibi_slopes, a.bias, a.q_scale, a.k_scale, a.v_scale)
     return (

@@ -32,7 +32,7 @@ class Operand(NamedTuple):
 
     @property
     def is_shuffled(self) -> bool:
-        """Return whether the operand is in fragment order."""
+        """True if the operand is in fragment order."""
         return self.tensor.dim() == 5
 
 
@@ -51,7 +51,7 @@ def weight(b: Tensor, transposed: bool = False) -> Operand:
 
 
 def is_weight(b: Tensor, k: int, transposed: bool = False) -> bool:
-    """Return whether a tensor is a weight with `k` elements along K, in either layout."""
+    """True if a tensor is a weight with `k` elements along K, in either layout."""
     if b.dim() == 2:
         return b.shape[0 if transposed else 1] == k
     fragment = (STEP // FRAGMENT_BYTES, FRAGMENT_ROWS, FRAGMENT_BYTES // b.element_size())

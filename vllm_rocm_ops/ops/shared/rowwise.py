@@ -164,7 +164,7 @@ def heads(tensor: Tensor) -> Heads | None:
 
 
 def is_vector(hidden: int, *tensors: Tensor | None) -> bool:
-    """Return whether rows of `hidden` elements can be read and written in vectors."""
+    """True if rows of `hidden` elements can be read and written in vectors."""
     return hidden % VECTOR == 0 and all(aligned(tensor) for tensor in tensors)
 
 

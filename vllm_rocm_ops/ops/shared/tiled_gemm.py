@@ -36,7 +36,7 @@ class TiledConfig:
 
 
 def is_for(a: Operand) -> bool:
-    """Return whether M is above the skinny kernels' limit."""
+    """True if M is above the skinny kernels' limit."""
     return a.rows > MAX_TOKENS
 
 
@@ -57,7 +57,7 @@ def _panels(a: Operand) -> int:
 
 
 def _fits(tokens: int, rows: int, arch: Arch) -> bool:
-    """Return whether LDS holds two panels of a tile, and eight waves its sums at 128 per lane."""
+    """True if LDS holds two panels of a tile, and eight waves its sums at 128 per lane."""
     return 2 * (tokens + rows) * PANEL <= arch.lds_bytes and tokens * rows <= 8 * arch.wave_lanes * 128
 
 

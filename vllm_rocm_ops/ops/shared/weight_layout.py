@@ -37,7 +37,7 @@ def shuffle_weight(weight: Tensor) -> Tensor:
 
 
 def fits(shape: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Return whether a weight [N, K] can be in fragment order."""
+    """True if a weight [N, K] can be in fragment order."""
     return shape[0] % FRAGMENT_ROWS == 0 and shape[1] * dtype.itemsize % STEP == 0
 
 

@@ -29,7 +29,7 @@ CALLS = {16: 32, 256: 16, 1024: 4}  # calls per sample, by the maximum number of
 
 @dataclass(frozen=True)
 class Share:
-    """Describe one rank's share of a layer.
+    """One rank's share of a layer.
 
     It has `routed` of `known` experts with `intermediate` columns each; a token uses `topk` of the known ones, and the shared
     expert with `shared`. FP8 weights have a scale per 128x128 block, or per row without `blocks`; tokens are quantized likewise.

@@ -71,7 +71,7 @@ def commit() -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Hold one case in one configuration.
+    """One case in one configuration.
 
     `wrong` is the fault of the result: None if it is correct, "" if it was not checked. `samples` and the baselines' medians are in the
     clock's unit. `chosen` marks the configuration that runs without a sweep. `found` has further fields from a list's check.

@@ -35,7 +35,7 @@ PREFILL = (512, 1024, 2048, 4096, 8192)
 
 
 class Problem(NamedTuple):
-    """Describe the subject of one tuned row: a call of an op, and the row's key."""
+    """The subject of one tuned row: a call of an op, and the row's key."""
 
     op: Op
     layer: str
@@ -49,7 +49,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Result:
-    """Hold the medians of a problem, in the clock's unit: the current configuration, the best one, and the baselines.
+    """The medians of a problem, in the clock's unit: the current configuration, the best one, and the baselines.
 
     `best` equals `now` if no configuration earned a row. `unavailable` tells why a baseline is missing.
     """
@@ -63,7 +63,7 @@ class Result:
 
 
 class Tuned(NamedTuple):
-    """Hold the results of a run, the number of problems that already had rows, and the tables' folder."""
+    """The results of a run, the number of problems that already had rows, and the tables' folder."""
 
     results: list[Result]
     known: int
@@ -144,7 +144,7 @@ class Table:
                 self.rows = list(csv.DictReader(file))
 
     def has(self, key: Mapping[str, str]) -> bool:
-        """Return whether a row exists for these sizes, with or without a configuration."""
+        """True if a row exists for these sizes, with or without a configuration."""
         return any(self._is_for(row, key) for row in self.rows)
 
     def put(self, key: Mapping[str, str], config: object | None, source: str) -> None:

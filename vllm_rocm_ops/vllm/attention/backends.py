@@ -23,7 +23,7 @@ PAGE = 16  # slots per page of a cache that is made for timing
 
 @dataclass(frozen=True)
 class Backend:
-    """Describe one of vLLM's backends.
+    """One of vLLM's backends.
 
     Attributes:
         path: The backend's class.

@@ -35,7 +35,7 @@ PLAIN, E4M3 = ("auto", "float16", "bfloat16"), ("fp8", "fp8_e4m3")  # vLLM's nam
 
 
 def is_forced() -> bool:
-    """Return whether the op serves wherever it fits, timed or not."""
+    """True if the op serves wherever it fits, timed or not."""
     return envs.VLLM_ROCM_OPS_ATTENTION == "1"
 
 
@@ -73,7 +73,7 @@ class Decoder:
         yield f"kv_cache_dtype={self.impl.kv_cache_dtype}", self.impl.kv_cache_dtype not in dtypes
 
     def takes(self, query_len: int) -> bool:
-        """Return whether a query length is supported.
+        """True if a query length is supported.
 
         More than 1 is not a constant of a captured graph if the graph also serves mixed batches, or if queries are cut
         on the device.
@@ -87,14 +87,14 @@ class Decoder:
         return 1 < query_len <= MAX_ROWS and not mixed and not self.is_cut()
 
     def is_cut(self) -> bool:
-        """Return whether query lengths may be smaller on the device than on the host."""
+        """True if query lengths may be smaller on the device than on the host."""
         return getattr(self.config.speculative_config, "enable_adaptive_verification", False)
 
     def adopt(self, layer: torch.nn.Module) -> None:
         """Adopt further ops of a layer, once its weights are loaded."""
 
     def is_ours(self, batch: Batch) -> bool:
-        """Return whether the op serves a batch of decode rows."""
+        """True if the op serves a batch of decode rows."""
         requests, query_len = batch
         if not self.takes(query_len):
             return False
@@ -102,7 +102,7 @@ class Decoder:
         return self.is_forced or bool(choices) and all(choice.is_ours(requests) for choice in choices)
 
     def is_never_ours(self) -> bool:
-        """Return whether vLLM's implementation serves every batch from now on.
+        """True if vLLM's implementation serves every batch from now on.
 
         For each query length the op loses at some context length. Cached once nothing is left to time: every call left
         to vLLM asks.
@@ -231,7 +231,7 @@ class HeadsDecoder(Decoder):
 
 
 def is_causal(metadata) -> bool:
-    """Return whether a row sees exactly the keys up to its own."""
+    """True if a row sees exactly the keys up to its own."""
     others = ("mm_prefix_range_tensor", "rswa_prefix_lens", "dynamic_causal")
     return metadata.causal is True and all(getattr(metadata, name, None) is None for name in others)
 
@@ -273,7 +273,7 @@ class DecodeImpl:
         return self.quantized_forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
     def lacks_quantization(self, scale: Tensor | None, groups: Tensor | None) -> bool:
-        """Return whether vLLM's implementation does not support these scales."""
+        """True if vLLM's implementation does not support these scales."""
         static = scale is not None and not super().fused_output_quant_supported(quantized_attention.static_key())
         return groups is not None or static
 

@@ -44,7 +44,7 @@ class MlaDecoder(Decoder):
         yield "decode context parallelism with AITER", impl.dcp_world_size > 1 and "Aiter" in self.backend.name
 
     def takes(self, query_len: int) -> bool:
-        """Return whether a query length is supported.
+        """True if a query length is supported.
 
         With decode context parallelism only 1: each GPU has a part of the last keys, so further rows would see other
         keys.

@@ -93,7 +93,7 @@ def restore_baseline(weights: Tensor) -> None:
 
 
 def is_served(weights: Tensor, rows: int) -> bool:
-    """Return whether the plugin serves a product of this many rows."""
+    """True if the plugin serves a product of this many rows."""
     if not isinstance(weights, Absorbed) or not 0 < rows <= MAX_TOKENS:
         return False
     return weights.rocm_ops_choice is None or weights.rocm_ops_choice.is_ours(rows)
@@ -142,7 +142,7 @@ def run(*arguments) -> Tensor | None:
 
 
 class MlaAbsorb:
-    """Describe the GEMMs for timing. A layer: its weights, their dtype, and the kind of a quantized result."""
+    """The GEMMs for timing. A layer: its weights, their dtype, and the kind of a quantized result."""
 
     op, limit, sampled_rows = ops.batched_gemm, MAX_TOKENS, 8
 

@@ -115,7 +115,7 @@ class MlaPreAttention:
         return *map(made, self.sizes, dtypes), scales
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """Return whether kernels support the first projection's result in this dtype."""
+        """True if kernels support the first projection's result in this dtype."""
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -131,7 +131,7 @@ class MlaPreAttention:
     # For timing
 
     def runs_unmeasured(self) -> bool:
-        """Return whether the op runs before it was timed."""
+        """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
     def take(self, is_ours: bool) -> None:

@@ -69,7 +69,7 @@ class QueryRotation:
         return self.attn.W_UK_T
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """Return whether kernels support queries of this dtype."""
+        """True if kernels support queries of this dtype."""
         heads, k, n = self.weights.shape
         q = torch.empty(2, heads, k + self.rope, dtype=dtype, device="meta")
         weights = torch.empty_strided(self.weights.shape, self.weights.stride(), dtype=dtype, device="meta")
@@ -110,7 +110,7 @@ class QueryRotation:
     # For timing
 
     def runs_unmeasured(self) -> bool:
-        """Return whether the op runs before it was timed."""
+        """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
     def take(self, is_ours: bool) -> None:

@@ -27,7 +27,7 @@ METHOD = "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output", "outp
 
 @dataclass
 class Output:
-    """Hold a layer's e4m3 output [tokens, heads * 128] and its scales [tokens, heads]. The first `rows` are written."""
+    """A layer's e4m3 output [tokens, heads * 128] and its scales [tokens, heads]. The first `rows` are written."""
 
     values: Tensor
     scales: Tensor
@@ -98,7 +98,7 @@ def kinds(decoder, layer: torch.nn.Module, decided: kernel_selection.Decided) ->
 
 
 def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Decided) -> bool:
-    """Return whether a layer's W_UV quantizes its result.
+    """True if a layer's W_UV quantizes its result.
 
     As in attention: where the plugin's plain GEMM won, until the fused one was timed.
     """
@@ -150,7 +150,7 @@ class Quantized(mla_absorb.MlaAbsorb):
 
 
 class AgainstTwoLaunches(Quantized):
-    """Describe the same against the plugin's GEMM followed by vLLM's quantization."""
+    """The same against the plugin's GEMM followed by vLLM's quantization."""
 
     native = SEPARATE
 

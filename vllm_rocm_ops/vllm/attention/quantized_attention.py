@@ -130,7 +130,7 @@ def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | No
 
 
 def wins(decoder, of: str, decided: kernel_selection.Decided, beside: str) -> bool | None:
-    """Return whether the plugin won at some batch size at every context length. None if it was not timed.
+    """True if the plugin won at some batch size at every context length. None if it was not timed.
 
     Args:
         decoder: The layer's decoder.
@@ -145,13 +145,13 @@ def wins(decoder, of: str, decided: kernel_selection.Decided, beside: str) -> bo
 
 
 def at_some_size(found: list[bytes]) -> bool:
-    """Return whether the plugin serves at one batch size in all of these tables, which are as `Choice.ours`."""
+    """True if the plugin serves at one batch size in all of these tables, which are as `Choice.ours`."""
     found = [ours + ours[-1:] * (max(map(len, found)) - len(ours)) for ours in found]
     return any(all(at) for at in zip(*found))
 
 
 def may_quantize(decoder, of: str, decided: kernel_selection.Decided) -> bool:
-    """Return whether a layer's attention fuses this kind of quantization."""
+    """True if a layer's attention fuses this kind of quantization."""
     if decoder.lacks or (of == "groups" and decoder.impl.head_size != GROUP):
         return False
     if decoder.is_forced or decoder.op.name in decided.off:
@@ -183,7 +183,7 @@ def decide(config, decided: kernel_selection.Decided) -> None:
 
 
 def writes_scales(op: str = split.ATTENTION) -> bool:
-    """Return whether vLLM's op has the expected arguments, and declares its output and group scales as mutated.
+    """True if vLLM's op has the expected arguments, and declares its output and group scales as mutated.
 
     Without that a compiler may drop the write.
     """
@@ -194,7 +194,7 @@ def writes_scales(op: str = split.ATTENTION) -> bool:
 
 
 def may_fuse(decoder, of: str) -> bool:
-    """Return whether a layer was decided to fuse this kind of quantization."""
+    """True if a layer was decided to fuse this kind of quantization."""
     context = decoder.config.compilation_config.static_forward_context
     return any(
         of in kinds for name, kinds in _fused.items() if getattr(context.get(name), "impl", None) is decoder.impl
@@ -224,7 +224,7 @@ def kinds_of(name: object) -> frozenset[str]:
 
 
 class Fusion(NamedTuple):
-    """Hold an attention node and the quantizations that alone read its result. `views` begins with its allocation."""
+    """An attention node and the quantizations that alone read its result. `views` begins with its allocation."""
 
     node: fx.Node
     views: list[fx.Node]
@@ -289,7 +289,7 @@ def attention_of(node: fx.Node) -> str:
 
 
 def is_view(node: object) -> bool:
-    """Return whether a node is a view or reshape."""
+    """True if a node is a view or reshape."""
     return split.calls_method(node, "view", "reshape")
 
 
@@ -304,7 +304,7 @@ def views_of(node: fx.Node) -> list[fx.Node]:
 
 
 def is_allocation(node: fx.Node) -> bool:
-    """Return whether a node allocates rows whose size is known before it."""
+    """True if a node allocates rows whose size is known before it."""
     return node.op == "call_function" and node.target is torch.empty and len(size_of(node)) == 2
 
 

@@ -189,7 +189,7 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
 
 
 class Place(NamedTuple):
-    """Hold the nodes around a marker: what it rotates, the norms' weights and epsilon, and what the op replaces.
+    """The nodes around a marker: what it rotates, the norms' weights and epsilon, and what the op replaces.
 
     `views` are q and k as attention reads them.
     """
@@ -202,7 +202,7 @@ class Place(NamedTuple):
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node is a view of another."""
+    """True if a node is a view of another."""
     return split.calls_method(node, *VIEWS)
 
 
@@ -219,7 +219,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 
 def is_own(node: fx.Node) -> bool:
-    """Return whether nothing else reads a node's memory: a result, or a part of a split one, through views or copies."""
+    """True if nothing else reads a node's memory: a result, or a part of a split one, through views or copies."""
     while len(readers(node)) == 1:
         if split.calls_method(node, *MAY_ALIAS):
             node = node.args[0]

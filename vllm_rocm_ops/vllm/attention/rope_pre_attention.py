@@ -85,7 +85,7 @@ class RopePreAttention:
         return backends.cache_of(self.decoder.backend, self.decoder.impl, tokens, dtype, device)
 
     def has_kernels(self) -> bool:
-        """Return whether kernels support the call."""
+        """True if kernels support the call."""
         made = functools.partial(torch.empty, device="meta")
         query, key, size = self.heads
         tokens = made(2, dtype=torch.int64)
@@ -99,7 +99,7 @@ class RopePreAttention:
     # For timing
 
     def runs_unmeasured(self) -> bool:
-        """Return whether the op runs before it was timed."""
+        """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
     def take(self, is_ours: bool) -> None:

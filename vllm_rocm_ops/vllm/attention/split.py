@@ -83,5 +83,5 @@ def op_of(node: fx.Node) -> str:
 
 
 def calls_method(node: object, *names: str) -> bool:
-    """Return whether a node calls one of a tensor's methods."""
+    """True if a node calls one of a tensor's methods."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names

@@ -45,7 +45,7 @@ class NotingBuilder:
 
 
 def is_measured(decoder) -> bool:
-    """Return whether a layer's decode attention is to be timed.
+    """True if a layer's decode attention is to be timed.
 
     Not for FP8 queries, which vLLM gives some of its implementations and the op does not support. Not for batch
     invariance, because a kernel selected by batch size breaks it. Not for decode context parallelism, which gathers the
@@ -81,7 +81,7 @@ def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
 
 
 class Layer:
-    """Hold a layer and what calls it. The first `filled` pages of its cache have random values."""
+    """A layer and what calls it. The first `filled` pages of its cache have random values."""
 
     def __init__(self, decoder, module: torch.nn.Module, builder):
         self.decoder, self.module, self.builder, self.filled = decoder, module, builder, 0

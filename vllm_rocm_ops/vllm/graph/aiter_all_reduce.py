@@ -23,7 +23,7 @@ DECODE_TOKENS = 8  # tokens of a decode step that AITER's one-stage kernel must 
 
 
 def takes_one_stage(communicator, config) -> bool:
-    """Return whether AITER's one-stage kernel supports a decode step's all-reduce and norm, as vLLM says."""
+    """True if AITER's one-stage kernel supports a decode step's all-reduce and norm, as vLLM says."""
     takes, model = getattr(communicator, "use_1stage_fused_ar_rms", None), config.model_config
     if takes is None:  # an older vLLM has no such method and keeps its fusion
         return True

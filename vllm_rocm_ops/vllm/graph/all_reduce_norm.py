@@ -28,7 +28,7 @@ HELPERS = {"fused_allreduce_rms_norm": False, "fused_allreduce_gemma_rms_norm": 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Describe a candidate for one launch.
+    """A candidate for one launch.
 
     Attributes:
         norm: The name of an op of ops/rms_norm.py, empty for an all-reduce alone.
@@ -60,18 +60,18 @@ class Call:
 
 @dataclasses.dataclass
 class GroupAllReduce:
-    """Hold the all-reduce of a group, and the choice of each call."""
+    """The all-reduce of a group, and the choice of each call."""
 
     reduce: Callable
     choices: dict[Call, Choice]
 
     def serves(self, call: Call, tokens: int) -> bool:
-        """Return whether the plugin's launch serves a call with this token count."""
+        """True if the plugin's launch serves a call with this token count."""
         choice = self.choices.get(call)
         return choice is not None and choice.is_ours(tokens)
 
     def wins(self, call: Call, everywhere: bool) -> bool:
-        """Return whether the plugin's launch serves some token count, or with `everywhere` all that it supports."""
+        """True if the plugin's launch serves some token count, or with `everywhere` all that it supports."""
         choice = self.choices.get(call)
         ours = choice.ours[1:] if choice is not None else b""
         return bool(ours) and (all(ours) if everywhere else any(ours))
@@ -92,7 +92,7 @@ def state() -> list[str]:
 
 
 def wins(name: str, op: Op, given: dict[str, object], everywhere: bool) -> bool:
-    """Return whether a norm with these arguments is to be one launch with the all-reduce of a group before it."""
+    """True if a norm with these arguments is to be one launch with the all-reduce of a group before it."""
     return name in groups and groups[name].wins(call_of(op, given), everywhere)
 
 

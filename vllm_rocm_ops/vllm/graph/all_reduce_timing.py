@@ -77,7 +77,7 @@ def calls_of(config, models: list[torch.nn.Module]) -> dict[Call, torch.nn.Modul
 
 
 def is_aiters(call: Call) -> bool:
-    """Return whether a vLLM pass fuses AITER's all-reduce with this norm, which has no quantization."""
+    """True if a vLLM pass fuses AITER's all-reduce with this norm, which has no quantization."""
     return call.norm == "fused_add_rms_norm" and not call.helper and None in compiled_ops.choices.all_reduced
 
 
@@ -88,7 +88,7 @@ def sizes(call: Call, shared_blocks: int) -> list[int]:
 
 
 class AllReduceComparison:
-    """Describe a call for timing. Both sides get this rank's input, and further arguments equal on all ranks."""
+    """A call for timing. Both sides get this rank's input, and further arguments equal on all ranks."""
 
     def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable, device: torch.device):
         self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, device
@@ -122,7 +122,7 @@ class AllReduceComparison:
 
     @property
     def one_plus(self) -> bool:
-        """Return whether the norm multiplies by 1 + weight."""
+        """True if the norm multiplies by 1 + weight."""
         return all_reduce_norm.HELPERS.get(self.call.helper, False)
 
     def ours(self, x: Tensor, *args) -> tuple:

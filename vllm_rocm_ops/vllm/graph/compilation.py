@@ -71,7 +71,7 @@ def start_compiler(compiles: Callable, wanted: dict) -> None:
 
 
 def is_compiled(config, model: torch.nn.Module) -> bool:
-    """Return whether vLLM compiles classes of a model and runs its passes on them. Some models have none."""
+    """True if vLLM compiles classes of a model and runs its passes on them. Some models have none."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
     from vllm.config import CompilationMode
 

@@ -39,7 +39,7 @@ SAMPLED_ROWS = 8
 
 @dataclasses.dataclass
 class CompileChoices:
-    """Hold the choices made before vLLM compiles.
+    """The choices made before vLLM compiles.
 
     Attributes:
         ours: Whether the plugin serves a pattern (`fused_quant.pattern`).
@@ -79,7 +79,7 @@ def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor
 
 
 class QuantComparison:
-    """Describe a norm or an activation with the linear that reads its quantized result, for `kernel_timing.measure`."""
+    """A norm or an activation with the linear that reads its quantized result, for `kernel_timing.measure`."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class QuantComparison:
         return lambda *tensors: graph()(*tensors)
 
     def runs_unmeasured(self) -> bool:
-        """Return whether the op runs before timing: unless a vLLM pass fuses the quantization."""
+        """True if the op runs before timing: unless a vLLM pass fuses the quantization."""
         return compilation.FUSED not in self.key.rpartition(" ")[2].split("-")
 
     def take(self, is_ours: bool) -> None:

@@ -44,7 +44,7 @@ ACTIVATIONS = {
 
 
 def has_kernels(name: str) -> bool:
-    """Return whether this machine has kernels for the op, for any row length and row count."""
+    """True if this machine has kernels for the op, for any row length and row count."""
     row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
     examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
     examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
@@ -70,7 +70,7 @@ def pattern(op, columns: int, dtype: torch.dtype, has_residual: bool, is_bounded
 
 
 def in_rows(x: torch.Tensor) -> bool:
-    """Return whether rows have one stride, for any size of the first dimension, the token count."""
+    """True if rows have one stride, for any size of the first dimension, the token count."""
     step = None
     for size, stride in zip(x.shape[-2:0:-1], x.stride()[-2:0:-1]):
         if size == 1:
@@ -82,7 +82,7 @@ def in_rows(x: torch.Tensor) -> bool:
 
 
 def in_heads(x: torch.Tensor) -> bool:
-    """Return whether rows have two strides, as heads [tokens, heads, size] in a slice of a wider projection."""
+    """True if rows have two strides, as heads [tokens, heads, size] in a slice of a wider projection."""
     return x.dim() == 3 and x.stride(-1) == 1 and x.stride(-2) < 2**31
 
 

@@ -86,7 +86,7 @@ def install() -> None:
         base.input_quant_key = lambda self: getattr(self, "rocm_ops_input_key", None)
 
     def takes_rows(kernel, key) -> bool:
-        """Return whether a kernel supports float32 scales per 128 columns, contiguous per row."""
+        """True if a kernel supports float32 scales per 128 columns, contiguous per row."""
         quant = kernel.quant_fp8
         return key == fused_quant.kFp8Dynamic128Sym and not (
             quant.column_major_scales or quant.use_ue8m0 or getattr(quant, "tma_aligned_scales", False)

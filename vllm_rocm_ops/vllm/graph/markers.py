@@ -26,7 +26,7 @@ _activate: list[Callable] = []
 
 
 class QuantTraits(NamedTuple):
-    """Hold the traits, as integers, that distinguish vLLM's quantizations."""
+    """The traits, as integers, that distinguish vLLM's quantizations."""
 
     static: int
     rows: int
@@ -84,7 +84,7 @@ FORMS = {QUANTIZATION: quantize, ACTIVATION: activate, ROTATION: rotate}
 
 
 def runs_passes() -> bool:
-    """Return whether vLLM runs its passes, and the plugin's, on the model being built."""
+    """True if vLLM runs its passes, and the plugin's, on the model being built."""
     config = get_current_vllm_config_or_none()
     if config is None or "fusion" not in seam.active():
         return False

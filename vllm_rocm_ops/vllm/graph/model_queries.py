@@ -26,7 +26,7 @@ def opaque(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def feeds(layer: torch.nn.Module) -> bool:
-    """Return whether a layer passes the result of `act_fn` to `down_proj` unchanged.
+    """True if a layer passes the result of `act_fn` to `down_proj` unchanged.
 
     Runs the layer's forward with stand-ins that record it.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Current(threading.local):
-    """Hold the quantized input and the routed tokens of the running MoE layer, per thread: two micro-batches run at once."""
+    """The quantized input and the routed tokens of the running MoE layer, per thread: two micro-batches run at once."""
 
     given: tuple[Tensor, Tensor, Tensor] | None = None
     routed: tuple[Tensor, tuple, Tensor, Tensor] | None = None
@@ -50,7 +50,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def is_same(x: Tensor, given: Tensor) -> bool:
-    """Return whether two tensors have the same elements in memory, in the same order."""
+    """True if two tensors have the same elements in memory, in the same order."""
     return x is given or (
         (x.data_ptr(), x.shape, x.stride(), x.dtype) == (given.data_ptr(), given.shape, given.stride(), given.dtype)
     )

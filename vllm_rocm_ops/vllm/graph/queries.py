@@ -24,7 +24,7 @@ GEMMS = (aten.mm.default, aten.addmm.default)
 
 
 def are_alike(ours: tuple, theirs: tuple) -> bool:
-    """Return whether results have equal shapes, dtypes and strides for any token count."""
+    """True if results have equal shapes, dtypes and strides for any token count."""
     return all(
         one.dtype == other.dtype
         and one.dim() == other.dim()
@@ -35,7 +35,7 @@ def are_alike(ours: tuple, theirs: tuple) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node shares another's memory."""
+    """True if a node shares another's memory."""
     return node.target in VIEWS or (is_func(node, operator.getitem) and node.args[0].target in VIEWS)
 
 
@@ -47,7 +47,7 @@ def unviewed(node: fx.Node) -> fx.Node:
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Return whether the compiler does not fuse into a node: a graph input or output, a GEMM, an op outside PyTorch."""
+    """True if the compiler does not fuse into a node: a graph input or output, a GEMM, an op outside PyTorch."""
     node = unviewed(node)
     is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
     return node.op != "call_function" or node.target in GEMMS or not is_pytorchs

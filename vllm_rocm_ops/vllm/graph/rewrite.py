@@ -51,7 +51,7 @@ EPSILONS = 1e-5, 1e-6  # of vLLM's patterns
 
 
 class Producer:
-    """Hold a norm or an activation in a graph, and the readers of its result."""
+    """A norm or an activation in a graph, and the readers of its result."""
 
     name = ""
     table: ClassVar[dict] = {}
@@ -66,7 +66,7 @@ class Producer:
         return {"input": self.node.args[0]}
 
     def takes(self) -> bool:
-        """Return whether the kernels support the inputs for any token count."""
+        """True if the kernels support the inputs for any token count."""
         x = self.node.args[0]
         rows = x.meta["val"]
         return rows.dtype in fused_quant.DTYPES and fused_quant.in_rows(rows)
@@ -77,7 +77,7 @@ class Producer:
 
 
 class Norm(Producer):
-    """Hold a norm, with its residual if it has one."""
+    """A norm, with its residual if it has one."""
 
     name, table = "norm", fused_quant.NORMS
 
@@ -103,7 +103,7 @@ class Norm(Producer):
         return super().takes() and (self.residual is None or self.may_update(self.residual))
 
     def may_update(self, residual: fx.Node) -> bool:
-        """Return whether a residual may be updated in place: no later reader, and not a caller's input."""
+        """True if a residual may be updated in place: no later reader, and not a caller's input."""
         is_last = not any(self.node < user for user in residual.users) and not is_view(residual)
         inputs = residual.graph.find_nodes(op="placeholder")
         is_given = residual not in inputs or inputs.index(residual) in get_pass_context().donated_input_ids
@@ -111,7 +111,7 @@ class Norm(Producer):
 
 
 class Activation(Producer):
-    """Hold a SiluAndMul."""
+    """A SiluAndMul."""
 
     name, table = "activation", fused_quant.ACTIVATIONS
 
@@ -205,7 +205,7 @@ class Fusion(VllmInductorPass):
         return key == fused_quant.MX or not (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant)
 
     def is_all_reduced(self, norm: Norm, key) -> bool:
-        """Return whether vLLM fuses a norm with AITER's all-reduce before it."""
+        """True if vLLM fuses a norm with AITER's all-reduce before it."""
         before = unviewed(norm.node.args[0])
         return key in choices.all_reduced and norm.epsilon in EPSILONS and "all_reduce" in str(before.target)
 
@@ -232,7 +232,7 @@ class Fusion(VllmInductorPass):
 
 
 def is_quantization(node: fx.Node) -> bool:
-    """Return whether a node quantizes: a marker, or vLLM's op to MX-FP8."""
+    """True if a node quantizes: a marker, or vLLM's op to MX-FP8."""
     return node.target in (QUANTIZATION, MX_QUANTIZATION)
 
 
@@ -260,7 +260,7 @@ def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
 
 
 def makes_with_norm(node: fx.Node) -> bool:
-    """Return whether the compiler's kernel that makes a node contains a norm."""
+    """True if the compiler's kernel that makes a node contains a norm."""
     seen, left = set(), [node]
     while left:
         node = unviewed(left.pop())

@@ -189,7 +189,7 @@ def keep_padding(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
 
 
 def is_per_tensor(scale: Tensor, weight: Tensor | None) -> bool:
-    """Return whether a linear layer has one scale for each layer that it was merged from."""
+    """True if a linear layer has one scale for each layer that it was merged from."""
     return scale.dim() < 2 and (weight is None or weight.dim() == 2)
 
 
@@ -234,7 +234,7 @@ def check_in_use(model: torch.nn.Module) -> None:
 
 
 def not_zero(weight: Tensor, scale: Tensor, at: list[int]) -> bool:
-    """Return whether the part of a weight that one element of its scale covers has a nonzero value."""
+    """True if the part of a weight that one element of its scale covers has a nonzero value."""
     part = weight
     if scale.dim() == weight.dim():
         for dimension, place in enumerate(at):

@@ -157,7 +157,7 @@ def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
 
 
 def asks_for_aiter(kind: str) -> bool:
-    """Return whether vLLM uses AITER for a kind ("LINEAR", "MOE"): its switches are on and AITER is installed."""
+    """True if vLLM uses AITER for a kind ("LINEAR", "MOE"): its switches are on and AITER is installed."""
     from vllm import _aiter_ops
     from vllm import envs as vllm_envs
 
@@ -166,7 +166,7 @@ def asks_for_aiter(kind: str) -> bool:
 
 
 def baseline_serves(kernel, tokens: Tensor) -> bool:
-    """Return whether an eager call goes to vLLM's kernel, with nothing left to time.
+    """True if an eager call goes to vLLM's kernel, with nothing left to time.
 
     A kernel that never serves its layer hands over all later calls.
     """
@@ -241,7 +241,7 @@ class Linear:
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
-    """Return whether kernels that this machine's GPU loads support these arguments, given on the meta device.
+    """True if kernels that this machine's GPU loads support these arguments, given on the meta device.
 
     True on CPU, where references run.
     """
@@ -293,7 +293,7 @@ def wants_fragments(
 
 
 def won_everywhere(key: str) -> bool:
-    """Return whether the op won for a shape at every token count of this vLLM.
+    """True if the op won for a shape at every token count of this vLLM.
 
     The compile cache must not find a graph for the other weight_order.order, which the seam measured_selection ensures
     (compiled_ops.py).

@@ -113,7 +113,7 @@ def probe() -> None:
 
 
 def is_matched() -> bool:
-    """Return whether a pass of vLLM's matches its op next to a norm.
+    """True if a pass of vLLM's matches its op next to a norm.
 
     These are AITER's norm with padding, AITER's all-reduce with a norm, and the indexer's projection.
     """

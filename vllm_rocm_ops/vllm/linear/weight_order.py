@@ -36,7 +36,7 @@ def fragments_of(weight: Tensor) -> Tensor:
 
 
 class Digest(NamedTuple):
-    """Identify the order of a weight [N, K] without a copy: its checksum in rows and, if it fits, in fragment order."""
+    """The order of a weight [N, K] without a copy: its checksum in rows and, if it fits, in fragment order."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -254,7 +254,7 @@ def probe(oracle, select: str, *parameters: str) -> None:
 
 
 def registers(oracle) -> bool:
-    """Return whether this vLLM asks a registry for experts before it selects its own, as with a patch in patches/."""
+    """True if this vLLM asks a registry for experts before it selects its own, as with a patch in patches/."""
     return hasattr(oracle, "select_registered_experts")
 
 

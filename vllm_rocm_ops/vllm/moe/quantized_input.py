@@ -54,12 +54,12 @@ def layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def moves_tokens(config) -> bool:
-    """Return whether the tokens of MoE layers of this configuration move between ranks."""
+    """True if the tokens of MoE layers of this configuration move between ranks."""
     return config.dp_size > 1 or config.pcp_size > 1 or config.is_sequence_parallel
 
 
 def takes(layer: torch.nn.Module) -> bool:
-    """Return whether the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
+    """True if the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
     from vllm_rocm_ops.vllm.graph import fused_quant
 
     ours, config = expert_support.held_by(layer.routed_experts), layer.moe_config

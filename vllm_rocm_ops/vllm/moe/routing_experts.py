@@ -107,12 +107,12 @@ def arguments_after_logits(
 
 
 def is_plain(how: tuple) -> bool:
-    """Return whether arguments after the logits are `topk_softmax`'s. vLLM masks padding only there."""
+    """True if arguments after the logits are `topk_softmax`'s. vLLM masks padding only there."""
     return len(how) == 2
 
 
 def takes(method: tuple[str, bool], config) -> bool:
-    """Return whether kernels route for layers of this configuration. A layer's groups are known only at a call."""
+    """True if kernels route for layers of this configuration. A layer's groups are known only at a call."""
     scoring_func, renormalize = method
     logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
     what = logits, config.experts_per_token, renormalize

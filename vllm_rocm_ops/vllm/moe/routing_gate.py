@@ -40,7 +40,7 @@ SEPARATE = "separate"
 
 
 class Router:
-    """Hold the choices of a gate, which must all win, and the arguments of its layer's routing."""
+    """The choices of a gate, which must all win, and the arguments of its layer's routing."""
 
     choices: tuple[Choice, ...] = ()
 
@@ -124,7 +124,7 @@ def gate_classes() -> tuple[type, ...]:
 
 
 def takes(layer: torch.nn.Module) -> bool:
-    """Return whether an MoE layer has the plugin's routing experts, and a gate whose GEMM the op computes."""
+    """True if an MoE layer has the plugin's routing experts, and a gate whose GEMM the op computes."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     gate, config = getattr(layer, "gate", None), layer.moe_config
@@ -192,7 +192,7 @@ def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, how: tuple) -> 
 
 
 class RoutingGates:
-    """Describe one launch against vLLM's GEMM and the plugin's routing. A layer: the weight, its dtype, and its `Router`."""
+    """One launch against vLLM's GEMM and the plugin's routing. A layer: the weight, its dtype, and its `Router`."""
 
     op, limit, sampled_rows = OP, 0, 8
 
@@ -258,7 +258,7 @@ class RoutingGates:
 
 
 class AgainstTwoLaunches(RoutingGates):
-    """Describe the same against `unquantized_gemm` and the plugin's routing."""
+    """The same against `unquantized_gemm` and the plugin's routing."""
 
     def native(self) -> str:
         return SEPARATE

@@ -72,7 +72,7 @@ def run_ours(kernels: Comparison, *arguments):
 
 
 class Measured(NamedTuple):
-    """Hold the times and errors at one token count.
+    """The times and errors at one token count.
 
     Times are medians in microseconds, errors relative. `ours` is None where the plugin's kernels do not support the
     call.
@@ -85,7 +85,7 @@ class Measured(NamedTuple):
 
     @property
     def wins(self) -> bool:
-        """Return whether the plugin serves: it is faster by more than `MARGIN`."""
+        """True if the plugin serves: it is faster by more than `MARGIN`."""
         return self.ours is not None and self.native is not None and self.ours * (1 + MARGIN) < self.native
 
 
@@ -94,7 +94,7 @@ NATIVE = Measured(None, None)
 
 
 class Comparison(Protocol):
-    """Describe the plugin's op and vLLM's kernel for the same calls.
+    """The plugin's op and vLLM's kernel for the same calls.
 
     A `layer` is a tuple of what a call has besides its tokens, for one layer of the model.
     """
@@ -134,7 +134,7 @@ class Comparison(Protocol):
 
 
 class Choice:
-    """Hold the choice for one layer shape against one of vLLM's kernels.
+    """The choice for one layer shape against one of vLLM's kernels.
 
     Attributes:
         ours: A byte per token count, 1 where the plugin serves.
@@ -152,12 +152,12 @@ class Choice:
         self.most = 0  # tokens
 
     def is_ours(self, tokens: int) -> bool:
-        """Return whether the plugin serves a call with this token count."""
+        """True if the plugin serves a call with this token count."""
         return tokens < len(self.ours) and self.ours[tokens] == 1
 
     @property
     def is_never_ours(self) -> bool:
-        """Return whether vLLM's kernel serves every call from now on: no token count wins, nothing is left to time."""
+        """True if vLLM's kernel serves every call from now on: no token count wins, nothing is left to time."""
         return self.layers is None and 1 not in self.ours
 
     def note(self, weight: Tensor, tokens: int, layer: Callable[[], tuple]) -> None:
@@ -184,7 +184,7 @@ class Decided(NamedTuple):
 
 @dataclasses.dataclass
 class _Session:
-    """Hold a process's state: whether layers are noted, the decisions, and the seconds of this start spent timing."""
+    """A process's state: whether layers are noted, the decisions, and the seconds of this start spent timing."""
 
     records: bool = False
     decided: Decided | None = None
@@ -264,7 +264,7 @@ def invalidate() -> None:
 
 @dataclasses.dataclass
 class Record:
-    """Hold the results of one machine.
+    """The results of one machine.
 
     Attributes:
         machine: What the results are valid for.
@@ -283,7 +283,7 @@ class Record:
 
 
 def is_whole(key: str) -> bool:
-    """Return whether a key has one choice for all token counts."""
+    """True if a key has one choice for all token counts."""
     return key.endswith((COMPILED, EAGER))
 
 
@@ -349,7 +349,7 @@ def software(arch: str) -> dict[str, str]:
 
 
 def is_same_software(machine: dict[str, str]) -> bool:
-    """Return whether a record's machine has this process's software."""
+    """True if a record's machine has this process's software."""
     return software(machine.get("arch", "")) == {name: v for name, v in machine.items() if name not in HARDWARE}
 
 

@@ -115,7 +115,7 @@ def limit_s() -> float:
 
 
 def is_clear(times: dict[str, list[float]]) -> bool:
-    """Return whether more samples would not change the choice: all of one kernel are below all of the other."""
+    """True if more samples would not change the choice: all of one kernel are below all of the other."""
     ours, native = times["ours"], times["native"]
     return max(ours) * (1 + kernel_selection.MARGIN) < min(native) or min(ours) > max(native)
 

@@ -30,12 +30,12 @@ CODE = "from vllm_rocm_ops.tools import first_start; first_start.main()"
 
 
 def applies() -> bool:
-    """Return whether there is a GPU to try."""
+    """True if there is a GPU to try."""
     return seam.served_platform() not in (None, "cpu")
 
 
 def is_known() -> bool:
-    """Return whether a record was made by the same software.
+    """True if a record was made by the same software.
 
     This process cannot ask for the GPU and the driver without opening it. Where these alone are new, nothing is tried,
     and the marks and the watchdog of kernel_timing.py remain.

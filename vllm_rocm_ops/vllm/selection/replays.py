@@ -116,7 +116,7 @@ def flattened(found: object) -> list[Tensor]:
 
 
 def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Return whether tensors have equal bits."""
+    """True if tensors have equal bits."""
     bits = ([one.reshape(-1).contiguous().view(torch.uint8) for one in each] for each in (some, others))
     return all(torch.equal(*pair) for pair in zip(*bits, strict=True))
 

@@ -15,11 +15,11 @@ def load() -> None:
 
 
 def has_compiled(name: str) -> bool:
-    """Return whether vLLM's compiled op exists."""
+    """True if vLLM's compiled op exists."""
     load()
     return hasattr(torch.ops._C, name)
 
 
 def has(package: str, on_rocm: bool = False) -> bool:
-    """Return whether a package is installed, and, `on_rocm`, whether PyTorch is a ROCm build."""
+    """True if a package is installed, and, `on_rocm`, whether PyTorch is a ROCm build."""
     return (torch.version.hip is not None or not on_rocm) and importlib.util.find_spec(package) is not None
