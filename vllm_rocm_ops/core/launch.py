@@ -38,7 +38,7 @@ class Counters(int):
 
 
 class Address(int):
-    """An argument: an address outside of tensors, the same in all calls."""
+    """A fixed device address that no tensor owns."""
 
 
 class Launch(NamedTuple):

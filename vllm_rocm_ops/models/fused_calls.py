@@ -163,7 +163,7 @@ def around_attention(config: dict, tp: int = 1, native: bool = True) -> dict[tup
 
 
 def quantized_attention(config: dict, tp: int, native: bool) -> LayerCall | None:
-    """Return attention with a quantized result, with the count of layers whose o takes it."""
+    """Return decode attention with FP8 output; `count` is the layers whose o_proj takes FP8 input."""
     whole = layers.attention(config, tp, native)
     kind, count = quantized_o(config, whole.count)
     if not count or kind is None or (kind == "groups" and whole.parameters[2] != BLOCK):

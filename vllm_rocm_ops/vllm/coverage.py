@@ -75,7 +75,7 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
 
 
 def attention(config) -> Iterator[tuple[str, bool, str]]:
-    """Yield the same for attention layers, which a model's configuration lists."""
+    """Yield kind, whether it is covered, and class of each attention layer of `static_forward_context`."""
     for layer in config.compilation_config.static_forward_context.values():
         if impl := getattr(layer, "impl", None):
             what, ours = type(impl).__name__, getattr(impl, "rocm_ops", None)

@@ -69,8 +69,8 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
   DEVICE static int next_slot(int slot) { return slot + 1 < kSlots ? slot + 1 : 0; }
 
   // The scores of a wave's 16 columns. The running maximum is raised only if a score exceeds it by kSlack, so the sums
-  // are rarely rescaled. The largest weight is then rounded, too. The sum of rounded weights undoes the effect on a sum
-  // that it dominates.
+  // are rarely rescaled. The largest weight is then rounded, too. Dividing by the sum of rounded weights cancels the
+  // rounding error of a dominant weight.
   struct Scores {
     static constexpr float kSlack = 8.0f;
     const MlaDecodeInLds& of;

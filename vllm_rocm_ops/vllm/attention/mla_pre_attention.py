@@ -52,7 +52,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
 
 
 class MlaPreAttention:
-    """Implement the part between a layer's projections by the op, and as compiled_ops.py times it.
+    """The fused norms, RoPE and cache write of one MLA layer, and its comparison with vLLM's kernels.
 
     Its inputs are the first projection's result, positions, slots, and a cache whose pages have one slot.
     """

@@ -69,7 +69,7 @@ def kind(scale: Tensor | None, groups: Tensor | None) -> str:
 
 
 def behind(forward: Callable, decoder, given: list, output: Tensor, scale: Tensor | None, groups: Tensor | None):
-    """Run an implementation in 16 bits, then vLLM's quantization of all rows, as in the original graph."""
+    """Run the unfused path: attention in 16 bits, then vLLM's quantization."""
     if given[-1] is None:  # vLLM's profile run: forward fills the output
         if groups is not None:
             groups.fill_(1.0)

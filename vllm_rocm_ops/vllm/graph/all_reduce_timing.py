@@ -88,7 +88,7 @@ def sizes(call: Call, shared_blocks: int) -> list[int]:
 
 
 class AllReduceComparison:
-    """A call for timing. Both sides get this rank's input, and further arguments equal on all ranks."""
+    """Plugin and baseline for one all-reduce and norm. Inputs differ per rank, other arguments are equal."""
 
     def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable, device: torch.device):
         self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, device
@@ -158,7 +158,7 @@ class AllReduceComparison:
         return [*plain, values if scale is None else compiled_ops.dequantized(values, scale), *residual]
 
     def exact(self, every: list[Tensor], args: tuple) -> list[Tensor]:
-        """Return the same in float32."""
+        """Return the reference result in float32, in the order of `results`."""
         x = sum(each.float() for each in every)
         if self.op is None:
             return [x]

@@ -260,7 +260,7 @@ def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
 
 
 def makes_with_norm(node: fx.Node) -> bool:
-    """True if the compiler's kernel that makes a node contains a norm."""
+    """True if Inductor would fuse a norm into the kernel that produces `node`."""
     seen, left = set(), [node]
     while left:
         node = unviewed(left.pop())

@@ -166,7 +166,7 @@ def asks_for_aiter(kind: str) -> bool:
 
 
 def baseline_serves(kernel, tokens: Tensor) -> bool:
-    """True if an eager call goes to vLLM's kernel, with nothing left to time.
+    """True if the baseline serves this eager call for good.
 
     A kernel that never serves its layer hands over all later calls.
     """
@@ -206,7 +206,7 @@ class Linear:
         return self.baseline(*arguments) if output is None else output
 
     def call(self, kernel, *arguments) -> Tensor:
-        """Run a call that `leaves` did not leave: by the torch op in a compiled graph, else by its function."""
+        """Run a call that the plugin may serve: by the torch op in a compiled graph, else by its function."""
         if torch.compiler.is_compiling():
             return getattr(torch.ops.vllm_rocm_ops, self.run.__name__)(*arguments)
         choice = getattr(kernel, "choice", None)

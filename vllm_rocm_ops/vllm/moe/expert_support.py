@@ -95,7 +95,7 @@ class Predicates:
         return not refusal(config)
 
     def leave(self) -> None:
-        """Have vLLM's experts serve later calls directly. Experts that route have no counterpart to leave to."""
+        """Hand all later calls to vLLM's experts. Experts that route keep theirs."""
 
     def map_of_native(self, expert_map: Tensor | None) -> Tensor | None:
         """Return vLLM's form of the map from all experts to this rank's.

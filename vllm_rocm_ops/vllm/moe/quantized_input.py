@@ -146,7 +146,7 @@ def _functions() -> dict[str, Callable]:
 
 @functools.cache
 def ops_beside() -> dict:
-    """Return vLLM's ops -> the plugin's, with the same schemas and tags plus two arguments, defined by the first call."""
+    """Return {vLLM op: plugin op}. Plugin ops take two more arguments, FP8 values and scales; the first call defines them."""
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
     from vllm.utils.torch_utils import direct_register_custom_op
 

@@ -258,7 +258,7 @@ class RoutingGates:
 
 
 class AgainstTwoLaunches(RoutingGates):
-    """The same against `unquantized_gemm` and the plugin's routing."""
+    """`RoutingGates` against the plugin's own GEMM and top-k in two launches."""
 
     def native(self) -> str:
         return SEPARATE

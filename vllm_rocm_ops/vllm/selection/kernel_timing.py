@@ -382,7 +382,7 @@ def warm_up(
 ) -> None:
     """Time what this process's choices need, or read it from the record, and apply what all ranks agree on.
 
-    No layer is noted from now on. A failure leaves the choices as they are and the ranks in step.
+    Recording ends here. On failure no choice changes, and all ranks still take part in `gather`.
 
     Args:
         captured: The captured token counts.
