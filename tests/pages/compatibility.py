@@ -220,7 +220,7 @@ def vllm_table() -> str:
             by_arch.append("selected" if off == {"cpu_shims"} else f"selected, but for {', '.join(sorted(off))}")
         engine = "tested" if cpu.startswith(f"{release}.") else "not run"
         if f"vllm-{release}" in patched:
-            engine = f"tested, its Python files on {cpu}'s binaries, with the patches"
+            engine = f"tested, its Python files on {cpu}'s binaries"
         rows.append((release, *by_arch, engine, "tested" if release in h200 else "not run"))
     return markdown(("vLLM", *AMD, "engine on CPU", "H200"), rows)
 

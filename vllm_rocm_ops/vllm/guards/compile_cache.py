@@ -2,7 +2,7 @@
 
 vLLM's compile cache key covers vLLM's environment and configuration, not what a plugin replaced. A graph compiled
 without the ops, or with other ops, would be loaded and run. vLLM hashes `additional_config` into the key, so the
-fingerprint goes there. A vLLM with patch 03 also asks for it.
+fingerprint goes there.
 """
 
 import hashlib
@@ -46,12 +46,10 @@ def fingerprint() -> str:
 
 def mark(vllm_config) -> None:
     """Put the fingerprint into a configuration and log it. Logging is set up and all plugins are loaded by then."""
-    from vllm import plugins
-
     found = fingerprint()
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": found}
-    elif not hasattr(plugins, "register_compile_factor"):
+    else:
         logger.warning(
             "vllm-rocm-ops: additional_config is not a dict, so the compile cache does not know the plugin version. "
             "After an update, clear vLLM's compile cache."
@@ -81,11 +79,7 @@ def probe() -> None:
 
 def install() -> None:
     """Mark each configuration when the platform has completed it."""
-    from vllm import plugins
     from vllm.platforms import current_platform
-
-    if hasattr(plugins, "register_compile_factor"):
-        plugins.register_compile_factor("rocm_ops", fingerprint)
 
     platform = type(current_platform)
     complete = platform.check_and_update_config

@@ -7,7 +7,6 @@ equal layers compile to equal graphs. A kernel has no other state: the weights a
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -72,18 +71,11 @@ class HasBaseline:
         self.order = None if self.native else "plain"
 
 
-def register_first(ours: type, table: dict, kind: str) -> None:
-    """Have vLLM ask the plugin's kernel before its own.
-
-    By `register_linear_kernel` if it can prepend, as with a patch in patches/, else in vLLM's table.
-    """
-    from vllm.model_executor.kernels.linear import register_linear_kernel
+def register_first(ours: type, table: dict) -> None:
+    """Have vLLM ask the plugin's kernel before its own. `register_linear_kernel` only appends."""
     from vllm.platforms import current_platform
 
-    if "prepend" in inspect.signature(register_linear_kernel).parameters:
-        register_linear_kernel(ours, current_platform._enum, kind, prepend=True)
-    else:
-        table.setdefault(current_platform._enum, []).insert(0, ours)
+    table.setdefault(current_platform._enum, []).insert(0, ours)
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def install() -> None:
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
             return COMPARISON.call(self, A, B, As, Bs, out_dtype, self.native_name)
 
-    linear_base.register_first(RocmOpsBlockScaledLinear, table, "fp8_block")
+    linear_base.register_first(RocmOpsBlockScaledLinear, table)
 
 
 SEAM = seam.Seam(

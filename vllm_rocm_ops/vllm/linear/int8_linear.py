@@ -157,7 +157,7 @@ def install() -> None:
                 output = COMPARISON.call(self, *arguments)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    linear_base.register_first(RocmOpsInt8Linear, table, "int8")
+    linear_base.register_first(RocmOpsInt8Linear, table)
 
 
 SEAM = seam.Seam(

@@ -169,7 +169,7 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            self.keep_native(linear_base.vllm_kernel_for(type(self), c, table, "mxfp8"), c)
+            self.keep_native(linear_base.vllm_kernel_for(type(self), c, table), c)
             self.hands_rows = isinstance(self.native, takes_rows)
 
         def process_weights_after_loading(self, layer):
@@ -196,7 +196,7 @@ def install() -> None:
                 output = COMPARISON.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.native_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    linear_base.register_first(RocmOpsMxfp8Linear, table, "mxfp8")
+    linear_base.register_first(RocmOpsMxfp8Linear, table)
 
 
 SEAM = seam.Seam(

@@ -280,7 +280,7 @@ def install() -> None:
                 output = COMPARISON.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name)
             return output if len(output_shape) == 2 else output.view(*output_shape[:-1], output.shape[-1])
 
-    linear_base.register_first(RocmOpsScaledLinear, table, "fp8")
+    linear_base.register_first(RocmOpsScaledLinear, table)
 
 
 SEAM = seam.Seam(

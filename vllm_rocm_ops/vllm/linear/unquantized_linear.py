@@ -89,12 +89,6 @@ def _fake(x, weight, bias):
 define(unquantized_linear, _fake)
 
 
-def few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return `unquantized_gemm`, or None for calls left to vLLM."""
-    choice = _choice((weight, bias, x.dtype), "within vLLM's op")  # not timed: it has no call without the plugin
-    return linear_base.run_or_baseline(lambda: None, ops.unquantized_gemm, choice, x, weight, bias)
-
-
 def replaced() -> str:
     """Return the name of vLLM's function for such layers on this platform."""
     from vllm.platforms import current_platform
@@ -145,16 +139,12 @@ _looked_up: set[kernel_selection.Choice] = set()
 
 
 def install() -> None:
-    """Register the op with vLLM's if this vLLM allows it, else replace the function that vLLM's dispatch finds."""
+    """Replace the function that vLLM's dispatch finds."""
     from vllm import envs
     from vllm.model_executor.layers import utils
 
     name = replaced()
     theirs = getattr(utils, name)
-
-    if theirs is utils.rocm_unquantized_gemm and hasattr(utils, "register_rocm_unquantized_gemm"):  # see patches/
-        utils.register_rocm_unquantized_gemm(few_tokens)
-        return
 
     def unquantized_gemm(layer, x, weight, bias=None):
         compiles = torch.compiler.is_compiling()

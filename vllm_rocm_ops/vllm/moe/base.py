@@ -253,20 +253,6 @@ def probe(oracle, select: str, *parameters: str) -> None:
     seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
 
 
-def registers(oracle) -> bool:
-    """True if this vLLM asks a registry for experts before it selects its own, as with a patch in patches/."""
-    return hasattr(oracle, "select_registered_experts")
-
-
-def register_first(made: type, ours: list[type]) -> None:
-    """Put a class first in the plugin's list, and in vLLM's registry of experts if there is one."""
-    ours.insert(0, made)
-    if registers(made.oracle):
-        from vllm.model_executor.layers.fused_moe.oracle.registry import register_moe_experts
-
-        register_moe_experts(made, made.backend, priority=len(ours))
-
-
 def replace(theirs: Callable, ours: Callable) -> None:
     """Replace a function of vLLM's in every module that imported it."""
     for module in list(sys.modules.values()):

@@ -39,12 +39,9 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     schemes = tuple(tuple(getattr(quant_utils, key) for key in scheme) for scheme in SCHEMES)
-    experts.register_first(experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON), OURS)
+    OURS.insert(0, experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON))
     for scheme in schemes:
-        made = experts.modular("RocmOpsAiterFp8Experts", (scheme,), fp8, fp8.Fp8MoeBackend.AITER)
-        experts.register_first(made, OURS)
-    if experts.registers(fp8):
-        return
+        OURS.insert(0, experts.modular("RocmOpsAiterFp8Experts", (scheme,), fp8, fp8.Fp8MoeBackend.AITER))
     theirs = fp8.select_fp8_moe_backend
 
     def select_fp8_moe_backend(config, weight_key, activation_key, *others, **more):

@@ -240,7 +240,7 @@ def install() -> None:
     """Have vLLM ask the plugin's monolithic experts first."""
     for ours in (fp8_experts.OURS, unquantized_experts.OURS):
         for modular in [one for one in ours[::-1] if not one.shuffled]:  # with AITER's experts vLLM routes
-            experts.register_first(monolithic(modular), ours)
+            ours.insert(0, monolithic(modular))
 
 
 SEAM = seam.Seam(

@@ -23,9 +23,7 @@ def install() -> None:
     backends = unquantized.UnquantizedMoeBackend
     for name, backend in (("", backends.TRITON), ("Aiter", backends.AITER)):
         made = experts.modular(f"RocmOps{name}UnquantizedExperts", ((None, None),), unquantized, backend)
-        experts.register_first(made, OURS)
-    if experts.registers(unquantized):
-        return
+        OURS.insert(0, made)
     theirs = unquantized.select_unquantized_moe_backend
 
     def select_unquantized_moe_backend(moe_config):
