@@ -46,6 +46,7 @@ def test_all_reduce(built, ranks, hidden):
 
 
 @full
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("hidden", SCHEDULES)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_reduce_in_many_schedules(built, ranks, hidden):
