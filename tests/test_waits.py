@@ -8,7 +8,7 @@ load to its matrix instruction. The tests know only the code.
     python tests/test_waits.py commit [folder of code objects]
 
 prints a line of JSON per streaming loop: the loads of one iteration, and the loads that each wait leaves in flight,
-stage by stage. serving_benchmarks/results/<arch>/*-waits.jsonl have such lines.
+stage by stage.
 """
 
 from __future__ import annotations
