@@ -169,7 +169,7 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            self.keep_native(linear_base.vllm_kernel_for(type(self), c, table), c)
+            self.keep_native(linear_base.vllm_kernel_for(type(self), c, table, "mxfp8"), c)
             self.hands_rows = isinstance(self.native, takes_rows)
 
         def process_weights_after_loading(self, layer):
