@@ -32,8 +32,8 @@ from vllm_rocm_ops.core import launch
 
 CALLS, ROUNDS = 20, 60
 ALLOWED_US = 10.0  # maximum host time of the plugin above vLLM's
-VLLMS, SERVES, LEAVES = "vLLM's own", "ours serves", "ours leaves"
-OURS = SERVES, LEAVES
+VLLMS, SERVES, LEAVES = "vLLM's own", "plugin serves", "plugin leaves"
+PLUGIN = SERVES, LEAVES
 
 
 class Discard:
@@ -114,19 +114,19 @@ def chosen(serves: bool) -> Callable[[], None]:
     """
     from vllm_rocm_ops.vllm.selection import kernel_selection
 
-    ours = bytes([1]) * (1 << 16) if serves else bytes(1 << 16) + bytes([1])
+    plugin = bytes([1]) * (1 << 16) if serves else bytes(1 << 16) + bytes([1])
 
     def choose() -> None:
         for choice in kernel_selection.all_choices():
-            choice.ours = ours
+            choice.plugin_by_tokens = plugin
 
     return choose
 
 
-def paths(vllms: Callable, ours: Callable, leaves: bool = True) -> dict[str, Timed]:
+def paths(vllms: Callable, plugin: Callable, leaves: bool = True) -> dict[str, Timed]:
     """Return the paths of a call. Only a call that asks a choice can leave it to vLLM's kernel."""
-    found = {VLLMS: Timed(vllms), SERVES: Timed(ours, chosen(True))}
-    return found | ({LEAVES: Timed(ours, chosen(False))} if leaves else {})
+    found = {VLLMS: Timed(vllms), SERVES: Timed(plugin, chosen(True))}
+    return found | ({LEAVES: Timed(plugin, chosen(False))} if leaves else {})
 
 
 def linears(model: torch.nn.Module, dtype: torch.dtype) -> Found:
@@ -137,13 +137,13 @@ def linears(model: torch.nn.Module, dtype: torch.dtype) -> Found:
     for name, module in model.named_modules():
         for kernel in coverage.kernels_of(module) if hasattr(module, "input_size_per_partition") else ():
             kind = type(kernel).__name__, module.weight.shape
-            if kernel.native is None or kind in seen:
+            if kernel.baseline is None or kind in seen:
                 continue
             seen.add(kind)
             x = torch.randn(1, module.input_size_per_partition, device=module.weight.device).to(dtype)
-            given, ours = (module, x, getattr(module, "bias", None)), type(kernel).apply_weights
-            vllms = functools.partial(kernel.native.apply_weights, *given)
-            yield seam_of(type(kernel)), name, paths(vllms, functools.partial(ours, kernel, *given))
+            given, plugin = (module, x, getattr(module, "bias", None)), type(kernel).apply_weights
+            vllms = functools.partial(kernel.baseline.apply_weights, *given)
+            yield seam_of(type(kernel)), name, paths(vllms, functools.partial(plugin, kernel, *given))
 
 
 def unquantized(model: torch.nn.Module, dtype: torch.dtype, replaced: Callable) -> Found:
@@ -179,14 +179,14 @@ def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
             return quantize(output) if quantize else output
 
         name = f"{type(producer).__name__} of {columns}" + " and quantization" * bool(quantize)
-        ours = functools.partial(producer.rocm_ops_forward, *given)
-        yield "norm" if is_norm else "activation", name, paths(vllms, ours, leaves=False)
+        plugin = functools.partial(producer.rocm_ops_forward, *given)
+        yield "norm" if is_norm else "activation", name, paths(vllms, plugin, leaves=False)
 
 
 class Recorded(NamedTuple):
     """The recorded call of one of the plugin's classes in a decode step."""
 
-    ours: object
+    plugin: object
     method: str
     given: tuple
     named: dict
@@ -226,8 +226,8 @@ def experts(recorded: dict[type, Recorded]) -> Found:
     from vllm_rocm_ops.vllm.moe import base as in_vllm
     from vllm_rocm_ops.vllm.moe import routing_experts
 
-    for kind, (ours, method, _, named) in recorded.items():
-        if method != "apply" or ours.native is None:
+    for kind, (plugin, method, _, named) in recorded.items():
+        if method != "apply" or plugin.baseline is None:
             continue
         tokens = named["hidden_states"], named["w1"], named["w2"]
         how = tuple(
@@ -235,12 +235,12 @@ def experts(recorded: dict[type, Recorded]) -> Found:
         )
         if "router_logits" not in named:
             given = *tokens, named["topk_weights"], named["topk_ids"], *how
-            calls = (functools.partial(one.apply, *given) for one in (ours.whole, in_vllm.whole(ours)))
+            calls = (functools.partial(one.apply, *given) for one in (plugin.whole, in_vllm.whole(plugin)))
             yield "experts", kind.__name__, paths(*calls)
             continue
-        logits, groups, (scoring_func, renormalize) = named["router_logits"], named["num_expert_group"], ours.method
+        logits, groups, (scoring_func, renormalize) = named["router_logits"], named["num_expert_group"], plugin.method
         router = routing_experts.router_factory().create_fused_moe_router(
-            ours.topk,
+            plugin.topk,
             logits.shape[-1],
             renormalize,
             use_grouped_topk=bool(groups),
@@ -251,10 +251,10 @@ def experts(recorded: dict[type, Recorded]) -> Found:
             e_score_correction_bias=named["e_score_correction_bias"],
         )
 
-        def vllms(router=router, tokens=tokens, logits=logits, ours=ours, how=how):
-            return ours.native.apply(*tokens, *router.select_experts(tokens[0], logits), *how)
+        def vllms(router=router, tokens=tokens, logits=logits, plugin=plugin, how=how):
+            return plugin.baseline.apply(*tokens, *router.select_experts(tokens[0], logits), *how)
 
-        yield "routing_experts", kind.__name__, paths(vllms, functools.partial(kind.apply, ours, **named))
+        yield "routing_experts", kind.__name__, paths(vllms, functools.partial(kind.apply, plugin, **named))
 
 
 @contextlib.contextmanager
@@ -282,17 +282,17 @@ def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
 @contextlib.contextmanager
 def replaced(kind: type, method: str, found: dict[type, Recorded]) -> Iterator[None]:
     """Replace a class's method by one that records its call."""
-    ours = getattr(kind, method)
+    plugin = getattr(kind, method)
 
     def note(self, *given, **named):
         found[kind] = Recorded(self, method, given, named)
-        return ours(self, *given, **named)
+        return plugin(self, *given, **named)
 
     setattr(kind, method, note)
     try:
         yield
     finally:
-        setattr(kind, method, ours)
+        setattr(kind, method, plugin)
 
 
 def seams(options: argparse.Namespace) -> list[dict]:
@@ -340,7 +340,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return the median of each path, and the median over rounds of its difference from vLLM's."""
     us = {name: round(statistics.median(values), 2) for name, values in times.items()}
     apart = {
-        name: round(statistics.median(ours - vllms for ours, vllms in zip(values, times[VLLMS])), 2)
+        name: round(statistics.median(plugin - vllms for plugin, vllms in zip(values, times[VLLMS])), 2)
         for name, values in times.items()
         if name != VLLMS
     }
@@ -349,9 +349,9 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def row(line: dict) -> str:
     """Format a line of the table."""
-    ours = "  ".join(f"{name} {line['us'][name]:7.2f} us ({apart:+.2f})" for name, apart in line["apart_us"].items())
+    plugin = "  ".join(f"{name} {line['us'][name]:7.2f} us ({apart:+.2f})" for name, apart in line["apart_us"].items())
     over = "  above the limit" * (max(line["apart_us"].values()) > ALLOWED_US)
-    return f"{line['seam']:20} {line['layer']:44.44}  {VLLMS} {line['us'][VLLMS]:7.2f} us  {ours}{over}"
+    return f"{line['seam']:20} {line['layer']:44.44}  {VLLMS} {line['us'][VLLMS]:7.2f} us  {plugin}{over}"
 
 
 def seam_of(kind: type) -> str:

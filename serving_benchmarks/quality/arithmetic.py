@@ -253,19 +253,19 @@ def error(found: Tensor, wanted: Tensor, allowed: Tensor) -> tuple[float, float]
 def compared(the_op: Op, given: tuple, device: str) -> Iterator[dict]:
     """Yield the plugin's and the baseline's error for each result of a call."""
     before = the_op.Arguments(*map(clone, given))
-    ours, theirs = (the_op.Arguments(*(clone(value, device) for value in given)) for _ in range(2))
+    plugin, theirs = (the_op.Arguments(*(clone(value, device) for value in given)) for _ in range(2))
     reset_stats()
     with unwritten_is_nan():
-        found = as_tuple(the_op(*ours))
+        found = as_tuple(the_op(*plugin))
     [ran] = stats()[the_op.name]
     if ran.startswith(FALLBACK):
         yield {"fallback": ran.removeprefix(FALLBACK)}
         return
     others, which = baseline(the_op, theirs)
     formula = functools.partial(formulas.FORMULAS[the_op.name], before)
-    sides = (formula(on_cpu(the_op, after), cpu(outputs)) for after, outputs in ((ours, found), (theirs, others)))
-    for (name, *of_ours), (_, *of_baseline) in zip(*sides, strict=True):
-        (mine, share), (reference, _) = error(*of_ours), error(*of_baseline)
+    sides = (formula(on_cpu(the_op, after), cpu(outputs)) for after, outputs in ((plugin, found), (theirs, others)))
+    for (name, *of_plugin), (_, *of_baseline) in zip(*sides, strict=True):
+        (mine, share), (reference, _) = error(*of_plugin), error(*of_baseline)
         beside = (mine + FLOOR) / (reference + FLOOR)
         errors = {"ours": mine, "stock": reference, "beside": beside, "of_allowed": share}
         yield {"result": name} | {what: float(f"{value:.4g}") for what, value in errors.items()} | {"stock_is": which}

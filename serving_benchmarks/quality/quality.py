@@ -168,18 +168,18 @@ def scale_errors(difference: Tensor, effects: dict[str, Tensor]) -> dict[str, tu
     return found
 
 
-def first_difference(ours: list[int], baseline: list[int]) -> int:
+def first_difference(plugin: list[int], baseline: list[int]) -> int:
     """Return the number of equal tokens before the first difference."""
-    return next((place for place, (one, other) in enumerate(zip(ours, baseline)) if one != other), len(baseline))
+    return next((place for place, (one, other) in enumerate(zip(plugin, baseline)) if one != other), len(baseline))
 
 
-def compare(ours: dict, baseline: dict, effects: dict[str, Tensor], kind: str) -> dict:
+def compare(plugin: dict, baseline: dict, effects: dict[str, Tensor], kind: str) -> dict:
     """Return the differences of two sides' answers, and the faults under "wrong"."""
-    found = {side: torch.tensor(a["log_probabilities"]).double() for side, a in (("ours", ours), ("stock", baseline))}
+    found = {side: torch.tensor(a["log_probabilities"]).double() for side, a in (("ours", plugin), ("stock", baseline))}
     difference = found["ours"] - found["stock"]
     off = perplexity(found["ours"]) / perplexity(found["stock"]) - 1
     max_off = MAX_OFF.get(kind, MAX_OFF_DYNAMIC)
-    errors, wrong = scale_errors(difference, effects), ["no op ran"] * (not ours["stats"])
+    errors, wrong = scale_errors(difference, effects), ["no op ran"] * (not plugin["stats"])
     if not abs(off) <= max_off:
         wrong.append(f"perplexity differs by {off:+.3%}, limit {max_off:.1%}")
     for layer, (error, standard) in errors.items():
@@ -190,7 +190,7 @@ def compare(ours: dict, baseline: dict, effects: dict[str, Tensor], kind: str) -
         "log_probabilities_off": difference.abs().mean().item(),
         "scale_errors": {layer: round(error, 6) for layer, (error, _) in errors.items()},
         "standard_errors": {layer: round(standard, 6) for layer, (_, standard) in errors.items()},
-        "tokens_equal": sum(map(first_difference, ours["tokens"], baseline["tokens"])),
+        "tokens_equal": sum(map(first_difference, plugin["tokens"], baseline["tokens"])),
         "wrong": wrong,
     }
 
@@ -209,29 +209,29 @@ def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> I
     """Yield a line of results for each checkpoint."""
     for name in sides["with"]:
         model, kind = name.split("-")
-        ours, baseline = sides["with"][name], sides["without"][name]
+        plugin, baseline = sides["with"][name], sides["without"][name]
         exact = sides["without"].get(f"{model}-bf16", {})
         line = {
             "op": "quality",
             "case": f"{model} {kind}",
             "shape": {"model": model, "quantization": kind, "tokens": arguments.tokens},
-            "gpu": ours["hardware"].partition(" x ")[2] or "CPU",
+            "gpu": plugin["hardware"].partition(" x ")[2] or "CPU",
             "perplexity": {
                 name: perplexity(torch.tensor(found["log_probabilities"]).double())
-                for name, found in (("bf16", exact), ("stock", baseline), ("ours", ours))
+                for name, found in (("bf16", exact), ("stock", baseline), ("ours", plugin))
                 if "log_probabilities" in found
             },
             "greedy_tokens": GENERATED * min(REQUESTS, arguments.tokens // WINDOW),
         }
-        if "error" not in ours | baseline:
-            line |= compare(ours, baseline, effects_of_scales(model, arguments.tokens, arguments.folder), kind)
+        if "error" not in plugin | baseline:
+            line |= compare(plugin, baseline, effects_of_scales(model, arguments.tokens, arguments.folder), kind)
         else:
             line["unavailable"] = {
-                side: f["error"] for side, f in (("ours", ours), ("stock", baseline)) if "error" in f
+                side: f["error"] for side, f in (("ours", plugin), ("stock", baseline)) if "error" in f
             }
-            only_ours = "error" in ours and "error" not in baseline
-            line["wrong"] = [f"with the plugin: {ours['error']}"] if only_ours else []
-        yield line | {"calls": ours.get("stats", {}), "versions": ours["versions"], "commit": arguments.commit}
+            only_plugin = "error" in plugin and "error" not in baseline
+            line["wrong"] = [f"with the plugin: {plugin['error']}"] if only_plugin else []
+        yield line | {"calls": plugin.get("stats", {}), "versions": plugin["versions"], "commit": arguments.commit}
 
 
 def text(line: dict) -> str:

@@ -227,9 +227,9 @@ async def end(session: Session, server: Server, client: Client) -> str:
         raise Wrong("end: no request was running anymore")
     if status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
         raise Wrong(f"end: exit status {status}: {server.tail()}")
-    ours = [line for line in errors_of(server.text()[errors:]) if "vllm_rocm_ops" in line or "vllm-rocm-ops" in line]
-    if ours:
-        raise Wrong("\n  ".join(["end: errors of the plugin after SIGTERM:", *ours[:20]]))
+    plugin = [line for line in errors_of(server.text()[errors:]) if "vllm_rocm_ops" in line or "vllm-rocm-ops" in line]
+    if plugin:
+        raise Wrong("\n  ".join(["end: errors of the plugin after SIGTERM:", *plugin[:20]]))
     cut = f"{outcomes['answered']} requests answered, {outcomes['cut off']} cut off, {len(waiting)} left waiting"
     return f"end: in {seconds:.1f} s with exit status {status}, {cut}"
 

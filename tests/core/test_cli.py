@@ -256,17 +256,22 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     here = {"arch": "gfx942", "units": "304", "gpu": "MI300X"}
     monkeypatch.setattr(kernel_selection, "machine", lambda: here)
-    ours, theirs = kernel_selection.Measured(5.0, 10.0), kernel_selection.Measured(20.0, 10.0)
+    plugin, theirs = kernel_selection.Measured(5.0, 10.0), kernel_selection.Measured(20.0, 10.0)
     call = {call.layer: call for call in model_layers.calls(model_config.read("deepseek-v3"), 8)}
     shapes = {
-        "block_scaled_mm 7168x2048 float8_e4m3fnuz bfloat16 VllmKernel": {1: theirs, 64: ours, 512: ours, 1024: theirs},
-        "unquantized_gemm 256x7168 bfloat16 VllmKernel": {1: ours},
+        "block_scaled_mm 7168x2048 float8_e4m3fnuz bfloat16 VllmKernel": {
+            1: theirs,
+            64: plugin,
+            512: plugin,
+            1024: theirs,
+        },
+        "unquantized_gemm 256x7168 bfloat16 VllmKernel": {1: plugin},
         "fused_experts 256 experts 7168x256 top 8 float8_e4m3fnuz bfloat16 scales block shuffled AiterExperts": {
-            8: ours
+            8: plugin
         },
         "rms_norm_per_block_quant 7168 bfloat16 residual column-major compiled": {2: theirs, 8: theirs},
         "rms_norm_per_block_quant 1536 bfloat16 eager": {2: theirs, 8: theirs},
-        "rms_norm_per_block_quant 1536 bfloat16 AITER-compiled": {2: ours, 8: ours},
+        "rms_norm_per_block_quant 1536 bfloat16 AITER-compiled": {2: plugin, 8: plugin},
     }
     record = kernel_selection.Record(here, {"silu_and_mul_per_block_quant": "wrong here"}, shapes)
     path = kernel_selection.path_of(here)
@@ -282,12 +287,12 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
             for tokens in line[3].split(",")
         ]
         found: dict[str, dict[str, tuple[bool, str]]] = {}
-        for layer, tokens, is_ours, why in cells:
-            found.setdefault(layer, {})[tokens] = is_ours, why
+        for layer, tokens, plugin_serves, why in cells:
+            found.setdefault(layer, {})[tokens] = plugin_serves, why
         return found
 
     found = rows()
-    assert {t: is_ours for t, (is_ours, _) in found["o"].items()} == {
+    assert {t: plugin_serves for t, (plugin_serves, _) in found["o"].items()} == {
         "1": False,
         "8": False,
         "64": True,
@@ -300,7 +305,7 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
     assert found["o"]["700"][1] == "measured at 1, 64, 512, 1024 tokens"
     assert [found["experts"][t][0] for t in ("1", "8", "64")] == [True, True, False]
     assert [found["q_a norm"][t][0] for t in ("1", "8", "2048")] == [True] * 3
-    assert not any(is_ours for is_ours, _ in found["dense post-attention norm"].values())
+    assert not any(plugin_serves for plugin_serves, _ in found["dense post-attention norm"].values())
     assert found["dense SwiGLU"]["8"] == (False, "off on this GPU: wrong here")
     assert found["q_b"]["8"][1].startswith("unmeasured: ") and found["q_b"]["512"][1].startswith("unmeasured: ")
     assert rows("MI355X")["o"]["1"][1].startswith("unmeasured: ")
@@ -312,9 +317,9 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
     def explained(*lengths: tuple[float, float]) -> str:
         shapes = {
             f"paged_attention_decode 8:2x64 auto page 16 {128 << i} of 8192 keys RocmAttentionBackend": {
-                1: kernel_selection.Measured(ours, native, 0.0, 0.0)
+                1: kernel_selection.Measured(plugin, baseline, 0.0, 0.0)
             }
-            for i, (ours, native) in enumerate(lengths)
+            for i, (plugin, baseline) in enumerate(lengths)
         }
         monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes))
         assert cli.main(["explain", "--model", "tiny-llama", "--arch", "gfx942", "--verbose"]) == 0
@@ -335,10 +340,10 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
     def explained(found: dict[str, tuple[float, float]], model: str = "llama-3.1-405b-fp8") -> dict[str, str]:
         shape = "16:1x128 auto" if "llama" in model else "32:8x128 auto"
         shapes = {
-            f"paged_attention_decode {shape}{kind} page 16 128 of 8192 keys {native}": {
+            f"paged_attention_decode {shape}{kind} page 16 128 of 8192 keys {baseline}": {
                 n: kernel_selection.Measured(*us, 0.0, 0.0) for n in (1, 64)
             }
-            for (kind, native), us in ((name.split("|"), us) for name, us in found.items())
+            for (kind, baseline), us in ((name.split("|"), us) for name, us in found.items())
         }
         monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes))
         config, tp = model_config.read(model), 8 if "llama" in model else 1
@@ -348,15 +353,15 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
 
     wins, loses = (2.0, 3.0), (3.0, 2.0)
     for model, (kind, by) in zip(("llama-3.1-405b-fp8", "qwen3-8b-fp8"), parts.items()):
-        ours, apart = f" to e4m3{by}|RocmAttentionBackend", f" to e4m3{by}|separate"
+        plugin, apart = f" to e4m3{by}|RocmAttentionBackend", f" to e4m3{by}|separate"
         other = f" to e4m3{parts['static' if by else 'groups']}|RocmAttentionBackend"
-        found = explained({"|RocmAttentionBackend": wins, ours: wins, apart: wins, other: loses}, model)
+        found = explained({"|RocmAttentionBackend": wins, plugin: wins, apart: wins, other: loses}, model)
         assert found[joined].startswith("paged_attention_decode_bf16_128_native"), kind
         assert found["attention"] == f"in {joined}: "
-        found = explained({"|RocmAttentionBackend": wins, ours: wins, apart: loses}, model)
+        found = explained({"|RocmAttentionBackend": wins, plugin: wins, apart: loses}, model)
         assert found[joined] == "two launches: measured: not faster than attention plus a separate quantization"
         assert found["attention"].startswith("paged_attention_decode_bf16_128_native")
-        found = explained({"|RocmAttentionBackend": loses, ours: loses, apart: wins}, model)
+        found = explained({"|RocmAttentionBackend": loses, plugin: loses, apart: wins}, model)
         assert found[joined] == "two launches: measured: 1 (context length, backend) pairs"
         assert found["attention"] == "vLLM's kernel: measured: 1 (context length, backend) pairs"
         found = explained({"|RocmAttentionBackend": wins}, model)
@@ -443,11 +448,11 @@ def test_explain_of_a_model_says_that_mla_absorb_are_measured_first(capsys, monk
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         return {line[0]: " ".join(line[3:]) for line in lines if line[0].startswith("W_U") and line[1] != "+"}
 
-    ours = {"W_UK": "1 batched_gemm_bf16_transposed_16 128"}
+    plugin = {"W_UK": "1 batched_gemm_bf16_transposed_16 128"}
     assert set(explained().values()) == {"1 vLLM's kernel unmeasured: vLLM until the plugin is measured faster"}
     measured = {1: kernel_selection.Measured(2.0, 3.0, 0.0, 0.0)}
     found = explained({"batched_gemm 16x512x128 bfloat16 transposed bmm": measured})
-    assert found["W_UK"].startswith(f"{ours['W_UK']} measured: plugin 2.0 us, vLLM 3.0 us")
+    assert found["W_UK"].startswith(f"{plugin['W_UK']} measured: plugin 2.0 us, vLLM 3.0 us")
     assert found["W_UV"].startswith("1 vLLM's kernel unmeasured")
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     found = explained()
@@ -489,7 +494,7 @@ def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypa
         ("deepseek-v3", "256x7168 bfloat16 top 8 normalized sigmoid 4 of 8 groups bias"),
         ("qwen3-30b-a3b-fp8", "128x2048 bfloat16 top 8 normalized"),
     ):
-        keys = [f"router_gemm_topk {shape} {native}" for native in ("rocm_unquantized_gemm", "separate")]
+        keys = [f"router_gemm_topk {shape} {baseline}" for baseline in ("rocm_unquantized_gemm", "separate")]
         assert explained(model, {})[one].startswith("two launches (unmeasured")
         found = explained(model, dict.fromkeys(keys, fast))
         assert found[one].startswith("router_gemm_topk_x4_wave_splitk_8")

@@ -29,7 +29,7 @@ def test_each_op_is_timed_with_equal_replays(op):
             sets.append(tuple(correctness.clone(value, "cuda") for value in given))
         if not op.explain(*sets[0], arch=arch, require_code=True).launches:
             continue
-        calls = {"ours": op, "native": op}
+        calls = {"plugin": op, "baseline": op}
         with torch.inference_mode():
             times = kernel_timing.GraphClock().times(calls, sets, Replays(calls, sets, fresh=copies))
         assert times.keys() == calls.keys(), case.name
@@ -37,9 +37,9 @@ def test_each_op_is_timed_with_equal_replays(op):
 
 def test_a_replay_that_differs_is_seen():
     x = torch.ones(4, 4, device="cuda")
-    calls = {"ours": lambda x: x * 2, "native": lambda x: x + 1}
+    calls = {"plugin": lambda x: x * 2, "baseline": lambda x: x + 1}
     graphs = {name: clock.capture(call, [(x,)]) for name, call in calls.items()}
     replays = Replays(calls, [(x,)])
     assert replays.differing(graphs) == []
     x += 1
-    assert replays.differing(graphs) == ["ours", "native"]
+    assert replays.differing(graphs) == ["plugin", "baseline"]

@@ -190,11 +190,11 @@ def selected(what: str | None, arch: str) -> str:
         return "refused: no seam serves them"
     if not what:
         return "vLLM has none"
-    ours = {
+    plugin = {
         release: tuple(answer.startswith(("RocmOps", "vllm_rocm_ops.")) for answer in answers)
         for release, answers in selection()[what, arch].items()
     }
-    if not any(map(any, ours.values())):
+    if not any(map(any, plugin.values())):
         is_lacking = "mxfp8" in what and not types([ops.mxfp8_scaled_mm], arch)
         return f"refused: {arch} has no MXFP8 instruction" if is_lacking else "refused: vLLM's kernel comes first"
     words = {
@@ -203,9 +203,9 @@ def selected(what: str | None, arch: str) -> str:
         (False, True): " with AITER",
         (False, False): " not at all",
     }
-    if len(set(ours.values())) == 1:
-        return f"selected{words[next(iter(ours.values()))]}"
-    return "selected: " + ", ".join(f"{release}{words[how] or ' always'}" for release, how in ours.items())
+    if len(set(plugin.values())) == 1:
+        return f"selected{words[next(iter(plugin.values()))]}"
+    return "selected: " + ", ".join(f"{release}{words[how] or ' always'}" for release, how in plugin.items())
 
 
 def vllm_table() -> str:

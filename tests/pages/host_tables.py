@@ -24,7 +24,7 @@ def host_times() -> str:
         for (model, seam), of in newest.items():
             baseline = [line["us"][host_time.VLLMS] for line in of]
             row = folder.name, model, f"`{seam}`", str(len(of)), _range(baseline, "{:.0f}")
-            body.append((*row, *(_added(of, path) for path in host_time.OURS)))
+            body.append((*row, *(_added(of, path) for path in host_time.PLUGIN)))
     header = "GPU", "model", "seam", "layers", "baseline us", "kernel runs: added us", "falls back: added us"
     return markdown(header, body) if body else "Nothing yet."
 

@@ -350,8 +350,8 @@ def attention_in_engine() -> str:
             continue
         row = result["model_id"], backend_of(run.command), f"1 of {result['rank_of']}", run.hardware
         row += str(result["num_layers"] or "all"), str(result["input_len"])
-        baseline, others, ours = map(latency_report.median_ms, (run.sides["without"], partly, run.sides["with"]))
-        cell = f"{baseline:.2f} / {others:.2f} / {ours:.2f} {times([others / ours])}"
+        baseline, others, plugin = map(latency_report.median_ms, (run.sides["without"], partly, run.sides["with"]))
+        cell = f"{baseline:.2f} / {others:.2f} / {plugin:.2f} {times([others / plugin])}"
         rows.setdefault(row, {})[result["batch_size"]] = cell
     return by_batch(("model", "backend", "rank", "GPU", "layers", "prompt"), rows) if rows else "Nothing yet."
 

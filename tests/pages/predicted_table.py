@@ -19,12 +19,12 @@ def _by_step(newest: dict) -> dict[str, dict[int, list[dict]]]:
     return found
 
 
-def _beside(lines: list[dict], field: str, ours: str) -> str:
+def _beside(lines: list[dict], field: str, plugin: str) -> str:
     """Return predicted / published ms of a step's GEMMs that have a published time."""
     found = [line for line in lines if field in line]
     if not found:
         return ""
-    sums = (sum(line[name] * line["count"] for line in found) / 1e3 for name in (ours, field))
+    sums = (sum(line[name] * line["count"] for line in found) / 1e3 for name in (plugin, field))
     return " / ".join(f"{each:.1f}" for each in sums)
 
 
@@ -129,10 +129,10 @@ def _pair(each: dict) -> tuple[str, str, str]:
 def simpler() -> str:
     """Return a row for each class of published points with shapes held out of the simpler models' fit."""
     found = json.loads(PUBLISHED.read_text())
-    ours = {_class(each): _share(each["median"]) for each in found["classes"]}
+    plugin = {_class(each): _share(each["median"]) for each in found["classes"]}
     names = list(found["simpler"][0])[4:]
     rows = [
-        (*_class(each), ours[_class(each)], *("" if each[name] is None else _share(each[name]) for name in names))
+        (*_class(each), plugin[_class(each)], *("" if each[name] is None else _share(each[name]) for name in names))
         for each in found["simpler"]
     ]
     return markdown(("kernels", "GPU", "set", "this model", *names), rows)

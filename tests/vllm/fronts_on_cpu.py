@@ -17,7 +17,7 @@ class Clock:
     def times(self, calls, sets, replays):
         for call in calls.values():
             call(*sets[0])
-        return {"ours": [float(os.environ["US"])], "native": [2.0]}
+        return {"plugin": [float(os.environ["US"])], "baseline": [2.0]}
 
     def finish(self):
         pass

@@ -24,11 +24,11 @@ class Clock:
 
     def times(self, calls, sets, replays):
         time.sleep(self.seconds)
-        [kernels] = calls["ours"].args
+        [kernels] = calls["plugin"].args
         if isinstance(kernels, compiled_ops.QuantComparison):
-            return {"ours": [1.0 if self.rows_win else 3.0], "native": [2.0]}
+            return {"plugin": [1.0 if self.rows_win else 3.0], "baseline": [2.0]}
         few = len(sets[0][0]) <= 8
-        return {"ours": [1.0 if few else 3.0], "native": [2.0]}
+        return {"plugin": [1.0 if few else 3.0], "baseline": [2.0]}
 
     def finish(self):
         pass
@@ -45,8 +45,8 @@ def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) ->
         counter("vllm", "its kernel").calls += 1
         return multiply(self, **arguments)
 
-    def ours(a, b, scale_a, scale_b, *others):
-        counter("scaled_mm", "ours").calls += 1
+    def plugin(a, b, scale_a, scale_b, *others):
+        counter("scaled_mm", "plugin").calls += 1
         return ops.scaled_mm.reference(a, b, scale_a, scale_b * factor, *others)
 
     def rows(op):
@@ -59,7 +59,7 @@ def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) ->
     for name in ("rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"):
         getattr(ops, name).run_kernels = rows(getattr(ops, name))
     linear_base.vllm_kernel_for = lambda *_: Native
-    Native.apply_scaled_mm, ops.scaled_mm.run_kernels = counted, ours
+    Native.apply_scaled_mm, ops.scaled_mm.run_kernels = counted, plugin
     worker_startup.clock = lambda: Clock(rows_win, seconds)
     kernel_timing.limit_s = lambda: 1000.0  # references and compilers of a CPU take their time
     CPUWorker.determine_available_memory = after_a_profile_run

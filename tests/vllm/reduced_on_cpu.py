@@ -59,9 +59,9 @@ class Clock:
         tokens = len(sets[0][0])
         self.pairs.append(tokens)
         for name, call in calls.items():
-            failing = self.fails and tokens >= self.slow and name == "native"
+            failing = self.fails and tokens >= self.slow and name == "baseline"
             agree(lambda call=call, failing=failing: call(*sets[0]) and (1 / 0 if failing else None))
-        return {"ours": [3.0 if tokens >= self.slow else 1.0], "native": [2.0]}
+        return {"plugin": [3.0 if tokens >= self.slow else 1.0], "baseline": [2.0]}
 
     def finish(self):
         pass

@@ -165,8 +165,8 @@ def linear_kernels(torch) -> dict[str, str]:
     answer = {"linear unquantized": f"{unquantized.__module__}.{unquantized.__name__}"}
 
     def add(name: str, kernel) -> None:
-        native = getattr(kernel, "native", None)
-        holds = f" holds {type(native).__name__}" if native is not None else ""
+        baseline = getattr(kernel, "baseline", None)
+        holds = f" holds {type(baseline).__name__}" if baseline is not None else ""
         taken = names.get(getattr(kernel, "input_quant_key", lambda: None)(), "no quantized input")
         answer[name] = f"{type(kernel).__name__}{holds} takes {taken}"
 
@@ -224,8 +224,8 @@ def experts(torch) -> dict[str, str]:
 
     def add(name: str, select, *arguments) -> None:
         backend, chosen = select(*arguments)
-        native = getattr(chosen, "native_class", lambda: None)()
-        holds = f" holds {native.__name__}" if native else ""
+        baseline = getattr(chosen, "baseline_class", lambda: None)()
+        holds = f" holds {baseline.__name__}" if baseline else ""
         answer[f"experts {name}"] = f"{chosen.__name__}{holds} as {backend.name}"
 
     block, config = (keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym), moe_config(torch)

@@ -64,7 +64,7 @@ def options(model: str) -> dict[str, dict]:
 
 RUNS = [(model, run) for model in MODELS for run in options(model)]
 SIDES = {
-    "ours": {"VLLM_ROCM_OPS_ATTENTION": "1", "VLLM_ROCM_OPS_SEAMS": "decode_attention,mla_attention"},
+    "plugin": {"VLLM_ROCM_OPS_ATTENTION": "1", "VLLM_ROCM_OPS_SEAMS": "decode_attention,mla_attention"},
     "stock": {"VLLM_PLUGINS": "none"},
 }
 
@@ -120,13 +120,13 @@ def calls(answer: dict, op: str) -> int:
 @pytest.mark.parametrize(("model", "run"), RUNS)
 def test_tokens_are_baseline_vllms(answers, models, capsys, model, run):
     """Tokens may differ from a place on where the plain model, given the tokens before it, finds both likely."""
-    ours, baseline = (answers(model, run, side) for side in SIDES)
+    plugin, baseline = (answers(model, run, side) for side in SIDES)
     op = MODELS[model].op
-    assert calls(ours, op) > 0 and not baseline["stats"]
-    assert not ON_GPU or ours["fallbacks"] == [{}]
-    assert ("drafts" in run) == (min(ours["drafted"], baseline["drafted"]) > 0)
+    assert calls(plugin, op) > 0 and not baseline["stats"]
+    assert not ON_GPU or plugin["fallbacks"] == [{}]
+    assert ("drafts" in run) == (min(plugin["drafted"], baseline["drafted"]) > 0)
     said = []
-    for prompt, found, wanted in zip(prompts(), ours["tokens"], baseline["tokens"], strict=True):
+    for prompt, found, wanted in zip(prompts(), plugin["tokens"], baseline["tokens"], strict=True):
         assert len(found) == len(wanted) == TOKENS
         place = next((i for i, both in enumerate(zip(found, wanted)) if both[0] != both[1]), None)
         if place is None:
@@ -136,4 +136,4 @@ def test_tokens_are_baseline_vllms(answers, models, capsys, model, run):
         said.append(f"token {place}: {found[place]} and {wanted[place]}, {behind[0]:.2f} and {behind[1]:.2f} behind")
         assert max(behind) <= TIE, said
     with capsys.disabled():
-        print(f"\n{model}, {run}: {calls(ours, op)} calls of {op}, {'; '.join(said) or 'the same tokens'}")
+        print(f"\n{model}, {run}: {calls(plugin, op)} calls of {op}, {'; '.join(said) or 'the same tokens'}")

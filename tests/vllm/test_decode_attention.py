@@ -43,7 +43,7 @@ def generated(engines) -> dict[str, dict]:
     """Return the answers of models with the plugin's attention and without, by vLLM's CPU engine; each generates twice."""
     jobs = {}
     for name in LAYERS:
-        for whose, switch in {"ours": "1", "stock": "0"}.items():
+        for whose, switch in {"plugin": "1", "stock": "0"}.items():
             made = engines.job((name, "bf16"), then=["again"], environment={"VLLM_ROCM_OPS_ATTENTION": switch})
             if name == "llama":  # vLLM has no prefixes of MLA on CPU
                 made["prompts"], made["engine"]["enable_prefix_caching"] = prompts(), True
@@ -63,18 +63,18 @@ def test_tokens_are_baseline_vllms(generated, model, op, bound):
     one log probability moves by two roundings of a bf16 logit (0.125) and by the processor's own kernels. Attention
     that is 2 % too large has means of 0.025 and 0.005; right, they are 0.010 and 0.001.
     """
-    ours, baseline = generated[f"{model} ours"], generated[f"{model} stock"]
-    assert ours["tokens"] == baseline["tokens"]
-    assert ours["then"] == baseline["then"]
-    assert ours["cached"] == baseline["cached"]
-    assert (ours["cached"] > 0) is (model == "llama")
-    assert sum(ours["stats"][op].values()) == LAYERS[model] * (STEPS - 1)
-    products = sum(sum(ours["stats"].get(name, {}).values()) for name in ("batched_gemm", "batched_gemm_rope"))
+    plugin, baseline = generated[f"{model} plugin"], generated[f"{model} stock"]
+    assert plugin["tokens"] == baseline["tokens"]
+    assert plugin["then"] == baseline["then"]
+    assert plugin["cached"] == baseline["cached"]
+    assert (plugin["cached"] > 0) is (model == "llama")
+    assert sum(plugin["stats"][op].values()) == LAYERS[model] * (STEPS - 1)
+    products = sum(sum(plugin["stats"].get(name, {}).values()) for name in ("batched_gemm", "batched_gemm_rope"))
     prefills = LAYERS[model]  # whose queries one launch rotates
     assert products == (2 * LAYERS[model] * (STEPS - 1) + prefills if model == "deepseek" else 0)
     assert not {op, "batched_gemm"} & baseline["stats"].keys()
-    assert ours["logprobs"] != baseline["logprobs"]  # by rounding: two implementations ran
-    difference = torch.tensor(ours["logprobs"]) - torch.tensor(baseline["logprobs"])
+    assert plugin["logprobs"] != baseline["logprobs"]  # by rounding: two implementations ran
+    difference = torch.tensor(plugin["logprobs"]) - torch.tensor(baseline["logprobs"])
     assert difference.abs().mean() < bound
 
 
@@ -90,7 +90,7 @@ class Clock:
         metadata = sets[0][-1]
         lens = getattr(getattr(metadata, "decode", metadata), "seq_lens", (1,))  # there are none of products
         slow = str(int(lens[0])) == os.environ["SLOW"]
-        return {"ours": [3.0 if slow else 1.0], "native": [2.0]}
+        return {"plugin": [3.0 if slow else 1.0], "baseline": [2.0]}
 
     def finish(self):
         pass
@@ -216,7 +216,7 @@ class Batch:
                 data[page, :, slot, :SIZE], data[page, :, slot, SIZE:] = keys[request, token], values[request, token]
         return data
 
-    def native(self) -> torch.Tensor:
+    def baseline(self) -> torch.Tensor:
         """Return a cache [pages, 2, slots, heads * size].
 
         Its bytes are keys [heads, size / x, slots, x] and values [heads, size, slots].
@@ -269,7 +269,7 @@ def layer(configuration, monkeypatch):
         impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, **common | options)
         k_scale, v_scale = map(torch.tensor, batch.scales)
         module = types.SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
-        cache = batch.native() if member == "ROCM_ATTN" else batch.packed()
+        cache = batch.baseline() if member == "ROCM_ATTN" else batch.packed()
         arguments = module, batch.query, None, None, cache, batch.metadata(member, **dict(given)), batch.output
         vllm_rocm_ops.reset_stats()
         impl.forward(*arguments, output_scale=output_scale)
@@ -277,7 +277,7 @@ def layer(configuration, monkeypatch):
         assert (ran, len(served)) in ((1, 0), (0, 1))
         assert not served or served[0] == (*arguments, output_scale, None)
         assert ran or (batch.output.float() == SENTINEL).all()
-        return "ours" if ran else "stock"
+        return "plugin" if ran else "stock"
 
     return call
 
@@ -292,7 +292,7 @@ def assert_right(batch: Batch, **given) -> None:
 def test_caches_are_read_as_they_lie(layer, member, layout, fp8):
     """The caches are in each order in memory, with the scales of keys and of values."""
     batch = Batch([33, 1, 50], [1, 1, 1], layout=layout, fp8=fp8)
-    assert layer(member, batch) == "ours"
+    assert layer(member, batch) == "plugin"
     assert_right(batch)
 
 
@@ -301,7 +301,7 @@ def test_rows_behind_the_batch_are_left_alone(layer, member):
     """Rows that pad a graph's batch as requests without keys are zero; rows after all requests keep their values."""
     batch = Batch([20, 35, 0, 0], [1, 1, 1, 1], padding=3)
     batch.pages[2:] = 2**30
-    assert layer(member, batch) == "ours"
+    assert layer(member, batch) == "plugin"
     wanted = batch.expected()
     wanted[2:4] = 0
     assert (batch.output.double() - wanted).abs().max() < 0.02
@@ -310,10 +310,10 @@ def test_rows_behind_the_batch_are_left_alone(layer, member):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
-def test_outputs_that_vllm_wants_quantized_are_ours(layer, member, dtype):
+def test_outputs_that_vllm_wants_quantized_are_served(layer, member, dtype):
     """The outputs use the scale of the next layer."""
     batch = Batch([33, 50], [1, 1], padding=1, output_dtype=dtype)
-    assert layer(member, batch, output_scale=torch.tensor(0.02)) == "ours"
+    assert layer(member, batch, output_scale=torch.tensor(0.02)) == "plugin"
     wanted = batch.expected()[:2]
     assert ((batch.output[:2].double() * 0.02 - wanted).abs() <= wanted.abs() / 16 + 0.02).all()
     assert (batch.output[2:].float() == SENTINEL).all()
@@ -344,7 +344,7 @@ def test_the_kernel_writes_to_vllms_output(layer, member):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention.HeadsDecoder, "serve", serve)
-            assert layer(member, batch) == "ours"
+            assert layer(member, batch) == "plugin"
     assert called == ["vllm_rocm_ops::paged_attention_decode", "launch"]
     assert_right(batch)
 
@@ -353,7 +353,7 @@ def test_the_kernel_writes_to_vllms_output(layer, member):
 def test_all_requests_may_have_the_same_few_rows(layer, member):
     """Speculative decoding has such requests. The first token of a request may be among them."""
     batch = Batch([20, 3, 49], [3, 3, 3])
-    assert layer(member, batch) == "ours"
+    assert layer(member, batch) == "plugin"
     assert_right(batch)
 
 
@@ -368,7 +368,7 @@ def test_mixed_batches_stay_baseline(layer, member, query_lens):
 def test_calls_with_what_our_op_lacks_stay_baseline(layer, member):
     """Each change needs something that the plugin's op lacks."""
     batch = Batch([20, 35], [1, 1])
-    assert layer(member, batch) == "ours"
+    assert layer(member, batch) == "plugin"
 
     def rest(**options) -> str:
         return layer(member, Batch([20, 35], [1, 1]), **options)
@@ -393,17 +393,17 @@ def test_more_of_what_triton_has_stays_baseline(layer):
 
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
-def test_windows_and_sinks_are_ours(layer, member):
+def test_windows_and_sinks_are_served(layer, member):
     """A row sees the last `window` keys, its own among them.
 
     A sink only adds to a row's sum, of which it is a part, nearly all, or nothing.
     """
     batch = Batch([33, 50], [1, 1])
-    assert layer(member, batch, sliding_window=10) == "ours"
+    assert layer(member, batch, sliding_window=10) == "plugin"
     assert_right(batch, window=10)
     for sinks in (torch.full((HEADS,), 3.0), torch.tensor([0.0, 5.0, 8.0, 40.0, 200.0, -200.0])):
         batch = Batch([33, 50], [1, 1])
-        assert layer(member, batch, sinks=sinks) == "ours"
+        assert layer(member, batch, sinks=sinks) == "plugin"
         assert_right(batch, sinks=sinks)
 
 
@@ -415,17 +415,17 @@ def test_batches_that_a_graph_cannot_tell_apart_stay_baseline(layer, monkeypatch
     from vllm.config import CUDAGraphMode
 
     several, one = Batch([20], [4]), Batch([20], [1])
-    modes = {CUDAGraphMode.FULL: "stock", CUDAGraphMode.FULL_AND_PIECEWISE: "ours", CUDAGraphMode.NONE: "ours"}
+    modes = {CUDAGraphMode.FULL: "stock", CUDAGraphMode.FULL_AND_PIECEWISE: "plugin", CUDAGraphMode.NONE: "plugin"}
     for mode, who in modes.items():
         config = types.SimpleNamespace(
             compilation_config=types.SimpleNamespace(cudagraph_mode=mode), speculative_config=None
         )
         monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda config=config: config)
         assert layer("TRITON_ATTN", dataclasses.replace(several)) == who
-        assert layer("TRITON_ATTN", dataclasses.replace(one)) == "ours"
+        assert layer("TRITON_ATTN", dataclasses.replace(one)) == "plugin"
     config.speculative_config = types.SimpleNamespace(enable_adaptive_verification=True)
     assert layer("TRITON_ATTN", dataclasses.replace(several)) == "stock"
-    assert layer("TRITON_ATTN", dataclasses.replace(one)) == "ours"
+    assert layer("TRITON_ATTN", dataclasses.replace(one)) == "plugin"
 
 
 def test_the_switch(layer, monkeypatch):
@@ -433,7 +433,7 @@ def test_the_switch(layer, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "0")
     assert layer("ROCM_ATTN", Batch([20], [1])) == "stock"
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
-    assert layer("ROCM_ATTN", Batch([20], [1])) == "ours"
+    assert layer("ROCM_ATTN", Batch([20], [1])) == "plugin"
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
     assert layer("ROCM_ATTN", Batch([20], [1])) == "stock"
 

@@ -1,6 +1,6 @@
 """Test the plugin's experts in vLLM's mixture-of-experts layers.
 
-The tests cover their results, the calls they leave to vLLM's native experts, and the layers they serve.
+The tests cover their results, the calls they leave to the baseline, and the layers they serve.
 """
 
 import collections
@@ -147,7 +147,7 @@ def kernel(layer: Layer, experts_class: type, **options):
 
 def modular(kind: str) -> type:
     """Return the plugin's class without routing."""
-    return SEAMS.get(kind, fp8_experts).OURS[-1]
+    return SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[-1]
 
 
 def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **options) -> Tensor:
@@ -290,12 +290,12 @@ def test_routes():
 
 
 @pytest.fixture
-def native(monkeypatch):
-    """Make the plugin's classes keep native experts that return ones and record their calls."""
+def baseline(monkeypatch):
+    """Make the plugin's classes keep baseline experts that return ones and record their calls."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-    class Native(experts.Predicates, modular_kernel.FusedMoEExpertsModular):
+    class Baseline(experts.Predicates, modular_kernel.FusedMoEExpertsModular):
         calls: typing.ClassVar = []
         expects_unquantized_inputs = False
         schemes = ()
@@ -316,20 +316,20 @@ def native(monkeypatch):
             self.calls.append(dict(zip(names, arguments)) | keywords)
             output.fill_(1.0)
 
-    for ours in fp8_experts.OURS + mxfp8_experts.OURS + unquantized_experts.OURS:
-        monkeypatch.setattr(ours, "native_class", staticmethod(lambda: Native))
-    return Native
+    for plugin in fp8_experts.PLUGIN_EXPERTS + mxfp8_experts.PLUGIN_EXPERTS + unquantized_experts.PLUGIN_EXPERTS:
+        monkeypatch.setattr(plugin, "baseline_class", staticmethod(lambda: Baseline))
+    return Baseline
 
 
 FORMS = ("modular", "monolithic")
 
 
 def calls_of(
-    form: str, kind: str, native, tokens: int = TOKENS, on_input: bool = False
+    form: str, kind: str, baseline, tokens: int = TOKENS, on_input: bool = False
 ) -> tuple[Tensor, list, Layer, tuple]:
-    """Call a layer with native experts once.
+    """Call a layer with baseline experts once.
 
-    Return the result, the native calls, the layer, and hidden with routes.
+    Return the result, the calls of the baseline, the layer, and hidden with routes.
     """
     layer, hidden, topk = Layer(kind), inputs(tokens), 1 if on_input else TOPK
     options = {"apply_router_weight_on_input": on_input}
@@ -338,24 +338,24 @@ def calls_of(
         result = call(layer, kernel(layer, modular(kind)), weights, ids, hidden, **options)
     else:
         logits, bias = random(tokens, EXPERTS), random(EXPERTS) * 0.1
-        ours = (unquantized_experts if kind == "bf16" else fp8_experts).OURS[0]
-        made = kernel(layer, ours, experts_per_token=topk)
+        plugin = (unquantized_experts if kind == "bf16" else fp8_experts).PLUGIN_EXPERTS[0]
+        made = kernel(layer, plugin, experts_per_token=topk)
         result = call_with_logits(layer, made, logits, bias, hidden, **options)
         weights, ids = vllm_router(topk=topk, bias=bias).select_experts(logits, logits)
-    return result, native.calls, layer, (hidden, weights, ids)
+    return result, baseline.calls, layer, (hidden, weights, ids)
 
 
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize("kind", ["channel", "static", "bf16"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_no_kernel_takes_is_vllms(native, form, kind, on_input):
-    """On CPU the plugin's kernels support nothing: the native experts get the call, as vLLM would have made it.
+def test_what_no_kernel_takes_is_vllms(baseline, form, kind, on_input):
+    """On CPU the plugin's kernels support nothing: the baseline experts get the call, as vLLM would have made it.
 
     vLLM cannot quantize in groups there.
     """
     from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
-    result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, native, on_input=on_input)
+    result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, baseline, on_input=on_input)
     assert torch.equal(result, torch.ones_like(hidden))
     if on_input:
         hidden = hidden * weights.bfloat16()
@@ -378,10 +378,10 @@ def test_what_no_kernel_takes_is_vllms(native, form, kind, on_input):
 
 @pytest.mark.parametrize("tokens", [1, experts.MAX_TOKENS, experts.MAX_TOKENS + 1])
 @pytest.mark.parametrize("form, kind", [*((form, "channel") for form in FORMS), ("modular", "mx")])
-def test_few_tokens_are_ours(native, monkeypatch, form, kind, tokens):
-    """The plugin serves this many tokens where its kernels support them; more go to the native experts."""
+def test_few_tokens_are_served(baseline, monkeypatch, form, kind, tokens):
+    """The plugin serves this many tokens where its kernels support them; more go to the baseline experts."""
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
-    result, left, layer, routes = calls_of(form, kind, native, tokens)
+    result, left, layer, routes = calls_of(form, kind, baseline, tokens)
     assert len(left) == (tokens > experts.MAX_TOKENS)
     if not left:
         close(result, layer.plain(*routes))
@@ -434,14 +434,14 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_biases_of_any_type(native, arch, dtype):
+def test_biases_of_any_type(baseline, arch, dtype):
     """With AITER, vLLM's DeepSeek logits and biases are in bf16."""
     logits, bias = random(TOKENS, EXPERTS).to(dtype), (random(EXPERTS) * 0.1).to(dtype)
     arguments = routing_experts.METHODS["DeepSeekV3"], TOPK, logits, GROUPS, TOPK_GROUP, bias, SCALE
     wanted = routing_experts.route(*arguments)
     vllm_rocm_ops.reset_stats()
     with launch.executor(Emulator(arch)):
-        found = routing_experts.route(*arguments, has_native=True)
+        found = routing_experts.route(*arguments, has_baseline=True)
     [kernel] = vllm_rocm_ops.stats()["grouped_topk"]
     assert kernel.startswith("moe_topk_")
     assert torch.equal(found[1], wanted[1])
@@ -459,10 +459,10 @@ def test_what_no_kernel_routes_is_vllms(router):
     groups = (GROUPS, TOPK_GROUP) if grouped else (None, None)
     wanted = vllm_routes(logits, bias, **options)
     scale = SCALE if grouped else 1.0
-    found = routing_experts.route(routing_experts.METHODS[name], TOPK, logits, *groups, bias, scale, has_native=True)
+    found = routing_experts.route(routing_experts.METHODS[name], TOPK, logits, *groups, bias, scale, has_baseline=True)
     assert vllm_rocm_ops.stats() == {}
-    for ours, theirs in zip(in_order(*found), wanted):
-        assert torch.equal(ours, theirs)
+    for plugin, theirs in zip(in_order(*found), wanted):
+        assert torch.equal(plugin, theirs)
 
 
 def test_padding_goes_to_no_expert(monkeypatch):
@@ -471,7 +471,7 @@ def test_padding_goes_to_no_expert(monkeypatch):
     monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: padding[:tokens])
     arguments = routing_experts.METHODS["Default"], TOPK, random(TOKENS, EXPERTS), None, None, None, 1.0
     with launch.executor(Emulator("gfx942")):
-        _, ids = routing_experts.route(*arguments, has_native=True)
+        _, ids = routing_experts.route(*arguments, has_baseline=True)
     assert torch.equal((ids == -1).all(1), padding)
     assert torch.equal((ids == -1).any(1), padding)
 
@@ -508,19 +508,19 @@ def test_which_layers_stay_vllms(monkeypatch):
         *moved,
     ]
 
-    def is_ours(shared_by_aiter: bool = False, **options) -> bool:
+    def plugin_serves(shared_by_aiter: bool = False, **options) -> bool:
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
         keys, asked = [getattr(quant_utils, name) for name in KINDS["block"]], config(**options)
         asked.aiter_fmoe_shared_expert_enabled = shared_by_aiter  # vLLM sets it from its environment
-        return experts.first_of(fp8_experts.OURS, asked, *keys) is not None
+        return experts.first_of(fp8_experts.PLUGIN_EXPERTS, asked, *keys) is not None
 
-    assert is_ours()
-    assert not is_ours(shared_by_aiter=True)
-    assert not is_ours(moe_backend="triton")
-    assert [options for options in refused if is_ours(**options)] == []
+    assert plugin_serves()
+    assert not plugin_serves(shared_by_aiter=True)
+    assert not plugin_serves(moe_backend="triton")
+    assert [options for options in refused if plugin_serves(**options)] == []
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not is_ours()
+    assert not plugin_serves()
 
 
 @pytest.fixture
@@ -544,9 +544,9 @@ def test_tokens_that_move_between_ranks_are_served(backend):
             assert select(kind, **parallel(**options)) is modular(kind)
 
 
-def test_tokens_that_mori_moves_are_served(native, aiters_experts, monkeypatch):
-    """AITER's experts, which vLLM requires there, are the native ones."""
-    monkeypatch.setattr(native, "is_supported_config", staticmethod(lambda *_: (True, None)))
+def test_tokens_that_mori_moves_are_served(baseline, aiters_experts, monkeypatch):
+    """AITER's experts, which vLLM requires there, are the baseline."""
+    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
     for backend in ("mori_high_throughput", "mori_low_latency"):
         for eplb in (False, True):
             options = parallel(**SPREAD | {"all2all_backend": backend, "enable_eplb": eplb})
@@ -565,7 +565,7 @@ def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog)
     experts.say_refused.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
-            assert experts.first_of(fp8_experts.OURS, *asked[:3]) is None
+            assert experts.first_of(fp8_experts.PLUGIN_EXPERTS, *asked[:3]) is None
     assert caplog.text.count("experts stay on vLLM's kernels") == 1
 
 
@@ -586,12 +586,12 @@ def applied(
 SPREAD = {"dp_size": 2, "use_ep": True, "ep_size": 2, "all2all_backend": "allgather_reducescatter"}
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("plugin", [False, True])
 @pytest.mark.parametrize("kind", ["block", "channel"])
-def test_tokens_come_quantized_where_the_native_experts_want_them_so(native, kind, ours, monkeypatch):
-    """They are quantized only once: the plugin's and the native experts get the received values and scales."""
+def test_tokens_come_quantized_where_the_baseline_wants_them_so(baseline, kind, plugin, monkeypatch):
+    """They are quantized only once: the plugin's and the baseline experts get the received values and scales."""
     layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
-    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference if ours else lambda *_: None)
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference if plugin else lambda *_: None)
     made = modular(kind)(config(**parallel(**SPREAD)), layer.quant_config)
     assert not made.expects_unquantized_inputs
     without_ep = parallel(dp_size=2, use_ep=False, ep_size=1, all2all_backend="allgather_reducescatter")
@@ -600,18 +600,18 @@ def test_tokens_come_quantized_where_the_native_experts_want_them_so(native, kin
     scale = groups.abs().amax(-1, keepdim=True) / LIMIT
     values = (groups / scale).to(torch.float8_e4m3fn).flatten(-2)
     output = applied(made, layer, values, scale.squeeze(-1), weights, ids)
-    if ours:
-        assert native.calls == []
+    if plugin:
+        assert baseline.calls == []
         close(output, layer.plain(hidden, weights, ids))
     else:
-        [made] = native.calls
+        [made] = baseline.calls
         assert made["hidden_states"] is values and torch.equal(made["a1q_scale"], scale.squeeze(-1))
-    native.calls.clear()
-    monkeypatch.setattr(native, "expects_unquantized_inputs", True)
+    baseline.calls.clear()
+    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)
     assert modular(kind)(config(**parallel(**SPREAD)), layer.quant_config).expects_unquantized_inputs
 
 
-def test_room_for_more_tokens_goes_to_no_expert(native, aiters_experts, monkeypatch):
+def test_room_for_more_tokens_goes_to_no_expert(baseline, aiters_experts, monkeypatch):
     """MoRI's buffers have garbage after the received tokens, which must not count."""
     import types
 
@@ -635,26 +635,29 @@ def aiter(kind: str) -> type:
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     if kind == "bf16":
-        return next(one for one in unquantized_experts.OURS if one.shuffled)
+        return next(one for one in unquantized_experts.PLUGIN_EXPERTS if one.shuffled)
     scheme = tuple(getattr(quant_utils, name) for name in KINDS[kind])
-    return next(one for one in fp8_experts.OURS if one.shuffled and one.schemes == (scheme,))
+    return next(one for one in fp8_experts.PLUGIN_EXPERTS if one.shuffled and one.schemes == (scheme,))
 
 
 @pytest.mark.parametrize("kind", ROUTING)
-def test_with_aiter_asked_for_its_experts_are_the_native_ones(native, kind, monkeypatch):
+def test_with_aiter_asked_for_its_experts_are_the_baseline(baseline, kind, monkeypatch):
     """Weights are then prepared for AITER, and vLLM routes, unless the shuffled layout does not support a size."""
     select_from = unquantized_experts if kind == "bf16" else fp8_experts
-    monkeypatch.setattr(native, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
     assert select(kind) is not aiter(kind)
     ask_for_aiter(monkeypatch)
     assert select(kind) is aiter(kind)
-    assert aiter(kind).backend.name == "AITER" and select_from.OURS[0] is not aiter(kind)
+    assert aiter(kind).backend.name == "AITER" and select_from.PLUGIN_EXPERTS[0] is not aiter(kind)
     keys = aiter(kind).schemes[0]
     if kind != "bf16":
         from vllm.model_executor.layers.fused_moe.oracle import fp8
 
         assert fp8.select_fp8_moe_backend(config(), *keys)[0].name == "AITER"
-    assert experts.first_of(select_from.OURS, config(intermediate_size=48 if kind != "bf16" else 24), *keys) is None
+    assert (
+        experts.first_of(select_from.PLUGIN_EXPERTS, config(intermediate_size=48 if kind != "bf16" else 24), *keys)
+        is None
+    )
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_MOE", "0")
     assert select(kind) is not aiter(kind)
 
@@ -669,7 +672,7 @@ def shuffled(weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize("kind", ["block", "channel", "bf16"])
-def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
+def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch):
     """The plugin serves nothing before the measurement, then reads the weights that AITER's experts read.
 
     AITER's experts get the mask of this rank's experts in place of the map.
@@ -686,14 +689,14 @@ def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
         found = layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"], within=range(here))
         asked["output"].copy_(found)
 
-    def ours(*arguments):
+    def plugin(*arguments):
         *others, is_shuffled = arguments
         return reference(*others, is_shuffled != fault)
 
-    monkeypatch.setattr(ops.fused_experts, "run_kernels", ours)
-    monkeypatch.setattr(native, "apply", theirs)
-    monkeypatch.setattr(native, "consumes_expert_mask", True)
-    monkeypatch.setattr(native, "expects_unquantized_inputs", True)
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
+    monkeypatch.setattr(baseline, "apply", theirs)
+    monkeypatch.setattr(baseline, "consumes_expert_mask", True)
+    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)
     monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
     kernel_selection.begin_recording()
     quant = layer.quant_config
@@ -705,21 +708,21 @@ def test_aiters_weights_are_read_as_they_are(native, kind, fault, monkeypatch):
     hidden = inputs(9)
 
     def serve(tokens: int) -> int:
-        native.calls.clear()
+        baseline.calls.clear()
         weights, ids = routed(tokens=tokens)
         output = applied(made, layer, hidden[:tokens], None, weights, ids, expert_map=expert_map)
         close(output, layer.plain(hidden[:tokens], weights, ids, within=range(here)))
-        return len(native.calls)
+        return len(baseline.calls)
 
     assert [serve(tokens) for tokens in (1, 9)] == [1, 1]
-    mask = native.calls[0]["expert_map"]
+    mask = baseline.calls[0]["expert_map"]
     assert mask.tolist() == [1] * here + [0] * (EXPERTS - here + 1) and mask.dtype == torch.int32
     kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert one.shape.endswith(" shuffled")
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
-    assert native.calls[0]["expert_map"].tolist() == mask.tolist()
+    assert baseline.calls[0]["expert_map"].tolist() == mask.tolist()
 
 
 class InTurn:
@@ -729,7 +732,7 @@ class InTurn:
         for arguments in sets:
             for call in calls.values():
                 call(*arguments)
-        return {"ours": [1.0 if len(sets[0][1]) <= 4 else 3.0], "native": [2.0]}
+        return {"plugin": [1.0 if len(sets[0][1]) <= 4 else 3.0], "baseline": [2.0]}
 
     def finish(self):
         pass
@@ -737,14 +740,14 @@ class InTurn:
 
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize(("form", "kind"), [*((form, kind) for form in FORMS for kind in ROUTING), ("modular", "mx")])
-def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
+def test_what_is_measured_serves(baseline, form, kind, fault, monkeypatch):
     """The measurement uses the layer's own weights and random routes.
 
     Right experts pass the check, and then serve where they are faster; experts that mix up experts fail it.
     """
     layer, reference = Layer(kind), ops.fused_experts.reference
 
-    def ours(hidden, w1, w2, *others):
+    def plugin(hidden, w1, w2, *others):
         return reference(hidden, w1, w2.roll(1, 0) if fault else w2, *others)
 
     def theirs(self, *arguments, **keywords):
@@ -752,24 +755,24 @@ def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
         self.calls.append(asked)
         asked["output"].copy_(layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"]))
 
-    monkeypatch.setattr(ops.fused_experts, "run_kernels", ours)
-    monkeypatch.setattr(native, "apply", theirs)
-    monkeypatch.setattr(native, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
+    monkeypatch.setattr(baseline, "apply", theirs)
+    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
     monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
     kernel_selection.begin_recording()
-    native.calls.clear()
+    baseline.calls.clear()
     hidden, logits, bias = inputs(9), random(9, EXPERTS), random(EXPERTS) * 0.1
 
     def serve(tokens: int) -> int:
-        native.calls.clear()
+        baseline.calls.clear()
         if form == "modular":
             call(layer, made, *routed(tokens=tokens), hidden[:tokens])
         else:
             call_with_logits(layer, made, logits[:tokens], bias, hidden[:tokens])
-        return len(native.calls)
+        return len(baseline.calls)
 
-    ours_class = modular(kind) if form == "modular" else (SEAMS.get(kind, fp8_experts).OURS[0])
-    made = kernel(layer, ours_class)
+    plugin_class = modular(kind) if form == "modular" else (SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0])
+    made = kernel(layer, plugin_class)
     serve(9)
     kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
@@ -778,7 +781,7 @@ def test_what_is_measured_serves(native, form, kind, fault, monkeypatch):
 
 
 @pytest.mark.parametrize("wins", [False, True])
-def test_experts_that_ours_never_serves_are_vllms_own(native, wins, monkeypatch):
+def test_experts_that_the_plugin_never_serves_are_vllms_own(baseline, wins, monkeypatch):
     """vLLM still asks the plugin's experts for their support and workspaces, and nothing else."""
     layer = Layer("block")
 
@@ -788,25 +791,25 @@ def test_experts_that_ours_never_serves_are_vllms_own(native, wins, monkeypatch)
         asked["output"].copy_(layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"]))
 
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
-    monkeypatch.setattr(native, "apply", theirs)
-    monkeypatch.setattr(native, "expects_unquantized_inputs", True)
+    monkeypatch.setattr(baseline, "apply", theirs)
+    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)
     kernel_selection.begin_recording()
-    native.calls.clear()
+    baseline.calls.clear()
     made, hidden = kernel(layer, modular("block")), inputs(4)
 
     def serve():
         call(layer, made, *routed(tokens=4), hidden)
 
     serve()
-    assert not native.calls
+    assert not baseline.calls
     [one] = kernel_selection.all_choices()
     kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0, 0, 0, 0, wins])}))
     serve()
     found = {name.rpartition(".")[2] for name in frames.entered(serve)}
     asked = {"workspace_shapes", "finalize_weight_and_reduce_impl", "expects_unquantized_inputs", "activation_format"}
     assert (found <= asked) is not wins, found
-    assert len(native.calls) == (0 if wins else 2)
-    monkeypatch.setattr(native, "expects_unquantized_inputs", False)  # vLLM then quantizes before it calls them
+    assert len(baseline.calls) == (0 if wins else 2)
+    monkeypatch.setattr(baseline, "expects_unquantized_inputs", False)  # vLLM then quantizes before it calls them
     assert modular("block").expects_unquantized_inputs.fget(made.fused_experts) is wins
 
 

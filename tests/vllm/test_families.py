@@ -106,8 +106,8 @@ MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 @MODES
 @pytest.mark.parametrize("family", RUN, ids=identity)
 def test_tokens_are_those_of_baseline_vllm(request, without, family, mode):
-    ours, baseline = request.getfixturevalue(mode)[identity(family)], without[identity(family)]
-    assert baseline["stats"] == {} and ours["tokens"] == baseline["tokens"]
+    plugin, baseline = request.getfixturevalue(mode)[identity(family)], without[identity(family)]
+    assert baseline["stats"] == {} and plugin["tokens"] == baseline["tokens"]
 
 
 @MODES
@@ -210,10 +210,10 @@ def graphs(engines) -> dict[str, dict[str, dict[str, int]]]:
 
 def around_linears(graph: dict[str, int]) -> dict[str, int]:
     """Return the number of Inductor's kernels, and of the plugin's norms and activations."""
-    ours = {
+    plugin = {
         op.partition(".")[2]: count for op, count in graph.items() if re.search(r"\.(fused_add_)?(rms_norm|silu)", op)
     }
-    return {"generated": graph["generated"], **ours}
+    return {"generated": graph["generated"], **plugin}
 
 
 @full
@@ -223,9 +223,9 @@ def test_kernels_of_compiled_graphs(graphs, family, capsys):
 
     Without fusion they are Inductor's. Only a norm that only MLA reads is the plugin's alone.
     """
-    ours, inductors, unfused = (around_linears(graphs[seams][identity(family)]) for seams in graphs)
+    plugin, inductors, unfused = (around_linears(graphs[seams][identity(family)]) for seams in graphs)
     with capsys.disabled():
-        print(f"\n{identity(family)}: {ours}, without norms and activations {inductors}, without fusion {unfused}")
-    assert sum(ours.values()) == inductors["generated"] and unfused == inductors
-    assert any(op.endswith("quant") for op in ours) == (family[0] != "gemma3_text")
-    assert ours.get("rms_norm", 0) == ("kv_lora_rank" in configuration(family))
+        print(f"\n{identity(family)}: {plugin}, without norms and activations {inductors}, without fusion {unfused}")
+    assert sum(plugin.values()) == inductors["generated"] and unfused == inductors
+    assert any(op.endswith("quant") for op in plugin) == (family[0] != "gemma3_text")
+    assert plugin.get("rms_norm", 0) == ("kv_lora_rank" in configuration(family))

@@ -150,9 +150,9 @@ def routed_by_vllm(engines) -> dict[str, dict]:
 @pytest.mark.parametrize("flavour", EXPERTS, ids=identity)
 def test_experts_answer_the_same_with_and_without_routing(routed_by_vllm, eager, flavour):
     """Tokens and log probabilities are the same whether vLLM or the experts route; the op's calls tell which did."""
-    theirs, ours = (answers[identity(flavour)] for answers in (routed_by_vllm, eager))
-    assert theirs["tokens"] == ours["tokens"]
-    torch.testing.assert_close(torch.tensor(theirs["logprobs"]), torch.tensor(ours["logprobs"]), atol=0.05, rtol=0)
+    theirs, plugin = (answers[identity(flavour)] for answers in (routed_by_vllm, eager))
+    assert theirs["tokens"] == plugin["tokens"]
+    torch.testing.assert_close(torch.tensor(theirs["logprobs"]), torch.tensor(plugin["logprobs"]), atol=0.05, rtol=0)
     calls = {op: sum(kernels.values()) for op, kernels in theirs["stats"].items()}
     assert {**calls, "grouped_topk": calls["fused_experts"]} == expected_calls(flavour)
     assert "grouped_topk" not in calls
@@ -219,8 +219,8 @@ def test_gfx950_code_and_vllms_kernels_share_a_model(engines, eager, expected):
     job = engines.job(token, compiled=True, emulate="gfx950", max_tokens=EMULATED_STEPS)
     shared, alone = engines.run({"it": job}, before=MANY_TOKENS_TO_VLLM)["it"], eager["gfx950"]
     after_prompts = expected_calls(token, EMULATED_STEPS - 1)["scaled_mm"]
-    ours = {"scaled_mm": after_prompts, "unquantized_gemm": EMULATED_STEPS}
-    assert all_in(shared["stats"]) == expected_calls(token, EMULATED_STEPS, compiled=True) | ours
+    plugin = {"scaled_mm": after_prompts, "unquantized_gemm": EMULATED_STEPS}
+    assert all_in(shared["stats"]) == expected_calls(token, EMULATED_STEPS, compiled=True) | plugin
     agree(shared, expected(token, shared["tokens"]), EMULATED_STEPS)
     assert all_in(alone["stats"]) == expected_calls(mx, EMULATED_STEPS)
     agree(alone, expected(mx, alone["tokens"]), EMULATED_STEPS)

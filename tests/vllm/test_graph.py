@@ -84,8 +84,8 @@ def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None
     settings.fuse_norm_quant = settings.fuse_act_quant = settings.fuse_allreduce_rms = False
     manager = rewrite.PassManager()
     manager.configure(configuration)
-    [ours] = [one for one in manager.passes if isinstance(one, rewrite.Fusion)]
-    ours.pass_config = dataclasses.replace(settings, **passes)
+    [plugin] = [one for one in manager.passes if isinstance(one, rewrite.Fusion)]
+    plugin.pass_config = dataclasses.replace(settings, **passes)
     with pass_context(Range(1, 64)):
         get_pass_context().donated_input_ids = set(donated)
         manager(module.graph)
@@ -342,8 +342,8 @@ def test_an_activation(gates):
     how = {"product": lambda y, p: (y @ p,), "pointwise": lambda y, p: (y + 1,)}
     how |= dict.fromkeys(("quantized", "mx"), lambda y, p: marked(y))
     module, names = piece(lambda x, p: how[gates](act(x), p), x, product)
-    ours = {"product": "silu_and_mul", "quantized": "silu_and_mul_per_block_quant", "mx": "silu_and_mul_mxfp8_quant"}
-    assert called(names) == ([] if gates == "pointwise" else [ours[gates]])
+    plugin = {"product": "silu_and_mul", "quantized": "silu_and_mul_per_block_quant", "mx": "silu_and_mul_mxfp8_quant"}
+    assert called(names) == ([] if gates == "pointwise" else [plugin[gates]])
     exact = {
         "product": lambda: (ops.silu_and_mul(x) @ product,),
         "quantized": lambda: ops.silu_and_mul_per_block_quant(x, torch.float8_e4m3fn, 128),
@@ -365,7 +365,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
     from vllm_rocm_ops.vllm.linear import base as linear_base
     from vllm_rocm_ops.vllm.selection import kernel_selection
 
-    class Native:
+    class Baseline:
         config, quant_fp8 = "of a test", types.SimpleNamespace(static=False)
         apply_scaled_mm = staticmethod(lambda *, A, B, out_dtype, As, Bs, bias, output_shape: wanted(A, B, bias))
 
@@ -374,7 +374,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
 
     monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setattr(kernel_selection, "_choices", {})
-    name, one, at = linear_base.register_baseline(Native()), torch.ones(1), torch.full((1,), 0.5)
+    name, one, at = linear_base.register_baseline(Baseline()), torch.ones(1), torch.full((1,), 0.5)
     (marked, _), act = (
         quantizer(KEYS[1 if how == "another quantization" else 0]),
         markers.of_activation(SiluAndMul.forward_native),
@@ -564,21 +564,21 @@ PATTERN = f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("made", "passes", "ours"),
+    ("made", "passes", "plugin"),
     [
         ({}, {}, True),
         ({}, {"fuse_norm_quant": True}, False),
         ({}, {"fuse_act_quant": True}, True),
-        ({"ours": {PATTERN: True}}, {"fuse_norm_quant": True}, True),
-        ({"ours": {PATTERN: False}}, {}, False),
-        ({"ours": {f"{PATTERN} residual": False}}, {}, False),
-        ({"ours": {PATTERN: True, f"{PATTERN} residual": False}}, {}, True),
+        ({"decisions": {PATTERN: True}}, {"fuse_norm_quant": True}, True),
+        ({"decisions": {PATTERN: False}}, {}, False),
+        ({"decisions": {f"{PATTERN} residual": False}}, {}, False),
+        ({"decisions": {PATTERN: True, f"{PATTERN} residual": False}}, {}, True),
         ({"off": frozenset({"rms_norm_dynamic_per_token_quant"})}, {}, False),
         ({"off": frozenset({"rms_norm_per_block_quant"})}, {}, True),
         ({"on": frozenset({"activation"})}, {}, False),
     ],
 )
-def test_what_was_decided(choices, made, passes, ours):
+def test_what_was_decided(choices, made, passes, plugin):
     """Choices are by pattern; a first norm follows those with a residual. The compile cache tells choices apart."""
     from vllm.config import get_current_vllm_config
 
@@ -588,8 +588,8 @@ def test_what_was_decided(choices, made, passes, ours):
     vars(choices).update(made)
     (marked, theirs), x, weight = quantizer(KEYS[1]), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
     module, names = piece(lambda x, weight: marked(norm(x, weight)), x, weight, **passes)
-    assert bool(called(names)) is ours
-    same(module(x, weight), expected(KEYS[1], x, weight) if ours else theirs(norm(x, weight)))
+    assert bool(called(names)) is plugin
+    same(module(x, weight), expected(KEYS[1], x, weight) if plugin else theirs(norm(x, weight)))
     assert (rewrite.Fusion(get_current_vllm_config()).uuid() == before) is (made == {})
 
 
@@ -655,9 +655,9 @@ def test_a_scale_that_is_computed_behind_the_norm():
         y, added = add_norm(x, residual, weight)
         return added * 2, *marked(y, scale * 0.02), added
 
-    for one, ours in ((function, ["fused_add_rms_norm_static_fp8_quant"]), (reads, [])):
+    for one, plugin in ((function, ["fused_add_rms_norm_static_fp8_quant"]), (reads, [])):
         module, names = piece(one, x, residual, weight, scale, donated=[1])
-        assert called(names) == ours
+        assert called(names) == plugin
         module(x, residual.clone(), weight, scale)
 
 

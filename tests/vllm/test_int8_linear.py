@@ -1,4 +1,4 @@
-"""Test INT8 linear layers in vLLM: the results, the calls left to vLLM's native kernel, and when the plugin serves."""
+"""Test INT8 linear layers in vLLM: the results, the calls left to the baseline, and when the plugin serves."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ CHOOSE = linear_base.vllm_kernel_for
 pytestmark = pytest.mark.usefixtures("configuration")
 
 
-class Native:
+class Baseline:
     """The base of vLLM's kernels here, which computes in float32 and keeps the numbers of tokens in `calls`."""
 
     supported = classmethod(lambda cls, *_: (True, None))
@@ -33,7 +33,7 @@ class Native:
         return ops.gemm.reference(a, weight, x.dtype, scale_a, scale, bias)
 
 
-class Packing(Native):
+class Packing(Baseline):
     """A kernel that leaves the weight in an unknown order."""
 
     def process_weights_after_loading(self, layer):
@@ -49,18 +49,18 @@ KINDS = {"tensors": (False, True), "fused": (False, False), "channels": (True, F
 def make(monkeypatch):
     """Return a function that makes a layer of a kind with its kernel, and the exact weight.
 
-    The kernel keeps `native`, if given.
+    The kernel keeps `baseline`, if given.
     """
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
     monkeypatch.setattr(linear_base, "_kernels", {})
 
-    def make(kind: str, native: type | None = None):
-        if native is not None:
-            supported = {"is_supported": native.supported, "can_implement": native.supported, "calls": []}
-            native = type(native.__name__, (native, CutlassInt8ScaledMMLinearKernel), supported)
-        monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: native)
+    def make(kind: str, baseline: type | None = None):
+        if baseline is not None:
+            supported = {"is_supported": baseline.supported, "can_implement": baseline.supported, "calls": []}
+            baseline = type(baseline.__name__, (baseline, CutlassInt8ScaledMMLinearKernel), supported)
+        monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: baseline)
         per_channel, static = KINDS[kind]
         layer, weight = torch.nn.Module(), (40 * random(N, K)).round().clamp(-127, 127).to(torch.int8)
         layer.logical_widths = [N // 3, N - N // 3] if kind == "fused" else [N]
@@ -94,19 +94,19 @@ def test_products(make, kind):
 
 def test_what_was_not_measured_is_vllms(make):
     """This holds at any number of tokens."""
-    layer, kernel, exact = make("channels", Native)
+    layer, kernel, exact = make("channels", Baseline)
     with launch.executor(Emulator("gfx950")):
         for tokens in (1, MANY):
             x = random(tokens, K).bfloat16()
             close(kernel.apply_weights(layer, x), x, exact)
-    assert kernel.native.calls == [1, MANY] and vllm_rocm_ops.stats() == {}
+    assert kernel.baseline.calls == [1, MANY] and vllm_rocm_ops.stats() == {}
 
 
 class InTurn:
     """A clock by which the plugin is faster with up to 17 tokens."""
 
     def times(self, calls, sets, replays):
-        return {"ours": [1.0 if len(sets[0][0]) <= 17 else 3.0], "native": [2.0]}
+        return {"plugin": [1.0 if len(sets[0][0]) <= 17 else 3.0], "baseline": [2.0]}
 
     def finish(self):
         pass
@@ -117,31 +117,31 @@ class InTurn:
 def test_what_is_measured_serves(make, kind, fault, monkeypatch):
     """A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it."""
     kernel_selection.begin_recording()
-    layer, kernel, _ = make(kind, Native)
+    layer, kernel, _ = make(kind, Baseline)
 
-    def ours(*arguments):
+    def plugin(*arguments):
         a = ops.gemm.Arguments(*arguments, "none")
         return ops.gemm.reference(
             *(a._replace(**{fault: None if fault == "bias" else 1.02 * a.scale_b}) if fault else a)
         )
 
-    monkeypatch.setattr(ops.gemm, "run_kernels", ours)
+    monkeypatch.setattr(ops.gemm, "run_kernels", plugin)
     bias = random(N).bfloat16()
     kernel.apply_weights(layer, random(MANY, K).bfloat16(), bias)
     kernel_timing.warm_up((1, 17), MANY, InTurn(), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
-    kernel.native.calls.clear()
+    kernel.baseline.calls.clear()
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16(), bias)
-    assert kernel.native.calls == ([1, 17, 18, MANY] if fault else [18, MANY])
+    assert kernel.baseline.calls == ([1, 17, 18, MANY] if fault else [18, MANY])
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_kernels_serve_where_ours_won(make, arch):
-    """Emulated kernels equal the native one, except for roundings of the last bit; a bias of another type is vLLM's."""
+    """Emulated kernels equal the baseline, except for roundings of the last bit; a bias of another type is vLLM's."""
     kernel_selection.begin_recording()
-    layer, kernel, _ = make("channels", Native)
+    layer, kernel, _ = make("channels", Baseline)
     x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
     wanted = kernel.apply_weights(layer, x, bias)
     [one] = kernel_selection.all_choices()
@@ -149,44 +149,44 @@ def test_kernels_serve_where_ours_won(make, arch):
     with launch.executor(Emulator(arch)):
         output = kernel.apply_weights(layer, x, bias)
         [symbol] = vllm_rocm_ops.stats()["gemm"]
-        assert symbol.startswith("gemm_int8_") and len(kernel.native.calls) == 1
+        assert symbol.startswith("gemm_int8_") and len(kernel.baseline.calls) == 1
         torch.testing.assert_close(output, wanted, rtol=2**-7, atol=1e-3)
         kernel.apply_weights(layer, x, bias.float())
-    assert len(kernel.native.calls) == 2
+    assert len(kernel.baseline.calls) == 2
 
 
 def test_weights_of_unknown_order_are_vllms(make):
     layer, kernel, _ = make("channels", Packing)
     kernel.apply_weights(layer, random(FEW, K).bfloat16())
-    assert kernel.order is None and kernel.native.calls == [FEW]
+    assert kernel.order is None and kernel.baseline.calls == [FEW]
 
 
 def test_activations_with_a_zero_point_are_vllms():
     from vllm.model_executor.kernels import linear
 
-    ours = linear._POSSIBLE_INT8_KERNELS[linear.current_platform._enum][0]
+    plugin = linear._POSSIBLE_INT8_KERNELS[linear.current_platform._enum][0]
     config = linear.Int8ScaledMMLinearLayerConfig(
         is_static_input_scheme=False, is_channelwise=True, input_symmetric=False
     )
-    assert ours.can_implement(config) == (False, "supports symmetric activations only")
-    assert type(linear.init_int8_linear_kernel(True, False, False, "test")) is not ours
+    assert plugin.can_implement(config) == (False, "supports symmetric activations only")
+    assert type(linear.init_int8_linear_kernel(True, False, False, "test")) is not plugin
 
 
-def test_vllm_chooses_the_native_kernel(make, monkeypatch):
+def test_vllm_chooses_the_baseline(make, monkeypatch):
     """It is the first of vLLM's own kernels that supports the layer."""
     from vllm.model_executor.kernels import linear
 
-    _, kernel, _ = make("channels", Native)
+    _, kernel, _ = make("channels", Baseline)
     table, platform = linear._POSSIBLE_INT8_KERNELS, linear.current_platform._enum
-    monkeypatch.setitem(table, platform, [type(kernel), type(kernel.native)])
+    monkeypatch.setitem(table, platform, [type(kernel), type(kernel.baseline)])
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
-    assert CHOOSE(type(kernel), kernel.config, table, "int8_w8a8") is type(kernel.native)
+    assert CHOOSE(type(kernel), kernel.config, table, "int8_w8a8") is type(kernel.baseline)
 
 
 def test_fake_results_are_like_real_ones(make):
-    layer, kernel, _ = make("channels static", Native)
+    layer, kernel, _ = make("channels static", Baseline)
     x = random(FEW, K).bfloat16()
-    arguments = x, layer.weight, layer.weight_scale, layer.input_scale, None, kernel.native_name
+    arguments = x, layer.weight, layer.weight_scale, layer.input_scale, None, kernel.baseline_name
     torch.library.opcheck(torch.ops.vllm_rocm_ops.int8_linear.default, arguments, test_utils="test_faketensor")
 
 

@@ -43,21 +43,21 @@ CAPTURED, MAX = (1, 8, 32, 64), 256
 class Product(linear_base.Linear):
     """x W^T in bf16, by an op named "product" and by vLLM.
 
-    Tests replace `ours`. A layer is its weight.
+    Tests replace `plugin`. A layer is its weight.
     """
 
     def __init__(self, name: str = "product"):
         self.op, self.ran = types.SimpleNamespace(name=name, run_kernels=self.kernel, trial=contextlib.nullcontext), []
 
     def kernel(self, x, weight):
-        self.ran.append("ours")
-        return self.ours(x, weight)
+        self.ran.append("plugin")
+        return self.plugin(x, weight)
 
-    def ours(self, x, weight):
+    def plugin(self, x, weight):
         return x @ weight.t()
 
-    def native(self, x, weight):
-        self.ran.append("native")
+    def vllm_kernel(self, x, weight):
+        self.ran.append("baseline")
         return x @ weight.t()
 
     def max_tokens(self):
@@ -73,14 +73,14 @@ class Product(linear_base.Linear):
         return x, *layer
 
     def baseline(self, x, weight):
-        return self.native(x, weight)
+        return self.vllm_kernel(x, weight)
 
     def run(self, x, weight):
         key = self.op.name, weight.shape
         choice = selection.find_choice(key) or selection.new_choice(key, self, "VllmKernel of a layer", (weight,))
         if choice.layers is not None:
             choice.note(weight, len(x), lambda: (weight,))
-        return linear_base.run_or_baseline(lambda: self.native(x, weight), self.op, choice, x, weight)
+        return linear_base.run_or_baseline(lambda: self.vllm_kernel(x, weight), self.op, choice, x, weight)
 
     def exact(self, arguments, x, rows, columns):
         return x[rows].float() @ arguments[1][columns].float().t()
@@ -113,9 +113,9 @@ class FakeClock:
         pass
 
 
-def ours_wins(at) -> FakeClock:
+def plugin_wins(at) -> FakeClock:
     """Return a clock by which the plugin is faster at these numbers of tokens, and much slower at others."""
-    return FakeClock(lambda name, tokens: [10.0] * 3 if name == "native" else [5.0 if tokens in at else 50.0] * 3)
+    return FakeClock(lambda name, tokens: [10.0] * 3 if name == "baseline" else [5.0 if tokens in at else 50.0] * 3)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +151,7 @@ def test_unmeasured_calls_have_the_fixed_limit(monkeypatch):
     for switch in ("5", "0"):
         monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", switch)
         product = started(Product())
-        assert [product.serve(m) for m in (1, LIMIT, LIMIT + 1, MAX)] == ["ours", "ours", "native", "native"]
+        assert [product.serve(m) for m in (1, LIMIT, LIMIT + 1, MAX)] == ["plugin", "plugin", "baseline", "baseline"]
         assert [one.state for one in selection.all_choices()] == ["unmeasured"]
     assert selection.all_choices()[0].layers is None  # nothing is kept for a measurement that is switched off
 
@@ -159,11 +159,11 @@ def test_unmeasured_calls_have_the_fixed_limit(monkeypatch):
 def test_the_faster_kernel_serves():
     """This holds at measured sizes; between two, the one that is slower for the plugin decides; above all, vLLM serves."""
     product = started(Product())
-    clock = ours_wins({8, 32, 64, 256})
+    clock = plugin_wins({8, 32, 64, 256})
     warm_up(clock)
     assert [tokens for tokens, _ in clock.asked] == [1, 8, 32, 64, 128, 256]
     served = {m: product.serve(m) for m in (1, 2, 7, 8, 9, 31, 32, 64, 65, 128, 129, 255, 256, 257, 5000)}
-    assert {m for m in served if served[m] == "ours"} == {8, 9, 31, 32, 64, 256}
+    assert {m for m in served if served[m] == "plugin"} == {8, 9, 31, 32, 64, 256}
     [one] = selection.all_choices()
     assert (one.state, one.layers) == ("measured", None)
 
@@ -172,25 +172,27 @@ def test_the_first_line_says_whose_code_objects_run(caplog, monkeypatch):
     monkeypatch.setattr(selection, "machine", lambda: {"arch": "gfx942"})
     started(Product())
     with caplog.at_level(logging.INFO, kernel_timing.logger.name):
-        warm_up(ours_wins({1}))
+        warm_up(plugin_wins({1}))
     assert caplog.messages[0].endswith(f"; code objects: {launch.origin('gfx942')}")
 
 
 def test_layers_of_the_model_are_walked():
     """Each graph calls layers of the model, each with its own weight, and no weight is copied."""
-    clock = ours_wins({1})
+    clock = plugin_wins({1})
     started(Product())
     warm_up(clock)
     assert clock.asked[0] == (1, [id(weight) for weight in WEIGHTS])
 
 
-@pytest.mark.parametrize(("ours", "winner"), [(9.9, "native"), (9.7, "ours")])
-def test_ours_has_to_win_by_more_than_the_margin(ours, winner):
+@pytest.mark.parametrize(("plugin", "winner"), [(9.9, "baseline"), (9.7, "plugin")])
+def test_the_plugin_has_to_win_by_more_than_the_margin(plugin, winner):
     """Outliers among the samples change nothing."""
     product = started(Product())
     warm_up(
         FakeClock(
-            lambda name, tokens: [ours, 90.0, ours, ours, 0.1] if name == "ours" else [10.0, 10.0, 0.2, 70.0, 10.0]
+            lambda name, tokens: (
+                [plugin, 90.0, plugin, plugin, 0.1] if name == "plugin" else [10.0, 10.0, 0.2, 70.0, 10.0]
+            )
         )
     )
     assert product.serve(1) == product.serve(MAX) == winner
@@ -198,13 +200,13 @@ def test_ours_has_to_win_by_more_than_the_margin(ours, winner):
 
 def test_what_no_kernel_takes_is_not_timed():
     product = Product()
-    product.ours = lambda x, weight: x @ weight.t() if len(x) <= 32 else None
-    clock = ours_wins(range(MAX + 1))
+    product.plugin = lambda x, weight: x @ weight.t() if len(x) <= 32 else None
+    clock = plugin_wins(range(MAX + 1))
     started(product)
     warm_up(clock)
     assert [tokens for tokens, _ in clock.asked] == [1, 8, 32]
     product.ran.clear()
-    assert [product.serve(m) for m in (32, 33, 64)] == ["ours", "native", "native"]
+    assert [product.serve(m) for m in (32, 33, 64)] == ["plugin", "baseline", "baseline"]
 
 
 WRONG = {
@@ -224,20 +226,20 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     It is logged once and shown by `doctor`. Another GPU, or other code, is not affected.
     """
     product, other = Product(), Product("other")
-    product.ours = lambda x, weight: (WRONG[fault] if len(x) == 64 else Product.ours.__get__(product))(x, weight)
+    product.plugin = lambda x, weight: (WRONG[fault] if len(x) == 64 else Product.plugin.__get__(product))(x, weight)
     started(product, other)
     with caplog.at_level(logging.WARNING):
-        warm_up(ours_wins(range(MAX + 1)))
+        warm_up(plugin_wins(range(MAX + 1)))
     [line] = caplog.messages
     assert re.match(r"vllm-rocm-ops: product is off on this GPU and vLLM's kernels run .*: .*48x64, 64 tokens", line)
-    assert {product.serve(m) for m in (1, 8, 64)} == {"native"}
-    assert other.serve(64) == "ours"
+    assert {product.serve(m) for m in (1, 8, 64)} == {"baseline"}
+    assert other.serve(64) == "plugin"
     assert {one.key: one.state for one in selection.all_choices()} == {
         "product 48x64 VllmKernel": "off",
         "other 48x64 VllmKernel": "measured",
     }
     selection.invalidate()
-    assert product.serve(1) == "native"
+    assert product.serve(1) == "baseline"
     found = doctor.find_measured(tmp_path)
     assert [list(one["off"]) for one in found] == [["product"]]
     text = "\n".join(doctor.measured_lines(found, selection.machine()))
@@ -248,14 +250,14 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
         here = {"arch": "gfx942", "gpu": "MI300X", "code": "1"} | elsewhere
         monkeypatch.setattr(selection, "machine", lambda here=here: here)
         selection.invalidate()
-        assert product.serve(1) == "ours"
+        assert product.serve(1) == "plugin"
         assert Extension().vllm_rocm_ops_timings() == []
 
 
-@pytest.mark.parametrize("fails", ["native", "ours"])
+@pytest.mark.parametrize("fails", ["baseline", "plugin"])
 def test_a_kernel_that_fails_after_its_launch_is_the_one_to_blame(fails, caplog):
     """On a GPU, the error comes when the clock waits."""
-    product, clock, failed = Product(), ours_wins(range(MAX + 1)), []
+    product, clock, failed = Product(), plugin_wins(range(MAX + 1)), []
     of = getattr(product, fails)
     setattr(product, fails, lambda *given: failed.append("illegal address") or of(*given))
 
@@ -267,18 +269,18 @@ def test_a_kernel_that_fails_after_its_launch_is_the_one_to_blame(fails, caplog)
     started(product)
     failed.clear()
     warm_up(clock)
-    assert list(selection.read(file()).off) == ["product"] * (fails == "ours")
-    assert ("timing of product failed: RuntimeError: illegal address" in caplog.text) == (fails == "native")
+    assert list(selection.read(file()).off) == ["product"] * (fails == "plugin")
+    assert ("timing of product failed: RuntimeError: illegal address" in caplog.text) == (fails == "baseline")
 
 
-def test_a_native_kernel_that_the_sample_does_not_explain_serves(caplog):
+def test_a_baseline_that_the_sample_does_not_explain_serves(caplog):
     """The plugin's kernel cannot be judged against it, and may as well be wrong."""
     product = Product()
-    product.native = lambda x, weight: product.ran.append("native") or -(x @ weight.t())
+    product.vllm_kernel = lambda x, weight: product.ran.append("baseline") or -(x @ weight.t())
     started(product)
-    warm_up(ours_wins(range(MAX + 1)))
+    warm_up(plugin_wins(range(MAX + 1)))
     assert "too large for a comparison" in caplog.text
-    assert product.serve(1) == "native"
+    assert product.serve(1) == "baseline"
     assert "product" not in selection.read(file()).off
 
 
@@ -291,25 +293,25 @@ def test_memory_that_is_full_leaves_what_was_measured(caplog):
             raise torch.OutOfMemoryError("no memory")
         return x @ weight.t()
 
-    product.ours = full
+    product.plugin = full
     started(product)
-    warm_up(ours_wins(range(MAX + 1)))
+    warm_up(plugin_wins(range(MAX + 1)))
     assert "failed: OutOfMemoryError" in caplog.text
-    assert [product.serve(m) for m in (32, 64)] == ["ours", "native"]
+    assert [product.serve(m) for m in (32, 64)] == ["plugin", "baseline"]
     assert selection.read(file()).off == {}
 
 
 def test_what_is_known_is_read():
     """A second process measures nothing; one that captures more sizes measures those."""
     product = started(Product())
-    warm_up(ours_wins({1, 8}))
+    warm_up(plugin_wins({1, 8}))
     started(product)
     clock = FakeClock()
     warm_up(clock)
     assert clock.asked == []
-    assert [product.serve(m) for m in (8, 9)] == ["ours", "native"]
+    assert [product.serve(m) for m in (8, 9)] == ["plugin", "baseline"]
     started(product)
-    kernel_timing.warm_up((*CAPTURED, 4), MAX, clock := ours_wins({4}), lambda mine: [mine])
+    kernel_timing.warm_up((*CAPTURED, 4), MAX, clock := plugin_wins({4}), lambda mine: [mine])
     assert [tokens for tokens, _ in clock.asked] == [4]
 
 
@@ -325,17 +327,17 @@ def test_a_file_that_is_none_is_measured_again():
         file().parent.mkdir(exist_ok=True)
         file().write_text(text)
         product = started(Product())
-        warm_up(ours_wins(range(MAX + 1)))
-        assert product.serve(MAX) == "ours"
+        warm_up(plugin_wins(range(MAX + 1)))
+        assert product.serve(MAX) == "plugin"
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "file"))
     product = started(Product())
-    warm_up(ours_wins(range(MAX + 1)))
+    warm_up(plugin_wins(range(MAX + 1)))
     assert "results are not saved" in caplog.text
-    assert product.serve(MAX) == "ours"
+    assert product.serve(MAX) == "plugin"
 
 
 FORKS = multiprocessing.get_context("fork")
@@ -362,7 +364,7 @@ def in_a_process(target) -> int:
 def measures(*kernels: Product) -> None:
     """Start a worker in which the plugin wins everywhere."""
     started(*kernels)
-    warm_up(ours_wins(range(MAX + 1)))
+    warm_up(plugin_wins(range(MAX + 1)))
 
 
 def ends(status: int):
@@ -375,17 +377,17 @@ def test_a_worker_that_was_killed_while_measuring(caplog):
     product, other = Product(), Product("other")
 
     def killed():
-        product.ours = ends(9)
+        product.plugin = ends(9)
         measures(product, other)
 
     assert in_a_process(killed) == 9
     started(product, other)
     asked = []
-    product.ours = lambda x, weight: asked.append("product") or x @ weight.t()
-    other.ours = lambda x, weight: asked.append("other") or x @ weight.t()
-    warm_up(ours_wins(range(MAX + 1)))
+    product.plugin = lambda x, weight: asked.append("product") or x @ weight.t()
+    other.plugin = lambda x, weight: asked.append("other") or x @ weight.t()
+    warm_up(plugin_wins(range(MAX + 1)))
     assert asked == sorted(asked) and {*asked} == {"other", "product"}
-    assert product.serve(MAX) == other.serve(MAX) == "ours"
+    assert product.serve(MAX) == other.serve(MAX) == "plugin"
     assert "a process died while timing product 48x64 VllmKernel at 64 tokens, which is timed again" in caplog.text
     record = selection.read(file())
     assert (record.off, record.ended) == ({}, {}) and len(record.shapes) == 2
@@ -404,11 +406,11 @@ def test_a_worker_that_dies_again_while_measuring():
     product, other = Product(), Product("other")
 
     def dies():
-        product.ours = ends(9)
+        product.plugin = ends(9)
         measures(product, other)
 
     def stopped():
-        product.ours = lambda x, weight: sys.exit(3) if len(x) == 64 else x @ weight.t()
+        product.plugin = lambda x, weight: sys.exit(3) if len(x) == 64 else x @ weight.t()
         measures(product, other)
 
     assert in_a_process(stopped) == in_a_process(stopped) == 3
@@ -421,9 +423,9 @@ def test_a_worker_that_dies_again_while_measuring():
     ) == 32
     started(product, other)
     product.ran.clear()
-    warm_up(clock := ours_wins(range(MAX + 1)))
-    assert "ours" not in product.ran
-    assert product.serve(1) == "native" and other.serve(1) == "ours"
+    warm_up(clock := plugin_wins(range(MAX + 1)))
+    assert "plugin" not in product.ran
+    assert product.serve(1) == "baseline" and other.serve(1) == "plugin"
     why = "2 processes died while timing it, the last one at product 48x64 VllmKernel at 64 tokens"
     assert selection.read(file()).off == {"product": why}
     assert not clock.asked
@@ -434,7 +436,7 @@ def test_two_ops_that_end_a_process():
     product, other = Product(), Product("other")
 
     def dies():
-        product.ours = other.ours = lambda x, weight: os._exit(9)
+        product.plugin = other.plugin = lambda x, weight: os._exit(9)
         measures(product, other)
 
     starts = 0
@@ -456,7 +458,7 @@ def test_a_launch_that_hangs_turns_its_op_off_for_the_next_start(soon, tmp_path)
 
     def hangs():
         watchdog.logger.addHandler(logging.FileHandler(tmp_path / "said"))
-        product.ours = lambda x, weight: time.sleep(60)
+        product.plugin = lambda x, weight: time.sleep(60)
         measures(product, other)
 
     assert in_a_process(hangs) == watchdog.STATUS
@@ -467,8 +469,8 @@ def test_a_launch_that_hangs_turns_its_op_off_for_the_next_start(soon, tmp_path)
     ):
         assert re.search(f"{re.escape(said)}.*: product, product 48x64 VllmKernel at 1 tokens", output), output
     started(product, other)
-    warm_up(ours_wins(range(MAX + 1)))
-    assert product.serve(1) == "native" and other.serve(1) == "ours"
+    warm_up(plugin_wins(range(MAX + 1)))
+    assert product.serve(1) == "baseline" and other.serve(1) == "plugin"
     why = "its launch hung for 1 s, at product 48x64 VllmKernel at 1 tokens"
     record = selection.read(file())
     assert (record.off, record.ended) == ({"product": why}, {})
@@ -488,12 +490,12 @@ def test_what_is_slow_and_not_the_plugins_ends_nothing(soon, caplog):
         time.sleep(1.5 if len(x) == 1 else 0)
         return Product.exact(product, arguments, x, rows, columns)
 
-    def ours(x, weight):
+    def plugin(x, weight):
         time.sleep(0.6 if len(x) == 1 else 0)
         return x @ weight.t()
 
     def measured():
-        product.native, product.exact, product.ours = slow, exact, ours
+        product.vllm_kernel, product.exact, product.plugin = slow, exact, plugin
         measures(product)
 
     assert in_a_process(measured) == 0
@@ -502,7 +504,7 @@ def test_what_is_slow_and_not_the_plugins_ends_nothing(soon, caplog):
 
 def test_the_graph_of_the_plugins_kernel_is_watched(monkeypatch, tmp_path):
     """Its capture and replays are, until they end; vLLM's are not."""
-    clocks, watched = kernel_timing.clocks, {"ours": [], "native": []}
+    clocks, watched = kernel_timing.clocks, {"plugin": [], "baseline": []}
 
     def capture(call, sets):
         call()
@@ -513,7 +515,7 @@ def test_the_graph_of_the_plugins_kernel_is_watched(monkeypatch, tmp_path):
             pass
 
         def synchronize(self):
-            watched["ours" if watchdog._watch.begun else "native"].append("end")
+            watched["plugin" if watchdog._watch.begun else "baseline"].append("end")
 
         def elapsed_time(self, end):
             return 1.0
@@ -523,14 +525,15 @@ def test_the_graph_of_the_plugins_kernel_is_watched(monkeypatch, tmp_path):
     monkeypatch.setattr(clocks.torch, "zeros", lambda *shape, device: torch.ones(*shape))
     monkeypatch.setattr(clocks.torch.cuda, "Event", lambda enable_timing: Event())
     calls = {
-        name: lambda name=name: watched[name].append(watchdog._watch.begun is not None) for name in ("ours", "native")
+        name: lambda name=name: watched[name].append(watchdog._watch.begun is not None)
+        for name in ("plugin", "baseline")
     }
     with watchdog.watch(tmp_path / "mark", ""):
         kernel_timing.GraphClock().times(calls, [()], types.SimpleNamespace(check=lambda graphs: None))
         assert watchdog._watch.begun is None
     assert watchdog._watch is None
     rounds = clocks.ROUNDS + 1
-    assert watched == {"ours": [True, *[True, "end"] * rounds], "native": [False, *[False, "end"] * rounds]}
+    assert watched == {"plugin": [True, *[True, "end"] * rounds], "baseline": [False, *[False, "end"] * rounds]}
 
 
 def test_a_process_that_measures_without_end(caplog, monkeypatch):
@@ -543,14 +546,14 @@ def test_a_process_that_measures_without_end(caplog, monkeypatch):
         time.sleep(0.01)
     try:
         product = started(Product(), other)
-        warm_up(clock := ours_wins(range(MAX + 1)))
+        warm_up(clock := plugin_wins(range(MAX + 1)))
     finally:
         measures_long.kill()
         measures_long.join()
     assert not clock.asked and "only recorded results are used, because another process is timing: " in caplog.text
-    assert (product.serve(LIMIT), product.serve(MAX)) == ("ours", "native") and other.serve(MAX) == "ours"
+    assert (product.serve(LIMIT), product.serve(MAX)) == ("plugin", "baseline") and other.serve(MAX) == "plugin"
     measures(product, other)
-    assert product.serve(MAX) == "ours"
+    assert product.serve(MAX) == "plugin"
 
 
 def hold(lock: "os.PathLike") -> None:
@@ -565,7 +568,7 @@ def test_one_worker_of_a_machine_measures():
 
     def worker():
         product = started(Product())
-        clock = FakeClock(lambda name, tokens: [1.0 if name == "ours" else 2.0])
+        clock = FakeClock(lambda name, tokens: [1.0 if name == "plugin" else 2.0])
         warm_up(clock)
         results.put((len(clock.asked), product.serve(MAX)))
 
@@ -573,7 +576,7 @@ def test_one_worker_of_a_machine_measures():
     found = sorted(results.get(timeout=60) for _ in workers)
     for process in workers:
         process.join(60)
-    assert found == [(0, "ours"), (0, "ours"), (6, "ours")]
+    assert found == [(0, "plugin"), (0, "plugin"), (6, "plugin")]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -585,13 +588,13 @@ def test_ranks_agree(rank):
     theirs = selection.Decided(
         {"other": "wrong there"}, {key: bytes([0, 0, 1, 1, 0]), "a shape of theirs": bytes([0, 1])}
     )
-    warm_up(ours_wins({1, 8}), lambda mine: [mine, theirs] if rank == 0 else [theirs, mine])
-    assert [product.serve(m) for m in (1, 2, 3, 4, 8)] == ["native", "ours", "ours", "native", "native"]
-    assert other.serve(1) == "native"
+    warm_up(plugin_wins({1, 8}), lambda mine: [mine, theirs] if rank == 0 else [theirs, mine])
+    assert [product.serve(m) for m in (1, 2, 3, 4, 8)] == ["baseline", "plugin", "plugin", "baseline", "baseline"]
+    assert other.serve(1) == "baseline"
     started(product, other)
     both = selection.Decided({}, {key: bytes([0, 1, 0])}), selection.Decided({}, {key: bytes([0, 1, 1, 1])})
     warm_up(None, lambda mine: [selection.Decided({}, {}), *both])
-    assert [product.serve(m) for m in (1, 2, 3)] == ["ours", "native", "native"]
+    assert [product.serve(m) for m in (1, 2, 3)] == ["plugin", "baseline", "baseline"]
 
 
 def test_ranks_agree_though_one_ran_out_of_time():
@@ -600,12 +603,12 @@ def test_ranks_agree_though_one_ran_out_of_time():
     Above all measured sizes the fixed limit holds, if the plugin was faster there.
     """
     key = "product 48x64 VllmKernel"
-    for longer, ours in ((bytes([0, 1, 1, 0]), {1, 2}), (bytes([0, 1, 1, 1]), {*range(1, LIMIT + 1)})):
+    for longer, plugin in ((bytes([0, 1, 1, 0]), {1, 2}), (bytes([0, 1, 1, 1]), {*range(1, LIMIT + 1)})):
         product = started(Product())
         both = [selection.Decided({}, {key: shape}) for shape in (bytes([0, 1]), longer)]
         for order in (both, both[::-1]):
             warm_up(None, lambda mine, order=order: order)
-            assert {m for m in range(1, LIMIT + 2) if product.serve(m) == "ours"} == ours
+            assert {m for m in range(1, LIMIT + 2) if product.serve(m) == "plugin"} == plugin
 
 
 def test_ranks_stay_in_step_when_one_fails(caplog, monkeypatch):
@@ -615,7 +618,7 @@ def test_ranks_stay_in_step_when_one_fails(caplog, monkeypatch):
     warm_up(FakeClock(), lambda mine: asked.append(mine) or [mine])
     assert asked == [selection.Decided({}, {})]
     assert "kernel timing failed: TypeError" in caplog.text
-    assert product.serve(LIMIT) == "ours"
+    assert product.serve(LIMIT) == "plugin"
 
 
 def test_two_installations_have_a_file_each(tmp_path, monkeypatch):
@@ -623,8 +626,8 @@ def test_two_installations_have_a_file_each(tmp_path, monkeypatch):
     for code, at in (("1", {1}), ("2", {8})):
         monkeypatch.setattr(selection, "machine", lambda code=code: {"arch": "gfx942", "gpu": "MI300X", "code": code})
         started(Product())
-        warm_up(ours_wins(at))
-    for code, wanted in (("1", ["ours", "native"]), ("2", ["native", "ours"])):
+        warm_up(plugin_wins(at))
+    for code, wanted in (("1", ["plugin", "baseline"]), ("2", ["baseline", "plugin"])):
         monkeypatch.setattr(selection, "machine", lambda code=code: {"arch": "gfx942", "gpu": "MI300X", "code": code})
         selection.invalidate()
         product = Product()
@@ -655,21 +658,21 @@ def test_the_code_is_part_of_the_machine(tmp_path, monkeypatch):
     assert selection.code_hash("gfx942") != before
 
 
-@pytest.mark.parametrize(("ours", "rounds"), [(14.0, [1, 5]), (9.0, [1, 5]), (9.9, [1, 5, 10]), (16.0, [1])])
-def test_rounds_end_when_more_would_not_change_what_serves(monkeypatch, ours, rounds):
+@pytest.mark.parametrize(("plugin", "rounds"), [(14.0, [1, 5]), (9.0, [1, 5]), (9.9, [1, 5, 10]), (16.0, [1])])
+def test_rounds_end_when_more_would_not_change_what_serves(monkeypatch, plugin, rounds):
     """A kernel that is slow at thousands of tokens would take all the time."""
     asked = []
 
     def replays(graphs, calls, rounds=None, around=None, flush=None):
         asked.append(rounds)
-        return {name: [(ours if name == "ours" else 10.0) / calls] * rounds for name in graphs}
+        return {name: [(plugin if name == "plugin" else 10.0) / calls] * rounds for name in graphs}
 
     monkeypatch.setattr(kernel_timing.clocks, "capture", lambda call, sets: (call, sets))
     monkeypatch.setattr(kernel_timing.clocks, "replays", replays)
     replays_checked = types.SimpleNamespace(check=lambda graphs: asked.append(len(graphs)))
-    found = kernel_timing.GraphClock().times({"ours": min, "native": max}, [(1,), (2,)], replays_checked)
+    found = kernel_timing.GraphClock().times({"plugin": min, "baseline": max}, [(1,), (2,)], replays_checked)
     count = sum(rounds[1:]) or 1
-    assert found == {"ours": [ours / 2] * count, "native": [5.0] * count}
+    assert found == {"plugin": [plugin / 2] * count, "baseline": [5.0] * count}
     assert asked == [2, *rounds, 2]  # both graphs are replayed before, which prepares them, and after
 
 
@@ -690,7 +693,7 @@ class Graph:
 
 
 @pytest.mark.parametrize("spared", [0, 1])
-@pytest.mark.parametrize("whose", [None, "ours", "native"])
+@pytest.mark.parametrize("whose", [None, "plugin", "baseline"])
 def test_replays_are_compared_before_and_after_they_are_timed(whose, spared, monkeypatch):
     """A call adds to its residual in place, so that each compared replay needs the arguments of the first."""
 
@@ -699,19 +702,19 @@ def test_replays_are_compared_before_and_after_they_are_timed(whose, spared, mon
         return x * 2, (residual * 3, None)
 
     def capture(call, sets):
-        graphs.append(Graph(call, sets, spared if whose == ("ours", "native")[len(graphs)] else 99))
+        graphs.append(Graph(call, sets, spared if whose == ("plugin", "baseline")[len(graphs)] else 99))
         return graphs[-1]
 
     graphs, sets = [], [(torch.full((4, 8), float(n)), torch.ones(4, 8)) for n in (1, 2, 3)]
     monkeypatch.setattr(kernel_timing.clocks, "capture", capture)
     monkeypatch.setattr(kernel_timing.clocks, "replays", lambda graphs, calls, **_: {key: [1.0] for key in graphs})
-    calls = {"ours": add, "native": add}
+    calls = {"plugin": add, "baseline": add}
     replays = kernel_timing.Replays(calls, sets, fresh=lambda given: (given[0], given[1].clone()))
     time = functools.partial(kernel_timing.GraphClock().times, calls, sets, replays)
     if whose is None:
         assert time().keys() == calls.keys()
     else:
-        with pytest.raises(kernel_timing.Mismatch if whose == "ours" else kernel_timing.BrokenGraph):
+        with pytest.raises(kernel_timing.Mismatch if whose == "plugin" else kernel_timing.BrokenGraph):
             time()
 
 
@@ -722,10 +725,10 @@ class Padded(Product):
         super().__init__()
         self.calls = itertools.count(1)
 
-    def ours(self, x, weight):
+    def plugin(self, x, weight):
         return x @ weight.t(), torch.zeros(1)
 
-    def native(self, x, weight):
+    def vllm_kernel(self, x, weight):
         return x @ weight.t(), torch.full((1,), float(next(self.calls)))
 
     def shown(self, outputs):
@@ -761,8 +764,8 @@ def test_padding_that_a_kernel_leaves_unwritten_is_no_difference(kernels, is_bro
         return {name: [1.0] * rounds for name in graphs}
 
     def capture(call, sets):
-        is_ours = isinstance(call, functools.partial)
-        return Graph(call, sets, 0 if is_broken and not is_ours else 99)
+        plugin_serves = isinstance(call, functools.partial)
+        return Graph(call, sets, 0 if is_broken and not plugin_serves else 99)
 
     monkeypatch.setattr(kernel_timing.clocks, "capture", capture)
     monkeypatch.setattr(kernel_timing.clocks, "replays", replays)
@@ -771,7 +774,7 @@ def test_padding_that_a_kernel_leaves_unwritten_is_no_difference(kernels, is_bro
         with pytest.raises(kernel_timing.BrokenGraph):
             measured(kernels(), clock)
     else:
-        assert [measured(kernels(), clock).ours for _ in range(2)] == [1.0, 1.0]
+        assert [measured(kernels(), clock).plugin_us for _ in range(2)] == [1.0, 1.0]
         assert len(flushes) == 1
 
 
@@ -784,7 +787,7 @@ def test_the_memory_that_flushes_caches_is_allocated_once(monkeypatch):
         flush()
 
 
-@pytest.mark.parametrize("whose", ["ours", "native"])
+@pytest.mark.parametrize("whose", ["plugin", "baseline"])
 def test_what_differs_when_it_is_replayed(whose, caplog):
     """The plugin's op is off. Of vLLM's kernel nothing is recorded, and the user reads once that graphs are broken."""
 
@@ -796,17 +799,17 @@ def test_what_differs_when_it_is_replayed(whose, caplog):
     with caplog.at_level(logging.WARNING):
         warm_up(Broken())
     record = selection.record_here()
-    assert record.shapes == {} and ("product" in record.off) == (whose == "ours")
+    assert record.shapes == {} and ("product" in record.off) == (whose == "plugin")
     assert sum("ROCm/clr#279" in message for message in caplog.messages) == 1
-    assert one.serve(1) == ("native" if whose == "ours" else "ours")
+    assert one.serve(1) == ("baseline" if whose == "plugin" else "plugin")
 
 
-@pytest.mark.parametrize(("replayed", "differing"), [(1.002, []), (9.0, ["native"])])
+@pytest.mark.parametrize(("replayed", "differing"), [(1.002, []), (9.0, ["baseline"])])
 def test_a_kernel_whose_eager_calls_differ_may_differ_when_it_is_replayed(replayed, differing):
     """By no more than the error of vLLM's kernel, as with atomic additions."""
     eager, ones = iter([1.0, 1.001]), torch.ones(2, 2)
-    replays = kernel_timing.Replays({"ours": torch.neg, "native": lambda x: x * next(eager)}, [(ones,)], 1e-2)
-    graphs = {"ours": (-ones, -ones), "native": (ones * replayed, ones * replayed)}
+    replays = kernel_timing.Replays({"plugin": torch.neg, "baseline": lambda x: x * next(eager)}, [(ones,)], 1e-2)
+    graphs = {"plugin": (-ones, -ones), "baseline": (ones * replayed, ones * replayed)}
     graphs = {name: types.SimpleNamespace(outputs=outputs, replay=list) for name, outputs in graphs.items()}
     assert replays.differing(graphs) == differing
 
@@ -817,7 +820,7 @@ def test_progress_and_one_table_are_logged(caplog, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")
     started(Product())
     with caplog.at_level(logging.INFO):
-        warm_up(ours_wins({1, 8, 32}))
+        warm_up(plugin_wins({1, 8, 32}))
     lines = "\n".join(caplog.messages).splitlines()
     assert any(re.match(r"vllm-rocm-ops: timed \d of 6 comparisons in \d+ s", line) for line in lines)
     place = next(i for i, line in enumerate(lines) if line.startswith("op "))
@@ -877,7 +880,10 @@ def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
                 "(VLLM_ROCM_OPS_MEASURE=60 gives it more time): 48x64 at 64, "
             )
             assert text in caplog.text
-    assert "did not fit" not in caplog.text and [len(ours) for ours in decided.shapes.values()] == [1, *[MAX + 1] * 3]
+    assert "did not fit" not in caplog.text and [len(plugin) for plugin in decided.shapes.values()] == [
+        1,
+        *[MAX + 1] * 3,
+    ]
 
 
 def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
@@ -893,7 +899,7 @@ def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
     monkeypatch.setattr(kernel_timing.tables, "locked", locked)
     wanted = {one: kernel_timing.sizes(CAPTURED, MAX) for one in selection.all_choices()}
     kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine], watch.pair(0.3))
-    assert [tokens for _, tokens in watch.asked] == [1, 8] and product.serve(LIMIT) == "ours"
+    assert [tokens for _, tokens in watch.asked] == [1, 8] and product.serve(LIMIT) == "plugin"
 
 
 def test_what_is_decided_once_is_measured_whole_or_not_at_all(monkeypatch):
@@ -915,7 +921,7 @@ def test_a_call_that_cannot_be_made_for_the_plugin_is_vllms(caplog):
 
     wanted = {one: [1, 8] for one in [Rows()]}
     kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine], refuses)
-    assert [*selection.read(file()).shapes.values()] == [{1: selection.NATIVE, 8: selection.NATIVE}]
+    assert [*selection.read(file()).shapes.values()] == [{1: selection.UNTIMED, 8: selection.UNTIMED}]
     assert "failed" not in caplog.text
 
 
@@ -924,8 +930,8 @@ def test_a_wrong_time_limit_is_said_and_vllm_starts(monkeypatch, caplog, text):
     """Nothing is timed then."""
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", text)
     product = started(Product())
-    warm_up(clock := ours_wins(range(MAX + 1)))
-    assert not clock.asked and product.serve(LIMIT) == "ours"
+    warm_up(clock := plugin_wins(range(MAX + 1)))
+    assert not clock.asked and product.serve(LIMIT) == "plugin"
     assert f"VLLM_ROCM_OPS_MEASURE must be 0 to 3600 seconds, got {text}" in caplog.text
 
 
@@ -935,10 +941,14 @@ def test_it_stops_in_time(monkeypatch):
     monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: next(now))
     product, other = Product(), Product("other")
     started(product, other)
-    warm_up(ours_wins(range(MAX + 1)))
+    warm_up(plugin_wins(range(MAX + 1)))
     sizes = [[*by_tokens] for by_tokens in selection.read(file()).shapes.values()]
     assert 0 < sum(map(len, sizes)) < 6
-    assert [one.serve(m) for one in (product, other) for m in (1, LIMIT, LIMIT + 1)] == ["ours", "ours", "native"] * 2
+    assert [one.serve(m) for one in (product, other) for m in (1, LIMIT, LIMIT + 1)] == [
+        "plugin",
+        "plugin",
+        "baseline",
+    ] * 2
 
 
 CAPTURED_BY_VLLM = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
@@ -1021,7 +1031,7 @@ def worker(monkeypatch):
 
     Worker.compile_or_warm_up_model.__module__, module.kernel_warmup = module.__name__, kernel_warmup
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(worker_startup, "warm_up", lambda worker: happened.append("ours"))
+    monkeypatch.setattr(worker_startup, "warm_up", lambda worker: happened.append("plugin"))
     wrapper = WorkerWrapperBase()
     wrapper.worker, wrapper.vllm_config = Worker(), None
     yield wrapper, happened
@@ -1032,7 +1042,7 @@ def test_when_a_worker_measures(worker):
     """It measures after vLLM's own warm-up of kernels and before graphs are captured, unless one worker alone warms up."""
     wrapper, happened = worker
     assert wrapper.compile_or_warm_up_model() == "times"
-    assert happened == ["vLLM's warm-up", "ours", "capture"]
+    assert happened == ["vLLM's warm-up", "plugin", "capture"]
     wrapper.worker.local = True
     happened.clear()
     wrapper.compile_or_warm_up_model()
@@ -1072,11 +1082,11 @@ def test_ranks_gather_and_the_first_says(caplog):
         os.environ["VLLM_ROCM_OPS_TABLES"] += f"/{number}"  # as on separate machines
         product = started(Product())
         with caplog.at_level(logging.INFO):
-            clock = ours_wins({1, 8} if number else {1, 32})
+            clock = plugin_wins({1, 8} if number else {1, 32})
             kernel_timing.warm_up(CAPTURED, MAX, clock, gather(group), says=number == 0)
         results.put((number, [product.serve(m) for m in (1, 8, 32)], "selected kernels on this GPU" in caplog.text))
 
-    served = ["ours", "native", "native"]
+    served = ["plugin", "baseline", "baseline"]
     assert sorted(as_ranks(rank)) == [(0, served, True), (1, served, False)]
 
 
@@ -1086,19 +1096,19 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
     def rank(group, results):
         product, other = Product(), Product("other")
         if group.rank_in_group == 0:
-            product.ours = ends(9)
+            product.plugin = ends(9)
         else:
             while not file().with_suffix(".lock").exists():
                 time.sleep(0.01)
         started(product, other)
         try:
-            kernel_timing.warm_up(CAPTURED, MAX, ours_wins(range(MAX + 1)), gather(group))
+            kernel_timing.warm_up(CAPTURED, MAX, plugin_wins(range(MAX + 1)), gather(group))
         except RuntimeError as error:  # as worker_startup.py catches any
             results.put((str(error), product.serve(LIMIT), product.serve(MAX)))
 
     [(why, few, many)] = as_ranks(rank)
     assert re.search("[Cc]onnection|peer|closed", why), why
-    assert (few, many) == ("ours", "native")
+    assert (few, many) == ("plugin", "baseline")
     record = selection.read(file())
     assert record.off == {} and len(record.shapes) == 2
 
@@ -1133,10 +1143,10 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     model = torch.nn.Module()
     model.called, model.drafts = layer("called", WEIGHTS[0]), layer("drafts", other)
     model.again, model.fails = layer("again", other), layer("fails", third, works=False)
-    model.ours, model.plain = layer("ours", alone, ("plain", True)), torch.nn.Linear(K, 112)
+    model.plugin, model.plain = layer("plugin", alone, ("plain", True)), torch.nn.Linear(K, 112)
     assert worker_startup.call_others([model], MAX, torch.bfloat16) == ["fails"]
     assert calls == [(name, (1, K), torch.bfloat16) for name in ("drafts", "fails")]
-    warm_up(clock := ours_wins({1, 128}))
+    warm_up(clock := plugin_wins({1, 128}))
     assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]
     assert [one.state for one in selection.all_choices()] == ["measured", "measured"]
     assert {one.shape for one in selection.all_choices()} == {"48x64", "64x64"}
@@ -1147,7 +1157,7 @@ def test_a_worker_that_fails_leaves_vllm_as_it_was(worker):
     del type(wrapper.worker).times
     with pytest.raises(AttributeError, match="times"):
         wrapper.compile_or_warm_up_model()
-    assert happened == ["vLLM's warm-up", "ours", "capture"]
+    assert happened == ["vLLM's warm-up", "plugin", "capture"]
 
 
 def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
@@ -1166,7 +1176,7 @@ def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
 
     kernels = types.SimpleNamespace(
         op=types.SimpleNamespace(trial=trial),
-        ours=functools.partial(add, "ours"),
+        plugin=functools.partial(add, "plugin"),
         baseline=functools.partial(add, "theirs"),
     )
 
@@ -1174,10 +1184,10 @@ def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
         def times(self, calls, sets, replays):
             return {name: [float(call(*sets[0])[0])] for name, call in calls.items()}
 
-    given = kernels, [(torch.zeros(1),)], lambda ours, native: (float(ours[0]), float(native[0])), Clock()
+    given = kernels, [(torch.zeros(1),)], lambda plugin, vllm_kernel: (float(plugin[0]), float(vllm_kernel[0])), Clock()
     found = kernel_timing.compare(*given, contextlib.nullcontext(), tuple, replays_module.copies)
     assert found == (1.0, 2.0, 1.0, 1.0)
-    assert ran == [("theirs",), ("ours", "begun"), ("ours", "begun"), ("theirs",)]
+    assert ran == [("theirs",), ("plugin", "begun"), ("plugin", "begun"), ("theirs",)]
 
 
 def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
@@ -1229,7 +1239,7 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
         reached["seams"].keys() >= {"norm", "activation", "scaled_linear"} and reached["layers"]["norms"]["taken"] == 5
     )
     if factor == 1.0:
-        assert answer["stats"]["scaled_mm"] == {"ours": layers * (steps - 1)}
+        assert answer["stats"]["scaled_mm"] == {"plugin": layers * (steps - 1)}
         assert answer["stats"]["vllm"] == {"its kernel": layers}
         kinds = collections.Counter(key.partition(" ")[0] for key in record.shapes)
         assert kinds == {"scaled_mm": 4, "paged_attention_decode": 1, **dict.fromkeys(rows, 1)} and not record.off

@@ -89,8 +89,8 @@ def test_norm_of_heads_in_a_wider_row(arch, one_plus):
 def test_a_residual_that_is_not_in_rows_is_vllms():
     layer, x, residual = norm(), random(ROWS, HIDDEN), random(HIDDEN, ROWS).t()
     wanted = layer.vllm_forward(x.clone(), residual.clone())
-    for ours, theirs in zip(layer(x, residual), wanted):
-        assert torch.equal(ours, theirs)
+    for plugin, theirs in zip(layer(x, residual), wanted):
+        assert torch.equal(plugin, theirs)
     assert vllm_rocm_ops.stats() == {}
 
 

@@ -1,4 +1,4 @@
-"""Test the plugin's linear kernels in vLLM: their results, and the calls they leave to vLLM's native kernel."""
+"""Test the plugin's linear kernels in vLLM: their results, and the calls they leave to the baseline."""
 
 import importlib
 import types
@@ -35,7 +35,7 @@ CHOOSE = linear_base.vllm_kernel_for
 pytestmark = pytest.mark.usefixtures("configuration")
 
 
-class Native:
+class Baseline:
     """Make subclasses of vLLM's kernel classes that return zeros, and keep their calls in `calls`.
 
     Weights are prepared as in the base class.
@@ -55,7 +55,7 @@ class Native:
         return torch.zeros(arguments["A"].shape[0], N, dtype=self.config.out_dtype)
 
 
-class MxBaseline(Native):
+class MxBaseline(Baseline):
     """A kernel that merges scales, as vLLM's kernel for gfx950 does when 32 rows share one."""
 
     def process_weights_after_loading(self, layer):
@@ -81,16 +81,16 @@ KINDS = {
 def make(monkeypatch):
     """Return a function that makes a layer of a kind with its kernel, as on ROCm, and the exact weight in fp32.
 
-    The kernel keeps `native`, if given.
+    The kernel keeps `baseline`, if given.
     """
     monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")  # the references of a busy CPU take their time
 
-    def make(kind: str, native: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
+    def make(kind: str, baseline: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
         from vllm.model_executor.kernels import linear
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
-        if native is not None:
+        if baseline is not None:
             from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
             from vllm.model_executor.kernels.linear.scaled_mm import (
                 Fp8BlockScaledMMLinearKernel,
@@ -98,8 +98,8 @@ def make(monkeypatch):
             )
 
             bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": RocmDotScaledMxfp8LinearKernel}
-            native = (MxBaseline if kind == "mxfp8" else native).of(bases.get(kind, FP8ScaledMMLinearKernel))
-        monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: native)
+            baseline = (MxBaseline if kind == "mxfp8" else baseline).of(bases.get(kind, FP8ScaledMMLinearKernel))
+        monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: baseline)
         layer, weight = torch.nn.Module(), random(N, k).to(FP8)
         vars(layer).update(dict.fromkeys(marks, True))
         layer.input_scale = torch.tensor(0.02) if "static" in kind else None
@@ -156,20 +156,20 @@ def test_products(make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_tokens_are_ours_and_many_are_vllms(make, kind):
-    """The native kernel gets the arguments it would get without the plugin, of which nothing else runs."""
-    layer, kernel, exact = make(kind, Native)
+def test_few_tokens_are_served_and_many_are_vllms(make, kind):
+    """The baseline gets the arguments it would get without the plugin, of which nothing else runs."""
+    layer, kernel, exact = make(kind, Baseline)
     x = random(FEW, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
         close(kernel.apply_weights(layer, x), x, exact)
         assert list(vllm_rocm_ops.stats()) == [OPS[kind]]
-        assert not kernel.native.calls
+        assert not kernel.baseline.calls
         vllm_rocm_ops.reset_stats()
         output = kernel.apply_weights(layer, random(MANY, K).bfloat16())
     assert output.shape == (MANY, N)
     assert not output.any()
     assert vllm_rocm_ops.stats() == {}
-    [call] = kernel.native.calls
+    [call] = kernel.baseline.calls
     assert call["B"] is layer.weight
 
 
@@ -182,20 +182,20 @@ def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
     """
     if arch == "gfx950":
         monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", OPS[kind])
-    layer, kernel, _ = make(kind, Native)
+    layer, kernel, _ = make(kind, Baseline)
     with launch.executor(arch and Emulator(arch)):
         kernel.apply_weights(layer, random(FEW, K).bfloat16())
-    assert len(kernel.native.calls) == 1
+    assert len(kernel.baseline.calls) == 1
     assert {op: [*reasons.values()] for op, reasons in fallbacks().items()} == ({OPS[kind]: [1]} if arch else {})
     assert vllm_rocm_ops.stats().keys() == fallbacks().keys()
 
 
 def test_what_our_op_refuses_is_vllms(make):
     """A bias of another dtype breaks the op's contract, but perhaps not the contract of vLLM's kernel."""
-    layer, kernel, _ = make("channel", Native)
+    layer, kernel, _ = make("channel", Baseline)
     with launch.executor(Emulator("gfx950")):
         kernel.apply_weights(layer, random(FEW, K).bfloat16(), torch.zeros(N))
-    [call] = kernel.native.calls
+    [call] = kernel.baseline.calls
     assert call["bias"].dtype == torch.float32
     assert fallbacks() == {"scaled_mm": {"the arguments break the op's contract": 1}}
 
@@ -207,7 +207,7 @@ def test_quantized_input_is_taken(make, kind):
 
     from vllm_rocm_ops.vllm.graph import fused_quant
 
-    layer, kernel, exact = make(kind, Native)
+    layer, kernel, exact = make(kind, Baseline)
     key = get_input_quant_key(layer)
     assert key == kernel.config.activation_quant_key
     gate_up, bias = random(FEW, 2 * K).bfloat16(), 0.25 * random(N).bfloat16()
@@ -224,14 +224,14 @@ def test_batch_invariant_layers_take_no_quantized_input(make, kind, monkeypatch)
     """vLLM's path through them reads the input as a tensor."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
-    layer, kernel, _ = make(kind, Native)
+    layer, kernel, _ = make(kind, Baseline)
     del layer._input_quant_key
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     kernel.process_weights_after_loading(layer)
     assert get_input_quant_key(layer) is None
 
 
-class Shuffling(Native):
+class Shuffling(Baseline):
     """A kernel that leaves the weight as AITER's kernels for tuned shapes do."""
 
     def process_weights_after_loading(self, layer):
@@ -239,21 +239,21 @@ class Shuffling(Native):
         layer.weight = torch.nn.Parameter(shuffle_weight(rows).view(rows.shape), requires_grad=False)
 
 
-class Untransposing(Native):
+class Untransposing(Baseline):
     """A kernel that leaves the weight as AITER's kernel for any shape does."""
 
     def process_weights_after_loading(self, layer):
         layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
 
 
-class Repacking(Native):
+class Repacking(Baseline):
     """A kernel that leaves the weight in an unknown order."""
 
     def process_weights_after_loading(self, layer):
         layer.weight = torch.nn.Parameter(layer.weight.data.t().flip(0), requires_grad=False)
 
 
-class ShufflingInPlace(Native):
+class ShufflingInPlace(Baseline):
     """A kernel that shuffles as AITER's kernel for hipBLASLt does.
 
     The result has the shape and strides of the parameter, into which vLLM 0.33's `replace_parameter` then copies it.
@@ -264,28 +264,28 @@ class ShufflingInPlace(Native):
         layer.weight.data.copy_(shuffle_weight(rows).view(rows.shape).t())
 
 
-class RepackingInPlace(Native):
+class RepackingInPlace(Baseline):
     """A kernel that leaves the weight in an unknown order, in its parameter."""
 
     def process_weights_after_loading(self, layer):
         layer.weight.data.copy_(layer.weight.data.flip(1))
 
 
-@pytest.mark.parametrize("native", [Shuffling, ShufflingInPlace, Untransposing, Repacking, RepackingInPlace])
-def test_the_weight_is_read_as_vllms_kernel_left_it(make, native):
+@pytest.mark.parametrize("baseline", [Shuffling, ShufflingInPlace, Untransposing, Repacking, RepackingInPlace])
+def test_the_weight_is_read_as_vllms_kernel_left_it(make, baseline):
     """It is read in rows, in fragments or, in any other order, not at all."""
-    layer, kernel, exact = make("channel", native)
+    layer, kernel, exact = make("channel", baseline)
     x = random(FEW, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
         output = kernel.apply_weights(layer, x)
-        few = len(kernel.native.calls)
+        few = len(kernel.baseline.calls)
         kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    if native in (Repacking, RepackingInPlace):
+    if baseline in (Repacking, RepackingInPlace):
         assert few == 1
     else:
         assert few == 0
         close(output, x, exact)
-    assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.native.calls)
+    assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.baseline.calls)
 
 
 @pytest.mark.parametrize("kind", ["static", "channel", "block"])
@@ -296,9 +296,9 @@ def test_weights_are_shuffled_only_for_kernels_that_are_there(make, kind, arch, 
     monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(f"{__name__}.FP8", archs.named(arch).fp8_dtype)
-    assert make(kind, Native)[1].native is None
+    assert make(kind, Baseline)[1].baseline is None
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", OPS[kind])
-    assert make(kind, Native)[1].native is not None
+    assert make(kind, Baseline)[1].baseline is not None
 
 
 def tensors_of(thing, seen: set[int]) -> list[torch.Tensor]:
@@ -314,14 +314,14 @@ def tensors_of(thing, seen: set[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "native"), [("channel", None), ("channel", Native), ("block", Native), ("mxfp8", Native)]
+    ("kind", "baseline"), [("channel", None), ("channel", Baseline), ("block", Baseline), ("mxfp8", Baseline)]
 )
-def test_layers_keep_nothing_but_their_weights(make, kind, native):
-    """No copy of a weight outlives its preparation, and equal layers keep one native kernel."""
-    layers = [make(kind, native)[:2] for _ in range(3)]
+def test_layers_keep_nothing_but_their_weights(make, kind, baseline):
+    """No copy of a weight outlives its preparation, and equal layers keep one baseline."""
+    layers = [make(kind, baseline)[:2] for _ in range(3)]
     kept = [tensor for tensor in tensors_of(layers, set()) if tensor.numel() >= N * K]
     assert [id(tensor) for tensor in kept] == [id(layer.weight) for layer, _ in layers]
-    assert len(linear_base._kernels) == (native is not None)
+    assert len(linear_base._kernels) == (baseline is not None)
 
 
 class Storages(TorchDispatchMode):
@@ -365,7 +365,7 @@ def test_one_changed_byte_is_seen():
         assert weight_order.order(weight.view(torch.uint8).roll(1, axis).view(FP8), before) is None
 
 
-class PowersOfTwo(Native):
+class PowersOfTwo(Baseline):
     """A kernel that leaves scales in e8m0, like vLLM's Triton kernel, which widens them in every call."""
 
     def process_weights_after_loading(self, layer):
@@ -384,7 +384,7 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
         close(kernel.apply_weights(layer, x), x, exact)
         kernel.apply_weights(layer, random(MANY, K).bfloat16())
     assert list(vllm_rocm_ops.stats()) == ["block_scaled_mm"]
-    [call] = kernel.native.calls
+    [call] = kernel.baseline.calls
     assert call["Bs"] is layer.weight_scale_inv
 
 
@@ -393,18 +393,18 @@ def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
     """The plugin then serves every number of tokens; a weight that MLA or DeepSeek V4 reads stays as it is."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
-    layer, kernel, exact = make(kind, Native)
+    layer, kernel, exact = make(kind, Baseline)
     shape = layer.weight.shape
     rows = layer.weight if kind == "block" else layer.weight.t()
-    assert kernel.native is None
+    assert kernel.baseline is None
     with launch.executor(Emulator("gfx950")):
         for tokens in (FEW, MANY):
             x = random(tokens, K).bfloat16()
             close(kernel.apply_weights(layer, x), x, exact)
     for mark in ("_cpu_skip_gemm_dispatch", "is_bmm"):
-        layer, kernel, _ = make(kind, Native, marks=(mark,))
+        layer, kernel, _ = make(kind, Baseline, marks=(mark,))
         plain = (layer.weight if kind == "block" else layer.weight.t()).data
-        assert kernel.native is not None
+        assert kernel.baseline is not None
         assert layer.weight.shape == shape
         assert torch.equal(shuffle_weight(plain).flatten().view(torch.uint8), rows.data.flatten().view(torch.uint8))
 
@@ -427,7 +427,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
 
     def is_shuffled() -> bool:
         kernel_selection.invalidate()
-        return make(kind, Right)[1].native is None
+        return make(kind, Right)[1].baseline is None
 
     path, before = kernel_selection.path_of(kernel_selection.machine()), compile_cache.fingerprint()
     kernel_timing.warm_up((), MANY, InTurn(MANY), lambda mine: [mine])
@@ -438,7 +438,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
     for off, shapes in (
         ({OPS[kind]: "wrong"}, record.shapes),
         ({}, {}),
-        ({}, {key: by_tokens | {64: kernel_selection.NATIVE} for key in record.shapes}),
+        ({}, {key: by_tokens | {64: kernel_selection.UNTIMED} for key in record.shapes}),
     ):
         kernel_selection.write(path, kernel_selection.Record(record.machine, off, shapes))
         assert not is_shuffled()
@@ -473,24 +473,25 @@ def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torc
 
 @pytest.mark.parametrize("shuffle", ["0", "1"])
 @pytest.mark.parametrize(
-    ("kind", "native"), [("channel", Native), ("channel", ShufflingInPlace), ("channel", Repacking), ("block", Native)]
+    ("kind", "baseline"),
+    [("channel", Baseline), ("channel", ShufflingInPlace), ("channel", Repacking), ("block", Baseline)],
 )
-def test_weights_that_another_process_prepared(make, kind, native, shuffle, monkeypatch):
+def test_weights_that_another_process_prepared(make, kind, baseline, shuffle, monkeypatch):
     """They are read in the order they were left in, and the layer states the quantized input it accepts."""
     from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", shuffle)
     monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
-    layer, kernel, exact = make(kind, native)
+    layer, kernel, exact = make(kind, baseline)
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "0")
     other, made = handed_on(layer, kernel)
     assert get_input_quant_key(other) == kernel.config.activation_quant_key
-    assert (made.order, made.native is None) == (kernel.order, kernel.native is None)
+    assert (made.order, made.baseline is None) == (kernel.order, kernel.baseline is None)
     x = random(FEW, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
         output = made.apply_weights(other, x)
-    if native is Repacking:
-        assert len(made.native.calls) == 1
+    if baseline is Repacking:
+        assert len(made.baseline.calls) == 1
     else:
         close(output, x, exact)
 
@@ -498,12 +499,12 @@ def test_weights_that_another_process_prepared(make, kind, native, shuffle, monk
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_of_unknown_order_are_vllms(make, kind):
     """A process without the plugin does not record the order; nor does one that has not prepared them."""
-    layer, kernel, _ = make(kind, Native)
+    layer, kernel, _ = make(kind, Baseline)
     other, made = handed_on(layer, kernel, marked=False)
     assert made.order is None
     with launch.executor(Emulator("gfx950")):
         made.apply_weights(other, random(FEW, K).bfloat16())
-    assert len(made.native.calls) == 1
+    assert len(made.baseline.calls) == 1
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
@@ -511,17 +512,17 @@ def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
     """An engine whose seams are off does not read weights from a cache that are shuffled for the plugin."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
-    layer, _, _ = make(kind, Native)
+    layer, _, _ = make(kind, Baseline)
     with pytest.raises(RuntimeError, match="was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which SimpleNamespace cannot"):
         weight_order.recall_order(types.SimpleNamespace(), layer)
 
 
-@pytest.mark.parametrize("native", [Native, ShufflingInPlace])
-def test_weights_that_are_loaded_again(make, native, monkeypatch):
+@pytest.mark.parametrize("baseline", [Baseline, ShufflingInPlace])
+def test_weights_that_are_loaded_again(make, baseline, monkeypatch):
     """They are prepared as the first time."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
-    layer, kernel, exact = make("channel", native)
+    layer, kernel, exact = make("channel", baseline)
     x = random(FEW, K).bfloat16()
     for _ in range(2):
         with launch.executor(Emulator("gfx950")):
@@ -548,15 +549,15 @@ def test_batch_invariance_is_left_to_vllm(monkeypatch):
 
 def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
     """It quantizes in its own `apply_weights`, or behind the inherited one."""
-    _, kernel, _ = make("block", Native)
-    native, base = type(kernel.native), type(kernel.native).__bases__[-1]
-    assert linear_base.can_keep(native, base)[0]
+    _, kernel, _ = make("block", Baseline)
+    baseline, base = type(kernel.baseline), type(kernel.baseline).__bases__[-1]
+    assert linear_base.can_keep(baseline, base)[0]
     for own in ({"apply_input_quant": False}, {"apply_weights": lambda self, layer, x, bias=None: x}):
-        possible, why = linear_base.can_keep(type("Other", (native,), own), base)
+        possible, why = linear_base.can_keep(type("Other", (baseline,), own), base)
         assert not possible and why == "leaves the layer to Other, which quantizes its input itself"
 
 
-def test_vllm_chooses_the_native_kernel(make):
+def test_vllm_chooses_the_baseline(make):
     """vLLM chooses from its own table, without the plugin's kernels, and the table is restored."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms import current_platform
@@ -566,10 +567,10 @@ def test_vllm_chooses_the_native_kernel(make):
     _, kernel, _ = make("channel")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seam, "served_platform", lambda: "rocm")
-        native = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
+        baseline = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
         patch.setenv("VLLM_DISABLED_KERNELS", ",".join(other.__name__ for other in before[1:]))
         nothing = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
-    assert native in before[1:]
+    assert baseline in before[1:]
     assert nothing is None
     assert kernels == before
     assert CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8") is None  # on CPU
@@ -582,16 +583,16 @@ def test_unquantized_layers(shape, arch, monkeypatch):
     x, weight, bias = random(*shape).bfloat16(), random(N, K).bfloat16(), random(N).bfloat16()
     calls = []
 
-    def native(*arguments):
+    def baseline(*arguments):
         calls.append(arguments)
         return torch.nn.functional.linear(*arguments)
 
-    monkeypatch.setattr(torch.ops.vllm, "rocm_unquantized_gemm", native)
+    monkeypatch.setattr(torch.ops.vllm, "rocm_unquantized_gemm", baseline)
     with launch.executor(arch and Emulator(arch)):
         output = torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
     torch.testing.assert_close(output, torch.nn.functional.linear(x, weight, bias), atol=0.1, rtol=0.02)
-    ours = arch is not None and shape != (17, K)
-    assert (len(calls), list(vllm_rocm_ops.stats())) == ((0, ["unquantized_gemm"]) if ours else (1, []))
+    plugin = arch is not None and shape != (17, K)
+    assert (len(calls), list(vllm_rocm_ops.stats())) == ((0, ["unquantized_gemm"]) if plugin else (1, []))
 
 
 class OnGpu(torch.Tensor):
@@ -645,9 +646,9 @@ def test_graphs_keep_the_op_that_a_pass_looks_for(replaced, name, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(get_current_vllm_config().compilation_config.pass_config, name, True)
     x, weight = random(FEW, K).bfloat16().as_subclass(OnGpu), random(N, K).bfloat16()
-    monkeypatch.setattr(torch.ops.vllm_rocm_ops, "unquantized_linear", lambda *_: "ours")
+    monkeypatch.setattr(torch.ops.vllm_rocm_ops, "unquantized_linear", lambda *_: "plugin")
     output = utils.rocm_unquantized_gemm(None, x, weight)
-    assert (output == "ours" if isinstance(output, str) else False) is (name == "fuse_norm_quant")
+    assert (output == "plugin" if isinstance(output, str) else False) is (name == "fuse_norm_quant")
     assert len(calls) == (name != "fuse_norm_quant")
 
 
@@ -700,7 +701,7 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
     The exception is the check for an input that a norm has quantized.
     """
     kernel_selection.begin_recording()
-    layer, kernel, _ = make(kind, Native)
+    layer, kernel, _ = make(kind, Baseline)
     monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
     x = random(FEW, K).bfloat16()
 
@@ -708,29 +709,29 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
         return kernel.apply_weights(layer, x)
 
     call()
-    assert frames.entered(call) and not kernel.native.calls
+    assert frames.entered(call) and not kernel.baseline.calls
     [one] = kernel_selection.all_choices()
     kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
     call()
     found = {name for name in frames.entered(call) if "input_quantization." not in name}
     assert bool(found) is wins, found
-    assert len(kernel.native.calls) == (0 if wins else 2)
+    assert len(kernel.baseline.calls) == (0 if wins else 2)
 
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_a_call_that_ours_leaves_asks_once(make, kind):
     """If the plugin serves other sizes, a call of vLLM's kernel costs one lookup of the choice."""
     kernel_selection.begin_recording()
-    layer, kernel, _ = make(kind, Native)
+    layer, kernel, _ = make(kind, Baseline)
     x = random(FEW, K).bfloat16()
     kernel.apply_weights(layer, x)
     [one] = kernel_selection.all_choices()
-    before = len(kernel.native.calls)
+    before = len(kernel.baseline.calls)
     kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
     entered = frames.entered(lambda: kernel.apply_weights(layer, x))
     asked = {name.rpartition(".")[2] for name in entered if "input_quantization." not in name}
-    assert {"baseline_serves", "is_ours", "is_never_ours"} < asked and len(asked) == 4, entered
-    assert len(kernel.native.calls) == before + 1
+    assert {"baseline_serves", "plugin_serves", "baseline_always_serves"} < asked and len(asked) == 4, entered
+    assert len(kernel.baseline.calls) == before + 1
 
 
 def test_an_unquantized_layer_keeps_its_choice(replaced, monkeypatch):
@@ -747,14 +748,14 @@ def test_an_unquantized_layer_keeps_its_choice(replaced, monkeypatch):
     assert len(calls) == 2
     entered = frames.entered(lambda: utils.rocm_unquantized_gemm(layer, few, weight))
     assert len(calls) == 3 and not any("_noted" in name or "_choice" in name for name in entered), entered
-    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", lambda *_: "ours")
-    assert utils.rocm_unquantized_gemm(layer, more, weight) == "ours"
+    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", lambda *_: "plugin")
+    assert utils.rocm_unquantized_gemm(layer, more, weight) == "plugin"
 
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_one_graph_serves_every_number_of_tokens(make, kind):
     """The kernel is chosen inside one op, from the tokens of the call, not when a graph is compiled."""
-    layer, kernel, exact = make(kind, Native)
+    layer, kernel, exact = make(kind, Baseline)
     graphs = []
 
     def backend(graph, _):
@@ -770,23 +771,23 @@ def test_one_graph_serves_every_number_of_tokens(make, kind):
             output = run(x)
             if tokens != MANY:
                 close(output, x, exact)
-    assert len(kernel.native.calls) == 1
+    assert len(kernel.baseline.calls) == 1
     assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(("cuda", "tokens", "calls"), [(None, 64, 0), ("13.0", 32, 0), ("13.0", 33, 1)])
 def test_cutlass_has_what_it_is_faster_at(make, cuda, tokens, calls, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    layer, kernel, _ = make("channel", Native)
+    layer, kernel, _ = make("channel", Baseline)
     with launch.executor(Emulator("gfx950")):
         kernel.apply_weights(layer, random(tokens, K).bfloat16())
-    assert len(kernel.native.calls) == calls
+    assert len(kernel.baseline.calls) == calls
 
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_fake_results_are_like_real_ones(make, kind):
     """A fake result has the shape, strides and dtype of the real one."""
-    layer, kernel, _ = make(kind, Native)
+    layer, kernel, _ = make(kind, Baseline)
     for tokens in (FEW, MANY):
         x = random(tokens, K).bfloat16()
         if kind == "mxfp8":
@@ -798,7 +799,7 @@ def test_fake_results_are_like_real_ones(make, kind):
             options = (None, torch.bfloat16, False) if kind == "channel" else (torch.bfloat16,)
             name, arguments = OPS[kind].replace("_mm", "_linear"), (data, layer.weight, scale, weight_scale, *options)
         op = getattr(torch.ops.vllm_rocm_ops, name).default
-        torch.library.opcheck(op, (*arguments, kernel.native_name), test_utils="test_faketensor")
+        torch.library.opcheck(op, (*arguments, kernel.baseline_name), test_utils="test_faketensor")
 
 
 BROKEN = {
@@ -860,7 +861,7 @@ def test_the_code_objects_are_in_the_fingerprint(tmp_path, monkeypatch):
 # Measured selection
 
 
-class Right(Native):
+class Right(Baseline):
     """A kernel with the results of the plugin's references."""
 
     def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
@@ -890,61 +891,61 @@ class InTurn:
 
     def times(self, calls, sets, replays):
         tokens = len(sets[0][0])
-        return {"ours": [1.0 if tokens <= self.most else 3.0], "native": [2.0]}
+        return {"plugin": [1.0 if tokens <= self.most else 3.0], "baseline": [2.0]}
 
     def finish(self):
         pass
 
 
 @pytest.mark.parametrize(
-    ("kind", "native", "fault"),
+    ("kind", "baseline", "fault"),
     [
         *(
             (kind, Right, fault)
             for kind in ("static", "dynamic", "channel-static", "fbgemm")
             for fault in (None, "scale")
         ),
-        *(("channel", native, fault) for native in (Right, RightInFragments) for fault in (None, "scale", "bias")),
+        *(("channel", baseline, fault) for baseline in (Right, RightInFragments) for fault in (None, "scale", "bias")),
         *(("block", Right, fault) for fault in (None, "scale")),
     ],
 )
-def test_what_is_measured_serves(make, kind, native, fault, monkeypatch):
+def test_what_is_measured_serves(make, kind, baseline, fault, monkeypatch):
     """The measurement uses the layer's own weights, scales and bias.
 
     A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it.
     """
     kernel_selection.begin_recording()
-    layer, kernel, _ = make(kind, native, k=K if kind != "block" else K + 64)
+    layer, kernel, _ = make(kind, baseline, k=K if kind != "block" else K + 64)
     op = getattr(ops, OPS[kind])
     names = {"scale": "scale_b", "bias": "bias"}
 
-    def ours(*arguments):
+    def plugin(*arguments):
         a = op.Arguments(*arguments)
         if fault:
             a = a._replace(**{names[fault]: None if fault == "bias" else 1.02 * a.scale_b})
         return op.reference(*a)
 
-    monkeypatch.setattr(op, "run_kernels", ours)
+    monkeypatch.setattr(op, "run_kernels", plugin)
     bias = None if kind == "block" else random(N).bfloat16()
     kernel.apply_weights(layer, random(MANY, layer.weight.numel() // N).bfloat16(), bias)
     kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert not fault or "relative error" in one.why
-    kernel.native.calls.clear()
+    kernel.baseline.calls.clear()
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, layer.weight.numel() // N).bfloat16(), bias)
-    assert len(kernel.native.calls) == (4 if fault else 2)
+    assert len(kernel.baseline.calls) == (4 if fault else 2)
 
 
 @pytest.mark.parametrize("fault", [None, "scale_b", "scale", "halves"])
-@pytest.mark.parametrize(("kind", "native"), [("static", Right), ("channel", Right), ("channel", RightInFragments)])
-def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, monkeypatch):
+@pytest.mark.parametrize(("kind", "baseline"), [("static", Right), ("channel", Right), ("channel", RightInFragments)])
+def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, monkeypatch):
     """It is compared with two launches, which serve where it is slower, or wrong."""
     kernel_selection.begin_recording()
-    (layer, kernel, _), op, ran = make(kind, native), ops.scaled_mm_silu_and_mul_quant, []
+    (layer, kernel, _), op, ran = make(kind, baseline), ops.scaled_mm_silu_and_mul_quant, []
 
-    def ours(*arguments):
+    def plugin(*arguments):
         a = op.Arguments(*arguments)
         ran.append(len(a.a))
         if fault == "halves":
@@ -953,13 +954,13 @@ def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, mon
             )
         return op.reference(*(a._replace(**{fault: 1.05 * getattr(a, fault)}) if fault else a))
 
-    monkeypatch.setattr(op, "run_kernels", ours)
+    monkeypatch.setattr(op, "run_kernels", plugin)
     monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
     scale_b, scale = layer.weight_scale.data.float(), torch.tensor([0.3])
 
     def call(tokens: int) -> torch.Tensor:
         a, scale_a = kernel.quant_fp8(random(tokens, K).bfloat16(), layer.input_scale)
-        further = scale_a, scale_b, scale, torch.bfloat16, kernel.order == "fragments", kernel.native_name
+        further = scale_a, scale_b, scale, torch.bfloat16, kernel.order == "fragments", kernel.baseline_name
         return torch.ops.vllm_rocm_ops.gated_linear(a, layer.weight, *further)
 
     assert call(MANY).shape == (MANY, N // 2)
@@ -970,7 +971,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, native, fault, mon
     ran.clear()
     results = [call(tokens) for tokens in (1, 17, 18, MANY)]
     assert ran == ([] if fault else [1, 17])
-    won = {one.key: one.ours}
+    won = {one.key: one.plugin_by_tokens}
     for off in (op, ops.scaled_mm):  # two launches serve
         kernel_selection.apply_decisions(kernel_selection.Decided({off.name: "of a test"}, won))
         assert torch.equal(call(17).view(torch.uint8), results[1].view(torch.uint8))
@@ -982,36 +983,36 @@ def test_what_won_above_the_limit_runs_tiled_kernels(make):
     (layer, kernel, exact), x = make("channel", Right), random(MANY, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
         kernel.apply_weights(layer, x)
-        assert len(kernel.native.calls) == 1 and vllm_rocm_ops.stats() == {}
+        assert len(kernel.baseline.calls) == 1 and vllm_rocm_ops.stats() == {}
         [one] = kernel_selection.all_choices()
         kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
         close(kernel.apply_weights(layer, x), x, exact)
     [symbol] = vllm_rocm_ops.stats()["scaled_mm"]
     assert symbol.startswith("scaled_mm_tiled_")
-    assert len(kernel.native.calls) == 1
+    assert len(kernel.baseline.calls) == 1
 
 
 def test_mx_layers_are_measured(make, monkeypatch):
     """Scales may be shared by 32 rows, as vLLM's kernel leaves them, or not."""
     kernel_selection.begin_recording()
-    layer, kernel, exact = make("mxfp8", Native)
+    layer, kernel, exact = make("mxfp8", Baseline)
     monkeypatch.setattr(ops.mxfp8_scaled_mm, "run_kernels", ops.mxfp8_scaled_mm.reference)
 
-    def native(self, layer, x, bias=None):
+    def baseline(self, layer, x, bias=None):
         self.calls.append({})
         is_quantized = isinstance(x, mxfp8_linear.Rows)
         values = x.values.float() * torch.exp2(x.scale.float() - 127).repeat_interleave(32, 1) if is_quantized else x
         return (values.float() @ exact.t()).to(x.dtype)
 
-    monkeypatch.setattr(type(kernel.native), "apply_weights", native)
+    monkeypatch.setattr(type(kernel.baseline), "apply_weights", baseline)
     kernel.apply_weights(layer, random(MANY, K).bfloat16())
     kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == "measured", one.why
-    kernel.native.calls.clear()
+    kernel.baseline.calls.clear()
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16())
-    assert len(kernel.native.calls) == 2
+    assert len(kernel.baseline.calls) == 2
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -1033,28 +1034,28 @@ def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
     monkeypatch.setattr(rocm_native, "rocm_mxfp8_block32_gemm", product)
     monkeypatch.setattr(rocm_native, "_mxfp8_linear_kernel", Kernel())
     monkeypatch.setattr(rocm_native, "triton", types.SimpleNamespace(cdiv=lambda one, other: -(-one // other)))
-    layer, kernel, _ = make("mxfp8", Native)
+    layer, kernel, _ = make("mxfp8", Baseline)
     if not shared:
         layer.weight_scale.data = layer.weight_scale.data.repeat_interleave(32, 0)
         layer.weight_scale.data[0] += 1
     theirs = rocm_native.RocmDotScaledMxfp8LinearKernel.apply_weights
-    monkeypatch.setattr(type(kernel.native), "apply_weights", theirs)
+    monkeypatch.setattr(type(kernel.baseline), "apply_weights", theirs)
     x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
-    wanted = theirs(kernel.native, layer, x, bias)
+    wanted = theirs(kernel.baseline, layer, x, bias)
     assert torch.equal(kernel.apply_weights(layer, x, bias), wanted)
     rows = mxfp8_linear.Rows(*torch.ops.vllm.mxfp8_quantize(x / 2, False, 0), x.dtype)
-    torch.testing.assert_close(theirs(kernel.native, layer, rows) * 2 + bias, wanted, atol=0.3, rtol=0.02)
+    torch.testing.assert_close(theirs(kernel.baseline, layer, rows) * 2 + bias, wanted, atol=0.3, rtol=0.02)
 
 
 def test_an_emulated_mx_product_reads_what_is_not_quantized(make):
     """vLLM emulates it if the user has asked to keep 8-bit weights."""
     from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
 
-    layer, kernel, _ = make("mxfp8", Native)
-    kernel.native, kernel.hands_rows = EmulationMxfp8LinearKernel(kernel.config), False
+    layer, kernel, _ = make("mxfp8", Baseline)
+    kernel.baseline, kernel.hands_rows = EmulationMxfp8LinearKernel(kernel.config), False
     layer.weight_scale.data = layer.weight_scale.data.repeat_interleave(32, 0)
     x = random(FEW, K).bfloat16()
-    assert torch.equal(kernel.apply_weights(layer, x), kernel.native.apply_weights(layer, x))
+    assert torch.equal(kernel.apply_weights(layer, x), kernel.baseline.apply_weights(layer, x))
     assert vllm_rocm_ops.stats() == {}
 
 
@@ -1075,7 +1076,7 @@ def test_unquantized_layers_are_measured(monkeypatch):
         unquantized_linear.unquantized_linear(random(tokens, K).bfloat16(), weight, None)
     assert len(left) == 3
     [one] = kernel_selection.all_choices()
-    assert len(one.ours) == 41
+    assert len(one.plugin_by_tokens) == 41
 
 
 @pytest.mark.parametrize("is_found", [False, True])
@@ -1100,11 +1101,11 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     layer, kernel, _ = make("channel", Right)
     for tokens in (1, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16())
-    assert len(kernel.native.calls) == 2
+    assert len(kernel.baseline.calls) == 2
     kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
-    kernel.native.calls.clear()
+    kernel.baseline.calls.clear()
     kernel.apply_weights(layer, random(1, K).bfloat16())
-    assert not kernel.native.calls
+    assert not kernel.baseline.calls
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_LINEAR", "0")
     assert scaled_linear.COMPARISON.max_tokens() == 64
 

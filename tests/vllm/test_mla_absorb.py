@@ -60,7 +60,7 @@ def served(layer: Layer, rows: int = 3) -> int:
     return sum(vllm_rocm_ops.stats().get("batched_gemm", {}).values())
 
 
-def test_both_products_are_ours_where_asked_for(configuration):
+def test_both_products_are_served_where_asked_for(configuration):
     """Each takes one launch, and writes vLLM's output."""
     layer, launched = Layer(), []
     assert served(layer) == 0
@@ -118,7 +118,7 @@ def keys() -> dict[str, kernel_selection.Choice]:
     return {one.key: one for one in kernel_selection.all_choices() if one.kernels is mla_absorb.COMPARISON}
 
 
-def test_ours_serves_where_it_was_measured_to_be_faster(noted):
+def test_the_plugin_serves_where_it_was_measured_to_be_faster(noted):
     """It serves nothing before. A weight for which it never wins gets its class back."""
     uk, uv = "batched_gemm 2x256x128 bfloat16 transposed bmm", "batched_gemm 2x64x256 bfloat16 bmm"
     assert list(keys()) == [uk, uv]
@@ -160,7 +160,7 @@ def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, facto
         with torch.inference_mode():
             if factor == 1.0:
                 found = kernel_timing.measure_pair(*given)
-                assert found.ours == found.native == 5 and 0 < found.error < 0.01
+                assert found.plugin_us == found.baseline_us == 5 and 0 < found.error < 0.01
             else:
                 with pytest.raises(kernel_timing.Mismatch):
                     kernel_timing.measure_pair(*given)

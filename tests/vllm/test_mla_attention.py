@@ -79,7 +79,7 @@ def serve(configuration, monkeypatch):
 @pytest.mark.parametrize("member", ["TRITON_MLA", "ROCM_AITER_MLA"])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("lens", "query_len"), [((33, 1, 50), 1), ((20, 3, 49), 3)])
-def test_decode_rows_are_ours(serve, member, fp8, lens, query_len):
+def test_decode_rows_are_served(serve, member, fp8, lens, query_len):
     """Queries have two parts, in separate tensors or in one."""
     one = Call(list(lens), query_len, fp8)
     for q in (None, one.q.contiguous()):
@@ -96,7 +96,7 @@ def test_rows_that_pad_a_graph_have_no_keys(serve):
     assert not out[1:].any()
 
 
-def test_single_rows_beside_prefills_are_ours(serve):
+def test_single_rows_beside_prefills_are_served(serve):
     """Requests with several rows are vLLM's: they may have different lengths."""
     one = Call([33, 20], prefills=1)
     out, _ = serve(one)

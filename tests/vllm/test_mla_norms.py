@@ -38,11 +38,11 @@ def generated(engines) -> dict[str, dict]:
     Each generates twice, the second time with its weights loaded again.
     """
     jobs = {}
-    for whose, switch in {"ours": "1", "stock": "0"}.items():
+    for whose, switch in {"plugin": "1", "stock": "0"}.items():
         for name, flavour in {**MODELS, "eager": ("deepseek", "bf16")}.items():
             given = {"environment": {"VLLM_ROCM_OPS_ATTENTION": switch}, "then": ["again"]}
             jobs[f"{name} {whose}"] = engines.job(flavour, compiled=name != "eager", **given)
-    jobs["eager ours"]["then"].append("reload")
+    jobs["eager plugin"]["then"].append("reload")
     jobs["eager stock"]["then"].append("reload")
     return engines.run(jobs)
 
@@ -51,17 +51,17 @@ def generated(engines) -> dict[str, dict]:
 @pytest.mark.parametrize("name", [*MODELS, "eager"])
 def test_tokens_are_baseline_vllms(generated, name):
     """One launch per layer and step replaces its norms; the counts of other norms and quantizations stay."""
-    ours, baseline = generated[f"{name} ours"], generated[f"{name} stock"]
-    assert ours["tokens"] == baseline["tokens"] and ours["then"] == baseline["then"]
+    plugin, baseline = generated[f"{name} plugin"], generated[f"{name} stock"]
+    assert plugin["tokens"] == baseline["tokens"] and plugin["then"] == baseline["then"]
 
     def calls(answer: dict, part: str) -> int:
         return sum(sum(kernels.values()) for op, kernels in answer["stats"].items() if part in op)
 
     for op in (OP.name, "batched_gemm_rope"):
-        assert calls(ours, op) == LAYERS * STEPS and calls(baseline, op) == 0
+        assert calls(plugin, op) == LAYERS * STEPS and calls(baseline, op) == 0
     in_place = LAYERS * STEPS * (1 if name == "without" else 2)
-    assert calls(baseline, "rms_norm") - calls(ours, "rms_norm") == in_place
-    assert calls(baseline, "scaled_mm") == calls(ours, "scaled_mm")
+    assert calls(baseline, "rms_norm") - calls(plugin, "rms_norm") == in_place
+    assert calls(baseline, "scaled_mm") == calls(plugin, "scaled_mm")
 
 
 MEASURED = """
@@ -97,7 +97,7 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
             assert shape in record.off[op]
             continue
         found = record.shapes[f"{op} {shape} {kernel_selection.COMPILED}"]
-        assert all(one.ours is not None and 0 < one.error < 0.1 for one in found.values())
+        assert all(one.plugin_us is not None and 0 < one.error < 0.1 for one in found.values())
         assert {*compiled_ops.TOKENS} <= {*found}
 
 
@@ -154,7 +154,7 @@ class Clock:
     def times(self, calls, sets, replays):
         for call in calls.values():
             call(*(value.clone() for value in sets[0]))
-        return {"ours": [1.0], "native": [2.0]}
+        return {"plugin": [1.0], "baseline": [2.0]}
 
     def finish(self):
         pass
@@ -185,7 +185,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
         assert one.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
         with launch.executor(Emulator("gfx950", races=False)):
             found = compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
-        assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
+        assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
 @pytest.mark.usefixtures("configuration")
@@ -221,7 +221,7 @@ LACKS = {
     "a cache of": lambda layer: setattr(layer.mla_attn, "kv_cache_dtype", "fp8_ds_mla"),
     "rows that must not": lambda layer: setattr(layer.mla_attn.impl.rocm_ops, "is_batch_invariant", True),
     "queries in MX-FP8": lambda layer: setattr(layer.q_b_proj, "vllm_rocm_ops_is_mx", True),
-    "norms that are not ours": lambda layer: setattr(layer, "kv_a_layernorm", torch.nn.LayerNorm(KV)),
+    "norms that are not supported": lambda layer: setattr(layer, "kv_a_layernorm", torch.nn.LayerNorm(KV)),
     "two epsilons": lambda layer: setattr(layer.q_a_layernorm, "variance_epsilon", 1e-3),
     "a rotation without a table": lambda layer: setattr(layer, "qk_rope_head_dim", 64),
 }
@@ -410,10 +410,10 @@ def test_vllm_splits_a_model_at_our_op():
     split = CompilationConfig(mode=3)
     for _ in range(2):
         split.set_splitting_ops_for_v1(all2all_backend="naive")
-        assert split.splitting_ops.count(mla_norms.OURS) == 1 and mla_norms.UPDATE in split.splitting_ops
+        assert split.splitting_ops.count(mla_norms.TORCH_OP) == 1 and mla_norms.UPDATE in split.splitting_ops
     whole = CompilationConfig(mode=3, splitting_ops=[])
     whole.set_splitting_ops_for_v1(all2all_backend="naive")
-    assert mla_norms.OURS not in whole.splitting_ops
+    assert mla_norms.TORCH_OP not in whole.splitting_ops
 
 
 def test_another_layer_is_not_replaced(monkeypatch):

@@ -131,7 +131,9 @@ def test_each_row_is_rotated_once(what, serves, launched):
     if serves is not None:
         mla_absorb.adopt(one.attn, True, 64)
     if serves is False:
-        one.weights.rocm_ops_choice = types.SimpleNamespace(is_ours=lambda rows: False, is_never_ours=False)
+        one.weights.rocm_ops_choice = types.SimpleNamespace(
+            plugin_serves=lambda rows: False, baseline_always_serves=False
+        )
     one.take(True)
     decode, prefill, padding, rows = STEPS[what]
     for _ in range(2):
@@ -213,7 +215,7 @@ class Clock:
     def times(self, calls, sets, replays):
         for call in calls.values():
             call(*(value if value is None else value.clone() for value in sets[0]))
-        return {"ours": [1.0], "native": [2.0]}
+        return {"plugin": [1.0], "baseline": [2.0]}
 
     def finish(self):
         pass
@@ -227,7 +229,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(tokens):
     assert one.key == f"batched_gemm_rope {HEADS}x{KV}x{NOPE}+{ROPE} bfloat16 compiled"
     with launch.executor(Emulator("gfx950", races=False)):
         found = compiled_ops.measure_pair(one, [()] * 2, tokens, Clock(), contextlib.nullcontext())
-    assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
+    assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
     assert one.work((), tokens)[0] > 0 and (one.work((), tokens)[1] > 0) == (tokens <= 64)
 
 

@@ -90,7 +90,7 @@ def inputs():
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_norm_that_experts_read(choices, runner, shared):  # noqa: F811
     """Its op also quantizes, and updates the residual; the layer gets both, and vLLM's op its usual arguments."""
-    choices.ours = PATTERNS
+    choices.decisions = PATTERNS
     x, residual, weight, product = inputs()
     module, names = piece(layer(shared), x, residual, weight, product, donated=[1])
     assert called(names)[0] == BOTH and not [name for name in names if "vllm.moe_forward" in name]
@@ -109,19 +109,19 @@ def test_a_norm_that_experts_read(choices, runner, shared):  # noqa: F811
 
 def test_a_schema_is_vllms_and_two_more(runner):
     """The op writes the arguments that vLLM's op writes, and has its tags."""
-    for theirs, ours in quantized_input.ops_beside().items():
-        *arguments, _, _ = ours._schema.arguments
-        wanted = str(theirs._schema).replace(theirs.name(), ours.name())
-        assert str(ours._schema) == wanted.replace(") ->", ", Tensor values, Tensor scales) ->")
-        assert len(arguments) == len(theirs._schema.arguments) and ours.tags == theirs.tags
-        written = [[one.name for one in op._schema.arguments if one.alias_info] for op in (ours, theirs)]
+    for theirs, plugin in quantized_input.ops_beside().items():
+        *arguments, _, _ = plugin._schema.arguments
+        wanted = str(theirs._schema).replace(theirs.name(), plugin.name())
+        assert str(plugin._schema) == wanted.replace(") ->", ", Tensor values, Tensor scales) ->")
+        assert len(arguments) == len(theirs._schema.arguments) and plugin.tags == theirs.tags
+        written = [[one.name for one in op._schema.arguments if one.alias_info] for op in (plugin, theirs)]
         assert written[0] == written[1]
 
 
 WHY = {
-    "not measured to win": {"ours": {pattern: False for pattern in PATTERNS}},
-    "not a model whose experts take it": {"ours": {}},
-    "off": {"ours": PATTERNS, "off": frozenset({BOTH})},
+    "not measured to win": {"decisions": {pattern: False for pattern in PATTERNS}},
+    "not a model whose experts take it": {"decisions": {}},
+    "off": {"decisions": PATTERNS, "off": frozenset({BOTH})},
 }
 
 
@@ -139,7 +139,7 @@ def test_readers_beside_experts(choices, runner):  # noqa: F811
 
     With another quantization, or a reader that the compiler fuses, the norm is vLLM's.
     """
-    choices.ours = PATTERNS
+    choices.decisions = PATTERNS
     x, residual, weight, product = inputs()
     marked, _ = quantizer("kFp8Dynamic128Sym")
     for more, serves in (
@@ -285,8 +285,8 @@ class Model(torch.nn.Module):
         super().__init__()
         self.norm, self.layer = RMSNorm(HIDDEN, dtype=torch.bfloat16), torch.nn.Module()
         self.norm.weight.data = torch.linspace(0.5, 2, HIDDEN).bfloat16()
-        ours = type("Ours", (base.Predicates,), {"w1_scale": torch.ones(scales), "a1_scale": None})()
-        kernel = types.SimpleNamespace(fused_experts=changed.pop("experts", ours))
+        plugin = type("Ours", (base.Predicates,), {"w1_scale": torch.ones(scales), "a1_scale": None})()
+        kernel = types.SimpleNamespace(fused_experts=changed.pop("experts", plugin))
         self.layer._forward_impl, self.layer.routed_input_transform = None, changed.pop("transform", None)
         config = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False} | changed
         self.layer.moe_config, self.layer.routed_experts = types.SimpleNamespace(**config), torch.nn.Module()
@@ -342,7 +342,7 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
         def times(self, calls, sets, replays):
             for call in calls.values():
                 call(*sets[0])
-            return {"ours": [5.0], "native": [8.0]}
+            return {"plugin": [5.0], "baseline": [8.0]}
 
         def finish(self):
             pass
@@ -357,15 +357,15 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
         assert measure()[:2] == (5.0, 8.0)
 
 
-@pytest.mark.parametrize("native", [8.0, 5.0])
-def test_it_runs_where_it_won(monkeypatch, native):
+@pytest.mark.parametrize("baseline", [8.0, 5.0])
+def test_it_runs_where_it_won(monkeypatch, baseline):
     """A record of times decides it, for all token counts."""
     from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
 
     [one] = quantized_input.found(Model(monkeypatch), True)
-    record = Record({}, {}, {one.key: {tokens: Measured(5.0, native) for tokens in compiled_ops.TOKENS}})
-    assert compiled_ops.decide([one], record.decided()) == {one.pattern: native == 8.0}
+    record = Record({}, {}, {one.key: {tokens: Measured(5.0, baseline) for tokens in compiled_ops.TOKENS}})
+    assert compiled_ops.decide([one], record.decided()) == {one.pattern: baseline == 8.0}
 
 
 def test_a_key_that_has_a_choice_per_token_count_is_an_error(monkeypatch):

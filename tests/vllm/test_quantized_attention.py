@@ -277,13 +277,13 @@ def decoder(**changed) -> types.SimpleNamespace:
     return types.SimpleNamespace(**made | changed)
 
 
-def decided(off: tuple = (), **ours: tuple[bytes, ...]) -> kernel_selection.Decided:
+def decided(off: tuple = (), **plugin: tuple[bytes, ...]) -> kernel_selection.Decided:
     """Return what was decided at two lengths.
 
     `plain`, `static` and `groups` are versus vLLM's kernel, and with `_` versus two launches.
     """
     shapes = {}
-    for name, found in ours.items():
+    for name, found in plugin.items():
         of, _, separate = name.partition("_")
         beside = quantized_attention.SEPARATE if separate else "Backend"
         for keys, one in zip((128, 1024), found):
@@ -339,34 +339,34 @@ def test_layers_are_decided_from_the_model(monkeypatch):
     def layer(**given):
         return types.SimpleNamespace(**{"attn_backend": None} | given)
 
-    ours = decoder(is_forced=True)
+    plugin = decoder(is_forced=True)
     latent = decoder(op=ops.mla_decode, kinds=lambda layer, decided: frozenset(("groups",)) if layer.impl else None)
     layers = {
-        "ours": layer(impl=types.SimpleNamespace(rocm_ops=ours)),
+        "served": layer(impl=types.SimpleNamespace(rocm_ops=plugin)),
         "stock": layer(impl=object()),
         "latent": layer(impl=types.SimpleNamespace(rocm_ops=latent)),
         "experts": types.SimpleNamespace(),
     }
-    ours.impl, ours.config.compilation_config = layers["ours"].impl, types.SimpleNamespace()
-    ours.impl.head_size, ours.config.compilation_config.static_forward_context = SIZE, layers
-    quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
-    assert quantized_attention._fused == {"ours": BOTH, "stock": frozenset(), "latent": {"groups"}}
-    assert quantized_attention.said() == "latent groups, ours groups/static"
-    assert "attention to e4m3 in latent groups, ours groups/static" in compile_cache.fingerprint()
-    assert quantized_attention.may_fuse(ours, "static") and changed == [quantized_attention.fuse]
-    assert not quantized_attention.may_fuse(types.SimpleNamespace(config=ours.config, impl=None), "static")
+    plugin.impl, plugin.config.compilation_config = layers["served"].impl, types.SimpleNamespace()
+    plugin.impl.head_size, plugin.config.compilation_config.static_forward_context = SIZE, layers
+    quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
+    assert quantized_attention._fused == {"served": BOTH, "stock": frozenset(), "latent": {"groups"}}
+    assert quantized_attention.said() == "latent groups, served groups/static"
+    assert "attention to e4m3 in latent groups, served groups/static" in compile_cache.fingerprint()
+    assert quantized_attention.may_fuse(plugin, "static") and changed == [quantized_attention.fuse]
+    assert not quantized_attention.may_fuse(types.SimpleNamespace(config=plugin.config, impl=None), "static")
     monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: False)
-    quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
+    quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
     assert not quantized_attention.said()
     monkeypatch.setattr(seam, "active", list)
-    quantized_attention.decide(types.SimpleNamespace(compilation_config=ours.config.compilation_config), decided())
+    quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
     assert not quantized_attention.said() and "attention to e4m3" not in compile_cache.fingerprint()
 
 
 # Calls of vLLM's implementation
 
 
-def made(takes_scale: bool, is_never_ours: bool = False):
+def made(takes_scale: bool, baseline_always_serves: bool = False):
     """Return an implementation around one of vLLM's that writes 3, and the calls of that one.
 
     It may accept a scale.
@@ -384,7 +384,10 @@ def made(takes_scale: bool, is_never_ours: bool = False):
 
     impl = type("Impl", (attention.DecodeImpl, Baseline), {"__init__": lambda self: None})()
     impl.rocm_ops = types.SimpleNamespace(
-        serve=lambda *_: False, is_never_ours=lambda: is_never_ours, config=decoder().config, quantized="?"
+        serve=lambda *_: False,
+        baseline_always_serves=lambda: baseline_always_serves,
+        config=decoder().config,
+        quantized="?",
     )
     return impl, calls
 
@@ -398,15 +401,15 @@ def call(impl, kind: str, metadata: object = "a batch", query_dtype: torch.dtype
     return output, scale, groups
 
 
-@pytest.mark.parametrize("is_never_ours", [False, True])
+@pytest.mark.parametrize("baseline_always_serves", [False, True])
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, FP8])
-def test_vllms_implementation_is_quantized_behind(is_never_ours, query_dtype):
+def test_vllms_implementation_is_quantized_behind(baseline_always_serves, query_dtype):
     """It is, if it accepts no such scale; also from the second call on, if the plugin serves none.
 
     All rows are quantized, as in a graph.
     """
     for kind, takes_scale in (("static", False), ("groups", False), ("groups", True)):
-        impl, calls = made(takes_scale, is_never_ours)
+        impl, calls = made(takes_scale, baseline_always_serves)
         for _ in range(2):
             output, _, groups = call(impl, kind, query_dtype=query_dtype)
             wanted = 3.0 / 0.5 if kind == "static" else quantization.LIMIT[FP8]
@@ -415,13 +418,13 @@ def test_vllms_implementation_is_quantized_behind(is_never_ours, query_dtype):
         assert calls == [(torch.bfloat16, None, None)] * 2
 
 
-@pytest.mark.parametrize("is_never_ours", [False, True])
-def test_vllms_implementation_quantizes_where_it_can(is_never_ours):
-    impl, calls = made(True, is_never_ours)
+@pytest.mark.parametrize("baseline_always_serves", [False, True])
+def test_vllms_implementation_quantizes_where_it_can(baseline_always_serves):
+    impl, calls = made(True, baseline_always_serves)
     for _ in range(2):
         _, scale, _ = call(impl, "static")
     assert calls == [(FP8, scale, None)] * 2
-    impl, calls = made(False, is_never_ours)
+    impl, calls = made(False, baseline_always_serves)
     call(impl, "")
     assert calls == [(torch.bfloat16, None, None)]
 
@@ -561,9 +564,9 @@ from vllm_rocm_ops.vllm.selection import kernel_timing
 
 class Clock:
     def times(self, calls, sets, replays):
-        beside = getattr(calls["native"], "__self__", None)
-        slow = getattr(beside, "native", "") == os.environ["SLOW"]
-        return {"ours": [3.0 if slow else 1.0], "native": [2.0]}
+        beside = getattr(calls["baseline"], "__self__", None)
+        slow = getattr(beside, "baseline_name", "") == os.environ["SLOW"]
+        return {"plugin": [3.0 if slow else 1.0], "baseline": [2.0]}
 
     def finish(self):
         pass

@@ -106,11 +106,13 @@ def test_one_line_warns(caplog):
 def called(monkeypatch):
     """Return the calls of a start whose linears were chosen for 8 tokens, with four seams on."""
     counts = {"silu_and_mul_quant": {"kernel": 3, "fallback": 1}, "scaled_mm": {"kernel": 2}}
-    ours = {"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False}
-    linears = [types.SimpleNamespace(key=f"scaled_mm {n}x512", is_ours=lambda m, n=n: m in (8, n)) for n in (2, 4)]
-    attention = types.SimpleNamespace(key="paged_attention_decode 64", is_ours=lambda tokens: True)
+    plugin = {"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False}
+    linears = [
+        types.SimpleNamespace(key=f"scaled_mm {n}x512", plugin_serves=lambda m, n=n: m in (8, n)) for n in (2, 4)
+    ]
+    attention = types.SimpleNamespace(key="paged_attention_decode 64", plugin_serves=lambda tokens: True)
     monkeypatch.setattr(coverage.vllm_rocm_ops, "stats", lambda: counts)
-    monkeypatch.setattr(coverage.compiled_ops.choices, "ours", ours)
+    monkeypatch.setattr(coverage.compiled_ops.choices, "decisions", plugin)
     monkeypatch.setattr(coverage.kernel_selection, "all_choices", lambda: [*linears, attention])
     monkeypatch.setattr(
         seam,

@@ -57,10 +57,10 @@ class Choice:
     """A choice of the plugin up to this many tokens, at least at some."""
 
     def __init__(self, most: int):
-        self.ours, self.key = bytes(1) + bytes([1]) * most, "key"
+        self.plugin_by_tokens, self.key = bytes(1) + bytes([1]) * most, "key"
 
-    def is_ours(self, tokens: int) -> bool:
-        return tokens < len(self.ours) and self.ours[tokens] == 1
+    def plugin_serves(self, tokens: int) -> bool:
+        return tokens < len(self.plugin_by_tokens) and self.plugin_by_tokens[tokens] == 1
 
 
 class Alike:
@@ -151,7 +151,7 @@ def test_a_sum_before_the_all_reduce(shared, rows):
 
 def test_a_norm_that_also_quantizes_for_experts(shared, choices, runner):  # noqa: F811
     """Three launches are one; more rows run vLLM's all-reduce and the norm with two outputs."""
-    choices.ours, op = PATTERNS, ops.rms_norm_and_per_block_quant
+    choices.decisions, op = PATTERNS, ops.rms_norm_and_per_block_quant
     x, residual, weight, product = inputs()
     reads = layer(True)
     module, names = piece(lambda x, *others: reads(reduce(x), *others), x, residual, weight, product, donated=[1])
@@ -219,7 +219,7 @@ def test_beside_aiters_fused_kernel(shared, choices):
 
     _, names = piece(function, x, weight, held, donated={2})
     assert called(names) == [ONE]
-    shared.choices.choice.ours = bytes(1) + b"\1" * (ROWS - 1) + b"\0"
+    shared.choices.choice.plugin_by_tokens = bytes(1) + b"\1" * (ROWS - 1) + b"\0"
     _, names = piece(function, x, weight, held, donated={2})
     assert called(names) == []
 
@@ -280,8 +280,10 @@ def compiled(monkeypatch, choices):
     """Make vLLM compile the model, with two quantizing norms of the plugin's."""
     monkeypatch.setattr(compiled_ops, "choices", choices)
     monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
-    choices.ours = {pattern: True for pattern in (PATTERN, f"rms_norm_and_per_block_quant {HIDDEN} bfloat16 residual")}
-    choices.ours[f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual"] = True
+    choices.decisions = {
+        pattern: True for pattern in (PATTERN, f"rms_norm_and_per_block_quant {HIDDEN} bfloat16 residual")
+    }
+    choices.decisions[f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual"] = True
 
 
 def start(group, clock: Clock, create=OverGloo) -> tuple:
@@ -294,7 +296,7 @@ def start(group, clock: Clock, create=OverGloo) -> tuple:
     group, worker = group_of(group), Worker()
     all_reduce_timing.before_compiling(worker, group, clock, create)
     shared = all_reduce_norm.groups.get(TP)
-    serves = {c.key: [m for m in range(6) if c.is_ours(m)] for c in shared.choices.values()} if shared else {}
+    serves = {c.key: [m for m in range(6) if c.plugin_serves(m)] for c in shared.choices.values()} if shared else {}
     replaced = "all_reduce" in vars(group.device_communicator), "execute_model" in vars(worker)
     return serves, replaced, clock.pairs
 
@@ -330,7 +332,10 @@ def test_ranks_measure_together_and_agree():
     assert disabled == (*OFF, [])
     record = kernel_selection.record_here()
     assert sorted(record.shapes) == KEYS_MEASURED and record.off == {}
-    assert all(one[4].ours == 3.0 and one[4].native == 2.0 and 0 < one[1].error < 0.1 for one in record.shapes.values())
+    assert all(
+        one[4].plugin_us == 3.0 and one[4].baseline_us == 2.0 and 0 < one[1].error < 0.1
+        for one in record.shapes.values()
+    )
 
 
 @pytest.mark.usefixtures("compiled")
@@ -494,8 +499,8 @@ def test_two_ranks_in_the_engine(engines):
     assert one_launches(plain["stats"]) == {}
     norms = [sum(rank["stats"]["rms_norm_dynamic_per_token_quant"].values()) for rank in (found, plain)]
     assert norms[1] - norms[0] == (2 * layers - 1) * steps
-    ours, others = ([one for one in rank if one["shape"].startswith("all_reduce")] for rank in found["choices"])
-    assert ours == others and [one["ours"] for one in ours] == [[1, 2, 3, 4]] * 3
+    plugin, others = ([one for one in rank if one["shape"].startswith("all_reduce")] for rank in found["choices"])
+    assert plugin == others and [one["ours"] for one in plugin] == [[1, 2, 3, 4]] * 3
     assert f"{quantizes}  256 bfloat16 residual 2-ranks" in found["output"]
     assert "in no graph" not in found["output"]
 

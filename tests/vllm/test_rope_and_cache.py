@@ -93,7 +93,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(case):
     assert kernel_selection.is_whole(one.key)
     with launch.executor(Emulator("gfx950", races=False)):
         found = compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
-    assert (found.ours, found.native) == (1.0, 2.0) and 0 < found.error < 0.05
+    assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
 @pytest.mark.usefixtures("configuration")
@@ -188,7 +188,7 @@ NORMS = {
         layer.q_norm, "weight", torch.nn.Parameter(torch.ones(256).bfloat16())
     ),
     "weights in float32": lambda layer: setattr(layer.q_norm, "weight", torch.nn.Parameter(torch.ones(SIZE))),
-    "norms that are not ours": lambda layer: setattr(layer, "k_norm", torch.nn.LayerNorm(SIZE)),
+    "norms that are not supported": lambda layer: setattr(layer, "k_norm", torch.nn.LayerNorm(SIZE)),
     "a part of a head": lambda layer: setattr(layer.k_norm, "variance_size_override", 32),
     "two epsilons": lambda layer: setattr(layer.k_norm, "variance_epsilon", 1e-3),
 }
@@ -325,27 +325,29 @@ def test_where_the_op_replaces_a_rotation(dynamo, monkeypatch, normed, change):
         return
     module = traced(normed, change)
     before = str(module.graph)
-    is_ours, said = change == "" or (normed, change) in ALSO_SERVED, []
+    plugin_serves, said = change == "" or (normed, change) in ALSO_SERVED, []
     monkeypatch.setattr(rope_and_cache.logger, "info", lambda text, *values: said.append(text % values))
-    assert rope_and_cache.rewrite(module.graph, [rope_and_cache.OURS]) == is_ours
-    assert [("one launch in 1 layers" in line, "1 rotations stay" in line) for line in said] == [(is_ours, not is_ours)]
+    assert rope_and_cache.rewrite(module.graph, [rope_and_cache.TORCH_OP]) == plugin_serves
+    assert [("one launch in 1 layers" in line, "1 rotations stay" in line) for line in said] == [
+        (plugin_serves, not plugin_serves)
+    ]
     targets = [node.target for node in module.graph.nodes]
-    ours = torch.ops.vllm_rocm_ops.attention_front.default
-    if not is_ours:
-        assert str(module.graph) == before and ours not in targets
+    plugin = torch.ops.vllm_rocm_ops.attention_front.default
+    if not plugin_serves:
+        assert str(module.graph) == before and plugin not in targets
         return
     module.graph.lint()
-    assert targets.count(ours) == 1 and markers.ROTATION not in targets
+    assert targets.count(plugin) == 1 and markers.ROTATION not in targets
     assert torch.ops.vllm.unified_kv_cache_update not in targets
     assert (torch.ops.vllm_ir.rms_norm.default in targets) == (change == "norms that are not asked for")
-    assert targets.index(ours) < targets.index(torch.ops.vllm.unified_attention_with_output)
+    assert targets.index(plugin) < targets.index(torch.ops.vllm.unified_attention_with_output)
 
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_op_gets_what_the_launches_got(dynamo, normed):
     """Attention reads what the op writes."""
     module = traced(normed)
-    rope_and_cache.rewrite(module.graph, [rope_and_cache.OURS])
+    rope_and_cache.rewrite(module.graph, [rope_and_cache.TORCH_OP])
     [node] = (node for node in module.graph.nodes if node.target is torch.ops.vllm_rocm_ops.attention_front.default)
     q, k, v, q_weight, k_weight, epsilon, positions, table, is_neox, q_out, k_out, name = node.args
     attention = next(n for n in module.graph.nodes if n.target is torch.ops.vllm.unified_attention_with_output)
@@ -467,10 +469,10 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
     settings = types.SimpleNamespace(splitting_ops=[rope_and_cache.UPDATE])
     CompilationConfig.set_splitting_ops_for_v1(settings)
     CompilationConfig.set_splitting_ops_for_v1(settings)
-    assert settings.splitting_ops == [rope_and_cache.UPDATE, rope_and_cache.OURS]
+    assert settings.splitting_ops == [rope_and_cache.UPDATE, rope_and_cache.TORCH_OP]
     none = types.SimpleNamespace(splitting_ops=["vllm::unified_attention_with_output"])
     CompilationConfig.set_splitting_ops_for_v1(none)
-    assert rope_and_cache.OURS not in none.splitting_ops
+    assert rope_and_cache.TORCH_OP not in none.splitting_ops
     split._wrap.cache_clear()
     for _ in range(2):
         split.before(rope_and_cache.rewrite)
@@ -539,12 +541,12 @@ def test_tokens_are_baseline_vllms(engines, tmp_path, of):
     if release == "0.30":  # its tokens differ from run to run on CPU, with the plugin and without
         models = {flavour: op for flavour, op in models.items() if flavour[0] != "minimax_m2"}
     for flavour, op in models.items():
-        ours, baseline = (answers[f"{'-'.join(flavour)} {switch}"] for switch in "10")
-        assert ours["tokens"] == baseline["tokens"], flavour
+        plugin, baseline = (answers[f"{'-'.join(flavour)} {switch}"] for switch in "10")
+        assert plugin["tokens"] == baseline["tokens"], flavour
         for one in (PLAIN, NORMED):
-            found = calls(ours, one), calls(baseline, one)
+            found = calls(plugin, one), calls(baseline, one)
             if ON_GPU:  # a replayed graph calls no op
-                found = tuple(LAYERS * STEPS * (one.name in of["captured"][0]) for of in (ours, baseline))
+                found = tuple(LAYERS * STEPS * (one.name in of["captured"][0]) for of in (plugin, baseline))
             assert found == (LAYERS * STEPS if one is op else 0, 0), flavour
 
 
@@ -598,5 +600,5 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
         assert shape in record.off[NORMED.name]
         return
     found = record.shapes[f"{NORMED.name} {shape} {kernel_selection.COMPILED}"]
-    assert all(one.ours is not None and 0 < one.error < 0.1 for one in found.values())
+    assert all(one.plugin_us is not None and 0 < one.error < 0.1 for one in found.values())
     assert {*compiled_ops.TOKENS} <= {*found}

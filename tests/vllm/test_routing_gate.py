@@ -48,7 +48,7 @@ class Moe(torch.nn.Module):
         self.gate.weight.data.copy_(random(EXPERTS, HIDDEN) * HIDDEN**-0.5)
         self.gate.cpu_linear = torch.nn.functional.linear
         self.layer, self.moe_config = Layer("bf16"), config(routing_method=method(name))
-        self.made = kernel(self.layer, unquantized_experts.OURS[0], routing_method=method(name))
+        self.made = kernel(self.layer, unquantized_experts.PLUGIN_EXPERTS[0], routing_method=method(name))
         self.routed_experts = torch.nn.Module()
         self.routed_experts.quant_method = types.SimpleNamespace(moe_kernel=self.made)
         self.groups = {"num_expert_group": 4, "topk_group": 2} if grouped else dict.fromkeys(GROUPS)
@@ -71,13 +71,13 @@ def method(name: str):
     return RoutingMethodType[name]
 
 
-def adopted(ours: bytes = FASTER, **options) -> Moe:
+def adopted(plugin: bytes = FASTER, **options) -> Moe:
     """Return a layer whose gate routes for few tokens."""
     kernel_selection.begin_recording()
     layer = Moe(**options)
     routing_gate.adopt([layer])
     keys = [one.key for one in kernel_selection.all_choices() if one.kernels.op is routing_gate.OP]
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, dict.fromkeys(keys, ours)))
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, dict.fromkeys(keys, plugin)))
     return layer
 
 
@@ -177,14 +177,14 @@ def test_padding_goes_to_no_expert(monkeypatch):
     """vLLM masks tokens only where it routes without groups, and so does the gate."""
     mask = torch.tensor([False, True, False])
     monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: mask[:tokens])
-    for router, native, masks in (
+    for router, baseline, masks in (
         ("Default without groups", object(), True),
         ("Default without groups", None, False),
         ("DeepSeekV3", object(), False),
     ):
         layer = adopted(router=router)
         layer.gate.rocm_ops_router.experts = types.SimpleNamespace(
-            method=layer.made.fused_experts.method, topk=TOPK, native=native
+            method=layer.made.fused_experts.method, topk=TOPK, baseline=baseline
         )
         with torch.no_grad():
             layer.gate(inputs(3))
@@ -194,8 +194,8 @@ def test_padding_goes_to_no_expert(monkeypatch):
 
 def test_a_gate_that_never_wins_is_vllms():
     """Its class is vLLM's after its next call, and one that may win later stays."""
-    for ours, stays in ((bytes(5), False), (FASTER, True)):
-        layer = adopted(ours)
+    for plugin, stays in ((bytes(5), False), (FASTER, True)):
+        layer = adopted(plugin)
         plain = type(layer.gate).__bases__[1]
         called(layer, inputs(9))
         assert (type(layer.gate) is plain) is not stays
@@ -205,8 +205,8 @@ def test_a_gate_that_never_wins_is_vllms():
 def test_both_baselines_must_lose():
     layer = adopted()
     one, other = layer.gate.rocm_ops_router.choices
-    assert {one.native, other.native} == {"rocm_unquantized_gemm", "separate"}
-    other.ours = bytes([0, 1, 0, 0, 0])
+    assert {one.baseline_name, other.baseline_name} == {"rocm_unquantized_gemm", "separate"}
+    other.plugin_by_tokens = bytes([0, 1, 0, 0, 0])
     assert [called(layer, inputs(tokens))[1] for tokens in (1, 2)] == [FUSED, SEPARATE]
 
 
@@ -262,7 +262,7 @@ STAY = {
             layer.routed_experts.quant_method,
             "moe_kernel",
             types.SimpleNamespace(
-                fused_experts=unquantized_experts.OURS[-1](layer.moe_config, layer.layer.quant_config)
+                fused_experts=unquantized_experts.PLUGIN_EXPERTS[-1](layer.moe_config, layer.layer.quant_config)
             ),
         ),
     ),
@@ -311,7 +311,7 @@ class InTurn:
     def times(self, calls, sets, replays):
         for call in calls.values():
             call(*sets[0])
-        return {"ours": [1.0 if len(sets[0][0]) <= 2 else 3.0], "native": [2.0]}
+        return {"plugin": [1.0 if len(sets[0][0]) <= 2 else 3.0], "baseline": [2.0]}
 
     def finish(self):
         pass
@@ -348,11 +348,11 @@ def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, rout
     assert one.shape == other.shape and f"8x256 bfloat16 top {TOPK}" in one.shape
     kernel_timing.warm_up((1, 2, 4, 8, 16, 32), 64, InTurn(), lambda mine: [mine])
     if fault:
-        assert one.state == other.state == "off", (one.why, one.ours)
+        assert one.state == other.state == "off", (one.why, one.plugin_by_tokens)
     else:
-        assert one.state == other.state == "measured" and one.ours == other.ours == bytes([0, 1, 1]) + bytes(14), (
-            one.why
-        )
+        assert one.state == other.state == "measured" and one.plugin_by_tokens == other.plugin_by_tokens == bytes(
+            [0, 1, 1]
+        ) + bytes(14), one.why
         assert called(layer, inputs(2))[1] == FUSED
 
 

@@ -74,7 +74,7 @@ class Clock:
         self.asked.append((tokens, sets[0][0].shape[1], sets[0][1] is not None, len(sets)))
         for call in calls.values():
             call(*sets[0])
-        return {"ours": [self.us(tokens)] * 3, "native": [10.0, 10.0, 99.0]}
+        return {"plugin": [self.us(tokens)] * 3, "baseline": [10.0, 10.0, 99.0]}
 
     def finish(self):
         pass
@@ -121,15 +121,15 @@ def decide(model, clock, gather=lambda mine: [mine], says=True, **passes) -> dic
     """
     worker_startup.select_compiled_ops(worker(model, **passes), clock, gather, says)
     kinds = {f" {HIDDEN} ": "norm", f" {LATENT} ": "q", f" {INNER} ": "act"}
-    ours = {
+    plugin = {
         name: runs
-        for pattern, runs in compiled_ops.choices.ours.items()
+        for pattern, runs in compiled_ops.choices.decisions.items()
         for columns, name in kinds.items()
         if columns in pattern
     }
     result = model.act_fn(torch.ones(3, 2 * INNER, dtype=torch.bfloat16))
-    assert isinstance(result, torch.Tensor) is not ours["act"]
-    return ours
+    assert isinstance(result, torch.Tensor) is not plugin["act"]
+    return plugin
 
 
 ALL = {"norm": True, "q": True, "act": True}
@@ -153,7 +153,7 @@ def test_the_faster_serves(kernels, key, caplog):
     assert len(record.shapes) == 3 and all(name.endswith(" compiled") for name in record.shapes)
     for by_tokens in record.shapes.values():
         assert all(
-            one.error <= 2 * one.native_error + 1e-5 and 1e-3 < one.native_error < 0.1 for one in by_tokens.values()
+            one.error <= 2 * one.baseline_error + 1e-5 and 1e-3 < one.baseline_error < 0.1 for one in by_tokens.values()
         )
     path.unlink()
     with caplog.at_level(logging.INFO):
@@ -207,12 +207,12 @@ def test_mx_patterns_are_measured(kernels, monkeypatch, fault):
         return made
 
     worker_startup.select_compiled_ops(worker(layer(), fuse_norm_quant=True), Clock(), lambda mine: [mine], True)
-    ours = compiled_ops.choices.ours
-    assert len(ours) == 3 and all(runs is not name.startswith(str(fault)) for name, runs in ours.items())
+    plugin = compiled_ops.choices.decisions
+    assert len(plugin) == 3 and all(runs is not name.startswith(str(fault)) for name, runs in plugin.items())
     assert compiled_ops.choices.off == frozenset({fault} - {None})
     monkeypatch.setattr(compilation, "is_compiled", lambda config, model: False)
     worker_startup.select_compiled_ops(worker(uncompiled := layer()), Clock(), lambda mine: [mine], True)
-    assert compiled_ops.choices.ours == {} and uncompiled.act_fn.consumer is None
+    assert compiled_ops.choices.decisions == {} and uncompiled.act_fn.consumer is None
 
 
 def test_scales_may_be_negative(kernels, caplog):
@@ -233,7 +233,7 @@ def test_scales_may_be_negative(kernels, caplog):
         (lambda tokens: 10.1 if tokens < MAX else 9.0, False),
     ],
 )
-def test_ours_may_nowhere_be_the_slower(kernels, us, wins):
+def test_the_plugin_may_nowhere_be_the_slower(kernels, us, wins):
     """One graph serves every number of tokens. Outliers among the samples change nothing."""
     assert decide(Layer(KEYS[0]), Clock(us)) == (ALL if wins else NONE)
     [*lines] = kernel_selection.rows(
@@ -453,7 +453,7 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
     draft.q_norm = type(draft.q_norm)(2 * LATENT, dtype=torch.bfloat16)
     draft.q_b_proj = Linear(KEYS[0], 2 * LATENT)
     worker_startup.select_compiled_ops(one, None, lambda mine: [mine], False)
-    assert sum("rms_norm" in pattern for pattern in compiled_ops.choices.ours) == 3
+    assert sum("rms_norm" in pattern for pattern in compiled_ops.choices.decisions) == 3
 
 
 def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
@@ -495,7 +495,7 @@ def test_an_activation_whose_result_is_read_otherwise_does_not_quantize(kernels,
     """This holds in eager mode. In a graph, the pass sees the readers."""
     layer = kind(KEYS[0])
     worker_startup.select_compiled_ops(worker(layer), None, lambda mine: [mine], False)
-    assert not any("silu" in pattern for pattern in compiled_ops.choices.ours)
+    assert not any("silu" in pattern for pattern in compiled_ops.choices.decisions)
     assert layer.act_fn.consumer is None
 
 

@@ -13,21 +13,22 @@ from vllm_rocm_ops.vllm.attention import mla as mla_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 
 
-def choices(*ours: bool) -> tuple:
+def choices(*plugin: bool) -> tuple:
     """Return the choices of a layer, one for each length of requests."""
     return tuple(
-        types.SimpleNamespace(is_ours=lambda requests, of=of: of, is_never_ours=not of, layers=None) for of in ours
+        types.SimpleNamespace(plugin_serves=lambda requests, of=of: of, baseline_always_serves=not of, layers=None)
+        for of in plugin
     )
 
 
 @pytest.mark.parametrize(
-    ("of", "ours"),
+    ("of", "plugin"),
     [(choices(True, True), True), (choices(True, False), False), (choices(False, True), False), ((), False)],
 )
-def test_ours_serves_where_it_is_faster_at_every_length(of, ours):
+def test_the_plugin_serves_where_it_is_faster_at_every_length(of, plugin):
     decoder = attention.HeadsDecoder.__new__(attention.HeadsDecoder)
     decoder.is_forced, decoder.choices = False, {1: of}
-    assert decoder.is_ours((3, 1)) is ours
+    assert decoder.plugin_serves((3, 1)) is plugin
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,11 @@ def test_whether_ours_ever_serves_is_found_once():
     decoder.is_forced, decoder.lacks, decoder.choices = False, "", {1: choices(True)}
     of = decoder.choices[1][0]
     of.layers = {}
-    assert not decoder.is_never_ours()
-    of.layers, of.is_never_ours = None, True
-    assert decoder.is_never_ours()
+    assert not decoder.baseline_always_serves()
+    of.layers, of.baseline_always_serves = None, True
+    assert decoder.baseline_always_serves()
     decoder.choices = None  # no call reads it any more
-    assert decoder.is_never_ours()
+    assert decoder.baseline_always_serves()
 
 
 def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
@@ -92,7 +93,7 @@ def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
         monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda shuffled=shuffled: shuffled)
         assert (backends.packed_unless_shuffled(impl, None, cache) is None) is shuffled
     impl._use_interleaved_v_cache = True
-    assert backends.native(impl, None, cache) is None
+    assert backends.split_rocm_cache(impl, None, cache) is None
     for shuffled in (False, True):
         impl._shuffle_kv_layout = shuffled
         assert (backends.packed_unless_interleaved(impl, None, cache) is None) is shuffled
@@ -140,10 +141,10 @@ def test_what_cannot_serve_is_not_measured(changed):
 def test_requests_are_as_long_as_the_model_allows(configuration, longest):
     """A model of exactly a listed length is measured at it."""
     lengths = [length for length in attention_timing.LENGTHS if length <= longest] or [longest]
-    of = decoder(longest=longest, never_ours=True)
+    of = decoder(longest=longest, baseline_alone=True)
     attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
     assert [choice.shape for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]
-    assert of.never_ours is None  # found for other choices
+    assert of.baseline_alone is None  # found for other choices
 
 
 def test_with_drafts_single_rows_are_measured_too(configuration):

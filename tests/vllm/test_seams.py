@@ -151,9 +151,9 @@ def test_one_reason_is_one_line(installed, monkeypatch):
 def test_what_the_user_switches_off_is_no_warning(installed, monkeypatch, caplog):
     monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "-fusion")
     assert installed()[0] == ["first", "norm"]
-    ours = [record for record in caplog.records if record.name == "vllm.vllm_rocm_ops"]
+    plugin = [record for record in caplog.records if record.name == "vllm.vllm_rocm_ops"]
     line = "vllm-rocm-ops: fusion off: VLLM_ROCM_OPS_SEAMS=-fusion. vLLM's own code runs."
-    assert [(record.levelname, record.message) for record in ours] == [("INFO", line)]
+    assert [(record.levelname, record.message) for record in plugin] == [("INFO", line)]
 
 
 @pytest.mark.parametrize("version", ["0.34.0.dev12+g1234567", "dev"])

@@ -187,13 +187,13 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
     assert asked["fingerprint"] == "True"
     assert without["linear unquantized"] == "vllm.model_executor.layers.utils.default_unquantized_gemm"
     assert asked["linear unquantized"].startswith("vllm_rocm_ops.vllm.linear.unquantized_linear.")
-    for kind, (ours, baseline, takes) in {
+    for kind, (plugin, baseline, takes) in {
         "static": ("Scaled", "CutlassFP8ScaledMMLinearKernel", "kFp8StaticTensorSym"),
         "per token": ("Scaled", "CutlassFP8ScaledMMLinearKernel", "kFp8DynamicTokenSym"),
         "block": ("BlockScaled", "CutlassFp8BlockScaledMMKernel", "kFp8Dynamic128Sym"),
     }.items():
         assert without[f"linear {kind}"].startswith(baseline)
-        assert asked[f"linear {kind}"] == f"RocmOps{ours}Linear holds {baseline} takes {takes}"
+        assert asked[f"linear {kind}"] == f"RocmOps{plugin}Linear holds {baseline} takes {takes}"
     for kind, name in {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "bf16": "Unquantized"}.items():
         assert asked[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
     for what in ("attention, named triton", "latent attention, named triton"):
@@ -207,13 +207,19 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
 def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
     """They come first, hold vLLM's choice, and accept quantized input; gfx942 has no MX-FP8."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
-    ours = {"static": "Scaled", "dynamic": "Scaled", "per token": "Scaled", "fbgemm": "Scaled", "block": "BlockScaled"}
-    ours["int8"] = "Int8"
+    plugin = {
+        "static": "Scaled",
+        "dynamic": "Scaled",
+        "per token": "Scaled",
+        "fbgemm": "Scaled",
+        "block": "BlockScaled",
+    }
+    plugin["int8"] = "Int8"
     if arch == "gfx950":
-        ours["mxfp8"] = "Mxfp8"
+        plugin["mxfp8"] = "Mxfp8"
     taken = {"static": "kFp8StaticTensorSym", "block": "kFp8Dynamic128Sym"}
     taken |= dict.fromkeys(("per token", "fbgemm"), "kFp8DynamicTokenSym")
-    for kind, name in ours.items():
+    for kind, name in plugin.items():
         baseline = without[f"linear {kind}"].split()[0]
         takes = taken.get(kind, "no quantized input")
         assert with_plugin[f"linear {kind}"] == f"RocmOps{name}Linear holds {baseline} takes {takes}"
@@ -224,7 +230,7 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
 
 @pytest.mark.parametrize("release", ASKED)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
-def test_experts_are_ours(selected, release, arch, aiter):
+def test_experts_are_served(selected, release, arch, aiter):
     """They come first, hold vLLM's that read weights as loaded, and route unless routing is the model's own.
 
     With AITER enabled by the user, they hold AITER's, and do not route. A backend that the user names comes first.
@@ -234,8 +240,8 @@ def test_experts_are_ours(selected, release, arch, aiter):
     kinds = {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "fp8 dynamic": "Fp8", "bf16": "Unquantized"}
     for what in [what for what in without if what.startswith("experts") and "mxfp8" not in what and aiter == "1"]:
         name = "Unquantized" if "bf16" in what else "Fp8"
-        ours = "" if "named" in what else f"RocmOpsAiter{name}Experts holds "
-        assert with_plugin[what] == ours + without[what]
+        plugin = "" if "named" in what else f"RocmOpsAiter{name}Experts holds "
+        assert with_plugin[what] == plugin + without[what]
     for kind, name in kinds.items() if aiter == "0" else ():
         assert with_plugin[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
     for kind in ("fp8 block", "bf16"):

@@ -61,7 +61,7 @@ RUNS = {
     "data-without-0": (DEEPSEEK, EXPERT, FIRST | WITHOUT),
     "data-without-1": (DEEPSEEK, EXPERT, SECOND | WITHOUT),
 }
-OURS = ["tensor", "tensor-unmeasured", "expert", "data-0", "data-1"]
+WITH_PLUGIN = ["tensor", "tensor-unmeasured", "expert", "data-0", "data-1"]
 MEASURED = (
     {"tensor": ["tensor"], "expert": ["expert"], "data": ["data-0", "data-1"]} if ON_GPU else {"tensor": ["tensor"]}
 )
@@ -161,7 +161,7 @@ def models(engines) -> dict[str, plain.Model]:
     return {tiny.model: plain.Model(folder_of(engines, tiny)) for tiny in (LLAMA, DEEPSEEK)}
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", WITH_PLUGIN)
 def test_tokens(answers, models, name):
     """They are equal without the plugin, except for experts on a GPU, and likely for the plain model."""
     answer, far = answers(name), []
@@ -180,7 +180,7 @@ def test_tokens(answers, models, name):
     assert sum(far) / len(far) <= FAR, far
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", WITH_PLUGIN)
 def test_each_rank_launches_our_kernels(answers, name, capsys):
     """Both ranks launch as often, once nothing is measured any more.
 
@@ -227,6 +227,6 @@ def errors(answer: dict) -> list[str]:
     return [line for line in lines if "WARNING" not in line or ("vllm-rocm-ops:" in line and left not in line)]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", WITH_PLUGIN)
 def test_no_log_has_an_error(answers, name):
     assert errors(answers(name)) == []

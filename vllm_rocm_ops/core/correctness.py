@@ -99,7 +99,7 @@ def ulp_index(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    name: str, ours: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, count_ulps: bool, floor: float
+    name: str, outputs: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, count_ulps: bool, floor: float
 ) -> None:
     """Check an output against the reference in the same precision and in float64.
 
@@ -107,39 +107,39 @@ def check(
     largest element.
     """
     require(
-        (ours.shape, ours.dtype, ours.stride()) == (reference.shape, reference.dtype, reference.stride()),
-        f"{name}: {describe(ours)}, not {describe(reference)}",
+        (outputs.shape, outputs.dtype, outputs.stride()) == (reference.shape, reference.dtype, reference.stride()),
+        f"{name}: {describe(outputs)}, not {describe(reference)}",
     )
-    ours = ours.cpu()
-    require(torch.equal(ours.isnan(), reference.isnan()), f"{name}: NaNs differ")
-    if not ours.is_floating_point():
+    outputs = outputs.cpu()
+    require(torch.equal(outputs.isnan(), reference.isnan()), f"{name}: NaNs differ")
+    if not outputs.is_floating_point():
         # A row that overflows in rounding has another MX scale in float64.
-        same = torch.equal(ours, reference) and (ours.dtype in MX_SCALES or torch.equal(ours.double(), oracle))
-        require(same, f"{name}: {ours.flatten()[:8].tolist()}..., not {reference.flatten()[:8].tolist()}...")
+        same = torch.equal(outputs, reference) and (outputs.dtype in MX_SCALES or torch.equal(outputs.double(), oracle))
+        require(same, f"{name}: {outputs.flatten()[:8].tolist()}..., not {reference.flatten()[:8].tolist()}...")
         return
-    if ours.numel() == 0:
+    if outputs.numel() == 0:
         return
-    if ours.dtype != torch.float32 and count_ulps:
-        off = (ulp_index(ours) - ulp_index(reference)).abs().masked_fill(reference.isnan(), 0)
+    if outputs.dtype != torch.float32 and count_ulps:
+        off = (ulp_index(outputs) - ulp_index(reference)).abs().masked_fill(reference.isnan(), 0)
         worst = off.argmax()
-        got, wanted = ours.flatten()[worst].item(), reference.flatten()[worst].item()
+        got, wanted = outputs.flatten()[worst].item(), reference.flatten()[worst].item()
         require(off.max() <= 1, f"{name}: element {int(worst)} is {got}, not {wanted}")
         require(off.sum() <= max(OFF_BY_ONE * off.numel(), 2), f"{name}: {int(off.sum())} of {off.numel()} are off")
-    if ours.element_size() == 1 and not count_ulps:
+    if outputs.element_size() == 1 and not count_ulps:
         steps, largest = STEP * oracle.abs(), oracle.abs().nan_to_num().max()
-        off = ((ours.double() - oracle).abs() - steps).nan_to_num().max()
+        off = ((outputs.double() - oracle).abs() - steps).nan_to_num().max()
         require(off <= SHARE_OF_SUMS * largest, f"{name}: off by {off} and a step")
-    if ours.element_size() > 1:  # errors of 8-bit results are rounding, which ULPs measure better
+    if outputs.element_size() > 1:  # errors of 8-bit results are rounding, which ULPs measure better
         infinite = reference.isinf()  # may be finite in float64, which would allow any error elsewhere
         require(
-            count_ulps and ours.element_size() < 4 or torch.equal(ours[infinite], reference[infinite]),
+            count_ulps and outputs.element_size() < 4 or torch.equal(outputs[infinite], reference[infinite]),
             f"{name}: infinities differ",
         )
         largest = oracle.abs().nan_to_num(posinf=0.0).max()
         error, allowed = (
-            (x.double() - oracle).abs().nan_to_num().masked_fill(infinite, 0.0) for x in (ours, reference)
+            (x.double() - oracle).abs().nan_to_num().masked_fill(infinite, 0.0) for x in (outputs, reference)
         )
-        if ours.dtype == torch.float32 and count_ulps:
+        if outputs.dtype == torch.float32 and count_ulps:
             sizes = oracle.abs().nan_to_num(posinf=1.0).clamp_min(SMALLEST / floor)
             error, allowed, largest = error / sizes, allowed / sizes, 1.0
         require(
@@ -149,17 +149,17 @@ def check(
         require(error.mean() <= MEAN_ERROR * allowed.mean() + floor * largest, f"{name}: mean error {error.mean()}")
 
 
-def check_terms(name: str, ours: torch.Tensor, oracle: torch.Tensor, terms: torch.Tensor, share: float) -> None:
+def check_terms(name: str, outputs: torch.Tensor, oracle: torch.Tensor, terms: torch.Tensor, share: float) -> None:
     """Check each element of a GEMM.
 
     It may be off by half a ULP and, for the summation order, by a share of `terms`, the GEMM of absolute values.
     """
-    allowed = HALF_ULP[ours.dtype] * oracle.abs() + SMALLEST_HALF_ULP[ours.dtype] + share * terms
-    off = (ours.cpu().double() - oracle).abs() / allowed
-    off = off.where(ours.cpu().isfinite() & oracle.isfinite() & terms.isfinite(), 0.0)
+    allowed = HALF_ULP[outputs.dtype] * oracle.abs() + SMALLEST_HALF_ULP[outputs.dtype] + share * terms
+    off = (outputs.cpu().double() - oracle).abs() / allowed
+    off = off.where(outputs.cpu().isfinite() & oracle.isfinite() & terms.isfinite(), 0.0)
     if off.numel() and off.max() > 1:
         worst = off.argmax()
-        got, exact = ours.flatten()[worst].item(), oracle.flatten()[worst].item()
+        got, exact = outputs.flatten()[worst].item(), oracle.flatten()[worst].item()
         raise Wrong(
             f"{name}: element {int(worst)} is {got}, not {exact}: the error is {off.max():.3g} times the allowed one"
         )
@@ -231,15 +231,17 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
     Raises:
         Wrong: The result breaks a rule.
     """
-    reference_arguments, ours_arguments = [clone(v) for v in arguments], [clone(v, device) for v in arguments]
+    reference_arguments, plugin_arguments = [clone(v) for v in arguments], [clone(v, device) for v in arguments]
     oracle_arguments = [in_float64(v) for v in reference_arguments]
     oracle = as_tuple(the_op.reference(*oracle_arguments))
     reference = as_tuple(the_op.reference(*reference_arguments))
-    ours = as_tuple(the_op(*ours_arguments))
-    names = [str(i) for i in range(len(ours))]
-    for name, got, wanted, true in zip(the_op.Arguments._fields, ours_arguments, reference_arguments, oracle_arguments):
+    outputs = as_tuple(the_op(*plugin_arguments))
+    names = [str(i) for i in range(len(outputs))]
+    for name, got, wanted, true in zip(
+        the_op.Arguments._fields, plugin_arguments, reference_arguments, oracle_arguments
+    ):
         if isinstance(got, torch.Tensor) and name in (*the_op.writes, *the_op.inexact):
-            ours, reference, oracle, names = (*ours, got), (*reference, wanted), (*oracle, true), [*names, name]
+            outputs, reference, oracle, names = (*outputs, got), (*reference, wanted), (*oracle, true), [*names, name]
         elif isinstance(got, torch.Tensor):
             left, expected = got.cpu().float(), wanted.float()
             same = (left == expected) | (left.isnan() & expected.isnan())
@@ -247,7 +249,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
     quantizes = any(value.element_size() == 1 for name, value in zip(names, reference) if name in the_op.writes)
     products = 1 if the_op.name in PRODUCTS else 2  # consecutive GEMMs, each with sums that the arch rounds
     floor = max(FLOOR, products * archs.of_device(0).sum_rounding) if the_op.sums and device == "cuda" else FLOOR
-    for what, got, wanted, true in zip(names, ours, reference, oracle):
+    for what, got, wanted, true in zip(names, outputs, reference, oracle):
         name = f"{the_op.name} output {what}"
         check(name, got, wanted, true.double(), not the_op.sums, floor)
         if exact:

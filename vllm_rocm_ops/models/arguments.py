@@ -225,43 +225,69 @@ PAGE = 16  # tokens per page in vLLM
 
 
 def heads_attention(
-    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, native: bool
+    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, rocm_cache_layout: bool
 ) -> tuple:
     """Return arguments of decode attention: one token per request, `positions` keys, ROCM_ATTN's or TRITON_ATTN's cache."""
     places, width = _pages(tokens, inputs, positions)
     return (
         inputs.values(tokens, heads, size),
-        *_caches(tokens * width, inputs, kv_heads, size, native),
+        *_caches(tokens * width, inputs, kv_heads, size, rocm_cache_layout),
         *places,
         size**-0.5,
     )
 
 
 def quantized_attention(
-    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, native: bool, kind: str
+    tokens: int,
+    inputs: Inputs,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    positions: int,
+    rocm_cache_layout: bool,
+    kind: str,
 ) -> tuple:
     """Return the same with an e4m3 result, with a static scale or a dynamic scale per head."""
-    given = heads_attention(tokens, inputs, heads, kv_heads, size, positions, native)
+    given = heads_attention(tokens, inputs, heads, kv_heads, size, positions, rocm_cache_layout)
     out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
     scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(tokens, heads))
     return *given, 1, None, None, None, 0, 0, False, out, *scales
 
 
 def rotation(
-    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, rotary: int, positions: int, native: bool
+    tokens: int,
+    inputs: Inputs,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    rotary: int,
+    positions: int,
+    rocm_cache_layout: bool,
 ) -> tuple:
     """Return arguments of `rope_and_cache`; queries, keys and values are columns of one qkv tensor."""
     *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
-    return *rows, places, *_angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, native), places
+    return (
+        *rows,
+        places,
+        *_angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, rocm_cache_layout),
+        places,
+    )
 
 
 def normed_rotation(
-    tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, rotary: int, positions: int, native: bool
+    tokens: int,
+    inputs: Inputs,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    rotary: int,
+    positions: int,
+    rocm_cache_layout: bool,
 ) -> tuple:
     """Return arguments of `qk_norm_rope_and_cache`."""
     *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
     norm = inputs.values(size), inputs.values(size), 1e-6
-    table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, native)
+    table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, rocm_cache_layout)
     outs = (inputs.values(tokens, count, size) for count in (heads, kv_heads))
     return *rows, *norm, places, table, is_neox, *outs, *caches, places
 
@@ -273,17 +299,19 @@ def _rows_of_heads(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size:
 
 
 def _angles_and_cache(
-    tokens: int, inputs: Inputs, kv_heads: int, size: int, rotary: int, positions: int, native: bool
+    tokens: int, inputs: Inputs, kv_heads: int, size: int, rotary: int, positions: int, rocm_cache_layout: bool
 ) -> tuple:
     _, width = _pages(tokens, inputs, positions)
-    caches = _caches(tokens * width, inputs, kv_heads, size, native)
+    caches = _caches(tokens * width, inputs, kv_heads, size, rocm_cache_layout)
     return inputs.values(positions, rotary), True, *caches
 
 
-def _caches(pages: int, inputs: Inputs, kv_heads: int, size: int, native: bool) -> tuple[Tensor, ...]:
+def _caches(pages: int, inputs: Inputs, kv_heads: int, size: int, rocm_cache_layout: bool) -> tuple[Tensor, ...]:
     """Return the key and the value cache."""
     x = 16 // inputs.dtype.itemsize
-    shapes = ((kv_heads, size // x, PAGE, x), (kv_heads, size, PAGE)) if native else ((PAGE, kv_heads, size),) * 2
+    shapes = (
+        ((kv_heads, size // x, PAGE, x), (kv_heads, size, PAGE)) if rocm_cache_layout else ((PAGE, kv_heads, size),) * 2
+    )
     return tuple(inputs.values(pages, *shape) for shape in shapes)
 
 

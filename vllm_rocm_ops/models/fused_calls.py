@@ -153,18 +153,18 @@ def has_norms(config: dict) -> bool:
     return bool(config.get("use_qk_norm")) or not set(NORMED).isdisjoint(model_config.names(config, "architectures"))
 
 
-def around_attention(config: dict, tp: int = 1, native: bool = True) -> dict[tuple[str, ...], LayerCall]:
+def around_attention(config: dict, tp: int = 1, rocm_cache_layout: bool = True) -> dict[tuple[str, ...], LayerCall]:
     """Return one rank's fused calls by the launches that they replace, with ROCM_ATTN's cache or the packed one."""
     if "kv_lora_rank" in config:
         found = rotated_absorbed(config, tp), quantized_v_up(config, tp)
     else:
-        found = rotation(config, tp, native), quantized_attention(config, tp, native)
+        found = rotation(config, tp, rocm_cache_layout), quantized_attention(config, tp, rocm_cache_layout)
     return {tuple(call.layer.split(" + ")): call for call in found if call is not None}
 
 
-def quantized_attention(config: dict, tp: int, native: bool) -> LayerCall | None:
+def quantized_attention(config: dict, tp: int, rocm_cache_layout: bool) -> LayerCall | None:
     """Return decode attention with FP8 output; `count` is the layers whose o_proj takes FP8 input."""
-    whole = layers.attention(config, tp, native)
+    whole = layers.attention(config, tp, rocm_cache_layout)
     kind, count = quantized_o(config, whole.count)
     if not count or kind is None or (kind == "groups" and whole.parameters[2] != BLOCK):
         return None
@@ -211,12 +211,12 @@ def absorbed_of(call: LayerCall) -> LayerCall:
     return dataclasses.replace(call, layer=layer, op=op, arguments=arguments, parameters=sizes)
 
 
-def rotation(config: dict, tp: int, native: bool) -> LayerCall:
+def rotation(config: dict, tp: int, rocm_cache_layout: bool) -> LayerCall:
     """Return the fused rotation and cache write of a model's layers."""
-    whole = layers.attention(config, tp, native)
+    whole = layers.attention(config, tp, rocm_cache_layout)
     heads, kv_heads, size, positions, _ = whole.parameters
     rotary = int(size * (config.get("partial_rotary_factor") or 1))
-    sizes = heads, kv_heads, size, rotary, positions, native
+    sizes = heads, kv_heads, size, rotary, positions, rocm_cache_layout
     op, arguments, launches = ops.rope_and_cache, model_arguments.rotation, (ROTATION, CACHE_WRITE)
     if has_norms(config):
         op, arguments, launches = ops.qk_norm_rope_and_cache, model_arguments.normed_rotation, (HEAD_NORMS, *launches)

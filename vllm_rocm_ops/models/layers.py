@@ -100,7 +100,7 @@ def calls(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     return [dataclasses.replace(call, count=call.count * times) for call, times in found.items()]
 
 
-def attention(config: dict, tp: int = 1, native: bool = True) -> LayerCall:
+def attention(config: dict, tp: int = 1, rocm_cache_layout: bool = True) -> LayerCall:
     """Return decode attention, once per layer, with ROCM_ATTN's cache or the packed one.
 
     `sequence` omits it, as vLLM chooses between the op and its own kernel at startup.
@@ -111,7 +111,7 @@ def attention(config: dict, tp: int = 1, native: bool = True) -> LayerCall:
         rope = model["qk_rope_head_dim"]
         sizes = heads, model["kv_lora_rank"], rope, model["qk_nope_head_dim"] + rope, positions
         return LayerCall("attention", ops.mla_decode, model_arguments.mla_attention, sizes, model.dtype, model.layers)
-    sizes = heads, *_kv_heads(model), positions, native
+    sizes = heads, *_kv_heads(model), positions, rocm_cache_layout
     op = ops.paged_attention_decode
     return LayerCall("attention", op, model_arguments.heads_attention, sizes, model.dtype, model.layers)
 

@@ -79,7 +79,7 @@ class ComparingClock(GpuClock):
 
     def prepare(self, call, sets):
         prepared = super().prepare(call, sets)
-        self._compared.append((replays.Replays({"ours": call}, sets, fresh=replays.copies), prepared[0]))
+        self._compared.append((replays.Replays({"plugin": call}, sets, fresh=replays.copies), prepared[0]))
         self._compare()
         return prepared
 
@@ -92,7 +92,7 @@ class ComparingClock(GpuClock):
     def _compare(self) -> None:
         for of_graph, graph in self._compared:
             try:
-                of_graph.check({"ours": graph})
+                of_graph.check({"plugin": graph})
             except replays.Mismatch as error:
                 self._wrong = str(error)
 
@@ -145,9 +145,9 @@ def beside(
         calls = kernel_timing.estimate(of_call, layer, max(call.count, 1), tokens, arch.bandwidth_gb_s)[0]
         try:
             measured = kernel_timing.measure_pair(choice, [layer] * calls, tokens, clock, contextlib.nullcontext())
-            timed = {"us": measured.ours, "other us": measured.native}
+            timed = {"us": measured.plugin_us, "other us": measured.baseline_us}
             timed = dict.fromkeys(timed) if isinstance(clock, Untimed) else timed
-            errors = {"error": measured.error, "other error": measured.native_error}
+            errors = {"error": measured.error, "other error": measured.baseline_error}
             yield {**found, **timed, **errors, "wins": measured.wins, "wrong": None}
         except kernel_timing.Mismatch as error:
             yield {**found, "wrong": str(error)}
@@ -202,7 +202,7 @@ class ModelCall:
         given = self.call.case(len(x)).make(self.device, generator, self.arch.fp8_dtype)
         return given, self.against.prepare(*given)
 
-    def ours(self, given, prepared):
+    def plugin(self, given, prepared):
         return self.op.run_kernels(*given)
 
     def baseline(self, given, prepared):

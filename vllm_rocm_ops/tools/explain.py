@@ -155,14 +155,14 @@ BY_ATTENTION = ops.batched_gemm, ops.batched_gemm_rope, ops.mla_norm_rope_and_ca
 
 def attention(config: dict, tp: int, arch: str) -> LayerCall:
     """Return the decode attention call of a model, with the KV cache as vLLM has it on `arch`."""
-    return model_layers.attention(config, tp, native=archs.named(arch).vendor == "amd")
+    return model_layers.attention(config, tp, rocm_cache_layout=archs.named(arch).vendor == "amd")
 
 
 def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     """Return the decode calls that the plugin serves only if measured faster, on request, or in place of other calls."""
-    native = archs.named(arch).vendor == "amd"
+    rocm_cache_layout = archs.named(arch).vendor == "amd"
     whole = *model_layers.absorbed(config, tp), attention(config, tp, arch)
-    fused = fused_calls.around_attention(config, tp, native).values()
+    fused = fused_calls.around_attention(config, tp, rocm_cache_layout).values()
     norms = fused_calls.quantized_hidden(config, tp, ep)[:1]
     routers = fused_calls.routers(config, tp, ep)
     return [
@@ -225,12 +225,14 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         few = tokens <= most
         return few, "unmeasured" if few else f"unmeasured: vLLM above {most} tokens"
     measured = record.shapes[key]
-    ours = kernel_selection.ours_of(key, measured)
+    served_by = kernel_selection.serves_by_tokens(key, measured)
     compiled = kernel_selection.is_whole(key)
-    runs = bool(ours[0] if compiled else tokens < len(ours) and ours[tokens])
+    runs = bool(served_by[0] if compiled else tokens < len(served_by) and served_by[tokens])
     if one := measured.get(tokens):
         us = [
-            f"{whose} {time:.1f} us" for whose, time in (("plugin", one.ours), ("vLLM", one.native)) if time is not None
+            f"{whose} {time:.1f} us"
+            for whose, time in (("plugin", one.plugin_us), ("vLLM", one.baseline_us))
+            if time is not None
         ]
         return runs, f"measured: {', '.join(us) or 'plugin not selected'}"
     return runs, f"measured at {', '.join(map(str, sorted(measured)))} tokens"
@@ -240,16 +242,16 @@ def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: 
     """Return the decision for a call of a model; the plugin must serve both calls that it replaces, and W_UK's product."""
     parts = parts_of(call) if is_gated(call) or call.op is ops.batched_gemm_rope else ()
     for part in parts:
-        ours, said = served(part, arch, record, tokens)
-        if not ours:
+        serves, said = served(part, arch, record, tokens)
+        if not serves:
             return False, f"{part.layer}: {said}"
     if parts:
         given = call.case(tokens).make("meta", torch.Generator(), archs.named(arch).fp8_dtype)
         explained = call.op.explain(*given, arch=arch)
         if not explained.launches:
             return False, explained.source
-    ours, said = decision(call, measured_call(call, arch, record), record, tokens)
-    return ours, re.sub("vLLM", "two launches", said) if parts else said
+    serves, said = decision(call, measured_call(call, arch, record), record, tokens)
+    return serves, re.sub("vLLM", "two launches", said) if parts else said
 
 
 def is_gated(call: LayerCall) -> bool:
@@ -285,7 +287,7 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     )
     kind = quantized_attention.KINDS.get(sizes[-1], "")
     found = {
-        key: kernel_selection.ours_of(key, one)
+        key: kernel_selection.serves_by_tokens(key, one)
         for key, one in record.shapes.items()
         if key.startswith(f"{call.op.name} {shape}") and (f"{kind} page " in key if kind else TO_E4M3 not in key)
     }
@@ -296,7 +298,7 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     if separate and not quantized_attention.at_some_size(separate):
         return False, "measured: not faster than attention plus a separate quantization"
     return all(
-        tokens < len(ours) and ours[tokens] for ours in served
+        tokens < len(one) and one[tokens] for one in served
     ), f"measured: {len(served)} (context length, backend) pairs"
 
 
@@ -305,13 +307,13 @@ def router_decision(call: LayerCall, record: kernel_selection.Record, tokens: in
     _, routing = fused_calls.router_of(call)
     key = f"{call.op.name} {routing_gate.shape_of(call.parameters[:2], call.dtype, routing.parameters[1:])}"
     found = {
-        one.rpartition(" ")[2]: kernel_selection.ours_of(one, times)
+        one.rpartition(" ")[2]: kernel_selection.serves_by_tokens(one, times)
         for one, times in record.shapes.items()
         if one.rpartition(" ")[0] == key
     }
     if not found:
         return False, UNMEASURED.replace("vLLM", "two launches")
-    runs = all(tokens < len(ours) and ours[tokens] for ours in found.values())
+    runs = all(tokens < len(one) and one[tokens] for one in found.values())
     return runs, f"measured: against {' and '.join(found)}"
 
 
@@ -345,11 +347,11 @@ def explain_model(
     for call in calls:
         same: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for batch in batches:
-            ours, said = served(call, arch, record, batch)
+            serves, said = served(call, arch, record, batch)
             if call in whole and served(whole[call], arch, record, batch)[0]:
                 same.setdefault((f"in {whole[call].layer}", ""), []).append((batch, ""))
                 continue
-            if not ours:
+            if not serves:
                 same.setdefault((apart(call), said), []).append((batch, ""))
                 continue
             arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)

@@ -78,9 +78,9 @@ def attention(config) -> Iterator[tuple[str, bool, str]]:
     """Yield kind, whether it is covered, and class of each attention layer of `static_forward_context`."""
     for layer in config.compilation_config.static_forward_context.values():
         if impl := getattr(layer, "impl", None):
-            what, ours = type(impl).__name__, getattr(impl, "rocm_ops", None)
-            taken = ours is not None and not ours.lacks
-            yield "layers of attention", taken, f"{what}, {ours.lacks}" if ours and ours.lacks else what
+            what, plugin = type(impl).__name__, getattr(impl, "rocm_ops", None)
+            taken = plugin is not None and not plugin.lacks
+            yield "layers of attention", taken, f"{what}, {plugin.lacks}" if plugin and plugin.lacks else what
 
 
 def found(worker) -> dict[str, Coverage]:
@@ -141,8 +141,8 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
     for name in seam.active():
         shared.setdefault(seam.load(name).ops, []).append(name)
     shared.pop((), None)
-    ours = [pattern for pattern, runs in compiled_ops.choices.ours.items() if runs]
-    op_of = {pattern: pattern.partition(" ")[0] for pattern in sorted(ours)}
+    served = [pattern for pattern, runs in compiled_ops.choices.decisions.items() if runs]
+    op_of = {pattern: pattern.partition(" ")[0] for pattern in sorted(served)}
     names = {pattern: (op, f"scaled_mm_{op}", f"all_reduce_{op}") for pattern, op in op_of.items()}
     patterns = {pattern: sum(counts.get(name, 0) for name in of) for pattern, of in names.items()}
     result = Calls({}, patterns, [])
@@ -152,7 +152,7 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
         of = "/".join(names)
         result.seams[of] = sum(count for op, count in counts.items() if op.startswith(ops))
         shapes = [one for one in kernel_selection.all_choices() if one.key.startswith(ops)]
-        chosen = has_run and any(shapes and all(one.is_ours(tokens) for one in shapes) for tokens in captured)
+        chosen = has_run and any(shapes and all(one.plugin_serves(tokens) for one in shapes) for tokens in captured)
         if chosen and not result.seams[of] and names[0] not in SEAMS["layers of attention"]:
             result.unreached.append(of)
     return result

@@ -109,11 +109,11 @@ def active() -> list[str]:
     return [entry.name for entry in _status.values() if entry.on]
 
 
-def replace(theirs: type, ours: type) -> type:
+def replace(theirs: type, plugin: type) -> type:
     """Register a subclass in place of vLLM's custom op, under the name by which `custom_ops` switches it."""
-    theirs.register_oot(ours)
-    ours.name = theirs.name
-    return ours
+    theirs.register_oot(plugin)
+    plugin.name = theirs.name
+    return plugin
 
 
 def log_off(level: int, what: str, reason: str) -> None:

@@ -37,7 +37,7 @@ class Extension:
                 "shape": one.key,
                 "state": one.state,
                 "why": one.why,
-                "ours": [m for m, ours in enumerate(one.ours) if ours],
+                "ours": [m for m, serves in enumerate(one.plugin_by_tokens) if serves],
             }
             for one in kernel_selection.all_choices()
         ]

@@ -168,8 +168,8 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
         method, has_experts = getattr(module, "quant_method", None), expert_support.held_by(module) is not None
         weight = getattr(module, "w13_weight" if has_experts else "weight", None)
         mark = getattr(module, weight_order.MARK, None)
-        is_ours = has_experts or (mark is not None and not weight_order.STATES[int(mark)][1])
-        if not is_ours or (weight.shape, weight.dtype) in seen:
+        plugin_serves = has_experts or (mark is not None and not weight_order.STATES[int(mark)][1])
+        if not plugin_serves or (weight.shape, weight.dtype) in seen:
             continue
         seen.add((weight.shape, weight.dtype))
         before = set(kernel_selection.all_choices())
@@ -245,16 +245,16 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, compiled_ops.measure_pair, compiled_ops.SHARE)
     quantized_attention.decide(config, decided)
-    ours = compiled_ops.decide(found, decided)
+    decisions = compiled_ops.decide(found, decided)
     for one in found:
-        one.take(ours[one.pattern])
+        one.take(decisions[one.pattern])
     patterns = {one.producer: one.pattern for one in found if getattr(one, "is_norm", None) is False}
     for layer in (layer for model in models for layer in model_queries.gated(model)):
-        layer.act_fn.consumer = (layer, "down_proj") if ours.get(patterns.get(layer.act_fn)) else None
+        layer.act_fn.consumer = (layer, "down_proj") if decisions.get(patterns.get(layer.act_fn)) else None
     on = frozenset(seam.active()) & {"norm", "activation"}
     choices = compiled_ops.choices
-    choices.ours, choices.off, choices.all_reduced, choices.on = ours, frozenset(decided.off), all_reduced, on
-    compiled_ops.left_to_vllm.update(key for key, runs in ours.items() if not runs)
+    choices.decisions, choices.off, choices.all_reduced, choices.on = decisions, frozenset(decided.off), all_reduced, on
+    compiled_ops.left_to_vllm.update(key for key, runs in decisions.items() if not runs)
     if says:
         kernel_timing.say(record, decided, set(distinct))
 

@@ -193,8 +193,8 @@ BUGS = (
     Bug(
         "one launch for rows that it was not measured with",
         REDUCED,
-        "return choice is not None and choice.is_ours(tokens)",
-        "return choice is not None and any(choice.ours)",
+        "return choice is not None and choice.plugin_serves(tokens)",
+        "return choice is not None and any(choice.plugin_by_tokens)",
         _engine("test_one_op_in_the_place_of_three"),
     ),
     Bug(

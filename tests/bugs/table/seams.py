@@ -34,7 +34,7 @@ BUGS = (
     Bug(
         "a cache in another order as a failure of the op",
         "vllm/selection/kernel_timing.py",
-        "            except Refused:\n                found = NATIVE\n            except BrokenGraph as error:",
+        "            except Refused:\n                found = UNTIMED\n            except BrokenGraph as error:",
         "            except BrokenGraph as error:",
         Tests("test_kernel_selection.py"),
     ),
@@ -48,8 +48,8 @@ BUGS = (
     Bug(
         "attention that names a lack counted as taken",
         "vllm/coverage.py",
-        "ours is not None and not ours.lacks",
-        "ours is not None",
+        "plugin is not None and not plugin.lacks",
+        "plugin is not None",
         Tests("test_reach.py"),
     ),
     Bug(
@@ -62,21 +62,21 @@ BUGS = (
     Bug(
         "seams that were chosen for no captured number of tokens",
         "vllm/coverage.py",
-        "one.is_ours(tokens) for",
+        "one.plugin_serves(tokens) for",
         "True for",
         Tests("test_reach.py"),
     ),
     Bug(
         "patterns that were not chosen",
         "vllm/coverage.py",
-        "choices.ours.items() if runs]",
-        "choices.ours.items()]",
+        "choices.decisions.items() if runs]",
+        "choices.decisions.items()]",
         Tests("test_reach.py"),
     ),
     Bug(
         "a subclass that custom_ops does not know",
         "vllm/seam.py",
-        "    ours.name = theirs.name\n",
+        "    plugin.name = theirs.name\n",
         "",
         Tests("test_fusion_seam.py"),
     ),
@@ -104,15 +104,15 @@ BUGS = (
     Bug(
         "a late failure of vLLM's kernel blamed on the plugin's",
         "vllm/selection/kernel_timing.py",
-        "    clock.finish()\n    run_ours",
-        "    run_ours",
+        "    clock.finish()\n    run_plugin",
+        "    run_plugin",
         Tests("test_kernel_selection.py"),
     ),
     Bug(
         "one launch where vLLM's linear is faster",
         "vllm/linear/scaled_linear.py",
-        " and COMPARISON.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)",
-        "",
+        "            wins = COMPARISON.choice_of(a, b, scale_a, scale_b, None, *rest).plugin_serves(tokens)",
+        "            pass",
         Tests("test_linear.py"),
     ),
     Bug(

@@ -41,8 +41,8 @@ BUGS = (
     Bug(
         "the plugin where it is faster at one length only",
         "vllm/attention/decoder.py",
-        "and all(choice.is_ours",
-        "and any(choice.is_ours",
+        "and all(choice.plugin_serves",
+        "and any(choice.plugin_serves",
         Tests("test_seam_guards.py"),
     ),
     Bug(
@@ -167,8 +167,8 @@ BUGS = (
     Bug(
         "heads taken for tokens in absorption",
         "vllm/attention/mla_absorb.py",
-        "choice.is_ours(x.shape[1])",
-        "choice.is_ours(x.shape[0])",
+        "choice.plugin_serves(x.shape[1])",
+        "choice.plugin_serves(x.shape[0])",
         Tests("test_mla_absorb.py"),
     ),
     Bug(
@@ -230,7 +230,7 @@ BUGS = (
     Bug(
         "attention rotates queries that the graph rotates",
         "vllm/attention/mla_rotation.py",
-        "self if is_ours or self.decoder.is_forced else None",
+        "self if plugin_serves or self.decoder.is_forced else None",
         "self",
         Tests("test_mla_rotation.py"),
     ),
@@ -258,15 +258,15 @@ BUGS = (
     Bug(
         "a slower product for its rotation",
         "vllm/attention/mla_absorb.py",
-        "weights.rocm_ops_choice is None or weights.rocm_ops_choice.is_ours(rows)",
+        "weights.rocm_ops_choice is None or weights.rocm_ops_choice.plugin_serves(rows)",
         "True",
         Tests("test_mla_rotation.py"),
     ),
     Bug(
         "a weight left before it was measured",
         "vllm/attention/mla_absorb.py",
-        "if choice.is_never_ours",
-        "if 1 not in choice.ours",
+        "if choice.baseline_always_serves",
+        "if 1 not in choice.plugin_by_tokens",
         Tests("test_mla_absorb.py"),
     ),
     Bug(
@@ -370,14 +370,14 @@ BUGS = (
     Bug(
         "one win enough for W_UV's quantization",
         "vllm/attention/mla_absorb.py",
-        "all(one.is_ours(x.shape[1]) for one in quantized)",
-        "any(one.is_ours(x.shape[1]) for one in quantized)",
+        "all(one.plugin_serves(x.shape[1]) for one in quantized)",
+        "any(one.plugin_serves(x.shape[1]) for one in quantized)",
         Tests("test_mla_v_up.py"),
     ),
     Bug(
         "a weight left that still quantizes",
         "vllm/attention/mla_absorb.py",
-        " and (quantized is None or any(one.is_never_ours for one in quantized))",
+        " and (\n            quantized is None or any(one.baseline_always_serves for one in quantized)\n        )",
         "",
         Tests("test_mla_v_up.py"),
     ),
@@ -517,7 +517,7 @@ BUGS = (
     Bug(
         "the plugin though it loses",
         "vllm/attention/mla_pre_attention.py",
-        "self if is_ours or self.decoder.is_forced else None",
+        "self if plugin_serves or self.decoder.is_forced else None",
         "self",
         Tests("test_mla_norms.py"),
     ),

@@ -125,7 +125,7 @@ BUGS = (
     Bug(
         "a compile cache that does not know what stays",
         "vllm/worker_startup.py",
-        "compiled_ops.left_to_vllm.update(key for key, runs in ours.items() if not runs)",
+        "compiled_ops.left_to_vllm.update(key for key, runs in decisions.items() if not runs)",
         "",
         Tests("test_row_selection.py"),
     ),
@@ -409,7 +409,7 @@ BUGS = (
     Bug(
         "choices that the compile cache does not know",
         "vllm/graph/rewrite.py",
-        "            sorted(choices.ours.items()),\n",
+        "            sorted(choices.decisions.items()),\n",
         "",
         Tests("test_graph.py"),
     ),

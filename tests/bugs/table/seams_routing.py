@@ -45,8 +45,8 @@ BUGS = (
     Bug(
         "one of a gate's two choices is enough",
         GATE,
-        "if all(one.is_ours(x.shape[0])",
-        "if any(one.is_ours(x.shape[0])",
+        "if all(one.plugin_serves(x.shape[0])",
+        "if any(one.plugin_serves(x.shape[0])",
         CAUGHT,
     ),
     Bug(
@@ -59,8 +59,8 @@ BUGS = (
     Bug(
         "padding masked where vLLM's router with groups does not",
         GATE,
-        "masked = is_plain and self.experts.native is not None",
-        "masked = self.experts.native is not None",
+        "masked = is_plain and self.experts.baseline is not None",
+        "masked = self.experts.baseline is not None",
         CAUGHT,
     ),
     Bug(

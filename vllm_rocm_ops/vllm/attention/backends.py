@@ -182,7 +182,7 @@ def packed_unless_interleaved(impl, layer: torch.nn.Module, kv_cache: Tensor) ->
     return None if getattr(impl, "_shuffle_kv_layout", False) else packed(impl, layer, kv_cache)
 
 
-def native(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+def split_rocm_cache(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
     """Split [pages, 2, slots, heads * size]. None where vLLM interleaves the values for an AITER fusion."""
     from vllm.v1.attention.ops.paged_attn import PagedAttention
 
@@ -209,7 +209,7 @@ def of_cpu(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tens
 def cache_of(backend: Backend, impl, tokens: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return an empty cache for a number of tokens in a backend's order."""
     (heads, size), pages = (impl.num_kv_heads, impl.head_size), -(-tokens // PAGE)
-    if backend.caches is native:
+    if backend.caches is split_rocm_cache:
         return torch.empty(pages, 2, PAGE, heads * size, dtype=dtype, device=device)
     if not backend.on_gpu:
         return torch.empty(pages, heads, PAGE, 2 * size, dtype=dtype, device=device)

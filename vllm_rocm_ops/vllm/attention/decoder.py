@@ -51,7 +51,7 @@ class Decoder:
     """Serve one layer's calls by an op. `lacks` says why no call can be served, empty if calls may be."""
 
     op: Op
-    never_ours: bool | None = None
+    baseline_alone: bool | None = None
     """The answer of `is_never_ours`, once final."""
 
     def __init__(self, impl, backend: Backend):
@@ -93,27 +93,27 @@ class Decoder:
     def adopt(self, layer: torch.nn.Module) -> None:
         """Adopt further ops of a layer, once its weights are loaded."""
 
-    def is_ours(self, batch: Batch) -> bool:
+    def plugin_serves(self, batch: Batch) -> bool:
         """True if the op serves a batch of decode rows."""
         requests, query_len = batch
         if not self.takes(query_len):
             return False
         choices = self.choices.get(query_len, ())
-        return self.is_forced or bool(choices) and all(choice.is_ours(requests) for choice in choices)
+        return self.is_forced or bool(choices) and all(choice.plugin_serves(requests) for choice in choices)
 
-    def is_never_ours(self) -> bool:
+    def baseline_always_serves(self) -> bool:
         """True if vLLM's implementation serves every batch from now on.
 
         For each query length the op loses at some context length. Cached once nothing is left to time: every call left
         to vLLM asks.
         """
-        if self.never_ours is None:
-            never = all(any(choice.is_never_ours for choice in choices) for choices in self.choices.values())
+        if self.baseline_alone is None:
+            never = all(any(choice.baseline_always_serves for choice in choices) for choices in self.choices.values())
             never = bool(self.lacks) or (never and not self.is_forced)
             if any(choice.layers is not None for choices in self.choices.values() for choice in choices):
                 return never
-            self.never_ours = never
-        return self.never_ours
+            self.baseline_alone = never
+        return self.baseline_alone
 
 
 class HeadsDecoder(Decoder):
@@ -149,7 +149,7 @@ class HeadsDecoder(Decoder):
         """
         # Most calls left to vLLM fail here: this is host time of every step.
         batch = self.backend.batch(metadata)
-        if self.lacks or batch == NO_BATCH or not self.is_ours(batch):
+        if self.lacks or batch == NO_BATCH or not self.plugin_serves(batch):
             return False
         fits = output.dtype == query.dtype if scales == (None, None) else output.dtype in LIMIT
         if query.dtype not in ELEMENTS or not fits or not is_causal(metadata):
@@ -208,7 +208,7 @@ class HeadsDecoder(Decoder):
             raise kernel_selection.Refused
         return CacheLayout(*caches).page_size
 
-    def ours(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:
+    def plugin(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:
         """Return the output of a batch and its scales, by the op."""
         outputs = quantized_attention.outputs(self.quantized, query)
         return outputs if self.run(batch, layer, query, layer.kv_cache, metadata, *outputs) else None
@@ -268,7 +268,7 @@ class DecodeImpl:
             self.rocm_ops.quantized = quantized_attention.kind(*scales)
         elif self.rocm_ops.serve(layer, query, kv_cache, attn_metadata, output, *scales):
             return output
-        elif self.rocm_ops.is_never_ours():
+        elif self.rocm_ops.baseline_always_serves():
             self.forward = self.quantized_forward if self.lacks_quantization(*scales) else super().forward
         return self.quantized_forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
@@ -285,8 +285,8 @@ class DecodeImpl:
         return super().forward(*given, output, scale, groups)
 
     def fused_output_quant_supported(self, quant_key):
-        ours = quant_key == quantized_attention.static_key() and quantized_attention.may_fuse(self.rocm_ops, "static")
-        return super().fused_output_quant_supported(quant_key) or ours
+        fuses = quant_key == quantized_attention.static_key() and quantized_attention.may_fuse(self.rocm_ops, "static")
+        return super().fused_output_quant_supported(quant_key) or fuses
 
 
 # Backends
@@ -311,7 +311,7 @@ def _of_heads(
 
 
 _TRITON = ("max_query_len", "mm_prefix_range_tensor", "rswa_prefix_lens")
-_of_all = ("max_query_len",), backends.native, backends.batch_of_all
+_of_all = ("max_query_len",), backends.split_rocm_cache, backends.batch_of_all
 BACKENDS = {
     "ROCM_ATTN": _of_heads("rocm_attn", "RocmAttention", "RocmAttentionImpl", "RocmAttentionMetadata", *_of_all),
     "ROCM_AITER_FA": _of_heads(

@@ -79,7 +79,7 @@ class MlaDecoder(Decoder):
             return None
         q = q if isinstance(q, tuple) else q.split([LATENT, ROPE], -1)
         batch = batch_of_rows(len(q[0]), metadata)
-        if q[0].dtype not in ELEMENTS or batch == NO_BATCH or not self.is_ours(batch):
+        if q[0].dtype not in ELEMENTS or batch == NO_BATCH or not self.plugin_serves(batch):
             return None
         return self.run(batch, q, kv_cache, metadata, layer)
 
@@ -110,7 +110,7 @@ class MlaDecoder(Decoder):
     def page_size(self, layer) -> int:
         return layer.kv_cache.shape[1]
 
-    def ours(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor] | None:
+    def plugin(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor] | None:
         found = self.run(batch, query.split([LATENT, ROPE], -1), layer.kv_cache, metadata, layer)
         return found and found[:1]
 
@@ -152,7 +152,7 @@ class MlaImpl:
         given = q, kv_c_and_k_pe_cache, attn_metadata, layer
         if found := self.rocm_ops.serve(*given):
             return found
-        if self.rocm_ops.is_never_ours():
+        if self.rocm_ops.baseline_always_serves():
             self.forward_mqa = super().forward_mqa
         return super().forward_mqa(*given)
 

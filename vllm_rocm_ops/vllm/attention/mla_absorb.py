@@ -21,7 +21,7 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
 
 WEIGHTS = "W_UK_T", "W_UV"
-NATIVE = "bmm"
+BASELINE_NAME = "bmm"
 """The name of vLLM's kernel in a timing record."""
 MAX_TOKENS = 64  # limit of the kernels
 
@@ -80,7 +80,9 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
         of, choice = (weights, weights.dtype), None
         if not is_forced:
             key = "absorbed", COMPARISON.describe(of)
-            choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, COMPARISON, NATIVE, of)
+            choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(
+                key, COMPARISON, BASELINE_NAME, of
+            )
             if choice.layers is not None:
                 choice.note(weights, min(max_tokens, MAX_TOKENS), lambda of=of: of)
         weights.rocm_ops_choice = choice
@@ -89,14 +91,14 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
 
 def restore_baseline(weights: Tensor) -> None:
     """Give a weight its class back."""
-    weights.__class__ = next(plain for plain, ours in CLASSES.items() if isinstance(weights, ours))
+    weights.__class__ = next(plain for plain, plugin in CLASSES.items() if isinstance(weights, plugin))
 
 
 def is_served(weights: Tensor, rows: int) -> bool:
     """True if the plugin serves a product of this many rows."""
     if not isinstance(weights, Absorbed) or not 0 < rows <= MAX_TOKENS:
         return False
-    return weights.rocm_ops_choice is None or weights.rocm_ops_choice.is_ours(rows)
+    return weights.rocm_ops_choice is None or weights.rocm_ops_choice.plugin_serves(rows)
 
 
 def rotation_of(weights: Tensor) -> tuple | None:
@@ -118,11 +120,13 @@ def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor 
         return found.transpose(0, 1) if out is None else out
     choice, quantized = weights.rocm_ops_choice, weights.rocm_ops_quantized
     if weights.rocm_ops_output is not None and quantized is not None and out is not None and x.dtype == weights.dtype:
-        is_ours = all(one.is_ours(x.shape[1]) for one in quantized)
-        if is_ours and weights.rocm_ops_output.take(x.transpose(0, 1), weights):
+        plugin_serves = all(one.plugin_serves(x.shape[1]) for one in quantized)
+        if plugin_serves and weights.rocm_ops_output.take(x.transpose(0, 1), weights):
             return out
-    if choice is not None and not choice.is_ours(x.shape[1]):
-        if choice.is_never_ours and (quantized is None or any(one.is_never_ours for one in quantized)):
+    if choice is not None and not choice.plugin_serves(x.shape[1]):
+        if choice.baseline_always_serves and (
+            quantized is None or any(one.baseline_always_serves for one in quantized)
+        ):
             restore_baseline(weights)
         return None
     if x.dtype != weights.dtype:
@@ -165,7 +169,7 @@ class MlaAbsorb:
     def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
         return x.view(len(x), layer[0].shape[0], -1), layer[0]
 
-    def ours(self, x: Tensor, weights: Tensor) -> Tensor | None:
+    def plugin(self, x: Tensor, weights: Tensor) -> Tensor | None:
         out = x.new_empty((*x.shape[:2], weights.shape[2]))
         return None if run(x, weights, out) is None else out.flatten(1)
 

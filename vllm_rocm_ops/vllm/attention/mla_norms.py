@@ -29,7 +29,7 @@ from vllm_rocm_ops.vllm.attention.mla_pre_attention import MlaPreAttention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 UPDATE, NAME = "vllm::unified_mla_kv_cache_update", "mla_norms"
-OURS = f"vllm_rocm_ops::{NAME}"
+TORCH_OP = f"vllm_rocm_ops::{NAME}"
 """The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
 
 
@@ -226,7 +226,7 @@ def install() -> None:
 
     define()
     seam.replace(MultiHeadLatentAttentionWrapper, of_wrapper(MultiHeadLatentAttentionWrapper))
-    split.also_at(OURS, UPDATE)
+    split.also_at(TORCH_OP, UPDATE)
     compiled_ops.pattern_finders.append(pre_attentions)
 
 

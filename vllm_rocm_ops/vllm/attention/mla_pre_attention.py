@@ -134,9 +134,9 @@ class MlaPreAttention:
         """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
-    def take(self, is_ours: bool) -> None:
+    def take(self, plugin_serves: bool) -> None:
         """Have the layer run the op, or vLLM's code."""
-        self.layer.rocm_ops_front = self if is_ours or self.decoder.is_forced else None
+        self.layer.rocm_ops_front = self if plugin_serves or self.decoder.is_forced else None
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
         """Return the bytes and the operations of a call."""
@@ -152,7 +152,7 @@ class MlaPreAttention:
         cache = torch.zeros(tokens, 1, sum(self.sizes[1:]), dtype=dtype, device=device)
         return qkv, positions, torch.arange(tokens, device=device), cache
 
-    def ours(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
+    def plugin(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
         """Return q, its scale, kv, k_pe and the cache by the op, or None where no kernel supports the call."""
         *outs, scales = self.outputs(qkv)
         static, bound = self.scales()
@@ -184,7 +184,7 @@ class MlaPreAttention:
         return *found, cache
 
     def vllms(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Return the same as `ours`, by vLLM's layers and its backend."""
+        """Return the same as `plugin`, by vLLM's layers and its backend."""
         return self.written(self.computed(qkv, positions), slots, cache)
 
     def compiled(self, compiles: Callable) -> Callable:
@@ -193,7 +193,7 @@ class MlaPreAttention:
         return lambda qkv, positions, slots, cache: self.written(graph()(qkv, positions), slots, cache)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return the results of `ours` or `vllms` in the form of `exact`."""
+        """Return the results of `plugin` or `vllms` in the form of `exact`."""
         q, scale, kv, k_pe, cache = output
         q = q if scale is None else compiled_ops.dequantized(q[:tokens], scale)
         rows = self.decoder.cache(cache)[:, 0].float()

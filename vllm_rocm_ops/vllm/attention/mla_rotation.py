@@ -113,10 +113,10 @@ class QueryRotation:
         """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
-    def take(self, is_ours: bool) -> None:
+    def take(self, plugin_serves: bool) -> None:
         """Have attention rotate the queries, or vLLM's graph."""
         self.attn.__dict__.pop("forward_impl", None)
-        self.decoder.rotation = self if is_ours or self.decoder.is_forced else None
+        self.decoder.rotation = self if plugin_serves or self.decoder.is_forced else None
         if self.decoder.rotation is not None:
             self.attn.__dict__["forward_impl"] = self.forward_impl
 
@@ -140,7 +140,7 @@ class QueryRotation:
     def out(self, q_nope: Tensor) -> Tensor:
         return q_nope.new_empty((*q_nope.shape[:2], self.weights.shape[2]))
 
-    def ours(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+    def plugin(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
         """Return the rotated q_pe and the product by the op, or None where no kernel supports the call."""
         x = q_pe.new_empty((0, q_pe.shape[1], self.nope)) if q_nope is None else q_nope
         out = self.out(x)
@@ -159,11 +159,11 @@ class QueryRotation:
             return q_pe, None
         given = q_nope, self.weights
         with torch._C.DisableTorchFunctionSubclass():
-            out = mla_absorb.COMPARISON.ours(*given)
+            out = mla_absorb.COMPARISON.plugin(*given)
             return q_pe, mla_absorb.COMPARISON.baseline(*given) if out is None else out
 
     def vllms(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the same as `ours`, by vLLM's rotation and a launch of the product."""
+        """Return the same as `plugin`, by vLLM's rotation and a launch of the product."""
         return self.multiplied(self.computed(q_pe, positions), q_nope)
 
     def compiled(self, compiles: Callable) -> Callable:
@@ -172,7 +172,7 @@ class QueryRotation:
         return lambda q_pe, positions, q_nope: self.multiplied(graph()(q_pe, positions), q_nope)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return the results of `ours` or `vllms` in the form of `exact`."""
+        """Return the results of `plugin` or `vllms` in the form of `exact`."""
         return [None if x is None else x.flatten(1) for x in output]
 
     def exact(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> list[Tensor | None]:

@@ -56,13 +56,13 @@ def forward_of(theirs):
             groups.fill_(1.0)
             return theirs(self, *given, output=output, **rest)
         weights, plain, made = getattr(self, "W_UV", None), q.new_empty(output.shape), Output(output, groups)
-        is_ours = isinstance(weights, mla_absorb.Absorbed)
-        if is_ours:
+        plugin_serves = isinstance(weights, mla_absorb.Absorbed)
+        if plugin_serves:
             weights.rocm_ops_output = made
         try:
             theirs(self, *given, output=plain, **rest)
         finally:
-            if is_ours:
+            if plugin_serves:
                 weights.rocm_ops_output = None
         left = slice(made.rows, metadata.num_actual_tokens)
         if left.start < left.stop:
@@ -110,14 +110,16 @@ def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Deci
     if decoder.is_forced or name in decided.off:
         return decoder.is_forced
 
-    def wins(native: str, *kind: str) -> bool | None:
-        found = decided.shapes.get(f"{name} {mla_absorb.COMPARISON.describe((weights, weights.dtype, *kind))} {native}")
+    def wins(baseline_name: str, *kind: str) -> bool | None:
+        found = decided.shapes.get(
+            f"{name} {mla_absorb.COMPARISON.describe((weights, weights.dtype, *kind))} {baseline_name}"
+        )
         return None if found is None else any(found)
 
     if wins(SEPARATE, KIND) is False:
         return False
-    measured = wins(mla_absorb.NATIVE, KIND)
-    return bool(wins(mla_absorb.NATIVE) if measured is None else measured)
+    measured = wins(mla_absorb.BASELINE_NAME, KIND)
+    return bool(wins(mla_absorb.BASELINE_NAME) if measured is None else measured)
 
 
 # For timing
@@ -126,13 +128,13 @@ def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Deci
 class Quantized(mla_absorb.MlaAbsorb):
     """Describe W_UV's GEMM and the quantization, against torch.bmm and vLLM's quantization."""
 
-    native = mla_absorb.NATIVE
+    baseline_name = mla_absorb.BASELINE_NAME
 
     def outputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
         made, _, groups = quantized_attention.outputs(KIND, x.new_empty((*x.shape[:2], GROUP)))
         return made, None, groups
 
-    def ours(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor] | None:
+    def plugin(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor] | None:
         made = self.outputs(x, weights)
         return None if mla_absorb.run(x, weights, made[0], made[2]) is None else made
 
@@ -152,10 +154,10 @@ class Quantized(mla_absorb.MlaAbsorb):
 class AgainstTwoLaunches(Quantized):
     """The same against the plugin's GEMM followed by vLLM's quantization."""
 
-    native = SEPARATE
+    baseline_name = SEPARATE
 
     def plain(self, x: Tensor, weights: Tensor) -> Tensor:
-        return mla_absorb.COMPARISON.ours(x, weights)
+        return mla_absorb.COMPARISON.plugin(x, weights)
 
 
 def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
@@ -165,8 +167,10 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
         return
     of, found = (weights, weights.dtype, KIND), []
     for kernels in () if is_forced else COMPARISONS:
-        key = "absorbed", kernels.native, kernels.describe(of)
-        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, kernels.native, of)
+        key = "absorbed", kernels.baseline_name, kernels.describe(of)
+        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(
+            key, kernels, kernels.baseline_name, of
+        )
         if choice.layers is not None:
             choice.note(weights, min(max_tokens, mla_absorb.MAX_TOKENS), lambda: of)
         found.append(choice)

@@ -140,13 +140,13 @@ def wins(decoder, of: str, decided: kernel_selection.Decided, beside: str) -> bo
     """
     begin = f"{decoder.op.name} {decoder.describe()}{KINDS.get(of, '')} page "
     end = f" of {decoder.config.model_config.max_model_len} keys {beside}"
-    found = [ours for key, ours in decided.shapes.items() if key.startswith(begin) and key.endswith(end)]
+    found = [served for key, served in decided.shapes.items() if key.startswith(begin) and key.endswith(end)]
     return at_some_size(found) if found else None
 
 
 def at_some_size(found: list[bytes]) -> bool:
-    """True if the plugin serves at one batch size in all of these tables, which are as `Choice.ours`."""
-    found = [ours + ours[-1:] * (max(map(len, found)) - len(ours)) for ours in found]
+    """True if the plugin serves at one batch size in all of these tables, which are as `Choice.plugin_by_tokens`."""
+    found = [served + served[-1:] * (max(map(len, found)) - len(served)) for served in found]
     return any(all(at) for at in zip(*found))
 
 

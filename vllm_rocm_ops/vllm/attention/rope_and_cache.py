@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 NORM = "vllm_ir::rms_norm"
 UPDATE, NAME = "vllm::unified_kv_cache_update", "attention_front"
-OURS = f"vllm_rocm_ops::{NAME}"
+TORCH_OP = f"vllm_rocm_ops::{NAME}"
 """The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
 SPLITS = "split", "split_with_sizes", torch.functional.split
 VIEWS = "view", "reshape", "flatten", "unflatten"
@@ -121,12 +121,12 @@ def lacks(attn: torch.nn.Module, rotary: torch.nn.Module, dtype: torch.dtype) ->
     """Yield the features of a layer that the op does not support."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    impl, native = attn.impl, RotaryEmbedding.forward_native
+    impl, baseline = attn.impl, RotaryEmbedding.forward_native
     served = getattr(impl, "rocm_ops", None)
     if served is None or served.op is not ops.paged_attention_decode:
         yield "an unsupported backend"
         return
-    known = isinstance(rotary, RotaryEmbedding) and type(rotary).forward_native is native
+    known = isinstance(rotary, RotaryEmbedding) and type(rotary).forward_native is baseline
     forward = getattr(getattr(rotary, "_forward_method", None), "__name__", "")
     if not known or forward not in ("forward_native", "marked") or rotary.head_size != attn.head_size:
         yield "another rotation than RotaryEmbedding's, or by a custom op"
@@ -277,7 +277,7 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
     """Replace each marker, with what is around it, by the op where that is possible. Return how often."""
     from vllm_rocm_ops.vllm.graph.markers import ROTATION
 
-    if OURS not in splitting_ops:
+    if TORCH_OP not in splitting_ops:
         return 0
     found = {marker: place_of(marker) for marker in graph.find_nodes(op="call_function", target=ROTATION)}
     places = {marker: place for marker, place in found.items() if place is not None}
@@ -350,7 +350,7 @@ def probe() -> None:
 def install() -> None:
     """Define the op, and have vLLM split compiled models at it. `fronts` has graphs changed."""
     define()
-    split.also_at(OURS, UPDATE)
+    split.also_at(TORCH_OP, UPDATE)
     compiled_ops.pattern_finders.append(pre_attentions)
 
 

@@ -102,12 +102,12 @@ class RopePreAttention:
         """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
-    def take(self, is_ours: bool) -> None:
+    def take(self, plugin_serves: bool) -> None:
         """Have vLLM's graph mark the rotation, if the op serves all layers that share the rotation's module."""
         from vllm_rocm_ops.vllm.graph import markers
 
         taken = vars(self.rotary).setdefault("rocm_ops_taken", {})
-        taken[self.pattern] = is_ours or self.decoder.is_forced
+        taken[self.pattern] = plugin_serves or self.decoder.is_forced
         marks = markers.of_rotation(self.rotary, bool(self.norms))
         self.rotary._forward_method = marks if all(taken.values()) else self.rotary.forward_native
 
@@ -125,7 +125,7 @@ class RopePreAttention:
         positions = torch.randint(0, len(table), (tokens,), generator=generator, device=table.device)
         return qkv, positions, torch.arange(tokens, device=table.device), self.cache(tokens, table.device).zero_()
 
-    def ours(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
+    def plugin(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
         """Return q, k and the cache by the op, or None where no kernel supports the call."""
         done, q, k = self.run(self.op.run_kernels, qkv, positions, slots, cache)
         return None if done is None else (q, k, cache)
@@ -144,7 +144,7 @@ class RopePreAttention:
         return q, k, cache
 
     def vllms(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Return the same as `ours`, by vLLM's layers and its backend."""
+        """Return the same as `plugin`, by vLLM's layers and its backend."""
         return self.written(self.computed(qkv, positions), qkv, slots, cache)
 
     def compiled(self, compiles: Callable) -> Callable:
@@ -153,7 +153,7 @@ class RopePreAttention:
         return lambda qkv, positions, *places: self.written(graph()(qkv, positions), qkv, *places)
 
     def results(self, output: tuple[Tensor, Tensor, Tensor], tokens: int) -> list[Tensor]:
-        """Return the results of `ours` or `vllms` in the form of `exact`."""
+        """Return the results of `plugin` or `vllms` in the form of `exact`."""
         q, k, cache = output
         layout = CacheLayout(*self.decoder.caches(self.attn, cache))
         slots = torch.arange(tokens, device=q.device)

@@ -72,12 +72,12 @@ def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
                 contexts.append(AgainstTwoLaunches(decoder, page_size, query_len, keys))
             for context in contexts:
                 choice = kernel_selection.find_choice(context.key)
-                choice = choice or kernel_selection.new_choice(context.key, context, context.native, of)
+                choice = choice or kernel_selection.new_choice(context.key, context, context.baseline_name, of)
                 if choice.layers is not None:
                     choice.note(layer._k_scale, config.scheduler_config.max_num_seqs, lambda of=of: of)
                 if not isinstance(context, AgainstTwoLaunches):
                     found.append(choice)
-        decoder.choices[query_len], decoder.never_ours = tuple(found), None
+        decoder.choices[query_len], decoder.baseline_alone = tuple(found), None
 
 
 class Layer:
@@ -108,17 +108,17 @@ class Context:
     """
 
     sampled_rows = 4
-    native = ""
+    baseline_name = ""
     """The name of the timed baseline: vLLM's backend, unless a subclass sets it."""
 
     def __init__(self, decoder, page_size: int, query_len: int, keys: int):
         self.op, self.query_len, self.keys = decoder.op, query_len, keys
-        self.native = self.native or decoder.backend.name
+        self.baseline_name = self.baseline_name or decoder.backend.name
         rows = f" {query_len} rows" * (query_len > 1)
         longest = decoder.config.model_config.max_model_len
         quantized = quantized_attention.KINDS.get(decoder.quantized, "")
         self.shape = f"{decoder.describe()}{quantized} page {page_size}{rows} {keys} of {longest} keys"
-        self.key = "attention", self.native, self.shape
+        self.key = "attention", self.baseline_name, self.shape
 
     def max_tokens(self) -> int:
         return 0
@@ -141,9 +141,9 @@ class Context:
         query = x.view(requests * self.query_len, of.decoder.impl.num_heads, -1)
         return query, of, metadata
 
-    def ours(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...] | None:
+    def plugin(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...] | None:
         requests = len(query) // self.query_len
-        return of.decoder.ours((requests, self.query_len), of.module, query, metadata)
+        return of.decoder.plugin((requests, self.query_len), of.module, query, metadata)
 
     def baseline(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
         return of.decoder.baseline(of.module, query, metadata)
@@ -162,7 +162,7 @@ class Context:
 class AgainstTwoLaunches(Context):
     """Time fused output quantization against the plugin's attention followed by vLLM's quantization."""
 
-    native = quantized_attention.SEPARATE
+    baseline_name = quantized_attention.SEPARATE
 
     def baseline(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
         output, *scales = quantized_attention.outputs(of.decoder.quantized, query)

@@ -68,13 +68,13 @@ class GroupAllReduce:
     def serves(self, call: Call, tokens: int) -> bool:
         """True if the plugin's launch serves a call with this token count."""
         choice = self.choices.get(call)
-        return choice is not None and choice.is_ours(tokens)
+        return choice is not None and choice.plugin_serves(tokens)
 
     def wins(self, call: Call, everywhere: bool) -> bool:
         """True if the plugin's launch serves some token count, or with `everywhere` all that it supports."""
         choice = self.choices.get(call)
-        ours = choice.ours[1:] if choice is not None else b""
-        return bool(ours) and (all(ours) if everywhere else any(ours))
+        served = choice.plugin_by_tokens[1:] if choice is not None else b""
+        return bool(served) and (all(served) if everywhere else any(served))
 
 
 groups: dict[str, GroupAllReduce] = {}
@@ -84,10 +84,10 @@ groups: dict[str, GroupAllReduce] = {}
 def state() -> list[str]:
     """Return what decides which graphs hold the plugin's all-reduce."""
     return sorted(
-        f"{name} {choice.key} {'all' if all(choice.ours[1:]) else 'some'}"
+        f"{name} {choice.key} {'all' if all(choice.plugin_by_tokens[1:]) else 'some'}"
         for name, shared in groups.items()
         for choice in shared.choices.values()
-        if any(choice.ours)
+        if any(choice.plugin_by_tokens)
     )
 
 
@@ -214,8 +214,8 @@ def run_helper(reduce: Callable, one_plus: bool, x: Tensor, residual: Tensor, we
     return reduce(ops.fused_add_rms_norm, x, residual, weight, epsilon, one_plus), residual
 
 
-def replace_everywhere(modules: Iterable[types.ModuleType], name: str, theirs: Callable, ours: Callable) -> None:
+def replace_everywhere(modules: Iterable[types.ModuleType], name: str, theirs: Callable, plugin: Callable) -> None:
     """Replace a function of vLLM's in all modules that imported it by name."""
     for module in modules:
         if getattr(module, name, None) is theirs:
-            setattr(module, name, ours)
+            setattr(module, name, plugin)

@@ -62,7 +62,7 @@ def calls_of(config, models: list[torch.nn.Module]) -> dict[Call, torch.nn.Modul
         and any(compilation.is_compiled(config, model) for model in models)
     ):
         found[Call("fused_add_rms_norm", hidden, dtype, True)] = None
-        for pattern, runs in choices.ours.items():
+        for pattern, runs in choices.decisions.items():
             name, columns, *traits = pattern.split()
             if runs and name in launches.NORMS and int(columns) == hidden:
                 has_residual, is_column_major = "residual" in traits, "column-major" in traits
@@ -125,7 +125,7 @@ class AllReduceComparison:
         """True if the norm multiplies by 1 + weight."""
         return all_reduce_norm.HELPERS.get(self.call.helper, False)
 
-    def ours(self, x: Tensor, *args) -> tuple:
+    def plugin(self, x: Tensor, *args) -> tuple:
         """Return the results of the plugin's launch, then the residual."""
         if self.op is None:
             return (self.reduce.sum(x),)
@@ -202,15 +202,15 @@ def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callabl
         clock.finish()
         return both.results(found, args), found
 
-    native, _ = agree(lambda: run(both.baseline), keep=True)
-    ours, raw = agree(lambda: run(both.ours), keep=True)
+    baseline, _ = agree(lambda: run(both.baseline), keep=True)
+    plugin, raw = agree(lambda: run(both.plugin), keep=True)
 
     def judge() -> tuple[str, str, float, float]:
         both.reduce.check()
         rows, columns = torch.arange(tokens, device=both.device), torch.arange(both.call.hidden, device=both.device)
         errors = [0.0, 0.0]
         try:
-            each = zip(ours, native, both.exact(*sets[0]), strict=True)
+            each = zip(plugin, baseline, both.exact(*sets[0]), strict=True)
             errors, *_ = [kernel_timing.check(*one, rows, columns) for one in each]
         except Mismatch as error:
             return str(error), "", *errors
@@ -223,11 +223,11 @@ def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callabl
     if wrong:
         raise Mismatch("; ".join(wrong))
     on_rank = [(every[rank], *args) for every, args in sets] * (CALLS // SETS)
-    calls = {"ours": both.ours, "native": both.baseline}
+    calls = {"plugin": both.plugin, "baseline": both.baseline}
     replays = Replays(calls, on_rank, kernel_timing.allowed(judged[0][3]), copies)
     times = clock.times(both.group, agree, calls, on_rank, replays)
     agree(both.reduce.check)
-    of_ranks = agree(lambda: tuple(statistics.median(times[name]) for name in ("ours", "native")))
+    of_ranks = agree(lambda: tuple(statistics.median(times[name]) for name in ("plugin", "baseline")))
     return Measured(*map(max, zip(*of_ranks)), *judged[0][2:])
 
 
@@ -373,7 +373,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
             set(known[0]),
         )
     shared = GroupAllReduce(reduce, choices)
-    if not any(any(choice.ours) for choice in choices.values()):
+    if not any(any(choice.plugin_by_tokens) for choice in choices.values()):
         reduce.close()
         return
     all_reduce_norm.groups[group.unique_name] = shared
@@ -383,8 +383,8 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
             communicator.all_reduce = all_reduce_norm.communicator(theirs, shared, call)
         elif wins and call.helper:
             vllms = helper_of(call)
-            ours = all_reduce_norm.helper(vllms, shared, call)
-            all_reduce_norm.replace_everywhere(list(sys.modules.values()), call.helper, vllms, ours)
+            plugin = all_reduce_norm.helper(vllms, shared, call)
+            all_reduce_norm.replace_everywhere(list(sys.modules.values()), call.helper, vllms, plugin)
     for name in ("execute_model", "sample_tokens"):
         if hasattr(worker, name):
             setattr(worker, name, checked(getattr(worker, name), reduce.check))
@@ -393,7 +393,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
 def made_choice(both: AllReduceComparison, decided: Decided) -> Choice:
     """Return the choice of a call, equal on all ranks."""
     choice = kernel_selection.new_choice((all_reduce_norm.NAME, both.call), both.call, both.word, ())
-    choice.state, choice.ours = "unmeasured", bytes(1)
+    choice.state, choice.plugin_by_tokens = "unmeasured", bytes(1)
     choice.decide(decided)
     return choice
 

@@ -42,13 +42,13 @@ class CompileChoices:
     """The choices made before vLLM compiles.
 
     Attributes:
-        ours: Whether the plugin serves a pattern (`fused_quant.pattern`).
+        decisions: Whether the plugin serves a pattern (`fused_quant.pattern`).
         off: Ops that are off on this GPU.
         all_reduced: Quantizations after an all-reduce and a norm that stay vLLM's.
         on: Which of the seams norm and activation are on.
     """
 
-    ours: dict[str, bool] = dataclasses.field(default_factory=dict)
+    decisions: dict[str, bool] = dataclasses.field(default_factory=dict)
     off: frozenset[str] = frozenset()
     all_reduced: frozenset = frozenset()
     on: frozenset[str] = frozenset()
@@ -122,7 +122,7 @@ class QuantComparison:
         x = random(self.columns * (1 if self.is_norm else 2))
         return x, random(self.columns) if self.has_residual else None
 
-    def ours(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def plugin(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Return the quantized result, its scales and the residual by the op, or None where no kernel supports it."""
         from vllm_rocm_ops.vllm.graph import fused_quant
 
@@ -164,7 +164,7 @@ class QuantComparison:
         return result if most is None else result.clamp(-most, most), x if self.has_residual else None
 
     def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
-        """Return the results of `ours` or `vllms` in the form of `exact`."""
+        """Return the results of `plugin` or `vllms` in the form of `exact`."""
         values, scale, residual = output
         return [dequantized(values[:tokens], scale), residual]
 
@@ -177,7 +177,7 @@ class QuantComparison:
         """True if the op runs before timing: unless a vLLM pass fuses the quantization."""
         return compilation.FUSED not in self.key.rpartition(" ")[2].split("-")
 
-    def take(self, is_ours: bool) -> None:
+    def take(self, plugin_serves: bool) -> None:
         """Do nothing: a graph's pass reads the decision from `choices`."""
 
 
@@ -210,10 +210,10 @@ def measure_pair(
     def shown(output: tuple) -> list[Tensor]:
         return [found for found, wanted in zip(one.results(output, tokens), exact) if wanted is not None]
 
-    def judge(ours: tuple, native: tuple) -> tuple[float, float]:
+    def judge(plugin: tuple, baseline: tuple) -> tuple[float, float]:
         of_values, *_ = [
             kernel_timing.check(*pair, wanted, rows, torch.arange(wanted.shape[1], device=rows.device))
-            for *pair, wanted in zip(shown(ours), shown(native), (wanted for wanted in exact if wanted is not None))
+            for *pair, wanted in zip(shown(plugin), shown(baseline), (wanted for wanted in exact if wanted is not None))
         ]
         return of_values
 
@@ -265,11 +265,11 @@ def fused_in(
 
 def decide(found: list[QuantComparison], decided: Decided) -> dict[str, bool]:
     """Return, by pattern, whether the op runs. Raises ValueError for a key that has a choice per token count."""
-    ours = {}
+    decisions = {}
     for one in found:
         if not kernel_selection.is_whole(one.key):
             raise ValueError(f"{one.op.name}: key must have one choice for all token counts, got {one.key}")
         measured = decided.shapes.get(one.key)
         runs = one.runs_unmeasured() if measured is None else bool(measured[0])
-        ours[one.pattern] = ours.get(one.pattern, True) and runs and one.op.name not in decided.off
-    return ours
+        decisions[one.pattern] = decisions.get(one.pattern, True) and runs and one.op.name not in decided.off
+    return decisions

@@ -23,14 +23,14 @@ VIEWS = (
 GEMMS = (aten.mm.default, aten.addmm.default)
 
 
-def are_alike(ours: tuple, theirs: tuple) -> bool:
+def are_alike(one: tuple, other: tuple) -> bool:
     """True if results have equal shapes, dtypes and strides for any token count."""
     return all(
-        one.dtype == other.dtype
-        and one.dim() == other.dim()
-        and all(map(statically_known_true, map(operator.eq, one.shape, other.shape)))
-        and all(map(statically_known_true, map(operator.eq, one.stride(), other.stride())))
-        for one, other in zip(ours, theirs, strict=True)
+        a.dtype == b.dtype
+        and a.dim() == b.dim()
+        and all(map(statically_known_true, map(operator.eq, a.shape, b.shape)))
+        and all(map(statically_known_true, map(operator.eq, a.stride(), b.stride())))
+        for a, b in zip(one, other, strict=True)
     )
 
 

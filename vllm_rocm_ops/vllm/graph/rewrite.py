@@ -176,7 +176,7 @@ class Fusion(VllmInductorPass):
         outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
         columns = producer.result.meta["val"].shape[-1]
         is_like = are_alike(made_by(op, outputs, values), readers[0].meta["val"])
-        if not is_like or not self.is_ours(producer, key, given, columns):
+        if not is_like or not self.plugin_serves(producer, key, given, columns):
             return False
         if producer.added is not None and any(user < place_of(producer, given) for user in producer.added.users):
             return False
@@ -186,7 +186,7 @@ class Fusion(VllmInductorPass):
             insert(producer, op, given, readers, self.summed(producer, op, given))
         return True
 
-    def is_ours(self, producer: Producer, key, given: dict, columns: int) -> bool:
+    def plugin_serves(self, producer: Producer, key, given: dict, columns: int) -> bool:
         """Return the decision for a pattern.
 
         A model's first norm, without residual, follows the others. An untimed pattern is the plugin's unless a vLLM
@@ -198,7 +198,7 @@ class Fusion(VllmInductorPass):
             op = fused_quant.op_of(producer.table, key, adds)
             if op.name in choices.off:
                 return False
-            decided = choices.ours.get(fused_quant.pattern(op, columns, dtype, adds, *traits))
+            decided = choices.decisions.get(fused_quant.pattern(op, columns, dtype, adds, *traits))
             if decided is not None:
                 return decided
         passes, is_norm = self.pass_config, producer.name == "norm"
@@ -222,7 +222,7 @@ class Fusion(VllmInductorPass):
         modules += [markers, queries, all_reduce_norm]
         sources = [Path(module.__file__).read_text() for module in modules]
         made = (
-            sorted(choices.ours.items()),
+            sorted(choices.decisions.items()),
             sorted(choices.off),
             sorted(map(str, choices.all_reduced)),
             sorted(choices.on),
@@ -315,12 +315,12 @@ def insert(
         torch_op, called = all_reduce_norm.OP, all_reduce_norm.node_arguments(op, given, summed)
     with node.graph.inserting_before(place):
         if residual is None:
-            ours = node.graph.call_function(torch_op, tuple(called.values()))
-            ours.meta["val"] = values if len(values) > 1 else values[0]
+            fused = node.graph.call_function(torch_op, tuple(called.values()))
+            fused.meta["val"] = values if len(values) > 1 else values[0]
         else:
-            ours = node.graph.call_function(auto_functionalized, (torch_op,), called)
-            ours.meta["val"] = (*values, residual.meta["val"])
-        outputs = list(items(ours)) if isinstance(ours.meta["val"], tuple) else [ours]
+            fused = node.graph.call_function(auto_functionalized, (torch_op,), called)
+            fused.meta["val"] = (*values, residual.meta["val"])
+        outputs = list(items(fused)) if isinstance(fused.meta["val"], tuple) else [fused]
     if residual is not None:
         added = outputs.pop()
         if producer.added is not None:
@@ -352,9 +352,9 @@ def items(node: fx.Node) -> Iterator[fx.Node]:
 
 def update_in_place(graph: fx.Graph) -> None:
     """Have ops update their residual in place, which `Norm.may_update` allowed."""
-    ours = {all_reduce_norm.OP, *(op.torch_op for op in registered())}
+    plugin_ops = {all_reduce_norm.OP, *(op.torch_op for op in registered())}
     for node in graph.find_nodes(op="call_function", target=auto_functionalized):
-        if node.args[0] not in ours:
+        if node.args[0] not in plugin_ops:
             continue
         *parts, _ = node.meta["val"]
         with graph.inserting_before(node):

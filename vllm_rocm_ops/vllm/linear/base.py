@@ -1,7 +1,7 @@
 """Keep vLLM's kernel next to the plugin's for the same linear layer, for unsupported or slower calls.
 
 Each call chooses between the op and vLLM's kernel (kernel_selection.py) inside one opaque torch op: a compiled graph
-serves every token count, and a captured graph holds the choice for its batch size. The torch op names the kept kernel
+serves every token count, and a captured graph holds the choice for its batch size. The torch op names the baseline
 by class and configuration. Both are the same in every process, so graphs from vLLM's compile cache find the kernel, and
 equal layers compile to equal graphs. A kernel has no other state: the weights are arguments of the torch op.
 """
@@ -64,51 +64,51 @@ class HasBaseline:
 
         return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
 
-    def keep_native(self, native: type | None, *arguments) -> None:
+    def keep_baseline(self, baseline: type | None, *arguments) -> None:
         """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
-        self.native = native and native(*arguments)
-        self.native_name = native and register_baseline(self.native)
-        self.order = None if self.native else "plain"
+        self.baseline = baseline and baseline(*arguments)
+        self.baseline_name = baseline and register_baseline(self.baseline)
+        self.order = None if self.baseline else "plain"
 
 
-def register_first(ours: type, table: dict) -> None:
+def register_first(plugin: type, table: dict) -> None:
     """Have vLLM ask the plugin's kernel before its own. `register_linear_kernel` only appends."""
     from vllm.platforms import current_platform
 
-    table.setdefault(current_platform._enum, []).insert(0, ours)
+    table.setdefault(current_platform._enum, []).insert(0, plugin)
 
 
 @contextlib.contextmanager
-def without(kernels: list[type], ours: type):
+def without(kernels: list[type], plugin: type):
     """Remove the plugin's kernel from vLLM's list within a context."""
-    place = kernels.index(ours)
+    place = kernels.index(plugin)
     del kernels[place]
     try:
         yield
     finally:
-        kernels.insert(place, ours)
+        kernels.insert(place, plugin)
 
 
-def vllm_kernel_for(ours: type, config, table: dict, quantization: str) -> type | None:
+def vllm_kernel_for(plugin: type, config, table: dict, quantization: str) -> type | None:
     """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests."""
     from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
     from vllm.platforms import current_platform
 
     if seam.served_platform() == "cpu":
         return None
-    with without(table[current_platform._enum], ours):
+    with without(table[current_platform._enum], plugin):
         try:
             return choose_scaled_mm_linear_kernel(config, table, quantization=quantization)
         except ValueError:
             return None
 
 
-def can_keep(native: type | None, base: type) -> tuple[bool, str]:
+def can_keep(baseline: type | None, base: type) -> tuple[bool, str]:
     """Answer vLLM whether its kernel can be kept: its input must be quantized by `base`, as the plugin's is."""
-    plain = native is None or (
-        native.apply_weights is base.apply_weights and getattr(native, "apply_input_quant", True)
+    plain = baseline is None or (
+        baseline.apply_weights is base.apply_weights and getattr(baseline, "apply_input_quant", True)
     )
-    return plain, "" if plain else f"leaves the layer to {native.__name__}, which quantizes its input itself"
+    return plain, "" if plain else f"leaves the layer to {baseline.__name__}, which quantizes its input itself"
 
 
 def register_baseline(kernel: object) -> str:
@@ -123,18 +123,18 @@ def baseline_named(name: str) -> object:
     return _kernels[name]
 
 
-def run_or_baseline(native: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
-    """Run an op where the choice selects it and its kernels support the arguments, else `native()`.
+def run_or_baseline(baseline: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
+    """Run an op where the choice selects it and its kernels support the arguments, else `baseline()`.
 
     Args:
-        native: Runs vLLM's kernel.
+        baseline: Runs vLLM's kernel.
         op: The op.
         choice: The choice for the layer's shape.
         *arguments: The op's. The first is [tokens, ...].
     """
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
-    output = op.run_kernels(*arguments) if choice.is_ours(tokens) else None
-    return native() if output is None else output
+    output = op.run_kernels(*arguments) if choice.plugin_serves(tokens) else None
+    return baseline() if output is None else output
 
 
 def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
@@ -163,10 +163,10 @@ def baseline_serves(kernel, tokens: Tensor) -> bool:
     A kernel that never serves its layer hands over all later calls.
     """
     choice = None if torch.compiler.is_compiling() else getattr(kernel, "choice", None)
-    if choice is None or choice.layers is not None or choice.is_ours(tokens.numel() // max(tokens.shape[-1], 1)):
+    if choice is None or choice.layers is not None or choice.plugin_serves(tokens.numel() // max(tokens.shape[-1], 1)):
         return False
-    if choice.is_never_ours:
-        kernel.apply_weights = kernel.native.apply_weights
+    if choice.baseline_always_serves:
+        kernel.apply_weights = kernel.baseline.apply_weights
     return True
 
 
@@ -188,13 +188,13 @@ class Linear:
     """Returns the op's arguments, given `run`'s."""
     sampled_rows = 8
 
-    def ours(self, *arguments) -> Tensor | None:
+    def plugin(self, *arguments) -> Tensor | None:
         """Run the op, or return None where its kernels do not support the arguments."""
         return self.op.run_kernels(*self.taken(*arguments))
 
     def serve(self, choice: Choice, *arguments) -> Tensor:
         """Run a call by its choice. The first argument is [tokens, K]."""
-        output = self.ours(*arguments) if choice.is_ours(arguments[0].shape[0]) else None
+        output = self.plugin(*arguments) if choice.plugin_serves(arguments[0].shape[0]) else None
         return self.baseline(*arguments) if output is None else output
 
     def call(self, kernel, *arguments) -> Tensor:
@@ -205,7 +205,7 @@ class Linear:
         if choice is None or choice.layers is not None:  # making a key takes as long as launching an op
             choice = kernel.choice = self.choice_of(*arguments)
             return self.serve(choice, *arguments)
-        output = self.op.run_kernels(*self.taken(*arguments))  # as `ours`, with one frame less
+        output = self.op.run_kernels(*self.taken(*arguments))  # as `plugin`, with one frame less
         return self.baseline(*arguments) if output is None else output
 
     def max_tokens(self) -> int:
@@ -224,9 +224,9 @@ class Linear:
         k, n = self.columns(layer)
         return f"{n}x{k} {kernel_selection.types(*types)}" + " bias" * (bias is not None)
 
-    def choice(self, key: tuple, native: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
+    def choice(self, key: tuple, baseline_name: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
         """Return the choice for layers of a key, and note the layer if it is to be timed."""
-        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, self, native, layer())
+        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, self, baseline_name, layer())
         if choice.layers is not None:
             choice.note(weight, tokens, layer)
         return choice
@@ -293,5 +293,5 @@ def won_everywhere(key: str) -> bool:
     from vllm.config import get_current_vllm_config
 
     scheduler = get_current_vllm_config().scheduler_config
-    ours = kernel_selection.wins(key) if "measured_selection" in seam.active() else b""
-    return len(ours) > scheduler.max_num_batched_tokens and all(ours[1:])
+    served = kernel_selection.wins(key) if "measured_selection" in seam.active() else b""
+    return len(served) > scheduler.max_num_batched_tokens and all(served[1:])

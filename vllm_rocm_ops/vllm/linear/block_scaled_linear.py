@@ -18,9 +18,9 @@ MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
 
 def block_scaled_linear(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, native: str
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, baseline_name: str
 ) -> Tensor:
-    """Run `block_scaled_mm`, or the kept kernel on the same arguments.
+    """Run `block_scaled_mm`, or the baseline on the same arguments.
 
     Args:
         a: [M, K], e4m3.
@@ -28,9 +28,9 @@ def block_scaled_linear(
         scale_a: [M, K / 128], float32.
         scale_b: [N / 128, K / 128], rounded up, float32.
         out_dtype: The result's dtype.
-        native: The name of the kept kernel.
+        baseline_name: The name of the baseline.
     """
-    given = a, b, scale_a, scale_b, out_dtype, native
+    given = a, b, scale_a, scale_b, out_dtype, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
@@ -39,22 +39,24 @@ class BlockScaledLinear(linear_base.Linear):
 
     op, run, limit = ops.block_scaled_mm, staticmethod(block_scaled_linear), MAX_TOKENS
 
-    def choice_of(self, a, b, scale_a, scale_b, out_dtype, native):
-        return self.choice((native, b.shape), native, lambda: (b, scale_b, out_dtype, native), b, a.shape[0])
+    def choice_of(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
+        return self.choice(
+            (baseline_name, b.shape), baseline_name, lambda: (b, scale_b, out_dtype, baseline_name), b, a.shape[0]
+        )
 
-    def baseline(self, a, b, scale_a, scale_b, out_dtype, native):
-        return linear_base.baseline_named(native).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+    def baseline(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
+        return linear_base.baseline_named(baseline_name).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
-    def taken(self, a, b, scale_a, scale_b, out_dtype, native):
+    def taken(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
         return a, b, scale_a, scale_b, out_dtype
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2])
 
     def arguments(self, layer, x, seed):
-        b, scale_b, out_dtype, native = layer
-        a, scale_a = linear_base.baseline_named(native).quant_fp8.forward_native(x)  # compiles nothing
-        return a, b, scale_a, scale_b, out_dtype, native
+        b, scale_b, out_dtype, baseline_name = layer
+        a, scale_a = linear_base.baseline_named(baseline_name).quant_fp8.forward_native(x)  # compiles nothing
+        return a, b, scale_a, scale_b, out_dtype, baseline_name
 
     def exact(self, arguments, x, rows, columns):
         a, b, scale_a, scale_b, *_ = arguments
@@ -75,7 +77,7 @@ class BlockScaledLinear(linear_base.Linear):
 COMPARISON = BlockScaledLinear()
 
 
-def _fake(a, b, scale_a, scale_b, out_dtype, native):
+def _fake(a, b, scale_a, scale_b, out_dtype, baseline_name):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
@@ -110,44 +112,44 @@ def install() -> None:
                 return False, f"supports weight blocks of {BLOCK}x{BLOCK} and activation groups of {BLOCK} only"
             possible, why = super().can_implement(config)
             return (
-                linear_base.can_keep(cls.native_class(config), Fp8BlockScaledMMLinearKernel)
+                linear_base.can_keep(cls.baseline_class(config), Fp8BlockScaledMMLinearKernel)
                 if possible
                 else (False, why)
             )
 
         @classmethod
-        def native_class(cls, config):
+        def baseline_class(cls, config):
             """Return the kernel that vLLM would choose without the plugin."""
             return linear_base.vllm_kernel_for(cls, config, table, "fp8_block_w8a8")
 
         def __init__(self, config):
             super().__init__(config)
-            self.keep_native(self.native_class(config), config)
-            if self.native is not None:
-                self.quant_fp8, self.use_triton = self.native.quant_fp8, self.native.use_triton
+            self.keep_baseline(self.baseline_class(config), config)
+            if self.baseline is not None:
+                self.quant_fp8, self.use_triton = self.baseline.quant_fp8, self.baseline.use_triton
 
         def process_weights_after_loading(self, layer):
-            prepare = super() if self.native is None else self.native
+            prepare = super() if self.baseline is None else self.baseline
             prepare.process_weights_after_loading(layer)
             order, params = "plain", self._get_layer_params(layer)
             if params.block_scale.dtype == torch.float8_e8m0fnu:  # the op needs float32, as inputs' scales are
                 replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
             scale = self._get_layer_params(layer).block_scale.data
             described = params.weight, scale, self.config.out_dtype, None
-            fragments = layer, params.weight, COMPARISON, self.native, described, scale, self.config.out_dtype
+            fragments = layer, params.weight, COMPARISON, self.baseline, described, scale, self.config.out_dtype
             if linear_base.wants_fragments(*fragments):
                 replace_parameter(layer, params.WEIGHT, weight_order.in_fragments(params.weight.data))
-                order, self.native = "fragments", None
+                order, self.baseline = "fragments", None
             weight_order.note_order(self, layer, order)
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             out_dtype = self.config.out_dtype
             if self.order is None or linear_base.baseline_serves(self, A):
-                return self.native.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
-            if self.native is None:
+                return self.baseline.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
+            if self.baseline is None:
                 weight = weight_order.fragments_of(B) if self.order == "fragments" else B
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
-            return COMPARISON.call(self, A, B, As, Bs, out_dtype, self.native_name)
+            return COMPARISON.call(self, A, B, As, Bs, out_dtype, self.baseline_name)
 
     linear_base.register_first(RocmOpsBlockScaledLinear, table)
 

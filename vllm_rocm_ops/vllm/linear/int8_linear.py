@@ -20,9 +20,9 @@ MAX_TOKENS = 0  # default token limit, before timing (kernel_selection.py)
 
 
 def int8_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, native: str
+    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, baseline_name: str
 ) -> Tensor:
-    """Run `gemm` on quantized x, or the kept kernel on x.
+    """Run `gemm` on quantized x, or the baseline on x.
 
     Args:
         x: [M, K], bf16 or fp16.
@@ -30,9 +30,9 @@ def int8_linear(
         weight_scale: 1 or N scales, float32.
         input_scale: 1 scale, None for one scale per token.
         bias: [N] or None.
-        native: The name of the kept kernel.
+        baseline_name: The name of the baseline.
     """
-    given = x, weight, weight_scale, input_scale, bias, native
+    given = x, weight, weight_scale, input_scale, bias, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
@@ -48,18 +48,18 @@ class Int8Linear(linear_base.Linear):
 
     op, run, limit = ops.gemm, staticmethod(int8_linear), MAX_TOKENS
 
-    def choice_of(self, x, weight, weight_scale, input_scale, bias, native):
+    def choice_of(self, x, weight, weight_scale, input_scale, bias, baseline_name):
         def layer() -> tuple:
-            return weight, weight_scale, input_scale, bias, native, x.dtype
+            return weight, weight_scale, input_scale, bias, baseline_name, x.dtype
 
-        return self.choice((native, weight.shape, bias is None), native, layer, weight, x.shape[0])
+        return self.choice((baseline_name, weight.shape, bias is None), baseline_name, layer, weight, x.shape[0])
 
-    def baseline(self, x, weight, weight_scale, input_scale, bias, native):
-        kernel = linear_base.baseline_named(native)
+    def baseline(self, x, weight, weight_scale, input_scale, bias, baseline_name):
+        kernel = linear_base.baseline_named(baseline_name)
         values = weight, weight_scale, input_scale, None, None
         return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
 
-    def taken(self, x, weight, weight_scale, input_scale, bias, native):
+    def taken(self, x, weight, weight_scale, input_scale, bias, baseline_name):
         a, scale_a = quantized(x, input_scale)
         return a, weight, x.dtype, scale_a, weight_scale, bias
 
@@ -94,7 +94,7 @@ class Int8Linear(linear_base.Linear):
 COMPARISON = Int8Linear()
 
 
-def _fake(x, weight, weight_scale, input_scale, bias, native):
+def _fake(x, weight, weight_scale, input_scale, bias, baseline_name):
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
@@ -129,16 +129,16 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_native(linear_base.vllm_kernel_for(type(self), c, table, "int8_w8a8"), c, layer_param_names)
+            self.keep_baseline(linear_base.vllm_kernel_for(type(self), c, table, "int8_w8a8"), c, layer_param_names)
 
         def process_weights_after_loading(self, layer):
-            if self.native is None:
+            if self.baseline is None:
                 super().process_weights_after_loading(layer)
                 weight_order.note_order(self, layer, "plain")
                 return
             name = self.layer_param_names[0]
             shape, before = getattr(layer, name).shape, weight_order.checksum(getattr(layer, name).data)
-            self.native.process_weights_after_loading(layer)
+            self.baseline.process_weights_after_loading(layer)
             weight = getattr(layer, name)
             is_plain = weight is not None and (weight.dtype, weight.t().shape) == (torch.int8, shape)
             is_plain = is_plain and weight_order.checksum(weight.data.t()).equal(before)
@@ -146,14 +146,14 @@ def install() -> None:
 
         def apply_weights(self, layer, x, bias=None):
             if self.order is None or linear_base.baseline_serves(self, x):
-                return self.native.apply_weights(layer, x, bias)
+                return self.baseline.apply_weights(layer, x, bias)
             weight, weight_scale, input_scale = self._get_layer_params(layer)[:3]
             tokens = x.reshape(-1, x.shape[-1])
-            if self.native is None:
+            if self.baseline is None:
                 a, scale_a = quantized(tokens, input_scale)
                 output = torch.ops.vllm_rocm_ops.gemm(a, weight, x.dtype, scale_a, weight_scale, bias)
             else:
-                arguments = tokens, weight, weight_scale, input_scale, bias, self.native_name
+                arguments = tokens, weight, weight_scale, input_scale, bias, self.baseline_name
                 output = COMPARISON.call(self, *arguments)
             return output.view(*x.shape[:-1], output.shape[-1])
 

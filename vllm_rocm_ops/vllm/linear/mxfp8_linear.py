@@ -58,9 +58,9 @@ def mxfp8_linear(
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    native: str,
+    baseline_name: str,
 ) -> Tensor:
-    """Run `mxfp8_scaled_mm`, or the kept kernel on the same values.
+    """Run `mxfp8_scaled_mm`, or the baseline on the same values.
 
     Args:
         a: [M, K], e4m3fn.
@@ -69,9 +69,9 @@ def mxfp8_linear(
         weight_scale: [N, K / 32] or [N / 32, K / 32], e8m0.
         bias: [N] or None.
         out_dtype: The result's dtype.
-        native: The name of the kept kernel.
+        baseline_name: The name of the baseline.
     """
-    given = a, scale_a, weight, weight_scale, bias, out_dtype, native
+    given = a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
@@ -80,15 +80,15 @@ class Mxfp8Linear(linear_base.Linear):
 
     op, run, limit = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear), MAX_TOKENS
 
-    def choice_of(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
-        key, layer = (native, weight.shape, bias is None), (weight, weight_scale, bias, out_dtype, native)
-        return self.choice(key, native, lambda: layer, weight, a.shape[0])
+    def choice_of(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
+        key, layer = (baseline_name, weight.shape, bias is None), (weight, weight_scale, bias, out_dtype, baseline_name)
+        return self.choice(key, baseline_name, lambda: layer, weight, a.shape[0])
 
-    def baseline(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
+    def baseline(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
-        return linear_base.baseline_named(native).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
+        return linear_base.baseline_named(baseline_name).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
 
-    def taken(self, a, scale_a, weight, weight_scale, bias, out_dtype, native):
+    def taken(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         return a, weight, scale_a, weight_scale, out_dtype, bias
 
     def describe(self, layer):
@@ -115,7 +115,7 @@ class Mxfp8Linear(linear_base.Linear):
 COMPARISON = Mxfp8Linear()
 
 
-def _fake(a, scale_a, weight, weight_scale, bias, out_dtype, native):
+def _fake(a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
     return a.new_empty((a.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
@@ -169,12 +169,12 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            self.keep_native(linear_base.vllm_kernel_for(type(self), c, table, "mxfp8"), c)
-            self.hands_rows = isinstance(self.native, takes_rows)
+            self.keep_baseline(linear_base.vllm_kernel_for(type(self), c, table, "mxfp8"), c)
+            self.hands_rows = isinstance(self.baseline, takes_rows)
 
         def process_weights_after_loading(self, layer):
-            if self.native is not None:
-                self.native.process_weights_after_loading(layer)
+            if self.baseline is not None:
+                self.baseline.process_weights_after_loading(layer)
                 if self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn:
                     tell(layer)
                 return
@@ -185,15 +185,15 @@ def install() -> None:
 
         def apply_weights(self, layer, x, bias=None):
             # vLLM's kernel keeps some weights in bf16. Its emulation does not quantize the input.
-            serves = self.native is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
+            serves = self.baseline is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
             if not serves or linear_base.baseline_serves(self, x):
-                return self.native.apply_weights(layer, x, bias)
+                return self.baseline.apply_weights(layer, x, bias)
             weight, weight_scale = layer.weight, layer.weight_scale
             a, scale_a = quantize(x.reshape(-1, x.shape[-1]))
-            if self.native is None:
+            if self.baseline is None:
                 output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
             else:
-                output = COMPARISON.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.native_name)
+                output = COMPARISON.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.baseline_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
     linear_base.register_first(RocmOpsMxfp8Linear, table)

@@ -33,21 +33,21 @@ def scaled_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     in_fragments: bool,
-    native: str,
+    baseline_name: str,
 ) -> Tensor:
-    """Run `scaled_mm`, or the kept kernel on the same arguments.
+    """Run `scaled_mm`, or the baseline on the same arguments.
 
     Args:
         a: [M, K], e4m3.
-        b: The weight as the kept kernel prepared it: [K, N], or its fragments.
+        b: The weight as the baseline prepared it: [K, N], or its fragments.
         scale_a: 1 or M scales, float32.
         scale_b: 1 or N scales, float32.
         bias: [N] or None.
         out_dtype: The result's dtype.
         in_fragments: Whether b is in fragment order.
-        native: The name of the kept kernel.
+        baseline_name: The name of the baseline.
     """
-    given = a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native
+    given = a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
@@ -67,20 +67,20 @@ class ScaledLinear(linear_base.Linear):
         most = super().max_tokens()
         return most if torch.version.cuda is None else min(most, BESIDE_CUTLASS)
 
-    def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+    def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         def layer() -> tuple:
-            static = scale_a if linear_base.baseline_named(native).quant_fp8.static else None
-            return b, scale_b, bias, out_dtype, in_fragments, native, static, a.shape[1]
+            static = scale_a if linear_base.baseline_named(baseline_name).quant_fp8.static else None
+            return b, scale_b, bias, out_dtype, in_fragments, baseline_name, static, a.shape[1]
 
-        return self.choice((native, b.shape, in_fragments, bias is None), native, layer, b, a.shape[0])
+        return self.choice((baseline_name, b.shape, in_fragments, bias is None), baseline_name, layer, b, a.shape[0])
 
-    def baseline(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+    def baseline(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         shape = [a.shape[0], b.numel() // a.shape[1]]
-        return linear_base.baseline_named(native).apply_scaled_mm(
+        return linear_base.baseline_named(baseline_name).apply_scaled_mm(
             A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
         )
 
-    def taken(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+    def taken(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         return a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
 
     def columns(self, layer):
@@ -94,10 +94,10 @@ class ScaledLinear(linear_base.Linear):
         return " ".join(parts + ["fragments"] * in_fragments)
 
     def arguments(self, layer, x, seed):
-        b, scale_b, bias, out_dtype, in_fragments, native, static, _ = layer
-        a, scale_a = linear_base.baseline_named(native).quant_fp8.forward_native(x, static)  # compiles nothing
+        b, scale_b, bias, out_dtype, in_fragments, baseline_name, static, _ = layer
+        a, scale_a = linear_base.baseline_named(baseline_name).quant_fp8.forward_native(x, static)  # compiles nothing
         scale_a = scale_a if scale_a.numel() == 1 else scale_a[: len(x)]  # some of vLLM's kernels pad the tokens
-        return a[: len(x)], b, scale_a, scale_b, bias, out_dtype, in_fragments, native
+        return a[: len(x)], b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name
 
     def exact(self, arguments, x, rows, columns):
         a, b, scale_a, scale_b, bias, _, in_fragments, _ = arguments
@@ -129,13 +129,13 @@ def gated_linear(
     scale: Tensor,
     out_dtype: torch.dtype,
     in_fragments: bool,
-    native: str,
+    baseline_name: str,
 ) -> Tensor:
     """Run `scaled_mm_silu_and_mul_quant`, or `scaled_linear` and `silu_and_mul_quant`.
 
     As `scaled_linear`, where b is [gate | up] and `scale` is the result's.
     """
-    given = a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native
+    given = a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name
     return GATED.serve(GATED.choice_of(*given), *given)
 
 
@@ -151,21 +151,23 @@ class GatedLinear(ScaledLinear):
         """
         a, b, scale_a, scale_b, _, *rest = arguments
         tokens = a.shape[0]
-        wins = choice.is_ours(tokens) and COMPARISON.choice_of(a, b, scale_a, scale_b, None, *rest).is_ours(tokens)
+        wins = choice.plugin_serves(tokens)
+        if wins:
+            wins = COMPARISON.choice_of(a, b, scale_a, scale_b, None, *rest).plugin_serves(tokens)
         return super().serve(choice, *arguments) if wins else self.baseline(*arguments)
 
-    def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+    def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
         def layer() -> tuple:
-            static = scale_a if linear_base.baseline_named(native).quant_fp8.static else None
-            return b, scale_b, scale, out_dtype, in_fragments, native, static, a.shape[1]
+            static = scale_a if linear_base.baseline_named(baseline_name).quant_fp8.static else None
+            return b, scale_b, scale, out_dtype, in_fragments, baseline_name, static, a.shape[1]
 
-        return self.choice(("gated", native, b.shape, in_fragments), native, layer, b, a.shape[0])
+        return self.choice(("gated", baseline_name, b.shape, in_fragments), baseline_name, layer, b, a.shape[0])
 
-    def baseline(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
-        both = scaled_linear(a, b, scale_a, scale_b, None, out_dtype, in_fragments, native)
+    def baseline(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
+        both = scaled_linear(a, b, scale_a, scale_b, None, out_dtype, in_fragments, baseline_name)
         return ops.silu_and_mul_quant.call(both, scale, a.dtype)
 
-    def taken(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+    def taken(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
         return a, _weight(b, in_fragments), scale_a, scale_b, scale, out_dtype
 
     def columns(self, layer):
@@ -204,11 +206,11 @@ class GatedLinear(ScaledLinear):
 GATED = GatedLinear()
 
 
-def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, native):
+def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
     return a.new_empty((a.shape[0], b.numel() // a.shape[1]), dtype=out_dtype)
 
 
-def _gated_fake(a, b, scale_a, scale_b, scale, out_dtype, in_fragments, native):
+def _gated_fake(a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
     return a.new_empty((a.shape[0], b.numel() // a.shape[1] // 2))
 
 
@@ -239,45 +241,45 @@ def install() -> None:
         def can_implement(cls, c):
             if c.activation_quant_key.scale.group_shape.is_per_group():
                 return False, "does not support group scales"
-            return linear_base.can_keep(cls.native_class(c), FP8ScaledMMLinearKernel)
+            return linear_base.can_keep(cls.baseline_class(c), FP8ScaledMMLinearKernel)
 
         @classmethod
-        def native_class(cls, c):
+        def baseline_class(cls, c):
             """Return the kernel that vLLM would choose without the plugin."""
             return linear_base.vllm_kernel_for(cls, c, table, "fp8_w8a8")
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_native(self.native_class(c), c, layer_param_names)
+            self.keep_baseline(self.baseline_class(c), c, layer_param_names)
 
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
-            if self.native is not None:
+            if self.baseline is not None:
                 before = weight_order.Digest.of(getattr(layer, name).data)
-                self.native.process_weights_after_loading(layer)
+                self.baseline.process_weights_after_loading(layer)
                 order = weight_order.order(getattr(layer, name).data, before)
             super().process_weights_after_loading(layer)
             weight = getattr(layer, name).data
             scale, out_dtype = self._get_layer_params(layer)[1].data, self.config.out_dtype
             static = weight if self.quant_fp8.static else None
             bias, k = getattr(layer, "bias", None), weight_order.rows_of(weight).shape[1]
-            described = weight, scale, bias, out_dtype, False, self.native_name, static, k
-            fragments = layer, weight, COMPARISON, self.native, described, scale, out_dtype
+            described = weight, scale, bias, out_dtype, False, self.baseline_name, static, k
+            fragments = layer, weight, COMPARISON, self.baseline, described, scale, out_dtype
             if order == "plain" and linear_base.wants_fragments(*fragments):
                 replace_parameter(layer, name, weight_order.in_fragments(weight).t())
-                order, self.native = "fragments", None
+                order, self.baseline = "fragments", None
             weight_order.note_order(self, layer, order)
 
         def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
             in_fragments = self.order == "fragments"
             if self.order is None or linear_base.baseline_serves(self, A):
                 arguments = {"A": A, "B": B, "As": As, "Bs": Bs, "bias": bias, "output_shape": output_shape}
-                output = self.native.apply_scaled_mm(out_dtype=out_dtype, **arguments)
-            elif self.native is None:
+                output = self.baseline.apply_scaled_mm(out_dtype=out_dtype, **arguments)
+            elif self.baseline is None:
                 weight = _weight(B, in_fragments)
                 output = torch.ops.vllm_rocm_ops.scaled_mm(A, weight, As, Bs, out_dtype, bias)
             else:
-                output = COMPARISON.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.native_name)
+                output = COMPARISON.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.baseline_name)
             return output if len(output_shape) == 2 else output.view(*output_shape[:-1], output.shape[-1])
 
     linear_base.register_first(RocmOpsScaledLinear, table)

@@ -40,12 +40,12 @@ def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.C
     return choice
 
 
-def _choice(layer: tuple, native: str = "") -> kernel_selection.Choice:
-    """Return the choice for layers of this shape. `native` distinguishes choices without a timed baseline."""
+def _choice(layer: tuple, baseline_name: str = "") -> kernel_selection.Choice:
+    """Return the choice for layers of this shape. `baseline_name` distinguishes choices without a timed baseline."""
     weight, bias, dtype = layer
     key = "unquantized", weight.shape, dtype, bias is None
     return kernel_selection.find_choice(key) or kernel_selection.new_choice(
-        key, COMPARISON, native or replaced(), layer
+        key, COMPARISON, baseline_name or replaced(), layer
     )
 
 
@@ -130,7 +130,7 @@ def give_back(layer: torch.nn.Module, replacement: Callable, theirs: Callable) -
     method = getattr(layer, "quant_method", None)
     if getattr(method, "_gemm_impl", None) is replacement:
         method._gemm_impl = theirs
-    elif all(one.is_never_ours for one in _looked_up) and getattr(utils, replaced()) is replacement:
+    elif all(one.baseline_always_serves for one in _looked_up) and getattr(utils, replaced()) is replacement:
         setattr(utils, replaced(), theirs)
 
 
@@ -157,11 +157,11 @@ def install() -> None:
             choice = _noted(x, weight, bias)
             if not hasattr(getattr(layer, "quant_method", None), "_gemm_impl"):
                 _looked_up.add(choice)
-            if choice.is_never_ours:
+            if choice.baseline_always_serves:
                 give_back(layer, unquantized_gemm, theirs)
             if choice.layers is None and layer is not None:
                 setattr(layer, DECIDED, choice)
-        output = ops.unquantized_gemm.run_kernels(x, weight, bias) if choice.is_ours(rows_of(x)) else None
+        output = ops.unquantized_gemm.run_kernels(x, weight, bias) if choice.plugin_serves(rows_of(x)) else None
         return theirs(layer, x, weight, bias) if output is None else output
 
     unquantized_gemm.__wrapped__ = theirs

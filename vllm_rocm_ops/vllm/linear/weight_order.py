@@ -107,7 +107,7 @@ def in_fragments(weight: Tensor) -> Tensor:
 def note_order(kernel, layer: torch.nn.Module, order: str | None) -> None:
     """Record the order of a prepared weight, in the kernel and in a buffer of the layer."""
     kernel.order = order
-    state = torch.tensor(STATES.index((order, kernel.native is None)), dtype=torch.uint8, device="cpu")
+    state = torch.tensor(STATES.index((order, kernel.baseline is None)), dtype=torch.uint8, device="cpu")
     layer.register_buffer(MARK, state, persistent=False)
 
 
@@ -121,8 +121,8 @@ def recall_order(kernel, layer: torch.nn.Module) -> None:
     if state is None:
         return
     order, alone = STATES[int(state)]
-    if hasattr(kernel, "native"):  # the plugin's
-        kernel.order, kernel.native = order, None if alone else kernel.native
+    if hasattr(kernel, "baseline"):  # the plugin's
+        kernel.order, kernel.baseline = order, None if alone else kernel.baseline
     elif alone and order == "fragments":
         raise RuntimeError(
             f"the cached weight was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which {type(kernel).__name__} cannot read"

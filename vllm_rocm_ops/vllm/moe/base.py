@@ -114,11 +114,11 @@ def run(
         layer = w1, w2, out_dtype, experts, *how
         choice = kernel_selection.find_choice(key)
         if choice is None:
-            choice = kernel_selection.new_choice(key, COMPARISON, experts.native_class().__name__, layer)
+            choice = kernel_selection.new_choice(key, COMPARISON, experts.baseline_class().__name__, layer)
         if choice.layers is not None:
             choice.note(w1, len(hidden), lambda: layer)
         experts.choice = choice
-    if choice.is_never_ours:
+    if choice.baseline_always_serves:
         experts.leave()
     return linear_base.run_or_baseline(theirs, ops.fused_experts, choice, *arguments)
 
@@ -159,14 +159,14 @@ class Experts:
         weights, ids = scores.topk(topk, 1)
         return layer, x, weights / weights.sum(1, keepdim=True), ids.to(ids_dtype)
 
-    def ours(self, layer, x, weights, ids):
+    def plugin(self, layer, x, weights, ids):
         w1, w2, dtype, experts, _, _, expert_map, on_input, *_ = layer
         arguments = op_arguments(experts, x, w1, w2, weights, ids, expert_map, on_input, None, dtype)
         return self.op.run_kernels(*arguments)
 
     def baseline(self, layer, x, weights, ids):
         w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
-        how = activation, total, experts.map_of_native(expert_map), on_input
+        how = activation, total, experts.map_of_baseline(expert_map), on_input
         return experts.whole.apply(x, w1, w2, weights, ids, *how)
 
     def exact(self, arguments, x, rows, columns):
@@ -223,12 +223,12 @@ def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) 
     return cast(x / scale, dtype).float() * scale
 
 
-def whole(native) -> object:
+def whole(baseline) -> object:
     """Return vLLM's kernel around its experts."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 
-    return modular_kernel.FusedMoEKernel(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular(), native)
+    return modular_kernel.FusedMoEKernel(no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular(), baseline)
 
 
 def probe(oracle, select: str, *parameters: str) -> None:
@@ -253,14 +253,14 @@ def probe(oracle, select: str, *parameters: str) -> None:
     seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
 
 
-def replace(theirs: Callable, ours: Callable) -> None:
+def replace(theirs: Callable, plugin: Callable) -> None:
     """Replace a function of vLLM's in every module that imported it."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(theirs.__name__) is theirs:
-            setattr(module, theirs.__name__, ours)
+            setattr(module, theirs.__name__, plugin)
 
 
-def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> type | None:
+def first_of(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
     """Return the plugin's first class that supports a layer. None if the user named a backend or no class does."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
@@ -270,10 +270,10 @@ def first_of(ours: list[type], config, weight_key=None, activation_key=None) -> 
         say_refused(why)
         return None
     asked = config, weight_key, activation_key, FusedMoEActivationFormat.Standard
-    return next((candidate for candidate in ours if candidate.is_supported_config(candidate, *asked)[0]), None)
+    return next((candidate for candidate in candidates if candidate.is_supported_config(candidate, *asked)[0]), None)
 
 
-def native_class(oracle, backend, scheme: tuple) -> type | None:
+def baseline_class(oracle, backend, scheme: tuple) -> type | None:
     """Return vLLM's experts for a backend, None on CPU.
 
     Args:
@@ -312,24 +312,24 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
     class RocmOpsExperts(Predicates, modular_kernel.FusedMoEExpertsModular):
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
-            native = self.native_class()
-            self.native = native and native(moe_config, copy_of(quant_config))
-            self.whole = native and whole(self.native)  # for timing, on tokens outside of vLLM's step
+            baseline = self.baseline_class()
+            self.baseline = baseline and baseline(moe_config, copy_of(quant_config))
+            self.whole = baseline and whole(self.baseline)  # for timing, on tokens outside of vLLM's step
             moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
-            self.is_fed_as_native = moves_tokens
+            self.is_fed_as_baseline = moves_tokens
 
         @property
         def expects_unquantized_inputs(self):
-            return not self.is_fed_as_native or self.native is None or self.native.expects_unquantized_inputs
+            return not self.is_fed_as_baseline or self.baseline is None or self.baseline.expects_unquantized_inputs
 
         def leave(self):
-            if not getattr(self.native, "consumes_expert_mask", False):
-                self.apply, self.is_fed_as_native = self.native.apply, True
+            if not getattr(self.baseline, "consumes_expert_mask", False):
+                self.apply, self.is_fed_as_baseline = self.baseline.apply, True
 
         def workspace_shapes(self, M, N, K, *others, **more):
-            if self.native is None:
+            if self.baseline is None:
                 return (0,), (0,), (M, K)
-            return self.native.workspace_shapes(M, N, K, *others, **more)
+            return self.baseline.workspace_shapes(M, N, K, *others, **more)
 
         def finalize_weight_and_reduce_impl(self):
             return TopKWeightAndReduceNoOP()
@@ -355,9 +355,9 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             def theirs() -> Tensor:
                 quantized, scale = hidden_states, a1q_scale
                 if self.expects_unquantized_inputs:
-                    as_it_is = self.native.expects_unquantized_inputs
+                    as_it_is = self.baseline.expects_unquantized_inputs
                     quantized, scale = _quantize_input(hidden_states, self.quant_config, as_it_is)
-                self.native.apply(
+                self.baseline.apply(
                     output,
                     quantized,
                     w1,
@@ -366,7 +366,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
                     topk_ids,
                     activation,
                     global_num_experts,
-                    self.map_of_native(expert_map),
+                    self.map_of_baseline(expert_map),
                     scale,
                     a2_scale,
                     workspace13,
@@ -378,7 +378,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 
             # With apply_router_weight_on_input vLLM has already multiplied the input by the weights.
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-            leave = None if self.native is None else theirs
+            leave = None if self.baseline is None else theirs
             ids = topk_ids if expert_tokens_meta is None else those_that_came(topk_ids, expert_tokens_meta)
             routed = hidden_states, w1, w2, weights, ids
             how = expert_map, False, activation, global_num_experts
@@ -392,7 +392,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
     """Return a class with its name and the attributes that `Predicates` reads."""
     made.__name__ = made.__qualname__ = name
-    made.schemes, made.native_class = schemes, staticmethod(lambda: native_class(oracle, backend, schemes[0]))
+    made.schemes, made.baseline_class = schemes, staticmethod(lambda: baseline_class(oracle, backend, schemes[0]))
     made.oracle, made.backend = oracle, backend
     made.beside_aiter = backend.name == "TRITON"  # AITER has experts for the same layers
     made.shuffled = backend.name == "AITER"

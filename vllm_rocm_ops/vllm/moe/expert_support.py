@@ -34,7 +34,7 @@ def say_refused(why: str) -> None:
 class Predicates:
     """Answer vLLM's questions about the plugin's experts.
 
-    `schemes` are pairs of weight and activation key. `native_class()` returns vLLM's class for unsupported calls.
+    `schemes` are pairs of weight and activation key. `baseline_class()` returns vLLM's class for unsupported calls.
     """
 
     @property
@@ -71,8 +71,8 @@ class Predicates:
                 return False, f"{experts_class.__name__} needs VLLM_ROCM_USE_AITER=1"
             if not all(weight_layout.fits(shape, dtype) for shape in ((2 * inner, h), (h, inner))):
                 return False, f"{experts_class.__name__} does not support {h} and {inner} columns"
-        native = experts_class.native_class()
-        return (True, None) if native is None else native.is_supported_config(native, *asked)
+        baseline = experts_class.baseline_class()
+        return (True, None) if baseline is None else baseline.is_supported_config(baseline, *asked)
 
     @staticmethod
     def _supports_current_device():
@@ -97,13 +97,13 @@ class Predicates:
     def leave(self) -> None:
         """Hand all later calls to vLLM's experts. Experts that route keep theirs."""
 
-    def map_of_native(self, expert_map: Tensor | None) -> Tensor | None:
+    def map_of_baseline(self, expert_map: Tensor | None) -> Tensor | None:
         """Return vLLM's form of the map from all experts to this rank's.
 
         AITER's experts want a mask of this rank's experts, with a final 0.
         """
-        native = getattr(self.native, "fused_experts", self.native)
-        if expert_map is None or not getattr(native, "consumes_expert_mask", False):
+        baseline = getattr(self.baseline, "fused_experts", self.baseline)
+        if expert_map is None or not getattr(baseline, "consumes_expert_mask", False):
             return expert_map
         known, mask = getattr(self, "_mask", (None, None))
         if known is not expert_map:

@@ -7,7 +7,7 @@ tensor: the op then uses one scale per token.
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.moe import base as experts
 
-OURS: list[type] = []
+PLUGIN_EXPERTS: list[type] = []
 """The plugin's classes, in the order in which they are asked."""
 
 
@@ -39,16 +39,16 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     schemes = tuple(tuple(getattr(quant_utils, key) for key in scheme) for scheme in SCHEMES)
-    OURS.insert(0, experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON))
+    PLUGIN_EXPERTS.insert(0, experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON))
     for scheme in schemes:
-        OURS.insert(0, experts.modular("RocmOpsAiterFp8Experts", (scheme,), fp8, fp8.Fp8MoeBackend.AITER))
+        PLUGIN_EXPERTS.insert(0, experts.modular("RocmOpsAiterFp8Experts", (scheme,), fp8, fp8.Fp8MoeBackend.AITER))
     theirs = fp8.select_fp8_moe_backend
 
     def select_fp8_moe_backend(config, weight_key, activation_key, *others, **more):
-        ours = experts.first_of(OURS, config, weight_key, activation_key)
-        if ours is None:
+        chosen = experts.first_of(PLUGIN_EXPERTS, config, weight_key, activation_key)
+        if chosen is None:
             return theirs(config, weight_key, activation_key, *others, **more)
-        return ours.backend, ours
+        return chosen.backend, chosen
 
     experts.replace(theirs, select_fp8_moe_backend)
 

@@ -7,7 +7,7 @@ AITER's, if installed, come after the plugin's. vLLM routes the tokens.
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.moe import base as experts
 
-OURS: list[type] = []
+PLUGIN_EXPERTS: list[type] = []
 """The plugin's classes, in the order in which they are asked."""
 
 SCHEME = "kMxfp8Static", "kMxfp8Dynamic"
@@ -31,12 +31,12 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     scheme, backend = tuple(getattr(quant_utils, key) for key in SCHEME), fp8.Fp8MoeBackend.TRITON_MXFP8
-    OURS.append(experts.modular("RocmOpsMxfp8Experts", (scheme,), mxfp8, backend))
+    PLUGIN_EXPERTS.append(experts.modular("RocmOpsMxfp8Experts", (scheme,), mxfp8, backend))
     theirs = mxfp8.select_mxfp8_moe_backend
 
     def select_mxfp8_moe_backend(config):
-        ours = experts.first_of(OURS, config, *scheme)
-        return theirs(config) if ours is None else (backend, ours)
+        chosen = experts.first_of(PLUGIN_EXPERTS, config, *scheme)
+        return theirs(config) if chosen is None else (backend, chosen)
 
     experts.replace(theirs, select_mxfp8_moe_backend)
 

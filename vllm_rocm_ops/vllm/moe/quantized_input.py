@@ -62,16 +62,16 @@ def takes(layer: torch.nn.Module) -> bool:
     """True if the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
     from vllm_rocm_ops.vllm.graph import fused_quant
 
-    ours, config = expert_support.held_by(layer.routed_experts), layer.moe_config
-    if ours is None or layer.routed_input_transform is not None:
+    of, config = expert_support.held_by(layer.routed_experts), layer.moe_config
+    if of is None or layer.routed_input_transform is not None:
         return False
     if moves_tokens(config):
         return False
     weight = layer.routed_experts.w13_weight
     return (
         weight.dtype == fused_quant.QUANT_DTYPE
-        and scheme(weight, ours.w1_scale) == "block"
-        and ours.a1_scale is None
+        and scheme(weight, of.w1_scale) == "block"
+        and of.a1_scale is None
         and weight.shape[2] % BLOCK == 0
         and not getattr(layer.routed_experts, "apply_router_weight_on_input", False)
     )
@@ -114,7 +114,7 @@ class Beside(QuantComparison):
         return result, result, added
 
     def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
-        """Return the outputs of `ours` or `vllms`, dequantized, in the order of `exact`."""
+        """Return the outputs of `plugin` or `vllms`, dequantized, in the order of `exact`."""
         plain, values, scale, residual = output
         return [dequantized(values[:tokens], scale), plain, residual]
 
@@ -216,7 +216,7 @@ def also_quantize(norm: Norm, readers: list[fx.Node], summed: Callable) -> bool:
     """
     from vllm_rocm_ops.vllm.graph import fused_quant, rewrite
 
-    wins = rewrite.choices.ours.get(pattern(norm.result, norm.residual))
+    wins = rewrite.choices.decisions.get(pattern(norm.result, norm.residual))
     if not wins or OP.name in rewrite.choices.off or (layer := layer_of(norm.result, readers)) is None:
         return False
     given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
@@ -232,14 +232,14 @@ compiled_ops.norm_rules.append(also_quantize)
 
 def give_quantized(layer: fx.Node, values: fx.Node, scales: fx.Node) -> None:
     """Make an MoE layer's call take quantized hidden states, too."""
-    ours, given = ops_beside()[called(layer)], {"values": values, "scales": scales}
+    plugin_op, given = ops_beside()[called(layer)], {"values": values, "scales": scales}
     is_functional = layer.target is auto_functionalized
     if "eager_input_vals" in layer.meta:  # the strides that Inductor keeps for ops with needs_exact_strides
         args, kwargs = layer.meta["eager_input_vals"]
-        args = (ours, *args[1:]) if is_functional else args
+        args = (plugin_op, *args[1:]) if is_functional else args
         layer.meta["eager_input_vals"] = args, kwargs | {name: node.meta["val"] for name, node in given.items()}
     layer.kwargs = layer.kwargs | given
     if is_functional:
-        layer.args = (ours, *layer.args[1:])
+        layer.args = (plugin_op, *layer.args[1:])
     else:
-        layer.target = ours
+        layer.target = plugin_op

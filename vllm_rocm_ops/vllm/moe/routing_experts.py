@@ -43,7 +43,7 @@ def route(
     topk_group: int | None,
     bias: Tensor | None,
     scale: float,
-    has_native: bool = False,
+    has_baseline: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the weights and ids of vLLM's router. The gate's launch may have made them (routing_gate.py).
 
@@ -55,7 +55,7 @@ def route(
         topk_group: Groups per token.
         bias: [experts], added to the scores for the choice only. None for none.
         scale: Multiplies the weights.
-        has_native: Whether vLLM's router may run calls that no kernel supports. Else the op's reference does.
+        has_baseline: Whether vLLM's router may run calls that no kernel supports. Else the op's reference does.
 
     Returns:
         Weights and ids, [tokens, topk].
@@ -80,10 +80,10 @@ def route(
     if (found := moe_side_channel.routed(router_logits, how)) is not None:
         return found
     if is_plain(how):
-        if not has_native:
+        if not has_baseline:
             return torch.ops.vllm_rocm_ops.topk_softmax(router_logits, *how)
         return ops.topk_softmax.run_kernels(router_logits, *how, None, is_padding(len(router_logits))) or theirs()
-    if not has_native:
+    if not has_baseline:
         return torch.ops.vllm_rocm_ops.grouped_topk(router_logits, *how)
     return ops.grouped_topk.run_kernels(router_logits, *how) or theirs()
 
@@ -153,15 +153,15 @@ def monolithic(modular: type) -> type:
     from vllm.model_executor.layers.fused_moe import modular_kernel
 
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
-        schemes, native_class = modular.schemes, staticmethod(modular.native_class)
+        schemes, baseline_class = modular.schemes, staticmethod(modular.baseline_class)
         oracle, backend, beside_aiter = modular.oracle, modular.backend, modular.beside_aiter
         shuffled = modular.shuffled
 
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
             self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
-            native = self.native_class()
-            self.whole = self.native = native and experts.whole(native(moe_config, quant_config))
+            baseline = self.baseline_class()
+            self.whole = self.baseline = baseline and experts.whole(baseline(moe_config, quant_config))
 
         @staticmethod
         def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
@@ -205,13 +205,13 @@ def monolithic(modular: type) -> type:
         ):
             scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
             groups = num_expert_group, topk_group, e_score_correction_bias, scale
-            weights, ids = route(self.method, self.topk, router_logits, *groups, has_native=self.native is not None)
+            weights, ids = route(self.method, self.topk, router_logits, *groups, has_baseline=self.baseline is not None)
 
             def theirs() -> Tensor:
                 how = activation, global_num_experts, expert_map, apply_router_weight_on_input
-                return self.native.apply(hidden_states, w1, w2, weights, ids, *how)
+                return self.baseline.apply(hidden_states, w1, w2, weights, ids, *how)
 
-            leave = None if self.native is None else theirs
+            leave = None if self.baseline is None else theirs
             routed = hidden_states, w1, w2, weights, ids
             how = expert_map, apply_router_weight_on_input, activation, global_num_experts
             return experts.run(self, leave, *routed, *how)
@@ -226,7 +226,7 @@ def probe() -> None:
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 
-    if not fp8_experts.OURS + unquantized_experts.OURS:
+    if not fp8_experts.PLUGIN_EXPERTS + unquantized_experts.PLUGIN_EXPERTS:
         raise seam.Unavailable("requires fp8_experts or unquantized_experts")
     seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
     seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
@@ -238,9 +238,9 @@ def probe() -> None:
 
 def install() -> None:
     """Have vLLM ask the plugin's monolithic experts first."""
-    for ours in (fp8_experts.OURS, unquantized_experts.OURS):
-        for modular in [one for one in ours[::-1] if not one.shuffled]:  # with AITER's experts vLLM routes
-            ours.insert(0, monolithic(modular))
+    for classes in (fp8_experts.PLUGIN_EXPERTS, unquantized_experts.PLUGIN_EXPERTS):
+        for modular in [one for one in classes[::-1] if not one.shuffled]:  # with AITER's experts vLLM routes
+            classes.insert(0, monolithic(modular))
 
 
 SEAM = seam.Seam(

@@ -58,7 +58,7 @@ class Router:
     def run(self, x: Tensor, weight: Tensor, how: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return logits, weights and ids, or None if no kernel supports the call. On CPU run the reference, or the emulator."""
         is_plain = routing_experts.is_plain(how)
-        masked = is_plain and self.experts.native is not None
+        masked = is_plain and self.experts.baseline is not None
         padding = routing_experts.is_padding(len(x)) if masked else None
         arguments = x, weight, *how, *(PLAIN if is_plain else ()), padding
         return OP(*arguments) if x.device.type == "cpu" else OP.run_kernels(*arguments)
@@ -67,7 +67,7 @@ class Router:
         """Return weights and ids by a launch of their own."""
         of_method = self.experts.method, self.experts.topk, logits
         groups = (None, None, None, 1.0) if routing_experts.is_plain(how) else (how[2], how[3], how[6], how[5])
-        return routing_experts.route(*of_method, *groups, has_native=self.experts.native is not None)
+        return routing_experts.route(*of_method, *groups, has_baseline=self.experts.baseline is not None)
 
 
 class RoutingGate:
@@ -79,7 +79,7 @@ class RoutingGate:
         """Return the logits as vLLM's gate does, and hand the routed tokens over if the op made them."""
         router = self.rocm_ops_router
         if not torch.compiler.is_compiling():
-            if all(one.is_ours(x.shape[0]) for one in router.choices):
+            if all(one.plugin_serves(x.shape[0]) for one in router.choices):
                 weight = self.weight
                 how = router.how(weight.shape[0])
                 made = router.run(x, weight, how) if x.dtype == weight.dtype else None
@@ -87,7 +87,7 @@ class RoutingGate:
                     logits, *chosen = made
                     moe_side_channel.publish(logits, how, *chosen)
                     return (logits, None) if self.return_bias else logits
-            elif any(one.is_never_ours for one in router.choices):
+            elif any(one.baseline_always_serves for one in router.choices):
                 forward = super().forward  # found before the class changes
                 restore_baseline(self)
                 return forward(x)
@@ -158,9 +158,9 @@ def adopt_layer(layer: torch.nn.Module) -> None:
     gate, router = layer.gate, Router(layer)
     of, found = (gate.weight, gate.weight.dtype, router), []
     for kernels in COMPARISONS:
-        native = kernels.native()
-        key = "router", native, kernels.describe(of)
-        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, native, of)
+        name = kernels.baseline_name()
+        key = "router", name, kernels.describe(of)
+        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, name, of)
         if choice.layers is not None:
             choice.note(gate.weight, MAX_TOKENS, lambda: of)
         found.append(choice)
@@ -196,7 +196,7 @@ class RoutingGates:
 
     op, limit, sampled_rows = OP, 0, 8
 
-    def native(self) -> str:
+    def baseline_name(self) -> str:
         """Return the name of the baseline."""
         return unquantized_linear.replaced()
 
@@ -219,7 +219,7 @@ class RoutingGates:
         weight, _, router = layer
         return x, weight, router, router.how(weight.shape[0])
 
-    def ours(self, x: Tensor, weight: Tensor, router: Router, how: tuple) -> tuple[Tensor, ...] | None:
+    def plugin(self, x: Tensor, weight: Tensor, router: Router, how: tuple) -> tuple[Tensor, ...] | None:
         made = router.run(x, weight, how)
         return None if made is None else (*made, how)
 
@@ -260,7 +260,7 @@ class RoutingGates:
 class AgainstTwoLaunches(RoutingGates):
     """`RoutingGates` against the plugin's own GEMM and top-k in two launches."""
 
-    def native(self) -> str:
+    def baseline_name(self) -> str:
         return SEPARATE
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:

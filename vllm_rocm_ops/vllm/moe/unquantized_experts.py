@@ -3,7 +3,7 @@
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.moe import base as experts
 
-OURS: list[type] = []
+PLUGIN_EXPERTS: list[type] = []
 """The plugin's classes, in the order in which they are asked."""
 
 
@@ -23,12 +23,12 @@ def install() -> None:
     backends = unquantized.UnquantizedMoeBackend
     for name, backend in (("", backends.TRITON), ("Aiter", backends.AITER)):
         made = experts.modular(f"RocmOps{name}UnquantizedExperts", ((None, None),), unquantized, backend)
-        OURS.insert(0, made)
+        PLUGIN_EXPERTS.insert(0, made)
     theirs = unquantized.select_unquantized_moe_backend
 
     def select_unquantized_moe_backend(moe_config):
-        ours = experts.first_of(OURS, moe_config)
-        return theirs(moe_config) if ours is None else (ours.backend, ours)
+        chosen = experts.first_of(PLUGIN_EXPERTS, moe_config)
+        return theirs(moe_config) if chosen is None else (chosen.backend, chosen)
 
     experts.replace(theirs, select_unquantized_moe_backend)
 

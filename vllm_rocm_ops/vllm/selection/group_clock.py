@@ -52,7 +52,7 @@ class GraphClock:
 
         def replay(name: str) -> None:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            calls["native"](*sets[0])  # synchronizes the ranks
+            calls["baseline"](*sets[0])  # synchronizes the ranks
             start.record()
             graphs[name].replay()
             end.record()

@@ -58,14 +58,14 @@ class Refused(Exception):
     """Signal that the plugin's kernels do not support the call to be timed."""
 
 
-def run_ours(kernels: Comparison, *arguments):
+def run_plugin(kernels: Comparison, *arguments):
     """Return the plugin's result of a call to be timed.
 
     Raises:
         Refused: The kernels do not support the call.
     """
     with kernels.op.trial():
-        output = kernels.ours(*arguments)
+        output = kernels.plugin(*arguments)
     if output is None:
         raise Refused
     return output
@@ -74,22 +74,26 @@ def run_ours(kernels: Comparison, *arguments):
 class Measured(NamedTuple):
     """The times and errors at one token count.
 
-    Times are medians in microseconds, errors relative. `ours` is None where the plugin's kernels do not support the
+    Times are medians in microseconds, errors relative. `plugin_us` is None where the plugin's kernels do not support the
     call.
     """
 
-    ours: float | None
-    native: float | None
+    plugin_us: float | None
+    baseline_us: float | None
     error: float | None = None
-    native_error: float | None = None
+    baseline_error: float | None = None
 
     @property
     def wins(self) -> bool:
         """True if the plugin serves: it is faster by more than `MARGIN`."""
-        return self.ours is not None and self.native is not None and self.ours * (1 + MARGIN) < self.native
+        return (
+            self.plugin_us is not None
+            and self.baseline_us is not None
+            and self.plugin_us * (1 + MARGIN) < self.baseline_us
+        )
 
 
-NATIVE = Measured(None, None)
+UNTIMED = Measured(None, None)
 """The entry where nothing was timed and vLLM's kernel serves."""
 
 
@@ -117,7 +121,7 @@ class Comparison(Protocol):
     def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
         """Return the arguments of a call with tokens x. The seed is for further random arguments."""
 
-    def ours(self, *arguments) -> Tensor | None:
+    def plugin(self, *arguments) -> Tensor | None:
         """Run a call by the plugin's kernels, or return None where they do not support it."""
 
     def baseline(self, *arguments) -> Tensor:
@@ -137,28 +141,28 @@ class Choice:
     """The choice for one layer shape against one of vLLM's kernels.
 
     Attributes:
-        ours: A byte per token count, 1 where the plugin serves.
+        plugin_by_tokens: A byte per token count, 1 where the plugin serves.
         layers: The model's layers of this shape, by weight address, until the shape is timed. Then None.
         most: The largest token count of a call.
     """
 
-    def __init__(self, kernels: Comparison, native: str, layer: tuple):
-        self.kernels, self.native = kernels, native.partition(" ")[0]
+    def __init__(self, kernels: Comparison, baseline_name: str, layer: tuple):
+        self.kernels, self.baseline_name = kernels, baseline_name.partition(" ")[0]
         self.shape = kernels.describe(layer)
-        self.key = f"{kernels.op.name} {self.shape} {self.native}"
+        self.key = f"{kernels.op.name} {self.shape} {self.baseline_name}"
         self.state, self.why = "unmeasured", ""
-        self.ours = bytes(1) + bytes([1]) * kernels.max_tokens()
+        self.plugin_by_tokens = bytes(1) + bytes([1]) * kernels.max_tokens()
         self.layers: dict[int, tuple] | None = {} if _session.records else None
         self.most = 0  # tokens
 
-    def is_ours(self, tokens: int) -> bool:
+    def plugin_serves(self, tokens: int) -> bool:
         """True if the plugin serves a call with this token count."""
-        return tokens < len(self.ours) and self.ours[tokens] == 1
+        return tokens < len(self.plugin_by_tokens) and self.plugin_by_tokens[tokens] == 1
 
     @property
-    def is_never_ours(self) -> bool:
+    def baseline_always_serves(self) -> bool:
         """True if vLLM's kernel serves every call from now on: no token count wins, nothing is left to time."""
-        return self.layers is None and 1 not in self.ours
+        return self.layers is None and 1 not in self.plugin_by_tokens
 
     def note(self, weight: Tensor, tokens: int, layer: Callable[[], tuple]) -> None:
         """Note a layer to time, by its weight, and the token count of a call."""
@@ -169,14 +173,17 @@ class Choice:
     def decide(self, decided: Decided) -> None:
         """Apply the decision for this op and shape, if there is one."""
         if self.kernels.op.name in decided.off:
-            self.state, self.why, self.ours = "off", decided.off[self.kernels.op.name], b""
+            self.state, self.why, self.plugin_by_tokens = "off", decided.off[self.kernels.op.name], b""
         elif self.key in decided.shapes:
-            ours, fixed = decided.shapes[self.key], bytes(1) + bytes([1]) * self.kernels.max_tokens()
-            self.state, self.ours = "measured", ours + fixed[len(ours) :] if ours[-1:] == b"\1" else ours
+            served, fixed = decided.shapes[self.key], bytes(1) + bytes([1]) * self.kernels.max_tokens()
+            self.state, self.plugin_by_tokens = (
+                "measured",
+                served + fixed[len(served) :] if served[-1:] == b"\1" else served,
+            )
 
 
 class Decided(NamedTuple):
-    """Hold decisions: the ops that are off and why, and by shape where the plugin serves, as `Choice.ours`."""
+    """Hold decisions: the ops that are off and why, and by shape where the plugin serves, as `Choice.plugin_by_tokens`."""
 
     off: dict[str, str]
     shapes: dict[str, bytes]
@@ -200,9 +207,9 @@ def find_choice(key: tuple) -> Choice | None:
     return _choices.get(key)
 
 
-def new_choice(key: tuple, kernels: Comparison, native: str, layer: tuple) -> Choice:
+def new_choice(key: tuple, kernels: Comparison, baseline_name: str, layer: tuple) -> Choice:
     """Create the choice for calls with this key."""
-    made = _choices[key] = Choice(kernels, native, layer)
+    made = _choices[key] = Choice(kernels, baseline_name, layer)
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         if _session.decided is None:
             _session.decided = decided_before()
@@ -211,7 +218,7 @@ def new_choice(key: tuple, kernels: Comparison, native: str, layer: tuple) -> Ch
 
 
 def wins(key: str) -> bytes:
-    """Return where the plugin won for a key, as `Choice.ours`. Empty if it was not timed or its op is off."""
+    """Return where the plugin won for a key, as `Choice.plugin_by_tokens`. Empty if it was not timed or its op is off."""
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return b""
     if _session.decided is None:
@@ -279,7 +286,7 @@ class Record:
     ended: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def decided(self) -> Decided:
-        return Decided(dict(self.off), {key: ours_of(key, measured) for key, measured in self.shapes.items()})
+        return Decided(dict(self.off), {key: serves_by_tokens(key, measured) for key, measured in self.shapes.items()})
 
 
 def is_whole(key: str) -> bool:
@@ -287,23 +294,26 @@ def is_whole(key: str) -> bool:
     return key.endswith((COMPILED, EAGER))
 
 
-def ours_of(key: str, measured: dict[int, Measured]) -> bytes:
-    """Return where the plugin serves, as `Choice.ours`.
+def serves_by_tokens(key: str, measured: dict[int, Measured]) -> bytes:
+    """Return where the plugin serves, as `Choice.plugin_by_tokens`.
 
     It serves at the token counts where it won, and between two neighbors of these. A compiled shape has one byte for
     all token counts: 1 if the plugin wins by the geometric mean and is slower nowhere.
     """
     if is_whole(key):
-        ratios = [one.ours / one.native if one.ours and one.native else math.inf for one in measured.values()]
+        ratios = [
+            one.plugin_us / one.baseline_us if one.plugin_us and one.baseline_us else math.inf
+            for one in measured.values()
+        ]
         return bytes([max(ratios) <= 1 + MARGIN and statistics.geometric_mean(ratios) * (1 + MARGIN) < 1])
     sizes = sorted(measured)
-    ours = bytearray(sizes[-1] + 1 if sizes else 0)
+    served = bytearray(sizes[-1] + 1 if sizes else 0)
     for low, high in itertools.pairwise([0, *sizes]):
         wins = measured[high].wins
-        ours[high] = wins
+        served[high] = wins
         between = wins and (low == 0 or measured[low].wins)
-        ours[low + 1 : high] = bytes([between]) * (high - low - 1)
-    return bytes(ours)
+        served[low + 1 : high] = bytes([between]) * (high - low - 1)
+    return bytes(served)
 
 
 @functools.cache
@@ -404,10 +414,10 @@ def agreed(all_decided: list[Decided]) -> Decided:
     off, shapes = {}, {}
     for decided in all_decided:
         off = {**decided.off, **off}
-        for key, ours in decided.shapes.items():
-            before = shapes.get(key, ours)
-            longest = max(len(before), len(ours))
-            both = (one + one[-1:] * (longest - len(one)) for one in (before, ours))  # above its largest, as there
+        for key, served in decided.shapes.items():
+            before = shapes.get(key, served)
+            longest = max(len(before), len(served))
+            both = (one + one[-1:] * (longest - len(one)) for one in (before, served))  # above its largest, as there
             shapes[key] = bytes(a & b for a, b in zip(*both))
     return Decided(off, shapes)
 
@@ -430,13 +440,13 @@ def rows(record: Record) -> list[tuple[str, ...]]:
     lines = []
     for key, measured in record.shapes.items():
         op, _, shape = key.partition(" ")
-        ours = ours_of(key, measured)
-        serves = {tokens: ours[min(tokens, len(ours) - 1)] for tokens in measured}
+        served = serves_by_tokens(key, measured)
+        serves = {tokens: served[min(tokens, len(served) - 1)] for tokens in measured}
         for wins, group in itertools.groupby(sorted(measured.items()), lambda item, serves=serves: serves[item[0]]):
             tokens, found = zip(*group)
             winner = "off" if op in record.off else "plugin" if wins else "vLLM"
-            us = (span((getattr(one, name) for one in found), "{:.1f}") for name in ("ours", "native"))
-            errors = (span((getattr(one, name) for one in found), "{:.1e}") for name in ("error", "native_error"))
+            us = (span((getattr(one, name) for one in found), "{:.1f}") for name in ("plugin_us", "baseline_us"))
+            errors = (span((getattr(one, name) for one in found), "{:.1e}") for name in ("error", "baseline_error"))
             lines.append((op, shape, span(tokens, "{}"), *us, winner, *errors))
     return lines
 

@@ -33,7 +33,7 @@ from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.vllm.selection import kernel_selection, watchdog
 from vllm_rocm_ops.vllm.selection.kernel_selection import (
     GROUP,
-    NATIVE,
+    UNTIMED,
     Choice,
     Comparison,
     Decided,
@@ -91,7 +91,7 @@ class GraphClock:
     def _times(self, graphs: dict, calls: int) -> dict[str, list[float]]:
         timed = functools.partial(clocks.replays, graphs, calls, around=watchdog.of, flush=self._flush)
         found = timed(rounds=1)
-        if min(found["ours"]) > HOPELESS * max(found["native"]):
+        if min(found["plugin"]) > HOPELESS * max(found["baseline"]):
             return found
         found = timed(rounds=FEW_ROUNDS)
         if is_clear(found):
@@ -116,8 +116,8 @@ def limit_s() -> float:
 
 def is_clear(times: dict[str, list[float]]) -> bool:
     """True if more samples would not change the choice: all of one kernel are below all of the other."""
-    ours, native = times["ours"], times["native"]
-    return max(ours) * (1 + kernel_selection.MARGIN) < min(native) or min(ours) > max(native)
+    plugin, baseline = times["plugin"], times["baseline"]
+    return max(plugin) * (1 + kernel_selection.MARGIN) < min(baseline) or min(plugin) > max(baseline)
 
 
 def sizes(captured: Iterable[int], most: int) -> list[int]:
@@ -164,17 +164,17 @@ def relative(error: Tensor, size: Tensor) -> float:
     return float(error.square().sum().sqrt() / size.square().sum().sqrt().clamp_min(1e-30))
 
 
-def allowed(native_error: float) -> float:
+def allowed(baseline_error: float) -> float:
     """Return the largest relative distance of two results of which one has vLLM's error and the other the largest."""
-    return (LARGEST_ERROR + 1) * native_error + FLOOR
+    return (LARGEST_ERROR + 1) * baseline_error + FLOOR
 
 
-def check(ours: Tensor, native: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
+def check(plugin: Tensor, baseline: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
     """Return the relative errors of both kernels.
 
     Args:
-        ours: The plugin's result, [tokens, columns].
-        native: vLLM's result.
+        plugin: The plugin's result, [tokens, columns].
+        baseline: vLLM's result.
         exact: The float32 result at these rows and columns.
         rows: Sampled rows.
         columns: Sampled columns.
@@ -183,21 +183,23 @@ def check(ours: Tensor, native: Tensor, exact: Tensor, rows: Tensor, columns: Te
         Mismatch: The plugin's error is too large.
         ArithmeticError: vLLM's own error is too large to judge the plugin's.
     """
-    if ours.shape != native.shape or ours.dtype != native.dtype:
-        raise Mismatch(f"result must be {native.dtype} {list(native.shape)}, got {ours.dtype} {list(ours.shape)}")
+    if plugin.shape != baseline.shape or plugin.dtype != baseline.dtype:
+        raise Mismatch(
+            f"result must be {baseline.dtype} {list(baseline.shape)}, got {plugin.dtype} {list(plugin.shape)}"
+        )
 
     def sampled(output: Tensor) -> Tensor:
         return output[rows][:, columns].float()
 
-    error, native_error = (relative(sampled(output) - exact, exact) for output in (ours, native))
-    if not native_error <= NO_SAMPLE:
-        raise ArithmeticError(f"vLLM's kernel has relative error {native_error:.2g}, too large for a comparison")
-    if not error <= LARGEST_ERROR * native_error + FLOOR:
-        raise Mismatch(f"relative error {error:.2g}, vLLM's kernel has {native_error:.2g}")
-    apart = distance(ours, native)
-    if not apart <= allowed(native_error):
-        raise Mismatch(f"differs by {apart:.2g} from vLLM's kernel, which has relative error {native_error:.2g}")
-    return error, native_error
+    error, baseline_error = (relative(sampled(output) - exact, exact) for output in (plugin, baseline))
+    if not baseline_error <= NO_SAMPLE:
+        raise ArithmeticError(f"vLLM's kernel has relative error {baseline_error:.2g}, too large for a comparison")
+    if not error <= LARGEST_ERROR * baseline_error + FLOOR:
+        raise Mismatch(f"relative error {error:.2g}, vLLM's kernel has {baseline_error:.2g}")
+    apart = distance(plugin, baseline)
+    if not apart <= allowed(baseline_error):
+        raise Mismatch(f"differs by {apart:.2g} from vLLM's kernel, which has relative error {baseline_error:.2g}")
+    return error, baseline_error
 
 
 def compare(
@@ -212,7 +214,7 @@ def compare(
     """Check a call of the plugin's against vLLM's, and time both on all sets of arguments.
 
     Args:
-        kernels: Has `op`, `ours` and `baseline`, as `Kernels`.
+        kernels: Has `op`, `plugin` and `baseline`, as `Comparison`.
         sets: Arguments of the calls in a graph.
         judge: Returns the relative errors of both results. Raises `Mismatch` where the plugin's is wrong.
         clock: Times the calls.
@@ -220,25 +222,25 @@ def compare(
         shown: Returns what `judge` reads of a result.
         fresh: Copies the arguments of a call that may write them.
     """
-    native = kernels.baseline(*fresh(sets[0]))
+    baseline = kernels.baseline(*fresh(sets[0]))
     clock.finish()
-    run_ours = functools.partial(kernel_selection.run_ours, kernels)
+    run_plugin = functools.partial(kernel_selection.run_plugin, kernels)
     with marked:
         try:
             with watchdog.outstanding():
-                ours = run_ours(*fresh(sets[0]))
+                plugin = run_plugin(*fresh(sets[0]))
                 clock.finish()
         except Refused:
-            return NATIVE
+            return UNTIMED
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise Mismatch(f"{type(error).__name__}: {error}") from error
-        errors = judge(ours, native)
-        del ours, native
-        calls = {"ours": run_ours, "native": kernels.baseline}
+        errors = judge(plugin, baseline)
+        del plugin, baseline
+        calls = {"plugin": run_plugin, "baseline": kernels.baseline}
         times = clock.times(calls, sets, Replays(calls, sets, allowed(errors[1]), fresh, shown))
-    return Measured(statistics.median(times["ours"]), statistics.median(times["native"]), *errors)
+    return Measured(statistics.median(times["plugin"]), statistics.median(times["baseline"]), *errors)
 
 
 def measure_pair(
@@ -259,11 +261,11 @@ def measure_pair(
     shown = getattr(kernels, "shown", same)
 
     def judge(*results) -> tuple[float, float]:
-        ours, native = map(shown, results)
-        bits = native.view(torch.uint8) if native.itemsize == 1 else native
+        plugin, baseline = map(shown, results)
+        bits = baseline.view(torch.uint8) if baseline.itemsize == 1 else baseline
         reached = bits.any(1).nonzero().flatten()  # without tokens that have no expert on this rank
         rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]
-        return check(ours, native, kernels.exact(sets[0], x, rows, columns), rows, columns)
+        return check(plugin, baseline, kernels.exact(sets[0], x, rows, columns), rows, columns)
 
     return compare(kernels, sets, judge, clock, marked, shown)
 
@@ -339,7 +341,7 @@ def measure(
             try:
                 found = pair(one, layers[:calls], tokens, clock, marked)
             except Refused:
-                found = NATIVE
+                found = UNTIMED
             except BrokenGraph as error:
                 say_broken(f"{one.shape}, {tokens} tokens", error)
                 continue
@@ -352,7 +354,7 @@ def measure(
                 if not isinstance(error, ArithmeticError):
                     given_up.add(one)
                     break
-                found = NATIVE
+                found = UNTIMED
             record.shapes.setdefault(one.key, {})[tokens] = found
         save()
     if left:

@@ -55,7 +55,7 @@ class Replays:
         shown: Callable = same,
     ):
         self._calls, self._sets, self._bound, self._fresh = calls, sets, bound, fresh
-        self._shown = {"ours": same, "native": shown}
+        self._shown = {"plugin": same, "baseline": shown}
         self._eager: dict[str, list[Tensor]] = {}
         self._written: list[tuple[Tensor, Tensor]] = []  # arguments, and what they were
 
@@ -72,7 +72,7 @@ class Replays:
                 (value, before) for value, before in pairs if isinstance(value, Tensor) and before is not value
             ]
             self._eager = {name: self._left(name) for name in self._calls}
-            self._repeats = "native" in self._calls and same_bits(self._eager["native"], self._left("native"))
+            self._repeats = "baseline" in self._calls and same_bits(self._eager["baseline"], self._left("baseline"))
         found = []
         for name, graph in graphs.items():
             self._restore()
@@ -82,7 +82,7 @@ class Replays:
             eager, replayed = self._eager[name], self._tensors(name, graph.outputs)
             if same_bits(eager, replayed):
                 continue
-            exactly = name == "ours" or self._repeats
+            exactly = name == "plugin" or self._repeats
             if exactly or not all(distance(*pair) <= self._bound for pair in zip(replayed, eager, strict=True)):
                 found.append(name)
         return found
@@ -123,7 +123,7 @@ def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def raise_for(differing: Iterable[str]) -> None:
     """Raise the error for a pair whose replays differ from eager calls."""
-    if "ours" in differing:
+    if "plugin" in differing:
         raise Mismatch("a replayed graph differs from eager calls (ROCm/clr#279 is such a defect of HIP 7.2)")
     if differing:
         release = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -141,10 +141,10 @@ def say_broken(what: str, error: BrokenGraph) -> None:
         logger.warning(text, what, error)
 
 
-def distance(ours: Tensor, native: Tensor) -> float:
+def distance(plugin: Tensor, baseline: Tensor) -> float:
     """Return the relative distance of two whole results, a few rows at a time to save memory."""
-    off = size = torch.zeros((), device=native.device)
-    for ours_rows, native_rows in zip(ours.split(ROWS_AT_A_TIME), native.split(ROWS_AT_A_TIME)):
-        off = off + (ours_rows.float() - native_rows.float()).square().sum()
-        size = size + native_rows.float().square().sum()
+    off = size = torch.zeros((), device=baseline.device)
+    for plugin_rows, baseline_rows in zip(plugin.split(ROWS_AT_A_TIME), baseline.split(ROWS_AT_A_TIME)):
+        off = off + (plugin_rows.float() - baseline_rows.float()).square().sum()
+        size = size + baseline_rows.float().square().sum()
     return float(off.sqrt() / size.sqrt().clamp_min(1e-30))

@@ -84,8 +84,8 @@ def outstanding() -> Iterator[None]:
 
 
 def of(name: str) -> contextlib.AbstractContextManager:
-    """Return what surrounds a launch of one side of a comparison: `outstanding` for "ours" alone."""
-    return outstanding() if name == "ours" else contextlib.nullcontext()
+    """Return what surrounds a launch of one side of a comparison: `outstanding` for "plugin" alone."""
+    return outstanding() if name == "plugin" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
