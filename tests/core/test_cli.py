@@ -14,6 +14,7 @@ import typing
 
 import pytest
 import torch
+from keys import keyed
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import arch as archs
@@ -273,7 +274,7 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
         "rms_norm_per_block_quant 1536 bfloat16 eager": {2: theirs, 8: theirs},
         "rms_norm_per_block_quant 1536 bfloat16 AITER-compiled": {2: plugin, 8: plugin},
     }
-    record = kernel_selection.Record(here, {"silu_and_mul_per_block_quant": "wrong here"}, shapes)
+    record = kernel_selection.Record(here, {"silu_and_mul_per_block_quant": "wrong here"}, keyed(shapes))
     path = kernel_selection.path_of(here)
     path.parent.mkdir(parents=True)
     kernel_selection.write(path, record)
@@ -321,7 +322,7 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
             }
             for i, (plugin, baseline) in enumerate(lengths)
         }
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes))
+        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes)))
         assert cli.main(["explain", "--model", "tiny-llama", "--arch", "gfx942", "--verbose"]) == 0
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention")]
         return " ".join(line.split()[3:])
@@ -345,7 +346,7 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
             }
             for (kind, baseline), us in ((name.split("|"), us) for name, us in found.items())
         }
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes))
+        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes)))
         config, tp = model_config.read(model), 8 if "llama" in model else 1
         calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, "gfx942")]
         rows = explain.explain_model(calls, "gfx942", (1,))[1:]
@@ -374,7 +375,7 @@ def test_explain_of_a_model_knows_the_launch_that_rotates_and_writes_the_cache(m
     """It serves where it was measured to be faster, with each cache dtype and pairing, or on request."""
 
     def explained(model: str, shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
-        record = kernel_selection.Record({}, off or {}, shapes or {})
+        record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))
         monkeypatch.setattr(explain, "measured_here", lambda arch: record)
         of_model = explain.around(model_config.read(model), 8 if "llama" in model else 1, None, "gfx942")
         return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1, 64), False)}
@@ -405,7 +406,9 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
     """It wins over two launches, and the plugin's kernel serves the linear alone, too."""
 
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, list[str]]:
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, off or {}, shapes or {}))
+        monkeypatch.setattr(
+            explain, "measured_here", lambda arch: kernel_selection.Record({}, off or {}, keyed(shapes or {}))
+        )
         config = model_config.read("llama-3.1-405b-fp8")
         calls = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
         found: dict[str, list[str]] = {}
@@ -443,7 +446,7 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
 
 def test_explain_of_a_model_says_that_mla_absorb_are_measured_first(capsys, monkeypatch):
     def explained(shapes: dict | None = None) -> dict[str, str]:
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, shapes or {}))
+        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes or {})))
         assert cli.main(["explain", "--model", "deepseek-v3", "--tp", "8", "--arch", "gfx950", "--verbose"]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         return {line[0]: " ".join(line[3:]) for line in lines if line[0].startswith("W_U") and line[1] != "+"}
@@ -465,7 +468,7 @@ def test_explain_of_a_model_knows_the_launch_that_rotates_queries(monkeypatch):
     one, product = "rotation + W_UK", "batched_gemm 16x512x128 bfloat16 transposed bmm"
 
     def explained(shapes: dict) -> dict[str, str]:
-        record = kernel_selection.Record({}, {}, shapes)
+        record = kernel_selection.Record({}, {}, keyed(shapes))
         monkeypatch.setattr(explain, "measured_here", lambda arch: record)
         of_model = explain.around(model_config.read("deepseek-v3"), 8, None, "gfx942")
         return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1,), False)}
@@ -483,7 +486,7 @@ def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypa
     """It serves where it was measured to be faster than both pairs of launches, which are then parts of it."""
 
     def explained(model: str, shapes: dict) -> dict[str, str]:
-        record = kernel_selection.Record({}, {}, shapes)
+        record = kernel_selection.Record({}, {}, keyed(shapes))
         monkeypatch.setattr(explain, "measured_here", lambda arch: record)
         config = model_config.read(model)
         of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
@@ -508,7 +511,7 @@ def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_th
     one = "q_a norm + kv_a norm + cache write"
 
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
-        record = kernel_selection.Record({}, off or {}, shapes or {})
+        record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))
         monkeypatch.setattr(explain, "measured_here", lambda arch: record)
         config = model_config.read("deepseek-v3")
         of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]

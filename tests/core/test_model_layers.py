@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from keys import key
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
@@ -516,15 +517,15 @@ def test_int8_as_quark_writes_it(dynamic, scales):
         calls(read("tiny-llama") | {"quantization_config": config})
 
 
-def test_measured_int8_layers_are_ours():
+def test_measured_int8_layers_are_served():
     [down] = [call for call in calls(read("tiny-llama") | {"quantization_config": int8()}) if call.layer == "down"]
     [shape] = explain.measured_shapes(down, "gfx942")
-    key = f"gemm {shape} Native"
+    of = key(f"gemm {shape} VllmKernel")
     times = {8: kernel_selection.Measured(1.0, 2.0), 64: kernel_selection.Measured(3.0, 2.0)}
-    record = kernel_selection.Record({}, shapes={key: times})
-    assert explain.measured_call(down, "gfx942", record) == key
-    assert explain.decision(down, key, record, 8) == (True, "measured: plugin 1.0 us, vLLM 2.0 us")
-    assert not explain.decision(down, key, record, 64)[0]
+    record = kernel_selection.Record({}, shapes={of: times})
+    assert explain.measured_call(down, "gfx942", record) == of
+    assert explain.decision(down, of, record, 8) == (True, "measured: plugin 1.0 us, vLLM 2.0 us")
+    assert not explain.decision(down, of, record, 64)[0]
 
 
 def test_experts_in_int8_are_vllms():

@@ -34,7 +34,7 @@ from vllm_rocm_ops.vllm.attention import decoder, mla, mla_absorb, timing
 from vllm_rocm_ops.vllm.graph import all_reduce_timing, compiled_ops
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
 from vllm_rocm_ops.vllm.moe import base as experts
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import comparison, kernel_selection, kernel_timing
 
 LARGEST_FILE = 200_000
 LARGEST_CODE = 20 * 1024
@@ -601,7 +601,7 @@ def said(page: pathlib.Path) -> str:
 
 def test_the_readme_states_the_limits_of_selection():
     limits = {
-        f"more than {kernel_timing.LARGEST_ERROR:g}x the error",
+        f"more than {comparison.LARGEST_ERROR:g}x the error",
         f"more than {100 * kernel_selection.MARGIN:g} % faster",
         f"timing takes about {kernel_timing.limit_s():g} s of a start",
         f"serves 1 to {MAX_ROWS} query rows",
@@ -619,7 +619,7 @@ def test_the_page_on_tuning_states_the_limits_of_selection():
         f"FP8 linear layers, MXFP8 linear layers and MoE | up to {experts.MAX_TOKENS} tokens",
         f"BF16 and FP16 linear layers | up to {unquantized_linear.MAX_TOKENS} tokens",
         f"more than {100 * kernel_selection.MARGIN:g} % faster",
-        f"{kernel_timing.LARGEST_ERROR:g}x the baseline's error",
+        f"{comparison.LARGEST_ERROR:g}x the baseline's error",
         f"{kernel_timing.limit_s():g} s for each start",
         f"{kernel_timing.limit_s() + kernel_timing.SECONDS_COMPILING:g} s for another process",
         f"{all_reduce_timing.MAX_SECONDS:g} s for the all-reduce",

@@ -131,7 +131,7 @@ def test_calls_of_models_are_set_beside_the_file(file, monkeypatch):
     values = {"us": 5.0, "band": 0.2, "launches": 1, "code": frozen.code_of(call, 1, arch)}
     file("2026-11-24-aaa.json", {frozen.key("MI300X", call, 1): values})
     measured = check_parts.kernel_selection.Measured(4.0, 5.0, 0.0, 0.0)
-    monkeypatch.setattr(check_parts.kernel_timing, "measure_pair", lambda *_: measured)
+    monkeypatch.setattr(check_parts.kernel_timing, "check_and_time", lambda *_: measured)
     given = call, "PyTorch", check_parts.Baseline(call.op.reference), arch, None, (1, 17)
     with torch.inference_mode(), launch.executor(emulated.emulator_of("gfx942")):
         of = [one["frozen"] for one in check_parts.beside(*given, "MI300X")]

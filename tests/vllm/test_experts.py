@@ -23,7 +23,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe import base as experts
 from vllm_rocm_ops.vllm.moe import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import comparison, kernel_selection, kernel_timing
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
 GROUPS, TOPK_GROUP, SCALE = 4, 2, 1.5
@@ -697,7 +697,7 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     monkeypatch.setattr(baseline, "apply", theirs)
     monkeypatch.setattr(baseline, "consumes_expert_mask", True)
     monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)
-    monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
+    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
     kernel_selection.begin_recording()
     quant = layer.quant_config
     if kind != "bf16":
@@ -720,7 +720,7 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
-    assert one.shape.endswith(" shuffled")
+    assert one.key.shape.endswith(" shuffled")
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
     assert baseline.calls[0]["expert_map"].tolist() == mask.tolist()
 
@@ -758,7 +758,7 @@ def test_what_is_measured_serves(baseline, form, kind, fault, monkeypatch):
     monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
     monkeypatch.setattr(baseline, "apply", theirs)
     monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
-    monkeypatch.setattr(kernel_timing, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
+    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
     kernel_selection.begin_recording()
     baseline.calls.clear()
     hidden, logits, bias = inputs(9), random(9, EXPERTS), random(EXPERTS) * 0.1

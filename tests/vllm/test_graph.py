@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from keys import pattern
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
@@ -560,7 +561,7 @@ def test_an_mx_norm_with_other_readers(reads):
     module(x, weight, product)
 
 
-PATTERN = f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat16"
+PATTERN, RESIDUAL = (pattern(f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat16{adds}") for adds in ("", " residual"))
 
 
 @pytest.mark.parametrize(
@@ -571,8 +572,8 @@ PATTERN = f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat16"
         ({}, {"fuse_act_quant": True}, True),
         ({"decisions": {PATTERN: True}}, {"fuse_norm_quant": True}, True),
         ({"decisions": {PATTERN: False}}, {}, False),
-        ({"decisions": {f"{PATTERN} residual": False}}, {}, False),
-        ({"decisions": {PATTERN: True, f"{PATTERN} residual": False}}, {}, True),
+        ({"decisions": {RESIDUAL: False}}, {}, False),
+        ({"decisions": {PATTERN: True, RESIDUAL: False}}, {}, True),
         ({"off": frozenset({"rms_norm_dynamic_per_token_quant"})}, {}, False),
         ({"off": frozenset({"rms_norm_per_block_quant"})}, {}, True),
         ({"on": frozenset({"activation"})}, {}, False),

@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from keys import key
 from marks import full
 
 from vllm_rocm_ops.core import arch as archs
@@ -31,9 +32,11 @@ from vllm_rocm_ops.vllm import coverage, worker_startup
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
+from vllm_rocm_ops.vllm.selection import comparison, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
-from vllm_rocm_ops.vllm.selection import kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection import replays as replays_module
+from vllm_rocm_ops.vllm.selection.comparison import RowComparison
+from vllm_rocm_ops.vllm.selection.key import Baseline, Key
 from vllm_rocm_ops.vllm.worker import Extension
 
 N, K, LIMIT = 48, 64, 16
@@ -77,7 +80,7 @@ class Product(linear_base.Linear):
 
     def run(self, x, weight):
         key = self.op.name, weight.shape
-        choice = selection.find_choice(key) or selection.new_choice(key, self, "VllmKernel of a layer", (weight,))
+        choice = selection.find_choice(key) or selection.new_choice(key, self, Baseline("VllmKernel"), (weight,))
         if choice.layers is not None:
             choice.note(weight, len(x), lambda: (weight,))
         return linear_base.run_or_baseline(lambda: self.vllm_kernel(x, weight), self.op, choice, x, weight)
@@ -234,7 +237,7 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     assert re.match(r"vllm-rocm-ops: product is off on this GPU and vLLM's kernels run .*: .*48x64, 64 tokens", line)
     assert {product.serve(m) for m in (1, 8, 64)} == {"baseline"}
     assert other.serve(64) == "plugin"
-    assert {one.key: one.state for one in selection.all_choices()} == {
+    assert {str(one.key): one.state for one in selection.all_choices()} == {
         "product 48x64 VllmKernel": "off",
         "other 48x64 VllmKernel": "measured",
     }
@@ -418,8 +421,8 @@ def test_a_worker_that_dies_again_while_measuring():
     assert selection.read(file()).off == {}
     assert in_a_process(dies) == in_a_process(dies) == 9
     shapes = selection.read(file()).shapes
-    assert [*shapes["other 48x64 VllmKernel"]] == [1, 8, 32, 64, 128, 256] and max(
-        shapes["product 48x64 VllmKernel"]
+    assert [*shapes[key("other 48x64 VllmKernel")]] == [1, 8, 32, 64, 128, 256] and max(
+        shapes[key("product 48x64 VllmKernel")]
     ) == 32
     started(product, other)
     product.ran.clear()
@@ -499,7 +502,7 @@ def test_what_is_slow_and_not_the_plugins_ends_nothing(soon, caplog):
         measures(product)
 
     assert in_a_process(measured) == 0
-    assert len(selection.read(file()).shapes["product 48x64 VllmKernel"]) == 6
+    assert len(selection.read(file()).shapes[key("product 48x64 VllmKernel")]) == 6
 
 
 def test_the_graph_of_the_plugins_kernel_is_watched(monkeypatch, tmp_path):
@@ -584,15 +587,15 @@ def test_ranks_agree(rank):
     """An op is off if it is off for any rank; the plugin serves where it does for all ranks that measured."""
     product, other = Product(), Product("other")
     started(product, other)
-    key = "product 48x64 VllmKernel"
+    of = key("product 48x64 VllmKernel")
     theirs = selection.Decided(
-        {"other": "wrong there"}, {key: bytes([0, 0, 1, 1, 0]), "a shape of theirs": bytes([0, 1])}
+        {"other": "wrong there"}, {of: bytes([0, 0, 1, 1, 0]), key("product 4x4 Theirs"): bytes([0, 1])}
     )
     warm_up(plugin_wins({1, 8}), lambda mine: [mine, theirs] if rank == 0 else [theirs, mine])
     assert [product.serve(m) for m in (1, 2, 3, 4, 8)] == ["baseline", "plugin", "plugin", "baseline", "baseline"]
     assert other.serve(1) == "baseline"
     started(product, other)
-    both = selection.Decided({}, {key: bytes([0, 1, 0])}), selection.Decided({}, {key: bytes([0, 1, 1, 1])})
+    both = selection.Decided({}, {of: bytes([0, 1, 0])}), selection.Decided({}, {of: bytes([0, 1, 1, 1])})
     warm_up(None, lambda mine: [selection.Decided({}, {}), *both])
     assert [product.serve(m) for m in (1, 2, 3)] == ["plugin", "baseline", "baseline"]
 
@@ -602,10 +605,10 @@ def test_ranks_agree_though_one_ran_out_of_time():
 
     Above all measured sizes the fixed limit holds, if the plugin was faster there.
     """
-    key = "product 48x64 VllmKernel"
+    of = key("product 48x64 VllmKernel")
     for longer, plugin in ((bytes([0, 1, 1, 0]), {1, 2}), (bytes([0, 1, 1, 1]), {*range(1, LIMIT + 1)})):
         product = started(Product())
-        both = [selection.Decided({}, {key: shape}) for shape in (bytes([0, 1]), longer)]
+        both = [selection.Decided({}, {of: shape}) for shape in (bytes([0, 1]), longer)]
         for order in (both, both[::-1]):
             warm_up(None, lambda mine, order=order: order)
             assert {m for m in range(1, LIMIT + 2) if product.serve(m) == "plugin"} == plugin
@@ -742,15 +745,14 @@ class Padded(Product):
 
 
 class PaddedRows(Padded):
+    sample = RowComparison.sample
+
     def exact(self, x, weight):
         return x.float() @ weight.float().t(), None
 
 
 def measured(kernels: Padded, clock) -> selection.Measured:
-    if isinstance(kernels, PaddedRows):
-        return compiled_ops.measure_pair(kernels, [()] * 2, 8, clock, contextlib.nullcontext())
-    choice = selection.Choice(kernels, "VllmKernel", (WEIGHTS[0],))
-    return kernel_timing.measure_pair(choice, [(w,) for w in WEIGHTS], 8, clock, contextlib.nullcontext())
+    return kernel_timing.check_and_time(kernels, [(w,) for w in WEIGHTS], 8, clock, contextlib.nullcontext())
 
 
 @pytest.mark.parametrize("kernels", [Padded, PaddedRows])
@@ -833,24 +835,24 @@ class Watch:
     """A fake time for kernel_timing.py, which measurements advance."""
 
     def __init__(self, monkeypatch):
-        self.now, self.asked = 100.0, []
+        self.now, self.asked, self.patch = 100.0, [], monkeypatch
         monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: self.now)
 
-    def pair(self, seconds: float):
-        """Return a measurement of a pair that takes `seconds`, by which the plugin is faster."""
+    def takes(self, seconds: float) -> None:
+        """Have each comparison take `seconds`. The plugin is faster."""
 
-        def measure(one, layers, tokens, clock, marked):
+        def measure(kernels, layers, tokens, clock, marked):
             self.now += seconds
-            self.asked.append((one.key.partition(" ")[0], tokens))
+            self.asked.append((kernels.op.name, tokens))
             return selection.Measured(1.0, 2.0)
 
-        return measure
+        self.patch.setattr(kernel_timing, "check_and_time", measure)
 
 
 class Rows(Product):
     """Norms, for which one kernel is chosen for all numbers of tokens."""
 
-    key, shape = f"rows 64 {selection.COMPILED}", "64"
+    key = key("rows 64 compiled")
 
     def __init__(self):
         super().__init__("rows")
@@ -869,9 +871,11 @@ def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
         begin, choices = watch.now, {one: kernel_timing.sizes((*CAPTURED, 24), MAX) for one in selection.all_choices()}
         watch.asked.clear()
         caplog.clear()
-        kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine], watch.pair(1.4), 0.4)
+        watch.takes(1.4)
+        kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine], 0.4)
         assert watch.asked == ([("rows", 2), ("rows", 64)] if sizes[0] == 1 else [])
-        decided = kernel_timing.agree(choices, FakeClock(), lambda mine: [mine], watch.pair(0.8))[1]
+        watch.takes(0.8)
+        decided = kernel_timing.agree(choices, FakeClock(), lambda mine: [mine])[1]
         assert watch.asked[-9:] == [(name, tokens) for tokens in sizes for name in "abc"][-9:]
         assert 9 < watch.now - begin <= kernel_timing.limit_s() == 10
         if sizes[0] == 1:
@@ -898,7 +902,8 @@ def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
 
     monkeypatch.setattr(kernel_timing.tables, "locked", locked)
     wanted = {one: kernel_timing.sizes(CAPTURED, MAX) for one in selection.all_choices()}
-    kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine], watch.pair(0.3))
+    watch.takes(0.3)
+    kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine])
     assert [tokens for _, tokens in watch.asked] == [1, 8] and product.serve(LIMIT) == "plugin"
 
 
@@ -909,18 +914,20 @@ def test_what_is_decided_once_is_measured_whole_or_not_at_all(monkeypatch):
     for most, asked in ((5.9, 0), (6.0, 2)):
         monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", f"{most}")
         selection.begin_recording()
-        kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine], watch.pair(4.0))
+        watch.takes(4.0)
+        kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine])
         assert len(watch.asked) == asked
 
 
-def test_a_call_that_cannot_be_made_for_the_plugin_is_vllms(caplog):
+def test_a_call_that_cannot_be_made_for_the_plugin_is_vllms(caplog, monkeypatch):
     """As attention's, for a cache in another order. It is recorded, and not timed again."""
 
     def refuses(*arguments):
-        raise selection.Refused
+        raise comparison.Refused
 
     wanted = {one: [1, 8] for one in [Rows()]}
-    kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine], refuses)
+    monkeypatch.setattr(kernel_timing, "check_and_time", refuses)
+    kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine])
     assert [*selection.read(file()).shapes.values()] == [{1: selection.UNTIMED, 8: selection.UNTIMED}]
     assert "failed" not in caplog.text
 
@@ -976,7 +983,7 @@ def test_what_is_measured_in_time(model, most):
             work[tokens] = tensor_bytes(*arguments), operations
         kernels = types.SimpleNamespace(op=layer.op, work=lambda layer, tokens, work=work: work[tokens])
         layers = dict.fromkeys(range(min(max(layer.count, 1), 64)), ())
-        wanted[One(f"{layer.op.name} {len(wanted)}", kernels, layers)] = list(work)
+        wanted[One(Key(layer.op.name, str(len(wanted)), Baseline("VllmKernel")), kernels, layers)] = list(work)
     items = kernel_timing.in_order(wanted, selection.Record({}), arch.bandwidth_gb_s)
     left, measured = kernel_timing.limit_s() * (1 - compiled_ops.SHARE), []
     for one, [tokens] in items:
@@ -994,7 +1001,7 @@ def test_what_is_measured_in_time(model, most):
 class One(typing.NamedTuple):
     """A choice to be put in order."""
 
-    key: str
+    key: Key
     kernels: types.SimpleNamespace
     layers: dict
 
@@ -1149,7 +1156,7 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     warm_up(clock := plugin_wins({1, 128}))
     assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]
     assert [one.state for one in selection.all_choices()] == ["measured", "measured"]
-    assert {one.shape for one in selection.all_choices()} == {"48x64", "64x64"}
+    assert {one.key.shape for one in selection.all_choices()} == {"48x64", "64x64"}
 
 
 def test_a_worker_that_fails_leaves_vllm_as_it_was(worker):
@@ -1184,8 +1191,11 @@ def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
         def times(self, calls, sets, replays):
             return {name: [float(call(*sets[0])[0])] for name, call in calls.items()}
 
-    given = kernels, [(torch.zeros(1),)], lambda plugin, vllm_kernel: (float(plugin[0]), float(vllm_kernel[0])), Clock()
-    found = kernel_timing.compare(*given, contextlib.nullcontext(), tuple, replays_module.copies)
+    def errors(plugin, baseline) -> tuple[float, float]:
+        return float(plugin[0]), float(baseline[0])
+
+    kernels.sample = lambda *_: comparison.Sample([(torch.zeros(1),)], errors, tuple, replays_module.copies)
+    found = kernel_timing.check_and_time(kernels, [()], 1, Clock(), contextlib.nullcontext())
     assert found == (1.0, 2.0, 1.0, 1.0)
     assert ran == [("theirs",), ("plugin", "begun"), ("plugin", "begun"), ("theirs",)]
 
@@ -1233,7 +1243,7 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
     record = selection.read(path)
     rows = {"silu_and_mul_per_token_quant"}  # norms quantize in compiled models
     assert rows & answer["stats"].keys() == (rows if factor == 1.0 else set())
-    assert {key.partition(" ")[0] for key in record.shapes if selection.is_whole(key)} == rows
+    assert {key.op for key in record.shapes if key.has_one_choice} == rows
     [reached] = coverage.read(tmp_path)
     assert (
         reached["seams"].keys() >= {"norm", "activation", "scaled_linear"} and reached["layers"]["norms"]["taken"] == 5
@@ -1241,7 +1251,7 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
     if factor == 1.0:
         assert answer["stats"]["scaled_mm"] == {"plugin": layers * (steps - 1)}
         assert answer["stats"]["vllm"] == {"its kernel": layers}
-        kinds = collections.Counter(key.partition(" ")[0] for key in record.shapes)
+        kinds = collections.Counter(key.op for key in record.shapes)
         assert kinds == {"scaled_mm": 4, "paged_attention_decode": 1, **dict.fromkeys(rows, 1)} and not record.off
         assert output.count("selected kernels on this GPU") == 2
     else:

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from keys import keyed
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
@@ -115,7 +116,7 @@ def noted(configuration):
 
 
 def keys() -> dict[str, kernel_selection.Choice]:
-    return {one.key: one for one in kernel_selection.all_choices() if one.kernels is mla_absorb.COMPARISON}
+    return {str(one.key): one for one in kernel_selection.all_choices() if one.kernels is mla_absorb.COMPARISON}
 
 
 def test_the_plugin_serves_where_it_was_measured_to_be_faster(noted):
@@ -124,7 +125,7 @@ def test_the_plugin_serves_where_it_was_measured_to_be_faster(noted):
     assert list(keys()) == [uk, uv]
     assert all(one.most == 64 and len(one.layers) == 1 for one in keys().values())
     assert served(noted) == 0
-    kernel_selection.apply_decisions(Decided({}, {uk: bytes([0, 0, 0]), uv: bytes([0, 1, 1])}))
+    kernel_selection.apply_decisions(Decided({}, keyed({uk: bytes([0, 0, 0]), uv: bytes([0, 1, 1])})))
     assert served(noted, 2) == 1 and served(noted, 3) == 0
     assert type(noted.W_UK_T) is torch.nn.Parameter
     assert type(noted.W_UV) is mla_absorb.AbsorbedParameter
@@ -156,14 +157,14 @@ def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, facto
 
     monkeypatch.setattr(mla_absorb, "run", run)
     for one in keys().values():
-        given = one, list(one.layers.values()), 5, Clock(), watchdog.marker(tmp_path / "mark", "")
+        given = one.kernels, list(one.layers.values()), 5, Clock(), watchdog.marker(tmp_path / "mark", "")
         with torch.inference_mode():
             if factor == 1.0:
-                found = kernel_timing.measure_pair(*given)
+                found = kernel_timing.check_and_time(*given)
                 assert found.plugin_us == found.baseline_us == 5 and 0 < found.error < 0.01
             else:
                 with pytest.raises(kernel_timing.Mismatch):
-                    kernel_timing.measure_pair(*given)
+                    kernel_timing.check_and_time(*given)
 
 
 def test_more_tokens_than_kernels_take_are_torchs(configuration):

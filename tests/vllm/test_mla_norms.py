@@ -8,6 +8,7 @@ import fronts_on_cpu
 import pytest
 import torch
 from engines import STEPS
+from keys import key
 from marks import full
 from test_row_selection import Linear
 
@@ -19,7 +20,8 @@ from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import mla_norms, mla_pre_attention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.selection.key import COMPILED, EAGER
 
 OP = ops.mla_norm_rope_and_cache
 Q, KV, ROPE, NOPE, HEADS = 256, 128, 32, 64, 2
@@ -96,7 +98,7 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
         if what == "wrong":
             assert shape in record.off[op]
             continue
-        found = record.shapes[f"{op} {shape} {kernel_selection.COMPILED}"]
+        found = record.shapes[key(f"{op} {shape} compiled")]
         assert all(one.plugin_us is not None and 0 < one.error < 0.1 for one in found.values())
         assert {*compiled_ops.TOKENS} <= {*found}
 
@@ -177,14 +179,14 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
     for is_column_major in (False, True) if kind == "block" else (False,):
         if layer.q_b_proj is not None:
             layer.q_b_proj.vllm_rocm_ops_column_major_scales = is_column_major
-        one = mla_pre_attention.MlaPreAttention(layer, kernel_selection.COMPILED)
+        one = mla_pre_attention.MlaPreAttention(layer, COMPILED)
         traits = f" {kind}" * (kind not in ("", "none")) + " column-major" * is_column_major
         sizes, cache = f"{0 if kind == 'none' else Q}+{KV}+{ROPE}", "fp8" if fp8 else "auto"
-        assert one.key == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
+        assert str(one.key) == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
         parameters = (one.sizes[0], KV), ROPE, kind or "none"
-        assert one.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
+        assert one.key.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
         with launch.executor(Emulator("gfx950", races=False)):
-            found = compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+            found = kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
         assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
@@ -192,7 +194,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
 @pytest.mark.parametrize("part", ["q", "kv", "k_pe", "cache"])
 def test_each_result_is_checked(part, monkeypatch):
     """The launch is off if any of its results is wrong."""
-    one = mla_pre_attention.MlaPreAttention(Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.MlaPreAttention(Layer(), COMPILED)
 
     def wrong(*arguments):
         OP.reference(*arguments)
@@ -205,7 +207,7 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(OP, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
 LACKS = {
@@ -262,12 +264,12 @@ def test_where_it_may_serve(found):
     The kernels must support the sizes.
     """
     [one] = found(Layer())
-    assert one.key.endswith(" block compiled") and not one.runs_unmeasured()
+    assert str(one.key).endswith(" block compiled") and not one.runs_unmeasured()
     assert found(Layer(), compiles=False) == []
     forced = Layer()
     forced.mla_attn.impl.rocm_ops.is_forced = True
     [one] = found(forced, compiles=False)
-    assert one.key.endswith(" block eager") and one.runs_unmeasured()
+    assert str(one.key).endswith(" block eager") and one.runs_unmeasured()
     one.take(False)
     assert forced.rocm_ops_front is one
     assert found(Layer(), splits=False, fused=True) == [] and len(found(Layer(), splits=False)) == 1
@@ -327,7 +329,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
     """Attention gets rotated queries and the op's results, and q_b_proj its quantized result."""
     generator, seen = torch.Generator().manual_seed(1), {}
     layer = mla_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
-    layer.rocm_ops_front = one = mla_pre_attention.MlaPreAttention(layer, kernel_selection.EAGER)
+    layer.rocm_ops_front = one = mla_pre_attention.MlaPreAttention(layer, EAGER)
     x = torch.randn(3, 32, generator=generator).bfloat16()
     positions, slots = torch.tensor([5, 0, 9]), torch.tensor([2, 4])  # of a batch that is padded
     cache = torch.zeros(2, 3, KV + ROPE, dtype=torch.uint8 if fp8 else torch.bfloat16)
@@ -380,7 +382,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
 
 @pytest.mark.usefixtures("configuration")
 def test_the_choice_is_the_layers():
-    one = mla_pre_attention.MlaPreAttention(layer := Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.MlaPreAttention(layer := Layer(), COMPILED)
     one.take(True)
     assert layer.rocm_ops_front is one
     one.take(False)
@@ -390,7 +392,7 @@ def test_the_choice_is_the_layers():
 @pytest.mark.usefixtures("configuration")
 def test_a_run_without_a_cache_writes_none():
     """vLLM's profile run has no slots."""
-    one = mla_pre_attention.MlaPreAttention(layer := Layer(), kernel_selection.COMPILED)
+    one = mla_pre_attention.MlaPreAttention(layer := Layer(), COMPILED)
     qkv, *_ = one.inputs(3, 0)
     _, kv, k_pe, _ = one.outputs(qkv)
     for slots, cache in ((None, torch.empty(1, 1, KV + ROPE)), (torch.zeros(3, dtype=torch.int64), torch.empty(0))):

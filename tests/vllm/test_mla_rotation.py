@@ -15,8 +15,8 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import mla_absorb, mla_pre_attention, mla_rotation
-from vllm_rocm_ops.vllm.graph import compiled_ops
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.selection.key import COMPILED
 
 OP, NOPE, V = ops.batched_gemm_rope, 128, 64
 
@@ -70,9 +70,7 @@ class Layer(test_mla_norms.Layer):
 
 
 def query_rotation(layer: Layer | None = None) -> mla_rotation.QueryRotation:
-    return mla_rotation.QueryRotation(
-        mla_pre_attention.MlaPreAttention(layer or Layer(), kernel_selection.COMPILED), "compiled"
-    )
+    return mla_rotation.QueryRotation(mla_pre_attention.MlaPreAttention(layer or Layer(), COMPILED), COMPILED)
 
 
 STEPS = {
@@ -226,9 +224,9 @@ class Clock:
 def test_a_kernel_is_measured_beside_vllms_layers(tokens):
     """The emulated kernel is as close to the exact q_pe and product. Above 64 tokens there is no product."""
     one = query_rotation()
-    assert one.key == f"batched_gemm_rope {HEADS}x{KV}x{NOPE}+{ROPE} bfloat16 compiled"
+    assert str(one.key) == f"batched_gemm_rope {HEADS}x{KV}x{NOPE}+{ROPE} bfloat16 compiled"
     with launch.executor(Emulator("gfx950", races=False)):
-        found = compiled_ops.measure_pair(one, [()] * 2, tokens, Clock(), contextlib.nullcontext())
+        found = kernel_timing.check_and_time(one, [()] * 2, tokens, Clock(), contextlib.nullcontext())
     assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
     assert one.work((), tokens)[0] > 0 and (one.work((), tokens)[1] > 0) == (tokens <= 64)
 
@@ -245,7 +243,7 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(OP, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        compiled_ops.measure_pair(query_rotation(), [()] * 2, 3, Clock(), contextlib.nullcontext())
+        kernel_timing.check_and_time(query_rotation(), [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
 LACKS = {
@@ -261,12 +259,10 @@ LACKS = {
 @pytest.mark.parametrize("what", LACKS)
 def test_what_is_not_served(what):
     layer = Layer()
-    front = mla_pre_attention.MlaPreAttention(layer, "compiled")
-    assert len([*mla_rotation.of(front, "compiled", torch.bfloat16)]) == 1
+    front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
+    assert len([*mla_rotation.of(front, COMPILED, torch.bfloat16)]) == 1
     LACKS[what](layer.mla_attn)
-    assert [*mla_rotation.of(front, "compiled", torch.bfloat16)] == [] and len(
-        [*mla_rotation.lacks(layer.mla_attn)]
-    ) == 1
+    assert [*mla_rotation.of(front, COMPILED, torch.bfloat16)] == [] and len([*mla_rotation.lacks(layer.mla_attn)]) == 1
 
 
 @pytest.mark.usefixtures("configuration")
@@ -275,8 +271,8 @@ def test_kernels_must_take_the_sizes(monkeypatch):
     monkeypatch.setattr(seam, "arch_here", lambda platform: archs.named("gfx942").name)
     monkeypatch.setattr("vllm_rocm_ops.vllm.linear.base.launches.not_loaded", lambda *_: "")
     for nope, dtype, served in ((NOPE, torch.bfloat16, 1), (64, torch.bfloat16, 0), (NOPE, torch.float16, 0)):
-        front = mla_pre_attention.MlaPreAttention(Layer(nope), "compiled")
-        assert len([*mla_rotation.of(front, "compiled", dtype)]) == served
+        front = mla_pre_attention.MlaPreAttention(Layer(nope), COMPILED)
+        assert len([*mla_rotation.of(front, COMPILED, dtype)]) == served
 
 
 @pytest.mark.usefixtures("configuration")

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from keys import key
 from test_mla_absorb import Layer as Plain
 
 import vllm_rocm_ops
@@ -15,7 +16,7 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
 HEADS, LATENT, SIZE = Plain.num_heads, Plain.kv_lora_rank, 128
 SHAPE = f"batched_gemm {HEADS}x{SIZE}x{LATENT} bfloat16"
-PLAIN, FUSED, SEPARATE = f"{SHAPE} bmm", f"{SHAPE} to e4m3 by 128 bmm", f"{SHAPE} to e4m3 by 128 separate"
+PLAIN, FUSED, SEPARATE = map(key, (f"{SHAPE} bmm", f"{SHAPE} to e4m3 by 128 bmm", f"{SHAPE} to e4m3 by 128 separate"))
 
 
 class Layer(Plain):
@@ -207,7 +208,7 @@ def test_what_was_measured_decides(configuration, shapes, changed, quantizes):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
-@pytest.mark.parametrize("kernels", mla_v_up.COMPARISONS, ids=lambda kernels: kernels.baseline_name)
+@pytest.mark.parametrize("kernels", mla_v_up.COMPARISONS, ids=lambda kernels: str(kernels.beside))
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kernels, factor, tmp_path):
     class Clock:
         def times(self, calls, sets, replays):
@@ -226,11 +227,11 @@ def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kerne
 
     monkeypatch.setattr(mla_absorb, "run", run)
     [one] = (one for one in kernel_selection.all_choices() if one.kernels is kernels)
-    given = one, list(one.layers.values()), 5, Clock(), watchdog.marker(tmp_path / "mark", "")
+    given = one.kernels, list(one.layers.values()), 5, Clock(), watchdog.marker(tmp_path / "mark", "")
     with torch.inference_mode():
         if factor == 1.0:
-            found = kernel_timing.measure_pair(*given)
+            found = kernel_timing.check_and_time(*given)
             assert found.plugin_us == found.baseline_us == 5 and 0 < found.error < 0.05
         else:
             with pytest.raises(kernel_timing.Mismatch):
-                kernel_timing.measure_pair(*given)
+                kernel_timing.check_and_time(*given)

@@ -8,6 +8,7 @@ import checkpoints
 import pytest
 import torch
 from engines import LOADED, STEPS, prompts_of
+from keys import pattern
 from marks import full
 from test_graph import EPSILON, add_norm, called, choices, piece, quantizer, random  # noqa: F401
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
@@ -18,12 +19,13 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.vllm.graph import moe_side_channel
 from vllm_rocm_ops.vllm.moe import base, quantized_input
+from vllm_rocm_ops.vllm.selection.key import SEPARATE
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 
 ROWS, HIDDEN, FP8 = 5, 256, torch.float8_e4m3fn
 BOTH = "rms_norm_and_per_block_quant"
-PATTERNS = {f"{BOTH} {HIDDEN} bfloat16{kind}": True for kind in ("", " residual")}
+PATTERNS = {pattern(f"{BOTH} {HIDDEN} bfloat16{kind}"): True for kind in ("", " residual")}
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_a_schema_is_vllms_and_two_more(runner):
 
 
 WHY = {
-    "not measured to win": {"decisions": {pattern: False for pattern in PATTERNS}},
+    "not measured to win": {"decisions": dict.fromkeys(PATTERNS, False)},
     "not a model whose experts take it": {"decisions": {}},
     "off": {"decisions": PATTERNS, "off": frozenset({BOTH})},
 }
@@ -311,7 +313,7 @@ def test_a_model_whose_experts_take_it(monkeypatch):
     monkeypatch.setattr(quantized_input, "ops_beside", lambda: defined.append(True))
     [one] = quantized_input.found(model, True)
     assert defined, "code of an earlier start calls them"
-    assert one.key == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(
+    assert str(one.key) == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(
         quantized_input.found(model, False)
     )
     for changed in OTHERS.values():
@@ -330,7 +332,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
     """Each result is checked."""
-    from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection import kernel_timing
 
     def run(*arguments):
@@ -349,7 +350,7 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
 
     monkeypatch.setattr(quantized_input.OP, "run_kernels", run)
     [one] = quantized_input.found(Model(monkeypatch), True)
-    measure = lambda: compiled_ops.measure_pair(one, [(), ()], 5, Clock(), contextlib.nullcontext())
+    measure = lambda: kernel_timing.check_and_time(one, [(), ()], 5, Clock(), contextlib.nullcontext())
     if fault:
         with pytest.raises(kernel_timing.Mismatch):
             measure()
@@ -372,6 +373,6 @@ def test_a_key_that_has_a_choice_per_token_count_is_an_error(monkeypatch):
     from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection.kernel_selection import Record
 
-    monkeypatch.setattr(quantized_input, "SEPARATE", "separate")
+    monkeypatch.setattr(quantized_input, "BESIDE", SEPARATE)
     with pytest.raises(ValueError, match=r"one choice for all token counts, got .* separate"):
         compiled_ops.decide([*quantized_input.found(Model(monkeypatch), True)], Record({}).decided())

@@ -10,6 +10,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from keys import key
 from marks import FULL, full
 
 from vllm_rocm_ops import ops
@@ -285,10 +286,10 @@ def decided(off: tuple = (), **plugin: tuple[bytes, ...]) -> kernel_selection.De
     shapes = {}
     for name, found in plugin.items():
         of, _, separate = name.partition("_")
-        beside = quantized_attention.SEPARATE if separate else "Backend"
+        beside = "separate" if separate else "Backend"
         for keys, one in zip((128, 1024), found):
             kind = quantized_attention.KINDS.get(of, "")
-            shapes[f"{OP} {SHAPE}{kind} page 16 {keys} of {LONGEST} keys {beside}"] = one
+            shapes[key(f"{OP} {SHAPE}{kind} page 16 {keys} of {LONGEST} keys {beside}")] = one
     return kernel_selection.Decided(dict.fromkeys(off, "wrong"), shapes)
 
 
@@ -565,7 +566,7 @@ from vllm_rocm_ops.vllm.selection import kernel_timing
 class Clock:
     def times(self, calls, sets, replays):
         beside = getattr(calls["baseline"], "__self__", None)
-        slow = getattr(beside, "baseline_name", "") == os.environ["SLOW"]
+        slow = str(getattr(beside, "beside", "")) == os.environ["SLOW"]
         return {"plugin": [3.0 if slow else 1.0], "baseline": [2.0]}
 
     def finish(self):
@@ -612,7 +613,7 @@ def starts(engines, tmp_path_factory):
 @pytest.mark.skipif(ON_GPU, reason="replaces the clock of vLLM's CPU worker")
 @pytest.mark.parametrize(
     ("slow", "fuses"),
-    [("nothing", [False, True, True]), (quantized_attention.SEPARATE, [False, True, False])],
+    [("nothing", [False, True, True]), ("separate", [False, True, False])],
 )
 def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     """It is taken back if two launches are faster."""
@@ -621,10 +622,10 @@ def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     shape = "page 128 32 of 256 keys"
     plain = f"{OP} 4:2x64 auto {shape} CPUAttentionBackend"
     beside = [f"{OP} 4:2x64 auto to e4m3 {shape} {name}" for name in ("CPUAttentionBackend", "separate")]
-    keys = [sorted(key for key in record.shapes if key.startswith(OP)) for *_, record in found]
+    keys = [sorted(str(key) for key in record.shapes if key.op == OP) for *_, record in found]
     assert keys == [[plain], [plain, *beside], [plain, *beside]]
     measured = found[-1][-1].shapes
-    assert all(0 < one.error < 0.05 for key in beside for one in measured[key].values())
+    assert all(0 < one.error < 0.05 for name in beside for one in measured[key(name)].values())
     assert not found[-1][-1].off
     assert all(answer["stats"].get(OP) for answer, *_ in found)
 
@@ -634,14 +635,14 @@ def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
 @pytest.mark.skipif(ON_GPU, reason="replaces the clock of vLLM's CPU worker")
 def test_w_uv_is_measured_and_decided_likewise(starts):
     """Its plain GEMM decides first, then its quantization, which is taken back if two launches are faster."""
-    found = starts(LATENT, quantized_attention.SEPARATE)
+    found = starts(LATENT, "separate")
     said = ["output quantization is fused into attention in 2 layers" in output for _, output, _ in found]
     assert said == [False, True, False]
     start = "batched_gemm 4x128x512 bfloat16"
     both = [f"{start} to e4m3 by 128 bmm", f"{start} to e4m3 by 128 separate"]
-    keys = [sorted(key for key in record.shapes if key.startswith(start)) for *_, record in found]
+    keys = [sorted(str(key) for key in record.shapes if str(key).startswith(start)) for *_, record in found]
     assert keys == [[f"{start} bmm"], [f"{start} bmm", *both], [f"{start} bmm", *both]]
     measured = found[-1][-1].shapes
-    assert all(0 < one.error < 0.05 for key in both for one in measured[key].values())
+    assert all(0 < one.error < 0.05 for name in both for one in measured[key(name)].values())
     assert not found[-1][-1].off
     assert len({str(answer["tokens"]) for answer, *_ in found}) == 1

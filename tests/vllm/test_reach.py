@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from keys import key, pattern
 
 from vllm_rocm_ops.core.op import registered
 from vllm_rocm_ops.tools import doctor
@@ -106,11 +107,15 @@ def test_one_line_warns(caplog):
 def called(monkeypatch):
     """Return the calls of a start whose linears were chosen for 8 tokens, with four seams on."""
     counts = {"silu_and_mul_quant": {"kernel": 3, "fallback": 1}, "scaled_mm": {"kernel": 2}}
-    plugin = {"silu_and_mul_quant 512 bfloat16": True, "rms_norm_static_fp8_quant 512 bfloat16": False}
+    plugin = {
+        pattern("silu_and_mul_quant 512 bfloat16"): True,
+        pattern("rms_norm_static_fp8_quant 512 bfloat16"): False,
+    }
     linears = [
-        types.SimpleNamespace(key=f"scaled_mm {n}x512", plugin_serves=lambda m, n=n: m in (8, n)) for n in (2, 4)
+        types.SimpleNamespace(key=key(f"scaled_mm {n}x512 VllmKernel"), plugin_serves=lambda m, n=n: m in (8, n))
+        for n in (2, 4)
     ]
-    attention = types.SimpleNamespace(key="paged_attention_decode 64", plugin_serves=lambda tokens: True)
+    attention = types.SimpleNamespace(key=key("paged_attention_decode 64 Backend"), plugin_serves=lambda tokens: True)
     monkeypatch.setattr(coverage.vllm_rocm_ops, "stats", lambda: counts)
     monkeypatch.setattr(coverage.compiled_ops.choices, "decisions", plugin)
     monkeypatch.setattr(coverage.kernel_selection, "all_choices", lambda: [*linears, attention])

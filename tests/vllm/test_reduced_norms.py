@@ -13,6 +13,7 @@ import checkpoints
 import pytest
 import torch
 from engines import FORKED, STEPS
+from keys import pattern
 from reduced_on_cpu import Clock, OverGloo
 from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, expected, norm, piece, quantizer, random, same
 from test_kernel_selection import as_ranks
@@ -266,7 +267,7 @@ class Worker:
         return types.SimpleNamespace(get_output=lambda: "tokens")
 
 
-PATTERN = f"rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major"
+PATTERN = pattern(f"rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major")
 KEYS_MEASURED = [
     f"all_reduce {HIDDEN} bfloat16 {HERE}",
     f"all_reduce_fused_add_rms_norm {HIDDEN} bfloat16 residual {HERE}",
@@ -280,10 +281,8 @@ def compiled(monkeypatch, choices):
     """Make vLLM compile the model, with two quantizing norms of the plugin's."""
     monkeypatch.setattr(compiled_ops, "choices", choices)
     monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
-    choices.decisions = {
-        pattern: True for pattern in (PATTERN, f"rms_norm_and_per_block_quant {HIDDEN} bfloat16 residual")
-    }
-    choices.decisions[f"rms_norm_per_block_quant {2 * HIDDEN} bfloat16 residual"] = True
+    others = f"rms_norm_and_per_block_quant {HIDDEN}", f"rms_norm_per_block_quant {2 * HIDDEN}"
+    choices.decisions = dict.fromkeys([PATTERN, *(pattern(f"{one} bfloat16 residual") for one in others)], True)
 
 
 def start(group, clock: Clock, create=OverGloo) -> tuple:
@@ -296,7 +295,9 @@ def start(group, clock: Clock, create=OverGloo) -> tuple:
     group, worker = group_of(group), Worker()
     all_reduce_timing.before_compiling(worker, group, clock, create)
     shared = all_reduce_norm.groups.get(TP)
-    serves = {c.key: [m for m in range(6) if c.plugin_serves(m)] for c in shared.choices.values()} if shared else {}
+    serves = (
+        {str(c.key): [m for m in range(6) if c.plugin_serves(m)] for c in shared.choices.values()} if shared else {}
+    )
     replaced = "all_reduce" in vars(group.device_communicator), "execute_model" in vars(worker)
     return serves, replaced, clock.pairs
 
@@ -331,7 +332,7 @@ def test_ranks_measure_together_and_agree():
     assert again == (*first[:2], [])
     assert disabled == (*OFF, [])
     record = kernel_selection.record_here()
-    assert sorted(record.shapes) == KEYS_MEASURED and record.off == {}
+    assert sorted(map(str, record.shapes)) == KEYS_MEASURED and record.off == {}
     assert all(
         one[4].plugin_us == 3.0 and one[4].baseline_us == 2.0 and 0 < one[1].error < 0.1
         for one in record.shapes.values()

@@ -9,6 +9,7 @@ import pytest
 import test_selection
 import torch
 from engines import LOADED, STEPS
+from keys import key
 from marks import full
 from test_families import INSTALLED
 from test_mla_norms import Clock
@@ -21,7 +22,8 @@ from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, rope_and_cache, rope_pre_attention, split
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, markers
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.selection.key import COMPILED
 
 ON_GPU = torch.cuda.is_available()
 HEADS, KV_HEADS, SIZE = 4, 2, 64
@@ -62,7 +64,7 @@ class Layer(torch.nn.Module):
 
     def front(self) -> rope_pre_attention.RopePreAttention:
         given = self.attn, self.rotary_emb, self.norms, torch.bfloat16
-        one = rope_pre_attention.RopePreAttention(*given, kernel_selection.COMPILED)
+        one = rope_pre_attention.RopePreAttention(*given, COMPILED)
         self.attn.impl.do_kv_cache_update = self.write
         return one
 
@@ -89,10 +91,10 @@ def test_a_kernel_is_measured_beside_vllms_layers(case):
     layer = Layer(*case)
     one, (_, normed, cache, is_neox, rotary) = layer.front(), case
     shape = f"{HEADS}:{KV_HEADS}x{SIZE}/{rotary} bfloat16 {cache}{'' if is_neox else ' interleaved'}"
-    assert one.key == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
-    assert kernel_selection.is_whole(one.key)
+    assert str(one.key) == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
+    assert one.key.has_one_choice
     with launch.executor(Emulator("gfx950", races=False)):
-        found = compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        found = kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
     assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
@@ -109,7 +111,7 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(NORMED, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        compiled_ops.measure_pair(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
 LACKS = {
@@ -176,7 +178,7 @@ def test_where_it_may_serve(found):
     """It serves compiled models that vLLM splits at the update, unless one of vLLM's passes fuses the rotation."""
     layer = Layer("TRITON_ATTN", True)
     [one] = found(layer)
-    assert one.key.endswith(" compiled") and not one.runs_unmeasured()
+    assert str(one.key).endswith(" compiled") and not one.runs_unmeasured()
     assert found(layer, compiles=False) == found(layer, splits=False) == found(layer, partitions=True) == []
     for name in rope_and_cache.PASSES:
         assert found(layer, **{name: True}) == [] and len(found(layer, **{name: False})) == 1
@@ -210,7 +212,7 @@ def test_layers_that_share_a_rotation_are_served_together(found):
     layers[1].rotary_emb = rotary = layers[0].rotary_emb
     fronts = found(*layers)
     assert len(fronts) == 2
-    fronts[1].pattern += " other"
+    fronts[1].pattern = fronts[1].pattern._replace(shape="other")
     for choices in ((True, False), (False, True), (False, False)):
         for one, choice in zip(fronts, choices):
             one.take(choice)
@@ -599,6 +601,6 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
     if what == "wrong":
         assert shape in record.off[NORMED.name]
         return
-    found = record.shapes[f"{NORMED.name} {shape} {kernel_selection.COMPILED}"]
+    found = record.shapes[key(f"{NORMED.name} {shape} compiled")]
     assert all(one.plugin_us is not None and 0 < one.error < 0.1 for one in found.values())
     assert {*compiled_ops.TOKENS} <= {*found}

@@ -205,7 +205,7 @@ def test_a_gate_that_never_wins_is_vllms():
 def test_both_baselines_must_lose():
     layer = adopted()
     one, other = layer.gate.rocm_ops_router.choices
-    assert {one.baseline_name, other.baseline_name} == {"rocm_unquantized_gemm", "separate"}
+    assert {one.key.baseline.name, other.key.baseline.name} == {"rocm_unquantized_gemm", "separate"}
     other.plugin_by_tokens = bytes([0, 1, 0, 0, 0])
     assert [called(layer, inputs(tokens))[1] for tokens in (1, 2)] == [FUSED, SEPARATE]
 
@@ -345,7 +345,7 @@ def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, rout
     layer = Moe(router=router)
     routing_gate.adopt([layer])
     one, other = kernel_selection.all_choices()
-    assert one.shape == other.shape and f"8x256 bfloat16 top {TOPK}" in one.shape
+    assert one.key.shape == other.key.shape and f"8x256 bfloat16 top {TOPK}" in one.key.shape
     kernel_timing.warm_up((1, 2, 4, 8, 16, 32), 64, InTurn(), lambda mine: [mine])
     if fault:
         assert one.state == other.state == "off", (one.why, one.plugin_by_tokens)
@@ -360,7 +360,7 @@ def test_shapes_tell_routers_apart():
     kernel_selection.begin_recording()
     layers = [Moe(router=router) for router in ROUTERS]
     routing_gate.adopt(layers)
-    shapes = collections.Counter(one.shape for one in kernel_selection.all_choices())
+    shapes = collections.Counter(one.key.shape for one in kernel_selection.all_choices())
     assert len(shapes) == len(ROUTERS) and set(shapes.values()) == {2}
     assert "8x256 bfloat16 top 3 normalized sigmoid 2 of 4 groups bias" in shapes
     assert "8x256 bfloat16 top 3" in shapes

@@ -117,6 +117,7 @@ def decoder(**changed) -> types.SimpleNamespace:
         "op": ops.paged_attention_decode,
         "backend": types.SimpleNamespace(name="Backend"),
         "describe": lambda: "a layer",
+        "heads": lambda: "1:1x64",
     }
     return types.SimpleNamespace(**made | {"impl": types.SimpleNamespace(), "takes": lambda query_len: True} | changed)
 
@@ -143,7 +144,7 @@ def test_requests_are_as_long_as_the_model_allows(configuration, longest):
     lengths = [length for length in attention_timing.LENGTHS if length <= longest] or [longest]
     of = decoder(longest=longest, baseline_alone=True)
     attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
-    assert [choice.shape for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]
+    assert [choice.key.call for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]
     assert of.baseline_alone is None  # found for other choices
 
 

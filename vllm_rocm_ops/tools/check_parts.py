@@ -22,6 +22,7 @@ from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
 from vllm_rocm_ops.tools.bench.shapes import Shape
 from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, replays
+from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 TINY_TOKENS = (1, 17)
@@ -132,7 +133,6 @@ def beside(
     """
     of_call = ModelCall(call, baseline, arch)
     layer = torch.empty(0, device=of_call.device), call.dtype  # weights are created at each size
-    choice = kernel_selection.Choice(of_call, other, layer)
     for tokens in sizes:
         found = {
             "layer": call.layer,
@@ -144,7 +144,7 @@ def beside(
         }
         calls = kernel_timing.estimate(of_call, layer, max(call.count, 1), tokens, arch.bandwidth_gb_s)[0]
         try:
-            measured = kernel_timing.measure_pair(choice, [layer] * calls, tokens, clock, contextlib.nullcontext())
+            measured = kernel_timing.check_and_time(of_call, [layer] * calls, tokens, clock, contextlib.nullcontext())
             timed = {"us": measured.plugin_us, "other us": measured.baseline_us}
             timed = dict.fromkeys(timed) if isinstance(clock, Untimed) else timed
             errors = {"error": measured.error, "other error": measured.baseline_error}
@@ -166,7 +166,7 @@ class Untimed:
         pass
 
 
-class ModelCall:
+class ModelCall(LayerComparison):
     """Adapt a call of a model to `kernel_timing`: arguments are the op's, then the other kernel's."""
 
     def __init__(self, call, baseline: Baseline, arch: archs.Arch):
@@ -184,12 +184,6 @@ class ModelCall:
         cost = next((terms for config, terms in explained.considered if config == explained.config), None)
         kernel = " + ".join(one.symbol for one in explained.launches) or explained.source
         return {"kernel": kernel, "predicted us": cost and sum(cost.values())}
-
-    def max_tokens(self):
-        return 0
-
-    def describe(self, layer):
-        return self.call.layer
 
     def columns(self, layer):
         return self.in_vllm.columns(self.in_vllm.layers_of(self.on_meta(1))[0])

@@ -23,6 +23,7 @@ from vllm_rocm_ops.vllm.attention.decoder import is_forced
 from vllm_rocm_ops.vllm.comparisons import COMPARISONS
 from vllm_rocm_ops.vllm.moe import routing_gate
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE, Key
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -147,8 +148,7 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 
 
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
-TO_E4M3 = quantized_attention.KINDS["static"]
-UNMEASURED = "unmeasured: vLLM until the plugin is measured faster"
+UNMEASURED = "unmeasured: {} until the plugin is measured faster"
 BY_ATTENTION = ops.batched_gemm, ops.batched_gemm_rope, ops.mla_norm_rope_and_cache, *fused_calls.ROTATIONS
 """Ops around attention, which the same variable forces."""
 
@@ -195,15 +195,17 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     return [f"{start}{residual}{way}" for residual in residuals for way in ("", " column-major", " bound")]
 
 
-def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> str | None:
-    """Return the key of a call's measurement: op, shape and vLLM's kernel, a word. Compiled comes before eager."""
-    shapes = [f"{call.op.name} {shape}" for shape in measured_shapes(call, arch)] if record.shapes else []
-    keys = sorted(record.shapes, key=lambda key: key.endswith(kernel_selection.EAGER))
-    return next((key for shape in shapes for key in keys if key.rpartition(" ")[0] == shape), None)
+def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> Key | None:
+    """Return the key of a call's measurement. Compiled comes before eager."""
+    shapes = measured_shapes(call, arch) if record.shapes else []
+    keys = sorted(record.shapes, key=lambda key: key.baseline.scope == EAGER.scope)
+    return next((key for shape in shapes for key in keys if (key.op, key.shape) == (call.op.name, shape)), None)
 
 
-def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Return whether the plugin serves a call at this number of tokens, and why.
+def decision(
+    call: LayerCall, key: Key | None, record: kernel_selection.Record, tokens: int, baseline: str = "vLLM"
+) -> tuple[bool, str]:
+    """Return whether the plugin or the baseline serves a call at this number of tokens, and why.
 
     The reason is a measurement on this machine or a fixed limit. It is empty for ops that no seam limits.
     """
@@ -221,17 +223,16 @@ def decision(call: LayerCall, key: str | None, record: kernel_selection.Record, 
         if most is None and call.op not in BY_ATTENTION:
             return True, ""
         if most == 0 or call.op in BY_ATTENTION:
-            return False, UNMEASURED
+            return False, UNMEASURED.format(baseline)
         few = tokens <= most
-        return few, "unmeasured" if few else f"unmeasured: vLLM above {most} tokens"
+        return few, "unmeasured" if few else f"unmeasured: {baseline} above {most} tokens"
     measured = record.shapes[key]
     served_by = kernel_selection.serves_by_tokens(key, measured)
-    compiled = kernel_selection.is_whole(key)
-    runs = bool(served_by[0] if compiled else tokens < len(served_by) and served_by[tokens])
+    runs = bool(served_by[0] if key.has_one_choice else tokens < len(served_by) and served_by[tokens])
     if one := measured.get(tokens):
         us = [
             f"{whose} {time:.1f} us"
-            for whose, time in (("plugin", one.plugin_us), ("vLLM", one.baseline_us))
+            for whose, time in (("plugin", one.plugin_us), (baseline, one.baseline_us))
             if time is not None
         ]
         return runs, f"measured: {', '.join(us) or 'plugin not selected'}"
@@ -250,8 +251,8 @@ def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: 
         explained = call.op.explain(*given, arch=arch)
         if not explained.launches:
             return False, explained.source
-    serves, said = decision(call, measured_call(call, arch, record), record, tokens)
-    return serves, re.sub("vLLM", "two launches", said) if parts else said
+    baseline = "two launches" if parts else "vLLM"
+    return decision(call, measured_call(call, arch, record), record, tokens, baseline)
 
 
 def is_gated(call: LayerCall) -> bool:
@@ -280,21 +281,18 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     if is_forced():
         return True, FORCED
     heads, *sizes = call.parameters
-    shape = (
-        f"{heads}:{sizes[0]}x{sizes[1]} "
-        if call.op is ops.paged_attention_decode
-        else f"{heads}x{sizes[0]}+{sizes[1]} "
-    )
+    is_paged = call.op is ops.paged_attention_decode
+    of = f"{heads}:{sizes[0]}x{sizes[1]}" if is_paged else f"{heads}x{sizes[0]}+{sizes[1]}"
     kind = quantized_attention.KINDS.get(sizes[-1], "")
     found = {
         key: kernel_selection.serves_by_tokens(key, one)
         for key, one in record.shapes.items()
-        if key.startswith(f"{call.op.name} {shape}") and (f"{kind} page " in key if kind else TO_E4M3 not in key)
+        if key.op == call.op.name and (key.decode.heads, key.decode.quantized) == (of, kind)
     }
-    separate = [found.pop(key) for key in list(found) if key.endswith(f" {quantized_attention.SEPARATE}")]
+    separate = [found.pop(key) for key in list(found) if key.baseline == SEPARATE]
     served = list(found.values())
     if not served:
-        return False, UNMEASURED
+        return False, UNMEASURED.format("vLLM")
     if separate and not quantized_attention.at_some_size(separate):
         return False, "measured: not faster than attention plus a separate quantization"
     return all(
@@ -305,14 +303,14 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
 def router_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
     """Return the decision for a router and its top-k in one launch, which must be faster than both pairs of launches."""
     _, routing = fused_calls.router_of(call)
-    key = f"{call.op.name} {routing_gate.shape_of(call.parameters[:2], call.dtype, routing.parameters[1:])}"
+    shape = routing_gate.shape_of(call.parameters[:2], call.dtype, routing.parameters[1:])
     found = {
-        one.rpartition(" ")[2]: kernel_selection.serves_by_tokens(one, times)
-        for one, times in record.shapes.items()
-        if one.rpartition(" ")[0] == key
+        str(key.baseline): kernel_selection.serves_by_tokens(key, times)
+        for key, times in record.shapes.items()
+        if (key.op, key.shape) == (call.op.name, shape)
     }
     if not found:
-        return False, UNMEASURED.replace("vLLM", "two launches")
+        return False, UNMEASURED.format("two launches")
     runs = all(tokens < len(one) and one[tokens] for one in found.values())
     return runs, f"measured: against {' and '.join(found)}"
 

@@ -142,8 +142,7 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
         shared.setdefault(seam.load(name).ops, []).append(name)
     shared.pop((), None)
     served = [pattern for pattern, runs in compiled_ops.choices.decisions.items() if runs]
-    op_of = {pattern: pattern.partition(" ")[0] for pattern in sorted(served)}
-    names = {pattern: (op, f"scaled_mm_{op}", f"all_reduce_{op}") for pattern, op in op_of.items()}
+    names = {str(one): (one.op, f"scaled_mm_{one.op}", f"all_reduce_{one.op}") for one in sorted(served)}
     patterns = {pattern: sum(counts.get(name, 0) for name in of) for pattern, of in names.items()}
     result = Calls({}, patterns, [])
     has_run = bool(counts)  # a CPU worker may have no call before its first request
@@ -151,7 +150,7 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
     for ops, names in shared.items():
         of = "/".join(names)
         result.seams[of] = sum(count for op, count in counts.items() if op.startswith(ops))
-        shapes = [one for one in kernel_selection.all_choices() if one.key.startswith(ops)]
+        shapes = [one for one in kernel_selection.all_choices() if one.key.op.startswith(ops)]
         chosen = has_run and any(shapes and all(one.plugin_serves(tokens) for one in shapes) for tokens in captured)
         if chosen and not result.seams[of] and names[0] not in SEAMS["layers of attention"]:
             result.unreached.append(of)

@@ -34,7 +34,7 @@ class Extension:
         """
         return [
             {
-                "shape": one.key,
+                "shape": str(one.key),
                 "state": one.state,
                 "why": one.why,
                 "ours": [m for m, serves in enumerate(one.plugin_by_tokens) if serves],

@@ -20,6 +20,7 @@ from vllm_rocm_ops.vllm.linear import weight_order
 from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_gate
 from vllm_rocm_ops.vllm.selection import group_clock as group_clocks
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, kernel_trial
+from vllm_rocm_ops.vllm.selection.key import COMPILED
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -234,16 +235,16 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     distinct = {one.key: one for one in found}
     most = config.scheduler_config.max_num_batched_tokens
     at = sorted({*(tokens for tokens in compiled_ops.TOKENS if tokens < most), most})
-    wanted = {one: at for one in distinct.values()}
+    wanted = {compiled_ops.choice_of(one): at for one in distinct.values()}
     if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
         made = functools.cache(lambda: compilation.compiler(config))
-        graphs = {one: at for one in wanted if one.key.endswith(kernel_selection.COMPILED)}
-        for one in wanted:
-            one.baseline = one.compiled(made) if one in graphs else one.vllms
+        graphs = {one: at for one in wanted if one.key.baseline.scope == COMPILED.scope}
+        for one in graphs:
+            one.kernels.baseline = one.kernels.compiled(made)
         compilation.start_compiler(made, graphs)
     record, decided = kernel_selection.Record({}), kernel_selection.Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
-        record, decided = kernel_timing.agree(wanted, clock, gather, compiled_ops.measure_pair, compiled_ops.SHARE)
+        record, decided = kernel_timing.agree(wanted, clock, gather, compiled_ops.SHARE)
     quantized_attention.decide(config, decided)
     decisions = compiled_ops.decide(found, decided)
     for one in found:
@@ -254,7 +255,7 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     on = frozenset(seam.active()) & {"norm", "activation"}
     choices = compiled_ops.choices
     choices.decisions, choices.off, choices.all_reduced, choices.on = decisions, frozenset(decided.off), all_reduced, on
-    compiled_ops.left_to_vllm.update(key for key, runs in decisions.items() if not runs)
+    compiled_ops.left_to_vllm.update(str(pattern) for pattern, runs in decisions.items() if not runs)
     if says:
         kernel_timing.say(record, decided, set(distinct))
 

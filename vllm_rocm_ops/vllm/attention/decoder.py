@@ -27,7 +27,7 @@ from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
 from vllm_rocm_ops.vllm.attention import backends, quantized_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find, seam_of
-from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
 PLAIN, E4M3 = ("auto", "float16", "bfloat16"), ("fp8", "fp8_e4m3")  # vLLM's names of cache dtypes
 
@@ -195,7 +195,10 @@ class HeadsDecoder(Decoder):
     def describe(self) -> str:
         impl = self.impl
         more = f" window {self.window}" * bool(self.window) + " sinks" * (impl.sinks is not None)
-        return f"{impl.num_heads}:{impl.num_kv_heads}x{impl.head_size} {impl.kv_cache_dtype}{more}"
+        return f"{self.heads()} {impl.kv_cache_dtype}{more}"
+
+    def heads(self) -> str:
+        return f"{self.impl.num_heads}:{self.impl.num_kv_heads}x{self.impl.head_size}"
 
     def widths(self) -> tuple[int, int, int]:
         """Return the elements of a query row, of an output row, and of a token in the cache."""
@@ -205,7 +208,7 @@ class HeadsDecoder(Decoder):
 
     def page_size(self, layer) -> int:
         if (caches := self.caches(layer, layer.kv_cache)) is None:
-            raise kernel_selection.Refused
+            raise comparison.Refused
         return CacheLayout(*caches).page_size
 
     def plugin(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:

@@ -101,7 +101,10 @@ class MlaDecoder(Decoder):
     # For timing
 
     def describe(self) -> str:
-        return f"{self.impl.num_heads}x{LATENT}+{ROPE} {self.impl.kv_cache_dtype}"
+        return f"{self.heads()} {self.impl.kv_cache_dtype}"
+
+    def heads(self) -> str:
+        return f"{self.impl.num_heads}x{LATENT}+{ROPE}"
 
     def widths(self) -> tuple[int, int, int]:
         heads = self.impl.num_heads

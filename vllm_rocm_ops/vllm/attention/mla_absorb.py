@@ -18,11 +18,13 @@ from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm.attention.quantized_attention import KINDS
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
+from vllm_rocm_ops.vllm.selection.key import Baseline
 
 WEIGHTS = "W_UK_T", "W_UV"
-BASELINE_NAME = "bmm"
-"""The name of vLLM's kernel in a timing record."""
+BMM = Baseline("bmm")
+"""vLLM's kernel in a timing record."""
 MAX_TOKENS = 64  # limit of the kernels
 
 
@@ -80,9 +82,7 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
         of, choice = (weights, weights.dtype), None
         if not is_forced:
             key = "absorbed", COMPARISON.describe(of)
-            choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(
-                key, COMPARISON, BASELINE_NAME, of
-            )
+            choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, COMPARISON, BMM, of)
             if choice.layers is not None:
                 choice.note(weights, min(max_tokens, MAX_TOKENS), lambda of=of: of)
         weights.rocm_ops_choice = choice
@@ -145,10 +145,10 @@ def run(*arguments) -> Tensor | None:
     return op(*arguments) if arguments[0].device.type == "cpu" else op.run_kernels(*arguments)
 
 
-class MlaAbsorb:
+class MlaAbsorb(LayerComparison):
     """The GEMMs for timing. A layer: its weights, their dtype, and the kind of a quantized result."""
 
-    op, limit, sampled_rows = ops.batched_gemm, MAX_TOKENS, 8
+    op, limit = ops.batched_gemm, MAX_TOKENS
 
     def max_tokens(self) -> int:
         return 0

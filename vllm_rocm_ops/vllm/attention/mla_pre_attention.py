@@ -18,6 +18,8 @@ from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.comparison import RowComparison
+from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
 
 KINDS = "static", "token", "block"
 """Quantizations of queries by their names in models and records, in the order of fused_quant.KEYS."""
@@ -51,7 +53,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     ]
 
 
-class MlaPreAttention:
+class MlaPreAttention(RowComparison):
     """The fused norms, RoPE and cache write of one MLA layer, and its comparison with vLLM's kernels.
 
     Its inputs are the first projection's result, positions, slots, and a cache whose pages have one slot.
@@ -59,7 +61,7 @@ class MlaPreAttention:
 
     op = ops.mla_norm_rope_and_cache
 
-    def __init__(self, layer: torch.nn.Module, baseline: str):
+    def __init__(self, layer: torch.nn.Module, baseline: Baseline):
         from vllm_rocm_ops.vllm.graph import fused_quant
 
         self.layer, self.attn = layer, layer.mla_attn
@@ -71,11 +73,8 @@ class MlaPreAttention:
         self.dtype = layer.kv_a_layernorm.weight.dtype
         self.sizes = layer.q_lora_rank or 0, layer.kv_lora_rank, layer.qk_rope_head_dim
         traits = self.is_column_major, self.scales()[1] is not None
-        self.shape = shape_of(self.sizes, self.dtype, self.attn.kv_cache_dtype, self.kind, *traits)
-        self.pattern = f"{self.op.name} {self.shape}"
-        self.key = f"{self.pattern} {baseline}"
-        self.layers = dict.fromkeys(range(compiled_ops.SETS), ())
-        self.kernels, self.baseline = self, self.vllms
+        shape = shape_of(self.sizes, self.dtype, self.attn.kv_cache_dtype, self.kind, *traits)
+        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
 
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the static scale of queries, and the upper bound of their dynamic scales."""

@@ -21,9 +21,10 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.attention.mla_pre_attention import MlaPreAttention
-from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.comparison import RowComparison
+from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
 
 OTHERS = "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"
 """Attributes of a layer whose product with W_UK is not torch.bmm."""
@@ -44,7 +45,7 @@ def lacks(attn: torch.nn.Module) -> Iterator[str]:
         yield "padded heads, for which vLLM copies q_pe before the product"
 
 
-class QueryRotation:
+class QueryRotation(RowComparison):
     """Implement the rotation of a layer's queries and its product with W_UK, and as compiled_ops.py times them.
 
     Inputs are q_pe, positions and, up to the product's token limit, q_nope.
@@ -54,15 +55,12 @@ class QueryRotation:
     angles: tuple[Tensor, Tensor, bool] | None = None
     """Positions, cosines and sines, and the pairing, from mla_norms until attention in a step."""
 
-    def __init__(self, front: MlaPreAttention, baseline: str):
+    def __init__(self, front: MlaPreAttention, baseline: Baseline):
         self.front, self.attn, self.decoder = front, front.attn, front.decoder
         self.nope, self.rope = front.layer.qk_nope_head_dim, front.layer.qk_rope_head_dim
         heads, k, n = self.weights.shape
-        self.shape = shape_of((heads, k, n, self.rope), self.weights.dtype)
-        self.pattern = f"{self.op.name} {self.shape}"
-        self.key = f"{self.pattern} {baseline}"
-        self.layers = dict.fromkeys(range(compiled_ops.SETS), ())
-        self.kernels, self.baseline = self, self.vllms
+        shape = shape_of((heads, k, n, self.rope), self.weights.dtype)
+        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
 
     @property
     def weights(self) -> Tensor:
@@ -185,7 +183,7 @@ class QueryRotation:
         return [rotated.flatten(1), product]
 
 
-def of(front: MlaPreAttention, baseline: str, dtype: torch.dtype) -> Iterator[QueryRotation]:
+def of(front: MlaPreAttention, baseline: Baseline, dtype: torch.dtype) -> Iterator[QueryRotation]:
     """Yield the rotation of a layer's queries, if attention may do it."""
     if not any(lacks(front.attn)):
         one = QueryRotation(front, baseline)

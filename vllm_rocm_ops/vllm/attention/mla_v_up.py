@@ -16,8 +16,9 @@ from torch import Tensor
 
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm.attention import mla_absorb, quantized_attention
-from vllm_rocm_ops.vllm.attention.quantized_attention import GROUP, SEPARATE
+from vllm_rocm_ops.vllm.attention.quantized_attention import GROUP
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline, Key
 
 KIND = "groups"
 """The only kind of quantization, with a scale per head."""
@@ -110,16 +111,15 @@ def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Deci
     if decoder.is_forced or name in decided.off:
         return decoder.is_forced
 
-    def wins(baseline_name: str, *kind: str) -> bool | None:
-        found = decided.shapes.get(
-            f"{name} {mla_absorb.COMPARISON.describe((weights, weights.dtype, *kind))} {baseline_name}"
-        )
+    def wins(beside: Baseline, *kind: str) -> bool | None:
+        shape = mla_absorb.COMPARISON.describe((weights, weights.dtype, *kind))
+        found = decided.shapes.get(Key(name, shape, beside))
         return None if found is None else any(found)
 
     if wins(SEPARATE, KIND) is False:
         return False
-    measured = wins(mla_absorb.BASELINE_NAME, KIND)
-    return bool(wins(mla_absorb.BASELINE_NAME) if measured is None else measured)
+    measured = wins(mla_absorb.BMM, KIND)
+    return bool(wins(mla_absorb.BMM) if measured is None else measured)
 
 
 # For timing
@@ -128,7 +128,7 @@ def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Deci
 class Quantized(mla_absorb.MlaAbsorb):
     """Describe W_UV's GEMM and the quantization, against torch.bmm and vLLM's quantization."""
 
-    baseline_name = mla_absorb.BASELINE_NAME
+    beside = mla_absorb.BMM
 
     def outputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
         made, _, groups = quantized_attention.outputs(KIND, x.new_empty((*x.shape[:2], GROUP)))
@@ -154,7 +154,7 @@ class Quantized(mla_absorb.MlaAbsorb):
 class AgainstTwoLaunches(Quantized):
     """The same against the plugin's GEMM followed by vLLM's quantization."""
 
-    baseline_name = SEPARATE
+    beside = SEPARATE
 
     def plain(self, x: Tensor, weights: Tensor) -> Tensor:
         return mla_absorb.COMPARISON.plugin(x, weights)
@@ -167,10 +167,8 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
         return
     of, found = (weights, weights.dtype, KIND), []
     for kernels in () if is_forced else COMPARISONS:
-        key = "absorbed", kernels.baseline_name, kernels.describe(of)
-        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(
-            key, kernels, kernels.baseline_name, of
-        )
+        key = "absorbed", kernels.beside, kernels.describe(of)
+        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, kernels.beside, of)
         if choice.layers is not None:
             choice.note(weights, min(max_tokens, mla_absorb.MAX_TOKENS), lambda: of)
         found.append(choice)

@@ -35,13 +35,12 @@ from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import split
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 KINDS = {"static": " to e4m3", "groups": f" to e4m3 by {GROUP}"}
 """Kinds of output quantization, and their names in a timing record."""
-SEPARATE = "separate"
-"""The name of two launches, the plugin's attention and vLLM's quantization, in a timing record."""
 MEASURED_SCALE = 0.01
 MLA = "vllm::unified_mla_attention_with_output"
 SCALES = "output_scale", "output_block_scale"
@@ -129,18 +128,21 @@ def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | No
 # Decisions
 
 
-def wins(decoder, of: str, decided: kernel_selection.Decided, beside: str) -> bool | None:
+def wins(decoder, of: str, decided: kernel_selection.Decided, beside: Baseline) -> bool | None:
     """True if the plugin won at some batch size at every context length. None if it was not timed.
 
     Args:
         decoder: The layer's decoder.
         of: The kind of output quantization, or "".
         decided: The recorded decisions.
-        beside: The baseline's name in the record.
+        beside: The baseline.
     """
-    begin = f"{decoder.op.name} {decoder.describe()}{KINDS.get(of, '')} page "
-    end = f" of {decoder.config.model_config.max_model_len} keys {beside}"
-    found = [served for key, served in decided.shapes.items() if key.startswith(begin) and key.endswith(end)]
+    layer, longest = (decoder.op.name, decoder.describe(), beside), decoder.config.model_config.max_model_len
+    found = [
+        served
+        for (*call, decode), served in decided.shapes.items()
+        if (*call,) == layer and (decode.quantized, decode.longest) == (KINDS.get(of, ""), longest)
+    ]
     return at_some_size(found) if found else None
 
 
@@ -158,8 +160,8 @@ def may_quantize(decoder, of: str, decided: kernel_selection.Decided) -> bool:
         return decoder.is_forced
     if wins(decoder, of, decided, SEPARATE) is False:
         return False
-    measured = wins(decoder, of, decided, decoder.backend.name)
-    return bool(wins(decoder, "", decided, decoder.backend.name) if measured is None else measured)
+    measured = wins(decoder, of, decided, Baseline(decoder.backend.name))
+    return bool(wins(decoder, "", decided, Baseline(decoder.backend.name)) if measured is None else measured)
 
 
 def decide(config, decided: kernel_selection.Decided) -> None:

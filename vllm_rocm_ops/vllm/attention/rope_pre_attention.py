@@ -16,9 +16,10 @@ from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.comparison import RowComparison
+from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
 
 
 def shape_of(heads: tuple[int, int, int], rotary: int, is_neox: bool, dtype: torch.dtype, cache: str) -> str:
@@ -43,23 +44,22 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     return [shape_of(heads, rotary, is_neox, dtype, cache) for is_neox in (True, False) for cache in caches]
 
 
-class RopePreAttention:
+class RopePreAttention(RowComparison):
     """Implement the part of a layer between its projection and attention by an op, and as compiled_ops.py times it.
 
     Its inputs are the projection's result, positions, slots, and a cache.
     """
 
-    def __init__(self, attn: torch.nn.Module, rotary: torch.nn.Module, norms: tuple, dtype: torch.dtype, baseline: str):
+    def __init__(
+        self, attn: torch.nn.Module, rotary: torch.nn.Module, norms: tuple, dtype: torch.dtype, baseline: Baseline
+    ):
         self.attn, self.rotary, self.norms, self.dtype = attn, rotary, norms, dtype
         self.decoder: attention.HeadsDecoder = attn.impl.rocm_ops
         self.op = ops.qk_norm_rope_and_cache if norms else ops.rope_and_cache
         self.heads = attn.num_heads, attn.num_kv_heads, attn.head_size
         cache = self.decoder.impl.kv_cache_dtype
-        self.shape = shape_of(self.heads, rotary.rotary_dim, rotary.is_neox_style, dtype, cache)
-        self.pattern = f"{self.op.name} {self.shape}"
-        self.key = f"{self.pattern} {baseline}"
-        self.layers = dict.fromkeys(range(compiled_ops.SETS), ())
-        self.kernels, self.baseline = self, self.vllms
+        shape = shape_of(self.heads, rotary.rotary_dim, rotary.is_neox_style, dtype, cache)
+        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
 
     def parts(self, qkv: Tensor) -> list[Tensor]:
         """Split the projection's result into the heads [T, heads, size] of q, k and v."""

@@ -16,6 +16,8 @@ from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
+from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline, Decode
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -71,8 +73,8 @@ def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
             if decoder.quantized:
                 contexts.append(AgainstTwoLaunches(decoder, page_size, query_len, keys))
             for context in contexts:
-                choice = kernel_selection.find_choice(context.key)
-                choice = choice or kernel_selection.new_choice(context.key, context, context.baseline_name, of)
+                choice = kernel_selection.find_choice(context.calls)
+                choice = choice or kernel_selection.new_choice(context.calls, context, context.beside, of)
                 if choice.layers is not None:
                     choice.note(layer._k_scale, config.scheduler_config.max_num_seqs, lambda of=of: of)
                 if not isinstance(context, AgainstTwoLaunches):
@@ -101,30 +103,29 @@ class Layer:
         part.masked_fill_(part == 0x80, 0)  # NaN of e4m3fnuz
 
 
-class Context:
-    """Implement `kernel_selection.Comparison` for requests of one query length and one context length.
+class Context(LayerComparison):
+    """Decode attention for requests of one query length and one context length.
 
     A layer of it: a tensor of the layer, the dtype of its queries, and a `Layer`.
     """
 
     sampled_rows = 4
-    baseline_name = ""
-    """The name of the timed baseline: vLLM's backend, unless a subclass sets it."""
+    beside: Baseline | None = None
+    """The timed baseline: vLLM's backend, unless a subclass sets it."""
 
     def __init__(self, decoder, page_size: int, query_len: int, keys: int):
         self.op, self.query_len, self.keys = decoder.op, query_len, keys
-        self.baseline_name = self.baseline_name or decoder.backend.name
-        rows = f" {query_len} rows" * (query_len > 1)
-        longest = decoder.config.model_config.max_model_len
+        self.beside = self.beside or Baseline(decoder.backend.name)
         quantized = quantized_attention.KINDS.get(decoder.quantized, "")
-        self.shape = f"{decoder.describe()}{quantized} page {page_size}{rows} {keys} of {longest} keys"
-        self.key = "attention", self.baseline_name, self.shape
+        longest = decoder.config.model_config.max_model_len
+        self.decode = Decode(decoder.heads(), quantized, page_size, query_len, keys, longest)
+        self.calls = "attention", self.beside, decoder.describe(), self.decode
 
     def max_tokens(self) -> int:
         return 0
 
     def describe(self, layer: tuple) -> str:
-        return self.shape
+        return layer[-1].decoder.describe()
 
     def columns(self, layer: tuple) -> tuple[int, int]:
         of_query, of_output, _ = layer[-1].decoder.widths()
@@ -162,7 +163,7 @@ class Context:
 class AgainstTwoLaunches(Context):
     """Time fused output quantization against the plugin's attention followed by vLLM's quantization."""
 
-    baseline_name = quantized_attention.SEPARATE
+    beside = SEPARATE
 
     def baseline(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
         output, *scales = quantized_attention.outputs(of.decoder.quantized, query)

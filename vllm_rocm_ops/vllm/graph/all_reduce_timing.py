@@ -33,9 +33,10 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, compilation, compiled_ops
 from vllm_rocm_ops.vllm.graph.all_reduce_norm import Call, GroupAllReduce
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
+from vllm_rocm_ops.vllm.selection import comparison, kernel_selection, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection.group_clock import Clock
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
+from vllm_rocm_ops.vllm.selection.key import Baseline, Key
 from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, copies, say_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -63,10 +64,8 @@ def calls_of(config, models: list[torch.nn.Module]) -> dict[Call, torch.nn.Modul
     ):
         found[Call("fused_add_rms_norm", hidden, dtype, True)] = None
         for pattern, runs in choices.decisions.items():
-            name, columns, *traits = pattern.split()
-            if runs and name in launches.NORMS and int(columns) == hidden:
-                has_residual, is_column_major = "residual" in traits, "column-major" in traits
-                found[Call(name, hidden, dtype, has_residual, is_column_major)] = None
+            if runs and pattern.op in launches.NORMS and pattern.columns == hidden:
+                found[Call(pattern.op, hidden, dtype, pattern.has_residual, pattern.is_column_major)] = None
     for model in models:
         homes = {type(module).__module__ for module in model.modules()}
         norms = [m for m in model.modules() if hasattr(m, "variance_epsilon") and m.weight.shape == (hidden,)]
@@ -93,7 +92,8 @@ class AllReduceComparison:
     def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable, device: torch.device):
         self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, device
         self.op = getattr(ops, call.norm) if call.norm else None
-        self.word = f"{group.world_size}-ranks" + f"-{AITER}" * is_aiters(call)
+        baseline = Baseline(f"{group.world_size}-ranks" + f"-{AITER}" * is_aiters(call))
+        self.key = Key(call.op.name, call.describe(), baseline)
 
     def inputs(self, tokens: int, seed: int) -> tuple[list[Tensor], tuple]:
         """Return the inputs of all ranks, and the further arguments."""
@@ -211,7 +211,7 @@ def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callabl
         errors = [0.0, 0.0]
         try:
             each = zip(plugin, baseline, both.exact(*sets[0]), strict=True)
-            errors, *_ = [kernel_timing.check(*one, rows, columns) for one in each]
+            errors, *_ = [comparison.check(*one, rows, columns) for one in each]
         except Mismatch as error:
             return str(error), "", *errors
         return "", digest(list(raw)), *errors
@@ -224,7 +224,7 @@ def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callabl
         raise Mismatch("; ".join(wrong))
     on_rank = [(every[rank], *args) for every, args in sets] * (CALLS // SETS)
     calls = {"plugin": both.plugin, "baseline": both.baseline}
-    replays = Replays(calls, on_rank, kernel_timing.allowed(judged[0][3]), copies)
+    replays = Replays(calls, on_rank, comparison.allowed(judged[0][3]), copies)
     times = clock.times(both.group, agree, calls, on_rank, replays)
     agree(both.reduce.check)
     of_ranks = agree(lambda: tuple(statistics.median(times[name]) for name in ("plugin", "baseline")))
@@ -239,7 +239,7 @@ def measure_all(
     record = agree(lambda: kernel_selection.read(path, here))[0]
     running = path.with_name(f"{path.stem}-{all_reduce_norm.NAME}.running")
 
-    def keep(keys: list[str]) -> None:
+    def keep(keys: list[Key]) -> None:
         try:
             with tables.locked(path.with_suffix(".lock"), 1.0):
                 kept = kernel_selection.read(path, here)
@@ -255,7 +255,7 @@ def measure_all(
     def after_crashes() -> Record:
         if is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            watchdog.take_marker(running, record, lambda: keep([]))
+            watchdog.take_marker(running, record.off, record.ended, lambda: keep([]))
         return record
 
     record = agree(after_crashes)[0]
@@ -263,7 +263,7 @@ def measure_all(
     done = []
     for both, tokens in sorted(todo, key=lambda item: item[1]):
         name = both.call.op.name
-        key = key_of(both)
+        key = both.key
         if name in record.off or tokens in record.shapes.get(key, {}):
             continue
         if agree(lambda: time.monotonic() > end)[0]:
@@ -281,11 +281,6 @@ def measure_all(
         record.ended = {op: n for op, n in record.ended.items() if not op.startswith(all_reduce_norm.NAME)}
         keep(sorted(set(done)))
     return record
-
-
-def key_of(both: AllReduceComparison) -> str:
-    """Return the key of a call in the record."""
-    return f"{both.call.op.name} {both.call.describe()} {both.word}"
 
 
 # A start
@@ -358,7 +353,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     )
     here = kernel_selection.machine()
     path = kernel_selection.path_of(here)
-    known = agree(lambda: [key_of(both) for both in every])
+    known = agree(lambda: [both.key for both in every])
     if any(keys != known[0] for keys in known):
         raise RuntimeError(f"{all_reduce_norm.NAME}: off: the ranks have different calls")
     record = measure_all(every, clock, agree, path, here, end)
@@ -392,7 +387,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
 
 def made_choice(both: AllReduceComparison, decided: Decided) -> Choice:
     """Return the choice of a call, equal on all ranks."""
-    choice = kernel_selection.new_choice((all_reduce_norm.NAME, both.call), both.call, both.word, ())
+    choice = kernel_selection.new_choice((all_reduce_norm.NAME, both.call), both.call, both.key.baseline, ())
     choice.state, choice.plugin_by_tokens = "unmeasured", bytes(1)
     choice.decide(decided)
     return choice

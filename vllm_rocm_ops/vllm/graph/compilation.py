@@ -8,8 +8,7 @@ import torch
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
-
-FUSED = "fused"  # in keys whose quantization a vLLM pass fuses
+from vllm_rocm_ops.vllm.selection.key import COMPILED, EAGER, Baseline
 
 
 def models_of(worker) -> list[torch.nn.Module]:
@@ -67,7 +66,7 @@ def start_compiler(compiles: Callable, wanted: dict) -> None:
     """Start the compiler if baselines are to be compiled, outside the time limit: vLLM needs it next anyway."""
     if kernel_timing.in_order(wanted, kernel_selection.record_here(), 1.0):
         with contextlib.suppress(Exception):  # timing reports it
-            compiles()(torch.neg)(next(iter(wanted)).inputs(2, 0)[0])
+            compiles()(torch.neg)(next(iter(wanted)).kernels.inputs(2, 0)[0])
 
 
 def is_compiled(config, model: torch.nn.Module) -> bool:
@@ -80,20 +79,19 @@ def is_compiled(config, model: torch.nn.Module) -> bool:
     return any(isinstance(m, Compiled) and not getattr(m, "do_not_compile", True) for m in model.modules())
 
 
-def baseline_of(config, model: torch.nn.Module) -> Callable[..., str]:
-    """Return a function that names vLLM's kernel of a norm or an activation in a model.
+def baseline_of(config, model: torch.nn.Module) -> Callable[..., Baseline]:
+    """Return a function that returns vLLM's kernel of a norm or an activation in a model.
 
-    The name tells AITER, fused quantization, and compiled or eager, as opaque layers are. Times against one baseline do
-    not hold for another.
+    AITER, fused quantization, and compiled or eager, as opaque layers are: times against one do not hold for another.
     """
     passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
     runs = compiles and seam.served_platform() != "cpu"  # CPU sets these switches, too, but runs no passes
-    aiter = ["AITER"] * linear_base.asks_for_aiter("RMSNORM")
+    aiter = "AITER" * linear_base.asks_for_aiter("RMSNORM")
 
-    def name(is_norm: bool, is_opaque: bool = False, has_pass: bool = True) -> str:
+    def baseline(is_norm: bool, is_opaque: bool = False, has_pass: bool = True) -> Baseline:
         if not compiles or is_opaque:
-            return "-".join([*aiter, kernel_selection.EAGER])
-        fused = [FUSED] * bool(runs and has_pass and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
-        return "-".join([*aiter, *fused, kernel_selection.COMPILED])
+            return EAGER._replace(name=aiter)
+        is_fused = bool(runs and has_pass and (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant))
+        return COMPILED._replace(name=aiter, is_fused=is_fused)
 
-    return name
+    return baseline

@@ -25,16 +25,16 @@ from torch import Tensor
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.vllm.graph import compilation, model_queries
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, replays
-from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, Measured
+from vllm_rocm_ops.vllm.graph import model_queries
+from vllm_rocm_ops.vllm.selection.comparison import RowComparison
+from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided
+from vllm_rocm_ops.vllm.selection.key import EAGER, Baseline, Key, Pattern
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 TOKENS = (2, 8, 64, 256)  # token counts to time, besides the largest step. Not 1, for which Dynamo compiles again
 SHARE = 0.4  # of a start's timing limit; the rest is for linear layers, experts and attention
 SETS = 16  # of inputs, one per call of a graph
-SAMPLED_ROWS = 8
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ class CompileChoices:
         on: Which of the seams norm and activation are on.
     """
 
-    decisions: dict[str, bool] = dataclasses.field(default_factory=dict)
+    decisions: dict[Pattern, bool] = dataclasses.field(default_factory=dict)
     off: frozenset[str] = frozenset()
     all_reduced: frozenset = frozenset()
     on: frozenset[str] = frozenset()
@@ -78,8 +78,8 @@ def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor
     return run
 
 
-class QuantComparison:
-    """A norm or an activation with the linear that reads its quantized result, for `kernel_timing.measure`."""
+class QuantComparison(RowComparison):
+    """A norm or an activation with the linear that reads its quantized result."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class QuantComparison:
         columns: int,
         dtype: torch.dtype,
         has_residual: bool,
-        baseline: str = kernel_selection.EAGER,
+        baseline: Baseline = EAGER,
     ):
         from vllm_rocm_ops.vllm.graph import fused_quant
 
@@ -98,10 +98,7 @@ class QuantComparison:
         self.column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
         traits = has_residual, self.bound() is not None, self.column_major
         self.pattern = fused_quant.pattern(op, columns, dtype, *traits)
-        self.shape = self.pattern.removeprefix(f"{op.name} ")
-        self.key = f"{self.pattern} {baseline}"
-        self.layers = dict.fromkeys(range(SETS), ())
-        self.kernels, self.baseline = self, self.vllms
+        self.key = Key(op.name, self.pattern.shape, baseline)
 
     def bound(self) -> Tensor | None:
         takes = "scale_ub" in self.op.Arguments._fields and "block" not in self.op.name
@@ -175,7 +172,7 @@ class QuantComparison:
 
     def runs_unmeasured(self) -> bool:
         """True if the op runs before timing: unless a vLLM pass fuses the quantization."""
-        return compilation.FUSED not in self.key.rpartition(" ")[2].split("-")
+        return not self.key.baseline.is_fused
 
     def take(self, plugin_serves: bool) -> None:
         """Do nothing: a graph's pass reads the decision from `choices`."""
@@ -198,30 +195,8 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     return (groups * scale).flatten(1)
 
 
-def measure_pair(
-    one: QuantComparison, layers: list[tuple], tokens: int, clock: kernel_timing.Clock, marked
-) -> Measured:
-    """Check and time the op against vLLM's, as `kernel_timing.compare`. The errors are the first result's."""
-    sets = [one.inputs(tokens, seed) for seed in range(len(layers))]
-    rows = kernel_timing.sample(tokens, SAMPLED_ROWS).to(sets[0][0].device)
-    has_rows = (value is not None and len(value) == tokens for value in sets[0])  # a cache may have pages
-    exact = one.exact(*(value[rows] if has else value for value, has in zip(sets[0], has_rows)))
-
-    def shown(output: tuple) -> list[Tensor]:
-        return [found for found, wanted in zip(one.results(output, tokens), exact) if wanted is not None]
-
-    def judge(plugin: tuple, baseline: tuple) -> tuple[float, float]:
-        of_values, *_ = [
-            kernel_timing.check(*pair, wanted, rows, torch.arange(wanted.shape[1], device=rows.device))
-            for *pair, wanted in zip(shown(plugin), shown(baseline), (wanted for wanted in exact if wanted is not None))
-        ]
-        return of_values
-
-    return kernel_timing.compare(one, sets, judge, clock, marked, shown, replays.copies)
-
-
 def fused_in(
-    model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[..., str], compiles: bool
+    model: torch.nn.Module, hidden: int, dtype: torch.dtype, baseline: Callable[..., Baseline], compiles: bool
 ) -> Iterator[QuantComparison]:
     """Yield the pairs of a norm or an activation and a linear whose input it may quantize.
 
@@ -263,11 +238,16 @@ def fused_in(
             yield QuantComparison(op, producer, linear, columns, dtype, has_residual, how)
 
 
-def decide(found: list[QuantComparison], decided: Decided) -> dict[str, bool]:
+def choice_of(one: RowComparison) -> Choice:
+    """Return a choice to time."""
+    return Choice(one, one.key, dict.fromkeys(range(SETS), ()))
+
+
+def decide(found: list[QuantComparison], decided: Decided) -> dict[Pattern, bool]:
     """Return, by pattern, whether the op runs. Raises ValueError for a key that has a choice per token count."""
     decisions = {}
     for one in found:
-        if not kernel_selection.is_whole(one.key):
+        if not one.key.has_one_choice:
             raise ValueError(f"{one.op.name}: key must have one choice for all token counts, got {one.key}")
         measured = decided.shapes.get(one.key)
         runs = one.runs_unmeasured() if measured is None else bool(measured[0])

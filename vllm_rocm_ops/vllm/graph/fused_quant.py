@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.key import Pattern
 
 KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
 MX = kMxfp8Dynamic
@@ -63,10 +64,11 @@ def op_of(table: dict[QuantKey | None, tuple[str, ...]], key: QuantKey | None, h
     return getattr(ops, table[key][-1 if has_residual else 0])
 
 
-def pattern(op, columns: int, dtype: torch.dtype, has_residual: bool, is_bounded: bool, column_major: bool) -> str:
-    """Return the name of a norm or an activation with its quantization, for all token counts."""
+def pattern(op, columns: int, dtype: torch.dtype, has_residual: bool, is_bounded: bool, column_major: bool) -> Pattern:
+    """Return the pattern of a norm or an activation with its quantization."""
     traits = " residual" * has_residual + " bound" * is_bounded + " column-major" * column_major
-    return f"{op.name} {columns} {kernel_selection.types(dtype)}{traits}"
+    shape = f"{columns} {kernel_selection.types(dtype)}{traits}"
+    return Pattern(op.name, shape, columns, has_residual, column_major)
 
 
 def in_rows(x: torch.Tensor) -> bool:

@@ -19,7 +19,9 @@ from vllm_rocm_ops.ops.shared.weight_layout import fits
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
+from vllm_rocm_ops.vllm.selection.key import Baseline, Key
 
 shuffled: set[str] = set()
 """The shapes of weights that this process put in fragment weight_order.order."""
@@ -170,8 +172,8 @@ def baseline_serves(kernel, tokens: Tensor) -> bool:
     return True
 
 
-class Linear:
-    """Implement `kernel_selection.Comparison` for linear layers.
+class Linear(LayerComparison):
+    """Calls of linear layers.
 
     A layer's first value is its weight, [N, K] unless `columns` differs.
     """
@@ -186,7 +188,6 @@ class Linear:
     """Runs vLLM's kernel on the arguments of `run`."""
     taken: Callable[..., tuple]
     """Returns the op's arguments, given `run`'s."""
-    sampled_rows = 8
 
     def plugin(self, *arguments) -> Tensor | None:
         """Run the op, or return None where its kernels do not support the arguments."""
@@ -226,10 +227,13 @@ class Linear:
 
     def choice(self, key: tuple, baseline_name: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
         """Return the choice for layers of a key, and note the layer if it is to be timed."""
-        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, self, baseline_name, layer())
+        choice = kernel_selection.find_choice(key) or self._new_choice(key, baseline_name, layer())
         if choice.layers is not None:
             choice.note(weight, tokens, layer)
         return choice
+
+    def _new_choice(self, key: tuple, baseline_name: str, layer: tuple) -> Choice:
+        return kernel_selection.new_choice(key, self, Baseline(baseline_name.partition(" ")[0]), layer)
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
@@ -274,7 +278,7 @@ def wants_fragments(
     if not asked or not fits(rows.shape, rows.dtype):
         return False
     shape = kernels.describe(description)
-    if kept is not None and not won_everywhere(f"{kernels.op.name} {shape} {type(kept).__name__}"):
+    if kept is not None and not won_everywhere(Key(kernels.op.name, shape, Baseline(type(kept).__name__))):
         return False
     a = torch.empty(1, rows.shape[1], dtype=rows.dtype, device="meta")
     scale_a = torch.empty(1, scale.shape[1] if scale.dim() == 2 and scale.shape[1] > 1 else 1, device="meta")
@@ -284,7 +288,7 @@ def wants_fragments(
     return wants
 
 
-def won_everywhere(key: str) -> bool:
+def won_everywhere(key: Key) -> bool:
     """True if the op won for a shape at every token count of this vLLM.
 
     The compile cache must not find a graph for the other weight_order.order, which the seam measured_selection ensures

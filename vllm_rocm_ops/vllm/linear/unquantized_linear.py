@@ -18,6 +18,7 @@ from vllm_rocm_ops.core.tensors import rows_of
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.key import Baseline
 
 DECIDED = "vllm_rocm_ops_choice"
 """The attribute of a layer with its choice, once nothing is left to time."""
@@ -44,9 +45,8 @@ def _choice(layer: tuple, baseline_name: str = "") -> kernel_selection.Choice:
     """Return the choice for layers of this shape. `baseline_name` distinguishes choices without a timed baseline."""
     weight, bias, dtype = layer
     key = "unquantized", weight.shape, dtype, bias is None
-    return kernel_selection.find_choice(key) or kernel_selection.new_choice(
-        key, COMPARISON, baseline_name or replaced(), layer
-    )
+    baseline = Baseline(baseline_name or replaced())
+    return kernel_selection.find_choice(key) or kernel_selection.new_choice(key, COMPARISON, baseline, layer)
 
 
 class UnquantizedLinear(linear_base.Linear):

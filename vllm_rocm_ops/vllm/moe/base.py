@@ -39,6 +39,8 @@ from vllm_rocm_ops.vllm.graph import moe_side_channel
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe.expert_support import Predicates, refusal, say_refused
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
+from vllm_rocm_ops.vllm.selection.key import Baseline
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
@@ -114,7 +116,7 @@ def run(
         layer = w1, w2, out_dtype, experts, *how
         choice = kernel_selection.find_choice(key)
         if choice is None:
-            choice = kernel_selection.new_choice(key, COMPARISON, experts.baseline_class().__name__, layer)
+            choice = kernel_selection.new_choice(key, COMPARISON, Baseline(experts.baseline_class().__name__), layer)
         if choice.layers is not None:
             choice.note(w1, len(hidden), lambda: layer)
         experts.choice = choice
@@ -123,8 +125,8 @@ def run(
     return linear_base.run_or_baseline(theirs, ops.fused_experts, choice, *arguments)
 
 
-class Experts:
-    """Describe calls of experts for timing. Routing is uniform over all experts, of all ranks.
+class Experts(LayerComparison):
+    """Calls of experts. Routing is uniform over all experts, of all ranks.
 
     A layer: both weights, the tokens' dtype, the holder of the scales, and the rest of `run`'s arguments.
     """

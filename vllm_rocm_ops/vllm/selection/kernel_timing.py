@@ -24,31 +24,25 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import envs, tables
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.vllm.selection import kernel_selection, watchdog
+from vllm_rocm_ops.vllm.selection.comparison import Comparison, Refused, allowed, run_plugin
 from vllm_rocm_ops.vllm.selection.kernel_selection import (
-    GROUP,
     UNTIMED,
     Choice,
-    Comparison,
     Decided,
     Measured,
     Record,
-    Refused,
 )
-from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, distance, same, say_broken
+from vllm_rocm_ops.vllm.selection.key import Key
+from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, say_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-LARGEST_ERROR = 2.0  # times the error of vLLM's kernel
-NO_SAMPLE = 0.25  # relative error of vLLM's kernel above which the sample is not what it computes
-FLOOR = 1e-5  # relative error that is always allowed: float32 sums in another order
-SAMPLED_GROUPS = 4  # of columns
 SAMPLE_US = 500.0  # target duration of a graph's calls
 MOST_SECONDS = 3600.0  # of VLLM_ROCM_OPS_MEASURE
 SECONDS_COMPILING = 50.0  # that another process may take besides, while this one waits for it
@@ -152,83 +146,26 @@ def pair_seconds(us: float, calls: int) -> float:
     return (2 * (CAPTURE_US + (FEW_ROUNDS + 6) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
 
 
-def sample(count: int, most: int) -> Tensor:
-    """Return at most `most` of `count` indices, evenly spaced, with the first and the last."""
-    if count <= most:
-        return torch.arange(count)
-    return torch.linspace(0, count - 1, most).long()
-
-
-def relative(error: Tensor, size: Tensor) -> float:
-    """Return the norm of an error relative to the norm of the exact value."""
-    return float(error.square().sum().sqrt() / size.square().sum().sqrt().clamp_min(1e-30))
-
-
-def allowed(baseline_error: float) -> float:
-    """Return the largest relative distance of two results of which one has vLLM's error and the other the largest."""
-    return (LARGEST_ERROR + 1) * baseline_error + FLOOR
-
-
-def check(plugin: Tensor, baseline: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
-    """Return the relative errors of both kernels.
-
-    Args:
-        plugin: The plugin's result, [tokens, columns].
-        baseline: vLLM's result.
-        exact: The float32 result at these rows and columns.
-        rows: Sampled rows.
-        columns: Sampled columns.
-
-    Raises:
-        Mismatch: The plugin's error is too large.
-        ArithmeticError: vLLM's own error is too large to judge the plugin's.
-    """
-    if plugin.shape != baseline.shape or plugin.dtype != baseline.dtype:
-        raise Mismatch(
-            f"result must be {baseline.dtype} {list(baseline.shape)}, got {plugin.dtype} {list(plugin.shape)}"
-        )
-
-    def sampled(output: Tensor) -> Tensor:
-        return output[rows][:, columns].float()
-
-    error, baseline_error = (relative(sampled(output) - exact, exact) for output in (plugin, baseline))
-    if not baseline_error <= NO_SAMPLE:
-        raise ArithmeticError(f"vLLM's kernel has relative error {baseline_error:.2g}, too large for a comparison")
-    if not error <= LARGEST_ERROR * baseline_error + FLOOR:
-        raise Mismatch(f"relative error {error:.2g}, vLLM's kernel has {baseline_error:.2g}")
-    apart = distance(plugin, baseline)
-    if not apart <= allowed(baseline_error):
-        raise Mismatch(f"differs by {apart:.2g} from vLLM's kernel, which has relative error {baseline_error:.2g}")
-    return error, baseline_error
-
-
-def compare(
-    kernels,
-    sets: list[tuple],
-    judge: Callable,
-    clock: Clock,
-    marked: contextlib.AbstractContextManager,
-    shown: Callable,
-    fresh: Callable = tuple,
+def check_and_time(
+    kernels: Comparison, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
 ) -> Measured:
-    """Check a call of the plugin's against vLLM's, and time both on all sets of arguments.
+    """Check the plugin's kernel against vLLM's on a sample, and time both.
 
     Args:
-        kernels: Has `op`, `plugin` and `baseline`, as `Comparison`.
-        sets: Arguments of the calls in a graph.
-        judge: Returns the relative errors of both results. Raises `Mismatch` where the plugin's is wrong.
+        kernels: The comparison.
+        layers: One layer for each call of a graph.
+        tokens: The token count.
         clock: Times the calls.
         marked: Is entered while the plugin runs.
-        shown: Returns what `judge` reads of a result.
-        fresh: Copies the arguments of a call that may write them.
     """
+    sets, judge, shown, fresh = kernels.sample(layers, tokens)
     baseline = kernels.baseline(*fresh(sets[0]))
     clock.finish()
-    run_plugin = functools.partial(kernel_selection.run_plugin, kernels)
+    run = functools.partial(run_plugin, kernels)
     with marked:
         try:
             with watchdog.outstanding():
-                plugin = run_plugin(*fresh(sets[0]))
+                plugin = run(*fresh(sets[0]))
                 clock.finish()
         except Refused:
             return UNTIMED
@@ -238,36 +175,9 @@ def compare(
             raise Mismatch(f"{type(error).__name__}: {error}") from error
         errors = judge(plugin, baseline)
         del plugin, baseline
-        calls = {"plugin": run_plugin, "baseline": kernels.baseline}
+        calls = {"plugin": run, "baseline": kernels.baseline}
         times = clock.times(calls, sets, Replays(calls, sets, allowed(errors[1]), fresh, shown))
     return Measured(statistics.median(times["plugin"]), statistics.median(times["baseline"]), *errors)
-
-
-def measure_pair(
-    one: Choice, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
-) -> Measured:
-    """Check and time the plugin's kernel against vLLM's at a token count, as `compare`."""
-    kernels = one.kernels
-    columns_in, columns_out = kernels.columns(layers[0])
-    device = next(value for value in layers[0] if isinstance(value, Tensor)).device
-    generator = torch.Generator(device).manual_seed(tokens)
-    dtype = next((value for value in layers[0] if isinstance(value, torch.dtype)), torch.bfloat16)  # tokens' dtype
-    x = torch.randn(tokens, columns_in, generator=generator, device=device).to(dtype)
-    sets = [kernels.arguments(layer, x, seed) for seed, layer in enumerate(layers)]
-    starts = sample(-(-columns_out // GROUP), SAMPLED_GROUPS) * GROUP
-    columns = (starts[:, None] + torch.arange(GROUP)).flatten()
-    columns = columns[columns < columns_out].to(device)
-
-    shown = getattr(kernels, "shown", same)
-
-    def judge(*results) -> tuple[float, float]:
-        plugin, baseline = map(shown, results)
-        bits = baseline.view(torch.uint8) if baseline.itemsize == 1 else baseline
-        reached = bits.any(1).nonzero().flatten()  # without tokens that have no expert on this rank
-        rows = reached[sample(len(reached), kernels.sampled_rows).to(device)]
-        return check(plugin, baseline, kernels.exact(sets[0], x, rows, columns), rows, columns)
-
-    return compare(kernels, sets, judge, clock, marked, shown)
 
 
 def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: float) -> list[tuple[Choice, list[int]]]:
@@ -279,14 +189,14 @@ def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: fl
 
     def place(item: tuple[Choice, list[int]]) -> tuple:
         one, at = item
-        tokens = 1 if kernel_selection.is_whole(one.key) else at[0]
+        tokens = 1 if one.key.has_one_choice else at[0]
         share = len(one.layers) * call_us(*one.kernels.work(next(iter(one.layers.values())), tokens), bandwidth_gb_s)
         return record.ended.get(one.kernels.op.name, 0), tokens & (tokens - 1) > 0, tokens, -share
 
     items = []
     for one, at in wanted.items():
         lacking = [m for m in at if m not in record.shapes.get(one.key, {})]
-        whole = kernel_selection.is_whole(one.key)
+        whole = one.key.has_one_choice
         items += [(one, lacking)] if whole and lacking else [(one, [m]) for m in lacking]
     return sorted(items, key=place)
 
@@ -297,7 +207,6 @@ def measure(
     record: Record,
     path: Path,
     save: Callable,
-    pair: Callable,
     end: float,
 ) -> None:
     """Time what a record lacks, and add the results.
@@ -308,7 +217,6 @@ def measure(
         record: Gets the results.
         path: The record's file. Its `.running` file marks the current op.
         save: Writes the record.
-        pair: Checks and times one choice at one token count.
         end: The deadline, on the monotonic clock. Nothing starts that would end later by its estimate.
     """
     start = shown = time.monotonic()
@@ -330,7 +238,7 @@ def measure(
         estimates = [estimate(one.kernels, layers[0], len(layers), tokens, bandwidth) for tokens in at]
         now = time.monotonic()
         if now + sum(seconds for _, seconds in estimates) > end:
-            left += [f"{one.shape} at {tokens}" for tokens in at]
+            left += [f"{one.key.call} at {tokens}" for tokens in at]
             continue
         if now - shown > PROGRESS_SECONDS:
             shown = now
@@ -339,14 +247,14 @@ def measure(
             done += 1
             marked = watchdog.marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
             try:
-                found = pair(one, layers[:calls], tokens, clock, marked)
+                found = check_and_time(one.kernels, layers[:calls], tokens, clock, marked)
             except Refused:
                 found = UNTIMED
             except BrokenGraph as error:
-                say_broken(f"{one.shape}, {tokens} tokens", error)
+                say_broken(f"{one.key.call}, {tokens} tokens", error)
                 continue
             except Exception as error:  # noqa: BLE001  the other shapes are still timed
-                why = f"{str(error).partition(chr(10))[0]} ({one.shape}, {tokens} tokens)"
+                why = f"{str(error).partition(chr(10))[0]} ({one.key.call}, {tokens} tokens)"
                 if isinstance(error, Mismatch):
                     record.off[op] = why
                     break
@@ -404,7 +312,6 @@ def agree(
     wanted: dict[Choice, list[int]],
     clock: Clock | None,
     gather: Callable[[Decided], list[Decided]],
-    pair: Callable = measure_pair,
     share: float = 1.0,
 ) -> tuple[Record, Decided]:
     """Return this machine's record, and the decision of all ranks.
@@ -413,20 +320,19 @@ def agree(
         wanted: The token counts of each choice.
         clock: Times calls, None to use the record only.
         gather: Returns the decisions of all ranks.
-        pair: Checks and times one choice at one token count.
         share: Of `limit_s` that this may take, minus the time that this start has spent.
     """
     record = Record({})
     begin = time.monotonic()
     try:
-        record = _measured_here(wanted, clock, pair, begin + share * limit_s() - kernel_selection.spent())
+        record = _measured_here(wanted, clock, begin + share * limit_s() - kernel_selection.spent())
     except Exception as error:  # noqa: BLE001  vLLM starts anyway
         logger.warning("vllm-rocm-ops: kernel timing failed: %s: %s", type(error).__name__, error)
     kernel_selection.spend(time.monotonic() - begin)
     return record, kernel_selection.agreed(gather(record.decided()))
 
 
-def say(record: Record, decided: Decided, known: set[str]) -> None:
+def say(record: Record, decided: Decided, known: set[Key]) -> None:
     """Warn of ops that are off, and log the table of the known shapes."""
     say_off(decided.off)
     lines = kernel_selection.table(
@@ -436,7 +342,7 @@ def say(record: Record, decided: Decided, known: set[str]) -> None:
         logger.info("vllm-rocm-ops: selected kernels on this GPU:\n%s", "\n".join(lines))
 
 
-def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: Callable, end: float) -> Record:
+def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, end: float) -> Record:
     """Return this machine's record, with what is wanted timed until `end` if there is a clock."""
     here = kernel_selection.machine()
     path = kernel_selection.path_of(here)
@@ -460,9 +366,9 @@ def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, pair: C
             if keeps:
                 kernel_selection.write(path, record)
 
-        watchdog.take_marker(path.with_suffix(".running"), record, save)
+        watchdog.take_marker(path.with_suffix(".running"), record.off, record.ended, save)
         with torch.inference_mode():
-            measure(wanted, clock, record, path, save, pair, end)
+            measure(wanted, clock, record, path, save, end)
         if record.ended:  # timing succeeded this time
             record.ended.clear()
             save()

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vllm_rocm_ops.vllm.selection.kernel_selection import Record
-
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 WARN_SECONDS, END_SECONDS = 30.0, 120.0
@@ -101,7 +99,7 @@ def marker(path: Path, text: str) -> Iterator[None]:
             path.unlink()
 
 
-def take_marker(path: Path, record: Record, save: Callable) -> None:
+def take_marker(path: Path, off: dict[str, str], ended: dict[str, int], save: Callable) -> None:
     """Record the op during whose timing a process died, before the next may die.
 
     The process may have been killed, so the op is timed again, after all others. It is off once a second process died
@@ -112,12 +110,12 @@ def take_marker(path: Path, record: Record, save: Callable) -> None:
     except OSError:
         return
     if op and hung:
-        record.off[op] = f"{hung}, at {what}"
+        off[op] = f"{hung}, at {what}"
         save()
     elif op:
-        record.ended[op] = record.ended.get(op, 0) + 1
-        if record.ended[op] > 1:
-            record.off[op] = f"{record.ended[op]} processes died while timing it, the last one at {what}"
+        ended[op] = ended.get(op, 0) + 1
+        if ended[op] > 1:
+            off[op] = f"{ended[op]} processes died while timing it, the last one at {what}"
         else:
             logger.warning("vllm-rocm-ops: a process died while timing %s, which is timed again", what)
         save()

@@ -1,0 +1,207 @@
+"""Compare the plugin's kernel with vLLM's for the same calls: what both get, and whether the plugin's result is right.
+
+A `Comparison` describes a kind of calls. `LayerComparison` samples calls of a model's layers by rows and columns, which
+`exact` computes from dequantized weights. `RowComparison` samples whole rows, as norms and activations have several results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.vllm.selection.replays import Mismatch, copies, distance, same
+
+LARGEST_ERROR = 2.0  # times the error of vLLM's kernel
+NO_SAMPLE = 0.25  # relative error of vLLM's kernel above which the sample is not what it computes
+FLOOR = 1e-5  # relative error that is always allowed: float32 sums in another order
+SAMPLED_GROUPS = 4  # of columns
+GROUP = 16  # neighboring columns of a sample
+
+
+class Sample(NamedTuple):
+    """Calls to check and to time.
+
+    Attributes:
+        sets: The arguments of each call.
+        judge: Returns the relative errors of the plugin's and of vLLM's result of the first call. Raises `Mismatch`.
+        shown: Returns what of a result is compared.
+        fresh: Copies the arguments of a call that may write them.
+    """
+
+    sets: list[tuple]
+    judge: Callable[[object, object], tuple[float, float]]
+    shown: Callable = same
+    fresh: Callable = tuple
+
+
+class Comparison(Protocol):
+    """The plugin's op and vLLM's kernel for the same calls.
+
+    A `layer` is a tuple of what a call has besides its tokens, for one layer of the model.
+    """
+
+    op: Op
+
+    def max_tokens(self) -> int:
+        """Return the default token limit of the plugin, before timing."""
+
+    def describe(self, layer: tuple) -> str:
+        """Return the name of a layer's shape, which distinguishes it from all others."""
+
+    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
+        """Return the bytes and the operations of a call."""
+
+    def plugin(self, *arguments) -> object | None:
+        """Run a call by the plugin's kernels, or return None where they do not support it."""
+
+    def baseline(self, *arguments) -> object:
+        """Run a call by vLLM's kernel."""
+
+    def sample(self, layers: list[tuple], tokens: int) -> Sample:
+        """Return a call of each layer."""
+
+
+class Refused(Exception):
+    """Signal that the plugin's kernels do not support the call to be timed."""
+
+
+def run_plugin(kernels: Comparison, *arguments):
+    """Return the plugin's result of a call to be timed.
+
+    Raises:
+        Refused: The kernels do not support the call.
+    """
+    with kernels.op.trial():
+        output = kernels.plugin(*arguments)
+    if output is None:
+        raise Refused
+    return output
+
+
+class LayerComparison:
+    """Sampled calls of a model's layers.
+
+    Subclasses define, besides `Comparison`'s methods:
+
+        columns(layer)                       the columns of the input and of the result
+        arguments(layer, x, seed)            the arguments of a call with tokens x; the seed is for further random ones
+        exact(arguments, x, rows, columns)   these rows and columns of the result, in float32; columns come in groups of `GROUP`
+    """
+
+    sampled_rows = 8
+    shown = staticmethod(same)
+    """Returns the rows of a result that are compared."""
+
+    def sample(self, layers: list[tuple], tokens: int) -> Sample:
+        columns_in, columns_out = self.columns(layers[0])
+        device = next(value for value in layers[0] if isinstance(value, Tensor)).device
+        generator = torch.Generator(device).manual_seed(tokens)
+        dtype = next((value for value in layers[0] if isinstance(value, torch.dtype)), torch.bfloat16)  # tokens' dtype
+        x = torch.randn(tokens, columns_in, generator=generator, device=device).to(dtype)
+        sets = [self.arguments(layer, x, seed) for seed, layer in enumerate(layers)]
+        starts = spread(-(-columns_out // GROUP), SAMPLED_GROUPS) * GROUP
+        columns = (starts[:, None] + torch.arange(GROUP)).flatten()
+        columns = columns[columns < columns_out].to(device)
+
+        def judge(*results) -> tuple[float, float]:
+            plugin, baseline = map(self.shown, results)
+            bits = baseline.view(torch.uint8) if baseline.itemsize == 1 else baseline
+            reached = bits.any(1).nonzero().flatten()  # without tokens that have no expert on this rank
+            rows = reached[spread(len(reached), self.sampled_rows).to(device)]
+            return check(plugin, baseline, self.exact(sets[0], x, rows, columns), rows, columns)
+
+        return Sample(sets, judge, self.shown)
+
+
+class RowComparison:
+    """Sampled rows of calls with several results, for one choice at all token counts.
+
+    Subclasses define, besides `Comparison`'s methods:
+
+        inputs(tokens, seed)      random arguments of a call
+        vllms(*arguments)         the call by vLLM's layers, not compiled
+        results(output, tokens)   the results of `plugin` or `vllms`, dequantized, in the order of `exact`
+        exact(*arguments)         the results in float32; None where there is none
+    """
+
+    sampled_rows = 8
+
+    def max_tokens(self) -> int:
+        return 0
+
+    def baseline(self, *arguments):
+        return self.vllms(*arguments)
+
+    def sample(self, layers: list[tuple], tokens: int) -> Sample:
+        """Return a call for each layer. The errors are the first result's."""
+        sets = [self.inputs(tokens, seed) for seed in range(len(layers))]
+        rows = spread(tokens, self.sampled_rows).to(sets[0][0].device)
+        has_rows = (value is not None and len(value) == tokens for value in sets[0])  # a cache may have pages
+        exact = self.exact(*(value[rows] if has else value for value, has in zip(sets[0], has_rows)))
+
+        def shown(output: tuple) -> list[Tensor]:
+            return [found for found, wanted in zip(self.results(output, tokens), exact) if wanted is not None]
+
+        def judge(plugin: tuple, baseline: tuple) -> tuple[float, float]:
+            wanted = [one for one in exact if one is not None]
+            errors = [
+                check(*each, rows, torch.arange(each[-1].shape[1], device=rows.device))
+                for each in zip(shown(plugin), shown(baseline), wanted)
+            ]
+            return errors[0]
+
+        return Sample(sets, judge, shown, copies)
+
+
+def spread(count: int, most: int) -> Tensor:
+    """Return at most `most` of `count` indices, evenly spaced, with the first and the last."""
+    if count <= most:
+        return torch.arange(count)
+    return torch.linspace(0, count - 1, most).long()
+
+
+def relative(error: Tensor, size: Tensor) -> float:
+    """Return the norm of an error relative to the norm of the exact value."""
+    return float(error.square().sum().sqrt() / size.square().sum().sqrt().clamp_min(1e-30))
+
+
+def allowed(baseline_error: float) -> float:
+    """Return the largest relative distance of two results of which one has vLLM's error and the other the largest."""
+    return (LARGEST_ERROR + 1) * baseline_error + FLOOR
+
+
+def check(plugin: Tensor, baseline: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
+    """Return the relative errors of both kernels.
+
+    Args:
+        plugin: The plugin's result, [tokens, columns].
+        baseline: vLLM's result.
+        exact: The float32 result at these rows and columns.
+        rows: Sampled rows.
+        columns: Sampled columns.
+
+    Raises:
+        Mismatch: The plugin's error is too large.
+        ArithmeticError: vLLM's own error is too large to judge the plugin's.
+    """
+    if plugin.shape != baseline.shape or plugin.dtype != baseline.dtype:
+        raise Mismatch(
+            f"result must be {baseline.dtype} {list(baseline.shape)}, got {plugin.dtype} {list(plugin.shape)}"
+        )
+
+    def sampled(output: Tensor) -> Tensor:
+        return output[rows][:, columns].float()
+
+    error, baseline_error = (relative(sampled(output) - exact, exact) for output in (plugin, baseline))
+    if not baseline_error <= NO_SAMPLE:
+        raise ArithmeticError(f"vLLM's kernel has relative error {baseline_error:.2g}, too large for a comparison")
+    if not error <= LARGEST_ERROR * baseline_error + FLOOR:
+        raise Mismatch(f"relative error {error:.2g}, vLLM's kernel has {baseline_error:.2g}")
+    apart = distance(plugin, baseline)
+    if not apart <= allowed(baseline_error):
+        raise Mismatch(f"differs by {apart:.2g} from vLLM's kernel, which has relative error {baseline_error:.2g}")
+    return error, baseline_error
