@@ -1,0 +1,228 @@
+"""Bugs in routing and experts."""
+
+from vllm_rocm_ops import ops
+
+from ..bug import WRONG, Bug, Call, Cases, Tests
+
+BUGS = (
+    Bug(
+        "losses read from the die's cache",
+        "device/amd/buffer.h",
+        "__builtin_amdgcn_raw_buffer_load_b32(from, at, offset, kDeviceScope",
+        "__builtin_amdgcn_raw_buffer_load_b32(from, at, offset, 0",
+        Cases(ops.router_z_loss, "bf16", on="gfx950", said="was stored by .*this access has no sc1"),
+    ),
+    Bug(
+        "ids read as their lower words",
+        "device/expert_id.h",
+        "words == 1 || ",
+        "words > 0 || ",
+        Cases(ops.fused_experts, "block-map", on="gfx950", said=WRONG),
+    ),
+    Bug(
+        "ties at 448 rounded over",
+        "device/float8.h",
+        "(1 << kMantissa) / 4 - 1",
+        "(1 << kMantissa) / 4",
+        Tests(
+            "test_fused_experts_quantize.py::test_rows_are_quantized_per_32[32-dtype0]", module="fused_experts_quantize"
+        ),
+    ),
+    Bug(
+        "among equal experts the last wins",
+        "device/topk_routing.h",
+        "best[i + step].key > best[i].key",
+        "best[i + step].key >= best[i].key",
+        Cases(ops.topk_softmax, "equal", said="output 1"),
+    ),
+    Bug(
+        "among equal groups the last wins",
+        "device/topk_routing.h",
+        "(other == score && g < group)",
+        "(other == score && g > group)",
+        Cases(ops.grouped_topk, "equal", on="gfx950", said="output 1"),
+    ),
+    Bug(
+        "zeros of both signs distinguished",
+        "device/topk_routing.h",
+        "kLowest) + 0.0f",
+        "kLowest)",
+        Cases(ops.topk_sigmoid, "equal", said="output 1"),
+    ),
+    Bug(
+        "topk output rows in 32 bits",
+        "device/topk_routing.h",
+        "mem::store(p.ids + token * p.topk + lane,",
+        "mem::store(p.ids + i64(int(token * p.topk * 4)) / 4 + lane,",
+        Tests("test_large_tensors.py::test_last_of_many_tokens[gfx942]", module="moe_routing"),
+    ),
+    Bug(
+        "the maximum's exponential not exactly 1",
+        "device/topk_routing.h",
+        "logits[i] == maximum ? 1.0f : numerics",
+        "numerics",
+        Tests(),
+    ),
+    Bug(
+        "activations beyond 2^32",
+        "gemm/expert_tiles.h",
+        "i64(expert_tile.first + m) * inner",
+        "u32(expert_tile.first + m) * u32(inner)",
+        Tests("test_large_tensors.py::test_last_tile_of_experts[gfx942]", module="fused_experts_tiled"),
+    ),
+    Bug(
+        "gate scales used for up rows",
+        "gemm/expert_tiles.h",
+        "block_of(rows_n + wave_n + j",
+        "block_of(wave_n + j",
+        Cases(ops.fused_experts, "block-m65", on="gfx950", said=WRONG),
+    ),
+    Bug(
+        "tiled experts' weights in 32 bits",
+        "gemm/expert_tiles.h",
+        "p.b + expert_tile.expert * p.b_expert",
+        "p.b + expert_tile.expert * u32(p.b_expert)",
+        Call("test_large_tensors.test_experts", "block-m65", on="gfx950"),
+    ),
+    Bug(
+        "a shared expert gets a router weight",
+        "gemm/expert_tiles.h",
+        "p.router && slot < p.topk ?",
+        "p.router ?",
+        Tests(
+            "test_fused_experts_tiled.py::test_case[gfx942-block-input-weight-m65-TiledConfig(tokens=64)]",
+            module="fused_experts_tiled",
+        ),
+    ),
+    Bug(
+        "slots of shared experts not counted",
+        "gemm/expert_tiles.h",
+        "int(u32(mem::load<int>(p.sorted + expert_tile.first + inside)) / p.slots)",
+        "int(u32(mem::load<int>(p.sorted + expert_tile.first + inside)) / p.topk)",
+        Tests(),
+    ),
+    Bug(
+        "a wave ends before its last tile",
+        "gemm/experts.h",
+        "return work + p.step >= tiles;",
+        "return work + 2 * p.step >= tiles;",
+        Cases(ops.fused_experts, "block", on="gfx950:3", said=WRONG),
+    ),
+    Bug(
+        "last item of one token without an end",
+        "gemm/group_pairs.h",
+        "lists.items[lane] = lane == items ? items : 0;",
+        "lists.items[lane] = 0;",
+        Cases(ops.fused_experts, "block-m1", said="bytes at byte"),
+    ),
+    Bug(
+        "no slot after the last pair",
+        "gemm/group_pairs.h",
+        "padded = (pairs_ + 8) / 8 * 8;",
+        "padded = (pairs_ + 7) / 8 * 8;",
+        Tests(),
+    ),
+    Bug(
+        "quantized rows read without a barrier",
+        "gemm/quantized_rows.h",
+        "block_barrier();  // hazard: rows are read",
+        "// rows are read",
+        Cases(ops.fused_experts, "block-quant-many", said="never written"),
+    ),
+    Bug(
+        "router: every slice in the first one's place",
+        "gemm/skinny/slice_sums.h",
+        "first = slice * p.m * floats",
+        "first = 0 * slice * p.m * floats",
+        Cases(ops.router_gemm_topk, "deepseek-m5", said="."),
+    ),
+    Bug(
+        "last weights past K",
+        "gemm/tiled/widening_loader.h",
+        "depth < k - panel * kDepth",
+        "true",
+        Cases(ops.fused_experts, "int8-alone", on="gfx950", said="error|bytes"),
+    ),
+    Bug(
+        "experts' partial sums share a buffer",
+        "ops/fused_experts.hip",
+        "wave::block_id_y() * of_wave * 4, total",
+        "0, total",
+        Cases(ops.fused_experts, "block", said="error|NaNs differ|without synchronization"),
+    ),
+    Bug(
+        "streamed experts' weights in 32 bits",
+        "ops/fused_experts.hip",
+        "p.weights + item.expert * p.expert_bytes",
+        "p.weights + item.expert * int(p.expert_bytes)",
+        Call("test_large_tensors.test_experts", "bf16"),
+    ),
+    Bug(
+        "int8 truncated",
+        "ops/fused_experts_quantize.hip",
+        "__builtin_rintf(clamped)",
+        "clamped",
+        Cases(ops.fused_experts, "int8", on="gfx950", said="error"),
+    ),
+    Bug(
+        "quantized tokens in 32 bits",
+        "ops/fused_experts_quantize.hip",
+        """row * p.stride;
+  const u32 groups""",
+        """row * int(p.stride);
+  const u32 groups""",
+        Call("test_large_tensors.test_experts", "channel"),
+    ),
+    Bug(
+        "quantized experts' rows in 32 bits",
+        "ops/fused_experts_quantize.hip",
+        "u8* out = p.out + i64(row) * p.columns;",
+        "u8* out = p.out + row * p.columns;",
+        Tests(),
+    ),
+    Bug(
+        "last pair dropped",
+        "ops/fused_experts_tiled.hip",
+        "first + of_wave : ids;",
+        "first + of_wave : ids - 1;",
+        Cases(ops.fused_experts, "bf16-m70", on="gfx950", said=WRONG),
+    ),
+    Bug(
+        "an id equal to the number of experts is one",
+        "ops/fused_experts_tiled.hip",
+        "if (expert[i] >= p.routed) expert[i] = -1;",
+        "if (expert[i] > p.routed) expert[i] = -1;",
+        Tests("test_fused_experts_tiled.py::test_pairs_are_sorted[even-gfx942]", module="fused_experts_tiled"),
+    ),
+    Bug(
+        "combined rows in 32 bits",
+        "ops/fused_experts_tiled.hip",
+        "combine.results + token * routing.slots() * combine.columns",
+        "combine.results + int(token) * routing.slots() * combine.columns",
+        Tests("test_large_tensors.py::test_last_tokens_that_are_combined[gfx942]", module="fused_experts_tiled"),
+    ),
+    Bug(
+        "losses without a barrier",
+        "ops/moe_routing.hip",
+        "block_barrier();  // hazard: sums and counts",
+        "// sums and counts",
+        Cases(ops.load_balancing_loss, "bf16", on="gfx950", said="read here|written here"),
+    ),
+    Bug(
+        "router: the last slice missing",
+        "ops/router_gemm_topk.hip",
+        "own.count && slice + s < slices",
+        "own.count && slice + s < slices - 1",
+        Cases(ops.router_gemm_topk, "deepseek-m1", said=WRONG),
+    ),
+    Bug(
+        "router: a choice by sums that are not rounded",
+        "ops/router_gemm_topk.hip",
+        "x[i] = Type::unpack(rounded[i / 4][i / 2 % 2])[i % 2];",
+        "x[i] = sums[i / 4][i % 4];",
+        Tests(
+            "test_same_bits.py::test_a_router_gives_the_bits_of_its_two_launches[gfx942-16-3]",
+            module="router_gemm_topk",
+        ),
+    ),
+)
