@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from .code_text import tokens
 from .kernel_copy import CSRC
@@ -214,9 +213,9 @@ def mutants(file: str) -> list[Mutant]:
 
 
 def sources() -> list[str]:
-    """Return the files of csrc that AMD's kernels are built from."""
-    files = (path.relative_to(CSRC).as_posix() for path in CSRC.rglob("*") if path.suffix in (".hip", ".h"))
-    return sorted(file for file in files if "nvidia" not in Path(file).parts and not file.startswith("runtime/"))
+    """Return the files of csrc that AMD's kernels of ops are built from. No op launches an all-reduce."""
+    files = (path.relative_to(CSRC) for path in CSRC.rglob("*") if path.suffix in (".hip", ".h"))
+    return sorted(file.as_posix() for file in files if not {"nvidia", "runtime", "collectives"} & {*file.parts})
 
 
 def sample(found: Sequence, count: int) -> list:

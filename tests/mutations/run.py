@@ -316,7 +316,8 @@ def main() -> int:
     found = chosen(arguments.names, arguments.operators)
     if not found:
         parser.error(f"names must be parts of {', '.join(BUGS)}")
-    os.environ["VLLM_ROCM_OPS_TABLES"] = os.devnull
+    # Mistakes are in emulated kernels, also on a machine with a GPU.
+    os.environ |= {"VLLM_ROCM_OPS_TABLES": os.devnull, "CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
     import torch
 
     if any(bug.file.endswith(".py") for bug in found):
