@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up the environment once, and run the tests: bash tests/run.sh [--full] [pytest arguments]
 # Without a GPU the gfx942 and gfx950 code objects run in the emulator, and vLLM on the CPU.
-# --full: every op on more chips (test_ops.py), the longer tests of marks.py, and then the planted bugs (tests/bugs).
+# --full: every op on more chips (test_ops.py), the longer tests of marks.py, and then planted mistakes (tests/mutations).
 set -euo pipefail
 full=
 if [ "${1-}" = --full ]; then full=1; shift; fi
@@ -15,4 +15,4 @@ limit=$([ -n "$full" ] && echo 86400 || echo 10800)
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 FULL_TESTS=$full "$python" -m pytest -q -n $((workers < 8 ? workers + 1 : 9)) --dist loadfile --no-loadscope-reorder \
   --max-worker-restart 0 --session-timeout "$limit" "$@"
-[ -z "$full" ] || exec "$python" tests/bugs
+[ -z "$full" ] || exec "$python" tests/mutations

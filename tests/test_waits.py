@@ -23,8 +23,8 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from bugs.kernel_copy import CSRC
 from marks import AMD, CHIPS, full
+from mutations.kernel_copy import CSRC
 
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator.decode import Instruction, decode

@@ -382,7 +382,7 @@ def test_only_these_commands_import_the_plugin():
     found = {module for asking in asks for module in graph[asking] & plugin}
     doors = {
         *("comparisons", "coverage", "seam"),
-        *("selection.kernel_selection", "selection.kernel_timing", "selection.replays"),
+        *(f"selection.{name}" for name in ("comparison", "kernel_selection", "kernel_timing", "key", "replays")),
         "attention.decoder",
         "attention.mla_pre_attention",
         "attention.mla_rotation",

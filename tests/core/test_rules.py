@@ -1,6 +1,6 @@
 """Break each rule of each op's contract and `can_implement` by an input that breaks no other.
 
-The call is then refused or falls back with that rule's text. Most inputs are variants of cases (variants.py); BREACHES
+The call is then refused or falls back with that rule's text. Most inputs are variants of cases (argument_mutations.py); BREACHES
 has those that change several arguments at once, or miss a bound by little, and FOLLOW says why a rule cannot be broken
 alone.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from variants import cases, donors, grown, laid, moved, on_cpu, resized, together, variants
+from argument_mutations import cases, donors, grown, laid, moved, on_cpu, resized, together, variants
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from variants import cases, donors, laid, moved, on_cpu, roomy, strided, unit_strides, variants
+from argument_mutations import cases, donors, laid, moved, on_cpu, roomy, strided, unit_strides, variants
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs

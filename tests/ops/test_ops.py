@@ -13,8 +13,8 @@ import functools
 
 import pytest
 import torch
+from kernel_features import runs_of
 from marks import FULL, cover, full
-from reached import runs_of
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op
@@ -52,7 +52,7 @@ def executor(request):
 def chosen() -> dict[tuple[str, str, str], list]:
     """Return the configurations that run by default, by chip, op and case.
 
-    They cover each feature of reached.py once, on one of the chips.
+    They cover each feature of kernel_features.py once, on one of the chips.
     """
     found = []
     for the_op in OPS:

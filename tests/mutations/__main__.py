@@ -1,4 +1,4 @@
-"""Plant plausible mistakes and report the tests that catch them: python tests/bugs [names]."""
+"""Plant plausible mistakes and report the tests that catch them: python tests/mutations [names]."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,6 @@ if not __package__:  # Python ran the folder, and looks for modules in it.
     TESTS = Path(__file__).resolve().parents[1]
     sys.path[:1] = [str(TESTS), str(TESTS / "ops"), str(TESTS.parent)]
 
-from bugs import run
+from mutations import run
 
 sys.exit(run.main())

@@ -1,10 +1,16 @@
-"""Plant bugs of the table, each in its own process, and report what catches them: python tests/bugs [names].
+"""Plant mistakes, each in its own process, and report what catches them: python tests/mutations [names].
 
-For a bug that cases, a call or a check of code objects catch, only the kernels they need are compiled. A bug that tests
-catch is built in its own folder, a mistake in Python is imported. Then tests run until one fails: with --full those
-that the bug names, else all of tests/ops for an op that launches a kernel of a module that includes the file, first the
-default selection and, if none fails, with --full. A table lists what failed. The exit status is 1 if a bug survives
-that is not marked as equivalent. Without names, all bugs run.
+Rows of the table: for a bug that cases, a call or a check of code objects catch, only the kernels they need are
+compiled. A bug that named tests catch is built in its own folder, a mistake in Python is imported. Then these tests run
+with --full until one fails.
+
+Mutants of operators.py, and bugs without named tests: all of tests/ops runs for each op that launches a kernel of a
+module that includes the file, first the default selection and, if none fails, with --full. Kernels are compiled when
+they are launched. A mutant is equivalent if all machine code stays, or if EQUIVALENT has a proof.
+
+Names are parts of bugs' names or of their files', or with a colon parts of mutants' names. --operators runs all mutants
+of these files of csrc. Without arguments all bugs run, and SAMPLE mutants of each file. A table lists what failed. The
+exit status is 1 if a mistake survives.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import importlib
 import io
 import itertools
 import json
@@ -31,13 +38,17 @@ from pathlib import Path
 import pytest
 from marks import AMD
 
-from . import import_hook
-from .bug import Bug, Equivalent, Tests
-from .import_hook import DoesNotFit
-from .kernel_copy import CSRC, ROOT, KernelCopy
+from . import import_hook, operators
+from .bug import Bug, Tests
+from .code_text import DoesNotFit
+from .kernel_copy import CODE, CSRC, ROOT, KernelCopy, plant_in_emulators
+from .operators import Mutant
 from .table import BUGS
+from .table.equivalent import EQUIVALENT
 
 TESTS = ROOT / "tests"
+SAMPLE = 1
+"""Mutants of a file that run without arguments: about ten minutes on two cores."""
 
 
 @functools.cache
@@ -73,7 +84,6 @@ def launched_by() -> dict[str, set[str]]:
 
 @dataclass(frozen=True)
 class Result:
-    name: str
     verdict: str  # the test that failed, or why none did
     caught: bool
     said: str
@@ -130,31 +140,33 @@ def find(test: str) -> str:
     return f"{path}{separator}{rest}"
 
 
-def judge(name: str) -> Result:
-    """Report what catches a bug, in this process, which must not be reused."""
-    bug, start = BUGS[name], time.monotonic()
+def judge(bug: Bug | Mutant) -> Result:
+    """Report what catches a mistake, in this process, which must not be reused."""
+    start = time.monotonic()
 
     def result(verdict: str, caught: bool, said: str = "") -> Result:
-        return Result(name, verdict, caught, said, time.monotonic() - start)
+        return Result(verdict, caught, said, time.monotonic() - start)
 
+    if bug.name in EQUIVALENT:
+        return result(f"equivalent: {EQUIVALENT[bug.name]}", True)
     try:
-        if bug.is_seam:
+        if bug.file.endswith(".py"):
             if import_hook.module_of(bug.file) in sys.modules:
                 return judge_afresh(bug, result)
-            import_hook.plant(*bug.text)
+            import_hook.plant(bug.file, bug.mutated)
             return judge_by_tests(bug, result, "-m", "not slow")
         with tempfile.TemporaryDirectory() as folder, silent():
             copy = KernelCopy(Path(folder))
-            if not isinstance(bug.by, Tests | Equivalent):
+            if has_no_tests(bug):
+                return judge_by_ops(bug, copy, result)
+            if not isinstance(bug.by, Tests):
                 by, _, said = bug.by.require(bug, copy).partition(": ")
                 return result(by, True, said)
-            copy.plant(*bug.text, modules_of(bug), archs_of(bug))
-            if isinstance(bug.by, Equivalent):
-                return result(f"equivalent: {bug.by.why}", True)
+            copy.plant(bug, [bug.by.module] if bug.by.module else modules_of(bug), archs_of(bug))
             from vllm_rocm_ops.core import launch
 
             launch.CODE = copy.code
-            return judge_by_tests(bug, result) if bug.by.names else judge_by_ops(bug, result)
+            return judge_by_tests(bug, result)
     except DoesNotFit as error:
         return result(f"does not fit: {error}", False)
     except (AssertionError, pytest.fail.Exception) as error:
@@ -163,21 +175,25 @@ def judge(name: str) -> Result:
         return result(" ".join(f"does not build: {error}".split()), False)
 
 
-def modules_of(bug: Bug) -> list[str]:
-    """Return the kernel modules to build: the one named, or each that includes the file."""
-    return [bug.by.module] if bug.by.module else [m.stem for m in CSRC.glob("ops/*.hip") if bug.file in included(m)]
+def has_no_tests(bug: Bug | Mutant) -> bool:
+    """True if all tests of the ops with the file may catch a mistake."""
+    return isinstance(bug, Mutant) or (isinstance(bug.by, Tests) and not bug.by.names)
+
+
+def modules_of(bug: Bug | Mutant) -> list[str]:
+    """Return the kernel modules that include the file."""
+    return [path.stem for path in sorted(CSRC.glob("ops/*.hip")) if bug.file in included(path)]
 
 
 def archs_of(bug: Bug) -> list[str]:
     """Return the archs that the tests name, or all AMD archs."""
-    names = getattr(bug.by, "names", ())
-    return [arch for arch in AMD if any(arch in name for name in names)] or list(AMD)
+    return [arch for arch in AMD if any(arch in name for name in bug.by.names)] or list(AMD)
 
 
 def judge_by_tests(bug: Bug, result: Callable[..., Result], *options: str) -> Result:
     """Run the tests that a bug names."""
     first, selection = FirstFailure(), [find(test) for test in bug.by.names]
-    if not bug.is_seam:
+    if not bug.file.endswith(".py"):
         take_tests("1")  # a named test also runs if it is not in the default selection
     with silent():
         status = pytest.main(["-q", "-x", *options, "-p", "no:cacheprovider", *selection], plugins=[first])
@@ -191,7 +207,7 @@ def judge_by_tests(bug: Bug, result: Callable[..., Result], *options: str) -> Re
 
 AFRESH = """
 import json, sys
-from bugs import import_hook
+from mutations import import_hook
 import_hook.plant(*json.loads(sys.argv[1]))
 import pytest
 sys.exit(pytest.main(sys.argv[2:]))
@@ -202,7 +218,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 def judge_afresh(bug: Bug, result: Callable[..., Result]) -> Result:
     """Run the tests that a bug names in another interpreter, as they run by default."""
     options = ["-q", "-x", "-rf", "--tb=no", "-m", "not slow", "-p", "no:cacheprovider", *map(find, bug.by.names)]
-    command = [sys.executable, "-c", AFRESH, json.dumps(bug.text), *options]
+    command = [sys.executable, "-c", AFRESH, json.dumps([bug.file, bug.mutated]), *options]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "FULL_TESTS": "", "COLUMNS": "300"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode == pytest.ExitCode.OK:
@@ -213,27 +229,49 @@ def judge_afresh(bug: Bug, result: Callable[..., Result]) -> Result:
     return result(failed[1], True, failed[2])
 
 
-def judge_by_ops(bug: Bug, result: Callable[..., Result]) -> Result:
-    """Run the tests of the ops that a bug may reach: the default selection, then with --full."""
-    ops = set().union(*(launched_by()[module] for module in modules_of(bug)))
-    for how, full in (("by default", ""), ("with --full", "1")):
-        status, test, said = apart(run_tests_of, ops, full)
+def judge_by_ops(bug: Bug | Mutant, copy: KernelCopy, result: Callable[..., Result]) -> Result:
+    """Run the tests of the ops that a mistake may reach: the default selection, then with --full."""
+    modules = modules_of(bug)
+    ops = set().union(*(launched_by()[module] for module in modules))
+    plant_in_emulators(copy, bug, modules)
+    for where, full in (("ops/test_ops.py", ""), ("ops", ""), ("ops", "1")):
+        status, test, said = apart(run_tests_of, where, ops, full)
+        if said.startswith("BuildError"):
+            return result("the compiler", isinstance(bug, Mutant), said)
         if status != pytest.ExitCode.OK:
-            return result(f"{test} {how}", status == pytest.ExitCode.TESTS_FAILED, said)
+            failed = status == pytest.ExitCode.TESTS_FAILED and not said.startswith("UnsupportedInstruction")
+            return result(f"{test} {'with --full' if full else 'by default'}", failed, said)
+        if where == "ops/test_ops.py" and keeps_code(bug, copy, modules):
+            return result("equivalent: the machine code stays", True)
     return result("SURVIVED", False)
+
+
+def keeps_code(bug: Bug | Mutant, copy: KernelCopy, modules: list[str]) -> bool:
+    """True if no kernel's machine code changes."""
+    copy.plant(bug, modules, AMD)
+    command = [sys.executable, "-S", CSRC / "compare_code.py", CODE, copy.code, "--archs", ",".join(AMD)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def take_tests(full: str) -> None:
     """Make this process run the default selection of tests, or all."""
     os.environ["FULL_TESTS"] = full
-    sys.modules.pop("marks", None)  # it has read the variable
+    for read in ("marks", "test_ops") if full else ("marks",):
+        sys.modules.pop(read, None)
 
 
-def run_tests_of(ops: set[str], full: str) -> tuple[int, str, str]:
+def prepare() -> None:
+    """Choose ops and cases once, before forking."""
+    launched_by()
+    take_tests("")
+    importlib.import_module("test_ops").chosen()
+
+
+def run_tests_of(where: str, ops: set[str], full: str) -> tuple[int, str, str]:
     take_tests(full)
     first = FirstFailure(ops)
     with silent():
-        status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(TESTS / "ops")], plugins=[first])
+        status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(TESTS / where)], plugins=[first])
     return int(status), first.test, first.said
 
 
@@ -252,35 +290,50 @@ def apart(call: Callable, *arguments):
         process.join()
 
 
+def chosen(names: list[str], files: list[str]) -> list[Bug | Mutant]:
+    """Return the mistakes that the command line selects."""
+    if not names and not files:
+        return [
+            *BUGS.values(),
+            *(m for f in operators.sources() for m in operators.sample(operators.mutants(f), SAMPLE)),
+        ]
+    found = [bug for name, bug in BUGS.items() if any(part in f"{name} {bug.file}" for part in names)]
+    of = dict.fromkeys(file.removeprefix("csrc/") for file in files)
+    found += [mutant for file in of for mutant in operators.mutants(file)]
+    of = {part.partition(":")[0] for part in names if ":" in part}
+    mutants = (mutant for file in operators.sources() if file in of for mutant in operators.mutants(file))
+    return found + [mutant for mutant in mutants if any(part in mutant.name for part in names)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="bugs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="mutations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="name", help="parts of bugs' names, or of their files'")
+    parser.add_argument("names", nargs="*", metavar="name", help="parts of names of bugs, of their files or of mutants")
+    parser.add_argument("--operators", nargs="+", metavar="FILE", default=[], help="run all mutants of files of csrc")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many run at a time")
     arguments = parser.parse_args()
-    found = [name for name, b in BUGS.items() if any(part in f"{name} {b.file}" for part in arguments.names or [""])]
+    found = chosen(arguments.names, arguments.operators)
     if not found:
         parser.error(f"names must be parts of {', '.join(BUGS)}")
-    bugs = [BUGS[name] for name in found]
-    # Tests that bugs name run however long they take.
-    os.environ |= {"VLLM_ROCM_OPS_TABLES": os.devnull, "FULL_TESTS": "1"}
+    # Mistakes are in emulated kernels, also on a machine with a GPU.
+    os.environ |= {"VLLM_ROCM_OPS_TABLES": os.devnull, "CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
     import torch
 
-    if any(bug.is_seam for bug in bugs):
+    if any(bug.file.endswith(".py") for bug in found):
         with silent():
             from vllm import LLM  # noqa: F401  once, before forking; it imports nothing of the package
     torch.set_num_threads(1)
-    if any(isinstance(bug.by, Tests) and not bug.by.names for bug in bugs):
-        launched_by()  # once, before forking
-    print("| Bug | File | Change | Caught by | Seconds |\n|---|---|---|---|---|")
+    if any(map(has_no_tests, found)):
+        prepare()
+    os.environ["FULL_TESTS"] = "1"  # tests that bugs name run however long they take
+    print("| Mistake | File | Change | Caught by | Seconds |\n|---|---|---|---|---|")
     lived = 0
     with ThreadPool(arguments.jobs) as pool:
-        for of in pool.imap(functools.partial(apart, judge), found, chunksize=1):
-            bug = BUGS[of.name]
-            lived += not of.caught
-            print(f"| {of.name} | {bug.file} | `{bug.change}` | {of.verdict} | {of.seconds:.0f} |", flush=True)
-            if of.said:
-                print(f"    {of.said[:200]}", file=sys.stderr, flush=True)
-    print(f"{len(found) - lived} of {len(found)} bugs are caught or equivalent")
+        for of, judged in zip(found, pool.imap(functools.partial(apart, judge), found, chunksize=1)):
+            lived += not judged.caught
+            print(f"| {of.name} | {of.file} | `{of.change}` | {judged.verdict} | {judged.seconds:.0f} |", flush=True)
+            if judged.said:
+                print(f"    {judged.said[:200]}", file=sys.stderr, flush=True)
+    print(f"{len(found) - lived} of {len(found)} mistakes are caught or equivalent")
     return int(lived > 0)

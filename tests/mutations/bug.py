@@ -15,6 +15,7 @@ from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.stats import stats
 from vllm_rocm_ops.emulator.errors import EmulatorError, UnsupportedInstruction
 
+from .code_text import replaced
 from .kernel_copy import CSRC, ROOT, KernelCopy, PlantedEmulator
 
 WRONG = "error|NaNs differ"
@@ -25,14 +26,15 @@ WRONG = "error|NaNs differ"
 class Bug:
     """A plausible mistake.
 
-    In `file`, of csrc or of the package, `old` occurs once and becomes `new`. `by` names what catches it.
+    In `file`, of csrc or of the package, `old` occurs once and becomes `new`. `by` names what catches it. Comments and
+    white space do not matter.
     """
 
-    what: str
+    name: str
     file: str
     old: str
     new: str
-    by: Cases | Call | Code | Tests | Equivalent
+    by: Cases | Call | Code | Tests
 
     @property
     def is_seam(self) -> bool:
@@ -43,8 +45,9 @@ class Bug:
         return (ROOT / "vllm_rocm_ops" if self.is_seam else CSRC) / self.file
 
     @property
-    def text(self) -> tuple[str, str, str]:
-        return self.file, self.old, self.new
+    def mutated(self) -> str:
+        """The file's source with the mistake."""
+        return replaced(self.path.read_text(), self.file, self.old, self.new)
 
     @property
     def change(self) -> str:
@@ -66,7 +69,7 @@ class Cases:
 
     def require(self, bug: Bug, kernels: KernelCopy) -> str:
         """Return the case and the message of the failure, or fail."""
-        emulator = PlantedEmulator(kernels, self.on, *bug.text)
+        emulator = PlantedEmulator(kernels, self.on, bug)
         for case in (case for case in self.op.cases() if case.name in self.names):
             arguments = case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype)
             try:
@@ -80,7 +83,7 @@ class Cases:
             except (AssertionError, EmulatorError) as error:
                 return f"{self.op.name}-{case.name} on {self.on}: {as_said(error, self.said)}"
             assert stats()[self.op.name]
-        pytest.fail(f"no case of {self.op.name} catches: {bug.what}")
+        pytest.fail(f"no case of {self.op.name} catches: {bug.name}")
 
 
 class Call:
@@ -98,7 +101,7 @@ class Call:
 
     def require(self, bug: Bug, kernels: KernelCopy) -> str:
         """Return the message of the failure, or fail."""
-        emulator = PlantedEmulator(kernels, self.on, *bug.text)
+        emulator = PlantedEmulator(kernels, self.on, bug)
         executor = ("cpu", emulator.arch) if self.as_executor else emulator.arch
         try:
             with launch.executor(emulator):
@@ -106,7 +109,7 @@ class Call:
         except (AssertionError, EmulatorError) as error:
             assert "fallback" not in str(error)
             return f"{self.test} on {self.on}: {as_said(error, '')}"
-        pytest.fail(f"{self.test} does not catch: {bug.what}")
+        pytest.fail(f"{self.test} does not catch: {bug.name}")
 
 
 class Code:
@@ -125,34 +128,26 @@ class Code:
     def require(self, bug: Bug, kernels: KernelCopy) -> str:
         """Return the kernels that are found, or fail."""
         if self.symbol:
-            path = kernels.compile(*bug.text, self.module, self.symbol, self.on)
+            path = kernels.compile(bug, self.module, self.symbol, self.on)
         else:
-            kernels.plant(*bug.text, [self.module], [self.on])
+            kernels.plant(bug, [self.module], [self.on])
             path = kernels.code / self.on / f"{self.module}.co"
         wrong = sorted(found(self.check)(path))
-        assert wrong and all(self.part in name for name in wrong), f"{self.check} finds {wrong}: {bug.what}"
+        assert wrong and all(self.part in name for name in wrong), f"{self.check} finds {wrong}: {bug.name}"
         return f"{self.check}: {', '.join(wrong)}"
 
 
 class Tests:
     """Tests by their names, or files of tests.
 
-    Without names, the tests of tests/ops run for each op that launches a kernel of a module that includes the file.
-    Kernels are built from `module`, by default from each module that includes the file.
+    Kernels are built from `module`, by default from each module that includes the file. Without names, the tests of
+    tests/ops run for each op that launches one of them, which compiles kernels when they are launched.
     """
 
     __test__ = False  # not a test class for pytest
 
     def __init__(self, *names: str, module: str = ""):
         self.names, self.module = names, module
-
-
-@dataclass(frozen=True)
-class Equivalent:
-    """A change that no test can see."""
-
-    why: str
-    module: str = ""
 
 
 def as_said(error: Exception, said: str) -> str:

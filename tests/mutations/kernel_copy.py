@@ -7,14 +7,13 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from load_build import load_build
 
 from vllm_rocm_ops.emulator import Emulator
-
-from .import_hook import replaced
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -61,6 +60,13 @@ A single kernel compiles in a tenth of the time.
 """
 
 
+class Mutation(Protocol):
+    """A source with a mistake."""
+
+    file: str
+    mutated: str
+
+
 class KernelCopy:
     """A copy of the kernels' sources and of the shipped code objects.
 
@@ -83,13 +89,13 @@ class KernelCopy:
     def csrc(self) -> Path:
         return self._build.CSRC
 
-    def plant(self, file: str, old: str, new: str, modules: Iterable[str], archs: Iterable[str]) -> None:
-        """Build the modules with one text replaced, and restore the sources."""
-        with self._replaced(file, old, new):
+    def plant(self, bug: Mutation, modules: Iterable[str], archs: Iterable[str]) -> None:
+        """Build the modules with a mistake, and restore the sources."""
+        with self._mutated(bug):
             self._build.build(sorted(modules), list(archs))
 
-    def compile(self, file: str, old: str, new: str, module: str, symbol: str, arch: str) -> Path:
-        """Compile one kernel with one text replaced, and return its code object.
+    def compile(self, bug: Mutation, module: str, symbol: str, arch: str) -> Path:
+        """Compile one kernel with a mistake, and return its code object.
 
         Only the names are left of the module's other kernels.
         """
@@ -99,17 +105,17 @@ class KernelCopy:
         left_out = "{0}(...)={0}(__VA_ARGS__); template <int> __attribute__((device)) void {0}_left_out(__VA_ARGS__)"
         code = self.code.with_name("kernels") / arch / f"{symbol}.co"
         source = self.csrc / "ops" / f"{module}.hip"
-        with self._replaced(file, old, new), self._alone(source, symbol):
+        with self._mutated(bug), self._alone(source, symbol):
             self._build.compile_source(source, arch, code, [left_out.format(other) for other in others])
         code.with_suffix(".json").write_text(json.dumps({"kernels": {symbol: stamp["kernels"][symbol]}}))
         return code
 
     @contextlib.contextmanager
-    def _replaced(self, file: str, old: str, new: str) -> Iterator[None]:
-        path = self.csrc / file
+    def _mutated(self, bug: Mutation) -> Iterator[None]:
+        path, mutated = self.csrc / bug.file, bug.mutated
         original = path.read_text()
         try:
-            path.write_text(replaced(original, file, old, new))
+            path.write_text(mutated)
             yield
         finally:
             path.write_text(original)
@@ -134,10 +140,24 @@ class KernelCopy:
 class PlantedEmulator(Emulator):
     """Run kernels with a bug in their sources, compiling each at its launch."""
 
-    def __init__(self, kernels: KernelCopy, chip: str, *bug: str):
+    def __init__(self, kernels: KernelCopy, chip: str, bug: Mutation):
         super().__init__(chip)
         arch = self.arch.name
-        self.compile = functools.cache(lambda module, symbol: kernels.compile(*bug, module, symbol, arch))
+        self.compile = functools.cache(lambda module, symbol: kernels.compile(bug, module, symbol, arch))
 
     def launch(self, launch, uninitialized: tuple = ()) -> None:
         self.run(self.compile(launch.module, launch.symbol), launch, uninitialized)
+
+
+def plant_in_emulators(kernels: KernelCopy, bug: Mutation, modules: Collection[str]) -> None:
+    """Make emulators of this process compile kernels of these modules with a bug when they are launched."""
+    compiled = functools.cache(functools.partial(kernels.compile, bug))
+    shipped = Emulator.launch
+
+    def launch(self, launch, uninitialized: tuple = ()) -> None:
+        if launch.module in modules:
+            self.run(compiled(launch.module, launch.symbol, self.arch.name), launch, uninitialized)
+        else:
+            shipped(self, launch, uninitialized)
+
+    Emulator.launch = launch
