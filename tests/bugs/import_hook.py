@@ -1,4 +1,4 @@
-"""Import a module of the package with a mistake in it. This module imports nothing of the package."""
+"""Import a module of the package, or of the study of its timing, with a mistake in it. This module imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib.machinery
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "vllm_rocm_ops"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "vllm_rocm_ops"
+STUDY = ROOT / "serving_benchmarks" / "timing_study"
 
 
 class DoesNotFit(AssertionError):
@@ -21,13 +23,20 @@ def replaced(source: str, file: str, old: str, new: str) -> str:
 
 
 def module_of(file: str) -> str:
-    """Return the module of a file of the package."""
-    return ".".join((PACKAGE.name, *Path(file).with_suffix("").parts))
+    """Return the module of a file."""
+    path = path_of(file)
+    root = STUDY if path.is_relative_to(STUDY) else PACKAGE
+    return ".".join(path.relative_to(root.parent).with_suffix("").parts)
+
+
+def path_of(file: str) -> Path:
+    """Return the path of a file of the package, or of the study, which names its folder."""
+    return (STUDY.parent if file.startswith(f"{STUDY.name}/") else PACKAGE) / file
 
 
 def plant(file: str, old: str, new: str) -> None:
     """Make this process, which has not imported the module, import it with the mistake."""
-    replaced((PACKAGE / file).read_text(), file, old, new)
+    replaced(path_of(file).read_text(), file, old, new)
     if module_of(file) in sys.modules:
         raise RuntimeError(f"{module_of(file)} is imported already")
     sys.meta_path.insert(0, _Finder(file, old, new))

@@ -191,7 +191,7 @@ def test_an_error_of_torch_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "explain: no such size\n"
 
 
-@pytest.mark.parametrize("asked", [["rms_norm"], ["rows"], ["--model", "tiny-llama"]])
+@pytest.mark.parametrize("asked", [["rms_norm"], ["rows"]])
 @pytest.mark.parametrize("product", ["H200", "gfx942"])
 def test_predict_knows_gpus_with_a_timing_model_only(asked, product, capsys):
     assert cli.main(["predict", *asked, "--arch", product]) == 2
@@ -203,7 +203,7 @@ def test_predict_knows_gpus_with_a_timing_model_only(asked, product, capsys):
 
 def test_commands_say_what_the_emulator_needs():
     """Nothing else is printed before."""
-    asked = ["predict", "rms_norm"], ["predict", "--model", "tiny-llama"], ["refit"], ["emulate", "rms_norm"]
+    asked = ["predict", "rms_norm"], ["emulate", "rms_norm"]
     code = "import sys; sys.modules['tinygrad.renderer.amd'] = None; from vllm_rocm_ops.tools import cli\n"
     code += f"sys.exit([cli.main(given) for given in {[*asked]}] != [2] * {len(asked)})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

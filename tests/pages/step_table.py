@@ -5,10 +5,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from timing import other_steps
+from timing_study import baseline, other_steps, published_steps, step, step_report
 
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report
+from vllm_rocm_ops.timing import machines
 
 from .measurements import RESULTS, markdown
 
@@ -24,7 +24,7 @@ def nodes(
 ) -> tuple[step.Node, ...]:
     """Return the launches of a step, with the frozen times of the plugin's kernels."""
     machine = machines.named(product)
-    given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, frozen.kernel_times(machine)
+    given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, step.frozen_time(machine)
     return tuple(step.nodes(*given, launch=launch))
 
 

@@ -1,6 +1,6 @@
 """Model a decode step of one rank as vLLM launches it: every launch in order, with its time, HBM roofline and the gap after it.
 
-    nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", frozen.kernel_times(machine))
+    nodes = step.nodes(model_config.read("deepseek-v3"), 8, None, 1, machines.named("MI300X"), "plugin", step.frozen_time(machine))
     step.total(nodes)
 
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
@@ -29,10 +29,11 @@ from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.timing import CONTEXT, frozen
+from vllm_rocm_ops.timing.machines import Machine
 
-from . import CONTEXT, baseline
+from . import baseline
 from .baseline import Time
-from .machines import Machine
 
 SIDES = ("baseline", "plugin")
 MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
@@ -92,11 +93,34 @@ class Total(NamedTuple):
 
 def live_time(machine: Machine, context: int) -> KernelTime:
     """Return the kernel model as live predictions, which need the emulator."""
-    from . import predict
+    from vllm_rocm_ops.timing import predict
 
     def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
-        [found] = predict.step([dataclasses.replace(call, count=1)], tokens, machine, context)
-        return None if found.us is None else (found.us, found.kernels, found.band.ratio)
+        case = call.case(tokens).make("meta", torch.Generator(), machine.arch.fp8_dtype)
+        try:
+            found = predict.predict_call(call.op, call.op.Arguments(*case)._asdict(), machine, context)
+        except ValueError:
+            return None
+        return sum(kernel.prediction.us for kernel in found), len(found), predict.band(call.op, machine.name).ratio
+
+    return known
+
+
+def frozen_time(machine: Machine, calls: dict[str, dict] | None = None) -> KernelTime:
+    """Return the kernel model as a lookup in frozen predictions, by default the newest.
+
+    It returns None for calls without a prediction, and raises ValueError for a number of tokens without any.
+    """
+    calls = frozen.newest()["calls"] if calls is None else calls
+    sizes = {name.rsplit(" ", 2)[1] for name in calls if name.startswith(f"{machine.name} ")}
+
+    def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
+        if str(tokens) not in sizes:
+            raise ValueError(
+                f"tokens must be one of {', '.join(sizes)} for frozen predictions of {machine.name}, got {tokens}"
+            )
+        values = calls.get(frozen.key(machine.name, call, tokens))
+        return values and (values["us"], values["launches"], values["band"])
 
     return known
 

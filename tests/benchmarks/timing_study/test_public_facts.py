@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from assembly import Kernel, assemble
+from marks import full
+from timing_study import events, microbenchmarks
 
-from timing import events, microbenchmarks
-from vllm_rocm_ops.core.launch import Launch
-from vllm_rocm_ops.timing import launch_time, machines, trace
-from vllm_rocm_ops.timing.compute_unit import ComputeUnit
-from vllm_rocm_ops.timing.hierarchy import L2, MALL, Memory
-from vllm_rocm_ops.timing.trace import Block, Instr
+from vllm_rocm_ops.timing import machines
+from vllm_rocm_ops.timing.hierarchy import L2, MALL
 
+pytestmark = full
 MACHINE = machines.MI300X
 
 
@@ -38,7 +35,7 @@ def test_of_a_range_the_nearest_end_counts(results):
         assert found.passes is (abs(found.error) <= microbenchmarks.BAND)
 
 
-MISSED = {"1 KiB of a wave in flight"}  # beyond the band; tests/timing/notes.md says why
+MISSED = {"1 KiB of a wave in flight"}  # beyond the band; notes.md says why
 
 
 def test_facts_are_within_the_band_of_calls_that_stream(results):
@@ -55,30 +52,6 @@ def test_microbenchmarks_are_told_beside_the_calibration(results, monkeypatch, t
     assert first.startswith("microbenchmarks: ")
     assert "  lds_throughput ds_read_b128, one wave: measured 99" in "\n".join(others)
     assert any(line.startswith("skinny GEMM, held out: ") for line in others)
-
-
-@pytest.mark.parametrize(("text", "level"), [("buffer_wbl2 sc1", MALL), ("buffer_inv sc1", L2)])
-def test_a_fence_in_a_wave_takes_a_trip(text, level):
-    def cycles(text: str) -> float:
-        steps = [(Instr("vmem", 0, 8, text=text), None), (Instr("wait", 8, 4, vm=0), None), (Instr("end", 12, 4), None)]
-        return ComputeUnit(MACHINE, Memory(MACHINE)).run([Block(0, [steps])], [0.0], 1)
-
-    more = cycles(text) - cycles("global_load_dword v0, v1, off")
-    assert more == pytest.approx(Memory(MACHINE).latency[level], abs=MACHINE["issue"])
-
-
-def test_fences_of_a_code_object_take_time(tmp_path):
-    bodies = {
-        "fences": "buffer_wbl2 sc1\n s_waitcnt vmcnt(0)\n buffer_inv sc1\n s_waitcnt vmcnt(0)",
-        "none": "s_waitcnt vmcnt(0)",
-    }
-    path = assemble([Kernel(name, body) for name, body in bodies.items()], "gfx942", tmp_path)
-    emulator, cycles = trace.RecordingEmulator("gfx942", races=False), {}
-    for name in bodies:
-        launch = Launch("", name, (1, 1, 1), (64, 1, 1), (torch.zeros(64), torch.zeros(64)))
-        cycles[name] = launch_time.predict(MACHINE, trace.record(emulator, path, launch, [0])).cycles
-    trips = events.release(MACHINE) + events.trip(MACHINE, L2)
-    assert cycles["fences"] - cycles["none"] == pytest.approx(trips, abs=20)
 
 
 def test_a_die_releases_for_one_block_after_the_other():

@@ -1,9 +1,9 @@
 """Compare predictions with all published times whose code objects exist, by class, and by rank on one shape.
 
-    python -m timing.residuals points MEASUREMENTS --git DIR > points.csv
-    python -m timing.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
-    python -m timing.residuals judge predicted.csv
-    python -m timing.residuals simpler points.csv
+    python -m serving_benchmarks.timing_study.residuals points MEASUREMENTS --git DIR > points.csv
+    python -m serving_benchmarks.timing_study.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
+    python -m serving_benchmarks.timing_study.residuals judge predicted.csv
+    python -m serving_benchmarks.timing_study.residuals simpler points.csv
 
 MEASUREMENTS has validation_points_gfx942.csv, aiter_gemm_gfx950_256cu.csv and peer_measurements.csv; DIR is a bare git
 directory of ROCm/aiter. `points` lists their rows with a code object, `judge` writes published.json in this folder;
@@ -203,7 +203,10 @@ def _reason(why: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m timing.residuals", description=__doc__.splitlines()[0])
+    """List the rows, or write the report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.timing_study.residuals", description=__doc__.splitlines()[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("points", help="list the rows")
     command.add_argument("measurements", type=Path)

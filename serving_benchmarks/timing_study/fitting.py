@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .machines import Machine
+from vllm_rocm_ops.timing.machines import Machine
 
 Steps = Mapping[str, tuple[float, float, float]]
 """By constant: minimum, maximum and step."""

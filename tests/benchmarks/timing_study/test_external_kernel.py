@@ -7,14 +7,15 @@ import struct
 
 import pytest
 import torch
+from marks import full
+from timing_study import external_kernel
 
-from timing import external_kernel
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.timing import launch_time, machines, trace
-from vllm_rocm_ops.timing import predict as plugin_predict
 
+pytestmark = full
 MACHINE = machines.MI300X
 PATH = launch.code_object("rms_norm", "gfx942")
 ROWS, HIDDEN = 3, 2048
@@ -180,25 +181,3 @@ def test_matrix_instructions_lower_the_clock():
     busy, idle = us(16), us(0)
     assert busy.us == pytest.approx(busy.cycles / MACHINE["matrix_clock"])
     assert idle.us == pytest.approx(idle.cycles / MACHINE["clock"])
-
-
-def test_tiled_kernels_of_the_plugin_have_the_clock_of_others():
-    wave = [(trace.Instr("matrix", 8 * n, 8, cycles=16), None) for n in range(64)]
-    block = trace.Block(0, [[*wave, (trace.Instr("end", 512, 4), None)]] * 4)
-    tiled, skinny = (
-        plugin_predict.timed(MACHINE, trace.Recording(name, 1, 1, [block], frozenset()))
-        for name in ("scaled_mm_tiled_row_128x128", "scaled_mm_skinny_16")
-    )
-    assert tiled.us == pytest.approx(tiled.cycles / MACHINE["matrix_clock"])
-    assert skinny.us == pytest.approx(skinny.cycles / MACHINE["clock"])
-
-
-def test_many_turns_are_like_the_last_one(monkeypatch):
-    def us(grid: int) -> float:
-        wave = [(trace.Instr("valu", 4 * n, 4), None) for n in range(200)]
-        blocks = [trace.Block(n, [[*wave, (trace.Instr("end", 800, 4), None)]] * 4) for n in range(8)]
-        return launch_time.predict(MACHINE, trace.Recording("k", grid, 2, blocks, frozenset())).us
-
-    whole = us(12 * 304), us(13 * 304)
-    monkeypatch.setattr(launch_time, "MAX_STEPS", 1)
-    assert [us(12 * 304), us(13 * 304)] == pytest.approx(whole, rel=0.02)

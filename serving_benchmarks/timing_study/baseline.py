@@ -16,8 +16,7 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
-
-from .machines import Constant, Machine
+from vllm_rocm_ops.timing.machines import Constant, Machine
 
 KINDS = ("published", "measured", "fitted", "assumed", "predicted")
 PRODUCTS = ("MI300X", "MI355X")  # with baseline times

@@ -12,11 +12,13 @@ import subprocess
 
 import pytest
 import torch
+from marks import full
+from timing_study import choices, external_kernel, left_out, published, published_mla, residuals, simpler
 
-from timing import choices, external_kernel, left_out, published, published_mla, residuals, simpler
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.timing import machines, predict
 
+pytestmark = full
 OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="published objects are read from git")

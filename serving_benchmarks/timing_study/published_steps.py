@@ -10,9 +10,10 @@ import functools
 from typing import NamedTuple
 
 from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.timing import machines
+from vllm_rocm_ops.timing.machines import Constant
 
-from . import baseline, machines, step
-from .machines import Constant
+from . import baseline, step
 
 MODEL, RANKS, PARAMETERS, PROMPT, OUTPUT = "llama-3.1-405b-fp8", 8, 405e9, 128, 2048
 RELEASES = {

@@ -1,6 +1,6 @@
 """Predict published times of other libraries' kernels row by row: each gets a time or a reason, in bounded time.
 
-PYTHONPATH=tests python -m timing.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
+python -m serving_benchmarks.timing_study.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
 """
 
 from __future__ import annotations
@@ -277,7 +277,10 @@ def run(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m timing.validation", description=__doc__.splitlines()[0])
+    """Print the rows with their predictions."""
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.timing_study.validation", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("points", type=Path, metavar="CSV", help="a file like validation_points_gfx942.csv")
     parser.add_argument("--git", type=Path, required=True, metavar="DIR", help="a bare git directory of ROCm/aiter")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of a row")

@@ -10,28 +10,14 @@ import time
 
 import pytest
 import torch
+from marks import full
+from timing_study import external_kernel, published, published_gemm, residuals, validation
 
-from timing import external_kernel, published, published_gemm, validation
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.timing import launch_time, machines
 
-HEAD = [
-    "set",
-    "csv",
-    "gpu",
-    "cu_num",
-    "op",
-    "code_object",
-    "blob_at_measurement",
-    "blob_latest",
-    "commit",
-    "M",
-    "N",
-    "K",
-    "batch_or_experts",
-    "extra",
-    "us",
-]
+pytestmark = full
+HEAD = residuals.HEADER
 MACHINE = machines.MI300X
 TILES = (2, 64)
 

@@ -1,14 +1,14 @@
-"""Format decode steps for `predict --model`, with their error band."""
+"""Format decode steps with their error band, for ../step.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.timing.machines import Machine
 from vllm_rocm_ops.tools import explain
 
 from . import baseline, published_steps, step
-from .machines import Machine
 from .step import Node, Total
 
 WORST = 3  # launches to list

@@ -1,8 +1,9 @@
 """Freeze the predictions of all calls and decode steps of some models, before anybody measures them.
 
-    PYTHONPATH=tests python -m timing.freeze --date 2026-11-24 --commit 1234567 > vllm_rocm_ops/timing/frozen/2026-11-24-1234567.json
+    python -m serving_benchmarks.timing_study.freeze --date 2026-11-24 --commit 1234567 > frozen.json
 
-It takes some forty minutes, with --keep less. Move the previous file to frozen/ in this folder, unchanged.
+It takes some forty minutes, with --keep less. In vllm_rocm_ops/timing/frozen/, <date>-<commit>.json replaces the previous file, which Git
+keeps.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.timing import CONTEXT, frozen, machines, step, step_report
+from vllm_rocm_ops.timing import CONTEXT, frozen, machines
 
-OLDER = Path(__file__).with_name("frozen")
+from . import step, step_report
+
+PRODUCTS = ("MI300X", "MI325X", "MI355X")
 MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8, "qwen3-30b-a3b-fp8": 1, "glm-4.5-air-fp8": 4}  # ranks
 TOKENS = (1, 8, 32, 64)
 
@@ -75,7 +78,7 @@ def predictions(
 def steps(calls: dict[str, dict], products: tuple[str, ...], tokens: tuple[int, ...]) -> Iterator[tuple[str, dict]]:
     """Yield the key of each model's step on each side, with these calls, and its us, launches and band."""
     for machine in map(machines.named, products):
-        known = frozen.kernel_times(machine, calls)
+        known = step.frozen_time(machine, calls)
         for name, tp in MODELS.items():
             for side in step_report.sides(machine):
                 for size in tokens:
@@ -86,10 +89,11 @@ def steps(calls: dict[str, dict], products: tuple[str, ...], tokens: tuple[int, 
 
 
 def main() -> None:
+    """Print a frozen file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--date", required=True, help="of the file")
     parser.add_argument("--commit", required=True, help="of the kernels and of the model")
-    parser.add_argument("--products", nargs="+", choices=frozen.PRODUCTS, default=frozen.PRODUCTS)
+    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=PRODUCTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     meaning = "a frozen file of the same model of the GPU: its calls whose code is the same are not predicted again"
     parser.add_argument("--keep", type=Path, metavar="FILE", help=meaning)

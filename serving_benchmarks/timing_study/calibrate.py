@@ -1,6 +1,6 @@
 """Fit the constants that no microbenchmark gives, and report the errors against published times.
 
-    python -m timing.calibrate MEASUREMENTS OBJECTS
+    python -m serving_benchmarks.timing_study.calibrate MEASUREMENTS OBJECTS
 
 MEASUREMENTS is a folder with peer_measurements.csv, gfx942_issue_microbench.csv and gfx942_traced_asm.csv; no other
 file in it is read. OBJECTS has the measured kernels, compiled for gfx942: residual_rms.co, swiglu.co and skinny_gemm.co
@@ -24,12 +24,12 @@ import torch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.emulator import cases as emulated
-from vllm_rocm_ops.timing import fitting, launch_time, machines
+from vllm_rocm_ops.timing import launch_time, machines
 from vllm_rocm_ops.timing.launch_time import Prediction
 from vllm_rocm_ops.timing.machines import Machine
 from vllm_rocm_ops.timing.trace import Recording, RecordingEmulator, aligned, record
 
-from . import microbenchmarks, points, report, traced
+from . import fitting, microbenchmarks, points, report, traced
 from .points import Point
 from .report import HALVES, Case
 
@@ -219,7 +219,10 @@ def written(found: dict) -> dict[Path, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m timing.calibrate", description=__doc__.splitlines()[0])
+    """Fit or check the constants, and print the report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.timing_study.calibrate", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("measurements", type=Path)
     parser.add_argument("objects", type=Path)
     parser.add_argument("--check", action="store_true", help="fit nothing and write nothing")

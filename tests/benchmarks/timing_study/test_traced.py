@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from marks import full
+from timing_study import calibrate, traced
+from timing_study.traced import Traced
 
-from timing import calibrate, traced
-from timing.traced import Traced
 from vllm_rocm_ops.timing import machines
 from vllm_rocm_ops.timing.trace import Block, Instr, Recording
 
+pytestmark = full
 FOUND = calibrate.read()["traced"]
 COLUMNS = "assembly,wall_cycles_per_tile_at_1800MHz,att_critical_cycles_per_tile"
 

@@ -3,13 +3,15 @@
 import dataclasses
 
 import pytest
+from marks import full
 from pages import step_table
+from timing_study import baseline, freeze, other_steps, published_steps, step, step_report
 
-from timing import freeze, other_steps
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report
+from vllm_rocm_ops.timing import frozen, machines
 
+pytestmark = full
 MI300X = machines.MI300X
 NAMES = "llama-3.1-405b-fp8", "deepseek-v3", "glm-4.5-air-fp8"
 LLAMA, DEEPSEEK, GLM = map(model_config.read, NAMES)
@@ -320,7 +322,7 @@ def test_wv_split_kq_is_the_baseline_of_few_rows_of_static_per_tensor_fp8():
 def test_a_speedup_is_the_range_over_the_costs_of_a_launch():
     """Both ends take the same cost on both sides."""
     assert baseline.launch_costs(MI300X) == (1.381, 3.84) and baseline.launch_costs(machines.MI355X)[0] == 1.461
-    known = frozen.kernel_times(MI300X)
+    known = step.frozen_time(MI300X)
     ends = []
     for us in baseline.launch_costs(MI300X):
         stock, plugin = (step.total(nodes(DEEPSEEK, side, known=known, launch=us)).us for side in step.SIDES)
@@ -497,17 +499,17 @@ def test_gaps_and_streams_of_h200_profiles_are_predicted_within_seven_percent():
     assert min(alone) > 0.07, "one stream would not do"
 
 
-@pytest.mark.parametrize("product", frozen.PRODUCTS)
+@pytest.mark.parametrize("product", freeze.PRODUCTS)
 @pytest.mark.parametrize(("name", "tp"), freeze.MODELS.items())
 def test_every_call_of_a_frozen_model_has_a_frozen_time(name, tp, product):
     machine = machines.named(product)
     for tokens in freeze.TOKENS:
-        made = step.nodes(model_config.read(name), tp, None, tokens, machine, "plugin", frozen.kernel_times(machine))
+        made = step.nodes(model_config.read(name), tp, None, tokens, machine, "plugin", step.frozen_time(machine))
         assert all(node.kind == "predicted" for node in made if node.op)
 
 
 def test_frozen_times_are_those_of_the_side_with_the_plugin():
-    known = frozen.kernel_times(MI300X)
+    known = step.frozen_time(MI300X)
     made = nodes(DEEPSEEK, "plugin", tokens=8, known=known)
     values = frozen.newest()["calls"]
     [call] = (call for call in model_layers.calls(DEEPSEEK, 8) if call.layer == "q_b")
@@ -523,13 +525,13 @@ def test_frozen_times_are_those_of_the_side_with_the_plugin():
     assert all(node.kind == "predicted" for node in made if node.op)
     with pytest.raises(ValueError, match="tokens must be one of .* for frozen predictions of MI300X, got 16"):
         nodes(DEEPSEEK, "plugin", tokens=16, known=known)
-    lacking = frozen.kernel_times(MI300X, {name: each for name, each in values.items() if "batched_gemm" not in name})
+    lacking = step.frozen_time(MI300X, {name: each for name, each in values.items() if "batched_gemm" not in name})
     [rule] = (node for node in nodes(DEEPSEEK, "plugin", tokens=8, known=lacking) if node.layer == "W_UK")
     assert rule.kind == "assumed" and rule.us > baseline.LAUNCH.value
 
 
 def test_the_worst_launches_are_above_their_bytes_and_not_hidden():
-    made = nodes(DEEPSEEK, "plugin", tokens=8, known=frozen.kernel_times(MI300X))
+    made = nodes(DEEPSEEK, "plugin", tokens=8, known=step.frozen_time(MI300X))
     found = step.worst(made)
     costs = [node.cost_us for node in found]
     assert (

@@ -1,16 +1,19 @@
-"""Test `refit` with the model itself as the GPU, and on other GEMMs."""
+"""Test the refit with the model itself as the GPU."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
+from marks import full
+from timing_study import refit
 
-from vllm_rocm_ops import ops
-from vllm_rocm_ops.timing import machines, predict, refit
-from vllm_rocm_ops.tools import cli
+from serving_benchmarks import step as door
+from vllm_rocm_ops.timing import machines, predict
 
+pytestmark = full
 MACHINE = machines.MI300X
 TRUTH = MACHINE.but(start=1.5, wave_latency=800)
 CALLS = (("rms_norm", (1, 4096), 0), ("scaled_mm", (1, 1024), 512))
@@ -32,6 +35,24 @@ def truth():
     return lambda op, given: expected[op.name]
 
 
+def step_lines(capsys) -> list[str]:
+    """Return the lines of a predicted step."""
+    assert door.main(["--model", "tiny-llama-fp8"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_step_is_predicted_with_the_users_constants(capsys):
+    def launches() -> list[float]:
+        """Return the times of the plugin's launches."""
+        cells = (line.rpartition("  ")[2] for line in step_lines(capsys))
+        return [float(cell.partition(",")[0]) for cell in cells if re.match(r"[0-9.]+, predicted", cell)]
+
+    before = launches()
+    refit.file_of(MACHINE).parent.mkdir(parents=True)
+    refit.file_of(MACHINE).write_text(json.dumps({"start": 3.0}))
+    assert before and all(after > us + 2 for us, after in zip(before, launches(), strict=True))
+
+
 def test_a_refit_finds_the_machine_that_was_measured(capsys):
     lines = list(refit.lines(MACHINE, truth(), CALLS))
     assert len(lines) == 2 + 2 * len(CALLS) and "measured " in lines[1] and "predicted " in lines[1]
@@ -42,8 +63,7 @@ def test_a_refit_finds_the_machine_that_was_measured(capsys):
     assert set(written) == set(refit.STEPS) and written["start"] + written["wave_latency"] / 500 > 2
     mine = refit.of_user(MACHINE)
     assert {name: mine[name] for name in written} == written and mine.constants["start"].source.endswith(".json")
-    assert cli.main(["predict", "rms_norm", "--shape", "1x4096"]) == 0
-    assert "constants refitted by the user: " in capsys.readouterr().out
+    assert f"constants refitted by the user: {refit.file_of(MACHINE)}" in step_lines(capsys)
     assert refit.of_user(machines.MI355X) is machines.MI355X
 
 
@@ -59,25 +79,5 @@ def test_a_file_of_something_else_is_refused(text, message):
 
 def test_without_an_amd_gpu_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["refit"]) == 2
+    assert refit.main() == 2
     assert "refit needs an AMD GPU: no GPU found" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("product", ["mi325x", "MI355X"])
-def test_other_products_have_no_error_band(capsys, product):
-    assert cli.main(["predict", "rms_norm", "--shape", "1x4096", "--arch", product]) == 0
-    head = capsys.readouterr().out.splitlines()[0]
-    assert (
-        f"on {product.upper()}: predicted " in head
-        and f"no published decode times of {product.upper()} to compare" in head
-    )
-
-
-def test_what_nobody_measured_on_a_product_is_called_a_guess():
-    for machine in (machines.MI325X, machines.MI355X):
-        assert all(constant.kind != "fitted" for constant in machine.constants.values())
-    gfx942 = [
-        each for each in machines.MI355X.constants.values() if each.kind == "measured" and "MI300X" in each.source
-    ]
-    assert not gfx942 and machines.MI325X["hbm_bandwidth"] > MACHINE["hbm_bandwidth"]
-    assert predict.band(ops.scaled_mm, "MI355X").ratio is None

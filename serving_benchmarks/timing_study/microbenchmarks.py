@@ -3,7 +3,7 @@
 Each is rebuilt from its source's description, as steps of waves. `run` reads only the file with the measured numbers of
 a compute unit, `public` only the chip's public_facts.json. The model's results for the latter are written there by
 
-    python -m timing.microbenchmarks
+    python -m serving_benchmarks.timing_study.microbenchmarks
 
 With a FOLDER it lists all results of the model that are beyond their limits, and the calibration's errors.
 """
@@ -444,6 +444,7 @@ def lines(folder: Path) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
+    """Print the results of a folder, or write the last prediction of the chip's facts."""
     if argv:
         try:
             for line in lines(Path(argv[0])):

@@ -1,6 +1,8 @@
 """Benchmark calls on an AMD GPU and refit the machine's few constants to them, in a user file.
 
-`predict` then uses the file's constants and says so. The shipped model does not change.
+    python -m serving_benchmarks.timing_study.refit
+
+`serving_benchmarks.step` then uses the file's constants and says so. The shipped model does not change.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import dataclasses
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +22,12 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import clock, envs
 from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.timing import launch_time, machines, predict
+from vllm_rocm_ops.timing.machines import Constant, Machine
+from vllm_rocm_ops.timing.trace import Recording, region_of
 from vllm_rocm_ops.tools import explain
 
-from . import fitting, launch_time, machines, predict
-from .machines import Constant, Machine
-from .trace import Recording, region_of
+from . import fitting
 
 STEPS = {
     "start": (0.0, 5.0, 0.1),
@@ -108,9 +112,9 @@ def of_user(machine: Machine) -> Machine:
     try:
         constants = {name: float(value) for name, value in json.loads(path.read_text()).items()}
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"predict: {path} must map constants to numbers, got {error}") from error
+        raise ValueError(f"refit: {path} must map constants to numbers, got {error}") from error
     if set(constants) - set(STEPS):
-        raise ValueError(f"predict: {path} must have only {', '.join(STEPS)}, got {', '.join(constants)}")
+        raise ValueError(f"refit: {path} must have only {', '.join(STEPS)}, got {', '.join(constants)}")
     units = {name: machine.constants[name].unit for name in constants}
     return machine.but(**{name: Constant(value, units[name], "fitted", str(path)) for name, value in constants.items()})
 
@@ -151,4 +155,19 @@ def lines(machine: Machine, time: Callable[[Op, dict], float], calls=CALLS) -> I
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({name: fitted[name] for name in STEPS}, indent=1) + "\n")
     changes = ", ".join(f"{name} {machine[name]:g} to {fitted[name]:g}" for name in STEPS)
-    yield f"{changes}; predict now uses {path}"
+    yield f"{changes}; serving_benchmarks.step now uses {path}"
+
+
+def main() -> int:
+    """Refit the model on this GPU."""
+    try:
+        for line in lines(*machine_here()):
+            print(line, flush=True)
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

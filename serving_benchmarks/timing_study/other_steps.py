@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.timing import baseline, machines, published_steps, step
+from vllm_rocm_ops.timing import machines
+
+from . import baseline, published_steps, step
 
 KEPT = 0.15  # relative error of a slope
 

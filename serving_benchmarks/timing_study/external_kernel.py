@@ -5,7 +5,7 @@ The emulator runs some blocks, and the model times them.
     launch = external_kernel.ObjectLaunch("name", (80, 1, 1), (256, 1, 1), {0: torch.zeros(4096), 8: struct.pack("<I", 512)})
     external_kernel.predict(machines.named("MI300X"), external_kernel.record("gfx942", path, launch), launch.grid)
 
-As a command: PYTHONPATH=tests python -m timing.external_kernel --help
+As a command: python -m serving_benchmarks.timing_study.external_kernel --help
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from vllm_rocm_ops.core import kernel_arguments
 from vllm_rocm_ops.emulator import CodeObject
 from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.emulator.objects import KernelObject
-from vllm_rocm_ops.timing import launch_time, machines, refit, trace
+from vllm_rocm_ops.timing import launch_time, machines, trace
 from vllm_rocm_ops.timing.hierarchy import Sharing
 from vllm_rocm_ops.timing.launch_time import Prediction
 from vllm_rocm_ops.timing.machines import Machine
+
+from . import refit
 
 BLOCKS = 16  # recorded blocks of a one-dimensional grid
 MAX_BYTES = 1 << 33  # of a launch's buffers
@@ -364,8 +366,10 @@ def lines(
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the prediction of a launch."""
     parser = argparse.ArgumentParser(
-        prog="python -m timing.external_kernel", description="Predict a launch of a code object."
+        prog="python -m serving_benchmarks.timing_study.external_kernel",
+        description="Predict a launch of a code object.",
     )
     parser.add_argument("object", type=Path, help="a code object of whoever")
     parser.add_argument("--arch", default=machines.COMPARED, metavar="PRODUCT")
