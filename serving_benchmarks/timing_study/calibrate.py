@@ -185,7 +185,6 @@ def calibrate(measurements: Path, objects: Path, machine: Machine, fitting: bool
             lambda tried: [launch_time.predict(tried, of).us for point, of in recorded.items() if not point.held_out],
         ),
         "classes": report.classes(cases),
-        "baselines": report.baselines(cases, machine["hbm_bandwidth"]),
         "same_shape": report.ranks(cases, same_shape=True),
         "microbenchmarks": by_test,
         "points": [list(case) for case in cases],

@@ -264,14 +264,10 @@ def dimensions(name: str, text: str) -> tuple[int, int, int]:
 def arguments(kernel: KernelObject, text: str) -> Arguments:
     """Return the arguments that a user gives, see docs/timing.md, or raise ValueError."""
     where = f"{PREFIX}: {kernel.name}: --args"
-    if re.fullmatch("([0-9a-fA-F]{2})*", text):
-        found = _from_hex(where, kernel, bytes.fromhex(text))
-    else:
-        try:
-            given = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{where} must be hex digits or JSON, got {text[:60]}: {error}") from None
-        found = _from_json(where, given)
+    try:
+        found = _from_json(where, json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} must be JSON, got {text[:60]}: {error}") from None
     total = sum(value.numel() for value in found.values() if isinstance(value, torch.Tensor))
     if total > MAX_BYTES:
         raise ValueError(f"{where} must have at most {MAX_BYTES} bytes of buffers, got {total}")
@@ -297,19 +293,6 @@ def _buffer(where: str, size: int, content: bytes = b"") -> torch.Tensor:
     if content:
         made[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return made
-
-
-def _from_hex(where: str, kernel: KernelObject, content: bytes) -> Arguments:
-    """Return the arguments of an argument buffer that has a buffer's size in place of each pointer."""
-    pointers = [arg[".offset"] for arg in kernel.metadata.get(".args", ()) if arg[".value_kind"] == "global_buffer"]
-    found: Arguments = {}
-    at = 0
-    for offset in sorted(pointers):
-        if offset + 8 <= len(content):
-            (size,) = struct.unpack_from("<Q", content, offset)
-            found |= {at: content[at:offset], offset: _buffer(where, size) if size else bytes(8)}
-            at = offset + 8
-    return found | {at: content[at:]} if at < len(content) else found
 
 
 def _from_json(where: str, given) -> Arguments:
@@ -377,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--grid", default="1", metavar="X[xY[xZ]]", help="blocks")
     parser.add_argument("--block", default="256", metavar="X[xY[xZ]]", help="threads of a block")
     parser.add_argument("--lds", type=int, default=0, metavar="BYTES", help="of LDS beyond the kernel's own")
-    parser.add_argument("--args", default="", metavar="HEX|JSON", help="the argument buffer; see docs/timing.md")
+    parser.add_argument("--args", default="[]", metavar="JSON", help="the argument buffer; see docs/timing.md")
     given = parser.parse_args(argv)
     try:
         machine = refit.of_user(machines.named(given.arch))

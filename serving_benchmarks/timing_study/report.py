@@ -1,7 +1,4 @@
-"""Report on a calibration: errors of its points, their ranking, three simpler models, and sensitivities.
-
-The simpler models are `BASELINES`. They are judged as the model is, on the same points.
-"""
+"""Report on a calibration: errors of its points, their ranking, and sensitivities."""
 
 from __future__ import annotations
 
@@ -11,14 +8,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_rocm_ops.timing.machines import Machine
 
 HALVES = ("fit", "held out")
 APART = 0.10  # relative difference of two measured times from which on their order is judged
 CHANGE = 0.2  # of a fitted constant, for its sensitivity
-START_US = 2.5  # of the baseline of bytes
 
 
 class Case(NamedTuple):
@@ -92,64 +86,6 @@ def classes(cases: Iterable[Case]) -> dict[str, dict[str, dict]]:
         kind: {half: errors(of) | ranks(of) for half, of in halves.items() if of}
         for kind, halves in by_class(cases).items()
     }
-
-
-# Simpler models
-
-
-def _bytes(fitted: Sequence[Case], bandwidth: float) -> Callable[[Case], float]:
-    return lambda case: START_US + case.megabytes * 1e3 / bandwidth
-
-
-def _regression(fitted: Sequence[Case], bandwidth: float) -> Callable[[Case], float]:
-    """Return a regression for each kernel, by least squares of relative errors, without negative constants.
-
-    us = fixed + rounds * (per round + K steps * per step) + MB * per MB.
-    """
-
-    def terms(case: Case) -> list[float]:
-        return [1.0, case.blocks, case.blocks * case.k / 128, case.megabytes]
-
-    constants = {}
-    for kernel in {case.kernel for case in fitted}:
-        mine = [case for case in fitted if case.kernel == kernel]
-        rows = np.array([[term / case.us for term in terms(case)] for case in mine])
-        constants[kernel] = _least_squares(rows, np.ones(len(mine)))
-    return lambda case: float(np.dot(constants[case.kernel], terms(case)))
-
-
-def _least_squares(rows: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """Return the non-negative solution, the best of all subsets of columns."""
-    best, least = np.zeros(rows.shape[1]), math.inf
-    for chosen in itertools.product((False, True), repeat=rows.shape[1]):
-        if any(chosen):
-            found = np.zeros(rows.shape[1])
-            found[list(chosen)] = np.linalg.lstsq(rows[:, chosen], of, rcond=None)[0]
-            rest = float(((rows @ found - of) ** 2).sum())
-            if (found >= 0).all() and rest < least - 1e-12:
-                best, least = found, rest
-    return best
-
-
-def _median(fitted: Sequence[Case], bandwidth: float) -> Callable[[Case], float]:
-    medians = {kind: statistics.median(case.us for case in halves["fit"]) for kind, halves in by_class(fitted).items()}
-    return lambda case: medians[case.kind]
-
-
-BASELINES = {"bytes / bandwidth + 2.5 us": _bytes, "regression per kernel": _regression, "median of the class": _median}
-
-
-def baselines(cases: Sequence[Case], bandwidth: float) -> dict[str, dict]:
-    """Return the `classes` of each simpler model.
-
-    They are fitted to the same points as the model, and use its HBM bandwidth, in GB/s.
-    """
-    fitted = [case for case in cases if case.half == "fit"]
-    found = {}
-    for name, make in BASELINES.items():
-        predict = make(fitted, bandwidth)
-        found[name] = classes(case._replace(predicted=predict(case)) for case in cases)
-    return found
 
 
 # Constants

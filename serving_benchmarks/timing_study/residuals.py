@@ -3,12 +3,10 @@
     python -m serving_benchmarks.timing_study.residuals points MEASUREMENTS --git DIR > points.csv
     python -m serving_benchmarks.timing_study.validation points.csv --git DIR --jobs 2 --cache FOLDER > predicted.csv
     python -m serving_benchmarks.timing_study.residuals judge predicted.csv
-    python -m serving_benchmarks.timing_study.residuals simpler points.csv
 
 MEASUREMENTS has validation_points_gfx942.csv, aiter_gemm_gfx950_256cu.csv and peer_measurements.csv; DIR is a bare git
 directory of ROCm/aiter. `points` lists their rows with a code object, `judge` writes published.json in this folder;
-with `--keep` it keeps the entries of classes and pairs without a row in predicted.csv. `simpler` adds the errors of
-three simpler models. Nothing of the model is fitted.
+with `--keep` it keeps the entries of classes and pairs without a row in predicted.csv. Nothing of the model is fitted.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from pathlib import Path
 
 from vllm_rocm_ops.timing import machines
 
-from . import left_out, simpler
+from . import left_out
 from .report import APART
 
 REPORT = Path(__file__).with_name("published.json")
@@ -215,8 +213,6 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser("judge", help="write published.json")
     command.add_argument("rows", type=Path, nargs="+")
     command.add_argument("--keep", action="store_true", help="of classes without a row here, what published.json says")
-    command = commands.add_parser("simpler", help="write into published.json how near simpler models come")
-    command.add_argument("rows", type=Path, nargs="+")
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "points":
@@ -226,11 +222,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         rows = [row for path in arguments.rows for row in _read(path)]
         known = json.loads(REPORT.read_text())
-        if arguments.command == "simpler":
-            doubtful = left_out.reasons(rows)
-            found = known | {"simpler": simpler.errors([row for row in rows if id(row) not in doubtful])}
-        else:
-            found = known | (merged(known, judged(rows)) if arguments.keep else judged(rows))
+        found = known | (merged(known, judged(rows)) if arguments.keep else judged(rows))
     except (OSError, KeyError, ValueError, subprocess.CalledProcessError) as error:
         print(f"residuals: {error!r}", file=sys.stderr)
         return 2

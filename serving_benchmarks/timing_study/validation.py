@@ -11,14 +11,14 @@ import hashlib
 import itertools
 import json
 import multiprocessing
-import multiprocessing.connection
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -45,6 +45,14 @@ FAMILIES = {
 }
 """By the folder of a code object: the call of a row."""
 STAND_IN = "MI300X"  # for products without a machine of their own
+
+
+Key = tuple[str, ...]
+"""A row's values of `COLUMNS`."""
+
+
+class Late(BaseException):
+    """A row takes too long. The handler of a malformed row must not catch it."""
 
 
 class Found(NamedTuple):
@@ -105,58 +113,33 @@ def predict_row(fields: dict[str, str], git: Path, folder: Path, recorder: publi
         return Found(None, text if type(error) is ValueError else f"{type(error).__name__}: {text}")
 
 
-def _work(connection, git: Path, folder: Path) -> None:
-    """Predict the rows that a process is sent."""
-    recorder = published.Recorder()
-    while fields := connection.recv():
-        connection.send(predict_row(fields, git, folder, recorder))
+def predict_rows(keys: list[Key], git: Path, folder: Path, limit: float) -> list[Found]:
+    """Return the results of rows with similar launches, each after at most `limit` seconds."""
 
+    def late(*_):
+        raise Late
 
-class _Worker:
-    """A process that can be stopped in the middle of a row.
-
-    `asked` is its current row, `until` the deadline, `ahead` are the rows after that.
-    """
-
-    def __init__(self, git: Path, folder: Path):
-        context = multiprocessing.get_context("fork")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=_work, args=(other, git, folder), daemon=True)
-        self.process.start()
-        other.close()
-        self.asked: tuple | None = None
-        self.ahead: deque[tuple] = deque()
-        self.until = 0.0
-
-    def ask(self, key: tuple, limit: float) -> None:
-        """Send it a row, with a limit in seconds."""
-        self.asked, self.until = key, time.monotonic() + limit
-        self.connection.send(dict(zip(COLUMNS, key, strict=True)))
-
-    def answer(self) -> Found | None:
-        """Return the result of its row, or None, with the process ended, if it failed or took too long."""
+    recorder, found = published.Recorder(), []
+    signal.signal(signal.SIGALRM, late)
+    for key in keys:
         try:
-            if self.connection.poll():
-                return self.connection.recv()
-        except (EOFError, OSError):
-            pass
-        self.stop()
-        return None
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
+            signal.setitimer(signal.ITIMER_REAL, limit)
+            found.append(predict_row(dict(zip(COLUMNS, key, strict=True)), git, folder, recorder))
+        except Late:
+            found.append(Found(None, f"{LATE} {limit:.0f} s"))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return found
 
 
-def _portions(keys: list[tuple]) -> list[list[tuple]]:
+def _portions(keys: list[Key]) -> list[list[Key]]:
     """Return portions of rows with similar launches, as a process keeps recordings.
 
     A portion has at most `PORTION` rows, so that processes end at about the same time. Portions are in the order of
     their first rows in the file.
     """
     place = {key: at for at, key in enumerate(keys)}
-    alike: dict[tuple, list[tuple]] = {}
+    alike: dict[Key, list[Key]] = {}
     for key in keys:
         of = dict(zip(COLUMNS, key, strict=True))
         names = ("code_object", "blob_at_measurement", "blob_latest", "N", "K", "batch_or_experts", "extra")
@@ -169,54 +152,13 @@ def _portions(keys: list[tuple]) -> list[list[tuple]]:
     return sorted(found, key=lambda portion: min(place[key] for key in portion))
 
 
-def _answers(keys: list[tuple], git: Path, limit: float, jobs: int) -> Iterator[tuple[tuple, Found]]:
+def _answers(keys: list[Key], git: Path, limit: float, jobs: int) -> Iterator[tuple[Key, Found]]:
     """Yield the results of rows, as processes return them."""
-    ahead, workers = deque(map(deque, _portions(keys))), []
-    late = Found(None, f"{LATE} {limit:.0f} s, or more memory than there is")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            while ahead or any(worker.asked or worker.ahead for worker in workers):
-                while ahead and len(workers) < jobs:
-                    workers.append(_Worker(git, Path(folder)))
-                for worker in workers:
-                    if not worker.asked and not worker.ahead and ahead:
-                        worker.ahead = ahead.popleft()
-                    if not worker.asked and worker.ahead:
-                        worker.ask(worker.ahead.popleft(), limit)
-                busy = [worker for worker in workers if worker.asked]
-                first = max(0.0, min(worker.until for worker in busy) - time.monotonic())
-                ready = multiprocessing.connection.wait([worker.connection for worker in busy], first)
-                for worker in busy:
-                    if worker.connection in ready or worker.until <= time.monotonic():
-                        key, worker.asked = worker.asked, None
-                        found = worker.answer()
-                        if found is None:
-                            workers.remove(worker)
-                            ahead.extendleft([worker.ahead] if worker.ahead else [])
-                        yield key, found or late
-        finally:
-            for worker in workers:
-                worker.stop()
-
-
-class _Kept:
-    """Earlier results of rows, in a file of a folder; another model has another file."""
-
-    def __init__(self, folder: Path | None):
-        self.path = folder / f"points-{_model()}.jsonl" if folder else None
-        self.found: dict[tuple, Found] = {}
-        if self.path and self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                key, us, why = json.loads(line)
-                self.found[tuple(key)] = Found(us, why)
-
-    def add(self, key: tuple, found: Found) -> None:
-        """Keep the result of a row, unless it took too long here."""
-        self.found[key] = found
-        if self.path and not found.why.startswith(LATE):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, *found]) + "\n")
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(jobs, context) as pool:
+        asked = {pool.submit(predict_rows, of, git, Path(folder), limit): of for of in _portions(keys)}
+        for done in as_completed(asked):
+            yield from zip(asked[done], done.result(), strict=True)
 
 
 def _model() -> str:
@@ -230,23 +172,28 @@ def _model() -> str:
 
 def predictions(
     rows: list[dict[str, str]], git: Path, log: IO[str], limit: float = LIMIT, jobs: int = 1, kept: Path | None = None
-) -> Iterator[Found]:
-    """Yield the result of each row, in order, with `jobs` processes.
+) -> list[Found]:
+    """Return the result of each row, by `jobs` processes.
 
-    A repeated row, or one in the folder `kept`, gets the same result. `log` gets a line for each new one.
+    A repeated row, or one in the folder `kept`, gets the same result; another model has another file there, and rows that took too long are
+    asked again. `log` gets a line for each new one.
     """
-    begin, known = time.monotonic(), _Kept(kept)
+    begin, known = time.monotonic(), {}
+    path = kept and kept / f"points-{_model()}.jsonl"
+    if path and path.is_file():
+        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        known = {tuple(key): Found(us, why) for key, us, why in lines}
     keys = [tuple(fields[name] for name in COLUMNS) for fields in rows]
-    new = [key for key in dict.fromkeys(keys) if key not in known.found]
-    answers, shown = _answers(new, git, limit, jobs), 0
-    for key in keys:
-        while key not in known.found:
-            known.add(*(answer := next(answers)))
-            shown, found = shown + 1, answer[1]
-            text = f"{found.us:.1f} us" if found.us else found.why
-            print(f"{shown} of {len(new)}, {time.monotonic() - begin:.0f} s: {text}", file=log, flush=True)
-        yield known.found[key]
-    answers.close()
+    new = [key for key in dict.fromkeys(keys) if key not in known]
+    for count, (key, found) in enumerate(_answers(new, git, limit, jobs), 1):
+        known[key] = found
+        text = f"{found.us:.1f} us" if found.us else found.why
+        print(f"{count} of {len(new)}, {time.monotonic() - begin:.0f} s: {text}", file=log, flush=True)
+        if path and not found.why.startswith(LATE):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, *found]) + "\n")
+    return [known[key] for key in keys]
 
 
 def run(
@@ -273,7 +220,6 @@ def run(
     for fields, found in zip(rows, predictions(rows, git, log, limit, jobs, kept), strict=True):
         us = "" if found.us is None else f"{found.us:.4g}"
         writer.writerow({**fields, "predicted_us": us, "why": found.why})
-        out.flush()
 
 
 def main(argv: list[str] | None = None) -> int:

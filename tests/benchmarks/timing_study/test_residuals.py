@@ -1,22 +1,17 @@
-"""Test the list of published points, the errors of predictions, and the predictions of configurations."""
+"""Test the list of published points and the errors of predictions."""
 
 from __future__ import annotations
 
 import csv
 import itertools
 import json
-import math
 import shutil
-import statistics
 import subprocess
 
 import pytest
 import torch
 from marks import full
-from timing_study import choices, external_kernel, left_out, published, published_mla, residuals, simpler
-
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.timing import machines, predict
+from timing_study import external_kernel, left_out, published, published_mla, residuals
 
 pytestmark = full
 OBJECT = "hsa/gfx950/bf16gemm/a_64x64.co"
@@ -212,86 +207,3 @@ def test_launches_whose_blocks_are_told_other_things_are_recorded_apart(monkeypa
         launch = external_kernel.ObjectLaunch("k", (1, 1, 1), (64, 1, 1), args)
         recorder.record("x", tmp_path / "a.co", published.Call(launch, (1, 1, 1), (), True), launch)
     assert len(made) == 2
-
-
-def test_configurations_are_compared_with_the_one_that_is_chosen(monkeypatch, tmp_path, capsys):
-    (of, layer), call = next(iter(choices.layers().items()))
-    _, known = choices.costs(call, 1, archs.named("MI300X"))
-    first, second, *_ = known
-    assert known[first] <= known[second] and of == "scaled_mm"
-    times = {first: 12.0, second: 10.0}
-    kernel = type("Kernel", (), {})
-    kernel.prediction = external_kernel.Prediction(1.0, 1.0, 0.0, 1, 0.0)
-    monkeypatch.setattr(
-        predict, "predict_call",
-        lambda op, given, machine, config: [predict.Kernel("k", kernel.prediction._replace(us=times[config]), None)],
-    )  # fmt: skip
-    monkeypatch.setattr(choices, "layers", lambda: {(of, layer): call})
-    found = list(choices.rows(machines.MI300X, (1,), 2))
-    assert [float(row["predicted_us"]) for row in found] == [12, 10]
-    write(tmp_path / "choices.csv", choices.HEADER, found)
-    assert choices.main(["--read", str(tmp_path / "choices.csv")]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"1.20 scaled_mm 1x{layer}: {first}, best {second}") and "at most 1.20" in out
-
-
-def test_experts_whose_configurations_are_compared_get_the_tokens_of_a_draw():
-    """All experts are equally likely, as `cost` assumes; of one token, at least one expert is here."""
-    call, arch = choices.layers()["fused_experts", "deepseek-v3-ep8"], archs.named("MI300X")
-    one, many = (choices.costs(call, tokens, arch)[0] for tokens in (1, 512))
-    assert (one.topk_ids < len(one.w1)).any() and choices.costs(call, 1, arch)[0].topk_ids.equal(one.topk_ids)
-    assert all(len(set(ids)) == 8 for ids in many.topk_ids.tolist())
-    assert (many.topk_ids < len(many.w1)).sum().item() == pytest.approx(512, rel=0.1)
-
-
-def test_simpler_models_know_half_of_each_kernels_shapes(tmp_path, monkeypatch):
-    bandwidth = machines.MI308X["hbm_bandwidth"] * 1e3  # bytes / us
-
-    def row(kernel: str, m: int, n: int, k: int, us: float, **others) -> dict[str, str]:
-        name = f"hsa/gfx942/bf16gemm/bf16gemm_{kernel}_64x64.co"
-        return point(us, M=m, N=n, K=k, extra="splitK=1", code_object=name, **others)
-
-    shapes = [(64 * 80 * m, 64 * n, 512 * k) for n in (1, 3, 9) for k in (1, 5, 8) for m in (1, 2)]
-    rows = [row("a", m, n, k, 2.5 + 2 * ((m + n) * k + m * n) / bandwidth, set="holdout_kernel") for m, n, k in shapes]
-    rows += [row("b", m, n, k, 3 + m * n / 64**2 / 80 * (1 + k / 1000), set="fit") for m, n, k in shapes]
-    rows += [row("c", *shapes[0], us=1, set="alone"), point(5, op="other", M=1, N=1, K=1, set="unknown")]
-    rows += [point(5 + keys, op="mla_decode", M=1, N=keys, K=128, set="peer", code_object="c.co") for keys in (1, 20)]
-    fit, other, peer = simpler.errors(rows)
-    assert [(each["set"], each["points"]) for each in (fit, other, peer)] == [
-        ("fit", 8), ("holdout_kernel", 8), ("peer", 1),
-    ]  # fmt: skip
-    assert other["bytes / bandwidth + 2.5 us"] == 0 == other["regression per kernel"] < other["median of the class"]
-    assert fit["regression per kernel"] == 0 and peer["regression per kernel"] is None
-    found = simpler.cases(rows)
-    logs = [
-        abs(math.log((2.5 + case.megabytes * 1e6 / bandwidth) / case.us))
-        for case in found
-        if case.half == "held out" and case.kind.endswith("fit")
-    ]
-    assert fit["bytes / bandwidth + 2.5 us"] == pytest.approx(math.expm1(statistics.median(logs)), abs=0.001)
-    late = simpler.cases([each | {"us": f"{7 * float(each['us']) ** 2}"} for each in rows])
-    assert [case.half for case in found] == [case.half for case in late]
-    halves = {(case.kernel, case.n, case.k): case.half for case in found}
-    assert all(halves[case.kernel, case.n, case.k] == case.half for case in found), "whatever M is"
-    monkeypatch.setattr(residuals, "REPORT", tmp_path / "published.json")
-    residuals.REPORT.write_text('{"classes": [], "pairs": []}')
-    write(tmp_path / "points.csv", list(rows[0]), rows)
-    monkeypatch.setattr(left_out, "reasons", lambda rows: {})  # the times above are fictitious
-    assert residuals.main(["simpler", str(tmp_path / "points.csv")]) == 0
-    assert json.loads(residuals.REPORT.read_text()) == {"classes": [], "pairs": [], "simpler": [fit, other, peer]}
-
-
-@pytest.mark.parametrize(
-    ("op", "fields", "bytes"),
-    [
-        ("fp8_blockscale_bpreshuffle", {"M": 2, "N": 3, "K": 5}, 25 + 12),
-        ("bf16", {"M": 2, "N": 3, "K": 5, "extra": "splitK=1 out=float32"}, 50 + 24),
-        ("attn_fwd", {"M": 7, "N": 11, "K": 128, "extra": "q_heads=4 kv_heads=2 causal=0"}, 512 * (28 + 22)),
-        ("attn_fwd varlen", {"M": 7, "N": 11, "K": "192/128", "extra": "q_heads=4 kv_heads=2"}, 640 * (28 + 22)),
-        ("fused_moe stage 1", {"M": 1, "N": 3, "K": 5, "batch_or_experts": 8, "extra": "topk=2"}, 60 + 5 + 12),
-        ("fused_moe stage 1+2", {"M": 1, "N": 3, "K": 5, "batch_or_experts": 8, "extra": "topk=2"}, 90 + 5 + 10),
-        ("mla_decode", {"M": 3, "N": 5, "K": 7}, 15 * 576 + 21 * (576 + 1024)),
-    ],
-)
-def test_bytes_of_calls(op, fields, bytes):
-    assert simpler.moved(point(1, op=op, **fields)) == bytes

@@ -77,18 +77,16 @@ def test_every_row_gets_a_time_or_a_reason(tmp_path, git, monkeypatch):
 
 
 @needs_git
-def test_a_row_that_takes_too_long_or_kills_its_process_is_left(tmp_path, git, monkeypatch):
+def test_a_row_that_takes_too_long_is_left(tmp_path, git, monkeypatch):
     def slow(fields, *_):
         if fields["M"] == "1":
             time.sleep(60)
-        if fields["M"] == "2":
-            raise SystemExit
         return validation.Found(1.0, "")
 
     monkeypatch.setattr(validation, "predict_row", slow)
     found, _ = printed(tmp_path, git[0], [row(M=str(n)) for n in range(4)], 1.0)
-    assert [each["predicted_us"] for each in found] == ["1", "", "", "1"]
-    assert [each["why"][:16] for each in found] == ["", *["took longer than"] * 2, ""]
+    assert [each["predicted_us"] for each in found] == ["1", "", "1", "1"]
+    assert [each["why"][:16] for each in found] == ["", "took longer than", "", ""]
 
 
 @needs_git
@@ -100,7 +98,7 @@ def test_processes_share_rows_and_what_they_found_is_kept(tmp_path, git, monkeyp
 
     monkeypatch.setattr(validation, "predict_row", asked)
     rows, kept = [row(M=str(n)) for n in (6, 2, 3, 4, 6, 1)], tmp_path / "kept"
-    wanted = [("6", ""), ("2", ""), ("", "took longer than 1 s, or more memory than there is"), ("4", ""), ("6", "")]
+    wanted = [("6", ""), ("2", ""), ("", "took longer than 1 s"), ("4", ""), ("6", "")]
     for asked_anew in (5, 1):
         found, log = printed(tmp_path, git[0], rows, 1.0, 3, kept)
         assert [(each["predicted_us"], each["why"]) for each in found] == [*wanted, ("", "odd")]
