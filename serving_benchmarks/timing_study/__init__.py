@@ -5,5 +5,5 @@
 
 microbenchmarks.py compares the compute unit with published microbenchmarks, calibrate.py fits the constants that no
 microbenchmark gives, points.py has published decode times and which of them may be fitted, and residuals.py all other
-times. The tests are in the same folder.
+times. tests/benchmarks/timing_study/ has the tests, which run with --full.
 """

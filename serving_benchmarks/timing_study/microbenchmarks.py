@@ -5,7 +5,7 @@ a compute unit, `public` only the chip's public_facts.json. The model's results 
 
     python -m serving_benchmarks.timing_study.microbenchmarks
 
-With a FOLDER it lists all results of the model that are beyond their limits, and the calibration's errors.
+With a FOLDER it lists all results of the model that are beyond their limits.
 """
 
 from __future__ import annotations
@@ -426,7 +426,7 @@ def public(machine: Machine) -> Iterator[Result]:
 
 
 def lines(folder: Path) -> Iterator[str]:
-    """Yield lines about the microbenchmarks in a folder and about the committed calibration."""
+    """Yield lines about the microbenchmarks in a folder."""
     results = [*run(MI308X, folder), *public(MI300X)]
     yield f"microbenchmarks: {sum(result.passes for result in results)} of {len(results)} within their limits; the others:"
     for result in results:
@@ -434,12 +434,6 @@ def lines(folder: Path) -> Iterator[str]:
             yield (
                 f"  {result.test} {result.instruction}, {result.condition}: "
                 f"measured {result.measured:.3g}, predicted {result.predicted:.3g}"
-            )
-    for kind, halves in CALIBRATION["classes"].items():
-        for half, found in halves.items():
-            yield (
-                f"{kind}, {half}: {found['points']} published times; median error {found['median']:.0%}, "
-                f"nine of ten within {found['p90']:.0%}, largest {found['largest']:.0%}"
             )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
 import itertools
 import json
 import math
@@ -111,28 +110,12 @@ def apart(rows: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
                 yield one, other
 
 
-def listed(folder: Path, git: Path, most: int | None = None) -> list[Row]:
-    """Return the rows: of each class at most `most`, chosen by a hash, and all in pairs.
+def listed(folder: Path, git: Path) -> list[Row]:
+    """Return the rows.
 
     Raises OSError, KeyError and CalledProcessError for malformed inputs.
     """
-    rows = [*_read(folder / POINTS), *_latent(folder, git), *_of_gfx950(folder, git)]
-    if most is None:
-        return rows
-    paired = {id(row) for pair in apart(rows) for row in pair}
-    classes: dict[tuple, list[Row]] = defaultdict(list)
-    for row in rows:
-        classes[kind(row)].append(row)
-    chosen = set(paired)
-    for of in classes.values():
-        chosen |= {id(row) for row in sorted(of, key=_digest)[:most]}
-    return [row for row in rows if id(row) in chosen]
-
-
-def _digest(row: Row) -> str:
-    """Return a hash of what was measured, without its time."""
-    text = "|".join(row.get(name) or "" for name in HEADER if name != "us")
-    return hashlib.sha256(text.encode()).hexdigest()
+    return [*_read(folder / POINTS), *_latent(folder, git), *_of_gfx950(folder, git)]
 
 
 def _log(row: Row) -> float:
@@ -209,7 +192,6 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser("points", help="list the rows")
     command.add_argument("measurements", type=Path)
     command.add_argument("--git", type=Path, required=True, metavar="DIR")
-    command.add_argument("--most", type=int, metavar="N", help="rows of a class, beside those in pairs; default: all")
     command = commands.add_parser("judge", help="write published.json")
     command.add_argument("rows", type=Path, nargs="+")
     command.add_argument("--keep", action="store_true", help="of classes without a row here, what published.json says")
@@ -218,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command == "points":
             writer = csv.DictWriter(sys.stdout, HEADER, lineterminator="\n", extrasaction="ignore")
             writer.writeheader()
-            writer.writerows(listed(arguments.measurements, arguments.git, arguments.most))
+            writer.writerows(listed(arguments.measurements, arguments.git))
             return 0
         rows = [row for path in arguments.rows for row in _read(path)]
         known = json.loads(REPORT.read_text())

@@ -1,6 +1,7 @@
 """Compare measurements with predictions that were frozen before any measurement: `timing/frozen/<date>-<commit>.json`.
 
-serving_benchmarks/timing_study/freeze.py writes these files, and `vllm-rocm-ops check` compares. A prediction holds only for code objects with its hashes.
+serving_benchmarks/timing_study/freeze.py writes these files, and `vllm-rocm-ops check` compares. A prediction holds only for code objects
+with its hashes.
 """
 
 from __future__ import annotations

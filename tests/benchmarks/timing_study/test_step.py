@@ -1,6 +1,7 @@
 """Test predicted decode steps: launches, costs, and comparisons with published and measured steps."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from marks import full
@@ -13,8 +14,8 @@ from vllm_rocm_ops.timing import frozen, machines
 
 pytestmark = full
 MI300X = machines.MI300X
-NAMES = "llama-3.1-405b-fp8", "deepseek-v3", "glm-4.5-air-fp8"
-LLAMA, DEEPSEEK, GLM = map(model_config.read, NAMES)
+NAMES = "llama-3.1-405b-fp8", "deepseek-v3", "glm-4.5-air-fp8", "qwen3-30b-a3b-fp8"
+LLAMA, DEEPSEEK, GLM, QWEN = map(model_config.read, NAMES)
 KIND_WORDS = {"published", "measured", "fitted", "assumed", "predicted"}
 
 
@@ -97,37 +98,89 @@ def test_a_launch_below_the_shortest_published_one_has_a_gap():
     assert found.known_us == pytest.approx(sum(node.count for node in ours)) and found.bound_us == found.known_us / 2
 
 
+Found = Callable[..., dict[str, step.Node]]
+"""The nodes of a step by layer, given the time of its one launch, None if no kernel serves it, and the side."""
+
+
+def steps_with(config: dict, one: str, other: float = 9.0, **us: float | None) -> Found:
+    """Return the steps of a model with a launch `one`, an op or a layer; ops without a time in `us` take `other`."""
+
+    def found(time: float | None, side: str = "plugin") -> dict[str, step.Node]:
+        def known(call, tokens):
+            name = one if one in (call.layer, call.op.name) else call.op.name
+            value = (us | {one: time}).get(name, other)
+            return value and (value, 1, 0.25)
+
+        return {node.layer: node for node in nodes(config, side, known=known, tp=4)}
+
+    return found
+
+
+def check_one_launch(found: Found, layer: str, op: str, count: int, saves: bool = True) -> dict[str, step.Node]:
+    """Check that the launches that a layer names are one where that is faster, and never in the baseline; return this step."""
+    names, apart = layer.split(" + "), found(None)
+    bound = sum(apart[name].whole_us for name in names) - baseline.GAP.value
+    joined = found(bound - 0.1)
+    one = joined[layer]
+    assert (one.op, one.us, one.launches, one.count) == (op, bound - 0.1, 1, count)
+    assert not {*names} & joined.keys()
+    for others in (apart, found(bound + 0.1), found(0.1, "baseline")):
+        assert layer not in others and all(others[name].count == count for name in names)
+    few, many = (step.total(tuple(of.values())) for of in (joined, apart))
+    assert many.launches - few.launches == count * (len(names) - 1)
+    assert not saves or many.us - few.us == pytest.approx(count * 0.1)
+    return joined
+
+
 def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
     """The gap after SwiGLU, which is shorter than the shortest launch, is saved as well."""
-
-    def found(one: float | None, side: str = "plugin") -> dict:
-        us = {"scaled_mm": 54.4, "silu_and_mul_quant": 1.5, "scaled_mm_silu_and_mul_quant": one}
-        us |= {"paged_attention_decode": None}  # its launches may be one, too
-        given = {"known": lambda call, tokens: us.get(call.op.name, 3.0) and (us.get(call.op.name, 3.0), 1, 0.25)}
-        return {node.layer: node for node in nodes(LLAMA, side, **given)}
-
-    two, gap = 54.4 + 1.5, baseline.MIN_LAUNCH.value - 1.5
-    joined = found(two + gap - 0.1)
-    node = joined["gate_up + SwiGLU"]
-    assert (node.op, node.us, node.launches, node.count) == ("scaled_mm_silu_and_mul_quant", two + gap - 0.1, 1, 126)
-    assert "gate_up" not in joined and "SwiGLU" not in joined and joined["down"].count == 126
-    for apart in (found(two + gap + 0.1), found(None), found(1.0, "baseline")):
-        assert apart["gate_up"].count == apart["SwiGLU"].count == 126 and "gate_up + SwiGLU" not in apart
-    few, many = (step.total(tuple(of.values())) for of in (joined, found(None)))
-    assert many.launches - few.launches == 126 and many.us - few.us == pytest.approx(126 * 0.1)
+    op = "scaled_mm_silu_and_mul_quant"
+    found = steps_with(LLAMA, op, 3.0, scaled_mm=54.4, silu_and_mul_quant=1.5, paged_attention_decode=None)
+    assert check_one_launch(found, "gate_up + SwiGLU", op, 126)["down"].count == 126
+    assert found(None)["SwiGLU"].gap_us == pytest.approx(baseline.MIN_LAUNCH.value - 1.5)
 
 
 def test_a_router_and_its_topk_are_one_launch_where_that_is_faster():
-    def found(one: float | None, side: str = "plugin") -> dict:
-        us = {"unquantized_gemm": 4.2, "grouped_topk": 3.0, "router_gemm_topk": one}
-        known = {"known": lambda call, tokens: (time := us.get(call.op.name, 3.0)) and (time, 1, 0.25)}
-        return {node.layer: node for node in nodes(DEEPSEEK, side, **known)}
+    found = steps_with(DEEPSEEK, "router_gemm_topk", 3.0, unquantized_gemm=4.2)
+    check_one_launch(found, "router + routing", "router_gemm_topk", 58, saves=False)  # a second stream runs beside it
 
-    node = found(7.1)["router + routing"]
-    assert (node.op, node.us, node.launches, node.count) == ("router_gemm_topk", 7.1, 1, 58)
-    assert "router" not in found(7.1) and "routing" not in found(7.1)
-    for apart in (found(7.3), found(None), found(1.0, "baseline")):
-        assert apart["router"].count == apart["routing"].count == 58 and "router + routing" not in apart
+
+@pytest.mark.parametrize("queries", [True, False])
+def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(queries):
+    """The rotation of queries stays. DeepSeek-V2-Lite has no latent of queries."""
+    config, op = DEEPSEEK if queries else DEEPSEEK | {"q_lora_rank": None}, "mla_norm_rope_and_cache"
+    found = steps_with(config, op, rms_norm_per_block_quant=4.0, rms_norm=3.5, batched_gemm_rope=None)
+    layer = " + ".join(["q_a norm", "kv_a norm", "cache write"][not queries :])
+    joined = check_one_launch(found, layer, op, 61)
+    assert joined["rotation"].count == 61 and [*joined].index(layer) < [*joined].index("rotation")
+
+
+def test_queries_are_rotated_by_the_launch_of_w_uk_where_that_is_faster():
+    """It requires the launch in front, which rotates keys."""
+    op, layer = "batched_gemm_rope", "rotation + W_UK"
+    joined = check_one_launch(steps_with(DEEPSEEK, op, mla_norm_rope_and_cache=1.0), layer, op, 61)
+    assert joined["W_UV + o's input quantization"].count == 61
+    assert [*joined].index(layer) == [*joined].index("attention") - 1
+    assert layer not in steps_with(DEEPSEEK, op, mla_norm_rope_and_cache=None)(0.1)
+
+
+@pytest.mark.parametrize(("config", "layers"), [(LLAMA, 126), (QWEN, 48)], ids=["llama", "qwen"])
+def test_attentions_launches_are_one_where_that_is_faster(config, layers):
+    """Attention's epilogue quantizes o's input. Rotation and cache write are one launch, with norms before."""
+    layer = "attention + o's input quantization"
+    joined = check_one_launch(steps_with(config, layer), layer, "paged_attention_decode", layers)
+    assert joined["o"].count == layers and layer not in steps_with(DEEPSEEK, layer, 3.0)(3.0)
+    norms, op = ("norms of q and k + ", "qk_norm_rope_and_cache") if config is QWEN else ("", "rope_and_cache")
+    layer = f"{norms}rotation + cache write"
+    joined = check_one_launch(steps_with(config, op), layer, op, layers)
+    assert joined[layer].floor_us < 0.1, "caches are not read"
+    assert "norms of q and k" not in steps_with(DEEPSEEK, op)(None).keys() | steps_with(LLAMA, op)(None).keys()
+
+
+def test_w_uv_quantizes_its_result_where_that_is_faster():
+    """The plain product and the quantization stay apart otherwise, and on the baseline's side."""
+    layer = "W_UV + o's input quantization"
+    check_one_launch(steps_with(DEEPSEEK, layer, None, batched_gemm=3.0), layer, "batched_gemm", 61)
 
 
 def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster():
@@ -153,57 +206,6 @@ def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster
         assert [node.op for node in others if node.layer == "post-attention norm"] == ["fused_add_rms_norm"]
 
 
-@pytest.mark.parametrize("queries", [True, False])
-def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(queries):
-    """The rotation of queries stays. DeepSeek-V2-Lite has no latent of queries."""
-    config = DEEPSEEK if queries else DEEPSEEK | {"q_lora_rank": None}
-
-    def found(one: float | None, side: str = "plugin") -> list:
-        us = {
-            "rms_norm_per_block_quant": 4.0,
-            "rms_norm": 3.5,
-            "mla_norm_rope_and_cache": one,
-            "batched_gemm_rope": None,
-        }
-        given = {"known": lambda call, tokens: us.get(call.op.name, 9.0) and (us.get(call.op.name, 9.0), 1, 0.25)}
-        return nodes(config, side, **given)
-
-    names = ["q_a norm", "kv_a norm", "cache write"][not queries :]
-    write = next(node for node in found(None) if node.layer == "cache write")
-    apart = 4.0 * queries + 3.5 + write.whole_us
-    joined = {node.layer: node for node in found(apart - 0.1)}
-    one = joined[" + ".join(names)]
-    assert (one.op, one.us, one.launches, one.count) == ("mla_norm_rope_and_cache", apart - 0.1, 1, 61)
-    assert joined["rotation"].count == 61 and not {*names} & joined.keys()
-    assert [*joined].index(one.layer) < [*joined].index("rotation")
-    for others in (found(apart + 0.1), found(None), found(0.1, "baseline")):
-        assert {*names} <= {node.layer for node in others} and one.layer not in {node.layer for node in others}
-    few, many = (step.total(found(us)) for us in (apart - 0.1, None))
-    assert many.launches - few.launches == 61 * (len(names) - 1)
-    assert many.us - few.us == pytest.approx(61 * 0.1)
-
-
-def test_queries_are_rotated_by_the_launch_of_w_uk_where_that_is_faster():
-    """It requires the launch in front, which rotates keys."""
-
-    def found(one: float | None, side: str = "plugin", front: float | None = 1.0) -> dict:
-        us = {"batched_gemm_rope": one, "mla_norm_rope_and_cache": front}
-        known = lambda call, tokens: us.get(call.op.name, 9.0) and (us.get(call.op.name, 9.0), 1, 0.25)
-        return {node.layer: node for node in nodes(DEEPSEEK, side, known=known)}
-
-    none = found(None)
-    apart = none["rotation"].whole_us + none["W_UK"].whole_us - baseline.GAP.value
-    joined = found(apart - 0.1)
-    one = joined["rotation + W_UK"]
-    assert (one.op, one.us, one.launches, one.count) == ("batched_gemm_rope", apart - 0.1, 1, 61)
-    assert not {"rotation", "W_UK"} & joined.keys() and joined["W_UV + o's input quantization"].count == 61
-    assert [*joined].index(one.layer) == [*joined].index("attention") - 1
-    for others in (found(apart + 0.1), none, found(0.1, "baseline"), found(0.1, front=None)):
-        assert others["rotation"].count == others["W_UK"].count == 61 and one.layer not in others
-    few, many = (step.total(tuple(of.values())) for of in (joined, none))
-    assert many.launches - few.launches == 61 and many.us - few.us == pytest.approx(61 * 0.1)
-
-
 def test_one_launch_is_beside_the_three_of_the_baseline():
     lines = list(step_report.lines(DEEPSEEK, 8, None, [1], MI300X, 4096, lambda call, tokens: (3.0, 1, 0.25)))
     [row] = (line for line in lines if line.startswith("q_a norm + kv_a norm + cache write"))
@@ -218,67 +220,6 @@ def test_a_norm_with_two_outputs_is_beside_that_of_the_baseline():
     assert (
         "rms_norm_and_per_block_quant" in row and f"  {one.us:.1f}, " in row and row.endswith("  3.0, predicted +-25%")
     )
-
-
-def test_attentions_launches_are_one_where_that_is_faster():
-    """Attention's epilogue quantizes o's input. Rotation and cache write are one launch, with norms before."""
-    qwen = model_config.read("qwen3-30b-a3b-fp8")
-
-    def found(config: dict, side: str = "plugin", **us: float) -> dict:
-        def known(call, tokens):
-            name = "quantized" if call.layer == "attention + o's input quantization" else call.op.name
-            return (us.get(name, 3.0), 1, 0.25) if us.get(name, 3.0) else None
-
-        return {node.layer: node for node in nodes(config, side, known=known, tp=4)}
-
-    rule = next(node for node in nodes(LLAMA) if node.layer == "o's input quantization").whole_us
-    gap = baseline.GAP.value
-    for config, layers in ((LLAMA, 126), (qwen, 48)):
-        both = 9.0 + gap + rule
-        one = found(config, paged_attention_decode=9.0, quantized=both - gap - 0.1)
-        assert one["attention + o's input quantization"].count == layers and one["o"].count == layers
-        assert not {"attention", "o's input quantization"} & one.keys()
-        for apart in (
-            found(config, paged_attention_decode=9.0, quantized=both - gap + 0.1),
-            found(config, paged_attention_decode=9.0, quantized=0),
-            found(config, "baseline", quantized=1.0),
-        ):
-            assert apart["attention"].count == apart["o's input quantization"].count == layers
-    names = ["rotation", "cache write"]
-    for config, more, op in ((LLAMA, [], "rope_and_cache"), (qwen, ["norms of q and k"], "qk_norm_rope_and_cache")):
-        launches, unknown = more + names, found(config, **{op: 0})
-        layer, apart = " + ".join(launches), sum(unknown[name].whole_us for name in launches) - gap
-        one = found(config, **{op: apart - 0.1})
-        assert (one[layer].op, one[layer].us, one[layer].launches) == (op, apart - 0.1, 1)
-        assert not set(launches) & one.keys()
-        assert one[layer].count == unknown["rotation"].count and one[layer].floor_us < 0.1, "caches are not read"
-        for others in (unknown, found(config, **{op: apart + 0.1}), found(config, "baseline")):
-            assert set(launches) < others.keys() and layer not in others
-        few, many = (step.total(tuple(of.values())) for of in (one, unknown))
-        assert many.launches - few.launches == one[layer].count * len(launches[1:])
-    assert not {"norms of q and k", "attention + o's input quantization"} & found(DEEPSEEK).keys()
-    assert "norms of q and k" not in found(LLAMA)
-
-
-def test_w_uv_quantizes_its_result_where_that_is_faster():
-    """The plain product and the quantization stay apart otherwise, and on the baseline's side."""
-    gap, launches = baseline.GAP.value, ("W_UV", "o's input quantization")
-    layer = " + ".join(launches)
-
-    def found(quantized: float, side: str = "plugin") -> dict[str, step.Node]:
-        def known(call, tokens):
-            one = quantized if call.layer == layer else 3.0
-            return (one, 1, 0.25) if call.op.name == "batched_gemm" and one else None
-
-        return {node.layer: node for node in nodes(DEEPSEEK, side, known=known)}
-
-    apart = found(0)
-    both = sum(apart[name].us for name in launches) + gap
-    for one in (found(0), found(both + 0.1), found(1.0, "baseline")):
-        assert layer not in one and all(one[name].count == 61 for name in launches)
-    one = found(both - 0.1)
-    assert not set(launches) & one.keys()
-    assert (one[layer].count, one[layer].launches, one[layer].op) == (61, 1, "batched_gemm")
 
 
 def test_one_launch_is_beside_the_two_of_the_baseline(monkeypatch):
