@@ -2,7 +2,7 @@
 
     python serving_benchmarks/predicted.py [--device MI300X] [--batch 1 16 32] [--published FOLDER]
 
-No time of the plugin is measured. The sum of kernels is not a step: `vllm-rocm-ops predict --model` predicts steps. Each call of one rank's
+No time of the plugin is measured. The sum of kernels is not a step: `python -m serving_benchmarks.step` predicts steps. Each call of one rank's
 step writes a line to serving_benchmarks/results/<arch>/<date>-<commit>-predicted.jsonl, for Llama-3.1-405B FP8 at TP 8, and DeepSeek-V3 at
 TP 8, and at TP 8 with EP 8. Attention has 4096 keys per request. Calls without a kernel of the plugin, and collectives, are excluded.
 FOLDER has published times on this GPU for GEMMs of the same dtype and shape: the minimum per GEMM of aiter_gemm_gfx942_304cu.csv, from a
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import figures
+from timing_study import step
 
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
@@ -67,10 +68,8 @@ def lines(
     device: str, batches: Iterable[int], beside: dict[tuple, dict[str, float]], commit: str, names: Iterable[str] = ()
 ) -> Iterator[dict]:
     """Yield a line for each call of each step of these models, by default all; equal calls are predicted once."""
-    from vllm_rocm_ops.timing import predict  # an extra
-
     machine = machines.named(device)
-    known: dict[tuple, predict.Predicted] = {}
+    time, known = step.live_time(machine, CONTEXT), {}
     for batch in batches:
         for name in names or MODELS:
             model = MODELS[name]
@@ -78,21 +77,21 @@ def lines(
                 case = call.case(batch)
                 key = call.op.name, call.arguments, call.parameters, batch
                 if call.count and key not in known:
-                    known[key] = next(predict.step([call], batch, machine))
-                if not call.count or known[key].us is None:
+                    known[key] = time(call, batch)
+                if not call.count or known[key] is None:
                     continue
-                found = known[key]
+                us, kernels, band = known[key]
                 a = call.op.Arguments(*case.make("meta", None, machine.arch.fp8_dtype))
                 shape = call.op.problem(a)
                 line = {"model": name, "device": device, "arch": machine.arch.name, "batch": batch, "layer": call.layer}
                 line["case"] = f"{name}, {call.layer}, {call.count} of {batch}"
-                line |= {"op": call.op.name, "count": call.count, "kernels": found.kernels, "context": CONTEXT}
+                line |= {"op": call.op.name, "count": call.count, "kernels": kernels, "context": CONTEXT}
                 line |= {
                     "evidence": "predicted, never measured",
-                    "predicted_us": round(found.us, 2),
-                    "band": found.band.ratio,
+                    "predicted_us": round(us, 2),
+                    "band": band,
                 }
-                line |= {"profiled_us": round(found.us + found.kernels * machine["profiled"], 2), "commit": commit}
+                line |= {"profiled_us": round(us + kernels * machine["profiled"], 2), "commit": commit}
                 if list(shape) == ["m", "n", "k"]:
                     line |= {"shape": shape, **beside.get((call.op.name, *shape.values()), {})}
                 yield line
@@ -123,7 +122,7 @@ def summary(found: list[dict]) -> Iterator[str]:
         yield from explain.table(rows)
         yield ""
     about = (
-        "A sum is not a decode step, which `vllm-rocm-ops predict --model` predicts. It includes the plugin's kernels where "
+        "A sum is not a decode step, which `python -m serving_benchmarks.step` predicts. It includes the plugin's kernels where "
         "vLLM's would run until the plugin is measured faster. Its +- excludes kernels without an error band."
     )
     yield from textwrap.wrap(about, explain.WIDTH, break_on_hyphens=False)

@@ -46,7 +46,7 @@ sys.meta_path.insert(0, OneLibrary())
 LONGEST = (
     *("test_ops", "test_rope_and_cache", "test_quantized_attention", "test_mla_norms", "test_moe_input"),
     *("test_patches", "test_waits", "test_generation", "test_reduced_norms", "test_devices", "test_selection"),
-    *("test_families", "test_latency", "test_host_time", "test_routing_gate", "test_frozen", "test_modes"),
+    *("test_families", "test_latency", "test_host_time", "test_routing_gate", "test_modes"),
     *("test_planted_bugs", "test_fused_experts_tiled", "test_fused_experts", "test_serve", "test_seams"),
     *("test_scaled_mm_tiled", "test_large_tensors", "test_cli", "test_server", "test_check"),
 )

@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from pages import predicted_table
-
-from vllm_rocm_ops.timing import predict
+from timing_study import step
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "serving_benchmarks"
 PATH = SCRIPTS / "predicted.py"
@@ -48,16 +47,11 @@ def folder(tmp_path):
 def test_steps_are_listed_beside_published_times(folder, monkeypatch):
     asked = []
 
-    def step(calls, tokens, machine):
-        (call,) = calls
+    def known(call, tokens):
         asked.append((call.layer, tokens))
-        if call.layer == "lm_head":
-            yield predict.Predicted(call, None, 0, predict.Band(None, ""))
-        else:
-            band = predict.Band(0.25, "") if call.op.name == "scaled_mm" else predict.Band(None, "")
-            yield predict.Predicted(call, 10.0, 2, band)
+        return None if call.layer == "lm_head" else (10.0, 2, 0.25 if call.op.name == "scaled_mm" else None)
 
-    monkeypatch.setattr(predict, "step", step)
+    monkeypatch.setattr(step, "live_time", lambda machine, context: known)
     model = ("llama-3.1-405b-fp8", 8, None)
     monkeypatch.setattr(predicted, "MODELS", {"one": model, "other": model})
     beside = predicted.published(folder, "MI300X")

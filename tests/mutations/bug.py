@@ -16,7 +16,8 @@ from vllm_rocm_ops.core.stats import stats
 from vllm_rocm_ops.emulator.errors import EmulatorError, UnsupportedInstruction
 
 from .code_text import replaced
-from .kernel_copy import CSRC, ROOT, KernelCopy, PlantedEmulator
+from .import_hook import STUDY, path_of
+from .kernel_copy import CSRC, KernelCopy, PlantedEmulator
 
 WRONG = "error|NaNs differ"
 """The report of a case with wrong values; elements that no kernel wrote are NaN."""
@@ -26,7 +27,7 @@ WRONG = "error|NaNs differ"
 class Bug:
     """A plausible mistake.
 
-    In `file`, of csrc or of the package, `old` occurs once and becomes `new`. `by` names what catches it. Comments and
+    In `file`, of csrc, the package or timing_study, `old` occurs once and becomes `new`. `by` names what catches it. Comments and
     white space do not matter.
     """
 
@@ -41,8 +42,13 @@ class Bug:
         return self.file.endswith(".py")
 
     @property
+    def runs_all(self) -> bool:
+        """True if the tests that it names run as with --full: a mistake in a seam must show by default."""
+        return not self.is_seam or self.path.is_relative_to(STUDY)
+
+    @property
     def path(self) -> Path:
-        return (ROOT / "vllm_rocm_ops" if self.is_seam else CSRC) / self.file
+        return path_of(self.file) if self.is_seam else CSRC / self.file
 
     @property
     def mutated(self) -> str:

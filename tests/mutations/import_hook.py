@@ -1,4 +1,4 @@
-"""Import a module of the package with a mistake in it. This module imports nothing of the package."""
+"""Import a module of the package, or of the study of its timing, with a mistake in it. This module imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import importlib.machinery
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "vllm_rocm_ops"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "vllm_rocm_ops"
+STUDY = ROOT / "serving_benchmarks" / "timing_study"
 
 
 def module_of(file: str) -> str:
-    """Return the module of a file of the package."""
-    return ".".join((PACKAGE.name, *Path(file).with_suffix("").parts))
+    """Return the module of a file."""
+    path = path_of(file)
+    root = STUDY if path.is_relative_to(STUDY) else PACKAGE
+    return ".".join(path.relative_to(root.parent).with_suffix("").parts)
+
+
+def path_of(file: str) -> Path:
+    """Return the path of a file of the package, or of the study, which names its folder."""
+    return (STUDY.parent if file.startswith(f"{STUDY.name}/") else PACKAGE) / file
 
 
 def plant(file: str, source: str) -> None:

@@ -193,7 +193,7 @@ def archs_of(bug: Bug) -> list[str]:
 def judge_by_tests(bug: Bug, result: Callable[..., Result], *options: str) -> Result:
     """Run the tests that a bug names."""
     first, selection = FirstFailure(), [find(test) for test in bug.by.names]
-    if not bug.file.endswith(".py"):
+    if bug.runs_all:
         take_tests("1")  # a named test also runs if it is not in the default selection
     with silent():
         status = pytest.main(["-q", "-x", *options, "-p", "no:cacheprovider", *selection], plugins=[first])
@@ -216,10 +216,14 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 def judge_afresh(bug: Bug, result: Callable[..., Result]) -> Result:
-    """Run the tests that a bug names in another interpreter, as they run by default."""
+    """Run the tests that a bug names in another interpreter."""
     options = ["-q", "-x", "-rf", "--tb=no", "-m", "not slow", "-p", "no:cacheprovider", *map(find, bug.by.names)]
     command = [sys.executable, "-c", AFRESH, json.dumps([bug.file, bug.mutated]), *options]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "FULL_TESTS": "", "COLUMNS": "300"}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "FULL_TESTS": "1" if bug.runs_all else "",
+        "COLUMNS": "300",
+    }
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode == pytest.ExitCode.OK:
         return result("SURVIVED", False)

@@ -5,9 +5,7 @@ import pathlib
 import decode_profile
 import figures
 import latency_report
-from timing import calibrate, report
-
-from vllm_rocm_ops.timing import step
+from timing_study import calibrate, report, step
 
 from . import attention_table, measurements, step_table
 from .measurements import RESULTS

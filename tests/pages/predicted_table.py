@@ -2,11 +2,11 @@
 
 import json
 
-from timing import calibrate, microbenchmarks, report
+from timing_study import calibrate, microbenchmarks, report
 
 from .measurements import ROOT, markdown, measured
 
-PUBLISHED = ROOT / "tests" / "timing" / "published.json"
+PUBLISHED = ROOT / "serving_benchmarks" / "timing_study" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
 """By publisher of GEMM times: the field of a line, and the field of the prediction that counts the same way."""
 

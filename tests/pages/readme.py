@@ -168,7 +168,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "arithmetic": quality_table.arithmetic,
     },
     DOCS / "timing.md": {"accuracy": predicted_table.accuracy},
-    ROOT / "tests" / "timing" / "notes.md": {
+    ROOT / "serving_benchmarks" / "timing_study" / "notes.md": {
         "published": predicted_table.published,
         "simpler": predicted_table.simpler,
         "facts": predicted_table.facts,

@@ -5,10 +5,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from timing import other_steps
+from timing_study import baseline, published_steps, step, step_report
 
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.timing import baseline, frozen, machines, published_steps, step, step_report
+from vllm_rocm_ops.timing import machines
 
 from .measurements import RESULTS, markdown
 
@@ -24,7 +24,7 @@ def nodes(
 ) -> tuple[step.Node, ...]:
     """Return the launches of a step, with the frozen times of the plugin's kernels."""
     machine = machines.named(product)
-    given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, frozen.kernel_times(machine)
+    given = model_config.read(MODELS[model]), RANKS, None, batch, machine, side, step.frozen_time(machine)
     return tuple(step.nodes(*given, launch=launch))
 
 
@@ -121,12 +121,12 @@ def published() -> str:
     )
     slopes = [
         (release, f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
-        for release, batch, ms, found in other_steps.slopes()
+        for release, batch, ms, found in published_steps.slopes()
     ]
     low, high = published_steps.spread()
     verdict = (
         "All slopes are explained within 15 %."
-        if other_steps.explained()
+        if published_steps.explained()
         else f"**The slope over batch is not explained within 15 %.** The spread, {low:.2f} to {high:.2f}, is the band of a step."
     )
     steeper = markdown(("vLLM", "batch", "published ms", "predicted ms", "error"), slopes)
@@ -225,10 +225,10 @@ def others() -> str:
     """Return published / predicted of other engines, bold outside the band, and their sources."""
     low, high = published_steps.spread()
     rows = []
-    for other in other_steps.OTHERS:
+    for other in published_steps.OTHERS:
         cells = dict.fromkeys((1, 4, 8, 16, 32, 64), "")
         for batch, ms in other.ms.items():
-            found = other_steps.other_ms(other, batch)
+            found = published_steps.other_ms(other, batch)
             ratio = f"{ms / found:.2f}"
             cells[batch] = f"{ms:.1f} / {found:.1f} = " + (ratio if low <= ms / found <= high else f"**{ratio}**")
         rows.append((other.name, other.product, *cells.values(), other.source))

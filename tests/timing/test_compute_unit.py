@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from timing_study import microbenchmarks
 
-from timing import microbenchmarks
 from vllm_rocm_ops.timing import machines
 from vllm_rocm_ops.timing.compute_unit import ComputeUnit
-from vllm_rocm_ops.timing.hierarchy import Memory, Sharing
+from vllm_rocm_ops.timing.hierarchy import L2, MALL, Memory, Sharing
 from vllm_rocm_ops.timing.trace import Access, Block, Instr
 
 MACHINE = machines.MI308X.but(first_instruction=0, wave_latency=0, mall_bandwidth=11900)
@@ -192,3 +192,13 @@ def test_constants_say_where_they_come_from():
         match=r"arch must be a product with a timing model \(MI300X, MI308X, MI325X, MI350X, MI355X\), got H200",
     ):
         machines.named("H200")
+
+
+@pytest.mark.parametrize(("text", "level"), [("buffer_wbl2 sc1", MALL), ("buffer_inv sc1", L2)])
+def test_a_fence_in_a_wave_takes_a_trip(text, level):
+    def cycles(text: str) -> float:
+        steps = [(Instr("vmem", 0, 8, text=text), None), (Instr("wait", 8, 4, vm=0), None), (Instr("end", 12, 4), None)]
+        return ComputeUnit(MACHINE, Memory(MACHINE)).run([Block(0, [steps])], [0.0], 1)
+
+    more = cycles(text) - cycles("global_load_dword v0, v1, off")
+    assert more == pytest.approx(Memory(MACHINE).latency[level], abs=MACHINE["issue"])

@@ -10,10 +10,11 @@ from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.program import Program
 from vllm_rocm_ops.emulator.scheduler import Scheduler
-from vllm_rocm_ops.timing import machines, trace
+from vllm_rocm_ops.timing import launch_time, machines, trace
 from vllm_rocm_ops.timing.compute_unit import ComputeUnit
-from vllm_rocm_ops.timing.hierarchy import Memory
+from vllm_rocm_ops.timing.hierarchy import L2, MALL, Memory
 
+MACHINE = machines.MI300X
 LOOP = (
     LOAD_POINTERS
     + """
@@ -165,3 +166,17 @@ def test_recorders_share_kernels_but_not_what_is_recorded(code):
     assert (one.last.instructions["lds"], other.last.instructions["lds"]) == (24, 8)
     assert second.waves[0] and list(map(len, second.waves)) == list(map(len, first.waves))
     assert one.launched is other.launched is None
+
+
+def test_fences_of_a_code_object_take_time(tmp_path):
+    bodies = {
+        "fences": "buffer_wbl2 sc1\n s_waitcnt vmcnt(0)\n buffer_inv sc1\n s_waitcnt vmcnt(0)",
+        "none": "s_waitcnt vmcnt(0)",
+    }
+    path = assemble([Kernel(name, body) for name, body in bodies.items()], "gfx942", tmp_path)
+    emulator, cycles = trace.RecordingEmulator("gfx942", races=False), {}
+    for name in bodies:
+        launch = Launch("", name, (1, 1, 1), (64, 1, 1), (torch.zeros(64), torch.zeros(64)))
+        cycles[name] = launch_time.predict(MACHINE, trace.record(emulator, path, launch, [0])).cycles
+    trips = sum(Memory(MACHINE).latency[level] for level in (MALL, L2))
+    assert cycles["fences"] - cycles["none"] == pytest.approx(trips, abs=20)

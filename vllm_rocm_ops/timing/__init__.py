@@ -5,8 +5,8 @@
 
 The emulator runs some blocks of a launch and records the instructions and addresses of their waves (trace.py). A model of a compute unit
 (compute_unit.py) and its memory (hierarchy.py) replays them with timing. A launch takes as long as its busiest compute unit, plus start
-and end (launch_time.py). machines.py lists every constant with its source, and whether it was measured, fitted or guessed. tests/timing/
-in the repository has the evidence.
+and end (launch_time.py). machines.py lists every constant with its source, and whether it was measured, fitted or guessed.
+serving_benchmarks/timing_study/ in the repository has the evidence, and predicts decode steps.
 """
 
 CONTEXT = 4096  # default keys per request

@@ -1,6 +1,7 @@
 """Compare measurements with predictions that were frozen before any measurement: `timing/frozen/<date>-<commit>.json`.
 
-tests/timing/freeze.py writes these files, and `vllm-rocm-ops check` compares. A prediction holds only for code objects with its hashes.
+serving_benchmarks/timing_study/freeze.py writes these files, and `vllm-rocm-ops check` compares. A prediction holds only for code objects
+with its hashes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,10 +19,7 @@ from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.models.layers import LayerCall
 
-from . import machines
-
 FOLDER = Path(__file__).parent / "frozen"
-PRODUCTS = ("MI300X", "MI325X", "MI355X")
 WORST = 5  # predictions to list
 RENAMED = {
     "4017231c0edb32b3": "a82843758cfbd624",  # batched_gemm gfx942
@@ -60,30 +57,9 @@ def key(product: str, call: LayerCall, tokens: int) -> str:
 
 @functools.cache
 def newest() -> dict:
-    """Return the last frozen file, the only one in the package: its `date`, `commit` and `calls`."""
+    """Return the last frozen file: its `date`, `commit` and `calls`."""
     paths = sorted(FOLDER.glob("*.json"))
     return json.loads(paths[-1].read_text()) if paths else {"date": "", "commit": "", "calls": {}}
-
-
-def kernel_times(
-    machine: machines.Machine, calls: dict[str, dict] | None = None
-) -> Callable[[LayerCall, int], tuple[float, int, float | None] | None]:
-    """Return the kernel model as a lookup in frozen predictions, by default the newest.
-
-    It returns None for calls without a prediction, and raises ValueError for a number of tokens without any.
-    """
-    calls = newest()["calls"] if calls is None else calls
-    sizes = {name.rsplit(" ", 2)[1] for name in calls if name.startswith(f"{machine.name} ")}
-
-    def known(call: LayerCall, tokens: int) -> tuple[float, int, float | None] | None:
-        if str(tokens) not in sizes:
-            raise ValueError(
-                f"tokens must be one of {', '.join(sizes)} for frozen predictions of {machine.name}, got {tokens}"
-            )
-        values = calls.get(key(machine.name, call, tokens))
-        return values and (values["us"], values["launches"], values["band"])
-
-    return known
 
 
 def find(product: str | None, call: LayerCall, tokens: int, arch: archs.Arch) -> dict | None:

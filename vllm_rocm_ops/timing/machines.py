@@ -67,11 +67,11 @@ class Machine:
 
 
 CALIBRATION = json.loads(Path(__file__).with_name("calibration.json").read_text())
-"""The output of tests/timing/calibrate.py: fitted constants, and errors against published times."""
+"""The output of serving_benchmarks/timing_study/calibrate.py: fitted constants, and errors against published times."""
 
 
 def _fitted(name: str, unit: str, on: str = "published decode times") -> Constant:
-    return Constant(CALIBRATION["fitted"][name], unit, "fitted", f"tests/timing/calibrate.py on {on}")
+    return Constant(CALIBRATION["fitted"][name], unit, "fitted", f"timing_study/calibrate.py on {on}")
 
 
 _CONSTANTS = {
@@ -95,7 +95,7 @@ _CONSTANTS = {
     "barrier": _fitted(
         "barrier",
         "cycles from the last wave's arrival to the next instruction",
-        "one traced kernel, tests/timing/traced.py",
+        "one traced kernel, timing_study/traced.py",
     ),
     "salu_latency": Constant(4, "cycles to a scalar result", "guessed", "equal to its issue"),
     "valu_latency": Constant(

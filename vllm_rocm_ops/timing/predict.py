@@ -1,13 +1,13 @@
-"""Predict the time of a call or a model's calls on a GPU that is not present.
+"""Predict the time of a call on a GPU that is not present.
 
-Times are predictions with the error band of tests/timing/calibrate.py, never measurements.
+Times are predictions with the error band of serving_benchmarks/timing_study/calibrate.py, never measurements.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,6 @@ from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.tools.bench.shapes import Shape
 
 from . import CONTEXT, launch_time, machines
 from .launch_time import Prediction
@@ -208,46 +206,3 @@ def call_lines(op: Op, given: dict, machine: Machine, context: int = CONTEXT) ->
     yield f"{op.name}{of} on {machine.name}: predicted {total:.1f} us, not measured; {band(op, machine.name).text}"
     for symbol, prediction, _ in kernels:
         yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"
-
-
-def shape_lines(found: Iterable[Shape], machine: Machine) -> Iterator[str]:
-    """Format the prediction of each shape; attention needs a context length, so it is left to `call_lines`."""
-    yield f"{machine.name}: predicted times in us, not measured"
-    for shape in found:
-        name, op = f"{shape.op.name} {shape.case.name}", shape.op
-        if op in model_layers.ATTENTION:
-            yield f"  {name}: see vllm-rocm-ops predict {op.name} --context"
-            continue
-        made = shape.case.make("meta", torch.Generator(), machine.arch.fp8_dtype)
-        try:
-            kernels = predict_call(op, op.Arguments(*shape.layout(*made))._asdict(), machine)
-        except ValueError as error:
-            yield f"  {name}: {error}"
-        else:
-            us = sum(kernel.prediction.us for kernel in kernels)
-            yield f"  {name}: predicted {us:.1f} us, band {band(op, machine.name)}"
-
-
-class Predicted(NamedTuple):
-    """The prediction of a call in a step: us and the number of kernels, None and 0 if no kernel serves it."""
-
-    call: LayerCall
-    us: float | None
-    kernels: int
-    band: Band
-
-
-def step(calls: Sequence[LayerCall], tokens: int, machine: Machine, context: int = CONTEXT) -> Iterator[Predicted]:
-    """Predict the calls of a model's step at this number of tokens."""
-    for call in calls:
-        if not call.count:
-            continue
-        case = call.case(tokens).make("meta", torch.Generator(), machine.arch.fp8_dtype)
-        try:
-            kernels = predict_call(call.op, call.op.Arguments(*case)._asdict(), machine, context)
-        except ValueError:
-            yield Predicted(call, None, 0, Band(None, ""))
-        else:
-            yield Predicted(
-                call, sum(kernel.prediction.us for kernel in kernels), len(kernels), band(call.op, machine.name)
-            )

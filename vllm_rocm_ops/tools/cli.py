@@ -16,13 +16,12 @@ from vllm_rocm_ops.tools.commands import (
     explain,
     predict,
     profile,
-    refit,
     sweep,
     tune,
     verify,
 )
 
-MODULES = (doctor, explain, check, verify, bench, sweep, profile, bandwidth, tune, predict, refit, emulate)
+MODULES = (doctor, explain, check, verify, bench, sweep, profile, bandwidth, tune, predict, emulate)
 COMMANDS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

@@ -9,10 +9,12 @@ from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.timing import CONTEXT, machines
 from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.tools.bench import lists, shapes
 
 MAX_TOKENS = 2**24  # per step
+MAX_CONTEXT = 1 << 20  # keys per request
 OF_LISTS = "1, or the list's sizes"  # tokens per step
 TP_OF_LISTS = f", {shapes.TP} for the lists linear and linear-shuffled"
 
@@ -36,12 +38,34 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 def add_model(parser: argparse.ArgumentParser, batches: str = "1", tp: str = "", required: bool = False) -> None:
     """Add the options for a model, its parallelism and its batch sizes."""
-    add, shipped = parser.add_argument, ", ".join(model_config.shipped())
-    add("--model", required=required, help=f"path of a config.json or its folder, or a shipped model: {shipped}")
-    add("--tp", type=int, metavar="GPUS", help=f"tensor parallel size, in GPUs (default: 1{tp})")
+    shipped = f"path of a config.json or its folder, or a shipped model: {', '.join(model_config.shipped())}"
+    parser.add_argument("--model", required=required, help=shipped)
+    add_sizes(parser, batches, tp)
     ep = "expert parallel size, in GPUs: each holds whole routed experts (without a number: the --tp size)"
-    add("--ep", type=int, nargs="?", const=0, metavar="GPUS", help=ep)
-    add("--batch", type=parse_batches, metavar="N,N,...", help=f"batch sizes, in tokens per step (default: {batches})")
+    parser.add_argument("--ep", type=int, nargs="?", const=0, metavar="GPUS", help=ep)
+
+
+def add_sizes(parser: argparse.ArgumentParser, batches: str, tp: str) -> None:
+    """Add the options for tensor parallelism and batch sizes."""
+    parser.add_argument("--tp", type=int, metavar="GPUS", help=f"tensor parallel size, in GPUs (default: 1{tp})")
+    meaning = f"batch sizes, in tokens per step (default: {batches})"
+    parser.add_argument("--batch", type=parse_batches, metavar="N,N,...", help=meaning)
+
+
+def parse_context(text: str) -> int:
+    """Parse a number of keys per request."""
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_CONTEXT:
+        raise argparse.ArgumentTypeError(f"must be 1 to {MAX_CONTEXT} keys, got {text}")
+    return int(text)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the GPU of a prediction, and for the keys of its attention."""
+    known, compared = ", ".join(machines.MACHINES), machines.COMPARED
+    meaning = f"{known}; error bands for {compared} only (default: {compared})"
+    parser.add_argument("--arch", default=compared, metavar="PRODUCT", help=meaning)
+    meaning = f"context length of attention, in keys per request (default: {CONTEXT})"
+    parser.add_argument("--context", type=parse_context, default=CONTEXT, metavar="KEYS", help=meaning)
 
 
 def add_call(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ BUGS = (
         "of_value.slot_stride) < 2**32", Tests("test_far_apart.py::test_bounds_of_strides")),
     Bug("the stride of the residual for that of the input", "ops/shared/rowwise.py",
         "row_stride(a.addend) == strides[0]", "row_stride(a.addend) == strides[-1]", Tests("test_strides.py")),
-    Bug("wvSplitKQ for up to 16 rows", "timing/baseline.py", "tokens <= skinny else 0", "tokens <= 4 * skinny else 0",
+    Bug("wvSplitKQ for up to 16 rows", "timing_study/baseline.py", "tokens <= skinny else 0", "tokens <= 4 * skinny else 0",
         Tests("test_step.py::test_wv_split_kq_is_the_baseline_of_few_rows_of_static_per_tensor_fp8")),
     Bug("a frozen time of another number of tokens", "timing/frozen.py",
         """f"{product} {call.op.name} {call.parameters!r} {str(call.dtype).removeprefix('torch.')} {tokens} tokens\"""",
@@ -36,11 +36,11 @@ BUGS = (
         return found
 """, """    return found
 """, Tests("test_external_kernel.py::test_tiled_kernels_of_the_plugin_have_the_clock_of_others")),
-    Bug("AITER's all-reduce in a published step", "timing/published_steps.py", "aiter=False", "aiter=True",
+    Bug("AITER's all-reduce in a published step", "timing_study/published_steps.py", "aiter=False", "aiter=True",
         Tests("test_step.py::test_batch_1_of_both_releases_is_predicted_within_sixteen_percent")),
-    Bug("wvSplitKQ left out of a step", "timing/step.py", "parameters, tokens, skinny)", "parameters, tokens, 0)",
+    Bug("wvSplitKQ left out of a step", "timing_study/step.py", "parameters, tokens, skinny)", "parameters, tokens, 0)",
         Tests("test_step.py::test_wv_split_kq_is_the_baseline_of_few_rows_of_static_per_tensor_fp8")),
-    Bug("a step's band without that of its kernels", "timing/step_report.py", "(found.us + found.bound_us) * high",
+    Bug("a step's band without that of its kernels", "timing_study/step_report.py", "(found.us + found.bound_us) * high",
         "found.us * high", Tests("test_step.py::test_the_band_of_a_step_holds_every_published_step")),
     Bug("requests of any lengths taken for equal", "vllm/attention/backends.py",
         "if metadata.num_actual_tokens == requests * longest else", "if longest <= 8 else",

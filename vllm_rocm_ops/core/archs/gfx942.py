@@ -18,9 +18,9 @@ SKINNY = SkinnyCosts(
     in_flight={16: 12.5e3, 64: 27e3},
     block_us=1.3,
     sharing_us=5.0,  # as kernels through registers on H200
-    sum_round_us=0.85,  # see tests/timing/notes.md
+    sum_round_us=0.85,  # see serving_benchmarks/timing_study/notes.md
 )
-SUMS_BYTES_PER_US = 85e3  # see tests/timing/notes.md
+SUMS_BYTES_PER_US = 85e3  # see serving_benchmarks/timing_study/notes.md
 
 # Published figures with their sources, at 2100 cycles per microsecond. None was measured with these kernels.
 # block_us: a tiny kernel took about 4100 cycles (traces of MI350X, tinygrad extra/sqtt@a9069c17).

@@ -1,8 +1,0 @@
-"""Compare the timing model of vllm_rocm_ops/timing with published kernel times.
-
-    PYTHONPATH=tests python -m timing.calibrate --help
-
-microbenchmarks.py compares the compute unit with published microbenchmarks, calibrate.py fits the constants that no
-microbenchmark gives, points.py has published decode times and which of them may be fitted, and residuals.py all other
-times. The tests are in the same folder.
-"""
