@@ -165,7 +165,7 @@ def judge(name: str) -> Result:
 
 def modules_of(bug: Bug) -> list[str]:
     """Return the kernel modules to build: the one named, or each that includes the file."""
-    return [bug.by.module] if bug.by.module else [m.stem for m in CSRC.glob("ops/*.hip") if bug.file in included(m)]
+    return [bug.by.module] if bug.by.module else [m.stem for m in CSRC.glob("ops/**/*.hip") if bug.file in included(m)]
 
 
 def archs_of(bug: Bug) -> list[str]:

@@ -28,7 +28,7 @@ BUGS = (
     ),
     Bug(
         "variance in one pass",
-        "ops/layer_norm.hip",
+        "ops/standalone/layer_norm.hip",
         """      pair -= its_mean;
       square = __builtin_elementwise_fma(pair, pair, square);
     }
@@ -43,7 +43,7 @@ BUGS = (
     ),
     Bug(
         "variance in one pass, per element",
-        "ops/layer_norm.hip",
+        "ops/standalone/layer_norm.hip",
         """load_element<T>(row.input, column) - mean;
     square = __builtin_fmaf(d, d, square);
   }
@@ -56,7 +56,7 @@ BUGS = (
     ),
     Bug(
         "epsilon forgotten",
-        "ops/layer_norm.hip",
+        "ops/standalone/layer_norm.hip",
         "mean(sum_of_squares) + epsilon",
         "mean(sum_of_squares)",
         Cases(ops.layer_norm, "fp16-tiny-variance", on="gfx950", said="output 0"),
@@ -70,28 +70,28 @@ BUGS = (
     ),
     Bug(
         "bias left out",
-        "ops/layer_norm.hip",
+        "ops/standalone/layer_norm.hip",
         "y = unpack<T>(bias[i])",
         "y = unpack<T>(u32x4{})",
         Cases(ops.layer_norm_static_fp8_quant, "bf16", said="output 0"),
     ),
     Bug(
         "bias left out, per element",
-        "ops/layer_norm.hip",
+        "ops/standalone/layer_norm.hip",
         "row.bias ? load_element<T>(row.bias, column) : 0.0f",
         "0.0f",
         Cases(ops.layer_norm, "bf16-general", said="output 0"),
     ),
     Bug(
         "tail in the variance",
-        "ops/layer_norm.hip",
+        "ops/standalone/layer_norm.hip",
         "chunks.in_bounds[i] ? mean : 0.0f",
         "mean",
         Cases(ops.layer_norm, "bf16-far-from-zero", said="output 0"),
     ),
     Bug(
         "last columns dropped",
-        "ops/layer_norm.hip",
+        "ops/standalone/layer_norm.hip",
         "in_bounds[i] = chunks.index[i] * kChunk < row.hidden;",
         "in_bounds[i] = (chunks.index[i] + 1) * kChunk < row.hidden;",
         Cases(ops.layer_norm_dynamic_per_token_quant, "hidden2040-tail", on="gfx950", said="output 0"),
@@ -341,7 +341,7 @@ BUGS = (
     ),
     Bug(
         "every other missing weight 0",
-        "ops/layer_norm.hip",
+        "ops/standalone/layer_norm.hip",
         "const u32 ones = row.weight ? 0 : T::pack({1.0f, 1.0f});",
         "const u32 ones = row.weight ? 0 : u32(T::pack({1.0f, 0.0f}));",
         Tests(),
