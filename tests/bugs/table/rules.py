@@ -5,7 +5,7 @@ from ..bug import Bug, Tests
 BUGS = (
     Bug(
         "a bound of strides that is too wide",
-        "ops/shared/flash.py",
+        "ops/standalone/flash.py",
         "of_value.slot_stride) < 2**24",
         "of_value.slot_stride) < 2**32",
         Tests("test_far_apart.py::test_bounds_of_strides"),
