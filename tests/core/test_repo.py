@@ -407,7 +407,7 @@ def test_no_part_of_an_architectures_name_is_asked():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no serving process imports."""
-WORKER_MODULES = 129  # at most, packages among them; fewer is better
+WORKER_MODULES = 131  # at most, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
