@@ -1,4 +1,4 @@
-"""Compile csrc/ops/*.hip: one code object and one stamp per file and architecture.
+"""Compile csrc/ops/**/*.hip: one code object and one stamp per file and architecture.
 
     python csrc/build.py [--arch gfx942,gfx950] [--debug] [--force] [stem ...]
 
@@ -285,7 +285,7 @@ def compile_source(
 
 def describe_kernels(compiler: Compiler, stem: str, arch: str, debug: bool, folder: Path) -> dict[str, dict]:
     """Return the arguments of an op's kernels."""
-    step, source, ir = flags(arch, debug), Path("ops", f"{stem}.hip"), folder / f"{stem}.ll"
+    step, source, ir = flags(arch, debug), sources()[stem].relative_to(CSRC), folder / f"{stem}.ll"
     run([*compiler.clang, *step.compile, *step.describe, source], ir, source, arch)
     found = debug_info.DebugInfo(ir.read_text())
     try:
@@ -301,7 +301,7 @@ def sources_hash(stem: str) -> str:
     """Return the sha256 over the op's file and all kernel headers."""
     digest = hashlib.sha256()
     headers = sorted(path for path in CSRC.glob("**/*.h") if path.parent.name != "runtime")
-    for path in (CSRC / "ops" / f"{stem}.hip", *headers):
+    for path in (sources()[stem], *headers):
         digest.update(f"{path.relative_to(CSRC).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -338,9 +338,9 @@ def wanted_archs() -> list[str]:
     return (os.environ.get("VLLM_ROCM_OPS_ARCHS") or ",".join(ARCHS)).split(",")
 
 
-def stems() -> list[str]:
-    """Return every op's file stem."""
-    return sorted(path.stem for path in CSRC.glob("ops/*.hip"))
+def sources() -> dict[str, Path]:
+    """Return every op's file by its stem."""
+    return {path.stem: path for path in sorted(CSRC.glob("ops/**/*.hip"), key=lambda path: path.stem)}
 
 
 def make(stem: str, arch: str, output: Path, prebuilt: Path, debug: bool, force: bool) -> Path:
@@ -356,7 +356,7 @@ def make(stem: str, arch: str, output: Path, prebuilt: Path, debug: bool, force:
             for extension in (code_object.suffix, ".json"):
                 shutil.copyfile((prebuilt / name).with_suffix(extension), unfinished.with_suffix(extension))
         else:
-            compiler = compile_source(CSRC / "ops" / f"{stem}.hip", arch, unfinished, debug=debug)
+            compiler = compile_source(sources()[stem], arch, unfinished, debug=debug)
             stamp = stamp | {"compiler": str(compiler)} | hash_of(unfinished)
             stamp["kernels"] = describe_kernels(compiler, stem, arch, debug, Path(folder))
             unfinished.with_suffix(".json").write_text(json.dumps(stamp) + "\n")
@@ -372,7 +372,7 @@ def remove_orphans(output: Path) -> None:
     """Remove objects of deleted ops."""
     for arch in ARCHS:
         for path in (output / arch).glob("*.*"):
-            if path.is_file() and path.stem not in stems():
+            if path.is_file() and path.stem not in sources():
                 path.unlink()
 
 
@@ -386,7 +386,7 @@ def build(
 ) -> list[Path]:
     """Update the code objects of the ops `names` (default: all) in `output`, in parallel."""
     archs = archs or wanted_archs()
-    for what, given, known in (("stem", names, stems()), ("arch", archs, ARCHS)):
+    for what, given, known in (("stem", names, sources()), ("arch", archs, ARCHS)):
         if unknown := set(given) - set(known):
             raise BuildError(f"{what} must be one of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if debug is None:
@@ -395,7 +395,9 @@ def build(
         remove_orphans(output)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = [
-            pool.submit(make, stem, arch, output, prebuilt, debug, force) for stem in names or stems() for arch in archs
+            pool.submit(make, stem, arch, output, prebuilt, debug, force)
+            for stem in names or sources()
+            for arch in archs
         ]
     errors = [job.exception() for job in jobs]
     if all(error is None or isinstance(error, BuildError) for error in errors) and any(errors):

@@ -94,7 +94,7 @@ def problems(wheel: Path) -> list[str]:
         wanted = {
             f"vllm_rocm_ops/code/{arch}/{stem}{end}"
             for arch in ARCHS
-            for stem in build.stems()
+            for stem in build.sources()
             for end in (build.suffix(arch), ".json")
         } | {RELEASE}
         present = {name for name in names if name.startswith("vllm_rocm_ops/code/")}

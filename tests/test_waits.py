@@ -44,7 +44,7 @@ STREAM = (
     "mla_decode_fp16",
 )
 ALWAYS = ("fused_experts", "mla_decode", "scaled_mm")  # others with --full
-MODULES = sorted(path.stem for path in (CSRC / "ops").glob("*.hip") if path.stem != ATTENTION)
+MODULES = sorted(path.stem for path in (CSRC / "ops").rglob("*.hip") if path.stem != ATTENTION)
 
 
 def is_matrix_instruction(ins: Instruction) -> bool:

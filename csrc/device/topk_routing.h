@@ -29,6 +29,11 @@ struct Element<float> {
   DEVICE static float value(u32 bits) { return __builtin_bit_cast(float, bits); }
 };
 
+template <class T>
+DEVICE const void* row_of(const void* rows, i64 row, i64 stride) {
+  return (const typename Element<T>::Bits*)rows + row * stride;
+}
+
 // A lane's elements of a row, one access each. They are converted later, so that later loads need not wait.
 template <class T, int kValues>
 struct Elements {

@@ -1,4 +1,4 @@
-// GEMM with operands of any type, strides and sizes: the kernels of ops/gemm.hip and ops/gemm_blocks.hip.
+// GEMM with operands of any type, strides and sizes: the kernels of ops/gemm.hip and ops/standalone/gemm_blocks.hip.
 #pragma once
 #include "gemm/tiled/element_loader.h"
 #include "gemm/tiled/main_loop.h"

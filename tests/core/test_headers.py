@@ -1,4 +1,4 @@
-"""Test that every header of csrc/attention, csrc/device and csrc/gemm compiles alone, for its vendor or for both."""
+"""Test that every header of csrc/attention, csrc/device, csrc/gemm and csrc/ops compiles alone, for its vendor or for both."""
 
 import subprocess
 from pathlib import Path
@@ -12,7 +12,7 @@ VENDORS = {"gfx942": "amd", "sm_90": "nvidia"}
 CASES = [
     pytest.param(arch, header, id=f"{arch}-{header}")
     for arch, vendor in VENDORS.items()
-    for folder in ("attention", "device", "gemm")
+    for folder in ("attention", "device", "gemm", "ops")
     for path in sorted((ROOT / "csrc" / folder).rglob("*.h"))
     if not ({*VENDORS.values()} - {vendor}) & {*(header := path.relative_to(ROOT / "csrc")).parts}
 ]

@@ -140,18 +140,80 @@ def test_vendors_export_the_same_names():
 # Ops
 
 
+STANDALONE = under("vllm_rocm_ops/ops/standalone", ".py")
+SERVING = "vllm", "models", "timing"
+"""Folders of `vllm_rocm_ops` that name no standalone op."""
+
+
+def names_of_ops(path: pathlib.Path) -> set[str]:
+    """Return what a Python file imports or takes by `ops.` or another dotted name, or a JSON file's strings.
+
+    In `timing`, which selects ops by name, a Python file's strings count, too; elsewhere `softmax` is a function of scores.
+    """
+    if path.suffix == ".json":
+        return set(re.findall(r'"(\w+)"', path.read_text()))
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and re.search(r"\b(ops|vllm_rocm_ops)$", ast.unparse(node.value)):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "timing" in path.parts:
+            found.add(node.value)
+    return found
+
+
+def named_although_standalone(paths: list[pathlib.Path], standalone: set[str]) -> list[str]:
+    return sorted(f"{path.name}: {one}" for path in paths for one in names_of_ops(path) & standalone)
+
+
+def standalone_ops() -> set[str]:
+    modules = {f"vllm_rocm_ops.ops.standalone.{path.stem}" for path in STANDALONE}
+    return {op.name for op in op_module.registered() if op.reference.__module__ in modules}
+
+
+def test_nothing_that_serves_names_a_standalone_op():
+    """Nor imports its file: only the list of ops does."""
+    folder = "vllm_rocm_ops.ops.standalone"
+    graph = import_graph(ROOT / "vllm_rocm_ops")
+    importers = {module for module in graph if any(one.startswith(folder) for one in graph[module])}
+    assert {module for module in importers if not module.startswith(folder)} == {"vllm_rocm_ops.ops"}
+    assert {"softmax", "layer_norm", "flash_attention"} < standalone_ops()
+    paths = [path for part in SERVING for path in under(f"vllm_rocm_ops/{part}", ".py", ".json")]
+    assert named_although_standalone(paths, standalone_ops()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "found"),
+    [
+        ("vllm/norm.py", "def f(x):\n    return ops.softmax(x)", True),
+        ("vllm/norm.py", "torch.ops.vllm_rocm_ops.softmax(x)", True),
+        ("models/layers.py", "from vllm_rocm_ops.ops import softmax", True),
+        ("models/layers.py", "call('softmax', ops.rms_norm, scores.softmax(-1))", False),
+        ("timing/predict.py", "ROWS = 'rms_norm', 'softmax'", True),
+        ("timing/times.json", '[{"op": "softmax"}]', True),
+        ("timing/times.json", '[{"op": "rms_norm", "source": "softmax.py"}]', False),
+    ],
+)
+def test_a_standalone_op_that_serves_is_seen(tmp_path, file, text, found):
+    path = tmp_path / file
+    path.parent.mkdir()
+    path.write_text(text)
+    assert bool(named_although_standalone([path], standalone_ops())) == found
+
+
 def test_every_kernel_file_has_its_spec():
     """The spec is a file of the same name, or one that several ops share, which names the kernel file as its MODULE."""
-    specs = {path.stem for path in files("vllm_rocm_ops/ops/*.py")}
+    specs = {path.stem for path in (*files("vllm_rocm_ops/ops/*.py"), *STANDALONE)}
     for path in files("vllm_rocm_ops/ops/*.py", "vllm_rocm_ops/ops/shared/*.py"):
         specs |= set(re.findall(r'^(?:\w+_)?MODULE = "(\w+)"', path.read_text(), re.MULTILINE))
     specs |= set(launches.symbols())
-    assert {path.stem for path in files("csrc/ops/*.hip")} <= specs
+    assert {path.stem for path in under("csrc/ops", ".hip")} <= specs
 
 
 def test_the_folder_of_ops_has_nothing_else():
     defining = {op.reference.__module__.rpartition(".")[2] for op in op_module.registered()}
-    assert {path.stem for path in files("vllm_rocm_ops/ops/*.py")} == {"__init__", *defining}
+    assert {path.stem for path in (*files("vllm_rocm_ops/ops/*.py"), *STANDALONE)} == {"__init__", "flash", *defining}
 
 
 @pytest.mark.parametrize("arch", BUILT)
@@ -164,7 +226,7 @@ def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
     pattern = rb"\.visible \.entry (\w+)\(" if archs.ARCHS[arch].code_suffix == ".ptx" else rb"\0(\w+)\.kd(?=\0)"
     compiled = {
         path.stem: {symbol.decode() for symbol in re.findall(pattern, launch.code_object(path.stem, arch).read_bytes())}
-        for path in files("csrc/ops/*.hip")
+        for path in under("csrc/ops", ".hip")
     }
     # A file that needs a feature of an arch asks for it by a HAS_ macro, and has no kernels without it.
     assert planned == {module: symbols for module, symbols in compiled.items() if symbols}
@@ -345,7 +407,7 @@ def test_no_part_of_an_architectures_name_is_asked():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no serving process imports, each before those that it imports."""
-WORKER_MODULES = 129  # at most, packages among them; fewer is better
+WORKER_MODULES = 133  # at most, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:

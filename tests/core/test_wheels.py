@@ -42,7 +42,7 @@ def write_wheel(folder: Path, name: str = f"vllm_rocm_ops-1.0-{TAG}.whl", **chan
     """
     files = {METADATA: f"Root-Is-Purelib: false\nTag: {TAG}\n".encode()}
     files[EXTENSION] = b"\x7fELF\0GLIBC_2.2.5\0GLIBC_2.28\0libc.so.6\0"
-    stems = [path.stem for path in (ROOT / "csrc/ops").glob("*.hip")]
+    stems = [path.stem for path in (ROOT / "csrc/ops").rglob("*.hip")]
     names = [f"{arch}/{stem}.{end}" for arch in ("gfx942", "gfx950") for stem in stems for end in ("co", "json")]
     hashes = {arch: dict.fromkeys(stems, EMPTY) for arch in ("gfx942", "gfx950")}
     files[RELEASE] = json.dumps({"version": "1.0", "objects": hashes}).encode()

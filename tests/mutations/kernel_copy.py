@@ -104,7 +104,7 @@ class KernelCopy:
         # A template without callers is parsed only.
         left_out = "{0}(...)={0}(__VA_ARGS__); template <int> __attribute__((device)) void {0}_left_out(__VA_ARGS__)"
         code = self.code.with_name("kernels") / arch / f"{symbol}.co"
-        source = self.csrc / "ops" / f"{module}.hip"
+        source = self._build.sources()[module]
         with self._mutated(bug), self._alone(source, symbol):
             self._build.compile_source(source, arch, code, [left_out.format(other) for other in others])
         code.with_suffix(".json").write_text(json.dumps({"kernels": {symbol: stamp["kernels"][symbol]}}))

@@ -182,7 +182,7 @@ def has_no_tests(bug: Bug | Mutant) -> bool:
 
 def modules_of(bug: Bug | Mutant) -> list[str]:
     """Return the kernel modules that include the file."""
-    return [path.stem for path in sorted(CSRC.glob("ops/*.hip")) if bug.file in included(path)]
+    return [path.stem for path in sorted(CSRC.glob("ops/**/*.hip")) if bug.file in included(path)]
 
 
 def archs_of(bug: Bug) -> list[str]:

@@ -160,6 +160,15 @@ def rope_and_cache():
     ops.rope_and_cache(query, key, value, positions, cos_sin_cache, True, key_cache, value_cache, slots)
 
 
+def rope_and_cache_mla():
+    q_pe, k_pe = torch.randn(3, 16, 64, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
+    kv_c = torch.randn(3, 512, dtype=torch.bfloat16)  # three tokens of DeepSeek-V3
+    positions = slots = torch.tensor([0, 1, 2])
+    cos_sin_cache = torch.randn(4096, 64, dtype=torch.bfloat16)
+    kv_cache = torch.zeros(10, 16, 512 + 64, dtype=torch.bfloat16)  # 10 pages of 16 tokens
+    ops.rope_and_cache_mla(q_pe, k_pe, kv_c, positions, cos_sin_cache, False, kv_cache, slots)
+
+
 def router_gemm_topk():
     x = torch.randn(4, 512, dtype=torch.bfloat16)
     weight = torch.randn(256, 512, dtype=torch.bfloat16) / 16

@@ -370,7 +370,8 @@ def of_gpu(tensor: torch.Tensor | None, op: Op, arch_name: str) -> str:
 def kernels(ops: list[Op]) -> str:
     """Return links to the kernel sources."""
     files = {launch.module for op in ops for arch in archs.ARCHS for *_, launch in launches_of(op, arch)}
-    return ", ".join(f"[{file}.hip](../../csrc/ops/{file}.hip)" for file in sorted(files))
+    found = sorted(path for path in (ROOT / "csrc" / "ops").rglob("*.hip") if path.stem in files)
+    return ", ".join(f"[{path.name}](../../{path.relative_to(ROOT).as_posix()})" for path in found)
 
 
 def tuning(ops: list[Op]) -> str:
@@ -620,7 +621,7 @@ def in_vllm(ops: list[Op]) -> str:
 def page(file: str, ops: list[Op]) -> str:
     """Return the page of an op file."""
     module = inspect.getmodule(ops[0].reference)
-    one = len(ops) == 1
+    one, spec = len(ops) == 1, file_of(ops[0]).relative_to(DOCS.parent).as_posix()
     signatures = "\n".join(map(signature, ops))
     sections = {
         "Example": f"```python\n{examples.of(file)}```",
@@ -637,7 +638,7 @@ def page(file: str, ops: list[Op]) -> str:
         WRITTEN,
         f"# {file}" + ("" if one else " ops"),
         *described_by(module),
-        f"Spec: [{file}.py](../ops/{file}.py). Kernels: {kernels(ops)}. {source}[How to call](README.md#op-pages).",
+        f"Spec: [{file}.py](../{spec}). Kernels: {kernels(ops)}. {source}[How to call](README.md#op-pages).",
         *(f"## {title}\n\n{text}" for title, text in sections.items()),
     ]
     return wrapped("\n\n".join(filter(None, parts)))
@@ -738,22 +739,27 @@ NUMERICS = f"""Every test case is compared with its PyTorch reference in the sam
 
 def index() -> str:
     """Return the page with the table of all ops."""
-    rows = []
+    rows: dict[bool, list[tuple[str, ...]]] = {False: [], True: []}  # by whether they are standalone
     for file, ops in by_file().items():
         dtypes = {arch: types(ops, arch) for arch in archs.ARCHS}
         here = ", ".join(arch for arch, found in dtypes.items() if found)
         does = described_by(inspect.getmodule(ops[0].reference))[0]
         names = ", ".join(f"`{op.name}`" for op in ops)
-        rows.append((f"[{file}]({file}.md)", names, cell(does), dtypes[here.partition(",")[0]], here))
+        rows[file_of(ops[0]).parent.name == "standalone"].append(
+            (f"[{file}]({file}.md)", names, cell(does), dtypes[here.partition(",")[0]], here)
+        )
     about = (
         "Ops have the names, arguments and rounding of vLLM's ops, but return their results. Kernels support the listed input and, "
         "if different, output dtypes; PyTorch runs other dtypes. e4m3 and e5m2 are the GPU's own. sm_90 is for development."
     )
+    header = ("page", "ops", "computes", "dtypes", "GPUs")
     parts = (
         WRITTEN,
         "# Ops",
         about,
-        markdown(("page", "ops", "computes", "dtypes", "GPUs"), rows),
+        markdown(header, rows[False]),
+        "These are [standalone](architecture.md#module-map): no seam calls them.",
+        markdown(header, rows[True]),
         "`explain` reports the kernel that a call runs, and why:",
         explanation(),
         "## Op pages\n\n" + "\n".join(READING),

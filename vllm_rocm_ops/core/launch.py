@@ -44,7 +44,7 @@ class Address(int):
 class Launch(NamedTuple):
     """One kernel launch.
 
-    `module` is the stem of csrc/ops/<module>.hip, `symbol` the kernel. `grid` counts blocks, `block` threads, `lds` bytes of dynamic
+    `module` is the stem of a file in csrc/ops, `symbol` the kernel. `grid` counts blocks, `block` threads, `lds` bytes of dynamic
     LDS. `args` are the kernel's arguments by name, with `fields` for structures: a pointer is a tensor, `Workspace`, `Counters`,
     `Address` or None. Executors see tensors in place of workspaces and counters. A kernel without a stamp has a tuple of arguments,
     in order and naturally aligned: a pointer, `I64`, an int (32 bits) or a float (fp32).

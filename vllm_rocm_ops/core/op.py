@@ -25,8 +25,9 @@ import collections
 import contextlib
 import dataclasses
 import inspect
+import re
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -68,6 +69,19 @@ def define(
     return getattr(getattr(torch.ops, NAMESPACE), like.__name__).default
 
 
+def documented(function: Callable, meanings: Mapping[str, str]) -> str:
+    """Return a docstring with all arguments, those that it leaves out from `meanings`, and the error that every op raises."""
+    intro, *rest = re.split(r"^(Args|Returns|Source):\n", inspect.getdoc(function) or "", flags=re.MULTILINE)
+    sections = dict(zip(rest[::2], rest[1::2]))
+    own = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", sections.get("Args", ""), re.MULTILINE)
+    texts = {**meanings, **dict(own)}
+    given = [name for name in inspect.signature(function).parameters if name in texts]
+    sections["Args"] = "".join(f"    {name}: {texts[name]}\n" for name in given)
+    sections["Raises"] = "    ValueError: An argument breaks the contract; nothing is written.\n"
+    titles = [title for title in ("Args", "Returns", "Raises", "Source") if title in sections]
+    return "\n\n".join((intro.rstrip(), *(f"{title}:\n{sections[title].rstrip()}" for title in titles)))
+
+
 @dataclass(frozen=True)
 class Case:
     """One set of inputs: `make(device, generator, fp8_dtype)` returns the op's arguments in order."""
@@ -88,6 +102,7 @@ class Op:
             reference bit for bit.
         baseline: PyTorch's own function for the op's arguments, a baseline to time; the reference by default.
         native: A faster equivalent of the reference on a GPU, which a caller may set.
+        meanings: Texts of the arguments that the reference's docstring leaves out, as ops of a family share them.
     """
 
     reference: Callable
@@ -106,11 +121,12 @@ class Op:
     inexact: tuple[str, ...] = ()
     baseline: Callable | None = None
     native: Callable | None = None
+    meanings: Mapping[str, str] = field(default_factory=dict)
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.reference.__name__
-        self.__doc__ = self.reference.__doc__
+        self.__doc__ = documented(self.reference, self.meanings)
         if self.default is None and self.cost is None:
             raise TypeError(f"{self.name} must have a default or a cost")
         self.default = self.default or self.cheapest

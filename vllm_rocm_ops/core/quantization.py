@@ -17,6 +17,14 @@ E5M2 = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.flo
 """The e4m3 dtype by the e5m2 dtype of the same GPU."""
 MX_BLOCK = 32  # values that share a scale of an MX format
 MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
+MEANINGS = {
+    "scale": "float32, one element: the static scale.",
+    "quant_dtype": "float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.",
+    "group_size": "Columns that share a scale; kernels take 64 and 128.",
+    "is_scale_transposed": "Store scales column-major, with strides (1, rows).",
+    "scale_ub": "float32, one element: upper bound of the absolute maximum, or None.",
+}
+"""The arguments of row-wise ops that quantize."""
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -291,9 +291,6 @@ def batched_gemm(x: Tensor, weights: Tensor, out: Tensor | None = None, out_scal
     Returns:
         [rows, heads, N], x's dtype; an empty tensor if `out` is given.
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         torch.bmm in vLLM's MLA backends, and per_token_group_quant of o_proj's input.
     """

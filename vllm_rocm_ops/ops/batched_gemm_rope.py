@@ -143,6 +143,7 @@ def _cases() -> Iterator[Case]:
     plan=_plan,
     problem=_problem,
     cases=_cases,
+    meanings=rotation.MEANINGS,
     sums=True,
 )
 def batched_gemm_rope(
@@ -161,17 +162,12 @@ def batched_gemm_rope(
         weights: [heads, K, N], x's dtype, contiguous along N, as vLLM stores W_UK_T.
         q_pe: [T >= rows, heads, size], x's dtype; rows and heads may be strided; may be other columns of x's tensor;
             rotated in place.
-        positions: [T], int64.
         cos_sin_cache: [positions, rotary size], x's dtype or float32: cosines, then sines; rotates the first elements
             of a head.
-        is_neox: Pair the halves of the rotated part; else neighboring elements.
         out: [rows, heads, N], x's dtype, may be strided: written in place of a new tensor.
 
     Returns:
         [rows, heads, N], x's dtype; an empty tensor if `out` is given.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         `rotary_embedding` of q_pe and torch.bmm with W_UK_T in vLLM's MLA backends.

@@ -185,9 +185,6 @@ def block_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_
     Returns:
         [M, N], out_dtype.
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         vLLM's `w8a8_block_fp8_matmul`; the FP8 GEMM of RadeonFlow; amd-fp8-gemm.py of the Inference Sprint;
         03-matrix-multiplication of AMD perf-kernels.

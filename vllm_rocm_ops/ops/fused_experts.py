@@ -328,9 +328,6 @@ def fused_experts(
     Returns:
         [M, H], out_dtype.
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         vLLM's TritonExperts; MoE layers of RadeonFlow and the Inference Sprint; fused_moe/moe-gemm.py of AMD
         perf-kernels; smallm_mxfp8_moe_grouped_gemm of aiter PR 3783.

@@ -1,6 +1,6 @@
 """Multiply matrices of any dtypes, strides and sizes, with scales, bias and activation.
 
-Kernels: csrc/ops/gemm.hip, csrc/ops/gemm_blocks.hip.
+Kernels: csrc/ops/gemm.hip, csrc/ops/standalone/gemm_blocks.hip.
 """
 
 from __future__ import annotations
@@ -344,9 +344,6 @@ def gemm(
 
     Returns:
         [M, N], out_dtype. Integers are rounded to nearest even and saturated, NaN becomes 0.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         03-matrix-multiplication-all-types.py and multreduce_matmul_kernel.py of AMD perf-kernels.

@@ -335,9 +335,6 @@ def mla_decode(
         The pair (out [rows, heads, latent size], empty if `out` is given; natural logarithm of the softmax sums [rows,
         heads] float32, empty unless return_lse).
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         MLA decode of RadeonFlow; MLA_decode of AMD perf-kernels; the decode part of vLLM's MLA backends.
     """

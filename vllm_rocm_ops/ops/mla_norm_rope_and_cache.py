@@ -269,6 +269,7 @@ def _cases() -> Iterator[Case]:
     plan=_plan,
     problem=_problem,
     cases=_cases,
+    meanings=rotation.MEANINGS,
     mutates=("kv_cache",),
     writes=(*OUTS, "scales_out"),
     inexact=("kv_cache",),
@@ -299,22 +300,16 @@ def mla_norm_rope_and_cache(
         q_weight: [q size], qkv's dtype; None for rows without q.
         kv_weight: [kv size], qkv's dtype.
         epsilon: Added to the mean square.
-        positions: [T], int64.
         cos_sin_cache: [positions, rotary size], qkv's dtype or float32: cosines, then sines; rotates k_pe.
-        is_neox: Pair the halves of the rotated part; else neighboring elements.
         q_out: [T, q size], qkv's dtype, or e4m3 with q_scale or scales_out: receives the normalized q; None without
             q_weight.
         kv_out: [T, kv size], qkv's dtype: receives the normalized kv.
         k_pe_out: [T, rotated size], qkv's dtype: receives the rotated k_pe.
         kv_cache: [pages, N, kv size + rotated size], qkv's dtype or e4m3; updated in place.
-        slot_mapping: [at most T], int64: cache slots of the first tokens; -1 skips a token.
         cache_scale: float32, one element: divides the rows of an e4m3 cache; None for 1.
         q_scale: float32, one element: static scale of an e4m3 q_out, as in `rms_norm_static_fp8_quant`.
         scales_out: [T, 1] or [T, groups], float32: receives dynamic scales per row or per group of 64 or 128.
         scale_ub: float32, one element: upper bound of the absolute maximum, or None.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's MultiHeadLatentAttentionWrapper: q_a and kv_a RMSNorm, `rotary_embedding` of k_pe,

@@ -192,6 +192,7 @@ def _op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Cal
         plan=functools.partial(_plan, is_sigmoid, epsilon),
         problem=lambda a: {"m": a.gating_output.shape[0], "experts": a.gating_output.shape[1], "topk": a.topk},
         cases=cases,
+        meanings=routing.MEANINGS,
     )
 
 
@@ -278,19 +279,8 @@ def topk_softmax(
 ) -> tuple[Tensor, Tensor]:
     """Choose the topk experts of each token by softmax.
 
-    Args:
-        gating_output: [M, E], bf16, fp16 or fp32: router logits; rows at any stride.
-        topk: Experts per token.
-        renormalize: Divide the weights by their sum.
-        e_score_correction_bias: [E], bf16, fp16 or fp32, or None: added to the scores for the choice, not to the
-            weights.
-        is_padding: [M], bool, or None: tokens that go to no expert.
-
     Returns:
         The pair (weights [M, topk] float32, ids [M, topk] int32, -1 for padding).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `topk_softmax`; softmax and top-k of RadeonFlow.
@@ -310,20 +300,8 @@ def topk_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """Choose the topk experts of each token by sigmoid.
 
-    Args:
-        gating_output: [M, E], bf16, fp16 or fp32: router logits; rows at any stride.
-        topk: Experts per token.
-        renormalize: Divide the weights by their sum.
-        e_score_correction_bias: [E], bf16, fp16 or fp32, or None: added to the scores for the choice, not to the
-            weights.
-        routed_scaling_factor: Factor of the weights.
-        is_padding: [M], bool, or None: tokens that go to no expert.
-
     Returns:
         The pair (weights [M, topk] float32, ids [M, topk] int32, -1 for padding).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `topk_sigmoid`.
@@ -348,21 +326,10 @@ def grouped_topk(
     A group ranks by its best expert; with a bias, by the sum of its best two.
 
     Args:
-        gating_output: [M, E], bf16, fp16 or fp32: router logits; rows at any stride.
-        topk: Experts per token.
         renormalize: Divide the weights by their sum + 1e-20.
-        num_expert_group: Groups, a divisor of E.
-        topk_group: Groups to choose from.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: Factor of the weights.
-        e_score_correction_bias: [E], bf16, fp16 or fp32, or None: added to the scores for the choice, not to the
-            weights.
 
     Returns:
         The pair (weights [M, topk] float32, ids [M, topk] int32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `grouped_topk`, as DeepSeek-V3 routes.

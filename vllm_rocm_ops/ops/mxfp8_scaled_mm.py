@@ -269,9 +269,6 @@ def mxfp8_scaled_mm(
     Returns:
         [M, N], out_dtype.
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         smallm_mxfp8_gemv and smallm_mxfp8_mfma of aiter PR 3783; vLLM's MXFP8 linear layers.
     """

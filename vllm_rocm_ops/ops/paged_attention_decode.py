@@ -339,9 +339,6 @@ def paged_attention_decode(
         The pair (out like query, zero for rows without keys, and empty if `out` is given; natural logarithm of the
         softmax sums [rows, heads] float32, empty unless return_lse).
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         06-attention-decode.py and paged attention of AMD perf-kernels; the decode part of vLLM's attention backends.
     """

@@ -153,6 +153,7 @@ def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     plan=_plan,
     problem=functools.partial(rotation.problem, rotation.heads_parts),
     cases=_cases,
+    meanings=rotation.MEANINGS,
     mutates=("key_cache", "value_cache"),
     writes=("query_out", "key_out"),
     inexact=("key_cache",),
@@ -182,25 +183,11 @@ def qk_norm_rope_and_cache(
         query: [T, query heads * size] or [T, query heads, size], bf16 or fp16; unchanged. May be columns of one qkv
             tensor.
         key: [T, heads * size] or [T, heads, size], query's dtype; unchanged.
-        value: [T, heads * size] or [T, heads, size], query's dtype.
         q_weight: [size], query's dtype: RMSNorm weight of each query head.
         k_weight: [size], query's dtype: RMSNorm weight of each key head.
         epsilon: Added to the mean square.
-        positions: [T], int64.
-        cos_sin_cache: [positions, rotary size], query's dtype or float32: cosines, then sines; rotates the first
-            elements of a head.
-        is_neox: Pair the halves of the rotated part; else neighboring elements.
         query_out: As query: receives the normalized and rotated queries.
         key_out: As key: receives the normalized and rotated keys.
-        key_cache: Native (reshape_and_cache) or packed (reshape_and_cache_flash) layout; query's dtype or e4m3; updated
-            in place.
-        value_cache: As key_cache.
-        slot_mapping: [at most T], int64: cache slots of the first tokens; -1 skips a token.
-        k_scale: float32, one element: divides keys of an e4m3 cache; None for 1.
-        v_scale: float32, one element: divides values of an e4m3 cache; None for 1.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's Qwen3Attention: `rms_norm` of q and k, `rotary_embedding`, `reshape_and_cache`.

@@ -33,6 +33,16 @@ __all__ = [
     "rms_norm_static_fp8_quant",
 ]
 
+MEANINGS = quantization.MEANINGS | {
+    "input": "[..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.",
+    "residual": "[..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.",
+    "weight": "[hidden], input's dtype.",
+    "epsilon": "Added to the mean square.",
+    "one_plus_weight": "Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.",
+    "addend": "[..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.",
+    "addend_factor": "Factor of addend.",
+}
+
 
 def _add(input: Tensor, residual: Tensor | None, addend: Tensor | None, factor: float) -> Tensor:
     """Return the sum of input and residual unrounded, and store it rounded in residual. An addend comes first, rounded."""
@@ -184,6 +194,7 @@ def _op(
             problem=lambda a: rowwise.problem(a, _hidden(a)),
             cases=functools.partial(_cases, make),
             mutates=mutates,
+            meanings=MEANINGS,
         )
 
     return of
@@ -194,16 +205,10 @@ def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float, one_plus_weig
     """Apply RMSNorm over the last dimension.
 
     Args:
-        input: [..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.
         weight: [hidden], input's dtype; None for ones.
-        epsilon: Added to the mean square.
-        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
 
     Returns:
         [..., hidden], input's dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `rms_norm` and GemmaRMSNorm; rmsnorm.py of AMD perf-kernels.
@@ -227,16 +232,9 @@ def fused_add_rms_norm(
         input: [..., hidden], bf16 or fp16; rows may be strided.
         residual: [..., hidden], input's dtype; becomes input + residual, rounded, in place.
         weight: [hidden], input's dtype; None for ones.
-        epsilon: Added to the mean square.
-        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
-        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
-        addend_factor: Factor of addend.
 
     Returns:
         [..., hidden], input's dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `fused_add_rms_norm`.
@@ -256,19 +254,8 @@ def rms_norm_static_fp8_quant(
 ) -> Tensor:
     """Apply RMSNorm, then quantize to FP8 with a static scale.
 
-    Args:
-        input: [..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.
-        weight: [hidden], input's dtype.
-        scale: float32, one element: the static scale.
-        epsilon: Added to the mean square.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
-
     Returns:
         [..., hidden], quant_dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's op of this name.
@@ -293,19 +280,9 @@ def fused_add_rms_norm_static_fp8_quant(
     Args:
         input: [..., hidden], bf16 or fp16; rows may be strided.
         residual: [..., hidden], input's dtype; becomes input + residual, rounded, in place.
-        weight: [hidden], input's dtype.
-        scale: float32, one element: the static scale.
-        epsilon: Added to the mean square.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
-        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
-        addend_factor: Factor of addend.
 
     Returns:
         [..., hidden], quant_dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's op of this name; residual_rms of hf-rocm-kernels.
@@ -332,22 +309,8 @@ def rms_norm_dynamic_per_token_quant(
 
     With a residual the norm reads the unrounded sum input + residual.
 
-    Args:
-        input: [..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.
-        weight: [hidden], input's dtype.
-        epsilon: Added to the mean square.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
-        residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
-        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
-        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
-        addend_factor: Factor of addend.
-
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's op of this name.
@@ -374,24 +337,8 @@ def rms_norm_per_block_quant(
 
     With a residual the norm reads the unrounded sum input + residual.
 
-    Args:
-        input: [..., hidden], bf16 or fp16; rows may be strided, also at two strides, as heads of wider rows.
-        weight: [hidden], input's dtype.
-        epsilon: Added to the mean square.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        group_size: Columns that share a scale; kernels take 64 and 128.
-        is_scale_transposed: Store scales column-major, with strides (1, rows).
-        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
-        residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
-        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
-        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
-        addend_factor: Factor of addend.
-
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's op of this name.
@@ -416,19 +363,10 @@ def rms_norm_mxfp8_quant(
 
     Args:
         input: [..., hidden], bf16 or fp16, hidden a multiple of 32; rows may be strided.
-        weight: [hidden], input's dtype.
-        epsilon: Added to the mean square.
-        residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
-        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
-        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
-        addend_factor: Factor of addend.
 
     Returns:
         The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
         2^(s - 127), the smallest power of two that keeps its 32 values within 448.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.
@@ -456,20 +394,10 @@ def rms_norm_and_per_block_quant(
 
     Args:
         input: [..., hidden], bf16 or fp16, hidden a multiple of 128; rows may be strided.
-        weight: [hidden], input's dtype.
-        epsilon: Added to the mean square.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        residual: [..., hidden], input's dtype, or None; becomes input + residual, rounded, in place.
-        one_plus_weight: Multiply by 1 + weight, in float32 and rounded once, as GemmaRMSNorm does.
-        addend: [..., hidden], input's dtype, or None: input + addend_factor * addend, rounded, replaces input. Needs a residual.
-        addend_factor: Factor of addend.
 
     Returns:
         The triple (out [..., hidden] of input's dtype, values [..., hidden] of quant_dtype, scale [rows, hidden / 128]
         float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `rms_norm` or `fused_add_rms_norm` and the quantization in its MoE layers, in one launch.

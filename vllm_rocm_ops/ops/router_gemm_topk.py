@@ -14,7 +14,7 @@ from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops import moe_routing
 from vllm_rocm_ops.ops.moe_routing import EPSILON, MAX_GROUP_LANES, grouped_topk
-from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.ops.shared import gemm, routing, skinny_gemm, weight_layout
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.ops.unquantized_gemm import unquantized_gemm
 
@@ -205,6 +205,7 @@ def _op(reference) -> Op:
         plan=_plan,
         problem=lambda a: {**gemm.problem(*_operands(a)), "topk": a.topk},
         cases=_cases,
+        meanings=routing.MEANINGS,
         sums=True,
     )
 
@@ -229,22 +230,11 @@ def router_gemm_topk(
     Args:
         x: [M, K], bf16, K innermost; rows may be strided.
         weight: [E, K], x's dtype, K innermost; rows may be strided. Or `shuffle_weight(weight)`.
-        topk: Experts per token.
         renormalize: Divide the weights by their sum + 1e-20.
-        num_expert_group: Groups, a divisor of E.
-        topk_group: Groups to choose from.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: Factor of the weights.
-        e_score_correction_bias: [E], bf16, fp16 or fp32, or None: added to the scores for the choice, not to the
-            weights.
-        is_padding: [M], bool, or None: tokens that go to no expert.
 
     Returns:
         The triple (logits [M, E] in x's dtype, weights [M, topk] float32, ids [M, topk] int32, -1 for padding). Experts
         are chosen by the rounded logits.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `dsv3_router_gemm` and `grouped_topk`, in one launch.

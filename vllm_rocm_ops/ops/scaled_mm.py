@@ -165,9 +165,6 @@ def scaled_mm(
     Returns:
         [M, N], out_dtype.
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         vLLM's `cutlass_scaled_mm`; skinny_gemm and sparse_k of hf-rocm-kernels; amd-fp8-gemm.py of the Inference
         Sprint; 03-matrix-multiplication of AMD perf-kernels.
@@ -274,9 +271,6 @@ def scaled_mm_silu_and_mul_quant(
 
     Returns:
         [M, N / 2], a's dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `cutlass_scaled_mm` and `silu_and_mul_quant`, in one launch.

@@ -45,14 +45,8 @@ _op = functools.partial(gated.op, module="silu_and_mul")
 def silu_and_mul(input: Tensor) -> Tensor:
     """Compute silu(gate) * up, rounded after silu and after the product.
 
-    Args:
-        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
-
     Returns:
         [..., hidden], input's dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `silu_and_mul`.
@@ -64,16 +58,8 @@ def silu_and_mul(input: Tensor) -> Tensor:
 def silu_and_mul_quant(input: Tensor, scale: Tensor, quant_dtype: torch.dtype) -> Tensor:
     """Apply `silu_and_mul`, then quantize to FP8 with a static scale.
 
-    Args:
-        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
-        scale: float32, one element: the static scale.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-
     Returns:
         [..., hidden], quant_dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's op of this name; swiglu of hf-rocm-kernels.
@@ -87,16 +73,8 @@ def silu_and_mul_per_token_quant(
 ) -> tuple[Tensor, Tensor]:
     """Compute silu(gate) * up in float32, then quantize to FP8 with one dynamic scale per row.
 
-    Args:
-        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
-
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's `silu_and_mul` and `dynamic_per_token_scaled_fp8_quant`, in one launch.
@@ -115,17 +93,10 @@ def silu_and_mul_per_block_quant(
     """Compute silu(gate) * up in float32, then quantize to FP8 with one dynamic scale per `group_size` columns.
 
     Args:
-        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        group_size: Columns that share a scale; kernels take 64 and 128.
-        is_scale_transposed: Store scales column-major, with strides (1, rows).
         scale_ub: float32, one element: upper bound of the scale, or None.
 
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's op of this name.
@@ -143,9 +114,6 @@ def silu_and_mul_mxfp8_quant(input: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
         2^(s - 127), the smallest power of two that keeps its 32 values within 448.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.

@@ -28,6 +28,11 @@ __all__ = [
 ]
 
 GPT_OSS = {"limit": 7.0, "alpha": 1.702, "beta": 1.0}  # MiniMax-M3's too
+MEANINGS = gated.MEANINGS | {
+    "limit": "Upper bound of gate, and of the absolute value of up; above 0, may be infinite.",
+    "alpha": "Factor of gate in the sigmoid.",
+    "beta": "Added to up.",
+}
 
 
 def _product(input: Tensor, limit: float, alpha: float, beta: float) -> Tensor:
@@ -62,24 +67,15 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
 
 
 def _op(reference: Callable):
-    return gated.op(reference, "silu_and_mul_with_clamp", _further, _contract, _cases)
+    return gated.op(reference, "silu_and_mul_with_clamp", _further, _contract, _cases, MEANINGS)
 
 
 @_op
 def silu_and_mul_with_clamp(input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """Clamp gate and up, then compute gate * sigmoid(alpha * gate) * (up + beta), rounded once.
 
-    Args:
-        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
-        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
-        alpha: Factor of gate in the sigmoid.
-        beta: Added to up.
-
     Returns:
         [..., hidden], input's dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's SiluAndMulWithClamp and swiglu_oai_split.
@@ -93,19 +89,8 @@ def silu_and_mul_with_clamp_quant(
 ) -> Tensor:
     """Apply `silu_and_mul_with_clamp`, then quantize to FP8 with a static scale.
 
-    Args:
-        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
-        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
-        scale: float32, one element: the static scale.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        alpha: Factor of gate in the sigmoid.
-        beta: Added to up.
-
     Returns:
         [..., hidden], quant_dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's SiluAndMulWithClamp and `static_scaled_fp8_quant`, in one launch.
@@ -124,19 +109,8 @@ def silu_and_mul_with_clamp_per_token_quant(
 ) -> tuple[Tensor, Tensor]:
     """Compute `silu_and_mul_with_clamp` in float32, then quantize to FP8 with one dynamic scale per row.
 
-    Args:
-        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
-        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
-        alpha: Factor of gate in the sigmoid.
-        beta: Added to up.
-
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's SiluAndMulWithClamp and `dynamic_per_token_scaled_fp8_quant`, in one launch.
@@ -158,20 +132,10 @@ def silu_and_mul_with_clamp_per_block_quant(
     """Compute `silu_and_mul_with_clamp` in float32, then quantize to FP8 per `group_size` columns.
 
     Args:
-        input: [..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.
-        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        group_size: Columns that share a scale; kernels take 64 and 128.
-        is_scale_transposed: Store scales column-major, with strides (1, rows).
         scale_ub: float32, one element: upper bound of the scale, or None.
-        alpha: Factor of gate in the sigmoid.
-        beta: Added to up.
 
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's SiluAndMulWithClamp, with the quantization of `silu_and_mul_per_block_quant`.
@@ -188,16 +152,10 @@ def silu_and_mul_with_clamp_mxfp8_quant(
 
     Args:
         input: [..., 2 * hidden], bf16 or fp16, hidden a multiple of 32: gate, then up; rows may be strided.
-        limit: Upper bound of gate, and of the absolute value of up; above 0, may be infinite.
-        alpha: Factor of gate in the sigmoid.
-        beta: Added to up.
 
     Returns:
         The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
         2^(s - 127), the smallest power of two that keeps its 32 values within 448.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         vLLM's swiglu_oai_quantize_mxfp8; the inputs of `mxfp8_scaled_mm`.

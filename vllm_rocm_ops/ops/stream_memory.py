@@ -85,9 +85,6 @@ def stream_memory(words: Tensor, direction: str, num_blocks: int) -> Tensor:
         int32. "read": [num_blocks], the sum of each block's words modulo 2^32. "write": [count], all bytes 1. "copy":
         the words.
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         hbm-bw-test.py of AMD perf-kernels.
     """

@@ -133,9 +133,6 @@ def unquantized_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     Returns:
         [..., N], x's dtype.
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         torch.nn.functional.linear and vLLM's rocm_unquantized_gemm; 03-matrix-multiplication of AMD perf-kernels.
     """

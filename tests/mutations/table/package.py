@@ -21,7 +21,7 @@ BUGS = (
         "if -before <= distance < behind:", Tests("test_contracts.py::test_neighbors_in_memory_are_no_overlap")),
     Bug("steps of heads that nobody aligns", "core/tensors.py", "if step is not None else tensor.stride()[:-1]",
         "if step is not None else ()", Tests("test_rules.py::test_steps_are_aligned_as_addresses_are")),
-    Bug("a bound of strides that is too wide", "ops/shared/flash.py", "of_value.slot_stride) < 2**24",
+    Bug("a bound of strides that is too wide", "ops/standalone/flash.py", "of_value.slot_stride) < 2**24",
         "of_value.slot_stride) < 2**32", Tests("test_far_apart.py::test_bounds_of_strides")),
     Bug("the stride of the residual for that of the input", "ops/shared/rowwise.py",
         "row_stride(a.addend) == strides[0]", "row_stride(a.addend) == strides[-1]", Tests("test_strides.py")),

@@ -56,13 +56,13 @@ BUGS = (
         "absmax_to_bounded_scale(of_row.reduce(thread_absmax,", "absmax_to_bounded_scale(reduce_block(thread_absmax,",
         Tests("emulator/test_all_reduce.py::test_blocks_exchange_sums_and_maxima", module="all_reduce_quant")),
     Bug("log2(e) to three places", "device/vec.h", "-1.4426950408889634f", "-1.443f", Cases(ops.silu_and_mul, "bf16")),
-    Bug("nibbles swapped", "ops/dequantize_int4.hip",
+    Bug("nibbles swapped", "ops/standalone/dequantize_int4.hip",
         "{__builtin_fmaf(low, pair.x, pair.y), __builtin_fmaf(high, pair.x, pair.y)}",
         "{__builtin_fmaf(high, pair.x, pair.y), __builtin_fmaf(low, pair.x, pair.y)}",
         Cases(ops.dequantize_int4, "fp16", said="error|NaNs differ|element .* is")),
-    Bug("int4 rows in 32 bits", "ops/dequantize_int4.hip", "const u32* from = p.quantized + row * p.stride;",
+    Bug("int4 rows in 32 bits", "ops/standalone/dequantize_int4.hip", "const u32* from = p.quantized + row * p.stride;",
         "const u32* from = p.quantized + int(row * u32(p.stride));", Tests()),
-    Bug("variance in one pass, per element", "ops/layer_norm.hip", """load_element<T>(row.input, column) - mean;
+    Bug("variance in one pass, per element", "ops/standalone/layer_norm.hip", """load_element<T>(row.input, column) - mean;
     square = __builtin_fmaf(d, d, square);
   }
   const float factor = row.inverse_deviation(""", """load_element<T>(row.input, column);
@@ -70,14 +70,14 @@ BUGS = (
   }
   const float factor = row.inverse_deviation(-mean * mean * row.hidden + """,
         Cases(ops.layer_norm_per_block_quant, "fp16-far-from-zero-general", on="gfx950", said="output 0")),
-    Bug("bias left out", "ops/layer_norm.hip", "y = unpack<T>(bias[i])", "y = unpack<T>(u32x4{})",
+    Bug("bias left out", "ops/standalone/layer_norm.hip", "y = unpack<T>(bias[i])", "y = unpack<T>(u32x4{})",
         Cases(ops.layer_norm_static_fp8_quant, "bf16", said="output 0")),
-    Bug("tail in the variance", "ops/layer_norm.hip", "chunks.in_bounds[i] ? mean : 0.0f", "mean",
+    Bug("tail in the variance", "ops/standalone/layer_norm.hip", "chunks.in_bounds[i] ? mean : 0.0f", "mean",
         Cases(ops.layer_norm, "bf16-far-from-zero", said="output 0")),
-    Bug("last columns dropped", "ops/layer_norm.hip", "in_bounds[i] = chunks.index[i] * kChunk < row.hidden;",
+    Bug("last columns dropped", "ops/standalone/layer_norm.hip", "in_bounds[i] = chunks.index[i] * kChunk < row.hidden;",
         "in_bounds[i] = (chunks.index[i] + 1) * kChunk < row.hidden;",
         Cases(ops.layer_norm_dynamic_per_token_quant, "hidden2040-tail", on="gfx950", said="output 0")),
-    Bug("every other missing weight 0", "ops/layer_norm.hip",
+    Bug("every other missing weight 0", "ops/standalone/layer_norm.hip",
         "const u32 ones = row.weight ? 0 : T::pack({1.0f, 1.0f});",
         "const u32 ones = row.weight ? 0 : u32(T::pack({1.0f, 0.0f}));", Tests()),
     Bug("scales of two outputs in the wrong row", "ops/rms_norm.hip", "u32(hidden) / kGroup, 1, kGroup",
@@ -99,9 +99,9 @@ BUGS = (
         Call("test_mx_outputs.test_bytes_of_a_static_quantization", on="gfx950", as_executor=False)),
     Bug("clamped activation not rounded before static quantization", "ops/silu_and_mul_with_clamp.hip",
         "return kOutput == Output::kStatic ? round_to<T>(y) : y;", "return y;", Tests()),
-    Bug("subnormal numbers lost", "ops/softmax.hip", "x < -126.0f", "false",
+    Bug("subnormal numbers lost", "ops/standalone/softmax.hip", "x < -126.0f", "false",
         Cases(ops.softmax, "bf16-special", said="output 0")),
-    Bug("softmax flushes tiny numbers", "ops/softmax.hip", "const bool is_tiny = x < -126.0f;",
+    Bug("softmax flushes tiny numbers", "ops/standalone/softmax.hip", "const bool is_tiny = x < -126.0f;",
         "const bool is_tiny = false;", Tests()),
     Bug("tail left out", "ops/stream_memory.hip", "for (; first < vectors;", "for (; first + step < vectors;",
         Cases(ops.stream_memory, "read-tail", said="NaNs|output 0")),

@@ -17,6 +17,10 @@ from vllm_rocm_ops.core.tensors import row_stride, rows_of
 from vllm_rocm_ops.ops.shared import rowwise
 from vllm_rocm_ops.ops.shared.rowwise import VECTOR, RowConfig
 
+MEANINGS = quantization.MEANINGS | {
+    "input": "[..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.",
+}
+
 
 def per_block(
     y: Tensor, input: Tensor, quant_dtype, group_size: int, is_scale_transposed: bool, scale_ub: Tensor | None
@@ -89,10 +93,11 @@ def op(
     further: Callable[..., dict] = lambda a: {},
     contract: Callable[..., Iterator] = lambda a: iter(()),
     cases: Callable[[rowwise.Cases], Iterator[Case]] = rowwise.Cases.standard,
+    meanings: dict[str, str] = MEANINGS,
 ) -> Op:
     """Return an op with the kernels of csrc/ops/`module`.hip.
 
-    `further` gives the kernel arguments of this activation only, `contract` their rules.
+    `further` gives the kernel arguments of this activation only, `contract` their rules, `meanings` texts of its arguments.
     """
     mx = reference.__name__.endswith("_mxfp8_quant")
     make = rowwise.Cases(reference, 2, {}, quantization.MX_BLOCK if mx else 1)
@@ -106,4 +111,5 @@ def op(
         plan=functools.partial(_plan, module, reference.__name__, further),
         problem=lambda a: rowwise.problem(a, hidden(a)),
         cases=functools.partial(cases, make),
+        meanings=meanings,
     )

@@ -1,4 +1,4 @@
-"""Scale blocks in the op `gemm`: one scale per 1x128 of a and per 128x128 of b; kernels: csrc/ops/gemm_blocks.hip."""
+"""Scale blocks in the op `gemm`: one scale per 1x128 of a and per 128x128 of b; kernels: csrc/ops/standalone/gemm_blocks.hip."""
 
 from __future__ import annotations
 

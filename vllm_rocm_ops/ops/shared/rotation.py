@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention
 from vllm_rocm_ops.ops.shared.attention import CacheLayout, CacheStrides
@@ -20,6 +22,18 @@ from vllm_rocm_ops.ops.shared.rowwise import exact
 PAIRS = 8  # per thread
 THREADS = (64, 256)
 WAVE = 64  # largest number of lanes
+MEANINGS = {
+    "value": "[T, heads * size] or [T, heads, size], query's dtype.",
+    "positions": "[T], int64.",
+    "cos_sin_cache": "[positions, rotary size], query's dtype or float32: cosines, then sines; rotates the first elements of a head.",
+    "is_neox": "Pair the halves of the rotated part; else neighboring elements.",
+    "key_cache": "Native (reshape_and_cache) or packed (reshape_and_cache_flash) layout; query's dtype or e4m3; updated in place.",
+    "value_cache": "As key_cache.",
+    "slot_mapping": "[at most T], int64: cache slots of the first tokens; -1 skips a token.",
+    "k_scale": "float32, one element: divides keys of an e4m3 cache; None for 1.",
+    "v_scale": "float32, one element: divides values of an e4m3 cache; None for 1.",
+}
+"""Arguments of ops that rotate or write a cache."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +266,40 @@ def problem(parts: Callable[..., Parts], a) -> dict[str, object]:
     p = parts(a)
     heads = f"{p.query.shape[1]}:{p.layout.heads}"
     return {"tokens": p.query.shape[0], "heads": heads, "sizes": "+".join(map(str, p.sizes))}
+
+
+def _items(p: Parts, a) -> int:
+    """Return the work items of a token without a norm, one per thread."""
+    copied = (sum(p.sizes) - a.cos_sin_cache.shape[1]) // attention.VECTOR
+    return first_copied(p, rotary_vecs(a)) + p.layout.heads * copied
+
+
+def _plan(parts: Callable[..., Parts], config, outputs, a, arch: Arch) -> list[Launch]:
+    p = parts(a)
+    args = problem_fields(p, a, rotary_vecs(a))
+    return launches("rope_and_cache", config, p, _items(p, a), args)
+
+
+def _cost(parts: Callable[..., Parts], config, a, arch: Arch) -> dict[str, float]:
+    p = parts(a)
+    return cost(config, p, _items(p, a), a.cos_sin_cache.shape[1], arch)
+
+
+def op(parts: Callable[..., Parts], contract: Callable, cases: Callable, mutates: tuple[str, ...]) -> Callable:
+    """Return a decorator that makes an op without a norm of its reference."""
+    return lambda reference: Op(
+        reference,
+        allocate=lambda a: None,
+        contract=contract,
+        can_implement=functools.partial(can_implement, parts),
+        configs=configs,
+        cost=functools.partial(_cost, parts),
+        plan=functools.partial(_plan, parts),
+        problem=functools.partial(problem, parts),
+        cases=cases,
+        meanings=MEANINGS,
+        mutates=mutates,
+    )
 
 
 # Cases

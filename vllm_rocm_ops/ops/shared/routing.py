@@ -16,6 +16,18 @@ MODULE = "moe_routing"
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MAX_EXPERTS = 512
 WAVES = 4  # per block
+MEANINGS = {
+    "gating_output": "[M, E], bf16, fp16 or fp32: router logits; rows at any stride.",
+    "topk": "Experts per token.",
+    "renormalize": "Divide the weights by their sum.",
+    "num_expert_group": "Groups, a divisor of E.",
+    "topk_group": "Groups to choose from.",
+    "scoring_func": '"softmax" or "sigmoid".',
+    "routed_scaling_factor": "Factor of the weights.",
+    "e_score_correction_bias": "[E], bf16, fp16 or fp32, or None: added to the scores for the choice, not to the weights.",
+    "is_padding": "[M], bool, or None: tokens that go to no expert.",
+}
+"""Arguments of ops that choose experts."""
 
 
 def exact(x: Tensor) -> Tensor:

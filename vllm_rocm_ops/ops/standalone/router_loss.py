@@ -1,4 +1,4 @@
-"""Compute the auxiliary losses of a MoE router; kernels: csrc/ops/moe_routing.hip.
+"""Compute the auxiliary losses of a MoE router; kernels: csrc/ops/standalone/router_loss.h.
 
 Everything is computed in float32. A NaN logit counts as -inf.
 """
@@ -137,9 +137,6 @@ def router_z_loss(logits: Tensor, coefficient: float = 0.001) -> Tensor:
     Returns:
         A float32 scalar; 0 without tokens.
 
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
-
     Source:
         The router z-loss of the Inference Sprint.
     """
@@ -159,9 +156,6 @@ def load_balancing_loss(logits: Tensor, topk_ids: Tensor, coefficient: float = 0
 
     Returns:
         A float32 scalar; 0 without tokens.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         The load-balancing loss of the Inference Sprint.

@@ -1,6 +1,6 @@
 // Maps a block to a head and its rows.
 #pragma once
-#include "attention/flash_problem.h"
+#include "ops/standalone/flash_problem.h"
 
 // The tile for an index. Consecutive tiles use different KV heads, so an XCD, which gets every eighth block, has few KV
 // heads in its cache. Rows that see the most keys come first.

@@ -7,9 +7,9 @@
 // maximum in the wave grows. The running maximum is exact, not updated lazily: a row's largest weight is then 1,
 // without the rounding error that would be much of the total.
 #pragma once
-#include "attention/flash_general.h"
 #include "device/arrive.h"
 #include "device/reduce.h"
+#include "ops/standalone/flash_general.h"
 
 template <class T, int kD, int kDv, int kKeys, bool kGeneral>
 struct Flash {

@@ -1,5 +1,5 @@
-// FlashAttention forward (prefill); see attention/flash.h.
-#include "attention/flash.h"
+// FlashAttention forward (prefill); see ops/standalone/flash.h.
+#include "ops/standalone/flash.h"
 
 // The compiler limits registers for `waves` waves per SIMD.
 #define PLAIN(symbol, waves, T, ...)                                     \

@@ -2,8 +2,8 @@
 // type T: keys by key, in the instructions' row order, and values by element, so that the eight keys that a lane
 // multiplies are contiguous. A copy stays in registers until the previous keys have been multiplied.
 #pragma once
-#include "attention/flash_tile.h"
 #include "attention/split.h"
+#include "ops/standalone/flash_tile.h"
 
 // Reloads arguments where they are used below: registers cannot hold all of them across loops.
 template <class Arguments>

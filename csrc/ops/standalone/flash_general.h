@@ -1,8 +1,8 @@
 // General FlashAttention: any strides and head sizes, 8-bit types, paged caches; soft caps, ALiBi, bias, integer
 // weights, dropout.
 #pragma once
-#include "attention/flash_loader.h"
-#include "attention/philox.h"
+#include "ops/standalone/flash_loader.h"
+#include "ops/standalone/philox.h"
 
 DEVICE float from_int8(u32 word, int i) { return float(int(word << (3 - i) * 8) >> 24); }
 

@@ -18,7 +18,7 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.correctness import check_case, generator_of
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.shared import flash
+from vllm_rocm_ops.ops.standalone import flash
 from vllm_rocm_ops.tools.bench.attention import attention
 
 
@@ -161,7 +161,7 @@ KINDS = {
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_of_perf_kernels(shape, kind, arch):
     batch, heads, kv_heads, rows, keys, size = shape
-    make = importlib.import_module("vllm_rocm_ops.ops.flash_attention")._inputs
+    make = importlib.import_module("vllm_rocm_ops.ops.standalone.flash_attention")._inputs
     given = KINDS[kind] | {"batch": batch}
     case = Case(f"{shape} {kind}", functools.partial(make, rows, keys, (heads, kv_heads), size, given))
     emulator = Emulator(arch)
@@ -173,7 +173,7 @@ def test_shapes_of_perf_kernels(shape, kind, arch):
 @pytest.mark.parametrize("arch", AMD)
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_of_sequences(causal, arch):
-    make = importlib.import_module("vllm_rocm_ops.ops.flash_attention")._inputs
+    make = importlib.import_module("vllm_rocm_ops.ops.standalone.flash_attention")._inputs
     rows, keys = (1, 7, 128, 300, 0, 129), (1, 70, 128, 290, 5, 1000)
     for given in ({}, {"cache": "packed"}, {"cache": "native"}, {"cache": "packed", "kv": "fp8", "page": 64}):
         given = given | {"layout": "thd", "causal": causal}

@@ -9,7 +9,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.dequantize_int4 import quantize
+from vllm_rocm_ops.ops.standalone.dequantize_int4 import quantize
 
 
 def test_the_format_is_that_of_perf_kernels():

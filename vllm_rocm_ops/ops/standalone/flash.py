@@ -1,4 +1,4 @@
-"""Compute flash attention (forward) in plain PyTorch, and plan its launches; ops/flash_attention.py has the rules."""
+"""Compute flash attention (forward) in plain PyTorch, and plan its launches; flash_attention.py has the rules."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ TILE_ROWS = 128
 THREADS = 256
 RESIDENT = 2  # blocks per compute unit
 KINDS = {torch.int8: 2, torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 1}  # element kinds; 0 is the dtype of the GEMM
-BY_ELEMENT, BY_KEY, ANY_ORDER = range(3)  # FlashOrder of csrc/attention/flash_problem.h
+BY_ELEMENT, BY_KEY, ANY_ORDER = range(3)  # FlashOrder of csrc/ops/standalone/flash_problem.h
 PLAIN_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))  # head sizes of keys and values
 GENERAL_SIZES = (128, 256)  # limits of both head sizes
 BIASES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in with_output_type of csrc/device/vec.h
@@ -315,7 +315,7 @@ def is_plain(a) -> bool:
 
 
 def _extras(a) -> dict[str, object]:
-    """Return FlashExtras of csrc/attention/flash_problem.h."""
+    """Return FlashExtras of csrc/ops/standalone/flash_problem.h."""
     sizes, q = Sizes.of(a), by_row(a.q, a.layout)
     by_head = {"query": a.q_scale, "key": a.k_scale, "value": a.v_scale, "weight": a.p_scale}
     bias, slopes = (tuple(x.stride()) if x is not None else (0,) * 4 for x in (a.bias, a.alibi_slopes))

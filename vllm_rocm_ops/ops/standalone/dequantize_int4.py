@@ -1,4 +1,4 @@
-"""Dequantize int4 rows to bf16 or fp16, for attention over an int4 cache; kernel: csrc/ops/dequantize_int4.hip."""
+"""Dequantize int4 rows to bf16 or fp16, for attention over an int4 cache; kernel: csrc/ops/standalone/dequantize_int4.hip."""
 
 from __future__ import annotations
 
@@ -132,9 +132,6 @@ def dequantize_int4(quantized: Tensor, groups: int = 1, dtype: torch.dtype = tor
 
     Returns:
         [..., size], dtype. Keys and values [requests, N, heads, size] are an unpaged cache of `paged_attention_decode`.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         06-attention-decode.py of AMD perf-kernels, whose int4 cache format this is.

@@ -12,9 +12,10 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
-from vllm_rocm_ops.ops.shared import attention, decode, flash
+from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
-from vllm_rocm_ops.ops.shared.flash import Sizes
+from vllm_rocm_ops.ops.standalone import flash
+from vllm_rocm_ops.ops.standalone.flash import Sizes
 
 __all__ = ["flash_attention"]
 
@@ -335,9 +336,6 @@ def flash_attention(
         The triple (out like q with v's size, zero for rows without keys; natural logarithm of the softmax sums, float32
         [batch, heads, rows] or [heads, rows] (thd), inf for rows without keys, empty unless return_lse; dropout mask,
         bool [batch, heads, rows, keys], empty unless return_mask).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         flash-attention.py and 06-fused-attention-transV.py of AMD perf-kernels.

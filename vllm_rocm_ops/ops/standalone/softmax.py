@@ -1,4 +1,4 @@
-"""Compute the softmax of rows of any length; kernels: csrc/ops/softmax.hip."""
+"""Compute the softmax of rows of any length; kernels: csrc/ops/standalone/softmax.hip."""
 
 from __future__ import annotations
 
@@ -134,9 +134,6 @@ def softmax(input: Tensor) -> Tensor:
 
     Returns:
         [..., hidden], input's dtype. A row that has NaN or +infinity, or only -infinity, is NaN.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         torch.softmax; softmax of the Inference Sprint and softmax.py of AMD perf-kernels.

@@ -1,4 +1,4 @@
-"""Normalize rows by LayerNorm, with optional FP8 quantization fused; kernels: csrc/ops/layer_norm.hip.
+"""Normalize rows by LayerNorm, with optional FP8 quantization fused; kernels: csrc/ops/standalone/layer_norm.hip.
 
 Rounding matches torch.nn.functional.layer_norm: float32 up to the result, which is rounded once and then quantized.
 """
@@ -28,6 +28,12 @@ __all__ = [
     "layer_norm_static_fp8_quant",
 ]
 
+MEANINGS = quantization.MEANINGS | {
+    "input": "[..., hidden], bf16 or fp16; rows may be strided.",
+    "weight": "[hidden], input's dtype; None for ones.",
+    "bias": "[hidden], input's dtype; None for zeros.",
+    "epsilon": "Added to the variance.",
+}
 COLUMNS = {"weight": rowwise.around_one, "bias": rowwise.normal}  # per-column arguments, and their values in cases
 
 
@@ -87,6 +93,7 @@ def _op(reference: Callable, baseline: Callable | None = None, mx: bool = False)
         problem=lambda a: rowwise.problem(a, _hidden(a)),
         cases=cases,
         baseline=baseline,
+        meanings=MEANINGS,
     )
 
 
@@ -98,17 +105,8 @@ def _baseline(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon
 def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """Apply LayerNorm over the last dimension.
 
-    Args:
-        input: [..., hidden], bf16 or fp16; rows may be strided.
-        weight: [hidden], input's dtype; None for ones.
-        bias: [hidden], input's dtype; None for zeros.
-        epsilon: Added to the variance.
-
     Returns:
         [..., hidden], input's dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         torch.nn.functional.layer_norm; layernorm.py of AMD perf-kernels.
@@ -127,19 +125,8 @@ def layer_norm_static_fp8_quant(
 ) -> Tensor:
     """Apply LayerNorm, then quantize to FP8 with a static scale.
 
-    Args:
-        input: [..., hidden], bf16 or fp16; rows may be strided.
-        weight: [hidden], input's dtype; None for ones.
-        bias: [hidden], input's dtype; None for zeros.
-        scale: float32, one element: the static scale.
-        epsilon: Added to the variance.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-
     Returns:
         [..., hidden], quant_dtype.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
@@ -158,19 +145,8 @@ def layer_norm_dynamic_per_token_quant(
 ) -> tuple[Tensor, Tensor]:
     """Apply LayerNorm, then quantize to FP8 with one dynamic scale per row.
 
-    Args:
-        input: [..., hidden], bf16 or fp16; rows may be strided.
-        weight: [hidden], input's dtype; None for ones.
-        bias: [hidden], input's dtype; None for zeros.
-        epsilon: Added to the variance.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
-
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
@@ -191,21 +167,8 @@ def layer_norm_per_block_quant(
 ) -> tuple[Tensor, Tensor]:
     """Apply LayerNorm, then quantize to FP8 with one dynamic scale per `group_size` columns of a row.
 
-    Args:
-        input: [..., hidden], bf16 or fp16; rows may be strided.
-        weight: [hidden], input's dtype; None for ones.
-        bias: [hidden], input's dtype; None for zeros.
-        epsilon: Added to the variance.
-        quant_dtype: float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.
-        group_size: Columns that share a scale; kernels take 64 and 128.
-        is_scale_transposed: Store scales column-major, with strides (1, rows).
-        scale_ub: float32, one element: upper bound of the absolute maximum, or None.
-
     Returns:
         The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
@@ -223,16 +186,10 @@ def layer_norm_mxfp8_quant(
 
     Args:
         input: [..., hidden], bf16 or fp16, hidden a multiple of 32; rows may be strided.
-        weight: [hidden], input's dtype; None for ones.
-        bias: [hidden], input's dtype; None for zeros.
-        epsilon: Added to the variance.
 
     Returns:
         The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
         2^(s - 127), the smallest power of two that keeps its 32 values within 448.
-
-    Raises:
-        ValueError: An argument breaks the contract; nothing is written.
 
     Source:
         The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.

@@ -1,0 +1,1 @@
+"""Hold ops that no seam calls; only `ops`, `bench`, `verify` and `explain` reach them."""
