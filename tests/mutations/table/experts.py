@@ -71,7 +71,7 @@ BUGS = (
         "combine.results + token * routing.slots() * combine.columns",
         "combine.results + int(token) * routing.slots() * combine.columns",
         Tests("test_large_tensors.py::test_last_tokens_that_are_combined[gfx942]", module="fused_experts_tiled")),
-    Bug("losses without a barrier", "ops/moe_routing.hip", "block_barrier();  // hazard: sums and counts",
+    Bug("losses without a barrier", "ops/standalone/router_loss.h", "block_barrier();  // hazard: sums and counts",
         "// sums and counts", Cases(ops.load_balancing_loss, "bf16", on="gfx950", said="read here|written here")),
     Bug("router: the last slice missing", "ops/router_gemm_topk.hip", "own.count && slice + s < slices",
         "own.count && slice + s < slices - 1", Cases(ops.router_gemm_topk, "deepseek-m1", said=WRONG)),
