@@ -32,7 +32,7 @@ from vllm_rocm_ops.core import launch
 
 CALLS, ROUNDS = 20, 60
 ALLOWED_US = 10.0  # maximum host time of the plugin above vLLM's
-VLLMS, SERVES, LEAVES = "vLLM's own", "plugin serves", "plugin leaves"
+VLLMS, SERVES, LEAVES = "vLLM's own", "ours serves", "ours leaves"
 PLUGIN = SERVES, LEAVES
 
 
@@ -284,11 +284,11 @@ def replaced(kind: type, method: str, found: dict[type, Recorded]) -> Iterator[N
     """Replace a class's method by one that records its call."""
     plugin = getattr(kind, method)
 
-    def note(self, *given, **named):
+    def record_layer(self, *given, **named):
         found[kind] = Recorded(self, method, given, named)
         return plugin(self, *given, **named)
 
-    setattr(kind, method, note)
+    setattr(kind, method, record_layer)
     try:
         yield
     finally:

@@ -80,9 +80,7 @@ class Product(linear_base.Linear):
 
     def run(self, x, weight):
         key = self.op.name, weight.shape
-        choice = selection.find_choice(key) or selection.new_choice(key, self, Baseline("VllmKernel"), (weight,))
-        if choice.layers is not None:
-            choice.note(weight, len(x), lambda: (weight,))
+        choice = selection.choice_for(key, self, Baseline("VllmKernel"), lambda: (weight,), weight, len(x))
         return linear_base.run_or_baseline(lambda: self.vllm_kernel(x, weight), self.op, choice, x, weight)
 
     def exact(self, arguments, x, rows, columns):
@@ -734,7 +732,7 @@ class Padded(Product):
     def vllm_kernel(self, x, weight):
         return x @ weight.t(), torch.full((1,), float(next(self.calls)))
 
-    def shown(self, outputs):
+    def comparable(self, outputs):
         return outputs[0]
 
     def inputs(self, tokens, seed):
@@ -1090,7 +1088,7 @@ def test_ranks_gather_and_the_first_says(caplog):
         product = started(Product())
         with caplog.at_level(logging.INFO):
             clock = plugin_wins({1, 8} if number else {1, 32})
-            kernel_timing.warm_up(CAPTURED, MAX, clock, gather(group), says=number == 0)
+            kernel_timing.warm_up(CAPTURED, MAX, clock, gather(group), is_logging_rank=number == 0)
         results.put((number, [product.serve(m) for m in (1, 8, 32)], "selected kernels on this GPU" in caplog.text))
 
     served = ["plugin", "baseline", "baseline"]

@@ -108,7 +108,7 @@ def test_a_fault_before_the_first_op_turns_all_off(monkeypatch, stage):
     assert explained.source == f"fallback: off on this GPU: {record.off['silu_and_mul']}"
     group = types.SimpleNamespace(world_size=2)
     monkeypatch.setattr(all_reduce_timing.seam, "active", lambda: {"all_reduce"})
-    assert all_reduce_timing.lacks(None, group, object()).startswith("off on this GPU: smoke stage")
+    assert all_reduce_timing.unsupported_reason(None, group, object()).startswith("off on this GPU: smoke stage")
 
 
 @pytest.mark.parametrize(("stage", "fault", "ran"), [("load", part("raises"), 8), ("replay", is_wrong, 8)])

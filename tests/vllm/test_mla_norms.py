@@ -210,7 +210,7 @@ def test_each_result_is_checked(part, monkeypatch):
         kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
-LACKS = {
+unsupported_reason = {
     "no rotation": lambda layer: setattr(layer, "rotary_emb", None),
     "norms that vLLM fuses": lambda layer: setattr(layer, "fuse_qkv_rmsnorm", True),
     "a backend": lambda layer: delattr(layer.mla_attn.impl, "rocm_ops"),
@@ -230,12 +230,12 @@ LACKS = {
 
 
 @pytest.mark.usefixtures("configuration")
-@pytest.mark.parametrize("what", LACKS)
+@pytest.mark.parametrize("what", unsupported_reason)
 def test_what_is_not_served(what):
     layer = Layer()
-    assert [*mla_norms.lacks(layer)] == []
-    LACKS[what](layer)
-    assert len([*mla_norms.lacks(layer)]) == 1
+    assert [*mla_norms.unsupported_features(layer)] == []
+    unsupported_reason[what](layer)
+    assert len([*mla_norms.unsupported_features(layer)]) == 1
 
 
 @pytest.fixture

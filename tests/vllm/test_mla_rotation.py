@@ -246,7 +246,7 @@ def test_each_result_is_checked(part, monkeypatch):
         kernel_timing.check_and_time(query_rotation(), [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
-LACKS = {
+unsupported_reason = {
     "a product in FP8": lambda attn: setattr(attn, "is_aiter_triton_fp8_bmm_enabled", True),
     "a product in FP4": lambda attn: setattr(attn, "is_aiter_triton_fp4_bmm_enabled", True),
     "a product on CPU": lambda attn: setattr(attn, "is_amx_bmm_enabled", True),
@@ -256,13 +256,15 @@ LACKS = {
 
 
 @pytest.mark.usefixtures("configuration")
-@pytest.mark.parametrize("what", LACKS)
+@pytest.mark.parametrize("what", unsupported_reason)
 def test_what_is_not_served(what):
     layer = Layer()
     front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
     assert len([*mla_rotation.of(front, COMPILED, torch.bfloat16)]) == 1
-    LACKS[what](layer.mla_attn)
-    assert [*mla_rotation.of(front, COMPILED, torch.bfloat16)] == [] and len([*mla_rotation.lacks(layer.mla_attn)]) == 1
+    unsupported_reason[what](layer.mla_attn)
+    assert [*mla_rotation.of(front, COMPILED, torch.bfloat16)] == [] and len(
+        [*mla_rotation.unsupported_features(layer.mla_attn)]
+    ) == 1
 
 
 @pytest.mark.usefixtures("configuration")

@@ -272,7 +272,7 @@ OP = ops.paged_attention_decode.name
 def decoder(**changed) -> types.SimpleNamespace:
     """Return a stand-in for a layer's decoder."""
     model = types.SimpleNamespace(max_model_len=LONGEST, dtype=torch.bfloat16)
-    made = {"lacks": "", "is_forced": False, "op": ops.paged_attention_decode, "describe": lambda: SHAPE}
+    made = {"unsupported_reason": "", "is_forced": False, "op": ops.paged_attention_decode, "describe": lambda: SHAPE}
     made |= {"impl": types.SimpleNamespace(head_size=SIZE), "backend": types.SimpleNamespace(name="Backend")}
     made |= {"config": types.SimpleNamespace(model_config=model)}
     return types.SimpleNamespace(**made | changed)
@@ -312,9 +312,9 @@ WINS, LOSES, FEW, MANY = (b"\0\1\1",) * 2, (b"\0\0\0",) * 2, b"\0\1\0", b"\0\0\1
         (decided(plain=WINS, static=WINS, static_separate=LOSES), {}, False),
         (decided(plain=WINS, static=WINS, static_separate=(FEW, MANY)), {}, False),
         (decided((OP,), plain=WINS), {}, False),
-        (decided(plain=WINS), {"lacks": "ALiBi is not supported"}, False),
+        (decided(plain=WINS), {"unsupported_reason": "ALiBi is not supported"}, False),
         (decided(), {"is_forced": True}, True),
-        (decided(), {"is_forced": True, "lacks": "ALiBi is not supported"}, False),
+        (decided(), {"is_forced": True, "unsupported_reason": "ALiBi is not supported"}, False),
     ],
 )
 def test_what_was_measured_decides(measured, changed, fuses):
@@ -352,16 +352,16 @@ def test_layers_are_decided_from_the_model(monkeypatch):
     plugin.impl.head_size, plugin.config.compilation_config.static_forward_context = SIZE, layers
     quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
     assert quantized_attention._fused == {"served": BOTH, "stock": frozenset(), "latent": {"groups"}}
-    assert quantized_attention.said() == "latent groups, served groups/static"
+    assert quantized_attention.fused_layers() == "latent groups, served groups/static"
     assert "attention to e4m3 in latent groups, served groups/static" in compile_cache.fingerprint()
     assert quantized_attention.may_fuse(plugin, "static") and changed == [quantized_attention.fuse]
     assert not quantized_attention.may_fuse(types.SimpleNamespace(config=plugin.config, impl=None), "static")
     monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: False)
     quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
-    assert not quantized_attention.said()
+    assert not quantized_attention.fused_layers()
     monkeypatch.setattr(seam, "active", list)
     quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
-    assert not quantized_attention.said() and "attention to e4m3" not in compile_cache.fingerprint()
+    assert not quantized_attention.fused_layers() and "attention to e4m3" not in compile_cache.fingerprint()
 
 
 # Calls of vLLM's implementation
@@ -470,9 +470,9 @@ def test_what_is_measured_is_quantized(kind):
 
 
 def test_the_seam_needs_marks_and_our_backends(configuration, monkeypatch):
-    for active, lacks in ((["fusion"], "decode_attention"), (["decode_attention"], "fusion")):
+    for active, unsupported_reason in ((["fusion"], "decode_attention"), (["decode_attention"], "fusion")):
         monkeypatch.setattr(seam, "active", lambda active=active: active)
-        with pytest.raises(seam.Unavailable, match=f"requires {lacks}$"):
+        with pytest.raises(seam.Unavailable, match=f"requires {unsupported_reason}$"):
             quantized_attention.probe()
     monkeypatch.setattr(seam, "active", lambda: ["decode_attention", "fusion"])
     quantized_attention.probe()

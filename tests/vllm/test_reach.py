@@ -59,8 +59,8 @@ def test_layers_are_counted_by_kind_and_class():
     """8-bit linear layers without the plugin's kernel, and attention that names a lack, count as missed."""
     mine, lacking, theirs = type("RocmOpsImpl", (), {}), type("RocmOpsOther", (), {}), type("FlashImpl", (), {})
     mine.rocm_ops, lacking.rocm_ops = (
-        types.SimpleNamespace(lacks=""),
-        types.SimpleNamespace(lacks="ALiBi is not supported"),
+        types.SimpleNamespace(unsupported_reason=""),
+        types.SimpleNamespace(unsupported_reason="ALiBi is not supported"),
     )
     layers = [linear("RocmOpsScaledLinear"), linear("Marlin"), linear("Marlin"), linear(None, torch.bfloat16)]
     layers += [experts("RocmOpsFp8Experts"), experts("TritonExperts"), OtherRMSNorm()]
@@ -88,7 +88,7 @@ def test_a_worker_returns_what_json_can_hold():
 def test_one_line_warns(caplog):
     """It has all layers that no seam took; another line has the rest."""
     with caplog.at_level(logging.INFO):
-        coverage.say(
+        coverage.log_results(
             coverage.found(worker([linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()]))
         )
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
@@ -99,7 +99,7 @@ def test_one_line_warns(caplog):
         ),
     ]
     caplog.clear()
-    coverage.say({})
+    coverage.log_results({})
     assert not caplog.records
 
 
@@ -133,7 +133,7 @@ def test_calls_are_counted_by_seam_and_pattern(called, caplog):
     assert found.seams == {"activation": 4, "scaled_linear": 2, "fp8_experts/mxfp8_experts": 0, "decode_attention": 0}
     assert found.patterns == {"silu_and_mul_quant 512 bfloat16": 4} and found.unreached == []
     with caplog.at_level(logging.INFO):
-        coverage.say_calls(found)
+        coverage.log_calls(found)
     assert caplog.messages == ["vllm-rocm-ops: calls until the end of the warm-up: activation 4, scaled_linear 2"]
 
 
@@ -154,7 +154,7 @@ def test_what_was_chosen_and_not_called_is_warned_of(called, caplog, captured, s
     called["fused_experts"] = {"kernel": 1}
     found = coverage.calls(captured)
     assert found.unreached == ["silu_and_mul_quant 512 bfloat16", *seams]
-    coverage.say_calls(found)
+    coverage.log_calls(found)
     [record] = caplog.records
     assert record.getMessage().endswith(f"in no graph of this model: {', '.join(found.unreached)}")
 

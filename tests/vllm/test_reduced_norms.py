@@ -401,16 +401,16 @@ def test_what_a_group_lacks(monkeypatch):
     """Each lack has its own reason."""
     config, timer = types.SimpleNamespace(parallel_config=types.SimpleNamespace(use_ubatching=False)), Clock(1)
 
-    def lacks(clock: Clock | None = timer, ranks: int = 2) -> str:
-        return all_reduce_timing.lacks(config, types.SimpleNamespace(world_size=ranks), clock)
+    def unsupported_reason(clock: Clock | None = timer, ranks: int = 2) -> str:
+        return all_reduce_timing.unsupported_reason(config, types.SimpleNamespace(world_size=ranks), clock)
 
-    assert lacks() == ""
-    assert lacks(None) == "kernels are not timed here"
-    assert (lacks(ranks=9), lacks(ranks=8)) == ("9 ranks are not supported", "")
+    assert unsupported_reason() == ""
+    assert unsupported_reason(None) == "kernels are not timed here"
+    assert (unsupported_reason(ranks=9), unsupported_reason(ranks=8)) == ("9 ranks are not supported", "")
     config.parallel_config.use_ubatching = True
-    assert "use_ubatching" in lacks()
+    assert "use_ubatching" in unsupported_reason()
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "all")
-    assert lacks() == "VLLM_ROCM_OPS_DISABLE"
+    assert unsupported_reason() == "VLLM_ROCM_OPS_DISABLE"
 
 
 @pytest.mark.parametrize("name", ["execute_model", "sample_tokens"])

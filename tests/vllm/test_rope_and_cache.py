@@ -114,7 +114,7 @@ def test_each_result_is_checked(part, monkeypatch):
         kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
 
 
-LACKS = {
+unsupported_reason = {
     "a backend": lambda layer: delattr(layer.attn.impl, "rocm_ops"),
     "a rotation of sections": lambda layer: setattr(layer, "rotary_emb", torch.nn.Identity()),
     "a rotation by a custom op": lambda layer: setattr(
@@ -141,15 +141,15 @@ LACKS = {
 
 
 @pytest.mark.usefixtures("configuration")
-@pytest.mark.parametrize("what", LACKS)
+@pytest.mark.parametrize("what", unsupported_reason)
 def test_what_is_not_served(what):
     layer = Layer("TRITON_ATTN", True)
 
     def reasons() -> list[str]:
-        return [*rope_and_cache.lacks(layer.attn, layer.rotary_emb, torch.bfloat16)]
+        return [*rope_and_cache.unsupported_features(layer.attn, layer.rotary_emb, torch.bfloat16)]
 
     assert reasons() == []
-    LACKS[what](layer)
+    unsupported_reason[what](layer)
     assert len(reasons()) == 1
 
 

@@ -279,7 +279,7 @@ def test_gates_that_stay(why):
     options, change = STAY[why]
     kernel_selection.begin_recording()
     layer = Moe(**options)
-    assert routing_gate.takes(Moe())
+    assert routing_gate.supports(Moe())
     if change:
         change(layer)
     plain = type(layer.gate)

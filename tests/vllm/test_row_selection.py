@@ -115,12 +115,12 @@ def worker(model, compiled: list | None = None, **passes):
     return types.SimpleNamespace(vllm_config=config, model_runner=types.SimpleNamespace(get_model=lambda: model))
 
 
-def decide(model, clock, gather=lambda mine: [mine], says=True, **passes) -> dict[str, bool]:
+def decide(model, clock, gather=lambda mine: [mine], is_logging_rank=True, **passes) -> dict[str, bool]:
     """Return which of a layer's three are the plugin's afterwards.
 
     The activation then knows its linear, for models that are not compiled.
     """
-    worker_startup.select_compiled_ops(worker(model, **passes), clock, gather, says)
+    worker_startup.select_compiled_ops(worker(model, **passes), clock, gather, is_logging_rank)
     kinds = {f" {HIDDEN} ": "norm", f" {LATENT} ": "q", f" {INNER} ": "act"}
     plugin = {
         name: runs

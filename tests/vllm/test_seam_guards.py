@@ -32,7 +32,7 @@ def test_the_plugin_serves_where_it_is_faster_at_every_length(of, plugin):
 
 
 @pytest.mark.parametrize(
-    ("of", "forced", "lacks", "never"),
+    ("of", "forced", "unsupported_reason", "never"),
     [
         ({1: choices(True, True)}, False, "", False),
         ({1: choices(True, False)}, False, "", True),
@@ -43,7 +43,7 @@ def test_the_plugin_serves_where_it_is_faster_at_every_length(of, plugin):
     ],
 )
 @pytest.mark.parametrize("kind", [attention.DecodeImpl, mla_attention.MlaImpl])
-def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced, lacks, never):
+def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced, unsupported_reason, never):
     """It is from its second batch on, which asks the plugin nothing."""
     name, *parameters = kind.METHOD
 
@@ -55,7 +55,7 @@ def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced,
 
     impl = type("Impl", (kind, type("Stock", (), {name: theirs})), {"__init__": lambda self: None})()
     impl.rocm_ops = attention.Decoder.__new__(attention.Decoder)
-    impl.rocm_ops.choices, impl.rocm_ops.is_forced, impl.rocm_ops.lacks = of, forced, lacks
+    impl.rocm_ops.choices, impl.rocm_ops.is_forced, impl.rocm_ops.unsupported_reason = of, forced, unsupported_reason
     impl.rocm_ops.serve = lambda *_: False
     given = [None if parameter.startswith("output_") else parameter for parameter in parameters]
 
@@ -70,7 +70,7 @@ def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced,
 def test_whether_ours_ever_serves_is_found_once():
     """It is found once measurements are known, and again for a new cache."""
     decoder = attention.Decoder.__new__(attention.Decoder)
-    decoder.is_forced, decoder.lacks, decoder.choices = False, "", {1: choices(True)}
+    decoder.is_forced, decoder.unsupported_reason, decoder.choices = False, "", {1: choices(True)}
     of = decoder.choices[1][0]
     of.layers = {}
     assert not decoder.baseline_always_serves()
@@ -108,7 +108,7 @@ def decoder(**changed) -> types.SimpleNamespace:
         "is_batch_invariant": False,
         "is_fp8": False,
         "is_forced": False,
-        "lacks": "",
+        "unsupported_reason": "",
         "quantized": "",
         "config": config,
         "choices": {},
@@ -119,14 +119,16 @@ def decoder(**changed) -> types.SimpleNamespace:
         "describe": lambda: "a layer",
         "heads": lambda: "1:1x64",
     }
-    return types.SimpleNamespace(**made | {"impl": types.SimpleNamespace(), "takes": lambda query_len: True} | changed)
+    return types.SimpleNamespace(
+        **made | {"impl": types.SimpleNamespace(), "supports_rows": lambda query_len: True} | changed
+    )
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"is_forced": True},
-        {"lacks": "ALiBi is not supported"},
+        {"unsupported_reason": "ALiBi is not supported"},
         {"is_batch_invariant": True},
         {"impl": types.SimpleNamespace(dcp_world_size=2)},
         {"impl": types.SimpleNamespace(supports_quant_query_input=True), "is_fp8": True},
@@ -150,7 +152,7 @@ def test_requests_are_as_long_as_the_model_allows(configuration, longest):
 
 def test_with_drafts_single_rows_are_measured_too(configuration):
     """The first step of a request has no drafts."""
-    of = decoder(takes=lambda query_len: query_len <= 4)
+    of = decoder(supports_rows=lambda query_len: query_len <= 4)
     for drafts, wanted in ((0, {1}), (3, {1, 4}), (4, {1})):
         of.config.speculative_config, of.choices = types.SimpleNamespace(num_speculative_tokens=drafts), {}
         attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)

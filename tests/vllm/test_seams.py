@@ -141,7 +141,9 @@ def test_one_reason_is_one_line(installed, monkeypatch):
     old = {"versions": ("0.30", "0.32")}
     line = f"vllm-rocm-ops: first, fusion off: tested on vLLM 0.30 to 0.32, got 0.33.0; {skip}. vLLM's own code runs."
     assert installed(first=old, fusion=old) == (["norm"], [line])
-    monkeypatch.setattr(seam, "lacks", lambda platform: "this GPU is not supported, kernels exist for gfx942")
+    monkeypatch.setattr(
+        seam, "unsupported_reason", lambda platform: "this GPU is not supported, kernels exist for gfx942"
+    )
     assert installed() == ([], [off.format("this GPU is not supported, kernels exist for gfx942")])
     monkeypatch.setattr(seam, "wanted", lambda name, switch: False)
     monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "none")
@@ -314,4 +316,4 @@ def test_nvidia_has_to_be_asked_for(switch, capability, platform, lack, monkeypa
     monkeypatch.setattr(platforms, "current_platform", Machine(capability), raising=False)
     assert seam.served_platform() == platform
     if platform is not None:
-        assert seam.lacks(platform) == lack
+        assert seam.unsupported_reason(platform) == lack

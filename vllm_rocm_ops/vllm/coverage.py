@@ -79,8 +79,12 @@ def attention(config) -> Iterator[tuple[str, bool, str]]:
     for layer in config.compilation_config.static_forward_context.values():
         if impl := getattr(layer, "impl", None):
             what, plugin = type(impl).__name__, getattr(impl, "rocm_ops", None)
-            taken = plugin is not None and not plugin.lacks
-            yield "layers of attention", taken, f"{what}, {plugin.lacks}" if plugin and plugin.lacks else what
+            taken = plugin is not None and not plugin.unsupported_reason
+            yield (
+                "layers of attention",
+                taken,
+                f"{what}, {plugin.unsupported_reason}" if plugin and plugin.unsupported_reason else what,
+            )
 
 
 def found(worker) -> dict[str, Coverage]:
@@ -100,7 +104,7 @@ def found(worker) -> dict[str, Coverage]:
     return result
 
 
-def say(reached: dict[str, Coverage]) -> None:
+def log_results(reached: dict[str, Coverage]) -> None:
     """Log the covered layers, and warn of the others."""
     counts = [f"{one.taken} {kind}" for kind, one in reached.items() if one.taken]
     if counts:
@@ -157,7 +161,7 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
     return result
 
 
-def say_calls(called: Calls) -> None:
+def log_calls(called: Calls) -> None:
     """Log a worker's calls, and warn of selected patterns and seams without one."""
     counts = [f"{of} {count}" for of, count in called.seams.items() if count]
     if counts:

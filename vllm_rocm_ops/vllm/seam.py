@@ -141,7 +141,7 @@ def install_all() -> list[Status]:
     if platform is None:
         logger.debug("vllm-rocm-ops is off: unsupported platform")
         return []
-    lack, off, untested = lacks(platform), {}, []
+    lack, off, untested = unsupported_reason(platform), {}, []
     for seam in ordered([load(name) for name in NAMES]):
         _status[seam.name], level = _install(seam, platform, vllm.__version__, lack)
         if not _status[seam.name].on:
@@ -184,7 +184,7 @@ def served_platform() -> str | None:
     return "rocm" if current_platform.is_rocm() else None
 
 
-def lacks(platform: str) -> str:
+def unsupported_reason(platform: str) -> str:
     """Return why this machine has no kernels. Empty if it has them, and on CPU."""
     if platform == "cpu":
         return ""
@@ -300,20 +300,20 @@ def require_function(path: str, *wanted: str) -> None:
 
 
 def require_in(
-    functions: dict[str, ast.FunctionDef], name: str, says: str, bound: int, wanted: tuple, may: tuple = ()
+    functions: dict[str, ast.FunctionDef], name: str, label: str, bound: int, wanted: tuple, may: tuple = ()
 ) -> None:
     """Raise `Unavailable` unless a function has the wanted parameters.
 
     Args:
         functions: Functions by name, as parsed.
         name: The function.
-        says: Its name in the error.
+        label: Its name in the error.
         bound: How many leading parameters to skip, such as `self`.
         wanted: The names of the parameters, in order.
         may: Further parameters that the function may have.
     """
     had = [argument.arg for argument in functions[name].args.args[bound:]] if name in functions else []
-    text = f"{says}({', '.join(wanted)}), got ({', '.join(had)})"
+    text = f"{label}({', '.join(wanted)}), got ({', '.join(had)})"
     require(name in functions and [one for one in had if one not in may] == [*wanted], text)
 
 

@@ -80,7 +80,7 @@ def install() -> None:
         if theirs is None:
             result = worker.compile_or_warm_up_model()
             warm_up(worker)
-            say_calls(worker)
+            log_calls(worker)
             return result
 
         @functools.wraps(theirs)
@@ -94,20 +94,20 @@ def install() -> None:
             result = worker.compile_or_warm_up_model()
         finally:
             setattr(module, WARM_UP, theirs)
-        say_calls(worker)
+        log_calls(worker)
         return result
 
     WorkerWrapperBase.init_device = init_device
     setattr(WorkerWrapperBase, METHOD, compile_or_warm_up_model)
 
 
-def say_calls(worker) -> None:
+def log_calls(worker) -> None:
     """Log a worker's calls so far on the first rank, and write them for `vllm-rocm-ops doctor`."""
     if getattr(worker, "rank", 0):
         return
     try:
         called = coverage.calls(captured_by(worker.vllm_config))
-        coverage.say_calls(called)
+        coverage.log_calls(called)
         coverage.write(worker, called)
     except Exception as error:  # noqa: BLE001  the worker starts anyway
         logger.info(
@@ -134,15 +134,15 @@ def warm_up(worker) -> None:
 
         config, group = worker.vllm_config, get_tp_group()
         most = config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size
-        says = group.rank_in_group == 0
+        is_logging_rank = group.rank_in_group == 0
         gather = functools.partial(gather_from, group)
         with set_current_vllm_config(config):
             timer, left = clock(), []
             if timer is not None:
                 tokens = config.scheduler_config.max_num_batched_tokens
                 left = call_others(compilation.models_of(worker), tokens, config.model_config.dtype)
-            kernel_timing.warm_up(captured_by(config), most, timer, gather, says)
-        if left and says:
+            kernel_timing.warm_up(captured_by(config), most, timer, gather, is_logging_rank)
+        if left and is_logging_rank:
             text = "vllm-rocm-ops: not timed, as vLLM's profile run did not call them (default token limits apply): %s"
             logger.info(text, ", ".join(left))
     except Exception as error:  # noqa: BLE001  the worker starts without it
@@ -200,25 +200,25 @@ def before_compiling(worker) -> None:
                 if clock() is not None:
                     routing_gate.adopt(compilation.models_of(worker))
                 if group.rank_in_group == 0:
-                    coverage.say(coverage.found(worker))
+                    coverage.log_results(coverage.found(worker))
         finally:
             compile_cache.mark_again(worker)
     except Exception as error:  # noqa: BLE001  the worker starts without it
         logger.warning("vllm-rocm-ops: selection of norms and activations failed: %s: %s", type(error).__name__, error)
 
 
-def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Callable, says: bool) -> None:
+def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Callable, is_logging_rank: bool) -> None:
     """Select for the models that a worker has loaded.
 
     Args:
         worker: vLLM's worker.
         clock: Times calls, None to use recorded times only.
         gather: Returns the decisions of all ranks.
-        says: Whether this rank logs.
+        is_logging_rank: Whether this rank logs.
     """
     config, models = worker.vllm_config, compilation.models_of(worker)
     compiles = [compilation.is_compiled(config, model) for model in models]
-    all_reduced, stays = aiter_all_reduce.leave(config, any(compiles), says)
+    all_reduced, stays = aiter_all_reduce.leave(config, any(compiles), is_logging_rank)
     compiled_ops.left_to_vllm.update(stays)
     sizes = config.model_config.get_hidden_size(), config.model_config.dtype
     found = [
@@ -256,8 +256,8 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     choices = compiled_ops.choices
     choices.decisions, choices.off, choices.all_reduced, choices.on = decisions, frozenset(decided.off), all_reduced, on
     compiled_ops.left_to_vllm.update(str(pattern) for pattern, runs in decisions.items() if not runs)
-    if says:
-        kernel_timing.say(record, decided, set(distinct))
+    if is_logging_rank:
+        kernel_timing.log_results(record, decided, set(distinct))
 
 
 def clock() -> kernel_timing.Clock | None:

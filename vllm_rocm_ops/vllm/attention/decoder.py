@@ -48,7 +48,7 @@ def run(op: Op, *arguments):
 
 
 class Decoder:
-    """Serve one layer's calls by an op. `lacks` says why no call can be served, empty if calls may be."""
+    """Serve one layer's calls by an op. `unsupported_reason` says why no call can be served, empty if calls may be."""
 
     op: Op
     baseline_alone: bool | None = None
@@ -61,18 +61,20 @@ class Decoder:
         self.impl, self.backend, self.config = impl, backend, get_current_vllm_config()
         self.is_forced, self.is_batch_invariant = is_forced(), bool(vllm_envs.VLLM_BATCH_INVARIANT)
         self.is_fp8 = impl.kv_cache_dtype in E4M3
-        self.lacks = next((f"{what} is not supported" for what, has in self.unfit() if has), "")
+        self.unsupported_reason = next(
+            (f"{what} is not supported" for what, has in self.unsupported_features() if has), ""
+        )
         self.choices: dict[int, tuple[kernel_selection.Choice, ...]] = {}  # by query length, one per context length
         self.quantized = ""  # output quantization in vLLM's graph: none, "static", or "groups"
-        if self.is_forced and not self.lacks and getattr(impl, "supports_quant_query_input", False):
+        if self.is_forced and not self.unsupported_reason and getattr(impl, "supports_quant_query_input", False):
             impl.supports_quant_query_input = False  # the op supports 16-bit queries only
 
-    def unfit(self) -> Iterator[tuple[str, bool]]:
+    def unsupported_features(self) -> Iterator[tuple[str, bool]]:
         """Yield each unsupported feature, and whether this layer has it."""
         dtypes = PLAIN + E4M3 if self.backend.on_gpu else PLAIN
         yield f"kv_cache_dtype={self.impl.kv_cache_dtype}", self.impl.kv_cache_dtype not in dtypes
 
-    def takes(self, query_len: int) -> bool:
+    def supports_rows(self, query_len: int) -> bool:
         """True if a query length is supported.
 
         More than 1 is not a constant of a captured graph if the graph also serves mixed batches, or if queries are cut
@@ -96,7 +98,7 @@ class Decoder:
     def plugin_serves(self, batch: Batch) -> bool:
         """True if the op serves a batch of decode rows."""
         requests, query_len = batch
-        if not self.takes(query_len):
+        if not self.supports_rows(query_len):
             return False
         choices = self.choices.get(query_len, ())
         return self.is_forced or bool(choices) and all(choice.plugin_serves(requests) for choice in choices)
@@ -109,7 +111,7 @@ class Decoder:
         """
         if self.baseline_alone is None:
             never = all(any(choice.baseline_always_serves for choice in choices) for choices in self.choices.values())
-            never = bool(self.lacks) or (never and not self.is_forced)
+            never = bool(self.unsupported_reason) or (never and not self.is_forced)
             if any(choice.layers is not None for choices in self.choices.values() for choice in choices):
                 return never
             self.baseline_alone = never
@@ -121,9 +123,9 @@ class HeadsDecoder(Decoder):
 
     op = ops.paged_attention_decode
 
-    def unfit(self):
+    def unsupported_features(self):
         impl = self.impl
-        yield from super().unfit()
+        yield from super().unsupported_features()
         yield "encoder attention", getattr(impl, "attn_type", "decoder") != "decoder"
         yield f"head size {impl.head_size}", impl.head_size not in SIZES
         yield "ALiBi", impl.alibi_slopes is not None
@@ -149,7 +151,7 @@ class HeadsDecoder(Decoder):
         """
         # Most calls left to vLLM fail here: this is host time of every step.
         batch = self.backend.batch(metadata)
-        if self.lacks or batch == NO_BATCH or not self.plugin_serves(batch):
+        if self.unsupported_reason or batch == NO_BATCH or not self.plugin_serves(batch):
             return False
         fits = output.dtype == query.dtype if scales == (None, None) else output.dtype in LIMIT
         if query.dtype not in ELEMENTS or not fits or not is_causal(metadata):

@@ -35,22 +35,22 @@ class MlaDecoder(Decoder):
     rotation = None
     """The `mla_rotation.QueryRotation` of the layer's queries, if attention rotates them."""
 
-    def unfit(self):
+    def unsupported_features(self):
         impl = self.impl
-        yield from super().unfit()
+        yield from super().unsupported_features()
         yield f"kv_lora_rank={impl.kv_lora_rank}", impl.kv_lora_rank != LATENT
         yield f"qk_rope_head_dim={impl.qk_rope_head_dim}", impl.qk_rope_head_dim != ROPE
         yield "prefill context parallelism", getattr(impl, "pcp_world_size", 1) > 1
         yield "decode context parallelism with AITER", impl.dcp_world_size > 1 and "Aiter" in self.backend.name
 
-    def takes(self, query_len: int) -> bool:
+    def supports_rows(self, query_len: int) -> bool:
         """True if a query length is supported.
 
         With decode context parallelism only 1: each GPU has a part of the last keys, so further rows would see other
         keys.
         """
         is_split = self.impl.dcp_world_size > 1
-        return super().takes(query_len) and not self.is_cut() and (query_len == 1 or not is_split)
+        return super().supports_rows(query_len) and not self.is_cut() and (query_len == 1 or not is_split)
 
     def adopt(self, layer: torch.nn.Module) -> None:
         """Adopt the absorption GEMMs, unless batch invariance is on."""
@@ -75,7 +75,7 @@ class MlaDecoder(Decoder):
             metadata: The backend's metadata.
             layer: The attention layer.
         """
-        if self.lacks or metadata.causal is not True:
+        if self.unsupported_reason or metadata.causal is not True:
             return None
         q = q if isinstance(q, tuple) else q.split([LATENT, ROPE], -1)
         batch = batch_of_rows(len(q[0]), metadata)

@@ -81,10 +81,8 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
             continue
         of, choice = (weights, weights.dtype), None
         if not is_forced:
-            key = "absorbed", COMPARISON.describe(of)
-            choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, COMPARISON, BMM, of)
-            if choice.layers is not None:
-                choice.note(weights, min(max_tokens, MAX_TOKENS), lambda of=of: of)
+            calls, most = ("absorbed", COMPARISON.describe(of)), min(max_tokens, MAX_TOKENS)
+            choice = kernel_selection.choice_for(calls, COMPARISON, BMM, lambda of=of: of, weights, most)
         weights.rocm_ops_choice = choice
         weights.__class__ = CLASSES[type(weights)]
 

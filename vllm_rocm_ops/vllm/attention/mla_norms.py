@@ -33,7 +33,7 @@ TORCH_OP = f"vllm_rocm_ops::{NAME}"
 """The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
 
 
-def lacks(layer: torch.nn.Module) -> Iterator[str]:
+def unsupported_features(layer: torch.nn.Module) -> Iterator[str]:
     """Yield the features of a layer that the op does not support."""
     attn = layer.mla_attn
     decoder = getattr(attn.impl, "rocm_ops", None)
@@ -73,7 +73,7 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[MlaPreAtt
     if compiles and settings.pass_config.fuse_rope_kvcache_cat_mla and UPDATE not in (settings.splitting_ops or ()):
         return  # vLLM's pass fuses the rotation with the write
     for layer in model.modules():
-        if not hasattr(layer, "rocm_ops_front") or any(lacks(layer)):
+        if not hasattr(layer, "rocm_ops_front") or any(unsupported_features(layer)):
             continue
         baseline, dtype = compilation.baseline_of(config, model)(True), config.model_config.dtype
         one = MlaPreAttention(layer, baseline)

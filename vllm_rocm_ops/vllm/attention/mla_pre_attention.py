@@ -182,17 +182,17 @@ class MlaPreAttention(RowComparison):
         self.attn.impl.do_kv_cache_update(kv, k_pe.unsqueeze(1), cache, *where)
         return *found, cache
 
-    def vllms(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+    def baseline(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Return the same as `plugin`, by vLLM's layers and its backend."""
         return self.written(self.computed(qkv, positions), slots, cache)
 
     def compiled(self, compiles: Callable) -> Callable:
-        """Return `vllms` with the layers compiled at the first call."""
+        """Return `baseline` with the layers compiled at the first call."""
         graph = functools.cache(lambda: compiles()(self.computed))
         return lambda qkv, positions, slots, cache: self.written(graph()(qkv, positions), slots, cache)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `vllms` in the form of `exact`."""
+        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         q, scale, kv, k_pe, cache = output
         q = q if scale is None else compiled_ops.dequantized(q[:tokens], scale)
         rows = self.decoder.cache(cache)[:, 0].float()

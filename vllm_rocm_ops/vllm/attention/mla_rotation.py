@@ -36,7 +36,7 @@ def shape_of(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> str:
     return f"{heads}x{n}x{k}+{rope} {kernel_selection.types(dtype)}"
 
 
-def lacks(attn: torch.nn.Module) -> Iterator[str]:
+def unsupported_features(attn: torch.nn.Module) -> Iterator[str]:
     """Yield the features of an attention layer without which attention cannot rotate its queries."""
     weights = getattr(attn, "W_UK_T", None)
     if not isinstance(weights, Tensor) or weights.dim() != 3 or any(getattr(attn, name, False) for name in OTHERS):
@@ -160,17 +160,17 @@ class QueryRotation(RowComparison):
             out = mla_absorb.COMPARISON.plugin(*given)
             return q_pe, mla_absorb.COMPARISON.baseline(*given) if out is None else out
 
-    def vllms(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def baseline(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the same as `plugin`, by vLLM's rotation and a launch of the product."""
         return self.multiplied(self.computed(q_pe, positions), q_nope)
 
     def compiled(self, compiles: Callable) -> Callable:
-        """Return `vllms` with the rotation compiled at the first call."""
+        """Return `baseline` with the rotation compiled at the first call."""
         graph = functools.cache(lambda: compiles()(self.computed))
         return lambda q_pe, positions, q_nope: self.multiplied(graph()(q_pe, positions), q_nope)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `vllms` in the form of `exact`."""
+        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         return [None if x is None else x.flatten(1) for x in output]
 
     def exact(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> list[Tensor | None]:
@@ -185,7 +185,7 @@ class QueryRotation(RowComparison):
 
 def of(front: MlaPreAttention, baseline: Baseline, dtype: torch.dtype) -> Iterator[QueryRotation]:
     """Yield the rotation of a layer's queries, if attention may do it."""
-    if not any(lacks(front.attn)):
+    if not any(unsupported_features(front.attn)):
         one = QueryRotation(front, baseline)
         if one.has_kernels(dtype):
             yield one

@@ -147,7 +147,7 @@ class Quantized(mla_absorb.MlaAbsorb):
         """Return the result in 16 bits."""
         return super().baseline(x, weights)
 
-    def shown(self, outputs: tuple[Tensor, None, Tensor]) -> Tensor:
+    def comparable(self, outputs: tuple[Tensor, None, Tensor]) -> Tensor:
         return quantized_attention.dequantized(*outputs)
 
 
@@ -167,11 +167,9 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
         return
     of, found = (weights, weights.dtype, KIND), []
     for kernels in () if is_forced else COMPARISONS:
-        key = "absorbed", kernels.beside, kernels.describe(of)
-        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, kernels.beside, of)
-        if choice.layers is not None:
-            choice.note(weights, min(max_tokens, mla_absorb.MAX_TOKENS), lambda: of)
-        found.append(choice)
+        calls = "absorbed", kernels.beside, kernels.describe(of)
+        most = min(max_tokens, mla_absorb.MAX_TOKENS)
+        found.append(kernel_selection.choice_for(calls, kernels, kernels.beside, lambda: of, weights, most))
     weights.rocm_ops_quantized = tuple(found)
 
 

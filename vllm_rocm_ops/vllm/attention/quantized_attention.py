@@ -154,7 +154,7 @@ def at_some_size(found: list[bytes]) -> bool:
 
 def may_quantize(decoder, of: str, decided: kernel_selection.Decided) -> bool:
     """True if a layer's attention fuses this kind of quantization."""
-    if decoder.lacks or (of == "groups" and decoder.impl.head_size != GROUP):
+    if decoder.unsupported_reason or (of == "groups" and decoder.impl.head_size != GROUP):
         return False
     if decoder.is_forced or decoder.op.name in decided.off:
         return decoder.is_forced
@@ -203,7 +203,7 @@ def may_fuse(decoder, of: str) -> bool:
     )
 
 
-def said() -> str:
+def fused_layers() -> str:
     """Return the decisions for the fingerprint of vLLM's compile cache, empty if nothing is fused."""
     return ", ".join(sorted(f"{name} {'/'.join(sorted(kinds))}" for name, kinds in _fused.items() if kinds))
 

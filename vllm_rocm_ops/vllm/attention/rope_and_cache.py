@@ -117,7 +117,7 @@ def define() -> None:
 # The layers
 
 
-def lacks(attn: torch.nn.Module, rotary: torch.nn.Module, dtype: torch.dtype) -> Iterator[str]:
+def unsupported_features(attn: torch.nn.Module, rotary: torch.nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """Yield the features of a layer that the op does not support."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
@@ -176,7 +176,7 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
         if not isinstance(rotary, torch.nn.Module) or not isinstance(attn, Attention):
             continue
         one = None
-        if not any(lacks(attn, rotary, dtype)):
+        if not any(unsupported_features(attn, rotary, dtype)):
             one = RopePreAttention(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
         found.setdefault(rotary, []).append(one if one and one.has_kernels() else None)
     for of_rotary in found.values():

@@ -143,17 +143,17 @@ class RopePreAttention(RowComparison):
         self.attn.impl.do_kv_cache_update(self.attn, k, self.parts(qkv)[2], cache, slots)
         return q, k, cache
 
-    def vllms(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+    def baseline(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Return the same as `plugin`, by vLLM's layers and its backend."""
         return self.written(self.computed(qkv, positions), qkv, slots, cache)
 
     def compiled(self, compiles: Callable) -> Callable:
-        """Return `vllms` with the layers compiled at the first call."""
+        """Return `baseline` with the layers compiled at the first call."""
         graph = functools.cache(lambda: compiles()(self.computed))
         return lambda qkv, positions, *places: self.written(graph()(qkv, positions), qkv, *places)
 
     def results(self, output: tuple[Tensor, Tensor, Tensor], tokens: int) -> list[Tensor]:
-        """Return the results of `plugin` or `vllms` in the form of `exact`."""
+        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         q, k, cache = output
         layout = CacheLayout(*self.decoder.caches(self.attn, cache))
         slots = torch.arange(tokens, device=q.device)

@@ -56,7 +56,7 @@ def is_measured(decoder) -> bool:
     if decoder.is_batch_invariant or getattr(decoder.impl, "dcp_world_size", 1) > 1:
         return False
     in_fp8 = decoder.is_fp8 and getattr(decoder.impl, "supports_quant_query_input", False)
-    may_serve = not decoder.lacks and not in_fp8 and decoder.config.model_config.dtype in ELEMENTS
+    may_serve = not decoder.unsupported_reason and not in_fp8 and decoder.config.model_config.dtype in ELEMENTS
     return may_serve and not decoder.is_forced and envs.VLLM_ROCM_OPS_MEASURE != "0"
 
 
@@ -65,7 +65,7 @@ def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
     config = decoder.config
     longest, dtype = config.model_config.max_model_len, config.model_config.dtype
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
-    for query_len in filter(decoder.takes, {1, 1 + drafts}):
+    for query_len in filter(decoder.supports_rows, {1, 1 + drafts}):
         found = []
         for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:
             of = layer._k_scale, dtype, Layer(decoder, layer, builder)
@@ -73,10 +73,9 @@ def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
             if decoder.quantized:
                 contexts.append(AgainstTwoLaunches(decoder, page_size, query_len, keys))
             for context in contexts:
-                choice = kernel_selection.find_choice(context.calls)
-                choice = choice or kernel_selection.new_choice(context.calls, context, context.beside, of)
-                if choice.layers is not None:
-                    choice.note(layer._k_scale, config.scheduler_config.max_num_seqs, lambda of=of: of)
+                against = context.calls, context, context.beside
+                most = config.scheduler_config.max_num_seqs
+                choice = kernel_selection.choice_for(*against, lambda of=of: of, layer._k_scale, most)
                 if not isinstance(context, AgainstTwoLaunches):
                     found.append(choice)
         decoder.choices[query_len], decoder.baseline_alone = tuple(found), None
@@ -149,7 +148,7 @@ class Context(LayerComparison):
     def baseline(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
         return of.decoder.baseline(of.module, query, metadata)
 
-    def shown(self, outputs: tuple[Tensor | None, ...]) -> Tensor:
+    def comparable(self, outputs: tuple[Tensor | None, ...]) -> Tensor:
         """Return a row per request, dequantized."""
         rows = quantized_attention.dequantized(*outputs)
         return rows.reshape(len(rows) // self.query_len, -1)

@@ -30,7 +30,7 @@ def takes_one_stage(communicator, config) -> bool:
     return takes(torch.empty(DECODE_TOKENS, model.get_hidden_size(), dtype=model.dtype, device="meta"))
 
 
-def leave(config, compiles: bool, says: bool) -> tuple[frozenset, list[str]]:
+def leave(config, compiles: bool, is_logging_rank: bool) -> tuple[frozenset, list[str]]:
     """Decide which norms stay fused with AITER's all-reduce.
 
     Disable vLLM's pass where AITER would use its two-stage kernel. The pass matches a norm alone, and a norm with a
@@ -39,7 +39,7 @@ def leave(config, compiles: bool, says: bool) -> tuple[frozenset, list[str]]:
     Args:
         config: The worker's `VllmConfig`. Its `fuse_allreduce_rms` may be cleared.
         compiles: Whether vLLM compiles the model.
-        says: Whether this rank logs.
+        is_logging_rank: Whether this rank logs.
 
     Returns:
         The keys of the quantizations that stay vLLM's, None for a norm alone, and lines for the compile cache's
@@ -73,7 +73,7 @@ def leave(config, compiles: bool, says: bool) -> tuple[frozenset, list[str]]:
             "%d tokens of hidden size %d (VLLM_ROCM_OPS_SEAMS=norm,all keeps it enabled)"
         )
         said = [DECODE_TOKENS, hidden]
-    if says:
+    if is_logging_rank:
         logger.info(text, *said)
     return frozenset(keys), [f"all-reduce with norms {'on' if passes.fuse_allreduce_rms else 'off'}"]
 

@@ -37,7 +37,7 @@ from vllm_rocm_ops.vllm.selection import comparison, kernel_selection, kernel_ti
 from vllm_rocm_ops.vllm.selection.group_clock import Clock
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
 from vllm_rocm_ops.vllm.selection.key import Baseline, Key
-from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, copies, say_broken
+from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, copies, warn_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -274,7 +274,7 @@ def measure_all(
                 record.shapes.setdefault(key, {})[tokens] = measure(both, tokens, clock, agree)
                 done.append(key)
             except BrokenGraph as error:
-                say_broken(f"{both.call.describe()}, {tokens} tokens", error)
+                warn_broken(f"{both.call.describe()}, {tokens} tokens", error)
             except Mismatch as error:
                 record.off[name] = f"{error} ({both.call.describe()}, {tokens} tokens)"
     if is_first and (done or record.off or record.ended):
@@ -286,7 +286,7 @@ def measure_all(
 # A start
 
 
-def lacks(config, group, clock: Clock | None) -> str:
+def unsupported_reason(config, group, clock: Clock | None) -> str:
     """Return why a group does not use the plugin's all-reduce, before any attempt. Empty if it may."""
     if all_reduce_norm.NAME not in seam.active():
         return "the seam all_reduce is off"
@@ -310,7 +310,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
     all_reduce_norm.groups.pop(group.unique_name, None)
     if group.world_size == 1:
         return
-    says = group.rank_in_group == 0
+    is_logging_rank = group.rank_in_group == 0
 
     def agree(act: Callable[[], object], keep: bool = False):
         """Return an action's results by rank, or with `keep` this rank's alone."""
@@ -320,7 +320,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
 
     try:
         config = worker.vllm_config
-        reasons = [why for why in agree(lambda: lacks(config, group, clock)) if why]
+        reasons = [why for why in agree(lambda: unsupported_reason(config, group, clock)) if why]
         if reasons:
             logger.debug("vllm-rocm-ops: all-reduce stays vLLM's: %s", reasons[0])
             return
@@ -330,7 +330,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
         kernel_selection.spend(time.monotonic() - start)
     except RuntimeError as error:
         all_reduce_norm.groups.pop(group.unique_name, None)
-        if says:
+        if is_logging_rank:
             logger.warning("vllm-rocm-ops: all-reduce stays vLLM's: %s", error)
 
 
@@ -362,7 +362,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     choices = {both.call: made_choice(both, decided) for both in every}
     if group.rank_in_group == 0:
         of_these = Record(record.machine, record.off, {key: m for key, m in record.shapes.items() if key in known[0]})
-        kernel_timing.say(
+        kernel_timing.log_results(
             of_these,
             Decided({o: w for o, w in record.off.items() if o.startswith(all_reduce_norm.NAME)}, {}),
             set(known[0]),

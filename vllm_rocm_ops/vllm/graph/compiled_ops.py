@@ -133,7 +133,7 @@ class QuantComparison(RowComparison):
             return None
         return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
 
-    def vllms(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def baseline(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the same by vLLM's layers."""
         if residual is None:
             return *self.linear.vllm_rocm_ops_quantize(self.producer.vllm_forward(x)), None
@@ -161,13 +161,14 @@ class QuantComparison(RowComparison):
         return result if most is None else result.clamp(-most, most), x if self.has_residual else None
 
     def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `vllms` in the form of `exact`."""
+        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         values, scale, residual = output
         return [dequantized(values[:tokens], scale), residual]
 
     def compiled(self, compiles: Callable) -> Callable:
         """Return vLLM's graph, compiled at its first call."""
-        graph = functools.cache(lambda: compiles()(self.vllms))
+        eager = self.baseline  # `compiled` may replace it
+        graph = functools.cache(lambda: compiles()(eager))
         return lambda *tensors: graph()(*tensors)
 
     def runs_unmeasured(self) -> bool:

@@ -57,7 +57,7 @@ def install() -> None:
 
     current = moe_side_channel.current
 
-    def tell(layer, kernel) -> None:
+    def set_input_quantization(layer, kernel) -> None:
         """Store in a layer which quantized input its kernel accepts, for the producer of the input."""
         # With batch invariance Fp8LinearMethod reads its input as a tensor.
         if kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT:
@@ -79,7 +79,7 @@ def install() -> None:
         @functools.wraps(prepare)
         def process_weights_after_loading(self, layer):
             prepare(self, layer)
-            tell(layer, self)
+            set_input_quantization(layer, self)
 
         base.__init__ = __init__
         base.process_weights_after_loading = process_weights_after_loading
@@ -123,7 +123,7 @@ def install() -> None:
         kernel = self.fp8_linear
         if is_weights_pre_processed() and isinstance(kernel, FP8ScaledMMLinearKernel | Fp8BlockScaledMMLinearKernel):
             weight_order.recall_order(kernel, layer)
-            tell(layer, kernel)
+            set_input_quantization(layer, kernel)
 
     Fp8LinearMethod.process_weights_after_loading = process_weights_after_loading
 

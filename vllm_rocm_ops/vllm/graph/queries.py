@@ -46,7 +46,7 @@ def unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def is_whole(node: fx.Node) -> bool:
+def is_materialized(node: fx.Node) -> bool:
     """True if the compiler does not fuse into a node: a graph input or output, a GEMM, an op outside PyTorch."""
     node = unviewed(node)
     is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
@@ -68,7 +68,7 @@ def addends(given: dict[str, object]) -> dict[str, object]:
 
     def fits(part: object) -> bool:
         is_rows = isinstance(part, fx.Node) and are_alike((part.meta["val"],), (total.meta["val"],))
-        return is_rows and is_whole(part) and unviewed(part) is not unviewed(residual)
+        return is_rows and is_materialized(part) and unviewed(part) is not unviewed(residual)
 
     (one, own), (other, factor) = sorted(map(factored, total.args), key=lambda part: part[1] != 1.0)
     if own != 1.0 or not (fits(one) and fits(other)):

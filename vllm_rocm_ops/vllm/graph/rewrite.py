@@ -36,7 +36,7 @@ from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, fused_quant, markers, queries
 from vllm_rocm_ops.vllm.graph.compiled_ops import choices, norm_rules
 from vllm_rocm_ops.vllm.graph.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION, ROTATION, lower
-from vllm_rocm_ops.vllm.graph.queries import addends, are_alike, is_view, is_whole, unviewed
+from vllm_rocm_ops.vllm.graph.queries import addends, are_alike, is_materialized, is_view, unviewed
 from vllm_rocm_ops.vllm.linear import scaled_linear
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ class Producer:
         """Return the arguments of the plugin's ops, by name."""
         return {"input": self.node.args[0]}
 
-    def takes(self) -> bool:
+    def supports(self) -> bool:
         """True if the kernels support the inputs for any token count."""
         x = self.node.args[0]
         rows = x.meta["val"]
@@ -96,11 +96,11 @@ class Norm(Producer):
         given = {"weight": self.weight, "epsilon": self.epsilon, "one_plus_weight": self.one_plus}
         return super().arguments() | given | {"residual": self.residual}
 
-    def takes(self) -> bool:
+    def supports(self) -> bool:
         x, weight = self.node.args[0].meta["val"], self.weight
         if not isinstance(weight, fx.Node) or weight.meta["val"].dtype != x.dtype or self.is_partial:
             return False
-        return super().takes() and (self.residual is None or self.may_update(self.residual))
+        return super().supports() and (self.residual is None or self.may_update(self.residual))
 
     def may_update(self, residual: fx.Node) -> bool:
         """True if a residual may be updated in place: no later reader, and not a caller's input."""
@@ -144,11 +144,11 @@ class Fusion(VllmInductorPass):
     def take(self, producer: Producer) -> bool:
         """Replace a producer by an op, and return whether the plugin serves it."""
         readers = list(producer.result.users) if producer.result is not None else []
-        if not readers or not producer.takes() or makes_with_norm(producer.node.args[0]):
+        if not readers or not producer.supports() or makes_with_norm(producer.node.args[0]):
             return False
         if self.quantize(producer, readers):
             return True
-        if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_whole, readers)):
+        if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_materialized, readers)):
             return False
         is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
         rules = norm_rules if producer.name == "norm" and not is_all_reduced else ()
@@ -266,7 +266,7 @@ def makes_with_norm(node: fx.Node) -> bool:
         node = unviewed(left.pop())
         if node.target in (NORM, ADD_NORM):
             return True
-        if node not in seen and not is_whole(node):
+        if node not in seen and not is_materialized(node):
             seen.add(node)
             left += node.all_input_nodes
     return False

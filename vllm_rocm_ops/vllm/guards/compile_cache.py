@@ -40,7 +40,7 @@ def fingerprint() -> str:
     what += f"; shuffled {', '.join(sorted(linear_base.shuffled))}" if linear_base.shuffled else ""
     left = compiled_ops.patterns_left_to_vllm()
     what += f"; left to vLLM {', '.join(left)}" if left else ""
-    what += f"; attention to e4m3 in {quantized_attention.said()}" if quantized_attention.said() else ""
+    what += f"; attention to e4m3 in {quantized_attention.fused_layers()}" if quantized_attention.fused_layers() else ""
     return f"{vllm_rocm_ops.__version__} with {what}"
 
 
@@ -59,7 +59,7 @@ def mark(vllm_config) -> None:
 
 def mark_again(worker) -> None:
     """Add a loaded model's decisions to the fingerprint, also in the model's copies of the configuration."""
-    decided = compiled_ops.patterns_left_to_vllm() or linear_base.shuffled or quantized_attention.said()
+    decided = compiled_ops.patterns_left_to_vllm() or linear_base.shuffled or quantized_attention.fused_layers()
     if SEAM.name not in seam.active() or not decided:
         return
     modules = (module for model in compilation.models_of(worker) for module in model.modules())

@@ -186,12 +186,12 @@ class Linear(LayerComparison):
     """The function of the seam's torch op, which serves a call by its choice."""
     baseline: Callable[..., Tensor]
     """Runs vLLM's kernel on the arguments of `run`."""
-    taken: Callable[..., tuple]
+    op_arguments: Callable[..., tuple]
     """Returns the op's arguments, given `run`'s."""
 
     def plugin(self, *arguments) -> Tensor | None:
         """Run the op, or return None where its kernels do not support the arguments."""
-        return self.op.run_kernels(*self.taken(*arguments))
+        return self.op.run_kernels(*self.op_arguments(*arguments))
 
     def serve(self, choice: Choice, *arguments) -> Tensor:
         """Run a call by its choice. The first argument is [tokens, K]."""
@@ -206,7 +206,7 @@ class Linear(LayerComparison):
         if choice is None or choice.layers is not None:  # making a key takes as long as launching an op
             choice = kernel.choice = self.choice_of(*arguments)
             return self.serve(choice, *arguments)
-        output = self.op.run_kernels(*self.taken(*arguments))  # as `plugin`, with one frame less
+        output = self.op.run_kernels(*self.op_arguments(*arguments))  # as `plugin`, with one frame less
         return self.baseline(*arguments) if output is None else output
 
     def max_tokens(self) -> int:
@@ -227,13 +227,11 @@ class Linear(LayerComparison):
 
     def choice(self, key: tuple, baseline_name: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
         """Return the choice for layers of a key, and note the layer if it is to be timed."""
-        choice = kernel_selection.find_choice(key) or self._new_choice(key, baseline_name, layer())
-        if choice.layers is not None:
-            choice.note(weight, tokens, layer)
+        choice = kernel_selection.find_choice(key)
+        if choice is None or choice.layers is not None:
+            kernel = Baseline(baseline_name.partition(" ")[0])
+            choice = kernel_selection.choice_for(key, self, kernel, layer, weight, tokens)
         return choice
-
-    def _new_choice(self, key: tuple, baseline_name: str, layer: tuple) -> Choice:
-        return kernel_selection.new_choice(key, self, Baseline(baseline_name.partition(" ")[0]), layer)
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:

@@ -47,7 +47,7 @@ class BlockScaledLinear(linear_base.Linear):
     def baseline(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
         return linear_base.baseline_named(baseline_name).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
 
-    def taken(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
+    def op_arguments(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
         return a, b, scale_a, scale_b, out_dtype
 
     def describe(self, layer):

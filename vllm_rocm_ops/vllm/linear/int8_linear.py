@@ -59,7 +59,7 @@ class Int8Linear(linear_base.Linear):
         values = weight, weight_scale, input_scale, None, None
         return kernel.apply_weights(types.SimpleNamespace(**dict(zip(kernel.layer_param_names, values))), x, bias)
 
-    def taken(self, x, weight, weight_scale, input_scale, bias, baseline_name):
+    def op_arguments(self, x, weight, weight_scale, input_scale, bias, baseline_name):
         a, scale_a = quantized(x, input_scale)
         return a, weight, x.dtype, scale_a, weight_scale, bias
 

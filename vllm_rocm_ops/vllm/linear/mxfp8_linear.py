@@ -88,7 +88,7 @@ class Mxfp8Linear(linear_base.Linear):
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
         return linear_base.baseline_named(baseline_name).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
 
-    def taken(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
+    def op_arguments(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         return a, weight, scale_a, weight_scale, out_dtype, bias
 
     def describe(self, layer):
@@ -147,7 +147,7 @@ def install() -> None:
     table, takes_rows = linear._POSSIBLE_MXFP8_KERNELS, rocm_native.RocmDotScaledMxfp8LinearKernel
     rocm_native.mxfp8_e4m3_quantize = unless_quantized(rocm_native.mxfp8_e4m3_quantize)
 
-    def tell(layer: torch.nn.Module) -> None:
+    def set_input_quantization(layer: torch.nn.Module) -> None:
         """Store in a layer how its input is quantized, for the norm or activation before it."""
         layer.vllm_rocm_ops_quantize, layer.vllm_rocm_ops_is_mx = quantize, True
         layer.vllm_rocm_ops_column_major_scales = False
@@ -176,9 +176,9 @@ def install() -> None:
             if self.baseline is not None:
                 self.baseline.process_weights_after_loading(layer)
                 if self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn:
-                    tell(layer)
+                    set_input_quantization(layer)
                 return
-            tell(layer)
+            set_input_quantization(layer)
             n, k = layer.weight.shape
             replace_parameter(layer, "weight", layer.weight.data.contiguous())
             replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())

@@ -80,7 +80,7 @@ class ScaledLinear(linear_base.Linear):
             A=a, B=b, out_dtype=out_dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=shape
         )
 
-    def taken(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
+    def op_arguments(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         return a, _weight(b, in_fragments), scale_a, scale_b, out_dtype, bias
 
     def columns(self, layer):
@@ -167,7 +167,7 @@ class GatedLinear(ScaledLinear):
         both = scaled_linear(a, b, scale_a, scale_b, None, out_dtype, in_fragments, baseline_name)
         return ops.silu_and_mul_quant.call(both, scale, a.dtype)
 
-    def taken(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
+    def op_arguments(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
         return a, _weight(b, in_fragments), scale_a, scale_b, scale, out_dtype
 
     def columns(self, layer):

@@ -37,7 +37,7 @@ def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.C
     layer = weight, bias, x.dtype
     choice = _choice(layer)
     if choice.layers is not None:
-        choice.note(weight, rows_of(x), lambda: layer)
+        choice.record_layer(weight, rows_of(x), lambda: layer)
     return choice
 
 
@@ -62,7 +62,7 @@ class UnquantizedLinear(linear_base.Linear):
             return torch.nn.functional.linear(x, weight, bias)
         return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
-    def taken(self, *arguments):
+    def op_arguments(self, *arguments):
         return arguments
 
     def arguments(self, layer, x, seed):

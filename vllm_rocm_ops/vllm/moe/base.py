@@ -114,12 +114,8 @@ def run(
             global_num_experts,
         )
         layer = w1, w2, out_dtype, experts, *how
-        choice = kernel_selection.find_choice(key)
-        if choice is None:
-            choice = kernel_selection.new_choice(key, COMPARISON, Baseline(experts.baseline_class().__name__), layer)
-        if choice.layers is not None:
-            choice.note(w1, len(hidden), lambda: layer)
-        experts.choice = choice
+        beside = Baseline(experts.baseline_class().__name__)
+        choice = experts.choice = kernel_selection.choice_for(key, COMPARISON, beside, lambda: layer, w1, len(hidden))
     if choice.baseline_always_serves:
         experts.leave()
     return linear_base.run_or_baseline(theirs, ops.fused_experts, choice, *arguments)

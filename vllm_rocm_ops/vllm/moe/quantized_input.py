@@ -58,7 +58,7 @@ def moves_tokens(config) -> bool:
     return config.dp_size > 1 or config.pcp_size > 1 or config.is_sequence_parallel
 
 
-def takes(layer: torch.nn.Module) -> bool:
+def supports(layer: torch.nn.Module) -> bool:
     """True if the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
     from vllm_rocm_ops.vllm.graph import fused_quant
 
@@ -82,7 +82,7 @@ def hidden_of(model: torch.nn.Module) -> int:
     from vllm_rocm_ops.vllm.graph import fused_quant
 
     layers = list(layers_of(model))
-    sizes = {layer.routed_experts.w13_weight.shape[2] if takes(layer) else 0 for layer in layers}
+    sizes = {layer.routed_experts.w13_weight.shape[2] if supports(layer) else 0 for layer in layers}
     return sizes.pop() if len(sizes) == 1 and fused_quant.has_kernels(OP.name) else 0
 
 
@@ -100,7 +100,7 @@ class Beside(QuantComparison):
         moved, operations = super().work(layer, tokens)
         return moved + 2.0 * tokens * self.columns * self.dtype.itemsize, operations
 
-    def vllms(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    def baseline(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         """Return the plugin's norm, and vLLM's quantization of it."""
         from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
@@ -114,7 +114,7 @@ class Beside(QuantComparison):
         return result, result, added
 
     def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
-        """Return the outputs of `plugin` or `vllms`, dequantized, in the order of `exact`."""
+        """Return the outputs of `plugin` or `baseline`, dequantized, in the order of `exact`."""
         plain, values, scale, residual = output
         return [dequantized(values[:tokens], scale), plain, residual]
 

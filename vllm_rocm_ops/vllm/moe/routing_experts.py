@@ -111,7 +111,7 @@ def is_plain(how: tuple) -> bool:
     return len(how) == 2
 
 
-def takes(method: tuple[str, bool], config) -> bool:
+def supports(method: tuple[str, bool], config) -> bool:
     """True if kernels route for layers of this configuration. A layer's groups are known only at a call."""
     scoring_func, renormalize = method
     logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
@@ -169,7 +169,7 @@ def monolithic(modular: type) -> type:
                 return False, f"{experts_class.__name__} does not support {kept_by()}"
             asked = moe_config, weight_key, activation_key, activation_format
             supported, why = experts.Predicates.is_supported_config(experts_class, *asked)
-            if supported and not takes(METHODS[moe_config.routing_method.name], moe_config):
+            if supported and not supports(METHODS[moe_config.routing_method.name], moe_config):
                 return False, f"{experts_class.__name__} has no routing kernels for this layer"
             return supported, why
 

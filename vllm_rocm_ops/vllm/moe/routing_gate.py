@@ -124,7 +124,7 @@ def gate_classes() -> tuple[type, ...]:
     return (ReplicatedLinear,)
 
 
-def takes(layer: torch.nn.Module) -> bool:
+def supports(layer: torch.nn.Module) -> bool:
     """True if an MoE layer has the plugin's routing experts, and a gate whose GEMM the op computes."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -150,7 +150,7 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
     if "routing_experts" not in seam.active() or envs.VLLM_ROCM_OPS_MEASURE == "0" or vllm_envs.VLLM_BATCH_INVARIANT:
         return
     for layer in (one for model in models for one in quantized_input.layers_of(model)):
-        if takes(layer):
+        if supports(layer):
             adopt_layer(layer)
 
 
@@ -159,12 +159,8 @@ def adopt_layer(layer: torch.nn.Module) -> None:
     gate, router = layer.gate, Router(layer)
     of, found = (gate.weight, gate.weight.dtype, router), []
     for kernels in COMPARISONS:
-        name = kernels.beside()
-        key = "router", name, kernels.describe(of)
-        choice = kernel_selection.find_choice(key) or kernel_selection.new_choice(key, kernels, name, of)
-        if choice.layers is not None:
-            choice.note(gate.weight, MAX_TOKENS, lambda: of)
-        found.append(choice)
+        calls, beside = ("router", kernels.beside(), kernels.describe(of)), kernels.beside()
+        found.append(kernel_selection.choice_for(calls, kernels, beside, lambda: of, gate.weight, MAX_TOKENS))
     router.choices = tuple(found)
     gate.rocm_ops_router = router
     gate.__class__ = routing(type(gate))
@@ -234,7 +230,7 @@ class RoutingGates(LayerComparison):
             return torch.nn.functional.linear(x, weight)
         return unquantized_linear.COMPARISON.baseline(x, weight, None)
 
-    def shown(self, outputs: tuple) -> Tensor:
+    def comparable(self, outputs: tuple) -> Tensor:
         """Return the logits, NaN for tokens whose weights and ids do not follow from them.
 
         Weights must fit the ids, and the chosen experts' scores add up to the reference's: it may break a near tie otherwise.

@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
     sets: list[tuple]
     judge: Callable[[object, object], tuple[float, float]]
-    shown: Callable = same
+    comparable: Callable = same
     fresh: Callable = tuple
 
 
@@ -93,7 +93,7 @@ class LayerComparison:
     """
 
     sampled_rows = 8
-    shown = staticmethod(same)
+    comparable = staticmethod(same)
     """Returns the rows of a result that are compared."""
 
     def sample(self, layers: list[tuple], tokens: int) -> Sample:
@@ -108,13 +108,13 @@ class LayerComparison:
         columns = columns[columns < columns_out].to(device)
 
         def judge(*results) -> tuple[float, float]:
-            plugin, baseline = map(self.shown, results)
+            plugin, baseline = map(self.comparable, results)
             bits = baseline.view(torch.uint8) if baseline.itemsize == 1 else baseline
             reached = bits.any(1).nonzero().flatten()  # without tokens that have no expert on this rank
             rows = reached[spread(len(reached), self.sampled_rows).to(device)]
             return check(plugin, baseline, self.exact(sets[0], x, rows, columns), rows, columns)
 
-        return Sample(sets, judge, self.shown)
+        return Sample(sets, judge, self.comparable)
 
 
 class RowComparison:
@@ -123,8 +123,8 @@ class RowComparison:
     Subclasses define, besides `Comparison`'s methods:
 
         inputs(tokens, seed)      random arguments of a call
-        vllms(*arguments)         the call by vLLM's layers, not compiled
-        results(output, tokens)   the results of `plugin` or `vllms`, dequantized, in the order of `exact`
+        baseline(*arguments)      the call by vLLM's layers, not compiled
+        results(output, tokens)   the results of `plugin` or `baseline`, dequantized, in the order of `exact`
         exact(*arguments)         the results in float32; None where there is none
     """
 
@@ -133,9 +133,6 @@ class RowComparison:
     def max_tokens(self) -> int:
         return 0
 
-    def baseline(self, *arguments):
-        return self.vllms(*arguments)
-
     def sample(self, layers: list[tuple], tokens: int) -> Sample:
         """Return a call for each layer. The errors are the first result's."""
         sets = [self.inputs(tokens, seed) for seed in range(len(layers))]
@@ -143,18 +140,18 @@ class RowComparison:
         has_rows = (value is not None and len(value) == tokens for value in sets[0])  # a cache may have pages
         exact = self.exact(*(value[rows] if has else value for value, has in zip(sets[0], has_rows)))
 
-        def shown(output: tuple) -> list[Tensor]:
+        def comparable(output: tuple) -> list[Tensor]:
             return [found for found, wanted in zip(self.results(output, tokens), exact) if wanted is not None]
 
         def judge(plugin: tuple, baseline: tuple) -> tuple[float, float]:
             wanted = [one for one in exact if one is not None]
             errors = [
                 check(*each, rows, torch.arange(each[-1].shape[1], device=rows.device))
-                for each in zip(shown(plugin), shown(baseline), wanted)
+                for each in zip(comparable(plugin), comparable(baseline), wanted)
             ]
             return errors[0]
 
-        return Sample(sets, judge, shown, copies)
+        return Sample(sets, judge, comparable, copies)
 
 
 def spread(count: int, most: int) -> Tensor:

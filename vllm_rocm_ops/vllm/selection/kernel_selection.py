@@ -105,7 +105,7 @@ class Choice:
         """True if vLLM's kernel serves every call from now on: no token count wins, nothing is left to time."""
         return self.layers is None and 1 not in self.plugin_by_tokens
 
-    def note(self, weight: Tensor, tokens: int, layer: Callable[[], tuple]) -> None:
+    def record_layer(self, weight: Tensor, tokens: int, layer: Callable[[], tuple]) -> None:
         """Note a layer to time, by its weight, and the token count of a call."""
         self.most = max(self.most, tokens)
         if self.layers is not None and len(self.layers) < clocks.MAX_CALLS:
@@ -157,6 +157,30 @@ def new_choice(calls: tuple, kernels: Comparison, baseline: Baseline, layer: tup
             _session.decided = decided_before()
         made.decide(_session.decided)
     return made
+
+
+def choice_for(
+    calls: tuple,
+    kernels: Comparison,
+    baseline: Baseline,
+    layer: Callable[[], tuple],
+    weight: Tensor,
+    tokens: int,
+) -> Choice:
+    """Return the choice of a layer, made if there is none, and record the layer if it is to be timed.
+
+    Args:
+        calls: What tells the layer's calls from others, cheaper to make than a key.
+        kernels: The comparison.
+        baseline: vLLM's kernel.
+        layer: Returns the layer.
+        weight: A tensor of the layer, by which it is timed once.
+        tokens: The token count of a call.
+    """
+    choice = find_choice(calls) or new_choice(calls, kernels, baseline, layer())
+    if choice.layers is not None:
+        choice.record_layer(weight, tokens, layer)
+    return choice
 
 
 def wins(key: Key) -> bytes:

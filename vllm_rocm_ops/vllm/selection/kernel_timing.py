@@ -39,7 +39,7 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import (
     Record,
 )
 from vllm_rocm_ops.vllm.selection.key import Key
-from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, say_broken
+from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, warn_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -158,7 +158,7 @@ def check_and_time(
         clock: Times the calls.
         marked: Is entered while the plugin runs.
     """
-    sets, judge, shown, fresh = kernels.sample(layers, tokens)
+    sets, judge, comparable, fresh = kernels.sample(layers, tokens)
     baseline = kernels.baseline(*fresh(sets[0]))
     clock.finish()
     run = functools.partial(run_plugin, kernels)
@@ -176,7 +176,7 @@ def check_and_time(
         errors = judge(plugin, baseline)
         del plugin, baseline
         calls = {"plugin": run, "baseline": kernels.baseline}
-        times = clock.times(calls, sets, Replays(calls, sets, allowed(errors[1]), fresh, shown))
+        times = clock.times(calls, sets, Replays(calls, sets, allowed(errors[1]), fresh, comparable))
     return Measured(statistics.median(times["plugin"]), statistics.median(times["baseline"]), *errors)
 
 
@@ -219,7 +219,7 @@ def measure(
         save: Writes the record.
         end: The deadline, on the monotonic clock. Nothing starts that would end later by its estimate.
     """
-    start = shown = time.monotonic()
+    start = comparable = time.monotonic()
     arch = archs.ARCHS.get(record.machine.get("arch", ""))
     bandwidth = arch.bandwidth_gb_s if arch else 1000.0
     todo, done, left = in_order(wanted, record, bandwidth), 0, []
@@ -240,8 +240,8 @@ def measure(
         if now + sum(seconds for _, seconds in estimates) > end:
             left += [f"{one.key.call} at {tokens}" for tokens in at]
             continue
-        if now - shown > PROGRESS_SECONDS:
-            shown = now
+        if now - comparable > PROGRESS_SECONDS:
+            comparable = now
             logger.info("vllm-rocm-ops: timed %d of %d comparisons in %.0f s", done, count, now - start)
         for tokens, (calls, _) in zip(at, estimates):
             done += 1
@@ -251,7 +251,7 @@ def measure(
             except Refused:
                 found = UNTIMED
             except BrokenGraph as error:
-                say_broken(f"{one.key.call}, {tokens} tokens", error)
+                warn_broken(f"{one.key.call}, {tokens} tokens", error)
                 continue
             except Exception as error:  # noqa: BLE001  the other shapes are still timed
                 why = f"{str(error).partition(chr(10))[0]} ({one.key.call}, {tokens} tokens)"
@@ -276,7 +276,7 @@ def measure(
         )
 
 
-def say_off(off: dict[str, str]) -> None:
+def log_off(off: dict[str, str]) -> None:
     """Warn of ops that are off."""
     text = "vllm-rocm-ops: %s is off on this GPU and vLLM's kernels run (`vllm-rocm-ops doctor` tells how to retry): %s"
     for op, why in off.items():
@@ -288,7 +288,7 @@ def warm_up(
     most: int,
     clock: Clock | None,
     gather: Callable[[Decided], list[Decided]],
-    says: bool = True,
+    is_logging_rank: bool = True,
 ) -> None:
     """Time what this process's choices need, or read it from the record, and apply what all ranks agree on.
 
@@ -299,13 +299,13 @@ def warm_up(
         most: The largest token count of a step.
         clock: Times calls, None to use the record only.
         gather: Returns the decisions of all ranks.
-        says: Whether this process logs the result.
+        is_logging_rank: Whether this process logs the result.
     """
     wanted = {one: sizes(captured, min(most, one.most)) for one in kernel_selection.all_choices() if one.layers}
     record, decided = agree(wanted, clock, gather)
     kernel_selection.apply_decisions(decided)
-    if says:
-        say(record, decided, {one.key for one in kernel_selection.all_choices()})
+    if is_logging_rank:
+        log_results(record, decided, {one.key for one in kernel_selection.all_choices()})
 
 
 def agree(
@@ -332,9 +332,9 @@ def agree(
     return record, kernel_selection.agreed(gather(record.decided()))
 
 
-def say(record: Record, decided: Decided, known: set[Key]) -> None:
+def log_results(record: Record, decided: Decided, known: set[Key]) -> None:
     """Warn of ops that are off, and log the table of the known shapes."""
-    say_off(decided.off)
+    log_off(decided.off)
     lines = kernel_selection.table(
         Record(record.machine, record.off, {k: v for k, v in record.shapes.items() if k in known})
     )

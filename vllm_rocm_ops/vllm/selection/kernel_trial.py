@@ -52,7 +52,7 @@ def before_device(worker) -> None:
     try:
         with tables.locked(lock, 0.0):
             if not is_known():
-                say(run(device_of(worker), begin + SECONDS), time.monotonic() - begin)
+                log_outcome(run(device_of(worker), begin + SECONDS), time.monotonic() - begin)
     except TimeoutError:
         with contextlib.suppress(TimeoutError), tables.locked(lock, SECONDS + SECONDS_TO_END):
             pass
@@ -98,7 +98,7 @@ def run(environment: dict[str, str], end: float) -> dict:
             return {"ran": 0, "failed": [last or f"no answer within {SECONDS:.0f} s"], "off": {}}
 
 
-def say(outcome: dict, seconds: float) -> None:
+def log_outcome(outcome: dict, seconds: float) -> None:
     """Log the outcome of a child."""
     text = "vllm-rocm-ops: first start with this software: %d smoke stages ran before it, in %.1f s of its time: %s"
     level = logging.WARNING if outcome["failed"] else logging.INFO

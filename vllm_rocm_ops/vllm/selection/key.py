@@ -1,4 +1,4 @@
-"""What a choice between the plugin's kernel and vLLM's is for: records that name calls and baselines.
+"""Name what a choice between the plugin's kernel and vLLM's is for, by records of calls and baselines.
 
 Equal keys share a choice and a place in the file of results. `str` is for people; nothing parses it.
 """

@@ -52,10 +52,10 @@ class Replays:
         sets: list[tuple],
         bound: float = 0.0,
         fresh: Callable = tuple,
-        shown: Callable = same,
+        comparable: Callable = same,
     ):
         self._calls, self._sets, self._bound, self._fresh = calls, sets, bound, fresh
-        self._shown = {"plugin": same, "baseline": shown}
+        self._shown = {"plugin": same, "baseline": comparable}
         self._eager: dict[str, list[Tensor]] = {}
         self._written: list[tuple[Tensor, Tensor]] = []  # arguments, and what they were
 
@@ -99,8 +99,8 @@ class Replays:
         return [one.clone() for one in self._tensors(name, outputs)]
 
     def _tensors(self, name: str, outputs: tuple) -> list[Tensor]:
-        shown = map(self._shown[name], outputs)
-        return [*flattened(tuple(shown)), *(value for value, _ in self._written)]
+        comparable = map(self._shown[name], outputs)
+        return [*flattened(tuple(comparable)), *(value for value, _ in self._written)]
 
 
 def copies(given: tuple) -> tuple:
@@ -130,7 +130,7 @@ def raise_for(differing: Iterable[str]) -> None:
         raise BrokenGraph(f"a replayed graph of vLLM's kernel differs from its eager calls ({release})")
 
 
-def say_broken(what: str, error: BrokenGraph) -> None:
+def warn_broken(what: str, error: BrokenGraph) -> None:
     """Warn, once per process, that graphs are broken here with and without the plugin."""
     if "graphs" not in stats.warned:
         stats.warned.add("graphs")
