@@ -32,7 +32,7 @@ from vllm_rocm_ops.core import launch
 
 CALLS, ROUNDS = 20, 60
 ALLOWED_US = 10.0  # maximum host time of the plugin above vLLM's
-VLLMS, SERVES, LEAVES = "vLLM's own", "plugin serves", "plugin leaves"
+VLLMS, SERVES, LEAVES = "vLLM's own", "ours serves", "ours leaves"
 PLUGIN = SERVES, LEAVES
 
 

@@ -4,7 +4,7 @@ import json
 
 from timing_study import calibrate, microbenchmarks, report
 
-from .measurements import ROOT, markdown, measured
+from .measurements import ROOT, joined, markdown, measured
 
 PUBLISHED = ROOT / "serving_benchmarks" / "timing_study" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
@@ -46,7 +46,7 @@ def products() -> str:
             f"**{line['device']}**: ms of a step's GEMMs with a published time, predicted plugin / published. Kernels of {commits}.\n\n"
             + markdown(("model", "published by", *(f"batch {batch}" for batch in batches)), rows)
         )
-    return "\n\n".join(tables) or "Nothing yet."
+    return joined(tables)
 
 
 def facts() -> str:
@@ -160,15 +160,7 @@ def published() -> str:
     ]
     pairs = map(_pair, found["pairs"])
     total = [sum(each[name] for each in found["pairs"]) for name in ("right", "pairs")]
-    header = (
-        "kernels",
-        "GPU",
-        "set",
-        "predicted",
-        "p50 error",
-        "p90 error",
-        "p50 of predicted / measured",
-    )
+    header = "kernels", "GPU", "set", "predicted", "p50 error", "p90 error", "p50 of predicted / measured"
     return "\n\n".join(
         (
             markdown(header, rows),
