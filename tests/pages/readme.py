@@ -54,7 +54,7 @@ FORMATS = {
     "MXFP8": ("MXFP8",),
     "INT8 W8A8, symmetric": ("INT8, symmetric, per token or static",),
 }
-"""Formats of the support matrix -> those of the compatibility page."""
+"""Formats of the support matrix -> formats of the compatibility page."""
 ATTENTION = {"MHA, GQA": (ops.paged_attention_decode, "key_cache"), "MLA": (ops.mla_decode, "kv_cache")}
 
 
@@ -90,19 +90,9 @@ def support() -> str:
     return markdown(("weights and activations", *titles), rows)
 
 
-def glance() -> str:
-    """Return the answers that a new user looks for first."""
-    return "\n".join(
-        (
-            "- **Safe?** Kernels are checked and timed on your GPU. vLLM's own run where they fail or lose. [Why, and limits](#why-it-is-low-risk)",
-            f"- **Faster?** {measurements.fastest_and_slowest()} [Benchmarks and predictions](#performance)",
-            (
-                "- **Try:** `pip install .`, `vllm-rocm-ops check`, then `bash serving_benchmarks/quickstart.sh`. [Install](#install-and-verify), "
-                "[report](#try-it-and-report)"
-            ),
-            "- **Off:** `VLLM_ROCM_OPS_SEAMS=none vllm serve ...`. [Other switches](#disable-and-troubleshoot)",
-        )
-    )
+def faster() -> str:
+    """Return how much faster models decode."""
+    return f"- **Faster?** {measurements.fastest_and_slowest()} [Benchmarks and predictions](#performance)"
 
 
 SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
@@ -143,7 +133,7 @@ def doctor_sample() -> str:
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {
         "unmeasured": measurements.unmeasured,
-        "glance": glance,
+        "faster": faster,
         "engine": measurements.whole_models_table,
         "predicted": step_table.readme,
         "support": support,
