@@ -19,6 +19,7 @@ from pages.measurements import (
     whole_models_table,
 )
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.vllm import seam
@@ -301,12 +302,15 @@ def test_what_no_file_has_a_time_of_is_said(folder):
     assert unmeasured() == f"**No time was ever measured on an {every}.** All times are of Made-up GPU."
     write(folder / "b-latency.json", report(("with", 1, 1.0)).replace("Made-up GPU", "AMD Instinct MI355X"))
     assert "MI325X, MI308X or MI350X.** All times are of AMD Instinct MI355X, Made-up GPU." in unmeasured()
-    assert every in unmeasured("scaled_mm") and unmeasured("rms_norm") == "No time of `rms_norm` was ever measured."
+    assert op_pages.measured([ops.rms_norm], op_pages.timed_results()) == "No time of `rms_norm` was ever measured."
+    assert f"**No time of `scaled_mm` was ever measured on an {every}.**" in op_pages.measured(
+        [ops.scaled_mm], op_pages.timed_results()
+    )
     write(
         folder / "c-ops.jsonl",
-        "".join(line(1.0, gpu=f"AMD {name}") for name in archs.PRODUCTS),
+        "".join(line(1.0, gpu=f"AMD {name}", case=name) for name in archs.PRODUCTS),
     )
-    assert unmeasured("scaled_mm") == ""
+    assert "No time" not in op_pages.measured([ops.scaled_mm], op_pages.timed_results())
 
 
 @pytest.mark.parametrize(
@@ -369,10 +373,10 @@ def test_the_page_of_an_op_shows_every_kind_of_its_results():
         for line in measurements.lines_of(path):
             if {"op", "us", "peers"} <= line.keys():
                 timed.setdefault(line["op"], set()).add((path.parent.name, measurements.kind_of(path)))
-    ops = {op.name: op for op in op_module.registered()}
-    assert {"scaled_mm", "flash_attention", "mla_decode"} < timed.keys() & ops.keys()
-    for name in timed.keys() & ops.keys():
-        text = op_pages.measured([ops[name]])
+    known, results = {op.name: op for op in op_module.registered()}, op_pages.timed_results()
+    assert {"scaled_mm", "flash_attention", "mla_decode"} < timed.keys() & known.keys()
+    for name in timed.keys() & known.keys():
+        text = op_pages.measured([known[name]], results)
         for gpu, kind in timed[name]:
             assert re.search(rf"/{gpu}/[\d-]+\w+-{kind}\.jsonl", text), f"{kind} of {gpu} is not on the page of {name}"
         assert re.search(r"\| \**\d+\.\d\dx", text), f"the page of {name} has no ratio"

@@ -17,7 +17,7 @@ def table_below(title: str) -> list[list[str]]:
 
 def test_every_recorded_selection_is_on_the_page():
     """Each kind of linear and of experts is shown; a row with a condition after a comma belongs to one of these kinds."""
-    recorded = {what for what, _ in compatibility.selection() if what.startswith(("linear ", "experts "))}
+    recorded = {what for what, _ in compatibility.answers("with") if what.startswith(("linear ", "experts "))}
     shown = {what for _, *rows, _ in compatibility.QUANTIZATIONS.values() for what in rows if what}
     assert shown == {what for what in recorded if "," not in what}
 
@@ -49,7 +49,7 @@ def test_what_is_refused_is_named(name):
 )
 def test_a_cell_says_where_ours_are_taken(monkeypatch, answers, cell):
     monkeypatch.setattr(
-        compatibility, "selection", lambda: {("linear x", "gfx942"): dict(zip(("0.1", "0.2"), answers))}
+        compatibility, "answers", lambda plugin: {("linear x", "gfx942"): dict(zip(("0.1", "0.2"), answers))}
     )
     assert compatibility.selected("linear x", "gfx942") == cell
 

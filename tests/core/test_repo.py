@@ -19,7 +19,7 @@ import pytest
 from marks import BUILT
 from pages import readme
 from pages.measurements import in_git
-from pages.op_pages import DOCS, GUIDES, launches_of
+from pages.op_pages import DOCS, GUIDES, supported_calls
 from sources import FILES, ROOT, source_files
 
 from vllm_rocm_ops.collectives import launches
@@ -216,12 +216,25 @@ def test_the_folder_of_ops_has_nothing_else():
     assert {path.stem for path in (*files("vllm_rocm_ops/ops/*.py"), *STANDALONE)} == {"__init__", "flash", *defining}
 
 
+@functools.cache
+def launches_of(op: op_module.Op, arch_name: str) -> tuple[launch.Launch, ...]:
+    """Return the launches of every case of an op, in every configuration that fits."""
+    arch = archs.ARCHS[arch_name]
+    calls = [(a, op.allocate(a)) for a in supported_calls(op, arch_name)]
+    return tuple(
+        planned
+        for a, outputs in calls
+        for config in op.configs(a, arch)
+        for planned in op.plan(config, outputs, a, arch)
+    )
+
+
 @pytest.mark.parametrize("arch", BUILT)
 def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
     """This holds over all cases in all configurations, so the tests that run the cases run all kernels."""
     planned: dict[str, set[str]] = launches.symbols()
     for op in op_module.registered():
-        for _, _, planned_launch in launches_of(op, arch):
+        for planned_launch in launches_of(op, arch):
             planned.setdefault(planned_launch.module, set()).add(planned_launch.symbol)
     pattern = rb"\.visible \.entry (\w+)\(" if archs.ARCHS[arch].code_suffix == ".ptx" else rb"\0(\w+)\.kd(?=\0)"
     compiled = {
@@ -235,7 +248,7 @@ def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
 def test_every_launch_fits_its_arch():
     for op in op_module.registered():
         for arch in archs.ARCHS.values():
-            for _, _, planned in launches_of(op, arch.name):
+            for planned in launches_of(op, arch.name):
                 assert 0 < planned.block[0] * planned.block[1] * planned.block[2] <= 1024
                 assert planned.lds <= arch.lds_bytes
                 assert all(0 < size < 2**31 for size in planned.grid)

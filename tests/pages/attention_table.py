@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-from .measurements import best_baseline, head, markdown, measured, times
+from .measurements import best_baseline, head, markdown, per_gpu, times
 
 DECODE, PREFILL = "decode-attention", "attention"
 SHORT = "up to 4096 keys and 16 requests"
@@ -45,9 +45,8 @@ def losses(lines: list[dict]) -> str:
 
 def decode() -> str:
     """Return a table per GPU: a row for each model and range of shapes, a column for each baseline."""
-    tables = []
-    for newest in measured(DECODE):
-        lines = [line for line, _ in newest.values()]
+
+    def table(lines: list[dict]) -> str:
         baselines = list(dict.fromkeys(name for line in lines for name in line["peers"]))
         rows = []
         for model, of_model in by_model(lines).items():
@@ -57,17 +56,17 @@ def decode() -> str:
                     best = speedup(of_range, best_baseline)
                     rows.append((model, what, str(len(of_range)), *cells(of_range, baselines), best))
         header = ("heads of", "range", "shapes", *baselines, "the best baseline")
-        tables.append(f"{head(lines)}, geometric means:\n\n{markdown(header, rows)}")
-    return "\n\n".join(tables) or "Nothing yet."
+        return f"{head(lines)}, geometric means:\n\n{markdown(header, rows)}"
+
+    return per_gpu([DECODE], table)
 
 
 def prefill() -> str:
     """Return a table per GPU of prefill attention, a column for each baseline."""
-    tables = []
-    for newest in measured(PREFILL):
-        lines = [line for line, _ in newest.values()]
+
+    def table(lines: list[dict]) -> str:
         baselines = list(dict.fromkeys(name for line in lines for name in line["peers"]))
-        row = str(len(lines)), *cells(lines, baselines)
-        caption = f"{head(lines)}, geometric means; {losses(lines)}"
-        tables.append(f"{caption}:\n\n{markdown(('shapes', *baselines), [row])}")
-    return "\n\n".join(tables) or "Nothing yet."
+        of_all = markdown(("shapes", *baselines), [(str(len(lines)), *cells(lines, baselines))])
+        return f"{head(lines)}, geometric means; {losses(lines)}:\n\n{of_all}"
+
+    return per_gpu([PREFILL], table)

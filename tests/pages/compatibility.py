@@ -1,9 +1,10 @@
-"""Write the compatibility page from tests and code: models, quantization, AITER, vLLM, GPUs, Python, torch and ROCm."""
+"""Tabulate from tests and code for the compatibility page: models, quantization, AITER, vLLM, GPUs, Python, torch and ROCm."""
 
 import ast
 import csv
 import functools
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -14,9 +15,9 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.vllm import seam
 
-from . import measurements
+from . import measurements, op_pages
 from .measurements import ROOT, markdown
-from .op_pages import DOCS, WRITTEN, types, wrapped
+from .op_pages import DOCS
 
 PAGE = DOCS / "compatibility.md"
 VLLM_TESTS = ROOT / "tests" / "vllm"
@@ -35,12 +36,7 @@ QUANTIZATIONS = {
         "static",
     ),
     "FP8, per tensor, dynamic": ("`fp8`, `quark`", "linear dynamic", "experts fp8 dynamic", ""),
-    "FP8, per token and channel": (
-        "`compressed-tensors`, `quark`",
-        "linear per token",
-        "experts fp8 channel",
-        "token",
-    ),
+    "FP8, per token and channel": ("`compressed-tensors`, `quark`", "linear per token", "experts fp8 channel", "token"),
     "FP8, per token and channel, bounded token scales": ("`fbgemm_fp8`", "linear fbgemm", "", "bounded"),
     "FP8, 1x128 and 128x128 blocks": ("`fp8`, `compressed-tensors`", "linear block", "experts fp8 block", "block"),
     "INT8, symmetric, per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, None),
@@ -140,11 +136,6 @@ def answers(plugin: str) -> dict[tuple[str, str], dict[str, list[str]]]:
     return found
 
 
-def selection() -> dict[tuple[str, str], dict[str, list[str]]]:
-    """Return what vLLM selects with the plugin, as `answers`."""
-    return answers("with")
-
-
 @functools.cache
 def releases() -> tuple[str, ...]:
     """Return the minor vLLM releases in selection.csv."""
@@ -192,17 +183,12 @@ def selected(what: str | None, arch: str) -> str:
         return "vLLM has none"
     plugin = {
         release: tuple(answer.startswith(("RocmOps", "vllm_rocm_ops.")) for answer in answers)
-        for release, answers in selection()[what, arch].items()
+        for release, answers in answers("with")[what, arch].items()
     }
     if not any(map(any, plugin.values())):
-        is_lacking = "mxfp8" in what and not types([ops.mxfp8_scaled_mm], arch)
+        is_lacking = "mxfp8" in what and not op_pages.supported_calls(ops.mxfp8_scaled_mm, arch)
         return f"refused: {arch} has no MXFP8 instruction" if is_lacking else "refused: vLLM's kernel comes first"
-    words = {
-        (True, True): "",
-        (True, False): " without AITER",
-        (False, True): " with AITER",
-        (False, False): " not at all",
-    }
+    words = dict(zip(itertools.product((True, False), repeat=2), ("", " without AITER", " with AITER", " not at all")))
     if len(set(plugin.values())) == 1:
         return f"selected{words[next(iter(plugin.values()))]}"
     return "selected: " + ", ".join(f"{release}{words[how] or ' always'}" for release, how in plugin.items())
@@ -216,19 +202,13 @@ def vllm_table() -> str:
     for release in releases():
         by_arch = []
         for arch in AMD:
-            off = {answer for answer in selection()["seams off", arch][release]}
+            off = {answer for answer in answers("with")["seams off", arch][release]}
             by_arch.append("selected" if off == {"cpu_shims"} else f"selected, but for {', '.join(sorted(off))}")
         engine = "tested" if cpu.startswith(f"{release}.") else "not run"
         if f"vllm-{release}" in patched:
             engine = f"tested, its Python files on {cpu}'s binaries"
         rows.append((release, *by_arch, engine, "tested" if release in h200 else "not run"))
     return markdown(("vLLM", *AMD, "engine on CPU", "H200"), rows)
-
-
-def versions() -> tuple[str, str]:
-    """Return the first and the last release that the seams accept."""
-    found = [seam.load(name).versions for name in seam.NAMES]
-    return min(first for first, _ in found), max(last for _, last in found)
 
 
 def around_table() -> str:
@@ -330,14 +310,8 @@ def model_table() -> str:
                 "yes" if architecture in model_layers.FAMILIES else "no",
             )
         )
-    rows.append(
-        (
-            "from another vLLM plugin",
-            "not run; norms and activations use the plugin if vLLM compiles it",
-            "not run",
-            "no",
-        )
-    )
+    plugged = "not run; norms and activations use the plugin if vLLM compiles it"
+    rows.append(("from another vLLM plugin", plugged, "not run", "no"))
     rows.append(("any other", "selected by layer class and compiled graph, not run", "not run", "no"))
     return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), grouped(rows))
 
@@ -365,69 +339,19 @@ def reach_table() -> str:
         cells = [f"{cell} ({', '.join(of)})" if len(by_cell) > 1 else cell for cell, of in by_cell.items()]
         models.setdefault(row["model"], {})[row["layers"]] = "; ".join(cells)
     steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH_COLUMNS)["layers"]
-    rows = [
-        (f"`{model}`", *(found.get(kind, "") for kind in (*REACH_COLUMNS, steps))) for model, found in models.items()
-    ]
-    if set().union(*models.values()) != {*REACH_COLUMNS, steps}:
-        raise ValueError(
-            f"reach.csv must have the layers of REACH_COLUMNS and {steps}, got {set().union(*models.values())}"
-        )
+    kinds = *REACH_COLUMNS, steps
+    rows = [(f"`{model}`", *(found.get(kind, "") for kind in kinds)) for model, found in models.items()]
+    if set().union(*models.values()) != {*kinds}:
+        raise ValueError(f"reach.csv must have the layers {', '.join(kinds)}, got {set().union(*models.values())}")
     return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), grouped(rows))
 
 
-def page() -> str:
-    """Return the page."""
-    first, last = releases()[0], releases()[-1]
-    parts = (
-        WRITTEN,
-        "# Compatibility",
-        (
-            "- **tested**: a test runs it. On CPU, vLLM's engine with the plugin's ops generates the tokens of a plain PyTorch "
-            "model; the emulator tests the kernels.\n"
-            "- **selected**: vLLM's own code selects the plugin on a faked MI300X and MI355X. It was not run.\n"
-            "- **refused**: vLLM's own code runs, for the reason given."
-        ),
-        "**Nothing was run on an AMD GPU.** `vllm-rocm-ops doctor` reports what is enabled in an installation, and why not.",
-        "## Models",
-        model_table(),
-        (
-            "In a compiled model a norm or an activation quantizes in its own kernel if only equal quantizations read its result: "
-            "before attention, before and inside a feed-forward, and inside shared experts. Other norms and activations use the plugin "
-            "where vLLM's compiler would fuse nothing with them, as before experts; before FP8 experts with block scales the norm also "
-            "writes a quantized result. A compiled graph never has more kernels than without the plugin. These stay vLLM's:"
-        ),
-        (
-            "- norms of queries and keys, which the compiler fuses with RoPE, where `rope_and_cache` does not serve both\n"
-            "- Gemma's consecutive norms\n"
-            "- MiniMax-M2's norms over all heads of q and k, which its model code computes without calling a norm layer, with an "
-            "all-reduce of their variances on several ranks\n"
-            "- MiniMax-M2's routing: sigmoid with a bias but without groups"
-        ),
-        "## Quantization and attention",
-        (
-            f"In vLLM {first} to {last}, with AITER and without where a cell does not say which. The baseline is the kernel of vLLM {last} "
-            "that the plugin is timed against, and that serves where the plugin is not faster. AITER means `VLLM_ROCM_USE_AITER=1`, as most "
-            "recipes for AMD set it; [norms with AITER's all-reduce](tuning.md#with-aiter) have their own rule. vLLM has no MoE for "
-            "`fbgemm_fp8`, and the plugin has no seam for INT8 MoE."
-        ),
-        format_table(),
-        (
-            "The following formats have no kernel. vLLM's own linear and MoE kernels run; norms, activations and BF16 layers are as in "
-            "any other model."
-        ),
-        refused_table(),
-        "## vLLM and GPUs",
-        vllm_table(),
-        (
-            f"Other vLLM versions are refused unless `VLLM_ROCM_OPS_ANY_VERSION=1`: no seam was tried outside {' to '.join(versions())}."
-        ),
-        "## Python, torch and ROCm",
-        around_table(),
-        "## Layers that the seams reach",
-        (
-            f"Tiny models on CPU, through the passes of vLLM {first} to {last}: the number of layers that a seam serves, and the plugin's "
-            "norm and activation ops in a step."
-        ),
-        reach_table(),
-    )
-    return wrapped("\n\n".join(parts))
+TABLES = {
+    "models": model_table,
+    "formats": format_table,
+    "refused": refused_table,
+    "vllm": vllm_table,
+    "around": around_table,
+    "reach": reach_table,
+}
+"""By name of the part of the page."""

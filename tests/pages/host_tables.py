@@ -26,7 +26,7 @@ def host_times() -> str:
             row = folder.name, model, f"`{seam}`", str(len(of)), _range(baseline, "{:.0f}")
             body.append((*row, *(_added(of, path) for path in host_time.PLUGIN)))
     header = "GPU", "model", "seam", "layers", "baseline us", "kernel runs: added us", "falls back: added us"
-    return markdown(header, body) if body else "Nothing yet."
+    return markdown(header, body)
 
 
 def _range(values: list[float], form: str) -> str:
@@ -57,7 +57,7 @@ def starts() -> str:
         newest[case] = {"pairs": pairs} | cells
     names = dict.fromkeys(name for cells in newest.values() for name in cells)
     rows = [(*case, *(cells.get(name, "") for name in names)) for case, cells in newest.items()]
-    return markdown(("model", "GPU", "layers", *names), rows) if rows else "Nothing yet."
+    return markdown(("model", "GPU", "layers", *names), rows)
 
 
 def _pair(baseline: str, plugin: str, _: str, percent: str) -> str:

@@ -88,7 +88,7 @@ def newest() -> list[ProfiledRun]:
 
 def launches() -> str:
     """Return a table for each run of `newest`, at its smallest batch."""
-    return "\n\n".join(map(table, newest())) or "Nothing yet."
+    return measurements.joined(map(table, newest()))
 
 
 def table(run: ProfiledRun) -> str:
@@ -109,8 +109,7 @@ def table(run: ProfiledRun) -> str:
         for name, of in sorted(rows.items(), key=lambda row: (row[0] not in shown, -most_us(row[1])))
     ]
     body.append(("all", *(total(sides[side], layers) for side in SIDES), not_own(sides["with"])))
-    files = ", ".join(f"[{path.name}]({path.relative_to(measurements.RESULTS).as_posix()})" for path in run.paths)
-    conditions = f"{plural(layers, 'layer')}, {run.hardware}, batch {batch}, {files}:"
+    conditions = f"{plural(layers, 'layer')}, {run.hardware}, batch {batch}, {measurements.links(run.paths)}:"
     header = "launch", *SIDES.values(), "why launches stay that are not the plugin's"
     return f"### {run.name}\n\n{conditions}\n\n{markdown(header, body)}"
 

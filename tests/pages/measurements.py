@@ -29,9 +29,19 @@ NO_ATTENTION = "-decode_attention,-mla_attention"  # VLLM_ROCM_OPS_SEAMS of runs
 PER_OP = "ops", "gemm", "shuffled-gemm"  # kinds of files with norms, activations and GEMMs by rows
 
 
+NOTHING = "Nothing yet."
+
+
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    header = list(header)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+    """Return a table, or a sentence in place of one without rows."""
+    header, rows = list(header), list(rows)
+    lines = ("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+    return "\n".join(lines) if rows else NOTHING
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Return the parts below each other, or a sentence in place of none."""
+    return "\n\n".join(parts) or NOTHING
 
 
 # Lines
@@ -90,12 +100,6 @@ def measured(*kinds: str) -> Iterator[dict[tuple[str, str], tuple[dict, pathlib.
     return filter(None, (newest_lines(folder, kinds) for folder in folders))
 
 
-def of_op(name: str, *kinds: str) -> list[list[tuple[dict, pathlib.Path]]]:
-    """Return the newest lines of one op for each folder that has any."""
-    found = ([found for found in newest.values() if found[0]["op"] == name] for newest in measured(*kinds))
-    return [lines for lines in found if lines]
-
-
 def best_baseline(line: dict) -> str | None:
     return min(line["peers"], key=line["peers"].get, default=None)
 
@@ -137,26 +141,27 @@ def rows_of(line: dict) -> int:
     return shape["rows"] if "keys" in shape else next(iter(shape.values()))
 
 
-def unmeasured(op: str | None = None) -> str:
-    """Return a sentence that names the GPUs without a measured time of an op, or without any."""
-    timed = set().union(*(gpus(path, op) for path in (*RESULTS.glob("*/*.jsonl"), *RESULTS.glob("*/*-latency.json"))))
-    what = f"No time of `{op}`" if op else "No time"
-    products = [product for product in archs.PRODUCTS if not any(product in gpu for gpu in timed)]
+def unmeasured() -> str:
+    """Return a sentence that names the GPUs without a measured time, and those with one."""
+    timed = set().union(*map(gpus, (*RESULTS.glob("*/*.jsonl"), *RESULTS.glob("*/*-latency.json"))))
+    said = untimed(timed, "No time")
+    return f"{said} All times are of {', '.join(sorted(timed))}." if timed and said else said
+
+
+def untimed(timed: set[str], what: str) -> str:
+    """Return a sentence that names the products without a time, if these GPUs have one."""
     if not timed:
         return f"{what} was ever measured."
-    if not products:
-        return ""
-    *most, last = products
-    never = f"**{what} was ever measured on an {', '.join(most)} or {last}.**"
-    return never if op else f"{never} All times are of {', '.join(sorted(timed))}."
+    products = [product for product in archs.PRODUCTS if not any(product in gpu for gpu in timed)]
+    *most, last = products or [""]
+    return f"**{what} was ever measured on an {', '.join(most)} or {last}.**" if products else ""
 
 
-def gpus(path: pathlib.Path, op: str | None = None) -> set[str]:
-    """Return the GPUs on which a file has times of an op, or any times."""
+def gpus(path: pathlib.Path) -> set[str]:
+    """Return the GPUs on which a file has times."""
     if path.suffix == ".json":
-        return set() if op else {(json.loads(path.read_text())["hardware"] or "").partition(" x ")[2]} - {""}
-    lines = lines_of(path)
-    return {line["gpu"] for line in lines if line.get("gpu", "CPU") != "CPU" and op in (None, line.get("op"))}
+        return {(json.loads(path.read_text())["hardware"] or "").partition(" x ")[2]} - {""}
+    return {line["gpu"] for line in lines_of(path) if line.get("gpu", "CPU") != "CPU"}
 
 
 # Text
@@ -175,9 +180,9 @@ def times(ratios: Iterable[float | None]) -> str:
     return f"**{mean:.2f}x**" if mean < 1 else f"{mean:.2f}x"
 
 
-def links(paths: Iterable[pathlib.Path]) -> str:
-    """Return links to files, relative to the page in their folder."""
-    return ", ".join(f"[{path.name}]({path.relative_to(RESULTS).as_posix()})" for path in sorted(set(paths)))
+def links(paths: Iterable[pathlib.Path], folder: str = "") -> str:
+    """Return links to files, from a page that has their folder at this address."""
+    return ", ".join(f"[{path.name}]({folder}{path.relative_to(RESULTS).as_posix()})" for path in sorted(set(paths)))
 
 
 def head(lines: list[dict]) -> str:
@@ -202,11 +207,15 @@ def baselines_of(lines: Iterable[dict]) -> str:
 # Ops, for benchmarks.md
 
 
+def per_gpu(kinds: Iterable[str], table: Callable[[list[dict]], str]) -> str:
+    """Return a table for each GPU with results of these kinds, of its newest lines."""
+    return joined(table([line for line, _ in newest.values()]) for newest in measured(*kinds))
+
+
 def single_ops() -> str:
     """Return a table per GPU: geometric means over sizes, by rows or tokens."""
-    tables = []
-    for newest in measured(*PER_OP):
-        lines = [line for line, _ in newest.values()]
+
+    def table(lines: list[dict]) -> str:
         of_ops: dict[str, list[dict[int, dict]]] = {}
         for (op, size), by_rows in groups_of(lines).items():
             of_ops.setdefault(f"`{op}`{', shuffled' * size.endswith('shuffled')}", []).append(by_rows)
@@ -215,49 +224,42 @@ def single_ops() -> str:
             cells = (times(ratio(size[rows]) for size in sizes if rows in size) for rows in SUMMARY_ROWS)
             body.append((op, str(len(sizes)), *cells, baselines_of(line for size in sizes for line in size.values())))
         header = ("op", "sizes", *(plural(rows, "row") for rows in SUMMARY_ROWS), "best baseline")
-        tables.append(f"{head(lines)}:\n\n{markdown(header, body)}")
-    return "\n\n".join(tables) or "Nothing yet."
+        return f"{head(lines)}:\n\n{markdown(header, body)}"
+
+    return per_gpu(PER_OP, table)
 
 
 def experts() -> str:
     """Return a table per GPU: the speedup of each rank's experts, by tokens."""
-    tables = []
-    for newest in measured("moe"):
-        lines = [line for line, _ in newest.values()]
+
+    def table(lines: list[dict]) -> str:
         shown = sorted({rows_of(line) for line in lines})
         body = [
             (case, *(times([ratio(group[m])]) if m in group else "" for m in shown))
             for (_, case), group in groups_of(lines).items()
         ]
         header = ("experts of a layer", *(plural(m, "token") for m in shown))
-        tables.append(f"{head(lines)}, over the best of vLLM's fused MoE (Triton):\n\n{markdown(header, body)}")
-    return "\n\n".join(tables) or "Nothing yet."
+        return f"{head(lines)}, over the best of vLLM's fused MoE (Triton):\n\n{markdown(header, body)}"
 
-
-def by_op(lines: list[dict], cells: Callable[[list[dict]], tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return a row for each op: its name, the number of its lines, and cells made of them."""
-    names = dict.fromkeys(line["op"] for line in lines)
-    found = {name: [line for line in lines if line["op"] == name] for name in names}
-    return [(f"`{name}`", str(len(of)), *cells(of)) for name, of in found.items()]
+    return per_gpu(["moe"], table)
 
 
 def regret() -> str:
     """Return a table per GPU: how much slower the default configuration is than the fastest."""
 
-    def cells(lines: list[dict]) -> tuple[str, str, str]:
-        regrets = [line["us"][line["chosen"]] / min(line["us"].values()) for line in lines]
-        return (
-            str(sum(len(line["us"]) for line in lines)),
-            f"{100 * statistics.geometric_mean(regrets) - 100:.1f} %",
-            f"{100 * max(regrets) - 100:.1f} %",
-        )
-
-    tables = []
-    for newest in measured("configurations"):
-        lines = [line for line, _ in newest.values()]
+    def table(lines: list[dict]) -> str:
+        rows = []
+        for name in dict.fromkeys(line["op"] for line in lines):
+            of = [line for line in lines if line["op"] == name]
+            regrets = [line["us"][line["chosen"]] / min(line["us"].values()) for line in of]
+            mean, largest = (
+                f"{100 * value - 100:.1f} %" for value in (statistics.geometric_mean(regrets), max(regrets))
+            )
+            rows.append((f"`{name}`", str(len(of)), str(sum(len(line["us"]) for line in of)), mean, largest))
         header = "op", "calls", "configurations", "regret, geometric mean", "largest"
-        tables.append(f"**{lines[0]['gpu']}**:\n\n{markdown(header, by_op(lines, cells))}")
-    return "\n\n".join(tables) or "Nothing yet."
+        return f"**{lines[0]['gpu']}**:\n\n{markdown(header, rows)}"
+
+    return per_gpu(["configurations"], table)
 
 
 # Through vLLM's engine
@@ -353,7 +355,7 @@ def attention_in_engine() -> str:
         baseline, others, plugin = map(latency_report.median_ms, (run.sides["without"], partly, run.sides["with"]))
         cell = f"{baseline:.2f} / {others:.2f} / {plugin:.2f} {times([others / plugin])}"
         rows.setdefault(row, {})[result["batch_size"]] = cell
-    return by_batch(("model", "backend", "rank", "GPU", "layers", "prompt"), rows) if rows else "Nothing yet."
+    return by_batch(("model", "backend", "rank", "GPU", "layers", "prompt"), rows)
 
 
 def str_and_numbers(case: tuple) -> tuple:
@@ -407,32 +409,32 @@ def samples(run: EngineRun) -> str:
     return f"{len(starts)} x {len(starts[0]['latencies'])}"
 
 
-def speedup_text(run: EngineRun) -> str:
-    """Return a run's speedup with its spread."""
-    low, high = latency_report.speedup_spread(run.sides)
-    return f"{times([latency_report.speedup(run.sides)])} ({low:.2f} to {high:.2f})"
+def speedup_cells(case: EngineCase) -> list[str]:
+    """Return a case's speedups with their spreads, at the batch sizes that tables show."""
+    cells = []
+    for run in map(case.runs.get, SHOWN_BATCHES):
+        low, high = latency_report.speedup_spread(run.sides) if run else ("", "")
+        cells.append(f"{times([latency_report.speedup(run.sides)])} ({low:.2f} to {high:.2f})" if run else "")
+    return cells
 
 
-def host_loop(run: EngineRun) -> str:
-    """Return the host loop's microseconds, baseline / plugin, where it was timed."""
-    timed = [[one["host_us"] for one in run.sides[side] if "host_us" in one] for side in latency_report.SIDES]
-    return " / ".join(f"{statistics.median(us):.0f}" for us in timed) if all(timed) else ""
+def host_loop(case: EngineCase) -> str:
+    """Return the host loop's microseconds, baseline / plugin, at the first batch size where it was timed."""
+    for run in filter(None, map(case.runs.get, SHOWN_BATCHES)):
+        timed = [[one["host_us"] for one in run.sides[side] if "host_us" in one] for side in latency_report.SIDES]
+        if all(timed):
+            return " / ".join(f"{statistics.median(us):.0f}" for us in timed)
+    return ""
 
 
 def engine() -> str:
     """Return a table for each set of conditions: a row for each model, with its speedups."""
+    header = ("model", "GPU", "layers", "n", *(f"batch {batch}" for batch in SHOWN_BATCHES), "host loop us")
     made = []
     for how, cases in engine_cases().items():
-        body = []
-        for case in cases:
-            cells = (speedup_text(case.runs[batch]) if batch in case.runs else "" for batch in SHOWN_BATCHES)
-            loop = next(
-                filter(None, (host_loop(case.runs[batch]) for batch in SHOWN_BATCHES if batch in case.runs)), ""
-            )
-            body.append((*case[:3], each_n(case), *cells, loop))
-        header = ("model", "GPU", "layers", "n", *(f"batch {batch}" for batch in SHOWN_BATCHES), "host loop us")
-        made.append(f"{how}\n\n{markdown(header, body)}")
-    return "\n\n".join(made) or "Nothing yet."
+        rows = [(*case[:3], each_n(case), *speedup_cells(case), host_loop(case)) for case in cases]
+        made.append(f"{how}\n\n{markdown(header, rows)}")
+    return joined(made)
 
 
 def each_n(case: EngineCase) -> str:
@@ -475,12 +477,9 @@ def ranks_of(case: EngineCase) -> tuple[str, str, str]:
 def whole_models_table() -> str:
     """Return the speedups of the whole models, for README."""
     how, cases = whole_models()
-    body = []
-    for case in cases:
-        cells = (speedup_text(case.runs[batch]) if batch in case.runs else "" for batch in SHOWN_BATCHES)
-        body.append((named(case), case.gpus, each_n(case), *cells))
     header = ("model", "GPU", "n", *(f"batch {batch}" for batch in SHOWN_BATCHES))
-    return f"{how}\n\n{markdown(header, body)}" if body else "Nothing yet."
+    table = markdown(header, ((named(case), case.gpus, each_n(case), *speedup_cells(case)) for case in cases))
+    return f"{how}\n\n{table}" if cases else table
 
 
 def fastest_and_slowest() -> str:
@@ -536,7 +535,7 @@ def serving() -> str:
         rows.append((what, hardware, str(layers or "all"), asked, f"{rate:g}", *cells, *speedups))
     header = "model", "GPU", "layers", "prompts x tokens + generated", "requests per s", "TTFT p50 ms", "TPOT p50 ms"
     header = *header, "ITL p99 ms", "tokens/s", "TTFT", "TPOT"
-    return markdown(header, rows) if rows else "Nothing yet."
+    return markdown(header, rows)
 
 
 class ProfiledRun(NamedTuple):

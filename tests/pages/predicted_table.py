@@ -4,7 +4,7 @@ import json
 
 from timing_study import calibrate, microbenchmarks, report
 
-from .measurements import ROOT, markdown, measured
+from .measurements import ROOT, joined, markdown, measured
 
 PUBLISHED = ROOT / "serving_benchmarks" / "timing_study" / "published.json"
 OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
@@ -46,7 +46,7 @@ def products() -> str:
             f"**{line['device']}**: ms of a step's GEMMs with a published time, predicted plugin / published. Kernels of {commits}.\n\n"
             + markdown(("model", "published by", *(f"batch {batch}" for batch in batches)), rows)
         )
-    return "\n\n".join(tables) or "Nothing yet."
+    return joined(tables)
 
 
 def facts() -> str:
@@ -111,14 +111,17 @@ def accuracy() -> str:
         found = classes[kind][report.HALVES[1]]
         rows.append((name, "MI300X", "held out", str(found["points"]), _share(found["median"]), _share(found["p90"])))
     published = json.loads(PUBLISHED.read_text())
-    for each in published["classes"]:
-        if each["set"] not in FITTED and each["predicted"]:
-            errors = _share(each["median"]), "" if each["p90"] is None else _share(each["p90"])
-            rows.append((*_class(each), f"{each['predicted']} of {each['points']}", *errors))
+    rows += [_row(each) for each in published["classes"] if each["set"] not in FITTED and each["predicted"]]
     right, every = (sum(each[name] for each in published["pairs"]) for name in ("right", "pairs"))
     by_class = "; ".join(" ".join(_pair(each)[:2]) + f": {_pair(each)[2]}" for each in published["pairs"])
     header = "kernels", "GPU", "set", "points", "p50 error", "p90 error"
     return f"{markdown(header, rows)}\n\nPairs in order: **{right} of {every}**. {by_class}."
+
+
+def _row(each: dict) -> tuple[str, ...]:
+    """Return a class of points, how many are predicted, and their errors."""
+    errors = _share(each["median"]) if each["predicted"] else "", "" if each["p90"] is None else _share(each["p90"])
+    return (*_class(each), f"{each['predicted']} of {each['points']}", *errors)
 
 
 def _pair(each: dict) -> tuple[str, str, str]:
@@ -141,17 +144,7 @@ def simpler() -> str:
 def published() -> str:
     """Return a row for each class of published points, then the pairs."""
     found = json.loads(PUBLISHED.read_text())
-
-    def signed(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:+.0f} %"
-
-    rows = [
-        (
-            *_class(each), f"{each['predicted']} of {each['points']}", _share(each["median"]) if each["predicted"] else "",
-            "" if each["p90"] is None else _share(each["p90"]), signed(each["bias"]),
-        )
-        for each in found["classes"]
-    ]  # fmt: skip
+    rows = [(*_row(each), "" if each["bias"] is None else f"{100 * each['bias']:+.0f} %") for each in found["classes"]]
     reasons = sorted({reason for each in found["classes"] for reason in each["why"]})
     left = [
         f"{count} rows of {_class(each)[0]} on {_class(each)[1]}: {reason}"
@@ -160,15 +153,7 @@ def published() -> str:
     ]
     pairs = map(_pair, found["pairs"])
     total = [sum(each[name] for each in found["pairs"]) for name in ("right", "pairs")]
-    header = (
-        "kernels",
-        "GPU",
-        "set",
-        "predicted",
-        "p50 error",
-        "p90 error",
-        "p50 of predicted / measured",
-    )
+    header = "kernels", "GPU", "set", "predicted", "p50 error", "p90 error", "p50 of predicted / measured"
     return "\n\n".join(
         (
             markdown(header, rows),

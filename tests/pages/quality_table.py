@@ -1,33 +1,15 @@
 """Tabulate the results of serving_benchmarks/quality/quality.py and arithmetic.py for benchmarks.md."""
 
 from .compatibility import QUANTIZATIONS
-from .measurements import head, markdown, measured, plural
+from .measurements import head, markdown, measured, per_gpu, plural
 
 NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour is not None}
-ABOUT = (
-    "Perplexity of held-out text in vLLM, for small models that `python serving_benchmarks/quality/quality.py` trains: the bf16 "
-    "checkpoint on the baseline, then each checkpoint on the baseline and with the plugin. The worst scale error names the layer whose "
-    "scale would explain most of the difference. Greedy tokens are counted up to the first difference."
-)
 
 
 def quality() -> str:
     """Return a table per GPU: a row for each checkpoint, bold beyond the command's limits."""
-    tables = []
-    for newest in measured("quality"):
-        lines = [line for line, _ in newest.values()]
-        header = (
-            "model",
-            "quantization",
-            "bf16",
-            "baseline",
-            "plugin",
-            "difference",
-            "worst scale error",
-            "tokens equal",
-        )
-        tables.append(f"{head(lines)}:\n\n{markdown(header, map(row, lines))}")
-    return "\n\n".join([ABOUT, *tables]) if tables else "Nothing yet."
+    header = "model", "quantization", "bf16", "baseline", "plugin", "difference", "worst scale error", "tokens equal"
+    return per_gpu(["quality"], lambda lines: f"{head(lines)}:\n\n{markdown(header, map(row, lines))}")
 
 
 def row(line: dict) -> tuple[str, ...]:
@@ -40,14 +22,6 @@ def row(line: dict) -> tuple[str, ...]:
     bold = "**" if line["wrong"] else ""
     shares = (f"{bold}{value:+.3%}{bold}" for value in (line["perplexity_off"], worst))
     return (*found, *shares, f"{line['tokens_equal']} of {line['greedy_tokens']}")
-
-
-ARITHMETIC = (
-    "Relative error of each op against float64, on the activations and weights of these models, by "
-    "`python serving_benchmarks/quality/arithmetic.py`. A cell has the largest error of a call, and the largest ratio of a plugin's error to "
-    "the baseline's. The baseline is vLLM's kernel; in the emulator, and where vLLM has no kernel, it is the op's reference, which "
-    "rounds where vLLM does."
-)
 
 
 def arithmetic() -> str:
@@ -71,7 +45,7 @@ def arithmetic() -> str:
     links = ", ".join(
         f"[{path.parent.name}](../../serving_benchmarks/results/{path.parent.name}/{path.name})" for path in files
     )
-    about = f"{ARITHMETIC} {plural(len(checkpoints), 'checkpoint')}: {links}."
+    about = f"{plural(len(checkpoints), 'checkpoint')}: {links}."
     return f"{about}\n\n{markdown(('op', 'result', 'calls', *machines), rows)}"
 
 

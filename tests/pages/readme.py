@@ -47,25 +47,23 @@ def seams() -> str:
 
 
 FORMATS = {
-    # weights and activations -> the rows of selection.csv for linears and for experts
-    "BF16, FP16": (("linear unquantized",), ("experts bf16",)),
-    "FP8, per tensor, static or dynamic": (
-        ("linear static", "linear dynamic"),
-        ("experts fp8 static", "experts fp8 dynamic"),
-    ),
-    "FP8, per token and channel": (("linear per token", "linear fbgemm"), ("experts fp8 channel",)),
-    "FP8, 1x128 and 128x128 blocks": (("linear block",), ("experts fp8 block",)),
-    "MXFP8": (("linear mxfp8",), ("experts mxfp8",)),
-    "INT8 W8A8, symmetric": (("linear int8",), ()),
+    "BF16, FP16": ("BF16, FP16",),
+    "FP8, per tensor, static or dynamic": ("FP8, per tensor, static", "FP8, per tensor, dynamic"),
+    "FP8, per token and channel": ("FP8, per token and channel", "FP8, per token and channel, bounded token scales"),
+    "FP8, 1x128 and 128x128 blocks": ("FP8, 1x128 and 128x128 blocks",),
+    "MXFP8": ("MXFP8",),
+    "INT8 W8A8, symmetric": ("INT8, symmetric, per token or static",),
 }
+"""Formats of the support matrix -> formats of the compatibility page."""
 ATTENTION = {"MHA, GQA": (ops.paged_attention_decode, "key_cache"), "MLA": (ops.mla_decode, "kv_cache")}
 
 
 def support() -> str:
     """Return the support matrix: the layers that have kernels for each format, and the KV cache dtypes, by GPU."""
 
-    def runs(arch: str, linears: tuple[str, ...], experts: tuple[str, ...]) -> str:
-        kinds = {"linear": linears, "MoE": experts}
+    def runs(arch: str, formats: tuple[str, ...]) -> str:
+        found = [compatibility.QUANTIZATIONS[name][1:3] for name in formats]
+        kinds = {kind: list(filter(None, rows)) for kind, rows in zip(("linear", "MoE"), zip(*found))}
         served = (
             kind
             for kind, rows in kinds.items()
@@ -74,11 +72,11 @@ def support() -> str:
         return ", ".join(served) or "vLLM's kernels"
 
     def cached(arch: str, op: Op, cache: str) -> str:
-        dtypes = {getattr(a, cache).dtype for a, _, _ in op_pages.launches_of(op, arch)}
+        dtypes = {getattr(a, cache).dtype for a in op_pages.supported_calls(op, arch)}
         names = ("FP8" if dtype.itemsize == 1 else op_pages.short(dtype).upper() for dtype in dtypes)
         return ", ".join(sorted(names, key=("BF16", "FP16", "FP8").index))
 
-    rows = [(name, *(runs(arch, *of) for arch in compatibility.AMD)) for name, of in FORMATS.items()]
+    rows = [(name, *(runs(arch, of) for arch in compatibility.AMD)) for name, of in FORMATS.items()]
     rows.append(("; ".join(compatibility.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, of in ATTENTION.items():
@@ -92,19 +90,9 @@ def support() -> str:
     return markdown(("weights and activations", *titles), rows)
 
 
-def glance() -> str:
-    """Return the answers that a new user looks for first."""
-    return "\n".join(
-        (
-            "- **Safe?** Kernels are checked and timed on your GPU. vLLM's own run where they fail or lose. [Why, and limits](#why-it-is-low-risk)",
-            f"- **Faster?** {measurements.fastest_and_slowest()} [Benchmarks and predictions](#performance)",
-            (
-                "- **Try:** `pip install .`, `vllm-rocm-ops check`, then `bash serving_benchmarks/quickstart.sh`. [Install](#install-and-verify), "
-                "[report](#try-it-and-report)"
-            ),
-            "- **Off:** `VLLM_ROCM_OPS_SEAMS=none vllm serve ...`. [Other switches](#disable-and-troubleshoot)",
-        )
-    )
+def faster() -> str:
+    """Return how much faster models decode."""
+    return f"- **Faster?** {measurements.fastest_and_slowest()} [Benchmarks and predictions](#performance)"
 
 
 SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
@@ -145,11 +133,19 @@ def doctor_sample() -> str:
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {
         "unmeasured": measurements.unmeasured,
-        "glance": glance,
+        "faster": faster,
         "engine": measurements.whole_models_table,
         "predicted": step_table.readme,
         "support": support,
         "doctor": doctor_sample,
+    },
+    compatibility.PAGE: compatibility.TABLES,
+    DOCS / "README.md": {
+        "ops": lambda: op_pages.index(standalone=False),
+        "standalone ops": lambda: op_pages.index(standalone=True),
+        "explain": lambda: op_pages.explanation(ops.fused_add_rms_norm_static_fp8_quant, "--shape", "1x16384"),
+        "numerics": op_pages.numerics,
+        "quantization": op_pages.conversion,
     },
     DOCS / "configuration.md": {"variables": variables, "seams": seams},
     DOCS / "benchmarks.md": {
@@ -210,5 +206,5 @@ def fresh(path: pathlib.Path) -> str:
 
 def documents() -> dict[pathlib.Path, str]:
     """Return the wanted text of every generated file, and of every file with generated parts."""
-    pages = {compatibility.PAGE: compatibility.page(), systems.PAGE: systems.page()}
+    pages = {systems.PAGE: systems.page()}
     return {path: fresh(path) for path in BLOCKS} | op_pages.pages() | pages | pictures.drawn()

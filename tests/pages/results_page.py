@@ -29,7 +29,7 @@ def index() -> str:
         ]
         if rows:
             tables.append(f"### {folder.name}\n\n{markdown(('files', 'contents', 'lines'), rows)}")
-    return "\n\n".join(tables) or "Nothing yet."
+    return measurements.joined(tables)
 
 
 def contents(path: pathlib.Path) -> tuple[str, int]:
@@ -69,7 +69,7 @@ def engine() -> str:
         rows = [(*case[:3], *_lengths(case), *(_ms(case, batch) for batch in batches)) for case in cases]
         header = "model", "GPU", "layers", "generated", "n", *(f"batch {batch}" for batch in batches)
         tables.append(f"{how}\n\n{markdown(header, rows)}")
-    return "\n\n".join(tables) or "Nothing yet."
+    return measurements.joined(tables)
 
 
 def _lengths(case: EngineCase) -> tuple[str, str]:
@@ -111,7 +111,7 @@ def steps() -> str:
             what = profile_links(run), run.hardware, run.layers
             rows.append((*what, batch, spans, launches, least, *(cell if cell != " / " else "" for cell in cells)))
     header = "model", "GPU", "layers", "batch", "step", "launches", "weights alone"
-    return markdown((*header, *kinds), rows) if rows else "Nothing yet."
+    return markdown((*header, *kinds), rows)
 
 
 def ranks() -> str:
@@ -131,7 +131,7 @@ def ranks() -> str:
             )
             if max(map(len, sides.values())) > 1:
                 rows.append((profile_links(run), run.hardware, run.layers, batch, *cells))
-    return markdown(("model", "GPU", "layers", "batch", *columns), rows) if rows else "Nothing yet."
+    return markdown(("model", "GPU", "layers", "batch", *columns), rows)
 
 
 def ops() -> str:
@@ -149,7 +149,7 @@ def ops() -> str:
             else:
                 rows.append((of[0]["gpu"], f"`{op}`", "none", "", "", "", ""))
     header = "GPU", "op", "best baseline", "faster in", "geometric mean", "least", "most"
-    return markdown(header, rows) if rows else "Nothing yet."
+    return markdown(header, rows)
 
 
 COLUMNS = {
@@ -178,4 +178,4 @@ def kernels() -> str:
         )
         for name, of in found.items()
     ]
-    return markdown(("kernel", "arch", *COLUMNS), rows) if rows else "Nothing yet."
+    return markdown(("kernel", "arch", *COLUMNS), rows)

@@ -247,18 +247,8 @@ def h200() -> str:
         )
         for each in found
     ]  # fmt: skip
-    head = (
-        "profile",
-        "side",
-        "batch",
-        "launches",
-        "kernels",
-        "second stream",
-        "step",
-        "predicted",
-        "error",
-        "without the profiler",
-    )
+    head = "profile", "side", "batch", "launches", "kernels", "second stream", "step", "predicted", "error"
+    head = *head, "without the profiler"
     held = [abs(each.error) for each in found if not each.fitted]
     return f"{markdown(head, rows)}\n\nHeld out: {len(held)} steps, largest error {max(held):.1%}."
 
@@ -283,15 +273,8 @@ def _share(product: str, model: str, batch: int, node: step.Node) -> float:
 
 def worst() -> str:
     """Return the launches of the plugin's step on each GPU and model that cost most above the time of their bytes."""
-    head = (
-        "GPU, model",
-        "launch",
-        "op",
-        "calls",
-        *(f"batch {n}" for n in BATCHES),
-        f"cause at {BATCHES[0]}",
-        f"cause at {BATCHES[-1]}",
-    )
+    causes = f"cause at {BATCHES[0]}", f"cause at {BATCHES[-1]}"
+    head = ("GPU, model", "launch", "op", "calls", *(f"batch {n}" for n in BATCHES), *causes)
     rows = [
         (f"{product}, {model}", *_row(product, model, *launch))
         for product in baseline.PRODUCTS
