@@ -463,7 +463,7 @@ def test_sdist_and_wheel_in_a_clean_environment(tmp_path, monkeypatch):
     """
     sdist = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
     checkout = shutil.copytree(
-        ROOT, tmp_path / "checkout", ignore=shutil.ignore_patterns(".*", "build", "shared", "*.egg-info", "*.so")
+        ROOT, tmp_path / "checkout", ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "*.so")
     )
     subprocess.run([sys.executable, "-c", sdist], check=True, cwd=checkout, capture_output=True)
     (archive,) = tmp_path.glob("*.tar.gz")

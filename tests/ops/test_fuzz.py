@@ -28,6 +28,7 @@ def test_random_calls_are_right(capsys):
 
 
 @marks.full
+@pytest.mark.timeout(7200)
 def test_ten_thousand_calls_are_right_and_run_every_kernel(capsys):
     assert fuzz.main([]) == 0, capsys.readouterr().out
 
