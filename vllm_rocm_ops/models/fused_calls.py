@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
+
+import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op
@@ -59,7 +61,8 @@ class Fusion:
         arguments: Makes the op's arguments, as in a `LayerCall`.
         find: Yields each place in a step: the launches replaced, in order, and the parameters of the call. A launch that is
             no op is a name.
-        recorded: Returns the shapes under which a call may have been timed; None if the op's comparison names them.
+        recorded: Returns the shapes under which a call of these parameters and dtype may have been timed; None if
+            comparisons.py has the op.
         apart: What runs where the plugin does not serve.
         needs_parts: Whether the plugin must serve the replaced calls too. It was then timed against these.
         needs_all: Whether it must be faster than each recorded baseline.
@@ -69,7 +72,7 @@ class Fusion:
     op: Op
     arguments: Callable[..., tuple]
     find: Callable[[Step], Found]
-    recorded: Callable[[FusedCall], list[str]] | None = None
+    recorded: Callable[[tuple, torch.dtype], list[str]] | None = None
     apart: str = "two launches"
     needs_parts: bool = False
     needs_all: bool = False
@@ -186,17 +189,13 @@ def _quantized(is_latent: bool, step: Step) -> Found:
             yield from [((product, QUANTIZATION), (*product.parameters, kind))] * sum(taken)
 
 
-def _recorded_heads(call: FusedCall) -> list[str]:
-    return rope_pre_attention.shapes_of((call.parameters[:3], call.parameters[3]), call.dtype)
-
-
 OF_SEQUENCE = (
     Fusion(ops.scaled_mm_silu_and_mul_quant, model_arguments.gated, _gated, needs_parts=True, by_attention=False),
     Fusion(
         ops.router_gemm_topk,
         model_arguments.router,
         _router,
-        lambda call: [routing_gate.shape_of(call.parameters[:2], call.dtype, call.parts[1].parameters[1:])],
+        lambda of, dtype: [routing_gate.shape_of(of[:2], dtype, of[2:4] if of[4:] == PLAIN_ROUTING else of[2:])],
         needs_all=True,
         by_attention=False,
     ),
@@ -204,7 +203,7 @@ OF_SEQUENCE = (
         ops.mla_norm_rope_and_cache,
         model_arguments.mla_norms,
         _latents,
-        lambda call: mla_pre_attention.shapes_of(call.parameters[:3], call.dtype),
+        mla_pre_attention.shapes_of,
         apart="vLLM's kernel",
     ),
 )
@@ -214,18 +213,18 @@ AROUND_ATTENTION = (
         ops.batched_gemm_rope,
         model_arguments.rotated_absorbed,
         _queries,
-        lambda call: [mla_rotation.shape_of(call.parameters, call.dtype)],
+        lambda *of: [mla_rotation.shape_of(*of)],
         needs_parts=True,
     ),
-    Fusion(ops.rope_and_cache, model_arguments.rotation, functools.partial(_heads, False), _recorded_heads),
+    Fusion(ops.rope_and_cache, model_arguments.rotation, partial(_heads, False), rope_pre_attention.shapes_of),
     Fusion(
         ops.qk_norm_rope_and_cache,
         model_arguments.normed_rotation,
-        functools.partial(_heads, True),
-        _recorded_heads,
+        partial(_heads, True),
+        rope_pre_attention.shapes_of,
         apart="three launches",
     ),
-    Fusion(ops.batched_gemm, model_arguments.quantized_v_up, functools.partial(_quantized, True)),
-    Fusion(ops.paged_attention_decode, model_arguments.quantized_attention, functools.partial(_quantized, False)),
+    Fusion(ops.batched_gemm, model_arguments.quantized_v_up, partial(_quantized, True)),
+    Fusion(ops.paged_attention_decode, model_arguments.quantized_attention, partial(_quantized, False)),
 )
 FUSIONS = OF_SEQUENCE + AROUND_ATTENTION

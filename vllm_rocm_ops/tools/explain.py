@@ -150,23 +150,25 @@ FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 UNMEASURED = "unmeasured: {} until the plugin is measured faster"
 
 
-def attention(config: dict, tp: int, arch: str) -> LayerCall:
-    """Return the decode attention call of a model, with the KV cache as vLLM has it on `arch`."""
-    return model_layers.attention(config, tp, rocm_cache_layout=archs.named(arch).vendor == "amd")
-
-
 def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
-    """Return the decode calls that the plugin serves only if measured faster, on request, or in place of other calls."""
-    fused = fused_calls.calls(config, tp, ep, rocm_cache_layout=archs.named(arch).vendor == "amd")
-    whole = *model_layers.absorbed(config, tp), attention(config, tp, arch)
-    found = [*fused, *fused_calls.quantized_hidden(config, tp, ep)[:1], *whole]
+    """Return the decode calls that the plugin serves only if measured faster, on request, or in place of other calls.
+
+    The KV cache is as vLLM has it on `arch`.
+    """
+    rocm_cache_layout = archs.named(arch).vendor == "amd"
+    found = [
+        *fused_calls.calls(config, tp, ep, rocm_cache_layout),
+        *fused_calls.quantized_hidden(config, tp, ep)[:1],
+        *model_layers.absorbed(config, tp),
+        model_layers.attention(config, tp, rocm_cache_layout),
+    ]
     return sorted(found, key=lambda call: call.fusion in fused_calls.AROUND_ATTENTION)
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     """Return the shapes, as in kernel_selection.py, under which a call may have been measured."""
     if call.fusion and call.fusion.recorded:
-        return call.fusion.recorded(call)
+        return call.fusion.recorded(call.parameters, call.dtype)
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
     if in_vllm := COMPARISONS.get(call.op):
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
@@ -195,9 +197,8 @@ def decision(call: LayerCall, keys: list[Key], record: kernel_selection.Record, 
         return False, f"off on this GPU: {record.off[name]}"
     if call.op in model_layers.ATTENTION:
         return attention_decision(call, record, tokens)
-    by_attention = fusion.by_attention if fusion else in_vllm is not None and in_vllm.by_attention
+    by_attention, most = getattr(fusion or in_vllm, "by_attention", False), getattr(in_vllm, "limit", None)
     baseline = "two launches" if fusion and (fusion.needs_parts or fusion.needs_all) else "vLLM"
-    most = in_vllm.limit if in_vllm else None
     if by_attention and is_forced():
         return most is None or tokens <= most, FORCED
     if not keys:
@@ -226,7 +227,7 @@ def decision(call: LayerCall, keys: list[Key], record: kernel_selection.Record, 
 
 
 def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Return the decision for a call of a model; the plugin must serve both calls that it replaces, and W_UK's product."""
+    """Return the decision for a call of a model; the plugin must also serve the calls that some fused calls replace."""
     if call.fusion and call.fusion.needs_parts:
         for part in call.parts:
             serves, said = served(part, arch, record, tokens)
