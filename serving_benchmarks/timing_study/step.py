@@ -4,7 +4,7 @@
     step.total(nodes)
 
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
-those of `fused_calls.FUSIONS`; an all-reduce and the following norm (by baseline.py's rule), with the sum of routed and shared experts
+the rows of `fused_calls.FUSIONS`; an all-reduce and the following norm (by baseline.py's rule), with the sum of routed and shared experts
 before; the norm before experts and the quantization of their hidden states. On the side "baseline", they have the times of baseline.py's
 table or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
 Shared experts run on a second stream during routing and experts: the shorter of the two costs nothing. All times are predictions.

@@ -1,6 +1,7 @@
 """List the launches of the plugin that replace several of a model's step, each a row of `FUSIONS`.
 
 `layers.sequence` has the launches that they replace. Explanations, predictions and steps of models read only the rows.
+Their recorded times are found by `vllm.comparisons`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.models import arguments as model_arguments
@@ -23,8 +22,6 @@ from vllm_rocm_ops.models import layers
 from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, UNQUANTIZED
 from vllm_rocm_ops.models.layers import NORMS, LayerCall
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.vllm.attention import mla_pre_attention, mla_rotation, rope_pre_attention
-from vllm_rocm_ops.vllm.moe import routing_gate
 
 ATTENTION, QUANTIZATION, V_UP = "attention", "o's input quantization", "W_UV"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
@@ -61,8 +58,6 @@ class Fusion:
         arguments: Makes the op's arguments, as in a `LayerCall`.
         find: Yields each place in a step: the launches replaced, in order, and the parameters of the call. A launch that is
             no op is a name.
-        recorded: Returns the shapes under which a call of these parameters and dtype may have been timed; None if
-            comparisons.py has the op.
         apart: What runs where the plugin does not serve.
         needs_parts: Whether the plugin must serve the replaced calls too. It was then timed against these.
         needs_all: Whether it must be faster than each recorded baseline.
@@ -72,7 +67,6 @@ class Fusion:
     op: Op
     arguments: Callable[..., tuple]
     find: Callable[[Step], Found]
-    recorded: Callable[[tuple, torch.dtype], list[str]] | None = None
     apart: str = "two launches"
     needs_parts: bool = False
     needs_all: bool = False
@@ -191,39 +185,14 @@ def _quantized(is_latent: bool, step: Step) -> Found:
 
 OF_SEQUENCE = (
     Fusion(ops.scaled_mm_silu_and_mul_quant, model_arguments.gated, _gated, needs_parts=True, by_attention=False),
-    Fusion(
-        ops.router_gemm_topk,
-        model_arguments.router,
-        _router,
-        lambda of, dtype: [routing_gate.shape_of(of[:2], dtype, of[2:4] if of[4:] == PLAIN_ROUTING else of[2:])],
-        needs_all=True,
-        by_attention=False,
-    ),
-    Fusion(
-        ops.mla_norm_rope_and_cache,
-        model_arguments.mla_norms,
-        _latents,
-        mla_pre_attention.shapes_of,
-        apart="vLLM's kernel",
-    ),
+    Fusion(ops.router_gemm_topk, model_arguments.router, _router, needs_all=True, by_attention=False),
+    Fusion(ops.mla_norm_rope_and_cache, model_arguments.mla_norms, _latents, apart="vLLM's kernel"),
 )
 """Fusions of what `layers.sequence` has."""
 AROUND_ATTENTION = (
-    Fusion(
-        ops.batched_gemm_rope,
-        model_arguments.rotated_absorbed,
-        _queries,
-        lambda *of: [mla_rotation.shape_of(*of)],
-        needs_parts=True,
-    ),
-    Fusion(ops.rope_and_cache, model_arguments.rotation, partial(_heads, False), rope_pre_attention.shapes_of),
-    Fusion(
-        ops.qk_norm_rope_and_cache,
-        model_arguments.normed_rotation,
-        partial(_heads, True),
-        rope_pre_attention.shapes_of,
-        apart="three launches",
-    ),
+    Fusion(ops.batched_gemm_rope, model_arguments.rotated_absorbed, _queries, needs_parts=True),
+    Fusion(ops.rope_and_cache, model_arguments.rotation, partial(_heads, False)),
+    Fusion(ops.qk_norm_rope_and_cache, model_arguments.normed_rotation, partial(_heads, True), "three launches"),
     Fusion(ops.batched_gemm, model_arguments.quantized_v_up, partial(_quantized, True)),
     Fusion(ops.paged_attention_decode, model_arguments.quantized_attention, partial(_quantized, False)),
 )

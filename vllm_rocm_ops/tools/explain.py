@@ -20,7 +20,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
-from vllm_rocm_ops.vllm.comparisons import COMPARISONS
+from vllm_rocm_ops.vllm.comparisons import COMPARISONS, RECORDED
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE, Key
 
@@ -167,8 +167,8 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     """Return the shapes, as in kernel_selection.py, under which a call may have been measured."""
-    if call.fusion and call.fusion.recorded:
-        return call.fusion.recorded(call.parameters, call.dtype)
+    if shapes_of := RECORDED.get(call.op):
+        return shapes_of(call.parameters, call.dtype)
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
     if in_vllm := COMPARISONS.get(call.op):
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]

@@ -93,7 +93,7 @@ class LayerComparison:
     """
 
     by_attention = False
-    """Whether it serves only if timed, or with VLLM_ROCM_OPS_ATTENTION=1."""
+    """True if the plugin serves only where timed faster, or with VLLM_ROCM_OPS_ATTENTION=1."""
     sampled_rows = 8
     shown = staticmethod(same)
     """Returns the rows of a result that are compared."""
