@@ -44,10 +44,7 @@ def predictions(
         for name, tp in MODELS.items():
             config = model_config.read(name)
             others = [
-                *fused_calls.gated(config, tp),
-                *fused_calls.routers(config, tp),
-                *fused_calls.pre_attentions(config, tp),
-                *fused_calls.around_attention(config, tp).values(),
+                *fused_calls.calls(config, tp),
                 *model_layers.absorbed(config, tp),
                 *fused_calls.quantized_hidden(config, tp),
             ]

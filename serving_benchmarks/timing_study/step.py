@@ -4,11 +4,9 @@
     step.total(nodes)
 
 On the side "plugin", the plugin's calls have the kernel model's times, and fused launches replace separate ones where predicted faster:
-gate_up and SwiGLU; a router and its top-k; MLA's norms and cache write, then the rotation of queries and W_UK; attention or W_UV and the
-following quantization; an all-reduce and the following norm (by baseline.py's rule), with the sum of routed and shared experts before; the
-norm before experts and the quantization of their hidden states; and rotation and the cache write, with preceding norms. On the side
-"baseline", they have the times of baseline.py's table or rule. Launches without an op of the plugin, such as GLM's router, follow the rule
-on both sides.
+the rows of `fused_calls.FUSIONS`; an all-reduce and the following norm (by baseline.py's rule), with the sum of routed and shared experts
+before; the norm before experts and the quantization of their hidden states. On the side "baseline", they have the times of baseline.py's
+table or rule. Launches without an op of the plugin, such as GLM's router, follow the rule on both sides.
 Shared experts run on a second stream during routing and experts: the shorter of the two costs nothing. All times are predictions.
 """
 
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +25,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.models.fused_calls import FusedCall
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.timing import CONTEXT, frozen
 from vllm_rocm_ops.timing.machines import Machine
@@ -40,6 +38,7 @@ MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
 REDUCED = "all-reduce"
 KERNEL_MODEL = "kernel model"  # source of its times
 LAUNCHES = {"attention": 2, "experts": 4}  # per baseline call under the rule; others have one
+ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
 
 KernelTime = Callable[[LayerCall, int], "tuple[float, int, float | None] | None"]
 """The kernel model: us, launches and error band of a call by its tokens, or None if no kernel serves it."""
@@ -131,7 +130,7 @@ def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> 
     sizes = {
         name: value.numel() * value.element_size() for name, value in given.items() if isinstance(value, torch.Tensor)
     }
-    if call.op in fused_calls.ROTATIONS:  # they write caches, and read few angles
+    if call.op in ROTATIONS:  # they write caches, and read few angles
         sizes = {name: size for name, size in sizes.items() if "cache" not in name}
     if "w1" in sizes:
         share = hit(*call.parameters[:3:2], tokens)
@@ -237,10 +236,7 @@ def nodes(
         gap = time.launches * baseline.GAP.value + max(time.launches * baseline.MIN_LAUNCH.value - time.us, 0)
         return Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
 
-    fused = {
-        launches: dataclasses.replace(call, count=1)
-        for launches, call in fused_calls.around_attention(config, tp).items()
-    }
+    fused = [dataclasses.replace(call, count=1) for call in fused_calls.calls(config, tp, ep)]
     apart, quantized = [*order(config, tp, ep)], fused_calls.quantized_hidden(config, tp, ep)
     found = [
         [dataclasses.replace(node(*each), count=count) for each, count in Counter(_faster(way, fused, node)).items()]
@@ -258,9 +254,7 @@ def _quantized(launched: list[tuple], calls: list[LayerCall], node: Callable[...
     return [changed.get(each[0], each) for each in launched if each[0] != fused_calls.SHARED_QUANTIZATION]
 
 
-def _faster(
-    launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall], node: Callable[..., Node]
-) -> Iterator[tuple]:
+def _faster(launched: Sequence[tuple], fused: Sequence[FusedCall], node: Callable[..., Node]) -> Iterator[tuple]:
     """Yield the launches of a step, with a fused launch of the plugin in place of several if predicted faster."""
     left: list[tuple | None] = [*launched]
     for places, one in [*_in_one(left, fused)]:
@@ -277,41 +271,24 @@ def _faster(
     yield from filter(None, left)
 
 
-def _in_one(
-    launched: Sequence[tuple], fused: dict[tuple[str, ...], LayerCall]
-) -> Iterator[tuple[list[int], LayerCall]]:
-    """Yield the places of launches that one fused call replaces, and the call; `fused` maps further names to calls."""
-    q = None
-    for place, (layer, call, _) in enumerate(launched):
-        if layer == "q_a norm":
-            q = place
-        elif layer == "kv_a norm":
-            write = next(i for i in range(place, len(launched)) if launched[i][0] == fused_calls.CACHE_WRITE)
-            rope = next(of for layer, of, _ in launched[place:] if layer == "attention").parameters[2]
-            if one := fused_calls.pre_attention(None if q is None else launched[q][1], call, rope):
-                yield [*([] if q is None else [q]), place, write], one
-            q = None
-    names = [layer for layer, *_ in launched]
-    for (start, *others), one in fused.items():
-        for place in (place for place, name in enumerate(names) if name == start):
-            # MLA writes its cache between the rotation and W_UK.
-            behind = [
-                i for i in range(place + 1, len(names)) if names[i] in others or names[i] != fused_calls.CACHE_WRITE
-            ]
-            places = behind[: len(others)]
-            if [names[i] for i in places] == others:
-                yield [place, *places], one
-    for place, ((layer, first, _), (_, second, _)) in enumerate(itertools.pairwise(launched)):
-        if (
-            one := first
-            and second
-            and (fused_calls.gated_linear(first, second) or fused_calls.one_router(first, second))
-        ):
-            yield [place, place + 1], one
-        elif layer == REDUCED and second and second.op.name in launches.NORMS:
-            summed = [place - 1] if launched[place - 1][0] == fused_calls.SHARED_SUM else []
-            name = " + ".join((REDUCED, *(launched[i][0] for i in summed), second.layer))
-            yield [*summed, place, place + 1], dataclasses.replace(second, layer=name)
+def _in_one(launched: Sequence[tuple], fused: Sequence[FusedCall]) -> Iterator[tuple[list[int], LayerCall]]:
+    """Yield the places of launches that one call replaces, and the call."""
+    names, given = [layer for layer, *_ in launched], [call or layer for layer, call, _ in launched]
+    for one in fused:
+        for place in (place for place, launch in enumerate(given) if launch == one.launches[0]):
+            again = next((i for i in range(place + 1, len(names)) if names[i] == names[place]), len(names))
+            places = [place]
+            for launch in one.launches[1:]:
+                places += [i for i in range(places[-1] + 1, again) if given[i] == launch][:1]
+            if len(places) == len(one.launches):
+                yield places, one
+    for place, second in enumerate(given[1:], 1):
+        if names[place - 1] == REDUCED and isinstance(second, LayerCall) and second.op.name in launches.NORMS:
+            places = [place - 1, place]
+            if place > 1 and names[place - 2] == fused_calls.SHARED_SUM:
+                places.insert(0, place - 2)
+            name = " + ".join((REDUCED, *(names[i] for i in places[:-2]), second.layer))
+            yield places, dataclasses.replace(second, layer=name)
 
 
 def _ours(call: LayerCall, tokens: int, known: KernelTime) -> tuple[float, int, float | None] | None:

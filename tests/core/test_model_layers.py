@@ -9,11 +9,13 @@ from keys import key
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.config import read
-from vllm_rocm_ops.models.layers import calls
+from vllm_rocm_ops.models.fused_calls import FusedCall, Fusion
+from vllm_rocm_ops.models.layers import LayerCall, calls
 from vllm_rocm_ops.tools import cli, explain
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -28,6 +30,16 @@ def found(config: dict, tp: int = 1) -> dict[str, list[tuple]]:
         _, *sizes = [v for v in call.op.problem(call.op.Arguments(*arguments)).values() if isinstance(v, int)]
         layers.setdefault(call.layer, []).append((call.op.name, *sizes, call.count))
     return layers
+
+
+def fused(config: dict, *of: Op, tp: int = 1) -> list[FusedCall]:
+    """Return a model's fused calls of some ops."""
+    return [call for call in fused_calls.calls(config, tp) if call.op in of]
+
+
+def joins(fusion: Fusion, *sequence: LayerCall) -> bool:
+    """True if a fusion replaces launches of this step."""
+    return any(fusion.find(fused_calls.Step(read("deepseek-v3"), [*sequence], 1, sequence[0], [])))
 
 
 def test_llama_at_tp8():
@@ -75,38 +87,38 @@ def test_experts_whose_hidden_states_the_norm_quantizes():
 
 def test_gate_up_and_swiglu_in_one_launch():
     """One launch does the work of two calls of the step, equally often, for static scales only."""
-    [call] = fused_calls.gated(read(LLAMA), 8)
-    assert (call.layer, call.op, call.count) == ("gate_up + SwiGLU", ops.scaled_mm_silu_and_mul_quant, 126)
+    op = ops.scaled_mm_silu_and_mul_quant
+    [call] = fused(read(LLAMA), op, tp=8)
+    assert (call.layer, call.count) == ("gate_up + SwiGLU", 126)
     a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
     assert a.a.shape == (3, 16384) and a.b.shape == (16384, 13312) and call.op.allocate(a).shape == (3, 6656)
     assert a.scale_a.numel() == a.scale_b.numel() == a.scale.numel() == 1
-    product, activation = fused_calls.two_launches(call)
-    assert {product, activation} < set(calls(read(LLAMA), 8)) and fused_calls.gated_linear(product, activation) == call
+    product, activation = call.parts
+    assert {product, activation} < set(calls(read(LLAMA), 8)) and joins(call.fusion, product, activation)
     for parameters in ((13312, 16384, True), (13312, 16384, False, True)):  # scales per token, a bias
-        assert fused_calls.gated_linear(dataclasses.replace(product, parameters=parameters), activation) is None
+        assert not joins(call.fusion, dataclasses.replace(product, parameters=parameters), activation)
     for model in ("deepseek-v3", GLM, "qwen3-8b-fp8", "tiny-llama"):
-        assert fused_calls.gated(read(model)) == []
+        assert fused(read(model), op) == []
 
 
 def test_a_router_and_its_topk_in_one_launch():
-    """One launch does the work of two neighboring calls of a layer, in bf16 only."""
+    """One launch does the work of two neighboring calls of a layer."""
     wanted = {
         "deepseek-v3": (256, 7168, 8, True, 8, 4, "sigmoid", 2.5),
         "qwen3-30b-a3b-fp8": (128, 2048, 8, True, 1, 1),
     }
     for model, sizes in wanted.items():
-        [call] = fused_calls.routers(read(model), 8)
+        [call] = fused(read(model), ops.router_gemm_topk, tp=8)
         by_layer = {each.layer: each for each in calls(read(model), 8)}
         product, choice = by_layer["router"], by_layer["routing"]
-        assert (call.layer, call.op, call.count) == ("router + routing", ops.router_gemm_topk, product.count)
+        assert (call.layer, call.parts, call.count) == ("router + routing", (product, choice), product.count)
         a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
         assert (*a.weight.shape, *a[2:])[: len(sizes)] == sizes and a.x.shape == (3, sizes[1])
         assert (a.e_score_correction_bias is None) == (model != "deepseek-v3")
         assert len(call.op.explain(*a, arch=archs.named("gfx942")).launches) == 1
-        half = dataclasses.replace(choice, dtype=torch.float32)
-        assert fused_calls.one_router(product, half) is fused_calls.one_router(choice, product) is None
+        assert joins(call.fusion, product, choice) and not joins(call.fusion, choice, product)
     for model in (GLM, LLAMA):
-        assert fused_calls.routers(read(model)) == []
+        assert fused(read(model), ops.router_gemm_topk) == []
 
 
 @pytest.mark.parametrize(
@@ -119,11 +131,11 @@ def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
         for name, value in (read("deepseek-v3") | change).items()
         if value is not None or name in ("q_lora_rank",)
     }
-    [call] = fused_calls.pre_attentions(config, 8)
+    [call] = fused(config, ops.mla_norm_rope_and_cache, tp=8)
     latents = (1536 if config["q_lora_rank"] else 0), 512
     names = ["q_a norm", "kv_a norm", "cache write"][latents[0] == 0 :]
     assert (call.layer, call.parameters, call.count) == (" + ".join(names), (latents, 64, kind, 1e-6), 61)
-    assert {*fused_calls.norms_of(call)} == {one for one in calls(config, 8) if one.layer in names}
+    assert {*call.parts} == {one for one in calls(config, 8) if one.layer in names}
     a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
     assert a.qkv.shape == (3, sum(latents) + 64) and a.kv_out.shape == (3, 512) and a.kv_cache.shape == (3, 16, 576)
     assert (a.q_out is None) == (a.q_weight is None) == (not latents[0])
@@ -135,12 +147,12 @@ def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
 
 def test_no_other_model_has_latents():
     for model in (LLAMA, GLM, "qwen3-8b-fp8", "tiny-llama"):
-        assert fused_calls.pre_attentions(read(model)) == []
-    q = dataclasses.replace(
-        fused_calls.norms_of(fused_calls.pre_attentions(read("deepseek-v3"))[0])[0], op=ops.rms_norm_mxfp8_quant
-    )
-    kv = dataclasses.replace(q, op=ops.rms_norm)
-    assert fused_calls.pre_attention(q, kv, 64) is None, "queries in MX-FP8 are quantized by a launch of their own"
+        assert fused(read(model), ops.mla_norm_rope_and_cache) == []
+    [call] = fused(read("deepseek-v3"), ops.mla_norm_rope_and_cache)
+    q, kv = call.parts
+    assert joins(call.fusion, q, kv)
+    mx = dataclasses.replace(q, op=ops.rms_norm_mxfp8_quant)
+    assert not joins(call.fusion, mx, kv), "queries in MX-FP8 are quantized by a launch of their own"
 
 
 @pytest.mark.parametrize(
@@ -162,14 +174,18 @@ def test_attention_of_decode(model, tp, wanted):
     assert arguments.block_table.numel() == len(cache)
 
 
+def around_attention(config: dict, tp: int = 1) -> list[FusedCall]:
+    return [call for call in fused_calls.calls(config, tp) if call.fusion in fused_calls.AROUND_ATTENTION]
+
+
 def test_launches_of_attention_in_one():
     """Each joined launch replaces the right launches of a model's decode, with arguments that the ops accept."""
 
     def made(model: str, tp: int) -> dict[str, tuple]:
         result = {}
-        for launches, call in fused_calls.around_attention(read(model), tp).items():
+        for call in around_attention(read(model), tp):
             a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fnuz))
-            assert call.op.explain(*a, arch="gfx942").launches and call.layer == " + ".join(launches)
+            assert call.op.explain(*a, arch="gfx942").launches
             result[call.layer] = call.op.name, call.count, a
         return result
 
@@ -200,7 +216,7 @@ def test_launches_of_attention_in_one():
     assert list(glm) == [rotated] and glm[rotated][2].cos_sin_cache.shape[1] == 64, (
         "per token, half of a head is rotated"
     )
-    assert list(fused_calls.around_attention(read(GLM) | {"use_qk_norm": True}, 4)) == [tuple(normed.split(" + "))]
+    assert [call.layer for call in around_attention(read(GLM) | {"use_qk_norm": True}, 4)] == [normed]
     latent = made("deepseek-v3", 8)
     names = "rotation + W_UK", "W_UV + o's input quantization"
     ops_of = "batched_gemm_rope", "batched_gemm"
@@ -210,17 +226,13 @@ def test_launches_of_attention_in_one():
     a = latent[names[0]][2]
     assert a.x.shape == (3, 16, 128) and a.q_pe.shape == (3, 16, 64) and a.x.stride() == a.q_pe.stride()
     assert a.weights.shape == (16, 128, 512) and a.cos_sin_cache.shape[1] == 64
-    call, _ = fused_calls.around_attention(read("deepseek-v3"), 8).values()
-    assert fused_calls.absorbed_of(call) == model_layers.absorbed(read("deepseek-v3"), 8)[0]
-    static = read(LLAMA) | {"head_dim": 64}
-    assert (
-        len(fused_calls.around_attention(static, 8)) == 2
-        and len(fused_calls.around_attention(read("qwen3-8b-fp8") | {"head_dim": 64}, 2)) == 1
-    )
+    parts = [part for call in around_attention(read("deepseek-v3"), 8) for part in call.parts]
+    assert parts == model_layers.absorbed(read("deepseek-v3"), 8)
+    static, groups = (read(model) | {"head_dim": 64} for model in (LLAMA, "qwen3-8b-fp8"))
+    assert (len(around_attention(static, 8)), len(around_attention(groups, 2))) == (2, 1)
     some = read(LLAMA)["quantization_config"] | {"ignored_layers": ["model.layers.0.self_attn.o_proj"]}
-    calls_of = fused_calls.around_attention(read(LLAMA) | {"quantization_config": some}, 8)
-    assert [call.count for call in calls_of.values()] == [126, 125]
-    assert [*fused_calls.around_attention(read("tiny-llama"))] == [("rotation", "cache write")]
+    assert [call.count for call in around_attention(read(LLAMA) | {"quantization_config": some}, 8)] == [126, 125]
+    assert [call.layer for call in around_attention(read("tiny-llama"))] == [rotated]
 
 
 def test_products_that_mla_attention_absorbs():
@@ -523,9 +535,9 @@ def test_measured_int8_layers_are_served():
     of = key(f"gemm {shape} VllmKernel")
     times = {8: kernel_selection.Measured(1.0, 2.0), 64: kernel_selection.Measured(3.0, 2.0)}
     record = kernel_selection.Record({}, shapes={of: times})
-    assert explain.measured_call(down, "gfx942", record) == of
-    assert explain.decision(down, of, record, 8) == (True, "measured: plugin 1.0 us, vLLM 2.0 us")
-    assert not explain.decision(down, of, record, 64)[0]
+    assert explain.measured_keys(down, "gfx942", record) == [of]
+    assert explain.decision(down, [of], record, 8) == (True, "measured: plugin 1.0 us, vLLM 2.0 us")
+    assert not explain.decision(down, [of], record, 64)[0]
 
 
 def test_experts_in_int8_are_vllms():

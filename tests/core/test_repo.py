@@ -459,11 +459,7 @@ def test_only_these_commands_import_the_plugin():
         *("comparisons", "coverage", "seam"),
         *(f"selection.{name}" for name in ("comparison", "kernel_selection", "kernel_timing", "key", "replays")),
         "attention.decoder",
-        "attention.mla_pre_attention",
-        "attention.mla_rotation",
         "attention.quantized_attention",
-        "attention.rope_pre_attention",
-        "moe.routing_gate",
         "graph.vllm_row_kernels",
     }
     assert {module.removeprefix("vllm_rocm_ops.vllm").lstrip(".") for module in found} - {""} <= doors

@@ -18,7 +18,7 @@ from vllm_rocm_ops.tools import check_parts
 
 def calls() -> list[model_layers.LayerCall]:
     config = model_config.read("tiny-llama-fp8")
-    return [call for call in (*model_layers.calls(config), *fused_calls.gated(config)) if call.count]
+    return [call for call in (*model_layers.calls(config), *fused_calls.calls(config)) if call.count]
 
 
 @pytest.fixture

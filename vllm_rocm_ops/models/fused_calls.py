@@ -1,12 +1,21 @@
-"""List fused calls that replace several launches of a model's step; `layers.sequence` has the unfused ones."""
+"""List the launches of the plugin that replace several of a model's step, each a row of `FUSIONS`.
+
+`layers.sequence` has the launches that they replace. Explanations, predictions and steps of models read only the rows.
+Their recorded times are found by `vllm.comparisons`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers
@@ -25,108 +34,70 @@ PLAIN_ROUTING = 1, 1, "softmax", 1.0, False
 """`grouped_topk`'s parameters with which it routes as `topk_softmax`: groups, scores, scale, and whether there is a bias."""
 KINDS = {STATIC: "static", BLOCKS: "groups"}
 """Quantizations of o's input that the attention op fuses, by its argument."""
-ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
-"""Ops that rotate queries and keys of heads, and write them to caches."""
 
 
-def gated_linear(product: LayerCall, activation: LayerCall) -> LayerCall | None:
-    """Return the call that fuses gate_up, SwiGLU and static quantization for few tokens; None for other calls."""
-    if (product.op, activation.op) != (ops.scaled_mm, ops.silu_and_mul_quant) or product.parameters[2:] != (False,):
-        return None
-    layer, op = f"{product.layer} + {activation.layer}", ops.scaled_mm_silu_and_mul_quant
-    return dataclasses.replace(
-        product, layer=layer, op=op, arguments=model_arguments.gated, parameters=product.parameters[:2]
-    )
+class Step(NamedTuple):
+    """A step of a model: the calls of `layers.sequence`, and those that it omits in each of `layers`."""
+
+    config: dict
+    calls: list[LayerCall]
+    layers: int
+    attention: LayerCall
+    absorbed: list[LayerCall]
 
 
-def one_router(product: LayerCall, choice: LayerCall) -> LayerCall | None:
-    """Return the call that fuses a router's GEMM with its top-k for few tokens; None for other calls.
+Found = Iterator[tuple[tuple[LayerCall | str, ...], tuple]]
 
-    Its parameters are the GEMM's two sizes and the parameters of `grouped_topk` after the number of experts.
+
+@dataclass(frozen=True)
+class Fusion:
+    """One launch in place of several.
+
+    Attributes:
+        op: Its op.
+        arguments: Makes the op's arguments, as in a `LayerCall`.
+        find: Yields each place in a step: the launches replaced, in order, and the parameters of the call. A launch that is
+            no op is a name.
+        apart: What runs where the plugin does not serve.
+        needs_parts: Whether the plugin must serve the replaced calls too. It was then timed against these.
+        needs_all: Whether it must be faster than each recorded baseline.
+        by_attention: Whether it serves only if timed, or with VLLM_ROCM_OPS_ATTENTION=1.
     """
-    if (product.layer, product.op) != ("router", ops.unquantized_gemm) or len(product.parameters) != 2:
-        return None
-    if choice.op not in (ops.grouped_topk, ops.topk_softmax) or choice.dtype != product.dtype:
-        return None
-    how = choice.parameters[1:] if choice.op is ops.grouped_topk else (*choice.parameters[1:], *PLAIN_ROUTING)
-    op, arguments, layer = ops.router_gemm_topk, model_arguments.router, f"{product.layer} + {choice.layer}"
-    return dataclasses.replace(product, layer=layer, op=op, arguments=arguments, parameters=(*product.parameters, *how))
+
+    op: Op
+    arguments: Callable[..., tuple]
+    find: Callable[[Step], Found]
+    apart: str = "two launches"
+    needs_parts: bool = False
+    needs_all: bool = False
+    by_attention: bool = True
 
 
-def router_of(call: LayerCall) -> tuple[LayerCall, LayerCall]:
-    """Return the two calls that a call of `one_router` replaces."""
-    (product, choice), (experts, _, *how) = call.layer.split(" + "), call.parameters
-    sizes, arguments = call.parameters[:2], model_arguments.unquantized
-    is_plain = tuple(how[2:]) == PLAIN_ROUTING
-    op, routing = (
-        (ops.topk_softmax, model_arguments.softmax_routing) if is_plain else (ops.grouped_topk, model_arguments.routing)
-    )
-    given = experts, *(how[:2] if is_plain else how)
-    return (
-        dataclasses.replace(call, layer=product, op=ops.unquantized_gemm, arguments=arguments, parameters=sizes),
-        dataclasses.replace(call, layer=choice, op=op, arguments=routing, parameters=given),
-    )
+@dataclass(frozen=True)
+class FusedCall(LayerCall):
+    """A call of a fusion's op, named after the launches that it replaces."""
+
+    launches: tuple[LayerCall | str, ...] = ()
+    fusion: Fusion | None = None
+
+    @property
+    def parts(self) -> tuple[LayerCall, ...]:
+        """Return the calls among the launches, as often as this call."""
+        return tuple(dataclasses.replace(one, count=self.count) for one in self.launches if isinstance(one, LayerCall))
 
 
-def two_launches(call: LayerCall) -> tuple[LayerCall, LayerCall]:
-    """Return the two calls that a call of `one_launch` replaces."""
-    (product, activation), (n, k) = call.layer.split(" + "), call.parameters
-    made = (product, ops.scaled_mm, model_arguments.scaled, (n, k, False)), (
-        activation, ops.silu_and_mul_quant, model_arguments.static_activation, (n // 2,)
-    )  # fmt: skip
-    return tuple(LayerCall(*of, call.dtype, call.count) for of in made)
-
-
-def pre_attention(q: LayerCall | None, kv: LayerCall, rope: int) -> LayerCall | None:
-    """Return the call that fuses the MLA norms, the rotation of keys and the cache write, or None if q is MX-FP8.
-
-    `q` is the norm of the query latent, which a model may lack, `kv` the norm of the key latent.
-    """
-    size, epsilon = kv.parameters[0], kv.parameters[-1]
-    kinds = {op: kind for kind, (op, _) in NORMS.items()}
-    kind = UNQUANTIZED if q is None else kinds[q.op]
-    if kind == MX:
-        return None
-    layer = " + ".join([*([q.layer] if q else []), kv.layer, CACHE_WRITE])
-    parameters = (q.parameters[0] if q else 0, size), rope, kind, epsilon
-    op, arguments = ops.mla_norm_rope_and_cache, model_arguments.mla_norms
-    return LayerCall(layer, op, arguments, parameters, kv.dtype, kv.count)
-
-
-def norms_of(call: LayerCall) -> tuple[LayerCall, ...]:
-    """Return the calls of `sequence` that a call of `one_front` replaces, besides launches that are not ops."""
-    sizes, _, kind, epsilon = call.parameters
-    made = zip(call.layer.split(" + "), [size for size in sizes if size], (kind,) * all(sizes) + (UNQUANTIZED,))
-    return tuple(
-        LayerCall(layer, *NORMS[how], (size, False, epsilon), call.dtype, call.count) for layer, size, how in made
-    )
-
-
-def pre_attentions(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """Return the calls of `one_front` in a step."""
-    found, q = Counter(), None
-    for call in layers.sequence(config, tp, ep):
-        q = call if call.layer == "q_a norm" else q
-        if call.layer == "kv_a norm":
-            found[pre_attention(q, call, config["qk_rope_head_dim"])] += 1
-            q = None
-    return [dataclasses.replace(call, count=call.count * times) for call, times in found.items() if call]
-
-
-def _of_neighbors(join, config: dict, tp: int, ep: int | None) -> list[LayerCall]:
-    """Return the calls that `join` makes of neighboring calls in a step."""
-    found = Counter(filter(None, itertools.starmap(join, itertools.pairwise(layers.sequence(config, tp, ep)))))
-    return [dataclasses.replace(call, count=times) for call, times in found.items()]
-
-
-def gated(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """Return the calls of `one_launch` in a step."""
-    return _of_neighbors(gated_linear, config, tp, ep)
-
-
-def routers(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
-    """Return the calls of `one_router` in a step."""
-    return _of_neighbors(one_router, config, tp, ep)
+def calls(config: dict, tp: int = 1, ep: int | None = None, rocm_cache_layout: bool = True) -> list[FusedCall]:
+    """Return one rank's distinct fused calls, with ROCM_ATTN's cache or the packed one."""
+    attention, *absorbed = layers.attention(config, tp, rocm_cache_layout), *layers.absorbed(config, tp)
+    once = [dataclasses.replace(call, count=1) for call in (attention, *absorbed)]
+    step = Step(config, layers.sequence(config, tp, ep), attention.count, once[0], once[1:])
+    found = Counter((row, *each) for row in FUSIONS for each in row.find(step))
+    result = []
+    for (row, launches, parameters), times in found.items():
+        layer = " + ".join(one if isinstance(one, str) else one.layer for one in launches)
+        made = layer, row.op, row.arguments, parameters, attention.dtype, times
+        result.append(FusedCall(*made, launches, row))
+    return result
 
 
 def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
@@ -153,71 +124,76 @@ def has_norms(config: dict) -> bool:
     return bool(config.get("use_qk_norm")) or not set(NORMED).isdisjoint(model_config.names(config, "architectures"))
 
 
-def around_attention(config: dict, tp: int = 1, rocm_cache_layout: bool = True) -> dict[tuple[str, ...], LayerCall]:
-    """Return one rank's fused calls by the launches that they replace, with ROCM_ATTN's cache or the packed one."""
-    if "kv_lora_rank" in config:
-        found = rotated_absorbed(config, tp), quantized_v_up(config, tp)
-    else:
-        found = rotation(config, tp, rocm_cache_layout), quantized_attention(config, tp, rocm_cache_layout)
-    return {tuple(call.layer.split(" + ")): call for call in found if call is not None}
+# Where a step has the launches
 
 
-def quantized_attention(config: dict, tp: int, rocm_cache_layout: bool) -> LayerCall | None:
-    """Return decode attention with FP8 output; `count` is the layers whose o_proj takes FP8 input."""
-    whole = layers.attention(config, tp, rocm_cache_layout)
-    kind, count = quantized_o(config, whole.count)
-    if not count or kind is None or (kind == "groups" and whole.parameters[2] != BLOCK):
-        return None
-    changed = {"arguments": model_arguments.quantized_attention, "parameters": (*whole.parameters, kind)}
-    return dataclasses.replace(whole, layer=f"{ATTENTION} + {QUANTIZATION}", count=count, **changed)
+def _gated(step: Step) -> Found:
+    """Find gate_up before SwiGLU, with static scales and no bias."""
+    for product, activation in itertools.pairwise(step.calls):
+        *sizes, how = product.parameters[:2], product.parameters[2:]
+        if (product.op, activation.op, how) == (ops.scaled_mm, ops.silu_and_mul_quant, (False,)):
+            yield (product, activation), *sizes
 
 
-def quantized_v_up(config: dict, tp: int) -> LayerCall | None:
-    """Return MLA's W_UV with a result quantized per head, with the count of layers whose o takes it."""
-    whole = next(call for call in layers.absorbed(config, tp) if call.layer == V_UP)
-    kind, count = quantized_o(config, whole.count)
-    if not count or kind != "groups" or whole.parameters[2] != BLOCK:
-        return None
-    changed = {"arguments": model_arguments.quantized_v_up, "parameters": (*whole.parameters, kind)}
-    return dataclasses.replace(whole, layer=f"{V_UP} + {QUANTIZATION}", count=count, **changed)
+def _router(step: Step) -> Found:
+    """Find a router's GEMM before its top-k; parameters are the GEMM's sizes, then `grouped_topk`'s without the experts."""
+    for product, choice in itertools.pairwise(step.calls):
+        if product.layer == "router" and product.op is ops.unquantized_gemm and len(product.parameters) == 2:
+            plain = {ops.grouped_topk: (), ops.topk_softmax: PLAIN_ROUTING}.get(choice.op)
+            if plain is not None:
+                yield (product, choice), (*product.parameters, *choice.parameters[1:], *plain)
 
 
-def quantized_o(config: dict, count: int) -> tuple[str | None, int]:
-    """Return the kind of o's input quantization, None if it is no kind that is fused, and the layers that have it."""
-    name, ignored = model_config.quantization(model_config.section(config, "quantization_config"))
-    return KINDS.get(name), sum(not ignored(f"model.layers.{i}.self_attn.o_proj") for i in range(count))
+def _latents(step: Step) -> Found:
+    """Find the MLA norms and the cache write, unless q is MX-FP8; a model may lack the query latent."""
+    q, kinds = None, {op: kind for kind, (op, _) in NORMS.items()}
+    for call in step.calls:
+        q = call if call.layer == "q_a norm" else q
+        if call.layer == "kv_a norm":
+            kind, columns = (kinds[q.op], q.parameters[0]) if q else (UNQUANTIZED, 0)
+            size, _, epsilon = call.parameters
+            if kind != MX:
+                launches = *([q] if q else []), call, CACHE_WRITE
+                yield launches, ((columns, size), step.config["qk_rope_head_dim"], kind, epsilon)
+            q = None
 
 
-def attention_of(call: LayerCall) -> LayerCall:
-    """Return the call that one with a fused quantization of o's input replaces."""
-    layer, arguments = ATTENTION, model_arguments.heads_attention
-    if call.op is ops.batched_gemm:
-        layer, arguments = V_UP, model_arguments.absorbed
-    return dataclasses.replace(call, layer=layer, arguments=arguments, parameters=call.parameters[:-1])
+def _queries(step: Step) -> Found:
+    """Find the rotation of queries before W_UK, where the launch that writes the cache rotates keys."""
+    for product in step.absorbed[:1] * step.layers:
+        yield (ROTATION, product), (*product.parameters[:3], step.config["qk_rope_head_dim"])
 
 
-def rotated_absorbed(config: dict, tp: int) -> LayerCall:
-    """Return the product with W_UK that also rotates q_pe, where a call of `one_front` rotates k_pe."""
-    whole = layers.absorbed(config, tp)[0]
-    op, arguments = ops.batched_gemm_rope, model_arguments.rotated_absorbed
-    sizes = *whole.parameters[:3], config["qk_rope_head_dim"]
-    return dataclasses.replace(whole, layer=f"{ROTATION} + {whole.layer}", op=op, arguments=arguments, parameters=sizes)
+def _heads(is_normed: bool, step: Step) -> Found:
+    """Find the rotation before the cache write, with norms before it or without."""
+    if not step.absorbed and has_norms(step.config) == is_normed:
+        *heads, positions, rocm_cache_layout = step.attention.parameters
+        rotary = int(heads[-1] * (step.config.get("partial_rotary_factor") or 1))
+        launches = *[HEAD_NORMS] * is_normed, ROTATION, CACHE_WRITE
+        yield from [(launches, (*heads, rotary, positions, rocm_cache_layout))] * step.layers
 
 
-def absorbed_of(call: LayerCall) -> LayerCall:
-    """Return the product that a call of `rotated_absorbed` replaces, besides the rotation."""
-    op, arguments, sizes = ops.batched_gemm, model_arguments.absorbed, (*call.parameters[:3], True)
-    layer = call.layer.removeprefix(f"{ROTATION} + ")
-    return dataclasses.replace(call, layer=layer, op=op, arguments=arguments, parameters=sizes)
+def _quantized(is_latent: bool, step: Step) -> Found:
+    """Find attention, or W_UV after it, before the quantization of o's input."""
+    name, ignored = model_config.quantization(model_config.section(step.config, "quantization_config"))
+    kind, products = KINDS.get(name), step.absorbed[1:] if is_latent else [step.attention][bool(step.absorbed) :]
+    for product in products:
+        if kind == "groups" and product.parameters[2] == BLOCK or kind == "static" and not is_latent:
+            taken = (not ignored(f"model.layers.{layer}.self_attn.o_proj") for layer in range(step.layers))
+            yield from [((product, QUANTIZATION), (*product.parameters, kind))] * sum(taken)
 
 
-def rotation(config: dict, tp: int, rocm_cache_layout: bool) -> LayerCall:
-    """Return the fused rotation and cache write of a model's layers."""
-    whole = layers.attention(config, tp, rocm_cache_layout)
-    heads, kv_heads, size, positions, _ = whole.parameters
-    rotary = int(size * (config.get("partial_rotary_factor") or 1))
-    sizes = heads, kv_heads, size, rotary, positions, rocm_cache_layout
-    op, arguments, launches = ops.rope_and_cache, model_arguments.rotation, (ROTATION, CACHE_WRITE)
-    if has_norms(config):
-        op, arguments, launches = ops.qk_norm_rope_and_cache, model_arguments.normed_rotation, (HEAD_NORMS, *launches)
-    return dataclasses.replace(whole, layer=" + ".join(launches), op=op, arguments=arguments, parameters=sizes)
+OF_SEQUENCE = (
+    Fusion(ops.scaled_mm_silu_and_mul_quant, model_arguments.gated, _gated, needs_parts=True, by_attention=False),
+    Fusion(ops.router_gemm_topk, model_arguments.router, _router, needs_all=True, by_attention=False),
+    Fusion(ops.mla_norm_rope_and_cache, model_arguments.mla_norms, _latents, apart="vLLM's kernel"),
+)
+"""Fusions of what `layers.sequence` has."""
+AROUND_ATTENTION = (
+    Fusion(ops.batched_gemm_rope, model_arguments.rotated_absorbed, _queries, needs_parts=True),
+    Fusion(ops.rope_and_cache, model_arguments.rotation, partial(_heads, False)),
+    Fusion(ops.qk_norm_rope_and_cache, model_arguments.normed_rotation, partial(_heads, True), "three launches"),
+    Fusion(ops.batched_gemm, model_arguments.quantized_v_up, partial(_quantized, True)),
+    Fusion(ops.paged_attention_decode, model_arguments.quantized_attention, partial(_quantized, False)),
+)
+FUSIONS = OF_SEQUENCE + AROUND_ATTENTION

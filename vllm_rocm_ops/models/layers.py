@@ -60,6 +60,10 @@ class LayerCall:
     parameters: tuple
     dtype: torch.dtype
     count: int = 1
+    fusion = None
+    """The row of fused_calls.py that a call in place of others is of."""
+    parts = ()
+    """The calls that it replaces."""
 
     def case(self, tokens: int) -> Case:
         """Return the call with `tokens` tokens as a case of its op. On a GPU the generator may be on that GPU."""

@@ -18,10 +18,9 @@ from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.vllm.attention import mla_pre_attention, mla_rotation, quantized_attention, rope_pre_attention
+from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.attention.decoder import is_forced
-from vllm_rocm_ops.vllm.comparisons import COMPARISONS
-from vllm_rocm_ops.vllm.moe import routing_gate
+from vllm_rocm_ops.vllm.comparisons import COMPARISONS, RECORDED
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE, Key
 
@@ -149,44 +148,30 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 
 FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
 UNMEASURED = "unmeasured: {} until the plugin is measured faster"
-BY_ATTENTION = ops.batched_gemm, ops.batched_gemm_rope, ops.mla_norm_rope_and_cache, *fused_calls.ROTATIONS
-"""Ops around attention, which the same variable forces."""
-
-
-def attention(config: dict, tp: int, arch: str) -> LayerCall:
-    """Return the decode attention call of a model, with the KV cache as vLLM has it on `arch`."""
-    return model_layers.attention(config, tp, rocm_cache_layout=archs.named(arch).vendor == "amd")
 
 
 def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
-    """Return the decode calls that the plugin serves only if measured faster, on request, or in place of other calls."""
+    """Return the decode calls that the plugin serves only if measured faster, on request, or in place of other calls.
+
+    The KV cache is as vLLM has it on `arch`.
+    """
     rocm_cache_layout = archs.named(arch).vendor == "amd"
-    whole = *model_layers.absorbed(config, tp), attention(config, tp, arch)
-    fused = fused_calls.around_attention(config, tp, rocm_cache_layout).values()
-    norms = fused_calls.quantized_hidden(config, tp, ep)[:1]
-    routers = fused_calls.routers(config, tp, ep)
-    return [
-        *fused_calls.gated(config, tp, ep),
-        *routers,
-        *fused_calls.pre_attentions(config, tp, ep),
-        *norms,
-        *whole,
-        *fused,
+    found = [
+        *fused_calls.calls(config, tp, ep, rocm_cache_layout),
+        *fused_calls.quantized_hidden(config, tp, ep)[:1],
+        *model_layers.absorbed(config, tp),
+        model_layers.attention(config, tp, rocm_cache_layout),
     ]
+    return sorted(found, key=lambda call: call.fusion in fused_calls.AROUND_ATTENTION)
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     """Return the shapes, as in kernel_selection.py, under which a call may have been measured."""
+    if shapes_of := RECORDED.get(call.op):
+        return shapes_of(call.parameters, call.dtype)
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
     if in_vllm := COMPARISONS.get(call.op):
         return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
-    if call.op is ops.mla_norm_rope_and_cache:
-        return mla_pre_attention.shapes_of(call.parameters[:3], call.dtype)
-    if call.op in fused_calls.ROTATIONS:
-        heads, rotary = call.parameters[:3], call.parameters[3]
-        return rope_pre_attention.shapes_of((heads, rotary), call.dtype)
-    if call.op is ops.batched_gemm_rope:
-        return [mla_rotation.shape_of(call.parameters, call.dtype)]
     if not hasattr(a, "quant_dtype"):
         return []
     columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
@@ -195,40 +180,42 @@ def measured_shapes(call: LayerCall, arch: str) -> list[str]:
     return [f"{start}{residual}{way}" for residual in residuals for way in ("", " column-major", " bound")]
 
 
-def measured_call(call: LayerCall, arch: str, record: kernel_selection.Record) -> Key | None:
-    """Return the key of a call's measurement. Compiled comes before eager."""
+def measured_keys(call: LayerCall, arch: str, record: kernel_selection.Record) -> list[Key]:
+    """Return the keys of a call's measurements, the one that decides first. Compiled comes before eager."""
     shapes = measured_shapes(call, arch) if record.shapes else []
     keys = sorted(record.shapes, key=lambda key: key.baseline.scope == EAGER.scope)
-    return next((key for shape in shapes for key in keys if (key.op, key.shape) == (call.op.name, shape)), None)
+    return [key for shape in shapes for key in keys if (key.op, key.shape) == (call.op.name, shape)]
 
 
-def decision(
-    call: LayerCall, key: Key | None, record: kernel_selection.Record, tokens: int, baseline: str = "vLLM"
-) -> tuple[bool, str]:
+def decision(call: LayerCall, keys: list[Key], record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
     """Return whether the plugin or the baseline serves a call at this number of tokens, and why.
 
     The reason is a measurement on this machine or a fixed limit. It is empty for ops that no seam limits.
     """
-    name = call.op.name
+    name, fusion, in_vllm = call.op.name, call.fusion, COMPARISONS.get(call.op)
     if name in record.off:
         return False, f"off on this GPU: {record.off[name]}"
     if call.op in model_layers.ATTENTION:
         return attention_decision(call, record, tokens)
-    if call.op is ops.router_gemm_topk:
-        return router_decision(call, record, tokens)
-    most = COMPARISONS[call.op].limit if call.op in COMPARISONS else None
-    if call.op in BY_ATTENTION and is_forced():
+    by_attention, most = getattr(fusion or in_vllm, "by_attention", False), getattr(in_vllm, "limit", None)
+    baseline = "two launches" if fusion and (fusion.needs_parts or fusion.needs_all) else "vLLM"
+    if by_attention and is_forced():
         return most is None or tokens <= most, FORCED
-    if key is None:
-        if most is None and call.op not in BY_ATTENTION:
-            return True, ""
-        if most == 0 or call.op in BY_ATTENTION:
+    if not keys:
+        if most == 0 or by_attention or (fusion and fusion.needs_all):
             return False, UNMEASURED.format(baseline)
+        if most is None:
+            return True, ""
         few = tokens <= most
         return few, "unmeasured" if few else f"unmeasured: {baseline} above {most} tokens"
-    measured = record.shapes[key]
-    served_by = kernel_selection.serves_by_tokens(key, measured)
-    runs = bool(served_by[0] if key.has_one_choice else tokens < len(served_by) and served_by[tokens])
+
+    def runs_by(key: Key) -> bool:
+        served_by = kernel_selection.serves_by_tokens(key, record.shapes[key])
+        return bool(served_by[0] if key.has_one_choice else tokens < len(served_by) and served_by[tokens])
+
+    if fusion and fusion.needs_all:
+        return all(map(runs_by, keys)), f"measured: against {' and '.join(str(key.baseline) for key in keys)}"
+    runs, measured = runs_by(keys[0]), record.shapes[keys[0]]
     if one := measured.get(tokens):
         us = [
             f"{whose} {time:.1f} us"
@@ -240,37 +227,17 @@ def decision(
 
 
 def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Return the decision for a call of a model; the plugin must serve both calls that it replaces, and W_UK's product."""
-    parts = parts_of(call) if is_gated(call) or call.op is ops.batched_gemm_rope else ()
-    for part in parts:
-        serves, said = served(part, arch, record, tokens)
-        if not serves:
-            return False, f"{part.layer}: {said}"
-    if parts:
+    """Return the decision for a call of a model; the plugin must also serve the calls that some fused calls replace."""
+    if call.fusion and call.fusion.needs_parts:
+        for part in call.parts:
+            serves, said = served(part, arch, record, tokens)
+            if not serves:
+                return False, f"{part.layer}: {said}"
         given = call.case(tokens).make("meta", torch.Generator(), archs.named(arch).fp8_dtype)
         explained = call.op.explain(*given, arch=arch)
         if not explained.launches:
             return False, explained.source
-    baseline = "two launches" if parts else "vLLM"
-    return decision(call, measured_call(call, arch, record), record, tokens, baseline)
-
-
-def is_gated(call: LayerCall) -> bool:
-    """True if a call is one launch that replaces two."""
-    return call.op is ops.scaled_mm_silu_and_mul_quant
-
-
-def parts_of(call: LayerCall) -> tuple[LayerCall, ...]:
-    """Return the calls of a model that a call replaces."""
-    if call.op is ops.mla_norm_rope_and_cache:
-        return fused_calls.norms_of(call)
-    if call.op is ops.batched_gemm_rope:
-        return (fused_calls.absorbed_of(call),)
-    if call.op is ops.router_gemm_topk:
-        return fused_calls.router_of(call)
-    if call.layer.endswith(f" + {fused_calls.QUANTIZATION}"):
-        return (fused_calls.attention_of(call),)
-    return fused_calls.two_launches(call) if is_gated(call) else ()
+    return decision(call, measured_keys(call, arch, record), record, tokens)
 
 
 def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
@@ -300,27 +267,6 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
     ), f"measured: {len(served)} (context length, backend) pairs"
 
 
-def router_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Return the decision for a router and its top-k in one launch, which must be faster than both pairs of launches."""
-    _, routing = fused_calls.router_of(call)
-    shape = routing_gate.shape_of(call.parameters[:2], call.dtype, routing.parameters[1:])
-    found = {
-        str(key.baseline): kernel_selection.serves_by_tokens(key, times)
-        for key, times in record.shapes.items()
-        if (key.op, key.shape) == (call.op.name, shape)
-    }
-    if not found:
-        return False, UNMEASURED.format("two launches")
-    runs = all(tokens < len(one) and one[tokens] for one in found.values())
-    return runs, f"measured: against {' and '.join(found)}"
-
-
-def apart(call: LayerCall) -> str:
-    """Name the kernels that run where the plugin does not serve a call."""
-    parts = 1 if call.op is ops.mla_norm_rope_and_cache else len(call.layer.split(" + "))
-    return {1: "vLLM's kernel", 2: "two launches", 3: "three launches"}[parts]
-
-
 def measured_here(arch: archs.Arch) -> kernel_selection.Record:
     """Return the measurements of this machine, if its GPU has that architecture."""
     record = kernel_selection.record_here()
@@ -341,7 +287,7 @@ def explain_model(
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
     record = measured_here(known)
-    whole = {part: call for call in calls for part in parts_of(call)}
+    whole = {part: call for call in calls for part in call.parts}
     for call in calls:
         same: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for batch in batches:
@@ -350,7 +296,8 @@ def explain_model(
                 same.setdefault((f"in {whole[call].layer}", ""), []).append((batch, ""))
                 continue
             if not serves:
-                same.setdefault((apart(call), said), []).append((batch, ""))
+                apart = call.fusion.apart if call.fusion else "vLLM's kernel"
+                same.setdefault((apart, said), []).append((batch, ""))
                 continue
             arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
             explained = call.op.explain(*arguments, arch=known)

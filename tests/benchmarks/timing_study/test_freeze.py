@@ -17,7 +17,7 @@ TINY = {"tiny-llama-fp8": 1}
 
 def calls() -> list[model_layers.LayerCall]:
     config = model_config.read("tiny-llama-fp8")
-    return [call for call in (*model_layers.calls(config), *fused_calls.gated(config)) if call.count]
+    return [call for call in (*model_layers.calls(config), *fused_calls.calls(config)) if call.count]
 
 
 def test_what_is_frozen_is_what_predict_says(monkeypatch):

@@ -146,7 +146,7 @@ def run(*arguments) -> Tensor | None:
 class MlaAbsorb(LayerComparison):
     """The GEMMs for timing. A layer: its weights, their dtype, and the kind of a quantized result."""
 
-    op, limit = ops.batched_gemm, MAX_TOKENS
+    op, limit, by_attention = ops.batched_gemm, MAX_TOKENS, True
 
     def max_tokens(self) -> int:
         return 0

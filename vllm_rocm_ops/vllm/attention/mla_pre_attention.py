@@ -44,7 +44,7 @@ def shape_of(
 
 def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     """Return the names under which a model's call may be recorded: each cache dtype, scale order and bound."""
-    latents, rope, kind = parameters
+    latents, rope, kind = parameters[:3]
     traits = {"block": [(False, False), (True, False)], "token": [(False, False), (False, True)]}
     return [
         shape_of((*latents, rope), dtype, cache, kind if kind in KINDS else "", *each)

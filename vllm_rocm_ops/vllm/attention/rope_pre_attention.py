@@ -39,7 +39,7 @@ def shape_of(heads: tuple[int, int, int], rotary: int, is_neox: bool, dtype: tor
 
 def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     """Return the names under which a model's call may be recorded: each pairing and cache dtype."""
-    heads, rotary, *_ = parameters
+    *heads, rotary = parameters[:4]
     caches = attention.PLAIN + attention.E4M3
     return [shape_of(heads, rotary, is_neox, dtype, cache) for is_neox in (True, False) for cache in caches]
 

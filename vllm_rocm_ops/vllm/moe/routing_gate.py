@@ -188,6 +188,13 @@ def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, how: tuple) -> 
     return f"{text} {scoring_func}{of_groups}{' bias' * (bias is not None and bias is not False)}"
 
 
+def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
+    """Return the description of a model's call: the GEMM's sizes, and the arguments that follow the logits."""
+    sizes, how = parameters[:2], parameters[2:]
+    is_plain = (*how[2:-1], how[-1] or None) == PLAIN
+    return [shape_of(sizes, dtype, how[:2] if is_plain else how)]
+
+
 class RoutingGates(LayerComparison):
     """One launch against vLLM's GEMM and the plugin's routing. A layer: the weight, its dtype, and its `Router`."""
 

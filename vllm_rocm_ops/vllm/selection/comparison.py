@@ -92,6 +92,8 @@ class LayerComparison:
         exact(arguments, x, rows, columns)   these rows and columns of the result, in float32; columns come in groups of `GROUP`
     """
 
+    by_attention = False
+    """True if the plugin serves only where timed faster, or with VLLM_ROCM_OPS_ATTENTION=1."""
     sampled_rows = 8
     comparable = staticmethod(same)
     """Returns the rows of a result that are compared."""
