@@ -12,9 +12,9 @@ from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.core.launch import Workspace
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import experts_quantize
+from vllm_rocm_ops.ops.shared.experts import SCHEMES
 from vllm_rocm_ops.ops.shared.experts_quantize import Rows
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.ops.shared.scheme import SCHEMES
 
 
 def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present=None):

@@ -17,7 +17,7 @@ from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.fused_experts import TILED_FROM
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.scheme import SCHEMES
+from vllm_rocm_ops.ops.shared.experts import SCHEMES
 
 OP = ops.fused_experts
 

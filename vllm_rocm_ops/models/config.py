@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
+from vllm_rocm_ops.ops.shared.experts import SCHEMES
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.ops.shared.scheme import SCHEMES
 
 SHIPPED = Path(__file__).parent
 

@@ -18,12 +18,11 @@ from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.experts import contract, slots
+from vllm_rocm_ops.ops.shared.experts import SCHEMES, TOKENS, contract, scheme_of, slots, weight_of
 from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
 from vllm_rocm_ops.ops.shared.experts_tiled import TiledConfig
 from vllm_rocm_ops.ops.shared.gemm import HALVES
-from vllm_rocm_ops.ops.shared.scheme import SCHEMES, TOKENS, scheme_of, weight_of
 from vllm_rocm_ops.ops.shared.weight_layout import shuffle_weight
 
 __all__ = ["fused_experts"]

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
-from vllm_rocm_ops.ops.shared.experts import activation_dtype
+from vllm_rocm_ops.ops.shared.experts import Scheme, activation_dtype, scheme_of
 from vllm_rocm_ops.ops.shared.rowwise import ELEMENTS, VECTOR
-from vllm_rocm_ops.ops.shared.scheme import Scheme, scheme_of
 
 MODULE = "fused_experts_quantize"
 THREADS = 256  # per block at most, except for one block per row

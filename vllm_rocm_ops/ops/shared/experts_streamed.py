@@ -14,13 +14,13 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_tiles,
     intermediate,
     scale_strides,
+    scheme_of,
     slots,
     weight_strides,
 )
 from vllm_rocm_ops.ops.shared.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.ops.shared.gemm import BLOCK, OUT_TYPES
 from vllm_rocm_ops.ops.shared.rowwise import ELEMENTS
-from vllm_rocm_ops.ops.shared.scheme import scheme_of
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES
 
 MODULE = "fused_experts"

@@ -18,6 +18,7 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_tiles,
     intermediate,
     scale_strides,
+    scheme_of,
     slots,
     weight_strides,
 )
@@ -31,7 +32,6 @@ from vllm_rocm_ops.ops.shared.experts_quantize import (
 )
 from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.shared.rowwise import ELEMENTS, VECTOR
-from vllm_rocm_ops.ops.shared.scheme import scheme_of
 from vllm_rocm_ops.ops.shared.tiled_gemm import FLOPS_PER_BYTE, PANEL, RATE, RESIDENT, SINGLE_BLOCK_RATE, lds_bytes
 
 MODULE = "fused_experts_tiled"

@@ -23,8 +23,8 @@ from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.ops.shared.experts import scheme_of
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.ops.shared.scheme import scheme_of
 from vllm_rocm_ops.vllm.graph import compiled_ops, model_queries, moe_side_channel
 from vllm_rocm_ops.vllm.graph.compiled_ops import QuantComparison, dequantized
 from vllm_rocm_ops.vllm.moe import expert_support

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.shared.scheme import scheme_of
+from vllm_rocm_ops.ops.shared.experts import scheme_of
 
 
 def _moe(module: str = ""):
