@@ -27,7 +27,7 @@ INT8_STATIC = "int8 static"  # the same with a static scale for the input
 
 EXPERTS = {of: SCHEMES[of] for of in (UNQUANTIZED, TENSOR, BLOCKS, MX)}
 EXPERTS |= {STATIC: SCHEMES["tensor"], TOKEN: SCHEMES["channel"]}
-"""How experts' weights are scaled, by the quantization of linear layers; experts of others run in vLLM."""
+"""The schemes of experts' weights, by the quantization of linear layers; experts of others run in vLLM."""
 
 
 def shipped() -> list[str]:
