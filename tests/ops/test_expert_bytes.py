@@ -47,6 +47,14 @@ def planned(a, arch: str) -> tuple:
     [
         ({"w1_scale": torch.ones(4, 2, 2)}, "w1_scale must be float32"),
         ({"w1_scale": None}, "w1_scale must be float32"),
+        (
+            {
+                "w1": torch.zeros(4, 192, 192).bfloat16(),
+                "w2": torch.zeros(4, 192, 96).bfloat16(),
+                "w1_scale": torch.ones(4),
+            },
+            "w1_scale must be None",
+        ),
         ({"hidden": torch.zeros(5, 192, dtype=torch.int8)}, "hidden_scale must be"),
         ({"hidden": torch.zeros(5, 192, dtype=torch.int8), "weight_only": True}, "hidden must be"),
         ({"act_scale": torch.ones(1), "weight_only": True}, "act_scale must be"),

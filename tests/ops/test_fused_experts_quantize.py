@@ -12,6 +12,7 @@ from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.core.launch import Workspace
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import experts_quantize
+from vllm_rocm_ops.ops.shared.experts import SCHEMES
 from vllm_rocm_ops.ops.shared.experts_quantize import Rows
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
@@ -20,7 +21,7 @@ def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present
     """Return values and scales, as the emulator leaves them in memory filled with 0xff."""
     emulator = Emulator(arch_name)
     rows = Rows(x, len(x), x.shape[1], x.stride(0), x.dtype)
-    written, planned = experts_quantize.quantize(rows, weights, static, emulator.arch, present)
+    written, planned = experts_quantize.quantize(rows, SCHEMES[weights], static, emulator.arch, present)
     workspaces = [arg for arg in planned.named.values() if isinstance(arg, Workspace)]
     memory = {id(arg): torch.full((arg,), 0xFF, dtype=torch.uint8) for arg in workspaces}
     emulator.run(launch.code_object(planned.module, arch_name), planned.with_each(lambda arg: memory.get(id(arg), arg)))
@@ -28,7 +29,7 @@ def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present
     if static is not None:
         assert written.scale is static and written.scale_row == 0
         return values, None, emulator.arch.fp8_dtype
-    scale = memory[id(written.scale)].view(torch.uint8 if weights == "mx" else torch.float32)
+    scale = memory[id(written.scale)].view(SCHEMES[weights].scales[0])
     return values, scale.reshape(len(x), written.scale_row), emulator.arch.fp8_dtype
 
 

@@ -17,6 +17,7 @@ from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.fused_experts import TILED_FROM
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
+from vllm_rocm_ops.ops.shared.experts import SCHEMES
 
 OP = ops.fused_experts
 
@@ -30,7 +31,7 @@ FEW = [  # the op itself gives these to other kernels
     case
     for case in OP.cases()
     if case.make.args[0] < TILED_FROM
-    and case.make.args[-1].get("scheme") != "mx"
+    and not SCHEMES[case.make.args[-1].get("scheme", "block")].native
     and "weights" not in case.make.args[-1]
 ]
 CASES = [

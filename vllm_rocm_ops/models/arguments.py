@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.models.config import BLOCKS, EXPERTS, STATIC, TOKEN
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
@@ -194,16 +194,9 @@ def experts(
     With `is_quantized`, hidden is already quantized per 128 columns.
     """
     w1, w2 = (here, 2 * intermediate, hidden), (here, hidden, intermediate)
-    weight_dtype = {UNQUANTIZED: None, MX: torch.float8_e4m3fn}.get(quantization, inputs.fp8_dtype)
-
-    def scale(weight: tuple[int, int, int]) -> Tensor | None:
-        if quantization == UNQUANTIZED:
-            return None
-        _, n, k = weight
-        if quantization == MX:
-            return inputs.exponents(here, n, k // MX_BLOCK)
-        of_one = {BLOCKS: (-(-n // BLOCK), -(-k // BLOCK)), TOKEN: (n,)}.get(quantization, ())
-        return inputs.scales(here, *of_one)
+    scheme = EXPERTS[quantization]
+    make = inputs.scales if torch.float32 in scheme.scales else inputs.exponents
+    scales = [make(*scheme.shape(*size)) if scheme.scaled else None for size in (w1, w2)]
 
     weights, ids = inputs.scales(tokens, experts).topk(topk)
     expert_map = None
@@ -216,9 +209,9 @@ def experts(
         static[0] = inputs.scales(tokens, hidden // BLOCK)
     values = (
         inputs.values(tokens, hidden, dtype=tokens_dtype),
-        *(inputs.values(*size, dtype=weight_dtype) for size in (w1, w2)),
+        *(inputs.values(*size, dtype=scheme.weight_dtype(inputs.dtype, inputs.fp8_dtype)) for size in (w1, w2)),
     )
-    return *values, weights, ids.int(), inputs.dtype, scale(w1), scale(w2), *static, expert_map
+    return *values, weights, ids.int(), inputs.dtype, *scales, *static, expert_map
 
 
 PAGE = 16  # tokens per page in vLLM

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
+from vllm_rocm_ops.ops.shared.experts import SCHEMES
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 SHIPPED = Path(__file__).parent
@@ -23,6 +24,10 @@ BLOCKS = "block"  # a scale per 1x128 of the input and per 128x128 of the weight
 MX = "mx"  # an e8m0 scale per 32 of both; e4m3fn on every GPU
 INT8 = "int8"  # int8 weights and input, with a scale per token and per output channel
 INT8_STATIC = "int8 static"  # the same with a static scale for the input
+
+EXPERTS = {of: SCHEMES[of] for of in (UNQUANTIZED, TENSOR, BLOCKS, MX)}
+EXPERTS |= {STATIC: SCHEMES["tensor"], TOKEN: SCHEMES["channel"]}
+"""The schemes of experts' weights, by the quantization of linear layers; experts of others run in vLLM."""
 
 
 def shipped() -> list[str]:

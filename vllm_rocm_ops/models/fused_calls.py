@@ -110,7 +110,7 @@ def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[L
     norm, experts = found.get(EXPERTS_NORM), found.get(EXPERTS)
     if norm is None or experts is None or norm.op is not ops.fused_add_rms_norm:
         return []
-    if experts.parameters[-1] != BLOCKS or norm.parameters[0] % BLOCK:
+    if model_config.EXPERTS[experts.parameters[-1]].group != BLOCK or norm.parameters[0] % BLOCK:
         return []
     quantizes = {"op": ops.rms_norm_and_per_block_quant, "arguments": model_arguments.both_norm}
     return [

@@ -221,7 +221,7 @@ class _Model:
     def experts(self, module: str, count: str) -> Iterator[LayerCall]:
         """Yield the routing, and this rank's experts; `count` is the key of the number of experts."""
         quantization = self.quantization(*(f"{module}.0.{name}_proj" for name in ("gate", "up", "down")))
-        if quantization in (INT8, INT8_STATIC):
+        if quantization not in model_config.EXPERTS:
             return  # these, and their routing, run in vLLM
         experts = self[count]
         topk = self.size("num_experts_per_tok", most=experts)

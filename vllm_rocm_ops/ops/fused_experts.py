@@ -13,18 +13,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case, Op
-from vllm_rocm_ops.core.quantization import E5M2, MX_BLOCK, MX_SCALES
+from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.experts import BYTES, HALVES, contract, scheme, slots
+from vllm_rocm_ops.ops.shared.experts import SCHEMES, TOKENS, contract, scheme_of, slots, weight_of
 from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
 from vllm_rocm_ops.ops.shared.experts_tiled import TiledConfig
-from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.ops.shared.weight_layout import shuffle_weight, unshuffled
+from vllm_rocm_ops.ops.shared.gemm import HALVES
+from vllm_rocm_ops.ops.shared.weight_layout import shuffle_weight
 
 __all__ = ["fused_experts"]
 
@@ -32,48 +31,17 @@ TILED_FROM = 17  # tokens; below, the streamed kernels were faster in every laye
 NO_EXPERT = 2**15 - 1
 
 
-def _quantized(x: Tensor, dtype: torch.dtype, kind: str, scale: Tensor | None) -> Tensor:
-    """Quantize and dequantize x with its static scale, or a dynamic one per 32 or 128 columns or per row."""
-    if dtype == torch.int8:
-        values, dynamic = quantization.int8(x, scale)
-        return values.to(x.dtype) * dynamic
-    if scale is not None:
-        return quantization.static(x, scale, dtype).to(x.dtype) * scale.to(x.dtype).reshape(())
-    if kind == "mx":
-        return quantization.mx_numbers(*quantization.mx(x)).to(x.dtype)
-    rows, k = x.shape
-    groups = (
-        torch.nn.functional.pad(x, (0, -k % BLOCK)).reshape(rows, -(-k // BLOCK), BLOCK)
-        if kind == "block"
-        else x.unsqueeze(1)
-    )
-    dynamic = quantization.scale_of(quantization.absmax(groups), dtype)
-    return (quantization.cast(groups / dynamic, dtype).to(x.dtype) * dynamic).flatten(1)[:, :k]
-
-
-def _dequantized(values: Tensor, scale: Tensor | None, exact: torch.dtype) -> Tensor:
-    """Return values [N, K] of one expert times their scales."""
-    if scale is None:
-        return values.to(exact)
-    if scale.dtype in MX_SCALES:
-        return quantization.mx_numbers(values, scale).to(exact)
-    values, scale = values.to(exact), scale.to(exact)
-    if scale.dim() == 2 and scale.shape != (len(values), 1):
-        scale = scale.repeat_interleave(BLOCK, 0)[: len(values)].repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
-    return values * (scale.reshape(-1, 1) if scale.dim() == 1 else scale)
-
-
 def _reads_order(a, arch: Arch) -> bool:
     return not a.shuffled or arch.vendor == "amd"
 
 
 def _can_stream(a, arch: Arch) -> bool:
-    return a.w1.dtype not in BYTES and not a.weight_only and streamed.takes(a, arch)
+    return a.w1.dtype not in (torch.int8, *E5M2) and not a.weight_only and streamed.takes(a, arch)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
-    known = E5M2.get(a.w1.dtype, a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
+    known = TOKENS.get(a.w1.dtype, a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
     yield f"{arch.name} supports the weights' dtype", known
     yield f"the weights are not shuffled, or {arch.name} is an AMD GPU", _reads_order(a, arch)
     yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
@@ -92,11 +60,12 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         tensor = getattr(a, name)
         yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
-    if scheme(a.w1, a.w1_scale) == "mx":
+    kind = scheme_of(a.w1, a.w1_scale)
+    if kind.native:
         yield f"{arch.name} has block-scaled matrix instructions", arch.block_scales
         most = f"M is at most {streamed.MAX_TOKENS}, slots {streamed.MAX_SLOTS}, M * slots * (I / {streamed.GATE_UP_ROWS})^2"
         yield (
-            f"with a scale per 32 along K, {most} is below 2^31, and lists of pairs and experts fit LDS",
+            f"with a scale per {kind.group} along K, {most} is below 2^31, and lists of pairs and experts fit LDS",
             streamed.takes(a, arch),
         )
     elif not _can_stream(a, arch):
@@ -106,9 +75,8 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     if not _reads_order(a, arch):
         return []
-    is_mx = scheme(a.w1, a.w1_scale) == "mx"
-    can_stream = (arch.block_scales or not is_mx) and _can_stream(a, arch)
-    can_tile = not is_mx and all(holds for _, holds in tiled.can_implement(a, arch))
+    can_stream = (arch.block_scales or not scheme_of(a.w1, a.w1_scale).native) and _can_stream(a, arch)
+    can_tile = all(holds for _, holds in tiled.can_implement(a, arch))
     tiles = can_tile and (not can_stream or a.hidden.shape[0] >= TILED_FROM)
     return (streamed.configs(a, arch) if can_stream else []) + (tiled.configs(a, arch) if tiles else [])
 
@@ -189,9 +157,9 @@ def _cases() -> Iterator[Case]:
 
 
 def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp8_dtype) -> tuple:
-    kind, shared = given.get("scheme", "block"), given.get("shared_experts", 0)
+    kind, shared = SCHEMES[given.get("scheme", "block")], given.get("shared_experts", 0)
     out_dtype = given.get("out_dtype", torch.bfloat16)
-    dtype = {"none": out_dtype, "mx": torch.float8_e4m3fn}.get(kind, fp8_dtype)
+    dtype = kind.weight_dtype(out_dtype, fp8_dtype)
     of_fp8 = {"int8": torch.int8, "e5m2": next(e5m2 for e5m2, e4m3 in E5M2.items() if e4m3 == fp8_dtype)}
     weight_dtype = of_fp8.get(given.get("weights"), dtype)
     dtype = torch.int8 if weight_dtype == torch.int8 else dtype
@@ -205,25 +173,21 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    def mx_scale(*shape: int, times: float = 1.0) -> Tensor:
+    def scales(*shape: int, times: float = 1.0) -> Tensor:
+        if torch.float32 in kind.scales:
+            return (rand(*shape) + 0.5) * times * step
         exponents = torch.randint(-2, 3, shape, generator=generator) + round(math.log2(times))
         return (exponents + 127).to(torch.uint8).view(given.get("scale_dtype", torch.uint8)).to(device)
 
-    def scale(n: int, k: int, times: float) -> Tensor | None:
-        if kind == "mx":
-            return mx_scale(experts, n, k // MX_BLOCK, times=times)
-        shape = {"block": (-(-n // BLOCK), -(-k // BLOCK)), "channel": (n,), "tensor": (), "none": None}[kind]
-        return None if shape is None else (rand(experts, *shape) + 0.5) * times * step
-
     def weight(n: int, k: int) -> Tensor:
-        plain = (randn(experts, n, k) * (k**-0.5 if kind == "none" else 1 / step)).clamp(*bounds).to(weight_dtype)
+        plain = (randn(experts, n, k) * (1 / step if kind.scaled else k**-0.5)).clamp(*bounds).to(weight_dtype)
         if not given.get("shuffled"):
             return plain
         return (
             torch.stack([shuffle_weight(one).view(torch.uint8) for one in plain]).view(weight_dtype).view(plain.shape)
         )
 
-    local = experts - shared
+    local, sizes = experts - shared, ((2 * intermediate, hidden), (hidden, intermediate))
     known = 2 * local if given.get("mapped") else local
     ids = torch.randint(-2, known + 2, (m, topk), generator=generator)
     ids[-1:, -1:] = min(1, known - 1)  # the last pair has an expert
@@ -244,19 +208,16 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     x, x_scale = randn(m, hidden).to(out_dtype), None
     if given.get("quantized"):
         x = (randn(m, hidden) / step).clamp(*bounds).to(dtype)
-        groups = -(-hidden // BLOCK) if kind == "block" else 1
-        x_scale = mx_scale(m, hidden // MX_BLOCK) if kind == "mx" else (rand(m, groups) + 0.5) * step
+        x_scale = scales(m, kind.groups(hidden))
     if given.get("static"):
         x_scale = torch.full((1,), 0.02).to(device)
     return (
         x,
-        weight(2 * intermediate, hidden),
-        weight(hidden, intermediate),
+        *(weight(*size) for size in sizes),
         rand(m, topk),
         ids.to(device),
         out_dtype,
-        scale(2 * intermediate, hidden, hidden**-0.5),
-        scale(hidden, intermediate, intermediate**-0.5),
+        *(scales(*kind.shape(experts, *size), times=size[1] ** -0.5) if kind.scaled else None for size in sizes),
         x_scale,
         torch.full((1,), 0.05).to(device) if given.get("static") else None,
         expert_map,
@@ -333,15 +294,11 @@ def fused_experts(
         perf-kernels; smallm_mxfp8_moe_grouped_gemm of aiter PR 3783.
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
-    kind, dtype = scheme(w1, w1_scale), None if weight_only or w1_scale is None else E5M2.get(w1.dtype, w1.dtype)
-    x = hidden.to(exact)
-    if hidden.dtype == dtype and kind == "mx":
-        x = quantization.mx_numbers(hidden, hidden_scale).to(exact)
-    elif hidden.dtype == dtype:
-        scale = hidden_scale.to(exact)
-        x = x * (scale.repeat_interleave(BLOCK, 1)[:, : hidden.shape[1]] if kind == "block" else scale)
-    elif dtype is not None:
-        x = _quantized(x, dtype, kind, hidden_scale)
+    kind, dtype = scheme_of(w1, w1_scale), None if weight_only else TOKENS.get(w1.dtype)
+    if hidden.dtype == dtype:
+        x = kind.dequantized(hidden, hidden_scale, exact, 1)
+    else:
+        x = hidden.to(exact) if dtype is None else kind.rounded(hidden.to(exact), dtype, hidden_scale)
     routed = len(w1) - shared_experts
     local = topk_ids.long()
     if expert_map is not None:
@@ -352,17 +309,14 @@ def fused_experts(
     for expert in range(len(w1)):
         chosen = local == expert
         weight = topk_weights.to(exact).where(chosen, 0.0).sum(1) if expert < routed else total.new_ones(len(total))
-        w1_of, w2_of = (unshuffled(w[expert]) if shuffled else w[expert] for w in (w1, w2))
-        w1_values = _dequantized(w1_of, None if w1_scale is None else w1_scale[expert], exact)
-        w2_values = _dequantized(w2_of, None if w2_scale is None else w2_scale[expert], exact)
-        gate_up = x @ w1_values.t()
+        gate_up = x @ weight_of(w1, w1_scale, expert, shuffled, exact).t()
         if apply_router_weight_on_input:
             gate_up = gate_up * weight[:, None]
         gate, up = gate_up.chunk(2, 1)
         inner = (gate / (1.0 + torch.exp(-gate)) * up).to(out_dtype).to(exact)
         if dtype is not None:
-            inner = _quantized(inner, dtype, kind, act_scale)
-        result = inner @ w2_values.t()
+            inner = kind.rounded(inner, dtype, act_scale)
+        result = inner @ weight_of(w2, w2_scale, expert, shuffled, exact).t()
         if not apply_router_weight_on_input:
             result = result * weight[:, None]
         total += result if expert >= routed else torch.where(chosen.any(1, keepdim=True), result, 0.0)

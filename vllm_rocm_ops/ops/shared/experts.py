@@ -2,28 +2,117 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.quantization import E5M2, LIMIT, MX_BLOCK, MX_SCALES
 from vllm_rocm_ops.core.tensors import describe
-from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, fits
+from vllm_rocm_ops.ops.shared.gemm import BLOCK, HALVES
+from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, fits, unshuffled
 
-HALVES = (torch.bfloat16, torch.float16)
+TOKENS = {torch.int8: torch.int8, **{e4m3: e4m3 for e4m3 in LIMIT}, **E5M2}
+"""The dtype that tokens are quantized to, by the dtype of scaled weights."""
 
 
-BYTES = (torch.int8, *E5M2)
-"""Weight dtypes that only the tiled kernels support."""
+@dataclass(frozen=True)
+class Scheme:
+    """One way to scale weights [E, N, K] of experts, and the tokens that they multiply."""
+
+    name: str  # in kernels' symbols if scales have groups; in messages and in keys of timings
+    weights: tuple[torch.dtype, ...]
+    rows: int = 0  # of a weight that share a scale, 0 for all of an expert
+    group: int = 0  # columns of weights and of tokens that share a scale, 0 for all
+    scales: tuple[torch.dtype, ...] = (torch.float32,)
+    scaled: bool = True
+    native: bool = False  # matrix instructions scale groups: whole ones, no static scale, no tiled kernels
+    quantizer: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # of tokens, if not to `LIMIT` by float32 scales
+
+    def groups(self, columns: int) -> int:
+        """Return the scales of a row."""
+        return -(-columns // self.group) if self.group else 1
+
+    def shape(self, experts: int, n: int, k: int) -> tuple[int, ...]:
+        """Return the shape of the scales of weights [E, N, K]."""
+        return experts, *(-(-size // of) for size, of in ((n, self.rows), (k, self.group)) if of)
+
+    def weight_dtype(self, half: torch.dtype, fp8_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of weights in a model of this 16-bit dtype, on a GPU of this e4m3 dtype."""
+        return next(dtype for dtype in (half, fp8_dtype, *LIMIT) if dtype in self.weights)
+
+    def infix(self, row: str, dtype: torch.dtype | None = None) -> str:
+        """Return the part of symbols that names scales, `row` if they have no groups, or the dtype of unscaled weights."""
+        return HALVES.get(dtype) or (self.name if self.group else row)
+
+    def fits(self, weight: torch.Size, dtype: torch.dtype, scale: torch.Size, scale_dtype: torch.dtype) -> bool:
+        """True if weights and scales of these shapes and dtypes are scaled this way. A scale per row may have two shapes."""
+        shape, whole = self.shape(*weight), not self.native or weight[2] % self.group == 0
+        shapes = (shape, (*shape, 1)) if self.rows == 1 and not self.group else (shape,)
+        return self.scaled and whole and dtype in self.weights and scale_dtype in self.scales and scale in shapes
+
+    def dequantized(self, values: Tensor, scale: Tensor | None, exact: torch.dtype, rows: int | None = None) -> Tensor:
+        """Return values [N, K] of one expert times their scales; tokens [M, K] with 1 for `rows`."""
+        values = values.to(exact)
+        if scale is None:
+            return values
+        scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype in MX_SCALES else scale).to(exact)
+        if not self.group or scale.dim() < 2:
+            return values * scale.reshape(-1, 1)
+        scale = scale.repeat_interleave(self.rows if rows is None else rows, 0)[: len(values)]
+        return values * scale.repeat_interleave(self.group, 1)[:, : values.shape[1]]
+
+    def rounded(self, x: Tensor, dtype: torch.dtype, static: Tensor | None) -> Tensor:
+        """Return tokens, quantized with a static scale or dynamic ones, and dequantized."""
+        if dtype == torch.int8:
+            values, scale = quantization.int8(x, static)
+        elif static is not None:
+            values, scale = quantization.static(x, static, dtype), static
+        elif self.quantizer:
+            values, scale = self.quantizer(x)
+        else:
+            k, group = x.shape[1], self.group or x.shape[1]
+            groups = torch.nn.functional.pad(x, (0, -k % group)).unflatten(1, (-1, group))
+            values, scale = quantization.per_token(groups, dtype, None)
+            values, scale = values.flatten(1)[:, :k], scale.view(groups.shape[:2])
+        return self.dequantized(values, scale, x.dtype, 1)
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("none", tuple(HALVES), scaled=False),
+        Scheme("block", (*LIMIT, *E5M2), BLOCK, BLOCK),
+        Scheme("channel", tuple(TOKENS), 1),
+        Scheme("tensor", tuple(TOKENS)),
+        Scheme("mx", (torch.float8_e4m3fn,), 1, MX_BLOCK, MX_SCALES, native=True, quantizer=quantization.mx),
+    )
+}
+
+
+def scheme_of(weight: Tensor, scale: Tensor | None) -> Scheme:
+    """Return how a weight [E, N, K] is scaled, by a scheme for no weights if no row of SCHEMES fits."""
+    return SCHEMES["none"] if scale is None else _of(weight.shape, weight.dtype, scale.shape, scale.dtype)
+
+
+def weight_of(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool, exact: torch.dtype) -> Tensor:
+    """Return the numbers [N, K] of one expert's weight."""
+    values = unshuffled(weights[expert]) if shuffled else weights[expert]
+    return scheme_of(weights, scales).dequantized(values, None if scales is None else scales[expert], exact)
+
+
+@functools.lru_cache
+def _of(*of: torch.Size | torch.dtype) -> Scheme:
+    return next((scheme for scheme in SCHEMES.values() if scheme.fits(*of)), Scheme("unknown", ()))
 
 
 def activation_dtype(a) -> torch.dtype | None:
     """Return the dtype that tokens are quantized to before a GEMM, or None if they stay unquantized."""
-    dtype = a.w1.dtype
-    return None if a.weight_only or dtype in HALVES else E5M2.get(dtype, dtype)
+    return None if a.weight_only else TOKENS.get(a.w1.dtype)
 
 
 def intermediate(a) -> int:
@@ -36,32 +125,10 @@ def slots(a) -> int:
     return a.topk_ids.shape[1] + a.shared_experts
 
 
-def scheme(weight: Tensor, scale: Tensor | None) -> str:
-    """Return how a weight [E, N, K] is scaled.
-
-    "none", "tensor", "channel" and "block" (128x128) have float32 scales, "mx" has e8m0 scales per 1x32; "unknown" if the scale
-    fits none.
-    """
-    if scale is None:
-        return "none"
-    experts, n, k = weight.shape
-    if scale.dtype in MX_SCALES:
-        holds = weight.dtype == torch.float8_e4m3fn and scale.shape == (experts, n, k / MX_BLOCK)
-        return "mx" if holds else "unknown"
-    shapes = {
-        (experts,): "tensor",
-        (experts, n): "channel",
-        (experts, n, 1): "channel",
-        (experts, -(-n // BLOCK), -(-k // BLOCK)): "block",
-    }
-    return shapes.get(tuple(scale.shape), "unknown")
-
-
 def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
     """Return the strides of a contiguous scale in elements: between experts, and between rows or blocks of rows."""
-    experts, _, k = weight.shape
-    rows = {"none": 0, "tensor": 0, "channel": 1, "block": -(-k // BLOCK), "mx": k // MX_BLOCK}
-    return 0 if scale is None else scale.numel() // experts, rows[scheme(weight, scale)]
+    (experts, _, k), kind = weight.shape, scheme_of(weight, scale)
+    return 0 if scale is None else scale.numel() // experts, kind.groups(k) if kind.rows else 0
 
 
 def weight_strides(a, weight: Tensor) -> tuple[int, int, int]:
@@ -104,7 +171,7 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "hidden, w1, w2", "[M, H], [E, 2 I, H], [E, H, I]", describe(a.hidden), dims
     m, h = a.hidden.shape
     experts, n, _ = a.w1.shape
-    of_8_bits = a.w1.dtype in (*LIMIT, *BYTES)
+    of_8_bits = a.w1.dtype in TOKENS
     holds = a.w1.shape[2] == h and n % 2 == 0 and (a.w1.dtype in HALVES or of_8_bits)
     yield "w1", f"bf16, fp16, e4m3, e5m2 or int8 [E, 2 I, H={h}]", describe(a.w1), holds
     holds = a.w2.shape == (experts, h, n // 2) and a.w2.dtype == a.w1.dtype
@@ -123,30 +190,24 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     holds = a.topk_weights.shape == a.topk_ids.shape and a.topk_weights.dtype == torch.float32
     yield "topk_weights", f"float32 {list(a.topk_ids.shape)}", describe(a.topk_weights), holds
     for name, weight, scale in (("w1_scale", a.w1, a.w1_scale), ("w2_scale", a.w2, a.w2_scale)):
-        needed = of_8_bits
         wanted = "float32 [E] or [E, N] or, unless int8, [E, ceil(N / 128), ceil(K / 128)] or, for e4m3fn, e8m0 or uint8 [E, N, K / 32]"
-        kind = scheme(weight, scale)
-        holds = (scale is not None) == needed and kind != "unknown"
-        holds = holds and (scale is None or kind == "mx" or scale.dtype == torch.float32)
-        holds = holds and (weight.dtype != torch.int8 or kind in ("tensor", "channel"))
-        yield name, wanted if needed else "None", "None" if scale is None else describe(scale), holds
-    kind, of_w2 = scheme(a.w1, a.w1_scale), scheme(a.w2, a.w2_scale)
-    same = kind == of_w2 or not {kind, of_w2} & {"block", "mx"}
-    yield "w1_scale and w2_scale", "both or neither per 128x128, or per 1x32", f"per {kind} and per {of_w2}", same
+        holds = weight.dtype in scheme_of(weight, scale).weights
+        yield name, wanted if of_8_bits else "None", "None" if scale is None else describe(scale), holds
+    kind, of_w2 = scheme_of(a.w1, a.w1_scale), scheme_of(a.w2, a.w2_scale)
+    got, same = f"per {kind.name} and per {of_w2.name}", kind.group == of_w2.group
+    yield "w1_scale and w2_scale", "both or neither per 128x128, or per 1x32", got, same
     if a.hidden_scale is not None or quantized:
         scale = a.hidden_scale
-        shapes = {"block": ((m, -(-h // BLOCK)),), "mx": ((m, h // MX_BLOCK),)}.get(kind, ((m, 1), (1,), ()))
-        shapes = shapes if quantized else () if kind == "mx" else ((1,), ())
-        dtypes = MX_SCALES if kind == "mx" else (torch.float32,)
-        holds = scale is not None and dtype is not None and tuple(scale.shape) in shapes and scale.dtype in dtypes
-        wanted = (
-            f"{' or '.join(map(str, dtypes))}, one of {', '.join(str(list(s)) for s in shapes)}" if shapes else "None"
-        )
+        shapes = ((m, kind.groups(h)),) * quantized
+        shapes += () if kind.native or quantized and kind.group else ((1,), ())
+        holds = scale is not None and dtype is not None and tuple(scale.shape) in shapes and scale.dtype in kind.scales
+        dtypes = " or ".join(map(str, kind.scales))
+        wanted = f"{dtypes}, one of {', '.join(str(list(s)) for s in shapes)}" if shapes else "None"
         yield "hidden_scale", wanted, "None" if scale is None else describe(scale), holds
     if a.act_scale is not None:
-        holds = dtype is not None and a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32 and kind != "mx"
+        one = a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32
         wanted = "float32, one element, with quantized tokens and weights not scaled per 1x32"
-        yield "act_scale", wanted, describe(a.act_scale), holds
+        yield "act_scale", wanted, describe(a.act_scale), one and dtype is not None and not kind.native
     if a.expert_map is not None:
         holds = a.expert_map.dim() == 1 and a.expert_map.numel() > 0 and a.expert_map.dtype == torch.int32
         yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
-from vllm_rocm_ops.core.quantization import MX_BLOCK
-from vllm_rocm_ops.ops.shared.experts import HALVES, activation_dtype, scheme
-from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.experts import Scheme, activation_dtype, scheme_of
 from vllm_rocm_ops.ops.shared.rowwise import ELEMENTS, VECTOR
 
 MODULE = "fused_experts_quantize"
@@ -50,7 +48,7 @@ class Activations(NamedTuple):
 
 def quantize(
     x: Rows,
-    weights: str,
+    weights: Scheme,
     static: Tensor | None,
     arch: Arch,
     num_rows: Tensor | Workspace | None = None,
@@ -58,20 +56,17 @@ def quantize(
 ) -> tuple[Activations, Launch]:
     """Return x quantized to e4m3 or int8, and the launch that writes it.
 
-    A static scale divides x if given. Otherwise scales follow the weights' scheme: float32 per 128 columns with "block", e8m0 per
-    32 columns with "mx", else float32 per row. `num_rows`, an int32 on the device, is the number of valid rows; others are neither
-    read nor written.
+    A static scale divides x if given. Otherwise scales follow the weights' scheme, per row or per group of columns. `num_rows`, an
+    int32 on the device, is the number of valid rows; others are neither read nor written.
     """
-    group_of = {"block": BLOCK, "mx": MX_BLOCK}
-    kind = "static" if static is not None else weights if weights in group_of else "token"
+    kind, groups = ("static", 1) if static is not None else (weights.infix("token"), weights.groups(x.columns))
     vectors, lanes = -(-x.columns // VECTOR), arch.wave_lanes
-    owns_row = kind == "token" or to_int8
+    owns_row = static is None and not weights.group or to_int8
     most = max(ROW_THREADS, -(-vectors // ROW_VECTORS)) if owns_row else THREADS
     threads = -(-min(vectors, most) // lanes) * lanes
     blocks_per_row = 1 if owns_row else -(-vectors // threads)
-    groups = -(-x.columns // group_of.get(kind, x.columns))
     values = Workspace(x.count * x.columns)
-    scale = Workspace(x.count * groups * (1 if kind == "mx" else 4)) if static is None else static
+    scale = Workspace(x.count * groups * weights.scales[0].itemsize) if static is None else static
     written = scale if static is None else None
     args = {
         "x": x.buffer,
@@ -85,7 +80,7 @@ def quantize(
     }
     symbol = f"{MODULE}_{'int8_' if to_int8 else ''}{kind}_{ELEMENTS[x.dtype]}"
     launch = Launch(MODULE, symbol, (x.count, blocks_per_row, 1), (threads, 1, 1), fields("rows", args))
-    return Activations(values, x.columns, scale, *((0, 0) if kind == "static" else (groups, 1))), launch
+    return Activations(values, x.columns, scale, *((groups, 1) if static is None else (0, 0))), launch
 
 
 def operand(
@@ -95,17 +90,17 @@ def operand(
     dtype = activation_dtype(a)
     if dtype is None:
         return Activations(x.buffer, x.stride * x.dtype.itemsize), []
-    quantized, launch = quantize(x, scheme(a.w1, a.w1_scale), static, arch, num_rows, dtype == torch.int8)
+    quantized, launch = quantize(x, scheme_of(a.w1, a.w1_scale), static, arch, num_rows, dtype == torch.int8)
     return quantized, [launch]
 
 
 def hidden_operand(a, arch: Arch) -> tuple[Activations, list[Launch]]:
     """Return the same for the op's argument `hidden`."""
     x, scale = a.hidden, a.hidden_scale
-    if x.dtype in HALVES:
+    if x.dtype in ELEMENTS:
         return operand(a, Rows(x, *x.shape, x.stride(0), x.dtype), scale, arch)
     row = 0 if scale.numel() == 1 else scale.shape[1]
-    return Activations(x, x.stride(0), scale, row, int(scheme(a.w1, a.w1_scale) in ("block", "mx"))), []
+    return Activations(x, x.stride(0), scale, row, int(scheme_of(a.w1, a.w1_scale).group > 0)), []
 
 
 def quantizing(a) -> int:

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
-from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.ops.shared.experts import (
     expected_hit,
     expected_tiles,
     intermediate,
     scale_strides,
-    scheme,
+    scheme_of,
     slots,
     weight_strides,
 )
@@ -80,8 +79,7 @@ def _down_lds(a, quantizes: bool = False) -> int:
 
 def _row_scales(a) -> int:
     """Return the scales of a row of the activation in LDS. A static scale stays in HBM."""
-    group = MX_BLOCK if scheme(a.w1, a.w1_scale) == "mx" else BLOCK
-    return intermediate(a) // group if a.act_scale is None else 0
+    return scheme_of(a.w1, a.w1_scale).groups(intermediate(a)) if a.act_scale is None else 0
 
 
 def _row_bytes(a) -> int:
@@ -91,7 +89,7 @@ def _row_bytes(a) -> int:
 
 def _can_quantize(a, arch: Arch) -> bool:
     """True if blocks of down can quantize the activation and leave room in LDS for RESIDENT blocks."""
-    in_groups = scheme(a.w1, a.w1_scale) in ("block", "mx")
+    in_groups = scheme_of(a.w1, a.w1_scale).group > 0
     fits = _down_lds(a, quantizes=True) <= arch.lds_bytes // RESIDENT["down"]
     return quantizing(a) > 0 and in_groups == (a.act_scale is None) and intermediate(a) % BLOCK == 0 and fits
 
@@ -179,7 +177,7 @@ def _product(
 ) -> Launch:
     """Return the launch of one of the two GEMMs."""
     experts, rows, k = weight.shape
-    m, kind, size = a.hidden.shape[0], scheme(weight, scale), weight.element_size()
+    m, size = a.hidden.shape[0], weight.element_size()
     scale_size = 0 if scale is None else scale.element_size()
     scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
     tile, row, vector = weight_strides(a, weight)
@@ -224,7 +222,6 @@ def _product(
     }
     quantizes = name == "down_quant"
     lds = _gate_up_lds(a) if name == "gate_up" else _down_lds(a, quantizes)
-    row = "static" if quantizes else "row"
-    kinds = {"none": ELEMENTS.get(weight.dtype), "tensor": row, "channel": row}
-    symbol = f"{MODULE}_{name}_{kinds.get(kind, kind)}" + (f"_{ELEMENTS[a.out_dtype]}" if quantizes else "")
+    kind = scheme_of(weight, scale).infix("static" if quantizes else "row", weight.dtype)
+    symbol = f"{MODULE}_{name}_{kind}" + (f"_{ELEMENTS[a.out_dtype]}" if quantizes else "")
     return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), fields("experts", args), lds)

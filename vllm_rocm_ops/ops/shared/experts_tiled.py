@@ -18,7 +18,7 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_tiles,
     intermediate,
     scale_strides,
-    scheme,
+    scheme_of,
     slots,
     weight_strides,
 )
@@ -58,16 +58,15 @@ def can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"there are at most {MAX_EXPERTS} experts", experts <= MAX_EXPERTS
     yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28
     yield "a token's results have less than 2 GB", slots(a) * h * 4 < 2**31
-    kind = scheme(a.w1, a.w1_scale)
-    scales = [scale for scale in (a.w1_scale, a.w2_scale) if scale is not None]
-    yield "weight scales are float32", all(scale.dtype == torch.float32 for scale in scales)
-    yield "weight-only scales are per row or per tensor", not a.weight_only or kind in ("tensor", "channel")
-    yield "out_dtype is the dtype of unscaled weights", kind != "none" or a.out_dtype == a.w1.dtype
+    kind = scheme_of(a.w1, a.w1_scale)
+    yield "weight scales are float32", not kind.native
+    yield "weight-only scales are per row or per tensor", not a.weight_only or not kind.group
+    yield "out_dtype is the dtype of unscaled weights", kind.scaled or a.out_dtype == a.w1.dtype
     columns = [h] if a.hidden_scale is None else []
     columns += [inner] if a.act_scale is None else []
     if a.w1.dtype == torch.int8:
         columns = [h, inner]  # one block per row, also with a static scale
-    holds = kind not in ("tensor", "channel") or a.weight_only or max(columns, default=0) <= MAX_COLUMNS
+    holds = kind.group > 0 or quantizing(a) == 0 or max(columns, default=0) <= MAX_COLUMNS
     yield f"rows quantized per token have at most {MAX_COLUMNS} columns", holds
 
 
@@ -103,21 +102,13 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     return terms
 
 
-def _kind(weight: Tensor, scale: Tensor | None) -> str:
-    """Return the part of symbols that names dtypes and scales."""
-    return ELEMENTS.get(weight.dtype, "block" if scheme(weight, scale) == "block" else "row")
-
-
 def _kernels(a, weight: Tensor, scale: Tensor | None, tokens: torch.dtype) -> tuple[str, str]:
     """Return the module, and the part of symbols for dtypes and scales; `tokens` is the dtype before quantization."""
     name = "int8" if weight.dtype == torch.int8 else "e5m2" if weight.dtype in E5M2 else "e4m3"
+    kind = scheme_of(weight, scale).infix("row", weight.dtype)
     if a.weight_only:
         return BYTES_MODULE, f"{name}_with_{ELEMENTS[tokens]}"
-    if name == "int8":
-        return BYTES_MODULE, name
-    if name == "e5m2":
-        return BYTES_MODULE, f"e5m2_{_kind(weight, scale)}"
-    return MODULE, _kind(weight, scale)
+    return {"int8": (BYTES_MODULE, name), "e5m2": (BYTES_MODULE, f"{name}_{kind}")}.get(name, (MODULE, kind))
 
 
 def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core.quantization import MX_BLOCK, cast
-from vllm_rocm_ops.ops.shared import weight_layout
-from vllm_rocm_ops.ops.shared.experts import scheme
+from vllm_rocm_ops.core.quantization import cast
+from vllm_rocm_ops.ops.shared.experts import scheme_of, weight_of
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import moe_side_channel
@@ -96,7 +95,7 @@ def run(
     """
     out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
     quantized = None if on_input or hidden_scale is not None else moe_side_channel.quantized(hidden)
-    if quantized is not None and quantized[0].dtype == w1.dtype and scheme(w1, experts.w1_scale) == "block":
+    if quantized is not None and quantized[0].dtype == w1.dtype and scheme_of(w1, experts.w1_scale).group == BLOCK:
         hidden, hidden_scale = quantized
     routed = hidden, w1, w2, topk_weights, topk_ids
     arguments = op_arguments(experts, *routed, expert_map, on_input, hidden_scale, out_dtype)
@@ -137,7 +136,8 @@ class Experts(LayerComparison):
 
     def describe(self, layer):
         w1, w2, dtype, experts, topk, _, expert_map, *_, total = layer
-        kinds = " ".join(dict.fromkeys(scheme(w, s) for w, s in ((w1, experts.w1_scale), (w2, experts.w2_scale))))
+        of = scheme_of(w1, experts.w1_scale), scheme_of(w2, experts.w2_scale)
+        kinds = " ".join(dict.fromkeys(scheme.name for scheme in of))
         here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
         types = kernel_selection.types(w1.dtype, dtype)
         shuffled = " shuffled" * experts.shuffled
@@ -178,9 +178,9 @@ class Experts(LayerComparison):
                     continue
                 token = x[row].float() * (weight if on_input else 1.0)
                 token = _rounded(token, experts.a1_scale, expert, w1.dtype)
-                gate, up = (_exact(w1, experts.w1_scale, expert, experts.shuffled) @ token).chunk(2)
+                gate, up = (weight_of(w1, experts.w1_scale, expert, experts.shuffled, torch.float32) @ token).chunk(2)
                 inner = _rounded(torch.nn.functional.silu(gate) * up, experts.a2_scale, expert, w2.dtype)
-                result = _exact(w2, experts.w2_scale, expert, experts.shuffled)[columns] @ inner
+                result = weight_of(w2, experts.w2_scale, expert, experts.shuffled, torch.float32)[columns] @ inner
                 results[place] += result * (1.0 if on_input else weight)
         return results
 
@@ -197,20 +197,6 @@ class Experts(LayerComparison):
 
 
 COMPARISON = Experts()
-
-
-def _exact(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool) -> Tensor:
-    """Return one expert's weight [N, K] in float32."""
-    weight = weight_layout.unshuffled(weights[expert]) if shuffled else weights[expert]
-    weight, kind = weight.float(), scheme(weights, scales)
-    if kind == "none":
-        return weight
-    scale = scales[expert]
-    if kind == "mx":
-        return weight * torch.exp2(scale.view(torch.uint8).float() - 127).repeat_interleave(MX_BLOCK, 1)
-    if kind == "block":
-        scale = scale.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
-    return weight * (scale if kind == "block" else scale.view(-1, 1))
 
 
 def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.ops.shared import weight_layout
-from vllm_rocm_ops.ops.shared.experts import HALVES
+from vllm_rocm_ops.ops.shared.gemm import HALVES
 from vllm_rocm_ops.vllm.linear import base as linear_base
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")

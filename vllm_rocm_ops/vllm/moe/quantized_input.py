@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.shared.experts import scheme
+from vllm_rocm_ops.ops.shared.experts import scheme_of
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm.graph import compiled_ops, model_queries, moe_side_channel
 from vllm_rocm_ops.vllm.graph.compiled_ops import QuantComparison, dequantized
@@ -70,7 +70,7 @@ def supports(layer: torch.nn.Module) -> bool:
     weight = layer.routed_experts.w13_weight
     return (
         weight.dtype == fused_quant.QUANT_DTYPE
-        and scheme(weight, of.w1_scale) == "block"
+        and scheme_of(weight, of.w1_scale).group == BLOCK
         and of.a1_scale is None
         and weight.shape[2] % BLOCK == 0
         and not getattr(layer.routed_experts, "apply_router_weight_on_input", False)

@@ -14,8 +14,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.fused_experts import scheme
-from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.experts import scheme_of
 
 
 def _moe(module: str = ""):
@@ -25,16 +24,16 @@ def _moe(module: str = ""):
 
 def _quantization(a):
     """Return vLLM's quantization config for weights and tokens."""
-    config, kind = _moe(".config"), scheme(a.w1, a.w1_scale)
+    config, kind = _moe(".config"), scheme_of(a.w1, a.w1_scale)
     workspace = importlib.import_module("vllm.v1.worker.workspace")
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(a.w1.device)
-    if kind == "mx":
+    if torch.float32 not in kind.scales:
         raise ValueError("it supports float32 scales only")
-    if kind == "none":
+    if not kind.scaled:
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
-    how = {"per_act_token_quant": kind == "channel", "per_out_ch_quant": kind == "channel"}
-    how["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
+    how = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), kind.rows == 1)
+    how["block_shape"] = [kind.rows, kind.group] if kind.group else None
     return config.fp8_w8a8_moe_quant_config(a.w1_scale, a.w2_scale, a.hidden_scale, a.act_scale, **how)
 
 
