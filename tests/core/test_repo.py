@@ -20,7 +20,7 @@ from marks import BUILT
 from pages import readme
 from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, launches_of
-from sources import FILES, ROOT, source_files
+from sources import FILES, ROOT, source_files, test_file
 
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
@@ -214,6 +214,12 @@ def test_every_kernel_file_has_its_spec():
 def test_the_folder_of_ops_has_nothing_else():
     defining = {op.reference.__module__.rpartition(".")[2] for op in op_module.registered()}
     assert {path.stem for path in (*files("vllm_rocm_ops/ops/*.py"), *STANDALONE)} == {"__init__", "flash", *defining}
+
+
+def test_every_op_file_has_its_test_file_and_no_other_file_runs_cases():
+    line = "from op_tests import test_case  # noqa: F401\n"
+    running = {path for path in under("tests", ".py") if line in path.read_text().splitlines(keepends=True)}
+    assert running == {test_file(op) for op in op_module.registered()}
 
 
 @pytest.mark.parametrize("arch", BUILT)

@@ -33,7 +33,8 @@ def wrong(row: systems.Row) -> list[str]:
         functions = set()
         with contextlib.suppress(OSError):
             tree = ast.parse((ROOT / file).read_text())
-            functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            functions = {getattr(node, "name", "") for node in tree.body}
+            functions |= {alias.name for node in tree.body for alias in getattr(node, "names", ())}
         if not any(name.startswith("test_") and function in ("", name) for name in functions):
             found.append(f"there is no test {test}")
     if row.state == "there":

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from marks import AMD, full
+from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch

@@ -1,6 +1,6 @@
-"""Test scores of very negative logits.
+"""Test topk_softmax, topk_sigmoid and grouped_topk, and scores of very negative logits.
 
-The error grows with the logit like Triton's exp, which vLLM's compiled routing uses.
+The error of these scores grows with the logit like Triton's exp, which vLLM's compiled routing uses.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import fuzz
 import pytest
 import torch
 from marks import AMD
+from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
