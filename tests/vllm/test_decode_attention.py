@@ -80,10 +80,11 @@ def test_tokens_are_baseline_vllms(generated, model, op, bound):
 
 MEASURED = """
 import os
+from clocks import FakeClock
 from vllm_rocm_ops.vllm.attention import decoder as attention, timing as attention_timing
 from vllm_rocm_ops.vllm import worker_startup
 
-class Clock:
+class Clock(FakeClock):
     def times(self, calls, sets, replays):
         for call in calls.values():
             call(*sets[0])
@@ -91,9 +92,6 @@ class Clock:
         lens = getattr(getattr(metadata, "decode", metadata), "seq_lens", (1,))  # there are none of products
         slow = str(int(lens[0])) == os.environ["SLOW"]
         return {"plugin": [3.0 if slow else 1.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
 
 worker_startup.clock, attention_timing.LENGTHS = Clock, (32, 100)
 right = attention.run

@@ -12,6 +12,7 @@ import frames
 import pytest
 import selection
 import torch
+from clocks import plugin_wins_up_to
 from linears import ask_for_aiter, random
 from torch import Tensor
 
@@ -717,25 +718,12 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     assert [serve(tokens) for tokens in (1, 9)] == [1, 1]
     mask = baseline.calls[0]["expert_map"]
     assert mask.tolist() == [1] * here + [0] * (EXPERTS - here + 1) and mask.dtype == torch.int32
-    kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
+    kernel_timing.warm_up((1, 2), 64, plugin_wins_up_to(4, place=1), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert one.key.shape.endswith(" shuffled")
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
     assert baseline.calls[0]["expert_map"].tolist() == mask.tolist()
-
-
-class InTurn:
-    """A clock by which the plugin is faster with up to four tokens."""
-
-    def times(self, calls, sets, replays):
-        for arguments in sets:
-            for call in calls.values():
-                call(*arguments)
-        return {"plugin": [1.0 if len(sets[0][1]) <= 4 else 3.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -774,7 +762,7 @@ def test_what_is_measured_serves(baseline, form, kind, fault, monkeypatch):
     plugin_class = modular(kind) if form == "modular" else (SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0])
     made = kernel(layer, plugin_class)
     serve(9)
-    kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
+    kernel_timing.warm_up((1, 2), 64, plugin_wins_up_to(4, place=1), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])

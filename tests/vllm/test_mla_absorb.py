@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from clocks import FakeClock
 from keys import keyed
 
 import vllm_rocm_ops
@@ -142,12 +143,9 @@ def test_nothing_is_noted_without_measurements(configuration, monkeypatch):
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, factor, tmp_path):
     """The check measures the very call that vLLM makes."""
 
-    class Clock:
+    class Clock(FakeClock):
         def times(self, calls, sets, replays):
             return {name: [float(len(call(*sets[0])))] for name, call in calls.items()}
-
-        def finish(self):
-            pass
 
     right = mla_absorb.run
 

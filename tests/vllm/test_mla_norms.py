@@ -7,6 +7,7 @@ import checkpoints
 import fronts_on_cpu
 import pytest
 import torch
+from clocks import FakeClock
 from engines import STEPS
 from keys import key
 from marks import full
@@ -152,16 +153,6 @@ class Layer(torch.nn.Module):
         cache[slots, 0] = rows
 
 
-class Clock:
-    def times(self, calls, sets, replays):
-        for call in calls.values():
-            call(*(value.clone() for value in sets[0]))
-        return {"plugin": [1.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
-
-
 KEYS = {
     "": None,
     "static": "kFp8StaticTensorSym",
@@ -186,7 +177,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
         parameters = (one.sizes[0], KV), ROPE, kind or "none"
         assert one.key.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
         with launch.executor(Emulator("gfx950", races=False)):
-            found = kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+            found = kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
         assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
@@ -207,7 +198,7 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(OP, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
 
 
 LACKS = {

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from clocks import FakeClock
 from keys import key
 from test_mla_absorb import Layer as Plain
 
@@ -210,12 +211,9 @@ def test_what_was_measured_decides(configuration, shapes, changed, quantizes):
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 @pytest.mark.parametrize("kernels", mla_v_up.COMPARISONS, ids=lambda kernels: str(kernels.beside))
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kernels, factor, tmp_path):
-    class Clock:
+    class Clock(FakeClock):
         def times(self, calls, sets, replays):
             return {name: [float(len(call(*sets[0])[0]))] for name, call in calls.items()}
-
-        def finish(self):
-            pass
 
     right = mla_absorb.run
 

@@ -558,27 +558,19 @@ def test_tokens_have_the_bits_of_separate_launches(generated, model):
 
 MEASURED = """
 import os
-from vllm.v1.worker.cpu_worker import CPUWorker
+import measured_on_cpu
+from clocks import FakeClock
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm import worker_startup
 from vllm_rocm_ops.vllm.selection import kernel_timing
 
-class Clock:
+class Clock(FakeClock):
     def times(self, calls, sets, replays):
         beside = getattr(calls["baseline"], "__self__", None)
         slow = str(getattr(beside, "beside", "")) == os.environ["SLOW"]
         return {"plugin": [3.0 if slow else 1.0], "baseline": [2.0]}
 
-    def finish(self):
-        pass
-
-available = CPUWorker.determine_available_memory
-
-def after_a_profile_run(self):
-    self.model_runner.profile_run()  # as on a GPU
-    return available(self)
-
-CPUWorker.determine_available_memory = after_a_profile_run
+measured_on_cpu.profile_first()
 worker_startup.clock, attention_timing.LENGTHS = Clock, (32,)
 kernel_timing.limit_s = lambda: 1000.0
 """

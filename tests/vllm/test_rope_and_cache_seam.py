@@ -8,11 +8,11 @@ import fronts_on_cpu
 import pytest
 import test_selection
 import torch
+from clocks import FakeClock
 from engines import LOADED, STEPS
 from keys import key
 from marks import full
 from test_families import INSTALLED
-from test_mla_norms import Clock
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
@@ -94,7 +94,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(case):
     assert str(one.key) == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
     assert one.key.has_one_choice
     with launch.executor(Emulator("gfx950", races=False)):
-        found = kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        found = kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
     assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
@@ -111,7 +111,7 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(NORMED, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
 
 
 LACKS = {
