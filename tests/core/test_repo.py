@@ -368,7 +368,7 @@ def test_folders_of_the_plugin_are_in_order():
     assert climbs(import_graph(ROOT / "vllm_rocm_ops")) == []
 
 
-def test_a_climb_is_seen():
+def test_an_import_of_a_higher_folder_is_found():
     graph = {"vllm_rocm_ops.vllm.linear.base": {"vllm_rocm_ops.vllm.moe.base", "vllm_rocm_ops.vllm.seam"}}
     assert climbs(graph) == ["vllm_rocm_ops.vllm.linear.base -> vllm_rocm_ops.vllm.moe.base"]
 

@@ -82,7 +82,7 @@ NOT_PRINTED = (
     ],
     ids=["clean", "no race", "beyond", "race", "unwritten", "barrier", "no place"],
 )
-def test_what_a_tool_says(output, status, ours, others, is_clean):
+def test_findings_in_a_tools_output_are_counted(output, status, ours, others, is_clean):
     result = sanitize.parse(output, status, KERNELS)
     assert (result.ours, result.others, result.is_clean, result.why) == (ours, others, is_clean, "")
     assert result.failed == (output is BARRIER) and result.passed >= 270
@@ -115,7 +115,7 @@ def test_a_test_that_fails_is_not_clean():
         ("========= Internal Sanitizer Error: out of memory\n" + CLEAN, 0, "Internal Sanitizer Error: out of memory"),
     ],
 )
-def test_what_cannot_be_trusted(output, status, why):
+def test_incomplete_output_of_a_tool_is_not_clean(output, status, why):
     result = sanitize.parse(output, status, KERNELS)
     assert result.why == why and not result.is_clean
 

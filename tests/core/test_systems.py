@@ -86,7 +86,7 @@ def test_a_row_that_names_what_is_not_there_is_found(change, said, capsys):
     assert wrong(systems.Row(**right)) == [] and said in wrong(systems.Row(**(right | change)))
 
 
-def test_the_page_says_what_a_row_says():
+def test_the_page_has_every_row():
     page = systems.page()
     assert all(row.theirs in page and row.why in page for row in ROWS)
     assert "left out, because serving computes no gradients" in page

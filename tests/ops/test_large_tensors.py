@@ -453,7 +453,7 @@ ARCHS = pytest.mark.parametrize("arch", [a.name for a in archs.ARCHS.values()])
 
 
 @ARCHS
-def test_what_products_refuse(arch):
+def test_products_above_2gb_fall_back_with_a_reason(arch):
     fp8 = archs.named(arch).fp8_dtype
     one, bf16 = meta(1), torch.bfloat16
 
@@ -477,7 +477,7 @@ def test_what_products_refuse(arch):
 
 
 @ARCHS
-def test_what_experts_refuse(arch):
+def test_experts_above_2gb_fall_back_with_a_reason(arch):
     fp8, bf16 = archs.named(arch).fp8_dtype, torch.bfloat16
 
     def experts(m: int, experts: int, h: int, inner: int, dtype, row: int = 0, hidden_row: int = 0, topk: int = 1):
@@ -505,7 +505,7 @@ def test_what_experts_refuse(arch):
     assert "Tiled" in experts(64, 4, 64, 2**16, bf16)  # the streamed kernels' division into items would be off
 
 
-def test_what_mx_products_refuse():
+def test_mx_products_above_2gb_fall_back_with_a_reason():
     def product(m: int, n: int, stride: int) -> str:
         fp8, u8 = torch.float8_e4m3fn, torch.uint8
         rows = [meta(rows, 256, dtype=fp8, strides=(stride, 1)) for rows in (m, n)]

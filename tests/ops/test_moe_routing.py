@@ -62,14 +62,14 @@ def check(the_op, given: tuple, monkeypatch, sigmoid) -> None:
 
 @each
 @pytest.mark.parametrize("sigmoid", RIGHT)
-def test_a_bound_holds_for_fp32(monkeypatch, the_op, renormalize, logit, sigmoid):
+def test_fp32_sigmoids_are_within_the_bound(monkeypatch, the_op, renormalize, logit, sigmoid):
     check(the_op, call(the_op, logit, renormalize), monkeypatch, sigmoid)
 
 
 @pytest.mark.parametrize("sigmoid", WRONG)
 @pytest.mark.parametrize("the_op", CALLS, ids=lambda the_op: the_op.name)
 @pytest.mark.parametrize("logit", LOGITS)
-def test_a_bound_is_close(monkeypatch, the_op, logit, sigmoid):
+def test_sigmoids_of_lower_precision_exceed_the_bound(monkeypatch, the_op, logit, sigmoid):
     """Without renormalization an error common to all scores shows in the weights."""
     with pytest.raises(fuzz.Wrong, match="weights: .* are off"):
         check(the_op, call(the_op, logit, False), monkeypatch, sigmoid)

@@ -402,7 +402,7 @@ def method(name: str):
 
 
 @pytest.mark.parametrize("kind", ["block", "bf16"])
-def test_which_layers_route(kind):
+def test_layers_of_known_routing_route_themselves(kind):
     """A layer routes itself, unless its routing is another or changes at run time."""
     spread = {"use_ep": True, "ep_size": 2}
     for options in ({}, parallel(tp_size=2), parallel(**spread), {"router_logits_dtype": torch.float32}):
@@ -493,7 +493,7 @@ def test_what_keeps_routing_with_vllm():
     assert select("block") is modular("block")
 
 
-def test_which_layers_stay_vllms(monkeypatch):
+def test_unsupported_layers_stay_vllms(monkeypatch):
     """The user's choice, unsupported layers, and tokens that move between ranks are vLLM's."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
@@ -728,7 +728,7 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
 
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize(("form", "kind"), [*((form, kind) for form in FORMS for kind in ROUTING), ("modular", "mx")])
-def test_what_is_measured_serves(baseline, form, kind, fault, monkeypatch):
+def test_kernels_serve_the_sizes_they_won(baseline, form, kind, fault, monkeypatch):
     """The measurement uses the layer's own weights and random routes.
 
     Right experts pass the check, and then serve where they are faster; experts that mix up experts fail it.

@@ -93,7 +93,7 @@ def test_products(make, kind):
     require_products(*make(kind), "gemm", close)
 
 
-def test_what_was_not_measured_is_vllms(make):
+def test_unmeasured_sizes_are_vllms(make):
     """This holds at any number of tokens."""
     layer, kernel, exact = make("channels", Baseline)
     with launch.executor(Emulator("gfx950")):
@@ -105,7 +105,7 @@ def test_what_was_not_measured_is_vllms(make):
 
 @pytest.mark.parametrize("fault", [None, "scale_b", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_measured_serves(make, kind, fault, monkeypatch):
+def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
     """A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it."""
     kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Baseline)

@@ -275,7 +275,7 @@ def test_a_baseline_that_the_sample_does_not_explain_serves(caplog):
     assert "product" not in selection.read(file()).off
 
 
-def test_memory_that_is_full_leaves_what_was_measured(caplog):
+def test_out_of_memory_keeps_the_sizes_measured_before(caplog):
     """Larger sizes are left to vLLM."""
     product = Product()
 
@@ -292,7 +292,7 @@ def test_memory_that_is_full_leaves_what_was_measured(caplog):
     assert selection.read(file()).off == {}
 
 
-def test_what_is_known_is_read():
+def test_recorded_times_are_not_measured_again():
     """A second process measures nothing; one that captures more sizes measures those."""
     product = started(Product())
     warm_up(plugin_wins({1, 8}))
@@ -306,7 +306,7 @@ def test_what_is_known_is_read():
     assert [len(sets[0][0]) for sets in clock.asked] == [4]
 
 
-def test_a_file_that_is_none_is_measured_again():
+def test_an_unusable_record_is_measured_again():
     other = selection.Record({"gpu": "another"}, {"product": "wrong there"})
     for text in (
         json.dumps(dataclasses.asdict(other)),
@@ -422,7 +422,7 @@ def test_a_worker_that_dies_again_while_measuring():
     assert not clock.asked
 
 
-def test_two_ops_that_end_a_process():
+def test_crashes_of_two_ops_are_both_remembered():
     """No start forgets what an earlier one has found, although each ends before it has measured anything."""
     product, other = Product(), Product("other")
 
@@ -493,7 +493,7 @@ def test_what_is_slow_and_not_the_plugins_ends_nothing(soon, caplog):
     assert len(selection.read(file()).shapes[key("product 48x64 VllmKernel")]) == 6
 
 
-def test_the_graph_of_the_plugins_kernel_is_watched(monkeypatch, tmp_path):
+def test_the_watchdog_covers_the_plugins_graph_only(monkeypatch, tmp_path):
     """Its capture and replays are, until they end; vLLM's are not."""
     clocks, watched = kernel_timing.clocks, {"plugin": [], "baseline": []}
 
@@ -626,7 +626,7 @@ def test_two_installations_have_a_file_each(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("measured-*.json"))) == 2
 
 
-def test_the_machine_is_named(monkeypatch):
+def test_the_machines_name_has_all_that_times_depend_on(monkeypatch):
     """Its name has all that a measurement depends on: an op that is switched off now may be measured later."""
     here = REAL_MACHINE()
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "scaled_mm")
@@ -778,7 +778,7 @@ def test_the_memory_that_flushes_caches_is_allocated_once(monkeypatch):
 
 
 @pytest.mark.parametrize("whose", ["plugin", "baseline"])
-def test_what_differs_when_it_is_replayed(whose, caplog):
+def test_a_kernel_whose_replay_differs_is_off(whose, caplog):
     """The plugin's op is off. Of vLLM's kernel nothing is recorded, and the user reads once that graphs are broken."""
 
     class Broken(FakeClock):
@@ -951,7 +951,7 @@ LIMITED = ("scaled_mm", "block_scaled_mm", "unquantized_gemm", "fused_experts")
 
 
 @pytest.mark.parametrize(("model", "most"), [("llama-3.1-405b-fp8", 8192), ("deepseek-v3", 8192)])
-def test_what_is_measured_in_time(model, most):
+def test_default_sizes_are_measured_within_the_time_limit(model, most):
     """The estimate is conservative, for vLLM's default sizes on MI300X with eight ranks.
 
     Every power of two up to 512 tokens is measured, large layers first, in the time that norms leave.
@@ -1033,7 +1033,7 @@ def worker(monkeypatch):
     assert module.kernel_warmup is kernel_warmup
 
 
-def test_when_a_worker_measures(worker):
+def test_workers_measure_between_warm_up_and_capture(worker):
     """It measures after vLLM's own warm-up of kernels and before graphs are captured, unless one worker alone warms up."""
     wrapper, happened = worker
     assert wrapper.compile_or_warm_up_model() == "times"
@@ -1108,7 +1108,7 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
     assert record.off == {} and len(record.shapes) == 2
 
 
-def test_a_vllm_that_is_otherwise_starts(caplog):
+def test_an_unknown_worker_starts_without_timing(caplog):
 
     worker_startup.warm_up(types.SimpleNamespace())
     assert "vllm-rocm-ops: kernel timing failed, default token limits apply: " in caplog.text

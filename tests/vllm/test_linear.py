@@ -896,7 +896,7 @@ class RightInFragments(Right):
         *(("block", Right, fault) for fault in (None, "scale")),
     ],
 )
-def test_what_is_measured_serves(make, kind, baseline, fault, monkeypatch):
+def test_kernels_serve_the_sizes_they_won(make, kind, baseline, fault, monkeypatch):
     """The measurement uses the layer's own weights, scales and bias.
 
     A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it.
@@ -965,7 +965,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, m
     assert ran == ([] if fault else [1, 17])
 
 
-def test_what_won_above_the_limit_runs_tiled_kernels(make):
+def test_prompts_run_tiled_kernels_where_these_won(make):
     """The plugin then serves prompts, too."""
     (layer, kernel, exact), x = make("channel", Right), random(MANY, K).bfloat16()
     with launch.executor(Emulator("gfx950")):

@@ -79,7 +79,7 @@ def test_both_products_are_served_where_asked_for(configuration):
     assert launched == ["batched_gemm_bf16_transposed_16", "batched_gemm_bf16_wave_splitk_16"]
 
 
-def test_all_else_of_a_weight_stays(configuration):
+def test_a_noted_weight_keeps_its_address_and_class(configuration):
     """Its address when it is loaded again, the results of other calls, and their classes stay."""
     layer = Layer()
     before = [layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr(), layer.W_UV.stride()]

@@ -52,7 +52,7 @@ def generated(engines) -> dict[str, dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, "eager"])
-def test_tokens_are_baseline_vllms(generated, name):
+def test_tokens_equal_baseline_vllms(generated, name):
     """One launch per layer and step replaces its norms; the counts of other norms and quantizations stay."""
     plugin, baseline = generated[f"{name} plugin"], generated[f"{name} stock"]
     assert plugin["tokens"] == baseline["tokens"] and plugin["then"] == baseline["then"]
@@ -222,7 +222,7 @@ LACKS = {
 
 @pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("what", LACKS)
-def test_what_is_not_served(what):
+def test_unsupported_layers_are_not_served(what):
     layer = Layer()
     assert [*mla_norms.lacks(layer)] == []
     LACKS[what](layer)
@@ -249,7 +249,7 @@ def found(configuration, monkeypatch):
     return fronts
 
 
-def test_where_it_may_serve(found):
+def test_it_serves_compiled_models_that_vllm_does_not_fuse(found):
     """It serves compiled models, or if forced, and not where vLLM's pass fuses rotation and write.
 
     The kernels must support the sizes.
@@ -316,7 +316,7 @@ class Whole(Layer):
 
 
 @pytest.mark.parametrize(("kind", "fp8"), [("", False), ("block", True), ("none", False)])
-def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
+def test_attention_gets_the_results_of_the_fused_launch(configuration, monkeypatch, kind, fp8):
     """Attention gets rotated queries and the op's results, and q_b_proj its quantized result."""
     generator, seen = torch.Generator().manual_seed(1), {}
     layer = mla_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
@@ -372,7 +372,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
 
 
 @pytest.mark.usefixtures("configuration")
-def test_the_choice_is_the_layers():
+def test_a_layer_takes_and_drops_the_fused_launch():
     one = mla_pre_attention.MlaPreAttention(layer := Layer(), COMPILED)
     one.take(True)
     assert layer.rocm_ops_front is one

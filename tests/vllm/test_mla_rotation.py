@@ -248,7 +248,7 @@ LACKS = {
 
 @pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("what", LACKS)
-def test_what_is_not_served(what):
+def test_unsupported_layers_are_not_served(what):
     layer = Layer()
     front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
     assert len([*mla_rotation.of(front, COMPILED, torch.bfloat16)]) == 1
@@ -267,7 +267,7 @@ def test_kernels_must_take_the_sizes(monkeypatch):
 
 
 @pytest.mark.usefixtures("configuration")
-def test_the_choice_is_the_layers():
+def test_a_layer_takes_and_drops_the_fused_launch():
     one = query_rotation()
     assert not one.runs_unmeasured()
     one.take(True)

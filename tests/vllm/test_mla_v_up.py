@@ -196,7 +196,7 @@ def test_w_uv_quantizes_where_it_won_against_both(noted, monkeypatch, shapes, ro
         ({}, {"is_forced": True, "impl": types.SimpleNamespace(dcp_world_size=2)}, False),
     ],
 )
-def test_what_was_measured_decides(configuration, shapes, changed, quantizes):
+def test_records_decide_whether_the_result_is_quantized(configuration, shapes, changed, quantizes):
     given = {"is_forced": False, "is_batch_invariant": False, "impl": types.SimpleNamespace(dcp_world_size=1)}
     decoder = types.SimpleNamespace(**given | changed)
     assert mla_v_up.may_quantize(decoder, Layer().W_UV, Decided({}, shapes)) is quantizes

@@ -129,7 +129,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("why", WHY)
-def test_a_norm_that_stays(choices, runner, why):  # noqa: F811
+def test_some_norms_of_experts_are_not_replaced(choices, runner, why):  # noqa: F811
     """The layer's op stays vLLM's, too."""
     vars(choices).update(WHY[why])
     x, residual, weight, product = inputs()

@@ -142,7 +142,7 @@ LACKS = {
 
 @pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("what", LACKS)
-def test_what_is_not_served(what):
+def test_unsupported_layers_are_not_served(what):
     layer = Layer("TRITON_ATTN", True)
 
     def reasons() -> list[str]:
@@ -174,7 +174,7 @@ def found(configuration, monkeypatch):
     return fronts
 
 
-def test_where_it_may_serve(found):
+def test_it_serves_compiled_models_that_vllm_does_not_fuse(found):
     """It serves compiled models that vLLM splits at the update, unless one of vLLM's passes fuses the rotation."""
     layer = Layer("TRITON_ATTN", True)
     [one] = found(layer)
@@ -400,7 +400,7 @@ def stepped(configuration, monkeypatch):
 @pytest.mark.parametrize("served", [True, False])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("member", ["TRITON_ATTN", "ROCM_ATTN"])
-def test_a_step(stepped, member, normed, served):
+def test_a_padded_step_writes_its_own_slots_only(stepped, member, normed, served):
     """It writes the slots there are, of fewer tokens than a padded graph has, in any backend."""
     layer = Layer(member, normed)
     if not served:  # as where the cache has another order
@@ -530,7 +530,7 @@ RELEASES = {
 @pytest.mark.parametrize(
     "of", [name if name == f" {INSTALLED}" else pytest.param(name, marks=full) for name in RELEASES]
 )
-def test_tokens_are_baseline_vllms(engines, tmp_path, of):
+def test_tokens_equal_baseline_vllms(engines, tmp_path, of):
     """In vLLM's CPU engine, compiled, one launch per layer and step replaces two, or four with its norms."""
     release, models = RELEASES[of]
     jobs = {}

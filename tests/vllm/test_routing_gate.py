@@ -150,7 +150,7 @@ def test_logits_of_another_call_are_not_mistaken():
         layer.bias = bias
 
 
-def test_two_layers_in_turn():
+def test_an_unread_gate_result_does_not_reach_the_next_layer():
     """A gate whose result no experts read changes nothing for the next layer."""
     layers, hidden = [adopted(), adopted(router="Default")], inputs(2)
     alone = [called(layer, hidden)[0] for layer in layers]
@@ -289,7 +289,7 @@ def test_gates_that_stay(why):
 
 
 @pytest.mark.parametrize("how", ["VLLM_ROCM_OPS_MEASURE", "VLLM_BATCH_INVARIANT", "seam"])
-def test_when_no_gate_is_adopted(monkeypatch, how):
+def test_settings_that_exclude_the_gate(monkeypatch, how):
     from vllm import envs
 
     if how == "seam":

@@ -127,7 +127,7 @@ NONE = dict.fromkeys(ALL, False)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_the_faster_serves(kernels, key, caplog):
+def test_the_faster_op_serves_and_is_recorded(kernels, key, caplog):
     """The plugin serves if it is faster in total and nowhere slower, else vLLM's forward, which the compiler sees.
 
     The choice is written to this machine's file, and read by the next process.
@@ -225,7 +225,7 @@ def test_scales_may_be_negative(kernels, caplog):
         (lambda tokens: 10.1 if tokens < MAX else 9.0, False),
     ],
 )
-def test_the_plugin_may_nowhere_be_the_slower(kernels, us, wins):
+def test_the_plugin_serves_only_if_slower_nowhere(kernels, us, wins):
     """One graph serves every number of tokens. Outliers among the samples change nothing."""
     assert decide(Layer(KEYS[0]), clock_of(us)) == (ALL if wins else NONE)
     [*lines] = kernel_selection.rows(
@@ -391,7 +391,7 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
     assert (f"two-stage kernel for 8 tokens of hidden size {hidden} " in caplog.text) is not fuses
 
 
-def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
+def test_records_are_kept_apart_by_baseline(kernels, monkeypatch):
     """Baselines are eager or compiled, fused with the quantization or not, AITER's or not."""
     from vllm_rocm_ops.vllm.linear import base as linear_base
 

@@ -11,7 +11,7 @@ BUGS = (
         Tests("emulator/test_all_reduce.py::test_blocks_of_a_row", module="all_reduce")),
     Bug("a norm of the updated residual", "collectives/one_shot.py",
         "before = None if residual is None else residual.clone()", "before = residual",
-        Tests("emulator/test_all_reduce.py::test_another_sums_up_what_no_kernel_takes", module="all_reduce")),
+        Tests("emulator/test_all_reduce.py::test_the_given_all_reduce_serves_unsupported_calls", module="all_reduce")),
     Bug("a launch of 2^32 threads", "core/launch.py", "max(threads) >= 2**32", "max(threads) > 2**32",
         Tests("test_rules.py::test_a_launch_of_a_row_per_block_is_bounded_on_both_sides")),
     Bug("a launch that is planned whatever its size", "core/op.py", "if rule := launches.too_large(planned):",
