@@ -35,7 +35,7 @@ BUGS = (
         """    if TILED not in recording.name:
         return found
 """, """    return found
-""", Tests("test_external_kernel.py::test_tiled_kernels_of_the_plugin_have_the_clock_of_others")),
+""", Tests("test_predict.py::test_tiled_kernels_of_the_plugin_have_the_clock_of_others")),
     Bug("AITER's all-reduce in a published step", "timing_study/published_steps.py", "aiter=False", "aiter=True",
         Tests("test_step.py::test_batch_1_of_both_releases_is_predicted_within_sixteen_percent")),
     Bug("wvSplitKQ left out of a step", "timing_study/step.py", "parameters, tokens, skinny)", "parameters, tokens, 0)",
