@@ -44,10 +44,18 @@ def stood_in(name: str) -> bool:
 sys.meta_path.insert(0, OneLibrary())
 
 LONGEST = (
-    *("test_ops", "test_rope_and_cache", "test_quantized_attention", "test_mla_norms", "test_moe_input"),
-    *("test_patches", "test_waits", "test_generation", "test_reduced_norms", "test_devices", "test_selection"),
-    *("test_families", "test_latency", "test_host_time", "test_routing_gate", "test_modes"),
-    *("test_planted_bugs", "test_fused_experts_tiled", "test_fused_experts", "test_serve", "test_seams"),
+    *("test_rope_and_cache_seam", "test_quantized_attention", "test_mla_norms", "test_moe_input", "test_fused_experts"),
+    *(
+        "test_patches",
+        "test_waits",
+        "test_generation",
+        "test_reduced_norms",
+        "test_devices",
+        "test_selection",
+        "test_rms_norm",
+    ),
+    *("test_families", "test_latency", "test_host_time", "test_routing_gate", "test_modes", "test_mla_decode"),
+    *("test_planted_bugs", "test_fused_experts_tiled", "test_layer_norm", "test_serve", "test_seams"),
     *("test_scaled_mm_tiled", "test_large_tensors", "test_cli", "test_server", "test_check"),
 )
 """The slowest files, from minutes down to half a minute."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up the environment once, and run the tests: bash tests/run.sh [--full] [pytest arguments]
 # Without a GPU the gfx942 and gfx950 code objects run in the emulator, and vLLM on the CPU.
-# --full: every op on more chips (test_ops.py), the longer tests of marks.py, and then planted mistakes (tests/mutations).
+# --full: every op on more chips (tests/ops/op_tests.py), the longer tests of marks.py, and then planted mistakes (tests/mutations).
 set -euo pipefail
 full=
 if [ "${1-}" = --full ]; then full=1; shift; fi

@@ -2,7 +2,7 @@
 
     python tests/sanitize.py [--tool memcheck racecheck initcheck synccheck] [-k EXPRESSION] [--of-each 3] [--workers 4]
 
-It runs cases of tests/ops/test_ops.py in all configurations: the smallest case for each kernel, and at least --of-each
+It runs test_case of tests/ops/op_tests.py in all configurations: the smallest case for each kernel, and at least --of-each
 cases per op. With pytest's -k it runs the matching tests of tests/ops instead, one process per tool. Otherwise a tool's
 cases are divided among --workers processes, which run at once on all visible GPUs in turn.
 
@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+from sources import test_file
 
 from vllm_rocm_ops import ops  # noqa: F401  the ops register at import
 from vllm_rocm_ops.core import arch as archs
@@ -255,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     kernels = {name for the_op in op.registered() for case in the_op.cases() for name in kernels_of(the_op, case, arch)}
     tests = [str(OP_TESTS), "-k", arguments.k] if arguments.k else []
     for the_op, case in [] if arguments.k else chosen(arch, arguments.of_each):
-        tests.append(f"{OP_TESTS / 'test_ops.py'}::test_case[{arch.name}-{the_op.name}-{case.name}]")
+        tests.append(f"{test_file(the_op)}::test_case[{arch.name}-{the_op.name}-{case.name}]")
     logs = arguments.logs or pathlib.Path(tempfile.mkdtemp(prefix="sanitize-"))
     logs.mkdir(parents=True, exist_ok=True)
     parts = shares(arguments.tool, tests, bool(arguments.k), arguments.workers, logs)

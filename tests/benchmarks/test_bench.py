@@ -303,7 +303,7 @@ def test_a_wrong_configuration_of_a_sweep_is_found(turns):
     assert len(lines) > 3 and all(line.wrong for line in lines)
 
 
-def test_what_a_baseline_says_is_why_it_is_unavailable(turns, monkeypatch, capsys):
+def test_a_refusing_baseline_is_unavailable_with_its_message(turns, monkeypatch, capsys):
     def refuses(*_):
         raise ValueError("it takes nothing\nat all")
 

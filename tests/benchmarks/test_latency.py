@@ -170,7 +170,7 @@ def test_a_profile_sums_kernels_and_what_is_idle():
     assert decode_profile.launches(found) == 3
 
 
-def test_what_ranks_wait_for_each_other():
+def test_waiting_time_is_relative_to_the_last_rank():
     """The last rank to arrive waits for none."""
     of_ranks = [9.0, 3.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]
     ranks = [{"steps": 2, "kernels": {}, "all_reduce_us": times} for times in of_ranks]
@@ -207,7 +207,7 @@ def test_what_ranks_wait_for_each_other():
         ("Memcpy DtoD (Device -> Device)", decode_profile.REST),
     ],
 )
-def test_the_class_of_a_kernel(name, kind):
+def test_kernels_are_classified_by_name(name, kind):
     assert decode_profile.class_of(name) == kind
 
 
@@ -277,7 +277,7 @@ def test_plot_is_a_png(tmp_path, without):
     assert (tmp_path / "folder" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_not_there_is_not_printed(tmp_path, monkeypatch, capsys):
+def test_failed_runs_print_neither_hardware_nor_plot(tmp_path, monkeypatch, capsys):
     """If all runs fail, it prints neither hardware nor a plot."""
     failed = {"results": [], "runs": report(None, [2.0], {})["runs"][:1], "hardware": None, "versions": {}}
     monkeypatch.setattr(latency, "benchmark", lambda arguments: failed)

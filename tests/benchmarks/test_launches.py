@@ -49,7 +49,7 @@ def test_every_launch_that_stays_has_a_reason_and_every_reason_a_launch():
     assert launch_table.REASONS.keys() == {what for _, what in left}
 
 
-def test_tables_are_short():
+def test_launch_tables_have_at_most_25_rows():
     tables = launch_table.launches().split("### ")[1:]
     assert [len(re.findall("^[|]", table, re.MULTILINE)) - 2 <= 25 for table in tables] == [True] * len(tables) != []
 

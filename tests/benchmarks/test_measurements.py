@@ -294,7 +294,7 @@ def test_the_newest_line_of_what_is_chosen_counts(folder):
     assert rows[1].startswith("| `scaled_mm`, shuffled | 1 |  | 4.00x |  |")
 
 
-def test_what_no_file_has_a_time_of_is_said(folder):
+def test_unmeasured_products_are_named(folder):
     assert unmeasured() == "No time was ever measured."
     write(folder / "a-gemm.jsonl", line(1.0))
     write(folder / "a-static.jsonl", json.dumps({"op": "rms_norm", "case": "a", "arch": "made up"}))

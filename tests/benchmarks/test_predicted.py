@@ -204,7 +204,7 @@ def test_a_file_without_predicted_times_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_predictions_lack_is_said_after_the_rest(monkeypatch, tmp_path, capsys):
+def test_missing_predictions_are_explained_at_the_end(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(without_gpu.doctor, "find_emulator", lambda: {"why_off": "the emulator needs Python 3.11"})
     without_gpu.main(["--batch", "1", "--output", str(tmp_path)])
     out = capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_the_page_of_benchmarks_has_the_table(folder):
     assert "| llama | FP8, per tensor, static | 5.2500 |" in readme.fresh(page)
 
 
-def test_what_one_side_cannot_run_has_no_difference(folder):
+def test_a_side_that_did_not_run_has_no_difference(folder):
     found = json.loads(line("llama", "dynamic", perplexity={"bf16": 5.25, "ours": 5.5}))
     del found["perplexity_off"]
     (folder / "2026-11-22-b-quality.jsonl").write_text(json.dumps(found) + "\n")

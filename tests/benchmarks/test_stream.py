@@ -65,7 +65,7 @@ def test_numbers_of_blocks_that_are_given_are_the_ones_that_run(recorder, capsys
     assert {count for _, _, count in recorder.called} == {5} and "by size" not in capsys.readouterr().out
 
 
-def test_a_wrong_result_ends_it(recorder, capsys, monkeypatch):
+def test_a_wrong_copy_ends_the_bandwidth_command(recorder, capsys, monkeypatch):
     def wrong(input, direction, num_blocks):
         return ops.stream_memory.reference(input, direction, num_blocks) + (direction == "copy")
 

@@ -48,7 +48,7 @@ def commands(tmp_path_factory):
     return run
 
 
-def test_the_sample_is_an_op(commands):
+def test_the_documented_sample_passes_its_cases(commands):
     result = commands("factor * load", "factor * load")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "4 cases on gfx942: all passed" in result.stdout

@@ -165,7 +165,7 @@ def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys, way):
     assert " parts, 1 failed" in capsys.readouterr().out
 
 
-def test_time_that_runs_out_is_said(tmp_path, monkeypatch, capsys):
+def test_parts_left_for_lack_of_time_are_reported(tmp_path, monkeypatch, capsys):
     now = iter(range(0, 100000, 20))
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     done, given = {"ended": "done", "seconds": 1.0, "found": [], "said": ""}, []
@@ -313,7 +313,7 @@ def test_cases_on_a_gpu(wrong_replay, emulator, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path):
+def test_check_runs_a_whole_op_in_a_forked_process(tmp_path):
     """A whole op runs, in a process forked from a server that has imported everything."""
     pytest.importorskip("tinygrad")
     path = tmp_path / "it.json"

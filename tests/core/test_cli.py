@@ -535,7 +535,7 @@ def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_th
     assert explained()[one].startswith(f"{kernel} (VLLM_ROCM_OPS_ATTENTION=1")
 
 
-def test_the_limits_are_those_of_the_seams():
+def test_explain_reports_the_limit_of_every_seam():
     """Every seam with a limit reports it to `explain`."""
     folder = pathlib.Path(comparisons.__file__).parent
     limited = {

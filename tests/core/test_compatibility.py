@@ -33,7 +33,7 @@ def test_every_method_that_explain_knows_is_on_the_page():
 
 
 @pytest.mark.parametrize("name", ["MXFP4", "INT4"])
-def test_what_is_refused_is_named(name):
+def test_refused_quantizations_have_rows_in_the_table(name):
     rows = [row for row in table_below("Quantization and attention") if row[0] == name]
     assert len(rows) >= 2 and all(row[-1].startswith("refused: ") for row in rows)
 

@@ -571,7 +571,7 @@ def test_every_call_has_arguments_that_its_op_takes(model, arch):
         assert call.op.explain(*arguments, arch=arch).launches, call.layer
 
 
-def test_arguments_run():
+def test_random_arguments_run_through_the_references():
     """Random arguments run on CPU through the references: shapes and types match."""
     for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
         for call in [*calls(read(model)), *explain.around(read(model), 1, None, "gfx942")]:
@@ -639,7 +639,7 @@ def test_unknown_models_are_refused(tmp_path):
         ),
     ],
 )
-def test_what_is_not_known_is_refused(change, tp, message):
+def test_unknown_config_values_are_refused(change, tp, message):
     with pytest.raises(ValueError, match=message):
         calls(read(LLAMA) | change, tp)
 

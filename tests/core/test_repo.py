@@ -20,7 +20,7 @@ from marks import BUILT
 from pages import readme
 from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, supported_calls
-from sources import FILES, ROOT, source_files
+from sources import FILES, ROOT, source_files, test_file
 
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
@@ -216,6 +216,12 @@ def test_the_folder_of_ops_has_nothing_else():
     assert {path.stem for path in (*files("vllm_rocm_ops/ops/*.py"), *STANDALONE)} == {"__init__", "flash", *defining}
 
 
+def test_every_op_file_has_its_test_file_and_no_other_file_runs_cases():
+    line = "from op_tests import test_case  # noqa: F401\n"
+    running = {path for path in under("tests", ".py") if line in path.read_text().splitlines(keepends=True)}
+    assert running == {test_file(op) for op in op_module.registered()}
+
+
 @functools.cache
 def launches_of(op: op_module.Op, arch_name: str) -> tuple[launch.Launch, ...]:
     """Return the launches of every case of an op, in every configuration that fits."""
@@ -375,7 +381,7 @@ def test_folders_of_the_plugin_are_in_order():
     assert climbs(import_graph(ROOT / "vllm_rocm_ops")) == []
 
 
-def test_a_climb_is_seen():
+def test_an_import_of_a_higher_folder_is_found():
     graph = {"vllm_rocm_ops.vllm.linear.base": {"vllm_rocm_ops.vllm.moe.base", "vllm_rocm_ops.vllm.seam"}}
     assert climbs(graph) == ["vllm_rocm_ops.vllm.linear.base -> vllm_rocm_ops.vllm.moe.base"]
 

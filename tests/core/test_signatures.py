@@ -119,7 +119,7 @@ def test_strides_of_dimensions_of_size_1_choose_nothing(the_op, recorder):
 
 
 @pytest.mark.parametrize("arch_name", ["gfx942"])
-def test_they_compute_the_same(arch_name):
+def test_strides_of_size_1_change_no_result(arch_name):
     """The query of one token is a row of a wider projection."""
     emulator = Emulator(arch_name)
     (case,) = [case for case in ops.paged_attention_decode.cases() if case.name == "no-lse"]

@@ -107,7 +107,7 @@ def test_the_smallest_case_is_one_that_kernels_take():
         assert op.explain(*given, arch="gfx950").launches
 
 
-def test_what_is_wrong_is_found(gpu, monkeypatch, tmp_path):
+def test_each_stage_finds_its_fault(gpu, monkeypatch, tmp_path):
     """Each stage finds its own fault."""
     wrong_graph = type("Wrong", (Graph,), {"replay": lambda self: None})
     monkeypatch.setattr(smoke.clock, "capture", wrong_graph)

@@ -75,7 +75,7 @@ def test_every_number_of_ranks(ranks):
     ("ranks", "rows", "hidden"),
     [(8, 5, 512), (4, 3, 1536), (2, 1, 16384), (8, 1, 7168), (3, 1, 2880), (2, 1, 8), (5, 2, 136)],
 )
-def test_sizes(arch_name, ranks, rows, hidden):
+def test_rows_of_any_number_and_length_are_reduced(arch_name, ranks, rows, hidden):
     """The sizes include five tokens on 8 ranks, several blocks per row, the largest row, and rows that no wave divides."""
     check_call(arch_name, ranks, ops.fused_add_rms_norm, torch.bfloat16, rows, hidden, epochs=1)
 
@@ -182,7 +182,7 @@ def assert_names(text: str, late: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (8, 2)])
-def test_a_rank_that_never_comes(arch_name, ranks, rows):
+def test_a_missing_rank_is_reported_with_nan_results(arch_name, ranks, rows):
     """The other ranks end with NaN in all results, and report whom they waited for and when.
 
     The next calls end at once, and so does the late rank when it comes.
@@ -221,7 +221,7 @@ def test_a_rank_that_never_comes(arch_name, ranks, rows):
 
 
 @pytest.mark.parametrize(("epoch", "seen"), [(1, 1), (17, 19), (2**20 - 1, 2**20 + 1), (2**32 - 1, 3), (5, 4)])
-def test_what_an_error_says(epoch, seen):
+def test_the_error_word_is_decoded(epoch, seen):
     group = EmulatedGroup(AMD[0], 8).reduces[0].group
     error = 1 << 31 | 0b101000 | 7 << 8 | (epoch & 0xFFFFF) << 11
     text = one_shot.said(seen << 32 | error, group)
@@ -240,7 +240,7 @@ def test_an_error_advises_a_variable_only_where_it_sets_the_limit(seconds, advis
 # Unsupported calls
 
 
-def test_what_is_unsupported():
+def test_unsupported_calls_are_refused():
     group = EmulatedGroup(AMD[0], 2)
     reduce, op = group.reduces[0], ops.rms_norm
     weight = torch.ones(512, dtype=torch.bfloat16)
@@ -262,7 +262,7 @@ def test_what_is_unsupported():
         reduce(ops.fused_add_rms_norm, few, few, weight, EPSILON)
 
 
-def test_another_sums_up_what_no_kernel_takes():
+def test_the_given_all_reduce_serves_unsupported_calls():
     group = EmulatedGroup(AMD[0], 2)
     reduce = one_shot.OneShotAllReduce(
         group.reduces[0].group, group.devices.arch, group.reports[0], all_reduce=lambda x: 2 * x

@@ -64,7 +64,7 @@ LOADS, STORES = 4, 4
 """Loads with which a wave looks once for the other rank's words, one chunk a thread, and stores that push them."""
 
 
-def test_words_wake_waves(built, monkeypatch):
+def test_sleeping_waves_resume_when_words_come(built, monkeypatch):
     """Sleeping waves resume when words come: none must be woken for lack of others, or looks more than once per store."""
     arch_name, path = built
     forced, turn = set(), devices._Run._turn
@@ -103,7 +103,7 @@ MAX_SEEDS = 32
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_bugs(built, bug):
+def test_protocol_bugs_are_found_within_a_few_schedules(built, bug):
     """Each bug is found within a few schedules."""
     arch_name, path = built
     assert any(finds(path, arch_name, 4, bug, seed) for seed in range(MAX_SEEDS))
@@ -204,7 +204,7 @@ def test_flags(run, pair):
 
 
 @pytest.mark.parametrize("pair", WRONG, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-def test_wrong_flags(run, pair):
+def test_stale_flags_name_ranks_and_epochs(run, pair):
     for seed in range(8):
         with pytest.raises(errors.StaleRead, match=WRONG[pair]) as caught:
             run(pair, seed)
@@ -216,7 +216,7 @@ def test_cached_memory_is_not_coherent(run):
         run(RIGHT[0], 0, share=False)
 
 
-def test_a_rank_that_never_comes(built):
+def test_a_deadlock_names_the_missing_rank(built):
     """A deadlock names the waiting rank, and the rank whose word is missing."""
     arch_name, path = built
     group = Group(path, arch_name, 2, (ONE,), 0)

@@ -39,7 +39,7 @@ def test_every_case_is_checked_and_every_kernel_runs_in_one(arch):
     assert sum(len(task.configs) for task in tasks) < 1.2 * len(tasks)
 
 
-def test_what_runs_by_default_comes_first():
+def test_the_default_configuration_runs_first():
     arch = archs.named("gfx950")
     for task in emulated.tasks(all_cases()[::7], arch):
         a = task.op.Arguments(*task.case.make("meta", torch.Generator(), arch.fp8_dtype))

@@ -273,13 +273,13 @@ def receive(code, kernel: Kernel, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", BLOCKS_RIGHT, ids=lambda kernel: kernel.name)
-def test_blocks(code, kernel):
+def test_synchronized_blocks_receive_the_value(code, kernel):
     for seed in SEEDS:
         assert (receive(code, kernel, seed) == VALUE).all(), seed
 
 
 @pytest.mark.parametrize("kernel", BLOCKS_WRONG, ids=lambda kernel: kernel.name)
-def test_wrong_blocks(code, kernel):
+def test_unsynchronized_blocks_read_stale_values(code, kernel):
     for seed in SEEDS:
         with pytest.raises(errors.StaleRead, match="rank 0 in epoch 1"):
             receive(code, kernel, seed)
@@ -483,7 +483,7 @@ def test_devices_are_skewed(code, monkeypatch):
     assert 0 in pauses and max(pauses) > 20
 
 
-def test_what_is_refused(code, tmp_path):
+def test_invalid_devices_and_launches_are_refused(code, tmp_path):
     with pytest.raises(ValueError, match="devices must be 1 to 8, got 0"):
         Devices(code[0], 0)
     fabric = Fabric(code, 1, 0)

@@ -47,7 +47,7 @@ def test_the_example_runs(folder):
     assert CodeObject(folder / "scale.co").kernels["scale"].statistics["vgprs"] > 0
 
 
-def test_the_error_is_the_one_shown(folder):
+def test_the_pages_example_raises_the_error_it_shows(folder):
     """Only the registers and the offset, which a compiler chooses, may differ."""
     code = block_of(PAGE, "python")
     assert code.count("2.0, 1000)") == 1

@@ -302,7 +302,7 @@ extern "C" __attribute__((global)) void shape(unsigned* out) {
 
 
 @pytest.mark.parametrize("arch", AMD)
-def test_three_dimensions(arch, tmp_path):
+def test_grids_and_blocks_have_three_dimensions(arch, tmp_path):
     (tmp_path / "shape.hip").write_text(SHAPE)
     build.compile_source(tmp_path / "shape.hip", arch, tmp_path / "shape.co")
     output = torch.zeros(2, 2, 3, 3, 4, 5, dtype=torch.int32)  # blocks z y x, threads z y x

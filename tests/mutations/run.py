@@ -37,6 +37,7 @@ from pathlib import Path
 
 import pytest
 from marks import AMD
+from sources import test_file
 
 from . import import_hook, operators
 from .bug import Bug, Tests
@@ -103,7 +104,7 @@ class FirstFailure:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.ops is not None:
-            items[:] = sorted(filter(self.concerns, items), key=lambda item: item.path.stem != "test_ops")
+            items[:] = sorted(filter(self.concerns, items), key=lambda item: item.originalname != "test_case")
 
     def concerns(self, item: pytest.Item) -> bool:
         """True if a test has one of the ops as a parameter, or else its file names one."""
@@ -235,17 +236,20 @@ def judge_afresh(bug: Bug, result: Callable[..., Result]) -> Result:
 
 def judge_by_ops(bug: Bug | Mutant, copy: KernelCopy, result: Callable[..., Result]) -> Result:
     """Run the tests of the ops that a mistake may reach: the default selection, then with --full."""
+    from vllm_rocm_ops.core import op
+
     modules = modules_of(bug)
     ops = set().union(*(launched_by()[module] for module in modules))
     plant_in_emulators(copy, bug, modules)
-    for where, full in (("ops/test_ops.py", ""), ("ops", ""), ("ops", "1")):
+    own = [str(test_file(the_op)) for the_op in op.registered() if the_op.name in ops]
+    for where, full in ((own, ""), ([str(TESTS / "ops")], ""), ([str(TESTS / "ops")], "1")):
         status, test, said = apart(run_tests_of, where, ops, full)
         if said.startswith("BuildError"):
             return result("the compiler", isinstance(bug, Mutant), said)
         if status != pytest.ExitCode.OK:
             failed = status == pytest.ExitCode.TESTS_FAILED and not said.startswith("UnsupportedInstruction")
             return result(f"{test} {'with --full' if full else 'by default'}", failed, said)
-        if where == "ops/test_ops.py" and keeps_code(bug, copy, modules):
+        if where is own and keeps_code(bug, copy, modules):
             return result("equivalent: the machine code stays", True)
     return result("SURVIVED", False)
 
@@ -260,7 +264,7 @@ def keeps_code(bug: Bug | Mutant, copy: KernelCopy, modules: list[str]) -> bool:
 def take_tests(full: str) -> None:
     """Make this process run the default selection of tests, or all."""
     os.environ["FULL_TESTS"] = full
-    for read in ("marks", "test_ops") if full else ("marks",):
+    for read in ("marks", "op_tests") if full else ("marks",):
         sys.modules.pop(read, None)
 
 
@@ -268,14 +272,14 @@ def prepare() -> None:
     """Choose ops and cases once, before forking."""
     launched_by()
     take_tests("")
-    importlib.import_module("test_ops").chosen()
+    importlib.import_module("op_tests").chosen()
 
 
-def run_tests_of(where: str, ops: set[str], full: str) -> tuple[int, str, str]:
+def run_tests_of(where: list[str], ops: set[str], full: str) -> tuple[int, str, str]:
     take_tests(full)
     first = FirstFailure(ops)
     with silent():
-        status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(TESTS / where)], plugins=[first])
+        status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *where], plugins=[first])
     return int(status), first.test, first.said
 
 

@@ -1,7 +1,7 @@
 """The result of each op in float64, from its documentation, without importing the package.
 
 `FORMULAS[op](before, after, outputs)` yields for each result (name, value found, value wanted, allowed difference). The
-arguments before and after the call are named tuples. Elements whose exact value is not finite are left out: test_ops.py
+arguments before and after the call are named tuples. Elements whose exact value is not finite are left out: op_tests.py
 covers them.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from marks import AMD
+from op_tests import test_case  # noqa: F401
 from test_large_tensors import reserved
 
 from vllm_rocm_ops import ops

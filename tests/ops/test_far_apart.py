@@ -17,7 +17,6 @@ import pytest
 import test_large_tensors as large
 import torch
 from marks import cover
-from test_ops import executor  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
@@ -215,7 +214,7 @@ def test_bounds_of_strides(the_op, arch_name):
 
 @large.EXECUTORS
 @pytest.mark.parametrize("the_op", [*op.registered()], ids=lambda o: o.name)
-def test_every_dimension_that_may_be_long(the_op, executor):  # noqa: F811
+def test_every_dimension_that_may_be_long(the_op, executor):
     """Each runs at the longest stride that each kernel takes, so a bound that is too wide shows."""
     found = calls_of(the_op, executor[1])
     for (name, dimensions, dimension), became in found.became.items():
@@ -234,7 +233,7 @@ def test_every_dimension_that_may_be_long(the_op, executor):  # noqa: F811
 
 @large.EXECUTORS
 @pytest.mark.parametrize("m", [3, 20, 265])
-def test_rows_and_columns_of_any_product(m, executor):  # noqa: F811
+def test_rows_and_columns_of_any_product(m, executor):
     """A weight of over 4 GB is multiplied by the skinny kernels and by the tiled ones, and inputs of over 2 GB, too."""
     n = 20 if m == 265 else 2**32 // large.TILE_FAR + 9
     given = large.gemm_arguments(ops.gemm, m, n, 48, executor[1].fp8_dtype)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from marks import full
+from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch

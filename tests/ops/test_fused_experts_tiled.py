@@ -64,7 +64,7 @@ def emulator(request):
     [*few_of(FEW, lambda case: frozenset({case.make.args[-1].get("scheme")})), *CASES],
     ids=lambda case: case.name,
 )
-def test_case(case, config, emulator, monkeypatch):
+def test_tiled_kernels_run_and_are_right(case, config, emulator, monkeypatch):
     monkeypatch.setattr(OP, "default", lambda *_: config)
     reset_stats()
     run_and_check(OP, case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype), "cpu")

@@ -153,7 +153,7 @@ def test_ten_thousand_calls_choose_every_kernel(arch):
     assert fuzz.Found(launched={arch: kernels}).kernels_that_did_not_run(arch) == [] and len(kernels) > 400
 
 
-def test_what_workers_found_is_one():
+def test_findings_of_workers_are_merged():
     found, wrong = fuzz.Found(), "call 1 is wrong"
     for part in (["a", "b"], ["b", "c"]):
         found.add(fuzz.Found(2, 1, [wrong], fuzz.collections.Counter(part), {"gfx942": {*part}}))

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from marks import AMD, full
+from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
@@ -55,7 +56,7 @@ def test_what_is_left_to_torch_says_why(a, b, k, why):
         ),
     ],
 )
-def test_what_is_wrong_is_named(change, message):
+def test_gemm_names_its_wrong_argument(change, message):
     a, b = matrices(torch.float16, torch.float16)
     with pytest.raises(ValueError, match=f"gemm: {message}"):
         ops.gemm(**{"a": a, "b": b, "out_dtype": torch.float16} | change)

@@ -13,7 +13,7 @@ import mmap
 import pytest
 import torch
 from marks import CHIPS, few_of
-from test_ops import executor, executors  # noqa: F401
+from op_tests import executors
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import arch as archs
@@ -66,7 +66,7 @@ def spread(tensor: torch.Tensor, *steps: int, device: str) -> torch.Tensor:
     return storage.as_strided(tensor.shape, strides).copy_(tensor)
 
 
-def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], executor, configs=None) -> None:  # noqa: F811
+def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], executor, configs=None) -> None:
     """Compare every configuration, or some, on spread arguments with the reference on the original ones."""
     device, arch = executor
     small = the_op.Arguments(*arguments)
@@ -123,7 +123,7 @@ SKINNY = (ops.scaled_mm, ops.block_scaled_mm, ops.unquantized_gemm)
 @EXECUTORS
 @pytest.mark.parametrize("the_op", SKINNY, ids=lambda o: o.name)
 @pytest.mark.parametrize("m", few_of([64, 5]))
-def test_skinny_products(the_op, m, executor):  # noqa: F811
+def test_skinny_products(the_op, m, executor):
     """64 tokens extend over almost 2 GB, the maximum, and rows of the weight over more than 4."""
     a, b, *rest = gemm_arguments(the_op, m, 2**32 // FAR + 9, 192, executor[1].fp8_dtype)
     size = a.element_size()
@@ -135,7 +135,7 @@ def test_skinny_products(the_op, m, executor):  # noqa: F811
 @EXECUTORS
 @pytest.mark.parametrize("the_op", SKINNY[:2], ids=lambda o: o.name)
 @pytest.mark.parametrize("m, n", [(2**32 // TILE_FAR + 9, 130), (65, 2**32 // TILE_FAR + 9)], ids=["tokens", "weight"])
-def test_tiled_products(the_op, m, n, executor):  # noqa: F811
+def test_tiled_products(the_op, m, n, executor):
     a, b, *rest = gemm_arguments(the_op, m, n, 160, executor[1].fp8_dtype)
     apart = {"a": (TILE_FAR, 1)} if m > n else {"b": (1, TILE_FAR) if the_op is ops.scaled_mm else (TILE_FAR, 1)}
     run(the_op, (a, b, *rest), apart, executor)
@@ -143,7 +143,7 @@ def test_tiled_products(the_op, m, n, executor):  # noqa: F811
 
 @EXECUTORS
 @pytest.mark.parametrize("m", [5, 70])
-def test_scales_of_tokens(m, executor):  # noqa: F811
+def test_scales_of_tokens(m, executor):
     """Token scales of a block-scaled GEMM may extend over 2 GB."""
     arguments = gemm_arguments(ops.block_scaled_mm, m, 130, 384, executor[1].fp8_dtype)
     for steps in (((2**31 - 64) // (m - 1) // 4 * 4, 4), (4, (2**31 - 4 * m) // 2 // 4 * 4)):
@@ -152,7 +152,7 @@ def test_scales_of_tokens(m, executor):  # noqa: F811
 
 @EXECUTORS
 @pytest.mark.parametrize("m, n", [(5, 265), (64, 265), (265, 70), (66, 265)])
-def test_mx_products(m, n, executor):  # noqa: F811
+def test_mx_products(m, n, executor):
     if not executor[1].block_scales:
         return  # the reference runs
     apart = {"a": (MX_FAR, 1), "scale_a": (MX_FAR, 1), "b": (MX_FAR, 1), "scale_b": (MX_FAR, 1)}
@@ -181,7 +181,7 @@ EXPERTS = {case.name: case for case in ops.fused_experts.cases()}
         ]
     ),
 )
-def test_experts(case, executor):  # noqa: F811
+def test_experts(case, executor):
     """Rows of an expert's weights extend over almost 2 GB, experts over 4 and more, and inputs quantized before over 4."""
     arch = executor[1]
     arguments = EXPERTS[case].make("cpu", generator_of(case), arch.fp8_dtype)
@@ -203,7 +203,7 @@ HEADS = {o: c for o in ROWS for c in o.cases() if c.name == "3x8-heads"}
 
 @EXECUTORS
 @pytest.mark.parametrize("the_op", HEADS, ids=lambda o: o.name)
-def test_heads(the_op, executor):  # noqa: F811
+def test_heads(the_op, executor):
     """Heads of three rows extend over 8 GB."""
     arguments = HEADS[the_op].make("cpu", generator_of(the_op.name), executor[1].fp8_dtype)
     run(the_op, arguments, {"input": (2**32 + 32, 512, 2)}, executor)
@@ -453,7 +453,7 @@ ARCHS = pytest.mark.parametrize("arch", [a.name for a in archs.ARCHS.values()])
 
 
 @ARCHS
-def test_what_products_refuse(arch):
+def test_products_above_2gb_fall_back_with_a_reason(arch):
     fp8 = archs.named(arch).fp8_dtype
     one, bf16 = meta(1), torch.bfloat16
 
@@ -477,7 +477,7 @@ def test_what_products_refuse(arch):
 
 
 @ARCHS
-def test_what_experts_refuse(arch):
+def test_experts_above_2gb_fall_back_with_a_reason(arch):
     fp8, bf16 = archs.named(arch).fp8_dtype, torch.bfloat16
 
     def experts(m: int, experts: int, h: int, inner: int, dtype, row: int = 0, hidden_row: int = 0, topk: int = 1):
@@ -505,7 +505,7 @@ def test_what_experts_refuse(arch):
     assert "Tiled" in experts(64, 4, 64, 2**16, bf16)  # the streamed kernels' division into items would be off
 
 
-def test_what_mx_products_refuse():
+def test_mx_products_above_2gb_fall_back_with_a_reason():
     def product(m: int, n: int, stride: int) -> str:
         fp8, u8 = torch.float8_e4m3fn, torch.uint8
         rows = [meta(rows, 256, dtype=fp8, strides=(stride, 1)) for rows in (m, n)]

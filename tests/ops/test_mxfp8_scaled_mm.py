@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from marks import full
+from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.core.correctness import generator_of

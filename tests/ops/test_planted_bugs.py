@@ -46,7 +46,7 @@ def test_bug_fits(name):
         assert set(bug.by.names) <= {case.name for case in bug.by.op.cases()}
     for test in getattr(bug.by, "names", ()) if isinstance(bug.by, Tests) else ():
         path, _, function = run.find(test).partition("::")
-        assert re.search(rf"def {function.partition('[')[0]}", run.source_of(Path(path)))
+        assert re.search(rf"(def|import) {function.partition('[')[0]}", run.source_of(Path(path)))
 
 
 CPP = "int f(int n) {  // ends\n  barrier();  // hazard: read before\n  return n /* rows */ < 4;\n}\n"

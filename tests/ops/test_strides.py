@@ -14,7 +14,6 @@ import test_large_tensors as large
 import torch
 from marks import FULL, cover
 from test_far_apart import far_apart, kernels, spread_of
-from test_ops import executor  # noqa: F401
 
 from vllm_rocm_ops.core import op
 from vllm_rocm_ops.core.correctness import generator_of
@@ -52,7 +51,7 @@ def calls_of(the_op: op.Op, arch) -> list[tuple]:
 
 @large.EXECUTORS
 @pytest.mark.parametrize("the_op", [*op.registered()], ids=lambda o: o.name)
-def test_pairs_of_arguments_at_strides_of_their_own(the_op, executor):  # noqa: F811
+def test_pairs_of_arguments_at_strides_of_their_own(the_op, executor):
     found = calls_of(the_op, executor[1])
     costs = [1e5 + sum(v.nbytes for v in given if isinstance(v, torch.Tensor)) for given, *_ in found]
     for place in sorted(cover([frozenset({frozenset(apart)}) for _, apart, _ in found], costs)):

@@ -135,7 +135,7 @@ def calls(the_op: op.Op, arch) -> Iterator[tuple[set[torch.dtype], tuple]]:
 
 
 @pytest.mark.parametrize("the_op", [*op.registered()], ids=lambda o: o.name)
-def test_ties(the_op):
+def test_every_op_rounds_ties_to_even(the_op):
     wanted, found = set(), set()
     for types, given in calls(the_op, archs.ARCHS["gfx950"]):
         wanted |= types

@@ -111,12 +111,12 @@ def test_a_wait_lets_as_many_stay_outstanding_as_it_says():
     assert first > MACHINE["l2_latency"] + MACHINE["hbm_latency"] * MACHINE["clock"] / 1e3
 
 
-def test_a_line_that_was_loaded_is_in_l1():
+def test_a_loaded_line_hits_in_l1():
     _, times = run([load(0), wait(vm=0), load(0), wait(vm=0), VALU])
     assert times[0][4] - times[0][2] < MACHINE["l1_latency"] + 40
 
 
-def test_what_l1_lost_is_in_l2():
+def test_a_line_evicted_from_l1_hits_in_l2():
     many = [load(8 + 8 * n) for n in range(40)]
     _, times = run([load(0), *many, wait(vm=0), load(0), wait(vm=0), VALU])
     latency = times[0][-1] - times[0][-3]

@@ -53,7 +53,7 @@ def piece(layer: str, us: float | None, predicted: float | None, band: float | N
     return {"layer": layer, "op": "scaled_mm", "kernel": "one", "tokens": 1, "us": us, "frozen": of, **more}
 
 
-def test_what_was_measured_is_set_beside_what_was_predicted(file):
+def test_measured_times_are_compared_with_frozen_predictions(file):
     """Each call occurs once. 12.4 us are within 25 % of 10, 7.9 are not: 10 are more than 25 % above them."""
     file("2026-11-24-aaa.json", {})
     first = [piece("qkv", 12.4, 10.0), piece("o", 7.9, 10.0), piece("down", 20.0, 10.0, None)]

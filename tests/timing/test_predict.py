@@ -281,7 +281,7 @@ def test_other_products_have_no_error_band(capsys, product):
     )
 
 
-def test_what_nobody_measured_on_a_product_is_called_a_guess():
+def test_unmeasured_constants_are_marked_as_guesses():
     for machine in (machines.MI325X, machines.MI355X):
         assert all(constant.kind != "fitted" for constant in machine.constants.values())
     gfx942 = [

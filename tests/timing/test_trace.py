@@ -84,7 +84,7 @@ def launch(blocks=3):
     return Launch("", "loop", (blocks, 1, 1), (256, 1, 1), arguments)
 
 
-def test_steps_are_those_that_ran(code):
+def test_a_trace_has_the_instructions_that_ran(code):
     emulator = trace.RecordingEmulator("gfx942")
     recording = trace.record(emulator, code, launch(), [0, 2])
     assert (recording.name, recording.grid, recording.held) == ("loop", 3, 8)
@@ -116,7 +116,7 @@ def test_accesses_are_those_of_the_wave(code):
     assert len(recording.blocks[0].lines & recording.blocks[1].lines) == 0
 
 
-def test_what_instructions_say(code):
+def test_traced_instructions_have_kind_counts_and_registers(code):
     launched = Launch("", "waits", (1, 1, 1), (64, 1, 1), ())
     emulator = trace.RecordingEmulator("gfx942", races=False)
     program = emulator.program(code, "waits")

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from clocks import FakeClock
+
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import worker_startup
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
@@ -11,21 +13,10 @@ WHAT = {"faster": ("1", "1"), "slower": ("3", "1"), "wrong": ("1", "1.05")}
 """Environments of an engine: US, the plugin's microseconds beside vLLM's 2, and FACTOR, of a result."""
 
 
-class Clock:
-    """A clock by which each of the plugin's calls takes US."""
-
-    def times(self, calls, sets, replays):
-        for call in calls.values():
-            call(*sets[0])
-        return {"plugin": [float(os.environ["US"])], "baseline": [2.0]}
-
-    def finish(self):
-        pass
-
-
 def install(**results: str) -> None:
     """Install the clock, and references as kernels of ops, each with the name of the result that FACTOR multiplies."""
-    worker_startup.clock, kernel_timing.limit_s = Clock, lambda: 1000.0
+    samples = lambda side, tokens: [float(os.environ["US"]) if side == "plugin" else 2.0]
+    worker_startup.clock, kernel_timing.limit_s = lambda: FakeClock(samples), lambda: 1000.0
     for name, result in results.items():
         op = getattr(ops, name)
 

@@ -2,6 +2,7 @@
 
 import time
 
+from clocks import FakeClock
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel as Native
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -13,7 +14,7 @@ from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_timing
 
 
-class Clock:
+class Clock(FakeClock):
     """A clock by which the plugin wins for few tokens, and for norms and activations if `rows_win`.
 
     Each pair takes `seconds`.
@@ -30,8 +31,16 @@ class Clock:
         few = len(sets[0][0]) <= 8
         return {"plugin": [1.0 if few else 3.0], "baseline": [2.0]}
 
-    def finish(self):
-        pass
+
+def profile_first() -> None:
+    """Make the engine run a profile run, as on a GPU, before it determines its memory."""
+    available = CPUWorker.determine_available_memory
+
+    def after_a_profile_run(self):
+        self.model_runner.profile_run()
+        return available(self)
+
+    CPUWorker.determine_available_memory = after_a_profile_run
 
 
 def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) -> None:
@@ -39,7 +48,7 @@ def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) ->
 
     scaled_mm is wrong by a factor of a scale.
     """
-    multiply, available = Native.apply_scaled_mm, CPUWorker.determine_available_memory
+    multiply = Native.apply_scaled_mm
 
     def counted(self, **arguments):
         counter("vllm", "its kernel").calls += 1
@@ -52,14 +61,10 @@ def install(factor: float = 1.0, rows_win: bool = True, seconds: float = 0.0) ->
     def rows(op):
         return lambda *arguments: op.reference(*arguments, *op._defaults[len(arguments) :])
 
-    def after_a_profile_run(self):
-        self.model_runner.profile_run()  # as on a GPU
-        return available(self)
-
     for name in ("rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"):
         getattr(ops, name).run_kernels = rows(getattr(ops, name))
     linear_base.vllm_kernel_for = lambda *_: Native
     Native.apply_scaled_mm, ops.scaled_mm.run_kernels = counted, plugin
     worker_startup.clock = lambda: Clock(rows_win, seconds)
     kernel_timing.limit_s = lambda: 1000.0  # references and compilers of a CPU take their time
-    CPUWorker.determine_available_memory = after_a_profile_run
+    profile_first()

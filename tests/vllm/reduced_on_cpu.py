@@ -4,6 +4,7 @@ import functools
 import types
 
 import torch
+from clocks import FakeClock
 
 from vllm_rocm_ops import collectives
 from vllm_rocm_ops.core.stats import counter
@@ -49,7 +50,7 @@ class OverGloo:
         self.is_closed = True
 
 
-class Clock:
+class Clock(FakeClock):
     """A clock by which the plugin wins with fewer tokens than `slow`; if it `fails`, it raises there."""
 
     def __init__(self, slow: int, fails: bool = False):
@@ -62,9 +63,6 @@ class Clock:
             failing = self.fails and tokens >= self.slow and name == "baseline"
             agree(lambda call=call, failing=failing: call(*sets[0]) and (1 / 0 if failing else None))
         return {"plugin": [3.0 if tokens >= self.slow else 1.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
 
 
 def install(slow: int, **how) -> None:

@@ -118,7 +118,7 @@ def calls(answer: dict, op: str) -> int:
 
 
 @pytest.mark.parametrize(("model", "run"), RUNS)
-def test_tokens_are_baseline_vllms(answers, models, capsys, model, run):
+def test_tokens_equal_baseline_vllms(answers, models, capsys, model, run):
     """Tokens may differ from a place on where the plain model, given the tokens before it, finds both likely."""
     plugin, baseline = (answers(model, run, side) for side in SIDES)
     op = MODELS[model].op

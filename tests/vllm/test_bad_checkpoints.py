@@ -255,7 +255,7 @@ def updated(tmp_path_factory) -> dict[tuple[str, str], dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", UPDATES, ids=identity)
-def test_a_model_in_use_refuses_it_too(updated, flavour):
+def test_a_refused_weight_update_leaves_the_model_unchanged(updated, flavour):
     """No update leaves traces: after a right one, the answers are as before."""
     answer = updated[identity(flavour)]
     bad, right = answer["then"][::2], answer["then"][1::2]

@@ -46,7 +46,7 @@ def run(lens: list[int], interleave: int, change=lambda *found: found) -> list[E
 
 
 @pytest.mark.parametrize("interleave", [1, 16])
-def test_what_two_ranks_find_is_the_whole(interleave):
+def test_merged_ranks_equal_the_undivided_result(interleave):
     reset_stats()
     with launch.executor(Emulator("gfx942")):
         assert run(LENS, interleave) == [None, None]
@@ -61,7 +61,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_parts_are_not_the_whole(what):
+def test_wrong_partial_results_fail_the_merge_check(what):
     """The op's reference computes the parts."""
     assert all(isinstance(error, AssertionError) for error in run(LENS, 1, WRONG[what]))
 

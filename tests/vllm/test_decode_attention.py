@@ -56,7 +56,7 @@ def generated(engines) -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("model", "op", "bound"), [("llama", "paged_attention_decode", 0.018), ("deepseek", "mla_decode", 0.003)]
 )
-def test_tokens_are_baseline_vllms(generated, model, op, bound):
+def test_tokens_equal_baseline_vllms(generated, model, op, bound):
     """Tokens are equal, also with cached prefixes.
 
     The plugin has one call per layer and step after the prefill, and none unless enabled. The bound is on the mean, as
@@ -80,10 +80,11 @@ def test_tokens_are_baseline_vllms(generated, model, op, bound):
 
 MEASURED = """
 import os
+from clocks import FakeClock
 from vllm_rocm_ops.vllm.attention import decoder as attention, timing as attention_timing
 from vllm_rocm_ops.vllm import worker_startup
 
-class Clock:
+class Clock(FakeClock):
     def times(self, calls, sets, replays):
         for call in calls.values():
             call(*sets[0])
@@ -91,9 +92,6 @@ class Clock:
         lens = getattr(getattr(metadata, "decode", metadata), "seq_lens", (1,))  # there are none of products
         slow = str(int(lens[0])) == os.environ["SLOW"]
         return {"plugin": [3.0 if slow else 1.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
 
 worker_startup.clock, attention_timing.LENGTHS = Clock, (32, 100)
 right = attention.run
@@ -428,7 +426,7 @@ def test_batches_that_a_graph_cannot_tell_apart_stay_baseline(layer, monkeypatch
     assert layer("TRITON_ATTN", dataclasses.replace(one)) == "plugin"
 
 
-def test_the_switch(layer, monkeypatch):
+def test_switches_leave_decode_attention_to_vllm(layer, monkeypatch):
     """With the switch off and no measurement, and in batch-invariant mode, vLLM's own runs."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "0")
     assert layer("ROCM_ATTN", Batch([20], [1])) == "stock"

@@ -140,7 +140,7 @@ def said(answer: dict) -> list[tuple[list[list[int]], list[list[float]]]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_answers_are_those_before(answers, name):
+def test_sleep_and_reload_keep_the_answers(answers, name):
     """Sleep and loads change nothing, and other weights only as long as they are there."""
     then, every = loaded(RUNS[name].then), said(answers(name))
     assert [len(tokens) for tokens in every[0][0]] == list(LIMITS)

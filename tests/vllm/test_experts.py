@@ -12,6 +12,7 @@ import frames
 import pytest
 import selection
 import torch
+from clocks import plugin_wins_up_to
 from linears import ask_for_aiter, random
 from torch import Tensor
 
@@ -401,7 +402,7 @@ def method(name: str):
 
 
 @pytest.mark.parametrize("kind", ["block", "bf16"])
-def test_which_layers_route(kind):
+def test_layers_of_known_routing_route_themselves(kind):
     """A layer routes itself, unless its routing is another or changes at run time."""
     spread = {"use_ep": True, "ep_size": 2}
     for options in ({}, parallel(tp_size=2), parallel(**spread), {"router_logits_dtype": torch.float32}):
@@ -492,7 +493,7 @@ def test_what_keeps_routing_with_vllm():
     assert select("block") is modular("block")
 
 
-def test_which_layers_stay_vllms(monkeypatch):
+def test_unsupported_layers_stay_vllms(monkeypatch):
     """The user's choice, unsupported layers, and tokens that move between ranks are vLLM's."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
@@ -717,7 +718,7 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     assert [serve(tokens) for tokens in (1, 9)] == [1, 1]
     mask = baseline.calls[0]["expert_map"]
     assert mask.tolist() == [1] * here + [0] * (EXPERTS - here + 1) and mask.dtype == torch.int32
-    kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
+    kernel_timing.warm_up((1, 2), 64, plugin_wins_up_to(4, place=1), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert one.key.shape.endswith(" shuffled")
@@ -725,22 +726,9 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     assert baseline.calls[0]["expert_map"].tolist() == mask.tolist()
 
 
-class InTurn:
-    """A clock by which the plugin is faster with up to four tokens."""
-
-    def times(self, calls, sets, replays):
-        for arguments in sets:
-            for call in calls.values():
-                call(*arguments)
-        return {"plugin": [1.0 if len(sets[0][1]) <= 4 else 3.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
-
-
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize(("form", "kind"), [*((form, kind) for form in FORMS for kind in ROUTING), ("modular", "mx")])
-def test_what_is_measured_serves(baseline, form, kind, fault, monkeypatch):
+def test_kernels_serve_the_sizes_they_won(baseline, form, kind, fault, monkeypatch):
     """The measurement uses the layer's own weights and random routes.
 
     Right experts pass the check, and then serve where they are faster; experts that mix up experts fail it.
@@ -774,7 +762,7 @@ def test_what_is_measured_serves(baseline, form, kind, fault, monkeypatch):
     plugin_class = modular(kind) if form == "modular" else (SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0])
     made = kernel(layer, plugin_class)
     serve(9)
-    kernel_timing.warm_up((1, 2), 64, InTurn(), lambda mine: [mine])
+    kernel_timing.warm_up((1, 2), 64, plugin_wins_up_to(4, place=1), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])

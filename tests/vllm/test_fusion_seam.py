@@ -66,7 +66,7 @@ def test_nothing_is_marked_without_the_pass(monkeypatch):
     assert MARK not in traced(quantization("VLLM_COMPILE"))
 
 
-def test_what_is_measured_is_vllms():
+def test_the_timed_baseline_is_compiled_without_the_plugin():
     """The baseline is compiled without markers and without the plugin's pass."""
     params = (None, None, None, None)
     kernel = types.SimpleNamespace(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)

@@ -157,7 +157,7 @@ def test_a_sum_before_a_norm(key, first, second):
     "sums",
     ["scaled", "two factors", "computed", "read twice", "broadcast", "residual", "without residual", "long", "odd"],
 )
-def test_sums_that_stay(sums):
+def test_some_sums_are_not_replaced(sums):
     """Their kernel computes more than a sum of two tensors, they have another reader, or no vector kernel fits the rows."""
 
     def function(shared, routed, held, weight):
@@ -234,7 +234,7 @@ def layers(count: int, marked):
     return function
 
 
-def test_a_chain_of_residuals():
+def test_residuals_are_updated_in_place_through_all_layers():
     """Each is updated in place, through all layers."""
     marked, _ = quantizer(KEYS[1])
     x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
@@ -322,7 +322,7 @@ def test_a_norm_that_others_read_is_vllms(what):
 
 
 @pytest.mark.parametrize("reads", ["product", "caller", "cast"])
-def test_a_norm_alone(reads):
+def test_an_unquantized_norm_is_replaced_before_an_opaque_reader(reads):
     """It is the plugin's if its reader is opaque to the compiler."""
     x, weight, product = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(HIDDEN, 8, seed=3)
     how = {"product": lambda y, p: y @ p, "caller": lambda y, p: y, "cast": lambda y, p: y.float() @ p.float()}
@@ -332,7 +332,7 @@ def test_a_norm_alone(reads):
 
 
 @pytest.mark.parametrize("gates", ["product", "quantized", "mx", "pointwise"])
-def test_an_activation(gates):
+def test_activations_are_replaced_before_gemms_and_quantizations(gates):
     """It is replaced alone before a GEMM, and with its quantization, and left if the compiler fuses it."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
@@ -579,7 +579,7 @@ PATTERN, RESIDUAL = (pattern(f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat1
         ({"on": frozenset({"activation"})}, {}, False),
     ],
 )
-def test_what_was_decided(choices, made, passes, plugin):
+def test_patterns_are_replaced_as_decided(choices, made, passes, plugin):
     """Choices are by pattern; a first norm follows those with a residual. The compile cache tells choices apart."""
     from vllm.config import get_current_vllm_config
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from clocks import plugin_wins_up_to
 from linears import FEW, MANY, random, require_products
 
 import vllm_rocm_ops
@@ -92,7 +93,7 @@ def test_products(make, kind):
     require_products(*make(kind), "gemm", close)
 
 
-def test_what_was_not_measured_is_vllms(make):
+def test_unmeasured_sizes_are_vllms(make):
     """This holds at any number of tokens."""
     layer, kernel, exact = make("channels", Baseline)
     with launch.executor(Emulator("gfx950")):
@@ -102,19 +103,9 @@ def test_what_was_not_measured_is_vllms(make):
     assert kernel.baseline.calls == [1, MANY] and vllm_rocm_ops.stats() == {}
 
 
-class InTurn:
-    """A clock by which the plugin is faster with up to 17 tokens."""
-
-    def times(self, calls, sets, replays):
-        return {"plugin": [1.0 if len(sets[0][0]) <= 17 else 3.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
-
-
 @pytest.mark.parametrize("fault", [None, "scale_b", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_measured_serves(make, kind, fault, monkeypatch):
+def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
     """A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it."""
     kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Baseline)
@@ -128,7 +119,7 @@ def test_what_is_measured_serves(make, kind, fault, monkeypatch):
     monkeypatch.setattr(ops.gemm, "run_kernels", plugin)
     bias = random(N).bfloat16()
     kernel.apply_weights(layer, random(MANY, K).bfloat16(), bias)
-    kernel_timing.warm_up((1, 17), MANY, InTurn(), lambda mine: [mine])
+    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     kernel.baseline.calls.clear()

@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from clocks import FakeClock
 from keys import key
 from marks import full
 
@@ -97,21 +98,7 @@ class Product(linear_base.Linear):
 WEIGHTS = [torch.randn(N, K, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
 
 
-class FakeClock:
-    """A clock of times from a function (kernel, tokens) -> samples, which notes its calls."""
-
-    def __init__(self, samples=lambda name, tokens: [1.0] * 5):
-        self.samples, self.asked = samples, []
-
-    def times(self, calls, sets, replays):
-        tokens = len(sets[0][0])
-        self.asked.append((tokens, [id(arguments[1]) for arguments in sets]))
-        for call in calls.values():
-            call(*sets[0])
-        return {name: self.samples(name, tokens) for name in calls}
-
-    def finish(self):
-        pass
+EQUAL = lambda side, tokens: [1.0]  # samples of a clock
 
 
 def plugin_wins(at) -> FakeClock:
@@ -162,7 +149,7 @@ def test_the_faster_kernel_serves():
     product = started(Product())
     clock = plugin_wins({8, 32, 64, 256})
     warm_up(clock)
-    assert [tokens for tokens, _ in clock.asked] == [1, 8, 32, 64, 128, 256]
+    assert [len(sets[0][0]) for sets in clock.asked] == [1, 8, 32, 64, 128, 256]
     served = {m: product.serve(m) for m in (1, 2, 7, 8, 9, 31, 32, 64, 65, 128, 129, 255, 256, 257, 5000)}
     assert {m for m in served if served[m] == "plugin"} == {8, 9, 31, 32, 64, 256}
     [one] = selection.all_choices()
@@ -182,7 +169,8 @@ def test_layers_of_the_model_are_walked():
     clock = plugin_wins({1})
     started(Product())
     warm_up(clock)
-    assert clock.asked[0] == (1, [id(weight) for weight in WEIGHTS])
+    assert [id(weight) for _, weight in clock.asked[0]] == [id(weight) for weight in WEIGHTS]
+    assert len(clock.asked[0][0][0]) == 1
 
 
 @pytest.mark.parametrize(("plugin", "winner"), [(9.9, "baseline"), (9.7, "plugin")])
@@ -205,7 +193,7 @@ def test_what_no_kernel_takes_is_not_timed():
     clock = plugin_wins(range(MAX + 1))
     started(product)
     warm_up(clock)
-    assert [tokens for tokens, _ in clock.asked] == [1, 8, 32]
+    assert [len(sets[0][0]) for sets in clock.asked] == [1, 8, 32]
     product.ran.clear()
     assert [product.serve(m) for m in (32, 33, 64)] == ["plugin", "baseline", "baseline"]
 
@@ -285,7 +273,7 @@ def test_a_baseline_that_the_sample_does_not_explain_serves(caplog):
     assert "product" not in selection.read(file()).off
 
 
-def test_memory_that_is_full_leaves_what_was_measured(caplog):
+def test_out_of_memory_keeps_the_sizes_measured_before(caplog):
     """Larger sizes are left to vLLM."""
     product = Product()
 
@@ -302,21 +290,21 @@ def test_memory_that_is_full_leaves_what_was_measured(caplog):
     assert selection.read(file()).off == {}
 
 
-def test_what_is_known_is_read():
+def test_recorded_times_are_not_measured_again():
     """A second process measures nothing; one that captures more sizes measures those."""
     product = started(Product())
     warm_up(plugin_wins({1, 8}))
     started(product)
-    clock = FakeClock()
+    clock = FakeClock(EQUAL)
     warm_up(clock)
     assert clock.asked == []
     assert [product.serve(m) for m in (8, 9)] == ["plugin", "baseline"]
     started(product)
     kernel_timing.warm_up((*CAPTURED, 4), MAX, clock := plugin_wins({4}), lambda mine: [mine])
-    assert [tokens for tokens, _ in clock.asked] == [4]
+    assert [len(sets[0][0]) for sets in clock.asked] == [4]
 
 
-def test_a_file_that_is_none_is_measured_again():
+def test_an_unusable_record_is_measured_again():
     other = selection.Record({"gpu": "another"}, {"product": "wrong there"})
     for text in (
         json.dumps(dataclasses.asdict(other)),
@@ -432,7 +420,7 @@ def test_a_worker_that_dies_again_while_measuring():
     assert not clock.asked
 
 
-def test_two_ops_that_end_a_process():
+def test_crashes_of_two_ops_are_both_remembered():
     """No start forgets what an earlier one has found, although each ends before it has measured anything."""
     product, other = Product(), Product("other")
 
@@ -503,7 +491,7 @@ def test_what_is_slow_and_not_the_plugins_ends_nothing(soon, caplog):
     assert len(selection.read(file()).shapes[key("product 48x64 VllmKernel")]) == 6
 
 
-def test_the_graph_of_the_plugins_kernel_is_watched(monkeypatch, tmp_path):
+def test_the_watchdog_covers_the_plugins_graph_only(monkeypatch, tmp_path):
     """Its capture and replays are, until they end; vLLM's are not."""
     clocks, watched = kernel_timing.clocks, {"plugin": [], "baseline": []}
 
@@ -616,7 +604,7 @@ def test_ranks_stay_in_step_when_one_fails(caplog, monkeypatch):
     """It still takes part in the agreement."""
     product, asked = started(Product()), []
     monkeypatch.setattr(selection, "read", lambda: None)
-    warm_up(FakeClock(), lambda mine: asked.append(mine) or [mine])
+    warm_up(FakeClock(EQUAL), lambda mine: asked.append(mine) or [mine])
     assert asked == [selection.Decided({}, {})]
     assert "kernel timing failed: TypeError" in caplog.text
     assert product.serve(LIMIT) == "plugin"
@@ -636,7 +624,7 @@ def test_two_installations_have_a_file_each(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("measured-*.json"))) == 2
 
 
-def test_the_machine_is_named(monkeypatch):
+def test_the_machines_name_has_all_that_times_depend_on(monkeypatch):
     """Its name has all that a measurement depends on: an op that is switched off now may be measured later."""
     here = REAL_MACHINE()
     monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", "scaled_mm")
@@ -788,7 +776,7 @@ def test_the_memory_that_flushes_caches_is_allocated_once(monkeypatch):
 
 
 @pytest.mark.parametrize("whose", ["plugin", "baseline"])
-def test_what_differs_when_it_is_replayed(whose, caplog):
+def test_a_kernel_whose_replay_differs_is_off(whose, caplog):
     """The plugin's op is off. Of vLLM's kernel nothing is recorded, and the user reads once that graphs are broken."""
 
     class Broken(FakeClock):
@@ -870,10 +858,10 @@ def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
         watch.asked.clear()
         caplog.clear()
         watch.takes(1.4)
-        kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine], 0.4)
+        kernel_timing.agree({Rows(): [2, 64]}, FakeClock(EQUAL), lambda mine: [mine], 0.4)
         assert watch.asked == ([("rows", 2), ("rows", 64)] if sizes[0] == 1 else [])
         watch.takes(0.8)
-        decided = kernel_timing.agree(choices, FakeClock(), lambda mine: [mine])[1]
+        decided = kernel_timing.agree(choices, FakeClock(EQUAL), lambda mine: [mine])[1]
         assert watch.asked[-9:] == [(name, tokens) for tokens in sizes for name in "abc"][-9:]
         assert 9 < watch.now - begin <= kernel_timing.limit_s() == 10
         if sizes[0] == 1:
@@ -901,7 +889,7 @@ def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
     monkeypatch.setattr(kernel_timing.tables, "locked", locked)
     wanted = {one: kernel_timing.sizes(CAPTURED, MAX) for one in selection.all_choices()}
     watch.takes(0.3)
-    kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine])
+    kernel_timing.agree(wanted, FakeClock(EQUAL), lambda mine: [mine])
     assert [tokens for _, tokens in watch.asked] == [1, 8] and product.serve(LIMIT) == "plugin"
 
 
@@ -913,7 +901,7 @@ def test_what_is_decided_once_is_measured_whole_or_not_at_all(monkeypatch):
         monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", f"{most}")
         selection.begin_recording()
         watch.takes(4.0)
-        kernel_timing.agree({Rows(): [2, 64]}, FakeClock(), lambda mine: [mine])
+        kernel_timing.agree({Rows(): [2, 64]}, FakeClock(EQUAL), lambda mine: [mine])
         assert len(watch.asked) == asked
 
 
@@ -925,7 +913,7 @@ def test_a_call_that_cannot_be_made_for_the_plugin_is_vllms(caplog, monkeypatch)
 
     wanted = {one: [1, 8] for one in [Rows()]}
     monkeypatch.setattr(kernel_timing, "check_and_time", refuses)
-    kernel_timing.agree(wanted, FakeClock(), lambda mine: [mine])
+    kernel_timing.agree(wanted, FakeClock(EQUAL), lambda mine: [mine])
     assert [*selection.read(file()).shapes.values()] == [{1: selection.UNTIMED, 8: selection.UNTIMED}]
     assert "failed" not in caplog.text
 
@@ -961,7 +949,7 @@ LIMITED = ("scaled_mm", "block_scaled_mm", "unquantized_gemm", "fused_experts")
 
 
 @pytest.mark.parametrize(("model", "most"), [("llama-3.1-405b-fp8", 8192), ("deepseek-v3", 8192)])
-def test_what_is_measured_in_time(model, most):
+def test_default_sizes_are_measured_within_the_time_limit(model, most):
     """The estimate is conservative, for vLLM's default sizes on MI300X with eight ranks.
 
     Every power of two up to 512 tokens is measured, large layers first, in the time that norms leave.
@@ -1043,7 +1031,7 @@ def worker(monkeypatch):
     assert module.kernel_warmup is kernel_warmup
 
 
-def test_when_a_worker_measures(worker):
+def test_workers_measure_between_warm_up_and_capture(worker):
     """It measures after vLLM's own warm-up of kernels and before graphs are captured, unless one worker alone warms up."""
     wrapper, happened = worker
     assert wrapper.compile_or_warm_up_model() == "times"
@@ -1118,7 +1106,7 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
     assert record.off == {} and len(record.shapes) == 2
 
 
-def test_a_vllm_that_is_otherwise_starts(caplog):
+def test_an_unknown_worker_starts_without_timing(caplog):
 
     worker_startup.warm_up(types.SimpleNamespace())
     assert "vllm-rocm-ops: kernel timing failed, default token limits apply: " in caplog.text
@@ -1152,7 +1140,7 @@ def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
     assert worker_startup.call_others([model], MAX, torch.bfloat16) == ["fails"]
     assert calls == [(name, (1, K), torch.bfloat16) for name in ("drafts", "fails")]
     warm_up(clock := plugin_wins({1, 128}))
-    assert sorted({tokens for tokens, _ in clock.asked}) == [1, 8, 32, 64, 128, 256]
+    assert sorted({len(sets[0][0]) for sets in clock.asked}) == [1, 8, 32, 64, 128, 256]
     assert [one.state for one in selection.all_choices()] == ["measured", "measured"]
     assert {one.key.shape for one in selection.all_choices()} == {"48x64", "64x64"}
 

@@ -147,7 +147,7 @@ def test_a_trial_ends_before_the_worker_goes_on(monkeypatch, tmp_path, caplog):
     assert not mark.exists()
 
 
-def test_a_child_that_does_not_end_is_ended(monkeypatch, tmp_path, caplog):
+def test_a_hanging_trial_is_killed_with_its_children(monkeypatch, tmp_path, caplog):
     """With the processes that it has started."""
     monkeypatch.setattr(kernel_trial, "SECONDS", 1.0)
     code = f"import os, subprocess, sys; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'p')!r}, 'w')"

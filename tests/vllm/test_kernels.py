@@ -7,8 +7,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.correctness import generator_of
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.vllm.comparisons import COMPARISONS
-from vllm_rocm_ops.vllm.selection.kernel_selection import GROUP
-from vllm_rocm_ops.vllm.selection.kernel_timing import relative
+from vllm_rocm_ops.vllm.selection.comparison import GROUP, relative
 
 SHARES = {ops.scaled_mm_silu_and_mul_quant: 0.05, ops.fused_experts: 0.1}  # error shares: these ops quantize inside
 

@@ -94,7 +94,7 @@ def test_a_residual_that_is_not_in_rows_is_vllms():
     assert vllm_rocm_ops.stats() == {}
 
 
-def test_what_is_traced_is_vllms(configuration):
+def test_compiled_norms_are_traced_as_vllms_ir(configuration):
     """A norm is then a node of vLLM's IR, which rewrite.py replaces, and nothing of the plugin."""
     layer, graphs = norm(), []
 
@@ -243,7 +243,7 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_which_results_kernels_make(monkeypatch, arch):
+def test_kernels_make_all_results_unless_switched_off(monkeypatch, arch):
     """On GPUs with code objects these are all results, unless switched off."""
     from vllm_rocm_ops.vllm.graph import fused_quant
 
@@ -305,7 +305,7 @@ def test_batch_invariance_is_vllms(monkeypatch):
     assert layer._forward_method == layer.vllm_forward
 
 
-def test_activation():
+def test_swiglu_runs_the_plugins_op_except_in_fp32():
     """SwiGLU runs the plugin's op; fp32 runs vLLM's own forward."""
     from vllm.model_executor.layers.activation import SiluAndMul
 

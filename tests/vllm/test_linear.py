@@ -6,6 +6,7 @@ import types
 import frames
 import pytest
 import torch
+from clocks import plugin_wins_up_to
 from linears import FEW, MANY, ask_for_aiter, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -430,7 +431,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
         return make(kind, Right)[1].baseline is None
 
     path, before = kernel_selection.path_of(kernel_selection.machine()), compile_cache.fingerprint()
-    kernel_timing.warm_up((), MANY, InTurn(MANY), lambda mine: [mine])
+    kernel_timing.warm_up((), MANY, plugin_wins_up_to(MANY), lambda mine: [mine])
     assert is_shuffled()
     assert compile_cache.fingerprint() != before
     record = kernel_selection.read(path)
@@ -883,20 +884,6 @@ class RightInFragments(Right):
         return super().apply_scaled_mm(B=plain_weight(weight_order.fragments_of(B)).t(), **arguments)
 
 
-class InTurn:
-    """A clock by which the plugin is faster with up to `few` tokens."""
-
-    def __init__(self, most: int):
-        self.most = most
-
-    def times(self, calls, sets, replays):
-        tokens = len(sets[0][0])
-        return {"plugin": [1.0 if tokens <= self.most else 3.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
-
-
 @pytest.mark.parametrize(
     ("kind", "baseline", "fault"),
     [
@@ -909,7 +896,7 @@ class InTurn:
         *(("block", Right, fault) for fault in (None, "scale")),
     ],
 )
-def test_what_is_measured_serves(make, kind, baseline, fault, monkeypatch):
+def test_kernels_serve_the_sizes_they_won(make, kind, baseline, fault, monkeypatch):
     """The measurement uses the layer's own weights, scales and bias.
 
     A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it.
@@ -928,7 +915,7 @@ def test_what_is_measured_serves(make, kind, baseline, fault, monkeypatch):
     monkeypatch.setattr(op, "run_kernels", plugin)
     bias = None if kind == "block" else random(N).bfloat16()
     kernel.apply_weights(layer, random(MANY, layer.weight.numel() // N).bfloat16(), bias)
-    kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
+    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == ("off" if fault else "measured"), one.why
     assert not fault or "relative error" in one.why
@@ -964,7 +951,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, m
         return torch.ops.vllm_rocm_ops.gated_linear(a, layer.weight, *further)
 
     assert call(MANY).shape == (MANY, N // 2)
-    kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
+    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
     [one] = [choice for choice in kernel_selection.all_choices() if choice.kernels.op is op]
     assert one.state == ("off" if fault else "measured"), one.why
     assert not fault or "relative error" in one.why
@@ -978,7 +965,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, m
     assert ran == ([] if fault else [1, 17])
 
 
-def test_what_won_above_the_limit_runs_tiled_kernels(make):
+def test_prompts_run_tiled_kernels_where_these_won(make):
     """The plugin then serves prompts, too."""
     (layer, kernel, exact), x = make("channel", Right), random(MANY, K).bfloat16()
     with launch.executor(Emulator("gfx950")):
@@ -1006,7 +993,7 @@ def test_mx_layers_are_measured(make, monkeypatch):
 
     monkeypatch.setattr(type(kernel.baseline), "apply_weights", baseline)
     kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
+    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
     [one] = kernel_selection.all_choices()
     assert one.state == "measured", one.why
     kernel.baseline.calls.clear()
@@ -1070,7 +1057,7 @@ def test_unquantized_layers_are_measured(monkeypatch):
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: left.append(1) or linear(*arguments))
     unquantized_linear.unquantized_linear(random(40, K).bfloat16(), weight, None)
-    kernel_timing.warm_up((1, 17), 8192, InTurn(17), lambda mine: [mine])
+    kernel_timing.warm_up((1, 17), 8192, plugin_wins_up_to(17), lambda mine: [mine])
     left.clear()
     for tokens in (1, 17, 18, 40, 41):
         unquantized_linear.unquantized_linear(random(tokens, K).bfloat16(), weight, None)
@@ -1102,7 +1089,7 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     for tokens in (1, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16())
     assert len(kernel.baseline.calls) == 2
-    kernel_timing.warm_up((1, 17), MANY, InTurn(17), lambda mine: [mine])
+    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
     kernel.baseline.calls.clear()
     kernel.apply_weights(layer, random(1, K).bfloat16())
     assert not kernel.baseline.calls

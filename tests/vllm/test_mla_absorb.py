@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from clocks import FakeClock
 from keys import keyed
 
 import vllm_rocm_ops
@@ -78,7 +79,7 @@ def test_both_products_are_served_where_asked_for(configuration):
     assert launched == ["batched_gemm_bf16_transposed_16", "batched_gemm_bf16_wave_splitk_16"]
 
 
-def test_all_else_of_a_weight_stays(configuration):
+def test_a_noted_weight_keeps_its_address_and_class(configuration):
     """Its address when it is loaded again, the results of other calls, and their classes stay."""
     layer = Layer()
     before = [layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr(), layer.W_UV.stride()]
@@ -142,12 +143,9 @@ def test_nothing_is_noted_without_measurements(configuration, monkeypatch):
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, factor, tmp_path):
     """The check measures the very call that vLLM makes."""
 
-    class Clock:
+    class Clock(FakeClock):
         def times(self, calls, sets, replays):
             return {name: [float(len(call(*sets[0])))] for name, call in calls.items()}
-
-        def finish(self):
-            pass
 
     right = mla_absorb.run
 

@@ -7,6 +7,7 @@ import checkpoints
 import fronts_on_cpu
 import pytest
 import torch
+from clocks import FakeClock
 from engines import STEPS
 from keys import key
 from marks import full
@@ -51,7 +52,7 @@ def generated(engines) -> dict[str, dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, "eager"])
-def test_tokens_are_baseline_vllms(generated, name):
+def test_tokens_equal_baseline_vllms(generated, name):
     """One launch per layer and step replaces its norms; the counts of other norms and quantizations stay."""
     plugin, baseline = generated[f"{name} plugin"], generated[f"{name} stock"]
     assert plugin["tokens"] == baseline["tokens"] and plugin["then"] == baseline["then"]
@@ -152,16 +153,6 @@ class Layer(torch.nn.Module):
         cache[slots, 0] = rows
 
 
-class Clock:
-    def times(self, calls, sets, replays):
-        for call in calls.values():
-            call(*(value.clone() for value in sets[0]))
-        return {"plugin": [1.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
-
-
 KEYS = {
     "": None,
     "static": "kFp8StaticTensorSym",
@@ -186,7 +177,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
         parameters = (one.sizes[0], KV), ROPE, kind or "none"
         assert one.key.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
         with launch.executor(Emulator("gfx950", races=False)):
-            found = kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+            found = kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
         assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
@@ -207,10 +198,10 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(OP, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
 
 
-unsupported_reason = {
+UNSUPPORTED = {
     "no rotation": lambda layer: setattr(layer, "rotary_emb", None),
     "norms that vLLM fuses": lambda layer: setattr(layer, "fuse_qkv_rmsnorm", True),
     "a backend": lambda layer: delattr(layer.mla_attn.impl, "rocm_ops"),
@@ -230,11 +221,11 @@ unsupported_reason = {
 
 
 @pytest.mark.usefixtures("configuration")
-@pytest.mark.parametrize("what", unsupported_reason)
-def test_what_is_not_served(what):
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_unsupported_layers_are_not_served(what):
     layer = Layer()
     assert [*mla_norms.unsupported_features(layer)] == []
-    unsupported_reason[what](layer)
+    UNSUPPORTED[what](layer)
     assert len([*mla_norms.unsupported_features(layer)]) == 1
 
 
@@ -258,7 +249,7 @@ def found(configuration, monkeypatch):
     return fronts
 
 
-def test_where_it_may_serve(found):
+def test_it_serves_compiled_models_that_vllm_does_not_fuse(found):
     """It serves compiled models, or if forced, and not where vLLM's pass fuses rotation and write.
 
     The kernels must support the sizes.
@@ -325,7 +316,7 @@ class Whole(Layer):
 
 
 @pytest.mark.parametrize(("kind", "fp8"), [("", False), ("block", True), ("none", False)])
-def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
+def test_attention_gets_the_results_of_the_fused_launch(configuration, monkeypatch, kind, fp8):
     """Attention gets rotated queries and the op's results, and q_b_proj its quantized result."""
     generator, seen = torch.Generator().manual_seed(1), {}
     layer = mla_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
@@ -381,7 +372,7 @@ def test_a_layers_forward(configuration, monkeypatch, kind, fp8):
 
 
 @pytest.mark.usefixtures("configuration")
-def test_the_choice_is_the_layers():
+def test_a_layer_takes_and_drops_the_fused_launch():
     one = mla_pre_attention.MlaPreAttention(layer := Layer(), COMPILED)
     one.take(True)
     assert layer.rocm_ops_front is one

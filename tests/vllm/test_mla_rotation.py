@@ -6,6 +6,7 @@ import types
 import pytest
 import test_mla_norms
 import torch
+from clocks import FakeClock
 from test_mla_norms import HEADS, KV, ROPE
 
 from vllm_rocm_ops import ops
@@ -209,16 +210,6 @@ def test_queries_that_stay_unrotated_are_an_error(monkeypatch):
         step(one, 2, 0)
 
 
-class Clock:
-    def times(self, calls, sets, replays):
-        for call in calls.values():
-            call(*(value if value is None else value.clone() for value in sets[0]))
-        return {"plugin": [1.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
-
-
 @pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("tokens", [3, 70])
 def test_a_kernel_is_measured_beside_vllms_layers(tokens):
@@ -226,7 +217,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(tokens):
     one = query_rotation()
     assert str(one.key) == f"batched_gemm_rope {HEADS}x{KV}x{NOPE}+{ROPE} bfloat16 compiled"
     with launch.executor(Emulator("gfx950", races=False)):
-        found = kernel_timing.check_and_time(one, [()] * 2, tokens, Clock(), contextlib.nullcontext())
+        found = kernel_timing.check_and_time(one, [()] * 2, tokens, FakeClock(), contextlib.nullcontext())
     assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
     assert one.work((), tokens)[0] > 0 and (one.work((), tokens)[1] > 0) == (tokens <= 64)
 
@@ -243,10 +234,10 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(OP, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        kernel_timing.check_and_time(query_rotation(), [()] * 2, 3, Clock(), contextlib.nullcontext())
+        kernel_timing.check_and_time(query_rotation(), [()] * 2, 3, FakeClock(), contextlib.nullcontext())
 
 
-unsupported_reason = {
+UNSUPPORTED = {
     "a product in FP8": lambda attn: setattr(attn, "is_aiter_triton_fp8_bmm_enabled", True),
     "a product in FP4": lambda attn: setattr(attn, "is_aiter_triton_fp4_bmm_enabled", True),
     "a product on CPU": lambda attn: setattr(attn, "is_amx_bmm_enabled", True),
@@ -256,8 +247,8 @@ unsupported_reason = {
 
 
 @pytest.mark.usefixtures("configuration")
-@pytest.mark.parametrize("what", unsupported_reason)
-def test_what_is_not_served(what):
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_unsupported_layers_are_not_served(what):
     layer = Layer()
     front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
     assert len([*mla_rotation.of(front, COMPILED, torch.bfloat16)]) == 1
@@ -278,7 +269,7 @@ def test_kernels_must_take_the_sizes(monkeypatch):
 
 
 @pytest.mark.usefixtures("configuration")
-def test_the_choice_is_the_layers():
+def test_a_layer_takes_and_drops_the_fused_launch():
     one = query_rotation()
     assert not one.runs_unmeasured()
     one.take(True)

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from clocks import FakeClock
 from keys import key
 from test_mla_absorb import Layer as Plain
 
@@ -195,7 +196,7 @@ def test_w_uv_quantizes_where_it_won_against_both(noted, monkeypatch, shapes, ro
         ({}, {"is_forced": True, "impl": types.SimpleNamespace(dcp_world_size=2)}, False),
     ],
 )
-def test_what_was_measured_decides(configuration, shapes, changed, quantizes):
+def test_records_decide_whether_the_result_is_quantized(configuration, shapes, changed, quantizes):
     given = {"is_forced": False, "is_batch_invariant": False, "impl": types.SimpleNamespace(dcp_world_size=1)}
     decoder = types.SimpleNamespace(**given | changed)
     assert mla_v_up.may_quantize(decoder, Layer().W_UV, Decided({}, shapes)) is quantizes
@@ -210,12 +211,9 @@ def test_what_was_measured_decides(configuration, shapes, changed, quantizes):
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 @pytest.mark.parametrize("kernels", mla_v_up.COMPARISONS, ids=lambda kernels: str(kernels.beside))
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kernels, factor, tmp_path):
-    class Clock:
+    class Clock(FakeClock):
         def times(self, calls, sets, replays):
             return {name: [float(len(call(*sets[0])[0]))] for name, call in calls.items()}
-
-        def finish(self):
-            pass
 
     right = mla_absorb.run
 

@@ -205,7 +205,7 @@ LEFT = {
 
 @on_cpu
 @pytest.mark.parametrize("what", LEFT)
-def test_what_attention_cannot_give_is_left(impl, what):
+def test_quantizations_that_attention_cannot_do_stay(impl, what):
     """Other readers need the 16-bit result, and a scale must be known before."""
     both = quantizer("static"), quantizer("groups")
     count, before, after, _ = results(lambda x: LEFT[what](x, *both), rows())
@@ -317,12 +317,12 @@ WINS, LOSES, FEW, MANY = (b"\0\1\1",) * 2, (b"\0\0\0",) * 2, b"\0\1\0", b"\0\0\1
         (decided(), {"is_forced": True, "unsupported_reason": "ALiBi is not supported"}, False),
     ],
 )
-def test_what_was_measured_decides(measured, changed, fuses):
+def test_records_decide_whether_the_result_is_quantized(measured, changed, fuses):
     """The first start measures plain attention, later ones its quantization versus vLLM's kernels and two launches."""
     assert quantized_attention.may_quantize(decoder(**changed), "static", measured) is fuses
 
 
-def test_a_head_is_a_group():
+def test_only_heads_of_a_groups_size_have_group_scales():
     """Heads of 64 therefore have no group scales."""
     of = decoder(is_forced=True, impl=types.SimpleNamespace(head_size=64))
     assert not quantized_attention.may_quantize(of, "groups", decided())
@@ -440,7 +440,7 @@ def test_the_profile_run_says_what_the_graph_has(kind):
     assert groups is None or (groups == 1).all()
 
 
-def test_vllms_pass_is_told(configuration, monkeypatch):
+def test_vllms_fusion_pass_is_told_of_static_scales(configuration, monkeypatch):
     """It knows static scales in layers that are decided."""
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym
 
@@ -453,7 +453,7 @@ def test_vllms_pass_is_told(configuration, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KEYS)
-def test_what_is_measured_is_quantized(kind):
+def test_quantized_results_are_compared_dequantized(kind):
     """Both results are compared in float32, dequantized."""
     query = rows(1).view(5, HEADS, SIZE)
     output, scale, groups = quantized_attention.outputs(kind, query)
@@ -558,27 +558,19 @@ def test_tokens_have_the_bits_of_separate_launches(generated, model):
 
 MEASURED = """
 import os
-from vllm.v1.worker.cpu_worker import CPUWorker
+import measured_on_cpu
+from clocks import FakeClock
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm import worker_startup
 from vllm_rocm_ops.vllm.selection import kernel_timing
 
-class Clock:
+class Clock(FakeClock):
     def times(self, calls, sets, replays):
         beside = getattr(calls["baseline"], "__self__", None)
         slow = str(getattr(beside, "beside", "")) == os.environ["SLOW"]
         return {"plugin": [3.0 if slow else 1.0], "baseline": [2.0]}
 
-    def finish(self):
-        pass
-
-available = CPUWorker.determine_available_memory
-
-def after_a_profile_run(self):
-    self.model_runner.profile_run()  # as on a GPU
-    return available(self)
-
-CPUWorker.determine_available_memory = after_a_profile_run
+measured_on_cpu.profile_first()
 worker_startup.clock, attention_timing.LENGTHS = Clock, (32,)
 kernel_timing.limit_s = lambda: 1000.0
 """

@@ -168,7 +168,7 @@ def test_a_norm_that_also_quantizes_for_experts(shared, choices, runner):  # noq
         assert shared.reduce.calls[op.name] == launched
 
 
-def test_what_stays_vllms(shared, choices):
+def test_some_all_reduces_are_not_replaced(shared, choices):
     """The all-reduce has another reader or another group, no launch wins, or the norm is not the plugin's."""
     x, weight, held = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(ROWS, HIDDEN, seed=2)
 
@@ -374,7 +374,7 @@ def test_a_rank_that_fails(what):
     assert both(rank) == (*OFF, TOKENS[: len(KEYS_MEASURED) + 1] if what == "times" else [])
 
 
-def test_a_process_that_ended_there(compiled):
+def test_a_crash_while_timing_is_retried_once(compiled):
     """It is measured again once. After the second it is off."""
 
     def rank(group):
@@ -397,7 +397,7 @@ def test_a_process_that_ended_there(compiled):
 # Starts without measurement, and steps
 
 
-def test_what_a_group_lacks(monkeypatch):
+def test_unsupported_groups_have_a_reason(monkeypatch):
     """Each lack has its own reason."""
     config, timer = types.SimpleNamespace(parallel_config=types.SimpleNamespace(use_ubatching=False)), Clock(1)
 

@@ -6,6 +6,7 @@ import types
 import checkpoints
 import pytest
 import torch
+from clocks import plugin_wins_up_to
 from engines import STEPS, prompts_of
 from marks import full
 from test_experts import ROUTERS, Layer, call_with_logits, config, inputs, kernel, random
@@ -149,7 +150,7 @@ def test_logits_of_another_call_are_not_mistaken():
         layer.bias = bias
 
 
-def test_two_layers_in_turn():
+def test_an_unread_gate_result_does_not_reach_the_next_layer():
     """A gate whose result no experts read changes nothing for the next layer."""
     layers, hidden = [adopted(), adopted(router="Default")], inputs(2)
     alone = [called(layer, hidden)[0] for layer in layers]
@@ -288,7 +289,7 @@ def test_gates_that_stay(why):
 
 
 @pytest.mark.parametrize("how", ["VLLM_ROCM_OPS_MEASURE", "VLLM_BATCH_INVARIANT", "seam"])
-def test_when_no_gate_is_adopted(monkeypatch, how):
+def test_settings_that_exclude_the_gate(monkeypatch, how):
     from vllm import envs
 
     if how == "seam":
@@ -303,18 +304,6 @@ def test_when_no_gate_is_adopted(monkeypatch, how):
 
 
 # Timing
-
-
-class InTurn:
-    """A clock by which the op is faster with up to two tokens."""
-
-    def times(self, calls, sets, replays):
-        for call in calls.values():
-            call(*sets[0])
-        return {"plugin": [1.0 if len(sets[0][0]) <= 2 else 3.0], "baseline": [2.0]}
-
-    def finish(self):
-        pass
 
 
 def planted(reference, fault: str):
@@ -346,7 +335,7 @@ def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, rout
     routing_gate.adopt([layer])
     one, other = kernel_selection.all_choices()
     assert one.key.shape == other.key.shape and f"8x256 bfloat16 top {TOPK}" in one.key.shape
-    kernel_timing.warm_up((1, 2, 4, 8, 16, 32), 64, InTurn(), lambda mine: [mine])
+    kernel_timing.warm_up((1, 2, 4, 8, 16, 32), 64, plugin_wins_up_to(2), lambda mine: [mine])
     if fault:
         assert one.state == other.state == "off", (one.why, one.plugin_by_tokens)
     else:

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from clocks import FakeClock
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam, worker_startup
@@ -64,21 +65,9 @@ class Layer(torch.nn.Module):
         return x
 
 
-class Clock:
-    """A clock of the plugin's times by a function of the number of tokens; vLLM's take 10."""
-
-    def __init__(self, us=lambda tokens: 5.0):
-        self.us, self.asked = us, []
-
-    def times(self, calls, sets, replays):
-        tokens = len(sets[0][0])
-        self.asked.append((tokens, sets[0][0].shape[1], sets[0][1] is not None, len(sets)))
-        for call in calls.values():
-            call(*sets[0])
-        return {"plugin": [self.us(tokens)] * 3, "baseline": [10.0, 10.0, 99.0]}
-
-    def finish(self):
-        pass
+def clock_of(us=lambda tokens: 5.0) -> FakeClock:
+    """Return a clock of the plugin's times by a function of the number of tokens; vLLM's take 10."""
+    return FakeClock(lambda side, tokens: [us(tokens)] * 3 if side == "plugin" else [10.0, 10.0, 99.0])
 
 
 @pytest.fixture
@@ -138,17 +127,19 @@ NONE = dict.fromkeys(ALL, False)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_the_faster_serves(kernels, key, caplog):
+def test_the_faster_op_serves_and_is_recorded(kernels, key, caplog):
     """The plugin serves if it is faster in total and nowhere slower, else vLLM's forward, which the compiler sees.
 
     The choice is written to this machine's file, and read by the next process.
     """
-    assert decide(Layer(key), clock := Clock()) == ALL
+    clock = clock_of()
+    assert decide(Layer(key), clock) == ALL
     shapes = [(HIDDEN, True), (2 * INNER, False), (LATENT, False)]
-    assert [(t, *shape) for t, *shape, _ in clock.asked] == [(t, *s) for s in shapes for t in (2, 8, 64, MAX)]
-    assert all(1 <= sets <= compiled_ops.SETS for *_, sets in clock.asked)
+    asked = [(*x.shape, residual is not None) for (x, residual, *_), *_ in clock.asked]
+    assert asked == [(t, *shape) for shape in shapes for t in (2, 8, 64, MAX)]
+    assert all(1 <= len(sets) <= compiled_ops.SETS for sets in clock.asked)
     assert compiled_ops.patterns_left_to_vllm() == []
-    assert decide(Layer(key), again := Clock()) == ALL and again.asked == []
+    assert decide(Layer(key), again := clock_of()) == ALL and again.asked == []
     [path] = kernel_selection.envs.tables().glob("*/measured-*.json")
     record = kernel_selection.read(path)
     assert len(record.shapes) == 3 and all(name.baseline == COMPILED for name in record.shapes)
@@ -158,7 +149,7 @@ def test_the_faster_serves(kernels, key, caplog):
         )
     path.unlink()
     with caplog.at_level(logging.INFO):
-        assert decide(Layer(key), Clock(lambda tokens: 20.0)) == NONE
+        assert decide(Layer(key), clock_of(lambda tokens: 20.0)) == NONE
     assert len(compiled_ops.patterns_left_to_vllm()) == 3
     assert "compiled" in caplog.text and "vLLM's" in caplog.text
 
@@ -180,7 +171,7 @@ def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "10")
     monkeypatch.setattr(compilation, "compiler", compiler)
     for _ in range(2):
-        assert decide(Layer(KEYS[1]), Clock()) == ALL
+        assert decide(Layer(KEYS[1]), clock_of()) == ALL
     assert now == [100.0] and len(started) == 1 and kernel_selection.spent() < 1.0
 
 
@@ -207,12 +198,12 @@ def test_mx_patterns_are_measured(kernels, monkeypatch, fault):
             linear.vllm_rocm_ops_quantize = lambda x: torch.ops.vllm.mxfp8_quantize(x, False, 0)
         return made
 
-    worker_startup.select_compiled_ops(worker(layer(), fuse_norm_quant=True), Clock(), lambda mine: [mine], True)
+    worker_startup.select_compiled_ops(worker(layer(), fuse_norm_quant=True), clock_of(), lambda mine: [mine], True)
     plugin = compiled_ops.choices.decisions
     assert len(plugin) == 3 and all(runs is not name.op.startswith(str(fault)) for name, runs in plugin.items())
     assert compiled_ops.choices.off == frozenset({fault} - {None})
     monkeypatch.setattr(compilation, "is_compiled", lambda config, model: False)
-    worker_startup.select_compiled_ops(worker(uncompiled := layer()), Clock(), lambda mine: [mine], True)
+    worker_startup.select_compiled_ops(worker(uncompiled := layer()), clock_of(), lambda mine: [mine], True)
     assert compiled_ops.choices.decisions == {} and uncompiled.act_fn.consumer is None
 
 
@@ -220,7 +211,7 @@ def test_scales_may_be_negative(kernels, caplog):
     """Half of vLLM's random scales are negative with `load_format="dummy"`."""
     layer = Layer(KEYS[1])
     layer.down_proj.input_scale.neg_()
-    assert decide(layer, Clock()) == ALL
+    assert decide(layer, clock_of()) == ALL
     assert "failed" not in caplog.text
 
 
@@ -234,9 +225,9 @@ def test_scales_may_be_negative(kernels, caplog):
         (lambda tokens: 10.1 if tokens < MAX else 9.0, False),
     ],
 )
-def test_the_plugin_may_nowhere_be_the_slower(kernels, us, wins):
+def test_the_plugin_serves_only_if_slower_nowhere(kernels, us, wins):
     """One graph serves every number of tokens. Outliers among the samples change nothing."""
-    assert decide(Layer(KEYS[0]), Clock(us)) == (ALL if wins else NONE)
+    assert decide(Layer(KEYS[0]), clock_of(us)) == (ALL if wins else NONE)
     [*lines] = kernel_selection.rows(
         kernel_selection.read(next(kernel_selection.envs.tables().glob("*/measured-*.json")))
     )
@@ -258,7 +249,7 @@ def test_a_wrong_op_is_switched_off_on_this_gpu(kernels, monkeypatch, caplog, fa
     """Only that op is off; it is logged once, and off in later processes."""
     op = ops.silu_and_mul_per_block_quant
     monkeypatch.setattr(op, "run_kernels", lambda *a: WRONG[fault](*op.reference(*a, *op._defaults[len(a) :])))
-    for clock in (Clock(), None):
+    for clock in (clock_of(), None):
         caplog.clear()
         assert decide(Layer(KEYS[2]), clock) == {"norm": True, "q": True, "act": False}
         assert caplog.text.count("silu_and_mul_per_block_quant is off on this GPU") == 1
@@ -274,12 +265,12 @@ def test_a_wrong_residual_is_noticed(kernels, monkeypatch):
         return op.reference(*a)
 
     monkeypatch.setattr(op, "run_kernels", forgets)
-    assert decide(Layer(KEYS[2]), Clock()) == {"norm": False, "q": False, "act": True}
+    assert decide(Layer(KEYS[2]), clock_of()) == {"norm": False, "q": False, "act": True}
 
 
 def test_what_kernels_do_not_take_stays_vllms(kernels, monkeypatch):
     monkeypatch.setattr(ops.silu_and_mul_per_token_quant, "run_kernels", lambda *a: None)
-    assert decide(Layer(KEYS[0]), Clock()) == {"norm": True, "q": True, "act": False}
+    assert decide(Layer(KEYS[0]), clock_of()) == {"norm": True, "q": True, "act": False}
 
 
 @pytest.mark.parametrize("measures", ["0", "1000"])
@@ -294,13 +285,13 @@ def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
     monkeypatch.setattr(seam, "arch_here", lambda _: None)
     if measures == "0":
-        decide(Layer(KEYS[0]), Clock(lambda tokens: 99.0))
+        decide(Layer(KEYS[0]), clock_of(lambda tokens: 99.0))
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", measures)
     assert decide(Layer(KEYS[0]), None) == ALL
     assert decide(Layer(KEYS[0]), None, fuse_norm_quant=True) == {"norm": False, "q": False, "act": True}
     assert decide(Layer(KEYS[0]), None, fuse_act_quant=True) == {"norm": True, "q": True, "act": False}
     if measures != "0":  # measurements count
-        assert decide(Layer(KEYS[0]), Clock(), fuse_norm_quant=True, fuse_act_quant=True) == ALL
+        assert decide(Layer(KEYS[0]), clock_of(), fuse_norm_quant=True, fuse_act_quant=True) == ALL
 
 
 def test_ranks_agree(kernels):
@@ -309,7 +300,7 @@ def test_ranks_agree(kernels):
     norm, q, act = compiled_ops.fused_in(layer, HIDDEN, torch.bfloat16, lambda *_: COMPILED, True)
     slow = kernel_selection.Decided({}, {norm.key: bytes([0]), q.key: bytes([1])})
     wrong = kernel_selection.Decided({act.op.name: "wrong there"}, {})
-    assert decide(layer, Clock(), lambda mine: [mine, slow, wrong]) == {"norm": False, "q": True, "act": False}
+    assert decide(layer, clock_of(), lambda mine: [mine, slow, wrong]) == {"norm": False, "q": True, "act": False}
 
 
 def test_equal_layers_are_one_pair(kernels, monkeypatch):
@@ -400,7 +391,7 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
     assert (f"two-stage kernel for 8 tokens of hidden size {hidden} " in caplog.text) is not fuses
 
 
-def test_what_is_measured_holds_for_one_baseline(kernels, monkeypatch):
+def test_records_are_kept_apart_by_baseline(kernels, monkeypatch):
     """Baselines are eager or compiled, fused with the quantization or not, AITER's or not."""
     from vllm_rocm_ops.vllm.linear import base as linear_base
 
@@ -465,7 +456,7 @@ def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
     layer.vllm_config = held
     before = compile_cache.fingerprint()
     one = worker(layer)
-    worker_startup.select_compiled_ops(one, Clock(lambda tokens: 20.0), lambda mine: [mine], False)
+    worker_startup.select_compiled_ops(one, clock_of(lambda tokens: 20.0), lambda mine: [mine], False)
     compile_cache.mark_again(one)
     after = compile_cache.fingerprint()
     assert after != before

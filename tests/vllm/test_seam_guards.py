@@ -67,7 +67,7 @@ def test_an_implementation_that_ours_never_serves_is_vllms_own(kind, of, forced,
     assert asked == [tuple(given)] * 2
 
 
-def test_whether_ours_ever_serves_is_found_once():
+def test_whether_a_layer_ever_serves_is_computed_once():
     """It is found once measurements are known, and again for a new cache."""
     decoder = attention.Decoder.__new__(attention.Decoder)
     decoder.is_forced, decoder.unsupported_reason, decoder.choices = False, "", {1: choices(True)}
@@ -135,7 +135,7 @@ def decoder(**changed) -> types.SimpleNamespace:
     ],
     ids=["forced", "lacking", "invariant", "gathered heads", "queries of 8 bits"],
 )
-def test_what_cannot_serve_is_not_measured(changed):
+def test_unsupported_attention_is_not_measured(changed):
     assert attention_timing.is_measured(decoder())
     assert not attention_timing.is_measured(decoder(**changed))
 

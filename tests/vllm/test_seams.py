@@ -234,7 +234,7 @@ def test_vllm_knows_our_variables(monkeypatch):
         ("all,-norm,-fusion", set(seam.NAMES) - {"norm", "fusion"}),
     ],
 )
-def test_switch(switch, wanted):
+def test_seams_are_kept_or_left_out_by_name(switch, wanted):
     """VLLM_ROCM_OPS_SEAMS names seams to keep, or to leave out."""
     assert {name for name in seam.NAMES if seam.wanted(name, switch)} == wanted
 

@@ -248,7 +248,7 @@ def test_a_server_that_is_right_is_right():
     ],
     ids=["tokens", "log probabilities", "too few", "aborted", "NaN", "no reason", "a leak"],
 )
-def test_what_is_wrong_is_seen(fake, growing, wrong):
+def test_faults_of_a_server_are_found_under_load(fake, growing, wrong):
     with pytest.raises(Wrong, match=wrong):
         under_load(fake, growing)
 
@@ -305,7 +305,7 @@ def test_a_process_that_is_left_is_seen(tmp_path):
     assert asyncio.run(server.ended(5)) < 5
 
 
-def test_who_has_a_lock_open(tmp_path):
+def test_the_holder_of_a_lock_is_found(tmp_path):
     """It is found until its end."""
     code = "import sys, time; file = open(sys.argv[1], 'a'); print('open', flush=True); time.sleep(60)"
     lock = tmp_path / "a.lock"

@@ -162,7 +162,7 @@ def models(engines) -> dict[str, plain.Model]:
 
 
 @pytest.mark.parametrize("name", WITH_PLUGIN)
-def test_tokens(answers, models, name):
+def test_ranks_answer_like_the_plain_model(answers, models, name):
     """They are equal without the plugin, except for experts on a GPU, and likely for the plain model."""
     answer, far = answers(name), []
     if name in BASELINE:

@@ -81,7 +81,7 @@ def test_the_command_predicts_a_launch(norm, capsys):
     assert "cycles of a compute unit with 1 block," in second
 
 
-def test_the_time_is_that_of_the_op(norm):
+def test_an_external_kernel_is_predicted_like_the_same_op(norm):
     emulator = trace.RecordingEmulator("gfx942", races=False)
     one = planned(torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16), torch.zeros(HIDDEN, dtype=torch.bfloat16))
     expected = launch_time.predict(MACHINE, trace.record(emulator, PATH, one, range(ROWS)))

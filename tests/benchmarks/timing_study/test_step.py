@@ -275,7 +275,7 @@ def test_a_speedup_is_the_range_over_the_costs_of_a_launch():
     assert f"predicted speedup, 1 tokens: {said}" in lines and not hasattr(baseline, "MAX_GAP")
 
 
-def test_what_has_no_published_time_has_the_rule():
+def test_kernels_without_a_published_time_use_the_rule():
     [head] = (node for node in nodes(LLAMA) if node.layer == "lm_head")
     read = 2 * (16032 * 16384 + 16384)
     assert head.kind == "assumed" and head.source.startswith("rule: ")

@@ -41,7 +41,7 @@ def test_a_kernel_without_a_trace_has_its_wall_time_less_what_others_have_more(t
     assert traced.read(tmp_path) == [Traced("one", 1000.0), Traced("two", pytest.approx(1000.0))]
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_trace_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="must hold gfx942_traced_asm.csv"):
         traced.read(tmp_path)
     with pytest.raises(ValueError, match=r"must hold one\.co"):

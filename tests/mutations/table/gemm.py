@@ -77,7 +77,7 @@ BUGS = (
     Bug("an up projection not rounded before SwiGLU", "gemm/skinny/epilogue.h",
         "const float up = round_to<T>(wave::from_lane(sum[i][0][r], other));",
         "const float up = wave::from_lane(sum[i][0][r], other);",
-        Call("test_ops.require_whole_numbers", "scaled_mm_silu_and_mul_quant", "m8", on="gfx950:3")),
+        Call("op_tests.require_whole_numbers", "scaled_mm_silu_and_mul_quant", "m8", on="gfx950:3")),
     Bug("columns past the last one", "gemm/skinny/problem.h", "(column < columns ? column : columns - 1)", "column",
         Cases(ops.scaled_mm_silu_and_mul_quant, "four-tiles")),
     Bug("blocks of shared tiles by the longer blocks' divisor", "gemm/skinny/schedule.h",

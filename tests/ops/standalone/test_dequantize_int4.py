@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch

@@ -10,6 +10,7 @@ import pytest
 import torch
 from formulas import random_words
 from marks import AMD, full
+from op_tests import test_case  # noqa: F401
 from test_large_tensors import reserved
 
 from vllm_rocm_ops import ops

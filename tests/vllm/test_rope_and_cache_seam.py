@@ -8,11 +8,11 @@ import fronts_on_cpu
 import pytest
 import test_selection
 import torch
+from clocks import FakeClock
 from engines import LOADED, STEPS
 from keys import key
 from marks import full
 from test_families import INSTALLED
-from test_mla_norms import Clock
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
@@ -94,7 +94,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(case):
     assert str(one.key) == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
     assert one.key.has_one_choice
     with launch.executor(Emulator("gfx950", races=False)):
-        found = kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        found = kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
     assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
 
 
@@ -111,10 +111,10 @@ def test_each_result_is_checked(part, monkeypatch):
 
     monkeypatch.setattr(NORMED, "run_kernels", wrong)
     with pytest.raises(kernel_timing.Mismatch):
-        kernel_timing.check_and_time(one, [()] * 2, 3, Clock(), contextlib.nullcontext())
+        kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
 
 
-unsupported_reason = {
+UNSUPPORTED = {
     "a backend": lambda layer: delattr(layer.attn.impl, "rocm_ops"),
     "a rotation of sections": lambda layer: setattr(layer, "rotary_emb", torch.nn.Identity()),
     "a rotation by a custom op": lambda layer: setattr(
@@ -141,15 +141,15 @@ unsupported_reason = {
 
 
 @pytest.mark.usefixtures("configuration")
-@pytest.mark.parametrize("what", unsupported_reason)
-def test_what_is_not_served(what):
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_unsupported_layers_are_not_served(what):
     layer = Layer("TRITON_ATTN", True)
 
     def reasons() -> list[str]:
         return [*rope_and_cache.unsupported_features(layer.attn, layer.rotary_emb, torch.bfloat16)]
 
     assert reasons() == []
-    unsupported_reason[what](layer)
+    UNSUPPORTED[what](layer)
     assert len(reasons()) == 1
 
 
@@ -174,7 +174,7 @@ def found(configuration, monkeypatch):
     return fronts
 
 
-def test_where_it_may_serve(found):
+def test_it_serves_compiled_models_that_vllm_does_not_fuse(found):
     """It serves compiled models that vLLM splits at the update, unless one of vLLM's passes fuses the rotation."""
     layer = Layer("TRITON_ATTN", True)
     [one] = found(layer)
@@ -400,7 +400,7 @@ def stepped(configuration, monkeypatch):
 @pytest.mark.parametrize("served", [True, False])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("member", ["TRITON_ATTN", "ROCM_ATTN"])
-def test_a_step(stepped, member, normed, served):
+def test_a_padded_step_writes_its_own_slots_only(stepped, member, normed, served):
     """It writes the slots there are, of fewer tokens than a padded graph has, in any backend."""
     layer = Layer(member, normed)
     if not served:  # as where the cache has another order
@@ -530,7 +530,7 @@ RELEASES = {
 @pytest.mark.parametrize(
     "of", [name if name == f" {INSTALLED}" else pytest.param(name, marks=full) for name in RELEASES]
 )
-def test_tokens_are_baseline_vllms(engines, tmp_path, of):
+def test_tokens_equal_baseline_vllms(engines, tmp_path, of):
     """In vLLM's CPU engine, compiled, one launch per layer and step replaces two, or four with its norms."""
     release, models = RELEASES[of]
     jobs = {}

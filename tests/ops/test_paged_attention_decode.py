@@ -1,4 +1,7 @@
-"""Test that quantized results of decode attention have the bits of a separate quantization of the 16-bit result."""
+"""Test paged_attention_decode: quantized results have the bits of a separate quantization of the 16-bit result.
+
+test_attention.py and test_attention_lengths.py have more.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import dataclasses
 import pytest
 import torch
 from marks import AMD
+from op_tests import test_case  # noqa: F401
 from test_attention import inputs
 
 from vllm_rocm_ops import ops

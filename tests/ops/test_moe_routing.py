@@ -1,6 +1,6 @@
-"""Test scores of very negative logits.
+"""Test topk_softmax, topk_sigmoid and grouped_topk, and scores of very negative logits.
 
-The error grows with the logit like Triton's exp, which vLLM's compiled routing uses.
+The error of these scores grows with the logit like Triton's exp, which vLLM's compiled routing uses.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import fuzz
 import pytest
 import torch
 from marks import AMD
+from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
@@ -61,14 +62,14 @@ def check(the_op, given: tuple, monkeypatch, sigmoid) -> None:
 
 @each
 @pytest.mark.parametrize("sigmoid", RIGHT)
-def test_a_bound_holds_for_fp32(monkeypatch, the_op, renormalize, logit, sigmoid):
+def test_fp32_sigmoids_are_within_the_bound(monkeypatch, the_op, renormalize, logit, sigmoid):
     check(the_op, call(the_op, logit, renormalize), monkeypatch, sigmoid)
 
 
 @pytest.mark.parametrize("sigmoid", WRONG)
 @pytest.mark.parametrize("the_op", CALLS, ids=lambda the_op: the_op.name)
 @pytest.mark.parametrize("logit", LOGITS)
-def test_a_bound_is_close(monkeypatch, the_op, logit, sigmoid):
+def test_sigmoids_of_lower_precision_exceed_the_bound(monkeypatch, the_op, logit, sigmoid):
     """Without renormalization an error common to all scores shows in the weights."""
     with pytest.raises(fuzz.Wrong, match="weights: .* are off"):
         check(the_op, call(the_op, logit, False), monkeypatch, sigmoid)

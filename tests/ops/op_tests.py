@@ -1,4 +1,6 @@
-"""Test every op, case and configuration on every available executor, by default those that `chosen` selects.
+"""The test of every op's cases and configurations on every available executor, by default those that `chosen` selects.
+
+Each test_<op>.py imports `test_case`, to which conftest.py gives the cases of the ops in vllm_rocm_ops/ops/<op>.py.
 
 The executors are this machine's GPU if it is supported, else the emulator with the shipped gfx942 and gfx950 code, the
 latter on a chip of three compute units. On that chip a block takes several tiles in turn, as with large weights, and
@@ -10,11 +12,13 @@ show.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from kernel_features import runs_of
 from marks import FULL, cover, full
+from sources import test_file
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op
@@ -70,18 +74,18 @@ def chosen() -> dict[tuple[str, str, str], list]:
     return by_case
 
 
-def runs():
-    """Yield each case on a GPU, or with --full on four chips in the emulator; else the cases that `chosen` selects."""
+def runs(of_file: Path):
+    """Yield the cases of a test file's ops: each on a GPU, or with --full on four chips; else those that `chosen` selects."""
+    of_ops = [the_op for the_op in OPS if test_file(the_op) == of_file]
     for executor in executors():
         value, name = (executor.values[0], executor.id) if hasattr(executor, "values") else (executor, executor)
-        for the_op in OPS:
+        for the_op in of_ops:
             for case in the_op.cases():
                 configs = None if FULL or value == "cuda" else chosen().get((value, the_op.name, case.name), ())
                 marks = full if configs == () else ()
                 yield pytest.param(value, the_op, case, configs, id=f"{name}-{the_op.name}-{case.name}", marks=marks)
 
 
-@pytest.mark.parametrize("executor, the_op, case, configs", runs(), indirect=["executor"])
 def test_case(the_op, case, configs, executor):
     device, arch = executor
     check_case(the_op, case, device, arch, configs, whole=arch.compute_units == FEW_UNITS)
@@ -92,27 +96,3 @@ def require_whole_numbers(name: str, case_name: str, executor) -> None:
     device, arch = executor
     the_op = next(the_op for the_op in OPS if the_op.name == name)
     check_case(the_op, next(case for case in the_op.cases() if case.name == case_name), device, arch, whole=True)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py is its like in the emulator")
-@pytest.mark.parametrize("m", [1, 16, 64])
-def test_same_bits_in_1000_calls(m):
-    """GEMMs of a decode layer, however K is split, have the same bits in any order of blocks.
-
-    The weight is not in a cache.
-    """
-    from vllm_rocm_ops import ops
-
-    n, k, arch = 2304, 16384, archs.of_device(0)
-    a, b = (torch.randn(rows, k, device="cuda").to(arch.fp8_dtype) for rows in (m, n))
-    scale_a, scale_b = torch.rand(m, 1, device="cuda"), torch.rand(n, 1, device="cuda")
-    copies = [b.clone() for _ in range(1 + 10**9 // b.nbytes)]
-    arguments = (a, b.t(), scale_a, scale_b, torch.bfloat16)
-    exact = ops.scaled_mm.reference(*arguments[:4], torch.float64)
-    configs = ops.scaled_mm.configs(ops.scaled_mm.Arguments(*arguments), arch)
-    for config in configs:
-        with ops.scaled_mm.running(config):
-            first, differ = ops.scaled_mm(*arguments), torch.zeros((), device="cuda")
-            for call in range(-(-1000 // len(configs))):
-                differ += (ops.scaled_mm(a, copies[call % len(copies)].t(), *arguments[2:]) != first).sum()
-        assert (first - exact).abs().max() <= 2**-8 * exact.abs().max() and differ == 0, config

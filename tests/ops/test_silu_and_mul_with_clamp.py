@@ -1,0 +1,3 @@
+"""Test silu_and_mul_with_clamp and its quantizations; test_mx_outputs.py has more of MX-FP8."""
+
+from op_tests import test_case  # noqa: F401
