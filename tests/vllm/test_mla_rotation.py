@@ -252,7 +252,7 @@ def test_unsupported_layers_are_not_served(what):
     layer = Layer()
     front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
     assert len([*mla_rotation.of(front, COMPILED, torch.bfloat16)]) == 1
-    unsupported_reason[what](layer.mla_attn)
+    UNSUPPORTED[what](layer.mla_attn)
     assert [*mla_rotation.of(front, COMPILED, torch.bfloat16)] == [] and len(
         [*mla_rotation.unsupported_features(layer.mla_attn)]
     ) == 1
