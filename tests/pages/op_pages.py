@@ -423,7 +423,7 @@ def numerics(ops: list[Op]) -> str:
         for where, what, error in seen(op):
             errors.setdefault((where, what), []).append(f"`{op.name}` {error}" if len(ops) > 1 else error)
     said = [f"- Measured on {where}, {what}: {'; '.join(each)}." for (where, what), each in errors.items()]
-    quantizes = any("quantization" in op.reference.__code__.co_names for op in ops)
+    quantizes = any({"quantization", "rounded"} & {*op.reference.__code__.co_names} for op in ops)
     rounding = "- Scales, clamping and NaN: [quantization](README.md#quantization)."
     return "\n".join([*merged(ops, tolerances), *([rounding] if quantizes else []), *said])
 
