@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from sources import test_file
+from sources import file_of_tests
 
 from vllm_rocm_ops import ops  # noqa: F401  the ops register at import
 from vllm_rocm_ops.core import arch as archs
@@ -256,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     kernels = {name for the_op in op.registered() for case in the_op.cases() for name in kernels_of(the_op, case, arch)}
     tests = [str(OP_TESTS), "-k", arguments.k] if arguments.k else []
     for the_op, case in [] if arguments.k else chosen(arch, arguments.of_each):
-        tests.append(f"{test_file(the_op)}::test_case[{arch.name}-{the_op.name}-{case.name}]")
+        tests.append(f"{file_of_tests(the_op)}::test_case[{arch.name}-{the_op.name}-{case.name}]")
     logs = arguments.logs or pathlib.Path(tempfile.mkdtemp(prefix="sanitize-"))
     logs.mkdir(parents=True, exist_ok=True)
     parts = shares(arguments.tool, tests, bool(arguments.k), arguments.workers, logs)

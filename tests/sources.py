@@ -29,7 +29,7 @@ def source_files(root: pathlib.Path) -> list[pathlib.Path]:
 FILES = source_files(ROOT)
 
 
-def test_file(the_op) -> pathlib.Path:
+def file_of_tests(the_op) -> pathlib.Path:
     """Return the test file of an op, which has the name of the op's file in vllm_rocm_ops/ops."""
     *folders, name = the_op.reference.__module__.split(".")[1:]
     return ROOT.joinpath("tests", *folders, f"test_{name}.py")

@@ -20,7 +20,7 @@ from marks import BUILT
 from pages import readme
 from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, supported_calls
-from sources import FILES, ROOT, source_files, test_file
+from sources import FILES, ROOT, source_files, file_of_tests
 
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs
@@ -219,7 +219,7 @@ def test_the_folder_of_ops_has_nothing_else():
 def test_every_op_file_has_its_test_file_and_no_other_file_runs_cases():
     line = "from op_tests import test_case  # noqa: F401\n"
     running = {path for path in under("tests", ".py") if line in path.read_text().splitlines(keepends=True)}
-    assert running == {test_file(op) for op in op_module.registered()}
+    assert running == {file_of_tests(op) for op in op_module.registered()}
 
 
 @functools.cache

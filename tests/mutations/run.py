@@ -37,7 +37,7 @@ from pathlib import Path
 
 import pytest
 from marks import AMD
-from sources import test_file
+from sources import file_of_tests
 
 from . import import_hook, operators
 from .bug import Bug, Tests
@@ -241,7 +241,7 @@ def judge_by_ops(bug: Bug | Mutant, copy: KernelCopy, result: Callable[..., Resu
     modules = modules_of(bug)
     ops = set().union(*(launched_by()[module] for module in modules))
     plant_in_emulators(copy, bug, modules)
-    own = [str(test_file(the_op)) for the_op in op.registered() if the_op.name in ops]
+    own = [str(file_of_tests(the_op)) for the_op in op.registered() if the_op.name in ops]
     for where, full in ((own, ""), ([str(TESTS / "ops")], ""), ([str(TESTS / "ops")], "1")):
         status, test, said = apart(run_tests_of, where, ops, full)
         if said.startswith("BuildError"):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from kernel_features import runs_of
 from marks import FULL, cover, full
-from sources import test_file
+from sources import file_of_tests
 
 from vllm_rocm_ops.core import arch as archs
 from vllm_rocm_ops.core import launch, op
@@ -76,7 +76,7 @@ def chosen() -> dict[tuple[str, str, str], list]:
 
 def runs(of_file: Path):
     """Yield the cases of a test file's ops: each on a GPU, or with --full on four chips; else those that `chosen` selects."""
-    of_ops = [the_op for the_op in OPS if test_file(the_op) == of_file]
+    of_ops = [the_op for the_op in OPS if file_of_tests(the_op) == of_file]
     for executor in executors():
         value, name = (executor.values[0], executor.id) if hasattr(executor, "values") else (executor, executor)
         for the_op in of_ops:

@@ -32,6 +32,7 @@ from vllm_rocm_ops.core.launch import Workspace
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import experts_quantize, experts_tiled, gemm, skinny_gemm
+from vllm_rocm_ops.ops.shared.experts import SCHEMES
 
 GB = 2**30
 FAR = 2**25 - 16  # maximum bytes between the rows of a skinny GEMM
@@ -369,7 +370,8 @@ def test_last_rows_that_are_quantized(kind, arch_name):
     emulator, (rows, columns) = Emulator(arch_name), (2**18 + 3, 8192)
     fp8, last = emulator.arch.fp8_dtype, torch.randn(2, columns, generator=generator_of(kind)).bfloat16()
     hidden = experts_quantize.Rows(with_zeros_before(last, rows), rows, columns, columns, torch.bfloat16)
-    written, planned = experts_quantize.quantize(hidden, kind, None, emulator.arch, to_int8=kind == "int8")
+    scheme, to_int8 = SCHEMES["channel" if kind == "int8" else kind], kind == "int8"
+    written, planned = experts_quantize.quantize(hidden, scheme, None, emulator.arch, to_int8=to_int8)
     ours = run_last(emulator, planned, 2)[id(written.rows)].view(fp8).reshape(rows, columns)[-2:]
     runs = last.float().unflatten(-1, (-1, 128 if kind == "block" else columns))
     if kind == "int8":
