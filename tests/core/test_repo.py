@@ -20,7 +20,7 @@ from marks import BUILT
 from pages import readme
 from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, supported_calls
-from sources import FILES, ROOT, source_files, file_of_tests
+from sources import FILES, ROOT, file_of_tests, source_files
 
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import arch as archs

@@ -800,6 +800,15 @@ def test_builtins_become_instructions_of_the_table(device):
     assert set(code.kernels) == {name for name, found in BUILTINS.items() if arch in MATRIX[found[0]].archs}
 
 
+def test_a_scaled_instruction_that_was_cut_off_decodes_afterwards():
+    """Its first half alone has another meaning, which decoding does not keep."""
+    code = CodeObject(launch.code_object("mxfp8_scaled_mm", "gfx950"))
+    kernels = (bytes(code.image[one.entry : one.entry + one.size]) for one in code.kernels.values())
+    whole = next(one for text in kernels for one in decode(text, 0) if one.encoding == "VOP3PX2")
+    assert decode(whole.words[:8], 0)[0].size == 8
+    assert decode(whole.words, 0)[0].mnemonic == whole.mnemonic
+
+
 def random_codes(rng: np.random.Generator, shape: tuple, format: Format) -> tuple[torch.Tensor, np.ndarray]:
     """Return random bytes (pairs of nibbles) of a format, and their values."""
     codes = format.encode(rng.standard_normal(shape).astype(np.float32)).astype(np.uint8)

@@ -93,6 +93,10 @@ def _decode(data: bytes, address: int) -> Instruction:
         if found := _known.get(data[:size]):
             return replace(found, address=address)
     instruction = _decode_new(data, address)
+    if (
+        instruction.size < 16 and int.from_bytes(data[2:4], "little") == _SCALE_PREFIX
+    ):  # cut off: its key would be a prefix
+        return instruction
     return _known.setdefault(instruction.words, instruction)
 
 
