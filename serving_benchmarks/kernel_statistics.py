@@ -1,6 +1,6 @@
 """Analyze the decode layers' kernels on gfx942 and gfx950 without such a GPU. Results are static and emulated, never times.
 
-    python serving_benchmarks/static.py [--arch gfx942 gfx950] [--m 1 8 16 64] [--weights plain mxfp8] [--blocks 64]
+    python serving_benchmarks/kernel_statistics.py [--arch gfx942 gfx950] [--m 1 8 16 64] [--weights plain mxfp8] [--blocks 64]
 
 Lines go to serving_benchmarks/results/<arch>/<date>-<commit>-static.jsonl:
 - one per FP8 layer of Llama-3.1-405B and DeepSeek-V3 at TP 8, weight format and M;

@@ -1,4 +1,4 @@
-"""Test serving_benchmarks/static.py: its report on a small layer matches the code object and the whole grid."""
+"""Test serving_benchmarks/kernel_statistics.py: its report on a small layer matches the code object and the whole grid."""
 
 import json
 import pathlib
@@ -22,7 +22,15 @@ COUNTED = (
 
 
 def lines(folder: pathlib.Path, arch: str, blocks: int) -> list[dict]:
-    command = [sys.executable, str(ROOT / "serving_benchmarks" / "static.py"), "--arch", arch, "--m", "1", "64"]
+    command = [
+        sys.executable,
+        str(ROOT / "serving_benchmarks" / "kernel_statistics.py"),
+        "--arch",
+        arch,
+        "--m",
+        "1",
+        "64",
+    ]
     command += ["--layers", "shared gate_up", "--weights", *FORMS, "--blocks", str(blocks), "--output", str(folder)]
     subprocess.run(command, check=True, capture_output=True)
     [path] = (folder / arch).glob("*-static.jsonl")
