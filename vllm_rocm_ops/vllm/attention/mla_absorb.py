@@ -148,9 +148,6 @@ class MlaAbsorb(LayerComparison):
 
     op, limit, by_attention = ops.batched_gemm, MAX_TOKENS, True
 
-    def max_tokens(self) -> int:
-        return 0
-
     def describe(self, layer: tuple) -> str:
         heads, k, n = layer[0].shape
         order = " transposed" * (layer[0].stride(2) == 1)

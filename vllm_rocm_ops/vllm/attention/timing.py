@@ -120,9 +120,6 @@ class Context(LayerComparison):
         self.decode = Decode(decoder.heads(), quantized, page_size, query_len, keys, longest)
         self.calls = "attention", self.beside, decoder.describe(), self.decode
 
-    def max_tokens(self) -> int:
-        return 0
-
     def describe(self, layer: tuple) -> str:
         return layer[-1].decoder.describe()
 

@@ -34,19 +34,12 @@ def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.Choice:
     """Return the choice for a call, and note the layer if it is to be timed."""
-    layer = weight, bias, x.dtype
-    choice = _choice(layer)
-    if choice.layers is not None:
-        choice.record_layer(weight, rows_of(x), lambda: layer)
+    calls, layer = ("unquantized", weight.shape, x.dtype, bias is None), (weight, bias, x.dtype)
+    choice = kernel_selection.find_choice(calls)
+    if choice is None or choice.layers is not None:  # asking vLLM for its function takes longer than the lookup
+        baseline = Baseline(replaced())
+        choice = kernel_selection.choice_for(calls, COMPARISON, baseline, lambda: layer, weight, rows_of(x))
     return choice
-
-
-def _choice(layer: tuple, baseline_name: str = "") -> kernel_selection.Choice:
-    """Return the choice for layers of this shape. `baseline_name` distinguishes choices without a timed baseline."""
-    weight, bias, dtype = layer
-    key = "unquantized", weight.shape, dtype, bias is None
-    baseline = Baseline(baseline_name or replaced())
-    return kernel_selection.find_choice(key) or kernel_selection.new_choice(key, COMPARISON, baseline, layer)
 
 
 class UnquantizedLinear(linear_base.Linear):

@@ -159,7 +159,8 @@ def adopt_layer(layer: torch.nn.Module) -> None:
     gate, router = layer.gate, Router(layer)
     of, found = (gate.weight, gate.weight.dtype, router), []
     for kernels in COMPARISONS:
-        calls, beside = ("router", kernels.beside(), kernels.describe(of)), kernels.beside()
+        beside = kernels.beside()
+        calls = "router", beside, kernels.describe(of)
         found.append(kernel_selection.choice_for(calls, kernels, beside, lambda: of, gate.weight, MAX_TOKENS))
     router.choices = tuple(found)
     gate.rocm_ops_router = router
@@ -203,9 +204,6 @@ class RoutingGates(LayerComparison):
     def beside(self) -> Baseline:
         """Return the baseline."""
         return Baseline(unquantized_linear.replaced())
-
-    def max_tokens(self) -> int:
-        return 0
 
     def describe(self, layer: tuple) -> str:
         weight, dtype, router = layer

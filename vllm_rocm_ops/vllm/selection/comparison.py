@@ -98,6 +98,9 @@ class LayerComparison:
     comparable = staticmethod(same)
     """Returns the rows of a result that are compared."""
 
+    def max_tokens(self) -> int:
+        return 0
+
     def sample(self, layers: list[tuple], tokens: int) -> Sample:
         columns_in, columns_out = self.columns(layers[0])
         device = next(value for value in layers[0] if isinstance(value, Tensor)).device

@@ -356,8 +356,7 @@ def read(path: Path, machine: dict[str, str] | None = None) -> Record:
 
 def write(path: Path, record: Record) -> None:
     """Replace the file."""
-    shapes = [(key, by_tokens) for key, by_tokens in record.shapes.items()]
-    tables.replace(path, json.dumps(vars(record) | {"shapes": shapes}, indent=1))
+    tables.replace(path, json.dumps(vars(record) | {"shapes": [*record.shapes.items()]}, indent=1))
 
 
 def record_here() -> Record:
