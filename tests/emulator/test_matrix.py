@@ -800,11 +800,13 @@ def test_builtins_become_instructions_of_the_table(device):
     assert set(code.kernels) == {name for name, found in BUILTINS.items() if arch in MATRIX[found[0]].archs}
 
 
-def test_a_scaled_instruction_that_was_cut_off_decodes_afterwards():
+@pytest.mark.parametrize("device", ["gfx950"], indirect=True)
+def test_a_scaled_instruction_that_was_cut_off_decodes_afterwards(device):
     """Its first half alone has another meaning, which decoding does not keep."""
-    code = CodeObject(launch.code_object("mxfp8_scaled_mm", "gfx950"))
-    kernels = (bytes(code.image[one.entry : one.entry + one.size]) for one in code.kernels.values())
-    whole = next(one for text in kernels for one in decode(text, 0) if one.encoding == "VOP3PX2")
+    code = CodeObject(launch.code_object("matrix", "gfx950"))
+    kernel = code.kernels["mxfp8"]
+    found = decode(bytes(code.image[kernel.entry : kernel.entry + kernel.size]), kernel.entry)
+    whole = next(one for one in found if one.encoding == "VOP3PX2")
     assert decode(whole.words[:8], 0)[0].size == 8
     assert decode(whole.words, 0)[0].mnemonic == whole.mnemonic
 
