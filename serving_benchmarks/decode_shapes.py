@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.tools.bench.shapes import linear_layers
 

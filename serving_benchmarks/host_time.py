@@ -27,8 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 
 CALLS, ROUNDS = 20, 60
 ALLOWED_US = 10.0  # maximum host time of the plugin above vLLM's

@@ -39,8 +39,7 @@ import torch
 from decode_shapes import MODELS, DecodeShape
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace
 from vllm_rocm_ops.core.op import Op

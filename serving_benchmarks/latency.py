@@ -33,7 +33,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from latency_report import SIDES, plot, summarize, table
+from latency_report import SIDES, json_text, plot, summarize, table
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parent / "vllm_rocm_ops" / "models"
@@ -295,7 +295,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             report["results"] += [summarize(job, batch) for batch in found["batches"]]
             kept = ("error", "log_tail", "start", "op_stats", "seams", "reach", "timings", "profile", "profile_error")
             report["runs"].append(run | {k: found[k] for k in kept if k in found})
-            arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")  # keeps completed measurements
+            arguments.output_json.write_text(json_text(report) + "\n")  # keeps completed measurements
         bar.set_description("done")
         bar.set_postfix_str("")
     return report

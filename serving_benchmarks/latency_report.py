@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import textwrap
 from pathlib import Path
@@ -37,6 +38,17 @@ def summarize(job: dict, batch: dict) -> dict:
         "host_us": statistics.median(batch["host_us"]),
         "iterations": {name: batch[name] for name in ("decode_ms", "ttft_ms", "host_us")},
     }
+
+
+def json_text(value: object, indent: str = "") -> str:
+    """Return a value as JSON that puts a list or object without others on one line."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not any(isinstance(item, dict | list) for item in inside):
+        return json.dumps(value)
+    names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(value)
+    items = (f"\n{indent} {name}{json_text(item, indent + ' ')}" for name, item in zip(names, inside))
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}{','.join(items)}\n{indent}{last}"
 
 
 def pairs(report: dict) -> list[tuple[str, int, dict[str, list[dict]]]]:

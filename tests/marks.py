@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 
-from vllm_rocm_ops.core.arch import ARCHS
+from vllm_rocm_ops.core.archs import ARCHS
 
 FULL = bool(os.environ.get("FULL_TESTS"))
 """True with --full: all tests run."""

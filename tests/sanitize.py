@@ -34,8 +34,7 @@ import torch
 from sources import file_of_tests
 
 from vllm_rocm_ops import ops  # noqa: F401  the ops register at import
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import op
+from vllm_rocm_ops.core import archs, op
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case, Op
 

@@ -18,7 +18,7 @@ import torch
 
 from contests import contest as contests
 from contests.contest import Contest, Sizes
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core.stats import reset_stats, stats
 
 MIN_CALLS, MAX_CALLS = 3, 100

@@ -34,8 +34,7 @@ import trained
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.correctness import as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import MX_SCALES

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import clock, envs
+from vllm_rocm_ops.core import archs, clock, envs
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.timing import launch_time, machines, predict
 from vllm_rocm_ops.timing.machines import Constant, Machine

@@ -164,7 +164,12 @@ def _answers(keys: list[Key], git: Path, limit: float, jobs: int) -> Iterator[tu
 def _model() -> str:
     """Return the hash of all files that a prediction depends on."""
     digest, package, mine = hashlib.sha256(), Path(machines.__file__).parents[1], Path(__file__).parent
-    parts = package.glob("emulator/**/*.py"), package.glob("timing/*.*"), mine.glob("*.py"), [package / "core/arch.py"]
+    parts = (
+        package.glob("emulator/**/*.py"),
+        package.glob("timing/*.*"),
+        mine.glob("*.py"),
+        package.glob("core/archs/*.py"),
+    )
     for path in sorted(itertools.chain(*parts)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

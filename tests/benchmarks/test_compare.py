@@ -12,7 +12,7 @@ import torch
 from marks import few_of
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.tools.bench import lists, report, shapes
 from vllm_rocm_ops.tools.bench.shapes import ROW_OPS, routing, rows
 

@@ -68,6 +68,14 @@ def test_summary_has_the_form_of_vllm_bench_latency():
     }
 
 
+def test_a_report_has_a_line_for_each_record():
+    report = {"command": "x", "results": [{"n": 1, "ms": [1.5, 2], "at": {"8": "ä"}}, {}], "runs": [], "none": None}
+    text = latency_report.json_text(report)
+    assert json.loads(text) == report
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[3:7] == ["{", '"n": 1,', '"ms": [1.5, 2],', '"at": {"8": "\\u00e4"}']
+
+
 def test_table_compares_medians():
     text = latency_report.table(report([4.0, 5.0, 6.0], [2.0, 2.5, 3.0], KERNELS))
     assert "5.00 (4.20-5.80)" in text and "2.50 (2.10-2.90)" in text and "2.00x" in text

@@ -20,7 +20,7 @@ from pages.measurements import (
 )
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.vllm import seam
 

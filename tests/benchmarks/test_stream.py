@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import clock
+from vllm_rocm_ops.core import archs, clock
 from vllm_rocm_ops.tools import cli
 from vllm_rocm_ops.tools.bench import run, stream
 

@@ -15,8 +15,7 @@ import torch
 from marks import AMD
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import clock, launch, tables
+from vllm_rocm_ops.core import archs, clock, launch, tables
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.tools import check, doctor, smoke
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -29,10 +29,10 @@ ARCH = dataclasses.replace(gfx942.ARCH, name="gfx943", compute_units=228, produc
 PLANNED = """
 import json, sys, torch
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch, envs, op
+from vllm_rocm_ops.core import archs, envs, op
 
 def plans(name):
-    of, found = arch.named(name), {}
+    of, found = archs.named(name), {}
     for each in op.registered():
         for case in each.cases():
             arguments = case.make("meta", torch.Generator(), of.fp8_dtype)
@@ -40,9 +40,9 @@ def plans(name):
             found[f"{each.name}/{case.name}"] = repr((chosen.config, chosen.launches and [l.grid for l in chosen.launches]))
     return found
 
-product = str(arch.named("MI300A"))
-archs = envs.VARIABLES["VLLM_ROCM_OPS_ARCHS"].default.split(",")
-print(json.dumps({"known": list(arch.ARCHS), "product": product, "envs": archs, "new": plans("gfx943"), "old": plans("gfx942:228")}))
+product = str(archs.named("MI300A"))
+default = envs.VARIABLES["VLLM_ROCM_OPS_ARCHS"].default.split(",")
+print(json.dumps({"known": list(archs.ARCHS), "product": product, "envs": default, "new": plans("gfx943"), "old": plans("gfx942:228")}))
 """
 BUILT = "import build; print(*build.ARCHS)"
 
@@ -73,7 +73,8 @@ import dataclasses
 
 import torch
 
-from vllm_rocm_ops.core.archs import Arch, Costs, DecodeCosts, SkinnyCosts, gfx942
+from vllm_rocm_ops.core.arch import Arch, Costs, DecodeCosts, SkinnyCosts
+from vllm_rocm_ops.core.archs import gfx942
 
 properties = {"name": "gfx943", "vendor": "amd", "wave_lanes": 64, "fp8_dtype": torch.float8_e4m3fnuz, "compute_units": 228,
               "lds_bytes": 65536, "bandwidth_gb_s": 5300.0, "clock_ghz": 2.1, "block_scales": False, "sum_rounding": 0.0,
@@ -86,7 +87,7 @@ costs = vars(gfx942.COSTS).copy()
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Load gfx943 from a text."""
-    monkeypatch.setattr(archs.archs, "__path__", [*archs.archs.__path__, str(tmp_path)])
+    monkeypatch.setattr(archs, "__path__", [*archs.__path__, str(tmp_path)])
 
     def load(text: str):
         (tmp_path / "gfx943.py").write_text(text)

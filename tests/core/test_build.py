@@ -15,7 +15,7 @@ from load_build import load_build
 from marks import full
 
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.core.arch import ARCHS
+from vllm_rocm_ops.core.archs import ARCHS
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.tools import doctor
 

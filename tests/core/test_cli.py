@@ -17,8 +17,7 @@ import torch
 from keys import keyed
 
 import vllm_rocm_ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import envs, launch
+from vllm_rocm_ops.core import archs, envs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers

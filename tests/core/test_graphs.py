@@ -12,8 +12,7 @@ import torch
 from marks import full
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.launch import Counters, Workspace
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import Devices

@@ -20,8 +20,7 @@ from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import envs, execution, launch, op
+from vllm_rocm_ops.core import archs, envs, execution, launch, op
 from vllm_rocm_ops.core import tables as tuned_tables
 from vllm_rocm_ops.core.explanation import EXPLAINED_CONFIGS
 from vllm_rocm_ops.core.kernel_arguments import Parameters, packer

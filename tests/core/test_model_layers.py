@@ -8,7 +8,7 @@ import torch
 from keys import key
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import fused_calls

@@ -23,8 +23,7 @@ from pages.op_pages import DOCS, GUIDES, supported_calls
 from sources import FILES, ROOT, file_of_tests, source_files
 
 from vllm_rocm_ops.collectives import launches
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import envs, launch
+from vllm_rocm_ops.core import archs, envs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
 from vllm_rocm_ops.tools import check, cli

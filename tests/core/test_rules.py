@@ -16,8 +16,7 @@ import torch
 from argument_mutations import cases, donors, grown, laid, moved, on_cpu, resized, together, variants
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, op, tensors
+from vllm_rocm_ops.core import archs, launch, op, tensors
 from vllm_rocm_ops.core.stats import FALLBACK
 from vllm_rocm_ops.core.tensors import canonical
 from vllm_rocm_ops.ops.shared import gated

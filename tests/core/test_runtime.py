@@ -20,7 +20,7 @@ import pytest
 import torch
 from load_build import load_build
 
-from vllm_rocm_ops.core import arch
+from vllm_rocm_ops.core import archs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -531,7 +531,7 @@ class Gpu:
     def __init__(self):
         from vllm_rocm_ops import _C
 
-        self.runtime, self.arch = _C, arch.of_device(torch.cuda.current_device())
+        self.runtime, self.arch = _C, archs.of_device(torch.cuda.current_device())
         tree = ROOT / "build" / "runtime_kernels" / "csrc"
         (tree / "ops").mkdir(parents=True, exist_ok=True)
         shutil.copytree(ROOT / "csrc/device", tree / "device", dirs_exist_ok=True)
@@ -557,7 +557,7 @@ def gpu():
 
 
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or arch.of_device(torch.cuda.current_device()) is None,
+    not torch.cuda.is_available() or archs.of_device(torch.cuda.current_device()) is None,
     reason="no GPU that there is code for",
 )
 

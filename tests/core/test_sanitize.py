@@ -7,7 +7,7 @@ import sys
 import pytest
 import sanitize
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core import op as op_module
 
 KERNELS = {"rms_norm_bf16_x1", "scaled_mm_skinny_16"}

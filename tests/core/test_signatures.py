@@ -14,8 +14,7 @@ import torch
 from argument_mutations import cases, donors, laid, moved, on_cpu, roomy, strided, unit_strides, variants
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core import archs, launch, op
 from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.core.stats import FALLBACK, fallbacks, reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator

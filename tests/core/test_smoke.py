@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import clock, launch
+from vllm_rocm_ops.core import archs, clock, launch
 from vllm_rocm_ops.tools import check, check_parts, check_worker, smoke
 from vllm_rocm_ops.tools.commands import check as command
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import vllm_rocm_ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "cp312-cp312-manylinux_2_28_x86_64"

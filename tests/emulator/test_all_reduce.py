@@ -13,8 +13,7 @@ from marks import AMD, CHIPS, FULL, full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import RankMissing, launches, one_shot
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import correctness
+from vllm_rocm_ops.core import archs, correctness
 
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -15,8 +15,7 @@ from marks import AMD, full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import op
+from vllm_rocm_ops.core import archs, op
 from vllm_rocm_ops.core.launch import CODE, code_object
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
 from vllm_rocm_ops.emulator import cases as emulated

@@ -70,11 +70,11 @@ def launched_by() -> dict[str, set[str]]:
     """Return, by module, the ops of which a case launches one of its kernels."""
     import torch
 
-    from vllm_rocm_ops.core import arch, op
+    from vllm_rocm_ops.core import archs, op
 
     found = collections.defaultdict(set)
     for of, (the_op, case) in itertools.product(
-        map(arch.named, AMD), ((o, c) for o in op.registered() for c in o.cases())
+        map(archs.named, AMD), ((o, c) for o in op.registered() for c in o.cases())
     ):
         a = the_op.Arguments(*case.make("meta", torch.Generator(), of.fp8_dtype))
         for config in the_op.configs(a, of):

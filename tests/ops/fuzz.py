@@ -35,8 +35,7 @@ import torch
 from marks import AMD
 
 from vllm_rocm_ops.collectives import launches
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.correctness import as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Case, Op

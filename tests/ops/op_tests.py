@@ -20,8 +20,7 @@ from kernel_features import runs_of
 from marks import FULL, cover, full
 from sources import file_of_tests
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core import archs, launch, op
 from vllm_rocm_ops.core.correctness import check_case
 
 FEW_UNITS = 3

@@ -15,8 +15,7 @@ from marks import AMD, CHIPS, full
 from test_large_tensors import reserved
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, op, quantization
+from vllm_rocm_ops.core import archs, launch, op, quantization
 from vllm_rocm_ops.core.correctness import check_case, generator_of
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator

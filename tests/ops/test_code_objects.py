@@ -12,8 +12,7 @@ import torch
 from marks import AMD, BUILT, full
 
 from vllm_rocm_ops.collectives import launches as collectives
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core import archs, launch, op
 from vllm_rocm_ops.core.kernel_arguments import FORMATS, Parameters, packer, parameters
 from vllm_rocm_ops.emulator.decode import decode
 from vllm_rocm_ops.emulator.objects import CodeObject

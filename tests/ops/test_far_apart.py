@@ -19,8 +19,7 @@ import torch
 from marks import cover
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import op, tensors
+from vllm_rocm_ops.core import archs, op, tensors
 from vllm_rocm_ops.core.correctness import generator_of
 
 STEPS = sorted((2**power + of for power in range(20, 35) for of in (4096, -4096)), reverse=True)  # bytes

@@ -5,8 +5,7 @@ import torch
 from marks import full
 from op_tests import test_case  # noqa: F401
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.correctness import run_and_check
 from vllm_rocm_ops.core.stats import stats
 from vllm_rocm_ops.emulator import Emulator

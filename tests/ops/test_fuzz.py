@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.correctness import as_tuple, clone
 

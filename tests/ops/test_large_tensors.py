@@ -16,8 +16,7 @@ from marks import CHIPS, few_of
 from op_tests import executors
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, op, quantization
+from vllm_rocm_ops.core import archs, launch, op, quantization
 from vllm_rocm_ops.core.correctness import (
     FLOOR,
     as_tuple,

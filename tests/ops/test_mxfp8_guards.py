@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 
 FP8, U8 = torch.float8_e4m3fn, torch.uint8
 GFX950 = archs.named("gfx950")

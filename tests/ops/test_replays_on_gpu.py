@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import clock, correctness
+from vllm_rocm_ops.core import archs, clock, correctness
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.tools import smoke
 from vllm_rocm_ops.vllm.selection import kernel_timing

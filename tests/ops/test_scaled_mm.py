@@ -5,7 +5,7 @@ import torch
 from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU; test_same_bits.py has the same in the emulator")

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, op
+from vllm_rocm_ops.core import archs, launch, op
 from vllm_rocm_ops.core.correctness import as_tuple, clone, generator_of, unwritten_is_nan, whole
 from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.emulator import Emulator, device, formats

@@ -10,7 +10,7 @@ import pathlib
 import re
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.vllm import seam

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import correctness, quantization
+from vllm_rocm_ops.core import archs, correctness, quantization
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.tools import explain

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.tools import doctor
 from vllm_rocm_ops.vllm import seam

@@ -13,8 +13,7 @@ import trained
 from safetensors.torch import save_file
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.correctness import as_tuple, clone
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import Emulator

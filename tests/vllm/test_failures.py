@@ -13,10 +13,10 @@ pytestmark = pytest.mark.slow
 MODEL = ("llama", "token")
 
 NO_LAUNCH = """
-from vllm_rocm_ops.core import arch, launch
+from vllm_rocm_ops.core import archs, launch
 
 class Broken:
-    arch = arch.named("gfx950")
+    arch = archs.named("gfx950")
 
     def launch(self, kernel, uninitialized):
         raise launch.NotLaunched("no kernel image is available for execution on the device")

@@ -23,8 +23,7 @@ from clocks import FakeClock
 from keys import key
 from marks import full
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, tables
+from vllm_rocm_ops.core import archs, launch, tables
 from vllm_rocm_ops.core.clock import tensor_bytes
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers

@@ -7,8 +7,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch, quantization
+from vllm_rocm_ops.core import archs, launch, quantization
 from vllm_rocm_ops.core.stats import warned
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.stats import fallbacks
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared.weight_layout import plain_weight, shuffle_weight

@@ -14,8 +14,7 @@ from marks import full
 from test_row_selection import Linear
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam

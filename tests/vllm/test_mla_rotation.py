@@ -10,8 +10,7 @@ from clocks import FakeClock
 from test_mla_norms import HEADS, KV, ROPE
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam

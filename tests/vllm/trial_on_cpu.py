@@ -6,8 +6,7 @@ import time
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.tools import first_start, smoke
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_trial
 

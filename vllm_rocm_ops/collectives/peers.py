@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.collectives.launches import Group
 from vllm_rocm_ops.collectives.one_shot import OneShotAllReduce, limit_us
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core import launch as core
 
 

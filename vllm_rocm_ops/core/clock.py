@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.arch import Arch
 
 ROUNDS = 15

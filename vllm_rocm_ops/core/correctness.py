@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.quantization import MX_SCALES

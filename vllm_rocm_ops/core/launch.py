@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core.arch import Arch
 
 CODE = Path(__file__).parents[1] / "code"

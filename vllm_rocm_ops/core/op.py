@@ -33,8 +33,7 @@ from dataclasses import dataclass, field
 import torch
 from torch._ops import OpOverload
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import arguments, envs, kernel_arguments, tables
+from vllm_rocm_ops.core import archs, arguments, envs, kernel_arguments, tables
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.execution import Execution, bind_device, bind_executor, signature

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops.core import arch, kernel_arguments
+from vllm_rocm_ops.core import archs, kernel_arguments
 from vllm_rocm_ops.core import launch as launches
 
 from . import errors
@@ -51,7 +51,7 @@ class Options:
 class Emulator:
     """Emulate one architecture as an executor of `vllm_rocm_ops.core.launch.Launch`.
 
-    The architecture is a name that arch.named accepts ("gfx950:3" has 3 compute units), `options` go to `Options`. `last`
+    The architecture is a name that archs.named accepts ("gfx950:3" has 3 compute units), `options` go to `Options`. `last`
     is the last launch's `Counters`, `history` has all launches' with their symbols. `program_type` and `scheduler_type`
     are the classes of programs and schedulers.
     """
@@ -59,9 +59,9 @@ class Emulator:
     program_type, scheduler_type = Program, Scheduler
 
     def __init__(self, arch_name: str, **options):
-        self.arch = arch.named(arch_name)
+        self.arch = archs.named(arch_name)
         if self.arch.vendor != "amd":
-            known = " and ".join(name for name, each in arch.ARCHS.items() if each.vendor == "amd")
+            known = " and ".join(name for name, each in archs.ARCHS.items() if each.vendor == "amd")
             raise ValueError(f"the emulator runs {known}, got {arch_name}")
         self.options = Options(compute_units=self.arch.compute_units, lds_bytes=self.arch.lds_bytes, **options)
         self.last: Counters | None = None

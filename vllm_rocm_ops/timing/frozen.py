@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.models.layers import LayerCall
 
 FOLDER = Path(__file__).parent / "frozen"

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 
 KINDS = ("documented", "measured", "fitted", "guessed")
 MAX_FITTED = 15  # fitted constants per machine

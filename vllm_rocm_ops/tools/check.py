@@ -24,9 +24,8 @@ import re
 import time
 from pathlib import Path
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs, tables
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.tools import smoke
 from vllm_rocm_ops.tools.check_worker import GOOD, Worker
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op

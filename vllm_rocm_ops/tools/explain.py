@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import clock, correctness, launch
+from vllm_rocm_ops.core import archs, clock, correctness, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.clock import tensor_bytes
 

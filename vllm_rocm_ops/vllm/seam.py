@@ -24,8 +24,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core import launch as launches
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")

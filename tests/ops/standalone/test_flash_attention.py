@@ -14,8 +14,7 @@ from op_tests import test_case  # noqa: F401
 from test_large_tensors import reserved
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.correctness import check_case, generator_of
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator

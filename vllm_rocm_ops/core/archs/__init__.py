@@ -1,137 +1,94 @@
-"""Define the properties and costs of GPU architectures, one file each in this folder.
+"""Find a GPU architecture by name or by device, and a device's product and PCI folder.
 
-A file has an `ARCH`. Shared costs are imported by name. Nothing has a default, so an arch without a cost does not load.
-csrc/build.py compiles for the archs with a file here; `core/arch.py` finds an `Arch` by name.
+Each file of this folder has the `ARCH` of one architecture. Shared costs are imported by name. Nothing has a default, so an arch without a
+cost does not load. csrc/build.py compiles for the archs with a file here.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import importlib
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from pathlib import Path
 
 import torch
+
+from vllm_rocm_ops.core.arch import Arch
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SkinnyCosts:
-    """Costs of the kernels of csrc/gemm/skinny.h; the model is in ops/shared/skinny_gemm.py."""
-
-    limits: Mapping[tuple[int, int], tuple[int, float]]
-    """By a tile's weight rows and tokens: resident blocks per compute unit, and weight bytes per microsecond."""
-    in_flight: Mapping[int, float]
-    """By a tile's rows: bytes that a long stream through registers keeps in flight."""
-    block_us: float
-    """Microseconds that a compute unit issues the fixed instructions of a block."""
-    sharing_us: float
-    """Microseconds that sharing a tile adds to its blocks."""
-    sum_round_us: float
-    """Microseconds that a block waits for each further batch of partial sums."""
+def load(name: str) -> Arch:
+    """Return the arch that a file of `core/archs` defines. Raises TypeError if it lacks a property or a cost."""
+    try:
+        return importlib.import_module(f"{__name__}.{name}").ARCH
+    except TypeError as error:
+        raise TypeError(f"core/archs/{name}.py: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertsCosts:
-    """Costs of the kernels of csrc/ops/fused_experts.hip; the model is in ops/shared/experts_streamed.py."""
+ARCHS = {name: load(name) for name in NAMES}
+PRODUCTS = {product: arch.of_units(units) for arch in ARCHS.values() for product, units in arch.products.items()}
 
-    tile_tokens: int
-    """Tokens of an expert per tile."""
-    block_bytes_per_us: float
-    """Weight bytes per microsecond of a single block of `down`."""
-    quantize_us: float
-    """Microseconds per element of the activation that each block of `down` quantizes."""
+PCI = Path("/sys/bus/pci/devices")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeCosts:
-    """Costs of split-KV decode attention; the models are in ops/paged_attention_decode.py and ops/mla_decode.py."""
+def named(name: str) -> Arch:
+    """Return the architecture of a name.
 
-    block_us: float
-    """Microseconds of a block without its keys."""
-    unit_gb_s: float | None
-    """GB/s of keys per compute unit, however few read. None: its share of HBM bandwidth."""
-    latent_gb_s: Mapping[int, float]
-    """GB/s of MLA latents per compute unit, by a block's tiles of 16 columns."""
-    sharing_us: float
-    """Microseconds to combine up to FAN_IN splits, after the last split's store."""
-    latent_us: float
-    """Microseconds to combine splits of MLA, without `counted_us`."""
-    counted_us: float
-    """Microseconds per MLA split that a block combines."""
-    added_us: float
-    """Microseconds per MLA split that a second launch combines, without the launch."""
-    lds_block_us: float
-    """Microseconds per 16 columns of a block, without its keys, with MLA latents through LDS."""
-    lds_gb_s: float
-    """GB/s of 16-bit MLA latents through LDS; 8-bit latents have the same keys per second."""
-    even_us: float
-    """Microseconds of an even division into splits, with MLA latents through LDS."""
+    Args:
+        name: One of `ARCHS`, such a name with compute units ("gfx942:80"), or one of `PRODUCTS` ("MI300X"), in any case.
+
+    Returns:
+        The architecture with these compute units.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if name.upper() in PRODUCTS:
+        return PRODUCTS[name.upper()]
+    match = re.fullmatch(r"(\w+)(?::([1-9]\d{0,3}))?", name.lower())
+    if match is None or match[1] not in ARCHS:
+        raise ValueError(
+            f"arch must be one of {', '.join((*ARCHS, *PRODUCTS))} or like {next(iter(ARCHS))}:80, got {name}"
+        )
+    arch = ARCHS[match[1]]
+    return arch.of_units(int(match[2] or arch.compute_units))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollectiveCosts:
-    """Costs of the kernels of csrc/collectives; the model is in collectives/launches.py."""
-
-    unit_bytes_per_us: float
-    """Inbox bytes per microsecond and block."""
-    exchange_us: float
-    """Microseconds from a block's store to another block's use of it."""
+@functools.cache
+def of_device(index: int) -> Arch | None:
+    """Return the architecture of GPU `index` with its compute units, or None if it has no kernels."""
+    properties = torch.cuda.get_device_properties(index)
+    arch = ARCHS.get(arch_name(properties))
+    return None if arch is None else arch.of_units(properties.multi_processor_count)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Constants of the cost models that differ between archs."""
-
-    skinny: SkinnyCosts
-    experts: ExpertsCosts
-    decode: DecodeCosts
-    collective: CollectiveCosts
-    sums_bytes_per_us: float
-    """Bytes of partial sums per microsecond that a block of a skinny GEMM reads through registers."""
-    tiled_sums_bytes_per_us: float
-    """The same for tiled GEMMs."""
+def arch_name(properties) -> str:
+    """Return the name of the architecture in a GPU's properties, known or not."""
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arch:
-    """A GPU architecture, or a product of it with other compute units. `str` gives the name that `named` accepts."""
+def pci_folder(properties) -> Path:
+    """Return the folder of a GPU's files about its PCI device; the driver of AMD's adds some."""
+    numbers = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+    return PCI / "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
-    name: str
-    vendor: str
-    """amd or nvidia: its folders in csrc."""
-    wave_lanes: int
-    fp8_dtype: torch.dtype
-    compute_units: int
-    lds_bytes: int
-    """LDS limit of a block."""
-    bandwidth_gb_s: float
-    """GB/s of HBM reads."""
-    clock_ghz: float
-    """Peak clock."""
-    block_scales: bool
-    """True if matrix instructions support MX formats, with an e8m0 scale per 32 along K."""
-    sum_rounding: float
-    """Error of matrix instructions in a sum of e4m3 products, relative to its absolute terms; 0 if they keep float32."""
-    products: Mapping[str, int] = field(hash=False, repr=False)
-    """Compute units of products, by name."""
-    pci_devices: Mapping[str, str] = field(hash=False, repr=False)
-    """Products by PCI device id, as the `device` file of a GPU's PCI folder has it."""
-    costs: Costs = field(hash=False, repr=False)
-    is_whole: bool = field(default=True, compare=False)
-    """True if this is the arch with all compute units."""
-    corrupts_graphs: str = field(default="", compare=False, repr=False)
-    """Begin of the versions of HIP in which replayed graphs are corrupt, of some releases at least (ROCm/clr#279)."""
 
-    def __str__(self) -> str:
-        return self.name if self.is_whole else f"{self.name}:{self.compute_units}"
+@functools.cache
+def product_of(index: int) -> str:
+    """Return the product of GPU `index`, never empty: by its PCI device id, else by the name that torch reports.
 
-    @property
-    def code_suffix(self) -> str:
-        """Return the suffix of a code object: linked ELF for AMD, PTX text for NVIDIA."""
-        return ".co" if self.vendor == "amd" else ".ptx"
-
-    def of_units(self, count: int) -> Arch:
-        """Return this architecture with `count` compute units."""
-        return dataclasses.replace(self, compute_units=count, is_whole=count == self.compute_units)
+    That name may be empty or "AMD Radeon Graphics" although the GPU is known, so it counts only for unknown ids. If it has
+    no product, it is returned as it is, and the arch in place of an empty one.
+    """
+    properties = torch.cuda.get_device_properties(index)
+    by_id = {pci: product for arch in ARCHS.values() for pci, product in arch.pci_devices.items()}
+    try:
+        product = by_id.get((pci_folder(properties) / "device").read_text().strip())
+    except OSError:
+        product = None
+    name = properties.name
+    return product or next((each for each in PRODUCTS if each in name), name) or arch_name(properties)

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_rocm_ops.core.archs import Arch, CollectiveCosts, Costs, DecodeCosts, ExpertsCosts, SkinnyCosts
+from vllm_rocm_ops.core.arch import Arch, CollectiveCosts, Costs, DecodeCosts, ExpertsCosts, SkinnyCosts
 
 # From the emulator's issue cycles.
 SKINNY = SkinnyCosts(

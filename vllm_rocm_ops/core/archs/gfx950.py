@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_rocm_ops.core.archs import Arch
+from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.archs.gfx942 import COSTS
 
 ARCH = Arch(

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core.clock import Clock
 
 COPIED = 1 << 30  # float32 values

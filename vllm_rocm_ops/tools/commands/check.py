@@ -9,8 +9,7 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from vllm_rocm_ops.core import arch as archs
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.timing import frozen
 from vllm_rocm_ops.tools import check
 from vllm_rocm_ops.tools.check_worker import Worker

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import vllm_rocm_ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.tools import explain, options
 

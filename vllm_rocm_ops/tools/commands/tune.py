@@ -7,9 +7,8 @@ import sys
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core import clock as clocks
-from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.tools import options
 from vllm_rocm_ops.tools.bench import tune
 from vllm_rocm_ops.tools.bench.baselines import baselines

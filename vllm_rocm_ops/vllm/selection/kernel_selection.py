@@ -38,9 +38,8 @@ import torch
 from torch import Tensor
 
 import vllm_rocm_ops
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs, envs, tables
 from vllm_rocm_ops.core import clock as clocks
-from vllm_rocm_ops.core import envs, tables
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.vllm.selection.comparison import Comparison

@@ -25,9 +25,8 @@ from typing import Protocol
 
 import torch
 
-from vllm_rocm_ops.core import arch as archs
+from vllm_rocm_ops.core import archs, envs, tables
 from vllm_rocm_ops.core import clock as clocks
-from vllm_rocm_ops.core import envs, tables
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.vllm.selection import kernel_selection, watchdog
 from vllm_rocm_ops.vllm.selection.comparison import Comparison, Refused, allowed, run_plugin
