@@ -27,7 +27,7 @@ def built(request, tmp_path_factory):
 # The protocol is right
 
 
-DEFAULT = {1024: 12, 7168: 1, 16384: 1}  # schedules by hidden size
+DEFAULT = {1024: 4, 7168: 1, 16384: 1}  # schedules by hidden size
 
 
 def check_schedules(built, ranks: int, hidden: int, seeds) -> None:

@@ -10,7 +10,7 @@ import torch
 from clocks import FakeClock
 from engines import STEPS
 from keys import key
-from marks import full
+from marks import FULL, full
 from test_row_selection import Linear
 
 from vllm_rocm_ops import ops
@@ -29,8 +29,8 @@ LAYERS, DENSE = checkpoints.DEEPSEEK["num_hidden_layers"], 2
 
 # In the engine
 
-MODELS = {"with a latent of queries": ("deepseek", "block"), "without": ("deepseek_v2", "mixed")}
-"""DeepSeek-V3's layers, as R1's, and DeepSeek-V2-Lite's."""
+MODELS = {"with a latent of queries": ("deepseek", "block")} | ({"without": ("deepseek_v2", "mixed")} if FULL else {})
+"""DeepSeek-V3's layers, as R1's, and, with --full only, DeepSeek-V2-Lite's."""
 
 
 @pytest.fixture(scope="module")

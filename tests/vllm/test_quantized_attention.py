@@ -490,8 +490,8 @@ def test_vllms_op_writes_what_it_is_given(configuration):
 
 # In the engine
 
-MODELS = {"llama": "static", "qwen3": "block", "deepseek": "block"} | ({"glm4_moe": "block"} if FULL else {})
-"""Group scales with heads of 128. GLM's layers of attention are like Qwen3's: with --full only."""
+MODELS = {"llama": "static", "deepseek": "block"} | ({"qwen3": "block", "glm4_moe": "block"} if FULL else {})
+"""Group scales with heads of 128."""
 LATENT = "deepseek"
 SIDES = {"fused": "all", "separate": "all,-quantized_attention"}
 EXACT = """

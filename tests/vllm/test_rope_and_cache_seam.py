@@ -487,10 +487,12 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
 
 # In the engine
 
-MODELS = {
-    ("llama", "static"): PLAIN,
+MODELS = {("llama", "static"): PLAIN, ("qwen3", "token"): NORMED}
+MORE = {
+    ("mistral", "token"): PLAIN,
+    ("mixtral", "mixed"): PLAIN,
     ("qwen2", "token"): PLAIN,
-    ("qwen3", "token"): NORMED,
+    ("qwen3_moe", "mixed"): NORMED,
     ("glm4_moe", "mixed"): NORMED,
     ("gemma3_text", "token"): PLAIN,  # after norms with 1 + weight
     ("minimax_m2", "mixed"): PLAIN,  # after norms over all heads
@@ -501,7 +503,7 @@ def calls(answer: dict, op) -> int:
     return sum(answer["stats"].get(op.name, {}).values())
 
 
-ALSO_COMPILED = [("llama", "static"), ("qwen3", "token")]
+ALSO_COMPILED = MODELS
 """Models that are compiled without the launch, too.
 
 The others' tokens are compared with an eager run's, which takes a seventh of the time: no rounding changes a token of
@@ -518,7 +520,6 @@ def job(engines, flavour: tuple[str, str], switch: str, compiled: bool) -> dict:
     return made
 
 
-MORE = {("mistral", "token"): PLAIN, ("mixtral", "mixed"): PLAIN, ("qwen3_moe", "mixed"): NORMED}
 RELEASES = {
     f"{name} {release}": (release, models)
     for release in test_selection.RELEASES
