@@ -154,6 +154,15 @@ def test_the_faster_op_serves_and_is_recorded(kernels, key, caplog):
     assert "compiled" in caplog.text and "vLLM's" in caplog.text
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_an_input_is_quantized_as_without_the_plugin(holds):
+    """The kernel that the plugin's kernel holds pads and rounds in its own way: what vLLM would compile calls that one."""
+    of = {name: types.SimpleNamespace(quant_fp8=lambda x, scale, bound, name=name: (name, scale)) for name in "ab"}
+    of["a"]._get_layer_params = lambda layer: ("weight", "scale", layer, "bound")
+    of["a"].baseline = of["b"] if holds else None
+    assert compiled_ops.quantizer("input scale", of["a"])("x") == ("b" if holds else "a", "input scale")
+
+
 def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
     """vLLM compiles the model next, which saves these seconds. A start with nothing to measure starts no compiler."""
     now, started = [0.0], []

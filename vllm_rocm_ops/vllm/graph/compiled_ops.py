@@ -65,7 +65,7 @@ def patterns_left_to_vllm() -> list[str]:
 
 def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return vLLM's quantization of a layer's input, as a function of x."""
-    quantize = getattr(kernel, "native", None) or kernel
+    quantize = getattr(kernel, "baseline", None) or kernel
     quant_fp8 = getattr(quantize.quant_fp8, "vllm_forward", quantize.quant_fp8)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
