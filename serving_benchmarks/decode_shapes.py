@@ -40,17 +40,6 @@ class DecodeShape(NamedTuple):
     n: int
     k: int
 
-    @property
-    def layer(self) -> str:
-        return self.call.layer
-
-    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        """Return the op's arguments; tensors are zeros, or on the meta device."""
-        on_meta = self.call.case(self.m).make("meta", torch.Generator(), fp8_dtype)
-        if device == "meta":
-            return on_meta
-        return tuple(torch.zeros_like(v, device=device) if isinstance(v, torch.Tensor) else v for v in on_meta)
-
 
 def decode_shapes() -> list[DecodeShape]:
     """Return every linear layer of every model at every number of tokens."""
@@ -65,12 +54,13 @@ def decode_shapes() -> list[DecodeShape]:
 def kernels() -> list[list[str]]:
     """Return a table of the shapes with the kernel and blocks on each of `GPUS`, or the reason for a fallback."""
     table = [["model", "layer", "M", "N", "K", *GPUS]]
-    for shape in decode_shapes():
-        found = []
+    for model, call, *sizes in decode_shapes():
+        choices = []
         for arch in map(archs.named, GPUS):
-            chosen = shape.call.op.explain(*shape.arguments("meta", arch.fp8_dtype), arch=arch)
-            found.append(" + ".join(f"{l.symbol} x{math.prod(l.grid)}" for l in chosen.launches) or chosen.source)
-        table.append([shape.model, shape.layer, *map(str, (shape.m, shape.n, shape.k)), *found])
+            arguments = call.case(sizes[0]).make("meta", torch.Generator(), arch.fp8_dtype)
+            chosen = call.op.explain(*arguments, arch=arch)
+            choices.append(" + ".join(f"{l.symbol} x{math.prod(l.grid)}" for l in chosen.launches) or chosen.source)
+        table.append([model, call.layer, *map(str, sizes), *choices])
     return table
 
 

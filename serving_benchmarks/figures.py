@@ -1,107 +1,17 @@
-"""Draw the figures of the documentation from results and predictions: `python tests/pages` writes them all.
-
-    python serving_benchmarks/figures.py PREDICTED.jsonl ... [--output DIR]
-
-As a command it draws predicted.py's kernels of a decode step by kind of work, a bar for each model and batch size. Predicted times
-are hatched in every figure, measured ones are solid.
-"""
+"""Draw the figures of the documentation: `python tests/pages` writes them. Predicted times are hatched, measured ones are solid."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import decode_profile
 import svg
 from svg import COLORS, MARKERS, Panel, rectangle, text
 
-OUT = Path(__file__).parent / "out"
-RISING = "M-2 2L2 -2M0 8L8 0M6 10L10 6"
-FALLING = "M-2 6L2 10M0 0L8 8M6 -2L10 2"
-FILLS = {  # by kind of work: its color and its hatch
-    "linear": ("blue", RISING),
-    "moe": ("orange", RISING),
-    "norm": ("red", RISING),
-    "activation": ("teal", RISING),
-    "routing": ("green", FALLING),
-    "lm_head": ("yellow", FALLING),
-    "attention": ("purple", FALLING),
-}
 CLASSES = ("blue", "purple", "orange", "red", "brown", "green", "teal", "yellow", "plain")
 """Colors of a measured step's classes, in the order of the figure's legend."""
 SIDES = {"baseline": "plain", "plugin": "red"}
-COLUMNS = 5  # of a legend
-
-
-def kind_of(layer: str, op: str) -> str:
-    """Return the kind of work of a model's call."""
-    kinds = {
-        "router": "routing",
-        "routing": "routing",
-        "experts": "moe",
-        "lm_head": "lm_head",
-        "attention": "attention",
-    }
-    return kinds.get(layer, "norm" if "rms_norm" in op else "activation" if "silu_and_mul" in op else "linear")
-
-
-def predicted_lines(paths: Iterable[Path]) -> list[dict]:
-    """Return the lines of predicted.py in files. Raises ValueError if there are none."""
-    lines = (json.loads(line) for path in paths for line in path.read_text().splitlines())
-    found = [line for line in lines if "predicted_us" in line]
-    if not found:
-        raise ValueError(f"no predicted times in {', '.join(map(str, paths))}")
-    return found
-
-
-def sum_of(lines: list[dict]) -> tuple[float, float, int]:
-    """Return predicted us, the error bound of the part with a band, and launches of lines of predicted.py."""
-    us = sum(line["predicted_us"] * line["count"] for line in lines)
-    bound = sum(line["predicted_us"] * line["count"] * (line["band"] or 0) for line in lines)
-    return us, bound, sum(line["kernels"] * line["count"] for line in lines)
-
-
-def predicted(lines: list[dict]) -> str:
-    """Draw a stacked bar for each model and batch size, with the error band of the part that has one."""
-    bar = 84  # pixels per batch size
-    groups: dict[str, dict[int, list[dict]]] = {}
-    for line in lines:
-        groups.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)
-    sums = {name: [sum_of(of) for of in found.values()] for name, found in groups.items()}
-    highest = max(us + bound for of in sums.values() for us, bound, _ in of) / 1e3
-    width = max(80 + bar * sum(len(found) + 0.5 for found in groups.values()), svg.WIDTH)
-    panel = Panel(60, width - 20, 90, 390, 0, highest)
-    kinds = {kind_of(line["layer"], line["op"]) for line in lines}
-    used = [kind for kind in FILLS if kind in kinds]
-    parts = [
-        text(width / 2, 16, f"Predicted for {lines[0]['device']}, never measured: kernels of a decode step by kind", "title"),
-        text(width / 2, 36, "their sum, not a step: excludes launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling"),
-        *panel.frame(panel.linear_ticks(), "{:g}", axis="ms, predicted sum of these kernels"),
-    ]  # fmt: skip
-    x = panel.left + bar * 0.75
-    for name, found in groups.items():
-        parts.append(text(x + bar * (len(found) - 1) / 2, panel.bottom + 32, name))
-        for (batch, of), (us, bound, launches) in zip(found.items(), sums[name]):
-            stack = dict.fromkeys(used, 0.0)
-            for line in of:
-                stack[kind_of(line["layer"], line["op"])] += line["predicted_us"] * line["count"] / 1e3
-            parts += _stack(panel, x - 21, 42, {f"#{kind}": ms for kind, ms in stack.items() if ms})
-            low, top = (panel.y((us + sign * bound) / 1e3) for sign in (-1, 1))
-            parts.append(svg.whiskers(x, low, top))
-            parts.append(text(x, top - 24, f"{us / 1000:.1f} ms") + text(x, top - 10, f"{launches} launches"))
-            parts.append(text(x, panel.bottom + 14, f"batch {batch}"))
-            x += bar
-        x += bar / 2
-    band = f"error bars: kernels with a known error band; {lines[0]['context']} keys per request; kernels of {lines[0]['commit']}"
-    parts.append(text(width / 2, panel.bottom + 54, band))
-    rows = [(rectangle(-10, -6, 20, 12, f"#{kind}"), kind) for kind in used]
-    parts += svg.legend(rows, width / 2 - 105 * len(rows[:COLUMNS]) / 2 + 10, panel.bottom + 78, COLUMNS, 105)
-    height = panel.bottom + 78 + 19 * -(-len(used) // COLUMNS)
-    return svg.document(height, parts, width, (svg.pattern(kind, *FILLS[kind]) for kind in used))
 
 
 def _stack(panel: Panel, x: float, width: float, fills: dict[str, float]) -> Iterator[str]:
@@ -318,23 +228,3 @@ def accuracy(points: dict[str, list[tuple[float, float, bool]]], title: str, ban
     rows.append((svg.path("s-ink f-page", f"M0 0{MARKERS[0]}"), "hollow: held out of the fit"))
     parts += svg.legend(rows, 70, 386, len(rows), 142)
     return svg.document(404, parts)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Draw the figures of predicted steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="files of predicted.py")
-    parser.add_argument("--output", type=Path, default=OUT, help="folder; default: serving_benchmarks/out")
-    options = parser.parse_args(argv)
-    try:
-        lines = predicted_lines(options.results)
-        options.output.mkdir(parents=True, exist_ok=True)
-        written = options.output / f"predicted-{lines[0]['device']}.svg"
-        written.write_text(predicted(lines))
-    except (ValueError, OSError) as error:
-        sys.exit(f"figures.py: {error}")
-    print(written)
-
-
-if __name__ == "__main__":
-    main()

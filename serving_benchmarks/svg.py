@@ -89,11 +89,11 @@ def whiskers(x: float, low: float, high: float) -> str:
     return path("axis", f"M{x:.1f} {low:.1f}V{high:.1f}M{x - 5:.1f} {low:.1f}h10M{x - 5:.1f} {high:.1f}h10")
 
 
-def pattern(name: str, color: str, hatch: str = "M-2 2L2 -2M0 8L8 0M6 10L10 6") -> str:
+def pattern(name: str, color: str) -> str:
     """Return a fill with a hatch in a square of 8 pixels: in the page's color on a solid color."""
     return (
         f'<pattern id="{name}" width="8" height="8" patternUnits="userSpaceOnUse"><path class="f-{color}" d="M0 0H8V8H0z"/>'
-        f'<path class="s-page" fill="none" stroke-width="2.2" d="{hatch}"/></pattern>'
+        f'<path class="s-page" fill="none" stroke-width="2.2" d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/></pattern>'
     )
 
 

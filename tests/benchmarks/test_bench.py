@@ -398,6 +398,22 @@ def test_lists_of_another_dtype_have_the_same_shapes_and_files(small):
     assert lists.kind_of(None, "tiny-llama") == "model" and lists.kind_of(None, None) == "cases"
 
 
+TOKENS = (1, 8, 16, 32, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "count"),
+    [
+        *(("rows", TOKENS[:4], len(shapes.ROW_OPS) * 2 * 4), ("linear", TOKENS, 6 * 28), ("routing", TOKENS, 6)),
+        *(("moe", TOKENS, 6 * 13), ("attention", None, 24), ("gemm-dtypes", None, 96)),
+        ("decode-attention", None, 2 * 52 + 3 * 3),
+    ],
+)
+def test_a_list_has_every_shape_once(name, tokens, count):
+    found = [(shape.op.name, shape.case.name) for shape in lists.of_list(name, None, tokens)]
+    assert len(found) == len(set(found)) == count
+
+
 @pytest.mark.parametrize("make", [shapes.rows, attention.attention, decode_attention.decode_attention])
 def test_a_dtype_that_kernels_do_not_take_is_refused(make):
     with pytest.raises(ValueError, match="must be bfloat16 or float16, got torch.float8"):
