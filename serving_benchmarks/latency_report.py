@@ -51,6 +51,13 @@ def json_text(value: object, indent: str = "") -> str:
     return f"{first}{','.join(items)}\n{indent}{last}"
 
 
+def append(path: Path, line: dict) -> None:
+    """Append a line of JSON to a file, in a folder that is created if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def pairs(report: dict) -> list[tuple[str, int, dict[str, list[dict]]]]:
     """Return (model, batch size, {side: results of its starts}), in the order of measurement."""
     found: dict[tuple[str, int], dict[str, list[dict]]] = {}

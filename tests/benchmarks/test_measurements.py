@@ -7,16 +7,7 @@ import xml.etree.ElementTree
 
 import figures
 import pytest
-from pages import (
-    attention_table,
-    host_tables,
-    measurements,
-    op_pages,
-    pictures,
-    predicted_table,
-    readme,
-    results_page,
-)
+from pages import attention_table, host_tables, measurements, op_pages, pictures, readme, results_page
 from pages.measurements import (
     NO_ATTENTION,
     attention_in_engine,
@@ -342,13 +333,12 @@ TABLES = {
     "moe": {"ops", "experts"},
     "attention": {"ops", "prefill attention"},
     "decode-attention": {"ops", "decode attention"},
-    "static": {"kernels"},
     "quality": {"quality"},
     "arithmetic": {"arithmetic"},
     "configurations": {"regret"},
     "host-time": {"host time"},
     "serve": {"serving"},
-    **{kind: set() for kind in ("predicted", "waits", "compare")},  # in the index alone
+    **{kind: set() for kind in ("predicted", "static", "waits", "compare")},  # in the index alone
 }
 
 
@@ -389,18 +379,6 @@ def test_the_page_of_an_op_shows_every_kind_of_its_results():
         for gpu, kind in timed[name]:
             assert re.search(rf"/{gpu}/[\d-]+\w+-{kind}\.jsonl", text), f"{kind} of {gpu} is not on the page of {name}"
         assert re.search(r"\| \**\d+\.\d\dx", text), f"the page of {name} has no ratio"
-
-
-def test_predicted_gemms_are_summed_beside_published_times(folder):
-    times = {"predicted_us": 10.0, "profiled_us": 15.0, "aiter_us": 20.0, "hugging_face_us": 11.0}
-    given = {"op": "scaled_mm", "model": "one", "device": "MI300X", "count": 126, "commit": "abc", "batch": 1}
-    other = {"op": "lm_head", "predicted_us": 9.0, "batch": 4}
-    lines = [given | times | {"case": "one, qkv"}, given | other | {"case": "one, lm_head"}]
-    write(folder / "2026-11-24-abc-predicted.jsonl", "\n".join(map(json.dumps, lines)))
-    products = predicted_table.products().splitlines()
-    assert "predicted plugin / published" in products[0] and "Kernels of abc" in products[0]
-    assert "| one | aiter's tuner | 1.9 / 2.5 |  |" in products
-    assert "| one | Hugging Face | 1.3 / 1.4 |  |" in products
 
 
 @pytest.mark.parametrize(("largest", "step"), [(26.3, 5), (41.7, 5), (1.9, 0.2), (10.0, 1), (0.11, 0.02)])

@@ -16,7 +16,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.vllm import seam
 
 from . import measurements, op_pages
-from .measurements import ROOT, markdown
+from .measurements import ROOT, grouped, markdown, merged
 from .op_pages import DOCS
 
 PAGE = DOCS / "compatibility.md"
@@ -202,7 +202,7 @@ def vllm_table() -> str:
     for release in releases():
         by_arch = []
         for arch in AMD:
-            off = {answer for answer in answers("with")["seams off", arch][release]}
+            off = {*answers("with")["seams off", arch][release]}
             by_arch.append("selected" if off == {"cpu_shims"} else f"selected, but for {', '.join(sorted(off))}")
         engine = "tested" if cpu.startswith(f"{release}.") else "not run"
         if f"vllm-{release}" in patched:
@@ -217,16 +217,14 @@ def around_table() -> str:
     missing = [suite for suite in SUITES.values() if suite not in script]
     if missing or required("requires-python") not in SUITES:
         raise ValueError(f"bare_root.sh must know {', '.join(missing)}, and SUITES the Python of pyproject.toml")
+    emulated = f"refused: tinygrad needs Python {required('python_version')}"
     rows = [
-        (f"Python {version}", f"tested: its wheel for glibc 2.28, in a bare {suite}")
-        for version, suite in SUITES.items()
-    ]
-    rows += [
-        ("Python, later", "not run: no wheel, pip builds from source"),
-        (
-            f"the emulator, Python {required('requires-python')}",
-            f"refused: tinygrad needs Python {required('python_version')}",
+        *(
+            (f"Python {python}", f"tested: its wheel for glibc 2.28, in a bare {name}")
+            for python, name in SUITES.items()
         ),
+        ("Python, later", "not run: no wheel, pip builds from source"),
+        (f"the emulator, Python {required('requires-python')}", emulated),
         (f"torch {installed('torch')}, CPU", "tested"),
         *((f"torch {version}", "tested on H200") for version in on_h200("torch")),
         (f"torch {required('torch')} and later", "selected: the package requires it"),
@@ -282,46 +280,30 @@ def refused_table() -> str:
             else:
                 raise ValueError(f"{name} by {method} must be refused, is accepted")
     if touched != {"FP8", "FP8_BLOCK", "INT8", "MXFP8"}:
-        raise ValueError(
-            f"the seams of linears must be FP8, FP8_BLOCK, INT8 and MXFP8, got {', '.join(sorted(touched))}"
-        )
+        wanted = "FP8, FP8_BLOCK, INT8 and MXFP8"
+        raise ValueError(f"the seams of linears must be {wanted}, got {', '.join(sorted(touched))}")
     return markdown(("format", "`quant_method`", "`explain` answers"), rows)
 
 
 def model_table() -> str:
     """Return a row for each architecture: where it has run, and whether commands know it."""
-    shipped: dict[str, list[str]] = {}
-    for name in model_config.shipped():
-        if not name.startswith("tiny"):
-            shipped.setdefault(model_config.read(name)["architectures"][0], []).append(name)
-    for path in sorted((ROOT / "serving_benchmarks" / "configs").glob("*/config.json")):
-        shipped.setdefault(json.loads(path.read_text())["architectures"][0], []).append(path.parent.name)
+    others = sorted((ROOT / "serving_benchmarks" / "configs").glob("*/config.json"))
+    configs = {name: model_config.read(name) for name in model_config.shipped() if not name.startswith("tiny")}
+    configs |= {path.parent.name: json.loads(path.read_text()) for path in others}
+    shipped = grouped(configs, lambda name: configs[name]["architectures"][0])
     measured = {run.sides["with"][0]["model_id"] for run in measurements.engine_runs()}
     rows = []
     for architecture in dict.fromkeys((*flavours(), *model_layers.FAMILIES)):
         known = {flavour: name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour}
         known["mixed"] = f"{known['token']}, experts in BF16"
         tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
-        rows.append(
-            (
-                f"`{architecture}`",
-                f"tested: {'; '.join(tested)}" if tested else "selected, not run",
-                ", ".join(name for name in shipped.get(architecture, ()) if name in measured) or "not run",
-                "yes" if architecture in model_layers.FAMILIES else "no",
-            )
-        )
+        on_cpu = f"tested: {'; '.join(tested)}" if tested else "selected, not run"
+        on_gpu = ", ".join(name for name in shipped.get(architecture, ()) if name in measured) or "not run"
+        rows.append((f"`{architecture}`", on_cpu, on_gpu, "yes" if architecture in model_layers.FAMILIES else "no"))
     plugged = "not run; norms and activations use the plugin if vLLM compiles it"
     rows.append(("from another vLLM plugin", plugged, "not run", "no"))
     rows.append(("any other", "selected by layer class and compiled graph, not run", "not run", "no"))
-    return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), grouped(rows))
-
-
-def grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return rows with the first cells of equal rows in one cell."""
-    names_of: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        names_of.setdefault(tuple(cells), []).append(name)
-    return [(", ".join(names), *cells) for cells, names in names_of.items()]
+    return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), merged(rows))
 
 
 REACH_COLUMNS = {"linear layers": "linear", "norms": "norms", "activations": "activations", "layers of experts": "MoE"}
@@ -333,17 +315,15 @@ def reach_table() -> str:
     known = recorded(REACH)
     models: dict[str, dict[str, str]] = {}
     for row in known:
-        by_cell: dict[str, list[str]] = {}
-        for release in releases():
-            by_cell.setdefault(row[release], []).append(release)
-        cells = [f"{cell} ({', '.join(of)})" if len(by_cell) > 1 else cell for cell, of in by_cell.items()]
+        by_cell = grouped(releases(), row.__getitem__)
+        cells = [f"{cell} ({', '.join(those)})" if len(by_cell) > 1 else cell for cell, those in by_cell.items()]
         models.setdefault(row["model"], {})[row["layers"]] = "; ".join(cells)
     steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH_COLUMNS)["layers"]
     kinds = *REACH_COLUMNS, steps
     rows = [(f"`{model}`", *(found.get(kind, "") for kind in kinds)) for model, found in models.items()]
     if set().union(*models.values()) != {*kinds}:
         raise ValueError(f"reach.csv must have the layers {', '.join(kinds)}, got {set().union(*models.values())}")
-    return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), grouped(rows))
+    return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), merged(rows))
 
 
 TABLES = {

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import launches as names
 
 from . import measurements
-from .measurements import ProfiledRun, markdown, plural
-from .results_page import SIDES
+from .measurements import SIDES, ProfiledRun, grouped, markdown, plural
 
 SHARE = 0.002
 """A launch below this share of its step has no row or name of its own."""
@@ -62,13 +61,15 @@ class Kernel(NamedTuple):
 
 def kernels(model: str, rank: dict) -> list[Kernel]:
     """Return the kernels of a rank's step, with equal short names as one. Raises ValueError for an unknown kernel."""
-    found: dict[tuple[str, str, str], list[float]] = {}
-    for name, (calls, us) in rank["kernels"].items():
+
+    def key(name: str) -> tuple[str, str, str]:
         launch = names.entry(model, name)[-1]
-        total = found.setdefault((launch.what, launch.owner, names.short(name)), [0.0, 0.0])
-        total[0] += calls
-        total[1] += us
-    return [Kernel(*key, *total) for key, total in found.items()]
+        return launch.what, launch.owner, names.short(name)
+
+    return [
+        Kernel(*what, *map(sum, zip(*(rank["kernels"][name] for name in alike))))
+        for what, alike in grouped(rank["kernels"], key).items()
+    ]
 
 
 def reason(model: str, what: str) -> str:
@@ -116,7 +117,7 @@ def table(run: ProfiledRun) -> str:
 
 def most_us(of: dict[str, list[Kernel]]) -> float:
     """Return the larger side's us."""
-    return max(sum(kernel.us for kernel in found) for found in of.values())
+    return max(_sum(kernels, "us") for kernels in of.values())
 
 
 def in_layers(kernel: Kernel, layers: int) -> bool:
@@ -133,18 +134,21 @@ def count(kernel: Kernel, layers: int) -> str:
 
 def cell(found: list[Kernel], layers: int, limit: float) -> str:
     """Return calls, owner, name and us of each kernel, and the sums of those below the limit by owner."""
-    parts, small = [], {}
-    for kernel in sorted(found, key=lambda kernel: -kernel.us):
+    by_cost = sorted(found, key=lambda kernel: -kernel.us)
+    parts = []
+    for kernel in by_cost:
         if kernel.us >= limit:
-            parts.append(f"{count(kernel, layers)} {kernel.owner} `{clipped(kernel.name)}` {kernel.us:.0f} us")
-        else:
-            calls, us = small.get(kernel.owner, (0.0, 0.0))
-            small[kernel.owner] = calls + kernel.calls, us + kernel.us
-    return "; ".join((*parts, *(f"{calls:.0f} a step: {owner} {us:.0f} us" for owner, (calls, us) in small.items())))
+            name = kernel.name if len(kernel.name) <= LONGEST else f"{kernel.name[: LONGEST - 3]}..."
+            parts.append(f"{count(kernel, layers)} {kernel.owner} `{name}` {kernel.us:.0f} us")
+    small = grouped((kernel for kernel in by_cost if kernel.us < limit), lambda kernel: kernel.owner)
+    parts += [
+        "{:.0f} a step: {} {:.0f} us".format(_sum(of, "calls"), owner, _sum(of, "us")) for owner, of in small.items()
+    ]
+    return "; ".join(parts)
 
 
-def clipped(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
+def _sum(kernels: list[Kernel], value: str) -> float:
+    return sum(getattr(kernel, value) for kernel in kernels)
 
 
 def stays(model: str, found: list[Kernel]) -> str:
@@ -154,13 +158,11 @@ def stays(model: str, found: list[Kernel]) -> str:
 
 def total(found: list[Kernel], layers: int) -> str:
     """Return a side's launches per layer and step, and their us."""
-    inside = sum(kernel.calls for kernel in found if in_layers(kernel, layers))
-    calls, us = (sum(values) for values in list(zip(*found))[-2:])
-    return f"{inside / layers:.1f} a layer, {calls:.0f} a step, {us:.0f} us"
+    inside = _sum([kernel for kernel in found if in_layers(kernel, layers)], "calls")
+    return f"{inside / layers:.1f} a layer, {_sum(found, 'calls'):.0f} a step, {_sum(found, 'us'):.0f} us"
 
 
 def not_own(found: list[Kernel]) -> str:
     """Return how much of the plugin's side is not its own."""
     others = [kernel for kernel in found if kernel.owner != names.PLUGIN]
-    calls, us = sum(kernel.calls for kernel in others), sum(kernel.us for kernel in others)
-    return f"Not the plugin's: {calls:.0f} launches a step, {us:.0f} us."
+    return f"Not the plugin's: {_sum(others, 'calls'):.0f} launches a step, {_sum(others, 'us'):.0f} us."

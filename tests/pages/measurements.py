@@ -10,7 +10,7 @@ import shlex
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import decode_profile
@@ -29,7 +29,23 @@ NO_ATTENTION = "-decode_attention,-mla_attention"  # VLLM_ROCM_OPS_SEAMS of runs
 PER_OP = "ops", "gemm", "shuffled-gemm"  # kinds of files with norms, activations and GEMMs by rows
 
 
+SIDES = {"without": "baseline", "with": "plugin"}
 NOTHING = "Nothing yet."
+
+
+def grouped(items: Iterable, key: Callable[..., Hashable]) -> dict:
+    """Return lists of the items by key."""
+    groups: dict = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows with the first cells of otherwise equal ones in one cell."""
+    return [
+        (", ".join(name for name, *_ in alike), *cells) for cells, alike in grouped(rows, lambda row: row[1:]).items()
+    ]
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -115,8 +131,7 @@ def groups_of(lines: Iterable[dict]) -> dict[tuple[str, str], dict[int, dict]]:
     for line in lines:
         case, shape = line["case"], line["shape"]
         if line["op"] == "fused_experts":
-            name, _, weights = case.split()
-            what = f"{name}, {weights}"
+            what = ", ".join(case.split()[::2])  # model and weights, without tokens
         elif "keys" in shape:  # prefill attention
             name, batch, heads, rows, keys, size, causal = PREFILL.fullmatch(case).groups()
             what = f"{name}, {batch} x {heads} heads of {size}{', causal' if causal else ''}"
@@ -215,12 +230,14 @@ def per_gpu(kinds: Iterable[str], table: Callable[[list[dict]], str]) -> str:
 def single_ops() -> str:
     """Return a table per GPU: geometric means over sizes, by rows or tokens."""
 
+    def named(size: tuple) -> str:
+        (op, what), _ = size
+        return f"`{op}`{', shuffled' * what.endswith('shuffled')}"
+
     def table(lines: list[dict]) -> str:
-        of_ops: dict[str, list[dict[int, dict]]] = {}
-        for (op, size), by_rows in groups_of(lines).items():
-            of_ops.setdefault(f"`{op}`{', shuffled' * size.endswith('shuffled')}", []).append(by_rows)
         body = []
-        for op, sizes in of_ops.items():
+        for op, items in grouped(groups_of(lines).items(), named).items():
+            sizes = [by_rows for _, by_rows in items]
             cells = (times(ratio(size[rows]) for size in sizes if rows in size) for rows in SUMMARY_ROWS)
             body.append((op, str(len(sizes)), *cells, baselines_of(line for size in sizes for line in size.values())))
         header = ("op", "sizes", *(plural(rows, "row") for rows in SUMMARY_ROWS), "best baseline")
@@ -249,13 +266,10 @@ def regret() -> str:
 
     def table(lines: list[dict]) -> str:
         rows = []
-        for name in dict.fromkeys(line["op"] for line in lines):
-            of = [line for line in lines if line["op"] == name]
-            regrets = [line["us"][line["chosen"]] / min(line["us"].values()) for line in of]
-            mean, largest = (
-                f"{100 * value - 100:.1f} %" for value in (statistics.geometric_mean(regrets), max(regrets))
-            )
-            rows.append((f"`{name}`", str(len(of)), str(sum(len(line["us"]) for line in of)), mean, largest))
+        for name, calls in grouped(lines, lambda line: line["op"]).items():
+            regrets = [line["us"][line["chosen"]] / min(line["us"].values()) for line in calls]
+            shown = (f"{100 * value - 100:.1f} %" for value in (statistics.geometric_mean(regrets), max(regrets)))
+            rows.append((f"`{name}`", str(len(calls)), str(sum(len(line["us"]) for line in calls)), *shown))
         header = "op", "calls", "configurations", "regret, geometric mean", "largest"
         return f"**{lines[0]['gpu']}**:\n\n{markdown(header, rows)}"
 
@@ -399,8 +413,19 @@ def engine_cases() -> dict[str, list[EngineCase]]:
         row = f"{result['model_id']}{rank}", run.hardware, str(result["num_layers"] or "all")
         ways.setdefault(way(run), {}).setdefault(row, {})[result["batch_size"]] = run
     return {
-        how: [EngineCase(*row, dict(sorted(of.items()))) for row, of in cases.items()] for how, cases in ways.items()
+        conditions: [EngineCase(*row, dict(sorted(runs.items()))) for row, runs in cases.items()]
+        for conditions, cases in ways.items()
     }
+
+
+def engine_tables(header: Iterable[str], row: Callable[[EngineCase], Iterable[str]]) -> str:
+    """Return a table for each set of conditions, with a row for each case."""
+    return joined(f"{how}\n\n{markdown(header, map(row, cases))}" for how, cases in engine_cases().items())
+
+
+def shown_runs(case: EngineCase) -> list[EngineRun]:
+    """Return a case's runs at the batch sizes that tables show."""
+    return [case.runs[batch] for batch in SHOWN_BATCHES if batch in case.runs]
 
 
 def samples(run: EngineRun) -> str:
@@ -420,8 +445,8 @@ def speedup_cells(case: EngineCase) -> list[str]:
 
 def host_loop(case: EngineCase) -> str:
     """Return the host loop's microseconds, baseline / plugin, at the first batch size where it was timed."""
-    for run in filter(None, map(case.runs.get, SHOWN_BATCHES)):
-        timed = [[one["host_us"] for one in run.sides[side] if "host_us" in one] for side in latency_report.SIDES]
+    for run in shown_runs(case):
+        timed = [[start["host_us"] for start in run.sides[side] if "host_us" in start] for side in latency_report.SIDES]
         if all(timed):
             return " / ".join(f"{statistics.median(us):.0f}" for us in timed)
     return ""
@@ -430,16 +455,12 @@ def host_loop(case: EngineCase) -> str:
 def engine() -> str:
     """Return a table for each set of conditions: a row for each model, with its speedups."""
     header = ("model", "GPU", "layers", "n", *(f"batch {batch}" for batch in SHOWN_BATCHES), "host loop us")
-    made = []
-    for how, cases in engine_cases().items():
-        rows = [(*case[:3], each_n(case), *speedup_cells(case), host_loop(case)) for case in cases]
-        made.append(f"{how}\n\n{markdown(header, rows)}")
-    return joined(made)
+    return engine_tables(header, lambda case: (*case[:3], each_n(case), *speedup_cells(case), host_loop(case)))
 
 
 def each_n(case: EngineCase) -> str:
     """Return n of a case's runs at the batch sizes that tables show."""
-    return ", ".join(dict.fromkeys(samples(case.runs[batch]) for batch in SHOWN_BATCHES if batch in case.runs))
+    return ", ".join(dict.fromkeys(map(samples, shown_runs(case))))
 
 
 SHOWN_BATCHES = (1, 8, 32, 64)  # in the tables of speedups
@@ -460,7 +481,7 @@ def named(case: EngineCase) -> str:
 def whole_models() -> tuple[str, list[EngineCase]]:
     """Return the conditions of the whole models, and the newest row of each, whatever its GPU and attention backend."""
     how, cases = next(iter(engine_cases().items()), ("", []))
-    order = {path: at for at, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
+    order = {path: place for place, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
     whole = [case for case in cases if is_whole(case)]
     by_age = sorted(whole, key=lambda case: max(order[path] for run in case.runs.values() for path in run.paths))
     newest = {ranks_of(case): case for case in by_age}
@@ -484,15 +505,13 @@ def whole_models_table() -> str:
 
 def fastest_and_slowest() -> str:
     """Return the range of the whole models' speedups, for README."""
-    runs = [case.runs[batch] for case in whole_models()[1] for batch in SHOWN_BATCHES if batch in case.runs]
+    runs = [run for case in whole_models()[1] for run in shown_runs(case)]
     if not runs:
         return "Nothing was measured."
     ratios = sorted(latency_report.speedup(run.sides) for run in runs)
-    gpus = " and ".join(
-        sorted({path.parent.name.removeprefix("nvidia-").upper() for run in runs for path in run.paths})
-    )
-    span = f"{times(ratios[:1])} to {times(ratios[-1:])}"
-    return f"Whole models decode {span} as fast on {gpus}; some host-bound runs lose. On AMD, only predictions exist."
+    products = sorted({path.parent.name.removeprefix("nvidia-").upper() for run in runs for path in run.paths})
+    span = f"{times(ratios[:1])} to {times(ratios[-1:])} as fast on {' and '.join(products)}"
+    return f"Whole models decode {span}; some host-bound runs lose. On AMD, only predictions exist."
 
 
 def way(run: EngineRun) -> str:

@@ -16,7 +16,7 @@ from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.tools.bench import lists
 
 from . import measurements
-from .measurements import ROOT, markdown
+from .measurements import ROOT, grouped, markdown, merged
 
 DOCS = ROOT / "vllm_rocm_ops" / "docs"
 WIDTH = 120
@@ -41,10 +41,7 @@ def supported_calls(op: Op, arch_name: str) -> tuple:
 
 def by_file() -> dict[str, list[Op]]:
     """Return the ops of each op file, by file name."""
-    found: dict[str, list[Op]] = {}
-    for op in op_module.registered():
-        found.setdefault(file_of(op).stem, []).append(op)
-    return found
+    return grouped(op_module.registered(), lambda op: file_of(op).stem)
 
 
 def file_of(op: Op) -> pathlib.Path:
@@ -106,14 +103,8 @@ def supported(op: Op) -> tuple[tuple[str, str, str, str], ...]:
 
 def support(ops: list[Op]) -> str:
     """Return the supported inputs: a row for the ops with the same dtypes and GPUs."""
-    names_of: dict[tuple[str, ...], list[str]] = {}
-    for op in ops:
-        for row in supported(op):
-            names_of.setdefault(row, []).append(f"`{op.name}`")
-    return markdown(
-        ("op", "inputs", "weight or cache", "results", "GPUs with kernels"),
-        ((", ".join(names), *row) for row, names in names_of.items()),
-    )
+    rows = ((f"`{op.name}`", *row) for op in ops for row in supported(op))
+    return markdown(("op", "inputs", "weight or cache", "results", "GPUs with kernels"), merged(rows))
 
 
 # Explanations
@@ -170,28 +161,22 @@ def measured(ops: list[Op], results: list[dict]) -> str:
             f"By {commands}: {files}.",
         ]
     what = f"No time of {f'`{ops[0].name}`' if len(ops) == 1 else 'these ops'}"
-    return "\n\n".join(
-        filter(None, (*parts, measurements.untimed({line["gpu"] for _, found in timed for line, _ in found}, what)))
-    )
+    parts.append(measurements.untimed({line["gpu"] for _, found in timed for line, _ in found}, what))
+    return "\n\n".join(filter(None, parts))
 
 
 def speedups(op: Op, lines: list[dict], shown: list[int]) -> Iterator[tuple[str, ...]]:
     """Yield an op's row of a GPU: by number of rows, the speedup of its only shape, or the mean and the slowest of several."""
     groups = {what: by_rows for (_, what), by_rows in measurements.groups_of(lines).items()}
-    ratios = [
-        [found for by_rows in groups.values() if m in by_rows and (found := measurements.ratio(by_rows[m]))]
-        for m in shown
-    ]
+    known = ([measurements.ratio(by_rows[m]) for by_rows in groups.values() if m in by_rows] for m in shown)
+    ratios = [list(filter(None, values)) for values in known]
     if any(ratios):
-        several = f"{len(groups)} shapes, mean (slowest)"
-        cells = (
-            measurements.times(found) + (f" ({measurements.times([min(found)])})" if len(found) > 1 else "")
-            for found in ratios
-        )
+        slowest = (f" ({measurements.times([min(values)])})" if len(values) > 1 else "" for values in ratios)
+        cells = map(str.__add__, map(measurements.times, ratios), slowest)
         errors = [line["relative_error"] for line in lines if "relative_error" in line]
-        gpu, what = measurements.head(lines).replace("*", ""), next(iter(groups)) if len(groups) == 1 else several
-        error = f"{max(errors):.2g}" if errors else ""
-        yield f"`{op.name}`", gpu, measurements.baselines_of(lines), what, *cells, error
+        what = next(iter(groups)) if len(groups) == 1 else f"{len(groups)} shapes, mean (slowest)"
+        named = f"`{op.name}`", measurements.head(lines).replace("*", ""), measurements.baselines_of(lines), what
+        yield *named, *cells, f"{max(errors):.2g}" if errors else ""
 
 
 # Pages
@@ -210,10 +195,8 @@ def documentation(op: Op, said: dict[str, str]) -> str:
         hint = "" if "Tensor" in p.annotation else f": {p.annotation}"
         given.append(p.name + hint + ("" if p.default is p.empty else f"{' = ' if hint else '='}{p.default!r}"))
     listed = ", ".join(text.replace(" ", "\0") for text in given)
-    signature = textwrap.fill(f"{op.name}({listed})", WIDTH, subsequent_indent=" " * (len(op.name) + 1)).replace(
-        "\0", " "
-    )
-    return f"## {op.name}\n\n```\n" + "\n\n".join((signature, *parts)) + "\n```"
+    signature = textwrap.fill(f"{op.name}({listed})", WIDTH, subsequent_indent=" " * (len(op.name) + 1))
+    return f"## {op.name}\n\n```\n" + "\n\n".join((signature.replace("\0", " "), *parts)) + "\n```"
 
 
 def page(file: str, ops: list[Op], results: list[dict]) -> str:

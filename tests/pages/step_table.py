@@ -10,7 +10,7 @@ from timing_study import baseline, published_steps, step, step_report
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.timing import machines
 
-from .measurements import RESULTS, markdown
+from .measurements import RESULTS, SIDES, lines_of, markdown
 
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8
@@ -87,13 +87,10 @@ def constants() -> str:
 
 def times() -> str:
     """Return the baseline's kernels with published times."""
-    rows = [
-        (
-            row["product"], f"{row['op']} {'x'.join(map(str, row['sizes']))}",
-            ", ".join(f"{tokens}: {us:g}" for tokens, us in row["us"].items()), row["timer"], row["kind"], row["source"],
-        )
-        for row in baseline.TABLE
-    ]  # fmt: skip
+    rows = []
+    for row in baseline.TABLE:
+        kernel, us = f"{row['op']} {'x'.join(map(str, row['sizes']))}", (f"{n}: {us:g}" for n, us in row["us"].items())
+        rows.append((row["product"], kernel, ", ".join(us), row["timer"], row["kind"], row["source"]))
     return markdown(("GPU", "kernel", "us by tokens", "timer", "kind", "source"), rows)
 
 
@@ -103,34 +100,21 @@ def _interval(low: float, high: float, digits: int) -> str:
 
 def published() -> str:
     """Return the gaps and all-reduces that each published step admits, and the verdict on the slopes."""
-    rows = [
-        (
-            each.release, str(each.batch), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
-            _interval(*each.gap, 2), f"{each.reduce:.1f}",
-        )
-        for each in published_steps.admitted()
-    ]  # fmt: skip
-    head = (
-        "vLLM",
-        "batch",
-        "published ms",
-        "predicted ms",
-        "published / predicted",
-        "gaps, us",
-        "all-reduces without gaps, us",
-    )
+    rows = []
+    for step_ms in published_steps.admitted():
+        ms = f"{step_ms.published:.1f}", f"{step_ms.predicted:.1f}", f"{step_ms.ratio:.2f}"
+        rows.append((step_ms.release, str(step_ms.batch), *ms, _interval(*step_ms.gap, 2), f"{step_ms.reduce:.1f}"))
+    header = "vLLM", "batch", "published ms", "predicted ms"
+    head = *header, "published / predicted", "gaps, us", "all-reduces without gaps, us"
     slopes = [
         (release, f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
         for release, batch, ms, found in published_steps.slopes()
     ]
     low, high = published_steps.spread()
-    verdict = (
-        "All slopes are explained within 15 %."
-        if published_steps.explained()
-        else f"**The slope over batch is not explained within 15 %.** The spread, {low:.2f} to {high:.2f}, is the band of a step."
-    )
-    steeper = markdown(("vLLM", "batch", "published ms", "predicted ms", "error"), slopes)
-    return f"{markdown(head, rows)}\n\n{steeper}\n\n{verdict}"
+    band = f"The spread, {low:.2f} to {high:.2f}, is the band of a step."
+    unexplained = f"**The slope over batch is not explained within 15 %.** {band}"
+    verdict = "All slopes are explained within 15 %." if published_steps.explained() else unexplained
+    return f"{markdown(head, rows)}\n\n{markdown((*header, 'error'), slopes)}\n\n{verdict}"
 
 
 # Profiles on H200
@@ -143,11 +127,8 @@ PROFILES = {  # files of results/nvidia-h200: layers with shared experts, all la
 }
 FITTED = {("2026-11-23-9afc31a-llama-rank-of-8", "without"), ("2026-11-23-e10d0ef-deepseek-whole-rank-of-8", "without")}
 ALONE = "2026-11-22-cf0696c-gemm.jsonl"  # times of block-scaled GEMMs alone
-ONCE, DENSE, SHARED = (
-    ((2112, 7168), (3072, 1536), (7168, 2048)),
-    ((4608, 7168), (7168, 2304)),
-    ((512, 7168), (7168, 256)),
-)
+ONCE, DENSE = ((2112, 7168), (3072, 1536), (7168, 2048)), ((4608, 7168), (7168, 2304))
+SHARED = ((512, 7168), (7168, 256))
 LINEARS = {"without": "gemm_fp8_blockwise", "with": "block_scaled_mm"}
 ACTIVATIONS = {"without": "mul_silu", "with": "silu_and_mul"}
 QUANTIZED = {"without": 2, "with": 1}  # launches of a shared expert that quantize alone
@@ -177,11 +158,11 @@ class Profile(NamedTuple):
 
 @functools.cache
 def _alone(side: str) -> dict[tuple[int, int, int], float]:
-    found = {}
-    for line in map(json.loads, (RESULTS / "nvidia-h200" / ALONE).read_text().splitlines()):
-        if line["op"] == "block_scaled_mm":
-            found[tuple(line["shape"].values())] = line["us"] if side == "with" else line["peers"]["vllm"]
-    return found
+    return {
+        tuple(line["shape"].values()): line["us"] if side == "with" else line["peers"]["vllm"]
+        for line in lines_of(RESULTS / "nvidia-h200" / ALONE)
+        if line["op"] == "block_scaled_mm"
+    }
 
 
 def second_stream(kernels: dict, side: str, batch: int, experts: int, layers: int) -> float:
@@ -237,20 +218,15 @@ def others() -> str:
 
 def h200() -> str:
     """Return a row for each profile."""
-    sides = {"without": "baseline", "with": "plugin"}
-    found = list(profiles())
-    rows = [
-        (
-            each.name, sides[each.side], str(each.batch), f"{each.launches:.0f}", f"{each.kernels:.0f}", f"{each.hidden:.0f}",
-            f"{each.span:.0f}", f"{each.predicted:.0f}", f"{each.error:+.1%}" + ", fitted" * each.fitted,
-            f"{each.engine:.0f}" if each.engine else "",
-        )
-        for each in found
-    ]  # fmt: skip
+    rows, held = [], []
+    for run in profiles():
+        us = (f"{us:.0f}" for us in (run.launches, run.kernels, run.hidden, run.span, run.predicted))
+        error, engine = f"{run.error:+.1%}" + ", fitted" * run.fitted, f"{run.engine:.0f}" if run.engine else ""
+        rows.append((run.name, SIDES[run.side], str(run.batch), *us, error, engine))
+        held += [] if run.fitted else [abs(run.error)]
     head = "profile", "side", "batch", "launches", "kernels", "second stream", "step", "predicted", "error"
-    head = *head, "without the profiler"
-    held = [abs(each.error) for each in found if not each.fitted]
-    return f"{markdown(head, rows)}\n\nHeld out: {len(held)} steps, largest error {max(held):.1%}."
+    table = markdown((*head, "without the profiler"), rows)
+    return f"{table}\n\nHeld out: {len(held)} steps, largest error {max(held):.1%}."
 
 
 # What to do next
