@@ -96,7 +96,7 @@ def recorded(model: torch.nn.Module, rows: int) -> Iterator[list[Call]]:
         swap(Op, "_execution", kept)
         for handle in (
             register_module_forward_pre_hook(lambda module, args: running.append(names.get(id(module), ""))),
-            register_module_forward_hook(lambda module, args, output: running.pop() and None, always_call=True),
+            register_module_forward_hook(lambda module, args, output: running.__delitem__(-1), always_call=True),
             model.register_forward_pre_hook(begin, with_kwargs=True),
         ):
             undo.callback(handle.remove)
