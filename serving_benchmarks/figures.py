@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import decode_profile
 import svg
@@ -22,6 +22,16 @@ def _stack(panel: Panel, x: float, width: float, fills: dict[str, float]) -> Ite
         yield rectangle(x, panel.y(base), width, panel.y(base - value) - panel.y(base), fill)
 
 
+def _panels(
+    models: dict[str, dict], highest: Callable[[dict], float], bottom: int, axis: str, label: str = "{:g}"
+) -> Iterator[tuple[Panel, dict, list[str]]]:
+    """Yield each model's panel side by side, with the model's values and the parts of the frame."""
+    width = (svg.WIDTH - 20) / len(models)
+    for place, (model, values) in enumerate(models.items()):
+        panel = Panel(60 + width * place, width * (place + 1), 62, bottom, 0, highest(values))
+        yield panel, values, list(panel.frame(panel.linear_ticks(), label, model, "" if place else axis))
+
+
 Points = dict[int, tuple[float, float, float]]
 """By batch size: a value, and the low and the high end of its spread or band."""
 
@@ -31,13 +41,8 @@ def speedups(measured: dict[str, Points], predictions: dict[str, Points] | None 
     if len(measured) > len(COLORS):
         raise ValueError(f"speedups: at most {len(COLORS)} series, got {len(measured)}")
     predictions = predictions or {}
-    values = [
-        value
-        for found in (measured, predictions)
-        for points in found.values()
-        for of in points.values()
-        for value in of
-    ]
+    series = (*measured.values(), *predictions.values())
+    values = [value for points in series for point in points.values() for value in point]
     low, high = math.floor(10 * min(1, *values) - 0.5) / 10, math.ceil(10 * max(values)) / 10
     ticks = [tenth / 10 for tenth in range(round(10 * low), round(10 * high) + 1)]
     panel = Panel(60, 540 if predictions else 810, 62, 330, low, high)
@@ -49,9 +54,12 @@ def speedups(measured: dict[str, Points], predictions: dict[str, Points] | None 
     parts += [text(panel.x(batch, sizes[0], sizes[-1]), panel.bottom + 14, f"{batch}") for batch in sizes]
     for place, ((what, points), color, marker) in enumerate(zip(measured.items(), COLORS, MARKERS)):
         apart = 5 * (place - (len(measured) - 1) / 2)  # markers at one batch size are side by side
-        at = [(panel.x(batch, sizes[0], sizes[-1]) + apart, *map(panel.y, of)) for batch, of in sorted(points.items())]
-        bars = "".join(f"M{x:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{x - 4:.1f} {p10:.1f}h8" for x, _, p10, p90 in at)
-        parts.append(svg.line([(x, y) for x, y, *_ in at], color, marker) + svg.path(f"line s-{color}", bars))
+        places = [
+            (panel.x(batch, sizes[0], sizes[-1]) + apart, *map(panel.y, point))
+            for batch, point in sorted(points.items())
+        ]
+        bars = "".join(f"M{x:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{x - 4:.1f} {p10:.1f}h8" for x, _, p10, p90 in places)
+        parts.append(svg.line([(x, y) for x, y, *_ in places], color, marker) + svg.path(f"line s-{color}", bars))
     if predictions:
         right = Panel(600, 810, 62, 330, low, high)
         parts += _ground(right, ticks, f"{product}: predicted, never measured")
@@ -91,10 +99,8 @@ def _bars(
                 x = middle + width * (place - len(series) / 2)
                 top, bottom = sorted((panel.y(value), panel.y(base)))
                 yield rectangle(x + 1, top, width - 2, bottom - top, f"#hatch-{colors[name]}")
-                yield svg.path(
-                    f"line s-{colors[name]}",
-                    f"M{x + 1:.1f} {top:.1f}h{width - 2:.1f}v{bottom - top:.1f}h{2 - width:.1f}z",
-                )
+                outline = f"M{x + 1:.1f} {top:.1f}h{width - 2:.1f}v{bottom - top:.1f}h{2 - width:.1f}z"
+                yield svg.path(f"line s-{colors[name]}", outline)
                 yield svg.whiskers(x + width / 2, panel.y(low), panel.y(high))
                 if label:
                     yield text(x + width / 2, panel.y(high) - 9, label.format(value))
@@ -103,25 +109,20 @@ def _bars(
 def predicted_steps(models: dict[str, dict[str, Points]], floors: dict[str, dict[int, float]], product: str) -> str:
     """Draw both sides' predicted steps in ms, a panel for each model, with the floor of a step's bytes."""
     parts = [text(svg.WIDTH / 2, 16, f"Predicted decode step on {product}, never measured: ms by batch size", "title")]
-    width = (svg.WIDTH - 20) / len(models)
-    for place, (model, sides) in enumerate(models.items()):
-        highest = max(of[2] for points in sides.values() for of in points.values())
-        panel = Panel(60 + width * place, width * (place + 1), 62, 330, 0, highest * 1.08)
-        parts += panel.frame(panel.linear_ticks(), "{:g}", model, "" if place else "ms per token")
-        parts += _bars(panel, sides, SIDES, 0.0, "{:.1f}")
-        step = (panel.right - panel.left) / len(floors[model])
-        for group, (_, floor) in enumerate(sorted(floors[model].items())):
-            parts.append(
-                svg.path(
-                    "line s-ink dashed",
-                    f"M{panel.left + step * (group + 0.08):.1f} {panel.y(floor):.1f}h{step * 0.84:.1f}",
-                )
-            )
+
+    def highest(sides: dict[str, Points]) -> float:
+        return max(high for points in sides.values() for *_, high in points.values()) * 1.08
+
+    for (panel, sides, frame), of_bytes in zip(_panels(models, highest, 330, "ms per token"), floors.values()):
+        parts += [*frame, *_bars(panel, sides, SIDES, 0.0, "{:.1f}")]
+        step = (panel.right - panel.left) / len(of_bytes)
+        for group, (_, floor) in enumerate(sorted(of_bytes.items())):
+            start = panel.left + step * (group + 0.08)
+            parts.append(svg.path("line s-ink dashed", f"M{start:.1f} {panel.y(floor):.1f}h{step * 0.84:.1f}"))
         parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "batch size"))
     rows = [(rectangle(-7, -6, 14, 12, f"#hatch-{color}"), f"{side}, predicted") for side, color in SIDES.items()]
-    rows.append(
-        (svg.path("line s-ink dashed", "M-16 0h24"), "least time of the step's bytes; whiskers: the band of a step")
-    )
+    floor = "least time of the step's bytes; whiskers: the band of a step"
+    rows.append((svg.path("line s-ink dashed", "M-16 0h24"), floor))
     parts += svg.legend(rows, 80, 386, 3, 180)
     return svg.document(404, parts, defs=[svg.pattern(f"hatch-{color}", color) for color in SIDES.values()])
 
@@ -134,28 +135,26 @@ def breakdown(models: dict[str, dict[int, dict[str, Step]]]) -> str:
     """Draw a measured step by class of kernels, a panel for each model, baseline beside plugin. Raises ValueError for too many classes."""
     steps = [step for batches in models.values() for sides in batches.values() for step in sides.values()]
     every = *decode_profile.CLASSES, decode_profile.REST, decode_profile.IDLE
-    classes = [name for name in every if any(name in of for of, _ in steps)]
+    classes = [name for name in every if any(name in ms for ms, _ in steps)]
     if len(classes) > len(CLASSES):
         raise ValueError(f"breakdown: at most {len(CLASSES)} classes, got {len(classes)}")
     color = dict(zip(classes, CLASSES))
-    parts = [
-        text(
-            svg.WIDTH / 2, 16, "Where a decode step's time goes, measured: baseline (left) and plugin (right)", "title"
-        )
-    ]
-    width = (svg.WIDTH - 20) / len(models)
-    for place, (model, batches) in enumerate(models.items()):
-        highest = max(max(sum(of.values()), span) for sides in batches.values() for of, span in sides.values())
-        panel = Panel(60 + width * place, width * (place + 1), 62, 350, 0, highest * 1.06)
-        parts += panel.frame(panel.linear_ticks(), "{:g}", model, "" if place else "ms per token, under the profiler")
+    title = "Where a decode step's time goes, measured: baseline (left) and plugin (right)"
+    parts = [text(svg.WIDTH / 2, 16, title, "title")]
+
+    def highest(batches: dict[int, dict[str, Step]]) -> float:
+        return max(max(sum(ms.values()), span) for sides in batches.values() for ms, span in sides.values()) * 1.06
+
+    for panel, batches, frame in _panels(models, highest, 350, "ms per token, under the profiler"):
+        parts += frame
         step = (panel.right - panel.left) / len(batches)
         for group, (batch, sides) in enumerate(batches.items()):
             middle = panel.left + step * (group + 0.5)
             parts.append(text(middle, panel.bottom + 14, f"batch {batch}"))
-            for x, (of, span) in zip((middle - 44, middle + 2), sides.values()):
-                parts += _stack(panel, x, 42, {color[name]: of[name] for name in classes if name in of})
+            for x, (ms, span) in zip((middle - 44, middle + 2), sides.values()):
+                parts += _stack(panel, x, 42, {color[name]: ms[name] for name in classes if name in ms})
                 parts.append(svg.path("line s-ink", f"M{x - 1:.1f} {panel.y(span):.1f}h44"))
-                parts.append(text(x + 21, panel.y(max(sum(of.values()), span)) - 9, f"{span:.1f}"))
+                parts.append(text(x + 21, panel.y(max(sum(ms.values()), span)) - 9, f"{span:.1f}"))
     rows = [(rectangle(-10, -6, 20, 12, color[name]), name) for name in classes]
     rows.append((svg.path("line s-ink", "M-16 0h24"), "the step; kernels of two streams overlap"))
     parts += svg.legend(rows, 110, 394, 2, 330)
@@ -182,11 +181,10 @@ def roofline(models: dict[str, Curves], title: str) -> str:
             parts.append(text(panel.x(keys, contexts[0], contexts[-1], 18), panel.bottom + 14, named))
         parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "context length, keys per request"))
         for (side, batch), points in curves.items():
-            at = [
-                (panel.x(keys, contexts[0], contexts[-1], 18), panel.y(share)) for keys, share in sorted(points.items())
-            ]
-            which = batches.index(batch)
-            parts.append(svg.line(at, COLORS[which], MARKERS[which], dashed=side == "baseline"))
+            shares = sorted(points.items())
+            places = [(panel.x(keys, contexts[0], contexts[-1], 18), panel.y(share)) for keys, share in shares]
+            series = batches.index(batch)
+            parts.append(svg.line(places, COLORS[series], MARKERS[series], dashed=side == "baseline"))
     rows = [
         (svg.path(f"line s-{color}{' dashed' * hollow}", "M-14 0h28") + svg.path(f"s-{color} f-{'page' if hollow else color}", f"M0 0{marker}"),
          f"{side}, batch {batch}")
@@ -203,9 +201,8 @@ def accuracy(points: dict[str, list[tuple[float, float, bool]]], title: str, ban
     reach = 1.1 * max(*ratios, 1 / min(ratios), 1 + band)
     panel = Panel(60, 810, 40, 330, 1 / reach, reach, logarithmic=True)
     first, last = min(times), max(times)
-    ticks = [
-        tick for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 2) if panel.low <= tick <= panel.high
-    ]
+    every = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 2)
+    ticks = [tick for tick in every if panel.low <= tick <= panel.high]
     parts = [text(svg.WIDTH / 2, 16, title, "title")]
     low, high = panel.y(1 / (1 + band)), panel.y(1 + band)
     parts.append(svg.path("f-shade", f"M{panel.left} {low:.1f}V{high:.1f}H{panel.right}V{low:.1f}z"))
