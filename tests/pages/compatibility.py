@@ -291,7 +291,7 @@ def model_table() -> str:
     configs = {name: model_config.read(name) for name in model_config.shipped() if not name.startswith("tiny")}
     configs |= {path.parent.name: json.loads(path.read_text()) for path in others}
     shipped = grouped(configs, lambda name: configs[name]["architectures"][0])
-    measured = {run.sides["with"][0]["model_id"] for run in measurements.engine_runs()}
+    measured = {run.model for run in measurements.engine_runs()}
     rows = []
     for architecture in dict.fromkeys((*flavours(), *model_layers.FAMILIES)):
         known = {flavour: name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour}

@@ -83,7 +83,7 @@ def reason(model: str, what: str) -> str:
 
 def newest() -> list[ProfiledRun]:
     """Return the newest profiled run of each model and attention backend."""
-    found = {(run.model, measurements.backend_of(run.command)): run for run in measurements.profiled_runs()}
+    found = {(run.model, measurements.backend_of(run.options)): run for run in measurements.profiled_runs()}
     return sorted(found.values(), key=lambda run: run.name)
 
 

@@ -8,7 +8,7 @@ import decode_profile
 import latency_report
 
 from . import measurements
-from .measurements import EngineCase, grouped, lines_of, links, markdown, measured, oldest_first, times
+from .measurements import EngineCase, EngineRun, grouped, lines_of, links, markdown, measured, oldest_first, times
 
 MANY = 3  # ops or models that the index names
 GONE = "decode_step"  # the kind of files whose benchmark no longer exists
@@ -62,22 +62,22 @@ def engine() -> str:
     tables = []
     for how, cases in measurements.engine_cases().items():
         batches = sorted({batch for case in cases for batch in case.runs})
-        rows = [(*case[:3], *_lengths(case), *(_ms(case, batch) for batch in batches)) for case in cases]
+        rows = [(*case[:3], *_lengths(case), *(_ms(case.runs.get(batch)) for batch in batches)) for case in cases]
         header = "model", "GPU", "layers", "generated", "n", *(f"batch {batch}" for batch in batches)
         tables.append(f"{how}\n\n{markdown(header, rows)}")
     return measurements.joined(tables)
 
 
 def _lengths(case: EngineCase) -> tuple[str, str]:
-    runs = case.runs.values()
-    generated = dict.fromkeys(str(run.sides["with"][0]["output_len"]) for run in runs)
-    return ", ".join(generated), ", ".join(dict.fromkeys(map(measurements.samples, runs)))
+    cells = zip(*((str(run.sides["with"][0]["output_len"]), run.n) for run in case.runs.values()))
+    generated, starts = (", ".join(dict.fromkeys(values)) for values in cells)
+    return generated, starts
 
 
-def _ms(case: EngineCase, batch: int) -> str:
-    if batch not in case.runs:
+def _ms(run: EngineRun | None) -> str:
+    if run is None:
         return ""
-    baseline, plugin = (latency_report.median_ms(case.runs[batch].sides[side]) for side in latency_report.SIDES)
+    baseline, plugin = (latency_report.median_ms(run.sides[side]) for side in latency_report.SIDES)
     text = f"{baseline:.2f} / {plugin:.2f}"
     return f"**{text}**" if baseline < plugin else text
 
@@ -93,9 +93,9 @@ def profile_links(run: measurements.ProfiledRun) -> str:
 def profiled() -> Iterator[tuple[tuple[str, ...], list[list[dict]], float]]:
     """Yield each profiled step: its first cells, the ranks of both sides, and the us in which the weights are read once."""
     for run in measurements.profiled_runs():
-        floor = sum(measurements.weights_us(run.paths[0].parent.name, run.model, run.command).values())
         for batch, sides in run.batches.items():
-            yield (profile_links(run), run.hardware, run.layers, batch), [*sides.values()], floor
+            cells = profile_links(run), run.hardware, run.layers, batch
+            yield cells, [*sides.values()], measurements.weights_us(run)
 
 
 def steps() -> str:

@@ -1,16 +1,14 @@
 """Tabulate predicted decode steps: both sides, published steps, H200 profiles, and the costliest launches."""
 
 import functools
-import json
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
-from timing_study import baseline, published_steps, step, step_report
+from timing_study import baseline, h200_profiles, published_steps, step, step_report
 
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.timing import machines
 
-from .measurements import RESULTS, SIDES, lines_of, markdown
+from .measurements import SIDES, grouped, markdown
 
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8
@@ -74,13 +72,13 @@ def steps() -> str:
 
 def constants() -> str:
     """Return every constant of a step with its kind and source."""
-    found = {**vars(baseline), **vars(published_steps)}
-    for name, of in ("EMPTY", baseline.EMPTY), ("OWN_SOURCE", baseline.OWN_SOURCE):
-        found |= {f"{name}[{product}]": each for product, each in of.items()}
+    known = {**vars(baseline), **vars(published_steps)}
+    for name in ("EMPTY", "OWN_SOURCE"):
+        known |= {f"{name}[{product}]": constant for product, constant in known[name].items()}
     rows = [
-        (f"`{name}`", f"{each.value:g} {each.unit}", each.kind, each.source)
-        for name, each in found.items()
-        if isinstance(each, machines.Constant)
+        (f"`{name}`", f"{constant.value:g} {constant.unit}", constant.kind, constant.source)
+        for name, constant in known.items()
+        if isinstance(constant, machines.Constant)
     ]
     return markdown(("constant", "value", "kind", "source"), rows)
 
@@ -117,91 +115,6 @@ def published() -> str:
     return f"{markdown(head, rows)}\n\n{markdown((*header, 'error'), slopes)}\n\n{verdict}"
 
 
-# Profiles on H200
-
-PROFILES = {  # files of results/nvidia-h200: layers with shared experts, all layers
-    "2026-11-22-215c3c3-llama-tp4": (0, 30),
-    "2026-11-23-9afc31a-llama-rank-of-8": (0, 40),
-    "2026-11-23-9afd86e-deepseek-rank-of-8": (17, 20),
-    "2026-11-23-e10d0ef-deepseek-whole-rank-of-8": (58, 61),
-}
-FITTED = {("2026-11-23-9afc31a-llama-rank-of-8", "without"), ("2026-11-23-e10d0ef-deepseek-whole-rank-of-8", "without")}
-ALONE = "2026-11-22-cf0696c-gemm.jsonl"  # times of block-scaled GEMMs alone
-ONCE, DENSE = ((2112, 7168), (3072, 1536), (7168, 2048)), ((4608, 7168), (7168, 2304))
-SHARED = ((512, 7168), (7168, 256))
-LINEARS = {"without": "gemm_fp8_blockwise", "with": "block_scaled_mm"}
-ACTIVATIONS = {"without": "mul_silu", "with": "silu_and_mul"}
-QUANTIZED = {"without": 2, "with": 1}  # launches of a shared expert that quantize alone
-
-
-class Profile(NamedTuple):
-    """A recorded step in us: its kernels, the second stream's kernels, launches, and the spans measured and predicted."""
-
-    name: str
-    side: str
-    batch: int
-    kernels: float
-    hidden: float
-    launches: float
-    span: float
-    predicted: float
-    engine: float | None
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.span - 1
-
-    @property
-    def fitted(self) -> bool:
-        return (self.name, self.side) in FITTED and self.batch == 1
-
-
-@functools.cache
-def _alone(side: str) -> dict[tuple[int, int, int], float]:
-    return {
-        tuple(line["shape"].values()): line["us"] if side == "with" else line["peers"]["vllm"]
-        for line in lines_of(RESULTS / "nvidia-h200" / ALONE)
-        if line["op"] == "block_scaled_mm"
-    }
-
-
-def second_stream(kernels: dict, side: str, batch: int, experts: int, layers: int) -> float:
-    """Return the shared experts' time, us.
-
-    The profile has one sum for all block-scaled linears: the main stream's take at most their time alone, the second stream's at
-    least their share.
-    """
-
-    def sums(pattern: str) -> tuple[float, float]:
-        found = [times for name, times in kernels.items() if pattern in name]
-        return sum(calls for calls, _ in found), sum(us for _, us in found)
-
-    if not experts:
-        return 0.0
-    alone = {shape: us for (m, *shape), us in _alone(side).items() if m == batch for shape in [tuple(shape)]}
-    main = layers * sum(alone[shape] for shape in ONCE) + (layers - experts) * sum(alone[shape] for shape in DENSE)
-    second = experts * sum(alone[shape] for shape in SHARED)
-    _, us = sums(LINEARS[side])
-    linears = max(us * second / (main + second), us - main)
-    (calls, quantize), (acts, activate) = sums("per_token_group_quant"), sums(ACTIVATIONS[side])
-    return linears + QUANTIZED[side] * experts * quantize / calls + experts * activate / acts
-
-
-def profiles() -> Iterator[Profile]:
-    """Yield every profile of the engine with its step: measured kernels, two streams, gaps and the time outside the graph."""
-    for name, (experts, layers) in PROFILES.items():
-        report = json.loads((RESULTS / "nvidia-h200" / f"{name}-latency.json").read_text())
-        engine = {(line["side"], line["batch_size"]): line["decode_ms_per_token"] for line in report["results"]}
-        for run in report["runs"]:
-            for size, ranks in run["profile"].items():
-                kernels, batch, side = ranks[0]["kernels"], int(size), run["side"]
-                launches, us = (sum(times) for times in zip(*kernels.values()))
-                hidden = second_stream(kernels, side, batch, experts, layers)
-                predicted = us - hidden + launches * baseline.H200_GAP.value + baseline.H200_HOST.value
-                ms = engine.get((side, batch))
-                yield Profile(name, side, batch, us, hidden, launches, ranks[0]["span_us"], predicted, ms and ms * 1e3)
-
-
 def others() -> str:
     """Return published / predicted of other engines, bold outside the band, and their sources."""
     low, high = published_steps.spread()
@@ -219,7 +132,7 @@ def others() -> str:
 def h200() -> str:
     """Return a row for each profile."""
     rows, held = [], []
-    for run in profiles():
+    for run in h200_profiles.profiles():
         us = (f"{us:.0f}" for us in (run.launches, run.kernels, run.hidden, run.span, run.predicted))
         error, engine = f"{run.error:+.1%}" + ", fitted" * run.fitted, f"{run.engine:.0f}" if run.engine else ""
         rows.append((run.name, SIDES[run.side], str(run.batch), *us, error, engine))
@@ -234,11 +147,10 @@ def h200() -> str:
 
 def _by_cost(product: str, model: str) -> list[tuple[tuple, dict[int, step.Node]]]:
     """Return the launches of the plugin's steps by batch size, largest mean share of a step's cost above the floor first."""
-    found: dict[tuple, dict[int, step.Node]] = {}
-    for batch in BATCHES:
-        for node in nodes(product, model, "plugin", batch):
-            found.setdefault((node.layer, node.op, node.count, node.stream), {})[batch] = node
-    return sorted(found.items(), key=lambda item: -sum(_share(product, model, *each) for each in item[1].items()))
+    every = [(batch, node) for batch in BATCHES for node in nodes(product, model, "plugin", batch)]
+    launches = grouped(every, lambda each: (each[1].layer, each[1].op, each[1].count, each[1].stream))
+    by_cost = sorted(launches.items(), key=lambda item: -sum(_share(product, model, *each) for each in item[1]))
+    return [(launch, dict(by_batch)) for launch, by_batch in by_cost]
 
 
 def _share(product: str, model: str, batch: int, node: step.Node) -> float:
