@@ -196,8 +196,8 @@ def roofline(models: dict[str, Curves], title: str) -> str:
 
 def accuracy(points: dict[str, list[tuple[float, float, bool]]], title: str, band: float) -> str:
     """Draw predicted / measured by measured us, a color for each kernel; points that were held out of the fit are hollow."""
-    times = [us for of in points.values() for us, *_ in of]
-    ratios = [predicted / us for of in points.values() for us, predicted, _ in of]
+    times = [us for of_kernel in points.values() for us, *_ in of_kernel]
+    ratios = [predicted / us for of_kernel in points.values() for us, predicted, _ in of_kernel]
     reach = 1.1 * max(*ratios, 1 / min(ratios), 1 + band)
     panel = Panel(60, 810, 40, 330, 1 / reach, reach, logarithmic=True)
     first, last = min(times), max(times)
@@ -217,10 +217,10 @@ def accuracy(points: dict[str, list[tuple[float, float, bool]]], title: str, ban
             )
     parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "measured us, published by others"))
     rows = []
-    for (kind, of), color, marker in zip(points.items(), COLORS, MARKERS):
-        for us, predicted, held_out in of:
-            at = f"M{panel.x(us, first, last):.1f} {panel.y(predicted / us):.1f}{marker}"
-            parts.append(svg.path(f"s-{color} f-{'page' if held_out else color}", at, ' stroke-width="1.6"'))
+    for (kind, of_kernel), color, marker in zip(points.items(), COLORS, MARKERS):
+        for us, predicted, held_out in of_kernel:
+            outline = f"M{panel.x(us, first, last):.1f} {panel.y(predicted / us):.1f}{marker}"
+            parts.append(svg.path(f"s-{color} f-{'page' if held_out else color}", outline, ' stroke-width="1.6"'))
         rows.append((svg.path(f"f-{color}", f"M0 0{marker}"), kind))
     rows.append((svg.path("s-ink f-page", f"M0 0{MARKERS[0]}"), "hollow: held out of the fit"))
     parts += svg.legend(rows, 70, 386, len(rows), 142)

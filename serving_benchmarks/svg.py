@@ -101,7 +101,7 @@ class Panel(NamedTuple):
     logarithmic: bool = False
 
     def y(self, value: float) -> float:
-        low, high, value = (math.log(of) if self.logarithmic else of for of in (self.low, self.high, value))
+        low, high, value = (math.log(number) if self.logarithmic else number for number in (self.low, self.high, value))
         return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
 
     def x(self, value: float, first: float, last: float, margin: float = 30) -> float:

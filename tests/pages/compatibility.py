@@ -128,12 +128,12 @@ def constant(path: pathlib.Path, name: str) -> object:
 @functools.cache
 def answers(plugin: str) -> dict[tuple[str, str], dict[str, list[str]]]:
     """Return (what, arch) -> release -> vLLM's selection without and with AITER, for plugin "with" or "without"."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    selections: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in recorded(SELECTION):
         if row["plugin"] == plugin:
             for release in releases():
-                found.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
-    return found
+                selections.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
+    return selections
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def required(what: str) -> str:
 
 def on_h200(what: str) -> list[str]:
     """Return the versions of a package in the newest results."""
-    lines = (line for found in measurements.measured(*measurements.timed_kinds()) for line, _ in found.values())
+    lines = (line for newest in measurements.measured(*measurements.timed_kinds()) for line, _ in newest.values())
     return sorted({line["versions"][what] for line in lines if what in line.get("versions", {})})
 
 
@@ -164,12 +164,12 @@ def flavours() -> dict[str, set[str]]:
     spec = importlib.util.spec_from_file_location("checkpoints", VLLM_TESTS / "checkpoints.py")
     checkpoints = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checkpoints)
-    of = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
-    found: dict[str, set[str]] = {}
+    configs = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
+    tried: dict[str, set[str]] = {}
     for table in ("FLAVOURS", "FAMILIES"):
         for model, flavour in constant(VLLM_TESTS / "engines.py", table):
-            found.setdefault(of[model]["architectures"][0], set()).add(flavour)
-    return found
+            tried.setdefault(configs[model]["architectures"][0], set()).add(flavour)
+    return tried
 
 
 # Tables
@@ -191,7 +191,9 @@ def selected(what: str | None, arch: str) -> str:
     words = dict(zip(itertools.product((True, False), repeat=2), ("", " without AITER", " with AITER", " not at all")))
     if len(set(plugin.values())) == 1:
         return f"selected{words[next(iter(plugin.values()))]}"
-    return "selected: " + ", ".join(f"{release}{words[how] or ' always'}" for release, how in plugin.items())
+    return "selected: " + ", ".join(
+        f"{release}{words[without_and_with] or ' always'}" for release, without_and_with in plugin.items()
+    )
 
 
 def vllm_table() -> str:
@@ -237,8 +239,8 @@ def around_table() -> str:
 
 def baseline(what: str, arch: str) -> list[str]:
     """Return vLLM's kernels in the newest release, without and with AITER."""
-    found = answers("without")[what, arch][releases()[-1]]
-    return [f"`{answer.split()[0].rpartition('.')[2]}`" for answer in found]
+    selections = answers("without")[what, arch][releases()[-1]]
+    return [f"`{answer.split()[0].rpartition('.')[2]}`" for answer in selections]
 
 
 def layer_rows(names: tuple[str, ...], what: str, on_cpu: str) -> list[tuple[str, ...]]:
@@ -320,7 +322,7 @@ def reach_table() -> str:
         models.setdefault(row["model"], {})[row["layers"]] = "; ".join(cells)
     steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH_COLUMNS)["layers"]
     kinds = *REACH_COLUMNS, steps
-    rows = [(f"`{model}`", *(found.get(kind, "") for kind in kinds)) for model, found in models.items()]
+    rows = [(f"`{model}`", *(cells_of.get(kind, "") for kind in kinds)) for model, cells_of in models.items()]
     if set().union(*models.values()) != {*kinds}:
         raise ValueError(f"reach.csv must have the layers {', '.join(kinds)}, got {set().union(*models.values())}")
     return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), merged(rows))

@@ -74,8 +74,8 @@ def kernels(model: str, rank: dict) -> list[Kernel]:
 
 def reason(model: str, what: str) -> str:
     """Return why a launch that is not the plugin's stays. Raises ValueError if no reason is known."""
-    found = REASONS.get(what, {})
-    for models, why in [("", found)] if isinstance(found, str) else found.items():
+    reasons = REASONS.get(what, {})
+    for models, why in [("", reasons)] if isinstance(reasons, str) else reasons.items():
         if re.match(models, model):
             return why
     raise ValueError(f"launch_table.REASONS must say why {what!r} of {model} stays, which is not the plugin's")
@@ -83,8 +83,8 @@ def reason(model: str, what: str) -> str:
 
 def newest() -> list[ProfiledRun]:
     """Return the newest profiled run of each model and attention backend."""
-    found = {(run.model, measurements.backend_of(run.options)): run for run in measurements.profiled_runs()}
-    return sorted(found.values(), key=lambda run: run.name)
+    runs = {(run.model, measurements.backend_of(run.options)): run for run in measurements.profiled_runs()}
+    return sorted(runs.values(), key=lambda run: run.name)
 
 
 def launches() -> str:
@@ -99,15 +99,24 @@ def table(run: ProfiledRun) -> str:
     layers = measurements.layers_of(run.model) if run.layers == "all" else int(run.layers)
     limits = {side: SHARE * rank["span_us"] for side, rank in ranks.items()}
     sides = {side: kernels(run.model, rank) for side, rank in ranks.items()}
-    shown = {kernel.what for side, found in sides.items() for kernel in found if kernel.us >= limits[side]}
+    shown = {
+        kernel.what
+        for side, kernels_of_side in sides.items()
+        for kernel in kernels_of_side
+        if kernel.us >= limits[side]
+    }
     rows: dict[str, dict[str, list[Kernel]]] = {}
-    for side, found in sides.items():
-        for kernel in found:
+    for side, kernels_of_side in sides.items():
+        for kernel in kernels_of_side:
             name = kernel.what if kernel.what in shown else f"below {100 * SHARE:g} %: {kernel.owner}"
             rows.setdefault(name, {}).setdefault(side, []).append(kernel)
     body = [
-        (name, *(cell(of.get(side, []), layers, limits[side]) for side in SIDES), stays(run.model, of.get("with", [])))
-        for name, of in sorted(rows.items(), key=lambda row: (row[0] not in shown, -most_us(row[1])))
+        (
+            name,
+            *(cell(by_side.get(side, []), layers, limits[side]) for side in SIDES),
+            stays(run.model, by_side.get("with", [])),
+        )
+        for name, by_side in sorted(rows.items(), key=lambda row: (row[0] not in shown, -most_us(row[1])))
     ]
     body.append(("all", *(total(sides[side], layers) for side in SIDES), not_own(sides["with"])))
     conditions = f"{plural(layers, 'layer')}, {run.hardware}, batch {batch}, {measurements.links(run.paths)}:"
@@ -142,7 +151,8 @@ def cell(found: list[Kernel], layers: int, limit: float) -> str:
             parts.append(f"{count(kernel, layers)} {kernel.owner} `{name}` {kernel.us:.0f} us")
     small = grouped((kernel for kernel in by_cost if kernel.us < limit), lambda kernel: kernel.owner)
     parts += [
-        "{:.0f} a step: {} {:.0f} us".format(_sum(of, "calls"), owner, _sum(of, "us")) for owner, of in small.items()
+        "{:.0f} a step: {} {:.0f} us".format(_sum(owned, "calls"), owner, _sum(owned, "us"))
+        for owner, owned in small.items()
     ]
     return "; ".join(parts)
 

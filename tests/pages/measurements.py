@@ -471,8 +471,8 @@ def engine() -> str:
     """Return a table for each set of conditions: a row for each model, with its speedups."""
     header = ("model", "GPU", "layers", "n", *BATCH_COLUMNS, "host loop us")
     return joined(
-        f"{how}\n\n{markdown(header, ((*case[:3], case.n, *speedup_cells(case), host_loop(case)) for case in cases))}"
-        for how, cases in engine_cases().items()
+        f"{conditions}\n\n{markdown(header, ((*case[:3], case.n, *speedup_cells(case), host_loop(case)) for case in cases))}"
+        for conditions, cases in engine_cases().items()
     )
 
 
@@ -487,7 +487,7 @@ def whole_models() -> tuple[str, list[EngineCase]]:
 
     Its GPU and attention backend do not count.
     """
-    how, cases = next(iter(engine_cases().items()), ("", []))
+    conditions, cases = next(iter(engine_cases().items()), ("", []))
     order = {path: place for place, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
     several = ("tensor_parallel_size", "data_parallel_size")
     whole = [
@@ -497,15 +497,15 @@ def whole_models() -> tuple[str, list[EngineCase]]:
     ]
     by_age = sorted(whole, key=lambda case: max(order[path] for run in case.runs.values() for path in run.paths))
     newest = {case.ranks: case for case in by_age}
-    return how, [case for case in whole if newest[case.ranks] is case]
+    return conditions, [case for case in whole if newest[case.ranks] is case]
 
 
 def whole_models_table() -> str:
     """Return the speedups of the whole models, for README."""
-    how, cases = whole_models()
+    conditions, cases = whole_models()
     rows = ((named(case), case.gpus, case.n, *speedup_cells(case)) for case in cases)
     table = markdown(("model", "GPU", "n", *BATCH_COLUMNS), rows)
-    return f"{how}\n\n{table}" if cases else table
+    return f"{conditions}\n\n{table}" if cases else table
 
 
 def fastest_and_slowest() -> str:
@@ -566,7 +566,7 @@ def profiled_runs() -> list[ProfiledRun]:
         options = options_of(report["command"])
         for model, batches in latency_report.profiled(report).items() if not seams_of(report) else ():
             layers = next(
-                str(found["num_layers"] or "all") for found in report["results"] if found["model_id"] == model
+                str(result["num_layers"] or "all") for result in report["results"] if result["model_id"] == model
             )
             name = ", ".join(filter(None, (model + parallelism(options.rank_of, options), backend_of(options))))
             case = path.parent.name, name, layers

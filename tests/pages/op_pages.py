@@ -78,26 +78,28 @@ def short(dtype: torch.dtype) -> str:
 @functools.cache
 def supported(op: Op) -> tuple[tuple[str, str, str, str], ...]:
     """Return a row for each dtype of the weight or cache: inputs, weight or cache, results and GPUs. A GPU's FP8 is e4m3 or e5m2."""
-    found: dict[str, tuple[dict, dict, dict]] = {}
+    rows: dict[str, tuple[dict, dict, dict]] = {}
     for name, arch in archs.ARCHS.items():
 
-        def of(tensor: torch.Tensor, own: torch.dtype = arch.fp8_dtype) -> str:
+        def name_of(tensor: torch.Tensor, own: torch.dtype = arch.fp8_dtype) -> str:
             is_own = tensor.dtype == own and "mxfp8" not in op.name
             return "e4m3" if is_own else short(tensor.dtype).removeprefix("float8_").replace("e5m2fnuz", "e5m2")
 
         for a in supported_calls(op, name):
             other = next((getattr(a, operand) for operand in OPERANDS if operand in a._fields), None)
-            kind = "" if other is None else of(other)
+            kind = "" if other is None else name_of(other)
             kind = "as inputs" if other is not None and other.dtype == a[0].dtype and other.itemsize == 2 else kind
             scale = getattr(a, "w1_scale", None)
             kind += ", e8m0 scales" * (scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu))
             made = correctness.as_tuple(op.allocate(a))
             made = [out for out in made if out is made[0] or (out.itemsize == 1 and out.is_floating_point())]
-            inputs, results, gpus = found.setdefault(kind, ({}, {}, {}))
-            inputs[of(a[0])] = gpus[name] = True
-            results |= {"as inputs" if out.dtype == a[0].dtype else of(out): True for out in made} or {"in place": True}
+            inputs, results, gpus = rows.setdefault(kind, ({}, {}, {}))
+            inputs[name_of(a[0])] = gpus[name] = True
+            results |= {"as inputs" if out.dtype == a[0].dtype else name_of(out): True for out in made} or {
+                "in place": True
+            }
     return tuple(
-        (", ".join(inputs), kind, ", ".join(out), ", ".join(gpus)) for kind, (inputs, out, gpus) in found.items()
+        (", ".join(inputs), kind, ", ".join(out), ", ".join(gpus)) for kind, (inputs, out, gpus) in rows.items()
     )
 
 
@@ -146,12 +148,12 @@ def measured(ops: list[Op], results: list[dict]) -> str:
     of_ops = [
         (op, [entry for entry in newest.values() if entry[0]["op"] == op.name]) for op in ops for newest in results
     ]
-    timed = [(op, found) for op, found in of_ops if found]
-    shown = sorted({measurements.rows_of(line) for _, found in timed for line, _ in found})
-    body = [row for op, found in timed for row in speedups(op, [line for line, _ in found], shown)]
+    timed = [(op, entries) for op, entries in of_ops if entries]
+    shown = sorted({measurements.rows_of(line) for _, entries in timed for line, _ in entries})
+    body = [row for op, entries in timed for row in speedups(op, [line for line, _ in entries], shown)]
     parts = []
     if body:
-        paths = sorted({path for _, found in timed for _, path in found})
+        paths = sorted({path for _, entries in timed for _, path in entries})
         lists_of = {"shuffled-gemm": "linear-shuffled", **{kind: name for name, kind in lists.KINDS.items()}}
         kinds = dict.fromkeys(measurements.kind_of(path) for path in paths)
         commands = ", ".join(f"`vllm-rocm-ops bench {lists_of.get(kind, kind)} --baselines`" for kind in kinds)
@@ -161,7 +163,7 @@ def measured(ops: list[Op], results: list[dict]) -> str:
             f"By {commands}: {files}.",
         ]
     what = f"No time of {f'`{ops[0].name}`' if len(ops) == 1 else 'these ops'}"
-    parts.append(measurements.untimed({line["gpu"] for _, found in timed for line, _ in found}, what))
+    parts.append(measurements.untimed({line["gpu"] for _, entries in timed for line, _ in entries}, what))
     return "\n\n".join(filter(None, parts))
 
 
@@ -224,8 +226,8 @@ def paragraphs(text: str) -> list[str]:
 def described_by(op: Op) -> list[str]:
     """Return the paragraphs of the docstring of an op's module, without its kernel files."""
     listed_files = r"(?:^|; )[Kk]ernels?: (?:csrc/[\w/.]+(?:, )?)+\.$"
-    found = (re.sub(listed_files, "", text) for text in paragraphs(inspect.getdoc(inspect.getmodule(op.reference))))
-    return [text if text.endswith(".") else f"{text}." for text in found if text]
+    texts = (re.sub(listed_files, "", text) for text in paragraphs(inspect.getdoc(inspect.getmodule(op.reference))))
+    return [text if text.endswith(".") else f"{text}." for text in texts if text]
 
 
 def wrapped(text: str) -> str:
@@ -268,7 +270,9 @@ def index(standalone: bool) -> str:
     rows = []
     for file, ops in by_file().items():
         if is_standalone(ops[0]) is standalone:
-            gpus = dict.fromkeys(gpu for op in ops for *_, found in supported(op) for gpu in found.split(", "))
+            gpus = dict.fromkeys(
+                gpu for op in ops for *_, archs_of_row in supported(op) for gpu in archs_of_row.split(", ")
+            )
             names, does = ", ".join(f"`{op.name}`" for op in ops), described_by(ops[0])[0].replace("|", "\\|")
             rows.append((f"[{file}]({file}.md)", names, does, ", ".join(gpus)))
     return markdown(("page", "ops", "computes", "GPUs with kernels"), rows)

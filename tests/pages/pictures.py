@@ -43,16 +43,16 @@ def predicted_steps() -> str:
     """Return both sides' predicted steps, with the band of a step."""
     models, floors = {}, {}
     for model in step_table.MODELS:
-        found = {
+        totals_of = {
             side: {batch: step_table.total(PREDICTED, model, side, batch) for batch in step_table.BATCHES}
             for side in step.SIDES
         }
         name = f"{model}, TP {step_table.RANKS}"
         models[name] = {
-            side: {batch: (of.us / 1e3, *step_table.step_report.interval(of)) for batch, of in totals.items()}
-            for side, totals in found.items()
+            side: {batch: (total.us / 1e3, *step_table.step_report.interval(total)) for batch, total in totals.items()}
+            for side, totals in totals_of.items()
         }
-        floors[name] = {batch: of.floor_us / 1e3 for batch, of in found["plugin"].items()}
+        floors[name] = {batch: total.floor_us / 1e3 for batch, total in totals_of["plugin"].items()}
     return figures.predicted_steps(models, floors, PREDICTED)
 
 

@@ -91,28 +91,28 @@ def _pair(each: dict) -> tuple[str, str, str]:
 
 def simpler() -> str:
     """Return a row for each class of published points with shapes held out of the simpler models' fit."""
-    found = json.loads(PUBLISHED.read_text())
-    plugin = {_class(each): _share(each["median"]) for each in found["classes"]}
-    names = list(found["simpler"][0])[4:]
+    study = json.loads(PUBLISHED.read_text())
+    plugin = {_class(each): _share(each["median"]) for each in study["classes"]}
+    names = list(study["simpler"][0])[4:]
     rows = [
         (*_class(each), plugin[_class(each)], *("" if each[name] is None else _share(each[name]) for name in names))
-        for each in found["simpler"]
+        for each in study["simpler"]
     ]
     return markdown(("kernels", "GPU", "set", "this model", *names), rows)
 
 
 def published() -> str:
     """Return a row for each class of published points, then the pairs."""
-    found = json.loads(PUBLISHED.read_text())
-    rows = [(*_row(each), "" if each["bias"] is None else f"{100 * each['bias']:+.0f} %") for each in found["classes"]]
-    reasons = sorted({reason for each in found["classes"] for reason in each["why"]})
+    study = json.loads(PUBLISHED.read_text())
+    rows = [(*_row(each), "" if each["bias"] is None else f"{100 * each['bias']:+.0f} %") for each in study["classes"]]
+    reasons = sorted({reason for each in study["classes"] for reason in each["why"]})
     left = [
         f"{count} rows of {_class(each)[0]} on {_class(each)[1]}: {reason}"
-        for each in found["classes"]
+        for each in study["classes"]
         for reason, count in each.get("left out", {}).items()
     ]
-    pairs = map(_pair, found["pairs"])
-    total = [sum(each[name] for each in found["pairs"]) for name in ("right", "pairs")]
+    pairs = map(_pair, study["pairs"])
+    total = [sum(each[name] for each in study["pairs"]) for name in ("right", "pairs")]
     header = "kernels", "GPU", "set", "predicted", "p50 error", "p90 error", "p50 of predicted / measured"
     return "\n\n".join(
         (

@@ -15,13 +15,13 @@ def quality() -> str:
 def row(line: dict) -> tuple[str, ...]:
     shape, perplexity = line["shape"], line["perplexity"]
     values = (f"{perplexity[side]:.4f}" if side in perplexity else "not runnable" for side in ("bf16", "stock", "ours"))
-    found = (shape["model"], NAMES[shape["quantization"]], *values)
+    cells = (shape["model"], NAMES[shape["quantization"]], *values)
     if "perplexity_off" not in line:
-        return (*found, "", "", "")
+        return (*cells, "", "", "")
     worst = max(line["scale_errors"].values(), key=abs)
     bold = "**" if line["wrong"] else ""
     shares = (f"{bold}{value:+.3%}{bold}" for value in (line["perplexity_off"], worst))
-    return (*found, *shares, f"{line['tokens_equal']} of {line['greedy_tokens']}")
+    return (*cells, *shares, f"{line['tokens_equal']} of {line['greedy_tokens']}")
 
 
 def arithmetic() -> str:

@@ -72,13 +72,13 @@ def support() -> str:
         names = ("FP8" if dtype.itemsize == 1 else op_pages.short(dtype).upper() for dtype in dtypes)
         return ", ".join(sorted(names, key=("BF16", "FP16", "FP8").index))
 
-    rows = [(name, *(runs(arch, of) for arch in compatibility.AMD)) for name, of in FORMATS.items()]
+    rows = [(name, *(runs(arch, formats) for arch in compatibility.AMD)) for name, formats in FORMATS.items()]
     rows.append(("; ".join(compatibility.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
     caches = merged((name, *(cached(arch, *op) for arch in compatibility.AMD)) for name, op in ATTENTION.items())
     rows += [(f"{names} decode attention: KV cache", *cells) for names, *cells in caches]
     titles = []
     for arch in compatibility.AMD:
-        products = ", ".join(name for name, of in archs.PRODUCTS.items() if of.name == arch)
+        products = ", ".join(name for name, known in archs.PRODUCTS.items() if known.name == arch)
         fp8 = str(archs.ARCHS[arch].fp8_dtype).removeprefix("torch.float8_")
         titles.append(f"{products} ({arch}, FP8 is {fp8})")
     return markdown(("weights and activations", *titles), rows)
@@ -95,9 +95,9 @@ SHOWN_SEAMS = ("scaled_linear", "fp8_experts")
 
 def doctor_sample() -> str:
     """Return the sections of `doctor` that a user reads first, composed for an MI300X."""
-    product, arch = next((product, of.name) for product, of in archs.PRODUCTS.items())
+    product, arch = next((product, known_arch.name) for product, known_arch in archs.PRODUCTS.items())
     known = [seam.load(name) for name in SHOWN_SEAMS]
-    found = {
+    state = {
         "package": {"version": vllm_rocm_ops.__version__, "path": ".../site-packages/vllm_rocm_ops"},
         "torch": {"version": "", "hip": "", "cuda": ""},
         "driver": {"backend": "hip", "status": "", "versions": {}},
@@ -111,14 +111,14 @@ def doctor_sample() -> str:
             "version": f"{known[0].versions[1]}.0",
             "plugin": True,
             "why_off": "",
-            "seams": [{"name": one.name, "on": True, "replaces": one.replaces, "reason": ""} for one in known],
+            "seams": [{"name": on.name, "on": True, "replaces": on.replaces, "reason": ""} for on in known],
         },
         "emulator": {"why_off": ""},
         "environment": {},
         "ops": {},
     }
     shown, lines = False, []
-    for line in doctor.text(found).splitlines():
+    for line in doctor.text(state).splitlines():
         shown = line.startswith(SHOWN) or (shown and line.startswith(" "))
         lines += [line] if shown else []
     return "\n".join(("```", "$ vllm-rocm-ops doctor", *lines, " " * 14 + "...", "```"))

@@ -51,7 +51,7 @@ def engine_run(result: dict, command: str) -> str:
 def names_of(line: dict) -> list[str]:
     """Return the ops, the model or the kernel that a line belongs to."""
     if "results" in line:  # of arithmetic.py
-        return [f"`{one['op']}`" for one in line["results"]]
+        return [f"`{call['op']}`" for call in line["results"]]
     if "seam" in line:
         return [f"seams of {line['model']}"]
     return [f"`{line['op']}`"] if "op" in line else [f"`{line['kernel']}`"] if "kernel" in line else [line["model"]]
@@ -60,11 +60,11 @@ def names_of(line: dict) -> list[str]:
 def engine() -> str:
     """Return a table for each set of conditions: ms per token at every batch size, baseline / plugin, bold where the plugin is slower."""
     tables = []
-    for how, cases in measurements.engine_cases().items():
+    for conditions, cases in measurements.engine_cases().items():
         batches = sorted({batch for case in cases for batch in case.runs})
         rows = [(*case[:3], *_lengths(case), *(_ms(case.runs.get(batch)) for batch in batches)) for case in cases]
         header = "model", "GPU", "layers", "generated", "n", *(f"batch {batch}" for batch in batches)
-        tables.append(f"{how}\n\n{markdown(header, rows)}")
+        tables.append(f"{conditions}\n\n{markdown(header, rows)}")
     return measurements.joined(tables)
 
 

@@ -63,10 +63,11 @@ def steps() -> str:
     for product in baseline.PRODUCTS:
         for model in MODELS:
             for side in step.SIDES:
-                found = [total(product, model, side, batch) for batch in BATCHES]
-                rows.append((product, model, side, str(found[0].launches), *map(_ms, found)))
+                totals = [total(product, model, side, batch) for batch in BATCHES]
+                rows.append((product, model, side, str(totals[0].launches), *map(_ms, totals)))
             rows.append((product, model, "baseline / plugin", "", *(speedup(product, model, n) for n in BATCHES)))
-            rows.append((product, model, "least time of bytes", "", *(f"{of.floor_us / 1e3:.1f}" for of in found)))
+            floors = (f"{least.floor_us / 1e3:.1f}" for least in totals)
+            rows.append((product, model, "least time of bytes", "", *floors))
     return markdown(("GPU", "model, TP 8", "side", "launches", *(f"batch {batch}" for batch in BATCHES)), rows)
 
 
@@ -105,8 +106,8 @@ def published() -> str:
     header = "vLLM", "batch", "published ms", "predicted ms"
     head = *header, "published / predicted", "gaps, us", "all-reduces without gaps, us"
     slopes = [
-        (release, f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
-        for release, batch, ms, found in published_steps.slopes()
+        (release, f"1 to {batch}", f"+{ms:.1f}", f"+{predicted:.1f}", f"{predicted / ms - 1:+.0%}")
+        for release, batch, ms, predicted in published_steps.slopes()
     ]
     low, high = published_steps.spread()
     band = f"The spread, {low:.2f} to {high:.2f}, is the band of a step."
@@ -122,9 +123,9 @@ def others() -> str:
     for other in published_steps.OTHERS:
         cells = dict.fromkeys((1, 4, 8, 16, 32, 64), "")
         for batch, ms in other.ms.items():
-            found = published_steps.other_ms(other, batch)
-            ratio = f"{ms / found:.2f}"
-            cells[batch] = f"{ms:.1f} / {found:.1f} = " + (ratio if low <= ms / found <= high else f"**{ratio}**")
+            predicted = published_steps.other_ms(other, batch)
+            bold = "" if low <= ms / predicted <= high else "**"
+            cells[batch] = f"{ms:.1f} / {predicted:.1f} = {bold}{ms / predicted:.2f}{bold}"
         rows.append((other.name, other.product, *cells.values(), other.source))
     return markdown(("engine and model", "GPU", *(f"batch {batch}" for batch in cells), "source"), rows)
 
@@ -155,8 +156,8 @@ def _by_cost(product: str, model: str) -> list[tuple[tuple, dict[int, step.Node]
 
 def _share(product: str, model: str, batch: int, node: step.Node) -> float:
     """Return a launch's share of its step's cost above the floor, zero where the second stream hides it."""
-    of = total(product, model, "plugin", batch)
-    return node.cost_us / (of.us - of.floor_us) if node.stream != step.SECOND else 0.0
+    whole = total(product, model, "plugin", batch)
+    return node.cost_us / (whole.us - whole.floor_us) if node.stream != step.SECOND else 0.0
 
 
 def worst() -> str:
