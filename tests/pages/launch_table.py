@@ -57,6 +57,11 @@ class Kernel(NamedTuple):
     name: str
     calls: float
     us: float
+    is_small: bool
+
+    @property
+    def is_own(self) -> bool:
+        return self.owner == names.PLUGIN
 
 
 def kernels(model: str, rank: dict) -> list[Kernel]:
@@ -66,10 +71,11 @@ def kernels(model: str, rank: dict) -> list[Kernel]:
         launch = names.entry(model, name)[-1]
         return launch.what, launch.owner, names.short(name)
 
-    return [
-        Kernel(*what, *map(sum, zip(*(rank["kernels"][name] for name in alike))))
-        for what, alike in grouped(rank["kernels"], key).items()
-    ]
+    listed = []
+    for what, alike in grouped(rank["kernels"], key).items():
+        calls, us = map(sum, zip(*(rank["kernels"][name] for name in alike)))
+        listed.append(Kernel(*what, calls, us, us < SHARE * rank["span_us"]))
+    return listed
 
 
 def reason(model: str, what: str) -> str:
@@ -95,38 +101,30 @@ def launches() -> str:
 def table(run: ProfiledRun) -> str:
     """Return the launches of a run's step by what they compute, the costliest first."""
     batch = min(run.batches, key=int)
-    ranks = {side: ranks[0] for side, ranks in run.batches[batch].items()}
     layers = measurements.layers_of(run.model) if run.layers == "all" else int(run.layers)
-    limits = {side: SHARE * rank["span_us"] for side, rank in ranks.items()}
-    sides = {side: kernels(run.model, rank) for side, rank in ranks.items()}
-    shown = {
-        kernel.what
-        for side, kernels_of_side in sides.items()
-        for kernel in kernels_of_side
-        if kernel.us >= limits[side]
-    }
-    rows: dict[str, dict[str, list[Kernel]]] = {}
-    for side, kernels_of_side in sides.items():
-        for kernel in kernels_of_side:
-            name = kernel.what if kernel.what in shown else f"below {100 * SHARE:g} %: {kernel.owner}"
-            rows.setdefault(name, {}).setdefault(side, []).append(kernel)
+    sides = {side: kernels(run.model, ranks[0]) for side, ranks in run.batches[batch].items()}
+    every = [(side, kernel) for side in sides for kernel in sides[side]]
+    shown = {kernel.what for _, kernel in every if not kernel.is_small}
+
+    def named(launch: tuple[str, Kernel]) -> str:
+        _, kernel = launch
+        return kernel.what if kernel.what in shown else f"below {100 * SHARE:g} %: {kernel.owner}"
+
+    costs, rows = {}, {}
+    for name, alike in grouped(every, named).items():
+        own = {side: [kernel for its_side, kernel in alike if its_side == side] for side in SIDES}
+        reasons = dict.fromkeys(reason(run.model, kernel.what) for kernel in own["with"] if not kernel.is_own)
+        rows[name] = name, *(cell(own[side], layers) for side in SIDES), " ".join(reasons)
+        costs[name] = name not in shown, -max(_sum(own[side], "us") for side in SIDES)
+    others = [kernel for kernel in sides["with"] if not kernel.is_own]
+    said = f"Not the plugin's: {_sum(others, 'calls'):.0f} launches a step, {_sum(others, 'us'):.0f} us."
     body = [
-        (
-            name,
-            *(cell(by_side.get(side, []), layers, limits[side]) for side in SIDES),
-            stays(run.model, by_side.get("with", [])),
-        )
-        for name, by_side in sorted(rows.items(), key=lambda row: (row[0] not in shown, -most_us(row[1])))
+        *(rows[name] for name in sorted(rows, key=costs.get)),
+        ("all", *(total(sides[side], layers) for side in SIDES), said),
     ]
-    body.append(("all", *(total(sides[side], layers) for side in SIDES), not_own(sides["with"])))
     conditions = f"{plural(layers, 'layer')}, {run.hardware}, batch {batch}, {measurements.links(run.paths)}:"
     header = "launch", *SIDES.values(), "why launches stay that are not the plugin's"
     return f"### {run.name}\n\n{conditions}\n\n{markdown(header, body)}"
-
-
-def most_us(of: dict[str, list[Kernel]]) -> float:
-    """Return the larger side's us."""
-    return max(_sum(kernels, "us") for kernels in of.values())
 
 
 def in_layers(kernel: Kernel, layers: int) -> bool:
@@ -141,38 +139,24 @@ def count(kernel: Kernel, layers: int) -> str:
     return f"{kernel.calls / layers:.2f}".rstrip("0").rstrip(".")
 
 
-def cell(found: list[Kernel], layers: int, limit: float) -> str:
-    """Return calls, owner, name and us of each kernel, and the sums of those below the limit by owner."""
-    by_cost = sorted(found, key=lambda kernel: -kernel.us)
+def cell(kernels: list[Kernel], layers: int) -> str:
+    """Return calls, owner, name and us of each kernel, and the sums of the small ones by owner."""
+    by_cost = sorted(kernels, key=lambda kernel: -kernel.us)
     parts = []
     for kernel in by_cost:
-        if kernel.us >= limit:
+        if not kernel.is_small:
             name = kernel.name if len(kernel.name) <= LONGEST else f"{kernel.name[: LONGEST - 3]}..."
             parts.append(f"{count(kernel, layers)} {kernel.owner} `{name}` {kernel.us:.0f} us")
-    small = grouped((kernel for kernel in by_cost if kernel.us < limit), lambda kernel: kernel.owner)
-    parts += [
-        "{:.0f} a step: {} {:.0f} us".format(_sum(owned, "calls"), owner, _sum(owned, "us"))
-        for owner, owned in small.items()
-    ]
-    return "; ".join(parts)
+    small = grouped((kernel for kernel in by_cost if kernel.is_small), lambda kernel: kernel.owner)
+    sums = ((owner, _sum(owned, "calls"), _sum(owned, "us")) for owner, owned in small.items())
+    return "; ".join((*parts, *(f"{calls:.0f} a step: {owner} {us:.0f} us" for owner, calls, us in sums)))
+
+
+def total(kernels: list[Kernel], layers: int) -> str:
+    """Return a side's launches per layer and step, and their us."""
+    inside = _sum([kernel for kernel in kernels if in_layers(kernel, layers)], "calls")
+    return f"{inside / layers:.1f} a layer, {_sum(kernels, 'calls'):.0f} a step, {_sum(kernels, 'us'):.0f} us"
 
 
 def _sum(kernels: list[Kernel], value: str) -> float:
     return sum(getattr(kernel, value) for kernel in kernels)
-
-
-def stays(model: str, found: list[Kernel]) -> str:
-    """Return the reasons of the plugin's side."""
-    return " ".join(dict.fromkeys(reason(model, kernel.what) for kernel in found if kernel.owner != names.PLUGIN))
-
-
-def total(found: list[Kernel], layers: int) -> str:
-    """Return a side's launches per layer and step, and their us."""
-    inside = _sum([kernel for kernel in found if in_layers(kernel, layers)], "calls")
-    return f"{inside / layers:.1f} a layer, {_sum(found, 'calls'):.0f} a step, {_sum(found, 'us'):.0f} us"
-
-
-def not_own(found: list[Kernel]) -> str:
-    """Return how much of the plugin's side is not its own."""
-    others = [kernel for kernel in found if kernel.owner != names.PLUGIN]
-    return f"Not the plugin's: {_sum(others, 'calls'):.0f} launches a step, {_sum(others, 'us'):.0f} us."
