@@ -61,10 +61,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"triton_poi_fused_add_clone_copy_\w*neg\w*": Launch(Q, INDUCTOR),
         r"triton_poi_fused_add_clone_expand_\w*neg\w*": Launch(K_PE, INDUCTOR),
     },
-    EXPERTS: {
-        r"fused_experts_(gate_up|down)_\w+": Launch(EXPERTS, PLUGIN),
-        r"fused_moe_kernel": Launch(EXPERTS, VLLM),
-    },
+    EXPERTS: {r"fused_experts_(gate_up|down)_\w+": Launch(EXPERTS, PLUGIN), r"fused_moe_kernel": Launch(EXPERTS, VLLM)},
     NORMS: {
         r"(fused_add_)?rms_norm_\w+": Launch(NORM, PLUGIN),
         r"silu_and_mul_\w+": Launch(SWIGLU, PLUGIN),

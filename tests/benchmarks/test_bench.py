@@ -348,11 +348,7 @@ def test_differences_from_vllm_are_shares_of_elements(monkeypatch):
 
 def test_files_are_named_after_the_list_as_the_tables_want_them(turns, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, options in {
-        "ops": ["rows"],
-        "gemm": ["linear"],
-        "moe": ["moe", "--case", "all*"],
-    }.items():
+    for name, options in {"ops": ["rows"], "gemm": ["linear"], "moe": ["moe", "--case", "all*"]}.items():
         command = ["bench", *options, "--batch", "2", "--output", "serving_benchmarks/results"]
         assert cli.main([*command, *(["--op", "silu_and_mul"] if name == "ops" else [])]) == 0
         [path] = tmp_path.glob(f"serving_benchmarks/results/cpu/*-unknown-{name}.jsonl")

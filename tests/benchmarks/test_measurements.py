@@ -126,8 +126,7 @@ def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
 
 
 @pytest.mark.parametrize(
-    ("half", "ranks"),
-    [("--tensor-parallel-size 2", "TP2"), ("--rank-of 2", "one TP2 rank, no all-reduce")],
+    ("half", "ranks"), [("--tensor-parallel-size 2", "TP2"), ("--rank-of 2", "one TP2 rank, no all-reduce")]
 )
 def test_the_newest_profile_counts(folder, half, ranks):
     """The minimum time of the weights is beside it: two layers of tiny-llama on one of two GPUs."""
@@ -221,10 +220,7 @@ LOWER = " vLLM's compiler would fuse a part of the baseline: expect lower speedu
             '--engine-args \'{"compilation_config": {"mode": 0}}\'',
             "captured in graphs, without compilation, vLLM 0.33.0." + LOWER,
         ),
-        (
-            "--engine-args '{\"compilation_config\": 3}'",
-            "vLLM's default compilation and graph capture, vLLM 0.33.0.",
-        ),
+        ("--engine-args '{\"compilation_config\": 3}'", "vLLM's default compilation and graph capture, vLLM 0.33.0."),
     ],
 )
 def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, says):
@@ -306,10 +302,7 @@ def test_unmeasured_products_are_named(folder):
     assert f"**No time of `scaled_mm` was ever measured on an {every}.**" in op_pages.measured(
         [ops.scaled_mm], op_pages.timed_results()
     )
-    write(
-        folder / "c-ops.jsonl",
-        "".join(line(1.0, gpu=f"AMD {name}", case=name) for name in archs.PRODUCTS),
-    )
+    write(folder / "c-ops.jsonl", "".join(line(1.0, gpu=f"AMD {name}", case=name) for name in archs.PRODUCTS))
     assert "No time" not in op_pages.measured([ops.scaled_mm], op_pages.timed_results())
 
 
