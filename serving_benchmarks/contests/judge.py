@@ -29,7 +29,7 @@ Kernel = Callable[..., object]  # called with data and a Stage
 
 @dataclass
 class Machine:
-    """Where a kernel runs, and its e4m3 dtype. Its FP8 instructions are off by up to `rounding` of a sum's terms."""
+    """A kernel's device with its e4m3 dtype. FP8 instructions are off by up to `rounding` of a sum's terms."""
 
     device: str
     fp8_dtype: torch.dtype

@@ -28,6 +28,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 
+import study
 import torch
 import trained
 from torch import Tensor
@@ -41,7 +42,7 @@ from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.core.stats import FALLBACK, reset_stats, stats
 from vllm_rocm_ops.tools.bench import baselines
 
-sys.path += [str(trained.ROOT / "serving_benchmarks"), str(trained.ROOT / "tests" / "ops")]
+sys.path += [str(study.ROOT / "serving_benchmarks"), str(study.ROOT / "tests" / "ops")]
 import formulas
 import latency_report
 import latency_worker
@@ -113,7 +114,7 @@ def capture(job: dict) -> list[Call]:
     if current_platform.is_cpu():
         dispatch = utils.dispatch_cpu_unquantized_gemm
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: dispatch(layer, remove_weight=False)
-    llm = trained.engine(
+    llm = study.engine(
         job,
         max_model_len=LONGEST,
         max_num_batched_tokens=LONGEST * requests,
@@ -122,7 +123,7 @@ def capture(job: dict) -> list[Call]:
         enforce_eager=True,  # hooks do not run in graphs
         async_scheduling=False,
     )
-    text = trained.sequences(job, requests * trained.WINDOW)
+    text = study.sequences(job, requests * trained.WINDOW)
     prompts = [{"prompt_token_ids": row[: 40 + 9 * (place % 8)]} for place, row in enumerate(text)]
     sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -146,7 +147,7 @@ def worker(path: pathlib.Path) -> None:
 def captured(jobs: list[dict], folder: pathlib.Path) -> None:
     """Write the calls of each job from a vLLM process. Raises RuntimeError."""
     variables = {"VLLM_ROCM_OPS_ATTENTION": "1", "VLLM_ROCM_OPS_ON_CPU": "1"}
-    status, log = trained.run_worker(__file__, "with", jobs, folder / "jobs.json", **variables)
+    status, log = study.run_worker(__file__, "with", jobs, folder / "jobs.json", **variables)
     if status:
         raise RuntimeError(f"vLLM exited with status {status}:\n{log}")
 
@@ -304,7 +305,7 @@ def text(line: dict) -> Iterator[str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse and check the options."""
-    parser = trained.parser(__doc__, "; {} is replaced by the architecture")
+    parser = study.parser(__doc__, "; {} is replaced by the architecture")
     add, archs_default = parser.add_argument, "architectures to emulate (default without a GPU: gfx942 gfx950)"
     add("--requests", type=int, default=8, help="number of concurrent requests (default: %(default)s)")
     add("--emulate", nargs="+", default=[], metavar="ARCH", help=archs_default)
@@ -324,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
-        jobs = trained.jobs(arguments, "requests")
+        jobs = study.jobs(arguments, "requests")
         captured([job | {"calls": str(folder / f"{case}.pt")} for case, job in jobs.items()], folder)
         for case in jobs:
             calls = torch.load(folder / f"{case}.pt", weights_only=False)

@@ -27,12 +27,13 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 
+import study
 import torch
 import trained
 from torch import Tensor
 from trained import WINDOW
 
-sys.path.append(str(trained.ROOT / "serving_benchmarks"))
+sys.path.append(str(study.ROOT / "serving_benchmarks"))
 import latency_report
 import latency_worker
 
@@ -62,10 +63,10 @@ def answer(job: dict, with_ops: bool) -> dict:
     }
     if with_ops:
         settings["worker_extension_cls"] = "vllm_rocm_ops.vllm.worker.Extension"
-    llm = trained.engine(job, **settings)
+    llm = study.engine(job, **settings)
     if with_ops:
         llm.collective_rpc("vllm_rocm_ops_reset_stats")
-    sequences = trained.sequences(job, job["tokens"])
+    sequences = study.sequences(job, job["tokens"])
     once = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     read = llm.generate([{"prompt_token_ids": tokens} for tokens in sequences], once, use_tqdm=False)
     log_probabilities = [
@@ -108,7 +109,7 @@ def run_side(side: str, jobs: dict[str, dict], folder: pathlib.Path) -> dict[str
     answers: dict[str, dict] = {}
     written, path = (folder / f"{side}-{min(jobs)}.{suffix}" for suffix in ("answers", "json"))
     while left := {name: job for name, job in jobs.items() if name not in answers}:
-        _, log = trained.run_worker(__file__, side, {"side": side, "jobs": left, "answers": str(written)}, path)
+        _, log = study.run_worker(__file__, side, {"side": side, "jobs": left, "answers": str(written)}, path)
         before = len(answers)
         for line in written.read_text().splitlines() if written.exists() else ():
             answers |= json.loads(line)
@@ -227,7 +228,7 @@ def text(line: dict) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse and check the options."""
-    parser = trained.parser(__doc__, " (default: print them)")
+    parser = study.parser(__doc__, " (default: print them)")
     add = parser.add_argument
     add("--tokens", type=int, default=65536, help="number of held-out tokens (default: %(default)s)")
     add("--step-tokens", type=int, help="maximum tokens per engine step (default: 16; on a CPU unlimited)")
@@ -247,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.worker:
         worker(arguments.worker)
         return 0
-    jobs = trained.jobs(arguments, "tokens", "step_tokens", "enforce_eager")
+    jobs = study.jobs(arguments, "tokens", "step_tokens", "enforce_eager")
     if arguments.only_checkpoints:
         return 0
     with tempfile.TemporaryDirectory() as folder:

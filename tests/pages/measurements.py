@@ -342,7 +342,7 @@ def conditions_of(report: dict, prompt: int) -> str:
 class EngineRun(NamedTuple):
     """A pair of sides through the engine at one batch size, with any other sides and all files.
 
-    Conditions and options are those of the last side.
+    Conditions and options belong to the last side.
     """
 
     model: str
@@ -426,7 +426,7 @@ class EngineCase(NamedTuple):
 
     @property
     def n(self) -> str:
-        """What a shown run's n is."""
+        """Return n of the shown runs."""
         return ", ".join(dict.fromkeys(run.n for run in self.shown))
 
 
