@@ -14,11 +14,12 @@ import argparse
 import contextlib
 import datetime
 import functools
+import itertools
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -115,12 +116,17 @@ def _other(device: torch.device) -> torch.Tensor:
     return torch.zeros(clock.COLD_BYTES // 4, device=device)
 
 
-def table(title: str, columns: list[str], rows: list[tuple[int, int, str, dict[str, float | str]]]) -> None:
+def sizes(options: argparse.Namespace) -> Iterable[tuple[int, int, bool]]:
+    """Return each hidden size and number of tokens, with cold and with warm caches."""
+    return itertools.product(options.hidden, options.tokens, (True, False))
+
+
+def table(title: str, columns: list[str], rows: list[tuple[int, int, bool, dict[str, float | str]]]) -> None:
     """Print the times of each size."""
     print(f"\n{title}\n{'hidden':>6} {'tokens':>6} {'caches':>6}  " + "  ".join(f"{c:>14}" for c in columns))
-    for hidden, tokens, caches, times in rows:
+    for hidden, tokens, is_cold, times in rows:
         cells = (f"{v:14.2f}" if isinstance(v := times.get(c, "-"), float) else f"{v:>14}" for c in columns)
-        print(f"{hidden:6} {tokens:6} {caches:>6}  " + "  ".join(cells), flush=True)
+        print(f"{hidden:6} {tokens:6} {'cold' if is_cold else 'warm':>6}  " + "  ".join(cells), flush=True)
 
 
 # Streams of one process
@@ -149,42 +155,34 @@ def time_streams(options: argparse.Namespace, op) -> None:
     device, ranks = torch.device("cuda", 0), options.ranks
     capacity = max(options.hidden) * max(options.tokens) // 2
     group = collectives.in_process(ranks, device, capacity=capacity, seconds=LIMIT_SECONDS)
-    streams, found = [torch.cuda.Stream(device) for _ in group], []
+    streams, rows = [torch.cuda.Stream(device) for _ in group], []
     streams_of_one.check_overlap(streams, device)
     fp8, x0 = group[0].arch.fp8_dtype, torch.zeros(1, 512, dtype=DTYPE, device=device)
-    for hidden in options.hidden:
-        for tokens in options.tokens:
-            for is_cold in (True, False):
-                flush, times = flusher(is_cold, device), {}
-                sets = [sets_of(op, tokens, hidden, device, fp8, is_cold) for _ in group]
-                alone = {
-                    "norm": lambda x, args: op(x, *args),
-                    "3 launches": lambda x, args: quantized_apart(op, group[0], x, args),
-                }
-                for name, call in alone.items():
-                    call(*sets[0][0])
-                    times[name] = timed(capture(call, sets[0]), lambda: None, flush)
-                if group[0].unsupported(op, sets[0][0][0], *sets[0][0][1]):
-                    times[f"{ranks} ranks"] = "unsupported"
-                    found.append((hidden, tokens, "cold" if is_cold else "warm", times))
-                    continue
-                graphs = []
-                reserve(streams, device)
-                for reduce, stream, own in zip(group, streams, sets):
-                    with torch.cuda.stream(stream):
-                        reduce(op, own[0][0], *own[0][1])
-                torch.cuda.synchronize(device)
-                for reduce, stream, own in zip(group, streams, sets):
-                    call = functools.partial(lambda reduce, x, args: reduce(op, x, *args), reduce)
-                    graphs.append(capture(call, own, stream))
-                reserve(streams, device)
-                times[f"{ranks} ranks"] = replay_together(group, graphs, streams, flush, x0)
-                found.append((hidden, tokens, "cold" if is_cold else "warm", times))
-    table(
-        f"{ranks} ranks as streams of one {torch.cuda.get_device_name()}, {op.name}: us per call, without links",
-        [f"{ranks} ranks", "norm", "3 launches"],
-        found,
-    )
+    for hidden, tokens, is_cold in sizes(options):
+        flush, times = flusher(is_cold, device), {}
+        rows.append((hidden, tokens, is_cold, times))
+        sets = [sets_of(op, tokens, hidden, device, fp8, is_cold) for _ in group]
+        alone = {
+            "norm": lambda x, args: op(x, *args),
+            "3 launches": lambda x, args: quantized_apart(op, group[0], x, args),
+        }
+        for name, call in alone.items():
+            call(*sets[0][0])
+            times[name] = timed(capture(call, sets[0]), lambda: None, flush)
+        if group[0].unsupported(op, sets[0][0][0], *sets[0][0][1]):
+            times[f"{ranks} ranks"] = "unsupported"
+            continue
+        reserve(streams, device)
+        for reduce, stream, own in zip(group, streams, sets):
+            with torch.cuda.stream(stream):
+                reduce(op, own[0][0], *own[0][1])
+        torch.cuda.synchronize(device)
+        calls = [functools.partial(lambda reduce, x, args: reduce(op, x, *args), reduce) for reduce in group]
+        graphs = [capture(*each) for each in zip(calls, sets, streams)]
+        reserve(streams, device)
+        times[f"{ranks} ranks"] = replay_together(group, graphs, streams, flush, x0)
+    title = f"{ranks} ranks as streams of one {torch.cuda.get_device_name()}, {op.name}: us per call, without links"
+    table(title, [f"{ranks} ranks", *alone], rows)
     for reduce in group:
         reduce.check()
         reduce.close()
@@ -247,9 +245,9 @@ class Others:
             made, why = getattr(self, f"_{name}")(), ""
         except Exception as error:  # noqa: BLE001  the library is then unavailable
             made, why = {}, f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        found: list = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, why, group=self.group)
-        if reasons := [each for each in found if each]:
+        of_ranks: list = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(of_ranks, why, group=self.group)
+        if reasons := list(filter(None, of_ranks)):
             self.why.append(reasons[0][:300])
         else:
             self.calls |= made
@@ -338,46 +336,37 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
     os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # the check is slow
     ranks, device = options.ranks, torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=90)
-    )
+    timeout = datetime.timedelta(seconds=90)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     group, op, stream = dist.group.WORLD, OPS[options.op], torch.cuda.Stream(device)
     capacity = max(options.hidden) * max(options.tokens) // 2
     reduce = collectives.create(group, device, capacity=capacity, seconds=LIMIT_SECONDS)
-    x0, found = torch.zeros(1, 512, dtype=DTYPE, device=device), []
+    x0, rows = torch.zeros(1, 512, dtype=DTYPE, device=device), []
     with torch.inference_mode(), torch.cuda.stream(stream):
         others = Others(options, op, reduce, group, device)
         calls: dict[str, Call] = {"plugin": lambda x, args: reduce(op, x, *args), **others.calls}
-        for hidden in options.hidden:
-            for tokens in options.tokens:
-                for is_cold in (True, False):
-                    times = {
-                        name: time_call(name, call, (hidden, tokens, is_cold), others, reduce, stream, x0)
-                        for name, call in calls.items()
-                    }
-                    of_ranks: list = [None] * ranks
-                    dist.all_gather_object(of_ranks, times)
-                    slowest = {
-                        name: max(each[name] for each in of_ranks)
-                        if all(isinstance(each[name], float) for each in of_ranks)
-                        else next(each[name] for each in of_ranks if isinstance(each[name], str))
-                        for name in times
-                    }
-                    found.append((hidden, tokens, "cold" if is_cold else "warm", slowest))
+        for size in sizes(options):
+            times = {name: time_call(name, call, size, others, reduce, x0) for name, call in calls.items()}
+            of_ranks: list = [None] * ranks
+            dist.all_gather_object(of_ranks, times)
+            slowest = {}
+            for name in times:
+                values = [each[name] for each in of_ranks]
+                failures = [value for value in values if isinstance(value, str)]
+                slowest[name] = failures[0] if failures else max(values)
+            rows.append((*size, slowest))
     reduce.check()
     if rank == 0:
         print("\n".join(others.why))
         limit = launches.CAPACITY * launches.VALUES_IN_WORD * 2 // 1024
-        name = torch.cuda.get_device_name(device)
-        table(
-            f"{ranks} x {name}, {op.name}: us per call (the plugin's default limit is {limit} KiB)", list(calls), found
-        )
+        title = f"{ranks} x {torch.cuda.get_device_name(device)}, {op.name}: us per call"
+        table(f"{title} (the plugin's default limit is {limit} KiB)", list(calls), rows)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # skips the teardown of other communicators
 
 
-def time_call(name: str, call: Call, size: tuple, others: Others, reduce, stream, x0: torch.Tensor) -> float | str:
+def time_call(name: str, call: Call, size: tuple, others: Others, reduce, x0: torch.Tensor) -> float | str:
     """Time one call at one size on this rank, or return why it failed. All ranks fail alike or none does."""
     import torch.distributed as dist
 
@@ -391,7 +380,7 @@ def time_call(name: str, call: Call, size: tuple, others: Others, reduce, stream
         x, args = sets[0]
         as_tuple(call(x.clone(), tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)))
         torch.cuda.synchronize(device)
-        graph = capture(call, sets, stream, others.around.get(name, contextlib.nullcontext))
+        graph = capture(call, sets, torch.cuda.current_stream(device), others.around.get(name, contextlib.nullcontext))
     except Exception as error:  # noqa: BLE001  reported in the table
         print(f"rank {dist.get_rank()}: {name}, {tokens} x {hidden}: {type(error).__name__}: {error}", flush=True)
         return "failed"
@@ -407,20 +396,10 @@ def main(argv: list[str] | None = None) -> None:
     add("--processes", action="store_true", help="one rank per GPU (default: streams on one GPU)")
     add("--ranks", type=int, help="number of ranks (default: all GPUs, or 8 streams)")
     add("--op", choices=list(OPS), default="static", help="op after the all-reduce (default: %(default)s)")
-    add(
-        "--beside",
-        choices=OTHERS,
-        nargs="*",
-        default=OTHERS,
-        help="libraries to compare, with --processes (default: installed)",
-    )
-    add(
-        "--tokens",
-        type=int,
-        nargs="+",
-        default=[1, 2, 4, 8, 16, 32, 64],
-        help="numbers of tokens (default: %(default)s)",
-    )
+    beside = "libraries to compare, with --processes (default: installed)"
+    add("--beside", choices=OTHERS, nargs="*", default=OTHERS, help=beside)
+    tokens = [1, 2, 4, 8, 16, 32, 64]
+    add("--tokens", type=int, nargs="+", default=tokens, help="numbers of tokens (default: %(default)s)")
     add("--hidden", type=int, nargs="+", default=[16384, 7168], help="hidden sizes (default: %(default)s)")
     options = parser.parse_args(argv)
     options.ranks = options.ranks or (torch.cuda.device_count() if options.processes else 8)

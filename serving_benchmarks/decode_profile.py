@@ -58,10 +58,10 @@ def stop(_worker, steps: int) -> dict | None:
         return None
     torch.cuda.synchronize()
     _recording.stop()
-    found, _recording = _recording.profiler.kineto_results.events(), None
+    events, _recording = _recording.profiler.kineto_results.events(), None
     on_gpu = torch.autograd.DeviceType.CUDA
     return summarize(
-        [(event.name(), event.start_ns(), event.duration_ns()) for event in found if event.device_type() == on_gpu],
+        [(event.name(), event.start_ns(), event.duration_ns()) for event in events if event.device_type() == on_gpu],
         steps,
     )
 
@@ -76,9 +76,9 @@ def summarize(events: list[tuple[str, int, int]], steps: int) -> dict:
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     busy = end = 0
     for name, begin, duration in events:
-        found = kernels[name[:LONGEST_NAME]]
-        found[0] += 1 / steps
-        found[1] += duration / 1e3 / steps
+        totals = kernels[name[:LONGEST_NAME]]
+        totals[0] += 1 / steps
+        totals[1] += duration / 1e3 / steps
         busy += max(begin + duration - max(begin, end), 0)
         end = max(end, begin + duration)
     span = end - events[0][1] if events else 0
@@ -87,7 +87,7 @@ def summarize(events: list[tuple[str, int, int]], steps: int) -> dict:
         "steps": steps,
         "span_us": span / 1e3 / steps,
         "busy_us": busy / 1e3 / steps,
-        "kernels": {name: [round(value, 3) for value in found] for name, found in ordered},
+        "kernels": {name: [round(value, 3) for value in totals] for name, totals in ordered},
         "all_reduce_us": [duration / 1e3 for name, _, duration in events if class_of(name) == ALL_REDUCE],
     }
 

@@ -1,107 +1,17 @@
-"""Draw the figures of the documentation from results and predictions: `python tests/pages` writes them all.
-
-    python serving_benchmarks/figures.py PREDICTED.jsonl ... [--output DIR]
-
-As a command it draws predicted.py's kernels of a decode step by kind of work, a bar for each model and batch size. Predicted times
-are hatched in every figure, measured ones are solid.
-"""
+"""Draw the figures of the documentation: `python tests/pages` writes them. Predicted times are hatched, measured ones are solid."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import decode_profile
 import svg
 from svg import COLORS, MARKERS, Panel, rectangle, text
 
-OUT = Path(__file__).parent / "out"
-RISING = "M-2 2L2 -2M0 8L8 0M6 10L10 6"
-FALLING = "M-2 6L2 10M0 0L8 8M6 -2L10 2"
-FILLS = {  # by kind of work: its color and its hatch
-    "linear": ("blue", RISING),
-    "moe": ("orange", RISING),
-    "norm": ("red", RISING),
-    "activation": ("teal", RISING),
-    "routing": ("green", FALLING),
-    "lm_head": ("yellow", FALLING),
-    "attention": ("purple", FALLING),
-}
 CLASSES = ("blue", "purple", "orange", "red", "brown", "green", "teal", "yellow", "plain")
 """Colors of a measured step's classes, in the order of the figure's legend."""
 SIDES = {"baseline": "plain", "plugin": "red"}
-COLUMNS = 5  # of a legend
-
-
-def kind_of(layer: str, op: str) -> str:
-    """Return the kind of work of a model's call."""
-    kinds = {
-        "router": "routing",
-        "routing": "routing",
-        "experts": "moe",
-        "lm_head": "lm_head",
-        "attention": "attention",
-    }
-    return kinds.get(layer, "norm" if "rms_norm" in op else "activation" if "silu_and_mul" in op else "linear")
-
-
-def predicted_lines(paths: Iterable[Path]) -> list[dict]:
-    """Return the lines of predicted.py in files. Raises ValueError if there are none."""
-    lines = (json.loads(line) for path in paths for line in path.read_text().splitlines())
-    found = [line for line in lines if "predicted_us" in line]
-    if not found:
-        raise ValueError(f"no predicted times in {', '.join(map(str, paths))}")
-    return found
-
-
-def sum_of(lines: list[dict]) -> tuple[float, float, int]:
-    """Return predicted us, the error bound of the part with a band, and launches of lines of predicted.py."""
-    us = sum(line["predicted_us"] * line["count"] for line in lines)
-    bound = sum(line["predicted_us"] * line["count"] * (line["band"] or 0) for line in lines)
-    return us, bound, sum(line["kernels"] * line["count"] for line in lines)
-
-
-def predicted(lines: list[dict]) -> str:
-    """Draw a stacked bar for each model and batch size, with the error band of the part that has one."""
-    bar = 84  # pixels per batch size
-    groups: dict[str, dict[int, list[dict]]] = {}
-    for line in lines:
-        groups.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)
-    sums = {name: [sum_of(of) for of in found.values()] for name, found in groups.items()}
-    highest = max(us + bound for of in sums.values() for us, bound, _ in of) / 1e3
-    width = max(80 + bar * sum(len(found) + 0.5 for found in groups.values()), svg.WIDTH)
-    panel = Panel(60, width - 20, 90, 390, 0, highest)
-    kinds = {kind_of(line["layer"], line["op"]) for line in lines}
-    used = [kind for kind in FILLS if kind in kinds]
-    parts = [
-        text(width / 2, 16, f"Predicted for {lines[0]['device']}, never measured: kernels of a decode step by kind", "title"),
-        text(width / 2, 36, "their sum, not a step: excludes launch overhead, all-reduces, rotation, cache writes, absorbed GEMMs, sampling"),
-        *panel.frame(panel.linear_ticks(), "{:g}", axis="ms, predicted sum of these kernels"),
-    ]  # fmt: skip
-    x = panel.left + bar * 0.75
-    for name, found in groups.items():
-        parts.append(text(x + bar * (len(found) - 1) / 2, panel.bottom + 32, name))
-        for (batch, of), (us, bound, launches) in zip(found.items(), sums[name]):
-            stack = dict.fromkeys(used, 0.0)
-            for line in of:
-                stack[kind_of(line["layer"], line["op"])] += line["predicted_us"] * line["count"] / 1e3
-            parts += _stack(panel, x - 21, 42, {f"#{kind}": ms for kind, ms in stack.items() if ms})
-            low, top = (panel.y((us + sign * bound) / 1e3) for sign in (-1, 1))
-            parts.append(svg.whiskers(x, low, top))
-            parts.append(text(x, top - 24, f"{us / 1000:.1f} ms") + text(x, top - 10, f"{launches} launches"))
-            parts.append(text(x, panel.bottom + 14, f"batch {batch}"))
-            x += bar
-        x += bar / 2
-    band = f"error bars: kernels with a known error band; {lines[0]['context']} keys per request; kernels of {lines[0]['commit']}"
-    parts.append(text(width / 2, panel.bottom + 54, band))
-    rows = [(rectangle(-10, -6, 20, 12, f"#{kind}"), kind) for kind in used]
-    parts += svg.legend(rows, width / 2 - 105 * len(rows[:COLUMNS]) / 2 + 10, panel.bottom + 78, COLUMNS, 105)
-    height = panel.bottom + 78 + 19 * -(-len(used) // COLUMNS)
-    return svg.document(height, parts, width, (svg.pattern(kind, *FILLS[kind]) for kind in used))
 
 
 def _stack(panel: Panel, x: float, width: float, fills: dict[str, float]) -> Iterator[str]:
@@ -110,6 +20,16 @@ def _stack(panel: Panel, x: float, width: float, fills: dict[str, float]) -> Ite
     for fill, value in fills.items():
         base += value
         yield rectangle(x, panel.y(base), width, panel.y(base - value) - panel.y(base), fill)
+
+
+def _panels(
+    models: dict[str, dict], highest: Callable[[dict], float], bottom: int, axis: str, label: str = "{:g}"
+) -> Iterator[tuple[Panel, dict, list[str]]]:
+    """Yield each model's panel side by side, with the model's values and the parts of the frame."""
+    width = (svg.WIDTH - 20) / len(models)
+    for place, (model, values) in enumerate(models.items()):
+        panel = Panel(60 + width * place, width * (place + 1), 62, bottom, 0, highest(values))
+        yield panel, values, list(panel.frame(panel.linear_ticks(), label, model, "" if place else axis))
 
 
 Points = dict[int, tuple[float, float, float]]
@@ -121,13 +41,8 @@ def speedups(measured: dict[str, Points], predictions: dict[str, Points] | None 
     if len(measured) > len(COLORS):
         raise ValueError(f"speedups: at most {len(COLORS)} series, got {len(measured)}")
     predictions = predictions or {}
-    values = [
-        value
-        for found in (measured, predictions)
-        for points in found.values()
-        for of in points.values()
-        for value in of
-    ]
+    series = (*measured.values(), *predictions.values())
+    values = [value for points in series for point in points.values() for value in point]
     low, high = math.floor(10 * min(1, *values) - 0.5) / 10, math.ceil(10 * max(values)) / 10
     ticks = [tenth / 10 for tenth in range(round(10 * low), round(10 * high) + 1)]
     panel = Panel(60, 540 if predictions else 810, 62, 330, low, high)
@@ -139,9 +54,12 @@ def speedups(measured: dict[str, Points], predictions: dict[str, Points] | None 
     parts += [text(panel.x(batch, sizes[0], sizes[-1]), panel.bottom + 14, f"{batch}") for batch in sizes]
     for place, ((what, points), color, marker) in enumerate(zip(measured.items(), COLORS, MARKERS)):
         apart = 5 * (place - (len(measured) - 1) / 2)  # markers at one batch size are side by side
-        at = [(panel.x(batch, sizes[0], sizes[-1]) + apart, *map(panel.y, of)) for batch, of in sorted(points.items())]
-        bars = "".join(f"M{x:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{x - 4:.1f} {p10:.1f}h8" for x, _, p10, p90 in at)
-        parts.append(svg.line([(x, y) for x, y, *_ in at], color, marker) + svg.path(f"line s-{color}", bars))
+        places = [
+            (panel.x(batch, sizes[0], sizes[-1]) + apart, *map(panel.y, point))
+            for batch, point in sorted(points.items())
+        ]
+        bars = "".join(f"M{x:.1f} {p10:.1f}V{p90:.1f}m-4 0h8M{x - 4:.1f} {p10:.1f}h8" for x, _, p10, p90 in places)
+        parts.append(svg.line([(x, y) for x, y, *_ in places], color, marker) + svg.path(f"line s-{color}", bars))
     if predictions:
         right = Panel(600, 810, 62, 330, low, high)
         parts += _ground(right, ticks, f"{product}: predicted, never measured")
@@ -181,10 +99,8 @@ def _bars(
                 x = middle + width * (place - len(series) / 2)
                 top, bottom = sorted((panel.y(value), panel.y(base)))
                 yield rectangle(x + 1, top, width - 2, bottom - top, f"#hatch-{colors[name]}")
-                yield svg.path(
-                    f"line s-{colors[name]}",
-                    f"M{x + 1:.1f} {top:.1f}h{width - 2:.1f}v{bottom - top:.1f}h{2 - width:.1f}z",
-                )
+                outline = f"M{x + 1:.1f} {top:.1f}h{width - 2:.1f}v{bottom - top:.1f}h{2 - width:.1f}z"
+                yield svg.path(f"line s-{colors[name]}", outline)
                 yield svg.whiskers(x + width / 2, panel.y(low), panel.y(high))
                 if label:
                     yield text(x + width / 2, panel.y(high) - 9, label.format(value))
@@ -193,25 +109,20 @@ def _bars(
 def predicted_steps(models: dict[str, dict[str, Points]], floors: dict[str, dict[int, float]], product: str) -> str:
     """Draw both sides' predicted steps in ms, a panel for each model, with the floor of a step's bytes."""
     parts = [text(svg.WIDTH / 2, 16, f"Predicted decode step on {product}, never measured: ms by batch size", "title")]
-    width = (svg.WIDTH - 20) / len(models)
-    for place, (model, sides) in enumerate(models.items()):
-        highest = max(of[2] for points in sides.values() for of in points.values())
-        panel = Panel(60 + width * place, width * (place + 1), 62, 330, 0, highest * 1.08)
-        parts += panel.frame(panel.linear_ticks(), "{:g}", model, "" if place else "ms per token")
-        parts += _bars(panel, sides, SIDES, 0.0, "{:.1f}")
-        step = (panel.right - panel.left) / len(floors[model])
-        for group, (_, floor) in enumerate(sorted(floors[model].items())):
-            parts.append(
-                svg.path(
-                    "line s-ink dashed",
-                    f"M{panel.left + step * (group + 0.08):.1f} {panel.y(floor):.1f}h{step * 0.84:.1f}",
-                )
-            )
+
+    def highest(sides: dict[str, Points]) -> float:
+        return max(high for points in sides.values() for *_, high in points.values()) * 1.08
+
+    for (panel, sides, frame), of_bytes in zip(_panels(models, highest, 330, "ms per token"), floors.values()):
+        parts += [*frame, *_bars(panel, sides, SIDES, 0.0, "{:.1f}")]
+        step = (panel.right - panel.left) / len(of_bytes)
+        for group, (_, floor) in enumerate(sorted(of_bytes.items())):
+            start = panel.left + step * (group + 0.08)
+            parts.append(svg.path("line s-ink dashed", f"M{start:.1f} {panel.y(floor):.1f}h{step * 0.84:.1f}"))
         parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "batch size"))
     rows = [(rectangle(-7, -6, 14, 12, f"#hatch-{color}"), f"{side}, predicted") for side, color in SIDES.items()]
-    rows.append(
-        (svg.path("line s-ink dashed", "M-16 0h24"), "least time of the step's bytes; whiskers: the band of a step")
-    )
+    floor = "least time of the step's bytes; whiskers: the band of a step"
+    rows.append((svg.path("line s-ink dashed", "M-16 0h24"), floor))
     parts += svg.legend(rows, 80, 386, 3, 180)
     return svg.document(404, parts, defs=[svg.pattern(f"hatch-{color}", color) for color in SIDES.values()])
 
@@ -224,28 +135,26 @@ def breakdown(models: dict[str, dict[int, dict[str, Step]]]) -> str:
     """Draw a measured step by class of kernels, a panel for each model, baseline beside plugin. Raises ValueError for too many classes."""
     steps = [step for batches in models.values() for sides in batches.values() for step in sides.values()]
     every = *decode_profile.CLASSES, decode_profile.REST, decode_profile.IDLE
-    classes = [name for name in every if any(name in of for of, _ in steps)]
+    classes = [name for name in every if any(name in ms for ms, _ in steps)]
     if len(classes) > len(CLASSES):
         raise ValueError(f"breakdown: at most {len(CLASSES)} classes, got {len(classes)}")
     color = dict(zip(classes, CLASSES))
-    parts = [
-        text(
-            svg.WIDTH / 2, 16, "Where a decode step's time goes, measured: baseline (left) and plugin (right)", "title"
-        )
-    ]
-    width = (svg.WIDTH - 20) / len(models)
-    for place, (model, batches) in enumerate(models.items()):
-        highest = max(max(sum(of.values()), span) for sides in batches.values() for of, span in sides.values())
-        panel = Panel(60 + width * place, width * (place + 1), 62, 350, 0, highest * 1.06)
-        parts += panel.frame(panel.linear_ticks(), "{:g}", model, "" if place else "ms per token, under the profiler")
+    title = "Where a decode step's time goes, measured: baseline (left) and plugin (right)"
+    parts = [text(svg.WIDTH / 2, 16, title, "title")]
+
+    def highest(batches: dict[int, dict[str, Step]]) -> float:
+        return max(max(sum(ms.values()), span) for sides in batches.values() for ms, span in sides.values()) * 1.06
+
+    for panel, batches, frame in _panels(models, highest, 350, "ms per token, under the profiler"):
+        parts += frame
         step = (panel.right - panel.left) / len(batches)
         for group, (batch, sides) in enumerate(batches.items()):
             middle = panel.left + step * (group + 0.5)
             parts.append(text(middle, panel.bottom + 14, f"batch {batch}"))
-            for x, (of, span) in zip((middle - 44, middle + 2), sides.values()):
-                parts += _stack(panel, x, 42, {color[name]: of[name] for name in classes if name in of})
+            for x, (ms, span) in zip((middle - 44, middle + 2), sides.values()):
+                parts += _stack(panel, x, 42, {color[name]: ms[name] for name in classes if name in ms})
                 parts.append(svg.path("line s-ink", f"M{x - 1:.1f} {panel.y(span):.1f}h44"))
-                parts.append(text(x + 21, panel.y(max(sum(of.values()), span)) - 9, f"{span:.1f}"))
+                parts.append(text(x + 21, panel.y(max(sum(ms.values()), span)) - 9, f"{span:.1f}"))
     rows = [(rectangle(-10, -6, 20, 12, color[name]), name) for name in classes]
     rows.append((svg.path("line s-ink", "M-16 0h24"), "the step; kernels of two streams overlap"))
     parts += svg.legend(rows, 110, 394, 2, 330)
@@ -272,11 +181,10 @@ def roofline(models: dict[str, Curves], title: str) -> str:
             parts.append(text(panel.x(keys, contexts[0], contexts[-1], 18), panel.bottom + 14, named))
         parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "context length, keys per request"))
         for (side, batch), points in curves.items():
-            at = [
-                (panel.x(keys, contexts[0], contexts[-1], 18), panel.y(share)) for keys, share in sorted(points.items())
-            ]
-            which = batches.index(batch)
-            parts.append(svg.line(at, COLORS[which], MARKERS[which], dashed=side == "baseline"))
+            shares = sorted(points.items())
+            places = [(panel.x(keys, contexts[0], contexts[-1], 18), panel.y(share)) for keys, share in shares]
+            series = batches.index(batch)
+            parts.append(svg.line(places, COLORS[series], MARKERS[series], dashed=side == "baseline"))
     rows = [
         (svg.path(f"line s-{color}{' dashed' * hollow}", "M-14 0h28") + svg.path(f"s-{color} f-{'page' if hollow else color}", f"M0 0{marker}"),
          f"{side}, batch {batch}")
@@ -288,14 +196,13 @@ def roofline(models: dict[str, Curves], title: str) -> str:
 
 def accuracy(points: dict[str, list[tuple[float, float, bool]]], title: str, band: float) -> str:
     """Draw predicted / measured by measured us, a color for each kernel; points that were held out of the fit are hollow."""
-    times = [us for of in points.values() for us, *_ in of]
-    ratios = [predicted / us for of in points.values() for us, predicted, _ in of]
+    times = [us for of_kernel in points.values() for us, *_ in of_kernel]
+    ratios = [predicted / us for of_kernel in points.values() for us, predicted, _ in of_kernel]
     reach = 1.1 * max(*ratios, 1 / min(ratios), 1 + band)
     panel = Panel(60, 810, 40, 330, 1 / reach, reach, logarithmic=True)
     first, last = min(times), max(times)
-    ticks = [
-        tick for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 2) if panel.low <= tick <= panel.high
-    ]
+    every = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 2)
+    ticks = [tick for tick in every if panel.low <= tick <= panel.high]
     parts = [text(svg.WIDTH / 2, 16, title, "title")]
     low, high = panel.y(1 / (1 + band)), panel.y(1 + band)
     parts.append(svg.path("f-shade", f"M{panel.left} {low:.1f}V{high:.1f}H{panel.right}V{low:.1f}z"))
@@ -310,31 +217,11 @@ def accuracy(points: dict[str, list[tuple[float, float, bool]]], title: str, ban
             )
     parts.append(text((panel.left + panel.right) / 2, panel.bottom + 34, "measured us, published by others"))
     rows = []
-    for (kind, of), color, marker in zip(points.items(), COLORS, MARKERS):
-        for us, predicted, held_out in of:
-            at = f"M{panel.x(us, first, last):.1f} {panel.y(predicted / us):.1f}{marker}"
-            parts.append(svg.path(f"s-{color} f-{'page' if held_out else color}", at, ' stroke-width="1.6"'))
+    for (kind, of_kernel), color, marker in zip(points.items(), COLORS, MARKERS):
+        for us, predicted, held_out in of_kernel:
+            outline = f"M{panel.x(us, first, last):.1f} {panel.y(predicted / us):.1f}{marker}"
+            parts.append(svg.path(f"s-{color} f-{'page' if held_out else color}", outline, ' stroke-width="1.6"'))
         rows.append((svg.path(f"f-{color}", f"M0 0{marker}"), kind))
     rows.append((svg.path("s-ink f-page", f"M0 0{MARKERS[0]}"), "hollow: held out of the fit"))
     parts += svg.legend(rows, 70, 386, len(rows), 142)
     return svg.document(404, parts)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Draw the figures of predicted steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="files of predicted.py")
-    parser.add_argument("--output", type=Path, default=OUT, help="folder; default: serving_benchmarks/out")
-    options = parser.parse_args(argv)
-    try:
-        lines = predicted_lines(options.results)
-        options.output.mkdir(parents=True, exist_ok=True)
-        written = options.output / f"predicted-{lines[0]['device']}.svg"
-        written.write_text(predicted(lines))
-    except (ValueError, OSError) as error:
-        sys.exit(f"figures.py: {error}")
-    print(written)
-
-
-if __name__ == "__main__":
-    main()

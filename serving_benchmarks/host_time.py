@@ -24,7 +24,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
+import latency_report
 import torch
 
 from vllm_rocm_ops.core import archs, launch
@@ -124,8 +126,8 @@ def chosen(serves: bool) -> Callable[[], None]:
 
 def paths(vllms: Callable, plugin: Callable, leaves: bool = True) -> dict[str, Timed]:
     """Return the paths of a call. Only a call that asks a choice can leave it to vLLM's kernel."""
-    found = {VLLMS: Timed(vllms), SERVES: Timed(plugin, chosen(True))}
-    return found | ({LEAVES: Timed(plugin, chosen(False))} if leaves else {})
+    served = {VLLMS: Timed(vllms), SERVES: Timed(plugin, chosen(True))}
+    return served | ({LEAVES: Timed(plugin, chosen(False))} if leaves else {})
 
 
 def linears(model: torch.nn.Module, dtype: torch.dtype) -> Found:
@@ -160,11 +162,11 @@ def rows(model: torch.nn.Module, dtype: torch.dtype) -> Found:
     from vllm_rocm_ops.vllm.graph import model_queries
 
     device, seen = next(model.parameters()).device, set()
-    found = [(norm, None, norm.weight.shape[0]) for norm in model_queries.norms(model)]
+    producers = [(norm, None, norm.weight.shape[0]) for norm in model_queries.norms(model)]
     for layer in model_queries.gated(model):
         quantize = layer.act_fn.consumer and getattr(layer.down_proj, "vllm_rocm_ops_quantize", None)
-        found.append((layer.act_fn, quantize, model_queries.width(layer.down_proj)))
-    for producer, quantize, columns in found:
+        producers.append((layer.act_fn, quantize, model_queries.width(layer.down_proj)))
+    for producer, quantize, columns in producers:
         kind = type(producer), columns, quantize is not None
         if kind in seen:
             continue
@@ -207,15 +209,17 @@ def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Found:
 
     for name, module in model.named_modules():
         for weight in mla_absorb.WEIGHTS:
-            found = getattr(module, weight, None)
-            if not isinstance(found, mla_absorb.Absorbed):
+            absorbed_weight = getattr(module, weight, None)
+            if not isinstance(absorbed_weight, mla_absorb.Absorbed):
                 continue
-            heads, k, n = found.shape
-            x, out = torch.zeros(heads, 1, k, device=found.device, dtype=dtype), None
-            out = torch.empty(heads, 1, n, device=found.device, dtype=dtype)
-            plain = found.as_subclass(torch.Tensor)
-            calls = (functools.partial(torch.bmm, x, one, out=out) for one in (plain, found))
-            yield "mla_attention", f"{name}.{weight}", paths(*calls)
+            heads, k, n = absorbed_weight.shape
+            x, out = (torch.zeros(heads, 1, width, device=absorbed_weight.device, dtype=dtype) for width in (k, n))
+            both = absorbed_weight.as_subclass(torch.Tensor), absorbed_weight
+            yield (
+                "mla_attention",
+                f"{name}.{weight}",
+                paths(*(functools.partial(torch.bmm, x, w, out=out) for w in both)),
+            )
         if hasattr(module, mla_absorb.WEIGHTS[0]):
             return
 
@@ -229,12 +233,11 @@ def experts(recorded: dict[type, Recorded]) -> Found:
         if method != "apply" or plugin.baseline is None:
             continue
         tokens = named["hidden_states"], named["w1"], named["w2"]
-        how = tuple(
-            named[name] for name in ("activation", "global_num_experts", "expert_map", "apply_router_weight_on_input")
-        )
+        names = "activation", "global_num_experts", "expert_map", "apply_router_weight_on_input"
+        settings = tuple(named[name] for name in names)
         if "router_logits" not in named:
-            given = *tokens, named["topk_weights"], named["topk_ids"], *how
-            calls = (functools.partial(one.apply, *given) for one in (plugin.whole, in_vllm.whole(plugin)))
+            given = *tokens, named["topk_weights"], named["topk_ids"], *settings
+            calls = (functools.partial(experts.apply, *given) for experts in (plugin.whole, in_vllm.whole(plugin)))
             yield "experts", kind.__name__, paths(*calls)
             continue
         logits, groups, (scoring_func, renormalize) = named["router_logits"], named["num_expert_group"], plugin.method
@@ -250,8 +253,8 @@ def experts(recorded: dict[type, Recorded]) -> Found:
             e_score_correction_bias=named["e_score_correction_bias"],
         )
 
-        def vllms(router=router, tokens=tokens, logits=logits, plugin=plugin, how=how):
-            return plugin.baseline.apply(*tokens, *router.select_experts(tokens[0], logits), *how)
+        def vllms(router=router, tokens=tokens, logits=logits, plugin=plugin, settings=settings):
+            return plugin.baseline.apply(*tokens, *router.select_experts(tokens[0], logits), *settings)
 
         yield "routing_experts", kind.__name__, paths(vllms, functools.partial(kind.apply, plugin, **named))
 
@@ -263,35 +266,27 @@ def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
     from vllm_rocm_ops.vllm.attention.decoder import DecodeImpl
     from vllm_rocm_ops.vllm.attention.mla import MlaImpl
 
-    found: dict[type, Recorded] = {}
+    calls: dict[type, Recorded] = {}
+    kernels = [kernel for module in model.modules() for kernel in coverage.kernels_of(module)]
     kinds = {front: front.METHOD[0] for front in (DecodeImpl, MlaImpl)}
-    kinds |= {
-        type(one): "apply" for module in model.modules() for one in coverage.kernels_of(module) if hasattr(one, "whole")
-    }
+    kinds |= {type(kernel): "apply" for kernel in kernels if hasattr(kernel, "whole")}
+
+    def recorder(kind: type, method: str) -> Callable:
+        plugin = getattr(kind, method)
+
+        def record_layer(self, *given, **named):
+            calls[kind] = Recorded(self, method, given, named)
+            return plugin(self, *given, **named)
+
+        return record_layer
+
     with contextlib.ExitStack() as stack:
         for kind, method in kinds.items():
-            stack.enter_context(replaced(kind, method, found))
-        for module in model.modules():  # recorded once more, even if the layer was given back
-            for one in (getattr(module, "impl", None), *coverage.kernels_of(module)):
-                for method in kinds.values():
-                    getattr(one, "__dict__", {}).pop(method, None)
-        yield found
-
-
-@contextlib.contextmanager
-def replaced(kind: type, method: str, found: dict[type, Recorded]) -> Iterator[None]:
-    """Replace a class's method by one that records its call."""
-    plugin = getattr(kind, method)
-
-    def record_layer(self, *given, **named):
-        found[kind] = Recorded(self, method, given, named)
-        return plugin(self, *given, **named)
-
-    setattr(kind, method, record_layer)
-    try:
-        yield
-    finally:
-        setattr(kind, method, plugin)
+            stack.enter_context(mock.patch.object(kind, method, recorder(kind, method)))
+        for layer in (*(getattr(module, "impl", None) for module in model.modules()), *kernels):
+            for method in kinds.values():  # recorded once more, even if the layer was given back
+                getattr(layer, "__dict__", {}).pop(method, None)
+        yield calls
 
 
 def seams(options: argparse.Namespace) -> list[dict]:
@@ -317,10 +312,8 @@ def seams(options: argparse.Namespace) -> list[dict]:
     llm = LLM(**settings)
     worker = llm.llm_engine.model_executor.driver_worker.worker
     model, config = worker.model_runner.get_model(), worker.vllm_config
-    dtype, synchronize = (
-        config.model_config.dtype,
-        torch.cuda.synchronize if torch.cuda.is_available() else lambda: None,
-    )
+    dtype, on_gpu = config.model_config.dtype, torch.cuda.is_available()
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     sampling = SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False)
     with recording(model) as recorded:
         llm.generate([{"prompt_token_ids": [3]}], sampling, use_tqdm=False)
@@ -337,13 +330,11 @@ def seams(options: argparse.Namespace) -> list[dict]:
 
 def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return the median of each path, and the median over rounds of its difference from vLLM's."""
-    us = {name: round(statistics.median(values), 2) for name, values in times.items()}
-    apart = {
-        name: round(statistics.median(plugin - vllms for plugin, vllms in zip(values, times[VLLMS])), 2)
-        for name, values in times.items()
-        if name != VLLMS
-    }
-    return {"us": us, "apart_us": apart}
+    apart = {name: [us - vllms for us, vllms in zip(times[name], times[VLLMS])] for name in times if name != VLLMS}
+    medians = (
+        {name: round(statistics.median(values), 2) for name, values in by_path.items()} for by_path in (times, apart)
+    )
+    return dict(zip(("us", "apart_us"), medians))
 
 
 def row(line: dict) -> str:
@@ -361,26 +352,20 @@ def seam_of(kind: type) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", help="folder with a config.json, or a shipped model (default: benchmark ops, without vLLM)"
-    )
-    parser.add_argument("--num-layers", type=int, help="number of layers to keep (default: all)")
-    parser.add_argument(
-        "--rank-of", type=int, default=1, help="tensor parallel size of which to run one rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for vllm.LLM"
-    )
-    parser.add_argument("--commit", default="", help="commit of the measured code, outside a checkout")
-    parser.add_argument("--output", type=Path, help="file to append result lines to")
+    add = parser.add_argument
+    add("--model", help="folder with a config.json, or a shipped model (default: benchmark ops, without vLLM)")
+    add("--num-layers", type=int, help="number of layers to keep (default: all)")
+    add("--rank-of", type=int, default=1, help="tensor parallel size of which to run one rank (default: %(default)s)")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for vllm.LLM")
+    add("--commit", default="", help="commit of the measured code, outside a checkout")
+    add("--output", type=Path, help="file to append result lines to")
     options = parser.parse_args()
     if options.model is None:
         time_ops()
         return
-    lines = seams(options)
-    if options.output:
-        with options.output.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    for line in seams(options):
+        if options.output:
+            latency_report.append(options.output, line)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -42,17 +42,22 @@ SECONDS_TO_END = 30
 LINES_OF_A_FAILURE = 40
 MEASURE_S = "120"  # so that the plugin's first start times all kernels, however slow the compilers are
 WORKER = HERE / "latency_worker.py"
-MIN = {
-    "batch_size": 1,
-    "input_len": 1,
-    "output_len": 2,
-    "num_iters": 1,
-    "rank_of": 1,
-    "data_parallel_size": 1,
-    "pairs": 1,
-    "num_starts_warmup": 0,
-}
-
+MIN = {"output_len": 2, "num_starts_warmup": 0}
+MIN |= dict.fromkeys(("batch_size", "input_len", "num_iters", "rank_of", "data_parallel_size", "pairs"), 1)
+COPIED = (
+    *("input_len", "output_len", "num_iters", "num_iters_warmup", "num_layers", "rank_of", "tensor_parallel_size"),
+    *(
+        "data_parallel_size",
+        "dtype",
+        "kv_cache_dtype",
+        "enforce_eager",
+        "seed",
+        "random_experts",
+        "engine_args",
+        "timeout",
+    ),
+)
+"""Options that a job has under their names."""
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 """Sizes in config.json that tensor parallel ranks divide; each rank has at least one KV head."""
@@ -69,18 +74,18 @@ def add_model_arguments(add: Callable) -> None:
     add("--kv-cache-dtype", default="auto", help="KV cache dtype, e.g. fp8 (default: the model's)")
     add("--enforce-eager", action="store_true", help="disable compilation and graph capture")
     add("--seed", type=int, default=0, help="seed of weights and prompts (default: %(default)s)")
-    add(
-        "--side",
-        nargs="+",
-        choices=list(SIDES),
-        default=list(SIDES),
-        help="with the plugin, without it, or both (default)",
-    )
-    add(
-        "--random-experts",
-        action="store_true",
-        help="random routers that spread tokens over experts (random_experts.py)",
-    )
+    sides = "with the plugin, without it, or both (default)"
+    add("--side", nargs="+", choices=list(SIDES), default=list(SIDES), help=sides)
+    spread = "random routers that spread tokens over experts (random_experts.py)"
+    add("--random-experts", action="store_true", help=spread)
+
+
+def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: dict[str, int]) -> None:
+    """Refuse numbers, or lists of numbers, that are too small."""
+    for name, limit in least.items():
+        values = getattr(arguments, name)
+        if min(values if isinstance(values, list) else [values]) < limit:
+            parser.error(f"--{name.replace('_', '-')} must be at least {limit}, got {values}")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -88,41 +93,25 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add_model_arguments(add)
-    add(
-        "--data-parallel-size",
-        type=int,
-        default=1,
-        help="data parallel ranks of an MoE model, each with its own GPUs and batches (default: %(default)s)",
-    )
+    ranks = "data parallel ranks of an MoE model, each with its own GPUs and batches (default: %(default)s)"
+    add("--data-parallel-size", type=int, default=1, help=ranks)
     add("--batch-size", type=int, nargs="+", default=[1], help="batch sizes, in sequences (default: %(default)s)")
     add("--input-len", type=int, default=1, help="prompt length, in tokens (default: %(default)s)")
     add("--output-len", type=int, default=128, help="output length, in tokens, at least 2 (default: %(default)s)")
     add("--num-iters", type=int, default=30, help="number of measured iterations (default: %(default)s)")
     add("--num-iters-warmup", type=int, default=10, help="number of warm-up iterations (default: %(default)s)")
     add("--pairs", type=int, default=1, help="engine starts per side, alternating (default: %(default)s)")
-    add(
-        "--num-starts-warmup",
-        type=int,
-        default=0,
-        help="engine starts with the plugin before the measured ones (default: %(default)s)",
-    )
-    add(
-        "--profile",
-        type=int,
-        nargs="*",
-        metavar="BATCH",
-        help="profile decode steps at these batch sizes (without values: all)",
-    )
+    warm_up = "engine starts with the plugin before the measured ones (default: %(default)s)"
+    add("--num-starts-warmup", type=int, default=0, help=warm_up)
+    profile = "profile decode steps at these batch sizes (without values: all)"
+    add("--profile", type=int, nargs="*", metavar="BATCH", help=profile)
     add("--timeout", type=float, default=3600, help="time limit per engine start, in seconds (default: %(default)s)")
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for vllm.LLM")
     add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="report file (default: %(default)s)")
     add("--plot", type=Path, default=HERE / "out" / "latency.png", help="plot file (default: %(default)s)")
     add("--commit", help="commit of the measured code (default: this checkout's)")
     arguments = parser.parse_args(argv)
-    for name, least in MIN.items():
-        values = getattr(arguments, name)
-        if min(values if isinstance(values, list) else [values]) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {values}")
+    check_least(parser, arguments, MIN)
     return arguments
 
 
@@ -168,28 +157,33 @@ def environment(side: str) -> dict[str, str]:
     return result
 
 
+@contextlib.contextmanager
+def started(command: list[str], variables: dict[str, str], log: Path, **options) -> Iterator[subprocess.Popen]:
+    """Run a command with its output in a log. At the end none of its processes stays, as the next command needs the GPUs."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        process = subprocess.Popen(command, env=variables, start_new_session=True, **streams, **options)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
     """Run one measuring process, and return its result or {"error": why}, with the completed batch sizes."""
     read_end, write_end = os.pipe()
     command = [sys.executable, str(WORKER), json.dumps({**job, "pipe": write_end})]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            env={"VLLM_ROCM_OPS_MEASURE": MEASURE_S} | environment(job["side"]),
-            pass_fds=[write_end],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    os.close(write_end)
+    variables = {"VLLM_ROCM_OPS_MEASURE": MEASURE_S} | environment(job["side"])
     final, measured = {"error": "the process ended early"}, {"batches": []}
-    overdue = threading.Timer(job["timeout"], os.killpg, (process.pid, signal.SIGKILL))
     begin = time.monotonic()
-    overdue.start()
-    try:
-        with os.fdopen(read_end) as pipe:
+    with started(command, variables, log, pass_fds=[write_end]) as process, os.fdopen(read_end) as pipe:
+        os.close(write_end)
+        overdue = threading.Timer(job["timeout"], os.killpg, (process.pid, signal.SIGKILL))
+        overdue.start()
+        try:
             for line in pipe:
                 event = json.loads(line)
                 if "result" in event or "error" in event:
@@ -201,14 +195,10 @@ def run_side(job: dict, log: Path, on_event: Callable[[dict], None]) -> dict:
                     measured |= event
                 else:
                     on_event(event)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SECONDS_TO_END)
-    finally:
-        overdue.cancel()
-        # The next side needs the GPUs: no process of this one may stay, including workers.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_END)
+        finally:
+            overdue.cancel()
     if "error" in final:
         if process.returncode == -signal.SIGKILL and time.monotonic() - begin >= job["timeout"]:
             final["error"] = f"it took longer than --timeout {job['timeout']:g}"
@@ -225,6 +215,7 @@ def benchmark(arguments: argparse.Namespace) -> dict:
     """Measure all models on all sides."""
     from tqdm import tqdm
 
+    profiled = [] if arguments.profile is None else arguments.profile or arguments.batch_size
     jobs = [
         {
             "name": Path(name).name,
@@ -232,27 +223,9 @@ def benchmark(arguments: argparse.Namespace) -> dict:
             "side": side,
             "pair": pair,
             "batch_sizes": arguments.batch_size,
-            "profile": (arguments.profile or arguments.batch_size)
-            if arguments.profile is not None and not pair
-            else [],
+            "profile": [] if pair else profiled,
             "overrides": overrides(find_model(name), arguments.num_layers, arguments.rank_of),
-            **{
-                key: getattr(arguments, key)
-                for key in (
-                    *("input_len", "output_len", "num_iters", "num_iters_warmup", "num_layers", "rank_of"),
-                    *(
-                        "tensor_parallel_size",
-                        "data_parallel_size",
-                        "dtype",
-                        "kv_cache_dtype",
-                        "enforce_eager",
-                        "seed",
-                        "random_experts",
-                        "engine_args",
-                        "timeout",
-                    ),
-                )
-            },
+            **{option: getattr(arguments, option) for option in COPIED},
         }
         for name in arguments.model
         for pair in range(arguments.pairs)
@@ -288,13 +261,13 @@ def benchmark(arguments: argparse.Namespace) -> dict:
                 run_side(job | once, logs / f"{job['name']}-warmup-{warm_up}.log", lambda event: None)
             start = f"-{job['pair']}" if arguments.pairs > 1 else ""
             log = logs / f"{job['name']}-{job['side']}{start}.log"
-            found = run_side(job, log, on_event)
+            result = run_side(job, log, on_event)
             bar.update((number + 1) * iterations - bar.n)
             run = {"model_id": job["name"], "side": job["side"], "log": f"{log.parent.name}/{log.name}"}
-            report |= {name: found[name] for name in ("hardware", "versions") if name in found}
-            report["results"] += [summarize(job, batch) for batch in found["batches"]]
+            report |= {name: result[name] for name in ("hardware", "versions") if name in result}
+            report["results"] += [summarize(job, batch) for batch in result["batches"]]
             kept = ("error", "log_tail", "start", "op_stats", "seams", "reach", "timings", "profile", "profile_error")
-            report["runs"].append(run | {k: found[k] for k in kept if k in found})
+            report["runs"].append(run | {name: result[name] for name in kept if name in result})
             arguments.output_json.write_text(json_text(report) + "\n")  # keeps completed measurements
         bar.set_description("done")
         bar.set_postfix_str("")
@@ -309,15 +282,11 @@ def without_paths(words: list[str]) -> list[str]:
 
 def commit() -> str:
     """Return the commit of this checkout, with `+` if files differ, or "" outside one."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        git = ["git", "-C", str(HERE)]
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return head.strip() + "+" * bool(changed)
 
 
 def main(argv: list[str] | None = None) -> int:

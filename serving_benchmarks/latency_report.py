@@ -51,17 +51,23 @@ def json_text(value: object, indent: str = "") -> str:
     return f"{first}{','.join(items)}\n{indent}{last}"
 
 
+def append(path: Path, line: dict) -> None:
+    """Append a line of JSON to a file, in a folder that is created if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def pairs(report: dict) -> list[tuple[str, int, dict[str, list[dict]]]]:
     """Return (model, batch size, {side: results of its starts}), in the order of measurement."""
-    found: dict[tuple[str, int], dict[str, list[dict]]] = {}
-    failed = [run["model_id"] for run in report["runs"] if "error" in run]
+    cases: dict[tuple[str, int], dict[str, list[dict]]] = {}
     for result in report["results"]:
-        sides = found.setdefault((result["model_id"], result["batch_size"]), {})
+        sides = cases.setdefault((result["model_id"], result["batch_size"]), {})
         sides.setdefault(result["side"], []).append(result)
-    for model in failed:
-        if not any(model == key[0] for key in found):
-            found[model, 0] = {}
-    return [(model, batch_size, sides) for (model, batch_size), sides in found.items()]
+    for run in report["runs"]:
+        if "error" in run and run["model_id"] not in {model for model, _ in cases}:
+            cases[run["model_id"], 0] = {}
+    return [(*case, sides) for case, sides in cases.items()]
 
 
 def median_ms(starts: list[dict]) -> float:
@@ -77,10 +83,8 @@ def spread_ms(starts: list[dict]) -> tuple[float, float]:
 
 def speedup(sides: dict[str, list[dict]]) -> float:
     """Return the speedup of the plugin: the median over pairs of starts."""
-    of_pairs = zip(*(sides[side] for side in SIDES))
-    return statistics.median(
-        without["decode_ms_per_token"] / with_ops["decode_ms_per_token"] for without, with_ops in of_pairs
-    )
+    times = ([start["decode_ms_per_token"] for start in sides[side]] for side in SIDES)
+    return statistics.median(without / with_ops for without, with_ops in zip(*times))
 
 
 def speedup_spread(sides: dict[str, list[dict]]) -> tuple[float, float]:
@@ -123,23 +127,22 @@ STARTS = (
 
 def differences(report: dict) -> list[list[str]]:
     """Return rows of start, first token and host medians on each side, with the difference if both sides exist."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    values_of: dict[tuple[str, str], dict[str, list[float]]] = {}
+
+    def add(run: dict, name: str, value: float | None) -> None:
+        if value is not None:
+            values_of.setdefault((run["model_id"], name), {}).setdefault(run["side"], []).append(value)
+
     for run in report["runs"]:
         for name, key, unit in STARTS:
-            if run.get("start", {}).get(key) is not None:
-                sides = found.setdefault((run["model_id"], name), {})
-                sides.setdefault(run["side"], []).append(run["start"][key] / unit)
+            value = run.get("start", {}).get(key)
+            add(run, name, value and value / unit)
     for result in report["results"]:
-        names = {
-            "ttft_ms": f"TTFT, {result['batch_size']} x {result['input_len']} tokens, ms",
-            "host_us": f"Python loop at batch {result['batch_size']}, us",
-        }
-        for key, name in names.items():
-            if key in result:
-                sides = found.setdefault((result["model_id"], name), {})
-                sides.setdefault(result["side"], []).append(result[key])
+        batch = result["batch_size"]
+        add(result, f"TTFT, {batch} x {result['input_len']} tokens, ms", result.get("ttft_ms"))
+        add(result, f"Python loop at batch {batch}, us", result.get("host_us"))
     rows = []
-    for (model, name), sides in found.items():
+    for (model, name), sides in values_of.items():
         values = [statistics.median(sides[side]) if side in sides else None for side in SIDES]
         cells = ["" if value is None else f"{value:,.2f}" for value in values]
         apart = "" if None in values else f"{values[1] - values[0]:+,.2f}"
@@ -162,11 +165,8 @@ def table(report: dict) -> str:
     rows = [["model", "batch", *(SIDES[side] for side in measured), *(["speedup"] if len(measured) == 2 else [])]]
     for model, batch_size, sides in pairs(report):
         row = [model, str(batch_size or "-")]
-        for side in measured:
-            if side in sides:
-                row.append("{:.2f} ({:.2f}-{:.2f})".format(median_ms(sides[side]), *spread_ms(sides[side])))
-            else:
-                row.append("failed")
+        for starts in map(sides.get, measured):
+            row.append("{:.2f} ({:.2f}-{:.2f})".format(median_ms(starts), *spread_ms(starts)) if starts else "failed")
         if len(measured) == 2:
             row.append(ratio(report, model, sides))
         rows.append(row)
@@ -175,12 +175,10 @@ def table(report: dict) -> str:
         header = ["model", "", *SIDES.values(), "difference", ""]
         lines += ["", "Starts and first tokens: medians", "", *aligned([header, *starts])]
     for run in report["runs"]:
-        if "error" in run:
-            why = textwrap.shorten(run["error"], 300)
-            lines += ["", f"{run['model_id']} failed with {SIDES[run['side']]}: {why}", f"  {run['log']}"]
-        if "profile_error" in run:
-            why = textwrap.shorten(run["profile_error"], 300)
-            lines += ["", f"{run['model_id']}: no profile with {SIDES[run['side']]}: {why}", f"  {run['log']}"]
+        for key, what in (("error", " failed"), ("profile_error", ": no profile")):
+            if key in run:
+                said = f"{run['model_id']}{what} with {SIDES[run['side']]}: {textwrap.shorten(run[key], 300)}"
+                lines += ["", said, f"  {run['log']}"]
     for model, stats in op_stats(report).items():
         if not stats:
             lines += ["", f"{model}: vLLM called no op of the plugin; see `vllm-rocm-ops doctor`"]
@@ -197,11 +195,11 @@ def table(report: dict) -> str:
 
 def profiled(report: dict) -> dict[str, dict[str, dict[str, list[dict]]]]:
     """Return the profiles as {model: {batch size: {side: ranks}}}."""
-    found: dict[str, dict[str, dict[str, list[dict]]]] = {}
+    profiles: dict[str, dict[str, dict[str, list[dict]]]] = {}
     for run in report["runs"]:
         for batch_size, ranks in run.get("profile", {}).items():
-            found.setdefault(run["model_id"], {}).setdefault(str(batch_size), {})[run["side"]] = ranks
-    return found
+            profiles.setdefault(run["model_id"], {}).setdefault(str(batch_size), {})[run["side"]] = ranks
+    return profiles
 
 
 def figure(report: dict):

@@ -123,8 +123,8 @@ def versions() -> dict[str, str]:
     import torch
     import vllm
 
-    found = {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__}
-    return found | {"hip": torch.version.hip or "", "vllm_rocm_ops": importlib.metadata.version("vllm-rocm-ops")}
+    names = {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__}
+    return names | {"hip": torch.version.hip or "", "vllm_rocm_ops": importlib.metadata.version("vllm-rocm-ops")}
 
 
 def start_other_ranks(job: dict, report: Callable[[dict], None]) -> None:

@@ -61,10 +61,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"triton_poi_fused_add_clone_copy_\w*neg\w*": Launch(Q, INDUCTOR),
         r"triton_poi_fused_add_clone_expand_\w*neg\w*": Launch(K_PE, INDUCTOR),
     },
-    EXPERTS: {
-        r"fused_experts_(gate_up|down)_\w+": Launch(EXPERTS, PLUGIN),
-        r"fused_moe_kernel": Launch(EXPERTS, VLLM),
-    },
+    EXPERTS: {r"fused_experts_(gate_up|down)_\w+": Launch(EXPERTS, PLUGIN), r"fused_moe_kernel": Launch(EXPERTS, VLLM)},
     NORMS: {
         r"(fused_add_)?rms_norm_\w+": Launch(NORM, PLUGIN),
         r"silu_and_mul_\w+": Launch(SWIGLU, PLUGIN),
@@ -122,8 +119,8 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
 def entry(model: str, name: str) -> tuple[str, str, Launch]:
     """Return the class, the pattern and the launch of a kernel in a model's step. Raises ValueError for an unknown kernel."""
     kind = class_of(name)
-    for pattern, found in LAUNCHES.get(kind, {}).items():
-        for launch in [found] if isinstance(found, Launch) else found:
+    for pattern, meanings in LAUNCHES.get(kind, {}).items():
+        for launch in [meanings] if isinstance(meanings, Launch) else meanings:
             if re.fullmatch(pattern, name) and re.match(launch.models, model):
                 return kind, pattern, launch
     raise ValueError(f"launches.py has no entry for the kernel {name!r} of {model}, class {kind!r}")

@@ -2,7 +2,7 @@
 # Set up the environment once, and benchmark decode with and without the plugin:
 #   bash serving_benchmarks/quickstart.sh [options of latency.py]
 # On a GPU: Llama-3.1-405B and DeepSeek-V3 at full width, with few layers. Without a GPU: a tiny model shows that vLLM loads the plugin, then
-# follow both models' kernels on MI300X and their predicted times (without_gpu.py); with options, tiny models run on the CPU.
+# follow both models' kernels on MI300X and their predicted steps (without_gpu.py); with options, tiny models run on the CPU.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../tests/environment.sh"
 "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))' ||

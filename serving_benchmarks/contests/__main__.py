@@ -16,33 +16,23 @@ if not __package__:  # Python runs the folder, and searches modules in it
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from contests import gemm, mla, moe, submission
-from contests.judge import Emulated, Gpu, Judge, Verdict, score
+from contests.judge import Judge, Machine, Verdict, gpu, score
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.core.clock import GpuClock
 
 CONTESTS = {module.CONTEST.name: module.CONTEST for module in (gemm, moe, mla)}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the options; exit with an error if they do not fit."""
-    parser = argparse.ArgumentParser(
-        prog="contests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="contests", description=__doc__, formatter_class=formatter)
+    add, stage = parser.add_argument, "with -c: print only the best us of the plugin's stage N; 0 is the total"
     add("contest", choices=CONTESTS, help="contest whose problems are checked and timed by its rules")
-    add(
-        "--submission", type=Path, metavar="FILE", help="file with a custom_kernel(data) to judge (default: the plugin)"
-    )
+    add("--submission", type=Path, metavar="FILE", help="file with a custom_kernel(data) (default: the plugin)")
     add("--emulate", metavar="ARCH", help="check in the emulator of this architecture, at reduced size, untimed")
     add("--ranked", action="store_true", help="use new inputs for each call and check each, as in a ranked run")
     add("-c", dest="number", type=int, metavar="N", help="number of a single benchmark, from 0 (default: all)")
-    add(
-        "-t",
-        dest="stage",
-        type=int,
-        metavar="N",
-        help="with -c: print only the best us of the plugin's stage N; 0 is the total",
-    )
+    add("-t", dest="stage", type=int, metavar="N", help=stage)
     add("-b", "--once", action="store_true", help="check and time one call each")
     add("-p", "--profile", action="store_true", help="only call, under an external profiler")
     arguments = parser.parse_args(argv)
@@ -64,20 +54,17 @@ def run(arguments: argparse.Namespace) -> int:
     kernel = contest.ours
     if arguments.submission:
         custom_kernel = submission.load(arguments.submission)
-
-        def kernel(data, stage):
-            return custom_kernel(data)
-
+        kernel = lambda data, stage: custom_kernel(data)
     if arguments.emulate:
         from vllm_rocm_ops.emulator import cases as emulated  # an extra
 
         emulator = emulated.emulator_of(arguments.emulate)
         print(f"{contest.name} in the emulator of {emulator.arch}, at reduced size, untimed")
         with launch.executor(emulator):
-            judge = Judge(contest, kernel, Emulated(emulator.arch.fp8_dtype))
+            judge = Judge(contest, kernel, Machine("cpu", emulator.arch.fp8_dtype))
             return _say("case", (judge.checked(number, sizes) for number, sizes in enumerate(contest.reduced)))
     try:
-        judge = Judge(contest, kernel, Gpu(GpuClock().arch.fp8_dtype))
+        judge = Judge(contest, kernel, gpu())
     except RuntimeError as error:
         raise RuntimeError(f"a contest needs a GPU or --emulate: {error}") from None
     if arguments.stage is not None:
@@ -87,11 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     numbers = range(len(contest.benchmarks)) if arguments.number is None else [arguments.number]
     if arguments.profile:
         return _say("case", (judge.profiled(number) for number in numbers))
-    if arguments.number is None:
-        tests = (judge.checked(number, sizes) for number, sizes in enumerate(contest.tests))
-        if _say("test", tests):
-            print("wrong results: no timing")
-            return 1
+    tests = contest.tests if arguments.number is None else ()
+    if _say("test", (judge.checked(number, sizes) for number, sizes in enumerate(tests))):
+        print("wrong results: no timing")
+        return 1
     timed: list[Verdict] = []
 
     def verdicts() -> Iterator[Verdict]:

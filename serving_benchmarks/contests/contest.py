@@ -57,6 +57,17 @@ class Contest:
         return self.make(given, given.pop("seed") + later, device, fp8_dtype)
 
 
+def problems(names: str, table: str) -> tuple[Sizes, ...]:
+    """Return the problems of a table, one after each comma, by the names of their sizes."""
+    return tuple(dict(zip(names.split(), map(int, problem.split()), strict=True)) for problem in table.split(","))
+
+
+def normal(seed: int, device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Return a function that draws normal values of a shape, on its own dtype if given."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda *shape, dtype=dtype: torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+
 def copy(data):
     """Return a copy with separate tensors of the same strides."""
     if isinstance(data, torch.Tensor):
@@ -86,11 +97,9 @@ def compare(
         off = wrong_elements(got, wanted, contest.rtol, contest.atol + slack)
         count = int(off.sum())
         if count:
-            places = off.nonzero()[:SHOWN].tolist()
-            some = "; ".join(
-                f"{place}: {got[tuple(place)]:.6g}, expected {wanted[tuple(place)]:.6g}" for place in places
-            )
-            return f"{count} of {got.numel()} elements of {name} are wrong: {some}"
+            places = map(tuple, off.nonzero()[:SHOWN].tolist())
+            shown = "; ".join(f"{[*place]}: {got[place]:.6g}, expected {wanted[place]:.6g}" for place in places)
+            return f"{count} of {got.numel()} elements of {name} are wrong: {shown}"
     return ""
 
 

@@ -9,59 +9,30 @@ from __future__ import annotations
 
 import torch
 
-from contests.contest import Contest, Sizes, Stage
+from contests.contest import Contest, Sizes, Stage, normal, problems
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
-TESTS = (
-    (64, 64, 128, 6635),
-    (64, 1536, 7168, 6635),
-    (64, 3072, 1536, 1236),
-    (64, 576, 7168, 542),
-    (96, 7168, 256, 1234),
-    (96, 7168, 2048, 4153),
-    (96, 4608, 7168, 412),
-    (128, 7168, 2304, 624),
-    (128, 512, 7168, 2514),
-    (512, 4096, 512, 543),
-    (512, 1536, 7168, 12341),
-)
-BENCHMARKS = (
-    (1024, 1536, 7168, 8135),
-    (1024, 3072, 1536, 6251),
-    (1024, 576, 7168, 12346),
-    (1024, 7168, 256, 5364),
-    (1024, 7168, 2048, 6132),
-    (1024, 4608, 7168, 7531),
-    (1024, 7168, 2304, 12345),
-    (1024, 512, 7168, 6563),
-    (1024, 4096, 512, 17512),
-    (6144, 1536, 7168, 6543),
-    (6144, 3072, 1536, 234),
-    (6144, 576, 7168, 9863),
-    (6144, 7168, 256, 764243),
-    (6144, 7168, 2048, 76547),
-    (6144, 4608, 7168, 65436),
-    (6144, 7168, 2304, 452345),
-    (6144, 512, 7168, 12341),
-    (6144, 4096, 512, 45245),
-)
-REDUCED = ((64, 64, 128, 6635), (64, 192, 512, 6635), (96, 320, 256, 1234), (128, 576, 384, 2514))
+TESTS = """
+    64 64 128 6635, 64 1536 7168 6635, 64 3072 1536 1236, 64 576 7168 542, 96 7168 256 1234, 96 7168 2048 4153,
+    96 4608 7168 412, 128 7168 2304 624, 128 512 7168 2514, 512 4096 512 543, 512 1536 7168 12341
+"""
+BENCHMARKS = """
+    1024 1536 7168 8135, 1024 3072 1536 6251, 1024 576 7168 12346, 1024 7168 256 5364, 1024 7168 2048 6132,
+    1024 4608 7168 7531, 1024 7168 2304 12345, 1024 512 7168 6563, 1024 4096 512 17512, 6144 1536 7168 6543,
+    6144 3072 1536 234, 6144 576 7168 9863, 6144 7168 256 764243, 6144 7168 2048 76547, 6144 4608 7168 65436,
+    6144 7168 2304 452345, 6144 512 7168 12341, 6144 4096 512 45245
+"""
+REDUCED = """
+    64 64 128 6635, 64 192 512 6635, 96 320 256 1234, 128 576 384 2514
+"""
 FLOORS = {0: 8.63, 5: 25.89, 9: 51.78, 14: 155.30, 3: 3.17, 12: 17.27}  # microseconds, from the task
-
-
-def _sizes(shapes: tuple[tuple[int, ...], ...]) -> tuple[Sizes, ...]:
-    return tuple(dict(zip(("m", "n", "k", "seed"), shape)) for shape in shapes)
 
 
 def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-
-    a, b = (drawn(k, columns, dtype=torch.bfloat16).to(fp8_dtype).t() for columns in (m, n))
+    drawn = normal(seed, device, torch.bfloat16)
+    a, b = (drawn(k, columns).to(fp8_dtype).t() for columns in (m, n))
     blocks = -(-k // BLOCK)
     scale_a, scale_b = (drawn(blocks, columns, dtype=torch.float32).t() for columns in (m, -(-n // BLOCK)))
     return a, b, scale_a, scale_b, torch.zeros(m, n, dtype=torch.bfloat16, device=device)
@@ -71,8 +42,8 @@ def _values(data: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]
     """Return A and B multiplied by their scales."""
     a, b, scale_a, scale_b, _ = data
     n, k = b.shape
-    of_b = scale_b.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
-    return a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k], b.float() * of_b
+    scale_b = scale_b.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+    return a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k], b.float() * scale_b
 
 
 def _reference(data: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
@@ -101,9 +72,9 @@ CONTEST = Contest(
     reference=_reference,
     ours=_ours,
     flops=lambda sizes: 2.0 * sizes["m"] * sizes["n"] * sizes["k"],
-    tests=_sizes(TESTS),
-    benchmarks=_sizes(BENCHMARKS),
-    reduced=_sizes(REDUCED),
+    tests=problems("m n k seed", TESTS),
+    benchmarks=problems("m n k seed", BENCHMARKS),
+    reduced=problems("m n k seed", REDUCED),
     rtol=2e-2,
     atol=1e-3,
     outputs=("c",),

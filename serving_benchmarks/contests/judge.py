@@ -12,13 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from contests import contest as contests
 from contests.contest import Contest, Sizes
-from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.core.clock import GpuClock
 from vllm_rocm_ops.core.stats import reset_stats, stats
 
 MIN_CALLS, MAX_CALLS = 3, 100
@@ -28,43 +27,26 @@ NEXT_SEED = 13  # seed increment per call of a ranked run
 Kernel = Callable[..., object]  # called with data and a Stage
 
 
-class Machine(Protocol):
-    """Define where a kernel runs: `device`, its e4m3 dtype, and a clock.
-
-    Its FP8 instructions are off by up to `rounding` of a sum's terms. `seconds()` is the time after all work so far.
-    """
+@dataclass
+class Machine:
+    """A kernel's device with its e4m3 dtype. FP8 instructions are off by up to `rounding` of a sum's terms."""
 
     device: str
     fp8_dtype: torch.dtype
-    rounding: float
-
-    def seconds(self) -> float: ...
-
-
-class Gpu:
-    """Run on the first GPU."""
-
-    device = "cuda"
-
-    def __init__(self, fp8_dtype: torch.dtype):
-        self.fp8_dtype, self.rounding = fp8_dtype, archs.of_device(0).sum_rounding
+    rounding: float = 0.0
 
     def seconds(self) -> float:
+        """Return the time after all work so far, or nothing on CPU tensors, which an emulator runs."""
+        if self.device == "cpu":
+            return 0.0
         torch.cuda.synchronize()
         return time.perf_counter()
 
 
-class Emulated:
-    """Run on CPU tensors in an emulator, untimed."""
-
-    device = "cpu"
-    rounding = 0.0
-
-    def __init__(self, fp8_dtype: torch.dtype):
-        self.fp8_dtype = fp8_dtype
-
-    def seconds(self) -> float:
-        return 0.0
+def gpu() -> Machine:
+    """Return the first GPU. Raises RuntimeError without one."""
+    arch = GpuClock().arch
+    return Machine("cuda", arch.fp8_dtype, arch.sum_rounding)
 
 
 class Raised(RuntimeError):
@@ -116,6 +98,10 @@ class Judge:
     kernel: Kernel
     machine: Machine
 
+    def data(self, sizes: Sizes, later: int = 0) -> object:
+        """Return the inputs of a problem; a ranked run adds `later` to the seed."""
+        return self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype, later)
+
     def call(self, data: object, stage: contests.Stage = contests.unstaged) -> object:
         """Return a result. Raises `Raised` if the kernel fails."""
         try:
@@ -128,10 +114,9 @@ class Judge:
         """Return what is wrong with the result for these data, which the call may change, or ""."""
         own = contests.copy(data)
         try:
-            result = self.call(data)
+            return self.compare(self.call(data), own)
         except Raised as error:
             return str(error)
-        return self.compare(result, own)
 
     def compare(self, result: object, own: object) -> str:
         """Return what is wrong with the result for unchanged data, or ""."""
@@ -141,25 +126,22 @@ class Judge:
 
     def time(self, sizes: Sizes, once: bool, ranked: bool) -> tuple[str, tuple[float, ...]]:
         """Return what is wrong, or "", and the times of calls. The first call is checked; in a ranked run each is, on new data."""
-        data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype)
-        wrong = self.check(data)
-        if wrong:
+        data = self.data(sizes)
+        if wrong := self.check(data):
             return wrong, ()
         times: list[float] = []
         begun = time.perf_counter()
         for calls in range(1, 2 if once else MAX_CALLS + 1):
             if ranked:
-                data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype, calls * NEXT_SEED)
+                data = self.data(sizes, calls * NEXT_SEED)
                 own = contests.copy(data)
             else:
                 self.contest.again(data)
             start = self.machine.seconds()
             result = self.call(data)
             times.append(self.machine.seconds() - start)
-            if ranked:
-                wrong = self.compare(result, own)
-                if wrong:
-                    return wrong, ()
+            if ranked and (wrong := self.compare(result, own)):
+                return wrong, ()
             if calls >= MIN_CALLS and self.enough(times, RANKED_SECONDS if ranked else SECONDS, begun):
                 break
         return "", tuple(times)
@@ -172,25 +154,23 @@ class Judge:
 
     def stages(self, sizes: Sizes) -> dict[str, float]:
         """Return the best seconds of each stage of a kernel. A stage ends on the GPU before the next begins."""
-        data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype)
-        found: dict[str, list[float]] = {}
+        data, times_of = self.data(sizes), {}
 
         @contextlib.contextmanager
         def stage(name: str) -> Iterator[None]:
             start = self.machine.seconds()
             yield
-            found.setdefault(name, []).append(self.machine.seconds() - start)
+            times_of.setdefault(name, []).append(self.machine.seconds() - start)
 
         for _ in range(STAGED_CALLS):
             self.contest.again(data)
             self.call(data, stage)
-        return {name: min(times) for name, times in found.items()}
+        return {name: min(times) for name, times in times_of.items()}
 
     def checked(self, number: int, sizes: Sizes) -> Verdict:
         """Check a problem, untimed."""
         reset_stats()
-        wrong = self.check(self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype))
-        return Verdict(number, sizes, wrong, ran=_ran())
+        return Verdict(number, sizes, self.check(self.data(sizes)), ran=_ran())
 
     def timed(self, number: int, once: bool, ranked: bool) -> Verdict:
         """Check and time a benchmark."""
@@ -205,7 +185,7 @@ class Judge:
     def profiled(self, number: int) -> Verdict:
         """Call a benchmark for a profiler."""
         sizes = self.contest.benchmarks[number]
-        data = self.contest.data(sizes, self.machine.device, self.machine.fp8_dtype)
+        data = self.data(sizes)
         reset_stats()
         for _ in range(STAGED_CALLS):
             self.contest.again(data)

@@ -10,12 +10,12 @@ vLLM's caches have rotated rows, as `mla_decode` needs. The plugin's solution co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import types
 
 import torch
 from torch.nn.functional import linear
 
-from contests.contest import Contest, Sizes, Stage
+from contests.contest import Contest, Sizes, Stage, copy, normal, problems
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
 from vllm_rocm_ops.ops.shared.skinny_gemm import MAX_TOKENS
@@ -26,31 +26,12 @@ PAGE = 64  # rows per page of the copy
 THETA = 10000.0
 
 
-@dataclass
-class Config:
+class Config(types.SimpleNamespace):
     """A layer, under the contest's names."""
-
-    batch_size: int
-    dim: int
-    q_lora_rank: int
-    n_heads: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    seq_len: int
-    max_seq_len: int
-    kv_cache_shape: tuple[int, int, int]
-    Q_proj_down_weight: torch.Tensor
-    Q_proj_up_weight: torch.Tensor
-    KV_proj_down_weight: torch.Tensor
-    KV_proj_up_weight: torch.Tensor
-    wo_weight: torch.Tensor
 
     def copy(self) -> Config:
         """Return a copy with separate weights."""
-        weights = {name: value.clone() for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **weights)
+        return Config(**copy(vars(self)))
 
 
 class KVCache:
@@ -83,10 +64,7 @@ Data = tuple[Config, torch.Tensor, KVCache]
 def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> Data:
     batch, dim, rank, prefill = (sizes[name] for name in ("batchsize", "dim", "dq", "prefill"))
     heads, length = sizes.get("heads", HEADS), sizes.get("length", LENGTH)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+    drawn = normal(seed, device, torch.bfloat16)
 
     def weight(outputs: int, inputs: int) -> torch.Tensor:
         return drawn(outputs, inputs) / math.sqrt(inputs)
@@ -99,7 +77,10 @@ def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> Data:
         "wo_weight": weight(dim, VALUE * heads),
     }
     shape = (batch, length, LATENT + ROPE)
-    config = Config(batch, dim, rank, heads, LATENT, NOPE, ROPE, VALUE, 1, length, shape, **weights)
+    ranks = {"q_lora_rank": rank, "kv_lora_rank": LATENT, "n_heads": heads}
+    widths = {"qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
+    lengths = {"seq_len": 1, "max_seq_len": length, "kv_cache_shape": shape}
+    config = Config(batch_size=batch, dim=dim, **ranks, **widths, **lengths, **weights)
     x = drawn(batch, 1, dim)
     data = torch.zeros(shape, dtype=torch.bfloat16, device=device)
     data[:, :prefill] = drawn(batch, prefill, LATENT + ROPE)
@@ -132,15 +113,15 @@ def _reference(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
     queries = linear(linear(x, config.Q_proj_down_weight), config.Q_proj_up_weight)
     queries = queries.view(config.batch_size, 1, config.n_heads, NOPE + ROPE).transpose(1, 2)
     cos_sin = _cos_sin(length, x.device)
-    found = []
+    outputs = []
     for query, row in zip(queries, rows):
         heads = linear(row[:, :LATENT], config.KV_proj_up_weight).view(length, config.n_heads, NOPE + VALUE)
         key, value = heads.transpose(0, 1).split((NOPE, VALUE), -1)
         rotated = _rotated(row[:, LATENT:], cos_sin).expand(config.n_heads, -1, -1)
         query = torch.cat((query[..., :NOPE], _rotated(query[..., NOPE:], cos_sin[-1:])), -1)
         scores = query @ torch.cat((key, rotated), -1).transpose(-1, -2) / math.sqrt(NOPE + ROPE)
-        found.append((scores.softmax(-1) @ value).view(1, -1))
-    return linear(torch.stack(found), config.wo_weight), cache.get_data()
+        outputs.append((scores.softmax(-1) @ value).view(1, -1))
+    return linear(torch.stack(outputs), config.wo_weight), cache.get_data()
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -197,9 +178,10 @@ def _flops(sizes: Sizes) -> float:
     return 2.0 * sizes["batchsize"] * (projections + absorbed + attention)
 
 
-def _sizes(prefill: int, seed: int) -> Sizes:
-    return {"batchsize": 128, "dim": 7168, "dq": 1536, "prefill": prefill, "seed": seed}
-
+NAMES = "batchsize dim dq prefill seed"
+TESTS = "128 7168 1536 128 9247, 128 7168 1536 512 2197, 128 7168 1536 1024 9107, 128 7168 1536 2048 5291"
+BENCHMARKS = "128 7168 1536 4096 9817, 128 7168 1536 6144 5291"
+REDUCED = "3 256 64 65 9247 4 96, 1 128 96 128 5291 17 192"
 
 CONTEST = Contest(
     name="mla",
@@ -207,12 +189,9 @@ CONTEST = Contest(
     reference=_reference,
     ours=_ours,
     flops=_flops,
-    tests=tuple(_sizes(*given) for given in ((128, 9247), (512, 2197), (1024, 9107), (2048, 5291))),
-    benchmarks=tuple(_sizes(*given) for given in ((4096, 9817), (6144, 5291))),
-    reduced=(
-        {"batchsize": 3, "dim": 256, "dq": 64, "prefill": 65, "seed": 9247, "heads": 4, "length": 96},
-        {"batchsize": 1, "dim": 128, "dq": 96, "prefill": 128, "seed": 5291, "heads": 17, "length": 192},
-    ),
+    tests=problems(NAMES, TESTS),
+    benchmarks=problems(NAMES, BENCHMARKS),
+    reduced=problems(f"{NAMES} heads length", REDUCED),
     rtol=2e-2,
     atol=8e-3,
     outputs=("the layer's output", "the cache"),

@@ -16,41 +16,21 @@ import math
 import torch
 from torch.nn.functional import linear, silu
 
-from contests.contest import Contest, Sizes, Stage
+from contests.contest import Contest, Sizes, Stage, normal, problems
 from vllm_rocm_ops import ops
 
-NAMES = ("dhidden", "dexpert", "nroutedexperts", "nsharedexperts", "nexpertspertoken", "bs", "seqlen", "seed")
-CONFIG = (
-    "d_hidden",
-    "d_expert",
-    "n_routed_experts",
-    "n_shared_experts",
-    "n_experts_per_token",
-    "batch_size",
-    "seq_len",
-)
-TESTS = (
-    (7168, 2048, 4, 1, 4, 1, 512, 9371),
-    (7168, 2048, 8, 1, 4, 2, 512, 2291),
-    (7168, 2048, 8, 1, 4, 1, 8192, 81934),
-)
-BENCHMARKS = ((7168, 2048, 32, 1, 4, 1, 2048, 9371), (7168, 2048, 32, 1, 4, 1, 8192, 1212))
-REDUCED = ((128, 64, 8, 2, 4, 2, 40, 2291), (128, 64, 4, 1, 4, 1, 8, 9371))
+NAMES = "dhidden dexpert nroutedexperts nsharedexperts nexpertspertoken bs seqlen seed"
+CONFIG = "d_hidden d_expert n_routed_experts n_shared_experts n_experts_per_token batch_size seq_len"
+TESTS = "7168 2048 4 1 4 1 512 9371, 7168 2048 8 1 4 2 512 2291, 7168 2048 8 1 4 1 8192 81934"
+BENCHMARKS = "7168 2048 32 1 4 1 2048 9371, 7168 2048 32 1 4 1 8192 1212"
+REDUCED = "128 64 8 2 4 2 40 2291, 128 64 4 1 4 1 8 9371"
 Data = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]
 
 
-def _sizes(shapes: tuple[tuple[int, ...], ...]) -> tuple[Sizes, ...]:
-    return tuple(dict(zip(NAMES, shape)) for shape in shapes)
-
-
 def _make(sizes: Sizes, seed: int, device: str, fp8_dtype: torch.dtype) -> Data:
-    config = dict(zip(CONFIG, (sizes[name] for name in NAMES[:-1])))
+    config = dict(zip(CONFIG.split(), sizes.values()))
     hidden, expert, shared = sizes["dhidden"], sizes["dexpert"], sizes["dexpert"] * sizes["nsharedexperts"]
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float16, device=device, generator=generator)
-
+    drawn = normal(seed, device, torch.float16)
     x = drawn(sizes["bs"], sizes["seqlen"], hidden)
     weights = {"router.weight": drawn(sizes["nroutedexperts"], hidden) / math.sqrt(hidden)}
     widths = {f"experts.{i}": expert for i in range(sizes["nroutedexperts"])} | {"shared_experts": shared}
@@ -66,8 +46,8 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores and the ids of each token's experts, [tokens, topk]."""
     scores = linear(x, weights["router.weight"]).softmax(-1)
-    found, ids = scores.topk(config["n_experts_per_token"], dim=-1, sorted=False)
-    return found.flatten(0, -2), ids.flatten(0, -2)
+    best, ids = scores.topk(config["n_experts_per_token"], dim=-1, sorted=False)
+    return best.flatten(0, -2), ids.flatten(0, -2)
 
 
 COEFFICIENTS = {"router_z_loss_coef": 0.001, "load_balance_loss_coef": 0.01}
@@ -115,9 +95,8 @@ def _ours(data: Data, stage: Stage) -> torch.Tensor | tuple[torch.Tensor, dict[s
         w1 = x.new_empty(routed + shared, 2, width, hidden)
         w2 = x.new_empty(routed + shared, hidden, width)
         for expert in range(routed + shared):
-            own = expert < routed
-            name = f"experts.{expert}" if own else "shared_experts"
-            first = 0 if own else (expert - routed) * width
+            name = f"experts.{expert}" if expert < routed else "shared_experts"
+            first = max(expert - routed, 0) * width
             for place in (0, 1):
                 w1[expert, place].copy_(weights[f"{name}.{place}.weight"][:, first : first + width].t())
             w2[expert].copy_(weights[f"{name}.2.weight"][first : first + width].t())
@@ -147,9 +126,9 @@ CONTEST = Contest(
     reference=_reference,
     ours=_ours,
     flops=_flops,
-    tests=_sizes(TESTS),
-    benchmarks=_sizes(BENCHMARKS),
-    reduced=_sizes(REDUCED),
+    tests=problems(NAMES, TESTS),
+    benchmarks=problems(NAMES, BENCHMARKS),
+    reduced=problems(NAMES, REDUCED),
     rtol=1e-2,
     atol=1e-2,
     outputs=("output",),

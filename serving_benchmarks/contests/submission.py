@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -17,25 +17,16 @@ def load(path: Path) -> Callable[[object], object]:
     """
     if not path.is_file():
         raise ValueError(f"--submission: no file {path}")
-    spec = importlib.util.spec_from_file_location("submission", path)
-    if spec is None:
-        raise ValueError(f"--submission: {path} must be a Python file")
-    module = importlib.util.module_from_spec(spec)
-    task = types.ModuleType("task")
+    task, before = types.ModuleType("task"), sys.modules.get("task")
     task.input_t = task.output_t = Any
-    before = {name: sys.modules.get(name) for name in ("task", "submission")}
-    sys.modules |= {"task": task, "submission": module}
+    sys.modules["task"] = task
     try:
-        spec.loader.exec_module(module)
+        names = runpy.run_path(str(path), run_name="submission")
     except Exception as error:
         raise ValueError(f"--submission: {path} does not load: {type(error).__name__}: {error}") from error
     finally:
-        for name, module_before in before.items():
-            if module_before is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module_before
-    found = getattr(module, "custom_kernel", None)
-    if found is None:
+        del sys.modules["task"]
+        sys.modules |= {"task": before} if before else {}
+    if "custom_kernel" not in names:
         raise ValueError(f"--submission: {path} must have a function custom_kernel(data)")
-    return found
+    return names["custom_kernel"]

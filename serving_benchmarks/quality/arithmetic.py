@@ -23,15 +23,16 @@ import contextlib
 import functools
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 
+import study
 import torch
 import trained
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch
@@ -39,12 +40,11 @@ from vllm_rocm_ops.core.correctness import as_tuple, clone, unwritten_is_nan
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.core.stats import FALLBACK, reset_stats, stats
-from vllm_rocm_ops.tools.bench import baselines, report
+from vllm_rocm_ops.tools.bench import baselines
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "serving_benchmarks"), str(ROOT / "tests" / "ops")]
+sys.path += [str(study.ROOT / "serving_benchmarks"), str(study.ROOT / "tests" / "ops")]
 import formulas
-import latency
+import latency_report
 import latency_worker
 
 del sys.path[-2:]
@@ -69,79 +69,65 @@ def recorded(model: torch.nn.Module, rows: int) -> Iterator[list[Call]]:
 
     def begin(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal records
-        if module is model:
-            tokens = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-            records = len(tokens) == rows
-            calls.clear() if records else None
-        running.append(names.get(id(module), ""))
+        records = len(next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))) == rows
+        calls.clear() if records else None
 
-    def end(module: torch.nn.Module, args: tuple, output: object) -> None:
-        running.pop()
+    def record(name: str, layer: str, args: tuple) -> None:
+        if records:
+            calls.append((name, layer, tuple(map(clone, args))))
 
     def kept(self: Op, args: tuple):
-        if records and not self._is_trial:
-            calls.append((self.name, running[-1] if running else "", tuple(map(clone, args))))
+        if not self._is_trial:
+            record(self.name, running[-1] if running else "", args)
         return execution(self, args)
 
     def product(layer: str, linear: Callable, *args):
-        if records and args[0].dtype == args[1].dtype == torch.bfloat16:
-            calls.append(("unquantized_gemm", layer, tuple(map(clone, args))))
+        if args[0].dtype == args[1].dtype == torch.bfloat16:
+            record("unquantized_gemm", layer, args)
         return linear(*args)
 
-    on_cpu = {module: linear for module in model.modules() if (linear := getattr(module, CPU_LINEAR, None))}
-    for module, linear in on_cpu.items():
-        setattr(module, CPU_LINEAR, functools.partial(product, names[id(module)], linear))
-    hooks = [
-        handle
-        for module in model.modules()
+    def swap(target: object, name: str, value: object) -> None:
+        undo.callback(setattr, target, name, getattr(target, name))
+        setattr(target, name, value)
+
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            if linear := getattr(module, CPU_LINEAR, None):
+                swap(module, CPU_LINEAR, functools.partial(product, names[id(module)], linear))
+        swap(Op, "_execution", kept)
         for handle in (
-            module.register_forward_pre_hook(begin, with_kwargs=True),
-            module.register_forward_hook(end, always_call=True),
-        )
-    ]
-    Op._execution = kept
-    try:
+            register_module_forward_pre_hook(lambda module, args: running.append(names.get(id(module), ""))),
+            register_module_forward_hook(lambda module, args, output: running.__delitem__(-1), always_call=True),
+            model.register_forward_pre_hook(begin, with_kwargs=True),
+        ):
+            undo.callback(handle.remove)
         yield calls
-    finally:
-        Op._execution = execution
-        for module, linear in on_cpu.items():
-            setattr(module, CPU_LINEAR, linear)
-        for handle in hooks:
-            handle.remove()
 
 
 def capture(job: dict) -> list[Call]:
     """Return the calls of a decode step."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
-    settings = {
-        "model": job["model"],
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
-        "max_model_len": LONGEST,
-        "max_num_batched_tokens": LONGEST * job["requests"],
-        "max_num_seqs": job["requests"],
-        "dtype": "bfloat16",
-        "seed": 0,
-        "distributed_executor_backend": "uni",
-        "gpu_memory_utilization": 0.3,
-        "num_gpu_blocks_override": 16 * job["requests"],  # small, as each call copies the whole cache
-        "enforce_eager": True,  # hooks do not run in graphs
-        "async_scheduling": False,
-        "allow_deprecated_quantization": True,  # fbgemm
-    }
-    if current_platform.is_cpu():  # vLLM's eager rotation for CPU is wrong for MLA
-        settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    requests = job["requests"]
+    if current_platform.is_cpu():
         dispatch = utils.dispatch_cpu_unquantized_gemm
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: dispatch(layer, remove_weight=False)
-    llm = LLM(**settings | job["engine_args"])
-    text = trained.windows(job["requests"] * trained.WINDOW, trained.held_out(pathlib.Path(job["folder"])))
-    prompts = [{"prompt_token_ids": row[: 40 + 9 * (place % 8)].tolist()} for place, row in enumerate(text)]
+    llm = study.engine(
+        job,
+        max_model_len=LONGEST,
+        max_num_batched_tokens=LONGEST * requests,
+        max_num_seqs=requests,
+        num_gpu_blocks_override=16 * requests,  # small, as each call copies the whole cache
+        enforce_eager=True,  # hooks do not run in graphs
+        async_scheduling=False,
+    )
+    text = study.sequences(job, requests * trained.WINDOW)
+    prompts = [{"prompt_token_ids": row[: 40 + 9 * (place % 8)]} for place, row in enumerate(text)]
     sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-    with recorded(model, job["requests"]) as calls:
+    with recorded(model, requests) as calls:
         llm.generate(prompts, sampling, use_tqdm=False)
     return calls
 
@@ -160,21 +146,10 @@ def worker(path: pathlib.Path) -> None:
 
 def captured(jobs: list[dict], folder: pathlib.Path) -> None:
     """Write the calls of each job from a vLLM process. Raises RuntimeError."""
-    environment = {
-        "VLLM_ROCM_OPS_MEASURE": "0",
-        "VLLM_ROCM_OPS_ATTENTION": "1",
-        "VLLM_ROCM_OPS_ON_NVIDIA": "1",
-        "VLLM_ROCM_OPS_ON_CPU": "1",
-        **latency.environment("with"),
-    }
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, __file__, "--worker", str(folder / "jobs.json")]
-    with (folder / "log").open("w") as log:
-        ended = subprocess.run(
-            command, check=False, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        ).returncode
-    if ended:
-        raise RuntimeError(f"vLLM exited with status {ended}:\n{(folder / 'log').read_text(errors='replace')[-4000:]}")
+    variables = {"VLLM_ROCM_OPS_ATTENTION": "1", "VLLM_ROCM_OPS_ON_CPU": "1"}
+    status, log = study.run_worker(__file__, "with", jobs, folder / "jobs.json", **variables)
+    if status:
+        raise RuntimeError(f"vLLM exited with status {status}:\n{log}")
 
 
 def as_on_a_gpu(the_op: Op, given: tuple) -> tuple:
@@ -212,28 +187,26 @@ def of_vllm(the_op: Op, a) -> tuple | None:
         return None
     try:
         prepared = baseline.prepare(*map(clone_here, a))
-        found = baseline.call(*prepared)
+        outputs = baseline.call(*prepared)
     except Exception:  # noqa: BLE001  any failure means that it does not support the call
         return None
-    if found is None:
-        found, changed = prepared
-        found = changed.input if the_op.name == "fused_add_rms_norm" else found
+    if outputs is None:
+        outputs, changed = prepared
+        outputs = changed.input if the_op.name == "fused_add_rms_norm" else outputs
         for name in the_op.mutates:
             if getattr(a, name) is not None:
                 getattr(a, name).copy_(getattr(changed, name))
-    like = as_tuple(the_op.allocate(a))
-    return tuple(result[: len(one)] for result, one in zip(as_tuple(found), like, strict=True))  # without padding
+    shapes = as_tuple(the_op.allocate(a))
+    return tuple(
+        output[: len(shape)] for output, shape in zip(as_tuple(outputs), shapes, strict=True)
+    )  # without padding
 
 
 def baseline(the_op: Op, a) -> tuple[tuple, str]:
     """Return the baseline's results, of vLLM's kernel on a GPU, else of the reference, and which. Both update the mutated arguments."""
-    found = of_vllm(the_op, a) if a_tensor(a).is_cuda else None
-    return (as_tuple(the_op.reference(*a)), "reference") if found is None else (found, "vllm")
-
-
-def a_tensor(a) -> Tensor:
-    """Return the first tensor among the arguments."""
-    return next(value for value in a if isinstance(value, Tensor))
+    is_on_gpu = next(value for value in a if isinstance(value, Tensor)).is_cuda
+    outputs = of_vllm(the_op, a) if is_on_gpu else None
+    return (as_tuple(the_op.reference(*a)), "reference") if outputs is None else (outputs, "vllm")
 
 
 def clone_here(value):
@@ -241,10 +214,10 @@ def clone_here(value):
     return clone(value, value.device) if isinstance(value, Tensor) else value
 
 
-def error(found: Tensor, wanted: Tensor, allowed: Tensor) -> tuple[float, float]:
+def error(output: Tensor, wanted: Tensor, allowed: Tensor) -> tuple[float, float]:
     """Return the relative error norm, and the maximum of an element's error over its tolerance."""
     known = wanted.isfinite()
-    off, size = (found - wanted)[known], wanted[known]
+    off, size = (output - wanted)[known], wanted[known]
     share = (off.abs() / allowed.expand(wanted.shape)[known]).where(off != 0, 0.0)
     return (off.norm() / size.norm().clamp(min=1e-300)).item(), share.max().item() if len(share) else 0.0
 
@@ -252,32 +225,28 @@ def error(found: Tensor, wanted: Tensor, allowed: Tensor) -> tuple[float, float]
 def compared(the_op: Op, given: tuple, device: str) -> Iterator[dict]:
     """Yield the plugin's and the baseline's error for each result of a call."""
     before = the_op.Arguments(*map(clone, given))
-    plugin, theirs = (the_op.Arguments(*(clone(value, device) for value in given)) for _ in range(2))
+    plugins, baselines = (the_op.Arguments(*(clone(value, device) for value in given)) for _ in range(2))
     reset_stats()
     with unwritten_is_nan():
-        found = as_tuple(the_op(*plugin))
+        outputs = as_tuple(the_op(*plugins))
     [ran] = stats()[the_op.name]
     if ran.startswith(FALLBACK):
         yield {"fallback": ran.removeprefix(FALLBACK)}
         return
-    others, which = baseline(the_op, theirs)
+    expected, which = baseline(the_op, baselines)
     formula = functools.partial(formulas.FORMULAS[the_op.name], before)
-    sides = (formula(on_cpu(the_op, after), cpu(outputs)) for after, outputs in ((plugin, found), (theirs, others)))
+    sides = (
+        formula(the_op.Arguments(*on_cpu(a)), on_cpu(made)) for a, made in ((plugins, outputs), (baselines, expected))
+    )
     for (name, *of_plugin), (_, *of_baseline) in zip(*sides, strict=True):
-        (mine, share), (reference, _) = error(*of_plugin), error(*of_baseline)
-        beside = (mine + FLOOR) / (reference + FLOOR)
-        errors = {"ours": mine, "stock": reference, "beside": beside, "of_allowed": share}
+        (plugin, share), (stock, _) = error(*of_plugin), error(*of_baseline)
+        errors = {"ours": plugin, "stock": stock, "beside": (plugin + FLOOR) / (stock + FLOOR), "of_allowed": share}
         yield {"result": name} | {what: float(f"{value:.4g}") for what, value in errors.items()} | {"stock_is": which}
 
 
-def cpu(values) -> tuple:
+def on_cpu(values) -> tuple:
     """Return the values with tensors on the CPU."""
     return tuple(value.cpu() if isinstance(value, Tensor) else value for value in values)
-
-
-def on_cpu(the_op: Op, a):
-    """Return the arguments on the CPU."""
-    return the_op.Arguments(*cpu(a))
 
 
 def machines(emulate: list[str]) -> Iterator[tuple[str, str, archs.Arch, Callable]]:
@@ -287,7 +256,7 @@ def machines(emulate: list[str]) -> Iterator[tuple[str, str, archs.Arch, Callabl
         return
     from vllm_rocm_ops.emulator import Emulator
 
-    for name in emulate or [of.name for of in archs.ARCHS.values() if of.vendor == "amd"]:
+    for name in emulate or [arch.name for arch in archs.ARCHS.values() if arch.vendor == "amd"]:
         emulator = Emulator(name)
         yield f"{name}, emulated", "cpu", emulator.arch, functools.partial(launch.executor, emulator)
 
@@ -300,56 +269,46 @@ def judged(calls: list[Call], device: str, arch: archs.Arch, within: Callable) -
         if device == "cpu":
             given = in_type_of(arch.fp8_dtype, the_op, as_on_a_gpu(the_op, given))
         with within():
-            for one in compared(the_op, given, device):
-                if "fallback" in one:
-                    fallbacks[name] = one["fallback"]
+            for result in compared(the_op, given, device):
+                if "fallback" in result:
+                    fallbacks[name] = result["fallback"]
                     continue
-                why = why_wrong(one)
-                results.append({"op": name, "layer": layer, **one, "wrong": bool(why)})
-                wrong += [f"{layer}: {name}'s {one['result']} {what}" for what in why]
+                faults = faults_of(result)
+                results.append({"op": name, "layer": layer, **result, "wrong": bool(faults)})
+                wrong += [f"{layer}: {name}'s {result['result']} {fault}" for fault in faults]
     return {"results": results, "fallbacks": fallbacks, "wrong": wrong + ["no kernel ran"] * (not results)}
 
 
-def why_wrong(one: dict) -> list[str]:
+def faults_of(result: dict) -> list[str]:
     """Return the faults of a result."""
-    found = []
-    if not one["of_allowed"] <= 1:
-        found.append(f"is off by {one['of_allowed']:.3g} times its tolerance")
-    if not one["ours"] <= MAX * one["stock"] + FLOOR:
-        found.append(f"has error {one['ours']:.3g}, above {MAX} times the baseline's {one['stock']:.3g}")
-    return found
+    faults = []
+    if not result["of_allowed"] <= 1:
+        faults.append(f"is off by {result['of_allowed']:.3g} times its tolerance")
+    if not result["ours"] <= MAX * result["stock"] + FLOOR:
+        faults.append(f"has error {result['ours']:.3g}, above {MAX} times the baseline's {result['stock']:.3g}")
+    return faults
 
 
 def text(line: dict) -> Iterator[str]:
     """Format a line of results."""
     yield f"{line['case']}, {line['machine']}:"
     groups: dict[tuple[str, str], list[dict]] = {}
-    for one in line["results"]:
-        groups.setdefault((one["op"], one["result"]), []).append(one)
-    for (op, result), found in groups.items():
-        worst = max(found, key=lambda one: one["beside"])
+    for call in line["results"]:
+        groups.setdefault((call["op"], call["result"]), []).append(call)
+    for (op, result), calls in groups.items():
+        worst = max(calls, key=lambda call: call["beside"])
         errors = f"{worst['ours']:.3e} versus {worst['stock']:.3e} of {worst['stock_is']}"
-        yield f"  {op:40} {result:12} {len(found):3} calls, worst {worst['beside']:.3f}x: {errors} in {worst['layer']}"
+        yield f"  {op:40} {result:12} {len(calls):3} calls, worst {worst['beside']:.3f}x: {errors} in {worst['layer']}"
     yield from (f"  {op}: no kernel: {why}" for op, why in line["fallbacks"].items())
     yield from (f"  FAILED: {why}" for why in line["wrong"])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse and check the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    trained.add_arguments(add)
+    parser = study.parser(__doc__, "; {} is replaced by the architecture")
+    add, archs_default = parser.add_argument, "architectures to emulate (default without a GPU: gfx942 gfx950)"
     add("--requests", type=int, default=8, help="number of concurrent requests (default: %(default)s)")
-    add(
-        "--emulate",
-        nargs="+",
-        default=[],
-        metavar="ARCH",
-        help="architectures to emulate (default without a GPU: gfx942 gfx950)",
-    )
-    add("--output", type=pathlib.Path, help=".jsonl file to append lines to; {} is replaced by the architecture")
-    add("--commit", default=report.commit(), help="commit of the code (default: the checkout's)")
-    add("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
+    add("--emulate", nargs="+", default=[], metavar="ARCH", help=archs_default)
     arguments = parser.parse_args(argv)
     if arguments.requests < 1:
         parser.error(f"--requests must be at least 1, got {arguments.requests}")
@@ -366,35 +325,22 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
-        jobs = [
-            {
-                "case": f"{model} {kind}",
-                "model": str(trained.checkpoint(model, kind, arguments.folder)),
-                "folder": str(arguments.folder),
-                "requests": arguments.requests,
-                "engine_args": arguments.engine_args,
-                "calls": str(folder / f"{model}-{kind}.pt"),
-            }
-            for model in arguments.model
-            for kind in trained.KINDS[model]
-            if kind in arguments.kind
-        ]
-        captured(jobs, folder)
-        for job in jobs:
-            calls = torch.load(job["calls"], weights_only=False)
+        jobs = study.jobs(arguments, "requests")
+        captured([job | {"calls": str(folder / f"{case}.pt")} for case, job in jobs.items()], folder)
+        for case in jobs:
+            calls = torch.load(folder / f"{case}.pt", weights_only=False)
             for name, device, arch, within in machines(arguments.emulate):
                 if device == "cuda":
                     formulas.OF_TERMS = max(formulas.OF_TERMS, arch.sum_rounding)
-                line = {"op": "arithmetic", "case": job["case"], "machine": name, "requests": arguments.requests}
+                line = {"op": "arithmetic", "case": case.replace("-", " "), "machine": name}
+                line |= {"requests": arguments.requests}
                 line |= {"gpu": name} if device == "cuda" else {}
                 line |= judged(calls, device, arch, within) | {"versions": latency_worker.versions()}
                 print(*text(line), sep="\n", flush=True)
                 wrong |= bool(line["wrong"])
                 if arguments.output:
                     path = pathlib.Path(str(arguments.output).format(arch.name))
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with path.open("a") as file:
-                        file.write(json.dumps(line | {"commit": arguments.commit}) + "\n")
+                    latency_report.append(path, line | {"commit": arguments.commit})
     return int(wrong)
 
 

@@ -82,9 +82,9 @@ def asks(generator: random.Random, longest: int, vocabulary: int, of_each: int) 
         return tuple(generator.randrange(3, vocabulary) for _ in range(generator.randint(least, most)))
 
     shared = tuple(generator.randrange(3, vocabulary) for _ in range(PREFIX))
-    found = []
+    requests = []
     for _ in range(of_each):
-        found += [
+        requests += [
             Ask("short", prompt(1, 16), generator.randint(1, 16)),
             Ask("long prompt", prompt(longest // 2, longest - 16), generator.randint(1, 8)),
             Ask("long answer", prompt(8, 32), generator.randint(48, 96)),
@@ -94,7 +94,7 @@ def asks(generator: random.Random, longest: int, vocabulary: int, of_each: int) 
             Ask("aborted", prompt(8, longest // 3), 128, generator.choice([BASE, ADAPTER]), generator.randint(0, 6)),
             Ask("bad", (5,), 1),
         ]
-    return found
+    return requests
 
 
 @contextlib.asynccontextmanager
@@ -123,10 +123,10 @@ class Client:
 
     async def answer(self, ask: Ask, **more) -> Answer:
         """Return the whole answer, which must have the requested length."""
-        status, found = await self.post(ask.body(**more))
+        status, response = await self.post(ask.body(**more))
         if status != 200:
-            raise Wrong(f"a request ({ask.kind}) is answered by {status}: {json.dumps(found)[:300]}")
-        [choice] = found["choices"]
+            raise Wrong(f"a request ({ask.kind}) is answered by {status}: {json.dumps(response)[:300]}")
+        [choice] = response["choices"]
         answer = Answer(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
         if choice["finish_reason"] != "length" or not len(answer.tokens) == len(answer.logprobs) == ask.max_tokens:
             raise Wrong(
@@ -162,17 +162,17 @@ class Client:
     async def bad(self, what: str) -> None:
         """Send a request that the server must refuse with a reason."""
         body = BAD[what] if isinstance(BAD[what], bytes) else Ask("bad", (5,), 1).body(**BAD[what])
-        status, found = await self.post(body)
-        if not 400 <= status < 500 or not found.get("error", {}).get("message"):
-            raise Wrong(f"{what} is answered by {status}: {json.dumps(found)[:300]}")
+        status, response = await self.post(body)
+        if not 400 <= status < 500 or not response.get("error", {}).get("message"):
+            raise Wrong(f"{what} is answered by {status}: {json.dumps(response)[:300]}")
 
     async def explained(self, ask: Ask, answer: Answer, tie: float) -> None:
         """Check with a lone run that each token of an answer is the most likely one, or within a tie. Raises `Wrong`."""
         body = dataclasses.replace(ask, prompt=ask.prompt + answer.tokens, max_tokens=1).body(prompt_logprobs=1)
-        status, found = await self.post({**body, "cache_salt": uuid.uuid4().hex})
+        status, response = await self.post({**body, "cache_salt": uuid.uuid4().hex})
         if status != 200:
-            raise Wrong(f"evaluating an answer ({ask.kind}) gives {status}: {json.dumps(found)[:300]}")
-        places = found["choices"][0]["prompt_logprobs"][len(ask.prompt) :]
+            raise Wrong(f"evaluating an answer ({ask.kind}) gives {status}: {json.dumps(response)[:300]}")
+        places = response["choices"][0]["prompt_logprobs"][len(ask.prompt) :]
         for place, (token, of_place) in enumerate(zip(answer.tokens, places, strict=True)):
             best = max(entry["logprob"] for entry in of_place.values())
             behind = best - of_place[str(token)]["logprob"]
@@ -183,20 +183,20 @@ class Client:
         """Return the server's counters and gauges, summed over their labels."""
         async with self.session.get("/metrics") as response:
             lines = (await response.text()).splitlines()
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for line in lines:
             if line.startswith("vllm:"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0].removeprefix("vllm:")
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
+                values[name] = values.get(name, 0.0) + float(value)
+        return values
 
     async def call(self, method: str, *arguments) -> list:
         """Return the result of a worker extension's method in each worker."""
-        status, found = await self.post({"method": method, "args": list(arguments)}, "/collective_rpc")
+        status, response = await self.post({"method": method, "args": list(arguments)}, "/collective_rpc")
         if status != 200:
-            raise Wrong(f"{method} is answered by {status}: {json.dumps(found)[:300]}")
-        return found["results"]
+            raise Wrong(f"{method} is answered by {status}: {json.dumps(response)[:300]}")
+        return response["results"]
 
 
 def first_difference(answer: Answer, alone: Answer) -> int:
@@ -263,18 +263,18 @@ async def load(client: Client, pool: dict[Ask, Answer | None], tie: float, argum
         seen.done[ask.kind] = seen.done.get(ask.kind, 0) + 1
 
     loop = asyncio.get_running_loop()
-    end, at, number = loop.time() + arguments.seconds, loop.time(), 0
+    end, due, number = loop.time() + arguments.seconds, loop.time(), 0
     while loop.time() < end:
         kinds = sorted(of_kind)
         kind = kinds[number % len(kinds)] if number < 2 * len(kinds) else generator.choice(kinds)
         task = asyncio.create_task(one(generator.choice(of_kind[kind])))
         running.add(task)
         task.add_done_callback(running.discard)
-        seen.max_at_once, number, at = max(seen.max_at_once, len(running)), number + 1, at + 1 / arguments.rate
+        seen.max_at_once, number, due = max(seen.max_at_once, len(running)), number + 1, due + 1 / arguments.rate
         if len(running) >= arguments.at_once:
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(max(0.0, at - loop.time()))
-        at = max(at, loop.time())
+        await asyncio.sleep(max(0.0, due - loop.time()))
+        due = max(due, loop.time())
     if running:
         await asyncio.wait(running)
     return seen

@@ -22,22 +22,19 @@ import concurrent.futures
 import json
 import math
 import pathlib
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
 
+import study
 import torch
 import trained
 from torch import Tensor
 from trained import WINDOW
 
-from vllm_rocm_ops.tools.bench import report
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "serving_benchmarks"))
-import latency
+sys.path.append(str(study.ROOT / "serving_benchmarks"))
+import latency_report
 import latency_worker
 
 sys.path.pop()
@@ -53,37 +50,26 @@ PROMPT, GENERATED, REQUESTS = 64, 64, 32
 
 def answer(job: dict, with_ops: bool) -> dict:
     """Return the log probability of each token after the first, and the greedy continuations of prompts."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.platforms import current_platform
 
     step_tokens = job["step_tokens"] or (WINDOW if current_platform.is_cpu() else 16)
     settings = {
-        "model": job["model"],
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
         "max_model_len": WINDOW + GENERATED,
-        "max_num_batched_tokens": step_tokens,
+        "max_num_batched_tokens": max(step_tokens, WINDOW + GENERATED) if current_platform.is_cpu() else step_tokens,
         "max_num_seqs": min(step_tokens, 16),
-        "dtype": "bfloat16",
-        "seed": 0,
-        "distributed_executor_backend": "uni",
-        "gpu_memory_utilization": 0.3,
         "kv_cache_memory_bytes": 64 << 20,
         "enforce_eager": job["enforce_eager"],
-        "allow_deprecated_quantization": True,  # fbgemm
     }
     if with_ops:
         settings["worker_extension_cls"] = "vllm_rocm_ops.vllm.worker.Extension"
-    if current_platform.is_cpu():  # vLLM's eager rotation for CPU is wrong for MLA
-        settings |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-        settings["max_num_batched_tokens"] = max(step_tokens, WINDOW + GENERATED)
-    llm = LLM(**settings | job["engine_args"])
+    llm = study.engine(job, **settings)
     if with_ops:
         llm.collective_rpc("vllm_rocm_ops_reset_stats")
-    sequences = trained.windows(job["tokens"], trained.held_out(pathlib.Path(job["folder"]))).tolist()
+    sequences = study.sequences(job, job["tokens"])
     once = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     read = llm.generate([{"prompt_token_ids": tokens} for tokens in sequences], once, use_tqdm=False)
-    found = [
+    log_probabilities = [
         [entry[token].logprob for entry, token in zip(request.prompt_logprobs[1:], tokens[1:], strict=True)]
         for request, tokens in zip(read, sequences, strict=True)
     ]
@@ -93,7 +79,7 @@ def answer(job: dict, with_ops: bool) -> dict:
     stats = llm.collective_rpc("vllm_rocm_ops_stats")[0] if with_ops else {}
     if not with_ops and "vllm_rocm_ops.vllm" in sys.modules:
         raise RuntimeError("the plugin was loaded on the side without it")
-    return {"log_probabilities": found, "tokens": said, "stats": stats}
+    return {"log_probabilities": log_probabilities, "tokens": said, "stats": stats}
 
 
 def worker(path: pathlib.Path) -> None:
@@ -103,14 +89,13 @@ def worker(path: pathlib.Path) -> None:
     request = json.loads(path.read_text())
     for name, job in request["jobs"].items():
         try:
-            found = answer(job, request["side"] == "with")
+            result = answer(job, request["side"] == "with")
         except Exception as error:  # noqa: BLE001  a failure is the result
             traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {error}".strip()}
-        found |= {"hardware": latency_worker.hardware(), "versions": latency_worker.versions()}
-        with open(request["answers"], "a") as file:
-            file.write(json.dumps({name: found}) + "\n")
-        if "error" in found:
+            result = {"error": f"{type(error).__name__}: {error}".strip()}
+        result |= {"hardware": latency_worker.hardware(), "versions": latency_worker.versions()}
+        latency_report.append(pathlib.Path(request["answers"]), {name: result})
+        if "error" in result:
             break
         cleanup_dist_env_and_memory()
         torch._dynamo.reset()
@@ -122,34 +107,30 @@ def worker(path: pathlib.Path) -> None:
 def run_side(side: str, jobs: dict[str, dict], folder: pathlib.Path) -> dict[str, dict]:
     """Return the answers of one side. A failed job has an "error", and later jobs a new process."""
     answers: dict[str, dict] = {}
-    found, request, log = (folder / f"{side}-{min(jobs)}.{suffix}" for suffix in ("answers", "json", "log"))
-    environment = {"VLLM_ROCM_OPS_MEASURE": "0", "VLLM_ROCM_OPS_ON_NVIDIA": "1", **latency.environment(side)}
+    written, path = (folder / f"{side}-{min(jobs)}.{suffix}" for suffix in ("answers", "json"))
     while left := {name: job for name, job in jobs.items() if name not in answers}:
-        request.write_text(json.dumps({"side": side, "jobs": left, "answers": str(found)}))
-        with log.open("a") as output:
-            command = [sys.executable, __file__, "--worker", str(request)]
-            subprocess.run(
-                command, check=False, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
+        _, log = study.run_worker(__file__, side, {"side": side, "jobs": left, "answers": str(written)}, path)
         before = len(answers)
-        for line in found.read_text().splitlines() if found.exists() else ():
+        for line in written.read_text().splitlines() if written.exists() else ():
             answers |= json.loads(line)
         if len(answers) == before:
-            raise RuntimeError(f"the process {side} the plugin ended early:\n{log.read_text(errors='replace')[-4000:]}")
+            raise RuntimeError(f"the process {side} the plugin ended early:\n{log}")
     return answers
 
 
 def run_sides(jobs: dict[str, dict], folder: pathlib.Path, at_once: int) -> dict[str, dict[str, dict]]:
     """Return the answers of both sides, from `at_once` parallel processes, each with the jobs of a model."""
-    models = {name.partition("-")[0]: {} for name in jobs}
+    models: dict[str, dict[str, dict]] = {}
     for name, job in jobs.items():
-        models[name.partition("-")[0]][name] = job
+        models.setdefault(name.partition("-")[0], {})[name] = job
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        running = {side: [pool.submit(run_side, side, of, folder) for of in models.values()] for side in latency.SIDES}
-        return {
-            side: {name: found for one in of_side for name, found in one.result().items()}
-            for side, of_side in running.items()
-        }
+        parts = [
+            (side, pool.submit(run_side, side, own, folder)) for side in latency_report.SIDES for own in models.values()
+        ]
+        answers: dict[str, dict[str, dict]] = {side: {} for side in latency_report.SIDES}
+        for side, part in parts:
+            answers[side] |= part.result()
+    return answers
 
 
 def perplexity(log_probabilities: Tensor) -> float:
@@ -159,25 +140,24 @@ def perplexity(log_probabilities: Tensor) -> float:
 
 def scale_errors(difference: Tensor, effects: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Return by layer the scale error that best explains a difference of log probabilities on its own, and its standard error."""
-    found = {}
+    errors = {}
     for layer, effect in effects.items():
         effect = effect.double()
         error = (difference * effect).sum() / effect.square().sum()
         rest = difference - error * effect
-        found[layer] = error.item(), ((rest * effect).norm() / effect.square().sum()).item()
-    return found
+        errors[layer] = error.item(), ((rest * effect).norm() / effect.square().sum()).item()
+    return errors
 
 
 def first_difference(plugin: list[int], baseline: list[int]) -> int:
     """Return the number of equal tokens before the first difference."""
-    return next((place for place, (one, other) in enumerate(zip(plugin, baseline)) if one != other), len(baseline))
+    return next((place for place, pair in enumerate(zip(plugin, baseline)) if pair[0] != pair[1]), len(baseline))
 
 
 def compare(plugin: dict, baseline: dict, effects: dict[str, Tensor], kind: str) -> dict:
     """Return the differences of two sides' answers, and the faults under "wrong"."""
-    found = {side: torch.tensor(a["log_probabilities"]).double() for side, a in (("ours", plugin), ("stock", baseline))}
-    difference = found["ours"] - found["stock"]
-    off = perplexity(found["ours"]) / perplexity(found["stock"]) - 1
+    plugins, baselines = (torch.tensor(side["log_probabilities"]).double() for side in (plugin, baseline))
+    difference, off = plugins - baselines, perplexity(plugins) / perplexity(baselines) - 1
     max_off = MAX_OFF.get(kind, MAX_OFF_DYNAMIC)
     errors, wrong = scale_errors(difference, effects), ["no op ran"] * (not plugin["stats"])
     if not abs(off) <= max_off:
@@ -217,18 +197,17 @@ def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> I
             "shape": {"model": model, "quantization": kind, "tokens": arguments.tokens},
             "gpu": plugin["hardware"].partition(" x ")[2] or "CPU",
             "perplexity": {
-                name: perplexity(torch.tensor(found["log_probabilities"]).double())
-                for name, found in (("bf16", exact), ("stock", baseline), ("ours", plugin))
-                if "log_probabilities" in found
+                name: perplexity(torch.tensor(side["log_probabilities"]).double())
+                for name, side in (("bf16", exact), ("stock", baseline), ("ours", plugin))
+                if "log_probabilities" in side
             },
             "greedy_tokens": GENERATED * min(REQUESTS, arguments.tokens // WINDOW),
         }
         if "error" not in plugin | baseline:
             line |= compare(plugin, baseline, effects_of_scales(model, arguments.tokens, arguments.folder), kind)
         else:
-            line["unavailable"] = {
-                side: f["error"] for side, f in (("ours", plugin), ("stock", baseline)) if "error" in f
-            }
+            both = (("ours", plugin), ("stock", baseline))
+            line["unavailable"] = {name: side["error"] for name, side in both if "error" in side}
             only_plugin = "error" in plugin and "error" not in baseline
             line["wrong"] = [f"with the plugin: {plugin['error']}"] if only_plugin else []
         yield line | {"calls": plugin.get("stats", {}), "versions": plugin["versions"], "commit": arguments.commit}
@@ -237,8 +216,8 @@ def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> I
 def text(line: dict) -> str:
     """Format a line of results."""
     named = {"stock": "baseline", "ours": "plugin"}
-    found = "  ".join(f"{named.get(name, name)} {value:.4f}" for name, value in line["perplexity"].items())
-    parts = [f"{line['case']:18} {found}"]
+    values = "  ".join(f"{named.get(name, name)} {value:.4f}" for name, value in line["perplexity"].items())
+    parts = [f"{line['case']:18} {values}"]
     if "perplexity_off" in line:
         layer, error = max(line["scale_errors"].items(), key=lambda item: abs(item[1]))
         parts.append(f"{line['perplexity_off']:+.3%}, worst scale {error:+.3%} of {layer}")
@@ -249,18 +228,14 @@ def text(line: dict) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse and check the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study.parser(__doc__, " (default: print them)")
     add = parser.add_argument
-    trained.add_arguments(add)
     add("--tokens", type=int, default=65536, help="number of held-out tokens (default: %(default)s)")
     add("--step-tokens", type=int, help="maximum tokens per engine step (default: 16; on a CPU unlimited)")
     add("--enforce-eager", action="store_true", help="disable compilation and graph capture")
     at_once = 4 if torch.cuda.is_available() else 1
     add("--at-once", type=int, default=at_once, help="parallel processes, which share a GPU (default: %(default)s)")
     add("--only-checkpoints", action="store_true", help="only train and write the checkpoints")
-    add("--output", type=pathlib.Path, help=".jsonl file to append lines to (default: print them)")
-    add("--commit", default=report.commit(), help="commit of the code (default: the checkout's)")
-    add("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.tokens < WINDOW:
         parser.error(f"--tokens must be at least {WINDOW}, got {arguments.tokens}")
@@ -273,15 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.worker:
         worker(arguments.worker)
         return 0
-    names = [(model, kind) for model in arguments.model for kind in trained.KINDS[model] if kind in arguments.kind]
-    jobs = {
-        f"{model}-{kind}": {
-            "model": str(trained.checkpoint(model, kind, arguments.folder)),
-            "folder": str(arguments.folder),
-            **{name: getattr(arguments, name) for name in ("tokens", "step_tokens", "enforce_eager", "engine_args")},
-        }
-        for model, kind in names
-    }
+    jobs = study.jobs(arguments, "tokens", "step_tokens", "enforce_eager")
     if arguments.only_checkpoints:
         return 0
     with tempfile.TemporaryDirectory() as folder:
@@ -291,9 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         print(text(line), flush=True)
         wrong |= bool(line["wrong"])
         if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.output.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            latency_report.append(arguments.output, line)
         else:
             print(json.dumps(line))
     return int(wrong)

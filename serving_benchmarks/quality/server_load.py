@@ -47,12 +47,12 @@ QUIET_WITHIN = 30.0  # seconds until no request may remain in a server
 
 def measured(tables: pathlib.Path) -> dict:
     """Return the only table of measurements, which must be complete, without other files left by a process."""
-    found = [
+    files = [
         path for path in tables.rglob("*") if path.is_file() and path.suffix != ".lock" and path.name != "reached.json"
     ]
-    if [path.suffix for path in found] != [".json"]:
-        raise Wrong(f"the folder of measurements has {sorted(path.name for path in found)}, expected one table")
-    return json.loads(found[0].read_text())
+    if [path.suffix for path in files] != [".json"]:
+        raise Wrong(f"the folder of measurements has {sorted(path.name for path in files)}, expected one table")
+    return json.loads(files[0].read_text())
 
 
 # The stages. Each returns its report.
@@ -236,9 +236,9 @@ async def end(session: Session, server: Server, client: Client) -> str:
 
 def check_log(server: Server) -> None:
     """Raise `Wrong` if a log has an error line so far."""
-    found = errors_of(server.text())
-    if found:
-        raise Wrong("\n  ".join([f"the log of {server.name} has {len(found)} error lines:", *found[:20]]))
+    errors = errors_of(server.text())
+    if errors:
+        raise Wrong("\n  ".join([f"the log of {server.name} has {len(errors)} error lines:", *errors[:20]]))
 
 
 async def kill(session: Session) -> str:
@@ -277,7 +277,7 @@ async def stopped_while_it_measures(server: Server, session: Session) -> psutil.
         if process is None:
             locks = [*tables.rglob("*.lock")]
             processes = server.processes() if locks else ()
-            process = next((one for lock in locks for one in processes if has_open(one, lock)), None)
+            process = next((child for lock in locks for child in processes if has_open(child, lock)), None)
         for mark in tables.rglob("*.running") if process else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()

@@ -47,8 +47,8 @@ BIAS_RATE = 3e-3  # for a router's bias, per step
 
 def files(held_out: bool) -> list[pathlib.Path]:
     """Return modules of the standard library; every eighth is held out."""
-    found = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return [path for place, path in enumerate(found) if (place % HELD_OUT_EVERY == 0) == held_out]
+    modules = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [path for place, path in enumerate(modules) if (place % HELD_OUT_EVERY == 0) == held_out]
 
 
 def text(held_out: bool) -> Tensor:
@@ -109,8 +109,8 @@ class Model:
     def linear(self, name: str, x: Tensor) -> Tensor:
         """Apply a linear layer."""
         if self.largest is not None and len(x):
-            found, among = x.detach().abs().amax(), among_experts(name)
-            self.largest[among] = torch.maximum(self.largest.get(among, found), found)
+            largest, layer = x.detach().abs().amax(), among_experts(name)
+            self.largest[layer] = torch.maximum(self.largest.get(layer, largest), largest)
         return functional.linear(x, self.weights[f"{name}.weight"])
 
     def mlp(self, name: str, x: Tensor) -> Tensor:
@@ -126,9 +126,8 @@ class Model:
         grouped = biased.unflatten(1, (config["n_group"], -1))
         best = grouped.topk(2).values.sum(-1).topk(config["topk_group"]).indices
         kept = torch.zeros(grouped.shape[:2], dtype=torch.bool).scatter_(1, best, True)
-        chosen = (
-            grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(config["num_experts_per_tok"]).indices
-        )
+        allowed = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        chosen = allowed.topk(config["num_experts_per_tok"]).indices
         share = scores.gather(1, chosen)
         share = share / share.sum(-1, keepdim=True) * config["routed_scaling_factor"]
         total = self.mlp(f"{name}.shared_experts", rows)
@@ -153,11 +152,10 @@ class Model:
         query = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x)))
         query = query.unflatten(-1, (heads, nope + rope)).transpose(1, 2)
         latent = self.linear(f"{name}.kv_a_proj_with_mqa", x)
-        turned = (
+        query_rope, key_rope = (
             torch.stack(self.rotated(part[..., 0::2], part[..., 1::2]), -1).flatten(-2)
             for part in (query[..., nope:], latent[:, None, :, rank:])
         )
-        query_rope, key_rope = turned
         expanded = self.linear(f"{name}.kv_b_proj", self.norm(f"{name}.kv_a_layernorm", latent[..., :rank]))
         key, value = expanded.unflatten(-1, (heads, -1)).transpose(1, 2).split([nope, config["v_head_dim"]], -1)
         query = torch.cat([query[..., :nope], query_rope], -1)
@@ -181,16 +179,14 @@ def initial(config: dict, like: dict[str, Tensor], generator: torch.Generator) -
     weights = {}
     deviations = {"model.embed_tokens.weight": 0.5, "lm_head.weight": 0.02}
     for name, weight in like.items():
-        if name.endswith("norm.weight"):
-            weights[name] = torch.ones(weight.shape)
-        elif name.endswith("bias"):
-            weights[name] = torch.zeros(weight.shape)
-        else:
-            ends = name.endswith(("o_proj.weight", "down_proj.weight"))  # summed into the residual once per layer
-            deviation = (
-                deviations.get(name, weight.shape[1] ** -0.5) / (2 * config["num_hidden_layers"] if ends else 1) ** 0.5
-            )
-            weights[name] = torch.randn(weight.shape, generator=generator) * deviation
+        if name.endswith(("norm.weight", "bias")):
+            weights[name] = torch.full(weight.shape, float(name.endswith("weight")))
+            continue
+        ends = name.endswith(("o_proj.weight", "down_proj.weight"))  # summed into the residual once per layer
+        deviation = (
+            deviations.get(name, weight.shape[1] ** -0.5) / (2 * config["num_hidden_layers"] if ends else 1) ** 0.5
+        )
+        weights[name] = torch.randn(weight.shape, generator=generator) * deviation
     if "kv_lora_rank" in config:
         look_back(config, weights, torch.randn(config["hidden_size"], generator=generator).sign())
     return weights
@@ -261,11 +257,11 @@ def log_probabilities(model: str, weights: dict[str, Tensor], sequences: Tensor)
     device = find_device()
     with torch.no_grad(), torch.device(device):
         here = Model(CONFIGS[model], {name: weight.float().to(device) for name, weight in weights.items()})
-        found = [
+        parts = [
             here.logits(part[:, :-1]).log_softmax(-1).gather(2, part[:, 1:, None]).squeeze(2)
             for part in sequences.to(device).split(SEQUENCES)
         ]
-    return torch.cat(found).cpu()
+    return torch.cat(parts).cpu()
 
 
 def largest_inputs(model: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -286,12 +282,12 @@ down_proj's; kv_b_proj's of several. q_a_proj's has none, as a norm follows."""
 
 def scaled_layers(weights: dict[str, Tensor]) -> dict[str, list[str]]:
     """Return the weights with independent scales, by layer. All routed experts of a layer are one."""
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     for name in weights:
         layer = re.sub(r"model\.layers\.|self_attn\.|mlp\.|\.weight", "", among_experts(name))
         if layer.endswith(SCALED):
-            found.setdefault(layer, []).append(name)
-    return found
+            layers.setdefault(layer, []).append(name)
+    return layers
 
 
 def with_scale_error(weights: dict[str, Tensor], names: list[str], error: float) -> dict[str, Tensor]:
@@ -309,15 +305,6 @@ def effects_of_scales(model: str, weights: dict[str, Tensor], sequences: Tensor)
 
 
 # Checkpoints
-
-
-def add_arguments(add: Callable) -> None:
-    """Add the options that select checkpoints and how vLLM runs them."""
-    kinds = list(dict.fromkeys(kind for of in KINDS.values() for kind in of))
-    add("--model", nargs="+", choices=list(KINDS), default=list(KINDS), help="models (default: all)")
-    add("--kind", nargs="+", choices=kinds, default=kinds, help="quantizations (default: all of a model)")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for vllm.LLM")
-    add("--folder", type=pathlib.Path, default=cache(), help="checkpoint folder (default: %(default)s)")
 
 
 def cache() -> pathlib.Path:
@@ -361,20 +348,20 @@ def train_until_good(model: str, say) -> dict[str, Tensor]:
 
 
 def quantized(weights: dict[str, Tensor], kind: str, largest: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's quantized tensors."""
+    """Return a checkpoint's quantized tensors, with static scales for these largest inputs."""
     if kind not in ("static", "dynamic", "block"):
         return checkpoints.quantize(weights, kind)
-    result = dict(weights)
+    tensors = dict(weights)
     for name in [name for name in weights if "_proj" in name]:
         weight, layer = weights[name].float(), name.removesuffix(".weight")
         if kind == "block":
-            result[name], result[f"{name}_scale_inv"] = checkpoints.quantize_blocks(weight)
+            tensors[name], tensors[f"{name}_scale_inv"] = checkpoints.quantize_blocks(weight)
             continue
-        result[f"{name}_scale"] = scale = weight.abs().amax() / checkpoints.LIMIT
-        result[name] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale = weight.abs().amax() / checkpoints.LIMIT
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
         if kind == "static":
-            result[f"{layer}.input_scale"] = largest[among_experts(layer)] / checkpoints.LIMIT
-    return result
+            tensors[f"{layer}.input_scale"] = largest[among_experts(layer)] / checkpoints.LIMIT
+    return tensors
 
 
 QUANTIZATION = checkpoints.QUANTIZATION | {
@@ -397,9 +384,8 @@ def checkpoint(model: str, kind: str, folder: pathlib.Path) -> pathlib.Path:
 def write(path: pathlib.Path, model: str, kind: str, tensors: dict[str, Tensor]) -> None:
     """Write a checkpoint of these tensors, its config.json last."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"}
-    )
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path / "model.safetensors", {"format": "pt"})
     config = CONFIGS[model] | ({"quantization_config": QUANTIZATION[kind]} if QUANTIZATION[kind] else {})
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     (path / "config.json").write_text(json.dumps(config, indent=1))

@@ -77,8 +77,9 @@ def lines(
     machine: Machine,
     context: int,
     known: step.KernelTime,
+    with_launches: bool = True,
 ) -> Iterator[str]:
-    """Yield a table of the launches of a step at each batch size, and both sides' totals."""
+    """Yield a table of the launches of a step at each batch size, if wanted, and both sides' totals."""
     yield f"{machine.name}: predicted times in us, not measured; attention with {context} keys per request"
     for batch in batches:
         found = {side: step.nodes(config, tp, ep, batch, machine, side, known, context) for side in sides(machine)}
@@ -87,7 +88,7 @@ def lines(
         for node in found["plugin"]:
             counts = str(batch), str(node.count), str(node.count * node.launches), f"{node.floor_us:.1f}"
             rows.append((node.layer, node.op or "-", *counts, _cell(*_in_place_of(node, other)), _cell(node)))
-        yield from explain.table(rows)
+        yield from explain.table(rows) if with_launches else ()
         for side, of_side in found.items():
             yield f"predicted step, {batch} tokens: {said(side, step.total(of_side))}"
         if "baseline" in found:

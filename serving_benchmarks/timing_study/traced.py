@@ -31,11 +31,7 @@ ROWS, HEAD = 40960, 128  # of Q, K and V
 TILES = 2  # per iteration of the loop
 WARM = 6  # iterations before and after the timed ones
 UNTRACED = 1.01  # wall time of a kernel over its trace's, from the other kernels, for one without a trace
-BARRIERS = (
-    35,
-    65,
-    5,
-)  # cycles of a barrier: the range measured in GEMMs, and the step between the values tried
+BARRIERS = (35, 65, 5)  # cycles of a barrier: the range measured in GEMMs, and the step between the values tried
 
 
 class Traced(NamedTuple):

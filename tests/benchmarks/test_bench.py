@@ -348,11 +348,7 @@ def test_differences_from_vllm_are_shares_of_elements(monkeypatch):
 
 def test_files_are_named_after_the_list_as_the_tables_want_them(turns, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, options in {
-        "ops": ["rows"],
-        "gemm": ["linear"],
-        "moe": ["moe", "--case", "all*"],
-    }.items():
+    for name, options in {"ops": ["rows"], "gemm": ["linear"], "moe": ["moe", "--case", "all*"]}.items():
         command = ["bench", *options, "--batch", "2", "--output", "serving_benchmarks/results"]
         assert cli.main([*command, *(["--op", "silu_and_mul"] if name == "ops" else [])]) == 0
         [path] = tmp_path.glob(f"serving_benchmarks/results/cpu/*-unknown-{name}.jsonl")
@@ -396,6 +392,22 @@ def test_lists_of_another_dtype_have_the_same_shapes_and_files(small):
     names = {shape.case.name for shape in lists.of_list("rows-fp16", None, (3,))}
     assert names == {"3x256 float16"}
     assert lists.kind_of(None, "tiny-llama") == "model" and lists.kind_of(None, None) == "cases"
+
+
+TOKENS = (1, 8, 16, 32, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "count"),
+    [
+        *(("rows", TOKENS[:4], len(shapes.ROW_OPS) * 2 * 4), ("linear", TOKENS, 6 * 28), ("routing", TOKENS, 6)),
+        *(("moe", TOKENS, 6 * 13), ("attention", None, 24), ("gemm-dtypes", None, 96)),
+        ("decode-attention", None, 2 * 52 + 3 * 3),
+    ],
+)
+def test_a_list_has_every_shape_once(name, tokens, count):
+    found = [(shape.op.name, shape.case.name) for shape in lists.of_list(name, None, tokens)]
+    assert len(found) == len(set(found)) == count
 
 
 @pytest.mark.parametrize("make", [shapes.rows, attention.attention, decode_attention.decode_attention])

@@ -126,8 +126,7 @@ def test_attention_in_the_engine_stands_beside_the_run_without_it(folder):
 
 
 @pytest.mark.parametrize(
-    ("half", "ranks"),
-    [("--tensor-parallel-size 2", "TP2"), ("--rank-of 2", "one TP2 rank, no all-reduce")],
+    ("half", "ranks"), [("--tensor-parallel-size 2", "TP2"), ("--rank-of 2", "one TP2 rank, no all-reduce")]
 )
 def test_the_newest_profile_counts(folder, half, ranks):
     """The minimum time of the weights is beside it: two layers of tiny-llama on one of two GPUs."""
@@ -221,10 +220,7 @@ LOWER = " vLLM's compiler would fuse a part of the baseline: expect lower speedu
             '--engine-args \'{"compilation_config": {"mode": 0}}\'',
             "captured in graphs, without compilation, vLLM 0.33.0." + LOWER,
         ),
-        (
-            "--engine-args '{\"compilation_config\": 3}'",
-            "vLLM's default compilation and graph capture, vLLM 0.33.0.",
-        ),
+        ("--engine-args '{\"compilation_config\": 3}'", "vLLM's default compilation and graph capture, vLLM 0.33.0."),
     ],
 )
 def test_a_table_through_the_engine_says_how_it_was_measured(folder, options, says):
@@ -306,10 +302,7 @@ def test_unmeasured_products_are_named(folder):
     assert f"**No time of `scaled_mm` was ever measured on an {every}.**" in op_pages.measured(
         [ops.scaled_mm], op_pages.timed_results()
     )
-    write(
-        folder / "c-ops.jsonl",
-        "".join(line(1.0, gpu=f"AMD {name}", case=name) for name in archs.PRODUCTS),
-    )
+    write(folder / "c-ops.jsonl", "".join(line(1.0, gpu=f"AMD {name}", case=name) for name in archs.PRODUCTS))
     assert "No time" not in op_pages.measured([ops.scaled_mm], op_pages.timed_results())
 
 
@@ -333,13 +326,12 @@ TABLES = {
     "moe": {"ops", "experts"},
     "attention": {"ops", "prefill attention"},
     "decode-attention": {"ops", "decode attention"},
-    "static": {"kernels"},
     "quality": {"quality"},
     "arithmetic": {"arithmetic"},
     "configurations": {"regret"},
     "host-time": {"host time"},
     "serve": {"serving"},
-    **{kind: set() for kind in ("predicted", "waits", "compare")},  # in the index alone
+    **{kind: set() for kind in ("predicted", "static", "waits", "compare")},  # in the index alone
 }
 
 
@@ -380,6 +372,11 @@ def test_the_page_of_an_op_shows_every_kind_of_its_results():
         for gpu, kind in timed[name]:
             assert re.search(rf"/{gpu}/[\d-]+\w+-{kind}\.jsonl", text), f"{kind} of {gpu} is not on the page of {name}"
         assert re.search(r"\| \**\d+\.\d\dx", text), f"the page of {name} has no ratio"
+
+
+@pytest.mark.parametrize(("largest", "step"), [(26.3, 5), (41.7, 5), (1.9, 0.2), (10.0, 1), (0.11, 0.02)])
+def test_an_axis_has_at_most_ten_ticks(largest, step):
+    assert figures.svg.tick_step(largest) == pytest.approx(step)
 
 
 def texts_of(drawn: str) -> list[str]:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-from .measurements import best_baseline, head, markdown, per_gpu, times
+from .measurements import best_baseline, grouped, head, markdown, per_gpu, times
 
 DECODE, PREFILL = "decode-attention", "attention"
 SHORT = "up to 4096 keys and 16 requests"
@@ -15,10 +15,7 @@ def is_short(line: dict) -> bool:
 
 def by_model(lines: list[dict]) -> dict[str, list[dict]]:
     """Group lines of decode by the model and rank of their heads."""
-    found: dict[str, list[dict]] = {}
-    for line in lines:
-        found.setdefault(line["case"].removesuffix(" ragged").rpartition(" ")[0], []).append(line)
-    return found
+    return grouped(lines, lambda line: line["case"].removesuffix(" ragged").rpartition(" ")[0])
 
 
 def speedup(lines: list[dict], baseline: Callable[[dict], str | None]) -> str:
@@ -34,13 +31,13 @@ def cells(lines: list[dict], baselines: list[str]) -> list[str]:
 
 def losses(lines: list[dict]) -> str:
     """Return in how many shapes the plugin is slower than each baseline, and how many times."""
-    found = []
+    parts = []
     for baseline in dict.fromkeys(baseline for line in lines for baseline in line["peers"]):
         times_slower = [line["us"] / line["peers"][baseline] for line in lines if baseline in line["peers"]]
         slower = [value for value in times_slower if value > 1]
-        how = f", {min(slower):.1f} to {max(slower):.1f} times" if slower else ""
-        found.append(f"slower than {baseline} in {len(slower)} of {len(times_slower)} shapes{how}")
-    return "; ".join(found)
+        span = f", {min(slower):.1f} to {max(slower):.1f} times" if slower else ""
+        parts.append(f"slower than {baseline} in {len(slower)} of {len(times_slower)} shapes{span}")
+    return "; ".join(parts)
 
 
 def decode() -> str:

@@ -16,7 +16,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.vllm import seam
 
 from . import measurements, op_pages
-from .measurements import ROOT, markdown
+from .measurements import ROOT, grouped, markdown, merged
 from .op_pages import DOCS
 
 PAGE = DOCS / "compatibility.md"
@@ -128,12 +128,12 @@ def constant(path: pathlib.Path, name: str) -> object:
 @functools.cache
 def answers(plugin: str) -> dict[tuple[str, str], dict[str, list[str]]]:
     """Return (what, arch) -> release -> vLLM's selection without and with AITER, for plugin "with" or "without"."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    selections: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in recorded(SELECTION):
         if row["plugin"] == plugin:
             for release in releases():
-                found.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
-    return found
+                selections.setdefault((row["what"], row["arch"]), {}).setdefault(release, []).append(row[release])
+    return selections
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def required(what: str) -> str:
 
 def on_h200(what: str) -> list[str]:
     """Return the versions of a package in the newest results."""
-    lines = (line for found in measurements.measured(*measurements.timed_kinds()) for line, _ in found.values())
+    lines = (line for newest in measurements.measured(*measurements.timed_kinds()) for line, _ in newest.values())
     return sorted({line["versions"][what] for line in lines if what in line.get("versions", {})})
 
 
@@ -164,12 +164,12 @@ def flavours() -> dict[str, set[str]]:
     spec = importlib.util.spec_from_file_location("checkpoints", VLLM_TESTS / "checkpoints.py")
     checkpoints = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checkpoints)
-    of = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
-    found: dict[str, set[str]] = {}
+    configs = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
+    tried: dict[str, set[str]] = {}
     for table in ("FLAVOURS", "FAMILIES"):
         for model, flavour in constant(VLLM_TESTS / "engines.py", table):
-            found.setdefault(of[model]["architectures"][0], set()).add(flavour)
-    return found
+            tried.setdefault(configs[model]["architectures"][0], set()).add(flavour)
+    return tried
 
 
 # Tables
@@ -191,7 +191,9 @@ def selected(what: str | None, arch: str) -> str:
     words = dict(zip(itertools.product((True, False), repeat=2), ("", " without AITER", " with AITER", " not at all")))
     if len(set(plugin.values())) == 1:
         return f"selected{words[next(iter(plugin.values()))]}"
-    return "selected: " + ", ".join(f"{release}{words[how] or ' always'}" for release, how in plugin.items())
+    return "selected: " + ", ".join(
+        f"{release}{words[without_and_with] or ' always'}" for release, without_and_with in plugin.items()
+    )
 
 
 def vllm_table() -> str:
@@ -202,7 +204,7 @@ def vllm_table() -> str:
     for release in releases():
         by_arch = []
         for arch in AMD:
-            off = {answer for answer in answers("with")["seams off", arch][release]}
+            off = {*answers("with")["seams off", arch][release]}
             by_arch.append("selected" if off == {"cpu_shims"} else f"selected, but for {', '.join(sorted(off))}")
         engine = "tested" if cpu.startswith(f"{release}.") else "not run"
         if f"vllm-{release}" in patched:
@@ -217,16 +219,14 @@ def around_table() -> str:
     missing = [suite for suite in SUITES.values() if suite not in script]
     if missing or required("requires-python") not in SUITES:
         raise ValueError(f"bare_root.sh must know {', '.join(missing)}, and SUITES the Python of pyproject.toml")
+    emulated = f"refused: tinygrad needs Python {required('python_version')}"
     rows = [
-        (f"Python {version}", f"tested: its wheel for glibc 2.28, in a bare {suite}")
-        for version, suite in SUITES.items()
-    ]
-    rows += [
-        ("Python, later", "not run: no wheel, pip builds from source"),
-        (
-            f"the emulator, Python {required('requires-python')}",
-            f"refused: tinygrad needs Python {required('python_version')}",
+        *(
+            (f"Python {python}", f"tested: its wheel for glibc 2.28, in a bare {name}")
+            for python, name in SUITES.items()
         ),
+        ("Python, later", "not run: no wheel, pip builds from source"),
+        (f"the emulator, Python {required('requires-python')}", emulated),
         (f"torch {installed('torch')}, CPU", "tested"),
         *((f"torch {version}", "tested on H200") for version in on_h200("torch")),
         (f"torch {required('torch')} and later", "selected: the package requires it"),
@@ -239,8 +239,8 @@ def around_table() -> str:
 
 def baseline(what: str, arch: str) -> list[str]:
     """Return vLLM's kernels in the newest release, without and with AITER."""
-    found = answers("without")[what, arch][releases()[-1]]
-    return [f"`{answer.split()[0].rpartition('.')[2]}`" for answer in found]
+    selections = answers("without")[what, arch][releases()[-1]]
+    return [f"`{answer.split()[0].rpartition('.')[2]}`" for answer in selections]
 
 
 def layer_rows(names: tuple[str, ...], what: str, on_cpu: str) -> list[tuple[str, ...]]:
@@ -282,46 +282,30 @@ def refused_table() -> str:
             else:
                 raise ValueError(f"{name} by {method} must be refused, is accepted")
     if touched != {"FP8", "FP8_BLOCK", "INT8", "MXFP8"}:
-        raise ValueError(
-            f"the seams of linears must be FP8, FP8_BLOCK, INT8 and MXFP8, got {', '.join(sorted(touched))}"
-        )
+        wanted = "FP8, FP8_BLOCK, INT8 and MXFP8"
+        raise ValueError(f"the seams of linears must be {wanted}, got {', '.join(sorted(touched))}")
     return markdown(("format", "`quant_method`", "`explain` answers"), rows)
 
 
 def model_table() -> str:
     """Return a row for each architecture: where it has run, and whether commands know it."""
-    shipped: dict[str, list[str]] = {}
-    for name in model_config.shipped():
-        if not name.startswith("tiny"):
-            shipped.setdefault(model_config.read(name)["architectures"][0], []).append(name)
-    for path in sorted((ROOT / "serving_benchmarks" / "configs").glob("*/config.json")):
-        shipped.setdefault(json.loads(path.read_text())["architectures"][0], []).append(path.parent.name)
-    measured = {run.sides["with"][0]["model_id"] for run in measurements.engine_runs()}
+    others = sorted((ROOT / "serving_benchmarks" / "configs").glob("*/config.json"))
+    configs = {name: model_config.read(name) for name in model_config.shipped() if not name.startswith("tiny")}
+    configs |= {path.parent.name: json.loads(path.read_text()) for path in others}
+    shipped = grouped(configs, lambda name: configs[name]["architectures"][0])
+    measured = {run.model for run in measurements.engine_runs()}
     rows = []
     for architecture in dict.fromkeys((*flavours(), *model_layers.FAMILIES)):
         known = {flavour: name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour}
         known["mixed"] = f"{known['token']}, experts in BF16"
         tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
-        rows.append(
-            (
-                f"`{architecture}`",
-                f"tested: {'; '.join(tested)}" if tested else "selected, not run",
-                ", ".join(name for name in shipped.get(architecture, ()) if name in measured) or "not run",
-                "yes" if architecture in model_layers.FAMILIES else "no",
-            )
-        )
+        on_cpu = f"tested: {'; '.join(tested)}" if tested else "selected, not run"
+        on_gpu = ", ".join(name for name in shipped.get(architecture, ()) if name in measured) or "not run"
+        rows.append((f"`{architecture}`", on_cpu, on_gpu, "yes" if architecture in model_layers.FAMILIES else "no"))
     plugged = "not run; norms and activations use the plugin if vLLM compiles it"
     rows.append(("from another vLLM plugin", plugged, "not run", "no"))
     rows.append(("any other", "selected by layer class and compiled graph, not run", "not run", "no"))
-    return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), grouped(rows))
-
-
-def grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return rows with the first cells of equal rows in one cell."""
-    names_of: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        names_of.setdefault(tuple(cells), []).append(name)
-    return [(", ".join(names), *cells) for cells, names in names_of.items()]
+    return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), merged(rows))
 
 
 REACH_COLUMNS = {"linear layers": "linear", "norms": "norms", "activations": "activations", "layers of experts": "MoE"}
@@ -333,17 +317,15 @@ def reach_table() -> str:
     known = recorded(REACH)
     models: dict[str, dict[str, str]] = {}
     for row in known:
-        by_cell: dict[str, list[str]] = {}
-        for release in releases():
-            by_cell.setdefault(row[release], []).append(release)
-        cells = [f"{cell} ({', '.join(of)})" if len(by_cell) > 1 else cell for cell, of in by_cell.items()]
+        by_cell = grouped(releases(), row.__getitem__)
+        cells = [f"{cell} ({', '.join(those)})" if len(by_cell) > 1 else cell for cell, those in by_cell.items()]
         models.setdefault(row["model"], {})[row["layers"]] = "; ".join(cells)
     steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH_COLUMNS)["layers"]
     kinds = *REACH_COLUMNS, steps
-    rows = [(f"`{model}`", *(found.get(kind, "") for kind in kinds)) for model, found in models.items()]
+    rows = [(f"`{model}`", *(cells_of.get(kind, "") for kind in kinds)) for model, cells_of in models.items()]
     if set().union(*models.values()) != {*kinds}:
         raise ValueError(f"reach.csv must have the layers {', '.join(kinds)}, got {set().union(*models.values())}")
-    return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), grouped(rows))
+    return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), merged(rows))
 
 
 TABLES = {

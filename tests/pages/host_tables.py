@@ -6,7 +6,7 @@ import host_time
 import latency_report
 
 from . import measurements
-from .measurements import kind_of, lines_of, markdown, oldest_first
+from .measurements import grouped, kind_of, lines_of, markdown, oldest_first
 
 KIND = "host-time"
 
@@ -14,17 +14,16 @@ KIND = "host-time"
 def host_times() -> str:
     """Return a row for each GPU, model and seam, from the newest file of each model."""
     body = []
-    for folder in sorted({path.parent for path in measurements.RESULTS.glob("*/*.jsonl") if kind_of(path) == KIND}):
-        newest: dict[tuple[str, str], list[dict]] = {}
-        for path in oldest_first(path for path in folder.glob("*.jsonl") if kind_of(path) == KIND):
-            found = lines_of(path)
-            newest = {key: of for key, of in newest.items() if key[0] not in {line["model"] for line in found}}
-            for line in found:
-                newest.setdefault((line["model"], line["seam"]), []).append(line)
-        for (model, seam), of in newest.items():
-            baseline = [line["us"][host_time.VLLMS] for line in of]
-            row = folder.name, model, f"`{seam}`", str(len(of)), _range(baseline, "{:.0f}")
-            body.append((*row, *(_added(of, path) for path in host_time.PLUGIN)))
+    paths = (path for path in measurements.RESULTS.glob("*/*.jsonl") if kind_of(path) == KIND)
+    for gpu, files in sorted(grouped(oldest_first(paths), lambda path: path.parent.name).items()):
+        newest: dict[str, list[dict]] = {}  # by model
+        for path in files:
+            newest |= grouped(lines_of(path), lambda line: line["model"])
+        for model, lines in newest.items():
+            for seam, timed in grouped(lines, lambda line: line["seam"]).items():
+                baseline = _range([line["us"][host_time.VLLMS] for line in timed], "{:.0f}")
+                added = (_added(timed, path) for path in host_time.PLUGIN)
+                body.append((gpu, model, f"`{seam}`", str(len(timed)), baseline, *added))
     header = "GPU", "model", "seam", "layers", "baseline us", "kernel runs: added us", "falls back: added us"
     return markdown(header, body)
 
@@ -52,7 +51,7 @@ def starts() -> str:
         report = json.loads(path.read_text())
         result = report["results"][0]
         pairs = str(sum(run["side"] == "with" for run in report["runs"]))
-        cells = {name: _pair(*of) for _, name, *of in latency_report.differences(report) if "blocks" not in name}
+        cells = {name: _pair(*pair) for _, name, *pair in latency_report.differences(report) if "blocks" not in name}
         case = result["model_id"], report["hardware"].partition(" x ")[2], str(result["num_layers"] or "all")
         newest[case] = {"pairs": pairs} | cells
     names = dict.fromkeys(name for cells in newest.values() for name in cells)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import launches as names
 
 from . import measurements
-from .measurements import ProfiledRun, markdown, plural
-from .results_page import SIDES
+from .measurements import SIDES, ProfiledRun, grouped, markdown, plural
 
 SHARE = 0.002
 """A launch below this share of its step has no row or name of its own."""
@@ -58,23 +57,31 @@ class Kernel(NamedTuple):
     name: str
     calls: float
     us: float
+    is_small: bool
+
+    @property
+    def is_own(self) -> bool:
+        return self.owner == names.PLUGIN
 
 
 def kernels(model: str, rank: dict) -> list[Kernel]:
     """Return the kernels of a rank's step, with equal short names as one. Raises ValueError for an unknown kernel."""
-    found: dict[tuple[str, str, str], list[float]] = {}
-    for name, (calls, us) in rank["kernels"].items():
+
+    def key(name: str) -> tuple[str, str, str]:
         launch = names.entry(model, name)[-1]
-        total = found.setdefault((launch.what, launch.owner, names.short(name)), [0.0, 0.0])
-        total[0] += calls
-        total[1] += us
-    return [Kernel(*key, *total) for key, total in found.items()]
+        return launch.what, launch.owner, names.short(name)
+
+    listed = []
+    for what, alike in grouped(rank["kernels"], key).items():
+        calls, us = map(sum, zip(*(rank["kernels"][name] for name in alike)))
+        listed.append(Kernel(*what, calls, us, us < SHARE * rank["span_us"]))
+    return listed
 
 
 def reason(model: str, what: str) -> str:
     """Return why a launch that is not the plugin's stays. Raises ValueError if no reason is known."""
-    found = REASONS.get(what, {})
-    for models, why in [("", found)] if isinstance(found, str) else found.items():
+    reasons = REASONS.get(what, {})
+    for models, why in [("", reasons)] if isinstance(reasons, str) else reasons.items():
         if re.match(models, model):
             return why
     raise ValueError(f"launch_table.REASONS must say why {what!r} of {model} stays, which is not the plugin's")
@@ -82,8 +89,8 @@ def reason(model: str, what: str) -> str:
 
 def newest() -> list[ProfiledRun]:
     """Return the newest profiled run of each model and attention backend."""
-    found = {(run.model, measurements.backend_of(run.command)): run for run in measurements.profiled_runs()}
-    return sorted(found.values(), key=lambda run: run.name)
+    runs = {(run.model, measurements.backend_of(run.options)): run for run in measurements.profiled_runs()}
+    return sorted(runs.values(), key=lambda run: run.name)
 
 
 def launches() -> str:
@@ -94,29 +101,30 @@ def launches() -> str:
 def table(run: ProfiledRun) -> str:
     """Return the launches of a run's step by what they compute, the costliest first."""
     batch = min(run.batches, key=int)
-    ranks = {side: ranks[0] for side, ranks in run.batches[batch].items()}
     layers = measurements.layers_of(run.model) if run.layers == "all" else int(run.layers)
-    limits = {side: SHARE * rank["span_us"] for side, rank in ranks.items()}
-    sides = {side: kernels(run.model, rank) for side, rank in ranks.items()}
-    shown = {kernel.what for side, found in sides.items() for kernel in found if kernel.us >= limits[side]}
-    rows: dict[str, dict[str, list[Kernel]]] = {}
-    for side, found in sides.items():
-        for kernel in found:
-            name = kernel.what if kernel.what in shown else f"below {100 * SHARE:g} %: {kernel.owner}"
-            rows.setdefault(name, {}).setdefault(side, []).append(kernel)
+    sides = {side: kernels(run.model, ranks[0]) for side, ranks in run.batches[batch].items()}
+    every = [(side, kernel) for side in sides for kernel in sides[side]]
+    shown = {kernel.what for _, kernel in every if not kernel.is_small}
+
+    def named(launch: tuple[str, Kernel]) -> str:
+        _, kernel = launch
+        return kernel.what if kernel.what in shown else f"below {100 * SHARE:g} %: {kernel.owner}"
+
+    costs, rows = {}, {}
+    for name, alike in grouped(every, named).items():
+        own = {side: [kernel for its_side, kernel in alike if its_side == side] for side in SIDES}
+        reasons = dict.fromkeys(reason(run.model, kernel.what) for kernel in own["with"] if not kernel.is_own)
+        rows[name] = name, *(cell(own[side], layers) for side in SIDES), " ".join(reasons)
+        costs[name] = name not in shown, -max(_sum(own[side], "us") for side in SIDES)
+    others = [kernel for kernel in sides["with"] if not kernel.is_own]
+    said = f"Not the plugin's: {_sum(others, 'calls'):.0f} launches a step, {_sum(others, 'us'):.0f} us."
     body = [
-        (name, *(cell(of.get(side, []), layers, limits[side]) for side in SIDES), stays(run.model, of.get("with", [])))
-        for name, of in sorted(rows.items(), key=lambda row: (row[0] not in shown, -most_us(row[1])))
+        *(rows[name] for name in sorted(rows, key=costs.get)),
+        ("all", *(total(sides[side], layers) for side in SIDES), said),
     ]
-    body.append(("all", *(total(sides[side], layers) for side in SIDES), not_own(sides["with"])))
     conditions = f"{plural(layers, 'layer')}, {run.hardware}, batch {batch}, {measurements.links(run.paths)}:"
     header = "launch", *SIDES.values(), "why launches stay that are not the plugin's"
     return f"### {run.name}\n\n{conditions}\n\n{markdown(header, body)}"
-
-
-def most_us(of: dict[str, list[Kernel]]) -> float:
-    """Return the larger side's us."""
-    return max(sum(kernel.us for kernel in found) for found in of.values())
 
 
 def in_layers(kernel: Kernel, layers: int) -> bool:
@@ -131,36 +139,24 @@ def count(kernel: Kernel, layers: int) -> str:
     return f"{kernel.calls / layers:.2f}".rstrip("0").rstrip(".")
 
 
-def cell(found: list[Kernel], layers: int, limit: float) -> str:
-    """Return calls, owner, name and us of each kernel, and the sums of those below the limit by owner."""
-    parts, small = [], {}
-    for kernel in sorted(found, key=lambda kernel: -kernel.us):
-        if kernel.us >= limit:
-            parts.append(f"{count(kernel, layers)} {kernel.owner} `{clipped(kernel.name)}` {kernel.us:.0f} us")
-        else:
-            calls, us = small.get(kernel.owner, (0.0, 0.0))
-            small[kernel.owner] = calls + kernel.calls, us + kernel.us
-    return "; ".join((*parts, *(f"{calls:.0f} a step: {owner} {us:.0f} us" for owner, (calls, us) in small.items())))
+def cell(kernels: list[Kernel], layers: int) -> str:
+    """Return calls, owner, name and us of each kernel, and the sums of the small ones by owner."""
+    by_cost = sorted(kernels, key=lambda kernel: -kernel.us)
+    parts = []
+    for kernel in by_cost:
+        if not kernel.is_small:
+            name = kernel.name if len(kernel.name) <= LONGEST else f"{kernel.name[: LONGEST - 3]}..."
+            parts.append(f"{count(kernel, layers)} {kernel.owner} `{name}` {kernel.us:.0f} us")
+    small = grouped((kernel for kernel in by_cost if kernel.is_small), lambda kernel: kernel.owner)
+    sums = ((owner, _sum(owned, "calls"), _sum(owned, "us")) for owner, owned in small.items())
+    return "; ".join((*parts, *(f"{calls:.0f} a step: {owner} {us:.0f} us" for owner, calls, us in sums)))
 
 
-def clipped(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
-
-
-def stays(model: str, found: list[Kernel]) -> str:
-    """Return the reasons of the plugin's side."""
-    return " ".join(dict.fromkeys(reason(model, kernel.what) for kernel in found if kernel.owner != names.PLUGIN))
-
-
-def total(found: list[Kernel], layers: int) -> str:
+def total(kernels: list[Kernel], layers: int) -> str:
     """Return a side's launches per layer and step, and their us."""
-    inside = sum(kernel.calls for kernel in found if in_layers(kernel, layers))
-    calls, us = (sum(values) for values in list(zip(*found))[-2:])
-    return f"{inside / layers:.1f} a layer, {calls:.0f} a step, {us:.0f} us"
+    inside = _sum([kernel for kernel in kernels if in_layers(kernel, layers)], "calls")
+    return f"{inside / layers:.1f} a layer, {_sum(kernels, 'calls'):.0f} a step, {_sum(kernels, 'us'):.0f} us"
 
 
-def not_own(found: list[Kernel]) -> str:
-    """Return how much of the plugin's side is not its own."""
-    others = [kernel for kernel in found if kernel.owner != names.PLUGIN]
-    calls, us = sum(kernel.calls for kernel in others), sum(kernel.us for kernel in others)
-    return f"Not the plugin's: {calls:.0f} launches a step, {us:.0f} us."
+def _sum(kernels: list[Kernel], value: str) -> float:
+    return sum(getattr(kernel, value) for kernel in kernels)

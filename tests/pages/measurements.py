@@ -10,10 +10,9 @@ import shlex
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
-import decode_profile
 import latency
 import latency_report
 import torch
@@ -29,7 +28,23 @@ NO_ATTENTION = "-decode_attention,-mla_attention"  # VLLM_ROCM_OPS_SEAMS of runs
 PER_OP = "ops", "gemm", "shuffled-gemm"  # kinds of files with norms, activations and GEMMs by rows
 
 
+SIDES = {"without": "baseline", "with": "plugin"}
 NOTHING = "Nothing yet."
+
+
+def grouped(items: Iterable, key: Callable[..., Hashable]) -> dict:
+    """Return lists of the items by key."""
+    groups: dict = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows with the first cells of otherwise equal ones in one cell."""
+    return [
+        (", ".join(name for name, *_ in alike), *cells) for cells, alike in grouped(rows, lambda row: row[1:]).items()
+    ]
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -115,8 +130,7 @@ def groups_of(lines: Iterable[dict]) -> dict[tuple[str, str], dict[int, dict]]:
     for line in lines:
         case, shape = line["case"], line["shape"]
         if line["op"] == "fused_experts":
-            name, _, weights = case.split()
-            what = f"{name}, {weights}"
+            what = ", ".join(case.split()[::2])  # model and weights, without tokens
         elif "keys" in shape:  # prefill attention
             name, batch, heads, rows, keys, size, causal = PREFILL.fullmatch(case).groups()
             what = f"{name}, {batch} x {heads} heads of {size}{', causal' if causal else ''}"
@@ -215,12 +229,14 @@ def per_gpu(kinds: Iterable[str], table: Callable[[list[dict]], str]) -> str:
 def single_ops() -> str:
     """Return a table per GPU: geometric means over sizes, by rows or tokens."""
 
+    def named(size: tuple) -> str:
+        (op, what), _ = size
+        return f"`{op}`{', shuffled' * what.endswith('shuffled')}"
+
     def table(lines: list[dict]) -> str:
-        of_ops: dict[str, list[dict[int, dict]]] = {}
-        for (op, size), by_rows in groups_of(lines).items():
-            of_ops.setdefault(f"`{op}`{', shuffled' * size.endswith('shuffled')}", []).append(by_rows)
         body = []
-        for op, sizes in of_ops.items():
+        for op, items in grouped(groups_of(lines).items(), named).items():
+            sizes = [by_rows for _, by_rows in items]
             cells = (times(ratio(size[rows]) for size in sizes if rows in size) for rows in SUMMARY_ROWS)
             body.append((op, str(len(sizes)), *cells, baselines_of(line for size in sizes for line in size.values())))
         header = ("op", "sizes", *(plural(rows, "row") for rows in SUMMARY_ROWS), "best baseline")
@@ -249,13 +265,10 @@ def regret() -> str:
 
     def table(lines: list[dict]) -> str:
         rows = []
-        for name in dict.fromkeys(line["op"] for line in lines):
-            of = [line for line in lines if line["op"] == name]
-            regrets = [line["us"][line["chosen"]] / min(line["us"].values()) for line in of]
-            mean, largest = (
-                f"{100 * value - 100:.1f} %" for value in (statistics.geometric_mean(regrets), max(regrets))
-            )
-            rows.append((f"`{name}`", str(len(of)), str(sum(len(line["us"]) for line in of)), mean, largest))
+        for name, calls in grouped(lines, lambda line: line["op"]).items():
+            regrets = [line["us"][line["chosen"]] / min(line["us"].values()) for line in calls]
+            shown = (f"{100 * value - 100:.1f} %" for value in (statistics.geometric_mean(regrets), max(regrets)))
+            rows.append((f"`{name}`", str(len(calls)), str(sum(len(line["us"]) for line in calls)), *shown))
         header = "op", "calls", "configurations", "regret, geometric mean", "largest"
         return f"**{lines[0]['gpu']}**:\n\n{markdown(header, rows)}"
 
@@ -264,12 +277,8 @@ def regret() -> str:
 
 # Through vLLM's engine
 
-
-def by_batch(header: tuple[str, ...], rows: dict[tuple[str, ...], dict[int, str]]) -> str:
-    """Return a table of rows with a column for each batch size."""
-    batches = sorted(set().union(*rows.values()))
-    body = ((*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items())
-    return markdown((*header, *(f"batch {batch}" for batch in batches)), body)
+SHOWN_BATCHES = (1, 8, 32, 64)  # in the tables of speedups
+BATCH_COLUMNS = tuple(f"batch {batch}" for batch in SHOWN_BATCHES)
 
 
 def layers_of(model: str) -> int:
@@ -285,17 +294,71 @@ def layers_kept(result: dict) -> int | None:
     return None if result["num_layers"] == whole else result["num_layers"]
 
 
-class EngineRun(NamedTuple):
-    """A pair of sides through the engine, with any other sides, all files and the last side's command.
+@functools.cache
+def options_of(command: str) -> argparse.Namespace:
+    """Return the options of a command of latency.py."""
+    return latency.parse_arguments(shlex.split(command)[2:])
 
-    The baseline is vLLM's version with the switches of its kernels.
+
+def backend_of(options: argparse.Namespace) -> str:
+    """Return the attention backend that a run asks for, or nothing if vLLM chooses it."""
+    return options.engine_args.get("attention_backend", "")
+
+
+def seams_of(report: dict) -> str:
+    """Return the seams that a run names, or nothing."""
+    return report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", "")
+
+
+def parallelism(rank_of: int, options: argparse.Namespace) -> str:
+    """Return the ranks of a run, after a comma."""
+    sizes = {"TP": options.tensor_parallel_size, "DP": options.data_parallel_size}
+    names = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    names += ["EP"] * bool(names and options.engine_args.get("enable_expert_parallel"))
+    rank = f", one TP{rank_of} rank, no all-reduce" if rank_of > 1 else ""
+    return rank + (", " + " + ".join(names) if names else "")
+
+
+def lacking(options: argparse.Namespace) -> str:
+    """Return the default optimizations that an engine with these options lacked, or nothing."""
+    config = options.engine_args.get("compilation_config", {})
+    if options.enforce_eager:
+        return "eager: neither compiled nor captured in graphs"
+    mode = config.get("mode") if isinstance(config, dict) else config
+    return "captured in graphs, without compilation" if mode == 0 else ""
+
+
+def conditions_of(report: dict, prompt: int) -> str:
+    """Return a run's conditions: prompt, compilation, vLLM's version and the switches of its kernels."""
+    set_here = sorted(report.get("environment", {}).items())
+    switches = ", ".join(f"`{name}={value}`" for name, value in set_here if name.startswith("VLLM_USE_"))
+    lacks = lacking(options_of(report["command"]))
+    compiled = lacks or "vLLM's default compilation and graph capture"
+    text = f"Random weights, {plural(prompt, 'token')} of prompt, {compiled}, vLLM {report['versions']['vllm']}"
+    text += f" with {switches}." if switches else "."
+    return text + " vLLM's compiler would fuse a part of the baseline: expect lower speedups with it." * bool(lacks)
+
+
+class EngineRun(NamedTuple):
+    """A pair of sides through the engine at one batch size, with any other sides and all files.
+
+    Conditions and options belong to the last side.
     """
 
+    model: str
+    ranks: str
+    layers: str
     hardware: str
     sides: dict[str, list[dict]]
     paths: list[pathlib.Path]
-    command: str
-    baseline: str
+    options: argparse.Namespace
+    conditions: str
+
+    @property
+    def n(self) -> str:
+        """Pairs of engine starts x iterations per start."""
+        starts = self.sides["with"]
+        return f"{len(starts)} x {len(starts[0]['latencies'])}"
 
 
 def engine_runs() -> list[EngineRun]:
@@ -307,55 +370,19 @@ def engine_runs() -> list[EngineRun]:
     pairs: dict[tuple, tuple[dict, list[pathlib.Path]]] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
+        options = options_of(report["command"])
         for result in report["results"]:
             result["num_layers"] = layers_kept(result)
             kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
-            case = path.parent.name, *(result[name] for name in kept), backend_of(report["command"])
+            case = path.parent.name, *(result[name] for name in kept), backend_of(options)
             sides, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
             sides.setdefault(" ".join(filter(None, (result["side"], seams_of(report)))), []).append(result)
-            if path not in paths:
-                paths.append(path)
+            paths += [path] * (path not in paths)
             if not seams_of(report) and sides.keys() >= latency_report.SIDES.keys():
-                newest[case] = EngineRun(report["hardware"], sides, paths, report["command"], baseline_of(report))
+                named = result["model_id"], parallelism(result["rank_of"], options), str(result["num_layers"] or "all")
+                conditions = conditions_of(report, result["input_len"])
+                newest[case] = EngineRun(*named, report["hardware"], sides, paths, options, conditions)
     return [newest[case] for case in sorted(newest, key=str_and_numbers)]
-
-
-def baseline_of(report: dict) -> str:
-    """Return vLLM's version in a report, with the switches of its kernels that were set."""
-    set_here = sorted(report.get("environment", {}).items())
-    switches = [f"`{name}={value}`" for name, value in set_here if name.startswith("VLLM_USE_")]
-    return f"vLLM {report['versions']['vllm']}" + (f" with {', '.join(switches)}" if switches else "")
-
-
-def seams_of(report: dict) -> str:
-    """Return the seams that a run names, or nothing."""
-    return report.get("environment", {}).get("VLLM_ROCM_OPS_SEAMS", "")
-
-
-@functools.cache
-def options_of(command: str) -> argparse.Namespace:
-    """Return the options of a command of latency.py."""
-    return latency.parse_arguments(shlex.split(command)[2:])
-
-
-def backend_of(command: str) -> str:
-    """Return the attention backend that a command of latency.py asks for, or nothing if vLLM chooses it."""
-    return options_of(command).engine_args.get("attention_backend", "")
-
-
-def attention_in_engine() -> str:
-    """Return decode times through vLLM's engine: baseline, plugin without attention, plugin."""
-    rows: dict[tuple, dict[int, str]] = {}
-    for run in engine_runs():
-        result, partly = run.sides["with"][0], run.sides.get(f"with {NO_ATTENTION}")
-        if partly is None:
-            continue
-        row = result["model_id"], backend_of(run.command), f"1 of {result['rank_of']}", run.hardware
-        row += str(result["num_layers"] or "all"), str(result["input_len"])
-        baseline, others, plugin = map(latency_report.median_ms, (run.sides["without"], partly, run.sides["with"]))
-        cell = f"{baseline:.2f} / {others:.2f} / {plugin:.2f} {times([others / plugin])}"
-        rows.setdefault(row, {})[result["batch_size"]] = cell
-    return by_batch(("model", "backend", "rank", "GPU", "layers", "prompt"), rows)
 
 
 def str_and_numbers(case: tuple) -> tuple:
@@ -363,13 +390,20 @@ def str_and_numbers(case: tuple) -> tuple:
     return tuple((value is None, value or 0) if not isinstance(value, str) else value for value in case)
 
 
-def parallelism(rank_of: int, options: argparse.Namespace) -> str:
-    """Return the ranks of a run of latency.py, after a comma."""
-    sizes = {"TP": options.tensor_parallel_size, "DP": options.data_parallel_size}
-    names = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    names += ["EP"] * bool(names and options.engine_args.get("enable_expert_parallel"))
-    rank = f", one TP{rank_of} rank, no all-reduce" if rank_of > 1 else ""
-    return rank + (", " + " + ".join(names) if names else "")
+def attention_in_engine() -> str:
+    """Return decode times through vLLM's engine: baseline, plugin without attention, plugin."""
+    rows: dict[tuple, dict[int, str]] = {}
+    for run in engine_runs():
+        result, partly = run.sides["with"][0], run.sides.get(f"with {NO_ATTENTION}")
+        if partly is not None:
+            rank, prompt = f"1 of {result['rank_of']}", str(result["input_len"])
+            row = run.model, backend_of(run.options), rank, run.hardware, run.layers, prompt
+            baseline, others, plugin = map(latency_report.median_ms, (run.sides["without"], partly, run.sides["with"]))
+            cell = f"{baseline:.2f} / {others:.2f} / {plugin:.2f} {times([others / plugin])}"
+            rows.setdefault(row, {})[result["batch_size"]] = cell
+    batches = sorted(set().union(*rows.values()))
+    body = ((*row, *(cells.get(batch, "") for batch in batches)) for row, cells in rows.items())
+    return markdown(("model", "backend", "rank", "GPU", "layers", "prompt", *(f"batch {n}" for n in batches)), body)
 
 
 class EngineCase(NamedTuple):
@@ -380,33 +414,39 @@ class EngineCase(NamedTuple):
     layers: str
     runs: dict[int, EngineRun]
 
+    @property
+    def ranks(self) -> tuple[str, str, str]:
+        """Model, ranks and layers."""
+        return next(iter(self.runs.values()))[:3]
+
+    @property
+    def shown(self) -> list[EngineRun]:
+        """Runs at the batch sizes that tables show."""
+        return [self.runs[batch] for batch in SHOWN_BATCHES if batch in self.runs]
+
+    @property
+    def n(self) -> str:
+        """Return n of the shown runs."""
+        return ", ".join(dict.fromkeys(run.n for run in self.shown))
+
 
 def engine_cases() -> dict[str, list[EngineCase]]:
     """Return the rows of the engine tables by conditions, vLLM's default compilation first.
 
     A model with runs of the default compilation is left out of tables of other compilations.
     """
-    ways: dict[str, dict[tuple[str, ...], dict[int, EngineRun]]] = {}
-    runs = engine_runs()
-    compiled = {run.sides["with"][0]["model_id"] for run in runs if not lacking(run.command)}
-    for run in sorted(runs, key=lambda run: bool(lacking(run.command))):
-        result, options = run.sides["with"][0], options_of(run.command)
-        if lacking(run.command) and result["model_id"] in compiled:
-            continue
-        rank = parallelism(result["rank_of"], options)
-        if backend := backend_of(run.command):
-            rank += f", {backend}"
-        row = f"{result['model_id']}{rank}", run.hardware, str(result["num_layers"] or "all")
-        ways.setdefault(way(run), {}).setdefault(row, {})[result["batch_size"]] = run
+    rows: dict[str, dict[tuple[str, ...], dict[int, EngineRun]]] = {}
+    runs = sorted(engine_runs(), key=lambda run: bool(lacking(run.options)))
+    compiled = {run.model for run in runs if not lacking(run.options)}
+    for run in runs:
+        if not lacking(run.options) or run.model not in compiled:
+            name = ", ".join(filter(None, (run.model + run.ranks, backend_of(run.options))))
+            cases = rows.setdefault(run.conditions, {}).setdefault((name, run.hardware, run.layers), {})
+            cases[run.sides["with"][0]["batch_size"]] = run
     return {
-        how: [EngineCase(*row, dict(sorted(of.items()))) for row, of in cases.items()] for how, cases in ways.items()
+        conditions: [EngineCase(*row, dict(sorted(of_row.items()))) for row, of_row in cases.items()]
+        for conditions, cases in rows.items()
     }
-
-
-def samples(run: EngineRun) -> str:
-    """Return n of a run: pairs of engine starts x iterations per start."""
-    starts = run.sides["with"]
-    return f"{len(starts)} x {len(starts[0]['latencies'])}"
 
 
 def speedup_cells(case: EngineCase) -> list[str]:
@@ -420,8 +460,8 @@ def speedup_cells(case: EngineCase) -> list[str]:
 
 def host_loop(case: EngineCase) -> str:
     """Return the host loop's microseconds, baseline / plugin, at the first batch size where it was timed."""
-    for run in filter(None, map(case.runs.get, SHOWN_BATCHES)):
-        timed = [[one["host_us"] for one in run.sides[side] if "host_us" in one] for side in latency_report.SIDES]
+    for run in case.shown:
+        timed = [[start["host_us"] for start in run.sides[side] if "host_us" in start] for side in latency_report.SIDES]
         if all(timed):
             return " / ".join(f"{statistics.median(us):.0f}" for us in timed)
     return ""
@@ -429,124 +469,88 @@ def host_loop(case: EngineCase) -> str:
 
 def engine() -> str:
     """Return a table for each set of conditions: a row for each model, with its speedups."""
-    header = ("model", "GPU", "layers", "n", *(f"batch {batch}" for batch in SHOWN_BATCHES), "host loop us")
-    made = []
-    for how, cases in engine_cases().items():
-        rows = [(*case[:3], each_n(case), *speedup_cells(case), host_loop(case)) for case in cases]
-        made.append(f"{how}\n\n{markdown(header, rows)}")
-    return joined(made)
-
-
-def each_n(case: EngineCase) -> str:
-    """Return n of a case's runs at the batch sizes that tables show."""
-    return ", ".join(dict.fromkeys(samples(case.runs[batch]) for batch in SHOWN_BATCHES if batch in case.runs))
-
-
-SHOWN_BATCHES = (1, 8, 32, 64)  # in the tables of speedups
-
-
-def is_whole(case: EngineCase) -> bool:
-    """True if a case has all layers of its model, or several ranks."""
-    options = options_of(next(iter(case.runs.values())).command)
-    return case.layers == "all" or options.tensor_parallel_size * options.data_parallel_size > 1
+    header = ("model", "GPU", "layers", "n", *BATCH_COLUMNS, "host loop us")
+    return joined(
+        f"{conditions}\n\n{markdown(header, ((*case[:3], case.n, *speedup_cells(case), host_loop(case)) for case in cases))}"
+        for conditions, cases in engine_cases().items()
+    )
 
 
 def named(case: EngineCase) -> str:
     """Return a case's model, with its share of the layers if it has fewer than all."""
-    model = next(iter(case.runs.values())).sides["with"][0]["model_id"]
-    return case.model if case.layers == "all" else f"{case.model}, {case.layers} of {layers_of(model)} layers"
+    whole = case.layers == "all"
+    return case.model if whole else f"{case.model}, {case.layers} of {layers_of(case.ranks[0])} layers"
 
 
 def whole_models() -> tuple[str, list[EngineCase]]:
-    """Return the conditions of the whole models, and the newest row of each, whatever its GPU and attention backend."""
-    how, cases = next(iter(engine_cases().items()), ("", []))
-    order = {path: at for at, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
-    whole = [case for case in cases if is_whole(case)]
+    """Return the conditions of the models with all layers or several ranks, and the newest row of each.
+
+    Its GPU and attention backend do not count.
+    """
+    conditions, cases = next(iter(engine_cases().items()), ("", []))
+    order = {path: place for place, path in enumerate(oldest_first(RESULTS.glob("*/*-latency.json")))}
+    several = ("tensor_parallel_size", "data_parallel_size")
+    whole = [
+        case
+        for case in cases
+        if case.layers == "all" or any(vars(run.options)[size] > 1 for run in case.runs.values() for size in several)
+    ]
     by_age = sorted(whole, key=lambda case: max(order[path] for run in case.runs.values() for path in run.paths))
-    newest = {ranks_of(case): case for case in by_age}
-    return how, [case for case in whole if newest[ranks_of(case)] is case]
-
-
-def ranks_of(case: EngineCase) -> tuple[str, str, str]:
-    """Return a case's model, ranks and layers."""
-    run = next(iter(case.runs.values()))
-    result = run.sides["with"][0]
-    return result["model_id"], parallelism(result["rank_of"], options_of(run.command)), case.layers
+    newest = {case.ranks: case for case in by_age}
+    return conditions, [case for case in whole if newest[case.ranks] is case]
 
 
 def whole_models_table() -> str:
     """Return the speedups of the whole models, for README."""
-    how, cases = whole_models()
-    header = ("model", "GPU", "n", *(f"batch {batch}" for batch in SHOWN_BATCHES))
-    table = markdown(header, ((named(case), case.gpus, each_n(case), *speedup_cells(case)) for case in cases))
-    return f"{how}\n\n{table}" if cases else table
+    conditions, cases = whole_models()
+    rows = ((named(case), case.gpus, case.n, *speedup_cells(case)) for case in cases)
+    table = markdown(("model", "GPU", "n", *BATCH_COLUMNS), rows)
+    return f"{conditions}\n\n{table}" if cases else table
 
 
 def fastest_and_slowest() -> str:
     """Return the range of the whole models' speedups, for README."""
-    runs = [case.runs[batch] for case in whole_models()[1] for batch in SHOWN_BATCHES if batch in case.runs]
+    runs = [run for case in whole_models()[1] for run in case.shown]
     if not runs:
         return "Nothing was measured."
     ratios = sorted(latency_report.speedup(run.sides) for run in runs)
-    gpus = " and ".join(
-        sorted({path.parent.name.removeprefix("nvidia-").upper() for run in runs for path in run.paths})
-    )
-    span = f"{times(ratios[:1])} to {times(ratios[-1:])}"
-    return f"Whole models decode {span} as fast on {gpus}; some host-bound runs lose. On AMD, only predictions exist."
-
-
-def way(run: EngineRun) -> str:
-    """Return a run's conditions: prompt, compilation, versions and switches."""
-    prompt = f"{plural(run.sides['with'][0]['input_len'], 'token')} of prompt"
-    compiled = lacking(run.command) or "vLLM's default compilation and graph capture"
-    text = f"Random weights, {prompt}, {compiled}, {run.baseline}."
-    if lacking(run.command):
-        text += " vLLM's compiler would fuse a part of the baseline: expect lower speedups with it."
-    return text
-
-
-def lacking(command: str) -> str:
-    """Return the default optimizations that an engine of this command lacked, or nothing."""
-    options = options_of(command)
-    config = options.engine_args.get("compilation_config", {})
-    if options.enforce_eager:
-        return "eager: neither compiled nor captured in graphs"
-    mode = config.get("mode") if isinstance(config, dict) else config
-    return "captured in graphs, without compilation" if mode == 0 else ""
+    products = sorted({path.parent.name.removeprefix("nvidia-").upper() for run in runs for path in run.paths})
+    span = f"{times(ratios[:1])} to {times(ratios[-1:])} as fast on {' and '.join(products)}"
+    return f"Whole models decode {span}; some host-bound runs lose. On AMD, only predictions exist."
 
 
 def serving() -> str:
     """Return vLLM's server at each request rate, baseline / plugin, by the newest file of each model, rank and number of layers."""
-    newest: dict[tuple, dict] = {}
+    newest: dict[tuple, dict[str, dict]] = {}
     for path in oldest_first(RESULTS.glob("*/*-serve.jsonl")):
         for line in lines_of(path):
             model = (line["hardware"], line["model"], line["num_layers"], line["rank_of"])
-            newest[(*model, float(line["request_rate"]), line["side"])] = line
+            newest.setdefault((*model, float(line["request_rate"])), {})[line["side"]] = line
     rows = []
-    for case in dict.fromkeys(case[:-1] for case in sorted(newest, key=str_and_numbers)):
-        without, plugin = (newest[(*case, side)] for side in latency_report.SIDES)
+    for case in sorted(newest, key=str_and_numbers):
         hardware, model, layers, rank_of, rate = case
-        shown = (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("itl_ms", "p99"), ("output_tokens_per_s", None))
-        pairs = [[line[name][of] if of else line[name] for line in (without, plugin)] for name, of in shown]
+        without, plugin = map(newest[case].get, latency_report.SIDES)
+        metrics = (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("itl_ms", "p99"))
+        pairs = [[line[name][percentile] for line in (without, plugin)] for name, percentile in metrics]
+        pairs.append([line["output_tokens_per_s"] for line in (without, plugin)])
         what = f"{model}, one TP{rank_of} rank" if rank_of > 1 else model
         asked = f"{plugin['num_prompts']} x {plugin['input_len']} + {plugin['output_len']}"
         cells = (" / ".join(f"{value:.{0 if value > 50 else 2}f}" for value in pair) for pair in pairs)
         speedups = (times([pair[0] / pair[1]]) for pair in pairs[:2])
         rows.append((what, hardware, str(layers or "all"), asked, f"{rate:g}", *cells, *speedups))
     header = "model", "GPU", "layers", "prompts x tokens + generated", "requests per s", "TTFT p50 ms", "TPOT p50 ms"
-    header = *header, "ITL p99 ms", "tokens/s", "TTFT", "TPOT"
-    return markdown(header, rows)
+    return markdown((*header, "ITL p99 ms", "tokens/s", "TTFT", "TPOT"), rows)
 
 
 class ProfiledRun(NamedTuple):
-    """Both sides' profiles of a model: {batch size: {side: ranks}}, with the last command and all files."""
+    """Both sides' profiles of a model: {batch size: {side: ranks}}, with the last options and all files."""
 
     model: str
     name: str
     layers: str
     hardware: str
     batches: dict[str, dict[str, list[dict]]]
-    command: str
+    options: argparse.Namespace
     paths: list[pathlib.Path]
 
 
@@ -559,44 +563,39 @@ def profiled_runs() -> list[ProfiledRun]:
     pairs: dict[tuple, tuple[dict[str, dict[str, list[dict]]], list[pathlib.Path]]] = {}
     for path in oldest_first(RESULTS.glob("*/*-latency.json")):
         report = json.loads(path.read_text())
-        if seams_of(report):
-            continue
-        for model, batches in latency_report.profiled(report).items():
-            [result, *_] = (result for result in report["results"] if result["model_id"] == model)
-            layers, options = str(result["num_layers"] or "all"), options_of(report["command"])
-            backend = backend_of(report["command"])
-            name = model + parallelism(options.rank_of, options) + (f", {backend}" if backend else "")
+        options = options_of(report["command"])
+        for model, batches in latency_report.profiled(report).items() if not seams_of(report) else ():
+            layers = next(
+                str(result["num_layers"] or "all") for result in report["results"] if result["model_id"] == model
+            )
+            name = ", ".join(filter(None, (model + parallelism(options.rank_of, options), backend_of(options))))
             case = path.parent.name, name, layers
-            found, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
+            profiles, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
             paths.append(path)
             for batch, sides in batches.items():
-                found.setdefault(batch, {}).update(sides)
+                profiles.setdefault(batch, {}).update(sides)
             whole = {
                 batch: {side: sides[side] for side in latency_report.SIDES}
-                for batch, sides in found.items()
+                for batch, sides in profiles.items()
                 if sides.keys() >= latency_report.SIDES.keys()
             }
             if whole:
                 newest.pop(case, None)
-                newest[case] = ProfiledRun(model, name, layers, report["hardware"], whole, report["command"], paths)
+                newest[case] = ProfiledRun(model, name, layers, report["hardware"], whole, options, paths)
     return list(newest.values())
 
 
-def weights_us(gpu: str, model: str, command: str) -> dict[str, float]:
-    """Return the microseconds in which a rank's GPU reads all weights of its linears once, at the bandwidth of a copy, by class."""
-    options = options_of(command)
-    config = model_config.read(str(latency.find_model(model)))
+def weights_us(run: ProfiledRun) -> float:
+    """Return the microseconds in which a rank's GPU reads all weights of its linears once, at the bandwidth of a copy."""
+    options, config = run.options, model_config.read(str(latency.find_model(run.model)))
     config["num_hidden_layers"] = options.num_layers or config["num_hidden_layers"]
-    timed = newest_lines(RESULTS / gpu, PER_OP)
+    timed = newest_lines(RESULTS / run.paths[0].parent.name, PER_OP)
     if not timed:
-        return {}
-    copy_gb_s = statistics.median(line["copy_gb_s"] for line, _ in timed.values())
-    found: dict[str, float] = {}
+        return 0.0
+    copy_gb_s, read_bytes = statistics.median(line["copy_gb_s"] for line, _ in timed.values()), 0
     for call in model_layers.calls(config, options.tensor_parallel_size * options.rank_of, 0):
-        if not call.op.name.endswith(("mm", "gemm")):
-            continue
-        arguments = call.op.Arguments(*call.case(1).make("meta", None, torch.float8_e4m3fn))
-        weight = arguments.weight if hasattr(arguments, "weight") else arguments.b
-        kind = decode_profile.class_of(call.op.name)
-        found[kind] = found.get(kind, 0.0) + call.count * weight.nbytes / copy_gb_s / 1e3
-    return found
+        if call.op.name.endswith(("mm", "gemm")):
+            arguments = call.op.Arguments(*call.case(1).make("meta", None, torch.float8_e4m3fn))
+            weight = arguments.weight if hasattr(arguments, "weight") else arguments.b
+            read_bytes += call.count * weight.nbytes
+    return read_bytes / copy_gb_s / 1e3

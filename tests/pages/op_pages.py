@@ -16,7 +16,7 @@ from vllm_rocm_ops.tools import explain
 from vllm_rocm_ops.tools.bench import lists
 
 from . import measurements
-from .measurements import ROOT, markdown
+from .measurements import ROOT, grouped, markdown, merged
 
 DOCS = ROOT / "vllm_rocm_ops" / "docs"
 WIDTH = 120
@@ -41,10 +41,7 @@ def supported_calls(op: Op, arch_name: str) -> tuple:
 
 def by_file() -> dict[str, list[Op]]:
     """Return the ops of each op file, by file name."""
-    found: dict[str, list[Op]] = {}
-    for op in op_module.registered():
-        found.setdefault(file_of(op).stem, []).append(op)
-    return found
+    return grouped(op_module.registered(), lambda op: file_of(op).stem)
 
 
 def file_of(op: Op) -> pathlib.Path:
@@ -81,39 +78,35 @@ def short(dtype: torch.dtype) -> str:
 @functools.cache
 def supported(op: Op) -> tuple[tuple[str, str, str, str], ...]:
     """Return a row for each dtype of the weight or cache: inputs, weight or cache, results and GPUs. A GPU's FP8 is e4m3 or e5m2."""
-    found: dict[str, tuple[dict, dict, dict]] = {}
+    rows: dict[str, tuple[dict, dict, dict]] = {}
     for name, arch in archs.ARCHS.items():
 
-        def of(tensor: torch.Tensor, own: torch.dtype = arch.fp8_dtype) -> str:
+        def name_of(tensor: torch.Tensor, own: torch.dtype = arch.fp8_dtype) -> str:
             is_own = tensor.dtype == own and "mxfp8" not in op.name
             return "e4m3" if is_own else short(tensor.dtype).removeprefix("float8_").replace("e5m2fnuz", "e5m2")
 
         for a in supported_calls(op, name):
             other = next((getattr(a, operand) for operand in OPERANDS if operand in a._fields), None)
-            kind = "" if other is None else of(other)
+            kind = "" if other is None else name_of(other)
             kind = "as inputs" if other is not None and other.dtype == a[0].dtype and other.itemsize == 2 else kind
             scale = getattr(a, "w1_scale", None)
             kind += ", e8m0 scales" * (scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu))
             made = correctness.as_tuple(op.allocate(a))
             made = [out for out in made if out is made[0] or (out.itemsize == 1 and out.is_floating_point())]
-            inputs, results, gpus = found.setdefault(kind, ({}, {}, {}))
-            inputs[of(a[0])] = gpus[name] = True
-            results |= {"as inputs" if out.dtype == a[0].dtype else of(out): True for out in made} or {"in place": True}
+            inputs, results, gpus = rows.setdefault(kind, ({}, {}, {}))
+            inputs[name_of(a[0])] = gpus[name] = True
+            results |= {"as inputs" if out.dtype == a[0].dtype else name_of(out): True for out in made} or {
+                "in place": True
+            }
     return tuple(
-        (", ".join(inputs), kind, ", ".join(out), ", ".join(gpus)) for kind, (inputs, out, gpus) in found.items()
+        (", ".join(inputs), kind, ", ".join(out), ", ".join(gpus)) for kind, (inputs, out, gpus) in rows.items()
     )
 
 
 def support(ops: list[Op]) -> str:
     """Return the supported inputs: a row for the ops with the same dtypes and GPUs."""
-    names_of: dict[tuple[str, ...], list[str]] = {}
-    for op in ops:
-        for row in supported(op):
-            names_of.setdefault(row, []).append(f"`{op.name}`")
-    return markdown(
-        ("op", "inputs", "weight or cache", "results", "GPUs with kernels"),
-        ((", ".join(names), *row) for row, names in names_of.items()),
-    )
+    rows = ((f"`{op.name}`", *row) for op in ops for row in supported(op))
+    return markdown(("op", "inputs", "weight or cache", "results", "GPUs with kernels"), merged(rows))
 
 
 # Explanations
@@ -155,12 +148,12 @@ def measured(ops: list[Op], results: list[dict]) -> str:
     of_ops = [
         (op, [entry for entry in newest.values() if entry[0]["op"] == op.name]) for op in ops for newest in results
     ]
-    timed = [(op, found) for op, found in of_ops if found]
-    shown = sorted({measurements.rows_of(line) for _, found in timed for line, _ in found})
-    body = [row for op, found in timed for row in speedups(op, [line for line, _ in found], shown)]
+    timed = [(op, entries) for op, entries in of_ops if entries]
+    shown = sorted({measurements.rows_of(line) for _, entries in timed for line, _ in entries})
+    body = [row for op, entries in timed for row in speedups(op, [line for line, _ in entries], shown)]
     parts = []
     if body:
-        paths = sorted({path for _, found in timed for _, path in found})
+        paths = sorted({path for _, entries in timed for _, path in entries})
         lists_of = {"shuffled-gemm": "linear-shuffled", **{kind: name for name, kind in lists.KINDS.items()}}
         kinds = dict.fromkeys(measurements.kind_of(path) for path in paths)
         commands = ", ".join(f"`vllm-rocm-ops bench {lists_of.get(kind, kind)} --baselines`" for kind in kinds)
@@ -170,28 +163,22 @@ def measured(ops: list[Op], results: list[dict]) -> str:
             f"By {commands}: {files}.",
         ]
     what = f"No time of {f'`{ops[0].name}`' if len(ops) == 1 else 'these ops'}"
-    return "\n\n".join(
-        filter(None, (*parts, measurements.untimed({line["gpu"] for _, found in timed for line, _ in found}, what)))
-    )
+    parts.append(measurements.untimed({line["gpu"] for _, entries in timed for line, _ in entries}, what))
+    return "\n\n".join(filter(None, parts))
 
 
 def speedups(op: Op, lines: list[dict], shown: list[int]) -> Iterator[tuple[str, ...]]:
     """Yield an op's row of a GPU: by number of rows, the speedup of its only shape, or the mean and the slowest of several."""
     groups = {what: by_rows for (_, what), by_rows in measurements.groups_of(lines).items()}
-    ratios = [
-        [found for by_rows in groups.values() if m in by_rows and (found := measurements.ratio(by_rows[m]))]
-        for m in shown
-    ]
+    known = ([measurements.ratio(by_rows[m]) for by_rows in groups.values() if m in by_rows] for m in shown)
+    ratios = [list(filter(None, values)) for values in known]
     if any(ratios):
-        several = f"{len(groups)} shapes, mean (slowest)"
-        cells = (
-            measurements.times(found) + (f" ({measurements.times([min(found)])})" if len(found) > 1 else "")
-            for found in ratios
-        )
+        slowest = (f" ({measurements.times([min(values)])})" if len(values) > 1 else "" for values in ratios)
+        cells = map(str.__add__, map(measurements.times, ratios), slowest)
         errors = [line["relative_error"] for line in lines if "relative_error" in line]
-        gpu, what = measurements.head(lines).replace("*", ""), next(iter(groups)) if len(groups) == 1 else several
-        error = f"{max(errors):.2g}" if errors else ""
-        yield f"`{op.name}`", gpu, measurements.baselines_of(lines), what, *cells, error
+        what = next(iter(groups)) if len(groups) == 1 else f"{len(groups)} shapes, mean (slowest)"
+        named = f"`{op.name}`", measurements.head(lines).replace("*", ""), measurements.baselines_of(lines), what
+        yield *named, *cells, f"{max(errors):.2g}" if errors else ""
 
 
 # Pages
@@ -210,10 +197,8 @@ def documentation(op: Op, said: dict[str, str]) -> str:
         hint = "" if "Tensor" in p.annotation else f": {p.annotation}"
         given.append(p.name + hint + ("" if p.default is p.empty else f"{' = ' if hint else '='}{p.default!r}"))
     listed = ", ".join(text.replace(" ", "\0") for text in given)
-    signature = textwrap.fill(f"{op.name}({listed})", WIDTH, subsequent_indent=" " * (len(op.name) + 1)).replace(
-        "\0", " "
-    )
-    return f"## {op.name}\n\n```\n" + "\n\n".join((signature, *parts)) + "\n```"
+    signature = textwrap.fill(f"{op.name}({listed})", WIDTH, subsequent_indent=" " * (len(op.name) + 1))
+    return f"## {op.name}\n\n```\n" + "\n\n".join((signature.replace("\0", " "), *parts)) + "\n```"
 
 
 def page(file: str, ops: list[Op], results: list[dict]) -> str:
@@ -241,8 +226,8 @@ def paragraphs(text: str) -> list[str]:
 def described_by(op: Op) -> list[str]:
     """Return the paragraphs of the docstring of an op's module, without its kernel files."""
     listed_files = r"(?:^|; )[Kk]ernels?: (?:csrc/[\w/.]+(?:, )?)+\.$"
-    found = (re.sub(listed_files, "", text) for text in paragraphs(inspect.getdoc(inspect.getmodule(op.reference))))
-    return [text if text.endswith(".") else f"{text}." for text in found if text]
+    texts = (re.sub(listed_files, "", text) for text in paragraphs(inspect.getdoc(inspect.getmodule(op.reference))))
+    return [text if text.endswith(".") else f"{text}." for text in texts if text]
 
 
 def wrapped(text: str) -> str:
@@ -285,7 +270,9 @@ def index(standalone: bool) -> str:
     rows = []
     for file, ops in by_file().items():
         if is_standalone(ops[0]) is standalone:
-            gpus = dict.fromkeys(gpu for op in ops for *_, found in supported(op) for gpu in found.split(", "))
+            gpus = dict.fromkeys(
+                gpu for op in ops for *_, archs_of_row in supported(op) for gpu in archs_of_row.split(", ")
+            )
             names, does = ", ".join(f"`{op.name}`" for op in ops), described_by(ops[0])[0].replace("|", "\\|")
             rows.append((f"[{file}]({file}.md)", names, does, ", ".join(gpus)))
     return markdown(("page", "ops", "computes", "GPUs with kernels"), rows)

@@ -43,34 +43,31 @@ def predicted_steps() -> str:
     """Return both sides' predicted steps, with the band of a step."""
     models, floors = {}, {}
     for model in step_table.MODELS:
-        found = {
+        totals_of = {
             side: {batch: step_table.total(PREDICTED, model, side, batch) for batch in step_table.BATCHES}
             for side in step.SIDES
         }
         name = f"{model}, TP {step_table.RANKS}"
         models[name] = {
-            side: {batch: (of.us / 1e3, *step_table.step_report.interval(of)) for batch, of in totals.items()}
-            for side, totals in found.items()
+            side: {batch: (total.us / 1e3, *step_table.step_report.interval(total)) for batch, total in totals.items()}
+            for side, totals in totals_of.items()
         }
-        floors[name] = {batch: of.floor_us / 1e3 for batch, of in found["plugin"].items()}
+        floors[name] = {batch: total.floor_us / 1e3 for batch, total in totals_of["plugin"].items()}
     return figures.predicted_steps(models, floors, PREDICTED)
 
 
 def breakdown() -> str:
     """Return the profiled steps of each model's run with most batch sizes."""
-    models = {}
+
+    def step_ms(ranks: list[dict]) -> figures.Step:
+        classes = decode_profile.by_class(ranks[0])
+        return {kind: us / 1e3 for kind, us in classes.items()}, ranks[0]["span_us"] / 1e3
+
+    models, runs = {}, measurements.grouped(measurements.profiled_runs(), lambda run: run.model)
     for model in PROFILED:
-        found = [one for one in measurements.profiled_runs() if one.model == model]
-        one = max(found, key=lambda one: len(one.batches))
-        models[f"{one.name.partition(', no')[0]}, {one.layers} layers, {one.hardware}"] = {
-            batch: {
-                side: (
-                    {kind: us / 1e3 for kind, us in decode_profile.by_class(ranks[0]).items()},
-                    ranks[0]["span_us"] / 1e3,
-                )
-                for side, ranks in sides.items()
-            }
-            for batch, sides in one.batches.items()
+        run = max(runs[model], key=lambda run: len(run.batches))
+        models[f"{run.name.partition(', no')[0]}, {run.layers} layers, {run.hardware}"] = {
+            batch: {side: step_ms(ranks) for side, ranks in sides.items()} for batch, sides in run.batches.items()
         }
     return figures.breakdown(models)
 
@@ -99,13 +96,14 @@ def attention() -> str:
 
 def accuracy() -> str:
     """Return the calibration's points, with the error band of kernels that stream weights."""
-    points: dict[str, list[tuple[float, float, bool]]] = {}
-    found = calibrate.read()
-    for row in found["points"]:
-        case = report.Case(*row)
-        points.setdefault(case.kind, []).append((case.us, case.predicted, case.half != report.HALVES[0]))
+    calibration = calibrate.read()
+    cases = measurements.grouped((report.Case(*row) for row in calibration["points"]), lambda case: case.kind)
+    points = {
+        kind: [(case.us, case.predicted, case.half != report.HALVES[0]) for case in alike]
+        for kind, alike in cases.items()
+    }
     title = "Predicted against published times of decode kernels, MI300X"
-    band = max(half["largest"] for half in found["classes"]["skinny GEMM"].values())
+    band = max(half["largest"] for half in calibration["classes"]["skinny GEMM"].values())
     return figures.accuracy(points, title, band)
 
 

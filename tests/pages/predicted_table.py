@@ -4,49 +4,9 @@ import json
 
 from timing_study import calibrate, microbenchmarks, report
 
-from .measurements import ROOT, joined, markdown, measured
+from .measurements import ROOT, markdown
 
 PUBLISHED = ROOT / "serving_benchmarks" / "timing_study" / "published.json"
-OTHERS = {"aiter's tuner": ("aiter_us", "profiled_us"), "Hugging Face": ("hugging_face_us", "predicted_us")}
-"""By publisher of GEMM times: the field of a line, and the field of the prediction that counts the same way."""
-
-
-def _by_step(newest: dict) -> dict[str, dict[int, list[dict]]]:
-    """Group lines of calls by model and tokens."""
-    found: dict[str, dict[int, list[dict]]] = {}
-    for line, _ in newest.values():
-        found.setdefault(line["model"], {}).setdefault(line["batch"], []).append(line)
-    return found
-
-
-def _beside(lines: list[dict], field: str, plugin: str) -> str:
-    """Return predicted / published ms of a step's GEMMs that have a published time."""
-    found = [line for line in lines if field in line]
-    if not found:
-        return ""
-    sums = (sum(line[name] * line["count"] for line in found) / 1e3 for name in (plugin, field))
-    return " / ".join(f"{each:.1f}" for each in sums)
-
-
-def products() -> str:
-    """Return a row for each model and each published table of its GEMMs."""
-    tables = []
-    for newest in measured("predicted"):
-        line, _ = next(iter(newest.values()))
-        commits = ", ".join(dict.fromkeys(each["commit"] for each, _ in newest.values()))
-        models = _by_step(newest)
-        batches = list(dict.fromkeys(batch for of in models.values() for batch in of))
-        rows = []
-        for model, of in models.items():
-            for who, fields in OTHERS.items():
-                cells = [_beside(of[batch], *fields) for batch in batches]
-                if any(cells):
-                    rows.append((model, who, *cells))
-        tables.append(
-            f"**{line['device']}**: ms of a step's GEMMs with a published time, predicted plugin / published. Kernels of {commits}.\n\n"
-            + markdown(("model", "published by", *(f"batch {batch}" for batch in batches)), rows)
-        )
-    return joined(tables)
 
 
 def facts() -> str:
@@ -131,28 +91,28 @@ def _pair(each: dict) -> tuple[str, str, str]:
 
 def simpler() -> str:
     """Return a row for each class of published points with shapes held out of the simpler models' fit."""
-    found = json.loads(PUBLISHED.read_text())
-    plugin = {_class(each): _share(each["median"]) for each in found["classes"]}
-    names = list(found["simpler"][0])[4:]
+    study = json.loads(PUBLISHED.read_text())
+    plugin = {_class(each): _share(each["median"]) for each in study["classes"]}
+    names = list(study["simpler"][0])[4:]
     rows = [
         (*_class(each), plugin[_class(each)], *("" if each[name] is None else _share(each[name]) for name in names))
-        for each in found["simpler"]
+        for each in study["simpler"]
     ]
     return markdown(("kernels", "GPU", "set", "this model", *names), rows)
 
 
 def published() -> str:
     """Return a row for each class of published points, then the pairs."""
-    found = json.loads(PUBLISHED.read_text())
-    rows = [(*_row(each), "" if each["bias"] is None else f"{100 * each['bias']:+.0f} %") for each in found["classes"]]
-    reasons = sorted({reason for each in found["classes"] for reason in each["why"]})
+    study = json.loads(PUBLISHED.read_text())
+    rows = [(*_row(each), "" if each["bias"] is None else f"{100 * each['bias']:+.0f} %") for each in study["classes"]]
+    reasons = sorted({reason for each in study["classes"] for reason in each["why"]})
     left = [
         f"{count} rows of {_class(each)[0]} on {_class(each)[1]}: {reason}"
-        for each in found["classes"]
+        for each in study["classes"]
         for reason, count in each.get("left out", {}).items()
     ]
-    pairs = map(_pair, found["pairs"])
-    total = [sum(each[name] for each in found["pairs"]) for name in ("right", "pairs")]
+    pairs = map(_pair, study["pairs"])
+    total = [sum(each[name] for each in study["pairs"]) for name in ("right", "pairs")]
     header = "kernels", "GPU", "set", "predicted", "p50 error", "p90 error", "p50 of predicted / measured"
     return "\n\n".join(
         (

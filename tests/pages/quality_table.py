@@ -1,7 +1,7 @@
 """Tabulate the results of serving_benchmarks/quality/quality.py and arithmetic.py for benchmarks.md."""
 
 from .compatibility import QUANTIZATIONS
-from .measurements import head, markdown, measured, per_gpu, plural
+from .measurements import grouped, head, markdown, measured, per_gpu, plural
 
 NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour is not None}
 
@@ -15,43 +15,38 @@ def quality() -> str:
 def row(line: dict) -> tuple[str, ...]:
     shape, perplexity = line["shape"], line["perplexity"]
     values = (f"{perplexity[side]:.4f}" if side in perplexity else "not runnable" for side in ("bf16", "stock", "ours"))
-    found = (shape["model"], NAMES[shape["quantization"]], *values)
+    cells = (shape["model"], NAMES[shape["quantization"]], *values)
     if "perplexity_off" not in line:
-        return (*found, "", "", "")
+        return (*cells, "", "", "")
     worst = max(line["scale_errors"].values(), key=abs)
     bold = "**" if line["wrong"] else ""
     shares = (f"{bold}{value:+.3%}{bold}" for value in (line["perplexity_off"], worst))
-    return (*found, *shares, f"{line['tokens_equal']} of {line['greedy_tokens']}")
+    return (*cells, *shares, f"{line['tokens_equal']} of {line['greedy_tokens']}")
 
 
 def arithmetic() -> str:
     """Return a row per result of an op, with the errors on each machine."""
-    calls: dict[tuple[str, str], dict[str, list[dict]]] = {}
-    machines, checkpoints, files = [], set(), []
-    for newest in measured("arithmetic"):
-        for line, path in newest.values():
-            machines += [line["machine"]] * (line["machine"] not in machines)
-            checkpoints.add(line["case"])
-            files += [path] * (path not in files)
-            for one in line["results"]:
-                calls.setdefault((one["op"], one["result"]), {}).setdefault(line["machine"], []).append(one)
-    if not calls:
-        return "Nothing yet."
-    alike: dict[tuple[str, ...], dict[str, int]] = {}
-    for (op, result), of in sorted(calls.items()):
-        cells = result, *(errors(of.get(machine, [])) for machine in machines)
-        alike.setdefault(cells, {})[f"`{op}`"] = max(map(len, of.values()))
-    rows = ((", ".join(of), result, str(sum(of.values())), *cells) for (result, *cells), of in alike.items())
-    links = ", ".join(
-        f"[{path.parent.name}](../../serving_benchmarks/results/{path.parent.name}/{path.name})" for path in files
-    )
-    about = f"{plural(len(checkpoints), 'checkpoint')}: {links}."
-    return f"{about}\n\n{markdown(('op', 'result', 'calls', *machines), rows)}"
+    lines = [entry for newest in measured("arithmetic") for entry in newest.values()]
+    machines, checkpoints = (dict.fromkeys(line[name] for line, _ in lines) for name in ("machine", "case"))
+    calls = [call | {"machine": line["machine"]} for line, _ in lines for call in line["results"]]
+    rows = []  # (cells, op, calls)
+    for (op, result), alike in sorted(grouped(calls, lambda call: (call["op"], call["result"])).items()):
+        by_machine = grouped(alike, lambda call: call["machine"])
+        cells = result, *(errors(by_machine.get(machine, [])) for machine in machines)
+        rows.append((cells, f"`{op}`", max(map(len, by_machine.values()))))
+    body = [
+        (", ".join(op for _, op, _ in alike), result, str(sum(count for *_, count in alike)), *cells)
+        for (result, *cells), alike in grouped(rows, lambda row: row[0]).items()
+    ]
+    files = dict.fromkeys(f"{path.parent.name}/{path.name}" for _, path in lines)
+    links = ", ".join(f"[{file.partition('/')[0]}](../../serving_benchmarks/results/{file})" for file in files)
+    table = markdown(("op", "result", "calls", *machines), body)
+    return f"{plural(len(checkpoints), 'checkpoint')}: {links}.\n\n{table}" if lines else table
 
 
-def errors(found: list[dict]) -> str:
+def errors(calls: list[dict]) -> str:
     """Return the largest error and the largest ratio to the baseline's, bold beyond the command's limits."""
-    if not found:
+    if not calls:
         return ""
-    bold = "**" if any(one["wrong"] for one in found) else ""
-    return f"{bold}{max(one['ours'] for one in found):.2g}, {max(one['beside'] for one in found):.2f}x{bold}"
+    bold = "**" if any(call["wrong"] for call in calls) else ""
+    return f"{bold}{max(call['ours'] for call in calls):.2g}, {max(call['beside'] for call in calls):.2f}x{bold}"

@@ -25,7 +25,7 @@ from . import (
     step_table,
     systems,
 )
-from .measurements import RESULTS, ROOT, markdown
+from .measurements import RESULTS, ROOT, markdown, merged
 from .op_pages import DOCS
 
 README = ROOT / "README.md"
@@ -40,9 +40,8 @@ def variables() -> str:
 def seams() -> str:
     """Return a row for each seam of the ROCm platform."""
     loaded = (seam.load(name) for name in seam.NAMES)
-    return markdown(
-        ("seam", "replaces"), ((f"`{one.name}`", one.replaces) for one in loaded if "rocm" in one.platforms)
-    )
+    rows = ((f"`{found.name}`", found.replaces) for found in loaded if "rocm" in found.platforms)
+    return markdown(("seam", "replaces"), rows)
 
 
 FORMATS = {
@@ -61,13 +60,11 @@ def support() -> str:
     """Return the support matrix: the layers that have kernels for each format, and the KV cache dtypes, by GPU."""
 
     def runs(arch: str, formats: tuple[str, ...]) -> str:
-        found = [compatibility.QUANTIZATIONS[name][1:3] for name in formats]
-        kinds = {kind: list(filter(None, rows)) for kind, rows in zip(("linear", "MoE"), zip(*found))}
-        served = (
-            kind
-            for kind, rows in kinds.items()
-            if rows and all(compatibility.selected(row, arch) == "selected" for row in rows)
-        )
+        served = []
+        for kind, column in (("linear", 1), ("MoE", 2)):
+            layers = filter(None, (compatibility.QUANTIZATIONS[name][column] for name in formats))
+            if {compatibility.selected(layer, arch) for layer in layers} == {"selected"}:
+                served.append(kind)
         return ", ".join(served) or "vLLM's kernels"
 
     def cached(arch: str, op: Op, cache: str) -> str:
@@ -75,15 +72,13 @@ def support() -> str:
         names = ("FP8" if dtype.itemsize == 1 else op_pages.short(dtype).upper() for dtype in dtypes)
         return ", ".join(sorted(names, key=("BF16", "FP16", "FP8").index))
 
-    rows = [(name, *(runs(arch, of) for arch in compatibility.AMD)) for name, of in FORMATS.items()]
+    rows = [(name, *(runs(arch, formats) for arch in compatibility.AMD)) for name, formats in FORMATS.items()]
     rows.append(("; ".join(compatibility.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, of in ATTENTION.items():
-        alike.setdefault(tuple(cached(arch, *of) for arch in compatibility.AMD), []).append(name)
-    rows += [(f"{', '.join(names)} decode attention: KV cache", *cells) for cells, names in alike.items()]
+    caches = merged((name, *(cached(arch, *op) for arch in compatibility.AMD)) for name, op in ATTENTION.items())
+    rows += [(f"{names} decode attention: KV cache", *cells) for names, *cells in caches]
     titles = []
     for arch in compatibility.AMD:
-        products = ", ".join(name for name, of in archs.PRODUCTS.items() if of.name == arch)
+        products = ", ".join(name for name, known in archs.PRODUCTS.items() if known.name == arch)
         fp8 = str(archs.ARCHS[arch].fp8_dtype).removeprefix("torch.float8_")
         titles.append(f"{products} ({arch}, FP8 is {fp8})")
     return markdown(("weights and activations", *titles), rows)
@@ -100,9 +95,9 @@ SHOWN_SEAMS = ("scaled_linear", "fp8_experts")
 
 def doctor_sample() -> str:
     """Return the sections of `doctor` that a user reads first, composed for an MI300X."""
-    product, arch = next((product, of.name) for product, of in archs.PRODUCTS.items())
+    product, arch = next((product, known_arch.name) for product, known_arch in archs.PRODUCTS.items())
     known = [seam.load(name) for name in SHOWN_SEAMS]
-    found = {
+    state = {
         "package": {"version": vllm_rocm_ops.__version__, "path": ".../site-packages/vllm_rocm_ops"},
         "torch": {"version": "", "hip": "", "cuda": ""},
         "driver": {"backend": "hip", "status": "", "versions": {}},
@@ -116,14 +111,14 @@ def doctor_sample() -> str:
             "version": f"{known[0].versions[1]}.0",
             "plugin": True,
             "why_off": "",
-            "seams": [{"name": one.name, "on": True, "replaces": one.replaces, "reason": ""} for one in known],
+            "seams": [{"name": on.name, "on": True, "replaces": on.replaces, "reason": ""} for on in known],
         },
         "emulator": {"why_off": ""},
         "environment": {},
         "ops": {},
     }
     shown, lines = False, []
-    for line in doctor.text(found).splitlines():
+    for line in doctor.text(state).splitlines():
         shown = line.startswith(SHOWN) or (shown and line.startswith(" "))
         lines += [line] if shown else []
     return "\n".join(("```", "$ vllm-rocm-ops doctor", *lines, " " * 14 + "...", "```"))
@@ -174,7 +169,6 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     DOCS / "decode_steps.md": {
         "steps": step_table.steps,
         "worst": step_table.worst,
-        "products": predicted_table.products,
         "published": step_table.published,
         "others": step_table.others,
     },
@@ -184,7 +178,6 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "ranks": results_page.ranks,
         "launches": launch_table.launches,
         "ops": results_page.ops,
-        "kernels": results_page.kernels,
         "index": results_page.index,
     },
 }

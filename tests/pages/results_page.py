@@ -1,31 +1,27 @@
-"""Tabulate serving_benchmarks/results for the README of that folder: an index of its files and four summaries."""
+"""Tabulate serving_benchmarks/results for the README of that folder: an index of its files and three summaries."""
 
 import json
 import pathlib
-import statistics
+from collections.abc import Iterator
 
 import decode_profile
 import latency_report
 
 from . import measurements
-from .measurements import EngineCase, lines_of, links, markdown, measured, newest_lines, oldest_first, times
+from .measurements import EngineCase, EngineRun, grouped, lines_of, links, markdown, measured, oldest_first, times
 
 MANY = 3  # ops or models that the index names
 GONE = "decode_step"  # the kind of files whose benchmark no longer exists
-SIDES = {"without": "baseline", "with": "plugin"}
 
 
 def index() -> str:
     """Return a table per folder: its files by contents, oldest first."""
     tables = []
     for folder in sorted(path for path in measurements.RESULTS.glob("*") if path.is_dir()):
-        files_of: dict[str, list[tuple[pathlib.Path, int]]] = {}
-        for path in oldest_first(folder.glob("*.*")):
-            what, lines = contents(path)
-            files_of.setdefault(what, []).append((path, lines))
+        files = [(path, *contents(path)) for path in oldest_first(folder.glob("*.*"))]
         rows = [
-            (links(path for path, _ in files), what, str(sum(lines for _, lines in files)))
-            for what, files in files_of.items()
+            (links(path for path, *_ in alike), what, str(sum(lines for *_, lines in alike)))
+            for what, alike in grouped(files, lambda file: file[1]).items()
         ]
         if rows:
             tables.append(f"### {folder.name}\n\n{markdown(('files', 'contents', 'lines'), rows)}")
@@ -55,7 +51,7 @@ def engine_run(result: dict, command: str) -> str:
 def names_of(line: dict) -> list[str]:
     """Return the ops, the model or the kernel that a line belongs to."""
     if "results" in line:  # of arithmetic.py
-        return [f"`{one['op']}`" for one in line["results"]]
+        return [f"`{call['op']}`" for call in line["results"]]
     if "seam" in line:
         return [f"seams of {line['model']}"]
     return [f"`{line['op']}`"] if "op" in line else [f"`{line['kernel']}`"] if "kernel" in line else [line["model"]]
@@ -64,24 +60,24 @@ def names_of(line: dict) -> list[str]:
 def engine() -> str:
     """Return a table for each set of conditions: ms per token at every batch size, baseline / plugin, bold where the plugin is slower."""
     tables = []
-    for how, cases in measurements.engine_cases().items():
+    for conditions, cases in measurements.engine_cases().items():
         batches = sorted({batch for case in cases for batch in case.runs})
-        rows = [(*case[:3], *_lengths(case), *(_ms(case, batch) for batch in batches)) for case in cases]
+        rows = [(*case[:3], *_lengths(case), *(_ms(case.runs.get(batch)) for batch in batches)) for case in cases]
         header = "model", "GPU", "layers", "generated", "n", *(f"batch {batch}" for batch in batches)
-        tables.append(f"{how}\n\n{markdown(header, rows)}")
+        tables.append(f"{conditions}\n\n{markdown(header, rows)}")
     return measurements.joined(tables)
 
 
 def _lengths(case: EngineCase) -> tuple[str, str]:
-    runs = case.runs.values()
-    generated = dict.fromkeys(str(run.sides["with"][0]["output_len"]) for run in runs)
-    return ", ".join(generated), ", ".join(dict.fromkeys(map(measurements.samples, runs)))
+    cells = zip(*((str(run.sides["with"][0]["output_len"]), run.n) for run in case.runs.values()))
+    generated, starts = (", ".join(dict.fromkeys(values)) for values in cells)
+    return generated, starts
 
 
-def _ms(case: EngineCase, batch: int) -> str:
-    if batch not in case.runs:
+def _ms(run: EngineRun | None) -> str:
+    if run is None:
         return ""
-    baseline, plugin = (latency_report.median_ms(case.runs[batch].sides[side]) for side in latency_report.SIDES)
+    baseline, plugin = (latency_report.median_ms(run.sides[side]) for side in latency_report.SIDES)
     text = f"{baseline:.2f} / {plugin:.2f}"
     return f"**{text}**" if baseline < plugin else text
 
@@ -94,24 +90,28 @@ def profile_links(run: measurements.ProfiledRun) -> str:
     )
 
 
+def profiled() -> Iterator[tuple[tuple[str, ...], list[list[dict]], float]]:
+    """Yield each profiled step: its first cells, the ranks of both sides, and the us in which the weights are read once."""
+    for run in measurements.profiled_runs():
+        for batch, sides in run.batches.items():
+            cells = profile_links(run), run.hardware, run.layers, batch
+            yield cells, [*sides.values()], measurements.weights_us(run)
+
+
 def steps() -> str:
     """Return a row for each profiled step: us by class of kernels, baseline / plugin, a longer step in bold."""
     kinds = *decode_profile.CLASSES, decode_profile.REST, decode_profile.IDLE
     rows = []
-    for run in measurements.profiled_runs():
-        floor = sum(measurements.weights_us(run.paths[0].parent.name, run.model, run.command).values())
-        for batch, sides in run.batches.items():
-            firsts = [ranks[0] for ranks in sides.values()]
-            classes = [decode_profile.by_class(rank) for rank in firsts]
-            cells = (" / ".join(f"{of[kind]:.0f}" if kind in of else "" for of in classes) for kind in kinds)
-            spans = " / ".join(f"{rank['span_us']:.0f}" for rank in firsts)
-            spans = f"**{spans}**" if firsts[0]["span_us"] < firsts[-1]["span_us"] else spans
-            launches = " / ".join(f"{decode_profile.launches(rank):.0f}" for rank in firsts)
-            least = f"{floor:.0f}" if floor else ""
-            what = profile_links(run), run.hardware, run.layers
-            rows.append((*what, batch, spans, launches, least, *(cell if cell != " / " else "" for cell in cells)))
-    header = "model", "GPU", "layers", "batch", "step", "launches", "weights alone"
-    return markdown((*header, *kinds), rows)
+    for cells, sides, floor in profiled():
+        firsts = [ranks[0] for ranks in sides]
+        classes = [decode_profile.by_class(rank) for rank in firsts]
+        spans = " / ".join(f"{rank['span_us']:.0f}" for rank in firsts)
+        spans = f"**{spans}**" if firsts[0]["span_us"] < firsts[-1]["span_us"] else spans
+        launches = " / ".join(f"{decode_profile.launches(rank):.0f}" for rank in firsts)
+        by_kind = (" / ".join(f"{us[kind]:.0f}" if kind in us else "" for us in classes) for kind in kinds)
+        shown = ("" if cell == " / " else cell for cell in by_kind)
+        rows.append((*cells, spans, launches, f"{floor:.0f}" if floor else "", *shown))
+    return markdown(("model", "GPU", "layers", "batch", "step", "launches", "weights alone", *kinds), rows)
 
 
 def ranks() -> str:
@@ -121,16 +121,17 @@ def ranks() -> str:
         "idle": lambda rank, floor: rank["span_us"] - rank["busy_us"],
         "waiting in all-reduces": lambda rank, floor: rank["waiting_us"] or 0,
     }
-    rows = []
-    for run in measurements.profiled_runs():
-        floor = sum(measurements.weights_us(run.paths[0].parent.name, run.model, run.command).values())
-        for batch, sides in run.batches.items():
-            cells = (
-                " / ".join(" ".join(f"{us(rank, floor):.0f}" for rank in of) for of in sides.values())
+    rows = [
+        (
+            *cells,
+            *(
+                " / ".join(" ".join(f"{us(rank, floor):.0f}" for rank in side) for side in sides)
                 for us in columns.values()
-            )
-            if max(map(len, sides.values())) > 1:
-                rows.append((profile_links(run), run.hardware, run.layers, batch, *cells))
+            ),
+        )
+        for cells, sides, floor in profiled()
+        if max(map(len, sides)) > 1
+    ]
     return markdown(("model", "GPU", "layers", "batch", *columns), rows)
 
 
@@ -139,43 +140,17 @@ def ops() -> str:
     rows = []
     for newest in measured(*measurements.timed_kinds() - {GONE}):
         lines = [line for line, _ in newest.values()]
-        for op in dict.fromkeys(line["op"] for line in lines):
-            of = [line for line in lines if line["op"] == op]
-            found = [value for line in of if (value := measurements.ratio(line))]
-            if found:
-                faster = f"{sum(value > 1 for value in found)} of {len(found)}"
-                cells = times([statistics.geometric_mean(found)]), times([min(found)]), times([max(found)])
-                rows.append((of[0]["gpu"], f"`{op}`", measurements.baselines_of(of), faster, *cells))
-            else:
-                rows.append((of[0]["gpu"], f"`{op}`", "none", "", "", "", ""))
-    header = "GPU", "op", "best baseline", "faster in", "geometric mean", "least", "most"
-    return markdown(header, rows)
-
-
-COLUMNS = {
-    "waves per block": "waves_per_block",
-    "VGPRs": "vgprs",
-    "AGPRs": "agprs",
-    "SGPRs": "sgprs",
-    "VGPR spills": "vgpr_spills",
-    "SGPR spills": "sgpr_spills",
-    "LDS bytes": "lds",
-    "waves per CU at most": "occupancy",
-}
-
-
-def kernels() -> str:
-    """Return a row for each kernel that streams the weights or the cache of decode, from its AMD code objects."""
-    found: dict[str, dict[str, dict]] = {}
-    for folder in sorted(path for path in measurements.RESULTS.glob("*") if path.is_dir()):
-        for line, _ in newest_lines(folder, ["static"]).values():
-            found.setdefault(line["kernel"], {})[line["arch"]] = line
-    rows = [
-        (
-            f"`{name}`",
-            ", ".join(of),
-            *(" / ".join(dict.fromkeys(str(line[key]) for line in of.values())) for key in COLUMNS.values()),
-        )
-        for name, of in found.items()
-    ]
-    return markdown(("kernel", "arch", *COLUMNS), rows)
+        for op, timed in grouped(lines, lambda line: line["op"]).items():
+            ratios = list(filter(None, map(measurements.ratio, timed)))
+            cells = "none", "", "", "", ""
+            if ratios:
+                faster = f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
+                cells = (
+                    measurements.baselines_of(timed),
+                    faster,
+                    times(ratios),
+                    times([min(ratios)]),
+                    times([max(ratios)]),
+                )
+            rows.append((timed[0]["gpu"], f"`{op}`", *cells))
+    return markdown(("GPU", "op", "best baseline", "faster in", "geometric mean", "least", "most"), rows)

@@ -1,16 +1,14 @@
 """Tabulate predicted decode steps: both sides, published steps, H200 profiles, and the costliest launches."""
 
 import functools
-import json
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
-from timing_study import baseline, published_steps, step, step_report
+from timing_study import baseline, h200_profiles, published_steps, step, step_report
 
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.timing import machines
 
-from .measurements import RESULTS, markdown
+from .measurements import SIDES, grouped, markdown
 
 MODELS = {"Llama-3.1-405B FP8": "llama-3.1-405b-fp8", "DeepSeek-V3": "deepseek-v3"}
 RANKS = 8
@@ -65,35 +63,33 @@ def steps() -> str:
     for product in baseline.PRODUCTS:
         for model in MODELS:
             for side in step.SIDES:
-                found = [total(product, model, side, batch) for batch in BATCHES]
-                rows.append((product, model, side, str(found[0].launches), *map(_ms, found)))
+                totals = [total(product, model, side, batch) for batch in BATCHES]
+                rows.append((product, model, side, str(totals[0].launches), *map(_ms, totals)))
             rows.append((product, model, "baseline / plugin", "", *(speedup(product, model, n) for n in BATCHES)))
-            rows.append((product, model, "least time of bytes", "", *(f"{of.floor_us / 1e3:.1f}" for of in found)))
+            floors = (f"{least.floor_us / 1e3:.1f}" for least in totals)
+            rows.append((product, model, "least time of bytes", "", *floors))
     return markdown(("GPU", "model, TP 8", "side", "launches", *(f"batch {batch}" for batch in BATCHES)), rows)
 
 
 def constants() -> str:
     """Return every constant of a step with its kind and source."""
-    found = {**vars(baseline), **vars(published_steps)}
-    for name, of in ("EMPTY", baseline.EMPTY), ("OWN_SOURCE", baseline.OWN_SOURCE):
-        found |= {f"{name}[{product}]": each for product, each in of.items()}
+    known = {**vars(baseline), **vars(published_steps)}
+    for name in ("EMPTY", "OWN_SOURCE"):
+        known |= {f"{name}[{product}]": constant for product, constant in known[name].items()}
     rows = [
-        (f"`{name}`", f"{each.value:g} {each.unit}", each.kind, each.source)
-        for name, each in found.items()
-        if isinstance(each, machines.Constant)
+        (f"`{name}`", f"{constant.value:g} {constant.unit}", constant.kind, constant.source)
+        for name, constant in known.items()
+        if isinstance(constant, machines.Constant)
     ]
     return markdown(("constant", "value", "kind", "source"), rows)
 
 
 def times() -> str:
     """Return the baseline's kernels with published times."""
-    rows = [
-        (
-            row["product"], f"{row['op']} {'x'.join(map(str, row['sizes']))}",
-            ", ".join(f"{tokens}: {us:g}" for tokens, us in row["us"].items()), row["timer"], row["kind"], row["source"],
-        )
-        for row in baseline.TABLE
-    ]  # fmt: skip
+    rows = []
+    for row in baseline.TABLE:
+        kernel, us = f"{row['op']} {'x'.join(map(str, row['sizes']))}", (f"{n}: {us:g}" for n, us in row["us"].items())
+        rows.append((row["product"], kernel, ", ".join(us), row["timer"], row["kind"], row["source"]))
     return markdown(("GPU", "kernel", "us by tokens", "timer", "kind", "source"), rows)
 
 
@@ -103,122 +99,21 @@ def _interval(low: float, high: float, digits: int) -> str:
 
 def published() -> str:
     """Return the gaps and all-reduces that each published step admits, and the verdict on the slopes."""
-    rows = [
-        (
-            each.release, str(each.batch), f"{each.published:.1f}", f"{each.predicted:.1f}", f"{each.ratio:.2f}",
-            _interval(*each.gap, 2), f"{each.reduce:.1f}",
-        )
-        for each in published_steps.admitted()
-    ]  # fmt: skip
-    head = (
-        "vLLM",
-        "batch",
-        "published ms",
-        "predicted ms",
-        "published / predicted",
-        "gaps, us",
-        "all-reduces without gaps, us",
-    )
+    rows = []
+    for step_ms in published_steps.admitted():
+        ms = f"{step_ms.published:.1f}", f"{step_ms.predicted:.1f}", f"{step_ms.ratio:.2f}"
+        rows.append((step_ms.release, str(step_ms.batch), *ms, _interval(*step_ms.gap, 2), f"{step_ms.reduce:.1f}"))
+    header = "vLLM", "batch", "published ms", "predicted ms"
+    head = *header, "published / predicted", "gaps, us", "all-reduces without gaps, us"
     slopes = [
-        (release, f"1 to {batch}", f"+{ms:.1f}", f"+{found:.1f}", f"{found / ms - 1:+.0%}")
-        for release, batch, ms, found in published_steps.slopes()
+        (release, f"1 to {batch}", f"+{ms:.1f}", f"+{predicted:.1f}", f"{predicted / ms - 1:+.0%}")
+        for release, batch, ms, predicted in published_steps.slopes()
     ]
     low, high = published_steps.spread()
-    verdict = (
-        "All slopes are explained within 15 %."
-        if published_steps.explained()
-        else f"**The slope over batch is not explained within 15 %.** The spread, {low:.2f} to {high:.2f}, is the band of a step."
-    )
-    steeper = markdown(("vLLM", "batch", "published ms", "predicted ms", "error"), slopes)
-    return f"{markdown(head, rows)}\n\n{steeper}\n\n{verdict}"
-
-
-# Profiles on H200
-
-PROFILES = {  # files of results/nvidia-h200: layers with shared experts, all layers
-    "2026-11-22-215c3c3-llama-tp4": (0, 30),
-    "2026-11-23-9afc31a-llama-rank-of-8": (0, 40),
-    "2026-11-23-9afd86e-deepseek-rank-of-8": (17, 20),
-    "2026-11-23-e10d0ef-deepseek-whole-rank-of-8": (58, 61),
-}
-FITTED = {("2026-11-23-9afc31a-llama-rank-of-8", "without"), ("2026-11-23-e10d0ef-deepseek-whole-rank-of-8", "without")}
-ALONE = "2026-11-22-cf0696c-gemm.jsonl"  # times of block-scaled GEMMs alone
-ONCE, DENSE, SHARED = (
-    ((2112, 7168), (3072, 1536), (7168, 2048)),
-    ((4608, 7168), (7168, 2304)),
-    ((512, 7168), (7168, 256)),
-)
-LINEARS = {"without": "gemm_fp8_blockwise", "with": "block_scaled_mm"}
-ACTIVATIONS = {"without": "mul_silu", "with": "silu_and_mul"}
-QUANTIZED = {"without": 2, "with": 1}  # launches of a shared expert that quantize alone
-
-
-class Profile(NamedTuple):
-    """A recorded step in us: its kernels, the second stream's kernels, launches, and the spans measured and predicted."""
-
-    name: str
-    side: str
-    batch: int
-    kernels: float
-    hidden: float
-    launches: float
-    span: float
-    predicted: float
-    engine: float | None
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.span - 1
-
-    @property
-    def fitted(self) -> bool:
-        return (self.name, self.side) in FITTED and self.batch == 1
-
-
-@functools.cache
-def _alone(side: str) -> dict[tuple[int, int, int], float]:
-    found = {}
-    for line in map(json.loads, (RESULTS / "nvidia-h200" / ALONE).read_text().splitlines()):
-        if line["op"] == "block_scaled_mm":
-            found[tuple(line["shape"].values())] = line["us"] if side == "with" else line["peers"]["vllm"]
-    return found
-
-
-def second_stream(kernels: dict, side: str, batch: int, experts: int, layers: int) -> float:
-    """Return the shared experts' time, us.
-
-    The profile has one sum for all block-scaled linears: the main stream's take at most their time alone, the second stream's at
-    least their share.
-    """
-
-    def sums(pattern: str) -> tuple[float, float]:
-        found = [times for name, times in kernels.items() if pattern in name]
-        return sum(calls for calls, _ in found), sum(us for _, us in found)
-
-    if not experts:
-        return 0.0
-    alone = {shape: us for (m, *shape), us in _alone(side).items() if m == batch for shape in [tuple(shape)]}
-    main = layers * sum(alone[shape] for shape in ONCE) + (layers - experts) * sum(alone[shape] for shape in DENSE)
-    second = experts * sum(alone[shape] for shape in SHARED)
-    _, us = sums(LINEARS[side])
-    linears = max(us * second / (main + second), us - main)
-    (calls, quantize), (acts, activate) = sums("per_token_group_quant"), sums(ACTIVATIONS[side])
-    return linears + QUANTIZED[side] * experts * quantize / calls + experts * activate / acts
-
-
-def profiles() -> Iterator[Profile]:
-    """Yield every profile of the engine with its step: measured kernels, two streams, gaps and the time outside the graph."""
-    for name, (experts, layers) in PROFILES.items():
-        report = json.loads((RESULTS / "nvidia-h200" / f"{name}-latency.json").read_text())
-        engine = {(line["side"], line["batch_size"]): line["decode_ms_per_token"] for line in report["results"]}
-        for run in report["runs"]:
-            for size, ranks in run["profile"].items():
-                kernels, batch, side = ranks[0]["kernels"], int(size), run["side"]
-                launches, us = (sum(times) for times in zip(*kernels.values()))
-                hidden = second_stream(kernels, side, batch, experts, layers)
-                predicted = us - hidden + launches * baseline.H200_GAP.value + baseline.H200_HOST.value
-                ms = engine.get((side, batch))
-                yield Profile(name, side, batch, us, hidden, launches, ranks[0]["span_us"], predicted, ms and ms * 1e3)
+    band = f"The spread, {low:.2f} to {high:.2f}, is the band of a step."
+    unexplained = f"**The slope over batch is not explained within 15 %.** {band}"
+    verdict = "All slopes are explained within 15 %." if published_steps.explained() else unexplained
+    return f"{markdown(head, rows)}\n\n{markdown((*header, 'error'), slopes)}\n\n{verdict}"
 
 
 def others() -> str:
@@ -228,29 +123,24 @@ def others() -> str:
     for other in published_steps.OTHERS:
         cells = dict.fromkeys((1, 4, 8, 16, 32, 64), "")
         for batch, ms in other.ms.items():
-            found = published_steps.other_ms(other, batch)
-            ratio = f"{ms / found:.2f}"
-            cells[batch] = f"{ms:.1f} / {found:.1f} = " + (ratio if low <= ms / found <= high else f"**{ratio}**")
+            predicted = published_steps.other_ms(other, batch)
+            bold = "" if low <= ms / predicted <= high else "**"
+            cells[batch] = f"{ms:.1f} / {predicted:.1f} = {bold}{ms / predicted:.2f}{bold}"
         rows.append((other.name, other.product, *cells.values(), other.source))
     return markdown(("engine and model", "GPU", *(f"batch {batch}" for batch in cells), "source"), rows)
 
 
 def h200() -> str:
     """Return a row for each profile."""
-    sides = {"without": "baseline", "with": "plugin"}
-    found = list(profiles())
-    rows = [
-        (
-            each.name, sides[each.side], str(each.batch), f"{each.launches:.0f}", f"{each.kernels:.0f}", f"{each.hidden:.0f}",
-            f"{each.span:.0f}", f"{each.predicted:.0f}", f"{each.error:+.1%}" + ", fitted" * each.fitted,
-            f"{each.engine:.0f}" if each.engine else "",
-        )
-        for each in found
-    ]  # fmt: skip
+    rows, held = [], []
+    for run in h200_profiles.profiles():
+        us = (f"{us:.0f}" for us in (run.launches, run.kernels, run.hidden, run.span, run.predicted))
+        error, engine = f"{run.error:+.1%}" + ", fitted" * run.fitted, f"{run.engine:.0f}" if run.engine else ""
+        rows.append((run.name, SIDES[run.side], str(run.batch), *us, error, engine))
+        held += [] if run.fitted else [abs(run.error)]
     head = "profile", "side", "batch", "launches", "kernels", "second stream", "step", "predicted", "error"
-    head = *head, "without the profiler"
-    held = [abs(each.error) for each in found if not each.fitted]
-    return f"{markdown(head, rows)}\n\nHeld out: {len(held)} steps, largest error {max(held):.1%}."
+    table = markdown((*head, "without the profiler"), rows)
+    return f"{table}\n\nHeld out: {len(held)} steps, largest error {max(held):.1%}."
 
 
 # What to do next
@@ -258,17 +148,16 @@ def h200() -> str:
 
 def _by_cost(product: str, model: str) -> list[tuple[tuple, dict[int, step.Node]]]:
     """Return the launches of the plugin's steps by batch size, largest mean share of a step's cost above the floor first."""
-    found: dict[tuple, dict[int, step.Node]] = {}
-    for batch in BATCHES:
-        for node in nodes(product, model, "plugin", batch):
-            found.setdefault((node.layer, node.op, node.count, node.stream), {})[batch] = node
-    return sorted(found.items(), key=lambda item: -sum(_share(product, model, *each) for each in item[1].items()))
+    every = [(batch, node) for batch in BATCHES for node in nodes(product, model, "plugin", batch)]
+    launches = grouped(every, lambda each: (each[1].layer, each[1].op, each[1].count, each[1].stream))
+    by_cost = sorted(launches.items(), key=lambda item: -sum(_share(product, model, *each) for each in item[1]))
+    return [(launch, dict(by_batch)) for launch, by_batch in by_cost]
 
 
 def _share(product: str, model: str, batch: int, node: step.Node) -> float:
     """Return a launch's share of its step's cost above the floor, zero where the second stream hides it."""
-    of = total(product, model, "plugin", batch)
-    return node.cost_us / (of.us - of.floor_us) if node.stream != step.SECOND else 0.0
+    whole = total(product, model, "plugin", batch)
+    return node.cost_us / (whole.us - whole.floor_us) if node.stream != step.SECOND else 0.0
 
 
 def worst() -> str:

@@ -69,22 +69,22 @@ def link(path: str) -> str:
 
 def cells(row: Row) -> tuple[str, ...]:
     """Return the cells of a row."""
+    counterpart = ", ".join(f"[{name}]({link_of(name)})" for name in row.ops)
     if row.command:
-        ours = f"`{'python serving_benchmarks/' if row.command[0] == 'contests' else 'vllm-rocm-ops '}{row.ours}`"
-    else:
-        ours = ", ".join(f"[{name}]({link_of(name)})" for name in row.ops)
+        program = "python serving_benchmarks/" if row.command[0] == "contests" else "vllm-rocm-ops "
+        counterpart = f"`{program}{row.ours}`"
     said = [{"there": "", "PyTorch's": STATES["PyTorch's"]}.get(row.state, row.state), row.why]
     state = ": ".join(filter(None, said)) if row.state != "left out" else f"left out, because {row.why}"
     return (
         row.theirs,
-        ". ".join(filter(None, (state, ours))),
+        ". ".join(filter(None, (state, counterpart))),
         *(", ".join(map(link, paths.split())) for paths in (row.where, row.tests)),
     )
 
 
 def page() -> str:
     """Return the page."""
-    found = rows()
+    features = rows()
     parts = [
         WRITTEN,
         "# Other systems",
@@ -92,11 +92,11 @@ def page() -> str:
         "\n".join(
             f"- {meaning[0].upper()}{meaning[1:]}: {count}"
             for state, meaning in STATES.items()
-            if (count := sum(row.state == state for row in found))
+            if (count := sum(row.state == state for row in features))
         ),
     ]
     for system, (name, about, where) in SYSTEMS.items():
-        of_system = [row for row in found if row.system == system]
+        of_system = [row for row in features if row.system == system]
         table = markdown(("feature", "counterpart here", "source", "tests"), map(cells, of_system))
         parts += [f"## {name}", f"{about[0].upper()}{about[1:]}: [{where}](https://github.com/{where}).", table]
     return "\n\n".join(parts) + "\n"
