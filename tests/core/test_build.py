@@ -20,6 +20,7 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
+IN_TREE = "gfx942", "gfx950", "sm_90"
 KERNEL = """
 #include "device/value.h"
 extern "C" __attribute__((global)) void add(float* p) { p[0] += VALUE; }
@@ -36,7 +37,7 @@ def make_tree(root: Path):
         path = root / "csrc" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    for name in ("csrc/build.py", "csrc/debug_info.py", *(f"vllm_rocm_ops/core/archs/{arch}.py" for arch in ARCHS)):
+    for name in ("csrc/build.py", "csrc/debug_info.py", *(f"vllm_rocm_ops/core/archs/{arch}.py" for arch in IN_TREE)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     return load_build(root / "csrc")
@@ -438,7 +439,8 @@ def test_command_line(build):
     )
 
 
-def test_the_package_knows_the_same_archs(build):
+def test_the_package_knows_the_same_archs():
+    build = load_build(ROOT / "csrc")
     assert {name: build.suffix(name) for name in build.ARCHS} == {
         arch.name: arch.code_suffix for arch in ARCHS.values()
     }

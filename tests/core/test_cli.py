@@ -218,12 +218,6 @@ def test_names_of_gpus_in_any_case():
     assert archs.named("mi308x").compute_units == 80
 
 
-@pytest.mark.parametrize("name", ["", "MI300", "gfx942:", "gfx942:0", "gfx942:12345"])
-def test_unknown_gpus_are_refused(name):
-    with pytest.raises(ValueError, match="arch must be one of gfx942"):
-        archs.named(name)
-
-
 def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
     """Seams limit the plugin's kernels to 64 tokens for GEMMs and experts, and to 16 in bf16."""
     arguments = [
@@ -610,7 +604,7 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
     [
         (["--model", "nothing"], "model must be a config.json, a folder with one, or one of deepseek-v3, glm"),
         (["--model", "deepseek-v3", "--tp", "3"], "tp must divide num_attention_heads=128, got 3"),
-        (["--model", "deepseek-v3", "--arch", "gfx90a"], "arch must be one of gfx942"),
+        (["--model", "deepseek-v3", "--arch", "gfx90a"], "arch must be one of "),
     ],
 )
 def test_explain_of_a_model_refuses_with_a_plain_message(arguments, message, capsys):

@@ -3,10 +3,13 @@
 test_repo.py tests that it is fresh.
 """
 
+import re
+
 import pytest
-from pages import compatibility
+from pages import compatibility, readme
 
 from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.vllm import seam
 
 
 def table_below(title: str) -> list[list[str]]:
@@ -20,6 +23,18 @@ def test_every_recorded_selection_is_on_the_page():
     recorded = {what for what, _ in compatibility.answers("with") if what.startswith(("linear ", "experts "))}
     shown = {what for _, *rows, _ in compatibility.QUANTIZATIONS.values() for what in rows if what}
     assert shown == {what for what in recorded if "," not in what}
+
+
+@pytest.mark.parametrize("name", seam.in_folder("linear") + seam.in_folder("moe"))
+def test_every_seam_of_linears_and_experts_is_in_a_recorded_selection(name):
+    """A recorded answer names its class, as RocmOpsInt8Linear, or its module."""
+    kernel = r"\w*".join(part.capitalize() for part in name.split("_"))
+    answers = {answer for of in compatibility.answers("with").values() for both in of.values() for answer in both}
+    assert any(re.match(rf"RocmOps(Aiter|Routing)?{kernel} |.*\.{name}\.", answer) for answer in answers)
+
+
+def test_every_format_of_the_page_is_in_the_support_matrix():
+    assert {name for names in readme.FORMATS.values() for name in names} == set(compatibility.QUANTIZATIONS)
 
 
 def test_every_quantization_that_an_engine_runs_is_on_the_page():

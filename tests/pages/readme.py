@@ -89,6 +89,18 @@ def faster() -> str:
     return f"- **Faster?** {measurements.fastest_and_slowest()} [Benchmarks and predictions](#performance)"
 
 
+def requires() -> str:
+    """Return the GPUs and versions that the package requires."""
+    *others, last = archs.PRODUCTS
+    python, emulator, torch = map(compatibility.required, ("requires-python", "python_version", "torch"))
+    driver = (ROOT / "csrc" / "runtime" / "driver.cpp").read_text()
+    rocm = " or ".join(sorted(set(re.findall(r"libamdhip64\.so\.(\d+)", driver))))
+    return (
+        f"Requires an {', '.join(others)} or {last}, vLLM {' to '.join(seam.Seam.versions)}, torch {torch} or newer for ROCm, "
+        f"Python {python} or newer ({emulator} for the emulator), and the driver library of ROCm {rocm}."
+    )
+
+
 SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
 SHOWN_SEAMS = ("scaled_linear", "fp8_experts")
 
@@ -131,6 +143,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "engine": measurements.whole_models_table,
         "predicted": step_table.readme,
         "support": support,
+        "requires": requires,
         "doctor": doctor_sample,
     },
     compatibility.PAGE: compatibility.TABLES,

@@ -19,7 +19,6 @@ from vllm_rocm_ops.ops.shared.weight_layout import plain_weight, shuffle_weight
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import (
-    block_scaled_linear,
     mxfp8_linear,
     scaled_linear,
     unquantized_linear,
@@ -802,26 +801,24 @@ def test_fake_results_are_like_real_ones(make, kind):
         torch.library.opcheck(op, (*arguments, kernel.baseline_name), test_utils="test_faketensor")
 
 
-BROKEN = {
-    scaled_linear: "_POSSIBLE_FP8_KERNELS",
-    block_scaled_linear: "_POSSIBLE_FP8_BLOCK_KERNELS",
-    mxfp8_linear: "_POSSIBLE_MXFP8_KERNELS",
-}
+OF_TABLES = [one for one in map(seam.load, seam.in_folder("linear")) if "_POSSIBLE_" in one.replaces]
+"""The seams that insert a kernel into a table of vLLM's."""
 
 
-@pytest.mark.parametrize("module", BROKEN, ids=lambda module: module.SEAM.name)
-def test_a_probe_notices_other_tables_and_signatures(module, monkeypatch):
+@pytest.mark.parametrize("one", OF_TABLES, ids=lambda one: one.name)
+def test_a_probe_notices_other_tables_and_signatures(one, monkeypatch):
     """The seam is then off, and says what is missing."""
     from vllm.model_executor.kernels import linear
 
-    module.probe()
+    one.probe()
+    table = one.replaces.split()[-1]
     with monkeypatch.context() as patch:
-        patch.delattr(linear, BROKEN[module])
-        with pytest.raises(seam.Unavailable, match=f"this vLLM lacks {BROKEN[module]}"):
-            module.probe()
+        patch.delattr(linear, table)
+        with pytest.raises(seam.Unavailable, match=f"this vLLM lacks {table}"):
+            one.probe()
     monkeypatch.setattr(linear, "choose_scaled_mm_linear_kernel", lambda kernels: None)
     with pytest.raises(seam.Unavailable, match=r"\(config, possible_kernels\), got \(kernels\)"):
-        module.probe()
+        one.probe()
 
 
 def test_the_probe_for_unquantized_layers_notices_another_dispatch(monkeypatch):
@@ -1109,6 +1106,10 @@ BASES = {
     "mxfp8_linear": (f"{LINEARS}.mxfp8.Mxfp8LinearKernel", "Mxfp8LinearKernel", "__init__"),
 }
 """By seam: the module and the name of vLLM's base class, and its additional methods."""
+
+
+def test_every_seam_of_a_table_has_its_base_class():
+    assert BASES.keys() == {one.name for one in OF_TABLES}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from vllm_rocm_ops.vllm import seam
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = ("llama", "token")
+TESTED = "tested on vLLM {} to {}".format(*seam.Seam.versions)
+NEWEST = f"{seam.Seam.versions[1]}.0"
 
 
 def lines_about(output: str) -> dict[str, str]:
@@ -49,12 +51,9 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
     answer = answers["broken"]
     off = {name: reason for name, reason in answer["seams"].items() if reason != "on"}
     broken = {
+        *(name for name in seam.NAMES if "_POSSIBLE_" in seam.load(name).replaces),
         "activation",
         "norm",
-        "scaled_linear",
-        "block_scaled_linear",
-        "mxfp8_linear",
-        "int8_linear",
         "mla_norms",
         "quantized_attention",
         "rope_and_cache",
@@ -77,7 +76,7 @@ def test_an_unknown_vllm_is_left_alone(engines, expected):
     before = "import vllm\nvllm.__version__ = '0.99.0'"
     answers = engines.run({"new": engines.job(MODEL)}, before=before)
     answer = answers["new"]
-    reason = "tested on vLLM 0.30 to 0.33, got 0.99.0; VLLM_ROCM_OPS_ANY_VERSION=1 skips this check"
+    reason = f"{TESTED}, got 0.99.0; VLLM_ROCM_OPS_ANY_VERSION=1 skips this check"
     here = [name for name in seam.NAMES if "cpu" in seam.load(name).platforms]
     assert {name: answer["seams"][name] for name in here} == dict.fromkeys(here, reason)
     assert lines_about(answers["output"]) == {"every": reason}
@@ -114,7 +113,7 @@ def installed(monkeypatch, caplog):
     It returns the active ones and the log.
     """
 
-    def install(version: str = "0.33.0", **changed) -> tuple[list[str], list[str]]:
+    def install(version: str = NEWEST, **changed) -> tuple[list[str], list[str]]:
         seams = {name: seam.Seam(name, "nothing", lambda: None, lambda: None) for name in ("first", "norm", "fusion")}
         seams["other"] = dataclasses.replace(seams["norm"], name="other", platforms=("cuda",))
         seams |= {name: dataclasses.replace(seams[name], **change) for name, change in changed.items()}
@@ -137,9 +136,9 @@ def test_one_reason_is_one_line(installed, monkeypatch):
     assert installed() == (["first", "norm", "fusion"], [])
     off = "vllm-rocm-ops is off: {}. vLLM's own code runs."
     skip = "VLLM_ROCM_OPS_ANY_VERSION=1 skips this check"
-    assert installed("0.34.0") == ([], [off.format(f"tested on vLLM 0.30 to 0.33, got 0.34.0; {skip}")])
-    old = {"versions": ("0.30", "0.32")}
-    line = f"vllm-rocm-ops: first, fusion off: tested on vLLM 0.30 to 0.32, got 0.33.0; {skip}. vLLM's own code runs."
+    assert installed("0.99.0") == ([], [off.format(f"{TESTED}, got 0.99.0; {skip}")])
+    old = {"versions": ("0.30", "0.30")}
+    line = f"vllm-rocm-ops: first, fusion off: tested on vLLM 0.30 to 0.30, got {NEWEST}; {skip}. vLLM's own code runs."
     assert installed(first=old, fusion=old) == (["norm"], [line])
     monkeypatch.setattr(
         seam, "unsupported_reason", lambda platform: "this GPU is not supported, kernels exist for gfx942"
@@ -158,7 +157,7 @@ def test_what_the_user_switches_off_is_no_warning(installed, monkeypatch, caplog
     assert [(record.levelname, record.message) for record in plugin] == [("INFO", line)]
 
 
-@pytest.mark.parametrize("version", ["0.34.0.dev12+g1234567", "dev"])
+@pytest.mark.parametrize("version", ["0.99.0.dev12+g1234567", "dev"])
 def test_untested_versions_have_to_be_asked_for(installed, monkeypatch, version):
     """The probes then decide, and one line says so. A tested version ignores the variable."""
     assert installed(version)[0] == []

