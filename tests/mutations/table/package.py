@@ -34,7 +34,7 @@ BUGS = (
     Bug("the clock under matrix load for no kernel of the plugin", "timing/predict.py",
         """    if TILED not in recording.name:
         return prediction
-""", """    return found
+""", """    return prediction
 """, Tests("test_predict.py::test_tiled_kernels_of_the_plugin_have_the_clock_of_others")),
     Bug("AITER's all-reduce in a published step", "timing_study/published_steps.py", "aiter=False", "aiter=True",
         Tests("test_step.py::test_batch_1_of_both_releases_is_predicted_within_sixteen_percent")),

@@ -20,6 +20,7 @@ from .transfer import (
     LOADS,
     Site,
     buffer_load,
+    codes_of,
     collect,
     deliver,
     extend,
@@ -61,13 +62,12 @@ def bind(ins: Instruction, program) -> Callable:
         return lanes_of(w, base + offset.astype(U64)), inside
 
     if ins.fields["lds"] or kind.startswith("lds_"):
-        load = LOADS[kind.removeprefix("lds_")]
-        return load_to_lds.bind(ins, program, None, load.size, immediate, place)
+        return load_to_lds.bind(ins, program, None, LOADS[kind.removeprefix("lds_")], immediate, place)
     if action == "atomic":
         return _bind_atomic(ins, program, kind, place)
     load, size, shift = load_or_store(ins, action, kind)
     is_load = load is not None
-    codes = tuple(ins.operands["vdata"].code + n for n in range(max(1, size // 4)))
+    codes = codes_of(ins.operands["vdata"], size)
     first = first_register(ins.operands["vdata"], size // 4, program)
     unit = min(size, 4)
     scope = scope_of(ins)

@@ -19,16 +19,16 @@ from .scalar import Signal
 from .transfer import (
     ATOMICS,
     LOADS,
-    STORES,
     Load,
     Site,
     check_code,
+    codes_of,
     collect,
     deliver,
-    destination_codes,
     extend,
     first_register,
     lanes_of,
+    load_or_store,
     of_flag,
     scope_of,
     signed_offset,
@@ -53,23 +53,19 @@ def bind(ins: Instruction, program) -> Callable:
     prefix, _, name = ins.mnemonic.partition("_")
     action, _, kind = name.partition("_")
     if kind.startswith("lds_"):
-        return load_to_lds.bind(ins, program, _global_address(ins, program), LOADS[kind[4:]].size, 0, None)
+        return load_to_lds.bind(ins, program, _global_address(ins, program), LOADS[kind[4:]], 0, None)
     address = _global_address(ins, program)
     if action == "atomic":
         return bind_atomic(ins, program, address, kind)
-    table = {"load": LOADS, "store": STORES}.get(action)
-    if table is None or kind not in table:
-        raise UnsupportedInstruction(ins.mnemonic)
+    load, size, shift = load_or_store(ins, action, kind)
     if prefix == "flat":
-        return _bind_flat(ins, program, address, table[kind])
-    if action == "load":
-        return _bind_load(ins, program, address, table[kind], "vdst")
-    return _bind_store(ins, program, address, *table[kind], "data")
+        return _bind_flat(ins, program, address, load, size, shift)
+    return _bind_load(ins, program, address, load) if load else _bind_store(ins, program, address, size, shift)
 
 
-def _bind_load(ins, program, address, load: Load, destination: str):
-    codes = tuple(destination_codes(ins.operands[destination], load))
-    first = first_register(ins.operands[destination], len(codes), program)
+def _bind_load(ins, program, address, load: Load):
+    codes = codes_of(ins.operands["vdst"], load.size)
+    first = first_register(ins.operands["vdst"], len(codes), program)
     scope = scope_of(ins)
     align = min(load.size, 4)
 
@@ -93,8 +89,8 @@ def _bind_load(ins, program, address, load: Load, destination: str):
     return run
 
 
-def _bind_store(ins, program, address, size: int, shift: int, source: str):
-    first = first_register(ins.operands[source], size // 4, program)
+def _bind_store(ins, program, address, size: int, shift: int):
+    first = first_register(ins.operands["data"], size // 4, program)
     scope = scope_of(ins)
 
     def run(w):
@@ -156,12 +152,11 @@ def bind_atomic(ins, program, address, kind: str):
     return run
 
 
-def _bind_flat(ins, program, address, what):
+def _bind_flat(ins, program, address, load: Load | None, size: int, shift: int):
     """Bind FLAT: each lane accesses LDS, scratch or global memory by its address."""
-    is_load = isinstance(what, Load)
-    size, shift = (what.size, 0) if is_load else what
+    is_load = load is not None
     operand = ins.operands["vdst" if is_load else "data"]
-    codes = tuple(operand.code + n for n in range(max(1, size // 4)))
+    codes = codes_of(operand, size)
     first = first_register(operand, size // 4, program)
     lds_high, private_high = APERTURES[235] >> 32, APERTURES[237] >> 32
     scope = scope_of(ins)
@@ -176,10 +171,8 @@ def _bind_flat(ins, program, address, what):
             a = lanes_of(w, address(w))
             high = (a >> U64(32)).astype(U32)
             values = np.empty((len(a), size), np.uint8) if is_load else collect(w, first, size, shift)
-            for space in ("lds", "private", "global"):
-                chosen = {"lds": high == lds_high, "private": high == private_high}.get(
-                    space, (high != lds_high) & (high != private_high)
-                )
+            is_lds, is_private = high == lds_high, high == private_high
+            for space, chosen in (("lds", is_lds), ("private", is_private), ("global", ~(is_lds | is_private))):
                 index = np.flatnonzero(chosen)
                 if not len(index):
                     continue
@@ -204,7 +197,7 @@ def _bind_flat(ins, program, address, what):
                 elif w.scheduler.space.store(part, values[index], min(size, 4), w, site, flag(site, part), scope):
                     w.scheduler.progress()
             if is_load:
-                deliver(w, first, extend(values, what), what)
+                deliver(w, first, extend(values, load), load)
         issue(w, Event("flat", codes if is_load else (), load=is_load, clock=clock))
 
     return run

@@ -21,6 +21,7 @@ from .transfer import (
     Load,
     Site,
     check_code,
+    codes_of,
     collect,
     deliver,
     extend,
@@ -65,7 +66,7 @@ def bind(ins: Instruction, program) -> Callable:
         size = what.size
         align = 16 if size == 12 else size
         per = max(1, size // 4)
-        codes = tuple(ins.operands["vdst"].code + n for n in range(per * len(offsets)))
+        codes = codes_of(ins.operands["vdst"], 4 * per * len(offsets))
         first = first_register(ins.operands["vdst"], len(codes), program)
 
         def run_read(w):
@@ -145,7 +146,7 @@ def _bind_ds_transpose(ins, program, name: str):
     """Bind DS_READ_B64_TR_B16 / B8 / B4 and DS_READ_B96_TR_B6: a row of 16 lanes reads a tile, each lane gets a column."""
     bits = int(name.rpartition("b")[2])
     size = 12 if bits == 6 else 8
-    codes = tuple(ins.operands["vdst"].code + n for n in range(size // 4))
+    codes = codes_of(ins.operands["vdst"], size)
     first = first_register(ins.operands["vdst"], size // 4, program)
     address = check_code(ins.operands["addr"].code, program)
     offset = ins.fields["offset0"] | ins.fields["offset1"] << 8

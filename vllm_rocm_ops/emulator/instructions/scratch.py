@@ -16,6 +16,7 @@ from ..operands import I32, I64
 from .transfer import (
     Site,
     check_code,
+    codes_of,
     collect,
     deliver,
     extend,
@@ -60,7 +61,7 @@ def bind(ins: Instruction, program) -> Callable:
     vector = check_code(ins.operands["addr"].code, program) if ins.fields["sve"] else None
     scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS
     operand = ins.operands["vdst" if is_load else "data"]
-    codes = tuple(operand.code + n for n in range(max(1, size // 4)))
+    codes = codes_of(operand, size)
     first = first_register(operand, size // 4, program)
 
     def run(w):
