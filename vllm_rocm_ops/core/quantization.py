@@ -34,7 +34,7 @@ RESULTS = {
     "_quant": "[..., hidden], quant_dtype.",
     "": "[..., hidden], input's dtype.",
 }
-"""What a row-wise op returns, by the end of its name."""
+"""Results of row-wise ops, by the end of an op's name."""
 
 
 def documented(meanings: Mapping[str, str], reference: Callable) -> dict[str, str]:

@@ -172,7 +172,7 @@ def can_implement_cache(layout: CacheLayout, dtype: torch.dtype, arch: Arch) -> 
 
 
 def on_vectors(x: Tensor, *strides: int, elements: int = VECTOR) -> bool:
-    """True if the address of x and these strides are multiples of so many elements."""
+    """True if the address of x and these strides are multiples of a number of elements."""
     return x.data_ptr() % (elements * x.element_size()) == 0 and not any(stride % elements for stride in strides)
 
 
