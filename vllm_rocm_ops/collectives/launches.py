@@ -120,14 +120,10 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
     yield "hidden is a multiple of 8, and rows are 16-byte aligned", rowwise.is_vector(hidden, *tensors)
     yield f"hidden is at most {LARGEST_HIDDEN}", hidden <= LARGEST_HIDDEN
     values = group.capacity * VALUES_IN_WORD
-    yield (
-        f"input has at most {values} values ({values * 2 // 1024} KiB, twice that between ranks)",
-        (a.input.numel() <= values),
-    )
-    yield (
-        f"rows have at most {group.blocks} blocks, so that all are resident",
-        rows == 0 or bool(configs(a, arch, group)),
-    )
+    rule = f"input has at most {values} values ({values * 2 // 1024} KiB, twice that between ranks)"
+    yield rule, a.input.numel() <= values
+    fits = rows == 0 or bool(configs(a, arch, group))
+    yield f"rows have at most {group.blocks} blocks, so that all are resident", fits
 
 
 def configs(a, arch: Arch, group: Group) -> list[Config]:
@@ -198,14 +194,14 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
 
 def symbols() -> dict[str, set[str]]:
     """Return all kernels by their file in csrc/ops."""
-    found: dict[str, set[str]] = {}
+    by_module: dict[str, set[str]] = {}
     for op in (None, *NORMS.values()):
         for dtype in rowwise.ELEMENTS:
             for most in (2, 4, 8):
                 for chunks in CHUNKS:
                     name = symbol(op, dtype, most, Config(1, MAX_BLOCK_THREADS, chunks))
-                    found.setdefault(SUM if op is None else MODULES[op.name], set()).add(name)
-    return found
+                    by_module.setdefault(SUM if op is None else MODULES[op.name], set()).add(name)
+    return by_module
 
 
 def reference(op: Op | None, inputs: list[Tensor], *args):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 import typing
@@ -69,13 +70,15 @@ def define(
 
 
 def documented(function: Callable, meanings: Mapping[str, str]) -> str:
-    """Return a docstring with all arguments, those that it leaves out from `meanings`, and the error that every op raises."""
+    """Return a docstring with all arguments and results, those that it leaves out from `meanings`, and every op's error."""
     intro, *rest = re.split(r"^(Args|Returns|Source):\n", inspect.getdoc(function) or "", flags=re.MULTILINE)
     sections = dict(zip(rest[::2], rest[1::2]))
     own = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", sections.get("Args", ""), re.MULTILINE)
     texts = {**meanings, **dict(own)}
     given = [name for name in inspect.signature(function).parameters if name in texts]
     sections["Args"] = "".join(f"    {name}: {texts[name]}\n" for name in given)
+    if "Returns" not in sections and "return" in meanings:
+        sections["Returns"] = f"    {meanings['return']}"
     sections["Raises"] = "    ValueError: An argument breaks the contract; nothing is written.\n"
     titles = [title for title in ("Args", "Returns", "Raises", "Source") if title in sections]
     return "\n\n".join((intro.rstrip(), *(f"{title}:\n{sections[title].rstrip()}" for title in titles)))
@@ -87,6 +90,11 @@ class Case:
 
     name: str
     make: Callable[[str, torch.Generator, torch.dtype], tuple]
+
+
+def case_maker(inputs: Callable[..., tuple]) -> Callable[..., Case]:
+    """Return a function (name, *sizes, **given) -> case with inputs(*sizes, given, device, generator, fp8_dtype) as arguments."""
+    return lambda name, *sizes, **given: Case(name, functools.partial(inputs, *sizes, given))
 
 
 @dataclass(eq=False)
@@ -101,7 +109,8 @@ class Op:
             reference bit for bit.
         baseline: PyTorch's own function for the op's arguments, a baseline to time; the reference by default.
         native: A faster equivalent of the reference on a GPU, which a caller may set.
-        meanings: Texts of the arguments that the reference's docstring leaves out, as ops of a family share them.
+        meanings: Texts of the arguments and the results ("return") that the reference's docstring leaves out, as ops of a
+            family share them.
     """
 
     reference: Callable
@@ -263,8 +272,8 @@ class Op:
             return None
         if not execution.is_fallback:
             try:
-                found = execution(args)
-                return True if found is None else found
+                results = execution(args)
+                return True if results is None else results
             except NotLaunched as error:
                 self._do_without(execution, str(error))
         if not self._is_trial and execution.count is not counter(self.name, FALLBACK + NO_GPU):
@@ -341,7 +350,7 @@ class Op:
             warn_once("runtime", f"the ops run without their kernels: {why}")
         try:
             code = [(launches.built(l.module, arch.name), l.symbol) for l in chosen.launches if not why]
-            taken = [kernel_arguments.parameters(*of) for of in code]
+            taken = [kernel_arguments.parameters(path, symbol) for path, symbol in code]
             handles = [runtime.load(str(path), symbol, device.index) for path, symbol in code if on_gpu]
         except RuntimeError as error:
             why = str(error)

@@ -67,11 +67,8 @@ class Instruction:
         if "literal" in self.fields:
             parts = [f"{self.fields['literal']:#x}" if part in ("lit", "src[255]") else part for part in parts]
         shown = {k: v for k, v in self.fields.items() if v and k not in ("literal", "vsrc0", "error")}
-        return (
-            " ".join([self.mnemonic, ", ".join(parts), *(f"{k}:{v:#x}" for k, v in shown.items())])
-            .replace("  ", " ")
-            .strip()
-        )
+        words = [self.mnemonic, ", ".join(parts), *(f"{k}:{v:#x}" for k, v in shown.items())]
+        return " ".join(filter(None, words))
 
     @cached_property
     def counted_as(self) -> tuple[str, str, int, int]:
@@ -90,13 +87,11 @@ _known: dict[bytes, Instruction] = {}  # by the instruction's bytes
 
 def _decode(data: bytes, address: int) -> Instruction:
     for size in (4, 8, 16):  # the first dword determines the size, so no key is a prefix of another instruction
-        if found := _known.get(data[:size]):
-            return replace(found, address=address)
+        if known := _known.get(data[:size]):
+            return replace(known, address=address)
     instruction = _decode_new(data, address)
-    if (
-        instruction.size < 16 and int.from_bytes(data[2:4], "little") == _SCALE_PREFIX
-    ):  # cut off: its key would be a prefix
-        return instruction
+    if instruction.size < 16 and int.from_bytes(data[2:4], "little") == _SCALE_PREFIX:
+        return instruction  # cut off: its key would be a prefix
     return _known.setdefault(instruction.words, instruction)
 
 
@@ -194,15 +189,15 @@ def _use_agprs(mnemonic: str, encoding: str, name: str, fields: dict, operands: 
 
 def decode(code: bytes, address: int) -> list[Instruction]:
     """Decode all of `code`. Invalid bytes become `undecodable`, which is an error only if executed."""
-    instructions, at = [], 0
-    while at + 4 <= len(code):
-        window = bytes(code[at : at + 16]).ljust(16, b"\0")
+    instructions, offset = [], 0
+    while offset + 4 <= len(code):
+        window = bytes(code[offset : offset + 16]).ljust(16, b"\0")
         try:
-            instruction = _decode(window, address + at)
+            instruction = _decode(window, address + offset)
         except (ValueError, KeyError, RuntimeError) as error:
-            instruction = Instruction(address + at, 4, "undecodable", "", "", {}, {"error": str(error)}, window[:4])
+            instruction = Instruction(address + offset, 4, "undecodable", "", "", {}, {"error": str(error)}, window[:4])
         instructions.append(instruction)
-        at += instruction.size
+        offset += instruction.size
     return _mark_skipped(_mark_indexed(instructions))
 
 

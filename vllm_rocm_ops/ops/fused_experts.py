@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
@@ -92,21 +92,18 @@ def _problem(a) -> dict[str, int]:
 
 def _cases() -> Iterator[Case]:
     """Yield every instance; tokens around a tile; experts without tokens and with all; sizes around blocks of 128."""
-
-    def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, topk, experts, hidden, intermediate, given))
-
+    case = case_maker(_inputs)
     yield case("block", 3, 2, 8, 256, 128)
     yield case("block-m1", 1, 3, 8, 384, 256)
     yield case("block-m1-repeated", 1, 5, 2, 128, 64, shared_experts=1)
     yield case("block-m1-map", 1, 6, 5, 128, 64, mapped=True, ids=torch.int64)
-    yield case("block-m17-one-expert", 17, 1, 4, 256, 128, one=True)
+    yield case("block-m17-one-expert", 17, 1, 4, 256, 128, one_expert=True)
     yield case("block-quantized", 5, 2, 4, 256, 128, quantized=True)
     yield case("block-odd", 4, 2, 6, 208, 80, shared_experts=1)
     yield case("block-map", 6, 3, 5, 256, 128, mapped=True, ids=torch.int64, shared_experts=1)
     yield case("block-input-weight", 3, 1, 4, 128, 128, apply_router_weight_on_input=True)
     yield case("block-repeated", 3, 3, 2, 128, 64)
-    yield case("bf16-repeated-m22", 22, 3, 2, 64, 16, scheme="none", one=True)  # a token's pairs in two waves
+    yield case("bf16-repeated-m22", 22, 3, 2, 64, 16, scheme="none", one_expert=True)  # a token's pairs in two waves
     yield case("bf16-repeated-m44", 44, 6, 4, 64, 16, scheme="none", ids=torch.int64)
     yield case("block-distinct-m1", 1, 8, 16, 128, 64, distinct=True)  # pairs fill their lists in multiples of 8
     yield case("bf16-distinct-m2", 2, 4, 8, 64, 16, scheme="none", distinct=True)
@@ -130,7 +127,7 @@ def _cases() -> Iterator[Case]:
     yield case("fp16-m70", 70, 2, 4, 136, 72, scheme="none", out_dtype=torch.float16, shared_experts=1)
     yield case("mx", 3, 2, 8, 256, 128, scheme="mx")
     yield case("mx-m1", 1, 3, 8, 416, 96, scheme="mx", shared_experts=1)
-    yield case("mx-m17-one-expert", 17, 1, 4, 288, 160, scheme="mx", one=True, out_dtype=torch.float16)
+    yield case("mx-m17-one-expert", 17, 1, 4, 288, 160, scheme="mx", one_expert=True, out_dtype=torch.float16)
     yield case("mx-quantized", 5, 2, 4, 160, 224, scheme="mx", quantized=True)
     yield case("mx-m40-map", 40, 3, 5, 128, 64, scheme="mx", mapped=True, shared_experts=1, scale_dtype=MX_SCALES[1])
     yield case("mx-quant", 5, 3, 6, 128, 256, scheme="mx", out_dtype=torch.float16, shared_experts=1)
@@ -183,9 +180,8 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         plain = (randn(experts, n, k) * (1 / step if kind.scaled else k**-0.5)).clamp(*bounds).to(weight_dtype)
         if not given.get("shuffled"):
             return plain
-        return (
-            torch.stack([shuffle_weight(one).view(torch.uint8) for one in plain]).view(weight_dtype).view(plain.shape)
-        )
+        shuffled = torch.stack([shuffle_weight(expert).view(torch.uint8) for expert in plain])
+        return shuffled.view(weight_dtype).view(plain.shape)
 
     local, sizes = experts - shared, ((2 * intermediate, hidden), (hidden, intermediate))
     known = 2 * local if given.get("mapped") else local
@@ -193,7 +189,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     ids[-1:, -1:] = min(1, known - 1)  # the last pair has an expert
     if given.get("distinct"):  # as a router chooses
         ids = torch.stack([torch.randperm(known, generator=generator)[:topk] for _ in range(m)])
-    if given.get("one"):
+    if given.get("one_expert"):
         ids.fill_(min(1, known - 1))
     expert_map = None
     if given.get("mapped"):
@@ -228,22 +224,18 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     )
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.hidden.new_empty(a.hidden.shape, dtype=a.out_dtype),
-        contract=contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=lambda config, a, arch: _kernels(config).cost(config, a, arch),
-        plan=lambda config, out, a, arch: _kernels(config).launches(config, out, a, arch),
-        problem=_problem,
-        cases=_cases,
-        sums=True,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.hidden.new_empty(a.hidden.shape, dtype=a.out_dtype),
+    contract=contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=lambda config, a, arch: _kernels(config).cost(config, a, arch),
+    plan=lambda config, out, a, arch: _kernels(config).launches(config, out, a, arch),
+    problem=_problem,
+    cases=_cases,
+    sums=True,
+)
 def fused_experts(
     hidden: Tensor,
     w1: Tensor,

@@ -5,6 +5,7 @@ Kernels: csrc/ops/gemm.hip, csrc/ops/standalone/gemm_blocks.hip.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -159,13 +160,13 @@ def _configs(a, arch: Arch) -> list:
         return []
     kind, size = _multiplied(a, arch)
     operands = _operands(a, size)
-    found: list = [c for c in tiled.configs(*operands, arch) if c.rows == ROWS and c.split_k in SPLIT_K]
+    fitting: list = [c for c in tiled.configs(*operands, arch) if c.rows == ROWS and c.split_k in SPLIT_K]
     if kind not in LARGE or not _is_fast(a, operands):
-        found = [c for c in found if c.tokens == tiled.TILES[0][0]]
+        fitting = [c for c in fitting if c.tokens == tiled.TILES[0][0]]
     if _is_skinny(a, kind):
         narrow = arch.vendor == "nvidia"  # HAS_INT8_STREAMS in csrc/device
-        found += [c for c in skinny.configs(*_skinny_operands(a), arch, _unit(a)) if c.rows == 16 or not narrow]
-    return [FewConfig(t) for t in FEW if t >= a.a.shape[0]][:1] + found
+        fitting += [c for c in skinny.configs(*_skinny_operands(a), arch, _unit(a)) if c.rows == 16 or not narrow]
+    return [FewConfig(t) for t in FEW if t >= a.a.shape[0]][:1] + fitting
 
 
 def _unit(a) -> int:
@@ -276,8 +277,8 @@ def _torch(
     if a.dtype == b.dtype == torch.int8:
         product = torch._int_mm(a, b)
     elif a.element_size() == b.element_size() == 1:
-        one = torch.ones((), device=a.device)
-        scales = [one if scale is None else scale for scale in (scale_a, scale_b)]
+        unscaled = torch.ones((), device=a.device)
+        scales = [unscaled if scale is None else scale for scale in (scale_a, scale_b)]
         if max(scale.numel() for scale in scales) > 1:
             shapes = (len(a), 1), (1, b.shape[1])
             scales = [s.reshape(shape if s.numel() > 1 else ()).expand(shape) for s, shape in zip(scales, shapes)]
@@ -290,22 +291,6 @@ def _torch(
     return _finished(product, torch.float32, out_dtype, scale_a, scale_b, bias, activation)
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype),
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=_problem,
-        cases=gemm_cases.cases,
-        sums=True,
-        baseline=_torch,
-    )
-
-
 def _problem(a) -> dict[str, object]:
     """Return the key of a tuned row: sizes, dtypes, and whether a and b have K innermost."""
     m, n, k = _sizes(a)
@@ -315,7 +300,19 @@ def _problem(a) -> dict[str, object]:
     return {"m": m, "n": n, "k": k} | kinds
 
 
-@_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=gemm_cases.cases,
+    sums=True,
+    baseline=_torch,
+)
 def gemm(
     a: Tensor,
     b: Tensor,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.decode import DecodeConfig
@@ -59,7 +59,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     row = latent + a.q_pe.shape[2]
     holds = a.kv_cache.dim() == 3 and a.kv_cache.shape[2] == row and 0 not in a.kv_cache.shape
     yield "kv_cache", f"[pages, N, {row}]", describe(a.kv_cache), holds
-    yield decode.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
+    yield attention.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
     yield from decode.requests_contract(a, "q_nope", a.q_nope)
     yield from attention.scale_contract("kv_scale", a.kv_scale)
     yield decode.fixed_split_size_contract(a)
@@ -109,8 +109,8 @@ def _configs(a, arch: Arch) -> list[MlaConfig]:
         kinds = {_needed_tiles(a) > 2: MIN_STEPS}
     else:
         kinds = {False: MIN_STEPS} | ({True: MIN_STEPS_IN_LDS} if can_be_in_lds else {})
-    found = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
-    configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
+    divisions = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
+    configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in divisions for config in configs]
     blocks, keys = _blocks(a, arch, True), decode.capacity(a, _layout(a))
     if can_be_in_lds and 0 < blocks * (keys + EVEN_KEYS) < 2**31:
         splits = arch.compute_units // blocks * blocks  # with equal lengths a split has keys of one request
@@ -145,9 +145,8 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     def of_length(keys: int) -> tuple[float, float]:
         most = -(-config.num_kv_splits // blocks_of_split) if config.even else config.num_kv_splits
         splits, steps = decode.divided(dataclasses.replace(config, num_kv_splits=most), keys, STEP)
-        of_splits = (
-            blocks_of_split * splits * decode.PACKED_ROWS * tiles * (LATENT + 2) * 8 / bandwidth
-        )  # stored and loaded
+        rows = blocks_of_split * splits * decode.PACKED_ROWS * tiles
+        of_splits = rows * (LATENT + 2) * 8 / bandwidth  # stored and loaded
         if _is_counted(config, tiles):
             sharing = costs.latent_us + costs.counted_us * tiles * splits
         else:
@@ -252,10 +251,7 @@ def _cases() -> Iterator[Case]:
     More cases have heads below one tile and of several, any page size, large scores, a fixed split size, and splits that a second
     launch combines.
     """
-
-    def case(name: str, lens: tuple[int, ...], heads: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, lens, heads, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             for heads in (3, 17, 64):
@@ -341,5 +337,5 @@ def mla_decode(
     query = torch.cat((q_nope, q_pe), -1)
     rows = kv_cache.unsqueeze(2)
     layout = attention.CacheLayout(rows, rows[..., : q_nope.shape[2]])
-    found = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
-    return decode.returned(out, return_lse, *found)
+    results = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
+    return decode.returned(out, return_lse, *results)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.op import Case, Op
-from vllm_rocm_ops.core.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride
+from vllm_rocm_ops.core.op import Case, Op, case_maker
+from vllm_rocm_ops.core.tensors import aligned, apart_contract, describe, is_wide_float, row_stride
 from vllm_rocm_ops.ops import rms_norm as norms
 from vllm_rocm_ops.ops.shared import attention, rotation, rowwise
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
@@ -50,12 +50,8 @@ def _kind(a) -> str:
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    yield (
-        "qkv",
-        "floating point of 16 bits or more, [T, row]",
-        describe(a.qkv),
-        a.qkv.dim() == 2 and is_wide_float(a.qkv),
-    )
+    holds = a.qkv.dim() == 2 and is_wide_float(a.qkv)
+    yield "qkv", "floating point of 16 bits or more, [T, row]", describe(a.qkv), holds
     (tokens, row), dtype = a.qkv.shape, a.qkv.dtype
     holds, wanted = (a.q_weight is None) == (a.q_out is None), "None" if a.q_weight is None else "given"
     yield "q_out", f"{wanted}, as q_weight", "None" if a.q_out is None else describe(a.q_out), holds
@@ -70,10 +66,10 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         x, shape = getattr(a, name), [tokens, size]
         holds = [*x.shape] == shape and (x.dtype == dtype or name == "q_out" and attention.is_quantized(x))
         yield name, f"{dtype}{' or e4m3' * (name == 'q_out')} {shape}", describe(x), holds
-        yield name, "without overlapping elements", describe(x), not overlaps_itself(x)
+        yield apart_contract(name, x)
     holds = a.kv_cache.dim() == 3 and a.kv_cache.shape[2] == row - q and 0 not in a.kv_cache.shape
     yield "kv_cache", f"[pages, N, {row - q}]", describe(a.kv_cache), holds
-    yield rotation.cache_dtype("kv_cache", a.kv_cache, dtype)
+    yield attention.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
     yield from rotation.token_contract(a, tokens, dtype, rotated)
     for name in ("cache_scale", "q_scale", "scale_ub"):
         yield from attention.scale_contract(name, getattr(a, name))
@@ -87,7 +83,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     x = a.scales_out
     holds = x.dim() == 2 and x.dtype == torch.float32 and len(x) == tokens and x.shape[1] > 0 and q % x.shape[1] == 0
     yield "scales_out", f"float32 [T={tokens}, groups that divide {q}]", describe(x), holds
-    yield "scales_out", "without overlapping elements", describe(x), not overlaps_itself(x)
+    yield apart_contract("scales_out", x)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -225,10 +221,7 @@ def _cases() -> Iterator[Case]:
     More cases have latents of several waves and below one, an epsilon that matters, slot -1, fewer slots than tokens, any page size,
     and no queries.
     """
-
-    def case(name: str, tokens: int, sizes: tuple[int, int, int], **given) -> Case:
-        return Case(name, functools.partial(_inputs, tokens, sizes, given))
-
+    case = case_maker(_inputs)
     kinds = {
         "": {},
         "-static": {"kind": "static"},
@@ -237,8 +230,8 @@ def _cases() -> Iterator[Case]:
     }
     for dtype, label in attention.ELEMENTS.items():
         for fp8 in (False, True):
-            for kind, how in kinds.items():
-                yield case(label + "-fp8" * fp8 + kind, 3, (384, 256, 64), dtype=dtype, fp8=fp8, **how)
+            for kind, options in kinds.items():
+                yield case(label + "-fp8" * fp8 + kind, 3, (384, 256, 64), dtype=dtype, fp8=fp8, **options)
     yield case("deepseek", 2, (1536, 512, 64), **kinds["-block"])
     for fp8 in (False, True):
         yield case("no-queries" + "-fp8" * fp8, 3, (0, 512, 64), fp8=fp8, apart=8 * fp8)
@@ -322,8 +315,8 @@ def mla_norm_rope_and_cache(
     elif q_scale is not None:
         normed = norms.rms_norm_static_fp8_quant.reference(queries, q_weight, q_scale, epsilon, q_out.dtype)
     elif scales_out is not None:
-        how = q_out.dtype, q // scales_out.shape[1], False, scale_ub
-        normed, scales = norms.rms_norm_per_block_quant.reference(queries, q_weight, epsilon, *how)
+        quantization = q_out.dtype, q // scales_out.shape[1], False, scale_ub
+        normed, scales = norms.rms_norm_per_block_quant.reference(queries, q_weight, epsilon, *quantization)
         scales_out.copy_(scales)
     else:
         normed = norms.rms_norm.reference(queries, q_weight, epsilon)

@@ -12,8 +12,8 @@ from torch import Tensor
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.op import Case, Op
-from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
+from vllm_rocm_ops.core.op import Case, Op, case_maker
+from vllm_rocm_ops.core.tensors import apart_contract, describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.ops.shared.decode import DecodeConfig
@@ -43,7 +43,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "value_cache", f"of the key cache's head size {size}", describe(a.value_cache), holds
     wanted = f"floating point of 16 bits or more, [rows, heads, size={size}] or [rows, heads * size]"
     yield "query", wanted, describe(a.query), is_wide_float(a.query) and attention.is_heads(a.query, None, None, size)
-    yield decode.cache_dtype_contract("key_cache", a.key_cache, dtype)
+    yield attention.cache_dtype_contract("key_cache", a.key_cache, dtype)
     heads = _query(a).shape[1]
     wanted = f"of a multiple of {layout.heads} heads"
     yield "query", wanted, f"{heads} heads", heads % layout.heads == 0
@@ -62,12 +62,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         wanted = a.query.shape[0], heads * size // GROUP
         holds = a.out_scales.dtype == torch.float32 and a.out_scales.shape == wanted and heads * size % GROUP == 0
         yield "out_scales", f"float32 {list(wanted)}, one per {GROUP} elements", describe(a.out_scales), holds
-        yield (
-            "out_scales",
-            "without overlapping elements",
-            describe(a.out_scales),
-            not overlaps_itself(a.out_scales),
-        )
+        yield apart_contract("out_scales", a.out_scales)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -139,16 +134,8 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     kind = attention.ELEMENTS[query.dtype] + "_fp8" * is_fp8
     symbol = f"paged_attention_decode_{kind}_{layout.key_size}_{'native' if layout.is_native else 'packed'}"
     symbol += "_grouped" * (a.out_scales is not None)
-    threads = WAVES * arch.wave_lanes
-    return [
-        Launch(
-            "paged_attention_decode",
-            symbol,
-            (blocks, config.num_kv_splits, 1),
-            (threads, 1, 1),
-            fields("problem", args),
-        )
-    ]
+    grid, block = (blocks, config.num_kv_splits, 1), (WAVES * arch.wave_lanes, 1, 1)
+    return [Launch("paged_attention_decode", symbol, grid, block, fields("problem", args))]
 
 
 def _allocate(a) -> tuple[Tensor, Tensor]:
@@ -221,10 +208,7 @@ def _cases() -> Iterator[Case]:
     More cases have groups below one tile and of several, any page size, windows, sinks near scores and far from them, large
     scores, a fixed split size, and more splits than a block combines.
     """
-
-    def case(name: str, lens: tuple[int, ...], heads: tuple[int, int], size: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, lens, heads, size, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             for size in SIZES:
@@ -273,23 +257,19 @@ def _cases() -> Iterator[Case]:
     yield case("nine-parts", (1030, 140), (2, 1), 128, fixed_split_size=128)
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=_allocate,
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=_problem,
-        cases=_cases,
-        sums=True,
-        writes=("out", "out_scales"),
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=_allocate,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=_cases,
+    sums=True,
+    writes=("out", "out_scales"),
+)
 def paged_attention_decode(
     query: Tensor,
     key_cache: Tensor,
@@ -344,12 +324,12 @@ def paged_attention_decode(
     """
     layout = CacheLayout(key_cache, value_cache)
     rows = attention.heads(query, layout.key_size)
-    of = (rows, layout, block_table, seq_lens, query_len, scale, (k_scale, v_scale), window, sinks)
-    found, lse = decode.reference(*of)
-    wide = found.to(decode.exact(found))
+    scales = k_scale, v_scale
+    result, lse = decode.reference(rows, layout, block_table, seq_lens, query_len, scale, scales, window, sinks)
+    wide = result.to(decode.exact(result))
     if out_scale is not None:
-        found = quantization.static(wide, out_scale, out.dtype)
+        result = quantization.static(wide, out_scale, out.dtype)
     elif out_scales is not None:
-        found, scales = quantization.per_token(wide.flatten(1).unflatten(1, (-1, GROUP)), out.dtype, None)
-        out_scales.copy_(scales.view(out_scales.shape))
-    return decode.returned(out, return_lse, found.view(query.shape), lse)
+        result, dynamic = quantization.per_token(wide.flatten(1).unflatten(1, (-1, GROUP)), out.dtype, None)
+        out_scales.copy_(dynamic.view(out_scales.shape))
+    return decode.returned(out, return_lse, result.view(query.shape), lse)

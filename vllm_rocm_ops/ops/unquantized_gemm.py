@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float, row_stride, rows_of
 from vllm_rocm_ops.ops.gemm import gemm as products_of_any
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
@@ -18,8 +18,6 @@ from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 
 __all__ = ["unquantized_gemm"]
-
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
@@ -33,7 +31,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield "x is bfloat16 or float16", a.x.dtype in ELEMENTS
+    yield "x is bfloat16 or float16", a.x.dtype in gemm.HALVES
     most = skinny_gemm.MAX_TOKENS
     yield f"M is at most {most}, or the weight is not shuffled", rows_of(a.x) <= most or a.weight.dim() == 2
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
@@ -71,16 +69,13 @@ def _plan(config: SkinnyConfig | TiledConfig, out: Tensor, a, arch: Arch) -> lis
         (launch,) = products_of_any.plan(config, out, _as_products_of_any(a), arch)
         return [launch._replace(args=launch.args | {"problem.a.data": a.x, "problem.b.data": a.weight})]
     product = gemm.Product(out, gemm.activations(a.x), gemm.weight(a.weight), bias=a.bias)
-    return skinny_gemm.launch("unquantized_gemm", config, product, arch, kind=ELEMENTS[a.x.dtype])
+    return skinny_gemm.launch("unquantized_gemm", config, product, arch, kind=gemm.HALVES[a.x.dtype])
 
 
 def _cases() -> Iterator[Case]:
     """Yield every instance, shared tiles, sizes around tiles, bias, strides."""
-
-    def case(name: str, m: int, n: int, k: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, n, k, given))
-
-    for dtype, kind in ELEMENTS.items():
+    case = case_maker(_inputs)
+    for dtype, kind in gemm.HALVES.items():
         for m in (1, 16, 17, 33, 64):
             yield case(f"{kind}-m{m}", m, 80, 512, dtype=dtype)
     yield case("bias", 4, 33, 256, bias=True)
@@ -105,23 +100,19 @@ def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(*(tokens if isinstance(tokens, tuple) else (tokens,)), padding=padding), weight, bias
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
-        cases=_cases,
-        sums=True,
-        baseline=torch.nn.functional.linear,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
+    cases=_cases,
+    sums=True,
+    baseline=torch.nn.functional.linear,
+)
 def unquantized_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x @ weight^T + bias, summed in float32.
 

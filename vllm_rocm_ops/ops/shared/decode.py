@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Workspace
 from vllm_rocm_ops.core.quantization import LIMIT
-from vllm_rocm_ops.core.tensors import describe, overlaps_itself
+from vllm_rocm_ops.core.tensors import apart_contract, describe
 from vllm_rocm_ops.ops.shared import attention
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.ops.shared.gemm import divisor
@@ -86,29 +86,29 @@ def reference(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result [rows, heads, value size] in query's dtype, and the log-sum-exp [rows, heads]."""
-    of, (k_scale, v_scale) = exact(query), scales
-    factor = scale if k_scale is None else scale * k_scale.to(of)
-    requests = query.to(of).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
+    wide, (k_scale, v_scale) = exact(query), scales
+    factor = scale if k_scale is None else scale * k_scale.to(wide)
+    requests = query.to(wide).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
     out = query.new_zeros((*query.shape[:2], layout.value_size))
-    lse = query.new_empty(query.shape[:2], dtype=of)
+    lse = query.new_empty(query.shape[:2], dtype=wide)
     for r, (of_request, length) in enumerate(zip(requests, seq_lens.tolist())):
         places = torch.arange(max(length, 0), device=query.device)
         pages, slots = block_table[r, places // layout.page_size].long(), places % layout.page_size
         keys, values = layout.keys(pages, slots), layout.values(pages, slots)
         if attention.is_quantized(values):
             values = values.to(query.dtype)
-        found, sums = _request(of_request, keys, values, window, sinks)
-        at = slice(r * query_len, (r + 1) * query_len)
-        out[at] = (found if v_scale is None else found * v_scale.to(of)).to(query.dtype)
-        lse[at] = sums
+        attended, sums = _request(of_request, keys, values, window, sinks)
+        rows = slice(r * query_len, (r + 1) * query_len)
+        out[rows] = (attended if v_scale is None else attended * v_scale.to(wide)).to(query.dtype)
+        lse[rows] = sums
     return out, lse
 
 
-def returned(out: Tensor | None, return_lse: bool, found: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def returned(out: Tensor | None, return_lse: bool, result: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return an op's results, with empty tensors in place of a result written to `out` and an unwanted log-sum-exp."""
     if out is not None:
-        found = out.copy_(found).new_empty(0)
-    return found, lse if return_lse else lse.new_empty((0, 0))
+        result = out.copy_(result).new_empty(0)
+    return result, lse if return_lse else lse.new_empty((0, 0))
 
 
 def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -119,12 +119,6 @@ def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 # Rules
-
-
-def cache_dtype_contract(name: str, cache: Tensor, dtype: torch.dtype) -> tuple[str, str, str, bool]:
-    """Return the contract of a cache's dtype."""
-    holds = cache.dtype == dtype or attention.is_quantized(cache)
-    return name, f"of dtype {dtype} or e4m3", describe(cache), holds
 
 
 def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, str, bool]]:
@@ -147,16 +141,14 @@ def out_contract(a, query: Tensor, quantizes: bool = False) -> Iterator[tuple[st
     if a.out is not None:
         dtype, holds = ("e4m3", a.out.dtype in LIMIT) if quantizes else (query.dtype, a.out.dtype == query.dtype)
         yield "out", f"{dtype} {list(query.shape)}", describe(a.out), holds and a.out.shape == query.shape
-        yield "out", "without overlapping elements", describe(a.out), not overlaps_itself(a.out)
+        yield apart_contract("out", a.out)
 
 
 def can_implement_out(a, size: int, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the kernels' rules for `out`."""
     if a.out is not None:
-        yield (
-            f"out has 16 bits or is {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
-            a.out.dtype in (*ELEMENTS, arch.fp8_dtype),
-        )
+        kinds = (*ELEMENTS, arch.fp8_dtype)
+        yield f"out has 16 bits or is {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.out.dtype in kinds
         yield attention.can_implement_heads("out", attention.heads(a.out, size))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention
 from vllm_rocm_ops.ops.shared.attention import CacheLayout, CacheStrides
@@ -48,11 +48,11 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -
     size = cos_sin_cache.shape[1]
     cos, sin = exact(cos_sin_cache[positions]).to(exact(x).dtype).unsqueeze(1).chunk(2, -1)
     rotated = x[..., :size]
-    one, two = rotated.chunk(2, -1) if is_neox else (rotated[..., ::2], rotated[..., 1::2])
-    first, second = exact(one), exact(two)
-    one_out, two_out = first * cos - second * sin, second * cos + first * sin
-    one.copy_(one_out)
-    two.copy_(two_out)
+    left, right = rotated.chunk(2, -1) if is_neox else (rotated[..., ::2], rotated[..., 1::2])
+    first, second = exact(left), exact(right)
+    left_out, right_out = first * cos - second * sin, second * cos + first * sin
+    left.copy_(left_out)
+    right.copy_(right_out)
 
 
 def _quantized(x: Tensor, scale: Tensor | None, cache: Tensor) -> Tensor:
@@ -132,12 +132,6 @@ def _is_indices(x: Tensor, count: int) -> bool:
     return x.dtype == torch.int64 and x.shape == (count,)
 
 
-def cache_dtype(name: str, cache: Tensor, dtype: torch.dtype) -> tuple[str, str, str, bool]:
-    """Return the contract of a cache's dtype."""
-    holds = cache.dtype == dtype or attention.is_quantized(cache)
-    return name, f"of dtype {dtype} or e4m3", describe(cache), holds
-
-
 def heads_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     """Yield the contract of an op with key and value caches."""
     yield from attention.cache_contract(a.key_cache, a.value_cache)
@@ -146,7 +140,7 @@ def heads_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     wanted = f"floating point of 16 bits or more, [T, query heads, size={key_size}] or [T, query heads * size]"
     holds = is_wide_float(a.query) and attention.is_heads(a.query, None, None, key_size)
     yield "query", wanted, describe(a.query), holds
-    yield cache_dtype("key_cache", a.key_cache, dtype)
+    yield attention.cache_dtype_contract("key_cache", a.key_cache, dtype)
     tokens = a.query.shape[0]
     for name, x, size in (("key", a.key, key_size), ("value", a.value, layout.value_size)):
         wanted = f"{dtype} [T={tokens}, {layout.heads}, {size}] or [T, {layout.heads * size}]"
@@ -173,8 +167,7 @@ def can_implement_angles(a) -> Iterator[tuple[str, bool]]:
     yield f"the rotary size is a multiple of {2 * PAIRS}", a.cos_sin_cache.shape[1] % (2 * PAIRS) == 0
     for name in ("positions", "cos_sin_cache"):
         yield f"{name} is contiguous", getattr(a, name).is_contiguous()
-    address = 0 if a.cos_sin_cache.is_meta else a.cos_sin_cache.data_ptr()
-    yield "cos_sin_cache is 16-byte aligned", address % 16 == 0
+    yield "cos_sin_cache is 16-byte aligned", a.cos_sin_cache.data_ptr() % 16 == 0
 
 
 def rotary_vecs(a) -> int:
@@ -323,6 +316,22 @@ def old_cache(shape: tuple[int, ...], dtype: torch.dtype, padding: int, generato
     size = torch.Size(shape).numel() // shape[0]
     old = torch.randn(shape[0], size + padding, generator=generator).to(dtype)
     return old[:, :size].unflatten(1, shape[1:])
+
+
+def heads_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Yield cases of both ops on heads: every kernel and layout, both pairings, partial rotation, slot -1, fewer slots, any page."""
+    for dtype, kind in attention.ELEMENTS.items():
+        for fp8 in (False, True):
+            for layout in ("packed", "native", "interleaved"):
+                yield case(f"{kind}{'-fp8' * fp8}-{layout}", 3, (4, 2), 64, dtype=dtype, fp8=fp8, layout=layout)
+    yield case("gptj", 3, (2, 1), 64, is_neox=False)
+    yield case("part", 3, (3, 1), 96, rotary=32, dtype=torch.float16, cos_dtype=torch.float32)
+    for layout in ("native", "interleaved"):
+        yield case(f"pages-{layout}", 7, (2, 2), 32, page=8, layout=layout)
+    yield case("unmapped", 4, (2, 1), 64, unmapped=2)
+    yield case("odd-rotary", 2, (2, 1), 32, rotary=20)
+    yield case("long-context", 3, (1, 1), 32, rotary=16, first=2**16)
+    yield case("no-tokens", 0, (2, 1), 64)
 
 
 def heads_inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:

@@ -14,8 +14,8 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, fields
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.shared import attention
-from vllm_rocm_ops.ops.shared.attention import CacheLayout, CacheStrides, of_16_bytes
-from vllm_rocm_ops.ops.shared.gemm import divisor
+from vllm_rocm_ops.ops.shared.attention import CacheLayout, CacheStrides, of_16_bytes, on_vectors
+from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES, divisor
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 SCORES_AT_ONCE = 2**24  # scores that the reference holds at a time
@@ -186,8 +186,8 @@ def _sequences(a) -> Iterator[tuple[tuple[int, slice], Tensor, Tensor, Tensor]]:
     for r, (begin, end) in enumerate(itertools.pairwise(begins)):
         if a.block_table is not None:
             places = torch.arange(max(lens[r], 0), device=q.device)
-            at = a.block_table[r, places // cache.page_size].long(), places % cache.page_size
-            k, v = cache.keys(*at), cache.values(*at)
+            slots = a.block_table[r, places // cache.page_size].long(), places % cache.page_size
+            k, v = cache.keys(*slots), cache.values(*slots)
         else:
             k, v = (x[of_keys[r] : of_keys[r + 1]] for x in (a.k, a.v))
         yield (0, slice(begin, end)), q[0, begin:end], k, v
@@ -198,13 +198,13 @@ def reference(a) -> tuple[Tensor, Tensor, Tensor]:
     outputs = allocate(a)
     out, sizes = by_row(outputs[0], a.layout), Sizes.of(a)
     lse = torch.empty((*out.shape[:3],), dtype=outputs[1].dtype, device=out.device)
-    for r, ((b, at), q, k, v) in enumerate(_sequences(a)):
+    for r, ((b, span), q, k, v) in enumerate(_sequences(a)):
         step = max(SCORES_AT_ONCE // max(len(k) * sizes.heads, 1), 1)
         for first in range(0, len(q), step):
-            found = _attend(a, r, first, len(q), q[first : first + step], k, v)
+            attended = _attend(a, r, first, len(q), q[first : first + step], k, v)
             rows = slice(first, first + step)
-            for of, values in zip((out[b, at], lse[b, at]), found):
-                of[rows] = values.to(of.dtype)
+            for target, values in zip((out[b, span], lse[b, span]), attended):
+                target[rows] = values.to(target.dtype)
         if a.return_mask:
             outputs[2][b] = kept(a, r, torch.arange(len(q), device=q.device), sizes.heads, len(k)).transpose(0, 1)
     if a.return_lse:
@@ -221,7 +221,6 @@ KINDS = {torch.int8: 2, torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 1}  # ele
 BY_ELEMENT, BY_KEY, ANY_ORDER = range(3)  # FlashOrder of csrc/ops/standalone/flash_problem.h
 PLAIN_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))  # head sizes of keys and values
 GENERAL_SIZES = (128, 256)  # limits of both head sizes
-BIASES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in with_output_type of csrc/device/vec.h
 
 
 @dataclass(frozen=True)
@@ -250,7 +249,7 @@ def tiles(a) -> int:
 def configs(a, arch: Arch) -> list[FlashConfig]:
     """Return one tile per block and, if tiles exceed the resident blocks, the persistent schedules."""
     persistent = ("fixed", "dynamic") if tiles(a) > RESIDENT * arch.compute_units else ()
-    return [FlashConfig(of) for of in ("each", *persistent)]
+    return [FlashConfig(schedule) for schedule in ("each", *persistent)]
 
 
 def strides(a) -> tuple[CacheStrides, CacheStrides]:
@@ -258,38 +257,34 @@ def strides(a) -> tuple[CacheStrides, CacheStrides]:
     if a.block_table is not None:
         cache = CacheLayout(a.k, a.v)
         return cache.key_strides(), cache.value_strides()
-    found = []
+    of_both = []
     for x in (a.k, a.v):
         batch, row, head, element = by_row(x, a.layout).stride()
         vec = of_16_bytes(x)
-        found.append(CacheStrides(0 if a.layout == "thd" else batch, head, row * vec, row, element * vec, element))
-    return tuple(found)
+        of_both.append(CacheStrides(0 if a.layout == "thd" else batch, head, row * vec, row, element * vec, element))
+    return tuple(of_both)
 
 
-def _on_vectors(x: Tensor, steps: tuple[int, ...], elements: int) -> bool:
-    """True if the address and all strides of x are multiples of `elements` elements."""
-    address = 0 if x.is_meta else x.data_ptr()
-    return address % (elements * x.element_size()) == 0 and not any(step % elements for step in steps)
-
-
-def _steps(found: CacheStrides) -> tuple[int, ...]:
+def _steps(cache: CacheStrides) -> tuple[int, ...]:
     """Return all strides except the element stride."""
-    return found.block_stride, found.head_stride, found.group_stride, found.slot_stride, found.chunk_stride
+    return cache.block_stride, cache.head_stride, cache.group_stride, cache.slot_stride, cache.chunk_stride
 
 
 def orders(a) -> tuple[int, int, int]:
     """Return the order of q, k and v: contiguous elements, contiguous keys, or any."""
     sizes, (of_key, of_value), q = Sizes.of(a), strides(a), by_row(a.q, a.layout)
-    is_together = q.stride(3) == 1 and sizes.size % 8 == 0 and _on_vectors(a.q, q.stride()[:3], 8)
+    is_together = q.stride(3) == 1 and sizes.size % 8 == 0 and on_vectors(a.q, *q.stride()[:3])
     of_q = BY_ELEMENT if is_together else ANY_ORDER
-    is_together = of_key.element_stride == 1 and sizes.size % 8 == 0 and _on_vectors(a.k, _steps(of_key), 8)
+    is_together = of_key.element_stride == 1 and sizes.size % 8 == 0 and on_vectors(a.k, *_steps(of_key))
     of_k = BY_ELEMENT if is_together else ANY_ORDER
-    is_together = of_value.element_stride == 1 and sizes.value_size % 4 == 0 and _on_vectors(a.v, _steps(of_value), 4)
+    is_together = (
+        of_value.element_stride == 1 and sizes.value_size % 4 == 0 and on_vectors(a.v, *_steps(of_value), elements=4)
+    )
     if is_together:
         return of_q, of_k, BY_ELEMENT
     steps = (of_value.block_stride, of_value.head_stride, of_value.group_stride, of_value.chunk_stride)
     is_together = of_value.slot_stride == 1 and a.cu_seqlens_k is None and page_size(a) % 8 == 0
-    is_together = is_together and _on_vectors(a.v, (*steps, of_value.element_stride), 8)
+    is_together = is_together and on_vectors(a.v, *steps, of_value.element_stride)
     return of_q, of_k, BY_KEY if is_together else ANY_ORDER
 
 
@@ -310,7 +305,7 @@ def is_plain(a) -> bool:
         and a.scale > 0
         and orders(a) == (BY_ELEMENT, BY_ELEMENT, BY_ELEMENT)
         and max(of_key.slot_stride, of_value.slot_stride) < 2**24
-        and _on_vectors(a.v, _steps(of_value), 8)
+        and on_vectors(a.v, *_steps(of_value))
     )
 
 
@@ -339,7 +334,7 @@ def _extras(a) -> dict[str, object]:
         "query_type": KINDS.get(a.q.dtype, 0),
         "key_type": KINDS.get(a.k.dtype, 0),
         **dict(zip(("query_order", "key_order", "value_order"), orders(a))),
-        "bias_type": 0 if a.bias is None else BIASES[a.bias.dtype],
+        "bias_type": 0 if a.bias is None else OUT_TYPES[a.bias.dtype],
         **{f"{name}_scale_stride": int(scale is not None and scale.numel() > 1) for name, scale in by_head.items()},
         "threshold": threshold(a.dropout) if a.dropout > 0 else 0,
         "seed_low": a.seed % WORD,
@@ -412,5 +407,5 @@ def launches(config: FlashConfig, outputs: tuple[Tensor, Tensor, Tensor], a, arc
     if not is_plain(a):
         size = f"general_{next(most for most in GENERAL_SIZES if max(sizes.size, sizes.value_size) <= most)}"
         args |= fields("extras", _extras(a))
-    found = [Launch("flash_attention", f"flash_attention_{kind}_{size}", (blocks, 1, 1), (THREADS, 1, 1), args)]
-    return [*found, _mask_launch(mask, a)] if mask.numel() else found
+    planned = [Launch("flash_attention", f"flash_attention_{kind}_{size}", (blocks, 1, 1), (THREADS, 1, 1), args)]
+    return [*planned, _mask_launch(mask, a)] if mask.numel() else planned

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
+from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.standalone import flash
 from vllm_rocm_ops.ops.standalone.flash import Sizes
 
@@ -25,9 +26,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "layout", " or ".join(flash.LAYOUTS), str(a.layout), a.layout in flash.LAYOUTS
     holds = (is_wide_float(q) or flash.is_narrow(q.dtype)) and q.dim() == (3 if a.layout == "thd" else 4)
     yield "q", f"floating point, e4m3 or int8, in layout {a.layout}", describe(q), holds
-    holds = a.out_dtype in (
-        (None, q.dtype) if is_wide_float(q) else (None, torch.bfloat16, torch.float16, torch.float32)
-    )
+    holds = a.out_dtype in (None, *((q.dtype,) if is_wide_float(q) else OUT_TYPES))
     yield "out_dtype", "None or, for q of 8 bits, bfloat16, float16 or float32", str(a.out_dtype), holds
     yield from _where_keys_are(a)
     kinds = (q.dtype, *((torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz) if is_wide_float(q) else ()))
@@ -46,9 +45,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         holds = bias.dim() == 4 and bias.shape[0] in (1, shape[0]) and bias.shape[1:] == shape[1:]
         wanted = f"floating point of 16 bits or more, {list(shape)}: batch (or 1), heads, rows, keys"
         yield "bias", wanted, describe(bias), holds and is_wide_float(bias)
-    for name, heads in zip(
-        ("q_scale", "k_scale", "v_scale", "p_scale"), (sizes.heads, *[sizes.kv_heads] * 2, sizes.heads)
-    ):
+    counts = {"q_scale": sizes.heads, "k_scale": sizes.kv_heads, "v_scale": sizes.kv_heads, "p_scale": sizes.heads}
+    for name, heads in counts.items():
         if (scale := getattr(a, name)) is not None:
             holds = scale.dtype == torch.float32 and scale.numel() in (1, heads)
             yield name, f"float32 with one element or {heads}", describe(scale), holds
@@ -110,15 +108,13 @@ def _problem(a) -> dict[str, object]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     sizes, kinds = Sizes.of(a), (torch.int8, arch.fp8_dtype)
-    yield (
-        f"q is bfloat16, float16, int8 or {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
-        a.q.dtype in (*attention.ELEMENTS, *kinds),
-    )
+    fp8 = f"{arch.fp8_dtype}, the FP8 dtype of {arch.name}"
+    yield f"q is bfloat16, float16, int8 or {fp8}", a.q.dtype in (*attention.ELEMENTS, *kinds)
     yield "the result is bfloat16 or float16", flash.out_dtype(a) in attention.ELEMENTS
-    yield f"k is of q's dtype, int8 or {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.k.dtype in (a.q.dtype, *kinds)
+    yield f"k is of q's dtype, int8 or {fp8}", a.k.dtype in (a.q.dtype, *kinds)
     most = flash.GENERAL_SIZES[-1]
     yield f"heads have at most {most} elements", max(sizes.size, sizes.value_size) <= most
-    yield "a bias is bfloat16, float16 or float32", a.bias is None or a.bias.dtype in flash.BIASES
+    yield "a bias is bfloat16, float16 or float32", a.bias is None or a.bias.dtype in OUT_TYPES
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "q_scale", "k_scale", "v_scale", "p_scale"):
         yield f"{name} is contiguous", getattr(a, name) is None or getattr(a, name).is_contiguous()
     yield "block_table's rows are contiguous", a.block_table is None or a.block_table.stride(1) == 1
@@ -154,8 +150,8 @@ def _cache(k: Tensor, v: Tensor, lens, given: dict, generator: torch.Generator) 
     cache, begin = CacheLayout(*caches), 0
     for row, length in zip(table, lens):
         places = torch.arange(length)
-        of = slice(begin, begin + length)
-        cache.write(row[places // page].long(), places % page, k[of], v[of])
+        span = slice(begin, begin + length)
+        cache.write(row[places // page].long(), places % page, k[span], v[span])
         row[-(-length // page) :] = 2**30
         begin += length
     return *caches, table
@@ -174,13 +170,13 @@ def _inputs(rows, keys, heads, size, given, device, generator, fp8_dtype) -> tup
         return torch.rand(given.get("scales", 1) * of_heads or 1, generator=generator).add(0.5).div(40).to(device)
 
     if layout == "thd":
-        for name, of in (("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
-            a[name] = torch.tensor([0, *of]).cumsum(0).to(torch.int32).to(device)
+        for name, dimensions in (("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
+            a[name] = torch.tensor([0, *dimensions]).cumsum(0).to(torch.int32).to(device)
         rows, keys = sum(rows), sum(keys)
     lead = () if layout == "thd" else (batch,)
     q, k, v = (
-        rand(*lead, *of).to(dtype)
-        for of in ((rows, query_heads, size), (keys, kv_heads, size), (keys, kv_heads, value_size))
+        rand(*lead, *dimensions).to(dtype)
+        for dimensions in ((rows, query_heads, size), (keys, kv_heads, size), (keys, kv_heads, value_size))
     )
     if given.get("packed"):
         q, k, v = torch.cat((q, k, v), -1).split(size, -1)
@@ -215,10 +211,7 @@ def _inputs(rows, keys, heads, size, given, device, generator, fp8_dtype) -> tup
 
 def _cases() -> Iterator[Case]:
     """Yield every kernel; rows and keys around tiles, none of either, rows without keys; groups, layouts, windows, varlen."""
-
-    def case(name: str, rows, keys, heads, size, **given) -> Case:
-        return Case(name, functools.partial(_inputs, rows, keys, heads, size, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for size in flash.PLAIN_SIZES:
             yield case(f"{kind}-{size[0]}", 33, 70, (2, 1), size, dtype=dtype, causal=True)
