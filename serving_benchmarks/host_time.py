@@ -234,7 +234,7 @@ def experts(recorded: dict[type, Recorded]) -> Found:
         )
         if "router_logits" not in named:
             given = *tokens, named["topk_weights"], named["topk_ids"], *how
-            calls = (functools.partial(one.apply, *given) for one in (plugin.whole, in_vllm.whole(plugin)))
+            calls = (functools.partial(one.apply, *given) for one in (plugin.kernel, in_vllm.kernel_around(plugin)))
             yield "experts", kind.__name__, paths(*calls)
             continue
         logits, groups, (scoring_func, renormalize) = named["router_logits"], named["num_expert_group"], plugin.method

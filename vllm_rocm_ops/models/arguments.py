@@ -163,14 +163,14 @@ def dynamic_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
 
 def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool, *rest) -> tuple:
     """Return arguments of `grouped_topk`."""
-    *how, has_bias = rest
-    return inputs.values(tokens, experts), topk, renormalize, *how, inputs.scales(experts) if has_bias else None
+    *options, has_bias = rest
+    return inputs.values(tokens, experts), topk, renormalize, *options, inputs.scales(experts) if has_bias else None
 
 
 def router(tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int, renormalize: bool, *rest) -> tuple:
     """Return arguments of `router_gemm_topk`."""
-    _, *how = routing(tokens, inputs, experts, topk, renormalize, *rest)
-    return *unquantized(tokens, inputs, experts, hidden), *how
+    _, *options = routing(tokens, inputs, experts, topk, renormalize, *rest)
+    return *unquantized(tokens, inputs, experts, hidden), *options
 
 
 def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:

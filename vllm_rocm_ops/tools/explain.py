@@ -89,17 +89,17 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 def parse_first(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
     """Parse '8x7168' to ((8, 7168), None), and 'fp16[8x7168]' to ((8, 7168), torch.float16)."""
-    dtype, found, sizes = text.partition("[")
-    if found and dtype in DTYPES and sizes.endswith("]"):
+    dtype, bracket, sizes = text.partition("[")
+    if bracket and dtype in DTYPES and sizes.endswith("]"):
         return parse_shape(sizes[:-1]), DTYPES[dtype]
     return parse_shape(text), None
 
 
 def parse_argument(text: str) -> tuple[str, object]:
     """Parse 'name=value'; a value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
-    name, found, value = text.partition("=")
+    name, equals, value = text.partition("=")
     tensor = re.fullmatch(r"(\w+)\[([\dx]+)\]", value)
-    if not found:
+    if not equals:
         raise ValueError(f"{text} must be name=value")
     if tensor and tensor[1] in DTYPES:
         try:
@@ -156,13 +156,13 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     The KV cache is as vLLM has it on `arch`.
     """
     rocm_cache_layout = archs.named(arch).vendor == "amd"
-    found = [
+    fused = [
         *fused_calls.calls(config, tp, ep, rocm_cache_layout),
         *fused_calls.quantized_hidden(config, tp, ep)[:1],
         *model_layers.absorbed(config, tp),
         model_layers.attention(config, tp, rocm_cache_layout),
     ]
-    return sorted(found, key=lambda call: call.fusion in fused_calls.AROUND_ATTENTION)
+    return sorted(fused, key=lambda call: call.fusion in fused_calls.AROUND_ATTENTION)
 
 
 def measured_shapes(call: LayerCall, arch: str) -> list[str]:
@@ -197,17 +197,17 @@ def decision(call: LayerCall, keys: list[Key], record: kernel_selection.Record, 
         return False, f"off on this GPU: {record.off[name]}"
     if call.op in model_layers.ATTENTION:
         return attention_decision(call, record, tokens)
-    by_attention, most = getattr(fusion or in_vllm, "by_attention", False), getattr(in_vllm, "limit", None)
+    by_attention, limit = getattr(fusion or in_vllm, "by_attention", False), getattr(in_vllm, "limit", None)
     baseline = "two launches" if fusion and (fusion.needs_parts or fusion.needs_all) else "vLLM"
     if by_attention and is_forced():
-        return most is None or tokens <= most, FORCED
+        return limit is None or tokens <= limit, FORCED
     if not keys:
-        if most == 0 or by_attention or (fusion and fusion.needs_all):
+        if limit == 0 or by_attention or (fusion and fusion.needs_all):
             return False, UNMEASURED.format(baseline)
-        if most is None:
+        if limit is None:
             return True, ""
-        few = tokens <= most
-        return few, "unmeasured" if few else f"unmeasured: {baseline} above {most} tokens"
+        few = tokens <= limit
+        return few, "unmeasured" if few else f"unmeasured: {baseline} above {limit} tokens"
 
     def runs_by(key: Key) -> bool:
         served_by = kernel_selection.serves_by_tokens(key, record.shapes[key])
@@ -216,10 +216,10 @@ def decision(call: LayerCall, keys: list[Key], record: kernel_selection.Record, 
     if fusion and fusion.needs_all:
         return all(map(runs_by, keys)), f"measured: against {' and '.join(str(key.baseline) for key in keys)}"
     runs, measured = runs_by(keys[0]), record.shapes[keys[0]]
-    if one := measured.get(tokens):
+    if times := measured.get(tokens):
         us = [
             f"{whose} {time:.1f} us"
-            for whose, time in (("plugin", one.plugin_us), (baseline, one.baseline_us))
+            for whose, time in (("plugin", times.plugin_us), (baseline, times.baseline_us))
             if time is not None
         ]
         return runs, f"measured: {', '.join(us) or 'plugin not selected'}"
@@ -249,21 +249,21 @@ def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens:
         return True, FORCED
     heads, *sizes = call.parameters
     is_paged = call.op is ops.paged_attention_decode
-    of = f"{heads}:{sizes[0]}x{sizes[1]}" if is_paged else f"{heads}x{sizes[0]}+{sizes[1]}"
+    heads_of_call = f"{heads}:{sizes[0]}x{sizes[1]}" if is_paged else f"{heads}x{sizes[0]}+{sizes[1]}"
     kind = quantized_attention.KINDS.get(sizes[-1], "")
-    found = {
-        key: kernel_selection.serves_by_tokens(key, one)
-        for key, one in record.shapes.items()
-        if key.op == call.op.name and (key.decode.heads, key.decode.quantized) == (of, kind)
+    served_by = {
+        key: kernel_selection.serves_by_tokens(key, measured)
+        for key, measured in record.shapes.items()
+        if key.op == call.op.name and (key.decode.heads, key.decode.quantized) == (heads_of_call, kind)
     }
-    separate = [found.pop(key) for key in list(found) if key.baseline == SEPARATE]
-    served = list(found.values())
+    separate = [served_by.pop(key) for key in list(served_by) if key.baseline == SEPARATE]
+    served = list(served_by.values())
     if not served:
         return False, UNMEASURED.format("vLLM")
     if separate and not quantized_attention.at_some_size(separate):
         return False, "measured: not faster than attention plus a separate quantization"
     return all(
-        tokens < len(one) and one[tokens] for one in served
+        tokens < len(table) and table[tokens] for table in served
     ), f"measured: {len(served)} (context length, backend) pairs"
 
 
@@ -287,13 +287,13 @@ def explain_model(
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     known = archs.named(arch)
     record = measured_here(known)
-    whole = {part: call for call in calls for part in call.parts}
+    fused = {part: call for call in calls for part in call.parts}
     for call in calls:
         same: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for batch in batches:
             serves, said = served(call, arch, record, batch)
-            if call in whole and served(whole[call], arch, record, batch)[0]:
-                same.setdefault((f"in {whole[call].layer}", ""), []).append((batch, ""))
+            if call in fused and served(fused[call], arch, record, batch)[0]:
+                same.setdefault((f"in {fused[call].layer}", ""), []).append((batch, ""))
                 continue
             if not serves:
                 apart = call.fusion.apart if call.fusion else "vLLM's kernel"

@@ -109,10 +109,10 @@ def shapes_of(
     if name and model:
         raise ValueError(f"give either a list or --model, got {name} and --model {model}")
     if name:
-        found = lists.of_list(name, tp, batch)
+        selected = lists.of_list(name, tp, batch)
     elif model:
         calls = ((call, size) for call in calls_of(model, tp, ep) for size in batch or (1,))
-        found = (shapes.Shape(call.op, call.case(size)) for call, size in calls)
+        selected = (shapes.Shape(call.op, call.case(size)) for call, size in calls)
     else:
-        found = (shapes.Shape(op, case) for op in op_module.registered() for case in op.cases())
-    return shapes.select(found, op or ["*"], case or ["*"])
+        selected = (shapes.Shape(op, case) for op in op_module.registered() for case in op.cases())
+    return shapes.select(selected, op or ["*"], case or ["*"])

@@ -30,7 +30,7 @@ COMPARISONS = {
 RECORDED = {
     ops.router_gemm_topk: routing_gate.shapes_of,
     ops.mla_norm_rope_and_cache: mla_pre_attention.shapes_of,
-    ops.batched_gemm_rope: lambda *of: [mla_rotation.shape_of(*of)],
+    ops.batched_gemm_rope: lambda *call: [mla_rotation.shape_of(*call)],
     ops.rope_and_cache: rope_pre_attention.shapes_of,
     ops.qk_norm_rope_and_cache: rope_pre_attention.shapes_of,
 }

@@ -108,10 +108,10 @@ def active() -> list[str]:
     return [entry.name for entry in _status.values() if entry.on]
 
 
-def replace(theirs: type, plugin: type) -> type:
+def replace(op_class: type, plugin: type) -> type:
     """Register a subclass in place of vLLM's custom op, under the name by which `custom_ops` switches it."""
-    theirs.register_oot(plugin)
-    plugin.name = theirs.name
+    op_class.register_oot(plugin)
+    plugin.name = op_class.name
     return plugin
 
 
@@ -158,9 +158,9 @@ def install_all() -> list[Status]:
     return status()
 
 
-def ordered(found: list[Seam]) -> list[Seam]:
+def ordered(seams: list[Seam]) -> list[Seam]:
     """Return the seams sorted so that each comes after those in its `after`."""
-    left, done = {seam.name: seam for seam in found}, []
+    left, done = {seam.name: seam for seam in seams}, []
     while left:
         ready = next((seam for seam in left.values() if not left.keys() & set(seam.after)), None)
         if ready is None:
@@ -285,9 +285,9 @@ def require(holds: object, wanted: str) -> None:
 
 def require_parameters(function: Callable, *names: str) -> None:
     """Raise `Unavailable` unless a callable's first parameters after `self` have these names in this order."""
-    found = [name for name in inspect.signature(function).parameters if name != "self"]
-    text = f"{function.__qualname__}({', '.join(names)}), got ({', '.join(found)})"
-    require(tuple(found[: len(names)]) == names, text)
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
+    text = f"{function.__qualname__}({', '.join(names)}), got ({', '.join(parameters)})"
+    require(tuple(parameters[: len(names)]) == names, text)
 
 
 def require_function(path: str, *wanted: str) -> None:
@@ -313,7 +313,7 @@ def require_in(
     """
     had = [argument.arg for argument in functions[name].args.args[bound:]] if name in functions else []
     text = f"{label}({', '.join(wanted)}), got ({', '.join(had)})"
-    require(name in functions and [one for one in had if one not in may] == [*wanted], text)
+    require(name in functions and [name for name in had if name not in may] == [*wanted], text)
 
 
 def body_of(module: str) -> list[ast.stmt]:

@@ -74,11 +74,11 @@ class Decode(Shape):
         of_some = a._replace(**queries, block_table=a.block_table[some], seq_lens=a.seq_lens[some])
         exact = self.op.reference(*of_some)[0].double()
 
-        def found() -> dict[str, object]:
+        def fields() -> dict[str, object]:
             results = self.op(*a)[0][some].double()
             return {"relative_error": ((results - exact).norm() / exact.norm()).item()}
 
-        return found
+        return fields
 
 
 # Shapes

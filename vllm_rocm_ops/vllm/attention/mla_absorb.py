@@ -48,9 +48,9 @@ class Absorbed:
         keywords = keywords or {}
         with torch._C.DisableTorchFunctionSubclass():
             if function is torch.bmm and len(arguments) == 2 and isinstance(arguments[1], Absorbed):
-                found = product(*arguments, **keywords)
-                if found is not None:
-                    return found
+                output = product(*arguments, **keywords)
+                if output is not None:
+                    return output
             return function(*arguments, **keywords)
 
 
@@ -79,10 +79,10 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
         weights = getattr(layer, name, None)
         if type(weights) not in CLASSES or weights.dim() != 3 or weights.dtype not in ELEMENTS:
             continue
-        of, choice = (weights, weights.dtype), None
+        described, choice = (weights, weights.dtype), None
         if not is_forced:
-            calls, most = ("absorbed", COMPARISON.describe(of)), min(max_tokens, MAX_TOKENS)
-            choice = kernel_selection.choice_for(calls, COMPARISON, BMM, lambda of=of: of, weights, most)
+            calls, limit = ("absorbed", COMPARISON.describe(described)), min(max_tokens, MAX_TOKENS)
+            choice = kernel_selection.choice_for(calls, COMPARISON, BMM, lambda layer=described: layer, weights, limit)
         weights.rocm_ops_choice = choice
         weights.__class__ = CLASSES[type(weights)]
 
@@ -114,25 +114,25 @@ def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor 
     """
     if rotated := rotation_of(weights):
         given = x.transpose(0, 1), weights, *rotated, None if out is None else out.transpose(0, 1)
-        found = ops.batched_gemm_rope.call(*given)
-        return found.transpose(0, 1) if out is None else out
+        output = ops.batched_gemm_rope.call(*given)
+        return output.transpose(0, 1) if out is None else out
     choice, quantized = weights.rocm_ops_choice, weights.rocm_ops_quantized
     if weights.rocm_ops_output is not None and quantized is not None and out is not None and x.dtype == weights.dtype:
-        plugin_serves = all(one.plugin_serves(x.shape[1]) for one in quantized)
+        plugin_serves = all(fused.plugin_serves(x.shape[1]) for fused in quantized)
         if plugin_serves and weights.rocm_ops_output.take(x.transpose(0, 1), weights):
             return out
     if choice is not None and not choice.plugin_serves(x.shape[1]):
         if choice.baseline_always_serves and (
-            quantized is None or any(one.baseline_always_serves for one in quantized)
+            quantized is None or any(fused.baseline_always_serves for fused in quantized)
         ):
             restore_baseline(weights)
         return None
     if x.dtype != weights.dtype:
         return None
-    found = run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))
-    if found is None:
+    output = run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))
+    if output is None:
         return None
-    return found.transpose(0, 1) if out is None else out
+    return output.transpose(0, 1) if out is None else out
 
 
 def run(*arguments) -> Tensor | None:
@@ -176,8 +176,8 @@ class MlaAbsorb(LayerComparison):
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         of_rows, weights = arguments
-        found = torch.bmm(of_rows[rows].float().transpose(0, 1), weights.float())
-        return found.transpose(0, 1).flatten(1)[:, columns]
+        products = torch.bmm(of_rows[rows].float().transpose(0, 1), weights.float())
+        return products.transpose(0, 1).flatten(1)[:, columns]
 
     def layers_of(self, a):
         return [(a.weights, a.x.dtype, *["groups"] * (a.out_scales is not None))]

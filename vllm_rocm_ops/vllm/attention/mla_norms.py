@@ -76,10 +76,10 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[MlaPreAtt
         if not hasattr(layer, "rocm_ops_front") or any(unsupported_features(layer)):
             continue
         baseline, dtype = compilation.baseline_of(config, model)(True), config.model_config.dtype
-        one = MlaPreAttention(layer, baseline)
-        if (compiles or one.decoder.is_forced) and one.has_kernels(dtype):
-            yield one
-            yield from mla_rotation.of(one, baseline, dtype)
+        part = MlaPreAttention(layer, baseline)
+        if (compiles or part.decoder.is_forced) and part.has_kernels(dtype):
+            yield part
+            yield from mla_rotation.rotations(part, baseline, dtype)
 
 
 # The replacement of vLLM's layer
@@ -135,13 +135,13 @@ def define() -> None:
     op.define(mla_norms, lambda *_: None, mutates=("q_out", "kv_out", "k_pe_out", "scales_out"))
 
 
-def of_wrapper(theirs: type) -> type:
+def of_wrapper(wrapper: type) -> type:
     """Return the subclass of vLLM's layer."""
     from vllm.utils.torch_utils import _encode_layer_name
 
     from vllm_rocm_ops.vllm.graph import fused_quant
 
-    class RocmOpsMlaAttention(theirs):
+    class RocmOpsMlaAttention(wrapper):
         """Run the op between the projections of vLLM's layer where it was selected."""
 
         rocm_ops_front: MlaPreAttention | None = None

@@ -175,12 +175,12 @@ class MlaPreAttention(RowComparison):
         _, k_pe = self.layer.rotary_emb.forward_native(positions, k_pe, k_pe)
         return q, scale, kv, k_pe.squeeze(1)
 
-    def written(self, found: tuple, slots: Tensor, cache: Tensor) -> tuple:
+    def written(self, computed: tuple, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return the results and the cache."""
-        *_, kv, k_pe = found
+        *_, kv, k_pe = computed
         where = slots, self.attn.kv_cache_dtype, self.attn._k_scale
         self.attn.impl.do_kv_cache_update(kv, k_pe.unsqueeze(1), cache, *where)
-        return *found, cache
+        return *computed, cache
 
     def baseline(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Return the same as `plugin`, by vLLM's layers and its backend."""
@@ -211,10 +211,10 @@ class MlaPreAttention(RowComparison):
             None if x is None else x * torch.rsqrt(x.square().mean(1, keepdim=True) + epsilon) * weight.float()
             for x, weight in ((q, q_weight), (kv, kv_weight))
         )
-        static, most = self.scales()
+        static, limit = self.scales()
         if static is not None:
-            most = static.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
+            limit = static.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
         rotated, (table, is_neox) = k_pe.unsqueeze(1).clone(), self.angles()
         rotation.rotate(rotated, positions, table, is_neox)
         rows = torch.cat([kv, rotated.squeeze(1)], 1)
-        return [q if most is None else q.clamp(-most, most), kv, rotated.squeeze(1), rows]
+        return [q if limit is None else q.clamp(-limit, limit), kv, rotated.squeeze(1), rows]

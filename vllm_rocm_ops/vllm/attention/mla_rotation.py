@@ -91,13 +91,15 @@ class QueryRotation(RowComparison):
                 weights.rocm_ops_rotation = given
             else:
                 self.rotate(*given)
-        found = type(self.attn).forward_impl(self.attn, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **keywords)
+        output = type(self.attn).forward_impl(
+            self.attn, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **keywords
+        )
         if fused and mla_absorb.rotation_of(weights) is not None:
             raise RuntimeError(
                 "vllm-rocm-ops: queries were not rotated, as vLLM's attention did not multiply by W_UK_T: set "
                 "VLLM_ROCM_OPS_DISABLE=mla_norms"
             )
-        return found
+        return output
 
     def rotate(self, q_pe: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> None:
         """Rotate q_pe in place."""
@@ -183,9 +185,9 @@ class QueryRotation(RowComparison):
         return [rotated.flatten(1), product]
 
 
-def of(front: MlaPreAttention, baseline: Baseline, dtype: torch.dtype) -> Iterator[QueryRotation]:
+def rotations(front: MlaPreAttention, baseline: Baseline, dtype: torch.dtype) -> Iterator[QueryRotation]:
     """Yield the rotation of a layer's queries, if attention may do it."""
     if not any(unsupported_features(front.attn)):
-        one = QueryRotation(front, baseline)
-        if one.has_kernels(dtype):
-            yield one
+        part = QueryRotation(front, baseline)
+        if part.has_kernels(dtype):
+            yield part

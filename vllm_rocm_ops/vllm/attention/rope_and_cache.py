@@ -170,17 +170,17 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
     if not (compiles and splits) or any(getattr(settings.pass_config, name, False) for name in PASSES):
         return
     baseline, dtype = compilation.baseline_of(config, model)(True, has_pass=False), config.model_config.dtype
-    found: dict[torch.nn.Module, list[RopePreAttention | None]] = {}
+    by_rotary: dict[torch.nn.Module, list[RopePreAttention | None]] = {}
     for layer in model.modules():
         rotary, attn = getattr(layer, "rotary_emb", None), getattr(layer, "attn", None)
         if not isinstance(rotary, torch.nn.Module) or not isinstance(attn, Attention):
             continue
-        one = None
+        part = None
         if not any(unsupported_features(attn, rotary, dtype)):
-            one = RopePreAttention(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
-        found.setdefault(rotary, []).append(one if one and one.has_kernels() else None)
-    for of_rotary in found.values():
-        if None not in of_rotary and len({bool(one.norms) for one in of_rotary}) == 1:
+            part = RopePreAttention(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
+        by_rotary.setdefault(rotary, []).append(part if part and part.has_kernels() else None)
+    for of_rotary in by_rotary.values():
+        if None not in of_rotary and len({bool(part.norms) for part in of_rotary}) == 1:
             split.before(rewrite)
             yield from of_rotary
 
@@ -266,10 +266,10 @@ def place_of(marker: fx.Node) -> Place | None:
         return None
     if not norms:
         return Place((q, k), (None, None, 0.0), views, update, attention) if is_own(q) and is_own(k) else None
-    found = normed(q), normed(k)
-    if None in found or found[0][2] != found[1][2]:
+    before = normed(q), normed(k)
+    if None in before or before[0][2] != before[1][2]:
         return None
-    (q, q_weight, epsilon), (k, k_weight, _) = found
+    (q, q_weight, epsilon), (k, k_weight, _) = before
     return Place((q, k), (q_weight, k_weight, epsilon), views, update, attention)
 
 
@@ -279,8 +279,8 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
 
     if TORCH_OP not in splitting_ops:
         return 0
-    found = {marker: place_of(marker) for marker in graph.find_nodes(op="call_function", target=ROTATION)}
-    places = {marker: place for marker, place in found.items() if place is not None}
+    candidates = {marker: place_of(marker) for marker in graph.find_nodes(op="call_function", target=ROTATION)}
+    places = {marker: place for marker, place in candidates.items() if place is not None}
     for marker, place in places.items():
         positions, q, k, table, _, is_neox, norms = marker.args
         update, attention = place.update, place.attention
@@ -304,7 +304,7 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
             "vllm-rocm-ops: rotation and cache write are one launch in %d layers (VLLM_ROCM_OPS_SEAMS=-%s disables it)"
         )
         logger.info(text, len(places), SEAM.name)
-    if left := len(found) - len(places):
+    if left := len(candidates) - len(places):
         logger.info("vllm-rocm-ops: %d rotations stay vLLM's, as something else reads them or their inputs", left)
     return len(places)
 

@@ -137,9 +137,9 @@ class RopePreAttention(RowComparison):
             q, k = (norm.vllm_forward(x) for norm, x in zip(self.norms, (q, k)))
         return self.rotary.forward_native(positions, q.flatten(1), k.flatten(1))
 
-    def written(self, found: tuple[Tensor, Tensor], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+    def written(self, rotated: tuple[Tensor, Tensor], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return q, k and the cache."""
-        q, k = (x.unflatten(1, (-1, self.heads[2])) for x in found)
+        q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated)
         self.attn.impl.do_kv_cache_update(self.attn, k, self.parts(qkv)[2], cache, slots)
         return q, k, cache
 

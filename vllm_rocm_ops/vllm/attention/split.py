@@ -65,9 +65,9 @@ def also_at(name: str, update: str) -> None:
     @functools.wraps(split)
     def set_splitting_ops_for_v1(self, *arguments, **keywords):
         split(self, *arguments, **keywords)
-        found = self.splitting_ops
-        if found and update in found and name not in found:
-            found.append(name)
+        operators = self.splitting_ops
+        if operators and update in operators and name not in operators:
+            operators.append(name)
 
     CompilationConfig.set_splitting_ops_for_v1 = set_splitting_ops_for_v1
 

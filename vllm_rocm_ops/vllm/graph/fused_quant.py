@@ -46,8 +46,8 @@ ACTIVATIONS = {
 
 def has_kernels(name: str) -> bool:
     """True if this machine has kernels for the op, for any row length and row count."""
-    row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
-    examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
+    row, scale = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
+    examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": scale}
     examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
     op = getattr(ops, name)
     known = {argument: value for argument, value in examples.items() if argument in op.Arguments._fields}

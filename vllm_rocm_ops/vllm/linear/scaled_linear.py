@@ -64,8 +64,8 @@ class ScaledLinear(linear_base.Linear):
     op, run, limit = ops.scaled_mm, staticmethod(scaled_linear), MAX_TOKENS
 
     def max_tokens(self):
-        most = super().max_tokens()
-        return most if torch.version.cuda is None else min(most, BESIDE_CUTLASS)
+        limit = super().max_tokens()
+        return limit if torch.version.cuda is None else min(limit, BESIDE_CUTLASS)
 
     def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         def layer() -> tuple:

@@ -87,11 +87,11 @@ def order(weight: Tensor, before: Digest) -> str | None:
     rows = rows_of(weight)
     if (rows.shape, rows.dtype) != before[:2]:
         return None
-    found = checksum(rows)
-    if found.equal(before.plain):
+    after = checksum(rows)
+    if after.equal(before.plain):
         return "plain"
     return (
-        "fragments" if before.fragments is not None and rows.is_contiguous() and found.equal(before.fragments) else None
+        "fragments" if before.fragments is not None and rows.is_contiguous() and after.equal(before.fragments) else None
     )
 
 
