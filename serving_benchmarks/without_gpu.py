@@ -23,6 +23,7 @@ import latency
 import latency_report
 import predicted
 
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import machines
@@ -59,9 +60,10 @@ def kernels(name: str, arch: str, batches: list[int]) -> Iterator[str]:
     """Yield the lines of `explain --model` for one rank of a model of predicted.py."""
     model, tp, ep = predicted.MODELS[name]
     config = model_config.read(model)
-    calls = [*model_layers.calls(config, tp, ep), *explain.around(config, tp, ep, arch)]
+    known = archs.named(arch)
+    calls = [*model_layers.calls(config, tp, ep), *explain.around(config, tp, ep, known)]
     yield f"{name} on {arch}: kernels by tokens per step"
-    yield from explain.table(explain.explain_model(calls, arch, tuple(batches), verbose=False), explain.WIDTH)
+    yield from explain.table(explain.explain_model(calls, known, tuple(batches), verbose=False), explain.WIDTH)
 
 
 def predict(device: str, batch: int, name: str, commit: str) -> list[dict]:

@@ -26,6 +26,7 @@ from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+GFX942 = archs.ARCHS["gfx942"]
 COMMAND = [sys.executable, "-m", "vllm_rocm_ops.tools.cli"]
 
 
@@ -131,7 +132,7 @@ def test_explain_takes_every_op(op, arch):
 @pytest.mark.parametrize("op", [vllm_rocm_ops.ops.mla_decode, vllm_rocm_ops.ops.paged_attention_decode])
 def test_what_is_not_given_lets_attention_choose_its_parts(op):
     """vLLM calls it so unless a constant partition is requested."""
-    assert explain.example(op, "gfx942")["fixed_split_size"] == 0
+    assert explain.example(op, GFX942)["fixed_split_size"] == 0
     assert len(explain.explain(op, "gfx942").considered) > 1
 
 
@@ -280,7 +281,7 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
 
     def rows(arch: str = "MI300X") -> dict[str, dict[str, tuple[bool, str]]]:
         """Return, by layer and number of tokens, whether the plugin's kernel runs, and why."""
-        lines = explain.explain_model(list(call.values()), arch, (1, 8, 64, 512, 700, 2048))
+        lines = explain.explain_model(list(call.values()), archs.named(arch), (1, 8, 64, 512, 700, 2048))
         cells = [
             (line[0], tokens, line[4] != "vLLM's kernel", line[6])
             for line in lines[1:]
@@ -321,7 +322,7 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
             }
             for i, (plugin, baseline) in enumerate(lengths)
         }
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes)))
+        monkeypatch.setattr(comparisons, "record_for", lambda arch: kernel_selection.Record({}, {}, keyed(shapes)))
         assert cli.main(["explain", "--model", "tiny-llama", "--arch", "gfx942", "--verbose"]) == 0
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention")]
         return " ".join(line.split()[3:])
@@ -345,10 +346,10 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
             }
             for (kind, baseline), us in ((name.split("|"), us) for name, us in found.items())
         }
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes)))
+        monkeypatch.setattr(comparisons, "record_for", lambda arch: kernel_selection.Record({}, {}, keyed(shapes)))
         config, tp = model_config.read(model), 8 if "llama" in model else 1
-        calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, "gfx942")]
-        rows = explain.explain_model(calls, "gfx942", (1,))[1:]
+        calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, GFX942)]
+        rows = explain.explain_model(calls, GFX942, (1,))[1:]
         return {layer: f"{kernel}: {why}" for layer, _, _, _, kernel, _, why in rows}
 
     wins, loses = (2.0, 3.0), (3.0, 2.0)
@@ -375,9 +376,9 @@ def test_explain_of_a_model_knows_the_launch_that_rotates_and_writes_the_cache(m
 
     def explained(model: str, shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
         record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))
-        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
-        of_model = explain.around(model_config.read(model), 8 if "llama" in model else 1, None, "gfx942")
-        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1, 64), False)}
+        monkeypatch.setattr(comparisons, "record_for", lambda arch: record)
+        of_model = explain.around(model_config.read(model), 8 if "llama" in model else 1, None, GFX942)
+        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, GFX942, (1, 64), False)}
 
     fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
     without, normed = "rotation + cache write", "norms of q and k + rotation + cache write"
@@ -406,12 +407,12 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
 
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, list[str]]:
         monkeypatch.setattr(
-            explain, "measured_here", lambda arch: kernel_selection.Record({}, off or {}, keyed(shapes or {}))
+            comparisons, "record_for", lambda arch: kernel_selection.Record({}, off or {}, keyed(shapes or {}))
         )
         config = model_config.read("llama-3.1-405b-fp8")
-        calls = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
+        calls = [*model_layers.calls(config, 8), *explain.around(config, 8, None, GFX942)]
         found: dict[str, list[str]] = {}
-        for layer, _, _, tokens, kernel, _, why in explain.explain_model(calls, "gfx942", (1, 64, 65))[1:]:
+        for layer, _, _, tokens, kernel, _, why in explain.explain_model(calls, GFX942, (1, 64, 65))[1:]:
             found.setdefault(layer, []).append(f"{tokens} {kernel}: {why}")
         return found
 
@@ -445,7 +446,9 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
 
 def test_explain_of_a_model_says_that_mla_absorb_are_measured_first(capsys, monkeypatch):
     def explained(shapes: dict | None = None) -> dict[str, str]:
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes or {})))
+        monkeypatch.setattr(
+            comparisons, "record_for", lambda arch: kernel_selection.Record({}, {}, keyed(shapes or {}))
+        )
         assert cli.main(["explain", "--model", "deepseek-v3", "--tp", "8", "--arch", "gfx950", "--verbose"]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         return {line[0]: " ".join(line[3:]) for line in lines if line[0].startswith("W_U") and line[1] != "+"}
@@ -468,9 +471,9 @@ def test_explain_of_a_model_knows_the_launch_that_rotates_queries(monkeypatch):
 
     def explained(shapes: dict) -> dict[str, str]:
         record = kernel_selection.Record({}, {}, keyed(shapes))
-        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
-        of_model = explain.around(model_config.read("deepseek-v3"), 8, None, "gfx942")
-        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1,), False)}
+        monkeypatch.setattr(comparisons, "record_for", lambda arch: record)
+        of_model = explain.around(model_config.read("deepseek-v3"), 8, None, GFX942)
+        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, GFX942, (1,), False)}
 
     fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
     key = "batched_gemm_rope 16x512x128+64 bfloat16 compiled"
@@ -486,10 +489,10 @@ def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypa
 
     def explained(model: str, shapes: dict) -> dict[str, str]:
         record = kernel_selection.Record({}, {}, keyed(shapes))
-        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
+        monkeypatch.setattr(comparisons, "record_for", lambda arch: record)
         config = model_config.read(model)
-        of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
-        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (2,), False)}
+        of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, GFX942)]
+        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, GFX942, (2,), False)}
 
     one, fast, slow = "router + routing", *({2: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
     for model, shape in (
@@ -511,10 +514,10 @@ def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_th
 
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
         record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))
-        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
+        monkeypatch.setattr(comparisons, "record_for", lambda arch: record)
         config = model_config.read("deepseek-v3")
-        of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
-        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1, 64), False)}
+        of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, GFX942)]
+        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, GFX942, (1, 64), False)}
 
     found = explained()
     assert found[one].startswith("vLLM's kernel (unmeasured") and found["q_a norm"].startswith(

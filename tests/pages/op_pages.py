@@ -132,7 +132,7 @@ def call(op: Op) -> str:
             return f"{short(value.dtype)}[{'x'.join(map(str, value.shape))}]"
         return short(value) if isinstance(value, torch.dtype) else repr(value)
 
-    given = explain.example(op, arch_of(op)).items()
+    given = explain.example(op, archs.ARCHS[arch_of(op)]).items()
     return f"{op.name}({', '.join(f'{name}={text(value)}' for name, value in given)})"
 
 

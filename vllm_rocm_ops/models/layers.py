@@ -157,7 +157,6 @@ class _Model:
         return size
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number of the configuration."""
         number = self.config[key] if default is None else self.config.get(key, default)
         if type(number) not in (int, float) or not 0 <= number < MAX_SIZE:
             raise ValueError(f"{key} must be a number from 0 to {MAX_SIZE}, got {model_config.shown(number)}")
@@ -245,7 +244,6 @@ class _Model:
         yield self._call("experts", ops.fused_experts, model_arguments.experts, *sizes, quantization)
 
     def head(self) -> Iterator[LayerCall]:
-        """Yield the calls after the layers."""
         yield self.norm("final norm", self.hidden)
         yield self.linear("lm_head", self.part("vocab_size", VOCABULARY_UNIT), self.hidden, UNQUANTIZED)
 

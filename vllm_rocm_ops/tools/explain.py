@@ -12,17 +12,13 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
-from vllm_rocm_ops.vllm.attention import quantized_attention
-from vllm_rocm_ops.vllm.attention.decoder import is_forced
-from vllm_rocm_ops.vllm.comparisons import COMPARISONS, RECORDED
-from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE, Key
+from vllm_rocm_ops.vllm import comparisons
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -36,14 +32,14 @@ MAX_NUMBER = 2**31
 WIDTH = 120  # columns of a model's table
 
 
-def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
+def example(op: Op, arch: Arch, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
     """Return arguments like the op's first case, on the meta device.
 
     `shape` and `dtype` replace the first tensor's, and equal sizes and dtypes of the others. The order of strides stays.
     `given` replaces whole arguments by name.
     """
     case = next(iter(op.cases()))
-    of_case = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), archs.named(arch).fp8_dtype))
+    of_case = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), arch.fp8_dtype))
     first = next(value for value in of_case if isinstance(value, torch.Tensor))
     sizes = dict(zip(reversed(first.shape), reversed(shape or first.shape)))
 
@@ -62,7 +58,8 @@ def example(op: Op, arch: str, shape: tuple[int, ...] = (), dtype: torch.dtype |
 
 def explain(op: Op, arch: str, *changes, require_code: bool = False, **given) -> Explanation:
     """Return the explanation of a call on `arch` with the arguments of `example`, without memory or a GPU."""
-    return op.explain(**example(op, arch, *changes, **given), arch=arch, require_code=require_code)
+    known = archs.named(arch)
+    return op.explain(**example(op, known, *changes, **given), arch=known, require_code=require_code)
 
 
 def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
@@ -70,7 +67,7 @@ def emulate(op: Op, arch: str, *changes, **given) -> Iterator[str]:
     from vllm_rocm_ops.emulator import cases as emulated  # an extra
 
     case = None if any(changes) or given else next(iter(op.cases()))
-    return emulated.describe(op, op.Arguments(**example(op, arch, *changes, **given)), case, arch)
+    return emulated.describe(op, op.Arguments(**example(op, archs.named(arch), *changes, **given)), case, arch)
 
 
 def usual_arch() -> str:
@@ -146,16 +143,12 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 # a model
 
 
-FORCED = "VLLM_ROCM_OPS_ATTENTION=1"
-UNMEASURED = "unmeasured: {} until the plugin is measured faster"
-
-
-def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
+def around(config: dict, tp: int, ep: int | None, arch: Arch) -> list[LayerCall]:
     """Return the decode calls that the plugin serves only if measured faster, on request, or in place of other calls.
 
     The KV cache is as vLLM has it on `arch`.
     """
-    rocm_cache_layout = archs.named(arch).vendor == "amd"
+    rocm_cache_layout = arch.vendor == "amd"
     fused = [
         *fused_calls.calls(config, tp, ep, rocm_cache_layout),
         *fused_calls.quantized_hidden(config, tp, ep)[:1],
@@ -165,117 +158,8 @@ def around(config: dict, tp: int, ep: int | None, arch: str) -> list[LayerCall]:
     return sorted(fused, key=lambda call: call.fusion in fused_calls.AROUND_ATTENTION)
 
 
-def measured_shapes(call: LayerCall, arch: str) -> list[str]:
-    """Return the shapes, as in kernel_selection.py, under which a call may have been measured."""
-    if shapes_of := RECORDED.get(call.op):
-        return shapes_of(call.parameters, call.dtype)
-    a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), archs.named(arch).fp8_dtype))
-    if in_vllm := COMPARISONS.get(call.op):
-        return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
-    if not hasattr(a, "quant_dtype"):
-        return []
-    columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
-    residuals = ("", " residual") if getattr(a, "residual", None) is None else (" residual",)
-    start = f"{columns} {kernel_selection.types(a.input.dtype)}"
-    return [f"{start}{residual}{way}" for residual in residuals for way in ("", " column-major", " bound")]
-
-
-def measured_keys(call: LayerCall, arch: str, record: kernel_selection.Record) -> list[Key]:
-    """Return the keys of a call's measurements, the one that decides first. Compiled comes before eager."""
-    shapes = measured_shapes(call, arch) if record.shapes else []
-    keys = sorted(record.shapes, key=lambda key: key.baseline.scope == EAGER.scope)
-    return [key for shape in shapes for key in keys if (key.op, key.shape) == (call.op.name, shape)]
-
-
-def decision(call: LayerCall, keys: list[Key], record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Return whether the plugin or the baseline serves a call at this number of tokens, and why.
-
-    The reason is a measurement on this machine or a fixed limit. It is empty for ops that no seam limits.
-    """
-    name, fusion, in_vllm = call.op.name, call.fusion, COMPARISONS.get(call.op)
-    if name in record.off:
-        return False, f"off on this GPU: {record.off[name]}"
-    if call.op in model_layers.ATTENTION:
-        return attention_decision(call, record, tokens)
-    by_attention, limit = getattr(fusion or in_vllm, "by_attention", False), getattr(in_vllm, "limit", None)
-    baseline = "two launches" if fusion and (fusion.needs_parts or fusion.needs_all) else "vLLM"
-    if by_attention and is_forced():
-        return limit is None or tokens <= limit, FORCED
-    if not keys:
-        if limit == 0 or by_attention or (fusion and fusion.needs_all):
-            return False, UNMEASURED.format(baseline)
-        if limit is None:
-            return True, ""
-        few = tokens <= limit
-        return few, "unmeasured" if few else f"unmeasured: {baseline} above {limit} tokens"
-
-    def runs_by(key: Key) -> bool:
-        served_by = kernel_selection.serves_by_tokens(key, record.shapes[key])
-        return bool(served_by[0] if key.has_one_choice else tokens < len(served_by) and served_by[tokens])
-
-    if fusion and fusion.needs_all:
-        return all(map(runs_by, keys)), f"measured: against {' and '.join(str(key.baseline) for key in keys)}"
-    runs, measured = runs_by(keys[0]), record.shapes[keys[0]]
-    if times := measured.get(tokens):
-        us = [
-            f"{whose} {time:.1f} us"
-            for whose, time in (("plugin", times.plugin_us), (baseline, times.baseline_us))
-            if time is not None
-        ]
-        return runs, f"measured: {', '.join(us) or 'plugin not selected'}"
-    return runs, f"measured at {', '.join(map(str, sorted(measured)))} tokens"
-
-
-def served(call: LayerCall, arch: str, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Return the decision for a call of a model; the plugin must also serve the calls that some fused calls replace."""
-    if call.fusion and call.fusion.needs_parts:
-        for part in call.parts:
-            serves, said = served(part, arch, record, tokens)
-            if not serves:
-                return False, f"{part.layer}: {said}"
-        given = call.case(tokens).make("meta", torch.Generator(), archs.named(arch).fp8_dtype)
-        explained = call.op.explain(*given, arch=arch)
-        if not explained.launches:
-            return False, explained.source
-    return decision(call, measured_keys(call, arch, record), record, tokens)
-
-
-def attention_decision(call: LayerCall, record: kernel_selection.Record, tokens: int) -> tuple[bool, str]:
-    """Return the decision for attention.
-
-    The plugin serves it where it was faster at every context length, in each measured backend of vLLM.
-    """
-    if is_forced():
-        return True, FORCED
-    heads, *sizes = call.parameters
-    is_paged = call.op is ops.paged_attention_decode
-    heads_of_call = f"{heads}:{sizes[0]}x{sizes[1]}" if is_paged else f"{heads}x{sizes[0]}+{sizes[1]}"
-    kind = quantized_attention.KINDS.get(sizes[-1], "")
-    served_by = {
-        key: kernel_selection.serves_by_tokens(key, measured)
-        for key, measured in record.shapes.items()
-        if key.op == call.op.name and (key.decode.heads, key.decode.quantized) == (heads_of_call, kind)
-    }
-    separate = [served_by.pop(key) for key in list(served_by) if key.baseline == SEPARATE]
-    served = list(served_by.values())
-    if not served:
-        return False, UNMEASURED.format("vLLM")
-    if separate and not quantized_attention.at_some_size(separate):
-        return False, "measured: not faster than attention plus a separate quantization"
-    return all(
-        tokens < len(table) and table[tokens] for table in served
-    ), f"measured: {len(served)} (context length, backend) pairs"
-
-
-def measured_here(arch: archs.Arch) -> kernel_selection.Record:
-    """Return the measurements of this machine, if its GPU has that architecture."""
-    record = kernel_selection.record_here()
-    known = record.machine["arch"] == arch.name and record.machine["units"] == str(arch.compute_units)
-    return record if known else kernel_selection.Record({})
-
-
 def explain_model(
-    calls: list[LayerCall], arch: str, batches: tuple[int, ...], verbose: bool = True
+    calls: list[LayerCall], arch: Arch, batches: tuple[int, ...], verbose: bool = True
 ) -> list[tuple[str, ...]]:
     """Return a table of the calls of a rank on `arch`.
 
@@ -285,41 +169,40 @@ def explain_model(
     omitted.
     """
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
-    known = archs.named(arch)
-    record = measured_here(known)
+    record = comparisons.record_for(arch)
     fused = {part: call for call in calls for part in call.parts}
     for call in calls:
-        same: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        rows: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for batch in batches:
-            serves, said = served(call, arch, record, batch)
-            if call in fused and served(fused[call], arch, record, batch)[0]:
-                same.setdefault((f"in {fused[call].layer}", ""), []).append((batch, ""))
-                continue
-            if not serves:
-                apart = call.fusion.apart if call.fusion else "vLLM's kernel"
-                same.setdefault((apart, said), []).append((batch, ""))
-                continue
-            arguments = call.case(batch).make("meta", torch.Generator(), known.fp8_dtype)
-            explained = call.op.explain(*arguments, arch=known)
-            row = call.op.tuned_row(call.op.Arguments(*arguments), known) if explained.launches else None
-            kernel = " + ".join(launch.symbol for launch in explained.launches) or "PyTorch"
-            blocks = "+".join(str(math.prod(launch.grid)) for launch in explained.launches)
-            why = f"{explained.source}: {row.path}: {row.source}" if row else explained.source
-            if not verbose and explained.launches:
-                why = "tuned" if row else ""
-            same.setdefault((kernel, ": ".join(filter(None, (said, why)))), []).append((batch, blocks))
-        for (kernel, why), sizes in same.items():
+            serves, said = comparisons.served(call, arch, record, batch)
+            if call in fused and comparisons.served(fused[call], arch, record, batch)[0]:
+                kernel, why, blocks = f"in {fused[call].layer}", "", ""
+            elif not serves:
+                kernel, why, blocks = call.fusion.apart if call.fusion else "vLLM's kernel", said, ""
+            else:
+                kernel, why, blocks = plugin_kernel(call, arch, batch, verbose)
+                why = ": ".join(filter(None, (said, why)))
+            rows.setdefault((kernel, why), []).append((batch, blocks))
+        for (kernel, why), sizes in rows.items():
             tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))
             lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
     if verbose:
         return lines
-    return [
-        ("layer", "calls", "tokens", "kernel"),
-        *(
-            (layer, count, tokens, f"{kernel} ({why})" if why else kernel)
-            for layer, count, _, tokens, kernel, _, why in lines[1:]
-        ),
-    ]
+    short = [(*line[:2], line[3], f"{line[4]} ({line[6]})" if line[6] else line[4]) for line in lines[1:]]
+    return [("layer", "calls", "tokens", "kernel"), *short]
+
+
+def plugin_kernel(call: LayerCall, arch: Arch, tokens: int, verbose: bool) -> tuple[str, str, str]:
+    """Return the plugin's kernels for a call, the configuration's source, and their blocks."""
+    arguments = call.case(tokens).make("meta", torch.Generator(), arch.fp8_dtype)
+    explained = call.op.explain(*arguments, arch=arch)
+    if not explained.launches:
+        return "PyTorch", explained.source, ""
+    row = call.op.tuned_row(call.op.Arguments(*arguments), arch)
+    why = f"{explained.source}: {row.path}: {row.source}" if row else explained.source
+    kernel = " + ".join(launch.symbol for launch in explained.launches)
+    blocks = "+".join(str(math.prod(launch.grid)) for launch in explained.launches)
+    return kernel, why if verbose else "tuned" if row else "", blocks
 
 
 def table(rows: list[tuple[str, ...]], width: int | None = None) -> list[str]:

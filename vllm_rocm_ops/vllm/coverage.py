@@ -136,9 +136,7 @@ class Calls:
 def calls(captured: tuple[int, ...] = ()) -> Calls:
     """Return this process's calls by seam and by selected pattern.
 
-    Args:
-        captured: The captured token counts. A seam is expected to have calls if all its shapes select the plugin at one
-            of them.
+    A seam is expected to have calls if all its shapes select the plugin at one of the captured token counts.
     """
     counts = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
     shared: dict[tuple[str, ...], list[str]] = {}

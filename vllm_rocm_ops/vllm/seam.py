@@ -244,11 +244,7 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status
 
 
 def wanted(name: str, switch: str) -> bool:
-    """True if VLLM_ROCM_OPS_SEAMS asks for a seam.
-
-    Args:
-        name: The seam.
-        switch: The variable's value, comma-separated: "all", "none", names, or "-name" for all but that one.
+    """True if VLLM_ROCM_OPS_SEAMS asks for a seam: "all", "none", names, or "-name" for all but that one.
 
     Raises:
         ValueError: The value names an unknown seam.
@@ -301,15 +297,9 @@ def require_function(path: str, *wanted: str) -> None:
 def require_in(
     functions: dict[str, ast.FunctionDef], name: str, label: str, bound: int, wanted: tuple, may: tuple = ()
 ) -> None:
-    """Raise `Unavailable` unless a function has the wanted parameters.
+    """Raise `Unavailable` unless a function, `label` in the error, has the wanted parameters after the first `bound`.
 
-    Args:
-        functions: Functions by name, as parsed.
-        name: The function.
-        label: Its name in the error.
-        bound: How many leading parameters to skip, such as `self`.
-        wanted: The names of the parameters, in order.
-        may: Further parameters that the function may have.
+    It `may` have further ones.
     """
     had = [argument.arg for argument in functions[name].args.args[bound:]] if name in functions else []
     text = f"{label}({', '.join(wanted)}), got ({', '.join(had)})"

@@ -22,7 +22,6 @@ class Extension:
         return vllm_rocm_ops.fallbacks()
 
     def vllm_rocm_ops_reset_stats(self) -> None:
-        """Call `vllm_rocm_ops.reset_stats()` in the worker."""
         vllm_rocm_ops.reset_stats()
 
     def vllm_rocm_ops_choices(self) -> list[dict]:
@@ -51,5 +50,4 @@ class Extension:
         return {kind: dataclasses.asdict(reach) for kind, reach in coverage.reached(self).items()}
 
     def vllm_rocm_ops_seams(self) -> list[dict]:
-        """Return the status of each seam in the worker."""
         return [dataclasses.asdict(entry) for entry in seam.status()]

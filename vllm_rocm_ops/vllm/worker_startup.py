@@ -208,14 +208,7 @@ def before_compiling(worker) -> None:
 
 
 def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Callable, is_logging_rank: bool) -> None:
-    """Select for the models that a worker has loaded.
-
-    Args:
-        worker: vLLM's worker.
-        clock: Times calls, None to use recorded times only.
-        gather: Returns the decisions of all ranks.
-        is_logging_rank: Whether this rank logs.
-    """
+    """Select for the models that a worker has loaded. Without a clock only recorded times are used."""
     config, models = worker.vllm_config, compilation.models_of(worker)
     compiles = [compilation.is_compiled(config, model) for model in models]
     all_reduced, stays = aiter_all_reduce.leave(config, any(compiles), is_logging_rank)

@@ -33,7 +33,6 @@ class Origin:
     commit: str
 
     def file(self, results: Path, kind: str) -> Path:
-        """Return the file for results of a kind."""
         name = f"{datetime.date.today()}-{self.commit}-{kind}.jsonl"
         return results / self.gpu.replace(" ", "-").lower() / name
 
@@ -117,7 +116,6 @@ class Line:
         return text + "".join(f"  {name} {_shown(value)}" for name, value in self.details.items())
 
     def json(self, origin: Origin) -> dict:
-        """Return the line of a results file."""
         us, floor = self.median if self.samples else None, self.bytes_moved / origin.copy_gb_s / 1000
         return {
             "op": self.op,

@@ -41,7 +41,6 @@ class Shape:
     group: str = ""  # groups cases in a summary
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        """Create the arguments of one call."""
         if self.compare:
             return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
         made = self.case.make("cpu", correctness.generator_of(self.case.name), fp8_dtype)

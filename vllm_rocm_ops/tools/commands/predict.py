@@ -43,7 +43,7 @@ def run(
     else:
         op = getattr(ops, what)
         arguments = explain.parse_arguments_of(op, given)
-        lines = predict.call_lines(op, explain.example(op, str(machine.arch), *first, **arguments), machine, context)
+        lines = predict.call_lines(op, explain.example(op, machine.arch, *first, **arguments), machine, context)
     for line in lines:
         print(line, flush=True)
     return 0

@@ -48,7 +48,6 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """Return the name of the class."""
         return self.path.rpartition(".")[2]
 
 
@@ -130,15 +129,7 @@ def _attributes(node: ast.ClassDef) -> set[str]:
 def seam_of(
     name: str, replaces: str, backends: dict[str, Backend], platforms: dict[str, tuple[str, ...]], op: str
 ) -> seam.Seam:
-    """Return the seam that replaces backends by an op.
-
-    Args:
-        name: The seam.
-        replaces: What it replaces, for people.
-        backends: The backends, by vLLM's name.
-        platforms: The names of the replaced backends, by platform.
-        op: The op.
-    """
+    """Return the seam that replaces the backends of a platform by an op. `platforms` has their names in `backends`."""
 
     def served() -> dict[str, Backend]:
         return {member: backends[member] for member in platforms[seam.served_platform()]}

@@ -96,7 +96,6 @@ class Decoder:
         """Adopt further ops of a layer, once its weights are loaded."""
 
     def plugin_serves(self, batch: Batch) -> bool:
-        """True if the op serves a batch of decode rows."""
         requests, query_len = batch
         if not self.supports_rows(query_len):
             return False
@@ -189,7 +188,6 @@ class HeadsDecoder(Decoder):
         return caches[0].view(current_platform.fp8_dtype()), caches[1].view(current_platform.fp8_dtype())
 
     def scales(self, layer) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scales of keys and of values."""
         return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
 
     # For timing

@@ -69,11 +69,7 @@ class MlaDecoder(Decoder):
     def serve(self, q, kv_cache: Tensor, metadata, layer) -> tuple[Tensor, Tensor | None] | None:
         """Return the output, and its log-sum-exp with decode context parallelism. None where vLLM serves the batch.
 
-        Args:
-            q: [rows, heads, 576], or its latent and rotated parts as a tuple.
-            kv_cache: [pages, slots, 576].
-            metadata: The backend's metadata.
-            layer: The attention layer.
+        q is [rows, heads, 576] or its latent and rotated parts, the cache [pages, slots, 576].
         """
         if self.unsupported_reason or metadata.causal is not True:
             return None
@@ -90,7 +86,6 @@ class MlaDecoder(Decoder):
         return outputs and (outputs[0], outputs[1] if is_split else None)
 
     def cache(self, kv_cache: Tensor) -> Tensor:
-        """Return the cache in the dtype of its elements."""
         from vllm.platforms import current_platform
 
         return kv_cache.view(current_platform.fp8_dtype()) if self.is_fp8 else kv_cache

@@ -66,13 +66,7 @@ CLASSES = {Parameter: AbsorbedParameter, Tensor: AbsorbedTensor}
 
 
 def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
-    """Give a layer's weights the plugin's class, if `batched_gemm` may serve.
-
-    Args:
-        layer: The attention layer, with `W_UK_T` and `W_UV` [heads, K, N].
-        is_forced: Whether the plugin serves wherever it fits, timed or not.
-        max_tokens: The largest number of query rows in a step.
-    """
+    """Give a layer's `W_UK_T` and `W_UV` [heads, K, N] the plugin's class, if `batched_gemm` may serve."""
     if not is_forced and envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
     for name in WEIGHTS:
@@ -105,13 +99,7 @@ def rotation_of(weights: Tensor) -> tuple | None:
 
 
 def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor | None:
-    """Return torch.bmm's result by `batched_gemm`, or None where vLLM's torch.bmm serves.
-
-    Args:
-        x: [heads, rows, K], bf16 or fp16.
-        weights: [heads, K, N], of x's dtype.
-        out: [heads, rows, N], or None to allocate it.
-    """
+    """Return torch.bmm's [heads, rows, N] by `batched_gemm`, or None where vLLM's torch.bmm serves."""
     if rotated := rotation_of(weights):
         given = x.transpose(0, 1), weights, *rotated, None if out is None else out.transpose(0, 1)
         output = ops.batched_gemm_rope.call(*given)

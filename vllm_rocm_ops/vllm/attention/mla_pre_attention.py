@@ -30,13 +30,7 @@ def shape_of(
 ) -> str:
     """Return the name of a layer's call for all token counts, as it is recorded.
 
-    Args:
-        sizes: Columns of q, kv and k_pe; q's are 0 without a query latent.
-        dtype: The layer's dtype.
-        cache: vLLM's name of the cache dtype.
-        kind: The quantization of queries, of `KINDS`, or "".
-        is_column_major: Whether scales per block are column-major.
-        is_bounded: Whether dynamic scales have an upper bound.
+    `sizes` are the columns of q, kv and k_pe, q's 0 without a query latent; `kind` is of `KINDS`, or empty.
     """
     traits = f" {kind}" * bool(kind) + " column-major" * is_column_major + " bound" * is_bounded
     return f"{'+'.join(map(str, sizes))} {kernel_selection.types(dtype)} {cache}{traits}"
@@ -130,19 +124,15 @@ class MlaPreAttention(RowComparison):
     # For timing
 
     def runs_unmeasured(self) -> bool:
-        """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
     def take(self, plugin_serves: bool) -> None:
-        """Have the layer run the op, or vLLM's code."""
         self.layer.rocm_ops_front = self if plugin_serves or self.decoder.is_forced else None
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        """Return the bytes and the operations of a call."""
         return 3.0 * tokens * sum(self.sizes) * self.dtype.itemsize, 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return random inputs."""
         device = self.layer.kv_a_layernorm.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         qkv = torch.randn(tokens, sum(self.sizes), generator=generator, device=device).to(self.dtype)
@@ -192,7 +182,6 @@ class MlaPreAttention(RowComparison):
         return lambda qkv, positions, slots, cache: self.written(graph()(qkv, positions), slots, cache)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         q, scale, kv, k_pe, cache = output
         q = q if scale is None else compiled_ops.dequantized(q[:tokens], scale)
         rows = self.decoder.cache(cache)[:, 0].float()

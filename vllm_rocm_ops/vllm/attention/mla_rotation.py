@@ -67,7 +67,6 @@ class QueryRotation(RowComparison):
         return self.attn.W_UK_T
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """True if kernels support queries of this dtype."""
         heads, k, n = self.weights.shape
         q = torch.empty(2, heads, k + self.rope, dtype=dtype, device="meta")
         weights = torch.empty_strided(self.weights.shape, self.weights.stride(), dtype=dtype, device="meta")
@@ -110,11 +109,9 @@ class QueryRotation(RowComparison):
     # For timing
 
     def runs_unmeasured(self) -> bool:
-        """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
     def take(self, plugin_serves: bool) -> None:
-        """Have attention rotate the queries, or vLLM's graph."""
         self.attn.__dict__.pop("forward_impl", None)
         self.decoder.rotation = self if plugin_serves or self.decoder.is_forced else None
         if self.decoder.rotation is not None:
@@ -172,11 +169,9 @@ class QueryRotation(RowComparison):
         return lambda q_pe, positions, q_nope: self.multiplied(graph()(q_pe, positions), q_nope)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         return [None if x is None else x.flatten(1) for x in output]
 
     def exact(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> list[Tensor | None]:
-        """Return the rotated q_pe and the product in float32."""
         rotated, product = q_pe.float(), None
         rotation.rotate(rotated, positions, *self.front.angles())
         if q_nope is not None:

@@ -129,14 +129,7 @@ def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | No
 
 
 def wins(decoder, quantized: str, decided: kernel_selection.Decided, beside: Baseline) -> bool | None:
-    """True if the plugin won at some batch size at every context length. None if it was not timed.
-
-    Args:
-        decoder: The layer's decoder.
-        quantized: The kind of output quantization, or "".
-        decided: The recorded decisions.
-        beside: The baseline.
-    """
+    """True if the plugin won against a baseline at some batch size at every context length. None if it was not timed."""
     layer, longest = (decoder.op.name, decoder.describe(), beside), decoder.config.model_config.max_model_len
     tables = [
         served

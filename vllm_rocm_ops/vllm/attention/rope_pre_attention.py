@@ -25,12 +25,7 @@ from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
 def shape_of(heads: tuple[int, int, int], rotary: int, is_neox: bool, dtype: torch.dtype, cache: str) -> str:
     """Return the name of a layer's call for all token counts, as it is recorded.
 
-    Args:
-        heads: Query heads, key heads and their size.
-        rotary: The number of rotated elements of a head.
-        is_neox: Whether the rotation pairs the halves of the rotated part.
-        dtype: The layer's dtype.
-        cache: vLLM's name of the cache dtype.
+    `heads` are query heads, key heads and their size; `rotary` elements of a head are rotated, by halves if NeoX-style.
     """
     query, key, size = heads
     pairing = "" if is_neox else " interleaved"
@@ -85,7 +80,6 @@ class RopePreAttention(RowComparison):
         return backends.cache_of(self.decoder.backend, self.decoder.impl, tokens, dtype, device)
 
     def has_kernels(self) -> bool:
-        """True if kernels support the call."""
         made = functools.partial(torch.empty, device="meta")
         query, key, size = self.heads
         tokens = made(2, dtype=torch.int64)
@@ -99,7 +93,6 @@ class RopePreAttention(RowComparison):
     # For timing
 
     def runs_unmeasured(self) -> bool:
-        """True if the op runs before it was timed."""
         return self.decoder.is_forced
 
     def take(self, plugin_serves: bool) -> None:
@@ -112,12 +105,10 @@ class RopePreAttention(RowComparison):
         self.rotary._forward_method = marks if all(taken.values()) else self.rotary.forward_native
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        """Return the bytes and the operations of a call."""
         query, key, size = self.heads
         return 2.0 * tokens * (query + 2 * key) * size * self.dtype.itemsize, 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return random inputs."""
         (query, key, size), table = self.heads, self.rotary.cos_sin_cache
         generator = torch.Generator(table.device).manual_seed(seed)
         columns = (query + 2 * key) * size
@@ -153,7 +144,6 @@ class RopePreAttention(RowComparison):
         return lambda qkv, positions, *places: self.written(graph()(qkv, positions), qkv, *places)
 
     def results(self, output: tuple[Tensor, Tensor, Tensor], tokens: int) -> list[Tensor]:
-        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         q, k, cache = output
         layout = CacheLayout(*self.decoder.caches(self.attn, cache))
         slots = torch.arange(tokens, device=q.device)
@@ -163,7 +153,6 @@ class RopePreAttention(RowComparison):
         return [x.flatten(1) for x in (q, k, *held)]
 
     def exact(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> list[Tensor]:
-        """Return q, k, and the rows of the cache, in float32."""
         q, k, v = (x.float().clone() for x in self.parts(qkv))
         if self.norms:
             *weights, epsilon = self.weights()

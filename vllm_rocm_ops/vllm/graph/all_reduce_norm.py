@@ -49,12 +49,10 @@ class Call:
         return types.SimpleNamespace(name=f"{NAME}_{self.norm}" if self.norm else NAME)
 
     def describe(self, _: tuple = ()) -> str:
-        """Return the name of the shape."""
         traits = " residual" * self.has_residual + " column-major" * self.is_column_major
         return f"{self.hidden} {kernel_selection.types(self.dtype)}{traits}{' ' * bool(self.helper)}{self.helper}"
 
     def max_tokens(self) -> int:
-        """Return 0: vLLM's runs before timing."""
         return 0
 
 
@@ -66,7 +64,6 @@ class GroupAllReduce:
     choices: dict[Call, Choice]
 
     def serves(self, call: Call, tokens: int) -> bool:
-        """True if the plugin's launch serves a call with this token count."""
         choice = self.choices.get(call)
         return choice is not None and choice.plugin_serves(tokens)
 

@@ -122,7 +122,6 @@ class AllReduceComparison:
 
     @property
     def one_plus(self) -> bool:
-        """True if the norm multiplies by 1 + weight."""
         return all_reduce_norm.HELPERS.get(self.call.helper, False)
 
     def plugin(self, x: Tensor, *args) -> tuple:
@@ -150,7 +149,6 @@ class AllReduceComparison:
         return (args[self.op.Arguments._fields.index("residual") - 1],) if self.call.has_residual else ()
 
     def results(self, outputs: tuple, args: list) -> list[Tensor]:
-        """Return a call's results, dequantized."""
         outputs, residual = (outputs[:-1], outputs[-1:]) if self.call.has_residual else (outputs, ())
         if self.op is not None and "scale" in self.op.Arguments._fields:
             outputs = (*outputs, args[self.op.Arguments._fields.index("scale") - 1])

@@ -109,7 +109,6 @@ class QuantComparison(RowComparison):
         return float(tokens * self.columns * (tensors * self.dtype.itemsize + 1)), 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
-        """Return a random input and residual."""
         device = next(self.linear.parameters()).device
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -134,7 +133,6 @@ class QuantComparison(RowComparison):
         return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
 
     def baseline(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the same by vLLM's layers."""
         if residual is None:
             return *self.linear.vllm_rocm_ops_quantize(self.producer.vllm_forward(x)), None
         output, residual = self.producer.vllm_forward(x, residual)
@@ -161,12 +159,10 @@ class QuantComparison(RowComparison):
         return result if limit is None else result.clamp(-limit, limit), x if self.has_residual else None
 
     def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         values, scale, residual = output
         return [dequantized(values[:tokens], scale), residual]
 
     def compiled(self, compiles: Callable) -> Callable:
-        """Return vLLM's graph, compiled at its first call."""
         eager = self.baseline  # `compiled` may replace it
         graph = functools.cache(lambda: compiles()(eager))
         return lambda *tensors: graph()(*tensors)
@@ -201,15 +197,8 @@ def fused_in(
 ) -> Iterator[QuantComparison]:
     """Yield the pairs of a norm or an activation and a linear whose input it may quantize.
 
-    Norms quantize in models that vLLM compiles. Norms as wide as the model belong to its decoder layers and have a
-    residual.
-
-    Args:
-        model: The model.
-        hidden: The model's hidden size.
-        dtype: The model's dtype.
-        baseline: `baseline_of` the model.
-        compiles: Whether vLLM compiles the model.
+    Norms quantize in models that vLLM compiles. Norms as wide as the model, with `hidden` columns, belong to its decoder
+    layers and have a residual.
     """
     from vllm_rocm_ops.vllm.graph import fused_quant
 

@@ -97,13 +97,7 @@ class Quantized(QuantizedActivation):
 
 
 def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
-    """Return the key of the quantized input that a linear accepts, None if the key is not in `keys` or does not fit.
-
-    Args:
-        linear: vLLM's linear layer, or None.
-        columns: The columns of its input. A key with groups of 128 needs a multiple of 128.
-        keys: The keys whose ops are runnable.
-    """
+    """Return the key of the quantized input that a linear accepts, None if the key is not in `keys` or does not fit."""
     key = None if linear is None else get_input_quant_key(linear)
     if key == kFp8Dynamic128Sym and columns % GROUP != 0:
         return None

@@ -93,13 +93,9 @@ def runs_passes() -> bool:
 
 
 def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
-    """Return a forward that marks one of vLLM's quantizations while a model is traced.
+    """Return a forward that marks one of vLLM's quantizations while a model is traced; `forward` computes it uncompiled.
 
     No form of vLLM's reads `use_triton`.
-
-    Args:
-        quant: vLLM's QuantFP8.
-        forward: Its computation, not compiled on its own.
     """
     group, padding = quant.group_shape, quant.num_token_padding
     traits = QuantTraits(

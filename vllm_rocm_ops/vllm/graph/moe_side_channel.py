@@ -62,12 +62,7 @@ def publish(logits: Tensor, routing: tuple, weights: Tensor, ids: Tensor) -> Non
 
 
 def routed(logits: Tensor, routing: tuple) -> tuple[Tensor, Tensor] | None:
-    """Return the weights and ids that were handed over, once. None if they belong to other logits or arguments.
-
-    Args:
-        logits: The router's logits, [tokens, experts].
-        routing: The further arguments of the routing op. The last may be a tensor.
-    """
+    """Return the weights and ids that were handed over, once. None if they belong to other logits or arguments."""
     if torch.compiler.is_compiling() or current.routed is None:
         return None
     (given, its_routing, *made), current.routed = current.routed, None

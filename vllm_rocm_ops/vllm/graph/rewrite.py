@@ -62,7 +62,6 @@ class Producer:
         self.node = self.result = node
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments of the plugin's ops, by name."""
         return {"input": self.node.args[0]}
 
     def supports(self) -> bool:
@@ -72,7 +71,6 @@ class Producer:
         return rows.dtype in fused_quant.DTYPES and fused_quant.in_rows(rows)
 
     def op(self, key) -> Op:
-        """Return the op for a quantization."""
         return fused_quant.op_of(self.table, key, self.residual is not None)
 
 
@@ -377,6 +375,5 @@ class PassManager(PostGradPassManager):
         self.passes.insert(place, Fusion(config))
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run all passes on a graph."""
         super().__call__(graph)
         update_in_place(graph)

@@ -35,18 +35,7 @@ def scaled_linear(
     in_fragments: bool,
     baseline_name: str,
 ) -> Tensor:
-    """Run `scaled_mm`, or the baseline on the same arguments.
-
-    Args:
-        a: [M, K], e4m3.
-        b: The weight as the baseline prepared it: [K, N], or its fragments.
-        scale_a: 1 or M scales, float32.
-        scale_b: 1 or N scales, float32.
-        bias: [N] or None.
-        out_dtype: The result's dtype.
-        in_fragments: Whether b is in fragment order.
-        baseline_name: The name of the baseline.
-    """
+    """Run `scaled_mm`, or the baseline on the same arguments; b is [K, N] as the baseline prepared it, or its fragments."""
     given = a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
@@ -245,7 +234,6 @@ def install() -> None:
 
         @classmethod
         def baseline_class(cls, c):
-            """Return the kernel that vLLM would choose without the plugin."""
             return linear_base.vllm_kernel_for(cls, c, table, "fp8_w8a8")
 
         def __init__(self, c, layer_param_names):

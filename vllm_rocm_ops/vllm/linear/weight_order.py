@@ -75,11 +75,7 @@ def checksum(rows: Tensor, reorder: Callable[[Tensor], Tensor] = torch.clone) ->
 
 
 def order(weight: Tensor, before: Digest) -> str | None:
-    """Return the order in which vLLM's kernel left a weight.
-
-    Args:
-        weight: The prepared weight.
-        before: Its digest before.
+    """Return the order in which vLLM's kernel left a weight, given the digest before.
 
     Returns:
         "plain"; "fragments", as some of AITER's kernels want it; None if unknown.

@@ -78,20 +78,8 @@ def run(
 ) -> Tensor:
     """Run `fused_experts` with the scales in `experts`, or `baseline()` where vLLM serves.
 
-    Args:
-        experts: The plugin's experts.
-        baseline: Runs vLLM's experts, None if there are none.
-        hidden: [tokens, hidden], quantized if vLLM did so.
-        w1: [experts, 2 * inner, hidden].
-        w2: [experts, hidden, inner].
-        topk_weights: [tokens, top k], float32.
-        topk_ids: [tokens, top k].
-        expert_map: From all experts to this rank's, -1 for others. None if the rank has all.
-        apply_router_weight_on_input: Whether weights multiply the tokens, not the results.
-        activation: vLLM's activation.
-        global_num_experts: Experts of all ranks.
-        hidden_scale: The scale of quantized tokens.
-        out_dtype: The result's dtype, by default hidden's.
+    The tokens are [tokens, hidden], with `hidden_scale` if vLLM quantized them, the weights [experts, 2 * inner, hidden] and
+    [experts, hidden, inner]. `expert_map` maps all experts to this rank's, -1 for others; None if the rank has all.
     """
     out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
     quantized = None if on_input or hidden_scale is not None else moe_side_channel.quantized(hidden)
@@ -258,12 +246,9 @@ def first_of(candidates: list[type], config, weight_key=None, activation_key=Non
 
 
 def baseline_class(oracle, backend, scheme: tuple) -> type | None:
-    """Return vLLM's experts for a backend, None on CPU.
+    """Return vLLM's experts for a backend of `oracle`, its module that selects experts, None on CPU.
 
-    Args:
-        oracle: vLLM's module that selects experts.
-        backend: Its backend.
-        scheme: A pair (weight key, activation key), which decides among several classes.
+    The scheme, a weight key and an activation key, decides among several classes.
     """
     # vLLM's MX-FP8 module has another function for the backends that it adds.
     classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)
@@ -283,15 +268,9 @@ def copy_of(quant_config):
 
 
 def modular(name: str, schemes: tuple, oracle, backend) -> type:
-    """Return the plugin's class of experts for tokens that vLLM has routed.
+    """Return the plugin's class of experts for tokens that vLLM has routed; vLLM's experts for `backend` are kept.
 
     `apply` must write into a buffer of vLLM's, so the op's result is copied.
-
-    Args:
-        name: The class name.
-        schemes: Pairs (weight key, activation key).
-        oracle: vLLM's module that selects experts.
-        backend: The backend whose experts are kept.
     """
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import _quantize_input

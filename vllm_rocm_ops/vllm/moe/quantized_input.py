@@ -109,12 +109,10 @@ class Beside(QuantComparison):
         return plain, *vllm_row_kernels.quantized(plain), residual
 
     def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        """Return both outputs and the residual, in float32."""
         result, added = super().exact(x, residual)
         return result, result, added
 
     def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
-        """Return the outputs of `plugin` or `baseline`, dequantized, in the order of `exact`."""
         plain, values, scale, residual = output
         return [dequantized(values[:tokens], scale), plain, residual]
 
@@ -209,10 +207,7 @@ def hidden_states(layer: fx.Node) -> fx.Node:
 def also_quantize(norm: Norm, readers: list[fx.Node], summed: Callable) -> bool:
     """Have a norm also quantize its result for the experts that read it. Return whether that serves.
 
-    Args:
-        norm: The norm in the graph.
-        readers: The readers of its result.
-        summed: Returns the all-reduce that is to be one launch with the norm.
+    `summed` returns the all-reduce that is to be one launch with the norm.
     """
     from vllm_rocm_ops.vllm.graph import fused_quant, rewrite
 

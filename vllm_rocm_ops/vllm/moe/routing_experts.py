@@ -45,20 +45,10 @@ def route(
     scale: float,
     has_baseline: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights and ids of vLLM's router. The gate's launch may have made them (routing_gate.py).
+    """Return the weights and ids [tokens, topk] of vLLM's router. The gate's launch may have made them (routing_gate.py).
 
-    Args:
-        method: A value of `METHODS`.
-        topk: Experts per token.
-        router_logits: [tokens, experts].
-        num_expert_group: Groups of experts, None or 0 for none.
-        topk_group: Groups per token.
-        bias: [experts], added to the scores for the choice only. None for none.
-        scale: Multiplies the weights.
-        has_baseline: Whether vLLM's router may run calls that no kernel supports. Else the op's reference does.
-
-    Returns:
-        Weights and ids, [tokens, topk].
+    The bias counts for the choice only, `scale` multiplies the weights. With a baseline vLLM's router runs calls that no
+    kernel supports, else the op's reference.
     """
     scoring_func, renormalize = method
 

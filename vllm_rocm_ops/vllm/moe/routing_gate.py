@@ -177,13 +177,7 @@ def adopt_layer(layer: torch.nn.Module) -> None:
 
 
 def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, routing: tuple) -> str:
-    """Return the description of a gate.
-
-    Args:
-        experts_and_k: The shape of its weight.
-        dtype: The dtype of the weight.
-        routing: `arguments_after_logits`; or the same with another value in place of the bias.
-    """
+    """Return the description of a gate. `routing` may have another value in place of the bias."""
     topk, renormalize, *rest = routing
     text = (
         f"{'x'.join(map(str, experts_and_k))} {kernel_selection.types(dtype)} top {topk}{' normalized' * renormalize}"
@@ -208,7 +202,6 @@ class RoutingGates(LayerComparison):
     op, limit = OP, 0
 
     def beside(self) -> Baseline:
-        """Return the baseline."""
         return Baseline(unquantized_linear.replaced())
 
     def describe(self, layer: tuple) -> str:

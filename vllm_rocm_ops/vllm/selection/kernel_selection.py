@@ -168,13 +168,7 @@ def choice_for(
 ) -> Choice:
     """Return the choice of a layer, made if there is none, and record the layer if it is to be timed.
 
-    Args:
-        calls: What tells the layer's calls from others, cheaper to make than a key.
-        kernels: The comparison.
-        baseline: vLLM's kernel.
-        layer: Returns the layer.
-        weight: A tensor of the layer, by which it is timed once.
-        tokens: The token count of a call.
+    `calls` tells the layer's calls from others and is cheaper to make than a key. A layer is timed once by its `weight`.
     """
     choice = find_choice(calls) or new_choice(calls, kernels, baseline, layer())
     if choice.layers is not None:

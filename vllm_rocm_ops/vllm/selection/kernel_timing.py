@@ -148,14 +148,9 @@ def pair_seconds(us: float, calls: int) -> float:
 def check_and_time(
     kernels: Comparison, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
 ) -> Measured:
-    """Check the plugin's kernel against vLLM's on a sample, and time both.
+    """Check the plugin's kernel against vLLM's on a sample, and time both, with one layer for each call of a graph.
 
-    Args:
-        kernels: The comparison.
-        layers: One layer for each call of a graph.
-        tokens: The token count.
-        clock: Times the calls.
-        marked: Is entered while the plugin runs.
+    `marked` is entered while the plugin runs.
     """
     sets, judge, comparable, fresh = kernels.sample(layers, tokens)
     baseline = kernels.baseline(*fresh(sets[0]))
@@ -210,15 +205,9 @@ def measure(
     save: Callable,
     end: float,
 ) -> None:
-    """Time what a record lacks, and add the results.
+    """Time what a record lacks at the wanted token counts of each choice, and add the results.
 
-    Args:
-        wanted: The token counts of each choice.
-        clock: Times calls.
-        record: Gets the results.
-        path: The record's file. Its `.running` file marks the current op.
-        save: Writes the record.
-        end: The deadline, on the monotonic clock. Nothing starts that would end later by its estimate.
+    The `.running` file next to `path` marks the current op. Nothing starts that would end after `end` by its estimate.
     """
     start = comparable = time.monotonic()
     arch = archs.ARCHS.get(record.machine.get("arch", ""))
@@ -293,14 +282,8 @@ def warm_up(
 ) -> None:
     """Time what this process's choices need, or read it from the record, and apply what all ranks agree on.
 
-    Recording ends here. On failure no choice changes, and all ranks still take part in `gather`.
-
-    Args:
-        captured: The captured token counts.
-        max_tokens: The largest token count of a step.
-        clock: Times calls, None to use the record only.
-        gather: Returns the decisions of all ranks.
-        is_logging_rank: Whether this process logs the result.
+    Recording ends here. On failure no choice changes, and all ranks still take part in `gather`. Without a clock only the
+    record is used.
     """
     wanted = {
         choice: sizes(captured, min(max_tokens, choice.max_tokens))
@@ -321,11 +304,7 @@ def agree(
 ) -> tuple[Record, Decided]:
     """Return this machine's record, and the decision of all ranks.
 
-    Args:
-        wanted: The token counts of each choice.
-        clock: Times calls, None to use the record only.
-        gather: Returns the decisions of all ranks.
-        share: Of `limit_s` that this may take, minus the time that this start has spent.
+    It may take a share of `limit_s`, minus the time that this start has spent. Without a clock only the record is used.
     """
     record = Record({})
     begin = time.monotonic()
