@@ -316,7 +316,7 @@ def dynamo(configuration):
     from vllm.model_executor.layers.attention import attention  # noqa: F401
 
     if not hasattr(torch.ops.vllm_rocm_ops, rope_and_cache.NAME):
-        rope_and_cache.define()
+        split.define(rope_and_cache.attention_front, "q", "k", "q_out", "k_out")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -379,7 +379,7 @@ def stepped(configuration, monkeypatch):
         monkeypatch.setattr(
             "vllm.model_executor.layers.attention.attention.get_attention_context", lambda name: context
         )
-        wanted = one.written(one.computed(qkv, positions), qkv, slots, cache.clone())
+        wanted = one.completed(one.computed(qkv, positions), qkv, slots, cache.clone())
         (q, k, v), norm = one.parts(qkv.clone()), one.weights() or (None, None, 0.0)
         outs = [torch.full_like(x, torch.nan).contiguous() for x in (q, k)] if one.norms else [None, None]
         angles = positions, layer.rotary_emb.cos_sin_cache, layer.rotary_emb.is_neox_style

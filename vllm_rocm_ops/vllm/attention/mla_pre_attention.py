@@ -5,9 +5,6 @@ It has the call's tensors, and what compiled_ops.py needs to time it against vLL
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,8 +15,7 @@ from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.comparison import RowComparison
-from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
+from vllm_rocm_ops.vllm.selection.key import Baseline
 
 KINDS = "static", "token", "block"
 """Quantizations of queries by their names in models and records, in the order of fused_quant.KEYS."""
@@ -47,7 +43,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     ]
 
 
-class MlaPreAttention(RowComparison):
+class MlaPreAttention(compiled_ops.LayerPart):
     """The fused norms, RoPE and cache write of one MLA layer, and its comparison with vLLM's kernels.
 
     Its inputs are the first projection's result, positions, slots, and a cache whose pages have one slot.
@@ -68,7 +64,7 @@ class MlaPreAttention(RowComparison):
         self.sizes = layer.q_lora_rank or 0, layer.kv_lora_rank, layer.qk_rope_head_dim
         traits = self.is_column_major, self.scales()[1] is not None
         shape = shape_of(self.sizes, self.dtype, self.attn.kv_cache_dtype, self.kind, *traits)
-        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
+        self.name(shape, baseline)
 
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the static scale of queries, and the upper bound of their dynamic scales."""
@@ -123,9 +119,6 @@ class MlaPreAttention(RowComparison):
 
     # For timing
 
-    def runs_unmeasured(self) -> bool:
-        return self.decoder.is_forced
-
     def take(self, plugin_serves: bool) -> None:
         self.layer.rocm_ops_front = self if plugin_serves or self.decoder.is_forced else None
 
@@ -165,21 +158,12 @@ class MlaPreAttention(RowComparison):
         _, k_pe = self.layer.rotary_emb.forward_native(positions, k_pe, k_pe)
         return q, scale, kv, k_pe.squeeze(1)
 
-    def written(self, computed: tuple, slots: Tensor, cache: Tensor) -> tuple:
+    def completed(self, computed: tuple, qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return the results and the cache."""
         *_, kv, k_pe = computed
         where = slots, self.attn.kv_cache_dtype, self.attn._k_scale
         self.attn.impl.do_kv_cache_update(kv, k_pe.unsqueeze(1), cache, *where)
         return *computed, cache
-
-    def baseline(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Return the same as `plugin`, by vLLM's layers and its backend."""
-        return self.written(self.computed(qkv, positions), slots, cache)
-
-    def compiled(self, compiles: Callable) -> Callable:
-        """Return `baseline` with the layers compiled at the first call."""
-        graph = functools.cache(lambda: compiles()(self.computed))
-        return lambda qkv, positions, slots, cache: self.written(graph()(qkv, positions), slots, cache)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
         q, scale, kv, k_pe, cache = output

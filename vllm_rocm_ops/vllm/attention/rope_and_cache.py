@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, fx
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import op
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
@@ -104,14 +103,6 @@ def by_vllm(layer, heads: tuple, norm: tuple, angles: tuple, outs: tuple, cache:
         rotation.rotate(x, *angles)
     if len(slots):
         layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
-
-
-def define() -> None:
-    """Register the op with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument."""
-    from vllm.utils.torch_utils import LayerNameType
-
-    attention_front.__annotations__["layer_name"] = LayerNameType
-    op.define(attention_front, lambda *_: None, mutates=("q", "k", "q_out", "k_out"))
 
 
 # The layers
@@ -325,11 +316,9 @@ def probe() -> None:
 
     The attention backends are replaced, passes run, and the split, the ops and the rotation are as expected.
     """
-    from vllm.config import CompilationConfig
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import attention as vllm_attention
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-    from vllm.utils import torch_utils
 
     for needed in ("decode_attention", "fusion"):
         if needed not in seam.active():
@@ -340,16 +329,13 @@ def probe() -> None:
     backends.require_attributes(f"{vllm_attention.__name__}.Attention", *OF_LAYER)
     backends.require_attributes(f"{RotaryEmbedding.__module__}.RotaryEmbeddingBase", *OF_ROTATION)
     backends.require_attributes(f"{CustomOp.__module__}.CustomOp", "_forward_method")
-    seam.require_parameters(vllm_attention.get_attention_context, "layer_name")
     seam.require_parameters(vllm_attention.unified_kv_cache_update, "key", "value", "layer_name")
-    for name in ("LayerNameType", "_encode_layer_name", "_resolve_layer_name"):
-        seam.require(hasattr(torch_utils, name), name)
-    seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)
+    split.probe_layer_ops()
 
 
 def install() -> None:
     """Define the op, and have vLLM split compiled models at it. `fronts` has graphs changed."""
-    define()
+    split.define(attention_front, "q", "k", "q_out", "k_out")
     split.also_at(TORCH_OP, UPDATE)
     compiled_ops.pattern_finders.append(pre_attentions)
 

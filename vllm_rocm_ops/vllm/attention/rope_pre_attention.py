@@ -16,10 +16,10 @@ from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.graph.compiled_ops import LayerPart
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.comparison import RowComparison
-from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
+from vllm_rocm_ops.vllm.selection.key import Baseline
 
 
 def shape_of(heads: tuple[int, int, int], rotary: int, is_neox: bool, dtype: torch.dtype, cache: str) -> str:
@@ -39,7 +39,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     return [shape_of(heads, rotary, is_neox, dtype, cache) for is_neox in (True, False) for cache in caches]
 
 
-class RopePreAttention(RowComparison):
+class RopePreAttention(LayerPart):
     """Implement the part of a layer between its projection and attention by an op, and as compiled_ops.py times it.
 
     Its inputs are the projection's result, positions, slots, and a cache.
@@ -54,7 +54,7 @@ class RopePreAttention(RowComparison):
         self.heads = attn.num_heads, attn.num_kv_heads, attn.head_size
         cache = self.decoder.impl.kv_cache_dtype
         shape = shape_of(self.heads, rotary.rotary_dim, rotary.is_neox_style, dtype, cache)
-        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
+        self.name(shape, baseline)
 
     def parts(self, qkv: Tensor) -> list[Tensor]:
         """Split the projection's result into the heads [T, heads, size] of q, k and v."""
@@ -92,9 +92,6 @@ class RopePreAttention(RowComparison):
 
     # For timing
 
-    def runs_unmeasured(self) -> bool:
-        return self.decoder.is_forced
-
     def take(self, plugin_serves: bool) -> None:
         """Have vLLM's graph mark the rotation, if the op serves all layers that share the rotation's module."""
         from vllm_rocm_ops.vllm.graph import markers
@@ -128,20 +125,11 @@ class RopePreAttention(RowComparison):
             q, k = (norm.vllm_forward(x) for norm, x in zip(self.norms, (q, k)))
         return self.rotary.forward_native(positions, q.flatten(1), k.flatten(1))
 
-    def written(self, rotated: tuple[Tensor, Tensor], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+    def completed(self, rotated: tuple[Tensor, Tensor], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return q, k and the cache."""
         q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated)
         self.attn.impl.do_kv_cache_update(self.attn, k, self.parts(qkv)[2], cache, slots)
         return q, k, cache
-
-    def baseline(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Return the same as `plugin`, by vLLM's layers and its backend."""
-        return self.written(self.computed(qkv, positions), qkv, slots, cache)
-
-    def compiled(self, compiles: Callable) -> Callable:
-        """Return `baseline` with the layers compiled at the first call."""
-        graph = functools.cache(lambda: compiles()(self.computed))
-        return lambda qkv, positions, *places: self.written(graph()(qkv, positions), qkv, *places)
 
     def results(self, output: tuple[Tensor, Tensor, Tensor], tokens: int) -> list[Tensor]:
         q, k, cache = output

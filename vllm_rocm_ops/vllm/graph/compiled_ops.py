@@ -78,6 +78,27 @@ def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor
     return run
 
 
+class LayerPart(RowComparison):
+    """The part of an attention layer that an op serves, and its comparison with vLLM's layers.
+
+    Subclasses define `computed(x, positions)`, which vLLM compiles, and `completed(computed, x, *others)`, which follows.
+    """
+
+    def name(self, shape: str, baseline: Baseline) -> None:
+        """Set the pattern and the key of the op's calls."""
+        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
+
+    def runs_unmeasured(self) -> bool:
+        return self.decoder.is_forced
+
+    def baseline(self, x: Tensor, positions: Tensor, *others):
+        return self.completed(self.computed(x, positions), x, *others)
+
+    def compiled(self, compiles: Callable) -> Callable:
+        graph = functools.cache(lambda: compiles()(self.computed))
+        return lambda x, positions, *others: self.completed(graph()(x, positions), x, *others)
+
+
 class QuantComparison(RowComparison):
     """A norm or an activation with the linear that reads its quantized result."""
 

@@ -212,11 +212,14 @@ class Linear(LayerComparison):
 
     def choice(self, key: tuple, baseline_name: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
         """Return the choice for layers of a key, and note the layer if it is to be timed."""
-        choice = kernel_selection.find_choice(key)
+        choice = kernel_selection.choices.get(key)
         if choice is None or choice.layers is not None:
-            kernel = Baseline(baseline_name.partition(" ")[0])
+            kernel = Baseline(self.vllm_kernel(baseline_name))
             choice = kernel_selection.choice_for(key, self, kernel, layer, weight, tokens)
         return choice
+
+    def vllm_kernel(self, baseline_name: str) -> str:
+        return baseline_name.partition(" ")[0]
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:

@@ -18,7 +18,6 @@ from vllm_rocm_ops.core.tensors import rows_of
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.key import Baseline
 
 DECIDED = "vllm_rocm_ops_choice"
 """The attribute of a layer with its choice, once nothing is left to time."""
@@ -29,23 +28,22 @@ MAX_TOKENS = 16  # default token limit, before timing (kernel_selection.py)
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run `unquantized_gemm`, or vLLM's function, on x [..., K], weight [N, K] and bias [N] or None."""
     baseline = functools.partial(COMPARISON.baseline, x, weight, bias)
-    return linear_base.run_or_baseline(baseline, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
-
-
-def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.Choice:
-    """Return the choice for a call, and note the layer if it is to be timed."""
-    calls, layer = ("unquantized", weight.shape, x.dtype, bias is None), (weight, bias, x.dtype)
-    choice = kernel_selection.find_choice(calls)
-    if choice is None or choice.layers is not None:  # asking vLLM for its function takes longer than the lookup
-        baseline = Baseline(replaced())
-        choice = kernel_selection.choice_for(calls, COMPARISON, baseline, lambda: layer, weight, rows_of(x))
-    return choice
+    return linear_base.run_or_baseline(
+        baseline, ops.unquantized_gemm, COMPARISON.choice_of(x, weight, bias), x, weight, bias
+    )
 
 
 class UnquantizedLinear(linear_base.Linear):
     """Describe `unquantized_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MAX_TOKENS
+
+    def choice_of(self, x, weight, bias):
+        calls, layer = ("unquantized", weight.shape, x.dtype, bias is None), (weight, bias, x.dtype)
+        return self.choice(calls, "", lambda: layer, weight, rows_of(x))
+
+    def vllm_kernel(self, baseline_name):
+        return replaced()
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2], bias=layer[1])
@@ -147,7 +145,7 @@ def install() -> None:
                 return function(layer, x, weight, bias)
             if compiles:
                 return torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
-            choice = _noted(x, weight, bias)
+            choice = COMPARISON.choice_of(x, weight, bias)
             if not hasattr(getattr(layer, "quant_method", None), "_gemm_impl"):
                 _looked_up.add(choice)
             if choice.baseline_always_serves:

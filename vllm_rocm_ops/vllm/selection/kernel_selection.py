@@ -139,18 +139,14 @@ class _Session:
 
 
 _session = _Session()
-_choices: dict[tuple, Choice] = {}
-
-
-def find_choice(calls: tuple) -> Choice | None:
-    """Return the choice for these calls, None if there is none yet."""
-    return _choices.get(calls)
+choices: dict[tuple, Choice] = {}
+"""By what tells a layer's calls from others."""
 
 
 def new_choice(calls: tuple, kernels: Comparison, baseline: Baseline, layer: tuple) -> Choice:
-    """Create the choice of a layer against one of vLLM's kernels, for `calls`, by which `find_choice` finds it."""
+    """Create the choice of a layer against one of vLLM's kernels, by its calls."""
     key = Key(kernels.op.name, kernels.describe(layer), baseline, getattr(kernels, "decode", None))
-    made = _choices[calls] = Choice(kernels, key)
+    made = choices[calls] = Choice(kernels, key)
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         if _session.decided is None:
             _session.decided = decided_before()
@@ -170,7 +166,7 @@ def choice_for(
 
     `calls` tells the layer's calls from others and is cheaper to make than a key. A layer is timed once by its `weight`.
     """
-    choice = find_choice(calls) or new_choice(calls, kernels, baseline, layer())
+    choice = choices.get(calls) or new_choice(calls, kernels, baseline, layer())
     if choice.layers is not None:
         choice.record_layer(weight, tokens, layer)
     return choice
@@ -187,7 +183,7 @@ def wins(key: Key) -> bytes:
 
 def all_choices() -> list[Choice]:
     """Return all choices of this process."""
-    return list(_choices.values())
+    return list(choices.values())
 
 
 def begin_recording() -> None:
@@ -220,7 +216,7 @@ def types(*dtypes: torch.dtype) -> str:
 
 def invalidate() -> None:
     """Forget all choices and decisions."""
-    _choices.clear()
+    choices.clear()
     _session.records, _session.decided, _session.spent = False, None, 0.0
     op_module.off.clear()
 
