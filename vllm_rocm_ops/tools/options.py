@@ -11,12 +11,13 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.timing import CONTEXT, machines
 from vllm_rocm_ops.tools import explain
-from vllm_rocm_ops.tools.bench import lists, shapes
+from vllm_rocm_ops.tools.bench import lists
+from vllm_rocm_ops.tools.bench import shapes as bench_shapes
 
 MAX_TOKENS = 2**24  # per step
 MAX_CONTEXT = 1 << 20  # keys per request
 OF_LISTS = "1, or the list's sizes"  # tokens per step
-TP_OF_LISTS = f", {shapes.TP} for the lists linear and linear-shuffled"
+TP_OF_LISTS = f", {bench_shapes.TP} for the lists linear and linear-shuffled"
 
 
 def op_names() -> list[str]:
@@ -97,22 +98,22 @@ def calls_of(model: str, tp: int | None, ep: int | None) -> list[LayerCall]:
 
 
 def shapes_of(
-    name: str | None,
+    shapes: str | None,
     op: Sequence[str] | None,
     case: Sequence[str] | None,
     model: str | None,
     tp: int | None,
     ep: int | None,
     batch: tuple[int, ...] | None,
-) -> list[shapes.Shape]:
+) -> list[bench_shapes.Shape]:
     """Return the shapes of a list, of a model's calls or of the ops' cases, filtered by name. Raises ValueError."""
-    if name and model:
-        raise ValueError(f"give either a list or --model, got {name} and --model {model}")
-    if name:
-        selected = lists.of_list(name, tp, batch)
+    if shapes and model:
+        raise ValueError(f"give either a list or --model, got {shapes} and --model {model}")
+    if shapes:
+        selected = lists.of_list(shapes, tp, batch)
     elif model:
         calls = ((call, size) for call in calls_of(model, tp, ep) for size in batch or (1,))
-        selected = (shapes.Shape(call.op, call.case(size)) for call, size in calls)
+        selected = (bench_shapes.Shape(call.op, call.case(size)) for call, size in calls)
     else:
-        selected = (shapes.Shape(op, case) for op in op_module.registered() for case in op.cases())
-    return shapes.select(selected, op or ["*"], case or ["*"])
+        selected = (bench_shapes.Shape(op, case) for op in op_module.registered() for case in op.cases())
+    return bench_shapes.select(selected, op or ["*"], case or ["*"])

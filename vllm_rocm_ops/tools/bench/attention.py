@@ -31,8 +31,7 @@ SHAPES = {
 class Attention(Shape):
     """Define one dense attention call."""
 
-    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+    draws_on_device = True
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
         """Return one set: a call is compute-bound, so its arguments need not be cold."""

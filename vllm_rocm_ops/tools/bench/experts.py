@@ -70,9 +70,7 @@ class Experts(Shape):
     """Define a share of a layer with a number of tokens."""
 
     share: Share | None = None
-
-    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+    draws_on_device = True
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
         """Return sets that share their weights."""

@@ -146,19 +146,8 @@ def append(lines: Iterable[Line], origin: Origin, path: Path) -> None:
 
 
 COLUMNS = (
-    "op",
-    "case",
-    "shape",
-    "by",
-    "kernel",
-    "us",
-    "best_us",
-    "slowest_us",
-    "gb_s",
-    "tflops",
-    "result",
-    "gpu",
-    "commit",
+    *("op", "case", "shape", "by", "kernel", "us", "best_us", "slowest_us", "gb_s", "tflops"),
+    *("result", "gpu", "commit"),
 )
 
 

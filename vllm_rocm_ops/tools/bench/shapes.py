@@ -39,9 +39,11 @@ class Shape:
     compare: Callable[[Op, tuple], Check] | None = None
     layout: Callable[..., tuple] = lambda *arguments: arguments
     group: str = ""  # groups cases in a summary
+    draws_on_device = False
+    """Whether arguments are created on the clock's device without `compare`, too."""
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        if self.compare:
+        if self.compare or self.draws_on_device:
             return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
         made = self.case.make("cpu", correctness.generator_of(self.case.name), fp8_dtype)
         return tuple(correctness.clone(value, device) for value in made)

@@ -325,7 +325,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
         start = time.monotonic()
         with torch.inference_mode():
             turn_on(worker, group, clock, agree, create, start + MAX_SECONDS)
-        kernel_selection.spend(time.monotonic() - start)
+        kernel_selection.session.spent += time.monotonic() - start
     except RuntimeError as error:
         all_reduce_norm.groups.pop(group.unique_name, None)
         if is_logging_rank:

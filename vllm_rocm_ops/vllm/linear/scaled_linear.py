@@ -61,7 +61,8 @@ class ScaledLinear(linear_base.Linear):
             static = scale_a if linear_base.baseline_named(baseline_name).quant_fp8.static else None
             return b, scale_b, bias, out_dtype, in_fragments, baseline_name, static, a.shape[1]
 
-        return self.choice((baseline_name, b.shape, in_fragments, bias is None), baseline_name, layer, b, a.shape[0])
+        key = self.op, baseline_name, b.shape, in_fragments, bias is None
+        return self.choice(key, baseline_name, layer, b, a.shape[0])
 
     def baseline(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         shape = [a.shape[0], b.numel() // a.shape[1]]
@@ -144,13 +145,6 @@ class GatedLinear(ScaledLinear):
         if wins:
             wins = COMPARISON.choice_of(a, b, scale_a, scale_b, None, *rest).plugin_serves(tokens)
         return super().serve(choice, *arguments) if wins else self.baseline(*arguments)
-
-    def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
-        def layer() -> tuple:
-            static = scale_a if linear_base.baseline_named(baseline_name).quant_fp8.static else None
-            return b, scale_b, scale, out_dtype, in_fragments, baseline_name, static, a.shape[1]
-
-        return self.choice(("gated", baseline_name, b.shape, in_fragments), baseline_name, layer, b, a.shape[0])
 
     def baseline(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
         both = scaled_linear(a, b, scale_a, scale_b, None, out_dtype, in_fragments, baseline_name)

@@ -92,7 +92,7 @@ class Choice:
         self.kernels, self.key = kernels, key
         self.state, self.why = "unmeasured", ""
         self.plugin_by_tokens = bytes(1) + bytes([1]) * kernels.max_tokens()
-        self.layers = {} if layers is None and _session.records else layers
+        self.layers = {} if layers is None and session.records else layers
         self.max_tokens = 0  # tokens
 
     def plugin_serves(self, tokens: int) -> bool:
@@ -130,7 +130,7 @@ class Decided(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Session:
+class Session:
     """A process's state: whether layers are noted, the decisions, and the seconds of this start spent timing."""
 
     records: bool = False
@@ -138,7 +138,7 @@ class _Session:
     spent: float = 0.0
 
 
-_session = _Session()
+session = Session()
 choices: dict[tuple, Choice] = {}
 """By what tells a layer's calls from others."""
 
@@ -148,9 +148,9 @@ def new_choice(calls: tuple, kernels: Comparison, baseline: Baseline, layer: tup
     key = Key(kernels.op.name, kernels.describe(layer), baseline, getattr(kernels, "decode", None))
     made = choices[calls] = Choice(kernels, key)
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
-        if _session.decided is None:
-            _session.decided = decided_before()
-        made.decide(_session.decided)
+        if session.decided is None:
+            session.decided = decided_before()
+        made.decide(session.decided)
     return made
 
 
@@ -176,9 +176,9 @@ def wins(key: Key) -> bytes:
     """Return where the plugin won for a key, as `Choice.plugin_by_tokens`. Empty if it was not timed or its op is off."""
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return b""
-    if _session.decided is None:
-        _session.decided = decided_before()
-    return b"" if key.op in _session.decided.off else _session.decided.shapes.get(key, b"")
+    if session.decided is None:
+        session.decided = decided_before()
+    return b"" if key.op in session.decided.off else session.decided.shapes.get(key, b"")
 
 
 def all_choices() -> list[Choice]:
@@ -188,22 +188,12 @@ def all_choices() -> list[Choice]:
 
 def begin_recording() -> None:
     """Note layers from now on, as a model is about to be loaded."""
-    _session.records, _session.spent = envs.VLLM_ROCM_OPS_MEASURE != "0", 0.0
-
-
-def spend(seconds: float) -> None:
-    """Add seconds to this start's time spent timing."""
-    _session.spent += seconds
-
-
-def spent() -> float:
-    """Return the seconds that this start has spent timing."""
-    return _session.spent
+    session.records, session.spent = envs.VLLM_ROCM_OPS_MEASURE != "0", 0.0
 
 
 def apply_decisions(decided: Decided) -> None:
     """Apply decisions to all choices, and stop noting layers."""
-    _session.records, _session.decided = False, decided
+    session.records, session.decided = False, decided
     for choice in all_choices():
         choice.layers = None
         choice.decide(decided)
@@ -217,7 +207,7 @@ def types(*dtypes: torch.dtype) -> str:
 def invalidate() -> None:
     """Forget all choices and decisions."""
     choices.clear()
-    _session.records, _session.decided, _session.spent = False, None, 0.0
+    session.records, session.decided, session.spent = False, None, 0.0
     op_module.off.clear()
 
 

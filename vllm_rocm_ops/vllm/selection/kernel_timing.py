@@ -309,10 +309,10 @@ def agree(
     record = Record({})
     begin = time.monotonic()
     try:
-        record = _measured_here(wanted, clock, begin + share * limit_s() - kernel_selection.spent())
+        record = _measured_here(wanted, clock, begin + share * limit_s() - kernel_selection.session.spent)
     except Exception as error:  # noqa: BLE001  vLLM starts anyway
         logger.warning("vllm-rocm-ops: kernel timing failed: %s: %s", type(error).__name__, error)
-    kernel_selection.spend(time.monotonic() - begin)
+    kernel_selection.session.spent += time.monotonic() - begin
     return record, kernel_selection.agreed(gather(record.decided()))
 
 
