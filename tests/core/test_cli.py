@@ -21,7 +21,7 @@ from vllm_rocm_ops.core import archs, envs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.tools import cli, doctor, explain
+from vllm_rocm_ops.tools import cli, doctor, explain, options
 from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -138,7 +138,7 @@ def test_what_is_not_given_lets_attention_choose_its_parts(op):
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
 def test_explain_changes_what_belongs_together(arch):
-    explained = explain.explain(vllm_rocm_ops.ops.fused_add_rms_norm, arch, (9, 2048), explain.DTYPES["fp16"])
+    explained = explain.explain(vllm_rocm_ops.ops.fused_add_rms_norm, arch, (9, 2048), options.DTYPES["fp16"])
     [planned] = explained.launches
     assert "fp16" in planned.symbol and planned.grid == (9, 1, 1)
     assert [tuple(a.shape) for a in planned.named.values() if hasattr(a, "shape")][:3] == [

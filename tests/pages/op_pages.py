@@ -13,6 +13,7 @@ from vllm_rocm_ops.core import archs, correctness, quantization
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.tools import explain
+from vllm_rocm_ops.tools import options as arguments
 from vllm_rocm_ops.tools.bench import lists
 
 from . import measurements
@@ -75,7 +76,7 @@ OPERANDS = ("b", "w1", "k", "key_cache", "kv_cache")
 
 def short(dtype: torch.dtype) -> str:
     """Return a dtype's short name, as `explain` prints it."""
-    return next((name for name, known in explain.DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    return next((name for name, known in arguments.DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
 @functools.cache
@@ -138,7 +139,7 @@ def call(op: Op) -> str:
 
 def explanation(op: Op, *options: str) -> str:
     """Return what `vllm-rocm-ops explain` prints for the first case, or for its like with another shape."""
-    explained = explain.explain(op, arch_of(op), *map(explain.parse_shape, options[1:]))
+    explained = explain.explain(op, arch_of(op), *map(arguments.parse_shape, options[1:]))
     return f"```\n$ {' '.join(('vllm-rocm-ops explain', op.name, *options))} --arch {arch_of(op)}\n{explained}\n```"
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import re
 import textwrap
-import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -20,15 +16,6 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.vllm import comparisons
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "e4m3fn": torch.float8_e4m3fn,
-    "e4m3fnuz": torch.float8_e4m3fnuz,
-}
-MAX_ELEMENTS = 2**60  # per tensor
-MAX_NUMBER = 2**31
 WIDTH = 120  # columns of a model's table
 
 
@@ -74,73 +61,6 @@ def usual_arch() -> str:
     """Return the architecture of this machine's first GPU, or the first of `ARCHS` if it has no kernels."""
     arch = archs.of_device(0) if torch.cuda.is_available() else None
     return str(arch or next(iter(archs.ARCHS)))
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Parse '8x7168' to (8, 7168)."""
-    sizes = [int(size) if re.fullmatch(r"[0-9]{1,18}", size) else -1 for size in text.split("x")]
-    if min(sizes) < 0 or math.prod(filter(None, sizes)) >= MAX_ELEMENTS:
-        raise argparse.ArgumentTypeError(f"must be sizes joined by x, e.g. 8x7168, got {text}")
-    return tuple(sizes)
-
-
-def parse_first(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
-    """Parse '8x7168' to ((8, 7168), None), and 'fp16[8x7168]' to ((8, 7168), torch.float16)."""
-    dtype, bracket, sizes = text.partition("[")
-    if bracket and dtype in DTYPES and sizes.endswith("]"):
-        return parse_shape(sizes[:-1]), DTYPES[dtype]
-    return parse_shape(text), None
-
-
-def parse_argument(text: str) -> tuple[str, object]:
-    """Parse 'name=value'; a value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
-    name, equals, value = text.partition("=")
-    tensor = re.fullmatch(r"(\w+)\[([\dx]+)\]", value)
-    if not equals:
-        raise ValueError(f"{text} must be name=value")
-    if tensor and tensor[1] in DTYPES:
-        try:
-            return name, torch.empty(parse_shape(tensor[2]), dtype=DTYPES[tensor[1]], device="meta")
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"{name}: shape {error}") from None
-    if value in DTYPES:
-        return name, DTYPES[value]
-    constants = {"none": None, "true": True, "false": False}
-    try:
-        return name, constants[value] if value in constants else json.loads(value)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{name} must be a number, true, false, none, a dtype or dtype[shape], got {value}") from None
-
-
-KINDS = {
-    torch.Tensor: "a tensor, e.g. bf16[8x7168]",
-    torch.dtype: "a dtype, e.g. e4m3fn",
-    float: "a number",
-    int: "an integer",
-    bool: "true or false",
-    str: "a quoted string",
-    type(None): "none",
-}
-
-
-def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
-    """Parse an op's arguments by name. Raises ValueError for an unknown name or a wrong type."""
-    given = {}
-    hints = typing.get_type_hints(op.reference)
-    for text in texts:
-        name, value = parse_argument(text)
-        if name not in op.Arguments._fields:
-            raise ValueError(f"{op.name} has no argument {name}; arguments: {', '.join(op.Arguments._fields)}")
-        kinds = typing.get_args(hints[name]) or (hints[name],)
-        taken = (*kinds, int) if float in kinds else kinds
-        if type(value) not in taken or (type(value) is int and abs(value) >= MAX_NUMBER):
-            wanted = " or ".join(KINDS[kind] for kind in kinds)
-            raise ValueError(f"{op.name}: {name} must be {wanted}, got {text.partition('=')[2]}")
-        given[name] = value
-    return given
-
-
-# a model
 
 
 def around(config: dict, tp: int, ep: int | None, arch: Arch) -> list[LayerCall]:

@@ -279,6 +279,13 @@ def require(holds: object, wanted: str) -> None:
         raise Unavailable(f"this vLLM lacks {wanted}")
 
 
+def require_seams(*names: str) -> None:
+    """Raise `Unavailable` unless these seams are on."""
+    missing = [name for name in names if name not in active()]
+    if missing:
+        raise Unavailable(f"requires {' and '.join(missing)}")
+
+
 def require_parameters(function: Callable, *names: str) -> None:
     """Raise `Unavailable` unless a callable's first parameters after `self` have these names in this order."""
     parameters = [name for name in inspect.signature(function).parameters if name != "self"]

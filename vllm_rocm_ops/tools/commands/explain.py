@@ -45,7 +45,7 @@ def run(
     arch = arch or explain.usual_arch()
     if op:
         the_op = getattr(vllm_rocm_ops.ops, op)
-        print(explain.explain(the_op, arch, *first, **explain.parse_arguments_of(the_op, given)), flush=True)
+        print(explain.explain(the_op, arch, *first, **options.parse_arguments_of(the_op, given)), flush=True)
         return 0
     known = archs.named(arch)
     around = explain.around(model_config.read(model), tp or 1, ep, known)

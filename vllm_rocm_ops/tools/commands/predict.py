@@ -42,7 +42,7 @@ def run(
         lines = shape_lines(lists.of_list(what, tp, batch), machine)
     else:
         op = getattr(ops, what)
-        arguments = explain.parse_arguments_of(op, given)
+        arguments = options.parse_arguments_of(op, given)
         lines = predict.call_lines(op, explain.example(op, machine.arch, *first, **arguments), machine, context)
     for line in lines:
         print(line, flush=True)

@@ -181,9 +181,7 @@ def probe() -> None:
     from vllm.model_executor.layers import mla
     from vllm.model_executor.layers.attention import mla_attention
 
-    for needed in ("mla_attention", "norm"):
-        if needed not in seam.active():
-            raise seam.Unavailable(f"requires {needed}")
+    seam.require_seams("mla_attention", "norm")
     wrapper = mla.MultiHeadLatentAttentionWrapper
     seam.require(issubclass(wrapper, PluggableLayer), "MultiHeadLatentAttentionWrapper as a PluggableLayer")
     free = wrapper.__name__ not in op_registry_oot

@@ -361,9 +361,7 @@ def probe() -> None:
     decode_attention and fusion are on, and vLLM splits a graph and calls attention as expected. Reads source files: an
     import would need vLLM's kernels.
     """
-    missing = {"decode_attention", "fusion"} - set(seam.active())
-    if missing:
-        raise seam.Unavailable(f"requires {' and '.join(sorted(missing))}")
+    seam.require_seams("decode_attention", "fusion")
     split.probe()
 
 

@@ -320,9 +320,7 @@ def probe() -> None:
     from vllm.model_executor.layers.attention import attention as vllm_attention
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    for needed in ("decode_attention", "fusion"):
-        if needed not in seam.active():
-            raise seam.Unavailable(f"requires {needed}")
+    seam.require_seams("decode_attention", "fusion")
     split.probe()
     names = "positions", "query", "key", "head_size", "rotary_dim", "cos_sin_cache", "is_neox_style"
     seam.require_parameters(RotaryEmbedding.forward_static, *names)

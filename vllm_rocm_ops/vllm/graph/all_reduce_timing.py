@@ -359,12 +359,8 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     decided = record.decided()
     choices = {both.call: made_choice(both, decided) for both in every}
     if group.rank_in_group == 0:
-        of_these = Record(record.machine, record.off, {key: m for key, m in record.shapes.items() if key in known[0]})
-        kernel_timing.log_results(
-            of_these,
-            Decided({o: w for o, w in record.off.items() if o.startswith(all_reduce_norm.NAME)}, {}),
-            set(known[0]),
-        )
+        off = {op: why for op, why in record.off.items() if op.startswith(all_reduce_norm.NAME)}
+        kernel_timing.log_results(record, Decided(off, {}), set(known[0]))
     shared = GroupAllReduce(reduce, choices)
     if not any(any(choice.plugin_by_tokens) for choice in choices.values()):
         reduce.close()
