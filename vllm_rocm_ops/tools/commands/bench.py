@@ -26,11 +26,22 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="PATH", help=meaning)
 
 
-def measure(sweep: bool, baselines: bool, output: Path | None, **cases) -> int:
+def measure(
+    sweep: bool,
+    shapes: str | None,
+    op: list[str] | None,
+    case: list[str] | None,
+    model: str | None,
+    tp: int | None,
+    ep: int | None,
+    batch: tuple[int, ...] | None,
+    baselines: bool,
+    output: Path | None,
+) -> int:
     """Print the times, of every configuration in a `sweep`. Returns 1 if a result is wrong. Raises RuntimeError without a GPU."""
-    selected, clock = options.shapes_of(**cases), clocks.GpuClock()
+    selected, clock = options.shapes_of(shapes, op, case, model, tp, ep, batch), clocks.GpuClock()
     vllm = load_vllm() if baselines else None
-    keep = report.keeper(output, lists.kind_of(cases["shapes"], cases["model"]), clock, vllm) if output else None
+    keep = report.keeper(output, lists.kind_of(shapes, model), clock, vllm) if output else None
     with torch.inference_mode():
         return report.show(bench.run(selected, clock, sweep=sweep, baselines=baselines), keep)
 

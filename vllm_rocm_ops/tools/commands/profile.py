@@ -17,9 +17,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_cases(parser)
 
 
-def run(**cases) -> int:
+def run(
+    shapes: str | None,
+    op: list[str] | None,
+    case: list[str] | None,
+    model: str | None,
+    tp: int | None,
+    ep: int | None,
+    batch: tuple[int, ...] | None,
+) -> int:
     """Print the calls. Raises RuntimeError without a GPU."""
-    selected = options.shapes_of(**cases)
+    selected = options.shapes_of(shapes, op, case, model, tp, ep, batch)
     clock = clocks.GpuClock()
     with torch.inference_mode():
         return report.show(bench.run(selected, clock, profile=True))

@@ -27,25 +27,37 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(emulate: str | None, jobs: int, **cases) -> int:
+def run(
+    shapes: str | None,
+    op: list[str] | None,
+    case: list[str] | None,
+    model: str | None,
+    tp: int | None,
+    ep: int | None,
+    batch: tuple[int, ...] | None,
+    emulate: str | None,
+    jobs: int,
+) -> int:
     """Print the result of each case. Returns 1 if one is wrong."""
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {jobs}")
-    if emulate and cases["shapes"]:
-        raise ValueError(f"--emulate supports test cases and --model, not the list {cases['shapes']}")
-    selected = options.shapes_of(**cases)
+    if emulate and shapes:
+        raise ValueError(f"--emulate supports test cases and --model, not the list {shapes}")
+    asked = shapes, op, case, model, tp, ep, batch
     if emulate:
         from vllm_rocm_ops.emulator import cases as emulated  # an extra
 
         wrong = False
-        for line, is_wrong in emulated.verify([(shape.op, shape.case) for shape in selected], emulate, jobs):
+        cases = [(shape.op, shape.case) for shape in options.shapes_of(*asked)]
+        for line, is_wrong in emulated.verify(cases, emulate, jobs):
             wrong |= is_wrong
             print(line, flush=True)
         return int(wrong)
+    selected = options.shapes_of(*asked)
     try:
         clock = clocks.GpuClock()
     except RuntimeError as error:
-        if cases["shapes"]:
+        if shapes:
             raise
         clock = None
         print(f"No kernel is checked: the ops run their PyTorch reference ({error}).")
