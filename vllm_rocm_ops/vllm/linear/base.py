@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.tensors import rows_of
 from vllm_rocm_ops.ops.shared.weight_layout import fits
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import weight_order
@@ -210,12 +211,12 @@ class Linear(LayerComparison):
         k, n = self.columns(layer)
         return f"{n}x{k} {kernel_selection.types(*types)}" + " bias" * (bias is not None)
 
-    def choice(self, key: tuple, baseline_name: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
-        """Return the choice for layers of a key, and note the layer if it is to be timed."""
+    def choice(self, key: tuple, baseline_name: str, layer: Callable[[], tuple], weight: Tensor, x: Tensor) -> Choice:
+        """Return the choice for layers of a key, and note the layer if it is to be timed, with the tokens of x."""
         choice = kernel_selection.choices.get(key)
         if choice is None or choice.layers is not None:
             kernel = Baseline(self.vllm_kernel(baseline_name))
-            choice = kernel_selection.choice_for(key, self, kernel, layer, weight, tokens)
+            choice = kernel_selection.choice_for(key, self, kernel, layer, weight, rows_of(x))
         return choice
 
     def vllm_kernel(self, baseline_name: str) -> str:

@@ -32,7 +32,7 @@ class BlockScaledLinear(linear_base.Linear):
 
     def choice_of(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
         return self.choice(
-            (baseline_name, b.shape), baseline_name, lambda: (b, scale_b, out_dtype, baseline_name), b, a.shape[0]
+            (baseline_name, b.shape), baseline_name, lambda: (b, scale_b, out_dtype, baseline_name), b, a
         )
 
     def baseline(self, a, b, scale_a, scale_b, out_dtype, baseline_name):

@@ -43,7 +43,7 @@ class Int8Linear(linear_base.Linear):
         def layer() -> tuple:
             return weight, weight_scale, input_scale, bias, baseline_name, x.dtype
 
-        return self.choice((baseline_name, weight.shape, bias is None), baseline_name, layer, weight, x.shape[0])
+        return self.choice((baseline_name, weight.shape, bias is None), baseline_name, layer, weight, x)
 
     def baseline(self, x, weight, weight_scale, input_scale, bias, baseline_name):
         kernel = linear_base.baseline_named(baseline_name)

@@ -72,7 +72,7 @@ class Mxfp8Linear(linear_base.Linear):
 
     def choice_of(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         key, layer = (baseline_name, weight.shape, bias is None), (weight, weight_scale, bias, out_dtype, baseline_name)
-        return self.choice(key, baseline_name, lambda: layer, weight, a.shape[0])
+        return self.choice(key, baseline_name, lambda: layer, weight, a)
 
     def baseline(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)

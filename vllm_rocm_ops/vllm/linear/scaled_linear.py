@@ -62,7 +62,7 @@ class ScaledLinear(linear_base.Linear):
             return b, scale_b, bias, out_dtype, in_fragments, baseline_name, static, a.shape[1]
 
         key = self.op, baseline_name, b.shape, in_fragments, bias is None
-        return self.choice(key, baseline_name, layer, b, a.shape[0])
+        return self.choice(key, baseline_name, layer, b, a)
 
     def baseline(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         shape = [a.shape[0], b.numel() // a.shape[1]]

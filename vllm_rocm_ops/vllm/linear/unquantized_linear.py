@@ -6,7 +6,6 @@ norm. vLLM calls lm_head outside of its graphs, where host time counts. There no
 the plugin never serves gets vLLM's function back.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -27,10 +26,9 @@ MAX_TOKENS = 16  # default token limit, before timing (kernel_selection.py)
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run `unquantized_gemm`, or vLLM's function, on x [..., K], weight [N, K] and bias [N] or None."""
-    baseline = functools.partial(COMPARISON.baseline, x, weight, bias)
-    return linear_base.run_or_baseline(
-        baseline, ops.unquantized_gemm, COMPARISON.choice_of(x, weight, bias), x, weight, bias
-    )
+    serves = COMPARISON.choice_of(x, weight, bias).plugin_serves(rows_of(x))
+    output = ops.unquantized_gemm.run_kernels(x, weight, bias) if serves else None
+    return COMPARISON.baseline(x, weight, bias) if output is None else output
 
 
 class UnquantizedLinear(linear_base.Linear):
@@ -39,8 +37,8 @@ class UnquantizedLinear(linear_base.Linear):
     op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MAX_TOKENS
 
     def choice_of(self, x, weight, bias):
-        calls, layer = ("unquantized", weight.shape, x.dtype, bias is None), (weight, bias, x.dtype)
-        return self.choice(calls, "", lambda: layer, weight, rows_of(x))
+        calls = "unquantized", weight.shape, x.dtype, bias is None
+        return self.choice(calls, "", lambda: (weight, bias, x.dtype), weight, x)
 
     def vllm_kernel(self, baseline_name):
         return replaced()
