@@ -40,7 +40,7 @@ class Shape:
     layout: Callable[..., tuple] = lambda *arguments: arguments
     group: str = ""  # groups cases in a summary
     draws_on_device = False
-    """Whether arguments are created on the clock's device without `compare`, too."""
+    """True if arguments are created on the clock's device without `compare`, too."""
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
         if self.compare or self.draws_on_device:
