@@ -237,7 +237,9 @@ def experts(recorded: dict[type, Recorded]) -> Found:
         settings = tuple(named[name] for name in names)
         if "router_logits" not in named:
             given = *tokens, named["topk_weights"], named["topk_ids"], *settings
-            calls = (functools.partial(experts.apply, *given) for experts in (plugin.whole, in_vllm.whole(plugin)))
+            calls = (
+                functools.partial(kernel.apply, *given) for kernel in (plugin.kernel, in_vllm.kernel_around(plugin))
+            )
             yield "experts", kind.__name__, paths(*calls)
             continue
         logits, groups, (scoring_func, renormalize) = named["router_logits"], named["num_expert_group"], plugin.method

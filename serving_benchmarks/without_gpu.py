@@ -19,6 +19,7 @@ import latency
 import latency_report
 from timing_study import step, step_report
 
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import CONTEXT, machines
@@ -52,10 +53,10 @@ def _wrapped(title: str, names: list[str]) -> list[str]:
 
 def kernels(name: str, device: str, batches: Sequence[int]) -> Iterator[str]:
     """Yield the lines of `explain --model` for one rank of a model."""
-    config = model_config.read(MODELS[name])
-    calls = [*model_layers.calls(config, TP, None), *explain.around(config, TP, None, device)]
+    config, arch = model_config.read(MODELS[name]), archs.named(device)
+    calls = [*model_layers.calls(config, TP, None), *explain.around(config, TP, None, arch)]
     yield f"{name}, TP {TP}, on {device}: kernels by tokens per step"
-    yield from explain.table(explain.explain_model(calls, device, tuple(batches), verbose=False), explain.WIDTH)
+    yield from explain.table(explain.explain_model(calls, arch, tuple(batches), verbose=False), explain.WIDTH)
 
 
 def steps(name: str, device: str, batches: Sequence[int]) -> Iterator[str]:

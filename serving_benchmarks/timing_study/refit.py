@@ -57,7 +57,7 @@ class Measured(NamedTuple):
 
 def arguments_of(op: Op, arch: str, shape: tuple[int, ...], n: int) -> dict:
     """Return arguments on the meta device, with a weight of `n` rows unless 0."""
-    given = explain.example(op, arch, shape)
+    given = explain.example(op, archs.named(arch), shape)
     if n:
         given["b"] = torch.empty(n, shape[-1], dtype=given["b"].dtype, device="meta").t()
         given |= {name: torch.empty(1, device="meta") for name in ("scale_a", "scale_b")} | {"bias": None}

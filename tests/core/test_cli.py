@@ -21,11 +21,12 @@ from vllm_rocm_ops.core import archs, envs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.tools import cli, doctor, explain
+from vllm_rocm_ops.tools import cli, doctor, explain, options
 from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+GFX942 = archs.ARCHS["gfx942"]
 COMMAND = [sys.executable, "-m", "vllm_rocm_ops.tools.cli"]
 
 
@@ -131,13 +132,13 @@ def test_explain_takes_every_op(op, arch):
 @pytest.mark.parametrize("op", [vllm_rocm_ops.ops.mla_decode, vllm_rocm_ops.ops.paged_attention_decode])
 def test_what_is_not_given_lets_attention_choose_its_parts(op):
     """vLLM calls it so unless a constant partition is requested."""
-    assert explain.example(op, "gfx942")["fixed_split_size"] == 0
+    assert explain.example(op, GFX942)["fixed_split_size"] == 0
     assert len(explain.explain(op, "gfx942").considered) > 1
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
 def test_explain_changes_what_belongs_together(arch):
-    explained = explain.explain(vllm_rocm_ops.ops.fused_add_rms_norm, arch, (9, 2048), explain.DTYPES["fp16"])
+    explained = explain.explain(vllm_rocm_ops.ops.fused_add_rms_norm, arch, (9, 2048), options.DTYPES["fp16"])
     [planned] = explained.launches
     assert "fp16" in planned.symbol and planned.grid == (9, 1, 1)
     assert [tuple(a.shape) for a in planned.named.values() if hasattr(a, "shape")][:3] == [
@@ -216,14 +217,14 @@ def test_commands_say_what_the_emulator_needs():
 def measured(monkeypatch, shapes: dict | None = None, off: dict | None = None) -> None:
     """Let this machine's record hold these shapes and these ops that are off."""
     record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))
-    monkeypatch.setattr(explain, "measured_here", lambda arch: record)
+    monkeypatch.setattr(comparisons, "record_for", lambda arch: record)
 
 
 def kernels(model: str, tokens: tuple[int, ...], tp: int = 8, products: bool = True) -> dict[str, str]:
     """Return what explain says of the kernel of each layer of a model: its products, too, or only what is around."""
     config = model_config.read(model)
-    calls = [*(model_layers.calls(config, tp) if products else ()), *explain.around(config, tp, None, "gfx942")]
-    return {layer: kernel for layer, _, _, kernel in explain.explain_model(calls, "gfx942", tokens, False)}
+    calls = [*(model_layers.calls(config, tp) if products else ()), *explain.around(config, tp, None, GFX942)]
+    return {layer: kernel for layer, _, _, kernel in explain.explain_model(calls, GFX942, tokens, False)}
 
 
 def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
@@ -282,7 +283,7 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
 
     def rows(arch: str = "MI300X") -> dict[str, dict[str, tuple[bool, str]]]:
         """Return, by layer and number of tokens, whether the plugin's kernel runs, and why."""
-        lines = explain.explain_model(list(call.values()), arch, (1, 8, 64, 512, 700, 2048))
+        lines = explain.explain_model(list(call.values()), archs.named(arch), (1, 8, 64, 512, 700, 2048))
         cells = [
             (line[0], tokens, line[4] != "vLLM's kernel", line[6])
             for line in lines[1:]
@@ -349,8 +350,8 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
         }
         measured(monkeypatch, shapes)
         config, tp = model_config.read(model), 8 if "llama" in model else 1
-        calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, "gfx942")]
-        rows = explain.explain_model(calls, "gfx942", (1,))[1:]
+        calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, GFX942)]
+        rows = explain.explain_model(calls, GFX942, (1,))[1:]
         return {layer: f"{kernel}: {why}" for layer, _, _, _, kernel, _, why in rows}
 
     wins, loses = (2.0, 3.0), (3.0, 2.0)
@@ -407,9 +408,9 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, list[str]]:
         measured(monkeypatch, shapes, off)
         config = model_config.read("llama-3.1-405b-fp8")
-        calls = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
+        calls = [*model_layers.calls(config, 8), *explain.around(config, 8, None, GFX942)]
         found: dict[str, list[str]] = {}
-        for layer, _, _, tokens, kernel, _, why in explain.explain_model(calls, "gfx942", (1, 64, 65))[1:]:
+        for layer, _, _, tokens, kernel, _, why in explain.explain_model(calls, GFX942, (1, 64, 65))[1:]:
             found.setdefault(layer, []).append(f"{tokens} {kernel}: {why}")
         return found
 

@@ -17,6 +17,7 @@ from vllm_rocm_ops.models.config import read
 from vllm_rocm_ops.models.fused_calls import FusedCall, Fusion
 from vllm_rocm_ops.models.layers import LayerCall, calls
 from vllm_rocm_ops.tools import cli, explain
+from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 LLAMA = "llama-3.1-405b-fp8"
@@ -531,13 +532,13 @@ def test_int8_as_quark_writes_it(dynamic, scales):
 
 def test_measured_int8_layers_are_served():
     [down] = [call for call in calls(read("tiny-llama") | {"quantization_config": int8()}) if call.layer == "down"]
-    [shape] = explain.measured_shapes(down, "gfx942")
+    [shape] = comparisons.shapes_of(down, archs.ARCHS["gfx942"])
     of = key(f"gemm {shape} VllmKernel")
     times = {8: kernel_selection.Measured(1.0, 2.0), 64: kernel_selection.Measured(3.0, 2.0)}
     record = kernel_selection.Record({}, shapes={of: times})
-    assert explain.measured_keys(down, "gfx942", record) == [of]
-    assert explain.decision(down, [of], record, 8) == (True, "measured: plugin 1.0 us, vLLM 2.0 us")
-    assert not explain.decision(down, [of], record, 64)[0]
+    assert comparisons.keys_of(down, archs.ARCHS["gfx942"], record) == [of]
+    assert comparisons.decision(down, [of], record, 8) == (True, "measured: plugin 1.0 us, vLLM 2.0 us")
+    assert not comparisons.decision(down, [of], record, 64)[0]
 
 
 def test_experts_in_int8_are_vllms():
@@ -566,7 +567,7 @@ def test_patterns_of_ignored_layers(pattern):
 @pytest.mark.parametrize("arch", archs.ARCHS)
 @pytest.mark.parametrize("model", model_config.shipped())
 def test_every_call_has_arguments_that_its_op_takes(model, arch):
-    for call in [*calls(read(model)), *explain.around(read(model), 1, None, arch)]:
+    for call in [*calls(read(model)), *explain.around(read(model), 1, None, archs.ARCHS[arch])]:
         arguments = call.case(3).make("meta", torch.Generator(), archs.ARCHS[arch].fp8_dtype)
         assert call.op.explain(*arguments, arch=arch).launches, call.layer
 
@@ -574,7 +575,7 @@ def test_every_call_has_arguments_that_its_op_takes(model, arch):
 def test_random_arguments_run_through_the_references():
     """Random arguments run on CPU through the references: shapes and types match."""
     for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
-        for call in [*calls(read(model)), *explain.around(read(model), 1, None, "gfx942")]:
+        for call in [*calls(read(model)), *explain.around(read(model), 1, None, archs.ARCHS["gfx942"])]:
             generator = torch.Generator().manual_seed(0)
             given = call.op.Arguments(*call.case(2).make("cpu", generator, torch.float8_e4m3fn))
             result = call.op(*given)

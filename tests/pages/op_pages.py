@@ -13,6 +13,7 @@ from vllm_rocm_ops.core import archs, correctness, quantization
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.tools import explain
+from vllm_rocm_ops.tools import options as arguments
 from vllm_rocm_ops.tools.bench import lists
 
 from . import measurements
@@ -72,7 +73,7 @@ OPERANDS = ("b", "w1", "k", "key_cache", "kv_cache")
 
 def short(dtype: torch.dtype) -> str:
     """Return a dtype's short name, as `explain` prints it."""
-    return next((name for name, known in explain.DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    return next((name for name, known in arguments.DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
 @functools.cache
@@ -125,13 +126,13 @@ def call(op: Op) -> str:
             return f"{short(value.dtype)}[{'x'.join(map(str, value.shape))}]"
         return short(value) if isinstance(value, torch.dtype) else repr(value)
 
-    given = explain.example(op, arch_of(op)).items()
+    given = explain.example(op, archs.ARCHS[arch_of(op)]).items()
     return f"{op.name}({', '.join(f'{name}={text(value)}' for name, value in given)})"
 
 
 def explanation(op: Op, *options: str) -> str:
     """Return what `vllm-rocm-ops explain` prints for the first case, or for its like with another shape."""
-    explained = explain.explain(op, arch_of(op), *map(explain.parse_shape, options[1:]))
+    explained = explain.explain(op, arch_of(op), *map(arguments.parse_shape, options[1:]))
     return f"```\n$ {' '.join(('vllm-rocm-ops explain', op.name, *options))} --arch {arch_of(op)}\n{explained}\n```"
 
 

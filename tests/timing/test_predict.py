@@ -7,6 +7,7 @@ import torch
 from marks import full
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.archs import ARCHS
 from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
@@ -161,7 +162,7 @@ def test_no_launch_is_faster_than_its_bytes():
 @pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("op", [pytest.param(ops.mla_decode, marks=full), ops.paged_attention_decode])
 def test_attention_reads_as_many_keys_as_are_said(op):
-    given = explain.example(op, "gfx942")
+    given = explain.example(op, ARCHS["gfx942"])
     cache = given["kv_cache" if op is ops.mla_decode else "key_cache"]
     bytes_of_key = cache[0, 0].numel() * cache.element_size() * (1 if op is ops.mla_decode else 2)
     keys = (512 - 128) * len(given["seq_lens"])

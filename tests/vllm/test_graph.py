@@ -374,7 +374,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
         return ops.scaled_mm.reference(a, b, one, one, torch.bfloat16, bias)
 
     monkeypatch.setattr(linear_base, "_kernels", {})
-    monkeypatch.setattr(kernel_selection, "_choices", {})
+    monkeypatch.setattr(kernel_selection, "choices", {})
     name, one, at = linear_base.register_baseline(Baseline()), torch.ones(1), torch.full((1,), 0.5)
     (marked, _), act = (
         quantizer(KEYS[1 if how == "another quantization" else 0]),

@@ -124,7 +124,7 @@ def test_the_plugin_serves_where_it_was_measured_to_be_faster(noted):
     """It serves nothing before. A weight for which it never wins gets its class back."""
     uk, uv = "batched_gemm 2x256x128 bfloat16 transposed bmm", "batched_gemm 2x64x256 bfloat16 bmm"
     assert list(keys()) == [uk, uv]
-    assert all(one.most == 64 and len(one.layers) == 1 for one in keys().values())
+    assert all(one.max_tokens == 64 and len(one.layers) == 1 for one in keys().values())
     assert served(noted) == 0
     kernel_selection.apply_decisions(Decided({}, keyed({uk: bytes([0, 0, 0]), uv: bytes([0, 1, 1])})))
     assert served(noted, 2) == 1 and served(noted, 3) == 0

@@ -250,9 +250,9 @@ UNSUPPORTED = {
 def test_unsupported_layers_are_not_served(what):
     layer = Layer()
     front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
-    assert len([*mla_rotation.of(front, COMPILED, torch.bfloat16)]) == 1
+    assert len([*mla_rotation.rotations(front, COMPILED, torch.bfloat16)]) == 1
     UNSUPPORTED[what](layer.mla_attn)
-    assert [*mla_rotation.of(front, COMPILED, torch.bfloat16)] == [] and len(
+    assert [*mla_rotation.rotations(front, COMPILED, torch.bfloat16)] == [] and len(
         [*mla_rotation.unsupported_features(layer.mla_attn)]
     ) == 1
 
@@ -264,7 +264,7 @@ def test_kernels_must_take_the_sizes(monkeypatch):
     monkeypatch.setattr("vllm_rocm_ops.vllm.linear.base.launches.not_loaded", lambda *_: "")
     for nope, dtype, served in ((NOPE, torch.bfloat16, 1), (64, torch.bfloat16, 0), (NOPE, torch.float16, 0)):
         front = mla_pre_attention.MlaPreAttention(Layer(nope), COMPILED)
-        assert len([*mla_rotation.of(front, COMPILED, dtype)]) == served
+        assert len([*mla_rotation.rotations(front, COMPILED, dtype)]) == served
 
 
 @pytest.mark.usefixtures("configuration")

@@ -312,10 +312,10 @@ def test_a_model_whose_experts_take_it(monkeypatch):
     assert quantized_input.hidden_of(model) == HIDDEN
     defined = []
     monkeypatch.setattr(quantized_input, "ops_beside", lambda: defined.append(True))
-    [one] = quantized_input.found(model, True)
+    [one] = quantized_input.norms_before_experts(model, True)
     assert defined, "code of an earlier start calls them"
     assert str(one.key) == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(
-        quantized_input.found(model, False)
+        quantized_input.norms_before_experts(model, False)
     )
     for changed in OTHERS.values():
         assert quantized_input.hidden_of(Model(monkeypatch, **changed)) == 0
@@ -341,7 +341,7 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
         return made
 
     monkeypatch.setattr(quantized_input.OP, "run_kernels", run)
-    [one] = quantized_input.found(Model(monkeypatch), True)
+    [one] = quantized_input.norms_before_experts(Model(monkeypatch), True)
     measure = lambda: kernel_timing.check_and_time(one, [(), ()], 5, FakeClock(), contextlib.nullcontext())
     if fault:
         with pytest.raises(kernel_timing.Mismatch):
@@ -356,7 +356,7 @@ def test_it_runs_where_it_won(monkeypatch, baseline):
     from vllm_rocm_ops.vllm.graph import compiled_ops
     from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
 
-    [one] = quantized_input.found(Model(monkeypatch), True)
+    [one] = quantized_input.norms_before_experts(Model(monkeypatch), True)
     record = Record({}, {}, {one.key: {tokens: Measured(5.0, baseline) for tokens in compiled_ops.TOKENS}})
     assert compiled_ops.decide([one], record.decided()) == {one.pattern: baseline == 8.0}
 
@@ -367,4 +367,4 @@ def test_a_key_that_has_a_choice_per_token_count_is_an_error(monkeypatch):
 
     monkeypatch.setattr(quantized_input, "BESIDE", SEPARATE)
     with pytest.raises(ValueError, match=r"one choice for all token counts, got .* separate"):
-        compiled_ops.decide([*quantized_input.found(Model(monkeypatch), True)], Record({}).decided())
+        compiled_ops.decide([*quantized_input.norms_before_experts(Model(monkeypatch), True)], Record({}).decided())

@@ -64,7 +64,7 @@ def test_layers_are_counted_by_kind_and_class():
     )
     layers = [linear("RocmOpsScaledLinear"), linear("Marlin"), linear("Marlin"), linear(None, torch.bfloat16)]
     layers += [experts("RocmOpsFp8Experts"), experts("TritonExperts"), OtherRMSNorm()]
-    found = coverage.found(worker(layers, [mine(), lacking(), theirs(), None]))
+    found = coverage.reached(worker(layers, [mine(), lacking(), theirs(), None]))
     assert {kind: (one.taken, dict(one.missed)) for kind, one in found.items()} == {
         "linear layers": (1, {"Method": 2}),
         "layers of experts": (1, {"Method": 1}),
@@ -76,7 +76,7 @@ def test_layers_are_counted_by_kind_and_class():
 def test_layers_of_seams_that_are_off_are_not_counted(monkeypatch):
     """The log has reported these already."""
     monkeypatch.setattr(seam, "active", lambda: ["norm"])
-    assert list(coverage.found(worker([linear("Marlin"), experts(None), OtherRMSNorm()]))) == ["norms"]
+    assert list(coverage.reached(worker([linear("Marlin"), experts(None), OtherRMSNorm()]))) == ["norms"]
 
 
 def test_a_worker_returns_what_json_can_hold():
@@ -89,7 +89,7 @@ def test_one_line_warns(caplog):
     """It has all layers that no seam took; another line has the rest."""
     with caplog.at_level(logging.INFO):
         coverage.log_results(
-            coverage.found(worker([linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()]))
+            coverage.reached(worker([linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()]))
         )
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "vllm-rocm-ops: covers 1 linear layers"),

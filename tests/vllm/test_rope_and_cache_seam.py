@@ -316,7 +316,7 @@ def dynamo(configuration):
     from vllm.model_executor.layers.attention import attention  # noqa: F401
 
     if not hasattr(torch.ops.vllm_rocm_ops, rope_and_cache.NAME):
-        rope_and_cache.define()
+        split.define(rope_and_cache.attention_front, "q", "k", "q_out", "k_out")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -379,7 +379,7 @@ def stepped(configuration, monkeypatch):
         monkeypatch.setattr(
             "vllm.model_executor.layers.attention.attention.get_attention_context", lambda name: context
         )
-        wanted = one.written(one.computed(qkv, positions), qkv, slots, cache.clone())
+        wanted = one.completed(one.computed(qkv, positions), qkv, slots, cache.clone())
         (q, k, v), norm = one.parts(qkv.clone()), one.weights() or (None, None, 0.0)
         outs = [torch.full_like(x, torch.nan).contiguous() for x in (q, k)] if one.norms else [None, None]
         angles = positions, layer.rotary_emb.cos_sin_cache, layer.rotary_emb.is_neox_style
@@ -464,7 +464,7 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
     monkeypatch.setattr(compilation, "split_graph", lambda graph, splitting_ops: given.append(graph.code))
     monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", lambda self: None)
     monkeypatch.setattr(compiled_ops, "pattern_finders", [])
-    monkeypatch.setattr(rope_and_cache, "define", lambda: None)
+    monkeypatch.setattr(split, "define", lambda *_: None)
     monkeypatch.setattr(split, "_changes", [])
     rope_and_cache.install()
     assert compiled_ops.pattern_finders == [rope_and_cache.pre_attentions]

@@ -163,14 +163,14 @@ def dynamic_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
 
 def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool, *rest) -> tuple:
     """Return arguments of `grouped_topk`."""
-    *how, has_bias = rest
-    return inputs.values(tokens, experts), topk, renormalize, *how, inputs.scales(experts) if has_bias else None
+    *options, has_bias = rest
+    return inputs.values(tokens, experts), topk, renormalize, *options, inputs.scales(experts) if has_bias else None
 
 
 def router(tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int, renormalize: bool, *rest) -> tuple:
     """Return arguments of `router_gemm_topk`."""
-    _, *how = routing(tokens, inputs, experts, topk, renormalize, *rest)
-    return *unquantized(tokens, inputs, experts, hidden), *how
+    _, *options = routing(tokens, inputs, experts, topk, renormalize, *rest)
+    return *unquantized(tokens, inputs, experts, hidden), *options
 
 
 def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:
@@ -230,57 +230,26 @@ def heads_attention(
     )
 
 
-def quantized_attention(
-    tokens: int,
-    inputs: Inputs,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    positions: int,
-    rocm_cache_layout: bool,
-    kind: str,
-) -> tuple:
+def quantized_attention(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
     """Return the same with an e4m3 result, with a static scale or a dynamic scale per head."""
-    given = heads_attention(tokens, inputs, heads, kv_heads, size, positions, rocm_cache_layout)
+    *cache, kind = rest
+    given = heads_attention(tokens, inputs, heads, kv_heads, size, *cache)
     out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
     scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(tokens, heads))
     return *given, 1, None, None, None, 0, 0, False, out, *scales
 
 
-def rotation(
-    tokens: int,
-    inputs: Inputs,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    rotary: int,
-    positions: int,
-    rocm_cache_layout: bool,
-) -> tuple:
+def rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
     """Return arguments of `rope_and_cache`; queries, keys and values are columns of one qkv tensor."""
     *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
-    return (
-        *rows,
-        places,
-        *_angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, rocm_cache_layout),
-        places,
-    )
+    return *rows, places, *_angles_and_cache(tokens, inputs, kv_heads, size, *rest), places
 
 
-def normed_rotation(
-    tokens: int,
-    inputs: Inputs,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    rotary: int,
-    positions: int,
-    rocm_cache_layout: bool,
-) -> tuple:
+def normed_rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
     """Return arguments of `qk_norm_rope_and_cache`."""
     *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
     norm = inputs.values(size), inputs.values(size), 1e-6
-    table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, rocm_cache_layout)
+    table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, *rest)
     outs = (inputs.values(tokens, count, size) for count in (heads, kv_heads))
     return *rows, *norm, places, table, is_neox, *outs, *caches, places
 

@@ -25,7 +25,7 @@ MX = "mx"  # an e8m0 scale per 32 of both; e4m3fn on every GPU
 INT8 = "int8"  # int8 weights and input, with a scale per token and per output channel
 INT8_STATIC = "int8 static"  # the same with a static scale for the input
 
-EXPERTS = {of: SCHEMES[of] for of in (UNQUANTIZED, TENSOR, BLOCKS, MX)}
+EXPERTS = {kind: SCHEMES[kind] for kind in (UNQUANTIZED, TENSOR, BLOCKS, MX)}
 EXPERTS |= {STATIC: SCHEMES["tensor"], TOKEN: SCHEMES["channel"]}
 """The schemes of experts' weights, by the quantization of linear layers; experts of others run in vLLM."""
 
@@ -69,15 +69,15 @@ def section(config: dict, key: str) -> dict:
 def names(config: dict, *keys: str) -> list[str]:
     """Return the first list of names under one of these keys, empty if there is none."""
     key = next((key for key in keys if config.get(key)), keys[0])
-    found = config.get(key) or []
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"{key} must be a list of names, got {shown(found)}")
-    for expression in (name[3:] for name in found if name.startswith("re:")):
+    listed = config.get(key) or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"{key} must be a list of names, got {shown(listed)}")
+    for expression in (name[3:] for name in listed if name.startswith("re:")):
         try:
             re.compile(expression)
         except re.error as error:
             raise ValueError(f"{key} has re:{shown(expression)}, which is not an expression: {error}") from None
-    return found
+    return listed
 
 
 def quantization(config: dict) -> tuple[str, Callable[[str], bool]]:
@@ -148,12 +148,12 @@ def _modelopt(config: dict) -> tuple[str, list[str]]:
 def _quark(config: dict) -> tuple[str, list[str]]:
     """Read a Quark configuration. Its layer entries may differ in outputs only, as for a quantized KV cache."""
 
-    def of(whole: dict) -> tuple[dict, dict]:
-        return section(whole, "weight"), section(whole, "input_tensors")
+    def parts_of(entry: dict) -> tuple[dict, dict]:
+        return section(entry, "weight"), section(entry, "input_tensors")
 
-    weights, inputs = of(section(config, "global_quant_config"))
+    weights, inputs = parts_of(section(config, "global_quant_config"))
     layers = section(config, "layer_quant_config")
-    same = all(of(section(layers, name)) == (weights, inputs) for name in layers)
+    same = all(parts_of(section(layers, name)) == (weights, inputs) for name in layers)
     dtypes = {q.get("dtype") for q in (weights, inputs)}
     if dtypes not in ({"fp8_e4m3"}, {"int8"}) or not same:
         raise ValueError("global_quant_config must have weights and inputs in fp8_e4m3 or int8, the same in all layers")

@@ -83,7 +83,9 @@ class FusedCall(LayerCall):
     @property
     def parts(self) -> tuple[LayerCall, ...]:
         """Return the calls among the launches, as often as this call."""
-        return tuple(dataclasses.replace(one, count=self.count) for one in self.launches if isinstance(one, LayerCall))
+        return tuple(
+            dataclasses.replace(launch, count=self.count) for launch in self.launches if isinstance(launch, LayerCall)
+        )
 
 
 def calls(config: dict, tp: int = 1, ep: int | None = None, rocm_cache_layout: bool = True) -> list[FusedCall]:
@@ -91,10 +93,10 @@ def calls(config: dict, tp: int = 1, ep: int | None = None, rocm_cache_layout: b
     attention, *absorbed = layers.attention(config, tp, rocm_cache_layout), *layers.absorbed(config, tp)
     once = [dataclasses.replace(call, count=1) for call in (attention, *absorbed)]
     step = Step(config, layers.sequence(config, tp, ep), attention.count, once[0], once[1:])
-    found = Counter((row, *each) for row in FUSIONS for each in row.find(step))
+    counts = Counter((row, *each) for row in FUSIONS for each in row.find(step))
     result = []
-    for (row, launches, parameters), times in found.items():
-        layer = " + ".join(one if isinstance(one, str) else one.layer for one in launches)
+    for (row, launches, parameters), times in counts.items():
+        layer = " + ".join(launch if isinstance(launch, str) else launch.layer for launch in launches)
         made = layer, row.op, row.arguments, parameters, attention.dtype, times
         result.append(FusedCall(*made, launches, row))
     return result
@@ -106,8 +108,8 @@ def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None) -> list[L
     They replace the calls of these layers in `sequence`; the shared experts' input then needs no quantization launch. Empty for
     experts without block scales, and if vLLM runs the norm before them.
     """
-    found = {call.layer: call for call in layers.calls(config, tp, ep) if call.layer in (EXPERTS_NORM, EXPERTS)}
-    norm, experts = found.get(EXPERTS_NORM), found.get(EXPERTS)
+    by_layer = {call.layer: call for call in layers.calls(config, tp, ep) if call.layer in (EXPERTS_NORM, EXPERTS)}
+    norm, experts = by_layer.get(EXPERTS_NORM), by_layer.get(EXPERTS)
     if norm is None or experts is None or norm.op is not ops.fused_add_rms_norm:
         return []
     if model_config.EXPERTS[experts.parameters[-1]].group != BLOCK or norm.parameters[0] % BLOCK:
@@ -130,8 +132,8 @@ def has_norms(config: dict) -> bool:
 def _gated(step: Step) -> Found:
     """Find gate_up before SwiGLU, with static scales and no bias."""
     for product, activation in itertools.pairwise(step.calls):
-        *sizes, how = product.parameters[:2], product.parameters[2:]
-        if (product.op, activation.op, how) == (ops.scaled_mm, ops.silu_and_mul_quant, (False,)):
+        *sizes, traits = product.parameters[:2], product.parameters[2:]
+        if (product.op, activation.op, traits) == (ops.scaled_mm, ops.silu_and_mul_quant, (False,)):
             yield (product, activation), *sizes
 
 

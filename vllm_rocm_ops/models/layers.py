@@ -100,8 +100,8 @@ def sequence(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall
 
 def calls(config: dict, tp: int = 1, ep: int | None = None) -> list[LayerCall]:
     """Return the distinct calls of `sequence` with their counts."""
-    found = Counter(sequence(config, tp, ep))
-    return [dataclasses.replace(call, count=call.count * times) for call, times in found.items()]
+    counts = Counter(sequence(config, tp, ep))
+    return [dataclasses.replace(call, count=call.count * times) for call, times in counts.items()]
 
 
 def attention(config: dict, tp: int = 1, rocm_cache_layout: bool = True) -> LayerCall:
@@ -128,7 +128,7 @@ def absorbed(config: dict, tp: int = 1) -> list[LayerCall]:
     heads, latent = model.part("num_attention_heads"), model["kv_lora_rank"]
     sizes = {"W_UK": (model["qk_nope_head_dim"], latent, True), "W_UV": (latent, model["v_head_dim"], False)}
     op, arguments = ops.batched_gemm, model_arguments.absorbed
-    return [LayerCall(n, op, arguments, (heads, *of), model.dtype, model.layers) for n, of in sizes.items()]
+    return [LayerCall(n, op, arguments, (heads, *shape), model.dtype, model.layers) for n, shape in sizes.items()]
 
 
 class _Model:
@@ -137,7 +137,7 @@ class _Model:
     def __init__(self, config: dict, tp: int, ep: int | None):
         self.config, self.tp, self.ep = config, tp, tp if ep == 0 else ep
         self.hidden = self["hidden_size"]
-        self.layers = self.size("num_hidden_layers", most=MAX_LAYERS)
+        self.layers = self.size("num_hidden_layers", largest=MAX_LAYERS)
         name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         self.dtype = torch.float16 if name == "float16" else torch.bfloat16
         self._quantization, self._ignored = model_config.quantization(
@@ -147,17 +147,16 @@ class _Model:
     def __getitem__(self, key: str) -> int:
         return self.size(key)
 
-    def size(self, key: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
+    def size(self, key: str, least: int = 1, largest: int = MAX_SIZE, default: int | None = None) -> int:
         """Return an integer of the configuration within bounds. A default replaces one that is missing or null."""
         size = self.config[key] if default is None else self.config.get(key)
         if size is None and default is not None:
             return default
-        if type(size) is not int or not least <= size <= most:
-            raise ValueError(f"{key} must be a whole number from {least} to {most}, got {model_config.shown(size)}")
+        if type(size) is not int or not least <= size <= largest:
+            raise ValueError(f"{key} must be a whole number from {least} to {largest}, got {model_config.shown(size)}")
         return size
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number of the configuration."""
         number = self.config[key] if default is None else self.config.get(key, default)
         if type(number) not in (int, float) or not 0 <= number < MAX_SIZE:
             raise ValueError(f"{key} must be a number from 0 to {MAX_SIZE}, got {model_config.shown(number)}")
@@ -224,16 +223,16 @@ class _Model:
         if quantization not in model_config.EXPERTS:
             return  # these, and their routing, run in vLLM
         experts = self[count]
-        topk = self.size("num_experts_per_tok", most=experts)
+        topk = self.size("num_experts_per_tok", largest=experts)
         renormalize = bool(self.config.get("norm_topk_prob"))
-        groups = tuple(self.size(key, least=0, most=experts, default=1) or 1 for key in ("n_group", "topk_group"))
+        groups = tuple(self.size(key, least=0, largest=experts, default=1) or 1 for key in ("n_group", "topk_group"))
         scoring, scale = self.config.get("scoring_func", "softmax"), self.number("routed_scaling_factor", 1.0)
         has_bias = self.config.get("topk_method") == "noaux_tc"
         if (scoring, groups[0], scale, has_bias) == ("softmax", 1, 1.0, False):
             yield self._call("routing", ops.topk_softmax, model_arguments.softmax_routing, experts, topk, renormalize)
         else:
-            how = experts, topk, renormalize, *groups, scoring, scale, has_bias
-            yield self._call("routing", ops.grouped_topk, model_arguments.routing, *how)
+            routing = experts, topk, renormalize, *groups, scoring, scale, has_bias
+            yield self._call("routing", ops.grouped_topk, model_arguments.routing, *routing)
         here, intermediate = experts, self["moe_intermediate_size"]
         if self.ep is None:
             intermediate = self.part("moe_intermediate_size")
@@ -245,7 +244,6 @@ class _Model:
         yield self._call("experts", ops.fused_experts, model_arguments.experts, *sizes, quantization)
 
     def head(self) -> Iterator[LayerCall]:
-        """Yield the calls after the layers."""
         yield self.norm("final norm", self.hidden)
         yield self.linear("lm_head", self.part("vocab_size", VOCABULARY_UNIT), self.hidden, UNQUANTIZED)
 

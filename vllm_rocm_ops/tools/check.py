@@ -43,13 +43,13 @@ def planned(arch: str | None, pattern: str) -> list[tuple]:
         raise ValueError(f"check: no op matches --op {pattern}")
     stages = [("smoke", stage, *[pattern] * (stage == "ops")) for stage in smoke.STAGES]
     stages = [stage for stage in stages if not arch or stage[1] in smoke.EMULATED]
-    found: list[tuple] = [*stages[:1], ("machine",), *stages[1:], *(("op", name) for name in names)]
+    parts: list[tuple] = [*stages[:1], ("machine",), *stages[1:], *(("op", name) for name in names)]
     if pattern == "*":
-        found += [] if arch else [("bandwidth",)]
-        found += [("model", name, tp) for name, tp in (TINY if arch else MODELS).items()]
+        parts += [] if arch else [("bandwidth",)]
+        parts += [("model", name, tp) for name, tp in (TINY if arch else MODELS).items()]
     if importlib.util.find_spec("tinygrad") and not arch:
-        found += [("emulator", name) for name in names]
-    return found
+        parts += [("emulator", name) for name in names]
+    return parts
 
 
 def wrong_of(part: dict) -> list[str]:
@@ -75,9 +75,9 @@ def line_of(part: dict) -> str:
     return f"{part['part']:44} {part['seconds']:6.1f} s  {what:40}  {verdict}"
 
 
-def file_name(found: list[dict], arch: str | None) -> Path:
+def file_name(parts: list[dict], arch: str | None) -> Path:
     """Return the name of the report file, from the GPU and the time."""
-    gpus = [gpu["name"] for part in found for piece in part["found"] for gpu in piece.get("gpus", ())]
+    gpus = [gpu["name"] for part in parts for piece in part["found"] for gpu in piece.get("gpus", ())]
     name = re.sub(r"\W+", "-", arch or (gpus[0] if gpus else "none"))
     return Path(f"vllm-rocm-ops-check-{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json")
 
@@ -92,8 +92,8 @@ def run_parts(
     parts, failed = [], ""
 
     def write(*part: dict) -> None:
-        found = {"command": "check", "emulated": arch, "parts": [*parts, *part]}
-        tables.replace(path, json.dumps(found, indent=1))
+        report = {"command": "check", "emulated": arch, "parts": [*parts, *part]}
+        tables.replace(path, json.dumps(report, indent=1))
 
     plan = planned(arch, pattern)
     for number, (kind, *rest) in enumerate(plan):
@@ -104,7 +104,7 @@ def run_parts(
         elif left > MIN_SECONDS:
             if path is not None:
                 write(part | {"ended": "begun"})  # names the running part if the machine goes down
-            sharing = sum(one[0] == "model" for one in plan[number:]) if kind == "model" else 1
+            sharing = sum(entry[0] == "model" for entry in plan[number:]) if kind == "model" else 1
             seconds = min(SECONDS[kind], max(left / sharing, MIN_SECONDS))
             part |= worker.run(kind, tuple(rest), arch, seconds)
         parts.append(part)

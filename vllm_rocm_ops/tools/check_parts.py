@@ -84,10 +84,10 @@ class ComparingClock(GpuClock):
         return prepared
 
     def samples(self, prepared):
-        found = super().samples(prepared)
+        samples = super().samples(prepared)
         self._compare()
         self._compared.clear()
-        return found
+        return samples
 
     def _compare(self) -> None:
         for of_graph, graph in self._compared:
@@ -98,8 +98,8 @@ class ComparingClock(GpuClock):
 
     def take_wrong(self) -> str:
         """Return what differed since the last call, if anything."""
-        found, self._wrong = self._wrong, ""
-        return found
+        wrong, self._wrong = self._wrong, ""
+        return wrong
 
 
 def bandwidth(arch: str | None) -> Iterator[dict]:
@@ -133,7 +133,7 @@ def beside(
     of_call = ModelCall(call, baseline, arch)
     layer = torch.empty(0, device=of_call.device), call.dtype  # weights are created at each size
     for tokens in sizes:
-        found = {
+        result = {
             "layer": call.layer,
             "op": call.op.name,
             "beside": other,
@@ -147,11 +147,11 @@ def beside(
             timed = {"us": measured.plugin_us, "other us": measured.baseline_us}
             timed = dict.fromkeys(timed) if isinstance(clock, Untimed) else timed
             errors = {"error": measured.error, "other error": measured.baseline_error}
-            yield {**found, **timed, **errors, "wins": measured.wins, "wrong": None}
+            yield {**result, **timed, **errors, "wins": measured.wins, "wrong": None}
         except kernel_timing.Mismatch as error:
-            yield {**found, "wrong": str(error)}
+            yield {**result, "wrong": str(error)}
         except Exception as error:  # noqa: BLE001  any failure of the other kernel makes it unavailable
-            yield {**found, "wrong": None, "unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
+            yield {**result, "wrong": None, "unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
             return
 
 
@@ -181,7 +181,7 @@ class ModelCall(LayerComparison):
         """Return the plugin's kernel and its time by the cost model, in microseconds."""
         explained = self.op.explain(*self.on_meta(tokens), arch=self.arch, require_code=True)
         cost = next((terms for config, terms in explained.considered if config == explained.config), None)
-        kernel = " + ".join(one.symbol for one in explained.launches) or explained.source
+        kernel = " + ".join(launch.symbol for launch in explained.launches) or explained.source
         return {"kernel": kernel, "predicted us": cost and sum(cost.values())}
 
     def columns(self, layer):

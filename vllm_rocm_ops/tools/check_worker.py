@@ -47,8 +47,8 @@ def run_part(kind: str, arguments: tuple, arch: str | None, seconds: float, resu
         os.dup2(file.fileno(), 2)
     with open(results, "w") as file:
 
-        def write(kind: str, found) -> None:
-            file.write(json.dumps({kind: found}, default=str) + "\n")
+        def write(kind: str, value) -> None:
+            file.write(json.dumps({kind: value}, default=str) + "\n")
             file.flush()
 
         try:
@@ -124,12 +124,12 @@ class Worker:
             if self.pipe in heard:
                 with contextlib.suppress(OSError, EOFError):
                     self.pipe.recv()
-            found = _lines(results)
-            errors = [line["error"] for line in found if "error" in line]
-            ended = "stopped" if any("stopped" in line for line in found) else "done"
+            lines = _lines(results)
+            errors = [line["error"] for line in lines if "error" in line]
+            ended = "stopped" if any("stopped" in line for line in lines) else "done"
             if not heard:
                 ended = f"hung: killed after {seconds:.0f} s"
-            elif not any("end" in line for line in found):
+            elif not any("end" in line for line in lines):
                 ended = "died"
             elif errors:
                 ended = "error: " + errors[0]
@@ -142,17 +142,17 @@ class Worker:
         return {
             "ended": ended,
             "seconds": took,
-            "found": [line["found"] for line in found if "found" in line],
+            "found": [line["found"] for line in lines if "found" in line],
             "said": "" if ended in GOOD else text,
         }
 
 
 def _lines(path: str) -> list[dict]:
     """Return the complete JSON lines of a file."""
-    found = []
+    results = []
     for line in Path(path).read_text().splitlines() if os.path.exists(path) else ():
         try:
-            found.append(json.loads(line))
+            results.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return results

@@ -96,24 +96,24 @@ def find_reached(folder: Path) -> list[dict]:
     return coverage.read(folder)
 
 
-def reached_lines(found: list[dict]) -> list[str]:
+def reached_lines(starts: list[dict]) -> list[str]:
     """Format the result of `find_reached`."""
     lines = []
-    for one in found:
-        calls = ", ".join(f"{of} {count}" for of, count in one["seams"].items()) or "no seam"
-        lines.append(f"{one['path']}: {one['model']} called {calls}")
-        missed = [f"{count} {what}" for layer in one["layers"].values() for what, count in layer["missed"].items()]
+    for start in starts:
+        calls = ", ".join(f"{seam} {count}" for seam, count in start["seams"].items()) or "no seam"
+        lines.append(f"{start['path']}: {start['model']} called {calls}")
+        missed = [f"{count} {what}" for layer in start["layers"].values() for what, count in layer["missed"].items()]
         lines += [f"vLLM's own code ran {', '.join(missed)}"] * bool(missed)
-        lines += [f"selected, but in no graph: {', '.join(one['unreached'])}"] * bool(one["unreached"])
+        lines += [f"selected, but in no graph: {', '.join(start['unreached'])}"] * bool(start["unreached"])
     return lines or ["nothing yet: vLLM's workers report at startup"]
 
 
-def measured_lines(found: list[dict], machine: dict[str, str]) -> list[str]:
+def measured_lines(records: list[dict], machine: dict[str, str]) -> list[str]:
     """Format the result of `find_measured`: this machine's tables, and where others are."""
     lines = []
-    for one in found:
-        record = kernel_selection.Record(one["machine"], one["off"], one["shapes"])
-        what = "{path}: {number} shapes".format(path=one["path"], number=len(record.shapes))
+    for entry in records:
+        record = kernel_selection.Record(entry["machine"], entry["off"], entry["shapes"])
+        what = "{path}: {number} shapes".format(path=entry["path"], number=len(record.shapes))
         if record.machine != machine:
             differs = [f"{k} {v}" for k, v in record.machine.items() if machine.get(k) != v]
             lines.append(f"{what}, on another machine: {', '.join(differs) or 'unknown'}")
@@ -166,10 +166,10 @@ def what_runs(op: Op, arch: str) -> str:
     return " + ".join(launch.symbol for launch in explained.launches) or explained.source
 
 
-def graph_defect(found: dict) -> list[str]:
+def graph_defect(report: dict) -> list[str]:
     """Return what to know of graphs on MI300X. HIP's version does not tell 7.2.0 to 7.2.3, which are concerned, from 7.2.4."""
-    here = (archs.ARCHS[gpu["arch"]].corrupts_graphs for gpu in found["gpus"] if gpu["arch"] in archs.ARCHS)
-    if not any(begin and (found["torch"]["hip"] or "").startswith(begin) for begin in here):
+    here = (archs.ARCHS[gpu["arch"]].corrupts_graphs for gpu in report["gpus"] if gpu["arch"] in archs.ARCHS)
+    if not any(begin and (report["torch"]["hip"] or "").startswith(begin) for begin in here):
         return []
     return [
         "HIP 7.2.0 to 7.2.3 corrupts graphs on this GPU, with and without the plugin (ROCm/clr#279)",
@@ -177,7 +177,7 @@ def graph_defect(found: dict) -> list[str]:
     ]
 
 
-def text(found: dict) -> str:
+def text(report: dict) -> str:
     """Format the result of `find`."""
     lines = []
 
@@ -185,27 +185,27 @@ def text(found: dict) -> str:
         lines.append(f"{title:<14}{first}")
         lines.extend(" " * 14 + line for line in more)
 
-    package, driver, vllm, pytorch = found["package"], found["driver"], found["vllm"], found["torch"]
+    package, driver, vllm, pytorch = report["package"], report["driver"], report["vllm"], report["torch"]
     section("vllm-rocm-ops", f"{package['version']} in {package['path']}")
     build = f"HIP {pytorch['hip']}" if pytorch["hip"] else f"CUDA {pytorch['cuda']}" if pytorch["cuda"] else "CPU build"
-    section("torch", f"{pytorch['version']}, {build}", *graph_defect(found))
+    section("torch", f"{pytorch['version']}, {build}", *graph_defect(report))
     versions = ", ".join(f"{name} {version}" for name, version in driver["versions"].items())
     section("driver", f"{driver['backend']}: {versions}" if driver["backend"] else f"none: {driver['status']}")
     gpus = []
-    for i, gpu in enumerate(found["gpus"]):
+    for i, gpu in enumerate(report["gpus"]):
         name = gpu["name"] if gpu["product"] in gpu["name"] else f"{gpu['product']} (named {gpu['name'] or 'nothing'})"
         gpus.append(f"{i}: {name}, {gpu['arch'] or 'unsupported'}")
     section("GPUs", *(gpus or ["none: ops run their PyTorch reference"]))
     built = [
         (arch, ", ".join(modules), launches.origin(arch, modules)) if modules else (arch, "none", "")
-        for arch, modules in found["code_objects"].items()
+        for arch, modules in report["code_objects"].items()
     ]
     section("code objects", *table(built))
-    tuned = found["tables"]
+    tuned = report["tables"]
     counts = [f"{op} {rows}" for by_op in tuned["rows"].values() for op, rows in by_op.items()]
     section("tuned tables", *table([(", ".join(counts) or "no rows", tuned["folder"])]))
-    section("measured", *measured_lines(found["measured"], found["machine"]))
-    section("reached", *reached_lines(found["reached"]))
+    section("measured", *measured_lines(report["measured"], report["machine"]))
+    section("reached", *reached_lines(report["reached"]))
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
     if not vllm["plugin"]:
         section("", f"entry point {PLUGIN} not found, so vLLM does not load the plugin: pip install vllm-rocm-ops")
@@ -214,15 +214,15 @@ def text(found: dict) -> str:
             ("on" if s["on"] else "off", s["name"], s["replaces"] if s["on"] else s["reason"]) for s in vllm["seams"]
         ]
         section("seams", *table(seams))
-    section("emulator", found["emulator"]["why_off"] or "installed")
-    if found["environment"]:
-        section("environment", *(f"{name}={value}" for name, value in found["environment"].items()))
-    ops, unbuilt = [], {arch for arch, modules in found["code_objects"].items() if not modules}
-    for name, by_arch in found["ops"].items():
+    section("emulator", report["emulator"]["why_off"] or "installed")
+    if report["environment"]:
+        section("environment", *(f"{name}={value}" for name, value in report["environment"].items()))
+    ops, unbuilt = [], {arch for arch, modules in report["code_objects"].items() if not modules}
+    for name, by_arch in report["ops"].items():
         built_for = {arch: kernel for arch, kernel in by_arch.items() if arch not in unbuilt}
         for kernel in dict.fromkeys(built_for.values()):
             ops.append((name, " ".join(arch for arch in built_for if built_for[arch] == kernel), kernel))
-    asked = dict.fromkeys(arch for by_arch in found["ops"].values() for arch in by_arch if arch in unbuilt)
+    asked = dict.fromkeys(arch for by_arch in report["ops"].values() for arch in by_arch if arch in unbuilt)
     ops += [("every op", arch, "fallback: no code object was built for it") for arch in asked]
     lines += ["", "ops, with the kernel of their first test case", *("  " + line for line in table(ops))]
     return "\n".join(lines)

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import math
+import re
+import typing
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.timing import CONTEXT, machines
-from vllm_rocm_ops.tools import explain
-from vllm_rocm_ops.tools.bench import lists, shapes
+from vllm_rocm_ops.tools.bench import lists
+from vllm_rocm_ops.tools.bench import shapes as bench_shapes
 
 MAX_TOKENS = 2**24  # per step
 MAX_CONTEXT = 1 << 20  # keys per request
 OF_LISTS = "1, or the list's sizes"  # tokens per step
-TP_OF_LISTS = f", {shapes.TP} for the lists linear and linear-shuffled"
+TP_OF_LISTS = f", {bench_shapes.TP} for the lists linear and linear-shuffled"
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+}
+MAX_ELEMENTS = 2**60  # per tensor
+MAX_NUMBER = 2**31
+KINDS = {
+    torch.Tensor: "a tensor, e.g. bf16[8x7168]",
+    torch.dtype: "a dtype, e.g. e4m3fn",
+    float: "a number",
+    int: "an integer",
+    bool: "true or false",
+    str: "a quoted string",
+    type(None): "none",
+}
 
 
 def op_names() -> list[str]:
@@ -72,7 +98,7 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     """Add the options for the arguments of a call."""
     first = "shape of the first tensor, optionally with its dtype, e.g. 1x16384 or fp16[1x16384]"
     default = (), None
-    parser.add_argument("--shape", type=explain.parse_first, default=default, dest="first", metavar="SHAPE", help=first)
+    parser.add_argument("--shape", type=parse_first, default=default, dest="first", metavar="SHAPE", help=first)
     others = "other arguments, e.g. residual=none weight=bf16[7168] group_size=64"
     parser.add_argument("--with", nargs="+", default=(), metavar="NAME=VALUE", dest="given", help=others)
 
@@ -87,6 +113,59 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     add_model(parser, OF_LISTS, TP_OF_LISTS)
 
 
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Parse '8x7168' to (8, 7168)."""
+    sizes = [int(size) if re.fullmatch(r"[0-9]{1,18}", size) else -1 for size in text.split("x")]
+    if min(sizes) < 0 or math.prod(filter(None, sizes)) >= MAX_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"must be sizes joined by x, e.g. 8x7168, got {text}")
+    return tuple(sizes)
+
+
+def parse_first(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """Parse '8x7168' to ((8, 7168), None), and 'fp16[8x7168]' to ((8, 7168), torch.float16)."""
+    dtype, bracket, sizes = text.partition("[")
+    if bracket and dtype in DTYPES and sizes.endswith("]"):
+        return parse_shape(sizes[:-1]), DTYPES[dtype]
+    return parse_shape(text), None
+
+
+def parse_argument(text: str) -> tuple[str, object]:
+    """Parse 'name=value'; a value is bf16[8x7168] (a tensor), e4m3fn (a dtype), none, true, false or a number."""
+    name, equals, value = text.partition("=")
+    tensor = re.fullmatch(r"(\w+)\[([\dx]+)\]", value)
+    if not equals:
+        raise ValueError(f"{text} must be name=value")
+    if tensor and tensor[1] in DTYPES:
+        try:
+            return name, torch.empty(parse_shape(tensor[2]), dtype=DTYPES[tensor[1]], device="meta")
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{name}: shape {error}") from None
+    if value in DTYPES:
+        return name, DTYPES[value]
+    constants = {"none": None, "true": True, "false": False}
+    try:
+        return name, constants[value] if value in constants else json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} must be a number, true, false, none, a dtype or dtype[shape], got {value}") from None
+
+
+def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
+    """Parse an op's arguments by name. Raises ValueError for an unknown name or a wrong type."""
+    given = {}
+    hints = typing.get_type_hints(op.reference)
+    for text in texts:
+        name, value = parse_argument(text)
+        if name not in op.Arguments._fields:
+            raise ValueError(f"{op.name} has no argument {name}; arguments: {', '.join(op.Arguments._fields)}")
+        kinds = typing.get_args(hints[name]) or (hints[name],)
+        taken = (*kinds, int) if float in kinds else kinds
+        if type(value) not in taken or (type(value) is int and abs(value) >= MAX_NUMBER):
+            wanted = " or ".join(KINDS[kind] for kind in kinds)
+            raise ValueError(f"{op.name}: {name} must be {wanted}, got {text.partition('=')[2]}")
+        given[name] = value
+    return given
+
+
 def calls_of(model: str, tp: int | None, ep: int | None) -> list[LayerCall]:
     """Return the calls of a model's step. Raises ValueError, which names the model."""
     config = model_config.read(model)
@@ -97,22 +176,22 @@ def calls_of(model: str, tp: int | None, ep: int | None) -> list[LayerCall]:
 
 
 def shapes_of(
-    name: str | None,
+    shapes: str | None,
     op: Sequence[str] | None,
     case: Sequence[str] | None,
     model: str | None,
     tp: int | None,
     ep: int | None,
     batch: tuple[int, ...] | None,
-) -> list[shapes.Shape]:
+) -> list[bench_shapes.Shape]:
     """Return the shapes of a list, of a model's calls or of the ops' cases, filtered by name. Raises ValueError."""
-    if name and model:
-        raise ValueError(f"give either a list or --model, got {name} and --model {model}")
-    if name:
-        found = lists.of_list(name, tp, batch)
+    if shapes and model:
+        raise ValueError(f"give either a list or --model, got {shapes} and --model {model}")
+    if shapes:
+        selected = lists.of_list(shapes, tp, batch)
     elif model:
         calls = ((call, size) for call in calls_of(model, tp, ep) for size in batch or (1,))
-        found = (shapes.Shape(call.op, call.case(size)) for call, size in calls)
+        selected = (bench_shapes.Shape(call.op, call.case(size)) for call, size in calls)
     else:
-        found = (shapes.Shape(op, case) for op in op_module.registered() for case in op.cases())
-    return shapes.select(found, op or ["*"], case or ["*"])
+        selected = (bench_shapes.Shape(op, case) for op in op_module.registered() for case in op.cases())
+    return bench_shapes.select(selected, op or ["*"], case or ["*"])

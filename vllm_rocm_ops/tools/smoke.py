@@ -33,15 +33,17 @@ def smallest(op: op_module.Op, arch: archs.Arch):
     """Return an op's smallest case that launches a kernel, or its smallest case if none does."""
     cases = smallest_first(op, arch)
     given = ((case, case.make("meta", torch.Generator(), arch.fp8_dtype)) for case in cases)
-    return next((case for case, of in given if op.explain(*of, arch=arch, require_code=True).launches), cases[0])
+    return next(
+        (case for case, arguments in given if op.explain(*arguments, arch=arch, require_code=True).launches), cases[0]
+    )
 
 
 def here(arch: str | None) -> archs.Arch:
     """Return the emulated architecture, or the first GPU's. Raises RuntimeError if no kernels exist for it."""
-    found = archs.named(arch) if arch else archs.of_device(0)
-    if found is None:
+    known = archs.named(arch) if arch else archs.of_device(0)
+    if known is None:
         raise RuntimeError(f"no kernels for {archs.product_of(0)}")
-    return found
+    return known
 
 
 def driver(arch: str | None) -> Iterator[dict]:
@@ -50,13 +52,13 @@ def driver(arch: str | None) -> Iterator[dict]:
     runtime, why = launch.runtime()
     if runtime is None:
         raise RuntimeError(why)
-    found = here(arch)
-    code = launch.origin(found.name)
+    known = here(arch)
+    code = launch.origin(known.name)
     yield {
         "case": "driver",
         "status": runtime.status(),
         "versions": runtime.versions(),
-        "arch": str(found),
+        "arch": str(known),
         "code": code,
     }
 
@@ -66,12 +68,12 @@ def modules(name: str) -> dict[str, list[str]]:
 
     Raises RuntimeError if a code object is damaged or none exists.
     """
-    found = launch.stamps(name)
-    if not found:
+    by_module = launch.stamps(name)
+    if not by_module:
         raise RuntimeError(f"no code objects for {name} in {launch.CODE}")
-    for module in found:
+    for module in by_module:
         launch.built(module, name)
-    return {module: list(stamp["kernels"]) for module, stamp in found.items()}
+    return {module: list(stamp["kernels"]) for module, stamp in by_module.items()}
 
 
 def stamps(arch: str | None) -> Iterator[dict]:
@@ -103,7 +105,7 @@ def checked(op: op_module.Op, case, known: archs.Arch) -> dict:
             correctness.run_and_check(op, given, device)
     except correctness.Wrong as error:
         wrong = str(error)
-    kernel = " + ".join(one.symbol for one in explained.launches) or explained.source
+    kernel = " + ".join(entry.symbol for entry in explained.launches) or explained.source
     return {"case": f"{op.name}/{case.name}", "kernel": kernel, "launches": len(explained.launches), "wrong": wrong}
 
 
@@ -112,10 +114,10 @@ def first_launch(arch: str | None) -> Iterator[dict]:
     known = here(arch)
     case = smallest(FIRST, known)
     yield {"case": f"{FIRST.name}/{case.name}", "begun": True}
-    found = checked(FIRST, case, known)
-    if not found["launches"]:
-        raise RuntimeError(f"{FIRST.name} has no kernel on this GPU: {found['kernel']}")
-    yield found
+    result = checked(FIRST, case, known)
+    if not result["launches"]:
+        raise RuntimeError(f"{FIRST.name} has no kernel on this GPU: {result['kernel']}")
+    yield result
 
 
 def chain(known: archs.Arch, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -138,7 +140,7 @@ def chain(known: archs.Arch, device: str) -> Callable[[torch.Tensor], torch.Tens
 def has_counters(op: op_module.Op, config, a, known: archs.Arch) -> bool:
     """True if launches of a configuration share counters."""
     planned = op.plan(config, op.allocate(a), a, known)
-    return any(isinstance(value, launch.Counters) for one in planned for value in one.named.values())
+    return any(isinstance(value, launch.Counters) for entry in planned for value in entry.named.values())
 
 
 def replay(arch: str | None) -> Iterator[dict]:

@@ -47,9 +47,9 @@ def summarize_at_exit(*_) -> None:
 
 def summarize() -> None:
     """Log which ops fell back in this process, how often and why, in one line. Log nothing if none did."""
-    found = [f"{op} {calls}x ({why})" for op, reasons in fallbacks().items() for why, calls in reasons.items()]
-    if found:
-        logger.info("vllm-rocm-ops: calls that fell back to vLLM's own code in this process: %s", "; ".join(found))
+    lines = [f"{op} {calls}x ({why})" for op, reasons in fallbacks().items() for why, calls in reasons.items()]
+    if lines:
+        logger.info("vllm-rocm-ops: calls that fell back to vLLM's own code in this process: %s", "; ".join(lines))
 
 
 def know_variables() -> None:

@@ -44,9 +44,9 @@ def kernels_of(module: torch.nn.Module) -> Iterator[object]:
     """Yield the plugin's linear kernels and experts that a layer holds."""
     method = getattr(module, "quant_method", None)
     moe = getattr(method, "moe_kernel", None)
-    holders = [vars(one) for one in (method, getattr(module, "scheme", None), moe) if hasattr(one, "__dict__")]
+    holders = [vars(holder) for holder in (method, getattr(module, "scheme", None), moe) if hasattr(holder, "__dict__")]
     held = [value for holder in holders for value in holder.values()] + [getattr(moe, "fused_experts", None)]
-    yield from {id(one): one for one in held if type(one).__name__.startswith("RocmOps")}.values()
+    yield from {id(kernel): kernel for kernel in held if type(kernel).__name__.startswith("RocmOps")}.values()
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
@@ -87,13 +87,13 @@ def attention(config) -> Iterator[tuple[str, bool, str]]:
             )
 
 
-def found(worker) -> dict[str, Coverage]:
+def reached(worker) -> dict[str, Coverage]:
     """Return, by kind, how many layers of a worker's models the seams cover.
 
     Kinds whose seams are all off are left out.
     """
     on, result = set(seam.active()), {}
-    every = [one for model in compilation.models_of(worker) for one in layers(model)]
+    every = [layer for model in compilation.models_of(worker) for layer in layers(model)]
     for kind, taken, what in (*every, *attention(worker.vllm_config)):
         if on.isdisjoint(SEAMS[kind]):
             continue
@@ -106,13 +106,13 @@ def found(worker) -> dict[str, Coverage]:
 
 def log_results(reached: dict[str, Coverage]) -> None:
     """Log the covered layers, and warn of the others."""
-    counts = [f"{one.taken} {kind}" for kind, one in reached.items() if one.taken]
+    counts = [f"{reach.taken} {kind}" for kind, reach in reached.items() if reach.taken]
     if counts:
         logger.info("vllm-rocm-ops: covers %s", ", ".join(counts))
     missed = [
-        f"{sum(one.missed.values())} {kind} ({', '.join(f'{count} {what}' for what, count in sorted(one.missed.items()))})"
-        for kind, one in reached.items()
-        if one.missed
+        f"{sum(reach.missed.values())} {kind} ({', '.join(f'{count} {what}' for what, count in sorted(reach.missed.items()))})"
+        for kind, reach in reached.items()
+        if reach.missed
     ]
     if missed:
         logger.warning("vllm-rocm-ops: not covered, vLLM's own code runs: %s", "; ".join(missed))
@@ -136,9 +136,7 @@ class Calls:
 def calls(captured: tuple[int, ...] = ()) -> Calls:
     """Return this process's calls by seam and by selected pattern.
 
-    Args:
-        captured: The captured token counts. A seam is expected to have calls if all its shapes select the plugin at one
-            of them.
+    A seam is expected to have calls if all its shapes select the plugin at one of the captured token counts.
     """
     counts = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
     shared: dict[tuple[str, ...], list[str]] = {}
@@ -146,24 +144,28 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
         shared.setdefault(seam.load(name).ops, []).append(name)
     shared.pop((), None)
     served = [pattern for pattern, runs in compiled_ops.choices.decisions.items() if runs]
-    names = {str(one): (one.op, f"scaled_mm_{one.op}", f"all_reduce_{one.op}") for one in sorted(served)}
-    patterns = {pattern: sum(counts.get(name, 0) for name in of) for pattern, of in names.items()}
+    names = {
+        str(pattern): (pattern.op, f"scaled_mm_{pattern.op}", f"all_reduce_{pattern.op}") for pattern in sorted(served)
+    }
+    patterns = {pattern: sum(counts.get(name, 0) for name in op_names) for pattern, op_names in names.items()}
     result = Calls({}, patterns, [])
     has_run = bool(counts)  # a CPU worker may have no call before its first request
     result.unreached += [pattern for pattern, count in result.patterns.items() if has_run and not count]
     for ops, names in shared.items():
-        of = "/".join(names)
-        result.seams[of] = sum(count for op, count in counts.items() if op.startswith(ops))
-        shapes = [one for one in kernel_selection.all_choices() if one.key.op.startswith(ops)]
-        chosen = has_run and any(shapes and all(one.plugin_serves(tokens) for one in shapes) for tokens in captured)
-        if chosen and not result.seams[of] and names[0] not in SEAMS["layers of attention"]:
-            result.unreached.append(of)
+        seams = "/".join(names)
+        result.seams[seams] = sum(count for op, count in counts.items() if op.startswith(ops))
+        shapes = [choice for choice in kernel_selection.all_choices() if choice.key.op.startswith(ops)]
+        chosen = has_run and any(
+            shapes and all(choice.plugin_serves(tokens) for choice in shapes) for tokens in captured
+        )
+        if chosen and not result.seams[seams] and names[0] not in SEAMS["layers of attention"]:
+            result.unreached.append(seams)
     return result
 
 
 def log_calls(called: Calls) -> None:
     """Log a worker's calls, and warn of selected patterns and seams without one."""
-    counts = [f"{of} {count}" for of, count in called.seams.items() if count]
+    counts = [f"{seams} {count}" for seams, count in called.seams.items() if count]
     if counts:
         logger.info("vllm-rocm-ops: calls until the end of the warm-up: %s", ", ".join(counts))
     if called.unreached:
@@ -174,7 +176,7 @@ def write(worker, called: Calls) -> None:
     """Write what this start reached to reached.json, for `vllm-rocm-ops doctor`."""
     path = kernel_selection.path_of(kernel_selection.machine()).with_name("reached.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    layers = {kind: dataclasses.asdict(one) for kind, one in found(worker).items()}
+    layers = {kind: dataclasses.asdict(reach) for kind, reach in reached(worker).items()}
     said = {"model": worker.vllm_config.model_config.model, "layers": layers, **dataclasses.asdict(called)}
     tables.replace(path, json.dumps(said, indent=1))
 
@@ -184,9 +186,9 @@ def read(folder: Path) -> list[dict]:
     result = []
     for path in sorted(folder.glob("*/reached.json")):
         try:
-            one = json.loads(path.read_text())
+            report = json.loads(path.read_text())
             result.append(
-                {"path": str(path), **{name: one[name] for name in ("model", "layers", *Calls.__annotations__)}}
+                {"path": str(path), **{name: report[name] for name in ("model", "layers", *Calls.__annotations__)}}
             )
         except (OSError, ValueError, TypeError, KeyError):
             continue

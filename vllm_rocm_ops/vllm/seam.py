@@ -108,10 +108,10 @@ def active() -> list[str]:
     return [entry.name for entry in _status.values() if entry.on]
 
 
-def replace(theirs: type, plugin: type) -> type:
+def replace(op_class: type, plugin: type) -> type:
     """Register a subclass in place of vLLM's custom op, under the name by which `custom_ops` switches it."""
-    theirs.register_oot(plugin)
-    plugin.name = theirs.name
+    op_class.register_oot(plugin)
+    plugin.name = op_class.name
     return plugin
 
 
@@ -163,9 +163,9 @@ def install_all() -> list[Status]:
     return status()
 
 
-def ordered(found: list[Seam]) -> list[Seam]:
+def ordered(seams: list[Seam]) -> list[Seam]:
     """Return the seams sorted so that each comes after those in its `after`."""
-    left, done = {seam.name: seam for seam in found}, []
+    left, done = {seam.name: seam for seam in seams}, []
     while left:
         ready = next((seam for seam in left.values() if not left.keys() & set(seam.after)), None)
         if ready is None:
@@ -249,11 +249,7 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status
 
 
 def wanted(name: str, switch: str) -> bool:
-    """True if VLLM_ROCM_OPS_SEAMS asks for a seam.
-
-    Args:
-        name: The seam.
-        switch: The variable's value, comma-separated: "all", "none", names, or "-name" for all but that one.
+    """True if VLLM_ROCM_OPS_SEAMS asks for a seam: "all", "none", names, or "-name" for all but that one.
 
     Raises:
         ValueError: The value names an unknown seam.
@@ -288,11 +284,18 @@ def require(holds: object, wanted: str) -> None:
         raise Unavailable(f"this vLLM lacks {wanted}")
 
 
+def require_seams(*names: str) -> None:
+    """Raise `Unavailable` unless these seams are on."""
+    missing = [name for name in names if name not in active()]
+    if missing:
+        raise Unavailable(f"requires {' and '.join(missing)}")
+
+
 def require_parameters(function: Callable, *names: str) -> None:
     """Raise `Unavailable` unless a callable's first parameters after `self` have these names in this order."""
-    found = [name for name in inspect.signature(function).parameters if name != "self"]
-    text = f"{function.__qualname__}({', '.join(names)}), got ({', '.join(found)})"
-    require(tuple(found[: len(names)]) == names, text)
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
+    text = f"{function.__qualname__}({', '.join(names)}), got ({', '.join(parameters)})"
+    require(tuple(parameters[: len(names)]) == names, text)
 
 
 def require_function(path: str, *wanted: str) -> None:
@@ -306,19 +309,13 @@ def require_function(path: str, *wanted: str) -> None:
 def require_in(
     functions: dict[str, ast.FunctionDef], name: str, label: str, bound: int, wanted: tuple, may: tuple = ()
 ) -> None:
-    """Raise `Unavailable` unless a function has the wanted parameters.
+    """Raise `Unavailable` unless a function, `label` in the error, has the wanted parameters after the first `bound`.
 
-    Args:
-        functions: Functions by name, as parsed.
-        name: The function.
-        label: Its name in the error.
-        bound: How many leading parameters to skip, such as `self`.
-        wanted: The names of the parameters, in order.
-        may: Further parameters that the function may have.
+    It `may` have further ones.
     """
     had = [argument.arg for argument in functions[name].args.args[bound:]] if name in functions else []
     text = f"{label}({', '.join(wanted)}), got ({', '.join(had)})"
-    require(name in functions and [one for one in had if one not in may] == [*wanted], text)
+    require(name in functions and [name for name in had if name not in may] == [*wanted], text)
 
 
 def body_of(module: str) -> list[ast.stmt]:

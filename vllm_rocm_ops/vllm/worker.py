@@ -22,7 +22,6 @@ class Extension:
         return vllm_rocm_ops.fallbacks()
 
     def vllm_rocm_ops_reset_stats(self) -> None:
-        """Call `vllm_rocm_ops.reset_stats()` in the worker."""
         vllm_rocm_ops.reset_stats()
 
     def vllm_rocm_ops_choices(self) -> list[dict]:
@@ -34,12 +33,12 @@ class Extension:
         """
         return [
             {
-                "shape": str(one.key),
-                "state": one.state,
-                "why": one.why,
-                "ours": [m for m, serves in enumerate(one.plugin_by_tokens) if serves],
+                "shape": str(choice.key),
+                "state": choice.state,
+                "why": choice.why,
+                "ours": [m for m, serves in enumerate(choice.plugin_by_tokens) if serves],
             }
-            for one in kernel_selection.all_choices()
+            for choice in kernel_selection.all_choices()
         ]
 
     def vllm_rocm_ops_timings(self) -> list[str]:
@@ -48,8 +47,7 @@ class Extension:
 
     def vllm_rocm_ops_reach(self) -> dict[str, dict]:
         """Return, by layer kind, how many of the worker's layers the seams cover, and the rest by class."""
-        return {kind: dataclasses.asdict(one) for kind, one in coverage.found(self).items()}
+        return {kind: dataclasses.asdict(reach) for kind, reach in coverage.reached(self).items()}
 
     def vllm_rocm_ops_seams(self) -> list[dict]:
-        """Return the status of each seam in the worker."""
         return [dataclasses.asdict(entry) for entry in seam.status()]

@@ -55,7 +55,7 @@ def install() -> None:
 
     setattr(WorkerWrapperBase, LOAD, load_model)
     if "fusion" in seam.active():
-        compiled_ops.pattern_finders.append(quantized_input.found)
+        compiled_ops.pattern_finders.append(quantized_input.norms_before_experts)
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
 
@@ -76,24 +76,24 @@ def install() -> None:
         """
         worker = self.worker
         module = sys.modules[getattr(type(worker), METHOD).__module__]
-        theirs = getattr(module, WARM_UP, None)
-        if theirs is None:
+        vllm_warm_up = getattr(module, WARM_UP, None)
+        if vllm_warm_up is None:
             result = worker.compile_or_warm_up_model()
             warm_up(worker)
             log_calls(worker)
             return result
 
-        @functools.wraps(theirs)
-        def kernel_warmup(of, *arguments, **keywords):
-            theirs(of, *arguments, **keywords)
+        @functools.wraps(vllm_warm_up)
+        def kernel_warmup(held, *arguments, **keywords):
+            vllm_warm_up(held, *arguments, **keywords)
             if not keywords.get("process_local_only"):  # process-local: the other ranks do not take part
-                warm_up(of)
+                warm_up(held)
 
         setattr(module, WARM_UP, kernel_warmup)
         try:
             result = worker.compile_or_warm_up_model()
         finally:
-            setattr(module, WARM_UP, theirs)
+            setattr(module, WARM_UP, vllm_warm_up)
         log_calls(worker)
         return result
 
@@ -133,7 +133,7 @@ def warm_up(worker) -> None:
         from vllm.distributed.parallel_state import get_tp_group
 
         config, group = worker.vllm_config, get_tp_group()
-        most = config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size
+        max_tokens = config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size
         is_logging_rank = group.rank_in_group == 0
         gather = functools.partial(gather_from, group)
         with set_current_vllm_config(config):
@@ -141,7 +141,7 @@ def warm_up(worker) -> None:
             if timer is not None:
                 tokens = config.scheduler_config.max_num_batched_tokens
                 left = call_others(compilation.models_of(worker), tokens, config.model_config.dtype)
-            kernel_timing.warm_up(captured_by(config), most, timer, gather, is_logging_rank)
+            kernel_timing.warm_up(captured_by(config), max_tokens, timer, gather, is_logging_rank)
         if left and is_logging_rank:
             text = "vllm-rocm-ops: not timed, as vLLM's profile run did not call them (default token limits apply): %s"
             logger.info(text, ", ".join(left))
@@ -151,7 +151,7 @@ def warm_up(worker) -> None:
         )
 
 
-def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) -> list[str]:
+def call_others(models: list[torch.nn.Module], max_tokens: int, dtype: torch.dtype) -> list[str]:
     """Call each FP8 linear layer whose shape the profile run did not call, so that it is timed too.
 
     Examples are a projection of MLA and a draft model's layers.
@@ -161,8 +161,8 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
     """
     seen = {
         (layer[0].shape, layer[0].dtype)
-        for one in kernel_selection.all_choices()
-        for layer in (one.layers or {}).values()
+        for choice in kernel_selection.all_choices()
+        for layer in (choice.layers or {}).values()
     }
     left = []
     for name, module in (named for model in models for named in model.named_modules()):
@@ -180,8 +180,8 @@ def call_others(models: list[torch.nn.Module], most: int, dtype: torch.dtype) ->
                 method.apply(module, x, getattr(module, "bias", None))
         except Exception:  # noqa: BLE001  its default limit applies
             left.append(name)
-        for one in set(kernel_selection.all_choices()) - before:
-            one.most = most
+        for choice in set(kernel_selection.all_choices()) - before:
+            choice.max_tokens = max_tokens
     return left
 
 
@@ -200,7 +200,7 @@ def before_compiling(worker) -> None:
                 if clock() is not None:
                     routing_gate.adopt(compilation.models_of(worker))
                 if group.rank_in_group == 0:
-                    coverage.log_results(coverage.found(worker))
+                    coverage.log_results(coverage.reached(worker))
         finally:
             compile_cache.mark_again(worker)
     except Exception as error:  # noqa: BLE001  the worker starts without it
@@ -208,21 +208,14 @@ def before_compiling(worker) -> None:
 
 
 def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Callable, is_logging_rank: bool) -> None:
-    """Select for the models that a worker has loaded.
-
-    Args:
-        worker: vLLM's worker.
-        clock: Times calls, None to use recorded times only.
-        gather: Returns the decisions of all ranks.
-        is_logging_rank: Whether this rank logs.
-    """
+    """Select for the models that a worker has loaded. Without a clock only recorded times are used."""
     config, models = worker.vllm_config, compilation.models_of(worker)
     compiles = [compilation.is_compiled(config, model) for model in models]
     all_reduced, stays = aiter_all_reduce.leave(config, any(compiles), is_logging_rank)
     compiled_ops.left_to_vllm.update(stays)
     sizes = config.model_config.get_hidden_size(), config.model_config.dtype
-    found = [
-        one
+    comparisons = [
+        comparison
         for model, compiled in zip(models, compiles)
         for find in (
             functools.partial(
@@ -230,26 +223,30 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
             ),
             *compiled_ops.pattern_finders,
         )
-        for one in find(model, compiles=compiled)
+        for comparison in find(model, compiles=compiled)
     ]
-    distinct = {one.key: one for one in found}
-    most = config.scheduler_config.max_num_batched_tokens
-    at = sorted({*(tokens for tokens in compiled_ops.TOKENS if tokens < most), most})
-    wanted = {compiled_ops.choice_of(one): at for one in distinct.values()}
+    distinct = {comparison.key: comparison for comparison in comparisons}
+    max_tokens = config.scheduler_config.max_num_batched_tokens
+    counts = sorted({*(tokens for tokens in compiled_ops.TOKENS if tokens < max_tokens), max_tokens})
+    wanted = {compiled_ops.choice_of(comparison): counts for comparison in distinct.values()}
     if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
         made = functools.cache(lambda: compilation.compiler(config))
-        graphs = {one: at for one in wanted if one.key.baseline.scope == COMPILED.scope}
-        for one in graphs:
-            one.kernels.baseline = one.kernels.compiled(made)
+        graphs = {choice: counts for choice in wanted if choice.key.baseline.scope == COMPILED.scope}
+        for choice in graphs:
+            choice.kernels.baseline = choice.kernels.compiled(made)
         compilation.start_compiler(made, graphs)
     record, decided = kernel_selection.Record({}), kernel_selection.Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, compiled_ops.SHARE)
     quantized_attention.decide(config, decided)
-    decisions = compiled_ops.decide(found, decided)
-    for one in found:
-        one.take(decisions[one.pattern])
-    patterns = {one.producer: one.pattern for one in found if getattr(one, "is_norm", None) is False}
+    decisions = compiled_ops.decide(comparisons, decided)
+    for choice in comparisons:
+        choice.take(decisions[choice.pattern])
+    patterns = {
+        comparison.producer: comparison.pattern
+        for comparison in comparisons
+        if getattr(comparison, "is_norm", None) is False
+    }
     for layer in (layer for model in models for layer in model_queries.gated(model)):
         layer.act_fn.consumer = (layer, "down_proj") if decisions.get(patterns.get(layer.act_fn)) else None
     on = frozenset(seam.active()) & {"norm", "activation"}
@@ -275,9 +272,9 @@ def gather_from(group, decided: kernel_selection.Decided) -> list[kernel_selecti
     """Return the decisions of each rank of a group."""
     if group.world_size == 1:
         return [decided]
-    found = [None] * group.world_size
-    torch.distributed.all_gather_object(found, decided, group=group.cpu_group)
-    return found
+    decisions = [None] * group.world_size
+    torch.distributed.all_gather_object(decisions, decided, group=group.cpu_group)
+    return decisions
 
 
 SEAM = seam.Seam(

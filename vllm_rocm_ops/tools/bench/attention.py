@@ -31,8 +31,7 @@ SHAPES = {
 class Attention(Shape):
     """Define one dense attention call."""
 
-    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+    draws_on_device = True
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
         """Return one set: a call is compute-bound, so its arguments need not be cold."""
@@ -49,10 +48,10 @@ class Attention(Shape):
         arguments = sets[0]
         exact, _, _ = flash_attention.reference(*(v.float() if isinstance(v, Tensor) else v for v in arguments))
 
-        def found() -> dict[str, object]:
+        def fields() -> dict[str, object]:
             return {"relative_error": ((flash_attention(*arguments)[0] - exact).norm() / exact.norm()).item()}
 
-        return found
+        return fields
 
 
 def attention(dtype: torch.dtype = torch.bfloat16) -> Iterator[Attention]:
@@ -62,8 +61,10 @@ def attention(dtype: torch.dtype = torch.bfloat16) -> Iterator[Attention]:
     for model, shapes in SHAPES.items():
         for (batch, heads, kv_heads, rows, keys, size, value_size), causal in ((s, c) for s in shapes for c in (1, 0)):
 
-            def make(device, generator, fp8_dtype, of=(batch, heads, kv_heads, rows, keys, size, value_size, causal)):
-                batch, heads, kv_heads, rows, keys, size, value_size, causal = of
+            def make(
+                device, generator, fp8_dtype, sizes=(batch, heads, kv_heads, rows, keys, size, value_size, causal)
+            ):
+                batch, heads, kv_heads, rows, keys, size, value_size, causal = sizes
                 q, k, v = (
                     torch.randn(batch, *shape, generator=generator, device=device, dtype=dtype)
                     for shape in ((rows, heads, size), (keys, kv_heads, size), (keys, kv_heads, value_size))

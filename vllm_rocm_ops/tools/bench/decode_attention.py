@@ -42,9 +42,7 @@ class Decode(Shape):
     """Define one decode call with a query row per request; `keys` is the total over the requests."""
 
     keys: int = 0
-
-    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+    draws_on_device = True
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
         """Return one set if its cache exceeds the GPU's caches."""
@@ -74,11 +72,11 @@ class Decode(Shape):
         of_some = a._replace(**queries, block_table=a.block_table[some], seq_lens=a.seq_lens[some])
         exact = self.op.reference(*of_some)[0].double()
 
-        def found() -> dict[str, object]:
+        def fields() -> dict[str, object]:
             results = self.op(*a)[0][some].double()
             return {"relative_error": ((results - exact).norm() / exact.norm()).item()}
 
-        return found
+        return fields
 
 
 # Shapes

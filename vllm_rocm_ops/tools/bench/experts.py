@@ -70,22 +70,22 @@ class Experts(Shape):
     """Define a share of a layer with a number of tokens."""
 
     share: Share | None = None
-
-    def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
+    draws_on_device = True
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
         """Return sets that share their weights."""
         a = fused_experts.Arguments(*arguments)
         m, generator = len(a.hidden), torch.Generator(clock.device).manual_seed(1)
-        found = [arguments]
-        for _ in range(next(calls for most, calls in CALLS.items() if m <= most or most == max(CALLS)) - 1):
+        sets = [arguments]
+        for _ in range(
+            next(calls for max_tokens, calls in CALLS.items() if m <= max_tokens or max_tokens == max(CALLS)) - 1
+        ):
             weights, ids = torch.rand(m, self.share.known, generator=generator, device=clock.device).topk(
                 self.share.topk
             )
             tokens = {"hidden": torch.randn_like(a.hidden), "topk_weights": weights, "topk_ids": ids.int()}
-            found.append(a._replace(**tokens))
-        return found
+            sets.append(a._replace(**tokens))
+        return sets
 
     def hits(self, arguments: tuple) -> int:
         """Return how many of the rank's experts a call reads."""
@@ -108,20 +108,20 @@ class Experts(Shape):
         """
         hits = [self.hits(arguments) for arguments in sets]
         arguments = sets[hits.index(max(hits))]
-        theirs = {}
+        results = {}
         for name, baseline in baselines.items():
             with contextlib.suppress(Exception):  # `baselines.prepare` reports why it is unavailable
-                theirs[name] = baseline.call(*baseline.prepare(*arguments)).float()
+                results[name] = baseline.call(*baseline.prepare(*arguments)).float()
         hit, file = round(sum(hits) / len(hits), 2), vllm_experts.tuned(sets[0])[0] if baselines else None
 
-        def found() -> dict[str, object]:
+        def fields() -> dict[str, object]:
             own = fused_experts(*arguments).float()
             differs = {
-                name: ((own - result).abs().max() / result.abs().max()).item() for name, result in theirs.items()
+                name: ((own - result).abs().max() / result.abs().max()).item() for name, result in results.items()
             }
             return {"experts_hit": hit, "vllm_tiles": file, "differs": differs}
 
-        return found
+        return fields
 
 
 def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tuple:

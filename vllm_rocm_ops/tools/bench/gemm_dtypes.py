@@ -21,15 +21,15 @@ LAYERS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # N and K
 
 def gemm_dtypes(tokens: Iterable[int] = (1, 8, 16, 32, 64, 256, 2048)) -> Iterator[Shape]:
     """Yield `LARGE` in each dtype, `FEW` in fp16, and int8 layers at each number of tokens, with row and block scales."""
-    sizes = [(*of, kind) for of in LARGE for kind in KINDS] + [(*of, "fp16") for of in FEW]
-    sizes += [(m, *of, kind) for kind in ("int8", "int8 blocks") for of in LAYERS for m in tokens]
+    sizes = [(*product, kind) for product in LARGE for kind in KINDS] + [(*product, "fp16") for product in FEW]
+    sizes += [(m, *layer, kind) for kind in ("int8", "int8 blocks") for layer in LAYERS for m in tokens]
     for m, n, k, kind in sizes:
         case = Case(f"{m}x{n}x{k} {kind}", functools.partial(_arguments, m, n, k, kind))
         yield Shape(ops.gemm, case, {"m": m, "n": n, "k": k}, beside_float64)
 
 
-def _arguments(m: int, n: int, k: int, of: str, device: str, generator: torch.Generator, fp8: torch.dtype) -> tuple:
-    kind, _, blocks = of.partition(" ")
+def _arguments(m: int, n: int, k: int, scheme: str, device: str, generator: torch.Generator, fp8: torch.dtype) -> tuple:
+    kind, _, blocks = scheme.partition(" ")
     types = {"int8": torch.int8, "e4m3": fp8, "e5m2": E5M2[fp8], "bf16": torch.bfloat16, "fp16": torch.float16}
 
     def rows(count: int) -> Tensor:

@@ -33,7 +33,6 @@ class Origin:
     commit: str
 
     def file(self, results: Path, kind: str) -> Path:
-        """Return the file for results of a kind."""
         name = f"{datetime.date.today()}-{self.commit}-{kind}.jsonl"
         return results / self.gpu.replace(" ", "-").lower() / name
 
@@ -73,7 +72,7 @@ class Line:
     """One case in one configuration.
 
     `wrong` is the fault of the result: None if it is correct, "" if it was not checked. `samples` and the baselines' medians are in the
-    clock's unit. `chosen` marks the configuration that runs without a sweep. `found` has further fields from a list's check.
+    clock's unit. `chosen` marks the configuration that runs without a sweep. `details` has further fields from a list's check.
     """
 
     op: str
@@ -89,7 +88,7 @@ class Line:
     chosen: bool = True
     baselines: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
-    found: dict[str, object] = field(default_factory=dict)
+    details: dict[str, object] = field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -114,10 +113,9 @@ class Line:
         text += "".join(f"  {baseline} {us:.2f}" for baseline, us in self.baselines.items())
         text += f"  {self.kernel}" + (f": {self.wrong}" if self.wrong else "")
         text += "" if self.chosen else f" {self.config}"
-        return text + "".join(f"  {name} {_shown(value)}" for name, value in self.found.items())
+        return text + "".join(f"  {name} {_shown(value)}" for name, value in self.details.items())
 
     def json(self, origin: Origin) -> dict:
-        """Return the line of a results file."""
         us, floor = self.median if self.samples else None, self.bytes_moved / origin.copy_gb_s / 1000
         return {
             "op": self.op,
@@ -134,7 +132,7 @@ class Line:
             "kernel": self.config,
             "chosen": self.chosen,
             **({} if self.wrong == "" else {"wrong": self.wrong}),
-            **self.found,
+            **self.details,
             "versions": origin.versions,
             "commit": origin.commit,
         }
@@ -148,19 +146,8 @@ def append(lines: Iterable[Line], origin: Origin, path: Path) -> None:
 
 
 COLUMNS = (
-    "op",
-    "case",
-    "shape",
-    "by",
-    "kernel",
-    "us",
-    "best_us",
-    "slowest_us",
-    "gb_s",
-    "tflops",
-    "result",
-    "gpu",
-    "commit",
+    *("op", "case", "shape", "by", "kernel", "us", "best_us", "slowest_us", "gb_s", "tflops"),
+    *("result", "gpu", "commit"),
 )
 
 

@@ -56,10 +56,10 @@ def run(
         torch.cuda.empty_cache()  # frees the graphs' memory
 
 
-def _with(line: Line, found: dict[str, object], **fields) -> Line:
+def _with(line: Line, checked: dict[str, object], **fields) -> Line:
     """Return the line with the fields that a check found."""
-    wrong = found.pop("wrong", "")
-    return dataclasses.replace(line, wrong=wrong, found=found, **fields)
+    wrong = checked.pop("wrong", "")
+    return dataclasses.replace(line, wrong=wrong, details=checked, **fields)
 
 
 def _timed(
@@ -73,10 +73,10 @@ def _timed(
         configs = list(dict.fromkeys((*configs, *op.configs(op.Arguments(*ours[0]), clock.arch))))
     baselines = shape.baselines(sets) if with_baselines else {}
     check = shape.check(sets, clock.device, baselines)
-    prepared, found = {}, {}
+    prepared, checks = {}, {}
     for config in configs:
         with op.running(config):
-            found[config] = check()
+            checks[config] = check()
             prepared[config] = clock.prepare(op, ours)
     of_baselines, unavailable = prepare(baselines, clock, sets)
     samples = clock.samples(prepared | of_baselines) if prepared or of_baselines else {}
@@ -91,7 +91,7 @@ def _timed(
     if not runs:
         return [_with(line, check(), config=f"none: {explained.source}")]
     timed = [
-        _with(line, found[c], samples=tuple(samples[c]), config=str(c), chosen=c == explained.config) for c in configs
+        _with(line, checks[c], samples=tuple(samples[c]), config=str(c), chosen=c == explained.config) for c in configs
     ]
     return sorted(timed, key=lambda line: line.median)
 
@@ -124,7 +124,7 @@ def hbm(clock: Clock, op: Op) -> Iterator[str]:
     """Yield a table of bandwidth by size, line by line."""
     yield f"{'MB':>8} {'copy':>8} {'sum':>8} {op.name:>18}  GB/s"
     for size in HBM_BYTES:
-        found = bandwidths(clock, op, size)
-        yield f"{size / 1e6:8.0f} {found['copy']:8.0f} {found['sum']:8.0f} {found[op.name]:18.0f}"
+        rates = bandwidths(clock, op, size)
+        yield f"{size / 1e6:8.0f} {rates['copy']:8.0f} {rates['sum']:8.0f} {rates[op.name]:18.0f}"
     usual = clock.arch.bandwidth_gb_s
     yield f"the cost model uses {usual:.0f} GB/s read bandwidth on {clock.arch.name}"

@@ -39,10 +39,11 @@ class Shape:
     compare: Callable[[Op, tuple], Check] | None = None
     layout: Callable[..., tuple] = lambda *arguments: arguments
     group: str = ""  # groups cases in a summary
+    draws_on_device = False
+    """True if arguments are created on the clock's device without `compare`, too."""
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
-        """Create the arguments of one call."""
-        if self.compare:
+        if self.compare or self.draws_on_device:
             return self.case.make(device, torch.Generator(device).manual_seed(0), fp8_dtype)
         made = self.case.make("cpu", correctness.generator_of(self.case.name), fp8_dtype)
         return tuple(correctness.clone(value, device) for value in made)
@@ -68,7 +69,7 @@ class Shape:
             return self.compare(self.op, self.layout(*sets[0]))
         on_cpu = tuple(correctness.clone(value) for value in sets[0])
 
-        def found() -> dict[str, object]:
+        def fields() -> dict[str, object]:
             try:
                 with correctness.unwritten_is_nan():
                     correctness.run_and_check(self.op, on_cpu, device)
@@ -76,7 +77,7 @@ class Shape:
                 return {"wrong": str(error)}
             return {"wrong": None}
 
-        return found
+        return fields
 
     def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
         return baselines(self.op)
@@ -89,10 +90,10 @@ def select(shapes: Iterable[Shape], op: Iterable[str], case: Iterable[str]) -> l
     def matches(name: str, patterns: list[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    found = [shape for shape in shapes if matches(shape.op.name, op) and matches(shape.case.name, case)]
-    if not found:
+    selected = [shape for shape in shapes if matches(shape.op.name, op) and matches(shape.case.name, case)]
+    if not selected:
         raise ValueError(f"no case matches --op {' '.join(op)} --case {' '.join(case)}")
-    return found
+    return selected
 
 
 def made_case(name: str, dtype: torch.dtype, arguments: Callable, *sizes) -> Case:
@@ -127,9 +128,9 @@ def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> I
     """Yield norms and activations. Raises ValueError for an unsupported dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the dtype of rows must be bfloat16 or float16, got {dtype}")
-    for (op, (arguments, *how)), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
+    for (op, (arguments, *parameters)), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
         name = f"{m}x{h} {str(dtype).removeprefix('torch.')}"
-        yield Shape(op, made_case(name, dtype, arguments, m, h, *how), {"rows": m, "hidden": h}, beside_vllm)
+        yield Shape(op, made_case(name, dtype, arguments, m, h, *parameters), {"rows": m, "hidden": h}, beside_vllm)
 
 
 def beside_vllm(op: Op, arguments: tuple) -> Check:
@@ -149,21 +150,21 @@ def beside_vllm(op: Op, arguments: tuple) -> Check:
     def own() -> tuple:
         return op.Arguments(*(correctness.clone(value, arguments[0].device) for value in arguments))
 
-    theirs, of_vllm = baseline.prepare(*own())
-    baseline.call(theirs, of_vllm)
+    vllm_output, of_vllm = baseline.prepare(*own())
+    baseline.call(vllm_output, of_vllm)
     if op is ops.fused_add_rms_norm:  # vLLM's op writes into its input
-        theirs = of_vllm.input
+        vllm_output = of_vllm.input
 
-    def found() -> dict[str, object]:
+    def fields() -> dict[str, object]:
         of_ours = own()
         ours, result = op(*of_ours), {}
         if isinstance(ours, tuple):
-            result["scale_relative"] = ((ours[1] - theirs[1]).abs() / theirs[1]).max().item()
-        result["out"] = share(correctness.as_tuple(ours)[0], correctness.as_tuple(theirs)[0])
+            result["scale_relative"] = ((ours[1] - vllm_output[1]).abs() / vllm_output[1]).max().item()
+        result["out"] = share(correctness.as_tuple(ours)[0], correctness.as_tuple(vllm_output)[0])
         result |= {name: share(getattr(of_ours, name), getattr(of_vllm, name)) for name in op.mutates}
         return {"differs_from_vllm": result}
 
-    return found
+    return fields
 
 
 # GEMMs
@@ -200,7 +201,7 @@ def gemm(tokens: Iterable[int] = TOKENS, tp: int = TP, shuffled: bool = False) -
 
     If `shuffled`, the plugin's weights are in fragment order.
     """
-    for op, (arguments, *how) in GEMMS.items():
+    for op, (arguments, *traits) in GEMMS.items():
         layers = {
             f"{name}{f' tp{tp}' * (tp != TP)} {call.layer}": (n, k)
             for name, model in MODELS.items()
@@ -209,7 +210,9 @@ def gemm(tokens: Iterable[int] = TOKENS, tp: int = TP, shuffled: bool = False) -
             if call.layer.endswith("gate_up") or op is not ops.scaled_mm_silu_and_mul_quant
         }
         for (layer, (n, k)), m in itertools.product(layers.items(), tokens):
-            case = made_case(f"{layer} {m}x{n}x{k}" + " shuffled" * shuffled, torch.bfloat16, arguments, m, n, k, *how)
+            case = made_case(
+                f"{layer} {m}x{n}x{k}" + " shuffled" * shuffled, torch.bfloat16, arguments, m, n, k, *traits
+            )
             layout = {"layout": _shuffle} if shuffled else {}
             yield Shape(op, case, {"m": m, "n": n, "k": k}, beside_float64, **layout)
 

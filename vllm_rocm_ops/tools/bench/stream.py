@@ -58,6 +58,6 @@ def table(clock: Clock, directions: Iterable[str], size: int, blocks: Iterable[i
             direction: clock.prepare(ops.stream_memory, [(source, direction, count) for source in sources])
             for direction in directions
         }
-        found = {direction: statistics.median(us) for direction, us in clock.samples(prepared).items()}
-        rates = (size * (2 if name == "copy" else 1) / found[name] / 1e3 for name in directions)
+        medians = {direction: statistics.median(us) for direction, us in clock.samples(prepared).items()}
+        rates = (size * (2 if name == "copy" else 1) / medians[name] / 1e3 for name in directions)
         yield f"{count:8} " + " ".join(f"{rate:8.0f}" for rate in rates)

@@ -77,7 +77,7 @@ def problems(
 
     A problem is named after the call with the highest count per step.
     """
-    found: dict[tuple, Problem] = {}
+    distinct: dict[tuple, Problem] = {}
     refused = {}
     for call in sorted(calls, key=lambda call: -call.count):
         for batch in batches:
@@ -88,10 +88,10 @@ def problems(
             problem = Problem(call.op, call.layer, case, {name: str(value) for name, value in key.items()})
             explained = call.op.explain(*arguments, arch=arch, require_code=True)
             if explained.launches:
-                found.setdefault((call.op.name, *problem.key.items()), problem)
+                distinct.setdefault((call.op.name, *problem.key.items()), problem)
             else:
                 refused[str(problem)] = explained.source
-    return list(found.values()), refused
+    return list(distinct.values()), refused
 
 
 def inputs(case: Case, clock: Clock) -> list[tuple]:

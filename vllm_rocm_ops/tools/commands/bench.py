@@ -39,11 +39,11 @@ def measure(
     output: Path | None,
 ) -> int:
     """Print the times, of every configuration in a `sweep`. Returns 1 if a result is wrong. Raises RuntimeError without a GPU."""
-    found, clock = options.shapes_of(shapes, op, case, model, tp, ep, batch), clocks.GpuClock()
+    selected, clock = options.shapes_of(shapes, op, case, model, tp, ep, batch), clocks.GpuClock()
     vllm = load_vllm() if baselines else None
     keep = report.keeper(output, lists.kind_of(shapes, model), clock, vllm) if output else None
     with torch.inference_mode():
-        return report.show(bench.run(found, clock, sweep=sweep, baselines=baselines), keep)
+        return report.show(bench.run(selected, clock, sweep=sweep, baselines=baselines), keep)
 
 
 run = functools.partial(measure, False)

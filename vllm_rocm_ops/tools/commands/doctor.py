@@ -15,6 +15,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(json: bool) -> int:
     """Print the report."""
-    found = doctor.find()
-    print(json_module.dumps(found, indent=1) if json else doctor.text(found))
+    report = doctor.find()
+    print(json_module.dumps(report, indent=1) if json else doctor.text(report))
     return 0

@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(op: str, arch: str | None, first: tuple[tuple[int, ...], torch.dtype | None], given: list[str]) -> int:
     """Print the report of the call's kernels. Raises ImportError without the extra, and ValueError."""
     the_op = getattr(ops, op)
-    arguments = explain.parse_arguments_of(the_op, given)
+    arguments = options.parse_arguments_of(the_op, given)
     for line in explain.emulate(the_op, arch or explain.usual_arch(), *first, **arguments):
         print(line, flush=True)
     return 0

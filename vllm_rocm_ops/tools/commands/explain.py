@@ -45,12 +45,12 @@ def run(
     arch = arch or explain.usual_arch()
     if op:
         the_op = getattr(vllm_rocm_ops.ops, op)
-        print(explain.explain(the_op, arch, *first, **explain.parse_arguments_of(the_op, given)), flush=True)
+        print(explain.explain(the_op, arch, *first, **options.parse_arguments_of(the_op, given)), flush=True)
         return 0
-    around = explain.around(model_config.read(model), tp or 1, ep, arch)
+    known = archs.named(arch)
+    around = explain.around(model_config.read(model), tp or 1, ep, known)
     calls = [*options.calls_of(model, tp, ep), *around]
-    for line in explain.table(
-        explain.explain_model(calls, arch, batch or (1,), verbose), None if verbose else explain.WIDTH
-    ):
+    rows = explain.explain_model(calls, known, batch or (1,), verbose)
+    for line in explain.table(rows, None if verbose else explain.WIDTH):
         print(line, flush=True)
     return 0

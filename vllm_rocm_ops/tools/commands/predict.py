@@ -39,22 +39,22 @@ def run(
     from vllm_rocm_ops.timing import predict
 
     if what in lists.LISTS:
-        found = shape_lines(lists.of_list(what, tp, batch), machine)
+        lines = shape_lines(lists.of_list(what, tp, batch), machine)
     else:
         op = getattr(ops, what)
-        arguments = explain.parse_arguments_of(op, given)
-        found = predict.call_lines(op, explain.example(op, str(machine.arch), *first, **arguments), machine, context)
-    for line in found:
+        arguments = options.parse_arguments_of(op, given)
+        lines = predict.call_lines(op, explain.example(op, machine.arch, *first, **arguments), machine, context)
+    for line in lines:
         print(line, flush=True)
     return 0
 
 
-def shape_lines(found: Iterable[Shape], machine: Machine) -> Iterator[str]:
+def shape_lines(shapes: Iterable[Shape], machine: Machine) -> Iterator[str]:
     """Format the prediction of each shape; attention needs a context length, so it is left to calls."""
     from vllm_rocm_ops.timing.predict import band, predict_call
 
     yield f"{machine.name}: predicted times in us, not measured"
-    for shape in found:
+    for shape in shapes:
         name, op = f"{shape.op.name} {shape.case.name}", shape.op
         if op in model_layers.ATTENTION:
             yield f"  {name}: see vllm-rocm-ops predict {op.name} --context"

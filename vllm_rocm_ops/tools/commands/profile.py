@@ -27,7 +27,7 @@ def run(
     batch: tuple[int, ...] | None,
 ) -> int:
     """Print the calls. Raises RuntimeError without a GPU."""
-    found = options.shapes_of(shapes, op, case, model, tp, ep, batch)
+    selected = options.shapes_of(shapes, op, case, model, tp, ep, batch)
     clock = clocks.GpuClock()
     with torch.inference_mode():
-        return report.show(bench.run(found, clock, profile=True))
+        return report.show(bench.run(selected, clock, profile=True))

@@ -53,7 +53,7 @@ def run(
             wrong |= is_wrong
             print(line, flush=True)
         return int(wrong)
-    found = options.shapes_of(*asked)
+    selected = options.shapes_of(*asked)
     try:
         clock = clocks.GpuClock()
     except RuntimeError as error:
@@ -62,4 +62,4 @@ def run(
         clock = None
         print(f"No kernel is checked: the ops run their PyTorch reference ({error}).")
     with torch.inference_mode():
-        return report.show(bench.run(found, clock, once=True))
+        return report.show(bench.run(selected, clock, once=True))

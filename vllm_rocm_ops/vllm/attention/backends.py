@@ -48,7 +48,6 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """Return the name of the class."""
         return self.path.rpartition(".")[2]
 
 
@@ -58,8 +57,8 @@ def made(backend: Backend) -> type:
     baseline = getattr(importlib.import_module(backend.module), backend.name)
     module = backend.kind.__module__
 
-    def derived(front: tuple[type, ...], theirs: type, **members) -> type:
-        return type(f"RocmOps{theirs.__name__}", (*front, theirs), {"__module__": module, **members})
+    def derived(front: tuple[type, ...], parent: type, **members) -> type:
+        return type(f"RocmOps{parent.__name__}", (*front, parent), {"__module__": module, **members})
 
     impl = derived((backend.kind,), baseline.get_impl_cls(), rocm_ops_backend=backend)
     builder = derived((attention_timing.NotingBuilder,), baseline.get_builder_cls())
@@ -83,10 +82,10 @@ def check(member: str, backend: Backend) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     seam.require_parameters(register_backend, "backend", "class_path")
-    found = getattr(AttentionBackendEnum, member, None)
-    seam.require(found is not None and found.value == backend.path, f"{backend.path} as {member}")
-    if found.is_overridden():
-        raise seam.Unavailable(f"another plugin replaces {member} by {found.get_path()}")
+    registered = getattr(AttentionBackendEnum, member, None)
+    seam.require(registered is not None and registered.value == backend.path, f"{backend.path} as {member}")
+    if registered.is_overridden():
+        raise seam.Unavailable(f"another plugin replaces {member} by {registered.get_path()}")
     require_method(f"{backend.module}.{backend.impl}", *backend.kind.METHOD)
     for path, names in backend.needs:
         require_attributes(path, *names)
@@ -123,22 +122,14 @@ def _class(path: str) -> ast.ClassDef:
 def _attributes(node: ast.ClassDef) -> set[str]:
     """Return the attributes that a class declares, and those that its methods assign."""
     declared = {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
-    found = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)]
-    return declared | {part.attr for part in found if isinstance(part.value, ast.Name) and part.value.id == "self"}
+    assigned = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)]
+    return declared | {part.attr for part in assigned if isinstance(part.value, ast.Name) and part.value.id == "self"}
 
 
 def seam_of(
     name: str, replaces: str, backends: dict[str, Backend], platforms: dict[str, tuple[str, ...]], op: str
 ) -> seam.Seam:
-    """Return the seam that replaces backends by an op.
-
-    Args:
-        name: The seam.
-        replaces: What it replaces, for people.
-        backends: The backends, by vLLM's name.
-        platforms: The names of the replaced backends, by platform.
-        op: The op.
-    """
+    """Return the seam that replaces the backends of a platform by an op. `platforms` has their names in `backends`."""
 
     def served() -> dict[str, Backend]:
         return {member: backends[member] for member in platforms[seam.served_platform()]}

@@ -43,8 +43,8 @@ def run(op: Op, *arguments):
     """Return `Op.run_kernels`. On CPU run the op's reference, or the emulator."""
     if arguments[0].device.type != "cpu":
         return op.run_kernels(*arguments)
-    found = op(*arguments)
-    return True if found is None else found
+    output = op(*arguments)
+    return True if output is None else output
 
 
 class Decoder:
@@ -96,7 +96,6 @@ class Decoder:
         """Adopt further ops of a layer, once its weights are loaded."""
 
     def plugin_serves(self, batch: Batch) -> bool:
-        """True if the op serves a batch of decode rows."""
         requests, query_len = batch
         if not self.supports_rows(query_len):
             return False
@@ -139,8 +138,8 @@ class HeadsDecoder(Decoder):
     @functools.cached_property
     def window(self) -> int:
         """Return the sliding window in keys, 0 for none."""
-        found = self.impl.sliding_window
-        behind = found[0] if isinstance(found, tuple) else found  # keys before the row's own
+        window = self.impl.sliding_window
+        behind = window[0] if isinstance(window, tuple) else window  # keys before the row's own
         return 0 if behind in (None, -1) else behind + 1
 
     def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor, *scales: Tensor | None) -> bool:
@@ -181,15 +180,14 @@ class HeadsDecoder(Decoder):
 
     def caches(self, layer, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the key and the value cache in the dtype of their elements."""
-        found = self.backend.caches(self.impl, layer, kv_cache)
-        if found is None or not self.is_fp8:
-            return found
+        caches = self.backend.caches(self.impl, layer, kv_cache)
+        if caches is None or not self.is_fp8:
+            return caches
         from vllm.platforms import current_platform
 
-        return found[0].view(current_platform.fp8_dtype()), found[1].view(current_platform.fp8_dtype())
+        return caches[0].view(current_platform.fp8_dtype()), caches[1].view(current_platform.fp8_dtype())
 
     def scales(self, layer) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scales of keys and of values."""
         return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
 
     # For timing

@@ -56,11 +56,11 @@ class MlaDecoder(Decoder):
         """Adopt the absorption GEMMs, unless batch invariance is on."""
         if not self.is_batch_invariant:
             scheduler = self.config.scheduler_config
-            most = max(scheduler.max_num_seqs, 1) * MAX_ROWS
-            most = min(most, scheduler.max_num_batched_tokens)
-            mla_absorb.adopt(layer, self.is_forced, most)
+            max_tokens = max(scheduler.max_num_seqs, 1) * MAX_ROWS
+            max_tokens = min(max_tokens, scheduler.max_num_batched_tokens)
+            mla_absorb.adopt(layer, self.is_forced, max_tokens)
             if quantized_attention.may_fuse(self, mla_v_up.KIND):
-                mla_v_up.adopt(layer, self.is_forced, most)
+                mla_v_up.adopt(layer, self.is_forced, max_tokens)
 
     def kinds(self, layer: torch.nn.Module, decided: kernel_selection.Decided) -> frozenset[str]:
         """Return the kinds of output quantization that a layer fuses, into W_UV."""
@@ -69,11 +69,7 @@ class MlaDecoder(Decoder):
     def serve(self, q, kv_cache: Tensor, metadata, layer) -> tuple[Tensor, Tensor | None] | None:
         """Return the output, and its log-sum-exp with decode context parallelism. None where vLLM serves the batch.
 
-        Args:
-            q: [rows, heads, 576], or its latent and rotated parts as a tuple.
-            kv_cache: [pages, slots, 576].
-            metadata: The backend's metadata.
-            layer: The attention layer.
+        q is [rows, heads, 576] or its latent and rotated parts, the cache [pages, slots, 576].
         """
         if self.unsupported_reason or metadata.causal is not True:
             return None
@@ -86,11 +82,10 @@ class MlaDecoder(Decoder):
     def run(self, batch: Batch, q: tuple[Tensor, Tensor], kv_cache: Tensor, metadata, layer):
         places, is_split = (metadata.decode.block_table, metadata.decode.seq_lens), self.impl.dcp_world_size > 1
         rest = self.impl.scale, batch[1], self.scale(layer), FIXED_SPLIT_SIZE * self.is_batch_invariant, is_split
-        found = attention.run(self.op, *q, self.cache(kv_cache), *places, *rest)
-        return found and (found[0], found[1] if is_split else None)
+        outputs = attention.run(self.op, *q, self.cache(kv_cache), *places, *rest)
+        return outputs and (outputs[0], outputs[1] if is_split else None)
 
     def cache(self, kv_cache: Tensor) -> Tensor:
-        """Return the cache in the dtype of its elements."""
         from vllm.platforms import current_platform
 
         return kv_cache.view(current_platform.fp8_dtype()) if self.is_fp8 else kv_cache
@@ -114,8 +109,8 @@ class MlaDecoder(Decoder):
         return layer.kv_cache.shape[1]
 
     def plugin(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor] | None:
-        found = self.run(batch, query.split([LATENT, ROPE], -1), layer.kv_cache, metadata, layer)
-        return found and found[:1]
+        outputs = self.run(batch, query.split([LATENT, ROPE], -1), layer.kv_cache, metadata, layer)
+        return outputs and outputs[:1]
 
     def baseline(self, layer, query: Tensor, metadata) -> tuple[Tensor]:
         q, cache = tuple(query.split([LATENT, ROPE], -1)), self.cache(layer.kv_cache)
@@ -153,8 +148,8 @@ class MlaImpl:
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         given = q, kv_c_and_k_pe_cache, attn_metadata, layer
-        if found := self.rocm_ops.serve(*given):
-            return found
+        if outputs := self.rocm_ops.serve(*given):
+            return outputs
         if self.rocm_ops.baseline_always_serves():
             self.forward_mqa = super().forward_mqa
         return super().forward_mqa(*given)

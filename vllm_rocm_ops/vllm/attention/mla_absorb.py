@@ -48,9 +48,9 @@ class Absorbed:
         keywords = keywords or {}
         with torch._C.DisableTorchFunctionSubclass():
             if function is torch.bmm and len(arguments) == 2 and isinstance(arguments[1], Absorbed):
-                found = product(*arguments, **keywords)
-                if found is not None:
-                    return found
+                output = product(*arguments, **keywords)
+                if output is not None:
+                    return output
             return function(*arguments, **keywords)
 
 
@@ -66,23 +66,17 @@ CLASSES = {Parameter: AbsorbedParameter, Tensor: AbsorbedTensor}
 
 
 def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
-    """Give a layer's weights the plugin's class, if `batched_gemm` may serve.
-
-    Args:
-        layer: The attention layer, with `W_UK_T` and `W_UV` [heads, K, N].
-        is_forced: Whether the plugin serves wherever it fits, timed or not.
-        max_tokens: The largest number of query rows in a step.
-    """
+    """Give a layer's `W_UK_T` and `W_UV` [heads, K, N] the plugin's class, if `batched_gemm` may serve."""
     if not is_forced and envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
     for name in WEIGHTS:
         weights = getattr(layer, name, None)
         if type(weights) not in CLASSES or weights.dim() != 3 or weights.dtype not in ELEMENTS:
             continue
-        of, choice = (weights, weights.dtype), None
+        described, choice = (weights, weights.dtype), None
         if not is_forced:
-            calls, most = ("absorbed", COMPARISON.describe(of)), min(max_tokens, MAX_TOKENS)
-            choice = kernel_selection.choice_for(calls, COMPARISON, BMM, lambda of=of: of, weights, most)
+            calls, limit = ("absorbed", COMPARISON.describe(described)), min(max_tokens, MAX_TOKENS)
+            choice = kernel_selection.choice_for(calls, COMPARISON, BMM, lambda layer=described: layer, weights, limit)
         weights.rocm_ops_choice = choice
         weights.__class__ = CLASSES[type(weights)]
 
@@ -105,34 +99,28 @@ def rotation_of(weights: Tensor) -> tuple | None:
 
 
 def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor | None:
-    """Return torch.bmm's result by `batched_gemm`, or None where vLLM's torch.bmm serves.
-
-    Args:
-        x: [heads, rows, K], bf16 or fp16.
-        weights: [heads, K, N], of x's dtype.
-        out: [heads, rows, N], or None to allocate it.
-    """
+    """Return torch.bmm's [heads, rows, N] by `batched_gemm`, or None where vLLM's torch.bmm serves."""
     if rotated := rotation_of(weights):
         given = x.transpose(0, 1), weights, *rotated, None if out is None else out.transpose(0, 1)
-        found = ops.batched_gemm_rope.call(*given)
-        return found.transpose(0, 1) if out is None else out
+        output = ops.batched_gemm_rope.call(*given)
+        return output.transpose(0, 1) if out is None else out
     choice, quantized = weights.rocm_ops_choice, weights.rocm_ops_quantized
     if weights.rocm_ops_output is not None and quantized is not None and out is not None and x.dtype == weights.dtype:
-        plugin_serves = all(one.plugin_serves(x.shape[1]) for one in quantized)
+        plugin_serves = all(fused.plugin_serves(x.shape[1]) for fused in quantized)
         if plugin_serves and weights.rocm_ops_output.take(x.transpose(0, 1), weights):
             return out
     if choice is not None and not choice.plugin_serves(x.shape[1]):
         if choice.baseline_always_serves and (
-            quantized is None or any(one.baseline_always_serves for one in quantized)
+            quantized is None or any(fused.baseline_always_serves for fused in quantized)
         ):
             restore_baseline(weights)
         return None
     if x.dtype != weights.dtype:
         return None
-    found = run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))
-    if found is None:
+    output = run(x.transpose(0, 1), weights, None if out is None else out.transpose(0, 1))
+    if output is None:
         return None
-    return found.transpose(0, 1) if out is None else out
+    return output.transpose(0, 1) if out is None else out
 
 
 def run(*arguments) -> Tensor | None:
@@ -176,8 +164,8 @@ class MlaAbsorb(LayerComparison):
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         of_rows, weights = arguments
-        found = torch.bmm(of_rows[rows].float().transpose(0, 1), weights.float())
-        return found.transpose(0, 1).flatten(1)[:, columns]
+        products = torch.bmm(of_rows[rows].float().transpose(0, 1), weights.float())
+        return products.transpose(0, 1).flatten(1)[:, columns]
 
     def layers_of(self, a):
         return [(a.weights, a.x.dtype, *["groups"] * (a.out_scales is not None))]

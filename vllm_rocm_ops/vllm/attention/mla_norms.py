@@ -20,7 +20,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.core import op
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, mla_rotation, split
 from vllm_rocm_ops.vllm.attention import decoder as attention
@@ -76,10 +75,10 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[MlaPreAtt
         if not hasattr(layer, "rocm_ops_front") or any(unsupported_features(layer)):
             continue
         baseline, dtype = compilation.baseline_of(config, model)(True), config.model_config.dtype
-        one = MlaPreAttention(layer, baseline)
-        if (compiles or one.decoder.is_forced) and one.has_kernels(dtype):
-            yield one
-            yield from mla_rotation.of(one, baseline, dtype)
+        part = MlaPreAttention(layer, baseline)
+        if (compiles or part.decoder.is_forced) and part.has_kernels(dtype):
+            yield part
+            yield from mla_rotation.rotations(part, baseline, dtype)
 
 
 # The replacement of vLLM's layer
@@ -127,21 +126,13 @@ def cache_of(
     return decoder.cache(cache), slots.flatten()[: len(qkv)], decoder.scale(layer)
 
 
-def define() -> None:
-    """Register the op with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument."""
-    from vllm.utils.torch_utils import LayerNameType
-
-    mla_norms.__annotations__["layer_name"] = LayerNameType
-    op.define(mla_norms, lambda *_: None, mutates=("q_out", "kv_out", "k_pe_out", "scales_out"))
-
-
-def of_wrapper(theirs: type) -> type:
+def of_wrapper(wrapper: type) -> type:
     """Return the subclass of vLLM's layer."""
     from vllm.utils.torch_utils import _encode_layer_name
 
     from vllm_rocm_ops.vllm.graph import fused_quant
 
-    class RocmOpsMlaAttention(theirs):
+    class RocmOpsMlaAttention(wrapper):
         """Run the op between the projections of vLLM's layer where it was selected."""
 
         rocm_ops_front: MlaPreAttention | None = None
@@ -186,31 +177,23 @@ def probe() -> None:
 
     The MLA backends are replaced, a plugin may replace vLLM's layer, and its parts, ops and split are as expected.
     """
-    from vllm.config import CompilationConfig
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.model_executor.layers import mla
-    from vllm.model_executor.layers.attention import attention as vllm_attention
     from vllm.model_executor.layers.attention import mla_attention
-    from vllm.utils import torch_utils
 
-    for needed in ("mla_attention", "norm"):
-        if needed not in seam.active():
-            raise seam.Unavailable(f"requires {needed}")
+    seam.require_seams("mla_attention", "norm")
     wrapper = mla.MultiHeadLatentAttentionWrapper
     seam.require(issubclass(wrapper, PluggableLayer), "MultiHeadLatentAttentionWrapper as a PluggableLayer")
     free = wrapper.__name__ not in op_registry_oot
     seam.require(free, f"a free {wrapper.__name__}: another plugin has replaced it")
     seam.require_parameters(wrapper.forward, "positions", "hidden_states", "llama_4_scaling")
-    seam.require_parameters(vllm_attention.get_attention_context, "layer_name")
-    for name in ("LayerNameType", "_encode_layer_name", "_resolve_layer_name"):
-        seam.require(hasattr(torch_utils, name), name)
     names = "q", "kv_c_normed", "k_pe", "output", "layer_name", "output_scale", "output_block_scale"
     seam.require_parameters(mla_attention.unified_mla_attention_with_output, *names, "kv_cache_dummy_dep")
     names = "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata"
     seam.require_parameters(mla_attention.MLAAttention.forward_impl, *names)
     for name in ("num_actual_tokens", "num_decode_tokens"):
         seam.require(name in mla_attention.MLACommonMetadata.__dataclass_fields__, f"MLACommonMetadata.{name}")
-    seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)
+    split.probe_layer_ops()
     update = "kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"
     method = "vllm.v1.attention.backend.MLAAttentionImpl", "do_kv_cache_update"
     backends.require_method(*method, *update, may=("skip_scale",))  # True where the scale is one
@@ -224,7 +207,7 @@ def install() -> None:
     """Define the op, have vLLM split compiled models at it, and replace vLLM's layer."""
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
-    define()
+    split.define(mla_norms, "q_out", "kv_out", "k_pe_out", "scales_out")
     seam.replace(MultiHeadLatentAttentionWrapper, of_wrapper(MultiHeadLatentAttentionWrapper))
     split.also_at(TORCH_OP, UPDATE)
     compiled_ops.pattern_finders.append(pre_attentions)

@@ -5,9 +5,6 @@ It has the call's tensors, and what compiled_ops.py needs to time it against vLL
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,8 +15,7 @@ from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.comparison import RowComparison
-from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
+from vllm_rocm_ops.vllm.selection.key import Baseline
 
 KINDS = "static", "token", "block"
 """Quantizations of queries by their names in models and records, in the order of fused_quant.KEYS."""
@@ -30,13 +26,7 @@ def shape_of(
 ) -> str:
     """Return the name of a layer's call for all token counts, as it is recorded.
 
-    Args:
-        sizes: Columns of q, kv and k_pe; q's are 0 without a query latent.
-        dtype: The layer's dtype.
-        cache: vLLM's name of the cache dtype.
-        kind: The quantization of queries, of `KINDS`, or "".
-        is_column_major: Whether scales per block are column-major.
-        is_bounded: Whether dynamic scales have an upper bound.
+    `sizes` are the columns of q, kv and k_pe, q's 0 without a query latent; `kind` is of `KINDS`, or empty.
     """
     traits = f" {kind}" * bool(kind) + " column-major" * is_column_major + " bound" * is_bounded
     return f"{'+'.join(map(str, sizes))} {kernel_selection.types(dtype)} {cache}{traits}"
@@ -53,7 +43,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     ]
 
 
-class MlaPreAttention(RowComparison):
+class MlaPreAttention(compiled_ops.LayerPart):
     """The fused norms, RoPE and cache write of one MLA layer, and its comparison with vLLM's kernels.
 
     Its inputs are the first projection's result, positions, slots, and a cache whose pages have one slot.
@@ -74,7 +64,7 @@ class MlaPreAttention(RowComparison):
         self.sizes = layer.q_lora_rank or 0, layer.kv_lora_rank, layer.qk_rope_head_dim
         traits = self.is_column_major, self.scales()[1] is not None
         shape = shape_of(self.sizes, self.dtype, self.attn.kv_cache_dtype, self.kind, *traits)
-        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
+        self.name(shape, baseline)
 
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the static scale of queries, and the upper bound of their dynamic scales."""
@@ -129,20 +119,13 @@ class MlaPreAttention(RowComparison):
 
     # For timing
 
-    def runs_unmeasured(self) -> bool:
-        """True if the op runs before it was timed."""
-        return self.decoder.is_forced
-
     def take(self, plugin_serves: bool) -> None:
-        """Have the layer run the op, or vLLM's code."""
         self.layer.rocm_ops_front = self if plugin_serves or self.decoder.is_forced else None
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        """Return the bytes and the operations of a call."""
         return 3.0 * tokens * sum(self.sizes) * self.dtype.itemsize, 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return random inputs."""
         device = self.layer.kv_a_layernorm.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         qkv = torch.randn(tokens, sum(self.sizes), generator=generator, device=device).to(self.dtype)
@@ -175,24 +158,14 @@ class MlaPreAttention(RowComparison):
         _, k_pe = self.layer.rotary_emb.forward_native(positions, k_pe, k_pe)
         return q, scale, kv, k_pe.squeeze(1)
 
-    def written(self, found: tuple, slots: Tensor, cache: Tensor) -> tuple:
+    def completed(self, computed: tuple, qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return the results and the cache."""
-        *_, kv, k_pe = found
+        *_, kv, k_pe = computed
         where = slots, self.attn.kv_cache_dtype, self.attn._k_scale
         self.attn.impl.do_kv_cache_update(kv, k_pe.unsqueeze(1), cache, *where)
-        return *found, cache
-
-    def baseline(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Return the same as `plugin`, by vLLM's layers and its backend."""
-        return self.written(self.computed(qkv, positions), slots, cache)
-
-    def compiled(self, compiles: Callable) -> Callable:
-        """Return `baseline` with the layers compiled at the first call."""
-        graph = functools.cache(lambda: compiles()(self.computed))
-        return lambda qkv, positions, slots, cache: self.written(graph()(qkv, positions), slots, cache)
+        return *computed, cache
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         q, scale, kv, k_pe, cache = output
         q = q if scale is None else compiled_ops.dequantized(q[:tokens], scale)
         rows = self.decoder.cache(cache)[:, 0].float()
@@ -211,10 +184,10 @@ class MlaPreAttention(RowComparison):
             None if x is None else x * torch.rsqrt(x.square().mean(1, keepdim=True) + epsilon) * weight.float()
             for x, weight in ((q, q_weight), (kv, kv_weight))
         )
-        static, most = self.scales()
+        static, limit = self.scales()
         if static is not None:
-            most = static.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
+            limit = static.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
         rotated, (table, is_neox) = k_pe.unsqueeze(1).clone(), self.angles()
         rotation.rotate(rotated, positions, table, is_neox)
         rows = torch.cat([kv, rotated.squeeze(1)], 1)
-        return [q if most is None else q.clamp(-most, most), kv, rotated.squeeze(1), rows]
+        return [q if limit is None else q.clamp(-limit, limit), kv, rotated.squeeze(1), rows]

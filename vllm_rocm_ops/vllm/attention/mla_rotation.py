@@ -11,8 +11,7 @@ vLLM's compiled rotation followed by the product's own launch, or wherever it fi
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,10 +20,10 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.attention.mla_pre_attention import MlaPreAttention
+from vllm_rocm_ops.vllm.graph.compiled_ops import LayerPart
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.comparison import RowComparison
-from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
+from vllm_rocm_ops.vllm.selection.key import Baseline
 
 OTHERS = "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"
 """Attributes of a layer whose product with W_UK is not torch.bmm."""
@@ -45,7 +44,7 @@ def unsupported_features(attn: torch.nn.Module) -> Iterator[str]:
         yield "padded heads, for which vLLM copies q_pe before the product"
 
 
-class QueryRotation(RowComparison):
+class QueryRotation(LayerPart):
     """Implement the rotation of a layer's queries and its product with W_UK, and as compiled_ops.py times them.
 
     Inputs are q_pe, positions and, up to the product's token limit, q_nope.
@@ -60,14 +59,13 @@ class QueryRotation(RowComparison):
         self.nope, self.rope = front.layer.qk_nope_head_dim, front.layer.qk_rope_head_dim
         heads, k, n = self.weights.shape
         shape = shape_of((heads, k, n, self.rope), self.weights.dtype)
-        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
+        self.name(shape, baseline)
 
     @property
     def weights(self) -> Tensor:
         return self.attn.W_UK_T
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """True if kernels support queries of this dtype."""
         heads, k, n = self.weights.shape
         q = torch.empty(2, heads, k + self.rope, dtype=dtype, device="meta")
         weights = torch.empty_strided(self.weights.shape, self.weights.stride(), dtype=dtype, device="meta")
@@ -91,13 +89,15 @@ class QueryRotation(RowComparison):
                 weights.rocm_ops_rotation = given
             else:
                 self.rotate(*given)
-        found = type(self.attn).forward_impl(self.attn, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **keywords)
+        output = type(self.attn).forward_impl(
+            self.attn, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **keywords
+        )
         if fused and mla_absorb.rotation_of(weights) is not None:
             raise RuntimeError(
                 "vllm-rocm-ops: queries were not rotated, as vLLM's attention did not multiply by W_UK_T: set "
                 "VLLM_ROCM_OPS_DISABLE=mla_norms"
             )
-        return found
+        return output
 
     def rotate(self, q_pe: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> None:
         """Rotate q_pe in place."""
@@ -107,12 +107,7 @@ class QueryRotation(RowComparison):
 
     # For timing
 
-    def runs_unmeasured(self) -> bool:
-        """True if the op runs before it was timed."""
-        return self.decoder.is_forced
-
     def take(self, plugin_serves: bool) -> None:
-        """Have attention rotate the queries, or vLLM's graph."""
         self.attn.__dict__.pop("forward_impl", None)
         self.decoder.rotation = self if plugin_serves or self.decoder.is_forced else None
         if self.decoder.rotation is not None:
@@ -151,30 +146,19 @@ class QueryRotation(RowComparison):
         """Return the rotated q_pe by vLLM's layer, as its compiler sees it."""
         return self.front.layer.rotary_emb.forward_native(positions, q_pe, q_pe[:, :1])[0]
 
-    def multiplied(self, q_pe: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def completed(self, rotated: Tensor, q_pe: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return q_pe and the product by `batched_gemm`, or by torch.bmm where no kernel supports it."""
         if q_nope is None:
-            return q_pe, None
+            return rotated, None
         given = q_nope, self.weights
         with torch._C.DisableTorchFunctionSubclass():
             out = mla_absorb.COMPARISON.plugin(*given)
-            return q_pe, mla_absorb.COMPARISON.baseline(*given) if out is None else out
-
-    def baseline(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the same as `plugin`, by vLLM's rotation and a launch of the product."""
-        return self.multiplied(self.computed(q_pe, positions), q_nope)
-
-    def compiled(self, compiles: Callable) -> Callable:
-        """Return `baseline` with the rotation compiled at the first call."""
-        graph = functools.cache(lambda: compiles()(self.computed))
-        return lambda q_pe, positions, q_nope: self.multiplied(graph()(q_pe, positions), q_nope)
+            return rotated, mla_absorb.COMPARISON.baseline(*given) if out is None else out
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         return [None if x is None else x.flatten(1) for x in output]
 
     def exact(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> list[Tensor | None]:
-        """Return the rotated q_pe and the product in float32."""
         rotated, product = q_pe.float(), None
         rotation.rotate(rotated, positions, *self.front.angles())
         if q_nope is not None:
@@ -183,9 +167,9 @@ class QueryRotation(RowComparison):
         return [rotated.flatten(1), product]
 
 
-def of(front: MlaPreAttention, baseline: Baseline, dtype: torch.dtype) -> Iterator[QueryRotation]:
+def rotations(front: MlaPreAttention, baseline: Baseline, dtype: torch.dtype) -> Iterator[QueryRotation]:
     """Yield the rotation of a layer's queries, if attention may do it."""
     if not any(unsupported_features(front.attn)):
-        one = QueryRotation(front, baseline)
-        if one.has_kernels(dtype):
-            yield one
+        part = QueryRotation(front, baseline)
+        if part.has_kernels(dtype):
+            yield part

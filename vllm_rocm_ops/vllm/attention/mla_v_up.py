@@ -44,24 +44,24 @@ class Output:
         return True
 
 
-def forward_of(theirs):
+def forward_of(forward):
     """Return vLLM's `MLAAttention.forward_impl` with quantized outputs."""
 
-    @functools.wraps(theirs)
+    @functools.wraps(forward)
     def forward_impl(self, *given, output, output_scale=None, output_block_scale=None, **rest):
         groups = output_block_scale
         if groups is None or output_scale is not None or rest.get("quant_group_size") is not None:  # by vLLM's own pass
-            return theirs(self, *given, output=output, output_scale=output_scale, output_block_scale=groups, **rest)
+            return forward(self, *given, output=output, output_scale=output_scale, output_block_scale=groups, **rest)
         q, metadata = given[0], given[4]
         if metadata is None:  # vLLM's profile run
             groups.fill_(1.0)
-            return theirs(self, *given, output=output, **rest)
+            return forward(self, *given, output=output, **rest)
         weights, plain, made = getattr(self, "W_UV", None), q.new_empty(output.shape), Output(output, groups)
         plugin_serves = isinstance(weights, mla_absorb.Absorbed)
         if plugin_serves:
             weights.rocm_ops_output = made
         try:
-            theirs(self, *given, output=plain, **rest)
+            forward(self, *given, output=plain, **rest)
         finally:
             if plugin_serves:
                 weights.rocm_ops_output = None
@@ -113,8 +113,8 @@ def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Deci
 
     def wins(beside: Baseline, *kind: str) -> bool | None:
         shape = mla_absorb.COMPARISON.describe((weights, weights.dtype, *kind))
-        found = decided.shapes.get(Key(name, shape, beside))
-        return None if found is None else any(found)
+        served = decided.shapes.get(Key(name, shape, beside))
+        return None if served is None else any(served)
 
     if wins(SEPARATE, KIND) is False:
         return False
@@ -165,12 +165,12 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
     weights = layer.W_UV
     if not isinstance(weights, mla_absorb.Absorbed):
         return
-    of, found = (weights, weights.dtype, KIND), []
+    described, choices = (weights, weights.dtype, KIND), []
     for kernels in () if is_forced else COMPARISONS:
-        calls = "absorbed", kernels.beside, kernels.describe(of)
-        most = min(max_tokens, mla_absorb.MAX_TOKENS)
-        found.append(kernel_selection.choice_for(calls, kernels, kernels.beside, lambda: of, weights, most))
-    weights.rocm_ops_quantized = tuple(found)
+        calls = "absorbed", kernels.beside, kernels.describe(described)
+        limit = min(max_tokens, mla_absorb.MAX_TOKENS)
+        choices.append(kernel_selection.choice_for(calls, kernels, kernels.beside, lambda: described, weights, limit))
+    weights.rocm_ops_quantized = tuple(choices)
 
 
 COMPARISONS = Quantized(), AgainstTwoLaunches()

@@ -105,14 +105,14 @@ def measured_scale(device: torch.device) -> Tensor:
     return torch.full((1,), MEASURED_SCALE, device=device)
 
 
-def outputs(of: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def outputs(quantized: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Allocate an output, and return it with its static scale and its scales per group."""
-    if not of:
+    if not quantized:
         return torch.empty_like(query), None, None
     from vllm.platforms import current_platform
 
     output = torch.empty_like(query, dtype=current_platform.fp8_dtype())
-    if of == "static":
+    if quantized == "static":
         return output, measured_scale(query.device), None
     return output, None, query.new_empty(len(query), query[0].numel() // GROUP, dtype=torch.float32)
 
@@ -128,39 +128,32 @@ def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | No
 # Decisions
 
 
-def wins(decoder, of: str, decided: kernel_selection.Decided, beside: Baseline) -> bool | None:
-    """True if the plugin won at some batch size at every context length. None if it was not timed.
-
-    Args:
-        decoder: The layer's decoder.
-        of: The kind of output quantization, or "".
-        decided: The recorded decisions.
-        beside: The baseline.
-    """
+def wins(decoder, quantized: str, decided: kernel_selection.Decided, beside: Baseline) -> bool | None:
+    """True if the plugin won against a baseline at some batch size at every context length. None if it was not timed."""
     layer, longest = (decoder.op.name, decoder.describe(), beside), decoder.config.model_config.max_model_len
-    found = [
+    tables = [
         served
         for (*call, decode), served in decided.shapes.items()
-        if (*call,) == layer and (decode.quantized, decode.longest) == (KINDS.get(of, ""), longest)
+        if (*call,) == layer and (decode.quantized, decode.longest) == (KINDS.get(quantized, ""), longest)
     ]
-    return at_some_size(found) if found else None
+    return at_some_size(tables) if tables else None
 
 
-def at_some_size(found: list[bytes]) -> bool:
+def at_some_size(tables: list[bytes]) -> bool:
     """True if the plugin serves at one batch size in all of these tables, which are as `Choice.plugin_by_tokens`."""
-    found = [served + served[-1:] * (max(map(len, found)) - len(served)) for served in found]
-    return any(all(at) for at in zip(*found))
+    tables = [served + served[-1:] * (max(map(len, tables)) - len(served)) for served in tables]
+    return any(all(served) for served in zip(*tables))
 
 
-def may_quantize(decoder, of: str, decided: kernel_selection.Decided) -> bool:
+def may_quantize(decoder, quantized: str, decided: kernel_selection.Decided) -> bool:
     """True if a layer's attention fuses this kind of quantization."""
-    if decoder.unsupported_reason or (of == "groups" and decoder.impl.head_size != GROUP):
+    if decoder.unsupported_reason or (quantized == "groups" and decoder.impl.head_size != GROUP):
         return False
     if decoder.is_forced or decoder.op.name in decided.off:
         return decoder.is_forced
-    if wins(decoder, of, decided, SEPARATE) is False:
+    if wins(decoder, quantized, decided, SEPARATE) is False:
         return False
-    measured = wins(decoder, of, decided, Baseline(decoder.backend.name))
+    measured = wins(decoder, quantized, decided, Baseline(decoder.backend.name))
     return bool(wins(decoder, "", decided, Baseline(decoder.backend.name)) if measured is None else measured)
 
 
@@ -172,8 +165,8 @@ def decide(config, decided: kernel_selection.Decided) -> None:
     for name, layer in config.compilation_config.static_forward_context.items():
         decoder = getattr(getattr(layer, "impl", None), "rocm_ops", None)
         if decoder is not None and decoder.op is ops.paged_attention_decode:
-            found = frozenset(of for of in KINDS if may_quantize(decoder, of, decided))
-            _fused[name] = found if writes_scales() else frozenset()
+            fusable = frozenset(quantized for quantized in KINDS if may_quantize(decoder, quantized, decided))
+            _fused[name] = fusable if writes_scales() else frozenset()
         elif decoder is not None:
             _fused[name] = decoder.kinds(layer, decided) if writes_scales(MLA) else frozenset()
         elif "attn_backend" in vars(layer):
@@ -190,16 +183,16 @@ def writes_scales(op: str = split.ATTENTION) -> bool:
     Without that a compiler may drop the write.
     """
     arguments = getattr(torch.ops.vllm, op.partition("::")[2]).default._schema.arguments
-    written = {one.name for one in arguments if one.alias_info and one.alias_info.is_write}
-    names = tuple(one.name for one in arguments)
+    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+    names = tuple(argument.name for argument in arguments)
     return {"output", "output_block_scale"} <= written and names[: len(NAMED[op])] == NAMED[op]
 
 
-def may_fuse(decoder, of: str) -> bool:
+def may_fuse(decoder, quantized: str) -> bool:
     """True if a layer was decided to fuse this kind of quantization."""
     context = decoder.config.compilation_config.static_forward_context
     return any(
-        of in kinds for name, kinds in _fused.items() if getattr(context.get(name), "impl", None) is decoder.impl
+        quantized in kinds for name, kinds in _fused.items() if getattr(context.get(name), "impl", None) is decoder.impl
     )
 
 
@@ -234,7 +227,7 @@ class Fusion(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, node: fx.Node) -> Fusion | None:
+    def find(cls, node: fx.Node) -> Fusion | None:
         """Return the fusion at a node, if it is possible and was decided."""
         from vllm_rocm_ops.vllm.graph import markers
 
@@ -246,9 +239,9 @@ class Fusion(NamedTuple):
         equal = len({(reader.target, str(reader.args[1:])) for reader in readers}) == 1
         if not equal or next(iter(readers)).target is not markers.QUANTIZATION or not is_allocation(views[0]):
             return None
-        found = cls(node, views, sorted(readers), kind_of(next(iter(readers))))
-        is_there = found.kind != "static" or found.markers[0].args[1] < node
-        return found if is_there and found.kind in kinds_of(given["layer_name"]) else None
+        fusion = cls(node, views, sorted(readers), kind_of(next(iter(readers))))
+        is_there = fusion.kind != "static" or fusion.markers[0].args[1] < node
+        return fusion if is_there and fusion.kind in kinds_of(given["layer_name"]) else None
 
     def apply(self) -> None:
         """Rewrite the graph: the quantized values become the output, the scales its scale."""
@@ -273,16 +266,16 @@ def fuse(graph: fx.Graph, splitting_ops: list[str]) -> int:
     """Fuse quantizations into attention in a model's graph, and return how many."""
     if not any(_fused.values()):
         return 0
-    found = [fusion for node in graph.nodes if attention_of(node) if (fusion := Fusion.of(node)) is not None]
-    for fusion in found:
+    fusions = [fusion for node in graph.nodes if attention_of(node) if (fusion := Fusion.find(node)) is not None]
+    for fusion in fusions:
         fusion.apply()
-    if found:
+    if fusions:
         logger.info(
             "vllm-rocm-ops: output quantization is fused into attention in %d layers "
             "(VLLM_ROCM_OPS_SEAMS=-quantized_attention disables it)",
-            len(found),
+            len(fusions),
         )
-    return len(found)
+    return len(fusions)
 
 
 def attention_of(node: fx.Node) -> str:
@@ -299,10 +292,10 @@ def views_of(node: fx.Node) -> list[fx.Node]:
     """Return a view's base and all views of it."""
     while is_view(node):
         node = node.args[0]
-    found = [node]
-    for one in found:
-        found += [user for user in one.users if is_view(user)]
-    return found
+    views = [node]
+    for view in views:
+        views += [user for user in view.users if is_view(user)]
+    return views
 
 
 def is_allocation(node: fx.Node) -> bool:
@@ -322,13 +315,19 @@ def kind_of(marker: fx.Node) -> str:
     """Return the kind of a quantization marker, empty if attention does not support it."""
     from vllm_rocm_ops.vllm.graph.markers import QuantTraits
 
-    rows, scale, bound, how = marker.args
-    how = QuantTraits(*how)
-    if bound is not None or how.tma_aligned or how.ue8m0 or how.padding != -1 or rows.meta["example_value"].dim() != 2:
+    rows, scale, bound, traits = marker.args
+    traits = QuantTraits(*traits)
+    if (
+        bound is not None
+        or traits.tma_aligned
+        or traits.ue8m0
+        or traits.padding != -1
+        or rows.meta["example_value"].dim() != 2
+    ):
         return ""
-    if how.static:
-        return "static" if (how.rows, how.columns) == (-1, -1) and isinstance(scale, fx.Node) else ""
-    return "groups" if (how.rows, how.columns) == (1, GROUP) else ""
+    if traits.static:
+        return "static" if (traits.rows, traits.columns) == (-1, -1) and isinstance(scale, fx.Node) else ""
+    return "groups" if (traits.rows, traits.columns) == (1, GROUP) else ""
 
 
 def like(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -362,9 +361,7 @@ def probe() -> None:
     decode_attention and fusion are on, and vLLM splits a graph and calls attention as expected. Reads source files: an
     import would need vLLM's kernels.
     """
-    missing = {"decode_attention", "fusion"} - set(seam.active())
-    if missing:
-        raise seam.Unavailable(f"requires {' and '.join(sorted(missing))}")
+    seam.require_seams("decode_attention", "fusion")
     split.probe()
 
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, fx
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import op
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
@@ -106,14 +105,6 @@ def by_vllm(layer, heads: tuple, norm: tuple, angles: tuple, outs: tuple, cache:
         layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
 
-def define() -> None:
-    """Register the op with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument."""
-    from vllm.utils.torch_utils import LayerNameType
-
-    attention_front.__annotations__["layer_name"] = LayerNameType
-    op.define(attention_front, lambda *_: None, mutates=("q", "k", "q_out", "k_out"))
-
-
 # The layers
 
 
@@ -170,17 +161,17 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
     if not (compiles and splits) or any(getattr(settings.pass_config, name, False) for name in PASSES):
         return
     baseline, dtype = compilation.baseline_of(config, model)(True, has_pass=False), config.model_config.dtype
-    found: dict[torch.nn.Module, list[RopePreAttention | None]] = {}
+    by_rotary: dict[torch.nn.Module, list[RopePreAttention | None]] = {}
     for layer in model.modules():
         rotary, attn = getattr(layer, "rotary_emb", None), getattr(layer, "attn", None)
         if not isinstance(rotary, torch.nn.Module) or not isinstance(attn, Attention):
             continue
-        one = None
+        part = None
         if not any(unsupported_features(attn, rotary, dtype)):
-            one = RopePreAttention(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
-        found.setdefault(rotary, []).append(one if one and one.has_kernels() else None)
-    for of_rotary in found.values():
-        if None not in of_rotary and len({bool(one.norms) for one in of_rotary}) == 1:
+            part = RopePreAttention(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
+        by_rotary.setdefault(rotary, []).append(part if part and part.has_kernels() else None)
+    for of_rotary in by_rotary.values():
+        if None not in of_rotary and len({bool(part.norms) for part in of_rotary}) == 1:
             split.before(rewrite)
             yield from of_rotary
 
@@ -266,10 +257,10 @@ def place_of(marker: fx.Node) -> Place | None:
         return None
     if not norms:
         return Place((q, k), (None, None, 0.0), views, update, attention) if is_own(q) and is_own(k) else None
-    found = normed(q), normed(k)
-    if None in found or found[0][2] != found[1][2]:
+    before = normed(q), normed(k)
+    if None in before or before[0][2] != before[1][2]:
         return None
-    (q, q_weight, epsilon), (k, k_weight, _) = found
+    (q, q_weight, epsilon), (k, k_weight, _) = before
     return Place((q, k), (q_weight, k_weight, epsilon), views, update, attention)
 
 
@@ -279,8 +270,8 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
 
     if TORCH_OP not in splitting_ops:
         return 0
-    found = {marker: place_of(marker) for marker in graph.find_nodes(op="call_function", target=ROTATION)}
-    places = {marker: place for marker, place in found.items() if place is not None}
+    candidates = {marker: place_of(marker) for marker in graph.find_nodes(op="call_function", target=ROTATION)}
+    places = {marker: place for marker, place in candidates.items() if place is not None}
     for marker, place in places.items():
         positions, q, k, table, _, is_neox, norms = marker.args
         update, attention = place.update, place.attention
@@ -304,7 +295,7 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
             "vllm-rocm-ops: rotation and cache write are one launch in %d layers (VLLM_ROCM_OPS_SEAMS=-%s disables it)"
         )
         logger.info(text, len(places), SEAM.name)
-    if left := len(found) - len(places):
+    if left := len(candidates) - len(places):
         logger.info("vllm-rocm-ops: %d rotations stay vLLM's, as something else reads them or their inputs", left)
     return len(places)
 
@@ -325,31 +316,24 @@ def probe() -> None:
 
     The attention backends are replaced, passes run, and the split, the ops and the rotation are as expected.
     """
-    from vllm.config import CompilationConfig
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import attention as vllm_attention
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-    from vllm.utils import torch_utils
 
-    for needed in ("decode_attention", "fusion"):
-        if needed not in seam.active():
-            raise seam.Unavailable(f"requires {needed}")
+    seam.require_seams("decode_attention", "fusion")
     split.probe()
     names = "positions", "query", "key", "head_size", "rotary_dim", "cos_sin_cache", "is_neox_style"
     seam.require_parameters(RotaryEmbedding.forward_static, *names)
     backends.require_attributes(f"{vllm_attention.__name__}.Attention", *OF_LAYER)
     backends.require_attributes(f"{RotaryEmbedding.__module__}.RotaryEmbeddingBase", *OF_ROTATION)
     backends.require_attributes(f"{CustomOp.__module__}.CustomOp", "_forward_method")
-    seam.require_parameters(vllm_attention.get_attention_context, "layer_name")
     seam.require_parameters(vllm_attention.unified_kv_cache_update, "key", "value", "layer_name")
-    for name in ("LayerNameType", "_encode_layer_name", "_resolve_layer_name"):
-        seam.require(hasattr(torch_utils, name), name)
-    seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)
+    split.probe_layer_ops()
 
 
 def install() -> None:
     """Define the op, and have vLLM split compiled models at it. `fronts` has graphs changed."""
-    define()
+    split.define(attention_front, "q", "k", "q_out", "k_out")
     split.also_at(TORCH_OP, UPDATE)
     compiled_ops.pattern_finders.append(pre_attentions)
 

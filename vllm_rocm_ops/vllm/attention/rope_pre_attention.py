@@ -16,21 +16,16 @@ from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.graph.compiled_ops import LayerPart
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.comparison import RowComparison
-from vllm_rocm_ops.vllm.selection.key import Baseline, Key, Pattern
+from vllm_rocm_ops.vllm.selection.key import Baseline
 
 
 def shape_of(heads: tuple[int, int, int], rotary: int, is_neox: bool, dtype: torch.dtype, cache: str) -> str:
     """Return the name of a layer's call for all token counts, as it is recorded.
 
-    Args:
-        heads: Query heads, key heads and their size.
-        rotary: The number of rotated elements of a head.
-        is_neox: Whether the rotation pairs the halves of the rotated part.
-        dtype: The layer's dtype.
-        cache: vLLM's name of the cache dtype.
+    `heads` are query heads, key heads and their size; `rotary` elements of a head are rotated, by halves if NeoX-style.
     """
     query, key, size = heads
     pairing = "" if is_neox else " interleaved"
@@ -44,7 +39,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     return [shape_of(heads, rotary, is_neox, dtype, cache) for is_neox in (True, False) for cache in caches]
 
 
-class RopePreAttention(RowComparison):
+class RopePreAttention(LayerPart):
     """Implement the part of a layer between its projection and attention by an op, and as compiled_ops.py times it.
 
     Its inputs are the projection's result, positions, slots, and a cache.
@@ -59,7 +54,7 @@ class RopePreAttention(RowComparison):
         self.heads = attn.num_heads, attn.num_kv_heads, attn.head_size
         cache = self.decoder.impl.kv_cache_dtype
         shape = shape_of(self.heads, rotary.rotary_dim, rotary.is_neox_style, dtype, cache)
-        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
+        self.name(shape, baseline)
 
     def parts(self, qkv: Tensor) -> list[Tensor]:
         """Split the projection's result into the heads [T, heads, size] of q, k and v."""
@@ -85,7 +80,6 @@ class RopePreAttention(RowComparison):
         return backends.cache_of(self.decoder.backend, self.decoder.impl, tokens, dtype, device)
 
     def has_kernels(self) -> bool:
-        """True if kernels support the call."""
         made = functools.partial(torch.empty, device="meta")
         query, key, size = self.heads
         tokens = made(2, dtype=torch.int64)
@@ -98,10 +92,6 @@ class RopePreAttention(RowComparison):
 
     # For timing
 
-    def runs_unmeasured(self) -> bool:
-        """True if the op runs before it was timed."""
-        return self.decoder.is_forced
-
     def take(self, plugin_serves: bool) -> None:
         """Have vLLM's graph mark the rotation, if the op serves all layers that share the rotation's module."""
         from vllm_rocm_ops.vllm.graph import markers
@@ -112,12 +102,10 @@ class RopePreAttention(RowComparison):
         self.rotary._forward_method = marks if all(taken.values()) else self.rotary.forward_native
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        """Return the bytes and the operations of a call."""
         query, key, size = self.heads
         return 2.0 * tokens * (query + 2 * key) * size * self.dtype.itemsize, 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return random inputs."""
         (query, key, size), table = self.heads, self.rotary.cos_sin_cache
         generator = torch.Generator(table.device).manual_seed(seed)
         columns = (query + 2 * key) * size
@@ -137,23 +125,13 @@ class RopePreAttention(RowComparison):
             q, k = (norm.vllm_forward(x) for norm, x in zip(self.norms, (q, k)))
         return self.rotary.forward_native(positions, q.flatten(1), k.flatten(1))
 
-    def written(self, found: tuple[Tensor, Tensor], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+    def completed(self, rotated: tuple[Tensor, Tensor], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return q, k and the cache."""
-        q, k = (x.unflatten(1, (-1, self.heads[2])) for x in found)
+        q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated)
         self.attn.impl.do_kv_cache_update(self.attn, k, self.parts(qkv)[2], cache, slots)
         return q, k, cache
 
-    def baseline(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Return the same as `plugin`, by vLLM's layers and its backend."""
-        return self.written(self.computed(qkv, positions), qkv, slots, cache)
-
-    def compiled(self, compiles: Callable) -> Callable:
-        """Return `baseline` with the layers compiled at the first call."""
-        graph = functools.cache(lambda: compiles()(self.computed))
-        return lambda qkv, positions, *places: self.written(graph()(qkv, positions), qkv, *places)
-
     def results(self, output: tuple[Tensor, Tensor, Tensor], tokens: int) -> list[Tensor]:
-        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         q, k, cache = output
         layout = CacheLayout(*self.decoder.caches(self.attn, cache))
         slots = torch.arange(tokens, device=q.device)
@@ -163,7 +141,6 @@ class RopePreAttention(RowComparison):
         return [x.flatten(1) for x in (q, k, *held)]
 
     def exact(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> list[Tensor]:
-        """Return q, k, and the rows of the cache, in float32."""
         q, k, v = (x.float().clone() for x in self.parts(qkv))
         if self.norms:
             *weights, epsilon = self.weights()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from vllm_rocm_ops.core import op
 from vllm_rocm_ops.vllm import seam
 
 MODULE, LAYER = "vllm.compilation.backends", "vllm.model_executor.layers.attention.attention"
@@ -33,6 +34,26 @@ def probe() -> None:
     """
     seam.require_function(f"{MODULE}.split_graph", "graph", "splitting_ops")
     seam.require_function(f"{LAYER}.{ATTENTION.partition('::')[2]}", *ARGUMENTS)
+
+
+def probe_layer_ops() -> None:
+    """Raise `Unavailable` unless an op can find its layer by name, and vLLM's splitting ops can be added to."""
+    from vllm.config import CompilationConfig
+    from vllm.model_executor.layers.attention import attention
+    from vllm.utils import torch_utils
+
+    seam.require_parameters(attention.get_attention_context, "layer_name")
+    for name in ("LayerNameType", "_encode_layer_name", "_resolve_layer_name"):
+        seam.require(hasattr(torch_utils, name), name)
+    seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)
+
+
+def define(function: Callable, *mutates: str) -> None:
+    """Register an op of a layer with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument."""
+    from vllm.utils.torch_utils import LayerNameType
+
+    function.__annotations__["layer_name"] = LayerNameType
+    op.define(function, lambda *_: None, mutates=mutates)
 
 
 def before(change: Change) -> None:
@@ -65,9 +86,9 @@ def also_at(name: str, update: str) -> None:
     @functools.wraps(split)
     def set_splitting_ops_for_v1(self, *arguments, **keywords):
         split(self, *arguments, **keywords)
-        found = self.splitting_ops
-        if found and update in found and name not in found:
-            found.append(name)
+        operators = self.splitting_ops
+        if operators and update in operators and name not in operators:
+            operators.append(name)
 
     CompilationConfig.set_splitting_ops_for_v1 = set_splitting_ops_for_v1
 

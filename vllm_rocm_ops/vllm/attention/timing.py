@@ -66,19 +66,21 @@ def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
     longest, dtype = config.model_config.max_model_len, config.model_config.dtype
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
     for query_len in filter(decoder.supports_rows, {1, 1 + drafts}):
-        found = []
+        choices = []
         for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:
-            of = layer._k_scale, dtype, Layer(decoder, layer, builder)
+            described = layer._k_scale, dtype, Layer(decoder, layer, builder)
             contexts = [Context(decoder, page_size, query_len, keys)]
             if decoder.quantized:
                 contexts.append(AgainstTwoLaunches(decoder, page_size, query_len, keys))
             for context in contexts:
                 against = context.calls, context, context.beside
-                most = config.scheduler_config.max_num_seqs
-                choice = kernel_selection.choice_for(*against, lambda of=of: of, layer._k_scale, most)
+                max_requests = config.scheduler_config.max_num_seqs
+                choice = kernel_selection.choice_for(
+                    *against, lambda layer=described: layer, layer._k_scale, max_requests
+                )
                 if not isinstance(context, AgainstTwoLaunches):
-                    found.append(choice)
-        decoder.choices[query_len], decoder.baseline_alone = tuple(found), None
+                    choices.append(choice)
+        decoder.choices[query_len], decoder.baseline_alone = tuple(choices), None
 
 
 class Layer:
@@ -133,17 +135,19 @@ class Context(LayerComparison):
         return moved, 2.0 * tokens * self.query_len * self.keys * (of_query + of_output)
 
     def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
-        of, requests = layer[-1], len(x)
-        metadata = of.builder.build(0, common_metadata(of, requests, self.query_len, self.keys))
-        query = x.view(requests * self.query_len, of.decoder.impl.num_heads, -1)
-        return query, of, metadata
+        attention_layer, requests = layer[-1], len(x)
+        metadata = attention_layer.builder.build(
+            0, common_metadata(attention_layer, requests, self.query_len, self.keys)
+        )
+        query = x.view(requests * self.query_len, attention_layer.decoder.impl.num_heads, -1)
+        return query, attention_layer, metadata
 
-    def plugin(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...] | None:
+    def plugin(self, query: Tensor, layer: Layer, metadata) -> tuple[Tensor | None, ...] | None:
         requests = len(query) // self.query_len
-        return of.decoder.plugin((requests, self.query_len), of.module, query, metadata)
+        return layer.decoder.plugin((requests, self.query_len), layer.module, query, metadata)
 
-    def baseline(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
-        return of.decoder.baseline(of.module, query, metadata)
+    def baseline(self, query: Tensor, layer: Layer, metadata) -> tuple[Tensor | None, ...]:
+        return layer.decoder.baseline(layer.module, query, metadata)
 
     def comparable(self, outputs: tuple[Tensor | None, ...]) -> Tensor:
         """Return a row per request, dequantized."""
@@ -151,9 +155,9 @@ class Context(LayerComparison):
         return rows.reshape(len(rows) // self.query_len, -1)
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        query, of, metadata = arguments
-        found = of.decoder.exact(self.query_len, self.keys, of.module, query, metadata, rows)
-        return found.reshape(len(rows), -1)[:, columns]
+        query, layer, metadata = arguments
+        outputs = layer.decoder.exact(self.query_len, self.keys, layer.module, query, metadata, rows)
+        return outputs.reshape(len(rows), -1)[:, columns]
 
 
 class AgainstTwoLaunches(Context):
@@ -161,26 +165,26 @@ class AgainstTwoLaunches(Context):
 
     beside = SEPARATE
 
-    def baseline(self, query: Tensor, of: Layer, metadata) -> tuple[Tensor | None, ...]:
-        output, *scales = quantized_attention.outputs(of.decoder.quantized, query)
+    def baseline(self, query: Tensor, layer: Layer, metadata) -> tuple[Tensor | None, ...]:
+        output, *scales = quantized_attention.outputs(layer.decoder.quantized, query)
         plain, batch = torch.empty_like(query), (len(query) // self.query_len, self.query_len)
-        of.decoder.run(batch, of.module, query, of.cache, metadata, plain)
+        layer.decoder.run(batch, layer.module, query, layer.cache, metadata, plain)
         quantized_attention.quantize(plain.flatten(1), output.flatten(1), *scales)
         return output, *scales
 
 
-def common_metadata(of: Layer, requests: int, query_len: int, keys: int):
+def common_metadata(layer: Layer, requests: int, query_len: int, keys: int):
     """Return vLLM's description of a batch of decode rows, as a captured graph has it.
 
     Requests share pages where the cache has too few.
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    config, device, page_size = of.decoder.config, of.cache.device, of.decoder.page_size(of.module)
-    longest, used, pages = config.model_config.max_model_len, -(-keys // page_size), of.cache.shape[0]
+    config, device, page_size = layer.decoder.config, layer.cache.device, layer.decoder.page_size(layer.module)
+    longest, used, pages = config.model_config.max_model_len, -(-keys // page_size), layer.cache.shape[0]
     table = torch.zeros(requests, -(-longest // page_size), dtype=torch.int32)
     table[:, :used] = (torch.arange(requests * used) % (pages - 1) + 1).view(requests, used)
-    of.fill(min(requests * used + 1, pages))
+    layer.fill(min(requests * used + 1, pages))
     starts = torch.arange(0, (requests + 1) * query_len, query_len, dtype=torch.int32)
     lens, mode = torch.full((requests,), keys, dtype=torch.int32), config.compilation_config.cudagraph_mode
     return CommonAttentionMetadata(

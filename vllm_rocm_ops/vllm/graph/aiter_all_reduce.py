@@ -36,11 +36,6 @@ def leave(config, compiles: bool, is_logging_rank: bool) -> tuple[frozenset, lis
     Disable vLLM's pass where AITER would use its two-stage kernel. The pass matches a norm alone, and a norm with a
     quantization per group.
 
-    Args:
-        config: The worker's `VllmConfig`. Its `fuse_allreduce_rms` may be cleared.
-        compiles: Whether vLLM compiles the model.
-        is_logging_rank: Whether this rank logs.
-
     Returns:
         The keys of the quantizations that stay vLLM's, None for a norm alone, and lines for the compile cache's
             fingerprint.

@@ -49,12 +49,10 @@ class Call:
         return types.SimpleNamespace(name=f"{NAME}_{self.norm}" if self.norm else NAME)
 
     def describe(self, _: tuple = ()) -> str:
-        """Return the name of the shape."""
         traits = " residual" * self.has_residual + " column-major" * self.is_column_major
         return f"{self.hidden} {kernel_selection.types(self.dtype)}{traits}{' ' * bool(self.helper)}{self.helper}"
 
     def max_tokens(self) -> int:
-        """Return 0: vLLM's runs before timing."""
         return 0
 
 
@@ -66,7 +64,6 @@ class GroupAllReduce:
     choices: dict[Call, Choice]
 
     def serves(self, call: Call, tokens: int) -> bool:
-        """True if the plugin's launch serves a call with this token count."""
         choice = self.choices.get(call)
         return choice is not None and choice.plugin_serves(tokens)
 
@@ -144,14 +141,14 @@ def _run(*values) -> tuple[Tensor, ...]:
     op, args, group = _arguments(values)
     shared = groups.get(group)
     if shared is not None and shared.serves(call_of(op, op.Arguments(*args)._asdict()), len(args[0])):
-        found = shared.reduce(op, *args)
+        outputs = shared.reduce(op, *args)
     else:
         from vllm.distributed import parallel_state
 
         from vllm_rocm_ops.collectives.one_shot import without_kernel
 
-        found = without_kernel(op, False, lambda x: parallel_state.all_reduce(x, group), args)
-    return padded(*as_tuple(found))
+        outputs = without_kernel(op, False, lambda x: parallel_state.all_reduce(x, group), args)
+    return padded(*as_tuple(outputs))
 
 
 def _fake(*values) -> tuple[Tensor, ...]:
@@ -182,17 +179,17 @@ def node_arguments(op: Op, given: dict[str, object], summed: torch.fx.Node) -> d
 # All-reduces outside of compiled graphs
 
 
-def communicator(theirs: Callable[[Tensor], Tensor], shared: GroupAllReduce, call: Call) -> Callable[[Tensor], Tensor]:
+def communicator(vllms: Callable[[Tensor], Tensor], shared: GroupAllReduce, call: Call) -> Callable[[Tensor], Tensor]:
     """Return the replacement of a communicator's `all_reduce`."""
 
     def all_reduce(input_: Tensor) -> Tensor:
         is_alike = input_.dim() == 2 and input_.shape[1] == call.hidden and input_.dtype == call.dtype
-        return shared.reduce.sum(input_) if is_alike and shared.serves(call, len(input_)) else theirs(input_)
+        return shared.reduce.sum(input_) if is_alike and shared.serves(call, len(input_)) else vllms(input_)
 
     return all_reduce
 
 
-def helper(theirs: Callable, shared: GroupAllReduce, call: Call) -> Callable:
+def helper(vllms: Callable, shared: GroupAllReduce, call: Call) -> Callable:
     """Return the replacement of a function of `HELPERS`."""
     one_plus = HELPERS[call.helper]
 
@@ -201,10 +198,10 @@ def helper(theirs: Callable, shared: GroupAllReduce, call: Call) -> Callable:
         is_alike = x.dim() == 2 and x.shape == residual.shape and x.shape[1] == call.hidden
         is_alike = is_alike and {x.dtype, residual.dtype, weight.dtype} == {call.dtype}
         if not (is_alike and shared.serves(call, len(x))):
-            return theirs(hidden_states, residual, norm)
+            return vllms(hidden_states, residual, norm)
         return run_helper(shared.reduce, one_plus, x, residual, weight.data, norm.variance_epsilon)
 
-    fused.vllms = theirs
+    fused.vllms = vllms
     return fused
 
 
@@ -214,8 +211,8 @@ def run_helper(reduce: Callable, one_plus: bool, x: Tensor, residual: Tensor, we
     return reduce(ops.fused_add_rms_norm, x, residual, weight, epsilon, one_plus), residual
 
 
-def replace_everywhere(modules: Iterable[types.ModuleType], name: str, theirs: Callable, plugin: Callable) -> None:
+def replace_everywhere(modules: Iterable[types.ModuleType], name: str, vllms: Callable, plugin: Callable) -> None:
     """Replace a function of vLLM's in all modules that imported it by name."""
     for module in modules:
-        if getattr(module, name, None) is theirs:
+        if getattr(module, name, None) is vllms:
             setattr(module, name, plugin)

@@ -55,24 +55,24 @@ AITER = "AITER"
 def calls_of(config, models: list[torch.nn.Module]) -> dict[Call, torch.nn.Module | None]:
     """Return the calls of a worker's models, each with a norm if a function of vLLM's gets one."""
     hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
-    found: dict[Call, torch.nn.Module | None] = {Call("", hidden, dtype): None}
+    calls: dict[Call, torch.nn.Module | None] = {Call("", hidden, dtype): None}
     choices = compiled_ops.choices
     if (
         "norm" in choices.on
         and "fusion" in seam.active()
         and any(compilation.is_compiled(config, model) for model in models)
     ):
-        found[Call("fused_add_rms_norm", hidden, dtype, True)] = None
+        calls[Call("fused_add_rms_norm", hidden, dtype, True)] = None
         for pattern, runs in choices.decisions.items():
             if runs and pattern.op in launches.NORMS and pattern.columns == hidden:
-                found[Call(pattern.op, hidden, dtype, pattern.has_residual, pattern.is_column_major)] = None
+                calls[Call(pattern.op, hidden, dtype, pattern.has_residual, pattern.is_column_major)] = None
     for model in models:
         homes = {type(module).__module__ for module in model.modules()}
         norms = [m for m in model.modules() if hasattr(m, "variance_epsilon") and m.weight.shape == (hidden,)]
         for name in all_reduce_norm.HELPERS:
             if norms and any(hasattr(sys.modules.get(home), name) for home in homes):
-                found[Call("fused_add_rms_norm", hidden, dtype, True, helper=name)] = norms[0]
-    return {call: norm for call, norm in found.items() if call.dtype in (torch.bfloat16, torch.float16)}
+                calls[Call("fused_add_rms_norm", hidden, dtype, True, helper=name)] = norms[0]
+    return {call: norm for call, norm in calls.items() if call.dtype in (torch.bfloat16, torch.float16)}
 
 
 def is_aiters(call: Call) -> bool:
@@ -82,8 +82,8 @@ def is_aiters(call: Call) -> bool:
 
 def sizes(call: Call, shared_blocks: int) -> list[int]:
     """Return the token counts to time: powers of two, and the largest that a launch supports."""
-    most = min(launches.CAPACITY * launches.VALUES_IN_WORD // call.hidden, shared_blocks)
-    return sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
+    max_tokens = min(launches.CAPACITY * launches.VALUES_IN_WORD // call.hidden, shared_blocks)
+    return sorted({1 << power for power in range(max_tokens.bit_length())} | {max_tokens}) if max_tokens else []
 
 
 class AllReduceComparison:
@@ -122,7 +122,6 @@ class AllReduceComparison:
 
     @property
     def one_plus(self) -> bool:
-        """True if the norm multiplies by 1 + weight."""
         return all_reduce_norm.HELPERS.get(self.call.helper, False)
 
     def plugin(self, x: Tensor, *args) -> tuple:
@@ -149,12 +148,11 @@ class AllReduceComparison:
     def _residual(self, args: tuple) -> tuple:
         return (args[self.op.Arguments._fields.index("residual") - 1],) if self.call.has_residual else ()
 
-    def results(self, found: tuple, args: list) -> list[Tensor]:
-        """Return a call's results, dequantized."""
-        found, residual = (found[:-1], found[-1:]) if self.call.has_residual else (found, ())
+    def results(self, outputs: tuple, args: list) -> list[Tensor]:
+        outputs, residual = (outputs[:-1], outputs[-1:]) if self.call.has_residual else (outputs, ())
         if self.op is not None and "scale" in self.op.Arguments._fields:
-            found = (*found, args[self.op.Arguments._fields.index("scale") - 1])
-        *plain, values, scale = found if len(found) > 1 else (*found, None)
+            outputs = (*outputs, args[self.op.Arguments._fields.index("scale") - 1])
+        *plain, values, scale = outputs if len(outputs) > 1 else (*outputs, None)
         return [*plain, values if scale is None else compiled_ops.dequantized(values, scale), *residual]
 
     def exact(self, every: list[Tensor], args: tuple) -> list[Tensor]:
@@ -168,16 +166,16 @@ class AllReduceComparison:
         weight = a.weight.float() + a.one_plus_weight
         y = x * torch.rsqrt(x.square().mean(1, keepdim=True) + a.epsilon) * weight
         if "scale" in self.op.Arguments._fields:
-            most = SCALE * LIMIT[a.quant_dtype]
-            y = y.clamp(-most, most)
+            limit = SCALE * LIMIT[a.quant_dtype]
+            y = y.clamp(-limit, limit)
         normed = [y] * (2 if self.op is launches.BOTH else 1)
         return [*normed, *([] if residual is None else [x])]
 
 
 def helper_of(call: Call) -> Callable:
     """Return vLLM's function of that name."""
-    found = next(f for m in list(sys.modules.values()) if (f := getattr(m, call.helper, None)) and callable(f))
-    return getattr(found, "vllms", found)
+    function = next(f for m in list(sys.modules.values()) if (f := getattr(m, call.helper, None)) and callable(f))
+    return getattr(function, "vllms", function)
 
 
 # Timing
@@ -185,10 +183,10 @@ def helper_of(call: Call) -> Callable:
 
 def digest(tensors: list[Tensor]) -> str:
     """Return a hash of the tensors' bits."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callable) -> Measured:
@@ -198,9 +196,9 @@ def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callabl
     def run(function: Callable) -> tuple[list[Tensor], tuple]:
         every, args = sets[0]
         x, *args = copies((every[rank], *args))
-        found = function(x, *args)
+        outputs = function(x, *args)
         clock.finish()
-        return both.results(found, args), found
+        return both.results(outputs, args), outputs
 
     baseline, _ = agree(lambda: run(both.baseline), keep=True)
     plugin, raw = agree(lambda: run(both.plugin), keep=True)
@@ -211,7 +209,7 @@ def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callabl
         errors = [0.0, 0.0]
         try:
             each = zip(plugin, baseline, both.exact(*sets[0]), strict=True)
-            errors, *_ = [comparison.check(*one, rows, columns) for one in each]
+            errors, *_ = [comparison.check(*results, rows, columns) for results in each]
         except Mismatch as error:
             return str(error), "", *errors
         return "", digest(list(raw)), *errors
@@ -315,8 +313,8 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
     def agree(act: Callable[[], object], keep: bool = False):
         """Return an action's results by rank, or with `keep` this rank's alone."""
         mine = []
-        found = collectives.agree(group.cpu_group, lambda: mine.append(act()) if keep else act(), "off")
-        return mine[0] if keep else found
+        by_rank = collectives.agree(group.cpu_group, lambda: mine.append(act()) if keep else act(), "off")
+        return mine[0] if keep else by_rank
 
     try:
         config = worker.vllm_config
@@ -327,7 +325,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
         start = time.monotonic()
         with torch.inference_mode():
             turn_on(worker, group, clock, agree, create, start + MAX_SECONDS)
-        kernel_selection.spend(time.monotonic() - start)
+        kernel_selection.session.spent += time.monotonic() - start
     except RuntimeError as error:
         all_reduce_norm.groups.pop(group.unique_name, None)
         if is_logging_rank:
@@ -337,9 +335,9 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
 def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end: float) -> None:
     """Time, and put the plugin's launches in place where they win."""
     communicator = group.device_communicator
-    theirs = communicator.all_reduce
+    vllm_all_reduce = communicator.all_reduce
     try:
-        reduce = create(group.cpu_group, group.device, all_reduce=theirs, seconds=TRIAL_SECONDS)
+        reduce = create(group.cpu_group, group.device, all_reduce=vllm_all_reduce, seconds=TRIAL_SECONDS)
     except RuntimeError as error:  # on all ranks
         logger.info("vllm-rocm-ops: all-reduce stays vLLM's: %s", error)
         return
@@ -361,12 +359,8 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     decided = record.decided()
     choices = {both.call: made_choice(both, decided) for both in every}
     if group.rank_in_group == 0:
-        of_these = Record(record.machine, record.off, {key: m for key, m in record.shapes.items() if key in known[0]})
-        kernel_timing.log_results(
-            of_these,
-            Decided({o: w for o, w in record.off.items() if o.startswith(all_reduce_norm.NAME)}, {}),
-            set(known[0]),
-        )
+        off = {op: why for op, why in record.off.items() if op.startswith(all_reduce_norm.NAME)}
+        kernel_timing.log_results(record, Decided(off, {}), set(known[0]))
     shared = GroupAllReduce(reduce, choices)
     if not any(any(choice.plugin_by_tokens) for choice in choices.values()):
         reduce.close()
@@ -375,7 +369,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
     for both in every:
         call, wins = both.call, shared.wins(both.call, everywhere=is_aiters(both.call))
         if wins and not call.norm:
-            communicator.all_reduce = all_reduce_norm.communicator(theirs, shared, call)
+            communicator.all_reduce = all_reduce_norm.communicator(vllm_all_reduce, shared, call)
         elif wins and call.helper:
             vllms = helper_of(call)
             plugin = all_reduce_norm.helper(vllms, shared, call)

@@ -36,12 +36,12 @@ def compiler(config) -> Callable[[Callable], Callable]:
     backend = VllmBackend(config)
     backend.pass_manager = PostGradPassManager()  # without the plugin's pass
     backend.configure_post_pass()
-    most = config.scheduler_config.max_num_batched_tokens
+    max_tokens = config.scheduler_config.max_num_batched_tokens
 
     def inductor(graph, inputs):
         from torch._inductor.compile_fx import compile_fx
 
-        with pass_context(Range(1, most)):
+        with pass_context(Range(1, max_tokens)):
             return compile_fx(graph, inputs, config_patches=backend.inductor_config)
 
     def compiled(function: Callable) -> Callable:

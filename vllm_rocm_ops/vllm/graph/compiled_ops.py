@@ -71,11 +71,32 @@ def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         params = kernel._get_layer_params(layer)
         if hasattr(kernel, "use_triton"):  # scales per block
-            how = params.input_scale, params.input_scale_ub
-            return quant_fp8(x, *how, use_triton=quantize.use_triton)
+            scales = params.input_scale, params.input_scale_ub
+            return quant_fp8(x, *scales, use_triton=quantize.use_triton)
         return quant_fp8(x, *params[2:])
 
     return run
+
+
+class LayerPart(RowComparison):
+    """The part of an attention layer that an op serves, and its comparison with vLLM's layers.
+
+    Subclasses define `computed(x, positions)`, which vLLM compiles, and `completed(computed, x, *others)`, which follows.
+    """
+
+    def name(self, shape: str, baseline: Baseline) -> None:
+        """Set the pattern and the key of the op's calls."""
+        self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
+
+    def runs_unmeasured(self) -> bool:
+        return self.decoder.is_forced
+
+    def baseline(self, x: Tensor, positions: Tensor, *others):
+        return self.completed(self.computed(x, positions), x, *others)
+
+    def compiled(self, compiles: Callable) -> Callable:
+        graph = functools.cache(lambda: compiles()(self.computed))
+        return lambda x, positions, *others: self.completed(graph()(x, positions), x, *others)
 
 
 class QuantComparison(RowComparison):
@@ -109,7 +130,6 @@ class QuantComparison(RowComparison):
         return float(tokens * self.columns * (tensors * self.dtype.itemsize + 1)), 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
-        """Return a random input and residual."""
         device = next(self.linear.parameters()).device
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -134,7 +154,6 @@ class QuantComparison(RowComparison):
         return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
 
     def baseline(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the same by vLLM's layers."""
         if residual is None:
             return *self.linear.vllm_rocm_ops_quantize(self.producer.vllm_forward(x)), None
         output, residual = self.producer.vllm_forward(x, residual)
@@ -155,18 +174,16 @@ class QuantComparison(RowComparison):
             x = x if residual is None else x + residual.float()
             scale = torch.rsqrt(x.square().mean(1, keepdim=True) + self.producer.variance_epsilon)
             result = x * scale * self.producer.weight.data.float()
-        most = self.bound()
+        limit = self.bound()
         if "scale" in self.op.Arguments._fields:
-            most = self.linear.input_scale.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
-        return result if most is None else result.clamp(-most, most), x if self.has_residual else None
+            limit = self.linear.input_scale.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
+        return result if limit is None else result.clamp(-limit, limit), x if self.has_residual else None
 
     def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
-        """Return the results of `plugin` or `baseline` in the form of `exact`."""
         values, scale, residual = output
         return [dequantized(values[:tokens], scale), residual]
 
     def compiled(self, compiles: Callable) -> Callable:
-        """Return vLLM's graph, compiled at its first call."""
         eager = self.baseline  # `compiled` may replace it
         graph = functools.cache(lambda: compiles()(eager))
         return lambda *tensors: graph()(*tensors)
@@ -201,15 +218,8 @@ def fused_in(
 ) -> Iterator[QuantComparison]:
     """Yield the pairs of a norm or an activation and a linear whose input it may quantize.
 
-    Norms quantize in models that vLLM compiles. Norms as wide as the model belong to its decoder layers and have a
-    residual.
-
-    Args:
-        model: The model.
-        hidden: The model's hidden size.
-        dtype: The model's dtype.
-        baseline: `baseline_of` the model.
-        compiles: Whether vLLM compiles the model.
+    Norms quantize in models that vLLM compiles. Norms as wide as the model, with `hidden` columns, belong to its decoder
+    layers and have a residual.
     """
     from vllm_rocm_ops.vllm.graph import fused_quant
 
@@ -224,7 +234,10 @@ def fused_in(
                 (model_queries.width(linear), fused_quant.made_for(linear, 0, keys[True]), *traits), linear
             )
     pairs = [
-        (norm, one) for norm in norms.values() for one in kinds.values() if model_queries.width(one) == len(norm.weight)
+        (norm, linear)
+        for norm in norms.values()
+        for linear in kinds.values()
+        if model_queries.width(linear) == len(norm.weight)
     ]
     pairs += [(layer.act_fn, layer.down_proj) for layer in model_queries.gated(model)]
     for producer, linear in pairs:
@@ -234,23 +247,27 @@ def fused_in(
         key, is_opaque = fused_quant.made_for(linear, columns, keys[is_norm]), producer in opaque or not compiles
         is_mx = key == fused_quant.MX  # no vLLM pass fuses it, and no linear accepts it
         if key is not None and not (is_mx and is_opaque):
-            has_residual, how = is_norm and columns == hidden, baseline(is_norm, producer in opaque, not is_mx)
+            has_residual, beside = is_norm and columns == hidden, baseline(is_norm, producer in opaque, not is_mx)
             op = fused_quant.op_of(tables[is_norm], key, has_residual)
-            yield QuantComparison(op, producer, linear, columns, dtype, has_residual, how)
+            yield QuantComparison(op, producer, linear, columns, dtype, has_residual, beside)
 
 
-def choice_of(one: RowComparison) -> Choice:
+def choice_of(kernels: RowComparison) -> Choice:
     """Return a choice to time."""
-    return Choice(one, one.key, dict.fromkeys(range(SETS), ()))
+    return Choice(kernels, kernels.key, dict.fromkeys(range(SETS), ()))
 
 
-def decide(found: list[QuantComparison], decided: Decided) -> dict[Pattern, bool]:
+def decide(comparisons: list[QuantComparison], decided: Decided) -> dict[Pattern, bool]:
     """Return, by pattern, whether the op runs. Raises ValueError for a key that has a choice per token count."""
     decisions = {}
-    for one in found:
-        if not one.key.has_one_choice:
-            raise ValueError(f"{one.op.name}: key must have one choice for all token counts, got {one.key}")
-        measured = decided.shapes.get(one.key)
-        runs = one.runs_unmeasured() if measured is None else bool(measured[0])
-        decisions[one.pattern] = decisions.get(one.pattern, True) and runs and one.op.name not in decided.off
+    for comparison in comparisons:
+        if not comparison.key.has_one_choice:
+            raise ValueError(
+                f"{comparison.op.name}: key must have one choice for all token counts, got {comparison.key}"
+            )
+        measured = decided.shapes.get(comparison.key)
+        runs = comparison.runs_unmeasured() if measured is None else bool(measured[0])
+        decisions[comparison.pattern] = (
+            decisions.get(comparison.pattern, True) and runs and comparison.op.name not in decided.off
+        )
     return decisions

@@ -46,8 +46,8 @@ ACTIVATIONS = {
 
 def has_kernels(name: str) -> bool:
     """True if this machine has kernels for the op, for any row length and row count."""
-    row, one = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
-    examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": one}
+    row, scale = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
+    examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": scale}
     examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
     op = getattr(ops, name)
     known = {argument: value for argument, value in examples.items() if argument in op.Arguments._fields}
@@ -97,13 +97,7 @@ class Quantized(QuantizedActivation):
 
 
 def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
-    """Return the key of the quantized input that a linear accepts, None if the key is not in `keys` or does not fit.
-
-    Args:
-        linear: vLLM's linear layer, or None.
-        columns: The columns of its input. A key with groups of 128 needs a multiple of 128.
-        keys: The keys whose ops are runnable.
-    """
+    """Return the key of the quantized input that a linear accepts, None if the key is not in `keys` or does not fit."""
     key = None if linear is None else get_input_quant_key(linear)
     if key == kFp8Dynamic128Sym and columns % GROUP != 0:
         return None

@@ -37,13 +37,13 @@ class QuantTraits(NamedTuple):
     padding: int
 
 
-def quantize(x: Tensor, scale: Tensor | None, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, scale: Tensor | None, bound: Tensor | None, traits: list[int]) -> tuple[Tensor, Tensor]:
     """Return vLLM's quantization of x and its scales. A static scale is returned as given."""
-    return _quantize[tuple(how)](x, scale, bound)
+    return _quantize[tuple(traits)](x, scale, bound)
 
 
-def _run(x: Tensor, scale: Tensor | None, bound: Tensor | None, how: list[int]) -> tuple[Tensor, Tensor]:
-    values, scales = quantize(x, scale, bound, how)
+def _run(x: Tensor, scale: Tensor | None, bound: Tensor | None, traits: list[int]) -> tuple[Tensor, Tensor]:
+    values, scales = quantize(x, scale, bound, traits)
     return values, scales if scale is None else scales.clone()  # an op returns no argument
 
 
@@ -65,7 +65,7 @@ def activate(x: Tensor) -> Tensor:
 
 
 _library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
-_library.define("marked_quant(Tensor x, Tensor? scale, Tensor? bound, int[] how) -> (Tensor, Tensor)")
+_library.define("marked_quant(Tensor x, Tensor? scale, Tensor? bound, int[] traits) -> (Tensor, Tensor)")
 _library.impl("marked_quant", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_rocm_ops::marked_quant", _run, lib=_library)
 _library.define(
@@ -93,16 +93,12 @@ def runs_passes() -> bool:
 
 
 def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
-    """Return a forward that marks one of vLLM's quantizations while a model is traced.
+    """Return a forward that marks one of vLLM's quantizations while a model is traced; `forward` computes it uncompiled.
 
     No form of vLLM's reads `use_triton`.
-
-    Args:
-        quant: vLLM's QuantFP8.
-        forward: Its computation, not compiled on its own.
     """
     group, padding = quant.group_shape, quant.num_token_padding
-    how = QuantTraits(
+    traits = QuantTraits(
         quant.static,
         group.row,
         group.col,
@@ -111,7 +107,7 @@ def of_quantization(quant: torch.nn.Module, forward: Callable) -> Callable:
         bool(quant.use_ue8m0),
         -1 if padding is None else padding,
     )
-    numbers = list(map(int, how))
+    numbers = list(map(int, traits))
     _quantize[tuple(numbers)] = forward
 
     def marked(x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False):

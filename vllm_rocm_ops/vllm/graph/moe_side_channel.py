@@ -56,19 +56,14 @@ def is_same(x: Tensor, given: Tensor) -> bool:
     )
 
 
-def publish(logits: Tensor, how: tuple, weights: Tensor, ids: Tensor) -> None:
+def publish(logits: Tensor, routing: tuple, weights: Tensor, ids: Tensor) -> None:
     """Make the next `routed` find the weights and ids that were chosen by these logits and these arguments."""
-    current.routed = logits, how, weights, ids
+    current.routed = logits, routing, weights, ids
 
 
-def routed(logits: Tensor, how: tuple) -> tuple[Tensor, Tensor] | None:
-    """Return the weights and ids that were handed over, once. None if they belong to other logits or arguments.
-
-    Args:
-        logits: The router's logits, [tokens, experts].
-        how: The further arguments of the routing op. The last may be a tensor.
-    """
+def routed(logits: Tensor, routing: tuple) -> tuple[Tensor, Tensor] | None:
+    """Return the weights and ids that were handed over, once. None if they belong to other logits or arguments."""
     if torch.compiler.is_compiling() or current.routed is None:
         return None
-    (given, its_how, *made), current.routed = current.routed, None
-    return tuple(made) if is_same(logits, given) and how[-1] is its_how[-1] and how == its_how else None
+    (given, its_routing, *made), current.routed = current.routed, None
+    return tuple(made) if is_same(logits, given) and routing[-1] is its_routing[-1] and routing == its_routing else None

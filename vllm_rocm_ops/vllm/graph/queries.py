@@ -23,14 +23,14 @@ VIEWS = (
 GEMMS = (aten.mm.default, aten.addmm.default)
 
 
-def are_alike(one: tuple, other: tuple) -> bool:
+def are_alike(result: tuple, other: tuple) -> bool:
     """True if results have equal shapes, dtypes and strides for any token count."""
     return all(
         a.dtype == b.dtype
         and a.dim() == b.dim()
         and all(map(statically_known_true, map(operator.eq, a.shape, b.shape)))
         and all(map(statically_known_true, map(operator.eq, a.stride(), b.stride())))
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(result, other, strict=True)
     )
 
 
@@ -70,10 +70,10 @@ def addends(given: dict[str, object]) -> dict[str, object]:
         is_rows = isinstance(part, fx.Node) and are_alike((part.meta["val"],), (total.meta["val"],))
         return is_rows and is_materialized(part) and unviewed(part) is not unviewed(residual)
 
-    (one, own), (other, factor) = sorted(map(factored, total.args), key=lambda part: part[1] != 1.0)
-    if own != 1.0 or not (fits(one) and fits(other)):
+    (term, own), (other, factor) = sorted(map(factored, total.args), key=lambda part: part[1] != 1.0)
+    if own != 1.0 or not (fits(term) and fits(other)):
         return {}
-    return {"input": one, "addend": other, "addend_factor": factor}
+    return {"input": term, "addend": other, "addend_factor": factor}
 
 
 def factored(part: object) -> tuple[object, float]:

@@ -62,7 +62,6 @@ class Producer:
         self.node = self.result = node
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments of the plugin's ops, by name."""
         return {"input": self.node.args[0]}
 
     def supports(self) -> bool:
@@ -72,7 +71,6 @@ class Producer:
         return rows.dtype in fused_quant.DTYPES and fused_quant.in_rows(rows)
 
     def op(self, key) -> Op:
-        """Return the op for a quantization."""
         return fused_quant.op_of(self.table, key, self.residual is not None)
 
 
@@ -240,17 +238,17 @@ def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
     """Return vLLM's key of a quantization, None if unsupported, and the op arguments for it."""
     if marker.target is MX_QUANTIZATION:  # args after x: scale swizzling and alignment
         return (None if any(marker.args[1:]) or marker.kwargs else fused_quant.MX), {}
-    _, scale, bound, how = marker.args
-    how = markers.QuantTraits(*how)
-    if how.tma_aligned or how.ue8m0 or how.padding != -1:
+    _, scale, bound, traits = marker.args
+    traits = markers.QuantTraits(*traits)
+    if traits.tma_aligned or traits.ue8m0 or traits.padding != -1:
         return None, {}
     keys = {(key.scale.static, *key.scale.group_shape): key for key in fused_quant.KEYS}
-    key = keys.get((bool(how.static), how.rows, how.columns))
+    key = keys.get((bool(traits.static), traits.rows, traits.columns))
     given: dict[str, object] = {"quant_dtype": fused_quant.QUANT_DTYPE}
-    if how.static:
+    if traits.static:
         return key, given | {"scale": scale}
-    if how.columns == fused_quant.GROUP:
-        return key, given | {"group_size": fused_quant.GROUP, "is_scale_transposed": bool(how.column_major)}
+    if traits.columns == fused_quant.GROUP:
+        return key, given | {"group_size": fused_quant.GROUP, "is_scale_transposed": bool(traits.column_major)}
     return key, given | {"scale_ub": bound}
 
 
@@ -327,7 +325,7 @@ def insert(
             producer.added.replace_all_uses_with(added)
     if not quantizes:
         producer.result.replace_all_uses_with(outputs[0])
-    for user in [user for one in quantizes for user in one.users]:
+    for user in [user for marker in quantizes for user in marker.users]:
         user.replace_all_uses_with(made_by(op, outputs[0], given)[user.args[1]] if is_static else outputs[user.args[1]])
     return outputs
 
@@ -338,7 +336,7 @@ def insert_gated(producer: Producer, linear: fx.Node, scale: fx.Node, quantizes:
     with producer.node.graph.inserting_before(place_of(producer, {"scale": scale})):
         values = producer.node.graph.call_function(GATED, (a, b, scale_a, scale_b, scale, *rest))
     values.meta["val"] = quantizes[0].meta["val"][0]
-    for user in [user for one in quantizes for user in one.users]:
+    for user in [user for marker in quantizes for user in marker.users]:
         user.replace_all_uses_with((values, scale)[user.args[1]])
 
 
@@ -373,10 +371,9 @@ class PassManager(PostGradPassManager):
     def configure(self, config) -> None:
         """Add the plugin's pass after vLLM's removal of no-op views."""
         super().configure(config)
-        at = sum(isinstance(one, NoOpEliminationPass) for one in self.passes[:1])
-        self.passes.insert(at, Fusion(config))
+        place = sum(isinstance(entry, NoOpEliminationPass) for entry in self.passes[:1])
+        self.passes.insert(place, Fusion(config))
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run all passes on a graph."""
         super().__call__(graph)
         update_in_place(graph)

@@ -4,6 +4,7 @@ Layers that the kernels cannot serve run vLLM's forward, see fused_quant.py. Thi
 unaligned addresses, or kernels that do not load. bench times the same kernels as baselines.
 """
 
+import functools
 import types
 from collections.abc import Callable
 
@@ -38,26 +39,20 @@ COMPILED: dict[str, Callable] = {
 """vLLM's compiled ops, by op name. Called with the outputs, which they write, and the op's arguments."""
 
 
-def _norm(
-    input: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    residual: Tensor | None = None,
-    one_plus_weight: bool = False,
-    addend: Tensor | None = None,
-    factor: float = 1.0,
-) -> Tensor:
+def _norm(a) -> Tensor:
+    """Return the norm of an op's arguments, and update their residual."""
     from vllm import _custom_ops  # noqa: F401  registers `COMPILED`
 
-    input = input if addend is None else torch.add(input, addend, alpha=factor)
-    if one_plus_weight:
-        return _gemma(input, weight, epsilon, residual)
+    residual, addend = getattr(a, "residual", None), getattr(a, "addend", None)
+    x = a.input if addend is None else torch.add(a.input, addend, alpha=a.addend_factor)
+    if a.one_plus_weight:
+        return _gemma(x, a.weight, a.epsilon, residual)
     if residual is None:
-        output = torch.empty_like(input, memory_format=torch.contiguous_format)
-        COMPILED["rms_norm"](output, ops.rms_norm.Arguments(input.contiguous(), weight, epsilon))
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        COMPILED["rms_norm"](output, ops.rms_norm.Arguments(x.contiguous(), a.weight, a.epsilon))
         return output
-    output, added = input.clone(memory_format=torch.contiguous_format), residual.contiguous()
-    COMPILED["fused_add_rms_norm"](None, ops.fused_add_rms_norm.Arguments(output, added, weight, epsilon))
+    output, added = x.clone(memory_format=torch.contiguous_format), residual.contiguous()
+    COMPILED["fused_add_rms_norm"](None, ops.fused_add_rms_norm.Arguments(output, added, a.weight, a.epsilon))
     if added is not residual:
         residual.copy_(added)
     return output
@@ -76,22 +71,24 @@ def _gemma(input: Tensor, weight: Tensor, epsilon: float, residual: Tensor | Non
     return output
 
 
-def _activation(input: Tensor) -> Tensor:
-    output = input.new_empty(*input.shape[:-1], input.shape[-1] // 2)
-    COMPILED["silu_and_mul"](output, ops.silu_and_mul.Arguments(input.contiguous()))
+def _activation(a) -> Tensor:
+    output = a.input.new_empty(*a.input.shape[:-1], a.input.shape[-1] // 2)
+    COMPILED["silu_and_mul"](output, ops.silu_and_mul.Arguments(a.input.contiguous()))
     return output
 
 
-def _static(x: Tensor, scale: Tensor) -> Tensor:
+def _static(x: Tensor, a) -> Tensor:
     from vllm import _custom_ops
 
-    return _custom_ops.scaled_fp8_quant(x.view(-1, x.shape[-1]), scale)[0].view(x.shape)
+    return _custom_ops.scaled_fp8_quant(x.view(-1, x.shape[-1]), a.scale)[0].view(x.shape)
 
 
-def _per_token(x: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+def _per_token(x: Tensor, a) -> tuple[Tensor, Tensor]:
     from vllm import _custom_ops
 
-    quantized = _custom_ops.scaled_fp8_quant(x.view(-1, x.shape[-1]), scale_ub=bound, use_per_token_if_dynamic=True)
+    quantized = _custom_ops.scaled_fp8_quant(
+        x.view(-1, x.shape[-1]), scale_ub=a.scale_ub, use_per_token_if_dynamic=True
+    )
     return quantized[0].view(x.shape), quantized[1]
 
 
@@ -102,10 +99,6 @@ def _per_block(x: Tensor, group_size: int, column_major: bool) -> tuple[Tensor, 
         x.view(-1, x.shape[-1]), group_size, column_major_scales=column_major, use_ue8m0=False
     )
     return quantized[0].view(x.shape), quantized[1]
-
-
-def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x, *_per_block(x, BLOCK, False)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,39 +115,37 @@ def _mx(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(x.shape), scale
 
 
-NORMS: dict[str, Callable] = {
-    "rms_norm": lambda x, weight, epsilon, one_plus: _norm(x, weight, epsilon, None, one_plus),
-    "fused_add_rms_norm": lambda x, residual, weight, epsilon, one_plus, *addend: _norm(
-        x, weight, epsilon, residual, one_plus, *addend
-    ),
-    "rms_norm_static_fp8_quant": lambda x, weight, scale, epsilon, dtype, one_plus: _static(
-        _norm(x, weight, epsilon, None, one_plus), scale
-    ),
-    "fused_add_rms_norm_static_fp8_quant": lambda x, residual, weight, scale, epsilon, dtype, one_plus, *addend: (
-        _static(_norm(x, weight, epsilon, residual, one_plus, *addend), scale)
-    ),
-    "rms_norm_dynamic_per_token_quant": lambda x, weight, epsilon, dtype, bound, residual, one_plus, *addend: (
-        _per_token(_norm(x, weight, epsilon, residual, one_plus, *addend), bound)
-    ),
-    "rms_norm_per_block_quant": lambda x, weight, epsilon, dtype, group, column_major, bound, residual, one_plus, *addend: (
-        _per_block(_norm(x, weight, epsilon, residual, one_plus, *addend), group, column_major)
-    ),
-    "rms_norm_and_per_block_quant": lambda x, weight, epsilon, dtype, residual, one_plus, *addend: _both(
-        _norm(x, weight, epsilon, residual, one_plus, *addend)
-    ),
-    "rms_norm_mxfp8_quant": lambda x, weight, epsilon, residual, one_plus, *addend: _mx(
-        _norm(x, weight, epsilon, residual, one_plus, *addend)
-    ),
-}
-ACTIVATIONS: dict[str, Callable] = {
-    "silu_and_mul": _activation,
-    "silu_and_mul_quant": lambda x, scale, dtype: _static(_activation(x), scale),
-    "silu_and_mul_per_token_quant": lambda x, dtype, bound: _per_token(_activation(x), bound),
-    "silu_and_mul_per_block_quant": lambda x, dtype, group, column_major, bound: _per_block(
-        _activation(x), group, column_major
-    ),
-    "silu_and_mul_mxfp8_quant": lambda x: _mx(_activation(x)),
-}
+def _fallbacks(make: Callable, quantizations: dict[str, Callable]) -> dict[str, Callable]:
+    """Return by op a function of its arguments: what `make` returns, in the op's quantization."""
+
+    def run(name: str, quantize: Callable, *arguments):
+        a = getattr(ops, name).Arguments(*arguments)
+        return quantize(make(a), a)
+
+    return {name: functools.partial(run, name, quantize) for name, quantize in quantizations.items()}
+
+
+NORMS = _fallbacks(
+    _norm,
+    {
+        **dict.fromkeys(("rms_norm", "fused_add_rms_norm"), lambda y, a: y),
+        **dict.fromkeys(("rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"), _static),
+        "rms_norm_dynamic_per_token_quant": _per_token,
+        "rms_norm_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
+        "rms_norm_and_per_block_quant": lambda y, a: (y, *_per_block(y, BLOCK, False)),
+        "rms_norm_mxfp8_quant": lambda y, a: _mx(y),
+    },
+)
+ACTIVATIONS = _fallbacks(
+    _activation,
+    {
+        "silu_and_mul": lambda y, a: y,
+        "silu_and_mul_quant": _static,
+        "silu_and_mul_per_token_quant": _per_token,
+        "silu_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
+        "silu_and_mul_mxfp8_quant": lambda y, a: _mx(y),
+    },
+)
 """By op, with the op's arguments. Scales per block have no bound: no seam passes one."""
 
 

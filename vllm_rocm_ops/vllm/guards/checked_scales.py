@@ -207,7 +207,11 @@ def check(model: torch.nn.Module) -> None:
             left = (scale == NOT_LOADED) & (first != NOT_LOADED) & is_per_tensor(scale, weight)
             bad, wanted = ~(scale.isfinite() & (scale >= 0) | left), "be in the checkpoint, finite and positive"
             zero = scale == 0
-            if zero.all() if weight is None else any(not_zero(weight, scale, at) for at in zero.nonzero().tolist()):
+            if (
+                zero.all()
+                if weight is None
+                else any(not_zero(weight, scale, place) for place in zero.nonzero().tolist())
+            ):
                 bad |= zero
         if bad.any():
             got = "nothing" if unloaded(scale)[bad][0] else scale.float()[bad][0].item()
@@ -233,18 +237,18 @@ def check_in_use(model: torch.nn.Module) -> None:
             )
 
 
-def not_zero(weight: Tensor, scale: Tensor, at: list[int]) -> bool:
+def not_zero(weight: Tensor, scale: Tensor, places: list[int]) -> bool:
     """True if the part of a weight that one element of its scale covers has a nonzero value."""
     part = weight
     if scale.dim() == weight.dim():
-        for dimension, place in enumerate(at):
+        for dimension, place in enumerate(places):
             size = (
                 1 << (-(-weight.shape[dimension] // scale.shape[dimension]) - 1).bit_length()
             )  # the last block may be partial
             start = min(place * size, weight.shape[dimension])
             part = part.narrow(dimension, start, min(size, weight.shape[dimension] - start))
     elif weight.dim() == 3:
-        part = weight[at[0]]
+        part = weight[places[0]]
     return bool((part.view(torch.uint8) & 0x7F).any())
 
 

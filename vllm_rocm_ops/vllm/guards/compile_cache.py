@@ -46,15 +46,15 @@ def fingerprint() -> str:
 
 def mark(vllm_config) -> None:
     """Put the fingerprint into a configuration and log it. Logging is set up and all plugins are loaded by then."""
-    found = fingerprint()
+    line = fingerprint()
     if isinstance(vllm_config.additional_config, dict):
-        vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": found}
+        vllm_config.additional_config = {**vllm_config.additional_config, "vllm_rocm_ops": line}
     else:
         logger.warning(
             "vllm-rocm-ops: additional_config is not a dict, so the compile cache does not know the plugin version. "
             "After an update, clear vLLM's compile cache."
         )
-    logger.info("vllm-rocm-ops %s", found)
+    logger.info("vllm-rocm-ops %s", line)
 
 
 def mark_again(worker) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.tensors import rows_of
 from vllm_rocm_ops.ops.shared.weight_layout import fits
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import weight_order
@@ -38,14 +39,7 @@ METHODS = {
 
 
 def probe(table: str, base: type, config: str, **methods: tuple[str, ...]) -> None:
-    """Raise `Unavailable` unless a kind of vLLM's linear kernels is as expected.
-
-    Args:
-        table: The name of vLLM's table of kernels.
-        base: Their base class.
-        config: The name of the configuration's parameter.
-        **methods: Further methods and their parameters.
-    """
+    """Raise `Unavailable` unless a kind of vLLM's linear kernels is as expected: their table, base class and methods."""
     from vllm.model_executor.kernels import linear
 
     seam.require(isinstance(getattr(linear, table, None), dict), table)
@@ -126,14 +120,7 @@ def baseline_named(name: str) -> object:
 
 
 def run_or_baseline(baseline: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
-    """Run an op where the choice selects it and its kernels support the arguments, else `baseline()`.
-
-    Args:
-        baseline: Runs vLLM's kernel.
-        op: The op.
-        choice: The choice for the layer's shape.
-        *arguments: The op's. The first is [tokens, ...].
-    """
+    """Run an op on [tokens, ...] where the choice selects it and its kernels support the arguments, else `baseline()`."""
     tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
     output = op.run_kernels(*arguments) if choice.plugin_serves(tokens) else None
     return baseline() if output is None else output
@@ -190,7 +177,6 @@ class Linear(LayerComparison):
     """Returns the op's arguments, given `run`'s."""
 
     def plugin(self, *arguments) -> Tensor | None:
-        """Run the op, or return None where its kernels do not support the arguments."""
         return self.op.run_kernels(*self.op_arguments(*arguments))
 
     def serve(self, choice: Choice, *arguments) -> Tensor:
@@ -225,13 +211,16 @@ class Linear(LayerComparison):
         k, n = self.columns(layer)
         return f"{n}x{k} {kernel_selection.types(*types)}" + " bias" * (bias is not None)
 
-    def choice(self, key: tuple, baseline_name: str, layer: Callable[[], tuple], weight: Tensor, tokens: int) -> Choice:
-        """Return the choice for layers of a key, and note the layer if it is to be timed."""
-        choice = kernel_selection.find_choice(key)
+    def choice(self, key: tuple, baseline_name: str, layer: Callable[[], tuple], weight: Tensor, x: Tensor) -> Choice:
+        """Return the choice for layers of a key, and note the layer if it is to be timed, with the tokens of x."""
+        choice = kernel_selection.choices.get(key)
         if choice is None or choice.layers is not None:
-            kernel = Baseline(baseline_name.partition(" ")[0])
-            choice = kernel_selection.choice_for(key, self, kernel, layer, weight, tokens)
+            kernel = Baseline(self.vllm_kernel(baseline_name))
+            choice = kernel_selection.choice_for(key, self, kernel, layer, weight, rows_of(x))
         return choice
+
+    def vllm_kernel(self, baseline_name: str) -> str:
+        return baseline_name.partition(" ")[0]
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
@@ -254,20 +243,11 @@ def has_kernels(op: Op, *arguments, **keywords) -> bool:
 def wants_fragments(
     layer: torch.nn.Module, weight: Tensor, kernels: Linear, kept: object, description: tuple, scale: Tensor, out_dtype
 ) -> bool:
-    """Return whether to put a layer's weight in fragment weight_order.order.
+    """Return whether to put a layer's prepared weight in fragment order.
 
     The user must enable it, the sizes must allow it, nothing else may read the weight, and the op must have kernels,
-    because vLLM's do not read that weight_order.order. Where a kernel of vLLM's is kept, the op must have won at every token count
-    in an earlier start.
-
-    Args:
-        layer: The layer.
-        weight: Its prepared weight.
-        kernels: The layer's kind.
-        kept: vLLM's kernel, or None.
-        description: The layer as `kernels` describes it.
-        scale: The weight's scale.
-        out_dtype: The result's dtype.
+    because vLLM's do not read that order. Where a kernel of vLLM's is kept, the op must have won at every token count in an
+    earlier start.
     """
     # MLA marks a projection that it reads by the first name, DeepSeek V4 by the second.
     read_elsewhere = ("_cpu_skip_gemm_dispatch", "is_bmm")

@@ -20,16 +20,7 @@ MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 def block_scaled_linear(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, baseline_name: str
 ) -> Tensor:
-    """Run `block_scaled_mm`, or the baseline on the same arguments.
-
-    Args:
-        a: [M, K], e4m3.
-        b: [N, K], e4m3.
-        scale_a: [M, K / 128], float32.
-        scale_b: [N / 128, K / 128], rounded up, float32.
-        out_dtype: The result's dtype.
-        baseline_name: The name of the baseline.
-    """
+    """Run `block_scaled_mm`, or the baseline on the same arguments."""
     given = a, b, scale_a, scale_b, out_dtype, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
@@ -41,7 +32,7 @@ class BlockScaledLinear(linear_base.Linear):
 
     def choice_of(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
         return self.choice(
-            (baseline_name, b.shape), baseline_name, lambda: (b, scale_b, out_dtype, baseline_name), b, a.shape[0]
+            (baseline_name, b.shape), baseline_name, lambda: (b, scale_b, out_dtype, baseline_name), b, a
         )
 
     def baseline(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
@@ -119,7 +110,6 @@ def install() -> None:
 
         @classmethod
         def baseline_class(cls, config):
-            """Return the kernel that vLLM would choose without the plugin."""
             return linear_base.vllm_kernel_for(cls, config, table, "fp8_block_w8a8")
 
         def __init__(self, config):

@@ -22,16 +22,7 @@ MAX_TOKENS = 0  # default token limit, before timing (kernel_selection.py)
 def int8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, baseline_name: str
 ) -> Tensor:
-    """Run `gemm` on quantized x, or the baseline on x.
-
-    Args:
-        x: [M, K], bf16 or fp16.
-        weight: [K, N], int8.
-        weight_scale: 1 or N scales, float32.
-        input_scale: 1 scale, None for one scale per token.
-        bias: [N] or None.
-        baseline_name: The name of the baseline.
-    """
+    """Run `gemm` on quantized x, or the baseline on x [M, K]. The weight is [K, N]; without an input scale tokens have their own."""
     given = x, weight, weight_scale, input_scale, bias, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
@@ -52,7 +43,7 @@ class Int8Linear(linear_base.Linear):
         def layer() -> tuple:
             return weight, weight_scale, input_scale, bias, baseline_name, x.dtype
 
-        return self.choice((baseline_name, weight.shape, bias is None), baseline_name, layer, weight, x.shape[0])
+        return self.choice((baseline_name, weight.shape, bias is None), baseline_name, layer, weight, x)
 
     def baseline(self, x, weight, weight_scale, input_scale, bias, baseline_name):
         kernel = linear_base.baseline_named(baseline_name)

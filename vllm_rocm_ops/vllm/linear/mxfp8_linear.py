@@ -60,17 +60,7 @@ def mxfp8_linear(
     out_dtype: torch.dtype,
     baseline_name: str,
 ) -> Tensor:
-    """Run `mxfp8_scaled_mm`, or the baseline on the same values.
-
-    Args:
-        a: [M, K], e4m3fn.
-        scale_a: [M, K / 32], e8m0.
-        weight: [N, K], e4m3fn.
-        weight_scale: [N, K / 32] or [N / 32, K / 32], e8m0.
-        bias: [N] or None.
-        out_dtype: The result's dtype.
-        baseline_name: The name of the baseline.
-    """
+    """Run `mxfp8_scaled_mm`, or the baseline on the same values. A weight may have one row of scales per 32 of its rows."""
     given = a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
@@ -82,7 +72,7 @@ class Mxfp8Linear(linear_base.Linear):
 
     def choice_of(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         key, layer = (baseline_name, weight.shape, bias is None), (weight, weight_scale, bias, out_dtype, baseline_name)
-        return self.choice(key, baseline_name, lambda: layer, weight, a.shape[0])
+        return self.choice(key, baseline_name, lambda: layer, weight, a)
 
     def baseline(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)

@@ -35,18 +35,7 @@ def scaled_linear(
     in_fragments: bool,
     baseline_name: str,
 ) -> Tensor:
-    """Run `scaled_mm`, or the baseline on the same arguments.
-
-    Args:
-        a: [M, K], e4m3.
-        b: The weight as the baseline prepared it: [K, N], or its fragments.
-        scale_a: 1 or M scales, float32.
-        scale_b: 1 or N scales, float32.
-        bias: [N] or None.
-        out_dtype: The result's dtype.
-        in_fragments: Whether b is in fragment order.
-        baseline_name: The name of the baseline.
-    """
+    """Run `scaled_mm`, or the baseline on the same arguments; b is [K, N] as the baseline prepared it, or its fragments."""
     given = a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
@@ -64,15 +53,16 @@ class ScaledLinear(linear_base.Linear):
     op, run, limit = ops.scaled_mm, staticmethod(scaled_linear), MAX_TOKENS
 
     def max_tokens(self):
-        most = super().max_tokens()
-        return most if torch.version.cuda is None else min(most, BESIDE_CUTLASS)
+        limit = super().max_tokens()
+        return limit if torch.version.cuda is None else min(limit, BESIDE_CUTLASS)
 
     def choice_of(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         def layer() -> tuple:
             static = scale_a if linear_base.baseline_named(baseline_name).quant_fp8.static else None
             return b, scale_b, bias, out_dtype, in_fragments, baseline_name, static, a.shape[1]
 
-        return self.choice((baseline_name, b.shape, in_fragments, bias is None), baseline_name, layer, b, a.shape[0])
+        key = self.op, baseline_name, b.shape, in_fragments, bias is None
+        return self.choice(key, baseline_name, layer, b, a)
 
     def baseline(self, a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
         shape = [a.shape[0], b.numel() // a.shape[1]]
@@ -156,13 +146,6 @@ class GatedLinear(ScaledLinear):
             wins = COMPARISON.choice_of(a, b, scale_a, scale_b, None, *rest).plugin_serves(tokens)
         return super().serve(choice, *arguments) if wins else self.baseline(*arguments)
 
-    def choice_of(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
-        def layer() -> tuple:
-            static = scale_a if linear_base.baseline_named(baseline_name).quant_fp8.static else None
-            return b, scale_b, scale, out_dtype, in_fragments, baseline_name, static, a.shape[1]
-
-        return self.choice(("gated", baseline_name, b.shape, in_fragments), baseline_name, layer, b, a.shape[0])
-
     def baseline(self, a, b, scale_a, scale_b, scale, out_dtype, in_fragments, baseline_name):
         both = scaled_linear(a, b, scale_a, scale_b, None, out_dtype, in_fragments, baseline_name)
         return ops.silu_and_mul_quant.call(both, scale, a.dtype)
@@ -245,7 +228,6 @@ def install() -> None:
 
         @classmethod
         def baseline_class(cls, c):
-            """Return the kernel that vLLM would choose without the plugin."""
             return linear_base.vllm_kernel_for(cls, c, table, "fp8_w8a8")
 
         def __init__(self, c, layer_param_names):

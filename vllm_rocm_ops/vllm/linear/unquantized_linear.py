@@ -6,7 +6,6 @@ norm. vLLM calls lm_head outside of its graphs, where host time counts. There no
 the plugin never serves gets vLLM's function back.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,6 @@ from vllm_rocm_ops.core.tensors import rows_of
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.key import Baseline
 
 DECIDED = "vllm_rocm_ops_choice"
 """The attribute of a layer with its choice, once nothing is left to time."""
@@ -28,24 +26,22 @@ MAX_TOKENS = 16  # default token limit, before timing (kernel_selection.py)
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run `unquantized_gemm`, or vLLM's function, on x [..., K], weight [N, K] and bias [N] or None."""
-    theirs = functools.partial(COMPARISON.baseline, x, weight, bias)
-    return linear_base.run_or_baseline(theirs, ops.unquantized_gemm, _noted(x, weight, bias), x, weight, bias)
-
-
-def _noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> kernel_selection.Choice:
-    """Return the choice for a call, and note the layer if it is to be timed."""
-    calls, layer = ("unquantized", weight.shape, x.dtype, bias is None), (weight, bias, x.dtype)
-    choice = kernel_selection.find_choice(calls)
-    if choice is None or choice.layers is not None:  # asking vLLM for its function takes longer than the lookup
-        baseline = Baseline(replaced())
-        choice = kernel_selection.choice_for(calls, COMPARISON, baseline, lambda: layer, weight, rows_of(x))
-    return choice
+    serves = COMPARISON.choice_of(x, weight, bias).plugin_serves(rows_of(x))
+    output = ops.unquantized_gemm.run_kernels(x, weight, bias) if serves else None
+    return COMPARISON.baseline(x, weight, bias) if output is None else output
 
 
 class UnquantizedLinear(linear_base.Linear):
     """Describe `unquantized_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MAX_TOKENS
+
+    def choice_of(self, x, weight, bias):
+        calls = "unquantized", weight.shape, x.dtype, bias is None
+        return self.choice(calls, "", lambda: (weight, bias, x.dtype), weight, x)
+
+    def vllm_kernel(self, baseline_name):
+        return replaced()
 
     def describe(self, layer):
         return self.sizes(layer, layer[0].dtype, layer[2], bias=layer[1])
@@ -93,9 +89,9 @@ def probe() -> None:
     """Raise `Unavailable` unless vLLM dispatches to its function for this platform, which on ROCm is a torch op."""
     from vllm.model_executor.layers import utils
 
-    theirs = getattr(utils, replaced())
-    seam.require_parameters(theirs, "layer", "x", "weight", "bias")
-    seam.require(utils.dispatch_unquantized_gemm() is theirs, f"{replaced()} in its dispatch")
+    function = getattr(utils, replaced())
+    seam.require_parameters(function, "layer", "x", "weight", "bias")
+    seam.require(utils.dispatch_unquantized_gemm() is function, f"{replaced()} in its dispatch")
     seam.require(hasattr(torch.ops.vllm, "rocm_unquantized_gemm"), "torch.ops.vllm.rocm_unquantized_gemm")
 
 
@@ -113,7 +109,7 @@ def is_matched() -> bool:
     return current_platform.is_rocm() and any(getattr(passes, name, False) for name in names)
 
 
-def give_back(layer: torch.nn.Module, replacement: Callable, theirs: Callable) -> None:
+def give_back(layer: torch.nn.Module, replacement: Callable, function: Callable) -> None:
     """Give a layer that the plugin never serves vLLM's function back.
 
     Embedding layers look the function up at each call, so they get it when the plugin serves none of them.
@@ -122,9 +118,9 @@ def give_back(layer: torch.nn.Module, replacement: Callable, theirs: Callable) -
 
     method = getattr(layer, "quant_method", None)
     if getattr(method, "_gemm_impl", None) is replacement:
-        method._gemm_impl = theirs
-    elif all(one.baseline_always_serves for one in _looked_up) and getattr(utils, replaced()) is replacement:
-        setattr(utils, replaced(), theirs)
+        method._gemm_impl = function
+    elif all(choice.baseline_always_serves for choice in _looked_up) and getattr(utils, replaced()) is replacement:
+        setattr(utils, replaced(), function)
 
 
 _looked_up: set[kernel_selection.Choice] = set()
@@ -137,27 +133,27 @@ def install() -> None:
     from vllm.model_executor.layers import utils
 
     name = replaced()
-    theirs = getattr(utils, name)
+    function = getattr(utils, name)
 
     def unquantized_gemm(layer, x, weight, bias=None):
         compiles = torch.compiler.is_compiling()
         choice = None if compiles else getattr(layer, DECIDED, None)
         if choice is None:
             if envs.VLLM_BATCH_INVARIANT or not x.is_cuda or compiles and is_matched():
-                return theirs(layer, x, weight, bias)
+                return function(layer, x, weight, bias)
             if compiles:
                 return torch.ops.vllm_rocm_ops.unquantized_linear(x, weight, bias)
-            choice = _noted(x, weight, bias)
+            choice = COMPARISON.choice_of(x, weight, bias)
             if not hasattr(getattr(layer, "quant_method", None), "_gemm_impl"):
                 _looked_up.add(choice)
             if choice.baseline_always_serves:
-                give_back(layer, unquantized_gemm, theirs)
+                give_back(layer, unquantized_gemm, function)
             if choice.layers is None and layer is not None:
                 setattr(layer, DECIDED, choice)
         output = ops.unquantized_gemm.run_kernels(x, weight, bias) if choice.plugin_serves(rows_of(x)) else None
-        return theirs(layer, x, weight, bias) if output is None else output
+        return function(layer, x, weight, bias) if output is None else output
 
-    unquantized_gemm.__wrapped__ = theirs
+    unquantized_gemm.__wrapped__ = function
     setattr(utils, name, unquantized_gemm)
 
 

@@ -75,11 +75,7 @@ def checksum(rows: Tensor, reorder: Callable[[Tensor], Tensor] = torch.clone) ->
 
 
 def order(weight: Tensor, before: Digest) -> str | None:
-    """Return the order in which vLLM's kernel left a weight.
-
-    Args:
-        weight: The prepared weight.
-        before: Its digest before.
+    """Return the order in which vLLM's kernel left a weight, given the digest before.
 
     Returns:
         "plain"; "fragments", as some of AITER's kernels want it; None if unknown.
@@ -87,11 +83,11 @@ def order(weight: Tensor, before: Digest) -> str | None:
     rows = rows_of(weight)
     if (rows.shape, rows.dtype) != before[:2]:
         return None
-    found = checksum(rows)
-    if found.equal(before.plain):
+    after = checksum(rows)
+    if after.equal(before.plain):
         return "plain"
     return (
-        "fragments" if before.fragments is not None and rows.is_contiguous() and found.equal(before.fragments) else None
+        "fragments" if before.fragments is not None and rows.is_contiguous() and after.equal(before.fragments) else None
     )
 
 

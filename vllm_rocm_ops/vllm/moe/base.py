@@ -63,7 +63,7 @@ def op_arguments(
 
 def run(
     experts,
-    theirs: Callable[[], Tensor] | None,
+    baseline: Callable[[], Tensor] | None,
     hidden: Tensor,
     w1: Tensor,
     w2: Tensor,
@@ -76,22 +76,10 @@ def run(
     hidden_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Run `fused_experts` with the scales in `experts`, or `theirs()` where vLLM serves.
+    """Run `fused_experts` with the scales in `experts`, or `baseline()` where vLLM serves.
 
-    Args:
-        experts: The plugin's experts.
-        theirs: Runs vLLM's experts, None if there are none.
-        hidden: [tokens, hidden], quantized if vLLM did so.
-        w1: [experts, 2 * inner, hidden].
-        w2: [experts, hidden, inner].
-        topk_weights: [tokens, top k], float32.
-        topk_ids: [tokens, top k].
-        expert_map: From all experts to this rank's, -1 for others. None if the rank has all.
-        apply_router_weight_on_input: Whether weights multiply the tokens, not the results.
-        activation: vLLM's activation.
-        global_num_experts: Experts of all ranks.
-        hidden_scale: The scale of quantized tokens.
-        out_dtype: The result's dtype, by default hidden's.
+    The tokens are [tokens, hidden], with `hidden_scale` if vLLM quantized them, the weights [experts, 2 * inner, hidden] and
+    [experts, hidden, inner]. `expert_map` maps all experts to this rank's, -1 for others; None if the rank has all.
     """
     out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
     quantized = None if on_input or hidden_scale is not None else moe_side_channel.quantized(hidden)
@@ -99,12 +87,12 @@ def run(
         hidden, hidden_scale = quantized
     routed = hidden, w1, w2, topk_weights, topk_ids
     arguments = op_arguments(experts, *routed, expert_map, on_input, hidden_scale, out_dtype)
-    if theirs is None:
+    if baseline is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
     choice = getattr(experts, "choice", None)
     if choice is None or choice.layers is not None:
         key = type(experts), w1.shape, w2.shape, w1.dtype, out_dtype, topk_ids.shape[1], expert_map is None
-        how = (
+        call = (
             topk_ids.shape[1],
             topk_ids.dtype,
             expert_map,
@@ -112,12 +100,12 @@ def run(
             activation,
             global_num_experts,
         )
-        layer = w1, w2, out_dtype, experts, *how
+        layer = w1, w2, out_dtype, experts, *call
         beside = Baseline(experts.baseline_class().__name__)
         choice = experts.choice = kernel_selection.choice_for(key, COMPARISON, beside, lambda: layer, w1, len(hidden))
     if choice.baseline_always_serves:
         experts.leave()
-    return linear_base.run_or_baseline(theirs, ops.fused_experts, choice, *arguments)
+    return linear_base.run_or_baseline(baseline, ops.fused_experts, choice, *arguments)
 
 
 class Experts(LayerComparison):
@@ -136,8 +124,8 @@ class Experts(LayerComparison):
 
     def describe(self, layer):
         w1, w2, dtype, experts, topk, _, expert_map, *_, total = layer
-        of = scheme_of(w1, experts.w1_scale), scheme_of(w2, experts.w2_scale)
-        kinds = " ".join(dict.fromkeys(scheme.name for scheme in of))
+        schemes = scheme_of(w1, experts.w1_scale), scheme_of(w2, experts.w2_scale)
+        kinds = " ".join(dict.fromkeys(scheme.name for scheme in schemes))
         here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
         types = kernel_selection.types(w1.dtype, dtype)
         shuffled = " shuffled" * experts.shuffled
@@ -151,9 +139,9 @@ class Experts(LayerComparison):
 
     def arguments(self, layer, x, seed):
         *_, topk, ids_dtype, expert_map, _, _, total = layer
-        among = len(layer[0]) if expert_map is None else total
+        num_experts = len(layer[0]) if expert_map is None else total
         generator = torch.Generator(x.device).manual_seed(seed)
-        scores = torch.rand(len(x), among, generator=generator, device=x.device)
+        scores = torch.rand(len(x), num_experts, generator=generator, device=x.device)
         weights, ids = scores.topk(topk, 1)
         return layer, x, weights / weights.sum(1, keepdim=True), ids.to(ids_dtype)
 
@@ -164,8 +152,8 @@ class Experts(LayerComparison):
 
     def baseline(self, layer, x, weights, ids):
         w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
-        how = activation, total, experts.map_of_baseline(expert_map), on_input
-        return experts.whole.apply(x, w1, w2, weights, ids, *how)
+        options = activation, total, experts.map_of_baseline(expert_map), on_input
+        return experts.kernel.apply(x, w1, w2, weights, ids, *options)
 
     def exact(self, arguments, x, rows, columns):
         layer, _, weights, ids = arguments
@@ -186,10 +174,10 @@ class Experts(LayerComparison):
 
     def layers_of(self, a):
         total = len(a.w1 if a.expert_map is None else a.expert_map)
-        how = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, None, total
+        options = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, None, total
         scales = {"w1_scale": a.w1_scale, "w2_scale": a.w2_scale, "a1_scale": None, "a2_scale": None}
         orders = (types.SimpleNamespace(**scales, shuffled=shuffled) for shuffled in (False, True))
-        return [(a.w1, a.w2, a.out_dtype, order, *how) for order in orders]
+        return [(a.w1, a.w2, a.out_dtype, order, *options) for order in orders]
 
     def exact_of(self, a, rows, columns):
         layer = self.layers_of(a)[a.shuffled]
@@ -207,7 +195,7 @@ def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) 
     return cast(x / scale, dtype).float() * scale
 
 
-def whole(baseline) -> object:
+def kernel_around(baseline) -> object:
     """Return vLLM's kernel around its experts."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
@@ -237,11 +225,11 @@ def probe(oracle, select: str, *parameters: str) -> None:
     seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
 
 
-def replace(theirs: Callable, plugin: Callable) -> None:
+def replace(function: Callable, plugin: Callable) -> None:
     """Replace a function of vLLM's in every module that imported it."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(theirs.__name__) is theirs:
-            setattr(module, theirs.__name__, plugin)
+        if getattr(module, "__dict__", {}).get(function.__name__) is function:
+            setattr(module, function.__name__, plugin)
 
 
 def first_of(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
@@ -258,19 +246,20 @@ def first_of(candidates: list[type], config, weight_key=None, activation_key=Non
 
 
 def baseline_class(oracle, backend, scheme: tuple) -> type | None:
-    """Return vLLM's experts for a backend, None on CPU.
+    """Return vLLM's experts for a backend of `oracle`, its module that selects experts, None on CPU.
 
-    Args:
-        oracle: vLLM's module that selects experts.
-        backend: Its backend.
-        scheme: A pair (weight key, activation key), which decides among several classes.
+    The scheme, a weight key and an activation key, decides among several classes.
     """
     # vLLM's MX-FP8 module has another function for the backends that it adds.
     classes = getattr(oracle, "_mxfp8_backend_to_kernel_cls", oracle.backend_to_kernel_cls)
     if seam.served_platform() == "cpu":
         return None
     first, *others = classes(backend)
-    return next((one for one in (first, *others) if one._supports_quant_scheme(*scheme)), first) if others else first
+    return (
+        next((candidate for candidate in (first, *others) if candidate._supports_quant_scheme(*scheme)), first)
+        if others
+        else first
+    )
 
 
 def copy_of(quant_config):
@@ -279,15 +268,9 @@ def copy_of(quant_config):
 
 
 def modular(name: str, schemes: tuple, oracle, backend) -> type:
-    """Return the plugin's class of experts for tokens that vLLM has routed.
+    """Return the plugin's class of experts for tokens that vLLM has routed; vLLM's experts for `backend` are kept.
 
     `apply` must write into a buffer of vLLM's, so the op's result is copied.
-
-    Args:
-        name: The class name.
-        schemes: Pairs (weight key, activation key).
-        oracle: vLLM's module that selects experts.
-        backend: The backend whose experts are kept.
     """
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import _quantize_input
@@ -298,7 +281,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             super().__init__(moe_config, quant_config)
             baseline = self.baseline_class()
             self.baseline = baseline and baseline(moe_config, copy_of(quant_config))
-            self.whole = baseline and whole(self.baseline)  # for timing, on tokens outside of vLLM's step
+            self.kernel = baseline and kernel_around(self.baseline)  # for timing, on tokens outside of vLLM's step
             moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
             self.is_fed_as_baseline = moves_tokens
 
@@ -336,7 +319,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             expert_tokens_meta,
             apply_router_weight_on_input,
         ):
-            def theirs() -> Tensor:
+            def baseline() -> Tensor:
                 quantized, scale = hidden_states, a1q_scale
                 if self.expects_unquantized_inputs:
                     as_it_is = self.baseline.expects_unquantized_inputs
@@ -362,11 +345,11 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 
             # With apply_router_weight_on_input vLLM has already multiplied the input by the weights.
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-            leave = None if self.baseline is None else theirs
+            leave = None if self.baseline is None else baseline
             ids = topk_ids if expert_tokens_meta is None else those_that_came(topk_ids, expert_tokens_meta)
             routed = hidden_states, w1, w2, weights, ids
-            how = expert_map, False, activation, global_num_experts
-            result = run(self, leave, *routed, *how, a1q_scale, output.dtype)
+            options = expert_map, False, activation, global_num_experts
+            result = run(self, leave, *routed, *options, a1q_scale, output.dtype)
             if result is not output:
                 output.copy_(result)
 

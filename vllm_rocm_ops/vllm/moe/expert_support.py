@@ -116,5 +116,5 @@ class Predicates:
 def held_by(layer: torch.nn.Module) -> Predicates | None:
     """Return the plugin's experts that a layer holds, None if it has others or none."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-    found = getattr(kernel, "fused_experts", None)
-    return found if isinstance(found, Predicates) else None
+    experts = getattr(kernel, "fused_experts", None)
+    return experts if isinstance(experts, Predicates) else None

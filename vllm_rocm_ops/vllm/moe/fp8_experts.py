@@ -42,15 +42,15 @@ def install() -> None:
     PLUGIN_EXPERTS.insert(0, experts.modular("RocmOpsFp8Experts", schemes, fp8, fp8.Fp8MoeBackend.TRITON))
     for scheme in schemes:
         PLUGIN_EXPERTS.insert(0, experts.modular("RocmOpsAiterFp8Experts", (scheme,), fp8, fp8.Fp8MoeBackend.AITER))
-    theirs = fp8.select_fp8_moe_backend
+    select = fp8.select_fp8_moe_backend
 
     def select_fp8_moe_backend(config, weight_key, activation_key, *others, **more):
         chosen = experts.first_of(PLUGIN_EXPERTS, config, weight_key, activation_key)
         if chosen is None:
-            return theirs(config, weight_key, activation_key, *others, **more)
+            return select(config, weight_key, activation_key, *others, **more)
         return chosen.backend, chosen
 
-    experts.replace(theirs, select_fp8_moe_backend)
+    experts.replace(select, select_fp8_moe_backend)
 
 
 SEAM = seam.Seam(

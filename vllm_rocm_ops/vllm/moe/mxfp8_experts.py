@@ -32,13 +32,13 @@ def install() -> None:
 
     scheme, backend = tuple(getattr(quant_utils, key) for key in SCHEME), fp8.Fp8MoeBackend.TRITON_MXFP8
     PLUGIN_EXPERTS.append(experts.modular("RocmOpsMxfp8Experts", (scheme,), mxfp8, backend))
-    theirs = mxfp8.select_mxfp8_moe_backend
+    select = mxfp8.select_mxfp8_moe_backend
 
     def select_mxfp8_moe_backend(config):
         chosen = experts.first_of(PLUGIN_EXPERTS, config, *scheme)
-        return theirs(config) if chosen is None else (backend, chosen)
+        return select(config) if chosen is None else (backend, chosen)
 
-    experts.replace(theirs, select_mxfp8_moe_backend)
+    experts.replace(select, select_mxfp8_moe_backend)
 
 
 SEAM = seam.Seam(

@@ -62,16 +62,16 @@ def supports(layer: torch.nn.Module) -> bool:
     """True if the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
     from vllm_rocm_ops.vllm.graph import fused_quant
 
-    of, config = expert_support.held_by(layer.routed_experts), layer.moe_config
-    if of is None or layer.routed_input_transform is not None:
+    experts, config = expert_support.held_by(layer.routed_experts), layer.moe_config
+    if experts is None or layer.routed_input_transform is not None:
         return False
     if moves_tokens(config):
         return False
     weight = layer.routed_experts.w13_weight
     return (
         weight.dtype == fused_quant.QUANT_DTYPE
-        and scheme_of(weight, of.w1_scale).group == BLOCK
-        and of.a1_scale is None
+        and scheme_of(weight, experts.w1_scale).group == BLOCK
+        and experts.a1_scale is None
         and weight.shape[2] % BLOCK == 0
         and not getattr(layer.routed_experts, "apply_router_weight_on_input", False)
     )
@@ -109,17 +109,15 @@ class Beside(QuantComparison):
         return plain, *vllm_row_kernels.quantized(plain), residual
 
     def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        """Return both outputs and the residual, in float32."""
         result, added = super().exact(x, residual)
         return result, result, added
 
     def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
-        """Return the outputs of `plugin` or `baseline`, dequantized, in the order of `exact`."""
         plain, values, scale, residual = output
         return [dequantized(values[:tokens], scale), plain, residual]
 
 
-def found(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
+def norms_before_experts(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
     """Yield a norm that precedes the MoE layers of a compiled model."""
     size = hidden_of(model) if compiles else 0
     norms = [norm for norm in model_queries.norms(model) if len(norm.weight) == size] if size else []
@@ -133,9 +131,9 @@ def found(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
 
 def run_beside(name: str, *arguments):
     """Run a vLLM op with the quantized hidden states, its last two arguments, at hand."""
-    *theirs, values, scales = arguments
-    with moe_side_channel.beside(theirs[0], values, scales):
-        return _functions()[name](*theirs)
+    *given, values, scales = arguments
+    with moe_side_channel.beside(given[0], values, scales):
+        return _functions()[name](*given)
 
 
 def _functions() -> dict[str, Callable]:
@@ -152,7 +150,7 @@ def ops_beside() -> dict:
 
     made = {}
     for name, function in _functions().items():
-        theirs, made_fake = getattr(torch.ops.vllm, name).default, getattr(moe_runner, f"_{name}_fake")
+        vllm_op, made_fake = getattr(torch.ops.vllm, name).default, getattr(moe_runner, f"_{name}_fake")
         signature = inspect.signature(function)
         more = [
             inspect.Parameter(more, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)
@@ -172,9 +170,9 @@ def ops_beside() -> dict:
             mutates_args=WRITES[name],
             fake_impl=fake,
             target_lib=_library,
-            tags=tuple(theirs.tags),
+            tags=tuple(vllm_op.tags),
         )
-        made[theirs] = getattr(torch.ops.vllm_rocm_ops, f"{name}_quantized").default
+        made[vllm_op] = getattr(torch.ops.vllm_rocm_ops, f"{name}_quantized").default
     return made
 
 
@@ -183,9 +181,9 @@ def ops_beside() -> dict:
 
 def layer_of(result: fx.Node, readers: list[fx.Node]) -> fx.Node | None:
     """Return the only MoE layer among a norm's readers if its hidden states are the norm's output, else None."""
-    found = [reader for reader in readers if reader.op == "call_function" and called(reader) in ops_beside()]
-    is_input = len(found) == 1 and hidden_states(found[0]) is result and result.meta["val"].dim() == 2
-    return found[0] if is_input else None
+    layers = [reader for reader in readers if reader.op == "call_function" and called(reader) in ops_beside()]
+    is_input = len(layers) == 1 and hidden_states(layers[0]) is result and result.meta["val"].dim() == 2
+    return layers[0] if is_input else None
 
 
 def pattern(result: fx.Node, residual: fx.Node | None) -> str:
@@ -209,10 +207,7 @@ def hidden_states(layer: fx.Node) -> fx.Node:
 def also_quantize(norm: Norm, readers: list[fx.Node], summed: Callable) -> bool:
     """Have a norm also quantize its result for the experts that read it. Return whether that serves.
 
-    Args:
-        norm: The norm in the graph.
-        readers: The readers of its result.
-        summed: Returns the all-reduce that is to be one launch with the norm.
+    `summed` returns the all-reduce that is to be one launch with the norm.
     """
     from vllm_rocm_ops.vllm.graph import fused_quant, rewrite
 

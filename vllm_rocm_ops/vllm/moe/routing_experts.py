@@ -45,24 +45,14 @@ def route(
     scale: float,
     has_baseline: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights and ids of vLLM's router. The gate's launch may have made them (routing_gate.py).
+    """Return the weights and ids [tokens, topk] of vLLM's router. The gate's launch may have made them (routing_gate.py).
 
-    Args:
-        method: A value of `METHODS`.
-        topk: Experts per token.
-        router_logits: [tokens, experts].
-        num_expert_group: Groups of experts, None or 0 for none.
-        topk_group: Groups per token.
-        bias: [experts], added to the scores for the choice only. None for none.
-        scale: Multiplies the weights.
-        has_baseline: Whether vLLM's router may run calls that no kernel supports. Else the op's reference does.
-
-    Returns:
-        Weights and ids, [tokens, topk].
+    The bias counts for the choice only, `scale` multiplies the weights. With a baseline vLLM's router runs calls that no
+    kernel supports, else the op's reference.
     """
     scoring_func, renormalize = method
 
-    def theirs() -> tuple[Tensor, Tensor]:
+    def baseline() -> tuple[Tensor, Tensor]:
         router = router_factory().create_fused_moe_router(
             topk,
             router_logits.shape[-1],
@@ -76,22 +66,22 @@ def route(
         )
         return router.select_experts(router_logits, router_logits)
 
-    how = arguments_after_logits(method, topk, router_logits.shape[-1], num_expert_group, topk_group, bias, scale)
-    if (found := moe_side_channel.routed(router_logits, how)) is not None:
-        return found
-    if is_plain(how):
+    routing = arguments_after_logits(method, topk, router_logits.shape[-1], num_expert_group, topk_group, bias, scale)
+    if (chosen := moe_side_channel.routed(router_logits, routing)) is not None:
+        return chosen
+    if is_plain(routing):
         if not has_baseline:
-            return torch.ops.vllm_rocm_ops.topk_softmax(router_logits, *how)
-        return ops.topk_softmax.run_kernels(router_logits, *how, None, is_padding(len(router_logits))) or theirs()
+            return torch.ops.vllm_rocm_ops.topk_softmax(router_logits, *routing)
+        return ops.topk_softmax.run_kernels(router_logits, *routing, None, is_padding(len(router_logits))) or baseline()
     if not has_baseline:
-        return torch.ops.vllm_rocm_ops.grouped_topk(router_logits, *how)
-    return ops.grouped_topk.run_kernels(router_logits, *how) or theirs()
+        return torch.ops.vllm_rocm_ops.grouped_topk(router_logits, *routing)
+    return ops.grouped_topk.run_kernels(router_logits, *routing) or baseline()
 
 
 def arguments_after_logits(
     method: tuple[str, bool],
     topk: int,
-    among: int,
+    num_experts: int,
     num_expert_group: int | None,
     topk_group: int | None,
     bias: Tensor | None,
@@ -102,13 +92,13 @@ def arguments_after_logits(
     if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
         return topk, renormalize
     groups = num_expert_group or 1
-    groups = (groups, topk_group) if groups < among and among % groups == 0 else (1, 1)
+    groups = (groups, topk_group) if groups < num_experts and num_experts % groups == 0 else (1, 1)
     return topk, renormalize, *groups, scoring_func, scale, bias
 
 
-def is_plain(how: tuple) -> bool:
+def is_plain(routing: tuple) -> bool:
     """True if arguments after the logits are `topk_softmax`'s. vLLM masks padding only there."""
-    return len(how) == 2
+    return len(routing) == 2
 
 
 def supports(method: tuple[str, bool], config) -> bool:
@@ -161,7 +151,7 @@ def monolithic(modular: type) -> type:
             super().__init__(moe_config, quant_config)
             self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
             baseline = self.baseline_class()
-            self.whole = self.baseline = baseline and experts.whole(baseline(moe_config, quant_config))
+            self.kernel = self.baseline = baseline and experts.kernel_around(baseline(moe_config, quant_config))
 
         @staticmethod
         def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
@@ -207,14 +197,14 @@ def monolithic(modular: type) -> type:
             groups = num_expert_group, topk_group, e_score_correction_bias, scale
             weights, ids = route(self.method, self.topk, router_logits, *groups, has_baseline=self.baseline is not None)
 
-            def theirs() -> Tensor:
-                how = activation, global_num_experts, expert_map, apply_router_weight_on_input
-                return self.baseline.apply(hidden_states, w1, w2, weights, ids, *how)
+            def baseline() -> Tensor:
+                options = activation, global_num_experts, expert_map, apply_router_weight_on_input
+                return self.baseline.apply(hidden_states, w1, w2, weights, ids, *options)
 
-            leave = None if self.baseline is None else theirs
+            leave = None if self.baseline is None else baseline
             routed = hidden_states, w1, w2, weights, ids
-            how = expert_map, apply_router_weight_on_input, activation, global_num_experts
-            return experts.run(self, leave, *routed, *how)
+            options = expert_map, apply_router_weight_on_input, activation, global_num_experts
+            return experts.run(self, leave, *routed, *options)
 
     RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
     return RocmOpsRoutingExperts
@@ -239,7 +229,9 @@ def probe() -> None:
 def install() -> None:
     """Have vLLM ask the plugin's monolithic experts first."""
     for classes in (fp8_experts.PLUGIN_EXPERTS, unquantized_experts.PLUGIN_EXPERTS):
-        for modular in [one for one in classes[::-1] if not one.shuffled]:  # with AITER's experts vLLM routes
+        for modular in [
+            experts_class for experts_class in classes[::-1] if not experts_class.shuffled
+        ]:  # with AITER's experts vLLM routes
             classes.insert(0, monolithic(modular))
 
 

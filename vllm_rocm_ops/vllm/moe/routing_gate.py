@@ -49,25 +49,31 @@ class Router:
         self.routed_experts = layer.routed_experts
         self.experts = experts_of(layer)
 
-    def how(self, among: int) -> tuple:
+    def routing(self, num_experts: int) -> tuple:
         """Return `arguments_after_logits` as `route` gets them from the layer."""
         layer, scale = self.routed_experts, self.routed_experts.routed_scaling_factor
         groups = layer.num_expert_group, layer.topk_group, layer.e_score_correction_bias
         method, topk = self.experts.method, self.experts.topk
-        return routing_experts.arguments_after_logits(method, topk, among, *groups, 1.0 if scale is None else scale)
+        return routing_experts.arguments_after_logits(
+            method, topk, num_experts, *groups, 1.0 if scale is None else scale
+        )
 
-    def run(self, x: Tensor, weight: Tensor, how: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
+    def run(self, x: Tensor, weight: Tensor, routing: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return logits, weights and ids, or None if no kernel supports the call. On CPU run the reference, or the emulator."""
-        is_plain = routing_experts.is_plain(how)
+        is_plain = routing_experts.is_plain(routing)
         masked = is_plain and self.experts.baseline is not None
         padding = routing_experts.is_padding(len(x)) if masked else None
-        arguments = x, weight, *how, *(PLAIN if is_plain else ()), padding
+        arguments = x, weight, *routing, *(PLAIN if is_plain else ()), padding
         return OP(*arguments) if x.device.type == "cpu" else OP.run_kernels(*arguments)
 
-    def route(self, logits: Tensor, how: tuple) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, routing: tuple) -> tuple[Tensor, Tensor]:
         """Return weights and ids by a launch of their own."""
         of_method = self.experts.method, self.experts.topk, logits
-        groups = (None, None, None, 1.0) if routing_experts.is_plain(how) else (how[2], how[3], how[6], how[5])
+        groups = (
+            (None, None, None, 1.0)
+            if routing_experts.is_plain(routing)
+            else (routing[2], routing[3], routing[6], routing[5])
+        )
         return routing_experts.route(*of_method, *groups, has_baseline=self.experts.baseline is not None)
 
 
@@ -80,15 +86,15 @@ class RoutingGate:
         """Return the logits as vLLM's gate does, and hand the routed tokens over if the op made them."""
         router = self.rocm_ops_router
         if not torch.compiler.is_compiling():
-            if all(one.plugin_serves(x.shape[0]) for one in router.choices):
+            if all(choice.plugin_serves(x.shape[0]) for choice in router.choices):
                 weight = self.weight
-                how = router.how(weight.shape[0])
-                made = router.run(x, weight, how) if x.dtype == weight.dtype else None
+                routing = router.routing(weight.shape[0])
+                made = router.run(x, weight, routing) if x.dtype == weight.dtype else None
                 if made is not None:
                     logits, *chosen = made
-                    moe_side_channel.publish(logits, how, *chosen)
+                    moe_side_channel.publish(logits, routing, *chosen)
                     return (logits, None) if self.return_bias else logits
-            elif any(one.baseline_always_serves for one in router.choices):
+            elif any(choice.baseline_always_serves for choice in router.choices):
                 forward = super().forward  # found before the class changes
                 restore_baseline(self)
                 return forward(x)
@@ -108,8 +114,8 @@ def restore_baseline(gate: torch.nn.Module) -> None:
 
 def experts_of(layer: torch.nn.Module) -> object | None:
     """Return the plugin's experts that route the tokens of an MoE layer, None if it has others."""
-    found = expert_support.held_by(layer.routed_experts)
-    return found if hasattr(found, "method") else None
+    experts = expert_support.held_by(layer.routed_experts)
+    return experts if hasattr(experts, "method") else None
 
 
 @functools.cache
@@ -149,7 +155,7 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
 
     if "routing_experts" not in seam.active() or envs.VLLM_ROCM_OPS_MEASURE == "0" or vllm_envs.VLLM_BATCH_INVARIANT:
         return
-    for layer in (one for model in models for one in quantized_input.layers_of(model)):
+    for layer in (layer for model in models for layer in quantized_input.layers_of(model)):
         if supports(layer):
             adopt_layer(layer)
 
@@ -157,12 +163,12 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
 def adopt_layer(layer: torch.nn.Module) -> None:
     """Give the gate of an MoE layer the plugin's class."""
     gate, router = layer.gate, Router(layer)
-    of, found = (gate.weight, gate.weight.dtype, router), []
+    described, choices = (gate.weight, gate.weight.dtype, router), []
     for kernels in COMPARISONS:
         beside = kernels.beside()
-        calls = "router", beside, kernels.describe(of)
-        found.append(kernel_selection.choice_for(calls, kernels, beside, lambda: of, gate.weight, MAX_TOKENS))
-    router.choices = tuple(found)
+        calls = "router", beside, kernels.describe(described)
+        choices.append(kernel_selection.choice_for(calls, kernels, beside, lambda: described, gate.weight, MAX_TOKENS))
+    router.choices = tuple(choices)
     gate.rocm_ops_router = router
     gate.__class__ = routing(type(gate))
 
@@ -170,15 +176,9 @@ def adopt_layer(layer: torch.nn.Module) -> None:
 # For timing
 
 
-def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, how: tuple) -> str:
-    """Return the description of a gate.
-
-    Args:
-        experts_and_k: The shape of its weight.
-        dtype: The dtype of the weight.
-        how: `arguments_after_logits`; or the same with another value in place of the bias.
-    """
-    topk, renormalize, *rest = how
+def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, routing: tuple) -> str:
+    """Return the description of a gate. `routing` may have another value in place of the bias."""
+    topk, renormalize, *rest = routing
     text = (
         f"{'x'.join(map(str, experts_and_k))} {kernel_selection.types(dtype)} top {topk}{' normalized' * renormalize}"
     )
@@ -191,9 +191,9 @@ def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, how: tuple) -> 
 
 def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     """Return the description of a model's call: the GEMM's sizes, and the arguments that follow the logits."""
-    sizes, how = parameters[:2], parameters[2:]
-    is_plain = (*how[2:-1], how[-1] or None) == PLAIN
-    return [shape_of(sizes, dtype, how[:2] if is_plain else how)]
+    sizes, routing = parameters[:2], parameters[2:]
+    is_plain = (*routing[2:-1], routing[-1] or None) == PLAIN
+    return [shape_of(sizes, dtype, routing[:2] if is_plain else routing)]
 
 
 class RoutingGates(LayerComparison):
@@ -202,32 +202,31 @@ class RoutingGates(LayerComparison):
     op, limit = OP, 0
 
     def beside(self) -> Baseline:
-        """Return the baseline."""
         return Baseline(unquantized_linear.replaced())
 
     def describe(self, layer: tuple) -> str:
         weight, dtype, router = layer
-        return shape_of(tuple(weight.shape), dtype, router.how(weight.shape[0]))
+        return shape_of(tuple(weight.shape), dtype, router.routing(weight.shape[0]))
 
     def columns(self, layer: tuple) -> tuple[int, int]:
-        among, k = layer[0].shape
-        return k, among
+        num_experts, k = layer[0].shape
+        return k, num_experts
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        k, among = self.columns(layer)
-        return layer[0].nbytes + 2.0 * tokens * (k + among), 2.0 * tokens * k * among
+        k, num_experts = self.columns(layer)
+        return layer[0].nbytes + 2.0 * tokens * (k + num_experts), 2.0 * tokens * k * num_experts
 
     def arguments(self, layer: tuple, x: Tensor, seed: int) -> tuple:
         weight, _, router = layer
-        return x, weight, router, router.how(weight.shape[0])
+        return x, weight, router, router.routing(weight.shape[0])
 
-    def plugin(self, x: Tensor, weight: Tensor, router: Router, how: tuple) -> tuple[Tensor, ...] | None:
-        made = router.run(x, weight, how)
-        return None if made is None else (*made, how)
+    def plugin(self, x: Tensor, weight: Tensor, router: Router, routing: tuple) -> tuple[Tensor, ...] | None:
+        made = router.run(x, weight, routing)
+        return None if made is None else (*made, routing)
 
-    def baseline(self, x: Tensor, weight: Tensor, router: Router, how: tuple) -> tuple[Tensor, ...]:
+    def baseline(self, x: Tensor, weight: Tensor, router: Router, routing: tuple) -> tuple[Tensor, ...]:
         logits = self.product(x, weight)
-        return logits, *router.route(logits, how), how
+        return logits, *router.route(logits, routing), routing
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits by the baseline's GEMM."""
@@ -240,8 +239,8 @@ class RoutingGates(LayerComparison):
 
         Weights must fit the ids, and the chosen experts' scores add up to the reference's: it may break a near tie otherwise.
         """
-        logits, weights, ids, how = outputs
-        topk, renormalize, *rest = how
+        logits, weights, ids, routing = outputs
+        topk, renormalize, *rest = routing
         _, _, scoring_func, scale, bias = rest = rest or PLAIN
         _, wanted = ops.grouped_topk.reference(logits, topk, renormalize, *rest)
         scores = logits.float().sigmoid() if scoring_func == "sigmoid" else logits.float().softmax(1)
@@ -255,8 +254,8 @@ class RoutingGates(LayerComparison):
         return torch.where(follows[:, None], logits, torch.nan)
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        of, weight, *_ = arguments
-        return of[rows].float() @ weight[columns].float().t()
+        tokens, weight, *_ = arguments
+        return tokens[rows].float() @ weight[columns].float().t()
 
 
 class AgainstTwoLaunches(RoutingGates):
@@ -268,8 +267,8 @@ class AgainstTwoLaunches(RoutingGates):
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.device.type == "cpu":
             return ops.unquantized_gemm(x, weight)
-        found = ops.unquantized_gemm.run_kernels(x, weight)
-        return super().product(x, weight) if found is None else found
+        logits = ops.unquantized_gemm.run_kernels(x, weight)
+        return super().product(x, weight) if logits is None else logits
 
 
 COMPARISONS = RoutingGates(), AgainstTwoLaunches()

@@ -24,13 +24,13 @@ def install() -> None:
     for name, backend in (("", backends.TRITON), ("Aiter", backends.AITER)):
         made = experts.modular(f"RocmOps{name}UnquantizedExperts", ((None, None),), unquantized, backend)
         PLUGIN_EXPERTS.insert(0, made)
-    theirs = unquantized.select_unquantized_moe_backend
+    select = unquantized.select_unquantized_moe_backend
 
     def select_unquantized_moe_backend(moe_config):
         chosen = experts.first_of(PLUGIN_EXPERTS, moe_config)
-        return theirs(moe_config) if chosen is None else (chosen.backend, chosen)
+        return select(moe_config) if chosen is None else (chosen.backend, chosen)
 
-    experts.replace(theirs, select_unquantized_moe_backend)
+    experts.replace(select, select_unquantized_moe_backend)
 
 
 SEAM = seam.Seam(

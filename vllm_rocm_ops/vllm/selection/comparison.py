@@ -146,10 +146,10 @@ class RowComparison:
         exact = self.exact(*(value[rows] if has else value for value, has in zip(sets[0], has_rows)))
 
         def comparable(output: tuple) -> list[Tensor]:
-            return [found for found, wanted in zip(self.results(output, tokens), exact) if wanted is not None]
+            return [result for result, wanted in zip(self.results(output, tokens), exact) if wanted is not None]
 
         def judge(plugin: tuple, baseline: tuple) -> tuple[float, float]:
-            wanted = [one for one in exact if one is not None]
+            wanted = [result for result in exact if result is not None]
             errors = [
                 check(*each, rows, torch.arange(each[-1].shape[1], device=rows.device))
                 for each in zip(comparable(plugin), comparable(baseline), wanted)
@@ -159,11 +159,11 @@ class RowComparison:
         return Sample(sets, judge, comparable, copies)
 
 
-def spread(count: int, most: int) -> Tensor:
+def spread(count: int, limit: int) -> Tensor:
     """Return at most `most` of `count` indices, evenly spaced, with the first and the last."""
-    if count <= most:
+    if count <= limit:
         return torch.arange(count)
-    return torch.linspace(0, count - 1, most).long()
+    return torch.linspace(0, count - 1, limit).long()
 
 
 def relative(error: Tensor, size: Tensor) -> float:
@@ -177,14 +177,7 @@ def allowed(baseline_error: float) -> float:
 
 
 def check(plugin: Tensor, baseline: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
-    """Return the relative errors of both kernels.
-
-    Args:
-        plugin: The plugin's result, [tokens, columns].
-        baseline: vLLM's result.
-        exact: The float32 result at these rows and columns.
-        rows: Sampled rows.
-        columns: Sampled columns.
+    """Return the relative errors of both kernels against the float32 result at some rows and columns.
 
     Raises:
         Mismatch: The plugin's error is too large.

@@ -46,7 +46,7 @@ class GraphClock:
             of_ranks = agree(lambda: replays.differing(graphs))
             raise_for({name for names in of_ranks for name in names})
 
-        graphs, found = {}, {name: [] for name in calls}
+        graphs, times = {}, {name: [] for name in calls}
         for name, call in calls.items():
             graphs[name] = agree(functools.partial(capture, call), keep=True)
 
@@ -57,13 +57,13 @@ class GraphClock:
             graphs[name].replay()
             end.record()
             end.synchronize()
-            found[name].append(start.elapsed_time(end) * 1000 / len(sets))
+            times[name].append(start.elapsed_time(end) * 1000 / len(sets))
 
         check()
         for _ in range(ROUNDS):
             for name in graphs:
                 agree(functools.partial(replay, name))
         check()
-        return found
+        return times
 
     finish = staticmethod(clocks.finish)

@@ -85,15 +85,15 @@ class Choice:
     Attributes:
         plugin_by_tokens: A byte per token count, 1 where the plugin serves.
         layers: The model's layers of this shape, by weight address, until the shape is timed. Then None.
-        most: The largest token count of a call.
+        max_tokens: The largest token count of a call.
     """
 
     def __init__(self, kernels: Comparison, key: Key, layers: dict[int, tuple] | None = None):
         self.kernels, self.key = kernels, key
         self.state, self.why = "unmeasured", ""
         self.plugin_by_tokens = bytes(1) + bytes([1]) * kernels.max_tokens()
-        self.layers = {} if layers is None and _session.records else layers
-        self.most = 0  # tokens
+        self.layers = {} if layers is None and session.records else layers
+        self.max_tokens = 0  # tokens
 
     def plugin_serves(self, tokens: int) -> bool:
         """True if the plugin serves a call with this token count."""
@@ -106,7 +106,7 @@ class Choice:
 
     def record_layer(self, weight: Tensor, tokens: int, layer: Callable[[], tuple]) -> None:
         """Note a layer to time, by its weight, and the token count of a call."""
-        self.most = max(self.most, tokens)
+        self.max_tokens = max(self.max_tokens, tokens)
         if self.layers is not None and len(self.layers) < clocks.MAX_CALLS:
             self.layers.setdefault(weight.data_ptr(), layer())
 
@@ -130,7 +130,7 @@ class Decided(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Session:
+class Session:
     """A process's state: whether layers are noted, the decisions, and the seconds of this start spent timing."""
 
     records: bool = False
@@ -138,23 +138,19 @@ class _Session:
     spent: float = 0.0
 
 
-_session = _Session()
-_choices: dict[tuple, Choice] = {}
-
-
-def find_choice(calls: tuple) -> Choice | None:
-    """Return the choice for these calls, None if there is none yet."""
-    return _choices.get(calls)
+session = Session()
+choices: dict[tuple, Choice] = {}
+"""By what tells a layer's calls from others."""
 
 
 def new_choice(calls: tuple, kernels: Comparison, baseline: Baseline, layer: tuple) -> Choice:
-    """Create the choice of a layer against one of vLLM's kernels, for `calls`, by which `find_choice` finds it."""
+    """Create the choice of a layer against one of vLLM's kernels, by its calls."""
     key = Key(kernels.op.name, kernels.describe(layer), baseline, getattr(kernels, "decode", None))
-    made = _choices[calls] = Choice(kernels, key)
+    made = choices[calls] = Choice(kernels, key)
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
-        if _session.decided is None:
-            _session.decided = decided_before()
-        made.decide(_session.decided)
+        if session.decided is None:
+            session.decided = decided_before()
+        made.decide(session.decided)
     return made
 
 
@@ -168,15 +164,9 @@ def choice_for(
 ) -> Choice:
     """Return the choice of a layer, made if there is none, and record the layer if it is to be timed.
 
-    Args:
-        calls: What tells the layer's calls from others, cheaper to make than a key.
-        kernels: The comparison.
-        baseline: vLLM's kernel.
-        layer: Returns the layer.
-        weight: A tensor of the layer, by which it is timed once.
-        tokens: The token count of a call.
+    `calls` tells the layer's calls from others and is cheaper to make than a key. A layer is timed once by its `weight`.
     """
-    choice = find_choice(calls) or new_choice(calls, kernels, baseline, layer())
+    choice = choices.get(calls) or new_choice(calls, kernels, baseline, layer())
     if choice.layers is not None:
         choice.record_layer(weight, tokens, layer)
     return choice
@@ -186,37 +176,27 @@ def wins(key: Key) -> bytes:
     """Return where the plugin won for a key, as `Choice.plugin_by_tokens`. Empty if it was not timed or its op is off."""
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return b""
-    if _session.decided is None:
-        _session.decided = decided_before()
-    return b"" if key.op in _session.decided.off else _session.decided.shapes.get(key, b"")
+    if session.decided is None:
+        session.decided = decided_before()
+    return b"" if key.op in session.decided.off else session.decided.shapes.get(key, b"")
 
 
 def all_choices() -> list[Choice]:
     """Return all choices of this process."""
-    return list(_choices.values())
+    return list(choices.values())
 
 
 def begin_recording() -> None:
     """Note layers from now on, as a model is about to be loaded."""
-    _session.records, _session.spent = envs.VLLM_ROCM_OPS_MEASURE != "0", 0.0
-
-
-def spend(seconds: float) -> None:
-    """Add seconds to this start's time spent timing."""
-    _session.spent += seconds
-
-
-def spent() -> float:
-    """Return the seconds that this start has spent timing."""
-    return _session.spent
+    session.records, session.spent = envs.VLLM_ROCM_OPS_MEASURE != "0", 0.0
 
 
 def apply_decisions(decided: Decided) -> None:
     """Apply decisions to all choices, and stop noting layers."""
-    _session.records, _session.decided = False, decided
-    for one in all_choices():
-        one.layers = None
-        one.decide(decided)
+    session.records, session.decided = False, decided
+    for choice in all_choices():
+        choice.layers = None
+        choice.decide(decided)
 
 
 def types(*dtypes: torch.dtype) -> str:
@@ -226,8 +206,8 @@ def types(*dtypes: torch.dtype) -> str:
 
 def invalidate() -> None:
     """Forget all choices and decisions."""
-    _choices.clear()
-    _session.records, _session.decided, _session.spent = False, None, 0.0
+    choices.clear()
+    session.records, session.decided, session.spent = False, None, 0.0
     op_module.off.clear()
 
 
@@ -262,8 +242,8 @@ def serves_by_tokens(key: Key, measured: dict[int, Measured]) -> bytes:
     """
     if key.has_one_choice:
         ratios = [
-            one.plugin_us / one.baseline_us if one.plugin_us and one.baseline_us else math.inf
-            for one in measured.values()
+            times.plugin_us / times.baseline_us if times.plugin_us and times.baseline_us else math.inf
+            for times in measured.values()
         ]
         return bytes([max(ratios) <= 1 + MARGIN and statistics.geometric_mean(ratios) * (1 + MARGIN) < 1])
     sizes = sorted(measured)
@@ -280,10 +260,10 @@ def serves_by_tokens(key: Key, measured: dict[int, Measured]) -> bytes:
 def code_hash(arch: str) -> str:
     """Return a hash of what decides which plugin kernel a call runs: Python, code objects and tuned tables."""
     package = Path(vllm_rocm_ops.__file__).parent
-    found = [*package.rglob("*.py"), *(launches.CODE / arch).glob("*.json")]
-    found += (envs.tables() / arch).glob("*.csv")
+    paths = [*package.rglob("*.py"), *(launches.CODE / arch).glob("*.json")]
+    paths += (envs.tables() / arch).glob("*.csv")
     digest = hashlib.sha256()
-    for path in sorted(found):
+    for path in sorted(paths):
         digest.update(path.name.encode())
         with contextlib.suppress(OSError):
             digest.update(path.read_bytes())
@@ -310,12 +290,12 @@ def machine() -> dict[str, str]:
 
 def software(arch: str) -> dict[str, str]:
     """Return the part of `machine` that is known without opening the GPU, for its architecture."""
-    found = {"HIP" if torch.version.hip else "CUDA": torch.version.hip or torch.version.cuda or "none"}
+    versions = {"HIP" if torch.version.hip else "CUDA": torch.version.hip or torch.version.cuda or "none"}
     for name in VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    found |= {"vllm-rocm-ops": vllm_rocm_ops.__version__, "code": code_hash(arch)}
-    return found | ({"disabled": envs.VLLM_ROCM_OPS_DISABLE} if envs.VLLM_ROCM_OPS_DISABLE else {})
+            versions[name] = importlib.metadata.version(name)
+    versions |= {"vllm-rocm-ops": vllm_rocm_ops.__version__, "code": code_hash(arch)}
+    return versions | ({"disabled": envs.VLLM_ROCM_OPS_DISABLE} if envs.VLLM_ROCM_OPS_DISABLE else {})
 
 
 def is_same_software(machine: dict[str, str]) -> bool:
@@ -341,13 +321,13 @@ def path_of(machine: dict[str, str]) -> Path:
 def read(path: Path, machine: dict[str, str] | None = None) -> Record:
     """Return a file's results. Empty if the file is missing, invalid or another machine's than the given one."""
     try:
-        found = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
         shapes = {
             Key.of_json(key): {int(tokens): Measured(*values) for tokens, values in by_tokens.items()}
-            for key, by_tokens in found["shapes"]
+            for key, by_tokens in stored["shapes"]
         }
-        if machine in (None, found["machine"]):
-            return Record(dict(found["machine"]), dict(found["off"]), shapes, dict(found.get("ended", {})))
+        if machine in (None, stored["machine"]):
+            return Record(dict(stored["machine"]), dict(stored["off"]), shapes, dict(stored.get("ended", {})))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     return Record(machine or {})
@@ -377,7 +357,9 @@ def agreed(all_decided: list[Decided]) -> Decided:
         for key, served in decided.shapes.items():
             before = shapes.get(key, served)
             longest = max(len(before), len(served))
-            both = (one + one[-1:] * (longest - len(one)) for one in (before, served))  # above its largest, as there
+            both = (
+                table + table[-1:] * (longest - len(table)) for table in (before, served)
+            )  # above its largest, as there
             shapes[key] = bytes(a & b for a, b in zip(*both))
     return Decided(off, shapes)
 
@@ -391,10 +373,10 @@ def rows(record: Record) -> list[tuple[str, ...]]:
     """Return a table of results: a line per run of neighboring token counts with the same kernel."""
 
     def span(values: Iterable[float | None], form: str) -> str:
-        found = [value for value in values if value is not None]
-        if not found:
+        known = [value for value in values if value is not None]
+        if not known:
             return ""
-        low, high = form.format(min(found)), form.format(max(found))
+        low, high = form.format(min(known)), form.format(max(known))
         return low if low == high else f"{low}..{high}"
 
     lines = []
@@ -402,17 +384,17 @@ def rows(record: Record) -> list[tuple[str, ...]]:
         served = serves_by_tokens(key, measured)
         serves = {tokens: served[min(tokens, len(served) - 1)] for tokens in measured}
         for wins, group in itertools.groupby(sorted(measured.items()), lambda item, serves=serves: serves[item[0]]):
-            tokens, found = zip(*group)
+            tokens, times = zip(*group)
             winner = "off" if key.op in record.off else "plugin" if wins else "vLLM"
-            us = (span((getattr(one, name) for one in found), "{:.1f}") for name in ("plugin_us", "baseline_us"))
-            errors = (span((getattr(one, name) for one in found), "{:.1e}") for name in ("error", "baseline_error"))
+            us = (span((getattr(entry, name) for entry in times), "{:.1f}") for name in ("plugin_us", "baseline_us"))
+            errors = (span((getattr(entry, name) for entry in times), "{:.1e}") for name in ("error", "baseline_error"))
             lines.append((key.op, f"{key.call} {key.baseline}", span(tokens, "{}"), *us, winner, *errors))
     return lines
 
 
 def table(record: Record) -> list[str]:
     """Return the table's lines, none without results."""
-    found = rows(record)
-    widths = [max(map(len, column)) for column in zip(HEADER, *found)]
-    made = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (HEADER, *found)]
-    return made if found else []
+    lines = rows(record)
+    widths = [max(map(len, column)) for column in zip(HEADER, *lines)]
+    made = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (HEADER, *lines)]
+    return made if lines else []

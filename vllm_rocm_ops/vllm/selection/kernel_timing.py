@@ -74,23 +74,23 @@ class GraphClock:
     def times(self, calls, sets, replays):
         graphs = {}
         for name, call in calls.items():
-            with watchdog.of(name):
+            with watchdog.around(name):
                 graphs[name] = clocks.capture(call, sets)
         replays.check(graphs)  # also prepares what a graph's first replay does
-        found = self._times(graphs, len(sets))
+        samples = self._times(graphs, len(sets))
         replays.check(graphs)
-        return found
+        return samples
 
     def _times(self, graphs: dict, calls: int) -> dict[str, list[float]]:
-        timed = functools.partial(clocks.replays, graphs, calls, around=watchdog.of, flush=self._flush)
-        found = timed(rounds=1)
-        if min(found["plugin"]) > HOPELESS * max(found["baseline"]):
-            return found
-        found = timed(rounds=FEW_ROUNDS)
-        if is_clear(found):
-            return found
+        timed = functools.partial(clocks.replays, graphs, calls, around=watchdog.around, flush=self._flush)
+        samples = timed(rounds=1)
+        if min(samples["plugin"]) > HOPELESS * max(samples["baseline"]):
+            return samples
+        samples = timed(rounds=FEW_ROUNDS)
+        if is_clear(samples):
+            return samples
         more = timed(rounds=clocks.ROUNDS - FEW_ROUNDS)
-        return {name: times + more[name] for name, times in found.items()}
+        return {name: times + more[name] for name, times in samples.items()}
 
     finish = staticmethod(clocks.finish)
 
@@ -99,12 +99,12 @@ def limit_s() -> float:
     """Return the seconds per start to time all kernels in, waiting included. Raises ValueError for a wrong variable."""
     text = envs.VLLM_ROCM_OPS_MEASURE
     try:
-        found = float(text)
+        limit = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 <= found <= MOST_SECONDS:
+        limit = math.nan
+    if not 0 <= limit <= MOST_SECONDS:
         raise ValueError(f"VLLM_ROCM_OPS_MEASURE must be 0 to {MOST_SECONDS:g} seconds, got {text}")
-    return found
+    return limit
 
 
 def is_clear(times: dict[str, list[float]]) -> bool:
@@ -113,14 +113,14 @@ def is_clear(times: dict[str, list[float]]) -> bool:
     return max(plugin) * (1 + kernel_selection.MARGIN) < min(baseline) or min(plugin) > max(baseline)
 
 
-def sizes(captured: Iterable[int], most: int) -> list[int]:
+def sizes(captured: Iterable[int], max_tokens: int) -> list[int]:
     """Return the token counts to time: 1, the captured sizes, powers of two above them, and a step's largest."""
-    found = {1, *(size for size in captured if size <= most)}
-    power = 1 << max(found).bit_length() if len(found) > 1 else 2
-    while power < most:
-        found.add(power)
+    counts = {1, *(size for size in captured if size <= max_tokens)}
+    power = 1 << max(counts).bit_length() if len(counts) > 1 else 2
+    while power < max_tokens:
+        counts.add(power)
         power *= 2
-    return sorted(found | {most})
+    return sorted(counts | {max_tokens})
 
 
 def estimate(kernels: Comparison, layer: tuple, layers: int, tokens: int, bandwidth_gb_s: float) -> tuple[int, float]:
@@ -148,14 +148,9 @@ def pair_seconds(us: float, calls: int) -> float:
 def check_and_time(
     kernels: Comparison, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
 ) -> Measured:
-    """Check the plugin's kernel against vLLM's on a sample, and time both.
+    """Check the plugin's kernel against vLLM's on a sample, and time both, with one layer for each call of a graph.
 
-    Args:
-        kernels: The comparison.
-        layers: One layer for each call of a graph.
-        tokens: The token count.
-        clock: Times the calls.
-        marked: Is entered while the plugin runs.
+    `marked` is entered while the plugin runs.
     """
     sets, judge, comparable, fresh = kernels.sample(layers, tokens)
     baseline = kernels.baseline(*fresh(sets[0]))
@@ -187,16 +182,18 @@ def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: fl
     """
 
     def place(item: tuple[Choice, list[int]]) -> tuple:
-        one, at = item
-        tokens = 1 if one.key.has_one_choice else at[0]
-        share = len(one.layers) * call_us(*one.kernels.work(next(iter(one.layers.values())), tokens), bandwidth_gb_s)
-        return record.ended.get(one.kernels.op.name, 0), tokens & (tokens - 1) > 0, tokens, -share
+        choice, counts = item
+        tokens = 1 if choice.key.has_one_choice else counts[0]
+        share = len(choice.layers) * call_us(
+            *choice.kernels.work(next(iter(choice.layers.values())), tokens), bandwidth_gb_s
+        )
+        return record.ended.get(choice.kernels.op.name, 0), tokens & (tokens - 1) > 0, tokens, -share
 
     items = []
-    for one, at in wanted.items():
-        lacking = [m for m in at if m not in record.shapes.get(one.key, {})]
-        whole = one.key.has_one_choice
-        items += [(one, lacking)] if whole and lacking else [(one, [m]) for m in lacking]
+    for choice, counts in wanted.items():
+        lacking = [m for m in counts if m not in record.shapes.get(choice.key, {})]
+        is_whole = choice.key.has_one_choice
+        items += [(choice, lacking)] if is_whole and lacking else [(choice, [m]) for m in lacking]
     return sorted(items, key=place)
 
 
@@ -208,61 +205,55 @@ def measure(
     save: Callable,
     end: float,
 ) -> None:
-    """Time what a record lacks, and add the results.
+    """Time what a record lacks at the wanted token counts of each choice, and add the results.
 
-    Args:
-        wanted: The token counts of each choice.
-        clock: Times calls.
-        record: Gets the results.
-        path: The record's file. Its `.running` file marks the current op.
-        save: Writes the record.
-        end: The deadline, on the monotonic clock. Nothing starts that would end later by its estimate.
+    The `.running` file next to `path` marks the current op. Nothing starts that would end after `end` by its estimate.
     """
     start = comparable = time.monotonic()
     arch = archs.ARCHS.get(record.machine.get("arch", ""))
     bandwidth = arch.bandwidth_gb_s if arch else 1000.0
     todo, done, left = in_order(wanted, record, bandwidth), 0, []
-    count, given_up = sum(len(at) for _, at in todo), set()
+    count, given_up = sum(len(counts) for _, counts in todo), set()
     if todo:
-        shapes = len({one for one, _ in todo})
+        shapes = len({choice for choice, _ in todo})
         text = (
             "vllm-rocm-ops: timing kernels against vLLM's: %d shapes, %d comparisons (VLLM_ROCM_OPS_MEASURE=0 disables); "
             "code objects: %s"
         )
         logger.info(text, shapes, count, launches.origin(arch.name) if arch else "none")
-    for one, at in todo:
-        op, layers = one.kernels.op.name, list(one.layers.values())
-        if op in record.off or one in given_up:
+    for choice, counts in todo:
+        op, layers = choice.kernels.op.name, list(choice.layers.values())
+        if op in record.off or choice in given_up:
             continue
-        estimates = [estimate(one.kernels, layers[0], len(layers), tokens, bandwidth) for tokens in at]
+        estimates = [estimate(choice.kernels, layers[0], len(layers), tokens, bandwidth) for tokens in counts]
         now = time.monotonic()
         if now + sum(seconds for _, seconds in estimates) > end:
-            left += [f"{one.key.call} at {tokens}" for tokens in at]
+            left += [f"{choice.key.call} at {tokens}" for tokens in counts]
             continue
         if now - comparable > PROGRESS_SECONDS:
             comparable = now
             logger.info("vllm-rocm-ops: timed %d of %d comparisons in %.0f s", done, count, now - start)
-        for tokens, (calls, _) in zip(at, estimates):
+        for tokens, (calls, _) in zip(counts, estimates):
             done += 1
-            marked = watchdog.marker(path.with_suffix(".running"), f"{op}\n{one.key} at {tokens} tokens")
+            marked = watchdog.marker(path.with_suffix(".running"), f"{op}\n{choice.key} at {tokens} tokens")
             try:
-                found = check_and_time(one.kernels, layers[:calls], tokens, clock, marked)
+                result = check_and_time(choice.kernels, layers[:calls], tokens, clock, marked)
             except Refused:
-                found = UNTIMED
+                result = UNTIMED
             except BrokenGraph as error:
-                warn_broken(f"{one.key.call}, {tokens} tokens", error)
+                warn_broken(f"{choice.key.call}, {tokens} tokens", error)
                 continue
             except Exception as error:  # noqa: BLE001  the other shapes are still timed
-                why = f"{str(error).partition(chr(10))[0]} ({one.key.call}, {tokens} tokens)"
+                why = f"{str(error).partition(chr(10))[0]} ({choice.key.call}, {tokens} tokens)"
                 if isinstance(error, Mismatch):
                     record.off[op] = why
                     break
                 logger.warning("vllm-rocm-ops: timing of %s failed: %s: %s", op, type(error).__name__, why)
                 if not isinstance(error, ArithmeticError):
-                    given_up.add(one)
+                    given_up.add(choice)
                     break
-                found = UNTIMED
-            record.shapes.setdefault(one.key, {})[tokens] = found
+                result = UNTIMED
+            record.shapes.setdefault(choice.key, {})[tokens] = result
         save()
     if left:
         logger.info(
@@ -284,27 +275,25 @@ def log_off(off: dict[str, str]) -> None:
 
 def warm_up(
     captured: Iterable[int],
-    most: int,
+    max_tokens: int,
     clock: Clock | None,
     gather: Callable[[Decided], list[Decided]],
     is_logging_rank: bool = True,
 ) -> None:
     """Time what this process's choices need, or read it from the record, and apply what all ranks agree on.
 
-    Recording ends here. On failure no choice changes, and all ranks still take part in `gather`.
-
-    Args:
-        captured: The captured token counts.
-        most: The largest token count of a step.
-        clock: Times calls, None to use the record only.
-        gather: Returns the decisions of all ranks.
-        is_logging_rank: Whether this process logs the result.
+    Recording ends here. On failure no choice changes, and all ranks still take part in `gather`. Without a clock only the
+    record is used.
     """
-    wanted = {one: sizes(captured, min(most, one.most)) for one in kernel_selection.all_choices() if one.layers}
+    wanted = {
+        choice: sizes(captured, min(max_tokens, choice.max_tokens))
+        for choice in kernel_selection.all_choices()
+        if choice.layers
+    }
     record, decided = agree(wanted, clock, gather)
     kernel_selection.apply_decisions(decided)
     if is_logging_rank:
-        log_results(record, decided, {one.key for one in kernel_selection.all_choices()})
+        log_results(record, decided, {choice.key for choice in kernel_selection.all_choices()})
 
 
 def agree(
@@ -315,19 +304,15 @@ def agree(
 ) -> tuple[Record, Decided]:
     """Return this machine's record, and the decision of all ranks.
 
-    Args:
-        wanted: The token counts of each choice.
-        clock: Times calls, None to use the record only.
-        gather: Returns the decisions of all ranks.
-        share: Of `limit_s` that this may take, minus the time that this start has spent.
+    It may take a share of `limit_s`, minus the time that this start has spent. Without a clock only the record is used.
     """
     record = Record({})
     begin = time.monotonic()
     try:
-        record = _measured_here(wanted, clock, begin + share * limit_s() - kernel_selection.spent())
+        record = _measured_here(wanted, clock, begin + share * limit_s() - kernel_selection.session.spent)
     except Exception as error:  # noqa: BLE001  vLLM starts anyway
         logger.warning("vllm-rocm-ops: kernel timing failed: %s: %s", type(error).__name__, error)
-    kernel_selection.spend(time.monotonic() - begin)
+    kernel_selection.session.spent += time.monotonic() - begin
     return record, kernel_selection.agreed(gather(record.decided()))
 
 

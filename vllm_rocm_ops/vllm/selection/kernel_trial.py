@@ -76,10 +76,10 @@ def device_of(worker) -> dict[str, str]:
 
 def run(environment: dict[str, str], end: float) -> dict:
     """Return the outcome of the child, and what it said besides, after it has ended."""
-    with tempfile.TemporaryFile("w+") as found, tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as outcome, tempfile.TemporaryFile("w+") as said:
         command = [sys.executable, "-c", CODE, str(end)]
         environment = envs.of_child({**environment, "PYTHONSAFEPATH": "1"})  # no package of the current folder
-        child = subprocess.Popen(command, stdout=found, stderr=said, env=environment, start_new_session=True)
+        child = subprocess.Popen(command, stdout=outcome, stderr=said, env=environment, start_new_session=True)
         try:
             child.wait(max(end - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
@@ -89,10 +89,10 @@ def run(environment: dict[str, str], end: float) -> dict:
                 os.killpg(child.pid, signal.SIGKILL)  # with what it started
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(SECONDS_TO_END)
-        found.seek(0)
+        outcome.seek(0)
         said.seek(0)
         try:
-            return json.loads(found.read())
+            return json.loads(outcome.read())
         except ValueError:
             last = said.read().strip().rpartition("\n")[2]
             return {"ran": 0, "failed": [last or f"no answer within {SECONDS:.0f} s"], "off": {}}

@@ -97,7 +97,7 @@ class Key(NamedTuple):
         return bool(self.baseline.scope)
 
     @classmethod
-    def of_json(cls, found: list) -> Key:
+    def of_json(cls, parts: list) -> Key:
         """Return a key as JSON has it: lists in place of tuples. Raises TypeError for anything else."""
-        op, shape, baseline, decode = found
+        op, shape, baseline, decode = parts
         return cls(op, shape, Baseline(*baseline), decode and Decode(*decode))

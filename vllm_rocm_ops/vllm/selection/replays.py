@@ -73,10 +73,10 @@ class Replays:
             ]
             self._eager = {name: self._left(name) for name in self._calls}
             self._repeats = "baseline" in self._calls and same_bits(self._eager["baseline"], self._left("baseline"))
-        found = []
+        names = []
         for name, graph in graphs.items():
             self._restore()
-            with watchdog.of(name):
+            with watchdog.around(name):
                 graph.replay()
                 clocks.finish()
             eager, replayed = self._eager[name], self._tensors(name, graph.outputs)
@@ -84,8 +84,8 @@ class Replays:
                 continue
             exactly = name == "plugin" or self._repeats
             if exactly or not all(distance(*pair) <= self._bound for pair in zip(replayed, eager, strict=True)):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def _restore(self) -> None:
         for value, before in self._written:
@@ -93,10 +93,10 @@ class Replays:
 
     def _left(self, name: str) -> list[Tensor]:
         self._restore()
-        with watchdog.of(name):
+        with watchdog.around(name):
             outputs = clocks.run_all(self._calls[name], self._sets)
             clocks.finish()
-        return [one.clone() for one in self._tensors(name, outputs)]
+        return [tensor.clone() for tensor in self._tensors(name, outputs)]
 
     def _tensors(self, name: str, outputs: tuple) -> list[Tensor]:
         comparable = map(self._shown[name], outputs)
@@ -108,16 +108,16 @@ def copies(given: tuple) -> tuple:
     return tuple(value.clone() if isinstance(value, Tensor) else value for value in given)
 
 
-def flattened(found: object) -> list[Tensor]:
+def flattened(result: object) -> list[Tensor]:
     """Return the tensors of a result."""
-    if isinstance(found, Tensor):
-        return [found]
-    return [one for part in found for one in flattened(part)] if isinstance(found, (tuple, list)) else []
+    if isinstance(result, Tensor):
+        return [result]
+    return [tensor for part in result for tensor in flattened(part)] if isinstance(result, (tuple, list)) else []
 
 
 def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
     """True if tensors have equal bits."""
-    bits = ([one.reshape(-1).contiguous().view(torch.uint8) for one in each] for each in (some, others))
+    bits = ([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in each] for each in (some, others))
     return all(torch.equal(*pair) for pair in zip(*bits, strict=True))
 
 

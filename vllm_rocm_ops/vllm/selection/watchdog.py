@@ -70,18 +70,18 @@ def watch(path: Path, text: str) -> Iterator[None]:
 @contextlib.contextmanager
 def outstanding() -> Iterator[None]:
     """Run the clock of the current watch, if there is one."""
-    found = _watch
-    if found is None:
+    watched = _watch
+    if watched is None:
         yield
         return
-    found.begun = time.monotonic()
+    watched.begun = time.monotonic()
     try:
         yield
     finally:
-        found.begun = None
+        watched.begun = None
 
 
-def of(name: str) -> contextlib.AbstractContextManager:
+def around(name: str) -> contextlib.AbstractContextManager:
     """Return what surrounds a launch of one side of a comparison: `outstanding` for "plugin" alone."""
     return outstanding() if name == "plugin" else contextlib.nullcontext()
 

@@ -115,14 +115,16 @@ def baselines(op: Op, shapes: str = "") -> dict[str, Baseline]:
 def of_experts(arguments: tuple) -> dict[str, Baseline]:
     """Return every form of vLLM's fused MoE in each of its tile sizes, for calls like this one, if vLLM is installed."""
     vllm = BASELINES["fused_experts"]["vllm"]
-    found = experts.variants(arguments) if vllm.is_there() else {}
-    return {name: vllm._replace(call=call) for name, call in found.items()}
+    forms = experts.variants(arguments) if vllm.is_there() else {}
+    return {name: vllm._replace(call=call) for name, call in forms.items()}
 
 
-def prepare(found: Mapping[str, Baseline], clock: Clock, sets: list[tuple]) -> tuple[dict[str, object], dict[str, str]]:
+def prepare(
+    kernels: Mapping[str, Baseline], clock: Clock, sets: list[tuple]
+) -> tuple[dict[str, object], dict[str, str]]:
     """Return the baselines prepared for a clock on these sets of arguments, and why the others are unavailable."""
     prepared, unavailable = {}, {}
-    for name, baseline in found.items():
+    for name, baseline in kernels.items():
         try:
             prepared[name] = clock.prepare(baseline.call, [baseline.prepare(*arguments) for arguments in sets])
         except Exception as error:  # noqa: BLE001  any failure makes a baseline unavailable

@@ -44,9 +44,9 @@ def flash_dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> 
         f"cu_seqlens_{name}": torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[1]
         for name, x in (("q", q), ("k", k))
     }
-    most = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
-    how = {"softmax_scale": scale, "causal": causal, "fa_version": 3}
-    return (functools.partial(attend, *(x.flatten(0, 1) for x in (q, k, v)), **begins, **most, **how),)
+    lengths = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
+    options = {"softmax_scale": scale, "causal": causal, "fa_version": 3}
+    return (functools.partial(attend, *(x.flatten(0, 1) for x in (q, k, v)), **begins, **lengths, **options),)
 
 
 def _starts(lens: Tensor) -> Tensor:
@@ -71,9 +71,9 @@ def _flash(a, q: Tensor, k: Tensor, v: Tensor, **more) -> tuple:
         num_splits=MAX_SPLITS,
         **of_rows,
     )
-    how = {"seqused_k": a.seq_lens, "block_table": a.block_table, "softmax_scale": a.scale, "fa_version": 3}
-    how |= {"scheduler_metadata": schedule, "num_splits": MAX_SPLITS}
-    return (functools.partial(flash.flash_attn_varlen_func, q=q, k=k, v=v, **of_rows, **how, **more),)
+    options = {"seqused_k": a.seq_lens, "block_table": a.block_table, "softmax_scale": a.scale, "fa_version": 3}
+    options |= {"scheduler_metadata": schedule, "num_splits": MAX_SPLITS}
+    return (functools.partial(flash.flash_attn_varlen_func, q=q, k=k, v=v, **of_rows, **options, **more),)
 
 
 def flash_paged(*arguments) -> tuple:
@@ -94,8 +94,8 @@ def unified(*arguments) -> tuple:
     a = paged_attention_decode.Arguments(*arguments)
     attend = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
     rows, heads, size = a.query.shape
-    kept = [a.query.new_empty(rows, heads, SEGMENTS, *of, dtype=torch.float32) for of in ((size,), (), ())]
-    how = {
+    kept = [a.query.new_empty(rows, heads, SEGMENTS, *shape, dtype=torch.float32) for shape in ((size,), (), ())]
+    keywords = {
         "q": a.query,
         "k": a.key_cache,
         "v": a.value_cache,
@@ -116,7 +116,7 @@ def unified(*arguments) -> tuple:
         "num_par_softmax_segments": SEGMENTS,
         **dict(zip(("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"), kept)),
     }
-    return (functools.partial(attend, **how),)
+    return (functools.partial(attend, **keywords),)
 
 
 def flash_mla(*arguments) -> tuple:
@@ -137,14 +137,14 @@ def triton_mla(*arguments) -> tuple:
     wanted = 1 << (max(int(a.seq_lens.max()) // SPLIT_KEYS, 1) - 1).bit_length()
     splits = min(wanted, 2 * multiprocessors)
     logits = a.q_nope.new_empty(rows, heads, splits, LATENT + 1, dtype=torch.float32)
-    cache, one = a.kv_cache.unsqueeze(2), one_scale(a.q_nope, 1)
+    cache, unit_scale = a.kv_cache.unsqueeze(2), one_scale(a.q_nope, 1)
 
     def call() -> Tensor:
         query = torch.cat((a.q_nope, a.q_pe), -1)
         out = torch.zeros_like(a.q_nope, memory_format=torch.contiguous_format)
         lse = query.new_zeros(rows, heads)
-        of = query, cache, cache[..., :LATENT], out, lse, a.block_table, a.seq_lens, logits, splits, a.scale
-        attend(*of, cache.shape[1], k_scale=one, v_scale=one, is_mla=True)
+        given = query, cache, cache[..., :LATENT], out, lse, a.block_table, a.seq_lens, logits, splits, a.scale
+        attend(*given, cache.shape[1], k_scale=unit_scale, v_scale=unit_scale, is_mla=True)
         return out
 
     return (call,)

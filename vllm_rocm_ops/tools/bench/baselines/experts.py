@@ -32,9 +32,9 @@ def _quantization(a):
         raise ValueError("it supports float32 scales only")
     if not kind.scaled:
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
-    how = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), kind.rows == 1)
-    how["block_shape"] = [kind.rows, kind.group] if kind.group else None
-    return config.fp8_w8a8_moe_quant_config(a.w1_scale, a.w2_scale, a.hidden_scale, a.act_scale, **how)
+    scaling = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), kind.rows == 1)
+    scaling["block_shape"] = [kind.rows, kind.group] if kind.group else None
+    return config.fp8_w8a8_moe_quant_config(a.w1_scale, a.w2_scale, a.hidden_scale, a.act_scale, **scaling)
 
 
 def prepare(*arguments) -> tuple[tuple, dict]:
@@ -47,33 +47,37 @@ def prepare(*arguments) -> tuple[tuple, dict]:
         weights = torch.cat((weights, weights.new_ones(len(ids), a.shared_experts)), 1)
         ids = torch.cat((ids, (known + others).to(ids.dtype).expand(len(ids), -1)), 1)
         expert_map = None if expert_map is None else torch.cat((expert_map, routed + others))
-    how = {"quant_config": _quantization(a), "expert_map": expert_map, "global_num_experts": known + a.shared_experts}
-    how["apply_router_weight_on_input"] = a.apply_router_weight_on_input
-    return (a.hidden, a.w1, a.w2, weights, ids), how
+    options = {
+        "quant_config": _quantization(a),
+        "expert_map": expert_map,
+        "global_num_experts": known + a.shared_experts,
+    }
+    options["apply_router_weight_on_input"] = a.apply_router_weight_on_input
+    return (a.hidden, a.w1, a.w2, weights, ids), options
 
 
-def call(tensors: tuple, how: dict, tiles: dict[str, int] | None = None):
+def call(tensors: tuple, options: dict, tiles: dict[str, int] | None = None):
     """Call the functional form, with these tile sizes or its own choice."""
     with _moe().override_config(tiles):
-        return _moe(".fused_moe").fused_experts(*tensors, **how)
+        return _moe(".fused_moe").fused_experts(*tensors, **options)
 
 
-def _modular(tensors: tuple, how: dict, tiles: dict[str, int], kernel):
-    how = {name: value for name, value in how.items() if name != "quant_config"}
+def _modular(tensors: tuple, options: dict, tiles: dict[str, int], kernel):
+    options = {name: value for name, value in options.items() if name != "quant_config"}
     with _moe().override_config(tiles):
-        return kernel.apply(*tensors, activation=_moe(".activation").MoEActivation.SILU, **how)
+        return kernel.apply(*tensors, activation=_moe(".activation").MoEActivation.SILU, **options)
 
 
-def _kernel(tensors: tuple, how: dict):
+def _kernel(tensors: tuple, options: dict):
     """Create vLLM's modular kernel."""
     (hidden, w1, w2, _, ids), config = tensors, _moe(".config")
     settings = config.FusedMoEConfig(
-        num_experts=how["global_num_experts"],
+        num_experts=options["global_num_experts"],
         experts_per_token=ids.shape[1],
         hidden_dim=hidden.shape[1],
         intermediate_size=w2.shape[2],
         num_local_experts=len(w1),
-        num_logical_experts=how["global_num_experts"],
+        num_logical_experts=options["global_num_experts"],
         activation=_moe(".activation").MoEActivation.SILU,
         device=w1.device,
         routing_method=config.RoutingMethodType.DeepSeekV3,
@@ -81,7 +85,7 @@ def _kernel(tensors: tuple, how: dict):
         in_dtype=hidden.dtype,
     )
     without_ranks = _moe(".prepare_finalize").make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
-    experts = _moe(".experts.triton_moe").TritonExperts(settings, how["quant_config"])
+    experts = _moe(".experts.triton_moe").TritonExperts(settings, options["quant_config"])
     return _moe(".modular_kernel").FusedMoEKernel(without_ranks, experts)
 
 
@@ -91,9 +95,9 @@ def tuned(arguments: tuple) -> tuple[str | None, dict[int, dict[str, int]]]:
     fused_moe, quantization = _moe(".fused_moe"), _quantization(a)
     for experts in dict.fromkeys((len(a.w1), len(a.w1) - a.shared_experts)):
         of_file = experts, a.w2.shape[2], quantization.config_name(torch.bfloat16)
-        found = fused_moe.get_moe_configs(*of_file, *(quantization.block_shape or (None, None)))
-        if found:
-            return fused_moe.get_config_file_name(*of_file, quantization.block_shape), found
+        configs = fused_moe.get_moe_configs(*of_file, *(quantization.block_shape or (None, None)))
+        if configs:
+            return fused_moe.get_config_file_name(*of_file, quantization.block_shape), configs
     return None, {}
 
 
@@ -102,15 +106,15 @@ def variants(arguments: tuple) -> dict[str, Callable]:
 
     They take the result of `prepare`.
     """
-    tensors, how = prepare(*arguments)
-    (hidden, w1, w2, _, ids), quantization = tensors, how["quant_config"]
+    tensors, options = prepare(*arguments)
+    (hidden, w1, w2, _, ids), quantization = tensors, options["quant_config"]
     sizes = {"E": len(w1), "N": w2.shape[2], "K": hidden.shape[1], "topk": ids.shape[1]}
     sizes |= {"dtype": quantization.config_name(torch.bfloat16), "block_shape": quantization.block_shape}
     tiles = {", default tiles": _moe(".fused_moe").get_default_config(len(hidden), **sizes)}
     by_tokens = tuned(arguments)[1]
     if by_tokens:
         tiles[""] = by_tokens[min(by_tokens, key=lambda tokens: abs(tokens - len(hidden)))]
-    forms = {"fused_experts": call, "TritonExperts": functools.partial(_modular, kernel=_kernel(tensors, how))}
+    forms = {"fused_experts": call, "TritonExperts": functools.partial(_modular, kernel=_kernel(tensors, options))}
     return {
         f"vllm {form}{which}": functools.partial(run, tiles=chosen)
         for form, run in forms.items()

@@ -131,7 +131,7 @@ def triton_dot_scaled(*arguments):
     return importlib.import_module("vllm_rocm_ops.tools.bench.baselines.triton_mx").dot_scaled(*arguments)
 
 
-def vllm_grouped_topk(gating_output, *how):
+def vllm_grouped_topk(gating_output, *options):
     """Call vLLM's grouped top-k router."""
     router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.grouped_topk_router")
-    return router.grouped_topk(gating_output, gating_output, *how)
+    return router.grouped_topk(gating_output, gating_output, *options)

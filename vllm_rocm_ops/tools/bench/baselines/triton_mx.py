@@ -39,9 +39,9 @@ def _multiply(
     for first in range(0, K, TILE_K):
         x = tl.load(a + rows[:, None] * a_row + first + depth[None, :], mask=has_row, other=0.0)
         w = tl.load(b + columns[:, None] * b_row + first + depth[None, :], mask=has_column, other=0.0)
-        at = first // GROUP + groups[None, :]
-        x_scale = tl.load(scale_a + rows[:, None] * scale_a_row + at, mask=has_row, other=0)
-        w_scale = tl.load(scale_b + columns[:, None] * scale_b_row + at, mask=has_column, other=0)
+        places = first // GROUP + groups[None, :]
+        x_scale = tl.load(scale_a + rows[:, None] * scale_a_row + places, mask=has_row, other=0)
+        w_scale = tl.load(scale_b + columns[:, None] * scale_b_row + places, mask=has_column, other=0)
         sums += tl.dot_scaled(x, x_scale, "e4m3", w.T, w_scale, "e4m3")
     to = out + rows[:, None] * N + columns[None, :]
     tl.store(to, sums.to(out.dtype.element_ty), mask=has_row & (columns < N)[None, :])
