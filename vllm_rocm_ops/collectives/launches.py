@@ -198,14 +198,14 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
 
 def symbols() -> dict[str, set[str]]:
     """Return all kernels by their file in csrc/ops."""
-    found: dict[str, set[str]] = {}
+    by_module: dict[str, set[str]] = {}
     for op in (None, *NORMS.values()):
         for dtype in rowwise.ELEMENTS:
             for most in (2, 4, 8):
                 for chunks in CHUNKS:
                     name = symbol(op, dtype, most, Config(1, MAX_BLOCK_THREADS, chunks))
-                    found.setdefault(SUM if op is None else MODULES[op.name], set()).add(name)
-    return found
+                    by_module.setdefault(SUM if op is None else MODULES[op.name], set()).add(name)
+    return by_module
 
 
 def reference(op: Op | None, inputs: list[Tensor], *args):

@@ -195,11 +195,11 @@ def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor]
         return op.call(total, *args[1:])
     residual = dict(zip(op.Arguments._fields, args)).get("residual")
     before = None if residual is None else residual.clone()
-    found = op.call(total, *args[1:])
+    results = op.call(total, *args[1:])
     a = op.Arguments(total, *args[1:])
     norm = launches.NORMS["rms_norm" if before is None else "fused_add_rms_norm"]
     normed = norm.call(total, *(() if before is None else (before,)), a.weight, a.epsilon, a.one_plus_weight)
-    return (*(found if isinstance(found, tuple) else (found,)), normed)
+    return (*(results if isinstance(results, tuple) else (results,)), normed)
 
 
 def said(report: int, group: Group) -> str:
@@ -221,11 +221,11 @@ def limit_us(seconds: float | None) -> int:
     """Return the kernels' time limit in microseconds, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT."""
     text = envs.VLLM_ROCM_OPS_ALL_REDUCE_LIMIT if seconds is None else seconds
     try:
-        found = float(text)
+        limit = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found <= MAX_SECONDS:
+        limit = 0.0
+    if not 0 < limit <= MAX_SECONDS:
         raise ValueError(
             f"VLLM_ROCM_OPS_ALL_REDUCE_LIMIT must be above 0 and at most {MAX_SECONDS} seconds, got {text}"
         )
-    return max(1, round(found * 1e6))
+    return max(1, round(limit * 1e6))

@@ -53,12 +53,12 @@ def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot sh
         mine = "", act()
     except Exception as error:  # noqa: BLE001  all ranks raise it
         mine = f"{type(error).__name__}: {error}", None
-    found: list = [None] * dist.get_world_size(cpu_group)
-    dist.all_gather_object(found, mine, group=cpu_group)
-    failed = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(found) if why]
+    by_rank: list = [None] * dist.get_world_size(cpu_group)
+    dist.all_gather_object(by_rank, mine, group=cpu_group)
+    failed = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(by_rank) if why]
     if failed:
         raise RuntimeError(f"all_reduce: {what}: {'; '.join(failed)}")
-    return [value for _, value in found]
+    return [value for _, value in by_rank]
 
 
 def _boot() -> str:
@@ -106,11 +106,11 @@ def create(
         owns.append(own)
         return _boot(), own.arch.name, capacity, limit, own.runtime.memory_handle(device.index, own.inbox)
 
-    def open_all(found: list) -> None:
-        for what, values in zip(("machine", "architecture", "capacity", "limit"), zip(*found)):
+    def open_all(shared: list) -> None:
+        for what, values in zip(("machine", "architecture", "capacity", "limit"), zip(*shared)):
             if len(set(values)) > 1:
                 raise ValueError(f"all ranks must have one {what}, got {', '.join(map(str, values))}")
-        for peer, (*_, handle) in enumerate(found):
+        for peer, (*_, handle) in enumerate(shared):
             if peer != rank:
                 opened[peer] = owns[0].runtime.open_memory(device.index, handle)
 
@@ -129,8 +129,8 @@ def create(
             own.free()
 
     try:
-        found = agree(cpu_group, make)
-        agree(cpu_group, lambda: open_all(found))
+        shared = agree(cpu_group, make)
+        agree(cpu_group, lambda: open_all(shared))
     except RuntimeError:
         release()
         raise

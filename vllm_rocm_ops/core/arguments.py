@@ -54,10 +54,10 @@ def apart(op, a) -> tuple[tuple[int, int, int, int], ...]:
 
 def refuse_overlap(op, args: tuple, updated: int, other: int, distance: int) -> None:
     """Raise ValueError unless the two arguments are different columns of the same rows."""
-    one, two = args[updated], args[other]
-    size, step, columns = one.element_size(), row_stride(one), one.shape[-1]
-    same_rows = one.dtype == two.dtype and step is not None and step == row_stride(two)
-    if same_rows and columns <= -distance // size % step and two.shape[-1] <= distance // size % step:
+    written, neighbor = args[updated], args[other]
+    size, step, columns = written.element_size(), row_stride(written), written.shape[-1]
+    same_rows = written.dtype == neighbor.dtype and step is not None and step == row_stride(neighbor)
+    if same_rows and columns <= -distance // size % step and neighbor.shape[-1] <= distance // size % step:
         return
     names = op.Arguments._fields
     raise ValueError(

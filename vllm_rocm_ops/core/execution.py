@@ -85,10 +85,10 @@ def _positions(planned: tuple[Launch, ...], buffers: tuple, a) -> list[list[tupl
 
 def _counters(l: Launch) -> tuple[str, int] | None:
     """Return the name of the launch's Counters argument and their number, or None."""
-    found = [(name, int(arg)) for name, arg in l.args.items() if isinstance(arg, Counters)]
-    if len(found) > 1:
-        raise TypeError(f"{l.symbol} must have one Counters, got {len(found)}")
-    return found[0] if found else None
+    counters = [(name, int(arg)) for name, arg in l.args.items() if isinstance(arg, Counters)]
+    if len(counters) > 1:
+        raise TypeError(f"{l.symbol} must have one Counters, got {len(counters)}")
+    return counters[0] if counters else None
 
 
 def bind_device(
@@ -116,8 +116,8 @@ def bind_device(
     for l, handle, (layout, values), positions in zip(planned, handles, packers, _positions(planned, buffers, a)):
         slot, counters = {name: i for i, name in enumerate(values)}, _counters(l)
         slots = [(slot[name], place) for name, place in positions]
-        how = (handle, *l.grid, *l.block, l.lds)
-        bound.append((layout.pack, [*values.values()], slots, counters and (slot[counters[0]], counters[1]), how))
+        geometry = (handle, *l.grid, *l.block, l.lds)
+        bound.append((layout.pack, [*values.values()], slots, counters and (slot[counters[0]], counters[1]), geometry))
     current_device, stream_of, launch = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, runtime.launch
     counters_of = runtime.counters
 
@@ -129,13 +129,13 @@ def bind_device(
         tensors = new + args
         stream, failure = stream_of(index), NotLaunched
         try:
-            for pack, values, slots, counters, how in bound:
+            for pack, values, slots, counters, geometry in bound:
                 for slot, place in slots:
                     values[slot] = tensors[place].data_ptr()
                 if counters:
                     slot, number = counters
                     values[slot] = counters_of(index, stream, 4 * number)
-                launch(*how, stream, pack(*values))
+                launch(*geometry, stream, pack(*values))
                 failure = RuntimeError
         except RuntimeError as error:
             raise failure(f"{error}. {advice}") from error
@@ -149,7 +149,8 @@ def bind_executor(executor, planned: tuple[Launch, ...], outputs, a) -> Callable
     device = torch.device("cpu")
     buffers = _buffers(planned, outputs, device)
     allocate, count, single = _allocator(buffers), len(_outputs(outputs)), isinstance(outputs, torch.Tensor)
-    counters = [(at[0], torch.zeros(at[1], dtype=torch.int32)) if (at := _counters(l)) else None for l in planned]
+    named = (_counters(l) for l in planned)
+    counters = [pair and (pair[0], torch.zeros(pair[1], dtype=torch.int32)) for pair in named]
     bound = list(zip(planned, _positions(planned, buffers, a), counters))
 
     def run(args: tuple):

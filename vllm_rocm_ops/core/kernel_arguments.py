@@ -45,18 +45,18 @@ def _kernels(stamp: Path, version: int) -> dict[str, dict]:
 
 def in_order(l: Launch) -> Parameters:
     """Return the parameters of a kernel without a stamp, inferred from its arguments in order."""
-    end, found = 0, {}
+    end, arguments = 0, {}
     for place, arg in enumerate(l.args):
         types = ("i64",) if isinstance(arg, I64) else ("pointer", "i32", "f32")
-        of = next((type for type in types if _fits(arg, type)), None)
-        if of is None:
+        kind = next((type for type in types if _fits(arg, type)), None)
+        if kind is None:
             raise TypeError(
                 f"{l.symbol}: argument {place} must be a tensor, None, int, I64 or float, got {_shown(arg)}"
             )
-        size = struct.calcsize(FORMATS[of])
-        found[place] = start, _ = -(-end // size) * size, of
+        size = struct.calcsize(FORMATS[kind])
+        arguments[place] = start, _ = -(-end // size) * size, kind
         end = start + size
-    return Parameters(end, found)
+    return Parameters(end, arguments)
 
 
 def _fits(arg, type: str) -> bool:
@@ -86,9 +86,7 @@ def packer(l: Launch, takes: Parameters) -> tuple[struct.Struct, dict[str | int,
     """
     given = l.named
     if given.keys() != takes.arguments.keys():
-        missing, unknown = (
-            [*one.keys() - other] for one, other in ((takes.arguments, given), (given, takes.arguments))
-        )
+        missing, unknown = takes.arguments.keys() - given.keys(), given.keys() - takes.arguments.keys()
         got = " and ".join([f"no {name}" for name in sorted(missing)] + [f"also {name}" for name in sorted(unknown)])
         raise TypeError(f"{l.symbol}: arguments must be {', '.join(map(str, takes.arguments))}, got {got}")
     codes, end, values = "=", 0, {}

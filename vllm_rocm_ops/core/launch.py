@@ -62,9 +62,9 @@ class Launch(NamedTuple):
         """Return the arguments by name; a tuple's by place."""
         return self.args if isinstance(self.args, dict) else dict(enumerate(self.args))
 
-    def with_each(self, of: Callable[[object], object]) -> Launch:
+    def with_each(self, convert: Callable[[object], object]) -> Launch:
         """Return the launch with of(argument) in place of each argument."""
-        args = {name: of(arg) for name, arg in self.named.items()}
+        args = {name: convert(arg) for name, arg in self.named.items()}
         return self._replace(args=args if isinstance(self.args, dict) else tuple(args.values()))
 
 
@@ -98,11 +98,11 @@ class Executor(Protocol):
 
 def fields(structure: str, values: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments that fill a structure, named "structure.field"; fields may be structures themselves."""
-    found = {}
+    arguments = {}
     for field, value in values.items():
         name = f"{structure}.{field}"
-        found |= fields(name, value) if isinstance(value, Mapping) else {name: value}
-    return found
+        arguments |= fields(name, value) if isinstance(value, Mapping) else {name: value}
+    return arguments
 
 
 def code_object(module: str, arch_name: str) -> Path:
@@ -147,20 +147,22 @@ def stamps(arch_name: str) -> dict[str, dict]:
     return {path.stem: stamp(path) for path in sorted((CODE / arch_name).glob("*" + suffix))}
 
 
-def origin(arch_name: str, found: Mapping[str, Mapping] | None = None) -> str:
+def origin(arch_name: str, by_module: Mapping[str, Mapping] | None = None) -> str:
     """Return where an arch's code objects are from: a release, if all have its hashes, else the compilers on this machine.
 
     A release's wheel comes with the hashes (csrc/wheels.py). `found` has the stamps, by default the installed objects'.
     """
-    found = stamps(arch_name) if found is None else found
-    if not found:
+    by_module = stamps(arch_name) if by_module is None else by_module
+    if not by_module:
         return "none"
     release = _json(CODE / RELEASE)
     hashes = release.get("objects", {}).get(arch_name, {})
-    if all(module in hashes and one.get("sha256") == hashes[module] for module, one in found.items()):
+    if all(module in hashes and entry.get("sha256") == hashes[module] for module, entry in by_module.items()):
         return f"release {release['version']}"
-    debug = ", debug" if any(one.get("debug") for one in found.values()) else ""
-    return f"built here by {'; '.join(sorted({one.get('compiler', 'unknown') for one in found.values()}))}{debug}"
+    debug = ", debug" if any(entry.get("debug") for entry in by_module.values()) else ""
+    return (
+        f"built here by {'; '.join(sorted({entry.get('compiler', 'unknown') for entry in by_module.values()}))}{debug}"
+    )
 
 
 _executor: Executor | None = None  # of ops on CPU tensors

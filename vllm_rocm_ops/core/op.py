@@ -263,8 +263,8 @@ class Op:
             return None
         if not execution.is_fallback:
             try:
-                found = execution(args)
-                return True if found is None else found
+                results = execution(args)
+                return True if results is None else results
             except NotLaunched as error:
                 self._do_without(execution, str(error))
         if not self._is_trial and execution.count is not counter(self.name, FALLBACK + NO_GPU):
@@ -341,7 +341,7 @@ class Op:
             warn_once("runtime", f"the ops run without their kernels: {why}")
         try:
             code = [(launches.built(l.module, arch.name), l.symbol) for l in chosen.launches if not why]
-            taken = [kernel_arguments.parameters(*of) for of in code]
+            taken = [kernel_arguments.parameters(path, symbol) for path, symbol in code]
             handles = [runtime.load(str(path), symbol, device.index) for path, symbol in code if on_gpu]
         except RuntimeError as error:
             why = str(error)

@@ -35,11 +35,11 @@ def stats() -> dict[str, dict[str, int]]:
 
 def fallbacks() -> dict[str, dict[str, int]]:
     """Return how often each op fell back on a GPU, and why: {op: {why: calls}}."""
-    found = {
+    by_op = {
         op: {kernel.removeprefix(FALLBACK): calls for kernel, calls in kernels.items() if is_fallback(kernel)}
         for op, kernels in stats().items()
     }
-    return {op: reasons for op, reasons in found.items() if reasons}
+    return {op: reasons for op, reasons in by_op.items() if reasons}
 
 
 def is_fallback(kernel: str) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.correctness import Wrong, check_case, generator_of
 from vllm_rocm_ops.core.launch import Launch
@@ -53,7 +53,7 @@ class Checked(NamedTuple):
 
 def tasks(cases: Iterable[tuple[Op, Case]], arch: Arch) -> list[Task]:
     """Return each case with its default configuration, and with those that add a kernel that no earlier case runs."""
-    found: list[Task] = []
+    queued: list[Task] = []
     known: set[str] = set()
     for the_op, case in cases:
         a = the_op.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))
@@ -65,8 +65,8 @@ def tasks(cases: Iterable[tuple[Op, Case]], arch: Arch) -> list[Task]:
                 chosen.append(config)
                 kernels |= symbols
         known |= kernels
-        found.append(Task(the_op, case, tuple(chosen), frozenset(kernels)))
-    return found
+        queued.append(Task(the_op, case, tuple(chosen), frozenset(kernels)))
+    return queued
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def check(task: Task, arch_name: str) -> Checked:
     """Check one task."""
     start, wrong = time.process_time(), ""
     emulator = emulator_of(arch_name)
-    with launch.executor(emulator):
+    with launches.executor(emulator):
         for config in task.configs:
             try:
                 check_case(task.op, task.case, "cpu", emulator.arch, [config])
@@ -97,36 +97,37 @@ def check_numbered(number: int) -> Checked:
     return check(*_of_this_process[number])
 
 
-def check_all(found: list[Task], arch_name: str, jobs: int) -> Iterator[Checked]:
+def check_all(queued: list[Task], arch_name: str, jobs: int) -> Iterator[Checked]:
     """Check tasks in `jobs` processes; results arrive in order."""
     torch.set_num_threads(1)  # tensors are small, and threads do not survive a fork
     if jobs == 1:
-        yield from (check(task, arch_name) for task in found)
+        yield from (check(task, arch_name) for task in queued)
         return
-    _of_this_process[:] = [(task, arch_name) for task in found]
+    _of_this_process[:] = [(task, arch_name) for task in queued]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(check_numbered, range(len(found)))
+        yield from pool.map(check_numbered, range(len(queued)))
 
 
 def verify(cases: Iterable[tuple[Op, Case]], arch_name: str, jobs: int) -> Iterator[tuple[str, bool]]:
     """Check the cases, and yield report lines, each with whether it reports a failure."""
     arch = emulator_of(arch_name).arch
-    found = tasks(cases, arch)
+    queued = tasks(cases, arch)
     yield HEADER, False
     done: list[Checked] = []
-    for op_name, group in itertools.groupby(check_all(found, arch_name, jobs), lambda checked: checked.op):
+    for op_name, group in itertools.groupby(check_all(queued, arch_name, jobs), lambda checked: checked.op):
         of_op = list(group)
-        kernels, wrong = frozenset().union(*(one.kernels for one in of_op)), [one.wrong for one in of_op if one.wrong]
-        left = sum(one.falls_back for one in of_op)
+        kernels = frozenset().union(*(result.kernels for result in of_op))
+        wrong = [result.wrong for result in of_op if result.wrong]
+        left = sum(result.falls_back for result in of_op)
         verdict = "FAILED" if wrong else "ok" if kernels else ""
-        seconds = sum(one.seconds for one in of_op)
+        seconds = sum(result.seconds for result in of_op)
         line = f"{op_name:36} {len(of_op):6} {left:8} {len(kernels):8} {seconds:8.1f}  {verdict}"
         yield line.rstrip(), bool(wrong)
         yield from (("  " + text, True) for text in wrong)
         done += of_op
-    failed = sum(bool(one.wrong) for one in done)
-    said = f"{failed} failed" if failed else "all passed" if any(one.kernels for one in done) else "no kernel ran"
-    total = sum(one.seconds for one in done)
+    failed = sum(bool(result.wrong) for result in done)
+    said = f"{failed} failed" if failed else "all passed" if any(result.kernels for result in done) else "no kernel ran"
+    total = sum(result.seconds for result in done)
     yield f"{len(done)} cases on {arch}: {said}, {total:.1f} s CPU time", bool(failed)
 
 
@@ -150,11 +151,11 @@ def executable(planned: Sequence[Launch]) -> list[Launch]:
     tensors: dict[int, torch.Tensor] = {}
 
     def tensor(arg):
-        if isinstance(arg, launch.Workspace):
+        if isinstance(arg, launches.Workspace):
             return tensors.setdefault(id(arg), torch.empty(arg, dtype=torch.uint8))
-        return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, launch.Counters) else arg
+        return torch.zeros(arg, dtype=torch.int32) if isinstance(arg, launches.Counters) else arg
 
-    return [one.with_each(tensor) for one in planned]
+    return [launch.with_each(tensor) for launch in planned]
 
 
 def sample(grid: int, most: int) -> list[int]:
@@ -166,15 +167,15 @@ def sample(grid: int, most: int) -> list[int]:
     return [start + i for start in starts for i in range(NEIGHBORS)]
 
 
-def run(emulator: Emulator, one: Launch, most: int) -> Ran:
+def run(emulator: Emulator, launch: Launch, most: int) -> Ran:
     """Run about `most` blocks of a launch."""
-    code = launch.code_object(one.module, emulator.arch.name)
-    kernel = emulator.program(code, one.symbol).object
-    grid = math.prod(one.grid)
+    code = launches.code_object(launch.module, emulator.arch.name)
+    kernel = emulator.program(code, launch.symbol).object
+    grid = math.prod(launch.grid)
     blocks = sample(grid, most)
-    counters = emulator.run(code, one, (), blocks)
-    waves = -(-math.prod(one.block) // emulator.arch.wave_lanes)
-    lds = kernel.lds + one.lds
+    counters = emulator.run(code, launch, (), blocks)
+    waves = -(-math.prod(launch.block) // emulator.arch.wave_lanes)
+    lds = kernel.lds + launch.lds
     one_unit = dataclasses.replace(emulator.options, compute_units=1)
     return Ran(kernel, counters, grid, blocks, waves, lds, one_unit.resident_blocks(kernel, waves, lds))
 
@@ -200,8 +201,8 @@ def describe(op: Op, arguments: Sequence, case: Case | None, arch_name: str) -> 
     planned = executable(op.explain(*arguments, arch=emulator.arch).launches)
     if not planned:
         yield "  no kernel to emulate: PyTorch runs this call"
-    for one in planned:
-        ran = run(emulator, one, EXPLAINED_BLOCKS if one is planned[-1] else math.prod(one.grid))
+    for launch in planned:
+        ran = run(emulator, launch, EXPLAINED_BLOCKS if launch is planned[-1] else math.prod(launch.grid))
         yield from _lines(ran, values)
 
 

@@ -90,8 +90,8 @@ _known: dict[bytes, Instruction] = {}  # by the instruction's bytes
 
 def _decode(data: bytes, address: int) -> Instruction:
     for size in (4, 8, 16):  # the first dword determines the size, so no key is a prefix of another instruction
-        if found := _known.get(data[:size]):
-            return replace(found, address=address)
+        if known := _known.get(data[:size]):
+            return replace(known, address=address)
     instruction = _decode_new(data, address)
     if (
         instruction.size < 16 and int.from_bytes(data[2:4], "little") == _SCALE_PREFIX
@@ -194,15 +194,15 @@ def _use_agprs(mnemonic: str, encoding: str, name: str, fields: dict, operands: 
 
 def decode(code: bytes, address: int) -> list[Instruction]:
     """Decode all of `code`. Invalid bytes become `undecodable`, which is an error only if executed."""
-    instructions, at = [], 0
-    while at + 4 <= len(code):
-        window = bytes(code[at : at + 16]).ljust(16, b"\0")
+    instructions, offset = [], 0
+    while offset + 4 <= len(code):
+        window = bytes(code[offset : offset + 16]).ljust(16, b"\0")
         try:
-            instruction = _decode(window, address + at)
+            instruction = _decode(window, address + offset)
         except (ValueError, KeyError, RuntimeError) as error:
-            instruction = Instruction(address + at, 4, "undecodable", "", "", {}, {"error": str(error)}, window[:4])
+            instruction = Instruction(address + offset, 4, "undecodable", "", "", {}, {"error": str(error)}, window[:4])
         instructions.append(instruction)
-        at += instruction.size
+        offset += instruction.size
     return _mark_skipped(_mark_indexed(instructions))
 
 

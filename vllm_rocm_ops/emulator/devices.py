@@ -94,11 +94,11 @@ class _Run:
         self.rng, self.random = np.random.default_rng(devices.seed), random.Random(devices.seed)
         self.counted: list[Counters] = []
         self.fabric = Fabric(self.rng, self.random.choice(_DELAYS), self.random.choice(_STORES_PAUSE))
-        queued = [one for queue in queues for one in queue.launches]
-        if len({id(one.program.code_object) for one in queued}) > 1:
+        queued = [entry for queue in queues for entry in queue.launches]
+        if len({id(entry.program.code_object) for entry in queued}) > 1:
             raise errors.LaunchError("concurrent launches must be of one code object")
         self.space = self._space(devices, queues, queued, uninitialized)
-        self.waves = sum(waves_of(one.launch) for one in queued)
+        self.waves = sum(waves_of(entry.launch) for entry in queued)
         self.max_turns = devices.turns * self.waves
         self.room = [[1.0] for _ in range(devices.count)]
         spread, pause = self.random.choice(_SPREADS), self.random.choice(_PAUSES)
@@ -113,12 +113,12 @@ class _Run:
 
     def _space(self, devices: Devices, queues: list[_Queue], queued: list[_Queued], uninitialized: tuple) -> Space:
         program = queued[0].program
-        space = Space(min(one.program.space_granule for one in queued), self.emulator.options.races)
+        space = Space(min(entry.program.space_granule for entry in queued), self.emulator.options.races)
         assert space.add_bytes("the code object", bytes(program.code_object.relocated(program.base))) == program.base
         names = {tensor.data_ptr(): (tensor, name) for _, tensor, name in devices._shared}
         for queue in queues:
-            for one in queue.launches:
-                for name, tensor in tensors_of(one.launch):
+            for entry in queue.launches:
+                for name, tensor in tensors_of(entry.launch):
                     names.setdefault(tensor.data_ptr(), (tensor, f"argument {name} of rank {queue.device}"))
         space.add_tensors([(name, tensor) for tensor, name in names.values()], uninitialized)
         for device, tensor, _ in devices._shared:
@@ -181,21 +181,21 @@ class _Run:
         return self.random.choices(able, [self.weights[i] for i in able])[0]
 
     def _begin(self, queue: _Queue) -> None:
-        one = queue.launches.popleft()
-        kernarg = self.emulator.kernarg(self.space, one.path, one.launch, one.program.object)
+        entry = queue.launches.popleft()
+        kernarg = self.emulator.kernarg(self.space, entry.path, entry.launch, entry.program.object)
         # words reveal faults between devices; without them waves run separately
         joins = bool(self.space.coherence.stores_held) and self.random.random() < 0.9
         place = Place(
             queue.device,
             self.queues.index(queue),
-            one.epoch,
+            entry.epoch,
             queue.before,
             self.waves,
             self.room[queue.device],
             self.rng,
             joins,
         )
-        queue.running = Scheduler(one.program, one.launch, self.space, kernarg, self.emulator.options, None, place)
+        queue.running = Scheduler(entry.program, entry.launch, self.space, kernarg, self.emulator.options, None, place)
 
     def _turn(self, queue: _Queue) -> None:
         scheduler, changes, before = queue.running, self.space.changes, queue.running.steps

@@ -52,13 +52,13 @@ class Event:
         """Merge the same event of `count` further waves into this one of `waves` waves."""
         self.acquired, self.written_back = self.acquired + other.acquired, self.written_back + other.written_back
         if self.stale is not None or other.stale is not None:
-            mine = np.zeros((waves, LANES), bool) if self.stale is None else self.stale
-            theirs = np.zeros((count, LANES), bool) if other.stale is None else other.stale
-            self.stale = np.concatenate([mine, theirs])
+            stale = np.zeros((waves, LANES), bool) if self.stale is None else self.stale
+            further = np.zeros((count, LANES), bool) if other.stale is None else other.stale
+            self.stale = np.concatenate([stale, further])
         self.clock = min((event.clock for event in (self, other) if event.clock is not None), default=None)
         if self.granules is None or other.granules is None:
-            theirs = other.granules, None if other.rows is None else other.rows + waves
-            self.granules, self.rows = theirs if self.granules is None else (self.granules, self.rows)
+            further = other.granules, None if other.rows is None else other.rows + waves
+            self.granules, self.rows = further if self.granules is None else (self.granules, self.rows)
             return
         self.granules = np.concatenate([self.granules, other.granules])
         self.rows = np.concatenate([self.rows, other.rows + waves])

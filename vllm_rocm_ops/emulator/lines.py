@@ -12,12 +12,12 @@ _STRP, _LINE_STRP, _UDATA, _STRING, _DATA16 = 0x0E, 0x1F, 0x0F, 0x08, 0x1E
 
 
 class _Reader:
-    def __init__(self, data: bytes, at: int):
-        self.data, self.at = data, at
+    def __init__(self, data: bytes, offset: int):
+        self.data, self.offset = data, offset
 
     def take(self, format: str) -> int:
-        (value,) = struct.unpack_from("<" + format, self.data, self.at)
-        self.at += struct.calcsize(format)
+        (value,) = struct.unpack_from("<" + format, self.data, self.offset)
+        self.offset += struct.calcsize(format)
         return value
 
     def unsigned(self) -> int:
@@ -30,16 +30,16 @@ class _Reader:
                 return value
 
     def signed(self) -> int:
-        start = self.at
+        start = self.offset
         value = self.unsigned()
-        bits = 7 * (self.at - start)
+        bits = 7 * (self.offset - start)
         return value - (1 << bits) if value >> (bits - 1) & 1 else value
 
     def text(self) -> str:
-        end = self.data.index(b"\0", self.at)
-        found = self.data[self.at : end].decode()
-        self.at = end + 1
-        return found
+        end = self.data.index(b"\0", self.offset)
+        string = self.data[self.offset : end].decode()
+        self.offset = end + 1
+        return string
 
 
 class Lines:
@@ -49,15 +49,15 @@ class Lines:
         self._sections = sections
         self._rows: list[tuple[int, str]] = []
         reader = _Reader(sections.get(".debug_line", b""), 0)
-        while reader.at < len(reader.data):
+        while reader.offset < len(reader.data):
             self._unit(reader)
         self._rows.sort(key=lambda row: row[0])
         self._addresses = [address for address, _ in self._rows]
 
-    def at(self, address: int) -> str:
+    def source_of(self, address: int) -> str:
         """Return the source line of an instruction as "file:line", or ""."""
-        found = bisect.bisect_right(self._addresses, address) - 1
-        return self._rows[found][1] if found >= 0 else ""
+        row = bisect.bisect_right(self._addresses, address) - 1
+        return self._rows[row][1] if row >= 0 else ""
 
     def _table(self, reader: _Reader) -> list[str]:
         """Return the first string of each entry in a directory or file table."""
@@ -83,24 +83,24 @@ class Lines:
 
     def _unit(self, reader: _Reader) -> None:
         length = reader.take("I")
-        end = reader.at + length
+        end = reader.offset + length
         if reader.take("H") != 5:
-            reader.at = end
+            reader.offset = end
             return
-        reader.at += 2  # sizes of addresses and segments
+        reader.offset += 2  # sizes of addresses and segments
         header = reader.take("I")
-        program = reader.at + header
+        program = reader.offset + header
         step, _, _, line_base, line_range, opcode_base = (reader.take(format) for format in "BBBbBB")
         lengths = [reader.take("B") for _ in range(opcode_base - 1)]
         self._table(reader)
         files = [name.rpartition("/")[2] for name in self._table(reader)]
-        reader.at = program
+        reader.offset = program
         address, file, line = 0, 1, 1
 
         def row():
             self._rows.append((address, f"{files[file]}:{line}" if line else ""))
 
-        while reader.at < end:
+        while reader.offset < end:
             opcode = reader.take("B")
             if opcode >= opcode_base:
                 advance, steps = divmod(opcode - opcode_base, line_range)
@@ -108,14 +108,14 @@ class Lines:
                 row()
             elif opcode == 0:
                 size = reader.unsigned()
-                following = reader.at + size
+                following = reader.offset + size
                 kind = reader.take("B")
                 if kind == 1:
                     self._rows.append((address, ""))
                     address, file, line = 0, 1, 1
                 elif kind == 2:
                     address = reader.take("Q")
-                reader.at = following
+                reader.offset = following
             elif opcode == 1:
                 row()
             elif opcode == 2:

@@ -195,11 +195,11 @@ class Space:
             offsets = a - np.uint64(region.base)
             outside = (offsets.view(np.int64) < region.start) | (offsets.view(np.int64) + size > region.end)
             bad = int(np.argmax(outside))
-            at = int(offsets.view(np.int64)[bad]) - region.start
+            byte = int(offsets.view(np.int64)[bad]) - region.start
             raise where(
                 OutOfBounds,
                 bad if index is None else int(index[bad]),
-                f"{size} bytes at byte {at} of {region.name}, which has {region.end - region.start}",
+                f"{size} bytes at byte {byte} of {region.name}, which has {region.end - region.start}",
             )
         offsets = (a - np.uint64(region.base)).view(np.int64)
         if region.runs is not None:
@@ -207,8 +207,8 @@ class Space:
             inside = offsets + size <= ends[np.searchsorted(starts, offsets, side="right") - 1]
             if not inside.all():
                 bad = int(np.argmin(inside))
-                at = int(offsets[bad]) - region.start
-                message = f"{size} bytes at byte {at} of {region.name} lie between its rows"
+                byte = int(offsets[bad]) - region.start
+                message = f"{size} bytes at byte {byte} of {region.name} lie between its rows"
                 raise where(OutOfBounds, bad if index is None else int(index[bad]), message)
         return region, offsets, index, unit
 
@@ -258,8 +258,8 @@ class Space:
         written = np.ascontiguousarray(region.written_views[unit][units]).view(np.uint8)
         if not written.all():
             bad = int(np.argmin(written.reshape(-1, size).all(axis=1)))
-            at = int(np.ravel(units)[bad * (size // unit)]) * unit - region.start
-            message = f"{size} bytes at byte {at} of {region.name} were never written"
+            byte = int(np.ravel(units)[bad * (size // unit)]) * unit - region.start
+            message = f"{size} bytes at byte {byte} of {region.name} were never written"
             raise where(Uninitialized, bad if index is None else int(index[bad]), message)
 
     def store(self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool, scope: int = 0) -> bool:

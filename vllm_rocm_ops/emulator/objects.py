@@ -20,39 +20,39 @@ PRELOAD_PROLOGUE = 256  # bytes
 _ARCHS = {0x4C: "gfx942", 0x4F: "gfx950", 0x3F: "gfx90a"}
 
 
-def msgpack(data: bytes, at: int = 0):
+def msgpack(data: bytes, offset: int = 0):
     """Decode the MessagePack value at `at`, and return it with the offset after it. Metadata uses no ext types."""
-    tag = data[at]
-    at += 1
+    tag = data[offset]
+    offset += 1
 
     def number(format: str):
-        return struct.unpack_from(">" + format, data, at)[0], at + struct.calcsize(format)
+        return struct.unpack_from(">" + format, data, offset)[0], offset + struct.calcsize(format)
 
-    def items(count: int, at: int):
+    def items(count: int, offset: int):
         values = []
         for _ in range(count):
-            value, at = msgpack(data, at)
+            value, offset = msgpack(data, offset)
             values.append(value)
-        return values, at
+        return values, offset
 
-    def mapping(count: int, at: int):
-        values, at = items(2 * count, at)
-        return dict(zip(values[::2], values[1::2], strict=True)), at
+    def mapping(count: int, offset: int):
+        values, offset = items(2 * count, offset)
+        return dict(zip(values[::2], values[1::2], strict=True)), offset
 
     if tag < 0x80:
-        return tag, at
+        return tag, offset
     if tag < 0x90:
-        return mapping(tag & 15, at)
+        return mapping(tag & 15, offset)
     if tag < 0xA0:
-        return items(tag & 15, at)
+        return items(tag & 15, offset)
     if tag < 0xC0:
-        return data[at : at + (tag & 31)].decode(), at + (tag & 31)
+        return data[offset : offset + (tag & 31)].decode(), offset + (tag & 31)
     if tag in (0xC0, 0xC2, 0xC3):
-        return {0xC0: None, 0xC2: False, 0xC3: True}[tag], at
+        return {0xC0: None, 0xC2: False, 0xC3: True}[tag], offset
     if tag in (0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB):
-        size, at = number("BHI"[tag - 0xC4 if tag < 0xD9 else tag - 0xD9])
-        raw = data[at : at + size]
-        return (raw if tag < 0xD9 else raw.decode()), at + size
+        size, offset = number("BHI"[tag - 0xC4 if tag < 0xD9 else tag - 0xD9])
+        raw = data[offset : offset + size]
+        return (raw if tag < 0xD9 else raw.decode()), offset + size
     if tag in (0xCA, 0xCB):
         return number("fd"[tag - 0xCA])
     if 0xCC <= tag <= 0xD3:
@@ -62,7 +62,7 @@ def msgpack(data: bytes, at: int = 0):
     if tag in (0xDE, 0xDF):
         return mapping(*number("HI"[tag - 0xDE]))
     if tag >= 0xE0:
-        return tag - 256, at
+        return tag - 256, offset
     raise ValueError(f"MessagePack tag must be a metadata type, got {tag:#x}")
 
 
@@ -197,8 +197,8 @@ class CodeObject:
             if section["type"] not in (_SHT_SYMTAB, _SHT_DYNSYM):
                 continue
             strings = self._sections[section["link"]]["offset"]
-            for at in range(section["offset"], section["offset"] + section["size"], 24):
-                name, _, _, index, value, size = struct.unpack_from("<IBBHQQ", self._data, at)
+            for entry in range(section["offset"], section["offset"] + section["size"], 24):
+                name, _, _, index, value, size = struct.unpack_from("<IBBHQQ", self._data, entry)
                 if index:
                     start = strings + name
                     symbols[self._data[start : self._data.index(b"\0", start)].decode()] = (value, size)
@@ -208,13 +208,13 @@ class CodeObject:
     def metadata(self) -> dict:
         """Return the amdhsa metadata map."""
         for section in self._sections:
-            at, end = section["offset"], section["offset"] + section["size"]
-            while section["type"] == _SHT_NOTE and at < end:
-                name_size, size, kind = struct.unpack_from("<III", self._data, at)
-                content = at + 12 + (name_size + 3 & ~3)
+            note, end = section["offset"], section["offset"] + section["size"]
+            while section["type"] == _SHT_NOTE and note < end:
+                name_size, size, kind = struct.unpack_from("<III", self._data, note)
+                content = note + 12 + (name_size + 3 & ~3)
                 if kind == _NT_AMDGPU_METADATA:
                     return msgpack(self._data[content : content + size])[0]
-                at = content + (size + 3 & ~3)
+                note = content + (size + 3 & ~3)
         raise ValueError(f"{self.path} must hold an NT_AMDGPU_METADATA note")
 
     @cached_property
@@ -239,7 +239,9 @@ class CodeObject:
         """Return an upper bound for the end of the code at `entry`, for assemblers that omit a kernel's size."""
         spans = ((section["address"], section["address"] + section["size"]) for section in self._sections)
         kernels = (self.symbols.get(kernel[".name"], (0, 0))[0] for kernel in self.metadata["amdhsa.kernels"])
-        return min([end for start, end in spans if start <= entry < end] + [at for at in kernels if at > entry])
+        return min(
+            [end for start, end in spans if start <= entry < end] + [address for address in kernels if address > entry]
+        )
 
     def relocated(self, base: int) -> bytearray:
         """Return the image relocated to `base`."""
@@ -247,8 +249,8 @@ class CodeObject:
         for section in self._sections:
             if section["type"] == _SHT_RELA:
                 dynamic = list(self._symbol_values(self._sections[section["link"]]))
-                for at in range(section["offset"], section["offset"] + section["size"], 24):
-                    offset, info, addend = struct.unpack_from("<QQq", self._data, at)
+                for entry in range(section["offset"], section["offset"] + section["size"], 24):
+                    offset, info, addend = struct.unpack_from("<QQq", self._data, entry)
                     kind, symbol = info & 0xFFFFFFFF, info >> 32
                     if kind == _R_AMDGPU_RELATIVE64:
                         struct.pack_into("<Q", image, offset, base + addend)
@@ -257,5 +259,5 @@ class CodeObject:
         return image
 
     def _symbol_values(self, section: dict):
-        for at in range(section["offset"], section["offset"] + section["size"], 24):
-            yield struct.unpack_from("<Q", self._data, at + 8)[0]
+        for entry in range(section["offset"], section["offset"] + section["size"], 24):
+            yield struct.unpack_from("<Q", self._data, entry + 8)[0]

@@ -51,8 +51,8 @@ class Program:
             kind, fault = type(error), str(error)
         except (KeyError, AttributeError) as error:
             kind, fault = errors.UnsupportedInstruction, f"{type(error).__name__} {error}"
-        at = self.index[ins.address]
-        if not fault and at and not self.trusted and sanitizer.reads_m0_too_early(self.instructions[at - 1], ins):
+        place = self.index[ins.address]
+        if not fault and place and not self.trusted and sanitizer.reads_m0_too_early(self.instructions[place - 1], ins):
             kind, fault = errors.MissingWait, "M0 is written just before; its read needs a wait state, such as s_nop 0"
         if fault:
             run = self._raising(kind, ins, fault)

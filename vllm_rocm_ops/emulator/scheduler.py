@@ -124,8 +124,8 @@ class Scheduler:
 
     def line(self, ins) -> str:
         """Return the source line of an instruction, in parentheses, or ""."""
-        found = self.program.code_object.lines.at(ins.address)
-        return f" ({found})" if found else ""
+        source = self.program.code_object.lines.source_of(ins.address)
+        return f" ({source})" if source else ""
 
     def progress(self) -> None:
         """Record a change that another wave may wait for."""

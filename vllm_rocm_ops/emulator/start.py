@@ -55,15 +55,15 @@ def _set_sgprs(scheduler, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
     """Set the initial SGPRs, in the order of AMDGPUUsage "Initial Kernel Execution State", and return which are set."""
     properties, rsrc2 = scheduler.kernel.properties, scheduler.kernel.rsrc2
     kernarg = np.full(len(block), scheduler.kernarg)
-    at = 0
+    next_sgpr = 0
     known: set[int] = set()
 
     def put(count: int, values=None) -> None:
-        nonlocal at
+        nonlocal next_sgpr
         for n in range(count):
-            sgpr[:, at + n] = 0 if values is None else values[n]
-        known.update(range(at, at + count))
-        at += count
+            sgpr[:, next_sgpr + n] = 0 if values is None else values[n]
+        known.update(range(next_sgpr, next_sgpr + count))
+        next_sgpr += count
 
     for bit, count in enumerate(
         (4, 2, 2, 2, 2, 2, 1)
@@ -74,8 +74,8 @@ def _set_sgprs(scheduler, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
     if scheduler.options.preloads_arguments and preloaded:
         put(preloaded, scheduler.space.regions[scheduler.kernarg >> 36].views[4][first:][:preloaded])
     else:
-        at += preloaded
-    assert at == scheduler.kernel.user_sgprs
+        next_sgpr += preloaded
+    assert next_sgpr == scheduler.kernel.user_sgprs
     gx, gy, _ = scheduler.grid
     coordinates = (block % gx, block // gx % gy, block // gx // gy)
     for axis, bit in enumerate((7, 8, 9)):

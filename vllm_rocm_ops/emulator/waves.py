@@ -33,8 +33,8 @@ class _Columns(dict):
         self.columns, self.step = columns, step
 
     def __missing__(self, code: int) -> np.ndarray:
-        at = code // self.step
-        self[code] = column = self.columns[:, at : at + 1]
+        place = code // self.step
+        self[code] = column = self.columns[:, place : place + 1]
         return column
 
 
@@ -145,12 +145,12 @@ class Waves:
             return news[3]
         versions = [words.version for words, _, _ in awaited.values()]
         if news is not None and news[0] is awaited and news[2] == versions:
-            found = news[3]
+            outcome = news[3]
         else:
-            changed = [words.has_changed(at, values) for words, at, values in awaited.values()]
-            found = any(changed), all(changed)
-        self._news = awaited, seen, versions, found
-        return found
+            changed = [words.has_changed(places, values) for words, places, values in awaited.values()]
+            outcome = any(changed), all(changed)
+        self._news = awaited, seen, versions, outcome
+        return outcome
 
     # Splitting and joining
 
@@ -180,8 +180,8 @@ class Waves:
 
     def join(self, other: Waves) -> None:
         """Merge `other`'s waves."""
-        for mine, theirs in zip(self.order, other.order, strict=True):
-            mine.join(theirs, self.count, other.count)
+        for event, further in zip(self.order, other.order, strict=True):
+            event.join(further, self.count, other.count)
         never = {
             code for code in self.undefined & other.undefined if not (code in self.defined or code in other.defined)
         }

@@ -150,11 +150,11 @@ class Words:
         self.next_due = min(self.next_due, held.first_due)
 
     def _check_store(self, words, data, number: int, w, where) -> None:
-        epoch, found = w.scheduler.place.epoch, data.view(np.uint32)[1::2]
-        wrong = found != epoch
+        epoch, epochs = w.scheduler.place.epoch, data.view(np.uint32)[1::2]
+        wrong = epochs != epoch
         if np.count_nonzero(wrong):
             bad = int(np.argmax(wrong))
-            message = f"{self._place(words[bad])} gets a word of epoch {int(found[bad])} in a launch of epoch {epoch}"
+            message = f"{self._place(words[bad])} gets a word of epoch {int(epochs[bad])} in a launch of epoch {epoch}"
             raise where(WrongEpoch, bad, message)
         before = self.unread[words]
         if np.count_nonzero(before):
@@ -261,15 +261,15 @@ class Words:
             self.unread[words if count == len(words) else words[fresh]] = 0
         if count == len(words):
             if where.ins.address in w.awaited:
-                w.awaited = {load: of for load, of in w.awaited.items() if load != where.ins.address}
+                w.awaited = {load: late_rows for load, late_rows in w.awaited.items() if load != where.ins.address}
         else:
             where.stale = ~fresh
             if where.ins.encoding != "GLOBAL":  # other loads cannot mark a value unusable
                 raise where(UnsupportedInstruction, int(np.argmin(fresh)), "words are awaited with global_load")
-            at, of = words[where.stale], rows[where.stale]
-            w.awaited = {**w.awaited, where.ins.address: (self, at, values[where.stale])}
-            first = np.flatnonzero(of[1:] != of[:-1]) + 1  # lanes of a wave are adjacent
-            late = {int(w.id[of[lane]]): int(at[lane]) for lane in (0, *first.tolist())}
+            late_words, late_rows = words[where.stale], rows[where.stale]
+            w.awaited = {**w.awaited, where.ins.address: (self, late_words, values[where.stale])}
+            first = np.flatnonzero(late_rows[1:] != late_rows[:-1]) + 1  # lanes of a wave are adjacent
+            late = {int(w.id[late_rows[lane]]): int(late_words[lane]) for lane in (0, *first.tolist())}
         for wave in w.id.tolist() if late or stale else ():
             if wave in late:
                 stale.setdefault(wave, {})[where.ins.address] = (where.ins, self, late[wave])
@@ -328,7 +328,7 @@ class Words:
 
     def awaited(self, word: int) -> str:
         """Describe the word that a wave waits for."""
-        found = int(self.region.views[8][word]) >> 32
+        epoch = int(self.region.views[8][word]) >> 32
         source = self.fabric.stores[self.sources[word, 0]]
         by = f", stored by {source}" if source else ", which nothing stored"
-        return f"{self._place(word)}, where it finds epoch {found}{by}"
+        return f"{self._place(word)}, where it finds epoch {epoch}{by}"

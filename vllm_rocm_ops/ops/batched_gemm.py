@@ -194,9 +194,9 @@ def _baseline(x: Tensor, weights: Tensor, out: Tensor | None = None, out_scales:
         out.view(torch.uint8).copy_(values.view(torch.uint8).view(out.shape))
         out_scales.copy_(scales)
         return out
-    found = x.new_empty((*x.shape[:2], weights.shape[2])) if out is None else out
-    torch.bmm(x.transpose(0, 1), weights, out=found.transpose(0, 1))
-    return found
+    result = x.new_empty((*x.shape[:2], weights.shape[2])) if out is None else out
+    torch.bmm(x.transpose(0, 1), weights, out=result.transpose(0, 1))
+    return result
 
 
 # Cases
@@ -294,5 +294,5 @@ def batched_gemm(x: Tensor, weights: Tensor, out: Tensor | None = None, out_scal
     Source:
         torch.bmm in vLLM's MLA backends, and per_token_group_quant of o_proj's input.
     """
-    found = _baseline(x, weights, out, out_scales)
-    return found if out is None else x.new_empty(0)
+    result = _baseline(x, weights, out, out_scales)
+    return result if out is None else x.new_empty(0)

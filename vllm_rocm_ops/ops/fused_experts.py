@@ -100,13 +100,13 @@ def _cases() -> Iterator[Case]:
     yield case("block-m1", 1, 3, 8, 384, 256)
     yield case("block-m1-repeated", 1, 5, 2, 128, 64, shared_experts=1)
     yield case("block-m1-map", 1, 6, 5, 128, 64, mapped=True, ids=torch.int64)
-    yield case("block-m17-one-expert", 17, 1, 4, 256, 128, one=True)
+    yield case("block-m17-one-expert", 17, 1, 4, 256, 128, one_expert=True)
     yield case("block-quantized", 5, 2, 4, 256, 128, quantized=True)
     yield case("block-odd", 4, 2, 6, 208, 80, shared_experts=1)
     yield case("block-map", 6, 3, 5, 256, 128, mapped=True, ids=torch.int64, shared_experts=1)
     yield case("block-input-weight", 3, 1, 4, 128, 128, apply_router_weight_on_input=True)
     yield case("block-repeated", 3, 3, 2, 128, 64)
-    yield case("bf16-repeated-m22", 22, 3, 2, 64, 16, scheme="none", one=True)  # a token's pairs in two waves
+    yield case("bf16-repeated-m22", 22, 3, 2, 64, 16, scheme="none", one_expert=True)  # a token's pairs in two waves
     yield case("bf16-repeated-m44", 44, 6, 4, 64, 16, scheme="none", ids=torch.int64)
     yield case("block-distinct-m1", 1, 8, 16, 128, 64, distinct=True)  # pairs fill their lists in multiples of 8
     yield case("bf16-distinct-m2", 2, 4, 8, 64, 16, scheme="none", distinct=True)
@@ -130,7 +130,7 @@ def _cases() -> Iterator[Case]:
     yield case("fp16-m70", 70, 2, 4, 136, 72, scheme="none", out_dtype=torch.float16, shared_experts=1)
     yield case("mx", 3, 2, 8, 256, 128, scheme="mx")
     yield case("mx-m1", 1, 3, 8, 416, 96, scheme="mx", shared_experts=1)
-    yield case("mx-m17-one-expert", 17, 1, 4, 288, 160, scheme="mx", one=True, out_dtype=torch.float16)
+    yield case("mx-m17-one-expert", 17, 1, 4, 288, 160, scheme="mx", one_expert=True, out_dtype=torch.float16)
     yield case("mx-quantized", 5, 2, 4, 160, 224, scheme="mx", quantized=True)
     yield case("mx-m40-map", 40, 3, 5, 128, 64, scheme="mx", mapped=True, shared_experts=1, scale_dtype=MX_SCALES[1])
     yield case("mx-quant", 5, 3, 6, 128, 256, scheme="mx", out_dtype=torch.float16, shared_experts=1)
@@ -184,7 +184,9 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         if not given.get("shuffled"):
             return plain
         return (
-            torch.stack([shuffle_weight(one).view(torch.uint8) for one in plain]).view(weight_dtype).view(plain.shape)
+            torch.stack([shuffle_weight(expert).view(torch.uint8) for expert in plain])
+            .view(weight_dtype)
+            .view(plain.shape)
         )
 
     local, sizes = experts - shared, ((2 * intermediate, hidden), (hidden, intermediate))
@@ -193,7 +195,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     ids[-1:, -1:] = min(1, known - 1)  # the last pair has an expert
     if given.get("distinct"):  # as a router chooses
         ids = torch.stack([torch.randperm(known, generator=generator)[:topk] for _ in range(m)])
-    if given.get("one"):
+    if given.get("one_expert"):
         ids.fill_(min(1, known - 1))
     expert_map = None
     if given.get("mapped"):

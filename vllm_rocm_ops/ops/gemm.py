@@ -159,13 +159,13 @@ def _configs(a, arch: Arch) -> list:
         return []
     kind, size = _multiplied(a, arch)
     operands = _operands(a, size)
-    found: list = [c for c in tiled.configs(*operands, arch) if c.rows == ROWS and c.split_k in SPLIT_K]
+    fitting: list = [c for c in tiled.configs(*operands, arch) if c.rows == ROWS and c.split_k in SPLIT_K]
     if kind not in LARGE or not _is_fast(a, operands):
-        found = [c for c in found if c.tokens == tiled.TILES[0][0]]
+        fitting = [c for c in fitting if c.tokens == tiled.TILES[0][0]]
     if _is_skinny(a, kind):
         narrow = arch.vendor == "nvidia"  # HAS_INT8_STREAMS in csrc/device
-        found += [c for c in skinny.configs(*_skinny_operands(a), arch, _unit(a)) if c.rows == 16 or not narrow]
-    return [FewConfig(t) for t in FEW if t >= a.a.shape[0]][:1] + found
+        fitting += [c for c in skinny.configs(*_skinny_operands(a), arch, _unit(a)) if c.rows == 16 or not narrow]
+    return [FewConfig(t) for t in FEW if t >= a.a.shape[0]][:1] + fitting
 
 
 def _unit(a) -> int:
@@ -276,8 +276,8 @@ def _torch(
     if a.dtype == b.dtype == torch.int8:
         product = torch._int_mm(a, b)
     elif a.element_size() == b.element_size() == 1:
-        one = torch.ones((), device=a.device)
-        scales = [one if scale is None else scale for scale in (scale_a, scale_b)]
+        unscaled = torch.ones((), device=a.device)
+        scales = [unscaled if scale is None else scale for scale in (scale_a, scale_b)]
         if max(scale.numel() for scale in scales) > 1:
             shapes = (len(a), 1), (1, b.shape[1])
             scales = [s.reshape(shape if s.numel() > 1 else ()).expand(shape) for s, shape in zip(scales, shapes)]

@@ -109,8 +109,8 @@ def _configs(a, arch: Arch) -> list[MlaConfig]:
         kinds = {_needed_tiles(a) > 2: MIN_STEPS}
     else:
         kinds = {False: MIN_STEPS} | ({True: MIN_STEPS_IN_LDS} if can_be_in_lds else {})
-    found = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
-    configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in found for config in configs]
+    divisions = ((decode.configs(a, _layout(a), STEP, least), in_lds) for in_lds, least in kinds.items())
+    configs = [MlaConfig(**vars(config), in_lds=in_lds) for configs, in_lds in divisions for config in configs]
     blocks, keys = _blocks(a, arch, True), decode.capacity(a, _layout(a))
     if can_be_in_lds and 0 < blocks * (keys + EVEN_KEYS) < 2**31:
         splits = arch.compute_units // blocks * blocks  # with equal lengths a split has keys of one request
@@ -341,5 +341,5 @@ def mla_decode(
     query = torch.cat((q_nope, q_pe), -1)
     rows = kv_cache.unsqueeze(2)
     layout = attention.CacheLayout(rows, rows[..., : q_nope.shape[2]])
-    found = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
-    return decode.returned(out, return_lse, *found)
+    results = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
+    return decode.returned(out, return_lse, *results)

@@ -237,8 +237,8 @@ def _cases() -> Iterator[Case]:
     }
     for dtype, label in attention.ELEMENTS.items():
         for fp8 in (False, True):
-            for kind, how in kinds.items():
-                yield case(label + "-fp8" * fp8 + kind, 3, (384, 256, 64), dtype=dtype, fp8=fp8, **how)
+            for kind, options in kinds.items():
+                yield case(label + "-fp8" * fp8 + kind, 3, (384, 256, 64), dtype=dtype, fp8=fp8, **options)
     yield case("deepseek", 2, (1536, 512, 64), **kinds["-block"])
     for fp8 in (False, True):
         yield case("no-queries" + "-fp8" * fp8, 3, (0, 512, 64), fp8=fp8, apart=8 * fp8)
@@ -322,8 +322,8 @@ def mla_norm_rope_and_cache(
     elif q_scale is not None:
         normed = norms.rms_norm_static_fp8_quant.reference(queries, q_weight, q_scale, epsilon, q_out.dtype)
     elif scales_out is not None:
-        how = q_out.dtype, q // scales_out.shape[1], False, scale_ub
-        normed, scales = norms.rms_norm_per_block_quant.reference(queries, q_weight, epsilon, *how)
+        quantization = q_out.dtype, q // scales_out.shape[1], False, scale_ub
+        normed, scales = norms.rms_norm_per_block_quant.reference(queries, q_weight, epsilon, *quantization)
         scales_out.copy_(scales)
     else:
         normed = norms.rms_norm.reference(queries, q_weight, epsilon)

@@ -285,8 +285,8 @@ def topk_softmax(
     Source:
         vLLM's `topk_softmax`; softmax and top-k of RadeonFlow.
     """
-    how = topk, renormalize, "softmax"
-    return _route(gating_output, e_score_correction_bias, *how, is_padding=is_padding)
+    choice = topk, renormalize, "softmax"
+    return _route(gating_output, e_score_correction_bias, *choice, is_padding=is_padding)
 
 
 @_op(lambda a: True, 0.0, functools.partial(_topk_cases, 2.5))
@@ -306,8 +306,8 @@ def topk_sigmoid(
     Source:
         vLLM's `topk_sigmoid`.
     """
-    how = topk, renormalize, "sigmoid", routed_scaling_factor
-    return _route(gating_output, e_score_correction_bias, *how, is_padding=is_padding)
+    choice = topk, renormalize, "sigmoid", routed_scaling_factor
+    return _route(gating_output, e_score_correction_bias, *choice, is_padding=is_padding)
 
 
 @_op(lambda a: a.scoring_func == "sigmoid", EPSILON, _grouped_cases)

@@ -344,12 +344,12 @@ def paged_attention_decode(
     """
     layout = CacheLayout(key_cache, value_cache)
     rows = attention.heads(query, layout.key_size)
-    of = (rows, layout, block_table, seq_lens, query_len, scale, (k_scale, v_scale), window, sinks)
-    found, lse = decode.reference(*of)
-    wide = found.to(decode.exact(found))
+    scales = k_scale, v_scale
+    result, lse = decode.reference(rows, layout, block_table, seq_lens, query_len, scale, scales, window, sinks)
+    wide = result.to(decode.exact(result))
     if out_scale is not None:
-        found = quantization.static(wide, out_scale, out.dtype)
+        result = quantization.static(wide, out_scale, out.dtype)
     elif out_scales is not None:
-        found, scales = quantization.per_token(wide.flatten(1).unflatten(1, (-1, GROUP)), out.dtype, None)
-        out_scales.copy_(scales.view(out_scales.shape))
-    return decode.returned(out, return_lse, found.view(query.shape), lse)
+        result, dynamic = quantization.per_token(wide.flatten(1).unflatten(1, (-1, GROUP)), out.dtype, None)
+        out_scales.copy_(dynamic.view(out_scales.shape))
+    return decode.returned(out, return_lse, result.view(query.shape), lse)

@@ -197,8 +197,8 @@ def qk_norm_rope_and_cache(
         key_cache, value_cache, slot_mapping, k_scale, v_scale,
     )  # fmt: skip
     p = rotation.heads_parts(a)
-    found = [attention.heads(x, p.sizes[0]) for x in (query_out, key_out)]
-    for x, weight, out in zip((p.query, p.key), (q_weight, k_weight), found):
+    outs = [attention.heads(x, p.sizes[0]) for x in (query_out, key_out)]
+    for x, weight, out in zip((p.query, p.key), (q_weight, k_weight), outs):
         out.copy_(_normalized(x, weight, epsilon))
         rotation.rotate(out, positions, cos_sin_cache, is_neox)
-    rotation.write(p.layout, found[1], p.value, slot_mapping, p.scales)
+    rotation.write(p.layout, outs[1], p.value, slot_mapping, p.scales)

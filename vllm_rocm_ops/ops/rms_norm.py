@@ -181,7 +181,7 @@ def _op(
 ) -> Callable[[Callable], Op]:
     """Make an op of a reference. Rows are a multiple of `whole` elements, where the op has groups of one size only."""
 
-    def of(reference: Callable) -> Op:
+    def make_op(reference: Callable) -> Op:
         make = rowwise.Cases(reference, 1, {"weight": rowwise.around_one}, whole)
         return Op(
             reference,
@@ -197,7 +197,7 @@ def _op(
             meanings=MEANINGS,
         )
 
-    return of
+    return make_op
 
 
 @_op()

@@ -44,12 +44,12 @@ class _Group:
 
 class _Wave:
     __slots__ = (
-        "age", "at", "awaited", "fetched", "group", "lgkm", "next", "priority", "ready", "simd", "steps", "vm",
+        "age", "awaited", "fetched", "group", "lgkm", "next", "position", "priority", "ready", "simd", "steps", "vm",
     )  # fmt: skip
 
     def __init__(self, steps: list[Step], simd: _Simd, group: _Group, age: int, start: float):
         self.steps, self.simd, self.group, self.age = steps, simd, group, age
-        self.at = self.priority = 0
+        self.position = self.priority = 0
         self.next = self.fetched = start
         self.ready: dict = {}  # by register: (time written, time for a chained matrix instruction)
         self.vm: list[float] = []
@@ -118,16 +118,16 @@ class ComputeUnit:
 
     def _push(self, wave: _Wave) -> None:
         """Compute when the wave's next instruction could issue if all units were free, and queue it until then."""
-        machine, (instr, access) = self.machine, wave.steps[wave.at]
+        machine, (instr, access) = self.machine, wave.steps[wave.position]
         if access is not None and access.after is not None:
             writer, step = wave.group.waves[access.after[0]], access.after[1]
-            if writer.at <= step:
+            if writer.position <= step:
                 writer.awaited.setdefault(step, []).append(wave)
                 return
         line = instr.address >> 6
         fetched = max(wave.fetched, wave.next - machine["fetch_ahead"])
         if line not in self.code:
-            self.code[line] = fetched + (machine["fetch_new_line"] if wave.at else 0)
+            self.code[line] = fetched + (machine["fetch_new_line"] if wave.position else 0)
         crosses = instr.size == 8 and instr.address & 7
         fetched = wave.fetched = max(fetched, self.code[line]) + (machine["crossing"] if crosses else machine["issue"])
         time = max(wave.next, fetched)
@@ -151,14 +151,14 @@ class ComputeUnit:
 
     def _step(self, time: float, wave: _Wave) -> float | None:
         """Issue a wave's next instruction or wait for its unit. Returns the time its stores complete if the wave has ended."""
-        instr, access = wave.steps[wave.at]
+        instr, access = wave.steps[wave.position]
         kind, simd, machine = instr.kind, wave.simd, self.machine
         busy = self._busy_until(kind, simd, wave, access)
         if busy > time:
             self._wait(busy, wave, kind)
             return None
         if self.observe:
-            self.observe(wave.age, wave.at, time)
+            self.observe(wave.age, wave.position, time)
         wave.next = time + machine["issue"]
         if kind in VECTOR:
             self._vector(time, wave, instr)
@@ -180,13 +180,13 @@ class ComputeUnit:
             wave.priority = instr.count & 3
         elif kind == "end":
             return max(time, wave.vm[-1] if wave.vm else 0.0)
-        wave.at += 1
-        for reader in wave.awaited.pop(wave.at - 1, ()) if wave.awaited else ():
+        wave.position += 1
+        for reader in wave.awaited.pop(wave.position - 1, ()) if wave.awaited else ():
             reader.next = max(reader.next, time + machine["issue"])
             self._push(reader)
-        if wave.at == len(wave.steps):
+        if wave.position == len(wave.steps):
             return max(time, wave.vm[-1] if wave.vm else 0.0)
-        if kind == "branch" and wave.steps[wave.at][0].address != instr.address + instr.size:
+        if kind == "branch" and wave.steps[wave.position][0].address != instr.address + instr.size:
             wave.next = wave.fetched = time + machine["branch"]
         if kind == "barrier":
             self._arrive(time, wave)

@@ -128,7 +128,7 @@ def loaded(machine: Machine, recording: Recording, shared: Sharing | None = None
     matrix = sum(instr.cycles for wave in block.waves for instr, _ in wave) / SIMDS
     if not matrix:
         return predict(machine, recording, shared)
-    found = predict(machine.but(clock=machine["matrix_clock"]), recording, shared)
-    busy = matrix * found.blocks / found.cycles
+    prediction = predict(machine.but(clock=machine["matrix_clock"]), recording, shared)
+    busy = matrix * prediction.blocks / prediction.cycles
     clock = machine["clock"] + (machine["matrix_clock"] - machine["clock"]) * min(1.0, busy / machine["matrix_load"])
-    return found._replace(us=machine["start"] + max(found.cycles / clock, found.bandwidth_us))
+    return prediction._replace(us=machine["start"] + max(prediction.cycles / clock, prediction.bandwidth_us))

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.core.launch import Launch
+from vllm_rocm_ops.core.launch import Launch, code_object
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.models import layers as model_layers
@@ -87,7 +86,7 @@ def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT, 
     if not planned:
         raise ValueError(f"predict: no kernel serves this call of {op.name}; PyTorch runs it, see explain")
     cold = [value for name, value in values.items() if name in PARAMETERS and isinstance(value, torch.Tensor)]
-    return [_kernel(emulator, machine, one, one is planned[-1], cold) for one in planned]
+    return [_kernel(emulator, machine, launch, launch is planned[-1], cold) for launch in planned]
 
 
 def at_addresses(planned: Sequence[Launch], values: dict) -> list[Launch]:
@@ -100,27 +99,27 @@ def at_addresses(planned: Sequence[Launch], values: dict) -> list[Launch]:
         return made.setdefault((arg.data_ptr(), arg.shape, arg.stride()), aligned(arg.to("meta")))
 
     made: dict = {}
-    return [one.with_each(moved) for one in planned]
+    return [launch.with_each(moved) for launch in planned]
 
 
 def recorded(
-    emulator: RecordingEmulator, one: Launch, last: bool, cold: list, most: int = BLOCKS, whole: int = MAX_WAVES
+    emulator: RecordingEmulator, launch: Launch, last: bool, cold: list, most: int = BLOCKS, whole: int = MAX_WAVES
 ) -> Recording:
     """Record about `most` blocks of a launch.
 
     All blocks run if other launches read the output and it has at most `whole` waves or determines their work.
     """
-    grid, path = math.prod(one.grid), launch.code_object(one.module, emulator.arch.name)
-    waves = grid * -(-math.prod(one.block) // emulator.arch.wave_lanes)
-    blocks = sorted({0, *sampled(grid, most, _tiles(one))})  # the first block often writes the input of later launches
-    return record(
-        emulator, path, one, blocks, run_all=not last and (waves <= whole or one.symbol.endswith(SORTS)), cold=cold
-    )
+    grid, path = math.prod(launch.grid), code_object(launch.module, emulator.arch.name)
+    waves = grid * -(-math.prod(launch.block) // emulator.arch.wave_lanes)
+    run_all = not last and (waves <= whole or launch.symbol.endswith(SORTS))
+    # The first block often writes the input of later launches.
+    blocks = sorted({0, *sampled(grid, most, _tiles(launch))})
+    return record(emulator, path, launch, blocks, run_all=run_all, cold=cold)
 
 
-def _tiles(one: Launch) -> int:
+def _tiles(launch: Launch) -> int:
     """Return the number of tiles that blocks share, from the launch's counters, or 0."""
-    given = one.named.items()
+    given = launch.named.items()
     return max(
         (value.numel() for name, value in given if str(name).endswith("counters") and value is not None), default=0
     )
@@ -137,12 +136,12 @@ def sampled(grid: int, most: int, tiles: int) -> list[int]:
         return emulated.sample(grid, most)
     count = max(most // (3 * sharing), 1)
     first = max(tiles // 2 - count, 0)
-    found = set(range(first * sharing, min((first + max(count, 2)) * sharing, grid)))
+    blocks = set(range(first * sharing, min((first + max(count, 2)) * sharing, grid)))
     for tile, part in itertools.product(range(first, first + count), range(sharing)):
         for index in (tile + part * tiles, tile * sharing + part):
             die, place = _on_die(min(index, grid - 1), grid)
-            found.add(place * DIES + die)
-    return sorted(found)
+            blocks.add(place * DIES + die)
+    return sorted(blocks)
 
 
 def _on_die(index: int, grid: int) -> tuple[int, int]:
@@ -154,18 +153,18 @@ def _on_die(index: int, grid: int) -> tuple[int, int]:
     return more + die, place
 
 
-def _kernel(emulator: RecordingEmulator, machine: Machine, one: Launch, last: bool, cold: list) -> Kernel:
-    recording = recorded(emulator, one, last, cold)
-    return Kernel(one.symbol, timed(machine, recording), recording)
+def _kernel(emulator: RecordingEmulator, machine: Machine, launch: Launch, last: bool, cold: list) -> Kernel:
+    recording = recorded(emulator, launch, last, cold)
+    return Kernel(launch.symbol, timed(machine, recording), recording)
 
 
 def timed(machine: Machine, recording: Recording) -> Prediction:
     """Return the time of a launch of the plugin, of tiled kernels at the clock under their matrix load."""
-    found = launch_time.predict(machine, recording)
+    prediction = launch_time.predict(machine, recording)
     if TILED not in recording.name:
-        return found
+        return prediction
     loaded = launch_time.loaded(machine, recording)
-    return max(found, loaded, key=lambda each: each.us)
+    return max(prediction, loaded, key=lambda each: each.us)
 
 
 class Band(NamedTuple):
@@ -202,7 +201,7 @@ def call_lines(op: Op, given: dict, machine: Machine, context: int = CONTEXT) ->
     """Format the prediction of a call."""
     kernels = predict_call(op, given, machine, context)
     total = sum(kernel.prediction.us for kernel in kernels)
-    of = f" with {context} keys per request" if op in model_layers.ATTENTION else ""
-    yield f"{op.name}{of} on {machine.name}: predicted {total:.1f} us, not measured; {band(op, machine.name).text}"
+    keys = f" with {context} keys per request" if op in model_layers.ATTENTION else ""
+    yield f"{op.name}{keys} on {machine.name}: predicted {total:.1f} us, not measured; {band(op, machine.name).text}"
     for symbol, prediction, _ in kernels:
         yield f"  {symbol}: predicted {prediction.us:.1f} us; {prediction.details}"

@@ -232,10 +232,10 @@ class RecordingEmulator(Emulator):
         return self.launched
 
 
-def _global_accesses(found: list, store: bool) -> dict[int, Access]:
+def _global_accesses(accesses: list, store: bool) -> dict[int, Access]:
     """Merge the global memory accesses of one instruction, by row."""
     result: dict[int, Access] = {}
-    for rows, addresses, size, inside in found:
+    for rows, addresses, size, inside in accesses:
         kept = np.ones(len(rows), bool) if inside is None else inside.any(axis=1)
         keys = np.stack(
             [addresses[kept] >> np.uint64(7), addresses[kept] + np.uint64(size - 1) >> np.uint64(7)], axis=1
@@ -258,11 +258,11 @@ class _Lds:
         self.writes: list[tuple[int, int, int]] = []  # wave, step, barriers before
         self.barriers: Counter[int] = Counter()
 
-    def access(self, found: list, row: int, wave: int, step: int, store: bool) -> Access:
+    def access(self, accesses: list, row: int, wave: int, step: int, store: bool) -> Access:
         """Return one wave's access."""
         moved = cycles = 0
         after, last = None, -1
-        for rows, by_row, size, addresses in found:
+        for rows, by_row, size, addresses in accesses:
             chosen = addresses[rows == row]
             if not len(chosen):
                 continue
@@ -275,9 +275,9 @@ class _Lds:
         if store:
             self.writes.append((wave, step, self.barriers[wave]))
         elif last >= 0:
-            writer, at, barriers = self.writes[last]
+            writer, writer_step, barriers = self.writes[last]
             if writer != wave and barriers == self.barriers[wave]:
-                after = writer, at
+                after = writer, writer_step
         return Access((), moved, cycles, store, after)
 
 
@@ -286,11 +286,11 @@ _NO_EFFECT = frozenset(("salu", "valu", "wait", "branch", "sleep", "nop"))
 
 def _without_spin(steps: list[Step], instr: Instr) -> None:
     """Drop a wave's steps since its last read at this address if it only slept and polled: their number depends on the schedule."""
-    for at in range(len(steps) - 1, max(-1, len(steps) - 64), -1):
-        before = steps[at][0]
+    for place in range(len(steps) - 1, max(-1, len(steps) - 64), -1):
+        before = steps[place][0]
         if before is instr:
-            if any(each.kind == "sleep" for each, _ in steps[at:]):
-                del steps[at:]
+            if any(each.kind == "sleep" for each, _ in steps[place:]):
+                del steps[place:]
             return
         if before.kind not in _NO_EFFECT:
             return
@@ -328,12 +328,12 @@ def record(
     (log, space), emulator.launched = (emulator.launched.log, emulator.launched.space), None
     instrs: dict[int, Instr] = {}
     lds = {block: _Lds(program.object.lds + launch.lds) for block in blocks}
-    for index, ids, found in log:
+    for index, ids, accesses in log:
         instr = instrs.get(index)
         if instr is None:
             instr = instrs[index] = decoded(program.instructions[index], program.arch)
         store = instr.text.startswith(_STORES)
-        touched = _global_accesses(found, store) if found and instr.kind != "lds" else {}
+        touched = _global_accesses(accesses, store) if accesses and instr.kind != "lds" else {}
         for row, number in enumerate(ids.tolist()):
             if number not in waves:
                 continue
@@ -344,7 +344,7 @@ def record(
             elif instr.kind == "lds":
                 if not store:
                     _without_spin(steps, instr)
-                access = lds[block].access(found or [], row, wave, len(steps), store)
+                access = lds[block].access(accesses or [], row, wave, len(steps), store)
             steps.append((instr, access))
     numbered = [Block(block, [waves[block * waves_per_block + i] for i in range(waves_per_block)]) for block in blocks]
     if cold is None:

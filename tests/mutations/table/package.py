@@ -33,8 +33,8 @@ BUGS = (
         Tests("test_step.py::test_frozen_times_are_those_of_the_side_with_the_plugin")),
     Bug("the clock under matrix load for no kernel of the plugin", "timing/predict.py",
         """    if TILED not in recording.name:
-        return found
-""", """    return found
+        return prediction
+""", """    return prediction
 """, Tests("test_predict.py::test_tiled_kernels_of_the_plugin_have_the_clock_of_others")),
     Bug("AITER's all-reduce in a published step", "timing_study/published_steps.py", "aiter=False", "aiter=True",
         Tests("test_step.py::test_batch_1_of_both_releases_is_predicted_within_sixteen_percent")),

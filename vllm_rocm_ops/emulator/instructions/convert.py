@@ -207,10 +207,10 @@ def _unpack(target, words, count: int) -> np.ndarray:
     bits = target.bits
     codes = []
     for i in range(count):
-        at, shift = divmod(i * bits, 32)
-        code = words[..., at] >> U32(shift)
+        dword, shift = divmod(i * bits, 32)
+        code = words[..., dword] >> U32(shift)
         if shift + bits > 32:
-            code = code | words[..., at + 1] << U32(32 - shift)
+            code = code | words[..., dword + 1] << U32(32 - shift)
         codes.append(code & U32((1 << bits) - 1))
     return target.decode(np.stack(codes, axis=-1))
 
@@ -226,10 +226,10 @@ def _repack(target, values, dwords: int, random=None) -> np.ndarray:
         codes = target.encode(values, random=random >> U32(32 - dropped), random_bits=dropped)
     out = np.zeros((*values.shape[:-1], dwords + 1), U32)
     for i in range(values.shape[-1]):
-        at, shift = divmod(i * target.bits, 32)
-        out[..., at] |= codes[..., i] << U32(shift)
+        dword, shift = divmod(i * target.bits, 32)
+        out[..., dword] |= codes[..., i] << U32(shift)
         if shift + target.bits > 32:
-            out[..., at + 1] |= codes[..., i] >> U32(32 - shift)
+            out[..., dword + 1] |= codes[..., i] >> U32(32 - shift)
     return out[..., :dwords]
 
 

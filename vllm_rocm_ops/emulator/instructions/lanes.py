@@ -30,10 +30,10 @@ def bind_indexed_move(ins, program) -> Callable:
     def run(w):
         for n in range(w.count):
             index = int(w.S[M0][n, 0]) & 255
-            at, to = source.code + index * (mode == 1), destination.code + index * (mode == 8)
-            check_allocated(Operand(to if mode == 8 else at, 1, "B32", 32), program)
-            values = w.U[register(at)][n] if mode == 1 else np.broadcast_to(value(w), (w.count, 64))[n]
-            np.copyto(w.U[register(to)][n], values, where=w.mask[n])
+            read_code, written_code = source.code + index * (mode == 1), destination.code + index * (mode == 8)
+            check_allocated(Operand(written_code if mode == 8 else read_code, 1, "B32", 32), program)
+            values = w.U[register(read_code)][n] if mode == 1 else np.broadcast_to(value(w), (w.count, 64))[n]
+            np.copyto(w.U[register(written_code)][n], values, where=w.mask[n])
 
     return run
 

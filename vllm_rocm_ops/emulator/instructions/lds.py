@@ -73,8 +73,8 @@ def bind(ins: Instruction, program) -> Callable:
             if len(rows):
                 site = Site(ins, w, rows, lanes)
                 parts = []
-                for at in offsets:
-                    where, a = positions(w, at, size, align, site)
+                for displacement in offsets:
+                    where, a = positions(w, displacement, size, align, site)
                     parts.append(w.scheduler.lds.load(where, size, w, site))
                     w.scheduler.counters.lds_access(ins, w, a, size)
                 for n, values in enumerate(parts):
@@ -93,8 +93,8 @@ def bind(ins: Instruction, program) -> Callable:
         if len(rows):
             site = Site(ins, w, rows, lanes)
             written = []
-            for at, first in zip(offsets, firsts, strict=True):
-                where, a = positions(w, at, size, align, site)
+            for displacement, first in zip(offsets, firsts, strict=True):
+                where, a = positions(w, displacement, size, align, site)
                 written.append(
                     w.scheduler.lds.store(where, collect(w, first, size, shift), w, site).reshape(len(rows), -1)
                 )

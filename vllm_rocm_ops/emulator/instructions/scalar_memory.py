@@ -105,11 +105,11 @@ def bind(ins: Instruction, program) -> Callable:
         limit = w.S[base + 2][:, 0].astype(U64)
         words = np.zeros((w.count, count), U32)
         for n in range(count):
-            at = address + U64(4 * n)
-            inside = at - start + U64(4) <= limit
+            dword_address = address + U64(4 * n)
+            inside = dword_address - start + U64(4) <= limit
             if inside.any():
                 part = Site(ins, w, np.flatnonzero(inside), None)
-                words[inside, n] = w.scheduler.space.load(at[inside], 4, 4, w, part, True).view(U32)[:, 0]
+                words[inside, n] = w.scheduler.space.load(dword_address[inside], 4, 4, w, part, True).view(U32)[:, 0]
         return words
 
     return run

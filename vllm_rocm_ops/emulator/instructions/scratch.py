@@ -36,19 +36,19 @@ def _positions(w, offsets, size: int, site):
 
 def load_bytes(w, offsets, size: int, site) -> np.ndarray:
     """Load bytes [n, size] of the active lanes, which must be written."""
-    rows, lanes, at, limit = _positions(w, offsets, size, site)
-    written = w.scratch[rows, lanes, at + limit].all(axis=1)
+    rows, lanes, positions, limit = _positions(w, offsets, size, site)
+    written = w.scratch[rows, lanes, positions + limit].all(axis=1)
     if not written.all():
         bad = int(np.argmin(written))
         raise site(Uninitialized, bad, f"scratch offset {int(offsets[bad])} was never written")
-    return w.scratch[rows, lanes, at]
+    return w.scratch[rows, lanes, positions]
 
 
 def store_bytes(w, offsets, values, site) -> None:
     """Store bytes [n, size] of the active lanes."""
-    rows, lanes, at, limit = _positions(w, offsets, values.shape[1], site)
-    w.scratch[rows, lanes, at] = values
-    w.scratch[rows, lanes, at + limit] = 1
+    rows, lanes, positions, limit = _positions(w, offsets, values.shape[1], site)
+    w.scratch[rows, lanes, positions] = values
+    w.scratch[rows, lanes, positions + limit] = 1
 
 
 def bind(ins: Instruction, program) -> Callable:

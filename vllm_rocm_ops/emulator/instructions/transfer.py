@@ -110,24 +110,24 @@ def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=No
     """Apply an atomic to view[units], sequentially for lanes at equal units, and return the old values."""
     if fn is None:
         fn = lambda old, pair_: np.where(old == pair_[1], pair_[0], old)
-    found, rest = np.empty_like(data), np.arange(len(units))
+    before, rest = np.empty_like(data), np.arange(len(units))
     if len(units) and (units == units[0]).all():  # all lanes meet
         place = view[units[0] : units[0] + 1]
         for lane in range(len(units)):
-            found[lane] = place[0]
+            before[lane] = place[0]
             mine = data[lane : lane + 1]
             place[...] = fn(place, mine) if compare is None else np.where(place == compare[lane], mine, place)
-        return found
+        return before
     while len(rest):
         first = np.unique(units[rest], return_index=True)[1]  # the first lane at each unit
         lanes = rest[first]
         old = view[units[lanes]]
-        found[lanes] = old
+        before[lanes] = old
         view[units[lanes]] = (
             fn(old, data[lanes]) if compare is None else np.where(old == compare[lanes], data[lanes], old)
         )
         rest = np.delete(rest, first)
-    return found
+    return before
 
 
 # Moving between registers and bytes

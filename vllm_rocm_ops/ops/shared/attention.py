@@ -134,8 +134,8 @@ def cache_contract(key_cache: Tensor, value_cache: Tensor) -> Iterator[tuple[str
         holds = value_cache.shape[:3] == key_cache.shape[:3]
     elif holds:
         x = of_16_bytes(key_cache)
-        found = value_cache.shape[2] * x if value_cache.dim() == 5 else value_cache.shape[3]
-        holds = (*value_cache.shape[:2], found) == (pages, heads, size)
+        slots = value_cache.shape[2] * x if value_cache.dim() == 5 else value_cache.shape[3]
+        holds = (*value_cache.shape[:2], slots) == (pages, heads, size)
         holds = holds and (value_cache.dim() == 4 or value_cache.shape[4] == x)
     yield "value_cache", f"{key_cache.dtype} {wanted}", describe(value_cache), holds
 
@@ -183,12 +183,12 @@ def is_heads(x: Tensor, tokens: int | None, count: int | None, size: int) -> boo
     """True if x is [tokens, count, size] or [tokens, count * size]; None matches any number."""
     if x.dim() not in (2, 3) or (x.dim() == 2 and x.shape[1] % size):
         return False
-    found = heads(x, size)
+    split = heads(x, size)
     return (
-        found.shape[2] == size
+        split.shape[2] == size
         and tokens in (None, x.shape[0])
-        and found.shape[1] > 0
-        and count in (None, found.shape[1])
+        and split.shape[1] > 0
+        and count in (None, split.shape[1])
     )
 
 

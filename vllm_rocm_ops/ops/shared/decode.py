@@ -86,29 +86,29 @@ def reference(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result [rows, heads, value size] in query's dtype, and the log-sum-exp [rows, heads]."""
-    of, (k_scale, v_scale) = exact(query), scales
-    factor = scale if k_scale is None else scale * k_scale.to(of)
-    requests = query.to(of).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
+    wide, (k_scale, v_scale) = exact(query), scales
+    factor = scale if k_scale is None else scale * k_scale.to(wide)
+    requests = query.to(wide).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
     out = query.new_zeros((*query.shape[:2], layout.value_size))
-    lse = query.new_empty(query.shape[:2], dtype=of)
+    lse = query.new_empty(query.shape[:2], dtype=wide)
     for r, (of_request, length) in enumerate(zip(requests, seq_lens.tolist())):
         places = torch.arange(max(length, 0), device=query.device)
         pages, slots = block_table[r, places // layout.page_size].long(), places % layout.page_size
         keys, values = layout.keys(pages, slots), layout.values(pages, slots)
         if attention.is_quantized(values):
             values = values.to(query.dtype)
-        found, sums = _request(of_request, keys, values, window, sinks)
-        at = slice(r * query_len, (r + 1) * query_len)
-        out[at] = (found if v_scale is None else found * v_scale.to(of)).to(query.dtype)
-        lse[at] = sums
+        attended, sums = _request(of_request, keys, values, window, sinks)
+        rows = slice(r * query_len, (r + 1) * query_len)
+        out[rows] = (attended if v_scale is None else attended * v_scale.to(wide)).to(query.dtype)
+        lse[rows] = sums
     return out, lse
 
 
-def returned(out: Tensor | None, return_lse: bool, found: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def returned(out: Tensor | None, return_lse: bool, result: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return an op's results, with empty tensors in place of a result written to `out` and an unwanted log-sum-exp."""
     if out is not None:
-        found = out.copy_(found).new_empty(0)
-    return found, lse if return_lse else lse.new_empty((0, 0))
+        result = out.copy_(result).new_empty(0)
+    return result, lse if return_lse else lse.new_empty((0, 0))
 
 
 def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class Scheme:
 
     def shape(self, experts: int, n: int, k: int) -> tuple[int, ...]:
         """Return the shape of the scales of weights [E, N, K]."""
-        return experts, *(-(-size // of) for size, of in ((n, self.rows), (k, self.group)) if of)
+        return experts, *(-(-size // shared) for size, shared in ((n, self.rows), (k, self.group)) if shared)
 
     def weight_dtype(self, half: torch.dtype, fp8_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of weights in a model of this 16-bit dtype, on a GPU of this e4m3 dtype."""
@@ -96,7 +96,7 @@ SCHEMES = {
 
 def scheme_of(weight: Tensor, scale: Tensor | None) -> Scheme:
     """Return how a weight [E, N, K] is scaled, by a scheme for no weights if no row of SCHEMES fits."""
-    return SCHEMES["none"] if scale is None else _of(weight.shape, weight.dtype, scale.shape, scale.dtype)
+    return SCHEMES["none"] if scale is None else _fitting_scheme(weight.shape, weight.dtype, scale.shape, scale.dtype)
 
 
 def weight_of(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool, exact: torch.dtype) -> Tensor:
@@ -106,8 +106,8 @@ def weight_of(weights: Tensor, scales: Tensor | None, expert: int, shuffled: boo
 
 
 @functools.lru_cache
-def _of(*of: torch.Size | torch.dtype) -> Scheme:
-    return next((scheme for scheme in SCHEMES.values() if scheme.fits(*of)), Scheme("unknown", ()))
+def _fitting_scheme(*operands: torch.Size | torch.dtype) -> Scheme:
+    return next((scheme for scheme in SCHEMES.values() if scheme.fits(*operands)), Scheme("unknown", ()))
 
 
 def activation_dtype(a) -> torch.dtype | None:
@@ -205,9 +205,9 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
         wanted = f"{dtypes}, one of {', '.join(str(list(s)) for s in shapes)}" if shapes else "None"
         yield "hidden_scale", wanted, "None" if scale is None else describe(scale), holds
     if a.act_scale is not None:
-        one = a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32
+        is_static = a.act_scale.numel() == 1 and a.act_scale.dtype == torch.float32
         wanted = "float32, one element, with quantized tokens and weights not scaled per 1x32"
-        yield "act_scale", wanted, describe(a.act_scale), one and dtype is not None and not kind.native
+        yield "act_scale", wanted, describe(a.act_scale), is_static and dtype is not None and not kind.native
     if a.expert_map is not None:
         holds = a.expert_map.dim() == 1 and a.expert_map.numel() > 0 and a.expert_map.dtype == torch.int32
         yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds

@@ -21,8 +21,8 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     blocks_n, blocks_k = -(-n // BLOCK), -(-k // BLOCK)
     for name, scale, shape in (("scale_a", a.scale_a, (m, blocks_k)), ("scale_b", a.scale_b, (blocks_k, blocks_n))):
         holds = scale is not None and scale.dtype == torch.float32 and scale.shape == shape
-        found = "none" if scale is None else describe(scale)
-        yield name, f"float32 {list(shape)}, one scale per block", found, holds
+        got = "none" if scale is None else describe(scale)
+        yield name, f"float32 {list(shape)}, one scale per block", got, holds
 
 
 def can_implement(a) -> Iterator[tuple[str, bool]]:

@@ -48,11 +48,11 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -
     size = cos_sin_cache.shape[1]
     cos, sin = exact(cos_sin_cache[positions]).to(exact(x).dtype).unsqueeze(1).chunk(2, -1)
     rotated = x[..., :size]
-    one, two = rotated.chunk(2, -1) if is_neox else (rotated[..., ::2], rotated[..., 1::2])
-    first, second = exact(one), exact(two)
-    one_out, two_out = first * cos - second * sin, second * cos + first * sin
-    one.copy_(one_out)
-    two.copy_(two_out)
+    left, right = rotated.chunk(2, -1) if is_neox else (rotated[..., ::2], rotated[..., 1::2])
+    first, second = exact(left), exact(right)
+    left_out, right_out = first * cos - second * sin, second * cos + first * sin
+    left.copy_(left_out)
+    right.copy_(right_out)
 
 
 def _quantized(x: Tensor, scale: Tensor | None, cache: Tensor) -> Tensor:

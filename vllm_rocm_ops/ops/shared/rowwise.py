@@ -371,16 +371,16 @@ class Cases:
         }
 
         def value(name: str):
-            found = given.get(name, self.columns.get(name))
-            if callable(found):
-                return found((hidden,), torch.float32, generator).to(dtype).to(device)
+            override = given.get(name, self.columns.get(name))
+            if callable(override):
+                return override((hidden,), torch.float32, generator).to(dtype).to(device)
             if name not in given and name in usual:
                 return usual[name]()
             if name == "addend" and name in given:
                 return rows(hidden, padding)
             if name == "scale_ub" and name in given:
-                return torch.tensor([found], device=device)
-            return found if name in given else inspect.signature(self.reference).parameters[name].default
+                return torch.tensor([override], device=device)
+            return override if name in given else inspect.signature(self.reference).parameters[name].default
 
         return tuple(value(name) for name in self.parameters)
 

@@ -49,7 +49,7 @@ def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, in
 
 def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
     """Return whole tiles, stream-K and split-K for one to four blocks per compute unit; split-K also for fewer."""
-    found = []
+    fitting = []
     for rows, tokens in TOKENS.items():
         if a.rows > tokens[-1]:
             continue
@@ -60,8 +60,8 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyCon
         of_rows += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in resident]
         split = [min(count // tiles, most) for count in (arch.compute_units // 4, arch.compute_units // 2, *resident)]
         of_rows += [SkinnyConfig(rows, split_k, tiles * split_k) for split_k in split if split_k > 1]
-        found += dict.fromkeys(of_rows)
-    return found
+        fitting += dict.fromkeys(of_rows)
+    return fitting
 
 
 def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:

@@ -68,7 +68,7 @@ def lds_bytes(tokens: int, rows: int, arch: Arch) -> int:
 
 def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
     """Return every tile size, with split-K while all blocks are resident."""
-    found = []
+    fitting = []
     for tokens, rows in TILES:
         if not _fits(tokens, rows, arch):
             continue
@@ -77,8 +77,8 @@ def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
             tiles_m, tiles_n = _tiles(config, a, b)
             at_once = RESIDENT[rows] * arch.compute_units
             if split_k == 1 or (split_k <= _panels(a) and tiles_m * tiles_n * split_k <= at_once):
-                found.append(config)
-    return found
+                fitting.append(config)
+    return fitting
 
 
 def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, float]:

@@ -186,8 +186,8 @@ def _sequences(a) -> Iterator[tuple[tuple[int, slice], Tensor, Tensor, Tensor]]:
     for r, (begin, end) in enumerate(itertools.pairwise(begins)):
         if a.block_table is not None:
             places = torch.arange(max(lens[r], 0), device=q.device)
-            at = a.block_table[r, places // cache.page_size].long(), places % cache.page_size
-            k, v = cache.keys(*at), cache.values(*at)
+            slots = a.block_table[r, places // cache.page_size].long(), places % cache.page_size
+            k, v = cache.keys(*slots), cache.values(*slots)
         else:
             k, v = (x[of_keys[r] : of_keys[r + 1]] for x in (a.k, a.v))
         yield (0, slice(begin, end)), q[0, begin:end], k, v
@@ -198,13 +198,13 @@ def reference(a) -> tuple[Tensor, Tensor, Tensor]:
     outputs = allocate(a)
     out, sizes = by_row(outputs[0], a.layout), Sizes.of(a)
     lse = torch.empty((*out.shape[:3],), dtype=outputs[1].dtype, device=out.device)
-    for r, ((b, at), q, k, v) in enumerate(_sequences(a)):
+    for r, ((b, span), q, k, v) in enumerate(_sequences(a)):
         step = max(SCORES_AT_ONCE // max(len(k) * sizes.heads, 1), 1)
         for first in range(0, len(q), step):
-            found = _attend(a, r, first, len(q), q[first : first + step], k, v)
+            attended = _attend(a, r, first, len(q), q[first : first + step], k, v)
             rows = slice(first, first + step)
-            for of, values in zip((out[b, at], lse[b, at]), found):
-                of[rows] = values.to(of.dtype)
+            for target, values in zip((out[b, span], lse[b, span]), attended):
+                target[rows] = values.to(target.dtype)
         if a.return_mask:
             outputs[2][b] = kept(a, r, torch.arange(len(q), device=q.device), sizes.heads, len(k)).transpose(0, 1)
     if a.return_lse:
@@ -250,7 +250,7 @@ def tiles(a) -> int:
 def configs(a, arch: Arch) -> list[FlashConfig]:
     """Return one tile per block and, if tiles exceed the resident blocks, the persistent schedules."""
     persistent = ("fixed", "dynamic") if tiles(a) > RESIDENT * arch.compute_units else ()
-    return [FlashConfig(of) for of in ("each", *persistent)]
+    return [FlashConfig(schedule) for schedule in ("each", *persistent)]
 
 
 def strides(a) -> tuple[CacheStrides, CacheStrides]:
@@ -258,12 +258,12 @@ def strides(a) -> tuple[CacheStrides, CacheStrides]:
     if a.block_table is not None:
         cache = CacheLayout(a.k, a.v)
         return cache.key_strides(), cache.value_strides()
-    found = []
+    of_both = []
     for x in (a.k, a.v):
         batch, row, head, element = by_row(x, a.layout).stride()
         vec = of_16_bytes(x)
-        found.append(CacheStrides(0 if a.layout == "thd" else batch, head, row * vec, row, element * vec, element))
-    return tuple(found)
+        of_both.append(CacheStrides(0 if a.layout == "thd" else batch, head, row * vec, row, element * vec, element))
+    return tuple(of_both)
 
 
 def _on_vectors(x: Tensor, steps: tuple[int, ...], elements: int) -> bool:
@@ -272,9 +272,9 @@ def _on_vectors(x: Tensor, steps: tuple[int, ...], elements: int) -> bool:
     return address % (elements * x.element_size()) == 0 and not any(step % elements for step in steps)
 
 
-def _steps(found: CacheStrides) -> tuple[int, ...]:
+def _steps(cache: CacheStrides) -> tuple[int, ...]:
     """Return all strides except the element stride."""
-    return found.block_stride, found.head_stride, found.group_stride, found.slot_stride, found.chunk_stride
+    return cache.block_stride, cache.head_stride, cache.group_stride, cache.slot_stride, cache.chunk_stride
 
 
 def orders(a) -> tuple[int, int, int]:
@@ -412,5 +412,5 @@ def launches(config: FlashConfig, outputs: tuple[Tensor, Tensor, Tensor], a, arc
     if not is_plain(a):
         size = f"general_{next(most for most in GENERAL_SIZES if max(sizes.size, sizes.value_size) <= most)}"
         args |= fields("extras", _extras(a))
-    found = [Launch("flash_attention", f"flash_attention_{kind}_{size}", (blocks, 1, 1), (THREADS, 1, 1), args)]
-    return [*found, _mask_launch(mask, a)] if mask.numel() else found
+    planned = [Launch("flash_attention", f"flash_attention_{kind}_{size}", (blocks, 1, 1), (THREADS, 1, 1), args)]
+    return [*planned, _mask_launch(mask, a)] if mask.numel() else planned

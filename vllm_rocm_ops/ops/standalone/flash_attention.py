@@ -154,8 +154,8 @@ def _cache(k: Tensor, v: Tensor, lens, given: dict, generator: torch.Generator) 
     cache, begin = CacheLayout(*caches), 0
     for row, length in zip(table, lens):
         places = torch.arange(length)
-        of = slice(begin, begin + length)
-        cache.write(row[places // page].long(), places % page, k[of], v[of])
+        span = slice(begin, begin + length)
+        cache.write(row[places // page].long(), places % page, k[span], v[span])
         row[-(-length // page) :] = 2**30
         begin += length
     return *caches, table
@@ -174,13 +174,13 @@ def _inputs(rows, keys, heads, size, given, device, generator, fp8_dtype) -> tup
         return torch.rand(given.get("scales", 1) * of_heads or 1, generator=generator).add(0.5).div(40).to(device)
 
     if layout == "thd":
-        for name, of in (("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
-            a[name] = torch.tensor([0, *of]).cumsum(0).to(torch.int32).to(device)
+        for name, dimensions in (("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
+            a[name] = torch.tensor([0, *dimensions]).cumsum(0).to(torch.int32).to(device)
         rows, keys = sum(rows), sum(keys)
     lead = () if layout == "thd" else (batch,)
     q, k, v = (
-        rand(*lead, *of).to(dtype)
-        for of in ((rows, query_heads, size), (keys, kv_heads, size), (keys, kv_heads, value_size))
+        rand(*lead, *dimensions).to(dtype)
+        for dimensions in ((rows, query_heads, size), (keys, kv_heads, size), (keys, kv_heads, value_size))
     )
     if given.get("packed"):
         q, k, v = torch.cat((q, k, v), -1).split(size, -1)

@@ -50,11 +50,11 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def _configs(a, arch: Arch) -> list[SoftmaxConfig]:
     hidden, vector = _hidden(a), rowwise.is_vector(_hidden(a), a.input)
     *held, general = rowwise.configs(hidden, vector, (2, 4), arch)
-    found = [SoftmaxConfig(config.threads, f"x{config.vectors_per_thread}") for config in held]
+    fitting = [SoftmaxConfig(config.threads, f"x{config.vectors_per_thread}") for config in held]
     if vector:
         threads = rowwise.threads_for(hidden // rowwise.VECTOR, IN_FLIGHT, arch)
-        found.append(SoftmaxConfig(min(threads, MAX_THREADS), "online"))
-    return [*found, SoftmaxConfig(general.threads, "general")]
+        fitting.append(SoftmaxConfig(min(threads, MAX_THREADS), "online"))
+    return [*fitting, SoftmaxConfig(general.threads, "general")]
 
 
 def _default(a, arch: Arch) -> SoftmaxConfig:
