@@ -24,6 +24,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 import typing
@@ -87,6 +88,11 @@ class Case:
 
     name: str
     make: Callable[[str, torch.Generator, torch.dtype], tuple]
+
+
+def case_maker(inputs: Callable[..., tuple]) -> Callable[..., Case]:
+    """Return a function (name, *sizes, **given) -> case with inputs(*sizes, given, device, generator, fp8_dtype) as arguments."""
+    return lambda name, *sizes, **given: Case(name, functools.partial(inputs, *sizes, given))
 
 
 @dataclass(eq=False)

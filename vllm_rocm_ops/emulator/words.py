@@ -261,7 +261,7 @@ class Words:
             self.unread[words if count == len(words) else words[fresh]] = 0
         if count == len(words):
             if where.ins.address in w.awaited:
-                w.awaited = {load: late_rows for load, late_rows in w.awaited.items() if load != where.ins.address}
+                w.awaited = {load: waited for load, waited in w.awaited.items() if load != where.ins.address}
         else:
             where.stale = ~fresh
             if where.ins.encoding != "GLOBAL":  # other loads cannot mark a value unusable

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
 from vllm_rocm_ops.ops.shared import attention, rowwise, skinny_gemm
 from vllm_rocm_ops.ops.shared.gemm import BLOCK, Operand, Product
@@ -233,9 +233,7 @@ def _cases() -> Iterator[Case]:
 
     With quantization also both orders of scales, rows of zeros, and results beyond a scale's limits.
     """
-
-    def case(name: str, m: int, heads: int, k: int, n: int, **given) -> Case:
-        return Case(name, functools.partial(inputs, m, heads, k, n, given))
+    case = case_maker(inputs)
 
     def quant(name: str, m: int, heads: int, k: int, **given) -> Case:
         return Case(f"quant-{name}", functools.partial(_quantized, m, heads, k, given))

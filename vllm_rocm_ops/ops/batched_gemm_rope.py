@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, overlaps_itself
 from vllm_rocm_ops.ops.batched_gemm import (
     TOKENS,
@@ -108,10 +108,7 @@ def _inputs(m, heads, n, given, device, generator, fp8_dtype) -> tuple:
 
 def _cases() -> Iterator[Case]:
     """Yield every kernel, both pairings, partial rotation, more tokens to rotate than to multiply, and none to multiply."""
-
-    def case(name: str, m: int, heads: int, n: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, heads, n, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for m in (1, 17, 64):
             yield case(f"{kind}-m{m}", m, 2, 128, dtype=dtype, is_neox=m == 17)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.core.tensors import describe
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
@@ -104,10 +104,7 @@ def _loadable(scale: Tensor, alike: bool) -> tuple[tuple[Tensor | Workspace, int
 
 def _cases() -> Iterator[Case]:
     """Yield every instance, shared tiles, sizes around tiles and blocks, both orders of scale_a, both dtypes of scales."""
-
-    def case(name: str, m: int, n: int, k: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, n, k, given))
-
+    case = case_maker(_inputs)
     for m in (1, 5, 16, 17, 33, 64):
         yield case(f"m{m}", m, 192, 1024)
     yield case("column-major-scales", 3, 130, 640, transposed=True)
@@ -156,22 +153,18 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(m, padding), b, scale_a, scale_b, given.get("out_dtype", torch.bfloat16)
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.a.new_empty((a.a.shape[0], gemm.weight(a.b).rows), dtype=a.out_dtype),
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=lambda a: gemm.problem(*_operands(a)),
-        cases=_cases,
-        sums=True,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.a.new_empty((a.a.shape[0], gemm.weight(a.b).rows), dtype=a.out_dtype),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=lambda a: gemm.problem(*_operands(a)),
+    cases=_cases,
+    sums=True,
+)
 def block_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Compute a @ b^T with one scale per block of 128 along K, summed in float32.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
@@ -92,10 +92,7 @@ def _problem(a) -> dict[str, int]:
 
 def _cases() -> Iterator[Case]:
     """Yield every instance; tokens around a tile; experts without tokens and with all; sizes around blocks of 128."""
-
-    def case(name: str, m: int, topk: int, experts: int, hidden: int, intermediate: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, topk, experts, hidden, intermediate, given))
-
+    case = case_maker(_inputs)
     yield case("block", 3, 2, 8, 256, 128)
     yield case("block-m1", 1, 3, 8, 384, 256)
     yield case("block-m1-repeated", 1, 5, 2, 128, 64, shared_experts=1)
@@ -183,11 +180,8 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         plain = (randn(experts, n, k) * (1 / step if kind.scaled else k**-0.5)).clamp(*bounds).to(weight_dtype)
         if not given.get("shuffled"):
             return plain
-        return (
-            torch.stack([shuffle_weight(expert).view(torch.uint8) for expert in plain])
-            .view(weight_dtype)
-            .view(plain.shape)
-        )
+        shuffled = torch.stack([shuffle_weight(expert).view(torch.uint8) for expert in plain])
+        return shuffled.view(weight_dtype).view(plain.shape)
 
     local, sizes = experts - shared, ((2 * intermediate, hidden), (hidden, intermediate))
     known = 2 * local if given.get("mapped") else local
@@ -230,22 +224,18 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
     )
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.hidden.new_empty(a.hidden.shape, dtype=a.out_dtype),
-        contract=contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=lambda config, a, arch: _kernels(config).cost(config, a, arch),
-        plan=lambda config, out, a, arch: _kernels(config).launches(config, out, a, arch),
-        problem=_problem,
-        cases=_cases,
-        sums=True,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.hidden.new_empty(a.hidden.shape, dtype=a.out_dtype),
+    contract=contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=lambda config, a, arch: _kernels(config).cost(config, a, arch),
+    plan=lambda config, out, a, arch: _kernels(config).launches(config, out, a, arch),
+    problem=_problem,
+    cases=_cases,
+    sums=True,
+)
 def fused_experts(
     hidden: Tensor,
     w1: Tensor,

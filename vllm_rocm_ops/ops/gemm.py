@@ -5,6 +5,7 @@ Kernels: csrc/ops/gemm.hip, csrc/ops/standalone/gemm_blocks.hip.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -290,22 +291,6 @@ def _torch(
     return _finished(product, torch.float32, out_dtype, scale_a, scale_b, bias, activation)
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype),
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=_problem,
-        cases=gemm_cases.cases,
-        sums=True,
-        baseline=_torch,
-    )
-
-
 def _problem(a) -> dict[str, object]:
     """Return the key of a tuned row: sizes, dtypes, and whether a and b have K innermost."""
     m, n, k = _sizes(a)
@@ -315,7 +300,19 @@ def _problem(a) -> dict[str, object]:
     return {"m": m, "n": n, "k": k} | kinds
 
 
-@_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=gemm_cases.cases,
+    sums=True,
+    baseline=_torch,
+)
 def gemm(
     a: Tensor,
     b: Tensor,

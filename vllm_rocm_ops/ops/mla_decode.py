@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.decode import DecodeConfig
@@ -252,10 +252,7 @@ def _cases() -> Iterator[Case]:
     More cases have heads below one tile and of several, any page size, large scores, a fixed split size, and splits that a second
     launch combines.
     """
-
-    def case(name: str, lens: tuple[int, ...], heads: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, lens, heads, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             for heads in (3, 17, 64):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride
 from vllm_rocm_ops.ops import rms_norm as norms
 from vllm_rocm_ops.ops.shared import attention, rotation, rowwise
@@ -225,10 +225,7 @@ def _cases() -> Iterator[Case]:
     More cases have latents of several waves and below one, an epsilon that matters, slot -1, fewer slots than tokens, any page size,
     and no queries.
     """
-
-    def case(name: str, tokens: int, sizes: tuple[int, int, int], **given) -> Case:
-        return Case(name, functools.partial(_inputs, tokens, sizes, given))
-
+    case = case_maker(_inputs)
     kinds = {
         "": {},
         "-static": {"kind": "static"},

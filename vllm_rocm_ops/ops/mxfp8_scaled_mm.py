@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import (
     MX_BLOCK as BLOCK,
 )  # elements along K per scale; rows of b that may share scales
@@ -177,10 +177,7 @@ def _plan(config: MxConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 def _cases() -> Iterator[Case]:
     """Yield every instance, tiles shared by one, two and many blocks, sizes around tiles and units, strides, odd scales."""
-
-    def case(name: str, m: int, n: int, k: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, n, k, given))
-
+    case = case_maker(_inputs)
     for m in range(1, 18):
         yield case(f"m{m}", m, 48, 512)
     for m in (33, 64, 65, 130):
@@ -237,22 +234,18 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(m, padding), rows(n, 2 * padding), scale_a, scale_b, out_dtype, bias
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype),
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=lambda a: dict(zip("mnk", _sizes(a))),
-        cases=_cases,
-        sums=True,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=lambda a: dict(zip("mnk", _sizes(a))),
+    cases=_cases,
+    sums=True,
+)
 def mxfp8_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:

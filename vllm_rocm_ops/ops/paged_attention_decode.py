@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
@@ -221,10 +221,7 @@ def _cases() -> Iterator[Case]:
     More cases have groups below one tile and of several, any page size, windows, sinks near scores and far from them, large
     scores, a fixed split size, and more splits than a block combines.
     """
-
-    def case(name: str, lens: tuple[int, ...], heads: tuple[int, int], size: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, lens, heads, size, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             for size in SIZES:
@@ -273,23 +270,19 @@ def _cases() -> Iterator[Case]:
     yield case("nine-parts", (1030, 140), (2, 1), 128, fixed_split_size=128)
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=_allocate,
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=_problem,
-        cases=_cases,
-        sums=True,
-        writes=("out", "out_scales"),
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=_allocate,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=_cases,
+    sums=True,
+    writes=("out", "out_scales"),
+)
 def paged_attention_decode(
     query: Tensor,
     key_cache: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe
 from vllm_rocm_ops.ops.shared import attention, rotation
 from vllm_rocm_ops.ops.shared.rowwise import exact
@@ -109,10 +109,7 @@ def _cases() -> Iterator[Case]:
 
     More cases have an epsilon that matters, and fewer slots than tokens.
     """
-
-    def case(name: str, tokens: int, heads: tuple[int, int], size: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, tokens, heads, size, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             label = kind + "-fp8" * fp8

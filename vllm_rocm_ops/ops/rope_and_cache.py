@@ -6,13 +6,12 @@ rotated in float32 and rounded once, to query's dtype, before quantization.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.core.op import Case
+from vllm_rocm_ops.core.op import Case, case_maker
 from vllm_rocm_ops.ops.shared import attention, rotation
 
 __all__ = ["rope_and_cache"]
@@ -20,10 +19,7 @@ __all__ = ["rope_and_cache"]
 
 def _cases() -> Iterator[Case]:
     """Yield every kernel and layout, both pairings, partial rotation, slot -1, fewer slots, no scales, any page size."""
-
-    def case(name: str, tokens: int, heads: tuple[int, int], size: int, **given) -> Case:
-        return Case(name, functools.partial(rotation.heads_inputs, tokens, heads, size, given))
-
+    case = case_maker(rotation.heads_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             label = kind + "-fp8" * fp8

@@ -194,23 +194,19 @@ def _inputs(m, experts, k, topk, routing, given, device, generator, fp8_dtype) -
 # op
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=_allocate,
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=lambda a: {**gemm.problem(*_operands(a)), "topk": a.topk},
-        cases=_cases,
-        meanings=routing.MEANINGS,
-        sums=True,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=_allocate,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=lambda a: {**gemm.problem(*_operands(a)), "topk": a.topk},
+    cases=_cases,
+    meanings=routing.MEANINGS,
+    sums=True,
+)
 def router_gemm_topk(
     x: Tensor,
     weight: Tensor,

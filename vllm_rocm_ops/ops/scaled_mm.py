@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.core.tensors import describe
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
@@ -90,10 +90,7 @@ def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 def _cases() -> Iterator[Case]:
     """Yield every instance, tiles shared by few and many blocks, sizes around tiles, scales and bias in every mix."""
-
-    def case(name: str, m: int, n: int, k: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, n, k, given))
-
+    case = case_maker(_inputs)
     for m in (*range(1, 18), 32, 33, 64):
         yield case(f"m{m}", m, 48, 1024)
     yield case("four-tiles", 3, 200, 1600)
@@ -133,22 +130,18 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(m, padding), b, scale_a, scale_b, out_dtype, bias
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=_allocate,
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=lambda a: gemm.problem(*_operands(a)),
-        cases=_cases,
-        sums=True,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=_allocate,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=lambda a: gemm.problem(*_operands(a)),
+    cases=_cases,
+    sums=True,
+)
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -215,10 +208,7 @@ def _gated_plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
 
 def _gated_cases() -> Iterator[Case]:
     """Yield every instance, tiles shared by few and many blocks, N and K around tiles, scales in every mix."""
-
-    def case(name: str, m: int, n: int, k: int, **given) -> Case:
-        return Case(name, functools.partial(_gated_inputs, m, n, k, given))
-
+    case = case_maker(_gated_inputs)
     for m in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64):
         yield case(f"m{m}", m, 96, 1024)
     yield case("four-tiles", 3, 224, 1600)
@@ -238,22 +228,18 @@ def _gated_inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     return a, b, scale_a, scale_b, torch.tensor([0.0123 * k**0.5 / 16], device=device), dtype
 
 
-def _gated_op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.a.new_empty((a.a.shape[0], _weight(a).rows // 2)),
-        contract=_gated_contract,
-        can_implement=_can_implement_gated,
-        configs=_gated_configs,
-        cost=lambda config, a, arch: skinny_gemm.cost(config, *_operands(a), arch),
-        plan=_gated_plan,
-        problem=lambda a: gemm.problem(*_operands(a)),
-        cases=_gated_cases,
-        sums=True,
-    )
-
-
-@_gated_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.a.new_empty((a.a.shape[0], _weight(a).rows // 2)),
+    contract=_gated_contract,
+    can_implement=_can_implement_gated,
+    configs=_gated_configs,
+    cost=lambda config, a, arch: skinny_gemm.cost(config, *_operands(a), arch),
+    plan=_gated_plan,
+    problem=lambda a: gemm.problem(*_operands(a)),
+    cases=_gated_cases,
+    sums=True,
+)
 def scaled_mm_silu_and_mul_quant(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:

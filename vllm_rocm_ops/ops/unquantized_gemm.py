@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float, row_stride, rows_of
 from vllm_rocm_ops.ops.gemm import gemm as products_of_any
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
@@ -76,10 +76,7 @@ def _plan(config: SkinnyConfig | TiledConfig, out: Tensor, a, arch: Arch) -> lis
 
 def _cases() -> Iterator[Case]:
     """Yield every instance, shared tiles, sizes around tiles, bias, strides."""
-
-    def case(name: str, m: int, n: int, k: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, m, n, k, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in ELEMENTS.items():
         for m in (1, 16, 17, 33, 64):
             yield case(f"{kind}-m{m}", m, 80, 512, dtype=dtype)
@@ -105,23 +102,19 @@ def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(*(tokens if isinstance(tokens, tuple) else (tokens,)), padding=padding), weight, bias
 
 
-def _op(reference) -> Op:
-    return Op(
-        reference,
-        allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
-        contract=_contract,
-        can_implement=_can_implement,
-        configs=_configs,
-        cost=_cost,
-        plan=_plan,
-        problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
-        cases=_cases,
-        sums=True,
-        baseline=torch.nn.functional.linear,
-    )
-
-
-@_op
+@functools.partial(
+    Op,
+    allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
+    cases=_cases,
+    sums=True,
+    baseline=torch.nn.functional.linear,
+)
 def unquantized_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x @ weight^T + bias, summed in float32.
 

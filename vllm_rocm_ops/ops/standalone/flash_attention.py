@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
@@ -215,10 +215,7 @@ def _inputs(rows, keys, heads, size, given, device, generator, fp8_dtype) -> tup
 
 def _cases() -> Iterator[Case]:
     """Yield every kernel; rows and keys around tiles, none of either, rows without keys; groups, layouts, windows, varlen."""
-
-    def case(name: str, rows, keys, heads, size, **given) -> Case:
-        return Case(name, functools.partial(_inputs, rows, keys, heads, size, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for size in flash.PLAIN_SIZES:
             yield case(f"{kind}-{size[0]}", 33, 70, (2, 1), size, dtype=dtype, causal=True)

@@ -5,13 +5,12 @@ Replaces vLLM's rotary_embedding and the concat_and_cache_mla after it, with the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.core.op import Case
+from vllm_rocm_ops.core.op import Case, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
@@ -77,10 +76,7 @@ def _inputs(tokens, heads, given, device, generator, fp8_dtype) -> tuple:
 
 def _cases() -> Iterator[Case]:
     """Yield every kernel, both pairings, slot -1, fewer slots than tokens, padded pages."""
-
-    def case(name: str, tokens: int, heads: int, **given) -> Case:
-        return Case(name, functools.partial(_inputs, tokens, heads, given))
-
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             yield case(kind + "-fp8" * fp8, 3, 16, dtype=dtype, fp8=fp8)
