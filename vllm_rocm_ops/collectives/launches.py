@@ -120,14 +120,10 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
     yield "hidden is a multiple of 8, and rows are 16-byte aligned", rowwise.is_vector(hidden, *tensors)
     yield f"hidden is at most {LARGEST_HIDDEN}", hidden <= LARGEST_HIDDEN
     values = group.capacity * VALUES_IN_WORD
-    yield (
-        f"input has at most {values} values ({values * 2 // 1024} KiB, twice that between ranks)",
-        (a.input.numel() <= values),
-    )
-    yield (
-        f"rows have at most {group.blocks} blocks, so that all are resident",
-        rows == 0 or bool(configs(a, arch, group)),
-    )
+    rule = f"input has at most {values} values ({values * 2 // 1024} KiB, twice that between ranks)"
+    yield rule, a.input.numel() <= values
+    fits = rows == 0 or bool(configs(a, arch, group))
+    yield f"rows have at most {group.blocks} blocks, so that all are resident", fits
 
 
 def configs(a, arch: Arch, group: Group) -> list[Config]:

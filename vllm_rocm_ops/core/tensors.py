@@ -43,10 +43,9 @@ def aligned(tensor: Tensor | None, size: int = 16) -> bool:
     """True if every row of the tensor starts at a multiple of `size` bytes."""
     if tensor is None:
         return True
-    address = 0 if tensor.is_meta else tensor.data_ptr()
     step = row_stride(tensor)
     steps = (step,) if step is not None else tensor.stride()[:-1]
-    return all(number % size == 0 for number in (address, *(step * tensor.element_size() for step in steps)))
+    return all(number % size == 0 for number in (tensor.data_ptr(), *(step * tensor.element_size() for step in steps)))
 
 
 def is_wide_float(tensor: Tensor) -> bool:
@@ -68,6 +67,11 @@ def overlaps_itself(tensor: Tensor) -> bool:
             return tensor.numel() > 0
         reach += step * (size - 1)
     return False
+
+
+def apart_contract(name: str, tensor: Tensor) -> tuple[str, str, str, bool]:
+    """Return the contract of an argument that is written: no element shares memory with another one."""
+    return name, "without overlapping elements", describe(tensor), not overlaps_itself(tensor)
 
 
 def describe(tensor: Tensor) -> str:

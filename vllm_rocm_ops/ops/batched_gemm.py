@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
-from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
+from vllm_rocm_ops.core.tensors import apart_contract, describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, rowwise, skinny_gemm
 from vllm_rocm_ops.ops.shared.gemm import BLOCK, Operand, Product
 
@@ -62,13 +62,12 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "out", "a tensor with out_scales", "None", a.out is not None
         holds = a.out_scales.dtype == torch.float32 and a.out_scales.shape == (rows, heads)
         yield "out_scales", f"float32 {[rows, heads]}", describe(a.out_scales), holds
-        holds = not overlaps_itself(a.out_scales)
-        yield "out_scales", "without overlapping elements", describe(a.out_scales), holds
+        yield apart_contract("out_scales", a.out_scales)
     if a.out is not None:
         shape = [rows, heads, a.weights.shape[2]]
         dtype, holds = ("e4m3", attention.is_quantized(a.out)) if quantizes else (a.x.dtype, a.out.dtype == a.x.dtype)
         yield "out", f"{dtype} {shape}", describe(a.out), holds and [*a.out.shape] == shape
-        yield "out", "without overlapping elements", describe(a.out), not overlaps_itself(a.out)
+        yield apart_contract("out", a.out)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -87,26 +86,17 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         yield f"N is a multiple of {ROWS}", n % ROWS == 0
         steps = (strides[0], strides[2])
     yield attention.can_implement_heads("x", a.x)
-    yield "weights and their strides are 16-byte aligned", _on_vectors(a.weights, *steps)
+    yield "weights and their strides are 16-byte aligned", attention.on_vectors(a.weights, *steps)
     if a.out_scales is not None:
         yield "weights are contiguous along K with out_scales", not is_transposed(a)
         yield f"out is {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.out.dtype == arch.fp8_dtype
-        yield f"out's heads are contiguous and {OUT_VECTOR}-byte aligned", _on_out_vectors(a.out)
+        aligned = attention.on_vectors(a.out, *a.out.stride()[:2], elements=OUT_VECTOR)
+        yield f"out's heads are contiguous and {OUT_VECTOR}-byte aligned", a.out.stride(2) == 1 and aligned
     elif a.out is not None:
         yield attention.can_implement_heads("out", a.out)
         yield "out's row stride is at least N", rows < 2 or a.out.stride(0) >= n
     reach = (rows * a.x.stride(0), k * strides[1], n * strides[2], rows * _row_step(a))
     yield "a head's tensors span less than 1 GB", all(0 <= step < 2**29 for step in reach)
-
-
-def _on_vectors(x: Tensor, *strides: int) -> bool:
-    address = 0 if x.is_meta else x.data_ptr()
-    return address % 16 == 0 and not any(stride % attention.VECTOR for stride in strides)
-
-
-def _on_out_vectors(out: Tensor) -> bool:
-    address = 0 if out.is_meta else out.data_ptr()
-    return out.stride(2) == 1 and not any(at % OUT_VECTOR for at in (address, *out.stride()[:2]))
 
 
 def _row_step(a) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
-from vllm_rocm_ops.core.tensors import describe, overlaps_itself
+from vllm_rocm_ops.core.tensors import apart_contract, describe
 from vllm_rocm_ops.ops.batched_gemm import (
     TOKENS,
     TRANSPOSED_K,
@@ -42,7 +42,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     (rows, heads, _), dtype, q = a.x.shape, a.x.dtype, a.q_pe
     holds = q.dim() == 3 and q.dtype == dtype and q.shape[0] >= rows and q.shape[1] == heads and q.shape[2] > 0
     yield "q_pe", f"{dtype} [T >= {rows}, heads={heads}, size]", describe(q), holds
-    yield "q_pe", "without overlapping elements", describe(q), not overlaps_itself(q)
+    yield apart_contract("q_pe", q)
     yield from rotation.angles_contract(a, q.shape[0], dtype, q.shape[2])
 
 
@@ -61,9 +61,8 @@ def _blocks(a, arch: Arch) -> int:
 
 def _configs(a, arch: Arch) -> list[BatchedConfig]:
     fits = is_transposed(a) and a.x.shape[2] == TRANSPOSED_K and len(a.x) <= TOKENS[-1]
-    return (
-        batched_gemm.configs(_product(a), arch) if fits and a.cos_sin_cache.shape[1] % (2 * rotation.PAIRS) == 0 else []
-    )
+    fits = fits and a.cos_sin_cache.shape[1] % (2 * rotation.PAIRS) == 0
+    return batched_gemm.configs(_product(a), arch) if fits else []
 
 
 def _plan(config: BatchedConfig, outputs: Tensor, a, arch: Arch) -> list[Launch]:

@@ -59,7 +59,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     row = latent + a.q_pe.shape[2]
     holds = a.kv_cache.dim() == 3 and a.kv_cache.shape[2] == row and 0 not in a.kv_cache.shape
     yield "kv_cache", f"[pages, N, {row}]", describe(a.kv_cache), holds
-    yield decode.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
+    yield attention.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
     yield from decode.requests_contract(a, "q_nope", a.q_nope)
     yield from attention.scale_contract("kv_scale", a.kv_scale)
     yield decode.fixed_split_size_contract(a)
@@ -145,9 +145,8 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
     def of_length(keys: int) -> tuple[float, float]:
         most = -(-config.num_kv_splits // blocks_of_split) if config.even else config.num_kv_splits
         splits, steps = decode.divided(dataclasses.replace(config, num_kv_splits=most), keys, STEP)
-        of_splits = (
-            blocks_of_split * splits * decode.PACKED_ROWS * tiles * (LATENT + 2) * 8 / bandwidth
-        )  # stored and loaded
+        rows = blocks_of_split * splits * decode.PACKED_ROWS * tiles
+        of_splits = rows * (LATENT + 2) * 8 / bandwidth  # stored and loaded
         if _is_counted(config, tiles):
             sharing = costs.latent_us + costs.counted_us * tiles * splits
         else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
-from vllm_rocm_ops.core.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride
+from vllm_rocm_ops.core.tensors import aligned, apart_contract, describe, is_wide_float, row_stride
 from vllm_rocm_ops.ops import rms_norm as norms
 from vllm_rocm_ops.ops.shared import attention, rotation, rowwise
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
@@ -50,12 +50,8 @@ def _kind(a) -> str:
 
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
-    yield (
-        "qkv",
-        "floating point of 16 bits or more, [T, row]",
-        describe(a.qkv),
-        a.qkv.dim() == 2 and is_wide_float(a.qkv),
-    )
+    holds = a.qkv.dim() == 2 and is_wide_float(a.qkv)
+    yield "qkv", "floating point of 16 bits or more, [T, row]", describe(a.qkv), holds
     (tokens, row), dtype = a.qkv.shape, a.qkv.dtype
     holds, wanted = (a.q_weight is None) == (a.q_out is None), "None" if a.q_weight is None else "given"
     yield "q_out", f"{wanted}, as q_weight", "None" if a.q_out is None else describe(a.q_out), holds
@@ -70,10 +66,10 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         x, shape = getattr(a, name), [tokens, size]
         holds = [*x.shape] == shape and (x.dtype == dtype or name == "q_out" and attention.is_quantized(x))
         yield name, f"{dtype}{' or e4m3' * (name == 'q_out')} {shape}", describe(x), holds
-        yield name, "without overlapping elements", describe(x), not overlaps_itself(x)
+        yield apart_contract(name, x)
     holds = a.kv_cache.dim() == 3 and a.kv_cache.shape[2] == row - q and 0 not in a.kv_cache.shape
     yield "kv_cache", f"[pages, N, {row - q}]", describe(a.kv_cache), holds
-    yield rotation.cache_dtype("kv_cache", a.kv_cache, dtype)
+    yield attention.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
     yield from rotation.token_contract(a, tokens, dtype, rotated)
     for name in ("cache_scale", "q_scale", "scale_ub"):
         yield from attention.scale_contract(name, getattr(a, name))
@@ -87,7 +83,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     x = a.scales_out
     holds = x.dim() == 2 and x.dtype == torch.float32 and len(x) == tokens and x.shape[1] > 0 and q % x.shape[1] == 0
     yield "scales_out", f"float32 [T={tokens}, groups that divide {q}]", describe(x), holds
-    yield "scales_out", "without overlapping elements", describe(x), not overlaps_itself(x)
+    yield apart_contract("scales_out", x)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:

@@ -13,7 +13,7 @@ from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
-from vllm_rocm_ops.core.tensors import describe, is_wide_float, overlaps_itself
+from vllm_rocm_ops.core.tensors import apart_contract, describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.ops.shared.decode import DecodeConfig
@@ -43,7 +43,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "value_cache", f"of the key cache's head size {size}", describe(a.value_cache), holds
     wanted = f"floating point of 16 bits or more, [rows, heads, size={size}] or [rows, heads * size]"
     yield "query", wanted, describe(a.query), is_wide_float(a.query) and attention.is_heads(a.query, None, None, size)
-    yield decode.cache_dtype_contract("key_cache", a.key_cache, dtype)
+    yield attention.cache_dtype_contract("key_cache", a.key_cache, dtype)
     heads = _query(a).shape[1]
     wanted = f"of a multiple of {layout.heads} heads"
     yield "query", wanted, f"{heads} heads", heads % layout.heads == 0
@@ -62,12 +62,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         wanted = a.query.shape[0], heads * size // GROUP
         holds = a.out_scales.dtype == torch.float32 and a.out_scales.shape == wanted and heads * size % GROUP == 0
         yield "out_scales", f"float32 {list(wanted)}, one per {GROUP} elements", describe(a.out_scales), holds
-        yield (
-            "out_scales",
-            "without overlapping elements",
-            describe(a.out_scales),
-            not overlaps_itself(a.out_scales),
-        )
+        yield apart_contract("out_scales", a.out_scales)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -139,16 +134,8 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     kind = attention.ELEMENTS[query.dtype] + "_fp8" * is_fp8
     symbol = f"paged_attention_decode_{kind}_{layout.key_size}_{'native' if layout.is_native else 'packed'}"
     symbol += "_grouped" * (a.out_scales is not None)
-    threads = WAVES * arch.wave_lanes
-    return [
-        Launch(
-            "paged_attention_decode",
-            symbol,
-            (blocks, config.num_kv_splits, 1),
-            (threads, 1, 1),
-            fields("problem", args),
-        )
-    ]
+    grid, block = (blocks, config.num_kv_splits, 1), (WAVES * arch.wave_lanes, 1, 1)
+    return [Launch("paged_attention_decode", symbol, grid, block, fields("problem", args))]
 
 
 def _allocate(a) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,6 @@ from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 
 __all__ = ["unquantized_gemm"]
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     holds = a.x.dim() >= 1 and is_wide_float(a.x)
@@ -33,7 +31,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    yield "x is bfloat16 or float16", a.x.dtype in ELEMENTS
+    yield "x is bfloat16 or float16", a.x.dtype in gemm.HALVES
     most = skinny_gemm.MAX_TOKENS
     yield f"M is at most {most}, or the weight is not shuffled", rows_of(a.x) <= most or a.weight.dim() == 2
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
@@ -71,13 +69,13 @@ def _plan(config: SkinnyConfig | TiledConfig, out: Tensor, a, arch: Arch) -> lis
         (launch,) = products_of_any.plan(config, out, _as_products_of_any(a), arch)
         return [launch._replace(args=launch.args | {"problem.a.data": a.x, "problem.b.data": a.weight})]
     product = gemm.Product(out, gemm.activations(a.x), gemm.weight(a.weight), bias=a.bias)
-    return skinny_gemm.launch("unquantized_gemm", config, product, arch, kind=ELEMENTS[a.x.dtype])
+    return skinny_gemm.launch("unquantized_gemm", config, product, arch, kind=gemm.HALVES[a.x.dtype])
 
 
 def _cases() -> Iterator[Case]:
     """Yield every instance, shared tiles, sizes around tiles, bias, strides."""
     case = case_maker(_inputs)
-    for dtype, kind in ELEMENTS.items():
+    for dtype, kind in gemm.HALVES.items():
         for m in (1, 16, 17, 33, 64):
             yield case(f"{kind}-m{m}", m, 80, 512, dtype=dtype)
     yield case("bias", 4, 33, 256, bias=True)

@@ -146,32 +146,34 @@ def scale_contract(name: str, scale: Tensor | None) -> Iterator[tuple[str, str, 
         yield name, "float32 with one element", describe(scale), scale.numel() == 1 and scale.dtype == torch.float32
 
 
+def cache_dtype_contract(name: str, cache: Tensor, dtype: torch.dtype) -> tuple[str, str, str, bool]:
+    """Return the contract of a cache's dtype."""
+    return name, f"of dtype {dtype} or e4m3", describe(cache), cache.dtype == dtype or is_quantized(cache)
+
+
 def can_implement_cache(layout: CacheLayout, dtype: torch.dtype, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the kernels' rules for the caches, for queries of this dtype."""
-    kinds = (dtype, arch.fp8_dtype)
-    yield (
-        f"the cache is of the query's dtype or {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
-        layout.key.dtype in kinds,
-    )
+    rule = f"the cache is of the query's dtype or {arch.fp8_dtype}, the FP8 dtype of {arch.name}"
+    yield rule, layout.key.dtype in (dtype, arch.fp8_dtype)
     yield f"head sizes are multiples of {VECTOR}", layout.key_size % VECTOR == layout.value_size % VECTOR == 0
     yield "there are fewer than 2^31 slots", layout.pages * layout.page_size < 2**31
     key, value = layout.key_strides(), layout.value_strides()
     of_key = (key.block_stride, key.head_stride, key.slot_stride, key.chunk_stride)
     yield "elements of a key are contiguous", key.element_stride == 1
     x = layout.x
-    yield f"keys are aligned to {x} elements", _on_vectors(layout.key, *of_key, elements=x)
+    yield f"keys are aligned to {x} elements", on_vectors(layout.key, *of_key, elements=x)
     if layout.is_native:
         along = (value.block_stride, value.head_stride, value.group_stride, value.element_stride)
         yield "slots of a value's element are contiguous", value.slot_stride == 1
     else:
         along = (value.block_stride, value.head_stride, value.slot_stride)
         yield "elements of a value are contiguous", value.element_stride == 1
-    yield f"values are aligned to {VECTOR} elements", _on_vectors(layout.value, *along)
+    yield f"values are aligned to {VECTOR} elements", on_vectors(layout.value, *along)
 
 
-def _on_vectors(x: Tensor, *strides: int, elements: int = VECTOR) -> bool:
-    address = 0 if x.is_meta else x.data_ptr()
-    return address % (elements * x.element_size()) == 0 and not any(stride % elements for stride in strides)
+def on_vectors(x: Tensor, *strides: int, elements: int = VECTOR) -> bool:
+    """True if the address of x and these strides are multiples of a number of elements."""
+    return x.data_ptr() % (elements * x.element_size()) == 0 and not any(stride % elements for stride in strides)
 
 
 def heads(x: Tensor, size: int) -> Tensor:
@@ -184,15 +186,11 @@ def is_heads(x: Tensor, tokens: int | None, count: int | None, size: int) -> boo
     if x.dim() not in (2, 3) or (x.dim() == 2 and x.shape[1] % size):
         return False
     split = heads(x, size)
-    return (
-        split.shape[2] == size
-        and tokens in (None, x.shape[0])
-        and split.shape[1] > 0
-        and count in (None, split.shape[1])
-    )
+    counts = tokens in (None, x.shape[0]) and count in (None, split.shape[1])
+    return counts and split.shape[1] > 0 and split.shape[2] == size
 
 
 def can_implement_heads(name: str, x: Tensor) -> tuple[str, bool]:
     """Return the kernels' rule for 16-bit heads [tokens, heads, size]."""
-    holds = x.stride(-1) == 1 and _on_vectors(x, *x.stride()[:-1])
+    holds = x.stride(-1) == 1 and on_vectors(x, *x.stride()[:-1])
     return f"{name}'s heads are contiguous and 16-byte aligned", holds

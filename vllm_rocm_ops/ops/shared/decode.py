@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Workspace
 from vllm_rocm_ops.core.quantization import LIMIT
-from vllm_rocm_ops.core.tensors import describe, overlaps_itself
+from vllm_rocm_ops.core.tensors import apart_contract, describe
 from vllm_rocm_ops.ops.shared import attention
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.ops.shared.gemm import divisor
@@ -121,12 +121,6 @@ def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 # Rules
 
 
-def cache_dtype_contract(name: str, cache: Tensor, dtype: torch.dtype) -> tuple[str, str, str, bool]:
-    """Return the contract of a cache's dtype."""
-    holds = cache.dtype == dtype or attention.is_quantized(cache)
-    return name, f"of dtype {dtype} or e4m3", describe(cache), holds
-
-
 def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, str, bool]]:
     """Yield the contract of the block table and lengths, and of the query's rows."""
     table, lens = a.block_table, a.seq_lens
@@ -147,16 +141,14 @@ def out_contract(a, query: Tensor, quantizes: bool = False) -> Iterator[tuple[st
     if a.out is not None:
         dtype, holds = ("e4m3", a.out.dtype in LIMIT) if quantizes else (query.dtype, a.out.dtype == query.dtype)
         yield "out", f"{dtype} {list(query.shape)}", describe(a.out), holds and a.out.shape == query.shape
-        yield "out", "without overlapping elements", describe(a.out), not overlaps_itself(a.out)
+        yield apart_contract("out", a.out)
 
 
 def can_implement_out(a, size: int, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the kernels' rules for `out`."""
     if a.out is not None:
-        yield (
-            f"out has 16 bits or is {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
-            a.out.dtype in (*ELEMENTS, arch.fp8_dtype),
-        )
+        kinds = (*ELEMENTS, arch.fp8_dtype)
+        yield f"out has 16 bits or is {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.out.dtype in kinds
         yield attention.can_implement_heads("out", attention.heads(a.out, size))
 
 

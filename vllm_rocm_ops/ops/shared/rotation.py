@@ -132,12 +132,6 @@ def _is_indices(x: Tensor, count: int) -> bool:
     return x.dtype == torch.int64 and x.shape == (count,)
 
 
-def cache_dtype(name: str, cache: Tensor, dtype: torch.dtype) -> tuple[str, str, str, bool]:
-    """Return the contract of a cache's dtype."""
-    holds = cache.dtype == dtype or attention.is_quantized(cache)
-    return name, f"of dtype {dtype} or e4m3", describe(cache), holds
-
-
 def heads_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     """Yield the contract of an op with key and value caches."""
     yield from attention.cache_contract(a.key_cache, a.value_cache)
@@ -146,7 +140,7 @@ def heads_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     wanted = f"floating point of 16 bits or more, [T, query heads, size={key_size}] or [T, query heads * size]"
     holds = is_wide_float(a.query) and attention.is_heads(a.query, None, None, key_size)
     yield "query", wanted, describe(a.query), holds
-    yield cache_dtype("key_cache", a.key_cache, dtype)
+    yield attention.cache_dtype_contract("key_cache", a.key_cache, dtype)
     tokens = a.query.shape[0]
     for name, x, size in (("key", a.key, key_size), ("value", a.value, layout.value_size)):
         wanted = f"{dtype} [T={tokens}, {layout.heads}, {size}] or [T, {layout.heads * size}]"
@@ -173,8 +167,7 @@ def can_implement_angles(a) -> Iterator[tuple[str, bool]]:
     yield f"the rotary size is a multiple of {2 * PAIRS}", a.cos_sin_cache.shape[1] % (2 * PAIRS) == 0
     for name in ("positions", "cos_sin_cache"):
         yield f"{name} is contiguous", getattr(a, name).is_contiguous()
-    address = 0 if a.cos_sin_cache.is_meta else a.cos_sin_cache.data_ptr()
-    yield "cos_sin_cache is 16-byte aligned", address % 16 == 0
+    yield "cos_sin_cache is 16-byte aligned", a.cos_sin_cache.data_ptr() % 16 == 0
 
 
 def rotary_vecs(a) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
+from vllm_rocm_ops.ops.shared.rowwise import exact
 
 MODULE = "moe_routing"
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -28,11 +29,6 @@ MEANINGS = {
     "is_padding": "[M], bool, or None: tokens that go to no expert.",
 }
 """Arguments of ops that choose experts."""
-
-
-def exact(x: Tensor) -> Tensor:
-    """Return x in float32, or unchanged in float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def logits(x: Tensor) -> Tensor:

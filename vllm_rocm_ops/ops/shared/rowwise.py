@@ -22,7 +22,7 @@ from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES
-from vllm_rocm_ops.core.tensors import aligned, describe, is_wide_float, overlaps_itself, row_stride, rows_of
+from vllm_rocm_ops.core.tensors import aligned, apart_contract, describe, is_wide_float, row_stride, rows_of
 
 VECTOR = 8  # elements per 16-byte access
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -59,20 +59,15 @@ def contract(
         holds = value.shape == x.shape and value.dtype == x.dtype
         yield name, f"{_name(x.dtype)}{list(x.shape)} like input", describe(value), holds
     if "residual" in added:
-        residual = added["residual"]
-        yield "residual", "without overlapping elements", describe(residual), not overlaps_itself(residual)
+        yield apart_contract("residual", added["residual"])
     if "addend" in added:
         yield "addend", "None without a residual", describe(added["addend"]), "residual" in added
     for name, value in _given(a, ("scale", "scale_ub")):
         holds = value.numel() == 1 and value.dtype == torch.float32
         yield name, "float32 with one element", describe(value), holds
     if hasattr(a, "quant_dtype"):
-        yield (
-            "quant_dtype",
-            "float8_e4m3fn or float8_e4m3fnuz",
-            _name(a.quant_dtype),
-            a.quant_dtype in quantization.LIMIT,
-        )
+        known = a.quant_dtype in quantization.LIMIT
+        yield "quant_dtype", "float8_e4m3fn or float8_e4m3fnuz", _name(a.quant_dtype), known
     if hasattr(a, "scale_ub"):
         yield "input", "rows of one element or more", str(list(x.shape)), hidden > 0
     if whole > 1:
@@ -186,9 +181,8 @@ def threads_for(count: int, per_thread: int, arch: Arch) -> int:
 
 def symbol(op_name: str, dtype: torch.dtype, config: RowConfig) -> str:
     """Return the kernel's name."""
-    return f"{op_name}_{ELEMENTS[dtype]}_" + (
-        f"x{config.vectors_per_thread}" if config.vectors_per_thread else "general"
-    )
+    kernel = f"x{config.vectors_per_thread}" if config.vectors_per_thread else "general"
+    return f"{op_name}_{ELEMENTS[dtype]}_{kernel}"
 
 
 def default(a, fitting: list[RowConfig], grouped: bool = False) -> RowConfig:

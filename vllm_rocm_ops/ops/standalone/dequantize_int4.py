@@ -38,12 +38,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "quantized", "int32 [..., groups + size / 8]", describe(a.quantized), holds
     yield "groups", "positive", str(a.groups), a.groups > 0
     holds = _words(a) > 0 and _words(a) % a.groups == 0
-    yield (
-        "quantized",
-        f"of a multiple of groups={a.groups} words after the groups' scales",
-        describe(a.quantized),
-        holds,
-    )
+    wanted = f"of a multiple of groups={a.groups} words after the groups' scales"
+    yield "quantized", wanted, describe(a.quantized), holds
     yield "dtype", "bfloat16 or float16", str(a.dtype), a.dtype in ELEMENTS
 
 
@@ -67,16 +63,8 @@ def _plan(config: DequantizeConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
         "words_divisor": divisor(words),
         "group_divisor": divisor(words // a.groups),
     }
-    grid = -(-rows * words // config.threads), 1, 1
-    return [
-        Launch(
-            "dequantize_int4",
-            f"dequantize_int4_{ELEMENTS[a.dtype]}",
-            grid,
-            (config.threads, 1, 1),
-            fields("problem", args),
-        )
-    ]
+    symbol, grid = f"dequantize_int4_{ELEMENTS[a.dtype]}", (-(-rows * words // config.threads), 1, 1)
+    return [Launch("dequantize_int4", symbol, grid, (config.threads, 1, 1), fields("problem", args))]
 
 
 def quantize(values: Tensor, groups: int) -> Tensor:

@@ -14,8 +14,8 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, fields
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.shared import attention
-from vllm_rocm_ops.ops.shared.attention import CacheLayout, CacheStrides, of_16_bytes
-from vllm_rocm_ops.ops.shared.gemm import divisor
+from vllm_rocm_ops.ops.shared.attention import CacheLayout, CacheStrides, of_16_bytes, on_vectors
+from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES, divisor
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 SCORES_AT_ONCE = 2**24  # scores that the reference holds at a time
@@ -221,7 +221,6 @@ KINDS = {torch.int8: 2, torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 1}  # ele
 BY_ELEMENT, BY_KEY, ANY_ORDER = range(3)  # FlashOrder of csrc/ops/standalone/flash_problem.h
 PLAIN_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))  # head sizes of keys and values
 GENERAL_SIZES = (128, 256)  # limits of both head sizes
-BIASES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in with_output_type of csrc/device/vec.h
 
 
 @dataclass(frozen=True)
@@ -266,12 +265,6 @@ def strides(a) -> tuple[CacheStrides, CacheStrides]:
     return tuple(of_both)
 
 
-def _on_vectors(x: Tensor, steps: tuple[int, ...], elements: int) -> bool:
-    """True if the address and all strides of x are multiples of `elements` elements."""
-    address = 0 if x.is_meta else x.data_ptr()
-    return address % (elements * x.element_size()) == 0 and not any(step % elements for step in steps)
-
-
 def _steps(cache: CacheStrides) -> tuple[int, ...]:
     """Return all strides except the element stride."""
     return cache.block_stride, cache.head_stride, cache.group_stride, cache.slot_stride, cache.chunk_stride
@@ -280,16 +273,18 @@ def _steps(cache: CacheStrides) -> tuple[int, ...]:
 def orders(a) -> tuple[int, int, int]:
     """Return the order of q, k and v: contiguous elements, contiguous keys, or any."""
     sizes, (of_key, of_value), q = Sizes.of(a), strides(a), by_row(a.q, a.layout)
-    is_together = q.stride(3) == 1 and sizes.size % 8 == 0 and _on_vectors(a.q, q.stride()[:3], 8)
+    is_together = q.stride(3) == 1 and sizes.size % 8 == 0 and on_vectors(a.q, *q.stride()[:3])
     of_q = BY_ELEMENT if is_together else ANY_ORDER
-    is_together = of_key.element_stride == 1 and sizes.size % 8 == 0 and _on_vectors(a.k, _steps(of_key), 8)
+    is_together = of_key.element_stride == 1 and sizes.size % 8 == 0 and on_vectors(a.k, *_steps(of_key))
     of_k = BY_ELEMENT if is_together else ANY_ORDER
-    is_together = of_value.element_stride == 1 and sizes.value_size % 4 == 0 and _on_vectors(a.v, _steps(of_value), 4)
+    is_together = (
+        of_value.element_stride == 1 and sizes.value_size % 4 == 0 and on_vectors(a.v, *_steps(of_value), elements=4)
+    )
     if is_together:
         return of_q, of_k, BY_ELEMENT
     steps = (of_value.block_stride, of_value.head_stride, of_value.group_stride, of_value.chunk_stride)
     is_together = of_value.slot_stride == 1 and a.cu_seqlens_k is None and page_size(a) % 8 == 0
-    is_together = is_together and _on_vectors(a.v, (*steps, of_value.element_stride), 8)
+    is_together = is_together and on_vectors(a.v, *steps, of_value.element_stride)
     return of_q, of_k, BY_KEY if is_together else ANY_ORDER
 
 
@@ -310,7 +305,7 @@ def is_plain(a) -> bool:
         and a.scale > 0
         and orders(a) == (BY_ELEMENT, BY_ELEMENT, BY_ELEMENT)
         and max(of_key.slot_stride, of_value.slot_stride) < 2**24
-        and _on_vectors(a.v, _steps(of_value), 8)
+        and on_vectors(a.v, *_steps(of_value))
     )
 
 
@@ -339,7 +334,7 @@ def _extras(a) -> dict[str, object]:
         "query_type": KINDS.get(a.q.dtype, 0),
         "key_type": KINDS.get(a.k.dtype, 0),
         **dict(zip(("query_order", "key_order", "value_order"), orders(a))),
-        "bias_type": 0 if a.bias is None else BIASES[a.bias.dtype],
+        "bias_type": 0 if a.bias is None else OUT_TYPES[a.bias.dtype],
         **{f"{name}_scale_stride": int(scale is not None and scale.numel() > 1) for name, scale in by_head.items()},
         "threshold": threshold(a.dropout) if a.dropout > 0 else 0,
         "seed_low": a.seed % WORD,

@@ -14,6 +14,7 @@ from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
+from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES
 from vllm_rocm_ops.ops.standalone import flash
 from vllm_rocm_ops.ops.standalone.flash import Sizes
 
@@ -25,9 +26,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "layout", " or ".join(flash.LAYOUTS), str(a.layout), a.layout in flash.LAYOUTS
     holds = (is_wide_float(q) or flash.is_narrow(q.dtype)) and q.dim() == (3 if a.layout == "thd" else 4)
     yield "q", f"floating point, e4m3 or int8, in layout {a.layout}", describe(q), holds
-    holds = a.out_dtype in (
-        (None, q.dtype) if is_wide_float(q) else (None, torch.bfloat16, torch.float16, torch.float32)
-    )
+    holds = a.out_dtype in (None, *((q.dtype,) if is_wide_float(q) else OUT_TYPES))
     yield "out_dtype", "None or, for q of 8 bits, bfloat16, float16 or float32", str(a.out_dtype), holds
     yield from _where_keys_are(a)
     kinds = (q.dtype, *((torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz) if is_wide_float(q) else ()))
@@ -46,9 +45,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         holds = bias.dim() == 4 and bias.shape[0] in (1, shape[0]) and bias.shape[1:] == shape[1:]
         wanted = f"floating point of 16 bits or more, {list(shape)}: batch (or 1), heads, rows, keys"
         yield "bias", wanted, describe(bias), holds and is_wide_float(bias)
-    for name, heads in zip(
-        ("q_scale", "k_scale", "v_scale", "p_scale"), (sizes.heads, *[sizes.kv_heads] * 2, sizes.heads)
-    ):
+    counts = {"q_scale": sizes.heads, "k_scale": sizes.kv_heads, "v_scale": sizes.kv_heads, "p_scale": sizes.heads}
+    for name, heads in counts.items():
         if (scale := getattr(a, name)) is not None:
             holds = scale.dtype == torch.float32 and scale.numel() in (1, heads)
             yield name, f"float32 with one element or {heads}", describe(scale), holds
@@ -110,15 +108,13 @@ def _problem(a) -> dict[str, object]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     sizes, kinds = Sizes.of(a), (torch.int8, arch.fp8_dtype)
-    yield (
-        f"q is bfloat16, float16, int8 or {arch.fp8_dtype}, the FP8 dtype of {arch.name}",
-        a.q.dtype in (*attention.ELEMENTS, *kinds),
-    )
+    fp8 = f"{arch.fp8_dtype}, the FP8 dtype of {arch.name}"
+    yield f"q is bfloat16, float16, int8 or {fp8}", a.q.dtype in (*attention.ELEMENTS, *kinds)
     yield "the result is bfloat16 or float16", flash.out_dtype(a) in attention.ELEMENTS
-    yield f"k is of q's dtype, int8 or {arch.fp8_dtype}, the FP8 dtype of {arch.name}", a.k.dtype in (a.q.dtype, *kinds)
+    yield f"k is of q's dtype, int8 or {fp8}", a.k.dtype in (a.q.dtype, *kinds)
     most = flash.GENERAL_SIZES[-1]
     yield f"heads have at most {most} elements", max(sizes.size, sizes.value_size) <= most
-    yield "a bias is bfloat16, float16 or float32", a.bias is None or a.bias.dtype in flash.BIASES
+    yield "a bias is bfloat16, float16 or float32", a.bias is None or a.bias.dtype in OUT_TYPES
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "q_scale", "k_scale", "v_scale", "p_scale"):
         yield f"{name} is contiguous", getattr(a, name) is None or getattr(a, name).is_contiguous()
     yield "block_table's rows are contiguous", a.block_table is None or a.block_table.stride(1) == 1

@@ -42,7 +42,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     row = a.kv_c.shape[1] + size
     holds = a.kv_cache.dim() == 3 and a.kv_cache.shape[2] == row and 0 not in a.kv_cache.shape
     yield "kv_cache", f"[pages, N, {row}]", describe(a.kv_cache), holds
-    yield rotation.cache_dtype("kv_cache", a.kv_cache, dtype)
+    yield attention.cache_dtype_contract("kv_cache", a.kv_cache, dtype)
     yield from rotation.token_contract(a, tokens, dtype, size)
     yield from attention.scale_contract("scale", a.scale)
 
@@ -53,7 +53,7 @@ def _inputs(tokens, heads, given, device, generator, fp8_dtype) -> tuple:
         given.get("page", 16),
         given.get("sizes", (512, 64)),
     )
-    is_fp8, pages = given.get("fp8", False), -(-(tokens + 3) // given.get("page", 16))
+    is_fp8, pages = given.get("fp8", False), -(-(tokens + 3) // page)
 
     def rows(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype).to(device)
