@@ -47,9 +47,7 @@ class Coherence:
         # wave -> [4, waves]: the clock up to which it has seen each wave; its stores are visible to loads with sc1
         self.seen: dict[int, np.ndarray] = {}
         self.read_plainly: dict[int, np.ndarray] = {}  # likewise, stores visible to loads without sc1
-        self.read_below: dict[
-            int, np.ndarray
-        ] = {}  # likewise, another device's stores visible to loads below system scope
+        self.read_below: dict[int, np.ndarray] = {}  # likewise, another device's, visible to loads below system scope
         self.left: dict[int, np.ndarray] = {}  # address -> likewise, as the last atomics there leave it
         self.barriers: dict[int, int] = {}  # block -> clock of its last barrier
         self.completed = np.zeros(0, np.int64)  # per wave: the clock up to which its stores are complete
@@ -144,10 +142,7 @@ class Coherence:
     @staticmethod
     def _mates(scheduler, wave: int) -> slice:
         """Return the waves of a wave's block."""
-        first = (
-            scheduler.first_wave
-            + (wave - scheduler.first_wave) // scheduler.waves_per_block * scheduler.waves_per_block
-        )
+        first = wave - (wave - scheduler.first_wave) % scheduler.waves_per_block
         return slice(first, first + scheduler.waves_per_block)
 
     def acquire(self, waves: np.ndarray, acquired: list) -> None:

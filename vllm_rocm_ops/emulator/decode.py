@@ -67,11 +67,8 @@ class Instruction:
         if "literal" in self.fields:
             parts = [f"{self.fields['literal']:#x}" if part in ("lit", "src[255]") else part for part in parts]
         shown = {k: v for k, v in self.fields.items() if v and k not in ("literal", "vsrc0", "error")}
-        return (
-            " ".join([self.mnemonic, ", ".join(parts), *(f"{k}:{v:#x}" for k, v in shown.items())])
-            .replace("  ", " ")
-            .strip()
-        )
+        words = [self.mnemonic, ", ".join(parts), *(f"{k}:{v:#x}" for k, v in shown.items())]
+        return " ".join(filter(None, words))
 
     @cached_property
     def counted_as(self) -> tuple[str, str, int, int]:
@@ -93,10 +90,8 @@ def _decode(data: bytes, address: int) -> Instruction:
         if known := _known.get(data[:size]):
             return replace(known, address=address)
     instruction = _decode_new(data, address)
-    if (
-        instruction.size < 16 and int.from_bytes(data[2:4], "little") == _SCALE_PREFIX
-    ):  # cut off: its key would be a prefix
-        return instruction
+    if instruction.size < 16 and int.from_bytes(data[2:4], "little") == _SCALE_PREFIX:
+        return instruction  # cut off: its key would be a prefix
     return _known.setdefault(instruction.words, instruction)
 
 

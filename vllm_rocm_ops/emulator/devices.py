@@ -101,10 +101,9 @@ class _Run:
         self.waves = sum(waves_of(entry.launch) for entry in queued)
         self.max_turns = devices.turns * self.waves
         self.room = [[1.0] for _ in range(devices.count)]
-        spread, pause = self.random.choice(_SPREADS), self.random.choice(_PAUSES)
+        spread, self.pause = self.random.choice(_SPREADS), self.random.choice(_PAUSES)
         speeds = [np.exp(spread * self.random.gauss(0, 1)) for _ in range(devices.count)]
         self.weights = [speeds[queue.device] for queue in queues]
-        self.pause = pause
         for queue in queues:
             queue.begins = self._pause()
         self.steps = self.changed_at = self.turns = 0
@@ -185,16 +184,8 @@ class _Run:
         kernarg = self.emulator.kernarg(self.space, entry.path, entry.launch, entry.program.object)
         # words reveal faults between devices; without them waves run separately
         joins = bool(self.space.coherence.stores_held) and self.random.random() < 0.9
-        place = Place(
-            queue.device,
-            self.queues.index(queue),
-            entry.epoch,
-            queue.before,
-            self.waves,
-            self.room[queue.device],
-            self.rng,
-            joins,
-        )
+        number, room = self.queues.index(queue), self.room[queue.device]
+        place = Place(queue.device, number, entry.epoch, queue.before, self.waves, room, self.rng, joins)
         queue.running = Scheduler(entry.program, entry.launch, self.space, kernarg, self.emulator.options, None, place)
 
     def _turn(self, queue: _Queue) -> None:

@@ -99,9 +99,8 @@ class Lds:
         key = self._key(w, where, granules)
         now = key & ~255
         writer = self.writer[granules]
-        if reading and not writer.all():
-            bad = self._first(writer == 0)
-            raise where(Uninitialized, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
+        if reading:
+            self._check_written(writer, positions, where)
         if self.has_loads and (flying := self.in_flight[granules]).any():
             bad = self._first(flying)
             raise where(
@@ -125,6 +124,11 @@ class Lds:
         elif others.any():
             self._raise_race(others, granules, where, positions, "written here, read by {} since the last barrier")
 
+    def _check_written(self, writer, positions, where) -> None:
+        if not writer.all():
+            bad = self._first(writer == 0)
+            raise where(Uninitialized, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
+
     @staticmethod
     def _first(bad) -> int:
         return int(np.argmax(bad if bad.ndim == 1 else bad.any(axis=1)))
@@ -146,9 +150,7 @@ class Lds:
         key = self._key(w, where, granules)
         now = key & ~255
         writer, reader = self.writer[granules], self.reader[granules]
-        if (writer == 0).any():
-            bad = self._first(writer == 0)
-            raise where(Uninitialized, bad, f"LDS address {int(positions[bad]) % self.stride} was never written")
+        self._check_written(writer, positions, where)
         if self.races:
             race = (writer >= now) & (writer & WAVE != key & WAVE) & (writer & ATOMIC == 0)
             if race.any():

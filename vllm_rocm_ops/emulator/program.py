@@ -37,10 +37,8 @@ class Program:
         self.instructions = decode(bytes(code.image[entry : entry + size]), entry)
         self.index = {ins.address: i for i, ins in enumerate(self.instructions)}
         self.bound: list[Bound | None] = [None] * len(self.instructions)  # bound when first executed
-        self.space_granule = min(
-            [_narrowest(ins.mnemonic, ("global", "buffer", "flat")) for ins in self.instructions] + [4]
-        )
-        self.lds_granule = min([_narrowest(ins.mnemonic, ("ds", "flat", "buffer")) for ins in self.instructions] + [4])
+        self.space_granule = _narrowest(self.instructions, ("global", "buffer", "flat"))
+        self.lds_granule = _narrowest(self.instructions, ("ds", "flat", "buffer"))
 
     def bind(self, ins: Instruction) -> Bound:
         """Resolve an instruction's operands once, for all its executions."""
@@ -83,12 +81,10 @@ class Program:
         """Return the index of the instruction at a virtual address; a called function is decoded at its first call."""
         offset = address - self.base
         if offset not in self.index:
-            spans = [
-                (start, size) for start, size in self.code_object.symbols.values() if start <= offset < start + size
-            ]
-            if not spans:
+            spans = self.code_object.symbols.values()
+            start, size = next(((start, size) for start, size in spans if start <= offset < start + size), (0, 0))
+            if not size:
                 raise errors.OutOfBounds(f"a jump to {address:#x}, where there is no function")
-            start, size = spans[0]
             called = decode(bytes(self.code_object.image[start : start + size]), start)
             self.index.update((ins.address, len(self.instructions) + i) for i, ins in enumerate(called))
             self.instructions += called
@@ -96,11 +92,10 @@ class Program:
         return self.index[offset]
 
 
-def _narrowest(mnemonic: str, prefixes: tuple[str, ...]) -> int:
-    """Return the bytes of a memory instruction's narrowest access, at most 4."""
-    if not mnemonic.startswith(prefixes):
-        return 4
+def _narrowest(instructions: list[Instruction], prefixes: tuple[str, ...]) -> int:
+    """Return the bytes of the narrowest access by memory instructions with these prefixes, at most 4."""
+    mnemonics = {ins.mnemonic for ins in instructions if ins.mnemonic.startswith(prefixes)}
     for size, words in ((1, ("byte", "_b8", "_u8", "_i8")), (2, ("short", "_b16", "_u16", "_i16"))):
-        if any(word in mnemonic for word in words):
+        if any(word in mnemonic for mnemonic in mnemonics for word in words):
             return size
     return 4

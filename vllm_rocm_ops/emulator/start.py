@@ -37,14 +37,8 @@ def new_waves(scheduler, blocks: np.ndarray) -> Waves:
         id=scheduler.first_wave + block * per_block + wave,
         scratch=scratch,
     )
-    registers = {
-        *range(VGPR + 1, VGPR + kernel.vgprs),
-        *range(AGPR, AGPR + kernel.agprs),
-        *range(102),
-        VCC,
-        VCC + 1,
-        M0,
-    }
+    vectors = *range(VGPR + 1, VGPR + kernel.vgprs), *range(AGPR, AGPR + kernel.agprs)
+    registers = {*vectors, *range(102), VCC, VCC + 1, M0}
     w.pc = scheduler.program.index[start]
     w.undefined = set() if scheduler.program.trusted else registers - known
     w.alert = set(w.undefined)
@@ -65,9 +59,8 @@ def _set_sgprs(scheduler, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
         known.update(range(next_sgpr, next_sgpr + count))
         next_sgpr += count
 
-    for bit, count in enumerate(
-        (4, 2, 2, 2, 2, 2, 1)
-    ):  # private buffer, dispatch, queue, kernarg, dispatch id, scratch, size
+    # private buffer, dispatch, queue, kernarg, dispatch id, scratch, size
+    for bit, count in enumerate((4, 2, 2, 2, 2, 2, 1)):
         if properties >> bit & 1:
             put(count, (kernarg & 0xFFFFFFFF, kernarg >> 32) if bit == 3 else None)
     preloaded, first = scheduler.kernel.kernarg_preload, scheduler.kernel.kernarg_preload_offset
@@ -81,8 +74,6 @@ def _set_sgprs(scheduler, sgpr: np.ndarray, block: np.ndarray) -> set[int]:
     for axis, bit in enumerate((7, 8, 9)):
         if rsrc2 >> bit & 1:
             put(1, (coordinates[axis],))
-    if rsrc2 >> 10 & 1:
-        put(1)
-    if rsrc2 & 1:
-        put(1)
+    for bit in (10, 0):
+        put(rsrc2 >> bit & 1)
     return known

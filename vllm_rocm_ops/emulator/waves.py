@@ -58,9 +58,8 @@ class Waves:
         self.alert: set[int] = set()  # undefined and pending
         self.looked = -1  # number of memory changes at the first load since the last s_sleep
         self.sleeps = False  # whether an s_sleep ended the last turn
-        self.awaited: dict[
-            int, tuple
-        ] = {}  # per load since then: words.Words, words other than the awaited ones, and their values
+        # per load since then: words.Words, words other than the awaited ones, and their values
+        self.awaited: dict[int, tuple] = {}
         self._news = None
         self.mode = scheduler.kernel.float_mode
         for name in self.PER_WAVE:

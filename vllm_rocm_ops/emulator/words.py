@@ -23,10 +23,10 @@ import numpy as np
 
 from .coherence import SYSTEM
 from .errors import SlotOverwritten, StaleRead, TornWord, UnsupportedInstruction, WrongEpoch
+from .memory import WORD
 
 _NEVER = np.int64(1) << 62
 _ARRIVALS = 3  # maximum number of times at which one store's pieces become visible
-_WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Store(NamedTuple):
@@ -128,7 +128,7 @@ class Words:
         fabric, scheduler, size = self.fabric, w.scheduler, values.shape[1]
         number = fabric.note(where.ins, scheduler, scope, is_word)
         piece, waves = 8 if is_word else min(4, size), w.id[rows]
-        data = np.ascontiguousarray(values).view(_WORD[piece]).ravel()
+        data = np.ascontiguousarray(values).view(WORD[piece]).ravel()
         if is_word:
             units = offsets >> 3
             self._check_store(units, data, number, w, where)

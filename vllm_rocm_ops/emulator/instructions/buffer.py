@@ -14,20 +14,8 @@ from ..errors import UnsupportedInstruction
 from ..events import Event, issue
 from ..operands import I64, U32, U64, read_scalar, register
 from ..waves import LANES
-from . import load_to_lds
+from . import load_to_lds, transfer
 from .global_memory import bind_atomic
-from .transfer import (
-    LOADS,
-    Site,
-    buffer_load,
-    collect,
-    deliver,
-    extend,
-    first_register,
-    lanes_of,
-    load_or_store,
-    scope_of,
-)
 
 
 def bind(ins: Instruction, program) -> Callable:
@@ -55,22 +43,21 @@ def bind(ins: Instruction, program) -> Callable:
         pieces = np.arange(0, max(size, 4), 4)
         if idxen:
             index = w.U[index_i].astype(I64)
-            inside = np.broadcast_to(lanes_of(w, index < records)[:, None], (len(w.active()[0]), len(pieces)))
-            return lanes_of(w, base + (index * (word1 >> 16 & 0x3FFF) + offset).astype(U64)), inside
-        inside = lanes_of(w, records - offset)[:, None] >= pieces + min(size, 4)
-        return lanes_of(w, base + offset.astype(U64)), inside
+            inside = np.broadcast_to(transfer.lanes_of(w, index < records)[:, None], (len(w.active()[0]), len(pieces)))
+            return transfer.lanes_of(w, base + (index * (word1 >> 16 & 0x3FFF) + offset).astype(U64)), inside
+        inside = transfer.lanes_of(w, records - offset)[:, None] >= pieces + min(size, 4)
+        return transfer.lanes_of(w, base + offset.astype(U64)), inside
 
     if ins.fields["lds"] or kind.startswith("lds_"):
-        load = LOADS[kind.removeprefix("lds_")]
-        return load_to_lds.bind(ins, program, None, load.size, immediate, place)
+        return load_to_lds.bind(ins, program, None, transfer.LOADS[kind.removeprefix("lds_")], immediate, place)
     if action == "atomic":
         return _bind_atomic(ins, program, kind, place)
-    load, size, shift = load_or_store(ins, action, kind)
+    load, size, shift = transfer.load_or_store(ins, action, kind)
     is_load = load is not None
-    codes = tuple(ins.operands["vdata"].code + n for n in range(max(1, size // 4)))
-    first = first_register(ins.operands["vdata"], size // 4, program)
+    codes = transfer.codes_of(ins.operands["vdata"], size)
+    first = transfer.first_register(ins.operands["vdata"], size // 4, program)
     unit = min(size, 4)
-    scope = scope_of(ins)
+    scope = transfer.scope_of(ins)
 
     def run(w):
         rows, lanes = w.active()
@@ -79,11 +66,11 @@ def bind(ins: Instruction, program) -> Callable:
             address, inside = place(w, size)
             region, moved = w.scheduler.space.name_at(address[0]), int(inside.sum()) * unit // w.count
             if is_load:
-                values = buffer_load(ins, w, address, inside, size)
-                deliver(w, first, extend(values, load), load)
+                values = transfer.buffer_load(ins, w, address, inside, size)
+                transfer.deliver(w, first, transfer.extend(values, load), load)
             else:
-                values = collect(w, first, size, shift)
-                site = Site(ins, w, rows, lanes)
+                values = transfer.collect(w, first, size, shift)
+                site = transfer.Site(ins, w, rows, lanes)
                 if inside.all():
                     if w.scheduler.space.store(address, values, unit, w, site, False, scope):
                         w.scheduler.progress()
@@ -91,7 +78,7 @@ def bind(ins: Instruction, program) -> Callable:
                     for n in range(inside.shape[1]):
                         chosen = np.flatnonzero(inside[:, n])
                         if len(chosen):
-                            part = Site(ins, w, rows[chosen], lanes[chosen])
+                            part = transfer.Site(ins, w, rows[chosen], lanes[chosen])
                             piece = values[chosen, unit * n : unit * (n + 1)]
                             w.scheduler.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, False, scope)
                             w.scheduler.progress()
@@ -107,7 +94,7 @@ def _bind_cache(ins, program, name: str):
 
     Both act at agent scope with sc1, at system scope with sc0 sc1.
     """
-    scope = scope_of(ins)
+    scope = transfer.scope_of(ins)
     if not scope:
         return lambda w: None
     if name == "inv":

@@ -66,7 +66,7 @@ def halves(word):
     return pairs[..., 0::2], pairs[..., 1::2]
 
 
-def _norm(dtype, scale: float):
+def _normalized(dtype, scale: float):
     return lambda a: to_integer(dtype, np.rint)(
         np.clip(np.where(np.isnan(a), 0, a).astype(F64), -1 if dtype == I16 else 0, 1) * scale
     )
@@ -78,27 +78,15 @@ def _clip_pair(dtype):
 
 
 entries(
-    v_cvt_f32_i32=lambda a: a.astype(F32),
-    v_cvt_f32_u32=lambda a: a.astype(F32),
     v_cvt_i32_f32=to_integer(I32),
     v_cvt_u32_f32=to_integer(U32),
     v_cvt_i32_f64=to_integer(I32),
     v_cvt_u32_f64=to_integer(U32),
     v_cvt_rpi_i32_f32=to_integer(I32, lambda a: np.floor(a + 0.5)),
     v_cvt_flr_i32_f32=to_integer(I32, np.floor),
-    v_cvt_f16_f32=lambda a: a.astype(F16),
-    v_cvt_f32_f16=lambda a: a.astype(F32),
     v_cvt_f32_bf16=lambda a: (a.astype(U32) << U32(16)).view(F32),
-    v_cvt_f64_f32=lambda a: a.astype(F64),
-    v_cvt_f32_f64=lambda a: a.astype(F32),
-    v_cvt_f64_i32=lambda a: a.astype(F64),
-    v_cvt_f64_u32=lambda a: a.astype(F64),
-    v_cvt_f16_u16=lambda a: a.astype(F16),
-    v_cvt_f16_i16=lambda a: a.astype(F16),
     v_cvt_u16_f16=to_integer(U16),
     v_cvt_i16_f16=to_integer(I16),
-    v_cvt_norm_i16_f16=_norm(I16, 32767.0),
-    v_cvt_norm_u16_f16=_norm(U16, 65535.0),
     v_cvt_off_f32_i4=lambda a: (((a & U32(15)).astype(I32) ^ I32(8)) - I32(8)).astype(F32) / F32(16),
     v_sat_pk_u8_i16=lambda a: sum(
         np.clip(v, 0, 255).astype(U32) << U32(8 * i) for i, v in enumerate(fields(a, 16, True))
@@ -106,10 +94,6 @@ entries(
     v_cvt_pkrtz_f16_f32=lambda a, b: pack(toward_zero_half(a), toward_zero_half(b)),
     v_cvt_pk_f16_f32=lambda a, b: pack(half_bits(a.astype(F16)), half_bits(b.astype(F16))),
     v_cvt_pk_bf16_f32=lambda a, b: pack(bf16_bits(a), bf16_bits(b)),
-    v_cvt_pknorm_i16_f32=lambda a, b: pack(_norm(I16, 32767.0)(a).astype(U32), _norm(I16, 32767.0)(b).astype(U32)),
-    v_cvt_pknorm_u16_f32=lambda a, b: pack(_norm(U16, 65535.0)(a).astype(U32), _norm(U16, 65535.0)(b).astype(U32)),
-    v_cvt_pknorm_i16_f16=lambda a, b: pack(_norm(I16, 32767.0)(a).astype(U32), _norm(I16, 32767.0)(b).astype(U32)),
-    v_cvt_pknorm_u16_f16=lambda a, b: pack(_norm(U16, 65535.0)(a).astype(U32), _norm(U16, 65535.0)(b).astype(U32)),
     v_cvt_pk_i16_i32=_clip_pair(I16),
     v_cvt_pk_u16_u32=_clip_pair(U16),
     v_cvt_pk_u8_f32=lambda a, n, c: (
@@ -118,6 +102,17 @@ entries(
     ),
     v_pack_b32_f16=lambda a, b: pack(half_bits(a), half_bits(b)),
 )
+for _word, _dtype, _sources in (
+    ("f16", F16, "f32 u16 i16"),
+    ("f32", F32, "f16 f64 i32 u32"),
+    ("f64", F64, "f32 i32 u32"),
+):
+    entries(**{f"v_cvt_{_word}_{_source}": lambda a, to=_dtype: a.astype(to) for _source in _sources.split()})
+for _word, _norm in (("i16", _normalized(I16, 32767.0)), ("u16", _normalized(U16, 65535.0))):
+    _pair = lambda a, b, norm=_norm: pack(norm(a).astype(U32), norm(b).astype(U32))
+    entries(
+        **{f"v_cvt_norm_{_word}_f16": _norm, f"v_cvt_pknorm_{_word}_f16": _pair, f"v_cvt_pknorm_{_word}_f32": _pair}
+    )
 for _byte in range(4):
     VECTOR[f"v_cvt_f32_ubyte{_byte}"] = Vector(lambda a, shift=8 * _byte: (a >> U32(shift) & U32(255)).astype(F32))
 

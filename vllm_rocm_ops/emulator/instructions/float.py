@@ -196,7 +196,8 @@ def frexp_exponent(a):
 
 
 def _ldexp(a, n):
-    return np.ldexp(a.astype(F64), np.clip(n.astype(I64), -4000, 4000).astype(I32)).astype(a.dtype)
+    exponent = n.view(I16 if n.dtype.itemsize == 2 else I32)
+    return np.ldexp(a.astype(F64), np.clip(exponent.astype(I64), -4000, 4000).astype(I32)).astype(a.dtype)
 
 
 def dot2_f16(a, b, c):
@@ -210,30 +211,42 @@ def dot2_bf16(a, b, c):
     return (low_bf16(a) * low_bf16(b) + high_bf16(a) * high_bf16(b)) + c
 
 
+_OF_EVERY_WIDTH = {
+    "add": np.add,
+    "mul": np.multiply,
+    "min": minimum,
+    "max": maximum,
+    "ldexp": _ldexp,
+    "fma": fma,
+    "div_fixup": div_fixup,
+    "rcp": approximate(np.reciprocal),
+    "rsq": approximate(_reciprocal_root),
+    "sqrt": approximate(np.sqrt),
+    "trunc": np.trunc,
+    "ceil": np.ceil,
+    "floor": np.floor,
+    "rndne": np.rint,
+    # below 1 even where the subtraction rounds up (CDNA3 ISA, V_FRACT_F32)
+    "fract": lambda a: np.minimum(a - np.floor(a), np.nextafter(a.dtype.type(1), a.dtype.type(0))),
+    "frexp_mant": frexp_mantissa,
+}
+_NOT_OF_F64 = {
+    "sub": np.subtract,
+    "subrev": lambda a, b: b - a,
+    "min3": lambda a, b, c: minimum(minimum(a, b), c),
+    "max3": lambda a, b, c: maximum(maximum(a, b), c),
+    "med3": median,
+    "exp": approximate(np.exp2),
+    "log": approximate(np.log2),
+    "sin": approximate(_turns(np.sin)),
+    "cos": approximate(_turns(np.cos)),
+}
+for _type in ("f16", "f32", "f64"):
+    entries(**{f"v_{_name}_{_type}": _fn for _name, _fn in _OF_EVERY_WIDTH.items()})
+for _type in ("f16", "f32"):
+    entries(**{f"v_{_name}_{_type}": _fn for _name, _fn in _NOT_OF_F64.items()})
 entries(
-    v_add_f32=np.add,
-    v_sub_f32=np.subtract,
-    v_subrev_f32=lambda a, b: b - a,
-    v_mul_f32=np.multiply,
     v_mul_legacy_f32=lambda a, b: np.where((a == 0) | (b == 0), F32(0), a * b),
-    v_min_f32=minimum,
-    v_max_f32=maximum,
-    v_add_f16=np.add,
-    v_sub_f16=np.subtract,
-    v_subrev_f16=lambda a, b: b - a,
-    v_mul_f16=np.multiply,
-    v_min_f16=minimum,
-    v_max_f16=maximum,
-    v_ldexp_f16=lambda a, n: _ldexp(a, n.view(I16)),
-    v_ldexp_f32=lambda a, n: _ldexp(a, n.view(I32)),
-    v_ldexp_f64=lambda a, n: _ldexp(a, n.view(I32)),
-    v_add_f64=np.add,
-    v_mul_f64=np.multiply,
-    v_min_f64=minimum,
-    v_max_f64=maximum,
-    v_fma_f32=fma,
-    v_fma_f16=fma,
-    v_fma_f64=fma,
     v_fma_legacy_f16=fma,
     v_mad_f16=lambda a, b, c: a * b + c,
     v_mad_legacy_f16=lambda a, b, c: a * b + c,
@@ -241,62 +254,19 @@ entries(
     v_fmamk_f32=lambda a, b, k: fma(a, k, b),
     v_madak_f16=lambda a, b, k: a * b + k,
     v_madmk_f16=lambda a, b, k: a * k + b,
-    v_min3_f32=lambda a, b, c: minimum(minimum(a, b), c),
-    v_max3_f32=lambda a, b, c: maximum(maximum(a, b), c),
-    v_med3_f32=median,
-    v_min3_f16=lambda a, b, c: minimum(minimum(a, b), c),
-    v_max3_f16=lambda a, b, c: maximum(maximum(a, b), c),
-    v_med3_f16=median,
     v_minimum3_f32=ieee_extreme(minimum),
     v_maximum3_f32=ieee_extreme(maximum),
-    v_div_fixup_f16=div_fixup,
     v_div_fixup_legacy_f16=div_fixup,
-    v_div_fixup_f32=div_fixup,
-    v_div_fixup_f64=div_fixup,
+    v_exp_legacy_f32=approximate(np.exp2),
+    v_log_legacy_f32=approximate(np.log2),
+    v_rcp_iflag_f32=approximate(np.reciprocal),
+    v_frexp_exp_i32_f32=frexp_exponent,
+    v_frexp_exp_i32_f64=frexp_exponent,
+    v_frexp_exp_i16_f16=lambda a: frexp_exponent(a).astype(I16),
 )
 entries("accumulates", v_fmac_f32=fma, v_fmac_f64=fma, v_mac_f16=lambda a, b, c: a * b + c)
 entries("carries", v_div_scale_f32=div_scale, v_div_scale_f64=div_scale)
 entries("reads_vcc", v_div_fmas_f32=div_fmas, v_div_fmas_f64=div_fmas)
-
-# Exponents, rounding, transcendentals
-
-entries(
-    v_frexp_exp_i32_f32=frexp_exponent,
-    v_frexp_exp_i32_f64=frexp_exponent,
-    v_frexp_exp_i16_f16=lambda a: frexp_exponent(a).astype(I16),
-    v_exp_f32=approximate(np.exp2),
-    v_log_f32=approximate(np.log2),
-    v_exp_legacy_f32=approximate(np.exp2),
-    v_log_legacy_f32=approximate(np.log2),
-    v_rcp_f32=approximate(np.reciprocal),
-    v_rcp_iflag_f32=approximate(np.reciprocal),
-    v_rsq_f32=approximate(_reciprocal_root),
-    v_sqrt_f32=approximate(np.sqrt),
-    v_sin_f32=approximate(_turns(np.sin)),
-    v_cos_f32=approximate(_turns(np.cos)),
-    v_exp_f16=approximate(np.exp2),
-    v_log_f16=approximate(np.log2),
-    v_rcp_f16=approximate(np.reciprocal),
-    v_rsq_f16=approximate(_reciprocal_root),
-    v_sqrt_f16=approximate(np.sqrt),
-    v_sin_f16=approximate(_turns(np.sin)),
-    v_cos_f16=approximate(_turns(np.cos)),
-    v_rcp_f64=np.reciprocal,
-    v_rsq_f64=_reciprocal_root,
-    v_sqrt_f64=np.sqrt,
-)
-for _type in ("f16", "f32", "f64"):
-    entries(
-        **{
-            f"v_trunc_{_type}": np.trunc,
-            f"v_ceil_{_type}": np.ceil,
-            f"v_floor_{_type}": np.floor,
-            f"v_rndne_{_type}": np.rint,
-            # below 1 even where the subtraction rounds up (CDNA3 ISA, V_FRACT_F32)
-            f"v_fract_{_type}": lambda a: np.minimum(a - np.floor(a), np.nextafter(a.dtype.type(1), a.dtype.type(0))),
-            f"v_frexp_mant_{_type}": frexp_mantissa,
-        }
-    )
 
 # VOP3P
 

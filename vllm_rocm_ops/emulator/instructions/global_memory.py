@@ -14,36 +14,18 @@ from ..errors import UnsupportedInstruction
 from ..events import Event, issue
 from ..operands import APERTURES, I64, U32, U64, pair, register
 from ..waves import LANES
-from . import load_to_lds, scratch
+from . import load_to_lds, scratch, transfer
 from .scalar import Signal
-from .transfer import (
-    ATOMICS,
-    LOADS,
-    STORES,
-    Load,
-    Site,
-    check_code,
-    collect,
-    deliver,
-    destination_codes,
-    extend,
-    first_register,
-    lanes_of,
-    of_flag,
-    scope_of,
-    signed_offset,
-    update,
-)
 
 
 def _global_address(ins: Instruction, program):
     """Return a function to 64-bit addresses [waves, 64 or 1]."""
-    offset = U64((signed_offset(ins, 13) if ins.encoding == "GLOBAL" else ins.fields["offset"]) % (1 << 64))
+    offset = U64((transfer.signed_offset(ins, 13) if ins.encoding == "GLOBAL" else ins.fields["offset"]) % (1 << 64))
     vector = ins.operands["addr"].code
     scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS
-    i = check_code(vector, program)
+    i = transfer.check_code(vector, program)
     if scalar == NO_ADDRESS or ins.encoding == "FLAT":
-        check_code(vector + 1, program)
+        transfer.check_code(vector + 1, program)
         return (lambda w: pair(w, i, U64) + offset) if offset else lambda w: pair(w, i, U64)
     return (lambda w: w.S64[scalar] + w.U[i] + offset) if offset else lambda w: w.S64[scalar] + w.U[i]
 
@@ -53,35 +35,31 @@ def bind(ins: Instruction, program) -> Callable:
     prefix, _, name = ins.mnemonic.partition("_")
     action, _, kind = name.partition("_")
     if kind.startswith("lds_"):
-        return load_to_lds.bind(ins, program, _global_address(ins, program), LOADS[kind[4:]].size, 0, None)
+        return load_to_lds.bind(ins, program, _global_address(ins, program), transfer.LOADS[kind[4:]], 0, None)
     address = _global_address(ins, program)
     if action == "atomic":
         return bind_atomic(ins, program, address, kind)
-    table = {"load": LOADS, "store": STORES}.get(action)
-    if table is None or kind not in table:
-        raise UnsupportedInstruction(ins.mnemonic)
+    load, size, shift = transfer.load_or_store(ins, action, kind)
     if prefix == "flat":
-        return _bind_flat(ins, program, address, table[kind])
-    if action == "load":
-        return _bind_load(ins, program, address, table[kind], "vdst")
-    return _bind_store(ins, program, address, *table[kind], "data")
+        return _bind_flat(ins, program, address, load, size, shift)
+    return _bind_load(ins, program, address, load) if load else _bind_store(ins, program, address, size, shift)
 
 
-def _bind_load(ins, program, address, load: Load, destination: str):
-    codes = tuple(destination_codes(ins.operands[destination], load))
-    first = first_register(ins.operands[destination], len(codes), program)
-    scope = scope_of(ins)
+def _bind_load(ins, program, address, load: transfer.Load):
+    codes = transfer.codes_of(ins.operands["vdst"], load.size)
+    first = transfer.first_register(ins.operands["vdst"], len(codes), program)
+    scope = transfer.scope_of(ins)
     align = min(load.size, 4)
 
     def run(w):
         rows, lanes = w.active()
         event = Event("vm", codes)
         if len(rows):
-            a = lanes_of(w, address(w))
+            a = transfer.lanes_of(w, address(w))
             event.region, event.size = w.scheduler.space.name_at(a[0]), len(rows) * load.size // w.count
-            flag, site = of_flag(scope, rows, a), Site(ins, w, rows, lanes)
+            flag, site = transfer.of_flag(scope, rows, a), transfer.Site(ins, w, rows, lanes)
             values = w.scheduler.space.load(a, load.size, align, w, site, flag, scope)
-            deliver(w, first, extend(values, load), load)
+            transfer.deliver(w, first, transfer.extend(values, load), load)
             w.scheduler.counters.vector_access(ins, w, a, load.size)
             if site.stale is not None:
                 event.stale = np.zeros((w.count, LANES), bool)
@@ -93,17 +71,17 @@ def _bind_load(ins, program, address, load: Load, destination: str):
     return run
 
 
-def _bind_store(ins, program, address, size: int, shift: int, source: str):
-    first = first_register(ins.operands[source], size // 4, program)
-    scope = scope_of(ins)
+def _bind_store(ins, program, address, size: int, shift: int):
+    first = transfer.first_register(ins.operands["data"], size // 4, program)
+    scope = transfer.scope_of(ins)
 
     def run(w):
         rows, lanes = w.active()
         clock, signal = w.scheduler.space.coherence.clock, None
         if len(rows):
-            a = lanes_of(w, address(w))
-            values = collect(w, first, size, shift)
-            flag, site = of_flag(scope, rows, a), Site(ins, w, rows, lanes)
+            a = transfer.lanes_of(w, address(w))
+            values = transfer.collect(w, first, size, shift)
+            flag, site = transfer.of_flag(scope, rows, a), transfer.Site(ins, w, rows, lanes)
             if flag:
                 w.scheduler.space.coherence.synchronize(w, site, a, release=True, acquire=False)
             if w.scheduler.space.store(a, values, min(size, 4), w, site, flag, scope):
@@ -119,11 +97,11 @@ def _bind_store(ins, program, address, size: int, shift: int, source: str):
 def bind_atomic(ins, program, address, kind: str):
     """Bind a global or flat atomic."""
     wide = kind.endswith(("_x2", "f64"))
-    name, scope = kind.removesuffix("_x2"), scope_of(ins)
+    name, scope = kind.removesuffix("_x2"), transfer.scope_of(ins)
     swap = name == "cmpswap"
-    if not swap and name not in ATOMICS:
+    if not swap and name not in transfer.ATOMICS:
         raise UnsupportedInstruction(ins.mnemonic)
-    fn = None if swap else ATOMICS[name]
+    fn = None if swap else transfer.ATOMICS[name]
     word, size = (U64, 8) if wide else (U32, 4)
     source = ins.operands["data" if "data" in ins.operands else "vdata"]
     returns = bool(ins.fields["sc0"])
@@ -136,54 +114,53 @@ def bind_atomic(ins, program, address, kind: str):
         rows, lanes = w.active()
         event = Event("vm", codes, clock=w.scheduler.space.coherence.clock)
         if len(rows):
-            a = lanes_of(w, address(w))
-            site, space = Site(ins, w, rows, lanes), w.scheduler.space
+            a = transfer.lanes_of(w, address(w))
+            site, space = transfer.Site(ins, w, rows, lanes), w.scheduler.space
             space.coherence.note_store(ins)
-            data = collect(w, first, size, 0).view(word)[:, 0]
-            compare = collect(w, first + step, size, 0).view(word)[:, 0] if swap else None
+            data = transfer.collect(w, first, size, 0).view(word)[:, 0]
+            compare = transfer.collect(w, first + step, size, 0).view(word)[:, 0] if swap else None
             event.acquired = space.coherence.synchronize(w, site, a, release=True, acquire=True)
 
             def change(view, units, chosen):
-                return update(view, units, fn, data[chosen], None if compare is None else compare[chosen])
+                return transfer.update(view, units, fn, data[chosen], None if compare is None else compare[chosen])
 
             old = space.atomic(a, size, change, w, site, scope)
             w.scheduler.progress()
             if returns:
-                deliver(w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), Load(size))
+                transfer.deliver(
+                    w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), transfer.Load(size)
+                )
             w.scheduler.counters.vector_access(ins, w, a, size)
         issue(w, event)
 
     return run
 
 
-def _bind_flat(ins, program, address, what):
+def _bind_flat(ins, program, address, load: transfer.Load | None, size: int, shift: int):
     """Bind FLAT: each lane accesses LDS, scratch or global memory by its address."""
-    is_load = isinstance(what, Load)
-    size, shift = (what.size, 0) if is_load else what
+    is_load = load is not None
     operand = ins.operands["vdst" if is_load else "data"]
-    codes = tuple(operand.code + n for n in range(max(1, size // 4)))
-    first = first_register(operand, size // 4, program)
+    codes = transfer.codes_of(operand, size)
+    first = transfer.first_register(operand, size // 4, program)
     lds_high, private_high = APERTURES[235] >> 32, APERTURES[237] >> 32
-    scope = scope_of(ins)
+    scope = transfer.scope_of(ins)
 
     def flag(site, addresses) -> bool:
-        return of_flag(scope, site.rows, addresses)
+        return transfer.of_flag(scope, site.rows, addresses)
 
     def run(w):
         rows, lanes = w.active()
         clock = None if is_load else w.scheduler.space.coherence.clock
         if len(rows):
-            a = lanes_of(w, address(w))
+            a = transfer.lanes_of(w, address(w))
             high = (a >> U64(32)).astype(U32)
-            values = np.empty((len(a), size), np.uint8) if is_load else collect(w, first, size, shift)
-            for space in ("lds", "private", "global"):
-                chosen = {"lds": high == lds_high, "private": high == private_high}.get(
-                    space, (high != lds_high) & (high != private_high)
-                )
+            values = np.empty((len(a), size), np.uint8) if is_load else transfer.collect(w, first, size, shift)
+            is_lds, is_private = high == lds_high, high == private_high
+            for space, chosen in (("lds", is_lds), ("private", is_private), ("global", ~(is_lds | is_private))):
                 index = np.flatnonzero(chosen)
                 if not len(index):
                     continue
-                site = Site(ins, w, rows[index], lanes[index])
+                site = transfer.Site(ins, w, rows[index], lanes[index])
                 part = a[index]
                 low = (part & U64(0xFFFFFFFF)).astype(I64)
                 if space == "lds":
@@ -204,7 +181,7 @@ def _bind_flat(ins, program, address, what):
                 elif w.scheduler.space.store(part, values[index], min(size, 4), w, site, flag(site, part), scope):
                     w.scheduler.progress()
             if is_load:
-                deliver(w, first, extend(values, what), what)
+                transfer.deliver(w, first, transfer.extend(values, load), load)
         issue(w, Event("flat", codes if is_load else (), load=is_load, clock=clock))
 
     return run

@@ -215,16 +215,8 @@ def _signed24(a):
 
 
 entries(
-    v_add_u32=np.add,
-    v_sub_u32=np.subtract,
     v_subrev_u32=lambda a, b: b - a,
-    v_add_i32=np.add,
-    v_sub_i32=np.subtract,
-    v_add_u16=np.add,
-    v_sub_u16=np.subtract,
     v_subrev_u16=lambda a, b: b - a,
-    v_add_i16=np.add,
-    v_sub_i16=np.subtract,
     v_mul_lo_u16=np.multiply,
     v_mul_lo_u32=np.multiply,
     v_mul_hi_u32=mul_hi,
@@ -233,12 +225,6 @@ entries(
     v_mul_i32_i24=lambda a, b: _mul24(_signed24(a), _signed24(b)),
     v_mul_hi_u32_u24=lambda a, b: _mul24_high(a & U32(0xFFFFFF), b & U32(0xFFFFFF)),
     v_mul_hi_i32_i24=lambda a, b: _mul24_high(_signed24(a), _signed24(b)),
-    v_mad_u32_u24=lambda a, b, c: a * b + c,
-    v_mad_i32_i24=lambda a, b, c: a * b + c,
-    v_mad_u16=lambda a, b, c: a * b + c,
-    v_mad_i16=lambda a, b, c: a * b + c,
-    v_mad_legacy_u16=lambda a, b, c: a * b + c,
-    v_mad_legacy_i16=lambda a, b, c: a * b + c,
     v_mad_u32_u16=lambda a, b, c: a.astype(U32) * b + c,
     v_mad_i32_i16=lambda a, b, c: a.astype(I32) * b + c,
     v_lshl_add_u32=lambda a, b, c: shift_left(b, a) + c,
@@ -270,6 +256,8 @@ entries(
 for _type in ("u16", "i16", "u32", "i32"):
     entries(
         **{
+            f"v_add_{_type}": np.add,
+            f"v_sub_{_type}": np.subtract,
             f"v_min_{_type}": np.minimum,
             f"v_max_{_type}": np.maximum,
             f"v_min3_{_type}": lambda a, b, c: np.minimum(np.minimum(a, b), c),
@@ -277,6 +265,11 @@ for _type in ("u16", "i16", "u32", "i32"):
             f"v_med3_{_type}": median_int,
         }
     )
+for _type in ("u32_u24", "i32_i24", "u16", "i16", "legacy_u16", "legacy_i16"):
+    entries(**{f"v_mad_{_type}": lambda a, b, c: a * b + c})
+for _bits in (16, 32, 64):
+    entries(**{f"v_{_name}_b{_bits}": _fn for _name, _fn in (("lshlrev", shift_left), ("lshrrev", shift_right))})
+    entries(**{f"v_ashrrev_i{_bits}": shift_right})
 entries(
     "carries", v_add_co_u32=_add_carry, v_addc_co_u32=_add_carry, v_sub_co_u32=_sub_borrow, v_subb_co_u32=_sub_borrow
 )
@@ -291,11 +284,7 @@ entries(
 # Bits
 
 entries(
-    v_mov_b32=lambda a: a,
-    v_mov_b64=lambda a: a,
-    v_accvgpr_read=lambda a: a,
-    v_accvgpr_write=lambda a: a,
-    v_accvgpr_mov_b32=lambda a: a,
+    **dict.fromkeys(("v_mov_b32", "v_mov_b64", "v_accvgpr_read", "v_accvgpr_write", "v_accvgpr_mov_b32"), lambda a: a),
     v_cndmask_b32=lambda a, b, lanes: np.where(lanes, b, a),
     v_and_b32=np.bitwise_and,
     v_or_b32=np.bitwise_or,
@@ -305,15 +294,6 @@ entries(
     v_and_or_b32=lambda a, b, c: a & b | c,
     v_or3_b32=lambda a, b, c: a | b | c,
     v_lshl_or_b32=lambda a, b, c: shift_left(b, a) | c,
-    v_lshlrev_b32=shift_left,
-    v_lshrrev_b32=shift_right,
-    v_ashrrev_i32=shift_right,
-    v_lshlrev_b16=shift_left,
-    v_lshrrev_b16=shift_right,
-    v_ashrrev_i16=shift_right,
-    v_lshlrev_b64=shift_left,
-    v_lshrrev_b64=shift_right,
-    v_ashrrev_i64=shift_right,
     v_bfi_b32=lambda a, b, c: a & b | ~a & c,
     v_perm_b32=byte_permute,
     v_alignbit_b32=_align(1),

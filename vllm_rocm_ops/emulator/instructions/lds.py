@@ -13,21 +13,7 @@ from ..decode import Instruction
 from ..errors import UnsupportedInstruction
 from ..events import Event, issue
 from ..operands import I64, U32, U64, register
-from . import lanes
-from .transfer import (
-    ATOMICS,
-    DS_LOADS,
-    DS_STORES,
-    Load,
-    Site,
-    check_code,
-    collect,
-    deliver,
-    extend,
-    first_register,
-    lanes_of,
-    update,
-)
+from . import lanes, transfer
 
 _DS_ATOMICS = {"min_i": "smin", "max_i": "smax", "min_u": "umin", "max_u": "umax", "wrxchg_b": "swap"}
 
@@ -43,60 +29,62 @@ def bind(ins: Instruction, program) -> Callable:
         return _bind_ds_transpose(ins, program, name)
     action, _, kind = name.partition("_")
     fields = ins.fields
-    address = check_code(ins.operands["addr"].code, program) if "addr" in ins.operands else None
+    address = transfer.check_code(ins.operands["addr"].code, program) if "addr" in ins.operands else None
     offset = fields["offset0"] | fields["offset1"] << 8
     if fields["gds"]:
         raise UnsupportedInstruction(f"{ins.mnemonic} gds")
 
     def positions(w, offset: int, size: int, align: int, site):
-        a = lanes_of(w, w.U[address]).astype(I64) + offset
+        a = transfer.lanes_of(w, w.U[address]).astype(I64) + offset
         return w.scheduler.lds.locate(a, size, align, w.scheduler.slots[w.block[site.rows]], site), a
 
-    if action in ("read", "write") and kind in (DS_LOADS if action == "read" else DS_STORES):
-        offsets, what = [offset], (DS_LOADS if action == "read" else DS_STORES)[kind]
+    if action in ("read", "write") and kind in (transfer.DS_LOADS if action == "read" else transfer.DS_STORES):
+        offsets, what = [offset], (transfer.DS_LOADS if action == "read" else transfer.DS_STORES)[kind]
     elif action in ("read2", "read2st64", "write2", "write2st64"):
         size = 4 if kind == "b32" else 8
         scale = size * (64 if "st64" in action else 1)
         offsets = [fields["offset0"] * scale, fields["offset1"] * scale]
-        what = Load(size) if action.startswith("read") else (size, 0)
+        what = transfer.Load(size) if action.startswith("read") else (size, 0)
     else:
         return _bind_ds_atomic(ins, program, name, positions, offset)
-    if isinstance(what, Load):
+    if isinstance(what, transfer.Load):
         size = what.size
         align = 16 if size == 12 else size
         per = max(1, size // 4)
-        codes = tuple(ins.operands["vdst"].code + n for n in range(per * len(offsets)))
-        first = first_register(ins.operands["vdst"], len(codes), program)
+        codes = transfer.codes_of(ins.operands["vdst"], 4 * per * len(offsets))
+        first = transfer.first_register(ins.operands["vdst"], len(codes), program)
 
         def run_read(w):
             rows, lanes = w.active()
             if len(rows):
-                site = Site(ins, w, rows, lanes)
+                site = transfer.Site(ins, w, rows, lanes)
                 parts = []
                 for displacement in offsets:
                     where, a = positions(w, displacement, size, align, site)
                     parts.append(w.scheduler.lds.load(where, size, w, site))
                     w.scheduler.counters.lds_access(ins, w, a, size)
                 for n, values in enumerate(parts):
-                    deliver(w, first + n * per, extend(values, what), what)
+                    transfer.deliver(w, first + n * per, transfer.extend(values, what), what)
             issue(w, Event("lds", codes))
 
         return run_read
     size, shift = what
     align = 16 if size == 12 else size
     sources = [ins.operands[n] for n in ("data0", "data1") if n in ins.operands][: len(offsets)]
-    firsts = [first_register(o, size // 4, program) for o in sources]
+    firsts = [transfer.first_register(o, size // 4, program) for o in sources]
 
     def run_write(w):
         rows, lanes = w.active()
         granules = None
         if len(rows):
-            site = Site(ins, w, rows, lanes)
+            site = transfer.Site(ins, w, rows, lanes)
             written = []
             for displacement, first in zip(offsets, firsts, strict=True):
                 where, a = positions(w, displacement, size, align, site)
                 written.append(
-                    w.scheduler.lds.store(where, collect(w, first, size, shift), w, site).reshape(len(rows), -1)
+                    w.scheduler.lds.store(where, transfer.collect(w, first, size, shift), w, site).reshape(
+                        len(rows), -1
+                    )
                 )
                 w.scheduler.counters.lds_access(ins, w, a, size)
             granules = np.concatenate(written, axis=1)
@@ -110,8 +98,8 @@ def _bind_ds_atomic(ins, program, name: str, positions, offset: int):
     returns = "_rtn_" in name
     name = name.replace("_rtn", "")
     swap = name.startswith("cmpst_")
-    key = _DS_ATOMICS.get(name[:-2], name if name in ATOMICS else name.rpartition("_")[0])
-    if not swap and key not in ATOMICS:
+    key = _DS_ATOMICS.get(name[:-2], name if name in transfer.ATOMICS else name.rpartition("_")[0])
+    if not swap and key not in transfer.ATOMICS:
         raise UnsupportedInstruction(ins.mnemonic)
     size = 8 if name.endswith("64") else 4
     word = U64 if size == 8 else U32
@@ -122,18 +110,20 @@ def _bind_ds_atomic(ins, program, name: str, positions, offset: int):
     def run(w):
         rows, lanes = w.active()
         if len(rows):
-            site = Site(ins, w, rows, lanes)
+            site = transfer.Site(ins, w, rows, lanes)
             where, a = positions(w, offset, size, size, site)
             w.scheduler.lds.check_atomic(where, size, w, site)
-            data = [collect(w, first, size, 0).view(word)[:, 0] for first in sources]
+            data = [transfer.collect(w, first, size, 0).view(word)[:, 0] for first in sources]
             units = where >> (size.bit_length() - 1)
             view = w.scheduler.lds.views[size]
             if swap:  # DS_CMPST: data0 is compared, data1 stored
-                old = update(view, units, None, data[1], data[0])
+                old = transfer.update(view, units, None, data[1], data[0])
             else:
-                old = update(view, units, ATOMICS[key], data[0])
+                old = transfer.update(view, units, transfer.ATOMICS[key], data[0])
             if returns:
-                deliver(w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), Load(size))
+                transfer.deliver(
+                    w, register(destination), old.view(np.uint8).reshape(-1, size).view(U32), transfer.Load(size)
+                )
             w.scheduler.counters.lds_access(ins, w, a, size)
             w.scheduler.progress()
         issue(w, Event("lds", codes))
@@ -145,21 +135,21 @@ def _bind_ds_transpose(ins, program, name: str):
     """Bind DS_READ_B64_TR_B16 / B8 / B4 and DS_READ_B96_TR_B6: a row of 16 lanes reads a tile, each lane gets a column."""
     bits = int(name.rpartition("b")[2])
     size = 12 if bits == 6 else 8
-    codes = tuple(ins.operands["vdst"].code + n for n in range(size // 4))
-    first = first_register(ins.operands["vdst"], size // 4, program)
-    address = check_code(ins.operands["addr"].code, program)
+    codes = transfer.codes_of(ins.operands["vdst"], size)
+    first = transfer.first_register(ins.operands["vdst"], size // 4, program)
+    address = transfer.check_code(ins.operands["addr"].code, program)
     offset = ins.fields["offset0"] | ins.fields["offset1"] << 8
 
     def run(w):
         rows, lanes = w.active()
         if not w.full:
             raise UnsupportedInstruction(f"{ins.mnemonic} with inactive lanes")
-        site = Site(ins, w, rows, lanes)
-        a = lanes_of(w, w.U[address]).astype(I64) + offset
+        site = transfer.Site(ins, w, rows, lanes)
+        a = transfer.lanes_of(w, w.U[address]).astype(I64) + offset
         positions = w.scheduler.lds.locate(a, size, 8, w.scheduler.slots[w.block[rows]], site)
         values = w.scheduler.lds.load(positions, size, w, site)
         words = transpose_rows(values, bits).view(U32)
-        deliver(w, first, words, Load(size))
+        transfer.deliver(w, first, words, transfer.Load(size))
         w.scheduler.counters.lds_access(ins, w, a, size)
         issue(w, Event("lds", codes))
 

@@ -13,23 +13,13 @@ from ..decode import M0
 from ..events import Event, issue
 from ..lds import M0_MASK
 from ..operands import I64, U32
-from .transfer import (
-    LOADS,
-    Site,
-    buffer_load,
-    extend,
-    lanes_of,
-    signed_offset,
-)
+from .transfer import Load, Site, buffer_load, extend, lanes_of, signed_offset
 
 
-def bind(ins, program, address, size: int, immediate: int, place) -> Callable:
+def bind(ins, program, address, load: Load, immediate: int, place) -> Callable:
     """Bind a load to LDS: lane i of a wave writes M0 + inst_offset + i * size (sizes 12 and 16 on CDNA4)."""
-    step = max(size, 4)
+    size, step = load.size, max(load.size, 4)
     offset = signed_offset(ins, 13) if ins.encoding == "GLOBAL" else immediate
-    load = LOADS[
-        ins.mnemonic.rpartition("lds_")[2] if "lds_" in ins.mnemonic else ins.mnemonic.removeprefix("buffer_load_")
-    ]
 
     def run(w):
         rows, lanes = w.active()

@@ -13,17 +13,7 @@ from ..decode import NO_ADDRESS, Instruction
 from ..errors import ScratchOutOfBounds, Uninitialized
 from ..events import Event, issue
 from ..operands import I32, I64
-from .transfer import (
-    Site,
-    check_code,
-    collect,
-    deliver,
-    extend,
-    first_register,
-    lanes_of,
-    load_or_store,
-    signed_offset,
-)
+from . import transfer
 
 
 def _positions(w, offsets, size: int, site):
@@ -54,28 +44,28 @@ def store_bytes(w, offsets, values, site) -> None:
 def bind(ins: Instruction, program) -> Callable:
     """Bind a scratch instruction."""
     _, action, kind = ins.mnemonic.split("_", 2)
-    load, size, shift = load_or_store(ins, action, kind)
+    load, size, shift = transfer.load_or_store(ins, action, kind)
     is_load = load is not None
-    offset = signed_offset(ins, 13)
-    vector = check_code(ins.operands["addr"].code, program) if ins.fields["sve"] else None
+    offset = transfer.signed_offset(ins, 13)
+    vector = transfer.check_code(ins.operands["addr"].code, program) if ins.fields["sve"] else None
     scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS
     operand = ins.operands["vdst" if is_load else "data"]
-    codes = tuple(operand.code + n for n in range(max(1, size // 4)))
-    first = first_register(operand, size // 4, program)
+    codes = transfer.codes_of(operand, size)
+    first = transfer.first_register(operand, size // 4, program)
 
     def run(w):
         rows, lanes = w.active()
         if len(rows):
             offsets = np.full(len(rows), offset, I64)
             if vector is not None:
-                offsets += lanes_of(w, w.I[vector])
+                offsets += transfer.lanes_of(w, w.I[vector])
             if scalar != NO_ADDRESS:
                 offsets += w.S[scalar][rows, 0].astype(I32)
-            site = Site(ins, w, rows, lanes)
+            site = transfer.Site(ins, w, rows, lanes)
             if is_load:
-                deliver(w, first, extend(load_bytes(w, offsets, size, site), load), load)
+                transfer.deliver(w, first, transfer.extend(load_bytes(w, offsets, size, site), load), load)
             else:
-                store_bytes(w, offsets, collect(w, first, size, shift), site)
+                store_bytes(w, offsets, transfer.collect(w, first, size, shift), site)
         issue(w, Event("vm", codes if is_load else (), load=is_load))
 
     return run

@@ -107,9 +107,10 @@ ATOMICS: dict[str, Callable] = {
 
 
 def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=None) -> np.ndarray:
-    """Apply an atomic to view[units], sequentially for lanes at equal units, and return the old values."""
-    if fn is None:
-        fn = lambda old, pair_: np.where(old == pair_[1], pair_[0], old)
+    """Apply an atomic to view[units], sequentially for lanes at equal units, and return the old values.
+
+    With `compare`, `fn` does not matter: equal units become `data`.
+    """
     before, rest = np.empty_like(data), np.arange(len(units))
     if len(units) and (units == units[0]).all():  # all lanes meet
         place = view[units[0] : units[0] + 1]
@@ -133,9 +134,9 @@ def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=No
 # Moving between registers and bytes
 
 
-def destination_codes(operand: Operand, load: Load) -> list[int]:
-    """Return the codes of the registers that a load writes."""
-    return [operand.code + n for n in range(max(1, load.size // 4))]
+def codes_of(operand: Operand, size: int) -> tuple[int, ...]:
+    """Return the codes of the registers that an access of `size` bytes per lane moves."""
+    return tuple(range(operand.code, operand.code + max(1, size // 4)))
 
 
 def load_or_store(ins: Instruction, action: str, kind: str) -> tuple[Load | None, int, int]:
