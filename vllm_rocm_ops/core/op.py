@@ -70,13 +70,15 @@ def define(
 
 
 def documented(function: Callable, meanings: Mapping[str, str]) -> str:
-    """Return a docstring with all arguments, those that it leaves out from `meanings`, and the error that every op raises."""
+    """Return a docstring with all arguments and results, those that it leaves out from `meanings`, and every op's error."""
     intro, *rest = re.split(r"^(Args|Returns|Source):\n", inspect.getdoc(function) or "", flags=re.MULTILINE)
     sections = dict(zip(rest[::2], rest[1::2]))
     own = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", sections.get("Args", ""), re.MULTILINE)
     texts = {**meanings, **dict(own)}
     given = [name for name in inspect.signature(function).parameters if name in texts]
     sections["Args"] = "".join(f"    {name}: {texts[name]}\n" for name in given)
+    if "Returns" not in sections and "return" in meanings:
+        sections["Returns"] = f"    {meanings['return']}"
     sections["Raises"] = "    ValueError: An argument breaks the contract; nothing is written.\n"
     titles = [title for title in ("Args", "Returns", "Raises", "Source") if title in sections]
     return "\n\n".join((intro.rstrip(), *(f"{title}:\n{sections[title].rstrip()}" for title in titles)))
@@ -107,7 +109,8 @@ class Op:
             reference bit for bit.
         baseline: PyTorch's own function for the op's arguments, a baseline to time; the reference by default.
         native: A faster equivalent of the reference on a GPU, which a caller may set.
-        meanings: Texts of the arguments that the reference's docstring leaves out, as ops of a family share them.
+        meanings: Texts of the arguments and the results ("return") that the reference's docstring leaves out, as ops of a
+            family share them.
     """
 
     reference: Callable

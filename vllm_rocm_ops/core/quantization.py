@@ -9,6 +9,7 @@ step. With float64 input everything before the cast is float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -25,6 +26,20 @@ MEANINGS = {
     "scale_ub": "float32, one element: upper bound of the absolute maximum, or None.",
 }
 """The arguments of row-wise ops that quantize."""
+RESULTS = {
+    "_mxfp8_quant": "The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). "
+    "A scale s is\n    2^(s - 127), the smallest power of two that keeps its 32 values within 448.",
+    "_per_block_quant": "The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).",
+    "_per_token_quant": "The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).",
+    "_quant": "[..., hidden], quant_dtype.",
+    "": "[..., hidden], input's dtype.",
+}
+"""Results of row-wise ops, by the end of an op's name."""
+
+
+def documented(meanings: Mapping[str, str], reference: Callable) -> dict[str, str]:
+    """Return the meanings of an op's arguments and results."""
+    return {**meanings, "return": next(text for end, text in RESULTS.items() if reference.__name__.endswith(end))}
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

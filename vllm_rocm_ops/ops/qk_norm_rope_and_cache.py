@@ -105,34 +105,21 @@ def _inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:
 
 
 def _cases() -> Iterator[Case]:
-    """Yield every kernel and layout, head sizes 16 to 256, both pairings, partial rotation, slot -1, any page size.
-
-    More cases have an epsilon that matters, and fewer slots than tokens.
-    """
+    """Yield the cases of `rope_and_cache`, head sizes 16 to 256, and an epsilon that matters."""
     case = case_maker(_inputs)
+    yield from rotation.heads_cases(case)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
-            label = kind + "-fp8" * fp8
-            for layout in ("packed", "native", "interleaved"):
-                yield case(f"{label}-{layout}", 3, (4, 2), 64, dtype=dtype, fp8=fp8, layout=layout)
-            yield case(f"{label}-256", 2, (3, 1), 256, dtype=dtype, fp8=fp8)
+            yield case(f"{kind}{'-fp8' * fp8}-256", 2, (3, 1), 256, dtype=dtype, fp8=fp8)
     yield case("qwen3", 2, (32, 4), 128, layout="native")
     yield case("glm-4.5", 2, (12, 1), 128, rotary=64, apart=True, epsilon=1e-5)
-    yield case("gptj", 3, (2, 1), 64, is_neox=False)
     yield case("gptj-part", 3, (2, 1), 128, rotary=32, is_neox=False, fp8=True, cos_dtype=torch.float32)
-    yield case("part", 3, (3, 1), 96, rotary=32, dtype=torch.float16, cos_dtype=torch.float32)
     yield case("odd-lanes", 3, (3, 2), 80, rotary=16)
     yield case("one-lane", 2, (5, 3), 16)
     yield case("epsilon", 3, (2, 1), 128, factor=2.0**-9, epsilon=1e-5)
     yield case("large", 3, (2, 1), 128, factor=2.0**60)
     yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24, apart=True)
-    for layout in ("native", "interleaved"):
-        yield case(f"pages-{layout}", 7, (2, 2), 32, page=8, layout=layout)
-    yield case("unmapped", 4, (2, 1), 64, unmapped=2)
-    yield case("odd-rotary", 2, (2, 1), 32, rotary=20)
     yield case("large-heads", 2, (1, 1), 512)
-    yield case("long-context", 3, (1, 1), 32, rotary=16, first=2**16)
-    yield case("no-tokens", 0, (2, 1), 64)
 
 
 def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

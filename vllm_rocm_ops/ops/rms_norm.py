@@ -194,7 +194,7 @@ def _op(
             problem=lambda a: rowwise.problem(a, _hidden(a)),
             cases=functools.partial(_cases, make),
             mutates=mutates,
-            meanings=MEANINGS,
+            meanings=quantization.documented(MEANINGS, reference),
         )
 
     return make_op
@@ -206,9 +206,6 @@ def rms_norm(input: Tensor, weight: Tensor | None, epsilon: float, one_plus_weig
 
     Args:
         weight: [hidden], input's dtype; None for ones.
-
-    Returns:
-        [..., hidden], input's dtype.
 
     Source:
         vLLM's `rms_norm` and GemmaRMSNorm; rmsnorm.py of AMD perf-kernels.
@@ -233,9 +230,6 @@ def fused_add_rms_norm(
         residual: [..., hidden], input's dtype; becomes input + residual, rounded, in place.
         weight: [hidden], input's dtype; None for ones.
 
-    Returns:
-        [..., hidden], input's dtype.
-
     Source:
         vLLM's `fused_add_rms_norm`.
     """
@@ -253,9 +247,6 @@ def rms_norm_static_fp8_quant(
     one_plus_weight: bool = False,
 ) -> Tensor:
     """Apply RMSNorm, then quantize to FP8 with a static scale.
-
-    Returns:
-        [..., hidden], quant_dtype.
 
     Source:
         vLLM's op of this name.
@@ -280,9 +271,6 @@ def fused_add_rms_norm_static_fp8_quant(
     Args:
         input: [..., hidden], bf16 or fp16; rows may be strided.
         residual: [..., hidden], input's dtype; becomes input + residual, rounded, in place.
-
-    Returns:
-        [..., hidden], quant_dtype.
 
     Source:
         vLLM's op of this name; residual_rms of hf-rocm-kernels.
@@ -309,9 +297,6 @@ def rms_norm_dynamic_per_token_quant(
 
     With a residual the norm reads the unrounded sum input + residual.
 
-    Returns:
-        The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
-
     Source:
         vLLM's op of this name.
     """
@@ -337,9 +322,6 @@ def rms_norm_per_block_quant(
 
     With a residual the norm reads the unrounded sum input + residual.
 
-    Returns:
-        The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
-
     Source:
         vLLM's op of this name.
     """
@@ -363,10 +345,6 @@ def rms_norm_mxfp8_quant(
 
     Args:
         input: [..., hidden], bf16 or fp16, hidden a multiple of 32; rows may be strided.
-
-    Returns:
-        The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
-        2^(s - 127), the smallest power of two that keeps its 32 values within 448.
 
     Source:
         The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.

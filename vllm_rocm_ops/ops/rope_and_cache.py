@@ -12,31 +12,19 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.op import Case, case_maker
-from vllm_rocm_ops.ops.shared import attention, rotation
+from vllm_rocm_ops.ops.shared import rotation
 
 __all__ = ["rope_and_cache"]
 
 
 def _cases() -> Iterator[Case]:
-    """Yield every kernel and layout, both pairings, partial rotation, slot -1, fewer slots, no scales, any page size."""
+    """Yield the cases on heads, Llama's, no scales, and an odd page size."""
     case = case_maker(rotation.heads_inputs)
-    for dtype, kind in attention.ELEMENTS.items():
-        for fp8 in (False, True):
-            label = kind + "-fp8" * fp8
-            for layout in ("packed", "native", "interleaved"):
-                yield case(f"{label}-{layout}", 3, (4, 2), 64, dtype=dtype, fp8=fp8, layout=layout)
+    yield from rotation.heads_cases(case)
     yield case("llama", 2, (16, 1), 128, layout="native")
-    yield case("gptj", 3, (2, 1), 64, is_neox=False)
     yield case("gptj-part", 3, (2, 1), 64, rotary=32, is_neox=False, fp8=True, cos_dtype=torch.float32)
-    yield case("part", 3, (3, 1), 96, rotary=32, dtype=torch.float16, cos_dtype=torch.float32)
     yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24)
-    for layout in ("native", "interleaved"):
-        yield case(f"pages-{layout}", 7, (2, 2), 32, page=8, layout=layout)
     yield case("unscaled", 3, (2, 1), 64, fp8=True, scaled=False)
-    yield case("unmapped", 4, (2, 1), 64, unmapped=2)
-    yield case("odd-rotary", 2, (2, 1), 32, rotary=20)
-    yield case("long-context", 3, (1, 1), 32, rotary=16, first=2**16)
-    yield case("no-tokens", 0, (2, 1), 64)
 
 
 @rotation.op(rotation.heads_parts, rotation.heads_contract, _cases, ("query", "key", "key_cache", "value_cache"))

@@ -45,9 +45,6 @@ _op = functools.partial(gated.op, module="silu_and_mul")
 def silu_and_mul(input: Tensor) -> Tensor:
     """Compute silu(gate) * up, rounded after silu and after the product.
 
-    Returns:
-        [..., hidden], input's dtype.
-
     Source:
         vLLM's `silu_and_mul`.
     """
@@ -57,9 +54,6 @@ def silu_and_mul(input: Tensor) -> Tensor:
 @_op
 def silu_and_mul_quant(input: Tensor, scale: Tensor, quant_dtype: torch.dtype) -> Tensor:
     """Apply `silu_and_mul`, then quantize to FP8 with a static scale.
-
-    Returns:
-        [..., hidden], quant_dtype.
 
     Source:
         vLLM's op of this name; swiglu of hf-rocm-kernels.
@@ -72,9 +66,6 @@ def silu_and_mul_per_token_quant(
     input: Tensor, quant_dtype: torch.dtype, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute silu(gate) * up in float32, then quantize to FP8 with one dynamic scale per row.
-
-    Returns:
-        The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
 
     Source:
         vLLM's `silu_and_mul` and `dynamic_per_token_scaled_fp8_quant`, in one launch.
@@ -95,9 +86,6 @@ def silu_and_mul_per_block_quant(
     Args:
         scale_ub: float32, one element: upper bound of the scale, or None.
 
-    Returns:
-        The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
-
     Source:
         vLLM's op of this name.
     """
@@ -110,10 +98,6 @@ def silu_and_mul_mxfp8_quant(input: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         input: [..., 2 * hidden], bf16 or fp16, hidden a multiple of 32: gate, then up; rows may be strided.
-
-    Returns:
-        The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
-        2^(s - 127), the smallest power of two that keeps its 32 values within 448.
 
     Source:
         The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.

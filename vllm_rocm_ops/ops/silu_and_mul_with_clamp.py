@@ -74,9 +74,6 @@ def _op(reference: Callable):
 def silu_and_mul_with_clamp(input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """Clamp gate and up, then compute gate * sigmoid(alpha * gate) * (up + beta), rounded once.
 
-    Returns:
-        [..., hidden], input's dtype.
-
     Source:
         vLLM's SiluAndMulWithClamp and swiglu_oai_split.
     """
@@ -88,9 +85,6 @@ def silu_and_mul_with_clamp_quant(
     input: Tensor, limit: float, scale: Tensor, quant_dtype: torch.dtype, alpha: float = 1.0, beta: float = 0.0
 ) -> Tensor:
     """Apply `silu_and_mul_with_clamp`, then quantize to FP8 with a static scale.
-
-    Returns:
-        [..., hidden], quant_dtype.
 
     Source:
         vLLM's SiluAndMulWithClamp and `static_scaled_fp8_quant`, in one launch.
@@ -108,9 +102,6 @@ def silu_and_mul_with_clamp_per_token_quant(
     beta: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute `silu_and_mul_with_clamp` in float32, then quantize to FP8 with one dynamic scale per row.
-
-    Returns:
-        The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
 
     Source:
         vLLM's SiluAndMulWithClamp and `dynamic_per_token_scaled_fp8_quant`, in one launch.
@@ -134,9 +125,6 @@ def silu_and_mul_with_clamp_per_block_quant(
     Args:
         scale_ub: float32, one element: upper bound of the scale, or None.
 
-    Returns:
-        The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
-
     Source:
         vLLM's SiluAndMulWithClamp, with the quantization of `silu_and_mul_per_block_quant`.
     """
@@ -152,10 +140,6 @@ def silu_and_mul_with_clamp_mxfp8_quant(
 
     Args:
         input: [..., 2 * hidden], bf16 or fp16, hidden a multiple of 32: gate, then up; rows may be strided.
-
-    Returns:
-        The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
-        2^(s - 127), the smallest power of two that keeps its 32 values within 448.
 
     Source:
         vLLM's swiglu_oai_quantize_mxfp8; the inputs of `mxfp8_scaled_mm`.

@@ -111,5 +111,5 @@ def op(
         plan=functools.partial(_plan, module, reference.__name__, further),
         problem=lambda a: rowwise.problem(a, hidden(a)),
         cases=functools.partial(cases, make),
-        meanings=meanings,
+        meanings=quantization.documented(meanings, reference),
     )

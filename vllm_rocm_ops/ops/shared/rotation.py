@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.core.tensors import describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention
 from vllm_rocm_ops.ops.shared.attention import CacheLayout, CacheStrides
@@ -316,6 +316,22 @@ def old_cache(shape: tuple[int, ...], dtype: torch.dtype, padding: int, generato
     size = torch.Size(shape).numel() // shape[0]
     old = torch.randn(shape[0], size + padding, generator=generator).to(dtype)
     return old[:, :size].unflatten(1, shape[1:])
+
+
+def heads_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Yield cases of both ops on heads: every kernel and layout, both pairings, partial rotation, slot -1, fewer slots, any page."""
+    for dtype, kind in attention.ELEMENTS.items():
+        for fp8 in (False, True):
+            for layout in ("packed", "native", "interleaved"):
+                yield case(f"{kind}{'-fp8' * fp8}-{layout}", 3, (4, 2), 64, dtype=dtype, fp8=fp8, layout=layout)
+    yield case("gptj", 3, (2, 1), 64, is_neox=False)
+    yield case("part", 3, (3, 1), 96, rotary=32, dtype=torch.float16, cos_dtype=torch.float32)
+    for layout in ("native", "interleaved"):
+        yield case(f"pages-{layout}", 7, (2, 2), 32, page=8, layout=layout)
+    yield case("unmapped", 4, (2, 1), 64, unmapped=2)
+    yield case("odd-rotary", 2, (2, 1), 32, rotary=20)
+    yield case("long-context", 3, (1, 1), 32, rotary=16, first=2**16)
+    yield case("no-tokens", 0, (2, 1), 64)
 
 
 def heads_inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:

@@ -93,7 +93,7 @@ def _op(reference: Callable, baseline: Callable | None = None, mx: bool = False)
         problem=lambda a: rowwise.problem(a, _hidden(a)),
         cases=cases,
         baseline=baseline,
-        meanings=MEANINGS,
+        meanings=quantization.documented(MEANINGS, reference),
     )
 
 
@@ -104,9 +104,6 @@ def _baseline(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon
 @functools.partial(_op, baseline=_baseline)
 def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """Apply LayerNorm over the last dimension.
-
-    Returns:
-        [..., hidden], input's dtype.
 
     Source:
         torch.nn.functional.layer_norm; layernorm.py of AMD perf-kernels.
@@ -125,9 +122,6 @@ def layer_norm_static_fp8_quant(
 ) -> Tensor:
     """Apply LayerNorm, then quantize to FP8 with a static scale.
 
-    Returns:
-        [..., hidden], quant_dtype.
-
     Source:
         layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
     """
@@ -144,9 +138,6 @@ def layer_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply LayerNorm, then quantize to FP8 with one dynamic scale per row.
-
-    Returns:
-        The pair (values [..., hidden] of quant_dtype, scale [rows, 1] float32).
 
     Source:
         layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
@@ -167,9 +158,6 @@ def layer_norm_per_block_quant(
 ) -> tuple[Tensor, Tensor]:
     """Apply LayerNorm, then quantize to FP8 with one dynamic scale per `group_size` columns of a row.
 
-    Returns:
-        The pair (values [..., hidden] of quant_dtype, scale [rows, hidden / group_size] float32).
-
     Source:
         layernorm.py of AMD perf-kernels, with the quantization of vLLM's RMSNorm ops.
     """
@@ -186,10 +174,6 @@ def layer_norm_mxfp8_quant(
 
     Args:
         input: [..., hidden], bf16 or fp16, hidden a multiple of 32; rows may be strided.
-
-    Returns:
-        The pair (values [..., hidden] of float8_e4m3fn on every GPU, scale [rows, hidden / 32] uint8). A scale s is
-        2^(s - 127), the smallest power of two that keeps its 32 values within 448.
 
     Source:
         The inputs of AITER's small-M MX-FP8 GEMMs (aiter PR 3783), here of `mxfp8_scaled_mm`.
