@@ -97,10 +97,7 @@ KERNELS = [
     Kernel("lds_beyond", LDS_SLOT + "ds_write_b32 v3, v0 offset:4\n s_waitcnt lgkmcnt(0)", lds=256),
     Kernel(
         "lds_misaligned",
-        LDS_SLOT
-        + "ds_write_b64 v3, v[0:1]\n s_waitcnt lgkmcnt(0)".replace("v[0:1]", "v[4:5]").replace(
-            "ds_write", "v_mov_b64 v[4:5], 0\n ds_write"
-        ),
+        LDS_SLOT + "v_mov_b64 v[4:5], 0\n ds_write_b64 v3, v[4:5]\n s_waitcnt lgkmcnt(0)",
         lds=1024,
     ),
     # every wave writes its thread's slot, then reads the slot 64 threads further

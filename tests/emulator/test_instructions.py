@@ -187,8 +187,8 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(name: str, body: str, expected: Callable, **options) -> None:
-    CASES.append(Case(name, body, expected, **options))
+def case(body: str, expected: Callable, **options) -> None:
+    CASES.append(Case(f"case_{len(CASES)}", body, expected, **options))
 
 
 def per_lane(fn) -> Callable:
@@ -196,20 +196,19 @@ def per_lane(fn) -> Callable:
 
 
 # 32-bit floats
-case("add_f32", "v_add_f32 v10, v2, v3", lambda _, v: arithmetic(lambda a, b: a + b)(v[0], v[1]))
-case("sub_f32_neg_abs", "v_sub_f32 v10, |v2|, -v3", lambda _, v: arithmetic(lambda a, b: abs(a) + b)(v[0], v[1]))
-case("mul_f32", "v_mul_f32 v10, v2, v3", lambda _, v: arithmetic(lambda a, b: a * b)(v[0], v[1]))
-case("mul_f32_literal", "v_mul_f32 v10, 0x40490fdb, v3", lambda _, v: arithmetic(lambda a: a * f32(0x40490FDB))(v[1]))
-case("fma_f32", "v_fma_f32 v10, v2, v3, v4", lambda _, v: fma32(v[0], v[1], v[2]))
-case("fma_f32_neg", "v_fma_f32 v10, -v2, v3, 1.0", lambda _, v: fma32(v[0] ^ 1 << 31, v[1], b32(1.0)))
-case("fmac_f32", "v_mov_b32 v10, v4\n v_fmac_f32 v10, v2, v3", lambda _, v: fma32(v[0], v[1], v[2]))
-case("fmamk_f32", "v_fmamk_f32 v10, v2, 0x3fb8aa3b, v3", lambda _, v: fma32(v[0], 0x3FB8AA3B, v[1]))
-case("fmaak_f32", "v_fmaak_f32 v10, v2, v3, 0x3fb8aa3b", lambda _, v: fma32(v[0], v[1], 0x3FB8AA3B))
-case("max_f32", "v_max_f32 v10, v2, v3", lambda _, v: extreme((v[0], v[1]), True))
-case("min_f32", "v_min_f32 v10, v2, v3", lambda _, v: extreme((v[0], v[1]), False))
-case("max3_f32", "v_max3_f32 v10, v2, v3, v4", lambda _, v: extreme((extreme((v[0], v[1]), True), v[2]), True))
+case("v_add_f32 v10, v2, v3", lambda _, v: arithmetic(lambda a, b: a + b)(v[0], v[1]))
+case("v_sub_f32 v10, |v2|, -v3", lambda _, v: arithmetic(lambda a, b: abs(a) + b)(v[0], v[1]))
+case("v_mul_f32 v10, v2, v3", lambda _, v: arithmetic(lambda a, b: a * b)(v[0], v[1]))
+case("v_mul_f32 v10, 0x40490fdb, v3", lambda _, v: arithmetic(lambda a: a * f32(0x40490FDB))(v[1]))
+case("v_fma_f32 v10, v2, v3, v4", lambda _, v: fma32(v[0], v[1], v[2]))
+case("v_fma_f32 v10, -v2, v3, 1.0", lambda _, v: fma32(v[0] ^ 1 << 31, v[1], b32(1.0)))
+case("v_mov_b32 v10, v4\n v_fmac_f32 v10, v2, v3", lambda _, v: fma32(v[0], v[1], v[2]))
+case("v_fmamk_f32 v10, v2, 0x3fb8aa3b, v3", lambda _, v: fma32(v[0], 0x3FB8AA3B, v[1]))
+case("v_fmaak_f32 v10, v2, v3, 0x3fb8aa3b", lambda _, v: fma32(v[0], v[1], 0x3FB8AA3B))
+case("v_max_f32 v10, v2, v3", lambda _, v: extreme((v[0], v[1]), True))
+case("v_min_f32 v10, v2, v3", lambda _, v: extreme((v[0], v[1]), False))
+case("v_max3_f32 v10, v2, v3, v4", lambda _, v: extreme((extreme((v[0], v[1]), True), v[2]), True))
 case(
-    "med3_f32",
     "v_med3_f32 v10, v2, v3, v4",
     lambda _, v: (
         sorted(v[:3], key=lambda x: (f32(x), math.copysign(1, f32(x))))[1]
@@ -217,12 +216,9 @@ case(
         else extreme((extreme((v[0], v[1]), False), v[2]), False)
     ),
 )
-case("clamp", "v_add_f32 v10, v2, v3 clamp", lambda _, v: clamped(arithmetic(lambda a, b: a + b)(v[0], v[1])))
+case("v_add_f32 v10, v2, v3 clamp", lambda _, v: clamped(arithmetic(lambda a, b: a + b)(v[0], v[1])))
+case("v_mul_f32 v10, v3, 2.0 div:2", lambda _, v: arithmetic(lambda a: a / 2)(arithmetic(lambda a: a * 2)(v[1])))
 case(
-    "omod", "v_mul_f32 v10, v3, 2.0 div:2", lambda _, v: arithmetic(lambda a: a / 2)(arithmetic(lambda a: a * 2)(v[1]))
-)
-case(
-    "mul_legacy",
     "v_mul_legacy_f32 v10, v2, v3",
     lambda _, v: 0 if 0 in (f32(v[0]), f32(v[1])) else arithmetic(lambda a, b: a * b)(*v[:2]),
 )
@@ -254,13 +250,13 @@ for _name, _fn in {
     "sqrt": np.sqrt,
     "rsq": lambda x: 1 / np.sqrt(x) if x else math.copysign(math.inf, x),
 }.items():
-    case(f"{_name}_f32", f"v_{_name}_f32 v10, v3", lambda _, v, fn=_fn: transcendental(fn)(v[1]), ulp=1)
+    case(f"v_{_name}_f32 v10, v3", lambda _, v, fn=_fn: transcendental(fn)(v[1]), ulp=1)
 for _name, _fn in {"trunc": np.trunc, "floor": np.floor, "ceil": np.ceil, "rndne": np.rint}.items():
-    case(f"{_name}_f32", f"v_{_name}_f32 v10, v2", lambda _, v, fn=_fn: arithmetic(fn)(v[0]))
-case("fract_f32", "v_fract_f32 v10, v3", lambda _, v: fraction(v[1]))
-case("ldexp_f32", "v_ldexp_f32 v10, v3, v2", lambda _, v: b32(scaled(f32(v[1]), i32(v[0]))))
-case("frexp_exp", "v_frexp_exp_i32_f32 v10, v2", lambda _, v: frexp(v[0])[1] & 0xFFFFFFFF, floats=False)
-case("frexp_mant", "v_frexp_mant_f32 v10, v2", lambda _, v: b32(frexp(v[0])[0]))
+    case(f"v_{_name}_f32 v10, v2", lambda _, v, fn=_fn: arithmetic(fn)(v[0]))
+case("v_fract_f32 v10, v3", lambda _, v: fraction(v[1]))
+case("v_ldexp_f32 v10, v3, v2", lambda _, v: b32(scaled(f32(v[1]), i32(v[0]))))
+case("v_frexp_exp_i32_f32 v10, v2", lambda _, v: frexp(v[0])[1] & 0xFFFFFFFF, floats=False)
+case("v_frexp_mant_f32 v10, v2", lambda _, v: b32(frexp(v[0])[0]))
 
 
 def fraction(bits: int) -> int:
@@ -314,28 +310,21 @@ def comparable_quotient(n: int, d: int) -> bool:
 
 for _pair in ((0, 1), (1, 2), (5, 0)):
     case(
-        f"divide_{_pair[0]}_{_pair[1]}",
         DIVIDE.format(n=f"v{2 + _pair[0]}", d=f"v{2 + _pair[1]}"),
         lambda _, v, p=_pair: divide(v[p[0]], v[p[1]]) if comparable_quotient(v[p[0]], v[p[1]]) else None,
     )
 
 # Conversions
-case("cvt_i32_f32", "v_cvt_i32_f32 v10, v2", lambda _, v: saturated(f32(v[0]), -(1 << 31), (1 << 31) - 1), floats=False)
-case("cvt_u32_f32", "v_cvt_u32_f32 v10, v2", lambda _, v: saturated(f32(v[0]), 0, (1 << 32) - 1), floats=False)
-case("cvt_f32_i32", "v_cvt_f32_i32 v10, v2", lambda _, v: exact_b32(Fraction(i32(v[0]))))
-case("cvt_f32_u32", "v_cvt_f32_u32 v10, v2", lambda _, v: exact_b32(Fraction(v[0])))
-case("cvt_f16_f32", "v_cvt_f16_f32 v10, v2", lambda _, v: b16(f32(v[0])), floats=False)
-case("cvt_f32_f16", "v_cvt_f32_f16 v10, v2", lambda _, v: b32(f16(v[0])))
-case("cvt_pkrtz", "v_cvt_pkrtz_f16_f32 v10, v3, 1.0", lambda _, v: toward_zero(f32(v[1])) | 0x3C00 << 16, floats=False)
-case("cvt_ubyte2", "v_cvt_f32_ubyte2 v10, v2", lambda _, v: b32(float(v[0] >> 16 & 255)))
+case("v_cvt_i32_f32 v10, v2", lambda _, v: saturated(f32(v[0]), -(1 << 31), (1 << 31) - 1), floats=False)
+case("v_cvt_u32_f32 v10, v2", lambda _, v: saturated(f32(v[0]), 0, (1 << 32) - 1), floats=False)
+case("v_cvt_f32_i32 v10, v2", lambda _, v: exact_b32(Fraction(i32(v[0]))))
+case("v_cvt_f32_u32 v10, v2", lambda _, v: exact_b32(Fraction(v[0])))
+case("v_cvt_f16_f32 v10, v2", lambda _, v: b16(f32(v[0])), floats=False)
+case("v_cvt_f32_f16 v10, v2", lambda _, v: b32(f16(v[0])))
+case("v_cvt_pkrtz_f16_f32 v10, v3, 1.0", lambda _, v: toward_zero(f32(v[1])) | 0x3C00 << 16, floats=False)
+case("v_cvt_f32_ubyte2 v10, v2", lambda _, v: b32(float(v[0] >> 16 & 255)))
+case("v_cvt_f64_f32 v[10:11], v2", lambda _, v: doubles(f32(v[0])) if f32(v[0]) == f32(v[0]) else None, floats=False)
 case(
-    "cvt_f64_f32",
-    "v_cvt_f64_f32 v[10:11], v2",
-    lambda _, v: doubles(f32(v[0])) if f32(v[0]) == f32(v[0]) else None,
-    floats=False,
-)
-case(
-    "cvt_pk_bf16",
     "v_cvt_pk_bf16_f32 v10, v2, v3",
     lambda _, v: None if math.isnan(f32(v[0])) or math.isnan(f32(v[1])) else bf16(v[0]) | bf16(v[1]) << 16,
     archs=("gfx950",),
@@ -359,80 +348,55 @@ def bf16(bits: int) -> int:
 
 
 # 16 bits: the result clears the high half, op_sel keeps the other one
-case("add_f16", "v_add_f16 v10, v2, v3", lambda _, v: b16(f16(v[0]) + f16(v[1])), floats=False)
+case("v_add_f16 v10, v2, v3", lambda _, v: b16(f16(v[0]) + f16(v[1])), floats=False)
 case(
-    "fma_f16_op_sel",
     "v_fma_f16 v10, v2, v3, 1.0 op_sel:[1,0,0,1]",
     lambda _, v: b16(f16(v[0] >> 16) * f16(v[1]) + 1) << 16 | OLD & 0xFFFF,
     floats=False,
 )
-case("mul_lo_u16", "v_mul_lo_u16 v10, v2, v3", lambda _, v: (v[0] & 0xFFFF) * (v[1] & 0xFFFF) & 0xFFFF)
-case("add_u16_clamp", "v_add_u16 v10, v2, v3 clamp", lambda _, v: min(0xFFFF, (v[0] & 0xFFFF) + (v[1] & 0xFFFF)))
-case("ashrrev_i16", "v_ashrrev_i16 v10, v2, v3", lambda _, v: i16(v[1]) >> (v[0] & 15) & 0xFFFF)
-case("pack", "v_pack_b32_f16 v10, v2, v3 op_sel:[1,0,0]", lambda _, v: v[0] >> 16 | (v[1] & 0xFFFF) << 16, floats=False)
+case("v_mul_lo_u16 v10, v2, v3", lambda _, v: (v[0] & 0xFFFF) * (v[1] & 0xFFFF) & 0xFFFF)
+case("v_add_u16 v10, v2, v3 clamp", lambda _, v: min(0xFFFF, (v[0] & 0xFFFF) + (v[1] & 0xFFFF)))
+case("v_ashrrev_i16 v10, v2, v3", lambda _, v: i16(v[1]) >> (v[0] & 15) & 0xFFFF)
+case("v_pack_b32_f16 v10, v2, v3 op_sel:[1,0,0]", lambda _, v: v[0] >> 16 | (v[1] & 0xFFFF) << 16, floats=False)
 
 # Packed
+case("v_pk_fma_f32 v[10:11], v[2:3], v[4:5], v[6:7]", lambda _, v: [fma32(v[0], v[2], v[4]), fma32(v[1], v[3], v[5])])
 case(
-    "pk_fma_f32",
-    "v_pk_fma_f32 v[10:11], v[2:3], v[4:5], v[6:7]",
-    lambda _, v: [fma32(v[0], v[2], v[4]), fma32(v[1], v[3], v[5])],
-)
-case(
-    "pk_mul_f32_op_sel",
     "v_pk_mul_f32 v[10:11], v[2:3], v[4:5] op_sel:[1,0] op_sel_hi:[0,0]",
     lambda _, v: [arithmetic(lambda a, b: a * b)(v[1], v[2]), arithmetic(lambda a, b: a * b)(v[0], v[2])],
 )
 case(
-    "pk_add_f32_neg",
     "v_pk_add_f32 v[10:11], v[2:3], v[4:5] neg_lo:[0,1] neg_hi:[1,0]",
     lambda _, v: [arithmetic(lambda a, b: a - b)(v[0], v[2]), arithmetic(lambda a, b: b - a)(v[1], v[3])],
 )
-case("pk_mov", "v_pk_mov_b32 v[10:11], v[2:3], v[4:5] op_sel:[1,0]", lambda _, v: [v[1], v[2]])
+case("v_pk_mov_b32 v[10:11], v[2:3], v[4:5] op_sel:[1,0]", lambda _, v: [v[1], v[2]])
 case(
-    "pk_add_f16",
     "v_pk_add_f16 v10, v2, v3 op_sel:[0,1] op_sel_hi:[1,0]",
     lambda _, v: b16(f16(v[0]) + f16(v[1] >> 16)) | b16(f16(v[0] >> 16) + f16(v[1])) << 16,
     floats=False,
 )
 case(
-    "pk_mul_f16_const",
     "v_pk_mul_f16 v10, v2, 2.0 op_sel_hi:[1,0]",
     lambda _, v: b16(f16(v[0]) * 2) | b16(f16(v[0] >> 16) * 2) << 16,
     floats=False,
 )
+case("v_pk_sub_u16 v10, v2, v3", lambda _, v: (v[0] - v[1]) & 0xFFFF | ((v[0] >> 16) - (v[1] >> 16) & 0xFFFF) << 16)
 case(
-    "pk_sub_u16",
-    "v_pk_sub_u16 v10, v2, v3",
-    lambda _, v: (v[0] - v[1]) & 0xFFFF | ((v[0] >> 16) - (v[1] >> 16) & 0xFFFF) << 16,
-)
-case(
-    "pk_max_i16",
     "v_pk_max_i16 v10, v2, v3",
     lambda _, v: max(i16(v[0]), i16(v[1])) & 0xFFFF | (max(i16(v[0] >> 16), i16(v[1] >> 16)) & 0xFFFF) << 16,
 )
+case("v_pk_lshlrev_b16 v10, 3, v2 op_sel_hi:[0,1]", lambda _, v: v[0] << 3 & 0xFFFF | (v[0] >> 16 << 3 & 0xFFFF) << 16)
 case(
-    "pk_lshlrev",
-    "v_pk_lshlrev_b16 v10, 3, v2 op_sel_hi:[0,1]",
-    lambda _, v: v[0] << 3 & 0xFFFF | (v[0] >> 16 << 3 & 0xFFFF) << 16,
-)
-case(
-    "fma_mix",
     "v_fma_mix_f32 v10, v2, v3, v4 op_sel:[1,0,0] op_sel_hi:[1,1,0]",
     lambda _, v: fma32(b32(f16(v[0] >> 16)), b32(f16(v[1])), v[2]),
 )
+case("v_fma_mixlo_f16 v10, v2, v3, v4", lambda _, v: b16(f32(fma32(v[0], v[1], v[2]))) | OLD & 0xFFFF0000, floats=False)
 case(
-    "fma_mixlo",
-    "v_fma_mixlo_f16 v10, v2, v3, v4",
-    lambda _, v: b16(f32(fma32(v[0], v[1], v[2]))) | OLD & 0xFFFF0000,
-    floats=False,
-)
-case(
-    "fma_mixhi",
     "v_fma_mixhi_f16 v10, v2, v3, -|v4|",
     lambda _, v: b16(f32(fma32(v[0], v[1], v[2] | 1 << 31))) << 16 | OLD & 0xFFFF,
     floats=False,
 )
-case("dot4", "v_dot4_i32_i8 v10, v2, v3, v4", lambda _, v: dot(v[0], v[1], 8) + v[2] & 0xFFFFFFFF)
+case("v_dot4_i32_i8 v10, v2, v3, v4", lambda _, v: dot(v[0], v[1], 8) + v[2] & 0xFFFFFFFF)
 
 
 def dot(a: int, b: int, bits: int) -> int:
@@ -442,87 +406,62 @@ def dot(a: int, b: int, bits: int) -> int:
 
 
 # Integers
-case("add_u32", "v_add_u32 v10, v2, v3", lambda _, v: v[0] + v[1] & 0xFFFFFFFF)
-case("sub_u32_clamp", "v_sub_u32 v10, v2, v3 clamp", lambda _, v: max(0, v[0] - v[1]))
+case("v_add_u32 v10, v2, v3", lambda _, v: v[0] + v[1] & 0xFFFFFFFF)
+case("v_sub_u32 v10, v2, v3 clamp", lambda _, v: max(0, v[0] - v[1]))
 case(
-    "add_i32_clamp",
-    "v_add_i32 v10, v2, v3 clamp",
-    lambda _, v: max(-(1 << 31), min((1 << 31) - 1, i32(v[0]) + i32(v[1]))) & 0xFFFFFFFF,
+    "v_add_i32 v10, v2, v3 clamp", lambda _, v: max(-(1 << 31), min((1 << 31) - 1, i32(v[0]) + i32(v[1]))) & 0xFFFFFFFF
 )
-case("mul_lo", "v_mul_lo_u32 v10, v2, v3", lambda _, v: v[0] * v[1] & 0xFFFFFFFF)
-case("mul_hi_u32", "v_mul_hi_u32 v10, v2, v3", lambda _, v: v[0] * v[1] >> 32)
-case("mul_hi_i32", "v_mul_hi_i32 v10, v2, v3", lambda _, v: i32(v[0]) * i32(v[1]) >> 32 & 0xFFFFFFFF)
-case("mul_u24", "v_mul_u32_u24 v10, v2, v3", lambda _, v: (v[0] & 0xFFFFFF) * (v[1] & 0xFFFFFF) & 0xFFFFFFFF)
+case("v_mul_lo_u32 v10, v2, v3", lambda _, v: v[0] * v[1] & 0xFFFFFFFF)
+case("v_mul_hi_u32 v10, v2, v3", lambda _, v: v[0] * v[1] >> 32)
+case("v_mul_hi_i32 v10, v2, v3", lambda _, v: i32(v[0]) * i32(v[1]) >> 32 & 0xFFFFFFFF)
+case("v_mul_u32_u24 v10, v2, v3", lambda _, v: (v[0] & 0xFFFFFF) * (v[1] & 0xFFFFFF) & 0xFFFFFFFF)
+case("v_mad_i32_i24 v10, v2, v3, v4", lambda _, v: (i32(v[0] << 8) >> 8) * (i32(v[1] << 8) >> 8) + v[2] & 0xFFFFFFFF)
+case("v_mad_u64_u32 v[10:11], s[10:11], v2, v3, v[4:5]", lambda _, v: words64(v[0] * v[1] + (v[2] | v[3] << 32)))
 case(
-    "mad_i24",
-    "v_mad_i32_i24 v10, v2, v3, v4",
-    lambda _, v: (i32(v[0] << 8) >> 8) * (i32(v[1] << 8) >> 8) + v[2] & 0xFFFFFFFF,
+    "v_lshl_add_u64 v[10:11], v[2:3], 3, v[4:5]", lambda _, v: words64(((v[0] | v[1] << 32) << 3) + (v[2] | v[3] << 32))
 )
+case("v_lshlrev_b64 v[10:11], v2, v[4:5]", lambda _, v: words64((v[2] | v[3] << 32) << (v[0] & 63)))
+case("v_ashrrev_i64 v[10:11], v2, v[4:5]", lambda _, v: words64((v[2] | i32(v[3]) << 32) >> (v[0] & 63)))
 case(
-    "mad_u64",
-    "v_mad_u64_u32 v[10:11], s[10:11], v2, v3, v[4:5]",
-    lambda _, v: words64(v[0] * v[1] + (v[2] | v[3] << 32)),
-)
-case(
-    "lshl_add_u64",
-    "v_lshl_add_u64 v[10:11], v[2:3], 3, v[4:5]",
-    lambda _, v: words64(((v[0] | v[1] << 32) << 3) + (v[2] | v[3] << 32)),
-)
-case("lshlrev_b64", "v_lshlrev_b64 v[10:11], v2, v[4:5]", lambda _, v: words64((v[2] | v[3] << 32) << (v[0] & 63)))
-case("ashrrev_i64", "v_ashrrev_i64 v[10:11], v2, v[4:5]", lambda _, v: words64((v[2] | i32(v[3]) << 32) >> (v[0] & 63)))
-case(
-    "add_carry",
     "v_add_co_u32 v10, vcc, v2, v3\n v_addc_co_u32 v11, vcc, v4, v5, vcc",
     lambda _, v: words64((v[0] | v[2] << 32) + (v[1] | v[3] << 32)),
 )
 case(
-    "sub_borrow",
     "v_sub_co_u32 v10, vcc, v2, v3\n v_subb_co_u32 v11, vcc, v4, v5, vcc",
     lambda _, v: words64((v[0] | v[2] << 32) - (v[1] | v[3] << 32)),
 )
-case("lshrrev", "v_lshrrev_b32 v10, v2, v3", lambda _, v: v[1] >> (v[0] & 31))
-case("bfe_u32", "v_bfe_u32 v10, v2, v3, v4", lambda _, v: bfe(v[0], v[1], v[2], False))
-case("bfe_i32", "v_bfe_i32 v10, v2, v3, v4", lambda _, v: bfe(v[0], v[1], v[2], True) & 0xFFFFFFFF)
-case("bfi", "v_bfi_b32 v10, v2, v3, v4", lambda _, v: v[0] & v[1] | ~v[0] & v[2])
-case("alignbit", "v_alignbit_b32 v10, v2, v3, v4", lambda _, v: (v[1] | v[0] << 32) >> (v[2] & 31) & 0xFFFFFFFF)
-case("alignbyte", "v_alignbyte_b32 v10, v2, v3, v4", lambda _, v: (v[1] | v[0] << 32) >> 8 * (v[2] & 3) & 0xFFFFFFFF)
+case("v_lshrrev_b32 v10, v2, v3", lambda _, v: v[1] >> (v[0] & 31))
+case("v_bfe_u32 v10, v2, v3, v4", lambda _, v: bfe(v[0], v[1], v[2], False))
+case("v_bfe_i32 v10, v2, v3, v4", lambda _, v: bfe(v[0], v[1], v[2], True) & 0xFFFFFFFF)
+case("v_bfi_b32 v10, v2, v3, v4", lambda _, v: v[0] & v[1] | ~v[0] & v[2])
+case("v_alignbit_b32 v10, v2, v3, v4", lambda _, v: (v[1] | v[0] << 32) >> (v[2] & 31) & 0xFFFFFFFF)
+case("v_alignbyte_b32 v10, v2, v3, v4", lambda _, v: (v[1] | v[0] << 32) >> 8 * (v[2] & 3) & 0xFFFFFFFF)
+case("v_and_b32 v4, 0x0f0f0f0f, v4\n v_perm_b32 v10, v2, v3, v4", lambda _, v: perm(v[0], v[1], v[2] & 0x0F0F0F0F))
+case("s_mov_b32 s10, 0x0c0b0700\n v_perm_b32 v10, v2, v3, s10", lambda _, v: perm(v[0], v[1], 0x0C0B0700))
+case("v_add3_u32 v10, v2, v3, v4", lambda _, v: v[0] + v[1] + v[2] & 0xFFFFFFFF)
+case("v_lshl_or_b32 v10, v2, v3, v4", lambda _, v: v[0] << (v[1] & 31) & 0xFFFFFFFF | v[2])
+case("v_xad_u32 v10, v2, v3, v4", lambda _, v: (v[0] ^ v[1]) + v[2] & 0xFFFFFFFF)
 case(
-    "perm",
-    "v_and_b32 v4, 0x0f0f0f0f, v4\n v_perm_b32 v10, v2, v3, v4",
-    lambda _, v: perm(v[0], v[1], v[2] & 0x0F0F0F0F),
-)
-case(
-    "perm_uniform", "s_mov_b32 s10, 0x0c0b0700\n v_perm_b32 v10, v2, v3, s10", lambda _, v: perm(v[0], v[1], 0x0C0B0700)
-)
-case("add3", "v_add3_u32 v10, v2, v3, v4", lambda _, v: v[0] + v[1] + v[2] & 0xFFFFFFFF)
-case("lshl_or", "v_lshl_or_b32 v10, v2, v3, v4", lambda _, v: v[0] << (v[1] & 31) & 0xFFFFFFFF | v[2])
-case("xad", "v_xad_u32 v10, v2, v3, v4", lambda _, v: (v[0] ^ v[1]) + v[2] & 0xFFFFFFFF)
-case(
-    "sad",
     "v_sad_u8 v10, v2, v3, v4",
     lambda _, v: v[2] + sum(abs((v[0] >> s & 255) - (v[1] >> s & 255)) for s in (0, 8, 16, 24)) & 0xFFFFFFFF,
 )
-case("bcnt", "v_bcnt_u32_b32 v10, v2, v3", lambda _, v: v[0].bit_count() + v[1] & 0xFFFFFFFF)
-case("ffbh", "v_ffbh_u32 v10, v2", lambda _, v: 32 - v[0].bit_length() if v[0] else 0xFFFFFFFF)
-case("ffbl", "v_ffbl_b32 v10, v2", lambda _, v: (v[0] & -v[0]).bit_length() - 1 if v[0] else 0xFFFFFFFF)
-case("ffbh_i32", "v_ffbh_i32 v10, v2", lambda _, v: sign_run(v[0]))
-case("bfrev", "v_bfrev_b32 v10, v2", lambda _, v: int(f"{v[0]:032b}"[::-1], 2))
-case("med3_i32", "v_med3_i32 v10, v2, v3, v4", lambda _, v: sorted(i32(x) for x in v[:3])[1] & 0xFFFFFFFF)
-case("min3_u32", "v_min3_u32 v10, v2, v3, v4", lambda _, v: min(v[:3]))
-case("bitop3", "v_bitop3_b32 v10, v2, v3, v4 bitop3:0x5a", lambda _, v: v[0] ^ v[2], archs=("gfx950",))
+case("v_bcnt_u32_b32 v10, v2, v3", lambda _, v: v[0].bit_count() + v[1] & 0xFFFFFFFF)
+case("v_ffbh_u32 v10, v2", lambda _, v: 32 - v[0].bit_length() if v[0] else 0xFFFFFFFF)
+case("v_ffbl_b32 v10, v2", lambda _, v: (v[0] & -v[0]).bit_length() - 1 if v[0] else 0xFFFFFFFF)
+case("v_ffbh_i32 v10, v2", lambda _, v: sign_run(v[0]))
+case("v_bfrev_b32 v10, v2", lambda _, v: int(f"{v[0]:032b}"[::-1], 2))
+case("v_med3_i32 v10, v2, v3, v4", lambda _, v: sorted(i32(x) for x in v[:3])[1] & 0xFFFFFFFF)
+case("v_min3_u32 v10, v2, v3, v4", lambda _, v: min(v[:3]))
+case("v_bitop3_b32 v10, v2, v3, v4 bitop3:0x5a", lambda _, v: v[0] ^ v[2], archs=("gfx950",))
 case(
-    "bitop3_majority",
-    "v_bitop3_b32 v10, v2, v3, v4 bitop3:0xe8",
-    lambda _, v: v[0] & v[1] | v[1] & v[2] | v[0] & v[2],
-    archs=("gfx950",),
+    "v_bitop3_b32 v10, v2, v3, v4 bitop3:0xe8", lambda _, v: v[0] & v[1] | v[1] & v[2] | v[0] & v[2], archs=("gfx950",)
 )
 case(
-    "ashr_pk_u8",
     "v_ashr_pk_u8_i32 v10, v2, v3, 4",
     lambda _, v: OLD & 0xFFFF0000 | sum(max(0, min(255, i32(x) >> 4)) << 8 * i for i, x in enumerate(v[:2])),
     archs=("gfx950",),
 )
-case("prng", "v_prng_b32 v10, v2", lambda _, v: v[0] << 1 & 0xFFFFFFFF ^ (197 if v[0] >> 31 else 0), archs=("gfx950",))
+case("v_prng_b32 v10, v2", lambda _, v: v[0] << 1 & 0xFFFFFFFF ^ (197 if v[0] >> 31 else 0), archs=("gfx950",))
 
 
 def words64(value: int) -> list[int]:
@@ -537,42 +476,34 @@ def sign_run(bits: int) -> int:
 # Comparisons and masks
 for _name, _fn in {"lt": "<", "eq": "==", "le": "<=", "gt": ">", "ge": ">="}.items():
     case(
-        f"cmp_{_name}_f32",
         f"v_cmp_{_name}_f32 vcc, v2, v3\n v_cndmask_b32 v10, 0, 1, vcc",
         lambda _, v, op=_fn: int(eval(f"a {op} b", {"a": f32(v[0]), "b": f32(v[1])})),
     )
     case(
-        f"cmp_n{_name}_f32" if _name != "eq" else "cmp_neq_f32",
         f"v_cmp_n{_name}_f32 s[10:11], v2, v3\n v_cndmask_b32 v10, 0, 1, s[10:11]",
         lambda _, v, op=_fn: int(not eval(f"a {op} b", {"a": f32(v[0]), "b": f32(v[1])})),
     )
     case(
-        f"cmp_{_name}_i32",
         f"v_cmp_{_name}_i32 vcc, v2, v3\n v_cndmask_b32 v10, 0, 1, vcc",
         lambda _, v, op=_fn: int(eval(f"a {op} b", {"a": i32(v[0]), "b": i32(v[1])})),
     )
 case(
-    "cmp_u64",
     "v_cmp_lt_u64 vcc, v[2:3], v[4:5]\n v_cndmask_b32 v10, 0, 1, vcc",
     lambda _, v: int((v[0] | v[1] << 32) < (v[2] | v[3] << 32)),
 )
 case(
-    "cmp_class",
     "v_mov_b32 v10, 0x204\n v_cmp_class_f32 vcc, v2, v10\n v_cndmask_b32 v10, 0, 1, vcc",
     lambda _, v: int(math.isinf(f32(v[0]))),
 )
 case(
-    "cmp_class_denormal",
     "s_movk_i32 s10, 0x90\n v_cmp_class_f32 s[12:13], v2, s10\n v_cndmask_b32 v10, 0, 1, s[12:13]",
     lambda _, v: int(0 < abs(f32(v[0])) < 2.0**-126),
 )
 case(
-    "cmpx",
     "v_cmpx_gt_i32 vcc, v2, v3\n v_mov_b32 v10, 1\n s_mov_b64 exec, -1",
     lambda _, v: 1 if i32(v[0]) > i32(v[1]) else OLD,
 )
 case(
-    "mbcnt",
     "v_cmp_gt_i32 vcc, v2, v3\n v_mbcnt_lo_u32_b32 v10, vcc_lo, 0\n v_mbcnt_hi_u32_b32 v10, vcc_hi, v10",
     lambda all_: [sum(i32(a) > i32(b) for a, b in zip(all_[0][:lane], all_[1][:lane], strict=True)) for lane in LANES],
     whole=True,
@@ -580,28 +511,23 @@ case(
 
 # SDWA
 case(
-    "sdwa_source",
     "v_add_u32_sdwa v10, v2, v3 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_2 src1_sel:WORD_1",
     lambda _, v: (v[0] >> 16 & 255) + (v[1] >> 16),
 )
 case(
-    "sdwa_sext",
     "v_add_u32_sdwa v10, sext(v2), v3 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:DWORD",
     lambda _, v: (v[0] & 255) - ((v[0] & 128) << 1) + v[1] & 0xFFFFFFFF,
 )
 case(
-    "sdwa_preserve",
     "v_add_f16_sdwa v10, v2, v3 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE src0_sel:WORD_1 src1_sel:WORD_0",
     lambda _, v: OLD & 0xFFFF | b16(f16(v[0] >> 16) + f16(v[1])) << 16,
     floats=False,
 )
 case(
-    "sdwa_pad",
     "v_or_b32_sdwa v10, v2, v3 dst_sel:BYTE_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:DWORD",
     lambda _, v: ((v[0] | v[1]) & 255) << 8,
 )
 case(
-    "sdwa_cmp",
     "v_cmp_eq_u32_sdwa s[10:11], v2, v3 src0_sel:BYTE_0 src1_sel:BYTE_0\n v_cndmask_b32 v10, 0, 1, s[10:11]",
     lambda _, v: int(v[0] & 255 == v[1] & 255),
 )
@@ -622,10 +548,8 @@ def dpp(control: str, source: Callable, row_mask: int = 15, bank_mask: int = 15)
                     out.append(all_[0][read] if read is not None else 0)
             return out
 
-        name = f"dpp_{control.replace(':', '_').replace('[', '').replace(']', '').replace(',', '')}_{row_mask:x}{bank_mask:x}{'_zero' * bound}"
         suffix = " bound_ctrl:0" if bound else ""
         case(
-            name,
             f"v_mov_b32_dpp v10, v2 {control} row_mask:{row_mask:#x} bank_mask:{bank_mask:#x}{suffix}",
             expected,
             whole=True,
@@ -660,7 +584,6 @@ def shifted_under_mask(all_):
 
 
 case(
-    "dpp_inactive_source",
     "s_mov_b64 exec, 0xffffffff00000000\n v_mov_b32_dpp v10, v2 row_shr:1 row_mask:0xf bank_mask:0xf bound_ctrl:0\n s_mov_b64 exec, -1".replace(
         "s_mov_b64 exec, 0xffffffff00000000", "s_mov_b32 exec_lo, 0"
     ),
@@ -669,51 +592,43 @@ case(
 )
 
 # Between lanes
-case("readlane", "v_readlane_b32 s10, v2, 37\n v_mov_b32 v10, s10", lambda all_: [all_[0][37]] * 64, whole=True)
+case("v_readlane_b32 s10, v2, 37\n v_mov_b32 v10, s10", lambda all_: [all_[0][37]] * 64, whole=True)
 case(
-    "readfirstlane",
     "s_mov_b32 exec_lo, 0x100\n v_readfirstlane_b32 s10, v2\n s_mov_b64 exec, -1\n v_mov_b32 v10, s10",
     lambda all_: [all_[0][8]] * 64,
     whole=True,
 )
 case(
-    "writelane",
     "s_movk_i32 s10, 0x123\n v_writelane_b32 v10, s10, 9",
     lambda all_: [0x123 if lane == 9 else OLD for lane in LANES],
     whole=True,
 )
 case(
-    "bpermute",
     "v_lshlrev_b32 v8, 2, v2\n ds_bpermute_b32 v10, v8, v3\n s_waitcnt lgkmcnt(0)",
     lambda all_: [all_[1][all_[0][lane] & 63] for lane in LANES],
     whole=True,
 )
 case(
-    "permute",
     "v_sub_u32 v8, 63, v0\n v_lshlrev_b32 v8, 2, v8\n ds_permute_b32 v10, v8, v3\n s_waitcnt lgkmcnt(0)",
     lambda all_: [all_[1][63 - lane] for lane in LANES],
     whole=True,
 )
 case(
-    "swizzle_xor",
     "ds_swizzle_b32 v10, v2 offset:swizzle(SWAP,8)\n s_waitcnt lgkmcnt(0)",
     lambda all_: [all_[0][lane ^ 8] for lane in LANES],
     whole=True,
 )
 case(
-    "swizzle_broadcast",
     "ds_swizzle_b32 v10, v2 offset:swizzle(BROADCAST,8,3)\n s_waitcnt lgkmcnt(0)",
     lambda all_: [all_[0][lane & ~7 | 3] for lane in LANES],
     whole=True,
 )
 case(
-    "swizzle_quad",
     "ds_swizzle_b32 v10, v2 offset:swizzle(QUAD_PERM,2,0,1,3)\n s_waitcnt lgkmcnt(0)",
     lambda all_: [all_[0][lane & ~3 | (2, 0, 1, 3)[lane & 3]] for lane in LANES],
     whole=True,
 )
 case(
-    "permlane32_swap",
     "v_mov_b32 v10, v2\n v_mov_b32 v11, v3\n v_permlane32_swap_b32 v10, v11",
     lambda all_: [
         [all_[0][lane] if lane < 32 else all_[1][lane - 32], all_[0][lane + 32] if lane < 32 else all_[1][lane]]
@@ -723,7 +638,6 @@ case(
     archs=("gfx950",),
 )
 case(
-    "permlane16_swap",
     "v_mov_b32 v10, v2\n v_mov_b32 v11, v3\n v_permlane16_swap_b32 v10, v11",
     lambda all_: [
         [all_[0][lane] if not lane & 16 else all_[1][lane - 16], all_[0][lane + 16] if not lane & 16 else all_[1][lane]]
@@ -732,8 +646,8 @@ case(
     whole=True,
     archs=("gfx950",),
 )
-case("swap", "v_mov_b32 v10, v2\n v_mov_b32 v11, v3\n v_swap_b32 v10, v11", lambda _, v: [v[1], v[0]])
-case("accvgpr", "v_accvgpr_write_b32 a3, v2\n v_accvgpr_read_b32 v10, a3", lambda _, v: v[0])
+case("v_mov_b32 v10, v2\n v_mov_b32 v11, v3\n v_swap_b32 v10, v11", lambda _, v: [v[1], v[0]])
+case("v_accvgpr_write_b32 a3, v2\n v_accvgpr_read_b32 v10, a3", lambda _, v: v[0])
 
 # 8-bit floats: torch's formats
 FP8 = {"gfx942": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), "gfx950": (torch.float8_e4m3fn, torch.float8_e5m2)}
@@ -760,21 +674,18 @@ for _arch, _dtypes in FP8.items():
                 return None
             return (low | upper << 8) << 16 | OLD & 0xFFFF if high else low | upper << 8 | OLD & 0xFFFF0000
 
-        case(f"cvt_pk_{_word}_{_arch}", f"v_cvt_pk_{_word}_f32 v10, v3, v4", packed, archs=(_arch,))
+        case(f"v_cvt_pk_{_word}_f32 v10, v3, v4", packed, archs=(_arch,))
         case(
-            f"cvt_pk_{_word}_high_{_arch}",
             f"v_cvt_pk_{_word}_f32 v10, v3, v4 op_sel:[0,0,1]",
             lambda _, v, f=packed: f(_, v, high=True),
             archs=(_arch,),
         )
         case(
-            f"cvt_f32_{_word}_{_arch}",
             f"v_cvt_f32_{_word}_sdwa v10, v2 src0_sel:BYTE_2",
             lambda _, v, d=_dtype: decoded(v[0] >> 16 & 255, d),
             archs=(_arch,),
         )
         case(
-            f"cvt_pk_f32_{_word}_{_arch}",
             f"v_cvt_pk_f32_{_word}_sdwa v[10:11], v2 src0_sel:WORD_1",
             lambda _, v, d=_dtype: [decoded(v[0] >> s & 255, d) for s in (16, 24)],
             archs=(_arch,),
@@ -787,13 +698,11 @@ def power_of_two(bits: int) -> float:
 
 
 case(
-    "scalef32_pk_f32_fp8",
     "v_cvt_scalef32_pk_f32_fp8 v[10:11], v2, v3 op_sel:[1,0,0]",
     lambda _, v: [b32(f32(decoded(v[0] >> s & 255, torch.float8_e4m3fn)) * power_of_two(v[1])) for s in (16, 24)],
     archs=("gfx950",),
 )
 case(
-    "scalef32_pk_fp8_f32",
     "v_mov_b32 v8, 4.0\n v_cvt_scalef32_pk_fp8_f32 v10, v3, v4, v8 op_sel:[0,0,0,1]",
     lambda _, v: (
         None
@@ -804,7 +713,6 @@ case(
 )
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 case(
-    "scalef32_pk_f32_fp4",
     "v_cvt_scalef32_pk_f32_fp4 v[10:11], v2, 2.0 op_sel:[1,0,0]",
     lambda _, v: [b32(math.copysign(2.0 * FP4[v[0] >> s & 7], -1 if v[0] >> s & 8 else 1)) for s in (8, 12)],
     archs=("gfx950",),
@@ -812,38 +720,29 @@ case(
 
 
 # LDS
-def lds(name: str, body: str, expected: Callable, **options) -> None:
+def lds(body: str, expected: Callable, **options) -> None:
     """Return a case in which v8 is the address of this thread's 16 bytes."""
-    case("ds_" + name, "v_lshlrev_b32 v8, 4, v0\n" + body + "\n s_waitcnt lgkmcnt(0)", expected, lds=16 * 64, **options)
+    case("v_lshlrev_b32 v8, 4, v0\n" + body + "\n s_waitcnt lgkmcnt(0)", expected, lds=16 * 64, **options)
 
 
 lds(
-    "b128",
     "v_mov_b64 v[14:15], v[2:3]\n v_mov_b64 v[16:17], v[4:5]\n ds_write_b128 v8, v[14:17]\n ds_read_b128 v[10:13], v8",
     lambda _, v: v[:4],
 )
 lds(
-    "b96",
     "v_mov_b64 v[14:15], v[2:3]\n v_mov_b32 v16, v4\n ds_write_b96 v8, v[14:16]\n ds_read_b96 v[10:12], v8",
     lambda _, v: [*v[:3], OLD],
 )
 lds(
-    "write2",
     "ds_write2_b32 v8, v2, v3 offset0:1 offset1:3\n ds_read2_b32 v[10:11], v8 offset0:3 offset1:1",
     lambda _, v: [v[1], v[0]],
 )
+lds("ds_write2_b64 v8, v[2:3], v[4:5] offset1:1\n ds_read2_b64 v[10:13], v8 offset0:1", lambda _, v: [*v[2:4], *v[:2]])
 lds(
-    "write2_b64",
-    "ds_write2_b64 v8, v[2:3], v[4:5] offset1:1\n ds_read2_b64 v[10:13], v8 offset0:1",
-    lambda _, v: [*v[2:4], *v[:2]],
-)
-lds(
-    "st64",
     "v_lshlrev_b32 v8, 2, v0\n ds_write2st64_b32 v8, v2, v3 offset0:1 offset1:2\n ds_read2st64_b32 v[10:11], v8 offset0:2 offset1:1",
     lambda _, v: [v[1], v[0]],
 )
 lds(
-    "bytes",
     "ds_write_b32 v8, v2\n ds_read_i8 v10, v8 offset:1\n ds_read_u16 v11, v8 offset:2\n ds_read_u8_d16_hi v12, v8 offset:3",
     lambda _, v: [
         (v[0] >> 8 & 255) - ((v[0] >> 8 & 128) << 1) & 0xFFFFFFFF,
@@ -852,12 +751,10 @@ lds(
     ],
 )
 lds(
-    "narrow_writes",
     "ds_write_b32 v8, v2\n ds_write_b8 v8, v3 offset:1\n ds_write_b16_d16_hi v8, v3 offset:2\n ds_read_b32 v10, v8",
     lambda _, v: v[0] & 255 | (v[1] & 255) << 8 | v[1] & 0xFFFF0000,
 )
 lds(
-    "atomics",
     "ds_write_b32 v8, v2\n ds_max_rtn_i32 v10, v8, v3\n ds_sub_rtn_u32 v11, v8, v4\n ds_cmpst_rtn_b32 v12, v8, v5, v6\n ds_read_b32 v13, v8",
     lambda _, v: [
         v[0],
@@ -867,12 +764,9 @@ lds(
     ],
 )
 lds(
-    "exchange",
-    "ds_write_b64 v8, v[2:3]\n ds_wrxchg_rtn_b64 v[10:11], v8, v[4:5]\n ds_read_b64 v[12:13], v8",
-    lambda _, v: [*v[:4]],
+    "ds_write_b64 v8, v[2:3]\n ds_wrxchg_rtn_b64 v[10:11], v8, v[4:5]\n ds_read_b64 v[12:13], v8", lambda _, v: [*v[:4]]
 )
 lds(
-    "add_f32",
     "ds_write_b32 v8, v2\n ds_add_f32 v8, v3\n ds_read_b32 v10, v8",
     lambda _, v: arithmetic(lambda a, b: a + b)(v[0], v[1]),
 )
@@ -885,14 +779,12 @@ def loaded(all_, words: int):
 
 
 lds(
-    "load_x4",
     "s_mov_b32 m0, 0\n s_nop 0\n global_load_lds_dwordx4 v8, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read_b128 v[10:13], v8",
     lambda all_: loaded(all_, 4),
     whole=True,
     archs=("gfx950",),
 )
 lds(
-    "load_x3",
     "v_mul_u32_u24 v8, 12, v0\n s_mov_b32 m0, 0\n s_nop 0\n global_load_lds_dwordx3 v8, s[4:5]\n s_waitcnt vmcnt(0)\n ds_read2_b32 v[10:11], v8 offset1:1\n ds_read_b32 v12, v8 offset:8",
     lambda all_: loaded(all_, 3),
     whole=True,
@@ -900,14 +792,12 @@ lds(
 )
 RESOURCE = "s_mov_b64 s[8:9], s[4:5]\n s_movk_i32 s10, 0x600\n s_mov_b32 s11, 0x27000\n s_mov_b32 m0, 0\n s_nop 0\n"
 lds(
-    "buffer_x4",
     RESOURCE + "buffer_load_dwordx4 v8, s[8:11], 0 offen lds\n s_waitcnt vmcnt(0)\n ds_read_b128 v[10:13], v8",
     lambda all_: loaded(all_, 4),
     whole=True,
     archs=("gfx950",),
 )
 lds(
-    "buffer_dword",
     RESOURCE
     + "v_lshlrev_b32 v8, 2, v0\n s_movk_i32 s12, 256\n buffer_load_dword v8, s[8:11], s12 offen lds\n s_waitcnt vmcnt(0)\n ds_read_b32 v10, v8",
     lambda all_: [all_[1][lane] for lane in LANES],
@@ -927,7 +817,6 @@ for _bits in (16, 8, 4):
         return out
 
     case(
-        f"read_tr_b{_bits}",
         f"v_lshlrev_b32 v8, 3, v0\n ds_write_b64 v8, v[2:3]\n ds_read_b64_tr_b{_bits} v[10:11], v8\n s_waitcnt lgkmcnt(0)",
         columns_of,
         whole=True,
@@ -936,15 +825,13 @@ for _bits in (16, 8, 4):
     )
 
 # f32 denormals follow MODE: off in the descriptor, then on again by s_setreg
-case("flush", "v_mul_f32 v10, 1.0, v2", lambda _, v: flushed(v[0]), denormals=False)
+case("v_mul_f32 v10, 1.0, v2", lambda _, v: flushed(v[0]), denormals=False)
 case(
-    "flush_add",
     "v_add_f32 v10, v2, v3",
     lambda _, v: flushed(arithmetic(lambda a, b: a + b)(flushed(v[0]), flushed(v[1]))),
     denormals=False,
 )
 case(
-    "setreg_denormals",
     "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 3\n v_mul_f32 v10, 1.0, v2\n s_getreg_b32 s10, hwreg(HW_REG_MODE, 4, 2)\n v_mov_b32 v11, s10",
     lambda _, v: [v[0], 3],
     denormals=False,
@@ -957,22 +844,17 @@ def flushed(bits: int) -> int:
 
 # Register indexing
 case(
-    "indexed_read",
-    "s_mov_b32 s10, 2\n s_set_gpr_idx_on s10, gpr_idx(SRC0)\n v_mov_b32 v10, v2\n s_set_gpr_idx_off",
-    lambda _, v: v[2],
+    "s_mov_b32 s10, 2\n s_set_gpr_idx_on s10, gpr_idx(SRC0)\n v_mov_b32 v10, v2\n s_set_gpr_idx_off", lambda _, v: v[2]
 )
 case(
-    "indexed_write",
     "s_mov_b32 s10, 1\n s_set_gpr_idx_on s10, gpr_idx(DST)\n v_mov_b32 v10, v2\n s_set_gpr_idx_off",
     lambda _, v: [OLD, v[0]],
 )
 case(
-    "indexed_source",
     "s_mov_b32 s10, 1\n s_set_gpr_idx_on s10, gpr_idx(SRC0)\n v_sub_u32 v10, v2, v2\n v_sub_u32 v11, v3, v2\n s_set_gpr_idx_off",
     lambda _, v: [v[1] - v[0] & 0xFFFFFFFF, v[2] - v[0] & 0xFFFFFFFF],
 )
 case(
-    "setvskip",
     "s_mov_b32 s10, 4\n v_mov_b32 v11, 0\n s_setvskip s10, 2\n v_mov_b32 v10, v2\n s_setvskip s10, 1\n v_mov_b32 v11, v2\n"
     " s_setvskip 0, 0\n v_mov_b32 v12, v3",
     lambda _, v: [OLD, v[0], v[1]],
@@ -984,7 +866,7 @@ LANE5 = (
 )
 
 
-def scalar(name: str, body: str, fn: Callable) -> None:
+def scalar(body: str, fn: Callable) -> None:
     """Return a case with its results in s14 and s15, and SCC in v12."""
     text = (
         LANE5
@@ -992,55 +874,44 @@ def scalar(name: str, body: str, fn: Callable) -> None:
         + body
         + "\n s_cselect_b32 s16, 1, 0\n v_mov_b32 v10, s14\n v_mov_b32 v11, s15\n v_mov_b32 v12, s16"
     )
-    case("s_" + name, text, lambda all_: [fn(all_[0][5], all_[1][5], all_[2][37], all_[3][37])] * 64, whole=True)
+    case(text, lambda all_: [fn(all_[0][5], all_[1][5], all_[2][37], all_[3][37])] * 64, whole=True)
 
 
 scalar(
-    "add_u32",
     "s_add_u32 s14, s10, s11\n s_addc_u32 s15, s12, s13",
     lambda a, b, c, d: [*words64((a | c << 32) + (b | d << 32)), int((a | c << 32) + (b | d << 32) >> 64)],
 )
 scalar(
-    "sub_u32",
     "s_sub_u32 s14, s10, s11\n s_subb_u32 s15, s12, s13",
     lambda a, b, c, d: [*words64((a | c << 32) - (b | d << 32)), int((a | c << 32) < (b | d << 32))],
 )
 scalar(
-    "add_i32",
     "s_add_i32 s14, s10, s12",
     lambda a, b, c, d: [a + c & 0xFFFFFFFF, 0, int(not -(1 << 31) <= i32(a) + i32(c) < 1 << 31)],
 )
 scalar(
-    "mul",
     "s_mul_hi_i32 s14, s10, s12\n s_mul_i32 s15, s10, s12\n s_cmp_eq_u32 s10, s10",
     lambda a, b, c, d: [i32(a) * i32(c) >> 32 & 0xFFFFFFFF, a * c & 0xFFFFFFFF, 1],
 )
-scalar("bfe_u32", "s_bfe_u32 s14, s10, 0x90005", lambda a, b, c, d: [a >> 5 & 0x1FF, 0, int(a >> 5 & 0x1FF != 0)])
+scalar("s_bfe_u32 s14, s10, 0x90005", lambda a, b, c, d: [a >> 5 & 0x1FF, 0, int(a >> 5 & 0x1FF != 0)])
 scalar(
-    "bfe_i32",
     "s_bfe_i32 s14, s12, 0x80004",
     lambda a, b, c, d: [(c >> 4 & 255) - ((c >> 4 & 128) << 1) & 0xFFFFFFFF, 0, int(c >> 4 & 255 != 0)],
 )
 scalar(
-    "lshl_b64",
     "s_lshl_b64 s[14:15], s[10:11], 7",
     lambda a, b, c, d: [*words64((a | b << 32) << 7), int((a | b << 32) << 7 & (1 << 64) - 1 != 0)],
 )
 scalar(
-    "ashr_i64",
     "s_ashr_i64 s[14:15], s[12:13], 9",
     lambda a, b, c, d: [*words64((c | i32(d) << 32) >> 9), int((c | d << 32) >> 9 != 0)],
 )
+scalar("s_andn2_b64 s[14:15], s[10:11], s[12:13]", lambda a, b, c, d: [a & ~c, b & ~d, int(bool(a & ~c | b & ~d))])
 scalar(
-    "andn2", "s_andn2_b64 s[14:15], s[10:11], s[12:13]", lambda a, b, c, d: [a & ~c, b & ~d, int(bool(a & ~c | b & ~d))]
-)
-scalar(
-    "bcnt",
     "s_bcnt1_i32_b64 s14, s[10:11]",
     lambda a, b, c, d: [a.bit_count() + b.bit_count(), 0, int(a.bit_count() + b.bit_count() != 0)],
 )
 scalar(
-    "ff1",
     "s_ff1_i32_b32 s14, s12\n s_flbit_i32_b32 s15, s12\n s_cmp_lt_i32 s12, 0",
     lambda a, b, c, d: [
         (c & -c).bit_length() - 1 & 0xFFFFFFFF,
@@ -1049,28 +920,23 @@ scalar(
     ],
 )
 scalar(
-    "min_max",
     "s_min_i32 s14, s10, s12\n s_max_u32 s15, s10, s12",
     lambda a, b, c, d: [min(i32(a), i32(c)) & 0xFFFFFFFF, max(a, c), int(a >= c)],
 )
 scalar(
-    "pack",
     "s_pack_lh_b32_b16 s14, s10, s12\n s_brev_b32 s15, s10\n s_cmp_lg_u32 s10, s10",
     lambda a, b, c, d: [a & 0xFFFF | c & 0xFFFF0000, int(f"{a:032b}"[::-1], 2), 0],
 )
-scalar("bitset", "s_bitset1_b32 s14, 7\n s_bitcmp1_b32 s14, 7", lambda a, b, c, d: [128, 0, 1])
+scalar("s_bitset1_b32 s14, 7\n s_bitcmp1_b32 s14, 7", lambda a, b, c, d: [128, 0, 1])
 scalar(
-    "addk",
     "s_mov_b32 s14, s10\n s_mulk_i32 s14, -3\n s_addk_i32 s14, 100\n s_sext_i32_i8 s15, s10\n s_cmpk_gt_i32 s15, -1",
     lambda a, b, c, d: [a * -3 + 100 & 0xFFFFFFFF, (a & 255) - ((a & 128) << 1) & 0xFFFFFFFF, int(not a & 128)],
 )
 scalar(
-    "lshl_add",
     "s_lshl2_add_u32 s14, s10, s12\n s_absdiff_i32 s15, s10, s12",
     lambda a, b, c, d: [4 * a + c & 0xFFFFFFFF, abs(i32(a) - i32(c)) & 0xFFFFFFFF, int(a != c)],
 )
 scalar(
-    "loop",
     "s_mov_b32 s14, 0\n0:\n s_add_i32 s14, s14, 3\n s_cmp_lt_i32 s14, 50\n s_cbranch_scc1 0b",
     lambda a, b, c, d: [51, 0, 0],
 )
@@ -1091,7 +957,7 @@ def objects(tmp_path_factory):
     out = {}
     for arch in ("gfx942", "gfx950"):
         kernels = [
-            Kernel(f"case_{c.name}", PROLOGUE + "  " + c.body + EPILOGUE, lds=c.lds, denormals=c.denormals)
+            Kernel(c.name, PROLOGUE + "  " + c.body + EPILOGUE, lds=c.lds, denormals=c.denormals)
             for c in CASES
             if arch in c.archs
         ]
@@ -1111,12 +977,14 @@ def same(got: int, wanted: int, c: Case) -> bool:
     return abs(i32(got) - i32(wanted)) <= c.ulp and c.ulp > 0
 
 
-@pytest.mark.parametrize("c, arch", [pytest.param(c, a, id=f"{c.name}-{a}") for c in CASES for a in c.archs])
+@pytest.mark.parametrize(
+    "c, arch", [pytest.param(c, a, id=f"{' '.join(c.body.split())}-{a}") for c in CASES for a in c.archs]
+)
 def test_instruction(c, arch, objects):
     emulator, path = objects[arch]
     inputs = torch.from_numpy(INPUTS.view(np.int32).copy())
     output = torch.empty((4, 64), dtype=torch.int32)
-    emulator.run(path, Launch("", f"case_{c.name}", (1, 1, 1), (64, 1, 1), (inputs, output)), (output,))
+    emulator.run(path, Launch("", c.name, (1, 1, 1), (64, 1, 1), (inputs, output)), (output,))
     got = output.numpy().view(np.uint32)
     columns = [[int(x) for x in row] for row in INPUTS]
     wanted = c.expected(columns) if c.whole else [c.expected(lane, [row[lane] for row in columns]) for lane in LANES]
