@@ -213,15 +213,17 @@ def test_commands_say_what_the_emulator_needs():
     assert others == [first] * (len(asked) - 1)
 
 
-def test_names_of_gpus_in_any_case():
-    assert archs.named("mi300x") == archs.named("MI300X") == archs.named("GFX942")
-    assert archs.named("mi308x").compute_units == 80
+def measured(monkeypatch, shapes: dict | None = None, off: dict | None = None) -> None:
+    """Let this machine's record hold these shapes and these ops that are off."""
+    record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))
+    monkeypatch.setattr(explain, "measured_here", lambda arch: record)
 
 
-@pytest.mark.parametrize("name", ["", "MI300", "gfx942:", "gfx942:0", "gfx942:12345"])
-def test_unknown_gpus_are_refused(name):
-    with pytest.raises(ValueError, match="arch must be one of gfx942"):
-        archs.named(name)
+def kernels(model: str, tokens: tuple[int, ...], tp: int = 8, products: bool = True) -> dict[str, str]:
+    """Return what explain says of the kernel of each layer of a model: its products, too, or only what is around."""
+    config = model_config.read(model)
+    calls = [*(model_layers.calls(config, tp) if products else ()), *explain.around(config, tp, None, "gfx942")]
+    return {layer: kernel for layer, _, _, kernel in explain.explain_model(calls, "gfx942", tokens, False)}
 
 
 def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
@@ -321,7 +323,7 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
             }
             for i, (plugin, baseline) in enumerate(lengths)
         }
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes)))
+        measured(monkeypatch, shapes)
         assert cli.main(["explain", "--model", "tiny-llama", "--arch", "gfx942", "--verbose"]) == 0
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention")]
         return " ".join(line.split()[3:])
@@ -345,7 +347,7 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
             }
             for (kind, baseline), us in ((name.split("|"), us) for name, us in found.items())
         }
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes)))
+        measured(monkeypatch, shapes)
         config, tp = model_config.read(model), 8 if "llama" in model else 1
         calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, "gfx942")]
         rows = explain.explain_model(calls, "gfx942", (1,))[1:]
@@ -374,10 +376,8 @@ def test_explain_of_a_model_knows_the_launch_that_rotates_and_writes_the_cache(m
     """It serves where it was measured to be faster, with each cache dtype and pairing, or on request."""
 
     def explained(model: str, shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
-        record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))
-        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
-        of_model = explain.around(model_config.read(model), 8 if "llama" in model else 1, None, "gfx942")
-        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1, 64), False)}
+        measured(monkeypatch, shapes, off)
+        return kernels(model, (1, 64), 8 if "llama" in model else 1, products=False)
 
     fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
     without, normed = "rotation + cache write", "norms of q and k + rotation + cache write"
@@ -405,9 +405,7 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
     """It wins over two launches, and the plugin's kernel serves the linear alone, too."""
 
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, list[str]]:
-        monkeypatch.setattr(
-            explain, "measured_here", lambda arch: kernel_selection.Record({}, off or {}, keyed(shapes or {}))
-        )
+        measured(monkeypatch, shapes, off)
         config = model_config.read("llama-3.1-405b-fp8")
         calls = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
         found: dict[str, list[str]] = {}
@@ -427,16 +425,16 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
         "scaled_mm 13312x16384 float8_e4m3fnuz bfloat16 1 scales static VllmKernel",
     )
 
-    def measured(*of: kernel_selection.Measured) -> dict[str, list[str]]:
-        return explained({name: {1: each} for name, each in zip(names, of)})
+    def timed(*measurements: kernel_selection.Measured) -> dict[str, list[str]]:
+        return explained({name: {1: measurement} for name, measurement in zip(names, measurements)})
 
-    assert measured(wins, wins)[one][0].startswith(
+    assert timed(wins, wins)[one][0].startswith(
         "1 scaled_mm_silu_wave_splitk_8: measured: plugin 50.0 us, two launches 60.0 us: default"
     )
-    found = measured(loses, wins)
+    found = timed(loses, wins)
     assert found[one][0] == "1 two launches: measured: plugin 60.0 us, two launches 50.0 us"
     assert found["gate_up"][0].startswith("1 scaled_mm_wave_splitk_8: measured: plugin 50.0 us, vLLM 60.0 us")
-    found = measured(wins, loses)
+    found = timed(wins, loses)
     assert found[one][0] == "1 two launches: gate_up: measured: plugin 60.0 us, vLLM 50.0 us"
     assert found["gate_up"][0] == "1 vLLM's kernel: measured: plugin 60.0 us, vLLM 50.0 us"
     found = explained(off={"silu_and_mul_quant": "wrong here"})
@@ -445,15 +443,15 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
 
 def test_explain_of_a_model_says_that_mla_absorb_are_measured_first(capsys, monkeypatch):
     def explained(shapes: dict | None = None) -> dict[str, str]:
-        monkeypatch.setattr(explain, "measured_here", lambda arch: kernel_selection.Record({}, {}, keyed(shapes or {})))
+        measured(monkeypatch, shapes)
         assert cli.main(["explain", "--model", "deepseek-v3", "--tp", "8", "--arch", "gfx950", "--verbose"]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         return {line[0]: " ".join(line[3:]) for line in lines if line[0].startswith("W_U") and line[1] != "+"}
 
     plugin = {"W_UK": "1 batched_gemm_bf16_transposed_16 128"}
     assert set(explained().values()) == {"1 vLLM's kernel unmeasured: vLLM until the plugin is measured faster"}
-    measured = {1: kernel_selection.Measured(2.0, 3.0, 0.0, 0.0)}
-    found = explained({"batched_gemm 16x512x128 bfloat16 transposed bmm": measured})
+    wins = {1: kernel_selection.Measured(2.0, 3.0, 0.0, 0.0)}
+    found = explained({"batched_gemm 16x512x128 bfloat16 transposed bmm": wins})
     assert found["W_UK"].startswith(f"{plugin['W_UK']} measured: plugin 2.0 us, vLLM 3.0 us")
     assert found["W_UV"].startswith("1 vLLM's kernel unmeasured")
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
@@ -467,10 +465,8 @@ def test_explain_of_a_model_knows_the_launch_that_rotates_queries(monkeypatch):
     one, product = "rotation + W_UK", "batched_gemm 16x512x128 bfloat16 transposed bmm"
 
     def explained(shapes: dict) -> dict[str, str]:
-        record = kernel_selection.Record({}, {}, keyed(shapes))
-        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
-        of_model = explain.around(model_config.read("deepseek-v3"), 8, None, "gfx942")
-        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1,), False)}
+        measured(monkeypatch, shapes)
+        return kernels("deepseek-v3", (1,), products=False)
 
     fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
     key = "batched_gemm_rope 16x512x128+64 bfloat16 compiled"
@@ -485,11 +481,8 @@ def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypa
     """It serves where it was measured to be faster than both pairs of launches, which are then parts of it."""
 
     def explained(model: str, shapes: dict) -> dict[str, str]:
-        record = kernel_selection.Record({}, {}, keyed(shapes))
-        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
-        config = model_config.read(model)
-        of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
-        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (2,), False)}
+        measured(monkeypatch, shapes)
+        return kernels(model, (2,))
 
     one, fast, slow = "router + routing", *({2: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
     for model, shape in (
@@ -510,11 +503,8 @@ def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_th
     one = "q_a norm + kv_a norm + cache write"
 
     def explained(shapes: dict | None = None, off: dict | None = None) -> dict[str, str]:
-        record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))
-        monkeypatch.setattr(explain, "measured_here", lambda arch: record)
-        config = model_config.read("deepseek-v3")
-        of_model = [*model_layers.calls(config, 8), *explain.around(config, 8, None, "gfx942")]
-        return {layer: kernel for layer, _, _, kernel in explain.explain_model(of_model, "gfx942", (1, 64), False)}
+        measured(monkeypatch, shapes, off)
+        return kernels("deepseek-v3", (1, 64))
 
     found = explained()
     assert found[one].startswith("vLLM's kernel (unmeasured") and found["q_a norm"].startswith(
