@@ -35,7 +35,7 @@ FEW = [  # the op itself gives these to other kernels
     and "weights" not in case.make.args[-1]
 ]
 CASES = [
-    case("block-m129-one-expert", 129, 1, 3, 128, 128, one=True),
+    case("block-m129-one-expert", 129, 1, 3, 128, 128, one_expert=True),
     case("block-m200", 200, 2, 4, 256, 192, shared_experts=1, ids=torch.int64),
     case("block-map-m90", 90, 3, 5, 208, 208, mapped=True, ids=torch.int64, shared_experts=1),
     case("block-quantized-m66", 66, 2, 4, 208, 128, quantized=True),

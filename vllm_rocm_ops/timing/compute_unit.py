@@ -44,7 +44,7 @@ class _Group:
 
 class _Wave:
     __slots__ = (
-        "age", "at", "awaited", "fetched", "group", "lgkm", "next", "priority", "ready", "simd", "steps", "vm",
+        "age", "awaited", "fetched", "group", "lgkm", "next", "position", "priority", "ready", "simd", "steps", "vm",
     )  # fmt: skip
 
     def __init__(self, steps: list[Step], simd: _Simd, group: _Group, age: int, start: float):
