@@ -73,11 +73,7 @@ FAMILIES = {
     "mistral": {"architectures": ["MistralForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-    "qwen2_moe": {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "shared_expert_intermediate_size": 256,
-        **QWEN_EXPERTS,
-    },
+    "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 256, **QWEN_EXPERTS},
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **QWEN_EXPERTS},
     "glm4_moe": {
         "architectures": ["Glm4MoeForCausalLM"],
@@ -96,11 +92,7 @@ FAMILIES = {
         "scoring_func": "softmax",  # vLLM's CPU build has no sigmoid without groups
         "rotary_dim": 32,
     },
-    "gemma3_text": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "hidden_activation": "gelu_pytorch_tanh",
-        **GEMMA_LAYERS,
-    },
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", **GEMMA_LAYERS},
     "deepseek_v2": {**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], **V2_LITE},
     "kimi_k2": {**DEEPSEEK, **KIMI},
     "deepseek_v3": {**DEEPSEEK, "num_nextn_predict_layers": 1},
@@ -330,10 +322,7 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def spread_blocks(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a weight with its 128x128 blocks multiplied by factors over a decade, of mean square 1.
-
-    A scale of the wrong block then shows.
-    """
+    """Return a weight whose 128x128 blocks are multiplied by factors over a decade, of mean square 1."""
     blocks = [-(-size // BLOCK) for size in weight.shape]
     factors = 10 ** torch.rand(*blocks, generator=generator)
     factors = (factors / factors.square().mean().sqrt()).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

@@ -1,7 +1,4 @@
-"""Test the plugin's experts in vLLM's mixture-of-experts layers.
-
-The tests cover their results, the calls they leave to the baseline, and the layers they serve.
-"""
+"""Test the plugin's experts in vLLM's layers: results, calls left to the baseline, and the layers they serve."""
 
 import collections
 import itertools
@@ -12,7 +9,7 @@ import frames
 import pytest
 import selection
 import torch
-from clocks import plugin_wins_up_to
+from fakes import Fake, decide, plugin_wins_up_to, time_choices
 from linears import ask_for_aiter, random
 from torch import Tensor
 
@@ -24,7 +21,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe import base as experts
 from vllm_rocm_ops.vllm.moe import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
-from vllm_rocm_ops.vllm.selection import comparison, kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
 GROUPS, TOPK_GROUP, SCALE = 4, 2, 1.5
@@ -50,19 +47,24 @@ def config(**options):
     return selection.moe_config(torch, **{**sizes, **options})
 
 
+def scheme(kind: str) -> tuple:
+    """Return vLLM's keys for the weights and the inputs of a quantization."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    return tuple(name and getattr(quant_utils, name) for name in KINDS[kind])
+
+
 def select(kind: str, **options) -> type:
     """Return the experts that vLLM selects."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.quantization import fp8
     from vllm.model_executor.layers.quantization.online import mxfp8
-    from vllm.model_executor.layers.quantization.utils import quant_utils
 
     if kind == "bf16":
         return unquantized_fused_moe_method.select_unquantized_moe_backend(moe_config=config(**options))[1]
     if kind == "mx":
         return mxfp8.select_mxfp8_moe_backend(config=config(**options))[1]
-    keys = [getattr(quant_utils, name) for name in KINDS[kind]]
-    return fp8.select_fp8_moe_backend(config(**options), *keys)[1]
+    return fp8.select_fp8_moe_backend(config(**options), *scheme(kind))[1]
 
 
 class Layer:
@@ -78,21 +80,13 @@ class Layer:
             self.quant_config = FusedMoEQuantConfig.make()
             return
         if kind == "mx":
-            scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
-            self.quant_config = FusedMoEQuantConfig.make(
-                "mxfp8", **scales, block_shape=[1, 32], is_scale_swizzled=False
-            )
+            scales = {"w1_scale": w1_scale, "w2_scale": w2_scale, "is_scale_swizzled": False}
+            self.quant_config = FusedMoEQuantConfig.make("mxfp8", **scales, block_shape=[1, 32])
             return
         self.static = (torch.tensor(0.01), torch.tensor(0.005)) if kind == "static" else (None, None)
-        per_token, block = kind == "channel", [BLOCK, BLOCK] if kind == "block" else None
-        self.quant_config = fp8_w8a8_moe_quant_config(
-            w1_scale,
-            w2_scale,
-            *self.static,
-            per_act_token_quant=per_token,
-            per_out_ch_quant=per_token,
-            block_shape=block,
-        )
+        given = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), kind == "channel")
+        given["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
+        self.quant_config = fp8_w8a8_moe_quant_config(w1_scale, w2_scale, *self.static, **given)
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return a weight's values, their scales as vLLM keeps them, and both in fp32."""
@@ -119,9 +113,7 @@ class Layer:
         scale = self.static[which] if self.kind == "static" else groups.abs().amax(-1, keepdim=True) / LIMIT
         return ((groups / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
-    def plain(
-        self, hidden: Tensor, weights: Tensor, ids: Tensor, on_input: bool = False, within=range(EXPERTS)
-    ) -> Tensor:
+    def plain(self, hidden: Tensor, weights: Tensor, ids: Tensor, on_input: bool = False, within=range(EXPERTS)):
         """Return the sum of the experts in `within`, computed one token and expert after the other."""
         total = torch.zeros(len(hidden), HIDDEN)
         for token, slot in torch.cartesian_prod(torch.arange(len(hidden)), torch.arange(ids.shape[1])).tolist():
@@ -322,16 +314,29 @@ def baseline(monkeypatch):
     return Baseline
 
 
+def compute(baseline, layer: Layer, monkeypatch, within=range(EXPERTS)) -> None:
+    """Make the baseline experts compute a layer's own in `within`, from unquantized inputs, and note calls from now on."""
+
+    def apply(self, *arguments, **keywords):
+        asked = dict(zip(experts.APPLY, arguments)) | keywords
+        self.calls.append(asked)
+        routes = asked["topk_weights"], asked["topk_ids"]
+        asked["output"].copy_(layer.plain(asked["hidden_states"], *routes, within=within))
+
+    monkeypatch.setattr(baseline, "apply", apply)
+    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
+    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
+    kernel_selection.begin_recording()
+    baseline.calls.clear()
+
+
 FORMS = ("modular", "monolithic")
 
 
 def calls_of(
     form: str, kind: str, baseline, tokens: int = TOKENS, on_input: bool = False
 ) -> tuple[Tensor, list, Layer, tuple]:
-    """Call a layer with baseline experts once.
-
-    Return the result, the calls of the baseline, the layer, and hidden with routes.
-    """
+    """Call a layer with baseline experts, and return the result, the baseline's calls, the layer, and the routes."""
     layer, hidden, topk = Layer(kind), inputs(tokens), 1 if on_input else TOPK
     options = {"apply_router_weight_on_input": on_input}
     if form == "modular":
@@ -350,10 +355,7 @@ def calls_of(
 @pytest.mark.parametrize("kind", ["channel", "static", "bf16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_no_kernel_takes_is_vllms(baseline, form, kind, on_input):
-    """On CPU the plugin's kernels support nothing: the baseline experts get the call, as vLLM would have made it.
-
-    vLLM cannot quantize in groups there.
-    """
+    """On CPU the baseline experts get the call as vLLM would have made it. vLLM cannot quantize in groups there."""
     from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
     result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, baseline, on_input=on_input)
@@ -510,11 +512,9 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
     ]
 
     def plugin_serves(shared_by_aiter: bool = False, **options) -> bool:
-        from vllm.model_executor.layers.quantization.utils import quant_utils
-
-        keys, asked = [getattr(quant_utils, name) for name in KINDS["block"]], config(**options)
+        asked = config(**options)
         asked.aiter_fmoe_shared_expert_enabled = shared_by_aiter  # vLLM sets it from its environment
-        return experts.first_of(fp8_experts.PLUGIN_EXPERTS, asked, *keys) is not None
+        return experts.first_of(fp8_experts.PLUGIN_EXPERTS, asked, *scheme("block")) is not None
 
     assert plugin_serves()
     assert not plugin_serves(shared_by_aiter=True)
@@ -535,10 +535,7 @@ def aiters_experts(monkeypatch):
 
 @pytest.mark.parametrize("backend", [None, "allgather_reducescatter"])
 def test_tokens_that_move_between_ranks_are_served(backend):
-    """Experts that do not route serve them, also with load balancing.
-
-    Without expert parallelism vLLM gathers tokens, too.
-    """
+    """Experts that do not route serve them, also with load balancing. Without expert parallelism vLLM gathers, too."""
     spread = {"dp_size": 2} if backend is None else SPREAD
     for options in (spread, *([spread | {"enable_eplb": True}] if backend else [])):
         for kind in ("block", "bf16"):
@@ -556,11 +553,8 @@ def test_tokens_that_mori_moves_are_served(baseline, aiters_experts, monkeypatch
 
 @pytest.mark.parametrize("backend", ["deepep_low_latency", "nixl_ep"])
 def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog):
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     options = parallel(dp_size=2, use_ep=True, ep_size=2, all2all_backend=backend)
-    keys = [getattr(quant_utils, name) for name in KINDS["block"]]
-    asked = config(**options), *keys, modular("block").activation_format()
+    asked = config(**options), *scheme("block"), modular("block").activation_format()
     supported, why = modular("block").is_supported_config(modular("block"), *asked)
     assert not supported and f"the batched activation format of {backend}" in why
     experts.say_refused.cache_clear()
@@ -570,9 +564,7 @@ def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog)
     assert caplog.text.count("experts stay on vLLM's kernels") == 1
 
 
-def applied(
-    made, layer: Layer, hidden: Tensor, scale: Tensor | None, weights: Tensor, ids: Tensor, meta=None, **options
-):
+def applied(made, layer: Layer, hidden: Tensor, scale: Tensor | None, weights: Tensor, ids: Tensor, meta=None, **more):
     """Return the output buffer of experts, for tokens that vLLM has moved."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
@@ -580,7 +572,7 @@ def applied(
     given = {"hidden_states": hidden, "w1": layer.w1, "w2": layer.w2, "topk_weights": weights, "topk_ids": ids}
     given |= {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None, "a1q_scale": scale}
     given |= {"workspace13": None, "workspace2": None, "expert_tokens_meta": meta, "a2_scale": None}
-    made.apply(output, **given | {"apply_router_weight_on_input": False} | options)
+    made.apply(output, **given | {"apply_router_weight_on_input": False} | more)
     return output
 
 
@@ -614,17 +606,12 @@ def test_tokens_come_quantized_where_the_baseline_wants_them_so(baseline, kind, 
 
 def test_room_for_more_tokens_goes_to_no_expert(baseline, aiters_experts, monkeypatch):
     """MoRI's buffers have garbage after the received tokens, which must not count."""
-    import types
-
-    layer, (weights, ids), hidden = Layer("bf16"), routed(), inputs()
-    asked = []
-    monkeypatch.setattr(
-        ops.fused_experts, "run_kernels", lambda *a: asked.append(a[4]) or ops.fused_experts.reference(*a)
-    )
-    made = modular("bf16")(
-        config(**parallel(**SPREAD | {"all2all_backend": "mori_high_throughput"})), layer.quant_config
-    )
-    came = types.SimpleNamespace(expert_num_tokens=torch.tensor([2], dtype=torch.int32))
+    layer, (weights, ids), hidden, asked = Layer("bf16"), routed(), inputs(), []
+    run = ops.fused_experts.reference
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", lambda *a: asked.append(a[4]) or run(*a))
+    moved = config(**parallel(**SPREAD | {"all2all_backend": "mori_high_throughput"}))
+    made = modular("bf16")(moved, layer.quant_config)
+    came = Fake(expert_num_tokens=torch.tensor([2], dtype=torch.int32))
     monkeypatch.setattr(linear_base, "asks_for_aiter", lambda kind: False)
     output = applied(made, layer, hidden, None, weights, ids, came)
     assert torch.equal(asked[0][:2], ids[:2]) and (asked[0][2:] == -1).all()
@@ -633,12 +620,10 @@ def test_room_for_more_tokens_goes_to_no_expert(baseline, aiters_experts, monkey
 
 def aiter(kind: str) -> type:
     """Return the plugin's class around AITER's experts."""
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     if kind == "bf16":
-        return next(one for one in unquantized_experts.PLUGIN_EXPERTS if one.shuffled)
-    scheme = tuple(getattr(quant_utils, name) for name in KINDS[kind])
-    return next(one for one in fp8_experts.PLUGIN_EXPERTS if one.shuffled and one.schemes == (scheme,))
+        return next(plugin for plugin in unquantized_experts.PLUGIN_EXPERTS if plugin.shuffled)
+    aiters = (plugin for plugin in fp8_experts.PLUGIN_EXPERTS if plugin.shuffled)
+    return next(plugin for plugin in aiters if plugin.schemes == (scheme(kind),))
 
 
 @pytest.mark.parametrize("kind", ROUTING)
@@ -655,10 +640,8 @@ def test_with_aiter_asked_for_its_experts_are_the_baseline(baseline, kind, monke
         from vllm.model_executor.layers.fused_moe.oracle import fp8
 
         assert fp8.select_fp8_moe_backend(config(), *keys)[0].name == "AITER"
-    assert (
-        experts.first_of(select_from.PLUGIN_EXPERTS, config(intermediate_size=48 if kind != "bf16" else 24), *keys)
-        is None
-    )
+    unaligned = config(intermediate_size=48 if kind != "bf16" else 24)
+    assert experts.first_of(select_from.PLUGIN_EXPERTS, unaligned, *keys) is None
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_MOE", "0")
     assert select(kind) is not aiter(kind)
 
@@ -674,32 +657,20 @@ def shuffled(weights: Tensor) -> Tensor:
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize("kind", ["block", "channel", "bf16"])
 def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch):
-    """The plugin serves nothing before the measurement, then reads the weights that AITER's experts read.
-
-    AITER's experts get the mask of this rank's experts in place of the map.
-    """
+    """The plugin serves nothing before it is measured. AITER's experts get this rank's mask in place of the map."""
     ask_for_aiter(monkeypatch)
     layer, reference = Layer(kind), ops.fused_experts.reference
     here = EXPERTS // 2
     expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
     expert_map[:here] = torch.arange(here, dtype=torch.int32)
 
-    def theirs(self, *arguments, **keywords):
-        asked = dict(zip(experts.APPLY, arguments)) | keywords
-        self.calls.append(asked)
-        found = layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"], within=range(here))
-        asked["output"].copy_(found)
-
     def plugin(*arguments):
         *others, is_shuffled = arguments
         return reference(*others, is_shuffled != fault)
 
     monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
-    monkeypatch.setattr(baseline, "apply", theirs)
+    compute(baseline, layer, monkeypatch, range(here))
     monkeypatch.setattr(baseline, "consumes_expert_mask", True)
-    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)
-    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
-    kernel_selection.begin_recording()
     quant = layer.quant_config
     if kind != "bf16":
         for weight in (quant._w1, quant._w2):
@@ -718,10 +689,9 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     assert [serve(tokens) for tokens in (1, 9)] == [1, 1]
     mask = baseline.calls[0]["expert_map"]
     assert mask.tolist() == [1] * here + [0] * (EXPERTS - here + 1) and mask.dtype == torch.int32
-    kernel_timing.warm_up((1, 2), 64, plugin_wins_up_to(4, place=1), lambda mine: [mine])
-    [one] = kernel_selection.all_choices()
-    assert one.state == ("off" if fault else "measured"), one.why
-    assert one.key.shape.endswith(" shuffled")
+    [choice] = time_choices((1, 2), 64, plugin_wins_up_to(4, place=1))
+    assert choice.state == ("off" if fault else "measured"), choice.why
+    assert choice.key.shape.endswith(" shuffled")
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
     assert baseline.calls[0]["expert_map"].tolist() == mask.tolist()
 
@@ -729,26 +699,14 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize(("form", "kind"), [*((form, kind) for form in FORMS for kind in ROUTING), ("modular", "mx")])
 def test_kernels_serve_the_sizes_they_won(baseline, form, kind, fault, monkeypatch):
-    """The measurement uses the layer's own weights and random routes.
-
-    Right experts pass the check, and then serve where they are faster; experts that mix up experts fail it.
-    """
+    """Right experts pass the check, and serve where they are faster; experts that mix up experts fail it."""
     layer, reference = Layer(kind), ops.fused_experts.reference
 
     def plugin(hidden, w1, w2, *others):
         return reference(hidden, w1, w2.roll(1, 0) if fault else w2, *others)
 
-    def theirs(self, *arguments, **keywords):
-        asked = dict(zip(experts.APPLY, arguments)) | keywords
-        self.calls.append(asked)
-        asked["output"].copy_(layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"]))
-
     monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
-    monkeypatch.setattr(baseline, "apply", theirs)
-    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
-    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
-    kernel_selection.begin_recording()
-    baseline.calls.clear()
+    compute(baseline, layer, monkeypatch)
     hidden, logits, bias = inputs(9), random(9, EXPERTS), random(EXPERTS) * 0.1
 
     def serve(tokens: int) -> int:
@@ -762,9 +720,8 @@ def test_kernels_serve_the_sizes_they_won(baseline, form, kind, fault, monkeypat
     plugin_class = modular(kind) if form == "modular" else (SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0])
     made = kernel(layer, plugin_class)
     serve(9)
-    kernel_timing.warm_up((1, 2), 64, plugin_wins_up_to(4, place=1), lambda mine: [mine])
-    [one] = kernel_selection.all_choices()
-    assert one.state == ("off" if fault else "measured"), one.why
+    [choice] = time_choices((1, 2), 64, plugin_wins_up_to(4, place=1))
+    assert choice.state == ("off" if fault else "measured"), choice.why
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
 
 
@@ -773,16 +730,8 @@ def test_experts_that_the_plugin_never_serves_are_vllms_own(baseline, wins, monk
     """vLLM still asks the plugin's experts for their support and workspaces, and nothing else."""
     layer = Layer("block")
 
-    def theirs(self, *arguments, **keywords):
-        asked = dict(zip(experts.APPLY, arguments)) | keywords
-        self.calls.append(asked)
-        asked["output"].copy_(layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"]))
-
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
-    monkeypatch.setattr(baseline, "apply", theirs)
-    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)
-    kernel_selection.begin_recording()
-    baseline.calls.clear()
+    compute(baseline, layer, monkeypatch)
     made, hidden = kernel(layer, modular("block")), inputs(4)
 
     def serve():
@@ -790,12 +739,11 @@ def test_experts_that_the_plugin_never_serves_are_vllms_own(baseline, wins, monk
 
     serve()
     assert not baseline.calls
-    [one] = kernel_selection.all_choices()
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0, 0, 0, 0, wins])}))
+    decide(bytes([0, 0, 0, 0, wins]))
     serve()
-    found = {name.rpartition(".")[2] for name in frames.entered(serve)}
+    entered = {name.rpartition(".")[2] for name in frames.entered(serve)}
     asked = {"workspace_shapes", "finalize_weight_and_reduce_impl", "expects_unquantized_inputs", "activation_format"}
-    assert (found <= asked) is not wins, found
+    assert (entered <= asked) is not wins, entered
     assert len(baseline.calls) == (0 if wins else 2)
     monkeypatch.setattr(baseline, "expects_unquantized_inputs", False)  # vLLM then quantizes before it calls them
     assert modular("block").expects_unquantized_inputs.fget(made.fused_experts) is wins

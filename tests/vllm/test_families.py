@@ -1,7 +1,4 @@
-"""Test that vLLM generates the same tokens with and without the plugin, for every family of models.
-
-Each layer calls the ops that its structure has places for.
-"""
+"""Test that vLLM generates the same tokens with and without the plugin, and calls each layer's ops, by model family."""
 
 import collections
 import csv
@@ -83,10 +80,7 @@ def calls_of_a_layer(config: dict, layer: int, compiled: bool) -> dict[str, int]
 
 
 def expected_calls(config: dict, compiled: bool) -> dict[str, int]:
-    """Return the calls of a generation.
-
-    The last norm is vLLM's where it leaves the residual as it is.
-    """
+    """Return the calls of a generation. The last norm is vLLM's where it leaves the residual as it is."""
     calls = collections.Counter()
     for layer in range(config["num_hidden_layers"]):
         calls.update({op: STEPS * count for op, count in calls_of_a_layer(config, layer, compiled).items()})

@@ -1,13 +1,13 @@
 """Test when vLLM's quantizations are marked, and which class runs vLLM's passes."""
 
 import json
-import types
 
 import processes
 import pytest
 import test_selection
 import torch
 from engines import HERE
+from fakes import Fake
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import compiled_ops, pass_manager
@@ -69,7 +69,7 @@ def test_nothing_is_marked_without_the_pass(monkeypatch):
 def test_the_timed_baseline_is_compiled_without_the_plugin():
     """The baseline is compiled without markers and without the plugin's pass."""
     params = (None, None, None, None)
-    kernel = types.SimpleNamespace(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
+    kernel = Fake(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
     kernel.quant_fp8.vllm_forward = kernel.quant_fp8.forward_native
     assert MARK not in traced(compiled_ops.quantizer(None, kernel))
 

@@ -48,10 +48,7 @@ def test_vllm_finds_the_plugin():
 
 
 def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool = False) -> dict[str, int]:
-    """Return how often each op runs in one generation: places in the model, times steps.
-
-    Norms quantize in compiled models.
-    """
+    """Return how often each op runs: places in the model, times steps. Norms quantize in compiled models."""
     model, kind = flavour
     layers = checkpoints.LLAMA["num_hidden_layers"] if model == "llama" else checkpoints.DEEPSEEK["num_hidden_layers"]
     dense = layers if model == "llama" else checkpoints.DEEPSEEK["first_k_dense_replace"]
@@ -95,10 +92,7 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
 def test_ops_are_called(request, mode, flavour):
-    """Every norm, activation and quantized linear of the model runs the plugin's op.
-
-    In compiled models, nothing else quantizes where one of these can.
-    """
+    """Every norm, activation and quantized linear runs the plugin's op; compiled, nothing else quantizes."""
     answer = request.getfixturevalue(mode)[identity(flavour)]
     off = {name for name, reason in answer["seams"].items() if reason != "on"}
     assert off == {"unquantized_linear"}

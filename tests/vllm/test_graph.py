@@ -1,14 +1,11 @@
-"""Test the pass that puts the plugin's norms and activations into vLLM's compiled graphs.
-
-The tests cover what it replaces, what it leaves to vLLM, and updates of the residual.
-"""
+"""Test the pass that puts the plugin's norms and activations into vLLM's graphs: what it replaces, leaves, updates."""
 
 import dataclasses
 import itertools
-import types
 
 import pytest
 import torch
+from fakes import Fake
 from keys import pattern
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor import config
@@ -39,14 +36,8 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def quantizer(key: str, **how):
-    """Return vLLM's quantization as a model calls it while traced, and as vLLM computes it.
-
-    To MX-FP8, both are its op.
-    """
-    if key == MX:
-        swizzled, aligned = how.get("swizzled", False), how.get("aligned", 0)
-        return (lambda x, at=None: torch.ops.vllm.mxfp8_quantize(x, swizzled, aligned),) * 2
+def marked_quantization(key: str, **how):
+    """Return vLLM's quantization as a model calls it while traced, and as vLLM computes it."""
     from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -56,22 +47,26 @@ def quantizer(key: str, **how):
     how = {"use_ue8m0": False, "compile_native": False} | how
     quant = input_quant_fp8.QuantFP8(scale.static, scale.group_shape, **how)
     theirs = input_quant_fp8.QuantFP8.forward_native.__get__(quant)
-    marked = markers.of_quantization(quant, theirs)
+    return markers.of_quantization(quant, theirs), theirs
+
+
+def quantizer(key: str, **how):
+    """Return both forms of a quantization, which have a static scale by default. To MX-FP8, both are vLLM's op."""
+    if key == MX:
+        swizzled, aligned = how.get("swizzled", False), how.get("aligned", 0)
+        return (lambda x, at=None: torch.ops.vllm.mxfp8_quantize(x, swizzled, aligned),) * 2
 
     def quantize(form):
         def run(x, at=None):
-            return form(x, torch.full((1,), 0.02) if at is None else at) if scale.static else form(x)
+            return form(x, torch.full((1,), 0.02) if at is None else at) if key == KEYS[0] else form(x)
 
         return run
 
-    return quantize(marked), quantize(theirs)
+    return [quantize(form) for form in marked_quantization(key, **how)]
 
 
 def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None, edit=None, **passes: bool):
-    """Trace a function and run vLLM's passes on its graph, which `edit` may change, the plugin's among them.
-
-    Return it, and the names of its calls.
-    """
+    """Run vLLM's passes on a function's graph, after an `edit`, and return the graph and the names of its calls."""
     from vllm.compilation.passes.inductor_pass import get_pass_context, pass_context
     from vllm.config import get_current_vllm_config
     from vllm.config.utils import Range
@@ -367,7 +362,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
     from vllm_rocm_ops.vllm.selection import kernel_selection
 
     class Baseline:
-        config, quant_fp8 = "of a test", types.SimpleNamespace(static=False)
+        config, quant_fp8 = "of a test", Fake(static=False)
         apply_scaled_mm = staticmethod(lambda *, A, B, out_dtype, As, Bs, bias, output_shape: wanted(A, B, bias))
 
     def wanted(a, b, bias):
@@ -376,10 +371,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
     monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setattr(kernel_selection, "_choices", {})
     name, one, at = linear_base.register_baseline(Baseline()), torch.ones(1), torch.full((1,), 0.5)
-    (marked, _), act = (
-        quantizer(KEYS[1 if how == "another quantization" else 0]),
-        markers.of_activation(SiluAndMul.forward_native),
-    )
+    (marked, _), act = quantizer(KEYS[how == "another quantization"]), markers.of_activation(SiluAndMul.forward_native)
     a, weight = (random(rows, HIDDEN, seed=rows).to(torch.float8_e4m3fn) for rows in (ROWS, 128))
     bias = random(128)
     if how == "switched off":
@@ -488,24 +480,21 @@ VLLMS = {
     "columns apart": lambda x, w: norm(torch.cat((x, x), 1)[:, ::2], w),
     "behind a norm": lambda x, w: norm(norm(x, w) * 2, w),
 }
+QUANTIZATIONS = {
+    "scales of powers of two": (KEYS[2], {"use_ue8m0": True}),
+    "more rows than the input": (KEYS[0], {"num_token_padding": 3}),
+    "aligned scales": (KEYS[2], {"tma_aligned_scales": True}),
+}
 
 
-@pytest.mark.parametrize("what", VLLMS)
-def test_norms_that_are_vllms(what):
-    (marked, theirs), x, weight = quantizer(KEYS[1]), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
-    module, names = piece(lambda x, weight: marked(VLLMS[what](x, weight)), x, weight)
+@pytest.mark.parametrize("what", [*VLLMS, *QUANTIZATIONS])
+def test_norms_and_quantizations_that_are_vllms(what):
+    key, how = QUANTIZATIONS.get(what, (KEYS[1], {}))
+    (marked, theirs), normed = quantizer(key, **how), VLLMS.get(what, norm)
+    x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    module, names = piece(lambda x, weight: marked(normed(x, weight)), x, weight)
     assert called(names) == []
-    same(module(x, weight), theirs(VLLMS[what](x, weight)))
-
-
-@pytest.mark.parametrize("how", [{"use_ue8m0": True}, {"num_token_padding": 3}, {"tma_aligned_scales": True}], ids=str)
-def test_quantizations_that_are_vllms(how):
-    """Their scales are powers of two, or their results have more rows than the input."""
-    key = KEYS[0] if "num_token_padding" in how else KEYS[2]
-    (marked, theirs), x, weight = quantizer(key, **how), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
-    module, names = piece(lambda x, weight: marked(norm(x, weight)), x, weight)
-    assert called(names) == []
-    same(module(x, weight), theirs(norm(x, weight)))
+    same(module(x, weight), theirs(normed(x, weight)))
 
 
 def test_mx_bits_are_those_of_vllms_quantization():
@@ -640,13 +629,8 @@ def test_equal_markers_are_traced_once(monkeypatch):
 
 def test_a_scale_that_is_computed_behind_the_norm():
     """The plugin's op runs after both, unless something reads the residual between them."""
-    x, residual, weight, scale = (
-        random(ROWS, HIDDEN),
-        random(ROWS, HIDDEN, seed=2),
-        random(HIDDEN, seed=1),
-        torch.ones(1),
-    )
-    marked, _ = quantizer(KEYS[0])
+    x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
+    (marked, _), scale = quantizer(KEYS[0]), torch.ones(1)
 
     def function(x, residual, weight, scale):
         y, added = add_norm(x, residual, weight)

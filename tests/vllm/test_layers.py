@@ -69,10 +69,7 @@ def heads_of(qkv: torch.Tensor, heads: int) -> torch.Tensor:
 @pytest.mark.parametrize("arch", [None, "gfx942"])
 @pytest.mark.parametrize("one_plus", [False, True])
 def test_norm_of_heads_in_a_wider_row(arch, one_plus):
-    """Queries are normalized per head inside the output of a wider projection: all of it, some heads or one.
-
-    Rows with strided elements are vLLM's.
-    """
+    """Queries are normalized per head in a wider projection's output. Rows with strided elements are vLLM's."""
     layer, qkv = gemma_norm() if one_plus else norm(), random(ROWS, 4 * HIDDEN)
     with launch.executor(arch and Emulator(arch)):
         for x in (heads_of(qkv, 2), heads_of(qkv, 1), heads_of(qkv, 4), heads_of(qkv, 3)[:1]):
@@ -323,39 +320,26 @@ KINDS = {
 }
 
 
-def restored(quantized) -> torch.Tensor:
-    """Return what a linear reads in a quantized activation, in fp32."""
-    scale = quantized.scale
-    if scale.dim() == 2 and scale.shape[1] > 1:
-        scale = scale.repeat_interleave(128, 1)
-    return quantized.data.float() * scale
-
-
 @pytest.mark.parametrize("key", KINDS)
 def test_activation_hands_over_quantized(key):
     """An activation hands its linear e4m3 with the requested scales, within e4m3's rounding of the plain result."""
     from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.platforms import current_platform
 
     layer, x = SiluAndMul(), random(ROWS, 2 * HIDDEN)
     plain = layer(x)
     layer.consumer = (linear(key, **KINDS[key]), "linear")
-    check(layer(x), plain, key)
-
-
-def check(quantized, plain: torch.Tensor, key: str) -> None:
-    """Raise unless a quantized activation is the plain one, rounded."""
-    from vllm.platforms import current_platform
-
+    quantized, wanted = layer(x), plain.float()
     assert quantized.data.dtype == current_platform.fp8_dtype()
     assert (quantized.shape, quantized.orig_dtype) == (plain.shape, plain.dtype)
-    wanted = plain.float()
+    scale = quantized.scale
     if key == "kFp8DynamicTokenSym":
-        assert quantized.scale.shape == (ROWS, 1)
-        assert quantized.scale.max() <= 0.5 / 448  # the upper bound holds
+        assert scale.shape == (ROWS, 1) and scale.max() <= 0.5 / 448  # the upper bound holds
         wanted = wanted.clamp(-0.5, 0.5)
     elif key == "kFp8Dynamic128Sym":
-        assert (quantized.scale.shape, quantized.scale.stride()) == ((ROWS, HIDDEN // 128), (1, ROWS))
-    torch.testing.assert_close(restored(quantized), wanted, atol=0.01, rtol=0.07)
+        assert (scale.shape, scale.stride()) == ((ROWS, HIDDEN // 128), (1, ROWS))
+        scale = scale.repeat_interleave(128, 1)
+    torch.testing.assert_close(quantized.data.float() * scale, wanted, atol=0.01, rtol=0.07)
 
 
 def test_an_adapter_gets_unquantized_input():

@@ -99,10 +99,7 @@ def parallel(engines) -> dict[str, dict]:
 
 
 def test_tensor_parallelism(parallel, expected):
-    """Each of two ranks runs its ops as often as one rank would run the model's.
-
-    When a worker ends, it logs its fallbacks.
-    """
+    """Each of two ranks runs its ops as often as one would, and logs its fallbacks when it ends."""
     answer, why = parallel["tensor"], "switched off by VLLM_ROCM_OPS_DISABLE"
     assert answer["tokens"] == best(expected, TOKEN, answer["tokens"])
     calls = 2 * len(answer["tokens"][0])  # of an activation: in each layer, each step

@@ -4,9 +4,9 @@ import dataclasses
 import os
 import pathlib
 import re
-import types
 
 import pytest
+from fakes import Fake
 from marks import full
 
 from vllm_rocm_ops import vllm as plugin
@@ -18,15 +18,11 @@ MODEL = ("llama", "token")
 
 
 def lines_about(output: str) -> dict[str, str]:
-    """Return why each seam is off, as logged, with each seam and each reason at most once.
-
-    "every" stands for all seams.
-    """
+    """Return why each seam is off, as logged, each seam and reason at most once. "every" stands for all seams."""
     found = re.findall(r"vllm-rocm-ops(: [\w, ]+| is) off: (.*)\. vLLM's own code runs\.", output)
     reasons = [reason for _, reason in found]
-    seams = [
-        (name, why) for names, why in found for name in names.removeprefix(": ").replace(" is", "every").split(", ")
-    ]
+    named = [(names.removeprefix(": ").replace(" is", "every").split(", "), why) for names, why in found]
+    seams = [(name, why) for names, why in named for name in names]
     assert len(reasons) == len(set(reasons)) and len(seams) == len(dict(seams)), found
     return dict(seams)
 
@@ -48,17 +44,8 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
     answers = engines.run({"broken": engines.job(MODEL)}, before=before, VLLM_ROCM_OPS_SEAMS="-fusion")
     answer = answers["broken"]
     off = {name: reason for name, reason in answer["seams"].items() if reason != "on"}
-    broken = {
-        "activation",
-        "norm",
-        "scaled_linear",
-        "block_scaled_linear",
-        "mxfp8_linear",
-        "int8_linear",
-        "mla_norms",
-        "quantized_attention",
-        "rope_and_cache",
-    }
+    broken = {"activation", "norm", "mla_norms", "quantized_attention", "rope_and_cache"}
+    broken |= {"scaled_linear", "block_scaled_linear", "mxfp8_linear", "int8_linear"}
     assert off.keys() == broken | {"fusion", "unquantized_linear"}
     assert off["activation"].startswith("this vLLM lacks ") and "(x), got (rows)" in off["activation"]
     assert off["norm"] == "IndexError: list index out of range"
@@ -109,10 +96,7 @@ def test_stale_compiled_graphs_are_not_run(engines, expected):
 
 @pytest.fixture
 def installed(monkeypatch, caplog):
-    """Return a function that installs three seams that do nothing, and one for NVIDIA.
-
-    It returns the active ones and the log.
-    """
+    """Return a function that installs four seams that do nothing, and returns the active ones and the log."""
 
     def install(version: str = "0.33.0", **changed) -> tuple[list[str], list[str]]:
         seams = {name: seam.Seam(name, "nothing", lambda: None, lambda: None) for name in ("first", "norm", "fusion")}
@@ -141,10 +125,9 @@ def test_one_reason_is_one_line(installed, monkeypatch):
     old = {"versions": ("0.30", "0.32")}
     line = f"vllm-rocm-ops: first, fusion off: tested on vLLM 0.30 to 0.32, got 0.33.0; {skip}. vLLM's own code runs."
     assert installed(first=old, fusion=old) == (["norm"], [line])
-    monkeypatch.setattr(
-        seam, "unsupported_reason", lambda platform: "this GPU is not supported, kernels exist for gfx942"
-    )
-    assert installed() == ([], [off.format("this GPU is not supported, kernels exist for gfx942")])
+    gpu = "this GPU is not supported, kernels exist for gfx942"
+    monkeypatch.setattr(seam, "unsupported_reason", lambda platform: gpu)
+    assert installed() == ([], [off.format(gpu)])
     monkeypatch.setattr(seam, "wanted", lambda name, switch: False)
     monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "none")
     assert installed() == ([], [off.format("VLLM_ROCM_OPS_SEAMS=none")])
@@ -247,10 +230,7 @@ def test_each_file_with_a_seam_has_its_line():
 
 
 def test_a_seam_comes_after_those_that_it_names():
-    """Routing experts need the classes of other seams, and a launch with norms needs theirs; other seams go by name.
-
-    Seams that wait for each other are refused.
-    """
+    """Routing experts and the launch with norms need others' classes; other seams go by name. Cycles are refused."""
     seams = [seam.load(name) for name in seam.NAMES]
     names = [found.name for found in seam.ordered(seams)]
     later = {"routing_experts", "mla_norms"}
@@ -261,12 +241,6 @@ def test_a_seam_comes_after_those_that_it_names():
         seam.ordered([dataclasses.replace(seam.load("norm"), after=("norm",))])
 
 
-def test_switch_refuses_unknown_names():
-    """A typo must not silently switch everything off."""
-    with pytest.raises(ValueError, match="VLLM_ROCM_OPS_SEAMS: norms not in all, none, activation"):
-        seam.wanted("norm", "norms")
-
-
 @pytest.mark.parametrize(
     ("version", "inside"),
     [
@@ -274,26 +248,13 @@ def test_switch_refuses_unknown_names():
         ("0.33.1+rocm724", True),
         ("0.29.9", False),
         ("0.34.0rc1", False),
-        ("1.30.0", False),
+        ("1.30", False),
         ("dev", False),
     ],
 )
 def test_version_range(version, inside):
     """Both ends belong to the range; an unreadable version does not."""
     assert seam.in_range(version, ("0.30", "0.33")) is inside
-
-
-class Machine:
-    """vLLM's platform as far as seams ask it, here CUDA's."""
-
-    def __init__(self, capability: int):
-        self.capability = capability
-
-    def is_cuda(self) -> bool:
-        return True
-
-    def get_device_capability(self):
-        return types.SimpleNamespace(to_int=lambda: self.capability)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +273,10 @@ def test_nvidia_has_to_be_asked_for(switch, capability, platform, lack, monkeypa
     monkeypatch.delenv("VLLM_ROCM_OPS_ON_NVIDIA", raising=False)
     if switch is not None:
         monkeypatch.setenv("VLLM_ROCM_OPS_ON_NVIDIA", switch)
-    monkeypatch.setattr(platforms, "_current_platform", Machine(capability))
-    monkeypatch.setattr(platforms, "current_platform", Machine(capability), raising=False)
+    capable = Fake(to_int=lambda: capability)
+    machine = Fake(is_cuda=lambda: True, get_device_capability=lambda: capable)
+    monkeypatch.setattr(platforms, "_current_platform", machine)
+    monkeypatch.setattr(platforms, "current_platform", machine, raising=False)
     assert seam.served_platform() == platform
     if platform is not None:
         assert seam.unsupported_reason(platform) == lack

