@@ -10,6 +10,8 @@ import pytest
 import torch
 from engines import Engines, identity
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import layerwise
 
 from vllm_rocm_ops.vllm.guards import checked_scales
 
@@ -229,8 +231,6 @@ def test_a_refused_weight_update_leaves_the_model_unchanged(updated, flavour):
 @pytest.fixture
 def reloaded(monkeypatch):
     """Return a model of one FP8 layer in use, and a function that loads some of its weights again."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.model_loader.reload import layerwise
 
     class Method(QuantizeMethodBase):
         create_weights = apply = None

@@ -13,6 +13,8 @@ from engines import STEPS
 from fakes import Fake, set_config
 from marks import full
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends import registry
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -394,8 +396,6 @@ def test_windows_and_sinks_are_served(layer, member):
 
 def test_batches_that_a_graph_cannot_tell_apart_stay_baseline(layer, monkeypatch):
     """A graph for several tokens of one request may be replayed for fewer. One row is one row in any graph."""
-    from vllm.config import CUDAGraphMode
-
     several, one = Batch([20], [4]), Batch([20], [1])
     modes = {CUDAGraphMode.FULL: "stock", CUDAGraphMode.FULL_AND_PIECEWISE: "plugin", CUDAGraphMode.NONE: "plugin"}
     for mode, who in modes.items():
@@ -484,8 +484,6 @@ def test_a_backend_of_another_shape_is_left_alone(configuration, lack):
 
 
 def test_another_plugins_backend_is_left_alone(configuration, monkeypatch):
-    from vllm.v1.attention.backends import registry
-
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: "theirs.Backend"})
     with pytest.raises(seam.Unavailable, match="another plugin replaces CPU_ATTN by theirs.Backend"):
         attention.SEAM.probe()

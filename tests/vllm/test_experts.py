@@ -12,6 +12,24 @@ import torch
 from fakes import Fake, decide, plugin_wins_up_to, time_choices
 from linears import ask_for_aiter, random
 from torch import Tensor
+from vllm._aiter_ops import rocm_aiter_ops
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+    RoutingMethodType,
+    fp8_w8a8_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.online import mxfp8
+from vllm.model_executor.layers.quantization.quark import quark, quark_moe
+from vllm.model_executor.layers.quantization.utils import quant_utils
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -49,17 +67,11 @@ def config(**options):
 
 def scheme(kind: str) -> tuple:
     """Return vLLM's keys for the weights and the inputs of a quantization."""
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     return tuple(name and getattr(quant_utils, name) for name in KINDS[kind])
 
 
 def select(kind: str, **options) -> type:
     """Return the experts that vLLM selects."""
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
-    from vllm.model_executor.layers.quantization import fp8
-    from vllm.model_executor.layers.quantization.online import mxfp8
-
     if kind == "bf16":
         return unquantized_fused_moe_method.select_unquantized_moe_backend(moe_config=config(**options))[1]
     if kind == "mx":
@@ -71,8 +83,6 @@ class Layer:
     """The weights of a layer in a quantization, vLLM's form of them, and their exact values."""
 
     def __init__(self, kind: str):
-        from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, fp8_w8a8_moe_quant_config
-
         self.kind = kind
         self.w1, w1_scale, self.exact1 = self.quantized(random(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5)
         self.w2, w2_scale, self.exact2 = self.quantized(random(EXPERTS, HIDDEN, INNER) * INNER**-0.5)
@@ -145,8 +155,6 @@ def modular(kind: str) -> type:
 
 def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **options) -> Tensor:
     """Call experts as vLLM's layer does after its router."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     common = {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None}
     common |= {"apply_router_weight_on_input": False}
     arguments = {"w1": layer.w1, "w2": layer.w2, "topk_weights": weights, "topk_ids": ids}
@@ -155,8 +163,6 @@ def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **opt
 
 def call_with_logits(layer: Layer, made, logits: Tensor, bias: Tensor, hidden: Tensor, **options) -> Tensor:
     """Call experts that route, as vLLM's layer does."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     common = {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None}
     common |= {"apply_router_weight_on_input": False, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP}
     common |= {"routed_scaling_factor": SCALE, "e_score_correction_bias": bias, "routing_sink": None}
@@ -180,8 +186,6 @@ def vllm_routes(logits: Tensor, bias: Tensor | None, **options) -> tuple[Tensor,
 
 def vllm_router(topk: int = TOPK, bias: Tensor | None = None, **options):
     """Return vLLM's own router."""
-    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-
     groups = {"use_grouped_topk": True, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP, "scoring_func": "sigmoid"}
     scale = {"routed_scaling_factor": SCALE, "e_score_correction_bias": bias}
     return CPURouter(topk, EXPERTS, **(groups | scale | options))
@@ -285,8 +289,6 @@ def test_routes():
 @pytest.fixture
 def baseline(monkeypatch):
     """Make the plugin's classes keep baseline experts that return ones and record their calls."""
-    from vllm.model_executor.layers.fused_moe import modular_kernel
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
     class Baseline(experts.Predicates, modular_kernel.FusedMoEExpertsModular):
         calls: typing.ClassVar = []
@@ -356,8 +358,6 @@ def calls_of(
 @pytest.mark.parametrize("form", FORMS)
 def test_what_no_kernel_takes_is_vllms(baseline, form, kind, on_input):
     """On CPU the baseline experts get the call as vLLM would have made it. vLLM cannot quantize in groups there."""
-    from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
-
     result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, baseline, on_input=on_input)
     assert torch.equal(result, torch.ones_like(hidden))
     if on_input:
@@ -391,15 +391,11 @@ def test_few_tokens_are_served(baseline, monkeypatch, form, kind, tokens):
 
 
 def parallel(**options):
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-
     alone = vars(FusedMoEParallelConfig.make_no_parallel())
     return {"moe_parallel_config": FusedMoEParallelConfig(**(alone | options))}
 
 
 def method(name: str):
-    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-
     return {"routing_method": RoutingMethodType[name]}
 
 
@@ -481,10 +477,6 @@ def test_padding_goes_to_no_expert(monkeypatch):
 
 def test_what_keeps_routing_with_vllm():
     """vLLM's router reports where tokens went, and Quark's layers call no experts that route."""
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-    from vllm.model_executor.layers.quantization.quark import quark, quark_moe
-
     current, base = get_current_vllm_config(), FusedMoEMethodBase.apply_monolithic
     assert quark_moe.QuarkW8A8Fp8MoEMethod.apply_monolithic is base, "it does now: that rule can go"
     current.quant_config = quark.QuarkConfig({}, None)
@@ -497,8 +489,6 @@ def test_what_keeps_routing_with_vllm():
 
 def test_unsupported_layers_stay_vllms(monkeypatch):
     """The user's choice, unsupported layers, and tokens that move between ranks are vLLM's."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     spread = {"dp_size": 2, "use_ep": True, "ep_size": 2}
     backends = "deepep_low_latency", "nixl_ep", "deepep_high_throughput"
     moved = parallel(pcp_size=2), *(parallel(all2all_backend=name, **spread) for name in backends)
@@ -527,8 +517,6 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
 @pytest.fixture
 def aiters_experts(monkeypatch):
     """Enable AITER, with its experts available."""
-    from vllm._aiter_ops import rocm_aiter_ops
-
     ask_for_aiter(monkeypatch)
     monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
 
@@ -566,8 +554,6 @@ def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog)
 
 def applied(made, layer: Layer, hidden: Tensor, scale: Tensor | None, weights: Tensor, ids: Tensor, meta=None, **more):
     """Return the output buffer of experts, for tokens that vLLM has moved."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     output = torch.full((len(hidden), HIDDEN), torch.nan, dtype=torch.bfloat16)
     given = {"hidden_states": hidden, "w1": layer.w1, "w2": layer.w2, "topk_weights": weights, "topk_ids": ids}
     given |= {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None, "a1q_scale": scale}

@@ -25,7 +25,7 @@ def eager(engines) -> dict[str, dict]:
     if FULL:
         jobs["gfx950"] = engines.job(("llama", "mxfp8"), emulate="gfx950", max_tokens=EMULATED_STEPS)
     for name, (flavour, op, make) in FAULTS.items():
-        jobs[name] = engines.job(flavour, fault={"op": op, "make": make})
+        jobs[name] = engines.job(flavour, fault={"op": op, "make": f"lambda exact: lambda {make}"})
     return engines.run(jobs)
 
 
@@ -220,57 +220,22 @@ def test_gfx950_code_and_vllms_kernels_share_a_model(engines, eager, expected):
     agree(alone, expected(mx, alone["tokens"]), EMULATED_STEPS)
 
 
+BF16, TOKEN, BLOCK, MX, EXPERTS_BF16 = *(("llama", kind) for kind in ("bf16", "token", "block", "mxfp8")), EXPERTS[0]
 FAULTS = {
-    "the residual is not added": (
-        ("llama", "bf16"),
-        "fused_add_rms_norm",
-        "lambda exact: lambda x, residual, *others: exact(x, torch.zeros_like(residual), *others)",
+    # what: the model, the op, and its wrong function of these arguments, by the `exact` one
+    "the residual is not added": (BF16, "fused_add_rms_norm", "x, r, *rest: exact(x, torch.zeros_like(r), *rest)"),
+    "the residual is not updated": (BF16, "fused_add_rms_norm", "x, r, *rest: exact(x, r.clone(), *rest)"),
+    "a scale of gfx942's format": (TOKEN, "silu_and_mul_per_token_quant", "*a: (exact(*a)[0], exact(*a)[1] * 2)"),
+    "no scale of output channels": (TOKEN, "scaled_mm", "a, b, sa, sb, *rest: exact(a, b, sa, sb.mean(), *rest)"),
+    "the next rows' scales": (BLOCK, "block_scaled_mm", "a, b, sa, sb, *rest: exact(a, b, sa, sb.roll(1, 0), *rest)"),
+    "the next 32 values' scale": (MX, "mxfp8_scaled_mm", "a, b, sa, *rest: exact(a, b, sa.roll(1, 1), *rest)"),
+    "the next expert's weight": (EXPERTS[1], "fused_experts", "x, w1, w2, *rest: exact(x, w1, w2.roll(1, 0), *rest)"),
+    "equal weights of experts": (
+        *(EXPERTS_BF16, "fused_experts"),
+        "x, w1, w2, weights, *rest: exact(x, w1, w2, torch.ones_like(weights), *rest)",
     ),
-    "the residual is not updated": (
-        ("llama", "bf16"),
-        "fused_add_rms_norm",
-        "lambda exact: lambda x, residual, *others: exact(x, residual.clone(), *others)",
-    ),
-    "the scale is twice as large, as if the format were gfx942's": (
-        ("llama", "token"),
-        "silu_and_mul_per_token_quant",
-        "lambda exact: lambda *arguments: (exact(*arguments)[0], exact(*arguments)[1] * 2)",
-    ),
-    "a linear layer leaves the scale of its output channels out": (
-        ("llama", "token"),
-        "scaled_mm",
-        "lambda exact: lambda a, b, scale_a, scale_b, *others: exact(a, b, scale_a, scale_b.mean(), *others)",
-    ),
-    "a linear layer has the block scales of the next rows": (
-        ("llama", "block"),
-        "block_scaled_mm",
-        "lambda exact: lambda a, b, scale_a, scale_b, *others: exact(a, b, scale_a, scale_b.roll(1, 0), *others)",
-    ),
-    "the scale of 32 values is taken for the next 32": (
-        ("llama", "mxfp8"),
-        "mxfp8_scaled_mm",
-        "lambda exact: lambda a, b, scale_a, *others: exact(a, b, scale_a.roll(1, 1), *others)",
-    ),
-    "experts end with the weight of the next one": (
-        ("deepseek", "block"),
-        "fused_experts",
-        "lambda exact: lambda hidden, w1, w2, *others: exact(hidden, w1, w2.roll(1, 0), *others)",
-    ),
-    "the experts of a token weigh the same": (
-        ("deepseek", "bf16"),
-        "fused_experts",
-        "lambda exact: lambda hidden, w1, w2, weights, *others: exact(hidden, w1, w2, torch.ones_like(weights), *others)",
-    ),
-    "tokens are routed without the bias": (
-        ("deepseek", "bf16"),
-        "grouped_topk",
-        "lambda exact: lambda *arguments: exact(*arguments[:-1], torch.zeros_like(arguments[-1]))",
-    ),
-    "a group has its neighbor's scale": (
-        ("llama", "block"),
-        "silu_and_mul_per_block_quant",
-        "lambda exact: lambda *arguments: (exact(*arguments)[0], exact(*arguments)[1].roll(1, -1))",
-    ),
+    "routes without the bias": (EXPERTS_BF16, "grouped_topk", "*a: exact(*a[:-1], torch.zeros_like(a[-1]))"),
+    "a neighbor's scale": (BLOCK, "silu_and_mul_per_block_quant", "*a: (exact(*a)[0], exact(*a)[1].roll(1, -1))"),
 }
 
 

@@ -11,9 +11,17 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from vllm.compilation.passes.inductor_pass import get_pass_context, pass_context
+from vllm.config import get_current_vllm_config
+from vllm.config.utils import Range
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.quantization import input_quant_fp8
+from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.graph import compiled_ops, markers, rewrite
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 
@@ -25,8 +33,6 @@ ALL = frozenset(("norm", "activation"))
 
 @pytest.fixture(autouse=True)
 def choices(monkeypatch) -> compiled_ops.CompileChoices:
-    from vllm_rocm_ops.vllm.graph import rewrite
-
     made = compiled_ops.CompileChoices(on=ALL)
     monkeypatch.setattr(rewrite, "choices", made)
     return made
@@ -38,11 +44,6 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 def marked_quantization(key: str, **how):
     """Return vLLM's quantization as a model calls it while traced, and as vLLM computes it."""
-    from vllm.model_executor.layers.quantization import input_quant_fp8
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
-    from vllm_rocm_ops.vllm.graph import markers
-
     scale = getattr(quant_utils, key).scale
     how = {"use_ue8m0": False, "compile_native": False} | how
     quant = input_quant_fp8.QuantFP8(scale.static, scale.group_shape, **how)
@@ -67,12 +68,6 @@ def quantizer(key: str, **how):
 
 def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None, edit=None, **passes: bool):
     """Run vLLM's passes on a function's graph, after an `edit`, and return the graph and the names of its calls."""
-    from vllm.compilation.passes.inductor_pass import get_pass_context, pass_context
-    from vllm.config import get_current_vllm_config
-    from vllm.config.utils import Range
-
-    from vllm_rocm_ops.vllm.graph import rewrite
-
     configuration, module = get_current_vllm_config(), make_fx(function, table or {}, "fake")(*inputs)
     if edit is not None:
         edit(module.graph)
@@ -329,10 +324,6 @@ def test_an_unquantized_norm_is_replaced_before_an_opaque_reader(reads):
 @pytest.mark.parametrize("gates", ["product", "quantized", "mx", "pointwise"])
 def test_activations_are_replaced_before_gemms_and_quantizations(gates):
     """It is replaced alone before a GEMM, and with its quantization, and left if the compiler fuses it."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from vllm_rocm_ops.vllm.graph import markers
-
     (marked, _), act = quantizer(MX if gates == "mx" else KEYS[2]), markers.of_activation(SiluAndMul.forward_native)
     x, product = random(ROWS, 2 * HIDDEN), random(HIDDEN, 8, seed=3)
     how = {"product": lambda y, p: (y @ p,), "pointwise": lambda y, p: (y + 1,)}
@@ -355,11 +346,6 @@ GATED = {"alone": True, "read again": False, "with a bias": False, "another quan
 @pytest.mark.parametrize("how", GATED)
 def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choices):
     """One op replaces three, and is served as the two that it replaces."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from vllm_rocm_ops.vllm.graph import markers
-    from vllm_rocm_ops.vllm.linear import base as linear_base
-    from vllm_rocm_ops.vllm.selection import kernel_selection
 
     class Baseline:
         config, quant_fp8 = "of a test", Fake(static=False)
@@ -414,10 +400,6 @@ PATTERNS = {
 
 
 def silu_and_mul(x):
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from vllm_rocm_ops.vllm.graph import markers
-
     return markers.of_activation(SiluAndMul.forward_native)(torch.cat((x, x.flip(1)), 1))
 
 
@@ -570,10 +552,6 @@ PATTERN, RESIDUAL = (pattern(f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat1
 )
 def test_patterns_are_replaced_as_decided(choices, made, passes, plugin):
     """Choices are by pattern; a first norm follows those with a residual. The compile cache tells choices apart."""
-    from vllm.config import get_current_vllm_config
-
-    from vllm_rocm_ops.vllm.graph import rewrite
-
     before = rewrite.Fusion(get_current_vllm_config()).uuid()
     vars(choices).update(made)
     (marked, theirs), x, weight = quantizer(KEYS[1]), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
@@ -587,8 +565,6 @@ def test_patterns_are_replaced_as_decided(choices, made, passes, plugin):
 @pytest.mark.parametrize("key", [None, *KEYS])
 def test_what_vllm_fuses_with_an_all_reduce_is_vllms(choices, key, epsilon, reduced):
     """It is a norm after an all-reduce, with an epsilon of vLLM's patterns, alone or with one of their quantizations."""
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     choices.all_reduced = frozenset((None, quant_utils.kFp8Dynamic128Sym))
     marked = (lambda y: (y,)) if key is None else quantizer(key)[0]
     x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
@@ -613,8 +589,6 @@ LIBRARY.impl("quantize", lambda x, out: None, "Meta")
 
 def test_equal_markers_are_traced_once(monkeypatch):
     """A model has them in every layer."""
-    from vllm_rocm_ops.vllm.graph import markers
-
     traced, trace = [], markers.trace
     monkeypatch.setattr(markers, "trace", lambda *given: traced.append(given) or trace(*given))
     (marked, theirs), (other, others), x = quantizer(KEYS[1]), quantizer(KEYS[2]), random(ROWS, HIDDEN)
@@ -648,10 +622,6 @@ def test_a_scale_that_is_computed_behind_the_norm():
 
 def test_a_kernel_that_writes_its_argument_is_functional_again():
     """vLLM's passes expect such a graph."""
-    from vllm.model_executor.layers.quantization import input_quant_fp8
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
-    from vllm_rocm_ops.vllm.graph import markers
 
     def theirs(x, scale, bound=None):
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from fakes import decide, parameter, time_choices
 from linears import FEW, MANY, hold, random, require_products
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -47,9 +49,6 @@ KINDS = {"tensors": (False, True), "fused": (False, False), "channels": (True, F
 @pytest.fixture
 def make(monkeypatch):
     """Return a function that makes a layer with its kernel, which may keep a baseline, and the exact weight."""
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
-
     monkeypatch.setattr(linear_base, "_kernels", {})
 
     def make(kind: str, baseline: type | None = None):
@@ -142,8 +141,6 @@ def test_weights_of_unknown_order_are_vllms(make):
 
 
 def test_activations_with_a_zero_point_are_vllms():
-    from vllm.model_executor.kernels import linear
-
     plugin = linear._POSSIBLE_INT8_KERNELS[linear.current_platform._enum][0]
     given = {"is_static_input_scheme": False, "is_channelwise": True, "input_symmetric": False}
     config = linear.Int8ScaledMMLinearLayerConfig(**given)
@@ -153,8 +150,6 @@ def test_activations_with_a_zero_point_are_vllms():
 
 def test_vllm_chooses_the_baseline(make, monkeypatch):
     """It is the first of vLLM's own kernels that supports the layer."""
-    from vllm.model_executor.kernels import linear
-
     _, kernel, _ = make("channels", Baseline)
     table, platform = linear._POSSIBLE_INT8_KERNELS, linear.current_platform._enum
     monkeypatch.setitem(table, platform, [type(kernel), type(kernel.baseline)])
@@ -170,8 +165,6 @@ def test_fake_results_are_like_real_ones(make):
 
 
 def test_the_probe_notices_another_table(monkeypatch):
-    from vllm.model_executor.kernels import linear
-
     int8_linear.probe()
     monkeypatch.delattr(linear, "_POSSIBLE_INT8_KERNELS")
     with pytest.raises(seam.Unavailable, match="this vLLM lacks _POSSIBLE_INT8_KERNELS"):

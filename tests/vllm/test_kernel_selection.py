@@ -22,13 +22,16 @@ import torch
 from fakes import Fake, FakeClock, fake_worker
 from keys import key
 from marks import full
+from vllm.config import VllmConfig
+from vllm.distributed import parallel_state
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_rocm_ops.core import archs, launch, tables
 from vllm_rocm_ops.core.clock import tensor_bytes
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import doctor
-from vllm_rocm_ops.vllm import coverage, worker_startup
+from vllm_rocm_ops.vllm import coverage, register, worker_startup
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
@@ -950,10 +953,6 @@ class One(typing.NamedTuple):
 @pytest.fixture
 def worker(monkeypatch):
     """Return a vLLM wrapper around a worker like the one for GPUs, and its events, in order."""
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    from vllm_rocm_ops.vllm import register
-
     register()
     happened, module = [], types.ModuleType("a_worker_for_gpus")
 
@@ -1138,8 +1137,6 @@ def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
 
 
 def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
-    from vllm.config import VllmConfig
-
     wrapper, happened = worker
     monkeypatch.setattr(selection, "begin_recording", lambda: happened.append("noting"))
     wrapper.vllm_config = VllmConfig()
@@ -1198,7 +1195,6 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
 def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatch):
     """Experts of a rank get the other ranks' tokens, too."""
     import vllm.config
-    from vllm.distributed import parallel_state
 
     called = []
     config = {"compilation_config": Fake(cudagraph_mode=vllm.config.CUDAGraphMode.NONE)}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fakes import Fake
 from marks import full
+from vllm.platforms import current_platform
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -197,8 +198,6 @@ def test_other_workers_wait(monkeypatch, tmp_path):
 
 
 def test_the_child_sees_the_gpu_of_the_rank(monkeypatch):
-    from vllm.platforms import current_platform
-
     monkeypatch.undo()
     name, config = current_platform.device_control_env_var, Fake(assigned_physical_gpu_ids=None)
     worker = Fake(local_rank=1, parallel_config=config)

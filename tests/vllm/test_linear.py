@@ -8,6 +8,20 @@ import torch
 from fakes import Fake, decide, parameter, plugin_wins_up_to, time_choices
 from linears import FEW, MANY, ask_for_aiter, hold, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import _aiter_ops
+from vllm import envs as vllm_envs
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
+from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearKernel
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.model_executor.utils import weights_already_processed
+from vllm.platforms import current_platform
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -16,6 +30,8 @@ from vllm_rocm_ops.core.stats import fallbacks
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared.weight_layout import plain_weight, shuffle_weight
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import fused_quant
+from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear, weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
@@ -65,11 +81,6 @@ KINDS = {
 @pytest.fixture
 def make(monkeypatch):
     """Return a function that makes a layer with its kernel, which may keep a baseline, and the exact weight in fp32."""
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
-    from vllm.model_executor.kernels.linear.scaled_mm import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearKernel
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": RocmDotScaledMxfp8LinearKernel}
     monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")  # the references of a busy CPU take their time
@@ -174,10 +185,6 @@ def test_what_our_op_refuses_is_vllms(make):
 @pytest.mark.parametrize("kind", ["static", "channel", "block"])
 def test_quantized_input_is_taken(make, kind):
     """A layer states the quantized input it accepts, and such an input is not quantized again."""
-    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
-
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
     layer, kernel, exact = make(kind, Baseline)
     key = get_input_quant_key(layer)
     assert key == kernel.config.activation_quant_key
@@ -193,8 +200,6 @@ def test_quantized_input_is_taken(make, kind):
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_batch_invariant_layers_take_no_quantized_input(make, kind, monkeypatch):
     """vLLM's path through them reads the input as a tensor."""
-    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
-
     layer, kernel, _ = make(kind, Baseline)
     del layer._input_quant_key
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -363,10 +368,6 @@ def test_weights_are_shuffled_on_request(make, kind, shuffles):
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypatch):
     """An earlier start measured all sizes of this one, and its result still holds. The graph's cache key includes it."""
-    from vllm.config import get_current_vllm_config
-
-    from vllm_rocm_ops.vllm.guards import compile_cache
-
     monkeypatch.setattr(linear_base, "shuffled", set())
     scheduler = get_current_vllm_config().scheduler_config
     monkeypatch.setattr(scheduler, "max_num_batched_tokens", MANY)
@@ -404,9 +405,6 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
 
 def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torch.nn.Module, object]:
     """Return a layer and its kernel in a process that got prepared tensors from another, as from vLLM's weight cache."""
-    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-    from vllm.model_executor.utils import weights_already_processed
-
     names = filter(None, [getattr(kernel, "layer_param_names", None)])
     other, made = torch.nn.Module(), type(kernel)(kernel.config, *names)
     for name, weight in layer.named_parameters():
@@ -427,8 +425,6 @@ def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torc
 )
 def test_weights_that_another_process_prepared(make, kind, baseline, shuffle, shuffles, monkeypatch):
     """They are read in the order they were left in, and the layer states the quantized input it accepts."""
-    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
-
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", shuffle)
     layer, kernel, exact = make(kind, baseline)
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "0")
@@ -495,9 +491,6 @@ def test_a_kernel_that_quantizes_its_input_is_not_kept(make, kind):
 
 def test_vllm_chooses_the_baseline(make):
     """vLLM chooses from its own table, without the plugin's kernels, and the table is restored."""
-    from vllm.model_executor.kernels import linear
-    from vllm.platforms import current_platform
-
     kernels = linear._POSSIBLE_FP8_KERNELS[current_platform._enum]
     before = list(kernels)
     _, kernel, _ = make("channel")
@@ -540,8 +533,6 @@ class OnGpu(torch.Tensor):
 @pytest.fixture
 def replaced(monkeypatch):
     """Return vLLM's module, with the plugin's function in place of one that notes calls, that one, and the calls."""
-    from vllm.model_executor.layers import utils
-
     calls = []
 
     def baseline(layer, x, weight, bias=None):
@@ -572,9 +563,6 @@ def test_batch_invariant_unquantized_layers_are_vllms(replaced, monkeypatch):
 @pytest.mark.parametrize("name", ["fuse_act_padding", "fuse_allreduce_rms", "fuse_norm_quant"])
 def test_graphs_keep_the_op_that_a_pass_looks_for(replaced, name, monkeypatch):
     """They match it after AITER's norm with padding of gpt-oss, and after its all-reduce with a projection."""
-    from vllm.config import get_current_vllm_config
-    from vllm.platforms import current_platform
-
     utils, _, calls = replaced
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -733,8 +721,6 @@ BROKEN = {
 @pytest.mark.parametrize("module", BROKEN, ids=lambda module: module.SEAM.name)
 def test_a_probe_notices_other_tables_and_signatures(module, monkeypatch):
     """The seam is then off, and says what is missing."""
-    from vllm.model_executor.kernels import linear
-
     module.probe()
     with monkeypatch.context() as patch:
         patch.delattr(linear, BROKEN[module])
@@ -747,8 +733,6 @@ def test_a_probe_notices_other_tables_and_signatures(module, monkeypatch):
 
 def test_the_probe_for_unquantized_layers_notices_another_dispatch(monkeypatch):
     """On CPU vLLM's dispatch gives layers another function, like a vLLM that no longer looks up the plugin's."""
-    from vllm.model_executor.layers import utils
-
     with pytest.raises(seam.Unavailable, match="this vLLM lacks rocm_unquantized_gemm in its dispatch"):
         unquantized_linear.probe()
     monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.rocm_unquantized_gemm)
@@ -758,8 +742,6 @@ def test_the_probe_for_unquantized_layers_notices_another_dispatch(monkeypatch):
 @pytest.mark.parametrize("what", ["order of weights", "code objects"])
 def test_a_graph_that_was_compiled_for_others_is_not_loaded(tmp_path, monkeypatch, what):
     """The order of weights and the code objects are in the fingerprint."""
-    from vllm_rocm_ops.vllm.guards import compile_cache
-
     monkeypatch.setattr(vllm_rocm_ops, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setattr(launch, "CODE", tmp_path / "code")
     stamp = tmp_path / "code" / "gfx942" / "rms_norm.json"
@@ -913,7 +895,6 @@ def test_mx_layers_are_measured(make, monkeypatch):
 @pytest.mark.parametrize("shared", [False, True])
 def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
     """vLLM passes the plugin's values and scales to its GEMM, and quantizes other inputs. 32 rows may share a scale."""
-    from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
 
     def product(a, scale_a, weight, scale, dtype):
         assert len(scale) == len(weight) // (32 if shared else 1)
@@ -941,8 +922,6 @@ def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
 
 def test_an_emulated_mx_product_reads_what_is_not_quantized(make):
     """vLLM emulates it if the user has asked to keep 8-bit weights."""
-    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
-
     layer, kernel, _ = make("mxfp8", Baseline)
     kernel.baseline, kernel.hands_rows = EmulationMxfp8LinearKernel(kernel.config), False
     layer.weight_scale.data = layer.weight_scale.data.repeat_interleave(32, 0)
@@ -974,9 +953,6 @@ def test_unquantized_layers_are_measured(monkeypatch):
 @pytest.mark.parametrize("is_on", [False, True])
 def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_found, monkeypatch):
     """A vLLM with AITER on by default runs its kernels without any switch set, but not without the library."""
-    from vllm import _aiter_ops
-    from vllm import envs as vllm_envs
-
     monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
     monkeypatch.setitem(vllm_envs.environment_variables, "VLLM_ROCM_USE_AITER", lambda: is_on)
     monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", is_found)

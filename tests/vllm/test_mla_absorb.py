@@ -3,6 +3,8 @@
 import pytest
 import torch
 from fakes import Counting, Fake, RowClock, decide
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.utils import replace_parameter
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
@@ -24,8 +26,6 @@ class Layer(torch.nn.Module):
         self.load(seed)
 
     def load(self, seed: int) -> None:
-        from vllm.model_executor.utils import replace_parameter
-
         generator, v = torch.Generator().manual_seed(seed), self.v_head_dim
         weight = torch.randn(HEADS * (NOPE + v), LATENT, generator=generator).bfloat16()
         w_uk, w_uv = weight.t().view(LATENT, HEADS, NOPE + v).split([NOPE, v], -1)
@@ -35,8 +35,6 @@ class Layer(torch.nn.Module):
 
 def calls(layer: Layer, rows: int = 3) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return vLLM's results with both weights, and the expected ones in float64."""
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
     generator = torch.Generator().manual_seed(rows)
     q = torch.randn(rows, HEADS, NOPE + 64, generator=generator).bfloat16()[..., :NOPE]
     latent = torch.randn(rows, HEADS, LATENT, generator=generator).bfloat16()

@@ -9,6 +9,9 @@ from fakes import Fake, change, check_and_time, fake_decoder, set_config, spoil
 from keys import key
 from marks import FULL, full
 from test_row_selection import Linear
+from vllm.config import CompilationConfig
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch
@@ -104,8 +107,6 @@ class Layer(torch.nn.Module):
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, qk_head_dim, num_heads = KV, ROPE, NOPE, NOPE + ROPE, HEADS
 
     def __init__(self, key: str | None = "kFp8Dynamic128Sym", q: int | None = Q, fp8: bool = False):
-        from vllm.model_executor.layers.layernorm import RMSNorm
-
         super().__init__()
         self.q_lora_rank = q
         self.kv_a_layernorm = RMSNorm(KV, dtype=torch.bfloat16)
@@ -341,8 +342,6 @@ def test_a_run_without_a_cache_writes_none():
 @pytest.mark.usefixtures("configuration")
 def test_vllm_splits_a_model_at_our_op():
     """It splits once, where it would at its own cache write."""
-    from vllm.config import CompilationConfig
-
     assert "mla_norms" in seam.active()
     split = CompilationConfig(mode=3)
     for _ in range(2):
@@ -355,8 +354,6 @@ def test_vllm_splits_a_model_at_our_op():
 
 def test_another_layer_is_not_replaced(monkeypatch):
     """The seam is off, and says so, if vLLM's layer or its cache write is another."""
-    from vllm.model_executor.custom_op import op_registry_oot
-
     active = [*seam.NAMES]
     monkeypatch.setattr(seam, "active", lambda: active)
     monkeypatch.delitem(op_registry_oot, "MultiHeadLatentAttentionWrapper", raising=False)

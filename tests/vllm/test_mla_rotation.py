@@ -5,6 +5,7 @@ import test_mla_norms
 import torch
 from fakes import Counting, Fake, change, check_and_time, parameter, spoil
 from test_mla_norms import HEADS, KV, ROPE
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch
@@ -20,8 +21,6 @@ OP, NOPE, V = ops.batched_gemm_rope, 128, 64
 
 def attention(nope: int = NOPE) -> torch.nn.Module:
     """Return vLLM's attention layer with what its forward_impl reads. It keeps the queries of decode and of prefills."""
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
     attn, generator, seen = MLAAttention.__new__(MLAAttention), torch.Generator().manual_seed(2), {}
     torch.nn.Module.__init__(attn)
     w_uk, w_uv = (torch.randn(HEADS, *shape, generator=generator).bfloat16() / 8 for shape in ((nope, KV), (KV, V)))

@@ -6,6 +6,7 @@ from fakes import Counting, Fake, fake_decoder
 from keys import key
 from test_mla_absorb import Layer as Plain
 from test_mla_absorb import require_measured
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
@@ -26,8 +27,6 @@ class Layer(Plain):
     def forward_impl(
         self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None, **rest
     ):
-        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
         self.given = output.dtype, output_scale, output_block_scale, rest
         if attn_metadata is None:
             return output.fill_(0)

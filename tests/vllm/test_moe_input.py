@@ -13,11 +13,16 @@ from test_graph import EPSILON, add_norm, called, choices, piece, quantizer, ran
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._library.utils import get_layout_constraint_tag
 from torch.fx.operator_schemas import normalize_function
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
-from vllm_rocm_ops.vllm.graph import moe_side_channel
+from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant, moe_side_channel
 from vllm_rocm_ops.vllm.moe import base, quantized_input
+from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
 from vllm_rocm_ops.vllm.selection.key import SEPARATE
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
@@ -30,8 +35,6 @@ PATTERNS = {pattern(f"{BOTH} {HIDDEN} bfloat16{kind}"): True for kind in ("", " 
 @pytest.fixture
 def runner(configuration, monkeypatch):
     """Make vLLM's ops of a layer record what the layer is given, and return the record."""
-    from vllm.model_executor.layers.fused_moe.runner import moe_runner
-
     seen = []
 
     def forward(hidden, logits, shared, ids):
@@ -173,10 +176,6 @@ def test_experts_take_what_they_were_handed(monkeypatch):
 @pytest.mark.parametrize("kind", ["rows", "columns", "powers of two"])
 def test_shared_experts_take_it_in_rows(configuration, kind):
     """A block-scaled kernel takes values and scales if it accepts this layout of scales; others quantize their input."""
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
     got = []
 
     class Kernel(Fp8BlockScaledMMLinearKernel):
@@ -267,8 +266,6 @@ class Model(torch.nn.Module):
     """A norm and a vLLM layer with the plugin's experts."""
 
     def __init__(self, scales=(4, 2, 2), **changed):
-        from vllm.model_executor.layers.layernorm import RMSNorm
-
         super().__init__()
         self.norm, self.layer = RMSNorm(HIDDEN, dtype=torch.bfloat16), torch.nn.Module()
         self.norm.weight.data = torch.linspace(0.5, 2, HIDDEN).bfloat16()
@@ -315,7 +312,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
     """Each result is checked."""
-    from vllm_rocm_ops.vllm.selection import kernel_timing
 
     def run(*arguments):
         made, residual = quantized_input.OP.reference(*arguments), arguments[4]
@@ -334,18 +330,12 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
 @pytest.mark.parametrize("baseline", [8.0, 5.0])
 def test_it_runs_where_it_won(baseline):
     """A record of times decides it, for all token counts."""
-    from vllm_rocm_ops.vllm.graph import compiled_ops
-    from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
-
     [pair] = quantized_input.found(Model(), True)
     record = Record({}, {}, {pair.key: {tokens: Measured(5.0, baseline) for tokens in compiled_ops.TOKENS}})
     assert compiled_ops.decide([pair], record.decided()) == {pair.pattern: baseline == 8.0}
 
 
 def test_a_key_that_has_a_choice_per_token_count_is_an_error(monkeypatch):
-    from vllm_rocm_ops.vllm.graph import compiled_ops
-    from vllm_rocm_ops.vllm.selection.kernel_selection import Record
-
     monkeypatch.setattr(quantized_input, "BESIDE", SEPARATE)
     with pytest.raises(ValueError, match=r"one choice for all token counts, got .* separate"):
         compiled_ops.decide([*quantized_input.found(Model(), True)], Record({}).decided())

@@ -11,6 +11,7 @@ from keys import key
 from marks import FULL, full
 from on_cpu import records
 from test_graph import marked_quantization
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
@@ -399,8 +400,6 @@ def test_the_profile_run_says_what_the_graph_has(kind):
 
 def test_vllms_fusion_pass_is_told_of_static_scales(configuration, monkeypatch):
     """It knows static scales in layers that are decided."""
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym
-
     impl, _ = made(False)
     for fuses in (False, True):
         monkeypatch.setattr(quantized_attention, "may_fuse", lambda decoder, of, fuses=fuses: fuses)

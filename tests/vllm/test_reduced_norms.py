@@ -19,11 +19,14 @@ from on_cpu import GroupClock, OverGloo
 from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, choices, expected, norm, piece, quantizer, random, same  # noqa: F401
 from test_kernel_selection import as_ranks
 from test_moe_input import PATTERNS, inputs, layer, runner  # noqa: F401
+from vllm.config import get_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core.correctness import as_tuple
-from vllm_rocm_ops.vllm.graph import all_reduce_timing, compilation, compiled_ops
+from vllm_rocm_ops.vllm.graph import all_reduce_norm, all_reduce_timing, compilation, compiled_ops, rewrite
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
@@ -70,10 +73,6 @@ class Alike:
 @pytest.fixture
 def shared(monkeypatch):
     """Yield a group whose all-reduces double, and in which every norm of at most `rows` rows is one launch."""
-    from vllm.distributed import parallel_state
-
-    from vllm_rocm_ops.vllm.graph import all_reduce_norm
-
     made = all_reduce_norm.GroupAllReduce(Doubled(), Alike(choice(ROWS)))
     monkeypatch.setitem(all_reduce_norm.groups, TP, made)
     monkeypatch.setitem(parallel_state._groups, TP, lambda: Fake(_all_reduce_out_place=lambda x: 2 * x))
@@ -184,10 +183,6 @@ def test_some_all_reduces_are_not_replaced(shared, choices):  # noqa: F811
 
 def test_what_a_compiled_graph_depends_on(shared):
     """It depends on whether any all-reduce of the plugin serves."""
-    from vllm.config import get_current_vllm_config
-
-    from vllm_rocm_ops.vllm.graph import rewrite
-
     fusion = rewrite.Fusion(get_current_vllm_config())
     uuids = [fusion.uuid()]
     for most in (0, 2):
@@ -260,8 +255,6 @@ def compiled(monkeypatch, choices):  # noqa: F811
 
 def start(group, clock: GroupClock, create=OverGloo) -> tuple:
     """Return where each launch serves after a start, its replacements, and its measurements."""
-    from vllm_rocm_ops.vllm.graph import all_reduce_norm
-
     group, worker = group_of(group), worker_of_one_norm()
     methods = group.device_communicator.all_reduce, worker.execute_model
     all_reduce_timing.before_compiling(worker, group, clock, create)
@@ -397,10 +390,6 @@ def test_a_step_whose_rank_was_missing_fails(name):
 @pytest.mark.parametrize("name", ["fused_allreduce_rms_norm", "fused_allreduce_gemma_rms_norm"])
 def test_functions_of_models_that_are_not_compiled(shared, name):
     """The fused op has the values of an all-reduce and vLLM's norm; beyond the launch's limit, vLLM's runs."""
-    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-
-    from vllm_rocm_ops.vllm.graph import all_reduce_norm
-
     gemma = "gemma" in name
     layer = (GemmaRMSNorm if gemma else RMSNorm)(HIDDEN, eps=EPSILON)
     layer.weight.data = random(HIDDEN, seed=1)
@@ -422,8 +411,6 @@ def test_functions_of_models_that_are_not_compiled(shared, name):
 
 def test_an_all_reduce_alone(shared):
     """The communicator's all-reduce runs it, for rows that a launch supports."""
-    from vllm_rocm_ops.vllm.graph import all_reduce_norm
-
     call = all_reduce_norm.Call("", HIDDEN, torch.bfloat16)
     all_reduce = all_reduce_norm.communicator(lambda x: "vLLM's", shared, call)
     x = random(ROWS, HIDDEN)

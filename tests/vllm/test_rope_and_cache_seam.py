@@ -12,6 +12,10 @@ from fakes import Fake, change, check_and_time, parameter, set_config, spoil
 from keys import key
 from marks import full
 from test_families import INSTALLED
+from vllm.config import CompilationConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
@@ -36,10 +40,6 @@ class Layer(torch.nn.Module):
     """The parts of an attention layer that the plugin uses."""
 
     def __init__(self, member: str, normed: bool, cache_dtype: str = "auto", is_neox: bool = True, rotary: int = SIZE):
-        from vllm.model_executor.layers.attention import Attention
-        from vllm.model_executor.layers.layernorm import RMSNorm
-        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-
         super().__init__()
         self.rotary_emb = RotaryEmbedding(SIZE, rotary, 64, 10000.0, is_neox, torch.bfloat16)
         self.rotary_emb._forward_method = self.rotary_emb.forward_native
@@ -408,7 +408,6 @@ def test_the_seam_needs_its_hooks(configuration, monkeypatch):
 def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
     """They are, only where vLLM splits at the op."""
     from vllm.compilation import backends as compilation
-    from vllm.config import CompilationConfig
 
     given = []
     monkeypatch.setattr(compilation, "split_graph", lambda graph, splitting_ops: given.append(graph.code))

@@ -9,6 +9,11 @@ from engines import STEPS, prompts_of
 from fakes import Counting, Fake, plugin_wins_up_to, time_choices
 from marks import full
 from test_experts import EXPERTS, HIDDEN, ROUTERS, TOPK, Layer, call_with_logits, config, inputs, kernel, method, random
+from vllm import envs
+from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.linear import ReplicatedLinear
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
@@ -24,9 +29,6 @@ FASTER = bytes([0, 1, 1, 1, 1])  # up to four tokens
 @pytest.fixture
 def one_rank(monkeypatch):
     """Make linear layers without a process group."""
-    from vllm.model_executor import parameter
-    from vllm.model_executor.layers import linear
-
     for module in (linear, parameter):
         monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
         monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
@@ -36,8 +38,6 @@ class Moe(torch.nn.Module):
     """vLLM's MoE layer: the gate, then the experts with its logits."""
 
     def __init__(self, router: str = "DeepSeekV3", kind: type | None = None, **changed):
-        from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-
         super().__init__()
         name, grouped = router.split()[0], "groups" not in router
         self.bias = random(EXPERTS) * 0.1 if name == "DeepSeekV3" else None
@@ -200,8 +200,6 @@ def test_unsupported_calls_are_vllms(monkeypatch):
 
 def test_returns_what_vllms_gate_does():
     """Both kinds of gates return a pair or the logits, of the weight's dtype."""
-    from vllm.model_executor.layers.linear import ReplicatedLinear
-
     for return_bias in (True, False):
         for kind in (None, ReplicatedLinear):
             options = {"bias": False} if kind else {}
@@ -263,8 +261,6 @@ def test_gates_that_stay(why):
 
 @pytest.mark.parametrize("how", ["VLLM_ROCM_OPS_MEASURE", "VLLM_BATCH_INVARIANT", "seam"])
 def test_settings_that_exclude_the_gate(monkeypatch, how):
-    from vllm import envs
-
     if how == "seam":
         monkeypatch.setattr(routing_gate.seam, "active", lambda: ["fp8_experts"])
     elif how == "VLLM_BATCH_INVARIANT":

@@ -6,10 +6,20 @@ import types
 import pytest
 import torch
 from fakes import Fake, FakeClock, fake_worker, parameter
+from vllm import _aiter_ops
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import CompilationMode
+from vllm.distributed.device_communicators.aiter_custom_all_reduce import AiterCustomAllreduce
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam, worker_startup
-from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, fused_quant
+from vllm_rocm_ops.vllm.guards import compile_cache
+from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 from vllm_rocm_ops.vllm.selection.key import COMPILED
 
@@ -27,9 +37,6 @@ class Linear(torch.nn.Module):
     """A linear as its input's producer sees it, with vLLM's quantization of the input."""
 
     def __init__(self, key: str, columns: int):
-        from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-        from vllm.model_executor.layers.quantization.utils import quant_utils
-
         super().__init__()
         self._input_quant_key = getattr(quant_utils, key)
         self.weight = parameter(torch.zeros(1))
@@ -45,9 +52,6 @@ class Layer(torch.nn.Module):
     """A norm with a residual and one without, and an activation, each with its linear."""
 
     def __init__(self, key: str):
-        from vllm.model_executor.layers.activation import SiluAndMul
-        from vllm.model_executor.layers.layernorm import RMSNorm
-
         super().__init__()
         self.input_layernorm, self.q_norm = (RMSNorm(n, dtype=torch.bfloat16) for n in (HIDDEN, LATENT))
         self.qkv_proj, self.q_b_proj = Linear(key, HIDDEN), Linear(key, LATENT)
@@ -268,8 +272,6 @@ def test_ranks_agree(kernels):
 
 def test_equal_layers_are_one_pair(kernels, monkeypatch):
     """A model of 200 layers has the pairs of one layer, except for activations, which know their linear."""
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
     asked, key_of = [], fused_quant.key_of
     monkeypatch.setattr(fused_quant, "key_of", lambda *given: asked.append(given) or key_of(*given))
     layers = torch.nn.ModuleList(Layer(KEYS[1]) for _ in range(200))
@@ -280,8 +282,6 @@ def test_equal_layers_are_one_pair(kernels, monkeypatch):
 
 def communicator(ranks: int, per_group: bool = True) -> Fake:
     """Return AITER's all-reduce in a group of fully connected GPUs, by vLLM's own rule for its one-stage kernel."""
-    from vllm.distributed.device_communicators.aiter_custom_all_reduce import AiterCustomAllreduce
-
     made = Fake(supports_per_group_quant=per_group, _impl=Fake(world_size=ranks, fully_connected=True))
     made.use_1stage_fused_ar_rms = types.MethodType(AiterCustomAllreduce.use_1stage_fused_ar_rms, made)
     return made
@@ -290,7 +290,6 @@ def communicator(ranks: int, per_group: bool = True) -> Fake:
 @pytest.fixture
 def aiter(kernels, monkeypatch):
     """Make vLLM compile for a simulated rank with AITER's all-reduce, if there are `ranks`."""
-    from vllm import _aiter_ops
 
     def of(ranks: int | None, switch: str = "all", platform: str = "rocm", **how) -> None:
         made = ranks and communicator(ranks, **how)
@@ -315,8 +314,6 @@ def aiter(kernels, monkeypatch):
 )
 def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(aiter, caplog, how, left):
     """These are norms without quantization, or with one of vLLM's patterns; the user can choose the plugin's."""
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     aiter(**how)
     with caplog.at_level(logging.INFO):
         assert decide(Layer(KEYS[2]), None, fuse_allreduce_rms=True) == ALL
@@ -350,8 +347,6 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
 
 def test_records_are_kept_apart_by_baseline(kernels, monkeypatch):
     """Baselines are eager or compiled, fused with the quantization or not, AITER's or not."""
-    from vllm_rocm_ops.vllm.linear import base as linear_base
-
     model, keys = Layer(KEYS[0]), []
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
     for compiles, passes, aiters in [
@@ -376,8 +371,6 @@ def test_records_are_kept_apart_by_baseline(kernels, monkeypatch):
 @pytest.mark.parametrize("runs", [True, False])
 def test_a_model_whose_classes_are_not_compiled_is_eager(runs):
     """This holds in vLLM's compiled mode, too. A draft model may differ."""
-    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-    from vllm.config import CompilationMode
 
     class Decoder(torch.nn.Module, TorchCompileWithNoGuardsWrapper):
         def __init__(self):
@@ -406,8 +399,6 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
 
 def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
     """It is in the worker's configuration, and in the one that a compiled part of the model holds."""
-    from vllm_rocm_ops.vllm.guards import compile_cache
-
     layer = Layer(KEYS[0])
     held = Fake(additional_config={})
     layer.vllm_config = held

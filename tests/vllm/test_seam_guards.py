@@ -4,6 +4,7 @@ import frames
 import pytest
 import torch
 from fakes import Fake, fake_decoder, parameter
+from vllm._aiter_ops import rocm_aiter_ops
 
 from vllm_rocm_ops.vllm.attention import backends, mla_absorb
 from vllm_rocm_ops.vllm.attention import decoder as attention
@@ -78,8 +79,6 @@ def test_whether_a_layer_ever_serves_is_computed_once():
 
 def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
     """These are AMX's cache, AITER's shuffled one, and one with interleaved values."""
-    from vllm._aiter_ops import rocm_aiter_ops
-
     impl, cache = Fake(head_size=64, num_kv_heads=2), torch.zeros(4, 2, 32, 128)
     assert backends.of_cpu(impl, Fake(isa="vec"), cache) and backends.of_cpu(impl, Fake(isa="amx"), cache) is None
     for shuffled in (False, True):

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import server_load
 from aiohttp import web
+from fakes import Fake
 from load_requests import Ask, Wrong, connected
 from marks import full
 
@@ -99,7 +100,7 @@ def test_five_minutes(tmp_path):
 BEST, BAD = 501, 502
 
 
-class Fake:
+class FakeServer:
     """A server with metrics whose tokens follow from the prompt; `changed` may change the answers."""
 
     def __init__(self, changed=lambda found, body: found):
@@ -162,7 +163,7 @@ class Growing:
         return int(self.size * server_load.MIB)
 
 
-def under_load(fake: Fake, growing: float = 0.0) -> str:
+def under_load(fake: FakeServer, growing: float = 0.0) -> str:
     """Return the stage's report on a fake server."""
     options = ["--seconds", "0.8", "--rate", "100", "--of-each", "1", "--growth", "5"]
     session = Fake(arguments=server_load.parse(options), config={"vocab_size": 512}, tie=0.5)
@@ -219,7 +220,7 @@ def no_numbers(choice: dict) -> None:
 
 
 def test_a_server_that_is_right_is_right():
-    fake = Fake()
+    fake = FakeServer()
     said = under_load(fake)
     assert " 0 wrong" in said and " 0 answers differ" in said and "7 calls of ops" in said
     streams = sum("stream" in body for body in fake.asked)
@@ -229,13 +230,13 @@ def test_a_server_that_is_right_is_right():
 @pytest.mark.parametrize(
     ("fake", "growing", "wrong"),
     [
-        (Fake(of_some(other_tokens)), 0, r"is 8\.50 less likely than the best, limit 0\.5"),
-        (Fake(of_some(other_probabilities)), 0, r"of token \d+ \(.*\) is -1\.100, alone it is -0\.500"),
-        (Fake(of_some(lambda choice: choice["token_ids"].pop())), 0, r"\d+ of \d+ tokens \("),
-        (Fake(of_some(lambda choice: choice.update(finish_reason="abort"))), 0, "which ends by abort"),
-        (Fake(of_some(no_numbers)), 0, "not finite"),
-        (Fake(lambda found, body: {} if "error" in found else found), 0, "is answered by 400: {}"),
-        (Fake(), 1.0, r"memory grew by \d+\.\d MiB, limit 5"),
+        (FakeServer(of_some(other_tokens)), 0, r"is 8\.50 less likely than the best, limit 0\.5"),
+        (FakeServer(of_some(other_probabilities)), 0, r"of token \d+ \(.*\) is -1\.100, alone it is -0\.500"),
+        (FakeServer(of_some(lambda choice: choice["token_ids"].pop())), 0, r"\d+ of \d+ tokens \("),
+        (FakeServer(of_some(lambda choice: choice.update(finish_reason="abort"))), 0, "which ends by abort"),
+        (FakeServer(of_some(no_numbers)), 0, "not finite"),
+        (FakeServer(lambda found, body: {} if "error" in found else found), 0, "is answered by 400: {}"),
+        (FakeServer(), 1.0, r"memory grew by \d+\.\d MiB, limit 5"),
     ],
     ids=["tokens", "log probabilities", "too few", "aborted", "NaN", "no reason", "a leak"],
 )
@@ -245,7 +246,7 @@ def test_faults_of_a_server_are_found_under_load(fake, growing, wrong):
 
 
 def test_requests_that_are_left_are_seen():
-    fake = Fake()
+    fake = FakeServer()
     fake.running = 1
     with pytest.raises(Wrong, match="requests remain in the server after 0.3 s: {'num_requests_running': 1.0"):
         under_load(fake)
