@@ -6,6 +6,7 @@ import types
 import torch
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
@@ -95,6 +96,13 @@ def plugin_wins_up_to(most: int, place: int = 0) -> FakeClock:
 def check_and_time(kernels, tokens: int = 3) -> kernel_selection.Measured:
     """Compare kernels that need no layers with the baseline, and time both by a clock."""
     return kernel_timing.check_and_time(kernels, [(), ()], tokens, FakeClock(), contextlib.nullcontext())
+
+
+def require_near(kernels, tokens: int = 3) -> None:
+    """Raise unless emulated kernels that need no layers are about as close to the exact results as the baseline."""
+    with launch.executor(Emulator("gfx950", races=False)):
+        timed = check_and_time(kernels, tokens)
+    assert (timed.plugin_us, timed.baseline_us) == (1.0, 2.0) and 0 < timed.error < 0.05
 
 
 def time_choices(captured=(1, 17), most: int = 65, clock: FakeClock | None = None) -> list[kernel_selection.Choice]:

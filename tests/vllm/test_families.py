@@ -47,11 +47,7 @@ def without(engines) -> dict[str, dict]:
 
 
 def calls_of_a_layer(config: dict, layer: int, compiled: bool) -> dict[str, int]:
-    """Return how often each op runs in a layer in one step.
-
-    In compiled models, norms quantize for the linear that alone reads them. Norms of heads, which are rotated, and
-    Gemma's, which follow one another, are the compiler's.
-    """
+    """Return how often each op runs in a layer in one step. Compiled norms quantize for the linear that reads them."""
     family = config["model_type"]
     routed, latent = checkpoints.has_experts(config, layer), "kv_lora_rank" in config
     dense = not routed or family not in ("mixtral", "qwen3_moe", "minimax_m2")  # or experts that all tokens share
@@ -114,11 +110,7 @@ def test_each_layer_calls_its_ops(request, family, mode):
 
 @pytest.mark.parametrize("family", RUN, ids=identity)
 def test_each_layer_is_taken(eager, family):
-    """The seams take every layer except unsupported ones.
-
-    These are Gemma's GeGLU, windows on CPU, and MiniMax's norms over all heads of q and of k, which the model computes
-    without a call of their layers.
-    """
+    """The seams take every layer except Gemma's GeGLU, windows on CPU, and MiniMax's norms over all heads."""
     found, config = eager[identity(family)]["reach"], configuration(family)
     missed = {kind for kind, one in found.items() if one["missed"]}
     assert missed == {"mistral": {"layers of attention"}, "minimax_m2": {"norms"}}.get(family[0], set())
@@ -213,10 +205,7 @@ def around_linears(graph: dict[str, int]) -> dict[str, int]:
 @full
 @pytest.mark.parametrize("family", COUNTED, ids=identity)
 def test_kernels_of_compiled_graphs(graphs, family, capsys):
-    """Norms, activations and quantizations need no more kernels than Inductor's: nothing is copied for the plugin.
-
-    Without fusion they are Inductor's. Only a norm that only MLA reads is the plugin's alone.
-    """
+    """They are no more than Inductor's, which has all without fusion. Only MLA's own norm is the plugin's alone."""
     plugin, inductors, unfused = (around_linears(graphs[seams][identity(family)]) for seams in graphs)
     with capsys.disabled():
         print(f"\n{identity(family)}: {plugin}, without norms and activations {inductors}, without fusion {unfused}")

@@ -104,11 +104,7 @@ def test_a_marker_that_runs_quantizes():
 @pytest.mark.parametrize("aiter", ["0", "1"])
 @pytest.mark.parametrize("release", test_selection.ASKED)
 def test_vllms_own_fusions_find_what_is_left(release, aiter):
-    """With markers, vLLM's pass finds the same number as without, on a faked MI300X.
-
-    The quantizations are custom ops, aten chains and AITER's. vLLM does not find its own fusion with groups of an aten
-    chain.
-    """
+    """On a faked MI300X the number is the same with markers. vLLM does not find groups of an aten chain."""
     folders = test_selection.python_files(test_selection.RELEASES[release]), HERE.parents[1], HERE
     options = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "none"}
     output = processes.run(f"import own_fusions; own_fusions.main({aiter!r})", *folders, **options)

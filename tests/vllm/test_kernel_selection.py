@@ -197,10 +197,7 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, monkeypatch):
-    """A kernel that is wrong at one size is off for all shapes of the op, also in later processes on this GPU.
-
-    It is logged once and shown by `doctor`. Another GPU, or other code, is not affected.
-    """
+    """An op that is wrong at one size is off in later processes, too, but not on another GPU or for other code."""
     product, other = Product(), Product("other")
     product.plugin = lambda x, weight: (WRONG[fault] if len(x) == 64 else Product.plugin.__get__(product))(x, weight)
     started(product, other)
@@ -1066,11 +1063,7 @@ def test_an_unknown_worker_starts_without_timing(caplog, step, said):
 
 
 def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
-    """One layer of each shape is called, up to the most tokens, so that it is measured, too.
-
-    Layers that cannot be called are named. A layer whose shape was called gets the same decision, and one that the
-    plugin alone reads needs none.
-    """
+    """One layer of each shape is called, so that it is measured, too. Layers that cannot be called are named."""
     product, calls = started(Product()), []
 
     class Method:
@@ -1155,11 +1148,7 @@ with vLLM's linears and activations. Norms are the plugin's in a model that is n
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, pytest.param(1.02, marks=full)])
 def test_inside_vllm(engines, expected, tmp_path, factor):
-    """A worker measures the model's own layers.
-
-    A right kernel then serves decode's few tokens, and vLLM's the prompts; a wrong one serves none, and tokens are
-    still the plain model's. Norms and activations are the plugin's if they were faster.
-    """
+    """A right kernel serves decode's few tokens, a wrong one none; tokens are the plain model's in both cases."""
     flavour = ("llama", "token")
     job = engines.job(flavour, max_tokens=4, frames=True)
     before = f"import on_cpu; on_cpu.measure({factor}, rows_win={factor == 1.0})"

@@ -168,10 +168,7 @@ def bounds(dtype: torch.dtype, sums: bool) -> dict[str, float]:
 @pytest.mark.parametrize("name", natives())
 @pytest.mark.parametrize(("shape", "one_plus"), [((3,), False), ((2, 3), False), ((2, 3), True)], ids=str)
 def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monkeypatch):
-    """vLLM's results equal the reference, except for rounding, and update the residual in place. Rows may be strided.
-
-    The bounds hold for every processor: with AVX-512 vLLM rounds to nearest, else toward zero.
-    """
+    """vLLM's results equal the reference, except for rounding by any processor: to nearest or toward zero."""
     monkeypatch.setattr(fp8_utils, "per_token_group_quant_fp8", groups_of)
     op = getattr(ops, name)
     given = {

@@ -131,6 +131,16 @@ def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
     assert error.mean() < 0.05 * wanted.abs().mean(), error.mean()
 
 
+def emulate(layer, kernel, tokens: int = FEW, exact: torch.Tensor | None = None, bias=None) -> torch.Tensor:
+    """Return a kernel's output for some tokens on an emulated gfx950, `close` to the exact weight's, if given."""
+    x = random(tokens, K).bfloat16()
+    with launch.executor(Emulator("gfx950")):
+        output = kernel.apply_weights(layer, x, bias)
+    if exact is not None:
+        close(output, x, exact)
+    return output
+
+
 OPS = dict.fromkeys(KINDS, "scaled_mm") | {"block": "block_scaled_mm", "mxfp8": "mxfp8_scaled_mm"}
 
 
@@ -144,15 +154,11 @@ def test_products(make, kind):
 def test_few_tokens_are_served_and_many_are_vllms(make, kind):
     """The baseline gets the arguments it would get without the plugin, of which nothing else runs."""
     layer, kernel, exact = make(kind, Baseline)
-    x = random(FEW, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        close(kernel.apply_weights(layer, x), x, exact)
-        assert list(vllm_rocm_ops.stats()) == [OPS[kind]]
-        assert not kernel.baseline.calls
-        vllm_rocm_ops.reset_stats()
-        output = kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    assert output.shape == (MANY, N)
-    assert not output.any()
+    emulate(layer, kernel, exact=exact)
+    assert list(vllm_rocm_ops.stats()) == [OPS[kind]] and not kernel.baseline.calls
+    vllm_rocm_ops.reset_stats()
+    output = emulate(layer, kernel, MANY)
+    assert output.shape == (MANY, N) and not output.any()
     assert vllm_rocm_ops.stats() == {}
     [call] = kernel.baseline.calls
     assert call["B"] is layer.weight
@@ -175,8 +181,7 @@ def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
 def test_what_our_op_refuses_is_vllms(make):
     """A bias of another dtype breaks the op's contract, but perhaps not the contract of vLLM's kernel."""
     layer, kernel, _ = make("channel", Baseline)
-    with launch.executor(Emulator("gfx950")):
-        kernel.apply_weights(layer, random(FEW, K).bfloat16(), torch.zeros(N))
+    emulate(layer, kernel, bias=torch.zeros(N))
     [call] = kernel.baseline.calls
     assert call["bias"].dtype == torch.float32
     assert fallbacks() == {"scaled_mm": {"the arguments break the op's contract": 1}}
@@ -236,16 +241,10 @@ RepackingInPlace = leaves(lambda weight: weight.flip(1), in_place=True)
 def test_the_weight_is_read_as_vllms_kernel_left_it(make, baseline):
     """It is read in rows, in fragments or, in any other order, not at all."""
     layer, kernel, exact = make("channel", baseline)
-    x = random(FEW, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        output = kernel.apply_weights(layer, x)
-        few = len(kernel.baseline.calls)
-        kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    if baseline in (Repacking, RepackingInPlace):
-        assert few == 1
-    else:
-        assert few == 0
-        close(output, x, exact)
+    is_unknown = baseline in (Repacking, RepackingInPlace)
+    emulate(layer, kernel, exact=None if is_unknown else exact)
+    assert len(kernel.baseline.calls) == is_unknown
+    emulate(layer, kernel, MANY)
     assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.baseline.calls)
 
 
@@ -337,10 +336,8 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
     scale = layer.weight_scale_inv
     assert scale.dtype == torch.float32 and scale.equal(scale.to(torch.float8_e8m0fnu).float())
     exact = layer.weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :K]
-    x = random(FEW, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        close(kernel.apply_weights(layer, x), x, exact)
-        kernel.apply_weights(layer, random(MANY, K).bfloat16())
+    emulate(layer, kernel, exact=exact)
+    emulate(layer, kernel, MANY)
     assert list(vllm_rocm_ops.stats()) == ["block_scaled_mm"]
     [call] = kernel.baseline.calls
     assert call["Bs"] is layer.weight_scale_inv
@@ -353,10 +350,8 @@ def test_weights_are_shuffled_on_request(make, kind, shuffles):
     shape = layer.weight.shape
     rows = layer.weight if kind == "block" else layer.weight.t()
     assert kernel.baseline is None
-    with launch.executor(Emulator("gfx950")):
-        for tokens in (FEW, MANY):
-            x = random(tokens, K).bfloat16()
-            close(kernel.apply_weights(layer, x), x, exact)
+    for tokens in (FEW, MANY):
+        emulate(layer, kernel, tokens, exact)
     for mark in ("_cpu_skip_gemm_dispatch", "is_bmm"):
         layer, kernel, _ = make(kind, Baseline, marks=(mark,))
         plain = (layer.weight if kind == "block" else layer.weight.t()).data
@@ -431,13 +426,8 @@ def test_weights_that_another_process_prepared(make, kind, baseline, shuffle, sh
     other, made = handed_on(layer, kernel)
     assert get_input_quant_key(other) == kernel.config.activation_quant_key
     assert (made.order, made.baseline is None) == (kernel.order, kernel.baseline is None)
-    x = random(FEW, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        output = made.apply_weights(other, x)
-    if baseline is Repacking:
-        assert len(made.baseline.calls) == 1
-    else:
-        close(output, x, exact)
+    emulate(other, made, exact=None if baseline is Repacking else exact)
+    assert baseline is not Repacking or len(made.baseline.calls) == 1
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
@@ -446,8 +436,7 @@ def test_weights_of_unknown_order_are_vllms(make, kind):
     layer, kernel, _ = make(kind, Baseline)
     other, made = handed_on(layer, kernel, marked=False)
     assert made.order is None
-    with launch.executor(Emulator("gfx950")):
-        made.apply_weights(other, random(FEW, K).bfloat16())
+    emulate(other, made)
     assert len(made.baseline.calls) == 1
 
 
@@ -463,10 +452,8 @@ def test_shuffled_weights_are_refused_by_other_kernels(make, kind, shuffles):
 def test_weights_that_are_loaded_again(make, baseline, shuffles):
     """They are prepared as the first time."""
     layer, kernel, exact = make("channel", baseline)
-    x = random(FEW, K).bfloat16()
     for _ in range(2):
-        with launch.executor(Emulator("gfx950")):
-            close(kernel.apply_weights(layer, x), x, exact)
+        emulate(layer, kernel, exact=exact)
         layer.weight = parameter(random(N, K).to(FP8).t())
         kernel.process_weights_after_loading(layer)
 
@@ -688,8 +675,7 @@ def test_one_graph_serves_every_number_of_tokens(make, kind):
 def test_cutlass_has_what_it_is_faster_at(make, cuda, tokens, calls, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     layer, kernel, _ = make("channel", Baseline)
-    with launch.executor(Emulator("gfx950")):
-        kernel.apply_weights(layer, random(tokens, K).bfloat16())
+    emulate(layer, kernel, tokens)
     assert len(kernel.baseline.calls) == calls
 
 
@@ -859,12 +845,11 @@ def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, m
 
 def test_prompts_run_tiled_kernels_where_these_won(make):
     """The plugin then serves prompts, too."""
-    (layer, kernel, exact), x = make("channel", Right), random(MANY, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        kernel.apply_weights(layer, x)
-        assert len(kernel.baseline.calls) == 1 and vllm_rocm_ops.stats() == {}
-        decide(bytes([0]) + bytes([1]) * MANY)
-        close(kernel.apply_weights(layer, x), x, exact)
+    layer, kernel, exact = make("channel", Right)
+    emulate(layer, kernel, MANY)
+    assert len(kernel.baseline.calls) == 1 and vllm_rocm_ops.stats() == {}
+    decide(bytes([0]) + bytes([1]) * MANY)
+    emulate(layer, kernel, MANY, exact)
     [symbol] = vllm_rocm_ops.stats()["scaled_mm"]
     assert symbol.startswith("scaled_mm_tiled_")
     assert len(kernel.baseline.calls) == 1

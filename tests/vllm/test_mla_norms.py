@@ -5,7 +5,7 @@ import on_cpu
 import pytest
 import torch
 from engines import STEPS
-from fakes import Fake, change, check_and_time, fake_decoder, set_config, spoil
+from fakes import Fake, change, check_and_time, fake_decoder, require_near, set_config, spoil
 from keys import key
 from marks import FULL, full
 from test_row_selection import Linear
@@ -14,8 +14,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import archs, launch
-from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import mla_norms, mla_pre_attention
@@ -154,9 +153,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
         assert str(front.key) == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
         parameters = (front.sizes[0], KV), ROPE, kind or "none"
         assert front.key.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
-        with launch.executor(Emulator("gfx950", races=False)):
-            timed = check_and_time(front)
-        assert (timed.plugin_us, timed.baseline_us) == (1.0, 2.0) and 0 < timed.error < 0.05
+        require_near(front)
 
 
 @pytest.mark.usefixtures("configuration")

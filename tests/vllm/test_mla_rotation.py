@@ -3,13 +3,12 @@
 import pytest
 import test_mla_norms
 import torch
-from fakes import Counting, Fake, change, check_and_time, parameter, spoil
+from fakes import Counting, Fake, change, check_and_time, parameter, require_near, spoil
 from test_mla_norms import HEADS, KV, ROPE
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch
-from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import mla_absorb, mla_pre_attention, mla_rotation
@@ -112,10 +111,7 @@ def step(one: mla_rotation.QueryRotation, decode: int, prefill: int, padding: in
 @pytest.mark.parametrize("serves", [True, False, None])
 @pytest.mark.parametrize("what", STEPS)
 def test_each_row_is_rotated_once(what, serves, launched):
-    """Decode-only steps have one launch, which also multiplies, if the plugin's product serves. Others rotate first.
-
-    The plugin's product serves (True), was measured to be slower (False), or is not in question (None).
-    """
+    """Decode-only steps have one launch if the product serves (True), not if it lost (False) or is not asked (None)."""
     one = query_rotation(layer := Layer())
     if serves is not None:
         mla_absorb.adopt(one.attn, True, 64)
@@ -193,9 +189,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(tokens):
     """The emulated kernel is as close to the exact q_pe and product. Above 64 tokens there is no product."""
     one = query_rotation()
     assert str(one.key) == f"batched_gemm_rope {HEADS}x{KV}x{NOPE}+{ROPE} bfloat16 compiled"
-    with launch.executor(Emulator("gfx950", races=False)):
-        timed = check_and_time(one, tokens)
-    assert (timed.plugin_us, timed.baseline_us) == (1.0, 2.0) and 0 < timed.error < 0.05
+    require_near(one, tokens)
     assert one.work((), tokens)[0] > 0 and (one.work((), tokens)[1] > 0) == (tokens <= 64)
 
 

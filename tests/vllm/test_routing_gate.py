@@ -339,10 +339,7 @@ APART = "from vllm_rocm_ops.vllm.moe import routing_gate; routing_gate.adopt = l
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek", pytest.param("qwen3_moe", marks=full)])
 def test_in_an_engine(engines, tmp_path, model):
-    """Decode steps route in the gate's launch, with the tokens of two launches; a wrong choice of experts changes them.
-
-    So they do in a compiled model, and after its weights have been loaded again.
-    """
+    """Decode steps have the tokens of two launches, also compiled and reloaded; a wrong choice changes them."""
     folder = engines.folder / f"{model}-gate"
     checkpoints.build(folder, model, "bf16")
 

@@ -54,10 +54,7 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
 @full
 @pytest.mark.slow
 def test_stale_compiled_graphs_are_not_run(engines, expected):
-    """vLLM would load a graph compiled with a plugin of the same name, but other seams or code.
-
-    The plugin marks the configuration against this. vLLM already includes its environment variables in the key.
-    """
+    """vLLM's cache key has the plugin's name and variables; the plugin adds its seams and code to it."""
 
     def run(flavour: tuple[str, str], *names: str) -> dict:
         installed = f"from vllm_rocm_ops.vllm import seam\nseam.NAMES = {names}\n"
