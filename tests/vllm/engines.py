@@ -76,6 +76,11 @@ def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:
     return result
 
 
+def counted(stats: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return how often each op ran, by any kernel."""
+    return {op: sum(kernels.values()) for op, kernels in stats.items()}
+
+
 class Engines:
     """Build checkpoints on demand, and run vLLM on them."""
 

@@ -8,7 +8,7 @@ import re
 import checkpoints
 import pytest
 import test_selection
-from engines import FAMILIES, HERE, STEPS, identity
+from engines import FAMILIES, HERE, STEPS, counted, identity
 from marks import FULL, full
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,7 @@ def test_tokens_are_those_of_baseline_vllm(request, without, family, mode):
 def test_each_layer_calls_its_ops(request, family, mode):
     found = request.getfixturevalue(mode)[identity(family)]["stats"]
     wanted = expected_calls(configuration(family), mode == "compiled")
-    assert {op: sum(kernels.values()) for op, kernels in found.items()} == wanted
+    assert counted(found) == wanted
 
 
 @pytest.mark.parametrize("family", RUN, ids=identity)
@@ -137,7 +137,7 @@ def reached(answer: dict, steps: int) -> dict[str, str]:
         if kind != "layers of attention":  # a GPU has other backends
             missed = ", ".join(f"{count} {what}" for what, count in sorted(one["missed"].items()))
             cells[kind] = f"{one['taken']}" + (f"; vLLM's: {missed}" if missed else "")
-    calls = {op: sum(kernels.values()) // steps for op, kernels in answer["stats"].items()}
+    calls = {op: count // steps for op, count in counted(answer["stats"]).items()}
     found = [f"{op} {count}" for op, count in sorted(calls.items()) if re.search("norm|silu", op)]
     return cells | {f"{PATTERNS} in a step": ", ".join(found)}
 

@@ -7,7 +7,7 @@ import checkpoints
 import pytest
 import test_selection
 import torch
-from engines import BASELINE, FLAVOURS, NOT_COMPILED, STEPS, identity
+from engines import BASELINE, FLAVOURS, NOT_COMPILED, STEPS, counted, identity
 from marks import FULL, full
 
 pytestmark = pytest.mark.slow
@@ -96,9 +96,7 @@ def test_ops_are_called(request, mode, flavour):
     answer = request.getfixturevalue(mode)[identity(flavour)]
     off = {name for name, reason in answer["seams"].items() if reason != "on"}
     assert off == {"unquantized_linear"}
-    assert {op: sum(kernels.values()) for op, kernels in answer["stats"].items()} == expected_calls(
-        flavour, compiled=mode == "compiled"
-    )
+    assert counted(answer["stats"]) == expected_calls(flavour, compiled=mode == "compiled")
 
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
@@ -127,7 +125,7 @@ def test_other_releases(engines, expected, release, tmp_path):
     answers = engines.run(jobs, cache=f"cache-{release}", vllm=test_selection.runnable(release, tmp_path))
     for flavour in flavours:
         answer = answers[identity(flavour)]
-        assert {op: sum(by.values()) for op, by in answer["stats"].items()} == expected_calls(flavour, compiled=True)
+        assert counted(answer["stats"]) == expected_calls(flavour, compiled=True)
         agree(answer, expected(flavour, answer["tokens"]))
 
 
@@ -147,7 +145,7 @@ def test_experts_answer_the_same_with_and_without_routing(routed_by_vllm, eager,
     theirs, plugin = (answers[identity(flavour)] for answers in (routed_by_vllm, eager))
     assert theirs["tokens"] == plugin["tokens"]
     torch.testing.assert_close(torch.tensor(theirs["logprobs"]), torch.tensor(plugin["logprobs"]), atol=0.05, rtol=0)
-    calls = {op: sum(kernels.values()) for op, kernels in theirs["stats"].items()}
+    calls = counted(theirs["stats"])
     assert {**calls, "grouped_topk": calls["fused_experts"]} == expected_calls(flavour)
     assert "grouped_topk" not in calls
 
@@ -174,7 +172,7 @@ EMULATED_STEPS = 3
 def all_in(stats: dict[str, dict[str, int]]) -> dict[str, int]:
     """Return how often each op ran, and check that each ran kernels only."""
     assert not [(op, kernel) for op in stats for kernel in stats[op] if kernel.startswith("fallback")]
-    return {op: sum(counts.values()) for op, counts in stats.items()}
+    return counted(stats)
 
 
 @full

@@ -9,7 +9,7 @@ import re
 
 import checkpoints
 import pytest
-from engines import FORKED
+from engines import FORKED, counted
 from marks import full
 
 pytestmark = pytest.mark.slow
@@ -20,11 +20,6 @@ TOKEN, BLOCK, EXPERTS = ("llama", "token"), ("llama", "block"), ("deepseek", "bl
 def best(expected, flavour, tokens) -> list[list[int]]:
     """Return the tokens of the plain computation."""
     return [wanted.argmax(-1).tolist() for wanted in expected(flavour, tokens)]
-
-
-def counted(stats: dict) -> dict[str, int]:
-    """Return how often each op ran."""
-    return {op: sum(kernels.values()) for op, kernels in stats.items()}
 
 
 @pytest.fixture(scope="module")
