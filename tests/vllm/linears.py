@@ -30,6 +30,14 @@ def hold(monkeypatch, stand_in: type | None, base: type) -> None:
     monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: kernel)
 
 
+def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor, most: float = 0.05) -> None:
+    """Raise unless an output is x @ exact^T within the rounding of x, by default to e4m3."""
+    wanted = x.float() @ exact.t()
+    error = (output.float() - wanted).abs()
+    assert output.dtype == x.dtype
+    assert error.mean() < most * wanted.abs().mean(), error.mean()
+
+
 def require_products(layer, kernel, exact: torch.Tensor, op: str, close: Callable[..., None]) -> None:
     """Raise unless a kernel, without one of vLLM's, runs this op for any tokens and dimensions, also with a bias."""
     n, k = exact.shape

@@ -1,5 +1,8 @@
 """Test INT8 linear layers in vLLM: the results, the calls left to the baseline, and when the plugin serves."""
 
+import functools
+
+import linears
 import pytest
 import torch
 from fakes import decide, parameter, time_choices
@@ -17,7 +20,6 @@ from vllm_rocm_ops.vllm.linear import int8_linear
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 N, K = 48, 160
-NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
 CHOOSE = linear_base.vllm_kernel_for
 
 pytestmark = pytest.mark.usefixtures("configuration")
@@ -71,11 +73,7 @@ def make(monkeypatch):
     return make
 
 
-def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Raise unless an output is x @ exact^T within the rounding of x to int8."""
-    wanted = x.float() @ exact.t()
-    assert output.dtype == x.dtype
-    assert (output.float() - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+close = functools.partial(linears.close, most=0.02)  # the rounding to int8
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import frames
 import pytest
 import torch
 from fakes import Fake, decide, parameter, plugin_wins_up_to, time_choices
-from linears import FEW, MANY, ask_for_aiter, hold, random, require_products
+from linears import FEW, MANY, ask_for_aiter, close, hold, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import _aiter_ops
 from vllm import envs as vllm_envs
@@ -121,14 +121,6 @@ def shuffles(monkeypatch):
     """Have the plugin shuffle every weight, as if it had won everywhere."""
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
-
-
-def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Raise unless an output is x @ exact^T within the rounding of x to e4m3."""
-    wanted = x.float() @ exact.t()
-    error = (output.float() - wanted).abs()
-    assert output.dtype == x.dtype
-    assert error.mean() < 0.05 * wanted.abs().mean(), error.mean()
 
 
 def emulate(layer, kernel, tokens: int = FEW, exact: torch.Tensor | None = None, bias=None) -> torch.Tensor:
