@@ -13,9 +13,9 @@ SECONDS = "SERVER_LOAD_PAIR_SECONDS"
 """Variable that makes a server measure on a CPU too, with this time per pair of kernels."""
 
 if SECONDS in os.environ and not torch.cuda.is_available():
-    import measured_on_cpu  # in tests/vllm
+    import on_cpu  # in tests/vllm
 
-    measured_on_cpu.install(seconds=float(os.environ[SECONDS]))
+    on_cpu.measure(seconds=float(os.environ[SECONDS]))
 
 
 class Extension(Base):

@@ -14,56 +14,24 @@ LIMIT = 448.0
 BLOCK = 128
 GROUP = 32
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-}
-DEEPSEEK = {
-    **LLAMA,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 16,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "attention_bias": False,
-    "num_nextn_predict_layers": 0,
-}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_act": "silu"}
+LLAMA |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-5}
+LLAMA |= {"max_position_embeddings": 512, "rope_theta": 10000.0, "tie_word_embeddings": False}
+LLAMA |= {"bos_token_id": 1, "eos_token_id": 2}
+DEEPSEEK = {**LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rms_norm_eps": 1e-6}
+DEEPSEEK |= {"num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
+DEEPSEEK |= {"moe_intermediate_size": 128, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4}
+DEEPSEEK |= {"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+DEEPSEEK |= {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "attention_bias": False, "num_key_value_heads": 4}
+DEEPSEEK |= {"q_lora_rank": 128, "kv_lora_rank": 512, "v_head_dim": 128}
+DEEPSEEK |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 del DEEPSEEK["head_dim"]
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN_EXPERTS = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [0]}
+GLM = {"routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": False, "partial_rotary_factor": 0.5}
 GLM_EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 GEMMA_LAYERS = {"layer_types": ["full_attention"] * 2, "sliding_window": 256, "query_pre_attn_scalar": 64}
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
@@ -73,34 +41,18 @@ FAMILIES = {
     "mistral": {"architectures": ["MistralForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-    "qwen2_moe": {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "shared_expert_intermediate_size": 256,
-        **QWEN_EXPERTS,
-    },
+    "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 256, **QWEN_EXPERTS},
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **QWEN_EXPERTS},
-    "glm4_moe": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "routed_scaling_factor": 1.5,
-        "use_qk_norm": True,
-        "attention_bias": False,
-        "partial_rotary_factor": 0.5,
-        **EXPERTS,
-        **GLM_EXPERTS,
-    },
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": {"architectures": ["Glm4MoeForCausalLM"], **GLM, **EXPERTS, **GLM_EXPERTS},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], **LOCAL_EXPERTS},
+    # vLLM's CPU build has no sigmoid without groups
     "minimax_m2": {
         "architectures": ["MiniMaxM2ForCausalLM"],
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "scoring_func": "softmax",  # vLLM's CPU build has no sigmoid without groups
+        "scoring_func": "softmax",
         "rotary_dim": 32,
+        **LOCAL_EXPERTS,
     },
-    "gemma3_text": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "hidden_activation": "gelu_pytorch_tanh",
-        **GEMMA_LAYERS,
-    },
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", **GEMMA_LAYERS},
     "deepseek_v2": {**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], **V2_LITE},
     "kimi_k2": {**DEEPSEEK, **KIMI},
     "deepseek_v3": {**DEEPSEEK, "num_nextn_predict_layers": 1},
@@ -111,47 +63,26 @@ SPARSE_BLOCKS = ("mixtral", "minimax_m2")
 
 ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
 MX_ARGUMENTS = {**ARGUMENTS, "strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
-TOKEN = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "ignore": ["lm_head"],
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**ARGUMENTS, "strategy": "channel", "dynamic": False},
-            "input_activations": {**ARGUMENTS, "strategy": "token", "dynamic": True},
-            "output_activations": None,
-        }
-    },
-}
+
+
+def compressed(kind: str, weights: dict, inputs: dict) -> dict:
+    """Return the configuration of a checkpoint by compressed-tensors."""
+    both = {"weights": {**weights, "dynamic": False}, "input_activations": {**inputs, "dynamic": True}}
+    groups = {"group_0": {"targets": ["Linear"], **both, "output_activations": None}}
+    found = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
+    return {**found, "ignore": ["lm_head"], "config_groups": groups}
+
+
+TOKEN = compressed("float-quantized", {**ARGUMENTS, "strategy": "channel"}, {**ARGUMENTS, "strategy": "token"})
+BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 QUANTIZATION = {
     "bf16": None,
     "static": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
     "token": TOKEN,
     "mixed": {**TOKEN, "ignore": ["lm_head", "re:.*gate$", "re:.*[.]experts.*"]},
     "bounded": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1.5, "modules_to_not_convert": ["lm_head"]},
-    "block": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [BLOCK, BLOCK],
-        "ignored_layers": ["lm_head"],
-    },
-    "mxfp8": {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized",
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**MX_ARGUMENTS, "dynamic": False},
-                "input_activations": {**MX_ARGUMENTS, "dynamic": True},
-                "output_activations": None,
-            }
-        },
-    },
+    "block": {"quant_method": "fp8", **BLOCKS, "ignored_layers": ["lm_head"]},
+    "mxfp8": compressed("mxfp8-quantized", MX_ARGUMENTS, MX_ARGUMENTS),
 }
 """Quantization flavor -> quantization_config.
 
@@ -176,6 +107,14 @@ def lm_head(generator: torch.Generator, rows: int, columns: int) -> torch.Tensor
     return (linear(generator, rows, columns, 4.0).float() * lengths).bfloat16()
 
 
+def outer_weights(generator: torch.Generator, words: int, hidden: int) -> dict[str, torch.Tensor]:
+    return {
+        "model.embed_tokens.weight": torch.randn(words, hidden, generator=generator).bfloat16(),
+        "model.norm.weight": norm(generator, hidden),
+        "lm_head.weight": lm_head(generator, words, hidden),
+    }
+
+
 def mlp(generator: torch.Generator, prefix: str, hidden: int, inner: int, gain: float = 1.0) -> dict[str, torch.Tensor]:
     return {
         f"{prefix}.gate_proj.weight": linear(generator, inner, hidden),
@@ -189,11 +128,7 @@ def llama_weights(config: dict) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    weights = {
-        "model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden, generator=generator).bfloat16(),
-        "model.norm.weight": norm(generator, hidden),
-        "lm_head.weight": lm_head(generator, config["vocab_size"], hidden),
-    }
+    weights = outer_weights(generator, config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         weights |= {
@@ -218,12 +153,9 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         if family in ("qwen2", "qwen2_moe"):
-            for name, heads in (
-                ("q", "num_attention_heads"),
-                ("k", "num_key_value_heads"),
-                ("v", "num_key_value_heads"),
-            ):
-                bias = 0.1 * torch.randn(config[heads] * head_dim, generator=generator)
+            for name in "qkv":
+                heads = config["num_attention_heads" if name == "q" else "num_key_value_heads"]
+                bias = 0.1 * torch.randn(heads * head_dim, generator=generator)
                 weights[f"{prefix}.self_attn.{name}_proj.bias"] = bias.bfloat16()
         if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text"):
             for name in ("q_norm", "k_norm"):
@@ -272,11 +204,7 @@ def deepseek_weights(config: dict) -> dict[str, torch.Tensor]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     query_rank, latent, experts = config["q_lora_rank"], config["kv_lora_rank"], config["n_routed_experts"]
-    weights = {
-        "model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden, generator=generator).bfloat16(),
-        "model.norm.weight": norm(generator, hidden),
-        "lm_head.weight": lm_head(generator, config["vocab_size"], hidden),
-    }
+    weights = outer_weights(generator, config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"] + config["num_nextn_predict_layers"]):
         prefix = f"model.layers.{layer}"
         if layer == config["num_hidden_layers"]:  # multi-token prediction
@@ -330,10 +258,7 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def spread_blocks(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a weight with its 128x128 blocks multiplied by factors over a decade, of mean square 1.
-
-    A scale of the wrong block then shows.
-    """
+    """Return a weight whose 128x128 blocks are multiplied by factors over a decade, of mean square 1."""
     blocks = [-(-size // BLOCK) for size in weight.shape]
     factors = 10 ** torch.rand(*blocks, generator=generator)
     factors = (factors / factors.square().mean().sqrt()).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
@@ -354,12 +279,8 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         return weights
     result, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in weights.items():
-        if (
-            "_proj" not in name
-            or "eh_proj" in name
-            or weight.dim() == 1
-            or (flavour == "mixed" and ".experts." in name)
-        ):
+        is_linear = "_proj" in name and "eh_proj" not in name and weight.dim() > 1
+        if not is_linear or (flavour == "mixed" and ".experts." in name):
             result[name] = weight
             continue
         stem = name.removesuffix(".weight")

@@ -23,6 +23,16 @@ def configuration(tmp_path, monkeypatch):
         yield
 
 
+@pytest.fixture
+def unmeasured(tmp_path, monkeypatch):
+    """Begin a process on an MI300X without measurements."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
+    monkeypatch.setattr(kernel_selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
+    kernel_selection.invalidate()
+    yield
+    kernel_selection.invalidate()
+
+
 @pytest.fixture(scope="module")
 def schemas():
     """Define the ops that vLLM's passes name and its CPU build lacks."""

@@ -55,10 +55,7 @@ def in_vllm(name: str):
 
 
 class Problem:
-    """Requests of these lengths, the same on all ranks.
-
-    It has the queries of all heads, and each request's tokens.
-    """
+    """Requests of these lengths, the same on all ranks: the queries of all heads, and each request's tokens."""
 
     def __init__(self, lens: list[int], ranks: int, device: str):
         generator = torch.Generator().manual_seed(0)
@@ -72,10 +69,7 @@ class Problem:
         self.tokens = [values(length, LATENT + ROPE) for length in lens]
 
     def part(self, rank: int, ranks: int, interleave: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a rank's cache, block table and lengths.
-
-        Tokens go to ranks in turn, `interleave` at a time.
-        """
+        """Return a rank's cache, block table and lengths. Tokens go to ranks in turn, `interleave` at a time."""
         lens = in_vllm("get_dcp_local_seq_lens")(self.lens, ranks, rank, interleave)
         width = max(-(-int(lens.max()) // PAGE), 1)
         table = torch.randperm(len(lens) * width, generator=torch.Generator().manual_seed(rank)).int()
@@ -92,10 +86,7 @@ class Problem:
 
 
 def merged(group: Group, out: Tensor, lse: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows and logarithms of a rank's heads, as vLLM merges them.
-
-    The input rows are [requests, heads of all ranks, LATENT].
-    """
+    """Merge, as vLLM does, [requests, heads of all ranks, LATENT] to the rows and logarithms of a rank's heads."""
     starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
     if out.is_cuda:
         merge = in_vllm("cp_lse_ag_out_rs")

@@ -76,6 +76,11 @@ def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:
     return result
 
 
+def counted(stats: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return how often each op ran, by any kernel."""
+    return {op: sum(kernels.values()) for op, kernels in stats.items()}
+
+
 class Engines:
     """Build checkpoints on demand, and run vLLM on them."""
 
@@ -89,11 +94,7 @@ class Engines:
         return path if path.exists() else checkpoints.build(path, *flavour)
 
     def job(self, flavour: tuple[str, str], compiled: bool = False, **options) -> dict:
-        """Return a job of engine.py for one model.
-
-        vLLM's in-place rotary op for CPU, which eager mode would use, is wrong for MLA: its result differs from
-        `forward_native` and from plain.py.
-        """
+        """Return a job of engine.py, without vLLM's in-place rotary op for CPU, which is wrong for MLA."""
         engine = {} if compiled else {"enforce_eager": True}
         engine["compilation_config"] = {"custom_ops": ["none" if compiled else "all", "-rotary_embedding"]}
         if flavour[1] == "bounded":

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 import vllm_rocm_ops
+from vllm_rocm_ops.vllm.linear import base as linear_base
 
 FEW, MANY = 5, 65  # tokens
 
@@ -21,11 +22,24 @@ def ask_for_aiter(monkeypatch) -> None:
     monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", True)
 
 
-def require_products(layer, kernel, exact: torch.Tensor, op: str, close: Callable[..., None]) -> None:
-    """Raise unless a kernel, without one of vLLM's, serves any number of tokens and dimensions, with a bias.
+def hold(monkeypatch, stand_in: type | None, base: type) -> None:
+    """Make the plugin's kernels hold a stand-in on vLLM's base class, which keeps its calls in `calls`, or none."""
+    supported = classmethod(lambda cls, *_: (True, None))
+    given = {"is_supported": supported, "can_implement": supported, "calls": []}
+    kernel = stand_in and type(stand_in.__name__, (stand_in, base), given)
+    monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: kernel)
 
-    It runs this op, and its outputs without the bias are `close` to x @ exact^T.
-    """
+
+def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor, most: float = 0.05) -> None:
+    """Raise unless an output is x @ exact^T within the rounding of x, by default to e4m3."""
+    wanted = x.float() @ exact.t()
+    error = (output.float() - wanted).abs()
+    assert output.dtype == x.dtype
+    assert error.mean() < most * wanted.abs().mean(), error.mean()
+
+
+def require_products(layer, kernel, exact: torch.Tensor, op: str, close: Callable[..., None]) -> None:
+    """Raise unless a kernel, without one of vLLM's, runs this op for any tokens and dimensions, also with a bias."""
     n, k = exact.shape
     bias = random(n).bfloat16()
     for shape in ((FEW, k), (MANY, k), (2, 3, k)):

@@ -16,10 +16,7 @@ GROUP = 32
 
 
 class Model:
-    """A checkpoint and its forward pass.
-
-    Everything is quantized to e4m3fn. gfx942's e4m3fnuz, with its scales twice as large, represents the same values.
-    """
+    """A checkpoint and its forward pass, in e4m3fn: e4m3fnuz represents the same values by scales twice as large."""
 
     def __init__(self, folder: pathlib.Path):
         self.config = json.loads((folder / "config.json").read_text())
@@ -50,10 +47,7 @@ class Model:
         return normed if residual is None else (normed, total)
 
     def linear(self, name: str, x: torch.Tensor, merged: tuple[str, ...] = ()) -> torch.Tensor:
-        """Compute one linear layer; x may be fp32, which is rounded only once.
-
-        `merged` names the layers that share one scale with it when scales are per tensor.
-        """
+        """Compute one linear layer of x, rounded once. Layers in `merged` share one scale per tensor with it."""
         weight = self.weights[f"{name}.weight"]
         if weight.dtype == self.dtype:
             return (x.to(self.dtype).float() @ weight.float().t()).to(self.dtype)
@@ -82,10 +76,7 @@ class Model:
         return (x / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float() * scale
 
     def rounded_to_powers(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x rounded to e4m3 with a power of two as scale for each row of the last dimension.
-
-        No element is clamped.
-        """
+        """Return x rounded to e4m3 with a power of two as scale for each row, which clamps no element."""
         unit = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True).clamp(min=2.0**-118) / LIMIT)))
         return (x / unit).to(torch.float8_e4m3fn).float() * unit
 

@@ -211,10 +211,7 @@ def moe_config(torch, **options):
 
 
 def experts(torch) -> dict[str, str]:
-    """Return the experts of a DeepSeek V3 in several quantizations, and the vLLM experts that they hold.
-
-    Some have vLLM's own routing, or a backend that the user names.
-    """
+    """Return the experts of a DeepSeek V3 by quantization, routing and named backend, and those they hold."""
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
     from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, unquantized
     from vllm.model_executor.layers.quantization import fp8 as method
@@ -245,10 +242,7 @@ def experts(torch) -> dict[str, str]:
 
 
 def attention(torch) -> dict[str, str]:
-    """Return the attention backends of heads of 128 and of MLA, and the vLLM backends that they hold.
-
-    They are chosen by vLLM, or named by the user.
-    """
+    """Return the attention backends of heads of 128 and of MLA, chosen or named, and those they hold."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import tl
     from vllm.utils.import_utils import resolve_obj_by_qualname

@@ -20,10 +20,7 @@ LENS = [33, 1, 40]  # of the second request the second rank has nothing
 
 
 def run(lens: list[int], interleave: int, change=lambda *found: found) -> list[Exception | None]:
-    """Return the exception of each rank.
-
-    `change` is applied to the results of attention.
-    """
+    """Return the exception of each rank, whose attention has results after a `change`."""
     store, lock = torch.distributed.HashStore(), threading.Lock()
 
     def attend(*arguments, **keywords):

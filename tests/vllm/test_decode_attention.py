@@ -5,12 +5,16 @@ import sys
 import types
 
 import checkpoints
+import on_cpu
 import pytest
 import selection
 import torch
 from engines import STEPS
+from fakes import Fake, set_config
 from marks import full
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends import registry
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -19,12 +23,8 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends as attention_backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.selection import kernel_selection
 
-LAYERS = {
-    "llama": checkpoints.LLAMA["num_hidden_layers"],
-    "deepseek": checkpoints.DEEPSEEK["num_hidden_layers"],
-}
+LAYERS = {"llama": checkpoints.LLAMA["num_hidden_layers"], "deepseek": checkpoints.DEEPSEEK["num_hidden_layers"]}
 HEADS, KV_HEADS, SIZE, PAGE, SCALE = 6, 2, 64, 16, 0.11
 SENTINEL = 7.0
 
@@ -80,7 +80,7 @@ def test_tokens_equal_baseline_vllms(generated, model, op, bound):
 
 MEASURED = """
 import os
-from clocks import FakeClock
+from fakes import FakeClock
 from vllm_rocm_ops.vllm.attention import decoder as attention, timing as attention_timing
 from vllm_rocm_ops.vllm import worker_startup
 
@@ -125,10 +125,7 @@ def measured(engines, tmp_path_factory) -> dict[str, tuple]:
         environment = {"VLLM_ROCM_OPS_TABLES": str(folder / name), "SLOW": slow, "FACTOR": str(factor)}
         jobs[name] = engines.job((model, "bf16"), environment=environment)
         jobs[name]["engine"]["block_size"] = 32 if model == "llama" else None
-    answers = engines.run(jobs, before=MEASURED)
-    return answers, {
-        name: [kernel_selection.read(path) for path in (folder / name).glob("*/measured-*.json")] for name in WHAT
-    }
+    return engines.run(jobs, before=MEASURED), {name: on_cpu.records(folder / name) for name in WHAT}
 
 
 @full
@@ -184,9 +181,8 @@ class Batch:
         """Return the output, in float64."""
         rows, begin = torch.full(self.query.shape, SENTINEL, dtype=torch.float64), 0
         for request, (length, count) in enumerate(zip(self.lens, self.query_lens)):
-            keys, values = (
-                x[request].double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (self.keys, self.values)
-            )
+            heads = (x[request].double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (self.keys, self.values))
+            keys, values = heads
             for t in range(count):
                 end = max(length - count + t + 1, 0)
                 seen = slice(max(end - window, 0), end)
@@ -215,10 +211,7 @@ class Batch:
         return data
 
     def baseline(self) -> torch.Tensor:
-        """Return a cache [pages, 2, slots, heads * size].
-
-        Its bytes are keys [heads, size / x, slots, x] and values [heads, size, slots].
-        """
+        """Return a cache [pages, 2, slots, bytes]: keys [heads, size / x, slots, x], values [heads, size, slots]."""
         both = self.packed()
         x = 16 // both.element_size()
         keys = both[..., :SIZE].unflatten(-1, (-1, x)).permute(0, 1, 3, 2, 4).reshape(40, PAGE, -1)
@@ -233,10 +226,10 @@ class Batch:
         if member == "ROCM_AITER_FA":
             decodes = [count for count in self.query_lens if count <= 8]
             common |= {"num_decodes": len(decodes), "num_decode_tokens": sum(decodes)}
-            common["decode_metadata"] = types.SimpleNamespace(max_query_len=max(decodes, default=0))
+            common["decode_metadata"] = Fake(max_query_len=max(decodes, default=0))
         else:
             common["max_query_len"] = longest
-        return types.SimpleNamespace(**common | given)
+        return Fake(**common | given)
 
 
 GPU_BACKENDS = attention.PLATFORMS["rocm"]
@@ -245,8 +238,7 @@ GPU_BACKENDS = attention.PLATFORMS["rocm"]
 @pytest.fixture(autouse=True)
 def aiter(monkeypatch):
     """Fake the module that ROCM_AITER_UNIFIED_ATTN imports for a layer, and the GPU that it asks for."""
-    gpu = types.SimpleNamespace(gcnArchName="gfx942")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: Fake(gcnArchName="gfx942"))
     selection.rocm_platform()  # it asks at import
     module = types.ModuleType("aiter.ops.triton.unified_attention")
     module.unified_attention = None
@@ -266,7 +258,7 @@ def layer(configuration, monkeypatch):
         common = dict.fromkeys(("alibi_slopes", "sliding_window")) | {"kv_cache_dtype": "fp8" if batch.fp8 else "auto"}
         impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, **common | options)
         k_scale, v_scale = map(torch.tensor, batch.scales)
-        module = types.SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
+        module = Fake(_k_scale=k_scale, _v_scale=v_scale)
         cache = batch.baseline() if member == "ROCM_ATTN" else batch.packed()
         arguments = module, batch.query, None, None, cache, batch.metadata(member, **dict(given)), batch.output
         vllm_rocm_ops.reset_stats()
@@ -392,10 +384,7 @@ def test_more_of_what_triton_has_stays_baseline(layer):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 def test_windows_and_sinks_are_served(layer, member):
-    """A row sees the last `window` keys, its own among them.
-
-    A sink only adds to a row's sum, of which it is a part, nearly all, or nothing.
-    """
+    """A row sees the last `window` keys, its own among them. A sink only adds to a row's sum."""
     batch = Batch([33, 50], [1, 1])
     assert layer(member, batch, sliding_window=10) == "plugin"
     assert_right(batch, window=10)
@@ -406,22 +395,14 @@ def test_windows_and_sinks_are_served(layer, member):
 
 
 def test_batches_that_a_graph_cannot_tell_apart_stay_baseline(layer, monkeypatch):
-    """A graph of one request and several tokens may be replayed for fewer.
-
-    This happens if it serves mixed batches, or if queries are cut on the device. One row is one row in any of them.
-    """
-    from vllm.config import CUDAGraphMode
-
+    """A graph for several tokens of one request may be replayed for fewer. One row is one row in any graph."""
     several, one = Batch([20], [4]), Batch([20], [1])
     modes = {CUDAGraphMode.FULL: "stock", CUDAGraphMode.FULL_AND_PIECEWISE: "plugin", CUDAGraphMode.NONE: "plugin"}
     for mode, who in modes.items():
-        config = types.SimpleNamespace(
-            compilation_config=types.SimpleNamespace(cudagraph_mode=mode), speculative_config=None
-        )
-        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda config=config: config)
+        config = set_config(monkeypatch, compilation_config=Fake(cudagraph_mode=mode), speculative_config=None)
         assert layer("TRITON_ATTN", dataclasses.replace(several)) == who
         assert layer("TRITON_ATTN", dataclasses.replace(one)) == "plugin"
-    config.speculative_config = types.SimpleNamespace(enable_adaptive_verification=True)
+    config.speculative_config = Fake(enable_adaptive_verification=True)
     assert layer("TRITON_ATTN", dataclasses.replace(several)) == "stock"
     assert layer("TRITON_ATTN", dataclasses.replace(one)) == "plugin"
 
@@ -440,7 +421,8 @@ def test_switches_leave_decode_attention_to_vllm(layer, monkeypatch):
 def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch, forced, asks):
     """vLLM quantizes queries for an FP8 cache if the implementation supports that, as Triton's does on a GPU."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
-    baseline = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls().__mro__[2]
+    impl = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls()
+    baseline = impl.__mro__[2]
     construct = baseline.__init__
 
     def __init__(self, *arguments, **keywords):
@@ -448,10 +430,7 @@ def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch
         self.supports_quant_query_input = True
 
     monkeypatch.setattr(baseline, "__init__", __init__)
-    impl = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls()(
-        HEADS, SIZE, SCALE, KV_HEADS, None, None, "fp8"
-    )
-    assert impl.supports_quant_query_input is asks
+    assert impl(HEADS, SIZE, SCALE, KV_HEADS, None, None, "fp8").supports_quant_query_input is asks
 
 
 def test_an_op_without_outputs_says_that_it_ran(configuration):
@@ -505,8 +484,6 @@ def test_a_backend_of_another_shape_is_left_alone(configuration, lack):
 
 
 def test_another_plugins_backend_is_left_alone(configuration, monkeypatch):
-    from vllm.v1.attention.backends import registry
-
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: "theirs.Backend"})
     with pytest.raises(seam.Unavailable, match="another plugin replaces CPU_ATTN by theirs.Backend"):
         attention.SEAM.probe()

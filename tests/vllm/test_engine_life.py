@@ -127,10 +127,7 @@ def wanted(folders):
 
 
 def loaded(then: tuple[str, ...]) -> list[int]:
-    """Return which checkpoint gives the first answers, and the answers of each step.
-
-    Sleep of level 2 loads what was loaded last.
-    """
+    """Return which checkpoint gives the first answers, and each step's. Sleep of level 2 loads the last one again."""
     return list(itertools.accumulate(then, lambda which, step: {OTHER: 1, BACK: 0}.get(step, which), initial=0))
 
 

@@ -1,7 +1,4 @@
-"""Test the plugin's experts in vLLM's mixture-of-experts layers.
-
-The tests cover their results, the calls they leave to the baseline, and the layers they serve.
-"""
+"""Test the plugin's experts in vLLM's layers: results, calls left to the baseline, and the layers they serve."""
 
 import collections
 import itertools
@@ -12,9 +9,27 @@ import frames
 import pytest
 import selection
 import torch
-from clocks import plugin_wins_up_to
+from fakes import Fake, decide, plugin_wins_up_to, time_choices
 from linears import ask_for_aiter, random
 from torch import Tensor
+from vllm._aiter_ops import rocm_aiter_ops
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+    RoutingMethodType,
+    fp8_w8a8_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.online import mxfp8
+from vllm.model_executor.layers.quantization.quark import quark, quark_moe
+from vllm.model_executor.layers.quantization.utils import quant_utils
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -24,7 +39,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe import base as experts
 from vllm_rocm_ops.vllm.moe import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
-from vllm_rocm_ops.vllm.selection import comparison, kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
 GROUPS, TOPK_GROUP, SCALE = 4, 2, 1.5
@@ -50,27 +65,24 @@ def config(**options):
     return selection.moe_config(torch, **{**sizes, **options})
 
 
+def scheme(kind: str) -> tuple:
+    """Return vLLM's keys for the weights and the inputs of a quantization."""
+    return tuple(name and getattr(quant_utils, name) for name in KINDS[kind])
+
+
 def select(kind: str, **options) -> type:
     """Return the experts that vLLM selects."""
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
-    from vllm.model_executor.layers.quantization import fp8
-    from vllm.model_executor.layers.quantization.online import mxfp8
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     if kind == "bf16":
         return unquantized_fused_moe_method.select_unquantized_moe_backend(moe_config=config(**options))[1]
     if kind == "mx":
         return mxfp8.select_mxfp8_moe_backend(config=config(**options))[1]
-    keys = [getattr(quant_utils, name) for name in KINDS[kind]]
-    return fp8.select_fp8_moe_backend(config(**options), *keys)[1]
+    return fp8.select_fp8_moe_backend(config(**options), *scheme(kind))[1]
 
 
 class Layer:
     """The weights of a layer in a quantization, vLLM's form of them, and their exact values."""
 
     def __init__(self, kind: str):
-        from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, fp8_w8a8_moe_quant_config
-
         self.kind = kind
         self.w1, w1_scale, self.exact1 = self.quantized(random(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5)
         self.w2, w2_scale, self.exact2 = self.quantized(random(EXPERTS, HIDDEN, INNER) * INNER**-0.5)
@@ -78,21 +90,13 @@ class Layer:
             self.quant_config = FusedMoEQuantConfig.make()
             return
         if kind == "mx":
-            scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
-            self.quant_config = FusedMoEQuantConfig.make(
-                "mxfp8", **scales, block_shape=[1, 32], is_scale_swizzled=False
-            )
+            scales = {"w1_scale": w1_scale, "w2_scale": w2_scale, "is_scale_swizzled": False}
+            self.quant_config = FusedMoEQuantConfig.make("mxfp8", **scales, block_shape=[1, 32])
             return
         self.static = (torch.tensor(0.01), torch.tensor(0.005)) if kind == "static" else (None, None)
-        per_token, block = kind == "channel", [BLOCK, BLOCK] if kind == "block" else None
-        self.quant_config = fp8_w8a8_moe_quant_config(
-            w1_scale,
-            w2_scale,
-            *self.static,
-            per_act_token_quant=per_token,
-            per_out_ch_quant=per_token,
-            block_shape=block,
-        )
+        given = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), kind == "channel")
+        given["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
+        self.quant_config = fp8_w8a8_moe_quant_config(w1_scale, w2_scale, *self.static, **given)
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return a weight's values, their scales as vLLM keeps them, and both in fp32."""
@@ -119,9 +123,7 @@ class Layer:
         scale = self.static[which] if self.kind == "static" else groups.abs().amax(-1, keepdim=True) / LIMIT
         return ((groups / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
-    def plain(
-        self, hidden: Tensor, weights: Tensor, ids: Tensor, on_input: bool = False, within=range(EXPERTS)
-    ) -> Tensor:
+    def plain(self, hidden: Tensor, weights: Tensor, ids: Tensor, on_input: bool = False, within=range(EXPERTS)):
         """Return the sum of the experts in `within`, computed one token and expert after the other."""
         total = torch.zeros(len(hidden), HIDDEN)
         for token, slot in torch.cartesian_prod(torch.arange(len(hidden)), torch.arange(ids.shape[1])).tolist():
@@ -153,8 +155,6 @@ def modular(kind: str) -> type:
 
 def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **options) -> Tensor:
     """Call experts as vLLM's layer does after its router."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     common = {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None}
     common |= {"apply_router_weight_on_input": False}
     arguments = {"w1": layer.w1, "w2": layer.w2, "topk_weights": weights, "topk_ids": ids}
@@ -163,8 +163,6 @@ def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **opt
 
 def call_with_logits(layer: Layer, made, logits: Tensor, bias: Tensor, hidden: Tensor, **options) -> Tensor:
     """Call experts that route, as vLLM's layer does."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     common = {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None}
     common |= {"apply_router_weight_on_input": False, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP}
     common |= {"routed_scaling_factor": SCALE, "e_score_correction_bias": bias, "routing_sink": None}
@@ -188,8 +186,6 @@ def vllm_routes(logits: Tensor, bias: Tensor | None, **options) -> tuple[Tensor,
 
 def vllm_router(topk: int = TOPK, bias: Tensor | None = None, **options):
     """Return vLLM's own router."""
-    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-
     groups = {"use_grouped_topk": True, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP, "scoring_func": "sigmoid"}
     scale = {"routed_scaling_factor": SCALE, "e_score_correction_bias": bias}
     return CPURouter(topk, EXPERTS, **(groups | scale | options))
@@ -293,8 +289,6 @@ def test_routes():
 @pytest.fixture
 def baseline(monkeypatch):
     """Make the plugin's classes keep baseline experts that return ones and record their calls."""
-    from vllm.model_executor.layers.fused_moe import modular_kernel
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
     class Baseline(experts.Predicates, modular_kernel.FusedMoEExpertsModular):
         calls: typing.ClassVar = []
@@ -322,16 +316,29 @@ def baseline(monkeypatch):
     return Baseline
 
 
+def compute(baseline, layer: Layer, monkeypatch, within=range(EXPERTS)) -> None:
+    """Make the baseline experts compute a layer's own in `within`, from unquantized inputs, and note calls from now on."""
+
+    def apply(self, *arguments, **keywords):
+        asked = dict(zip(experts.APPLY, arguments)) | keywords
+        self.calls.append(asked)
+        routes = asked["topk_weights"], asked["topk_ids"]
+        asked["output"].copy_(layer.plain(asked["hidden_states"], *routes, within=within))
+
+    monkeypatch.setattr(baseline, "apply", apply)
+    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
+    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
+    kernel_selection.begin_recording()
+    baseline.calls.clear()
+
+
 FORMS = ("modular", "monolithic")
 
 
 def calls_of(
     form: str, kind: str, baseline, tokens: int = TOKENS, on_input: bool = False
 ) -> tuple[Tensor, list, Layer, tuple]:
-    """Call a layer with baseline experts once.
-
-    Return the result, the calls of the baseline, the layer, and hidden with routes.
-    """
+    """Call a layer with baseline experts, and return the result, the baseline's calls, the layer, and the routes."""
     layer, hidden, topk = Layer(kind), inputs(tokens), 1 if on_input else TOPK
     options = {"apply_router_weight_on_input": on_input}
     if form == "modular":
@@ -350,12 +357,7 @@ def calls_of(
 @pytest.mark.parametrize("kind", ["channel", "static", "bf16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_no_kernel_takes_is_vllms(baseline, form, kind, on_input):
-    """On CPU the plugin's kernels support nothing: the baseline experts get the call, as vLLM would have made it.
-
-    vLLM cannot quantize in groups there.
-    """
-    from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
-
+    """On CPU the baseline experts get the call as vLLM would have made it. vLLM cannot quantize in groups there."""
     result, [made], layer, (hidden, weights, ids) = calls_of(form, kind, baseline, on_input=on_input)
     assert torch.equal(result, torch.ones_like(hidden))
     if on_input:
@@ -389,15 +391,11 @@ def test_few_tokens_are_served(baseline, monkeypatch, form, kind, tokens):
 
 
 def parallel(**options):
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-
     alone = vars(FusedMoEParallelConfig.make_no_parallel())
     return {"moe_parallel_config": FusedMoEParallelConfig(**(alone | options))}
 
 
 def method(name: str):
-    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-
     return {"routing_method": RoutingMethodType[name]}
 
 
@@ -479,10 +477,6 @@ def test_padding_goes_to_no_expert(monkeypatch):
 
 def test_what_keeps_routing_with_vllm():
     """vLLM's router reports where tokens went, and Quark's layers call no experts that route."""
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-    from vllm.model_executor.layers.quantization.quark import quark, quark_moe
-
     current, base = get_current_vllm_config(), FusedMoEMethodBase.apply_monolithic
     assert quark_moe.QuarkW8A8Fp8MoEMethod.apply_monolithic is base, "it does now: that rule can go"
     current.quant_config = quark.QuarkConfig({}, None)
@@ -495,8 +489,6 @@ def test_what_keeps_routing_with_vllm():
 
 def test_unsupported_layers_stay_vllms(monkeypatch):
     """The user's choice, unsupported layers, and tokens that move between ranks are vLLM's."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     spread = {"dp_size": 2, "use_ep": True, "ep_size": 2}
     backends = "deepep_low_latency", "nixl_ep", "deepep_high_throughput"
     moved = parallel(pcp_size=2), *(parallel(all2all_backend=name, **spread) for name in backends)
@@ -510,11 +502,9 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
     ]
 
     def plugin_serves(shared_by_aiter: bool = False, **options) -> bool:
-        from vllm.model_executor.layers.quantization.utils import quant_utils
-
-        keys, asked = [getattr(quant_utils, name) for name in KINDS["block"]], config(**options)
+        asked = config(**options)
         asked.aiter_fmoe_shared_expert_enabled = shared_by_aiter  # vLLM sets it from its environment
-        return experts.first_of(fp8_experts.PLUGIN_EXPERTS, asked, *keys) is not None
+        return experts.first_of(fp8_experts.PLUGIN_EXPERTS, asked, *scheme("block")) is not None
 
     assert plugin_serves()
     assert not plugin_serves(shared_by_aiter=True)
@@ -527,18 +517,13 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
 @pytest.fixture
 def aiters_experts(monkeypatch):
     """Enable AITER, with its experts available."""
-    from vllm._aiter_ops import rocm_aiter_ops
-
     ask_for_aiter(monkeypatch)
     monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
 
 
 @pytest.mark.parametrize("backend", [None, "allgather_reducescatter"])
 def test_tokens_that_move_between_ranks_are_served(backend):
-    """Experts that do not route serve them, also with load balancing.
-
-    Without expert parallelism vLLM gathers tokens, too.
-    """
+    """Experts that do not route serve them, also with load balancing. Without expert parallelism vLLM gathers, too."""
     spread = {"dp_size": 2} if backend is None else SPREAD
     for options in (spread, *([spread | {"enable_eplb": True}] if backend else [])):
         for kind in ("block", "bf16"):
@@ -556,11 +541,8 @@ def test_tokens_that_mori_moves_are_served(baseline, aiters_experts, monkeypatch
 
 @pytest.mark.parametrize("backend", ["deepep_low_latency", "nixl_ep"])
 def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog):
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     options = parallel(dp_size=2, use_ep=True, ep_size=2, all2all_backend=backend)
-    keys = [getattr(quant_utils, name) for name in KINDS["block"]]
-    asked = config(**options), *keys, modular("block").activation_format()
+    asked = config(**options), *scheme("block"), modular("block").activation_format()
     supported, why = modular("block").is_supported_config(modular("block"), *asked)
     assert not supported and f"the batched activation format of {backend}" in why
     experts.say_refused.cache_clear()
@@ -570,17 +552,13 @@ def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog)
     assert caplog.text.count("experts stay on vLLM's kernels") == 1
 
 
-def applied(
-    made, layer: Layer, hidden: Tensor, scale: Tensor | None, weights: Tensor, ids: Tensor, meta=None, **options
-):
+def applied(made, layer: Layer, hidden: Tensor, scale: Tensor | None, weights: Tensor, ids: Tensor, meta=None, **more):
     """Return the output buffer of experts, for tokens that vLLM has moved."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     output = torch.full((len(hidden), HIDDEN), torch.nan, dtype=torch.bfloat16)
     given = {"hidden_states": hidden, "w1": layer.w1, "w2": layer.w2, "topk_weights": weights, "topk_ids": ids}
     given |= {"activation": MoEActivation.SILU, "global_num_experts": EXPERTS, "expert_map": None, "a1q_scale": scale}
     given |= {"workspace13": None, "workspace2": None, "expert_tokens_meta": meta, "a2_scale": None}
-    made.apply(output, **given | {"apply_router_weight_on_input": False} | options)
+    made.apply(output, **given | {"apply_router_weight_on_input": False} | more)
     return output
 
 
@@ -614,17 +592,12 @@ def test_tokens_come_quantized_where_the_baseline_wants_them_so(baseline, kind, 
 
 def test_room_for_more_tokens_goes_to_no_expert(baseline, aiters_experts, monkeypatch):
     """MoRI's buffers have garbage after the received tokens, which must not count."""
-    import types
-
-    layer, (weights, ids), hidden = Layer("bf16"), routed(), inputs()
-    asked = []
-    monkeypatch.setattr(
-        ops.fused_experts, "run_kernels", lambda *a: asked.append(a[4]) or ops.fused_experts.reference(*a)
-    )
-    made = modular("bf16")(
-        config(**parallel(**SPREAD | {"all2all_backend": "mori_high_throughput"})), layer.quant_config
-    )
-    came = types.SimpleNamespace(expert_num_tokens=torch.tensor([2], dtype=torch.int32))
+    layer, (weights, ids), hidden, asked = Layer("bf16"), routed(), inputs(), []
+    run = ops.fused_experts.reference
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", lambda *a: asked.append(a[4]) or run(*a))
+    moved = config(**parallel(**SPREAD | {"all2all_backend": "mori_high_throughput"}))
+    made = modular("bf16")(moved, layer.quant_config)
+    came = Fake(expert_num_tokens=torch.tensor([2], dtype=torch.int32))
     monkeypatch.setattr(linear_base, "asks_for_aiter", lambda kind: False)
     output = applied(made, layer, hidden, None, weights, ids, came)
     assert torch.equal(asked[0][:2], ids[:2]) and (asked[0][2:] == -1).all()
@@ -633,12 +606,10 @@ def test_room_for_more_tokens_goes_to_no_expert(baseline, aiters_experts, monkey
 
 def aiter(kind: str) -> type:
     """Return the plugin's class around AITER's experts."""
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     if kind == "bf16":
-        return next(one for one in unquantized_experts.PLUGIN_EXPERTS if one.shuffled)
-    scheme = tuple(getattr(quant_utils, name) for name in KINDS[kind])
-    return next(one for one in fp8_experts.PLUGIN_EXPERTS if one.shuffled and one.schemes == (scheme,))
+        return next(plugin for plugin in unquantized_experts.PLUGIN_EXPERTS if plugin.shuffled)
+    aiters = (plugin for plugin in fp8_experts.PLUGIN_EXPERTS if plugin.shuffled)
+    return next(plugin for plugin in aiters if plugin.schemes == (scheme(kind),))
 
 
 @pytest.mark.parametrize("kind", ROUTING)
@@ -655,10 +626,8 @@ def test_with_aiter_asked_for_its_experts_are_the_baseline(baseline, kind, monke
         from vllm.model_executor.layers.fused_moe.oracle import fp8
 
         assert fp8.select_fp8_moe_backend(config(), *keys)[0].name == "AITER"
-    assert (
-        experts.first_of(select_from.PLUGIN_EXPERTS, config(intermediate_size=48 if kind != "bf16" else 24), *keys)
-        is None
-    )
+    unaligned = config(intermediate_size=48 if kind != "bf16" else 24)
+    assert experts.first_of(select_from.PLUGIN_EXPERTS, unaligned, *keys) is None
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_MOE", "0")
     assert select(kind) is not aiter(kind)
 
@@ -674,32 +643,20 @@ def shuffled(weights: Tensor) -> Tensor:
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize("kind", ["block", "channel", "bf16"])
 def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch):
-    """The plugin serves nothing before the measurement, then reads the weights that AITER's experts read.
-
-    AITER's experts get the mask of this rank's experts in place of the map.
-    """
+    """The plugin serves nothing before it is measured. AITER's experts get this rank's mask in place of the map."""
     ask_for_aiter(monkeypatch)
     layer, reference = Layer(kind), ops.fused_experts.reference
     here = EXPERTS // 2
     expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
     expert_map[:here] = torch.arange(here, dtype=torch.int32)
 
-    def theirs(self, *arguments, **keywords):
-        asked = dict(zip(experts.APPLY, arguments)) | keywords
-        self.calls.append(asked)
-        found = layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"], within=range(here))
-        asked["output"].copy_(found)
-
     def plugin(*arguments):
         *others, is_shuffled = arguments
         return reference(*others, is_shuffled != fault)
 
     monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
-    monkeypatch.setattr(baseline, "apply", theirs)
+    compute(baseline, layer, monkeypatch, range(here))
     monkeypatch.setattr(baseline, "consumes_expert_mask", True)
-    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)
-    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
-    kernel_selection.begin_recording()
     quant = layer.quant_config
     if kind != "bf16":
         for weight in (quant._w1, quant._w2):
@@ -718,10 +675,9 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     assert [serve(tokens) for tokens in (1, 9)] == [1, 1]
     mask = baseline.calls[0]["expert_map"]
     assert mask.tolist() == [1] * here + [0] * (EXPERTS - here + 1) and mask.dtype == torch.int32
-    kernel_timing.warm_up((1, 2), 64, plugin_wins_up_to(4, place=1), lambda mine: [mine])
-    [one] = kernel_selection.all_choices()
-    assert one.state == ("off" if fault else "measured"), one.why
-    assert one.key.shape.endswith(" shuffled")
+    [choice] = time_choices((1, 2), 64, plugin_wins_up_to(4, place=1))
+    assert choice.state == ("off" if fault else "measured"), choice.why
+    assert choice.key.shape.endswith(" shuffled")
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
     assert baseline.calls[0]["expert_map"].tolist() == mask.tolist()
 
@@ -729,26 +685,14 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize(("form", "kind"), [*((form, kind) for form in FORMS for kind in ROUTING), ("modular", "mx")])
 def test_kernels_serve_the_sizes_they_won(baseline, form, kind, fault, monkeypatch):
-    """The measurement uses the layer's own weights and random routes.
-
-    Right experts pass the check, and then serve where they are faster; experts that mix up experts fail it.
-    """
+    """Right experts pass the check, and serve where they are faster; experts that mix up experts fail it."""
     layer, reference = Layer(kind), ops.fused_experts.reference
 
     def plugin(hidden, w1, w2, *others):
         return reference(hidden, w1, w2.roll(1, 0) if fault else w2, *others)
 
-    def theirs(self, *arguments, **keywords):
-        asked = dict(zip(experts.APPLY, arguments)) | keywords
-        self.calls.append(asked)
-        asked["output"].copy_(layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"]))
-
     monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
-    monkeypatch.setattr(baseline, "apply", theirs)
-    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)  # the CPU has no quantization in groups
-    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)  # plain rounds tokens in its own way
-    kernel_selection.begin_recording()
-    baseline.calls.clear()
+    compute(baseline, layer, monkeypatch)
     hidden, logits, bias = inputs(9), random(9, EXPERTS), random(EXPERTS) * 0.1
 
     def serve(tokens: int) -> int:
@@ -762,9 +706,8 @@ def test_kernels_serve_the_sizes_they_won(baseline, form, kind, fault, monkeypat
     plugin_class = modular(kind) if form == "modular" else (SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0])
     made = kernel(layer, plugin_class)
     serve(9)
-    kernel_timing.warm_up((1, 2), 64, plugin_wins_up_to(4, place=1), lambda mine: [mine])
-    [one] = kernel_selection.all_choices()
-    assert one.state == ("off" if fault else "measured"), one.why
+    [choice] = time_choices((1, 2), 64, plugin_wins_up_to(4, place=1))
+    assert choice.state == ("off" if fault else "measured"), choice.why
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
 
 
@@ -773,16 +716,8 @@ def test_experts_that_the_plugin_never_serves_are_vllms_own(baseline, wins, monk
     """vLLM still asks the plugin's experts for their support and workspaces, and nothing else."""
     layer = Layer("block")
 
-    def theirs(self, *arguments, **keywords):
-        asked = dict(zip(experts.APPLY, arguments)) | keywords
-        self.calls.append(asked)
-        asked["output"].copy_(layer.plain(asked["hidden_states"], asked["topk_weights"], asked["topk_ids"]))
-
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
-    monkeypatch.setattr(baseline, "apply", theirs)
-    monkeypatch.setattr(baseline, "expects_unquantized_inputs", True)
-    kernel_selection.begin_recording()
-    baseline.calls.clear()
+    compute(baseline, layer, monkeypatch)
     made, hidden = kernel(layer, modular("block")), inputs(4)
 
     def serve():
@@ -790,12 +725,11 @@ def test_experts_that_the_plugin_never_serves_are_vllms_own(baseline, wins, monk
 
     serve()
     assert not baseline.calls
-    [one] = kernel_selection.all_choices()
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0, 0, 0, 0, wins])}))
+    decide(bytes([0, 0, 0, 0, wins]))
     serve()
-    found = {name.rpartition(".")[2] for name in frames.entered(serve)}
+    entered = {name.rpartition(".")[2] for name in frames.entered(serve)}
     asked = {"workspace_shapes", "finalize_weight_and_reduce_impl", "expects_unquantized_inputs", "activation_format"}
-    assert (found <= asked) is not wins, found
+    assert (entered <= asked) is not wins, entered
     assert len(baseline.calls) == (0 if wins else 2)
     monkeypatch.setattr(baseline, "expects_unquantized_inputs", False)  # vLLM then quantizes before it calls them
     assert modular("block").expects_unquantized_inputs.fget(made.fused_experts) is wins

@@ -1,7 +1,4 @@
-"""Test that vLLM generates the same tokens with and without the plugin, for every family of models.
-
-Each layer calls the ops that its structure has places for.
-"""
+"""Test that vLLM generates the same tokens with and without the plugin, and calls each layer's ops, by model family."""
 
 import collections
 import csv
@@ -11,7 +8,7 @@ import re
 import checkpoints
 import pytest
 import test_selection
-from engines import FAMILIES, HERE, STEPS, identity
+from engines import FAMILIES, HERE, STEPS, counted, identity
 from marks import FULL, full
 
 pytestmark = pytest.mark.slow
@@ -50,11 +47,7 @@ def without(engines) -> dict[str, dict]:
 
 
 def calls_of_a_layer(config: dict, layer: int, compiled: bool) -> dict[str, int]:
-    """Return how often each op runs in a layer in one step.
-
-    In compiled models, norms quantize for the linear that alone reads them. Norms of heads, which are rotated, and
-    Gemma's, which follow one another, are the compiler's.
-    """
+    """Return how often each op runs in a layer in one step. Compiled norms quantize for the linear that reads them."""
     family = config["model_type"]
     routed, latent = checkpoints.has_experts(config, layer), "kv_lora_rank" in config
     dense = not routed or family not in ("mixtral", "qwen3_moe", "minimax_m2")  # or experts that all tokens share
@@ -83,10 +76,7 @@ def calls_of_a_layer(config: dict, layer: int, compiled: bool) -> dict[str, int]
 
 
 def expected_calls(config: dict, compiled: bool) -> dict[str, int]:
-    """Return the calls of a generation.
-
-    The last norm is vLLM's where it leaves the residual as it is.
-    """
+    """Return the calls of a generation. The last norm is vLLM's where it leaves the residual as it is."""
     calls = collections.Counter()
     for layer in range(config["num_hidden_layers"]):
         calls.update({op: STEPS * count for op, count in calls_of_a_layer(config, layer, compiled).items()})
@@ -115,16 +105,12 @@ def test_tokens_are_those_of_baseline_vllm(request, without, family, mode):
 def test_each_layer_calls_its_ops(request, family, mode):
     found = request.getfixturevalue(mode)[identity(family)]["stats"]
     wanted = expected_calls(configuration(family), mode == "compiled")
-    assert {op: sum(kernels.values()) for op, kernels in found.items()} == wanted
+    assert counted(found) == wanted
 
 
 @pytest.mark.parametrize("family", RUN, ids=identity)
 def test_each_layer_is_taken(eager, family):
-    """The seams take every layer except unsupported ones.
-
-    These are Gemma's GeGLU, windows on CPU, and MiniMax's norms over all heads of q and of k, which the model computes
-    without a call of their layers.
-    """
+    """The seams take every layer except Gemma's GeGLU, windows on CPU, and MiniMax's norms over all heads."""
     found, config = eager[identity(family)]["reach"], configuration(family)
     missed = {kind for kind, one in found.items() if one["missed"]}
     assert missed == {"mistral": {"layers of attention"}, "minimax_m2": {"norms"}}.get(family[0], set())
@@ -151,7 +137,7 @@ def reached(answer: dict, steps: int) -> dict[str, str]:
         if kind != "layers of attention":  # a GPU has other backends
             missed = ", ".join(f"{count} {what}" for what, count in sorted(one["missed"].items()))
             cells[kind] = f"{one['taken']}" + (f"; vLLM's: {missed}" if missed else "")
-    calls = {op: sum(kernels.values()) // steps for op, kernels in answer["stats"].items()}
+    calls = {op: count // steps for op, count in counted(answer["stats"]).items()}
     found = [f"{op} {count}" for op, count in sorted(calls.items()) if re.search("norm|silu", op)]
     return cells | {f"{PATTERNS} in a step": ", ".join(found)}
 
@@ -219,10 +205,7 @@ def around_linears(graph: dict[str, int]) -> dict[str, int]:
 @full
 @pytest.mark.parametrize("family", COUNTED, ids=identity)
 def test_kernels_of_compiled_graphs(graphs, family, capsys):
-    """Norms, activations and quantizations need no more kernels than Inductor's: nothing is copied for the plugin.
-
-    Without fusion they are Inductor's. Only a norm that only MLA reads is the plugin's alone.
-    """
+    """They are no more than Inductor's, which has all without fusion. Only MLA's own norm is the plugin's alone."""
     plugin, inductors, unfused = (around_linears(graphs[seams][identity(family)]) for seams in graphs)
     with capsys.disabled():
         print(f"\n{identity(family)}: {plugin}, without norms and activations {inductors}, without fusion {unfused}")

@@ -1,13 +1,19 @@
 """Test when vLLM's quantizations are marked, and which class runs vLLM's passes."""
 
 import json
-import types
 
 import processes
 import pytest
 import test_selection
 import torch
 from engines import HERE
+from fakes import Fake
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.platforms import current_platform
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import compiled_ops, pass_manager
@@ -17,10 +23,6 @@ pytestmark = pytest.mark.usefixtures("configuration")
 
 def quantization(mode: str, backend: str = "inductor"):
     """Return vLLM's quantization per token in a model with a compilation mode."""
-    from vllm.config import CompilationMode, get_current_vllm_config
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-
     settings = get_current_vllm_config().compilation_config
     settings.mode, settings.backend = CompilationMode[mode], backend
     return QuantFP8(False, GroupShape.PER_TOKEN, use_ue8m0=False, compile_native=False)
@@ -69,7 +71,7 @@ def test_nothing_is_marked_without_the_pass(monkeypatch):
 def test_the_timed_baseline_is_compiled_without_the_plugin():
     """The baseline is compiled without markers and without the plugin's pass."""
     params = (None, None, None, None)
-    kernel = types.SimpleNamespace(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
+    kernel = Fake(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
     kernel.quant_fp8.vllm_forward = kernel.quant_fp8.forward_native
     assert MARK not in traced(compiled_ops.quantizer(None, kernel))
 
@@ -77,12 +79,6 @@ def test_the_timed_baseline_is_compiled_without_the_plugin():
 @pytest.mark.parametrize("switch", ["+", "-"])
 def test_custom_ops_switch_our_subclasses_by_vllms_names(switch):
     """`custom_ops` chooses which of vLLM's forwards runs where the plugin's does not."""
-    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-
     names = [f"{switch}{theirs.name}" for theirs in (QuantFP8, SiluAndMul, RMSNorm, GemmaRMSNorm)]
     settings = CompilationConfig(custom_ops=["all" if switch == "-" else "none", *names])
     with set_current_vllm_config(VllmConfig(compilation_config=settings), check_compile=False):
@@ -92,8 +88,6 @@ def test_custom_ops_switch_our_subclasses_by_vllms_names(switch):
 
 
 def test_another_plugins_passes_are_left(monkeypatch):
-    from vllm.platforms import current_platform
-
     monkeypatch.setattr(type(current_platform), "get_pass_manager_cls", classmethod(lambda cls: "other.Passes"))
     with pytest.raises(seam.Unavailable, match="as the platform's passes, got other.Passes"):
         pass_manager.probe()
@@ -110,11 +104,7 @@ def test_a_marker_that_runs_quantizes():
 @pytest.mark.parametrize("aiter", ["0", "1"])
 @pytest.mark.parametrize("release", test_selection.ASKED)
 def test_vllms_own_fusions_find_what_is_left(release, aiter):
-    """With markers, vLLM's pass finds the same number as without, on a faked MI300X.
-
-    The quantizations are custom ops, aten chains and AITER's. vLLM does not find its own fusion with groups of an aten
-    chain.
-    """
+    """On a faked MI300X the number is the same with markers. vLLM does not find groups of an aten chain."""
     folders = test_selection.python_files(test_selection.RELEASES[release]), HERE.parents[1], HERE
     options = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "none"}
     output = processes.run(f"import own_fusions; own_fusions.main({aiter!r})", *folders, **options)

@@ -7,7 +7,7 @@ import checkpoints
 import pytest
 import test_selection
 import torch
-from engines import BASELINE, FLAVOURS, NOT_COMPILED, STEPS, identity
+from engines import BASELINE, FLAVOURS, NOT_COMPILED, STEPS, counted, identity
 from marks import FULL, full
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def eager(engines) -> dict[str, dict]:
     if FULL:
         jobs["gfx950"] = engines.job(("llama", "mxfp8"), emulate="gfx950", max_tokens=EMULATED_STEPS)
     for name, (flavour, op, make) in FAULTS.items():
-        jobs[name] = engines.job(flavour, fault={"op": op, "make": make})
+        jobs[name] = engines.job(flavour, fault={"op": op, "make": f"lambda exact: lambda {make}"})
     return engines.run(jobs)
 
 
@@ -48,10 +48,7 @@ def test_vllm_finds_the_plugin():
 
 
 def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool = False) -> dict[str, int]:
-    """Return how often each op runs in one generation: places in the model, times steps.
-
-    Norms quantize in compiled models.
-    """
+    """Return how often each op runs: places in the model, times steps. Norms quantize in compiled models."""
     model, kind = flavour
     layers = checkpoints.LLAMA["num_hidden_layers"] if model == "llama" else checkpoints.DEEPSEEK["num_hidden_layers"]
     dense = layers if model == "llama" else checkpoints.DEEPSEEK["first_k_dense_replace"]
@@ -95,16 +92,11 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
 def test_ops_are_called(request, mode, flavour):
-    """Every norm, activation and quantized linear of the model runs the plugin's op.
-
-    In compiled models, nothing else quantizes where one of these can.
-    """
+    """Every norm, activation and quantized linear runs the plugin's op; compiled, nothing else quantizes."""
     answer = request.getfixturevalue(mode)[identity(flavour)]
     off = {name for name, reason in answer["seams"].items() if reason != "on"}
     assert off == {"unquantized_linear"}
-    assert {op: sum(kernels.values()) for op, kernels in answer["stats"].items()} == expected_calls(
-        flavour, compiled=mode == "compiled"
-    )
+    assert counted(answer["stats"]) == expected_calls(flavour, compiled=mode == "compiled")
 
 
 @pytest.mark.parametrize(("mode", "flavour"), MODES_OF, ids=identity)
@@ -133,7 +125,7 @@ def test_other_releases(engines, expected, release, tmp_path):
     answers = engines.run(jobs, cache=f"cache-{release}", vllm=test_selection.runnable(release, tmp_path))
     for flavour in flavours:
         answer = answers[identity(flavour)]
-        assert {op: sum(by.values()) for op, by in answer["stats"].items()} == expected_calls(flavour, compiled=True)
+        assert counted(answer["stats"]) == expected_calls(flavour, compiled=True)
         agree(answer, expected(flavour, answer["tokens"]))
 
 
@@ -153,7 +145,7 @@ def test_experts_answer_the_same_with_and_without_routing(routed_by_vllm, eager,
     theirs, plugin = (answers[identity(flavour)] for answers in (routed_by_vllm, eager))
     assert theirs["tokens"] == plugin["tokens"]
     torch.testing.assert_close(torch.tensor(theirs["logprobs"]), torch.tensor(plugin["logprobs"]), atol=0.05, rtol=0)
-    calls = {op: sum(kernels.values()) for op, kernels in theirs["stats"].items()}
+    calls = counted(theirs["stats"])
     assert {**calls, "grouped_topk": calls["fused_experts"]} == expected_calls(flavour)
     assert "grouped_topk" not in calls
 
@@ -180,7 +172,7 @@ EMULATED_STEPS = 3
 def all_in(stats: dict[str, dict[str, int]]) -> dict[str, int]:
     """Return how often each op ran, and check that each ran kernels only."""
     assert not [(op, kernel) for op in stats for kernel in stats[op] if kernel.startswith("fallback")]
-    return {op: sum(counts.values()) for op, counts in stats.items()}
+    return counted(stats)
 
 
 @full
@@ -226,57 +218,22 @@ def test_gfx950_code_and_vllms_kernels_share_a_model(engines, eager, expected):
     agree(alone, expected(mx, alone["tokens"]), EMULATED_STEPS)
 
 
+BF16, TOKEN, BLOCK, MX, EXPERTS_BF16 = *(("llama", kind) for kind in ("bf16", "token", "block", "mxfp8")), EXPERTS[0]
 FAULTS = {
-    "the residual is not added": (
-        ("llama", "bf16"),
-        "fused_add_rms_norm",
-        "lambda exact: lambda x, residual, *others: exact(x, torch.zeros_like(residual), *others)",
+    # what: the model, the op, and its wrong function of these arguments, by the `exact` one
+    "the residual is not added": (BF16, "fused_add_rms_norm", "x, r, *rest: exact(x, torch.zeros_like(r), *rest)"),
+    "the residual is not updated": (BF16, "fused_add_rms_norm", "x, r, *rest: exact(x, r.clone(), *rest)"),
+    "a scale of gfx942's format": (TOKEN, "silu_and_mul_per_token_quant", "*a: (exact(*a)[0], exact(*a)[1] * 2)"),
+    "no scale of output channels": (TOKEN, "scaled_mm", "a, b, sa, sb, *rest: exact(a, b, sa, sb.mean(), *rest)"),
+    "the next rows' scales": (BLOCK, "block_scaled_mm", "a, b, sa, sb, *rest: exact(a, b, sa, sb.roll(1, 0), *rest)"),
+    "the next 32 values' scale": (MX, "mxfp8_scaled_mm", "a, b, sa, *rest: exact(a, b, sa.roll(1, 1), *rest)"),
+    "the next expert's weight": (EXPERTS[1], "fused_experts", "x, w1, w2, *rest: exact(x, w1, w2.roll(1, 0), *rest)"),
+    "equal weights of experts": (
+        *(EXPERTS_BF16, "fused_experts"),
+        "x, w1, w2, weights, *rest: exact(x, w1, w2, torch.ones_like(weights), *rest)",
     ),
-    "the residual is not updated": (
-        ("llama", "bf16"),
-        "fused_add_rms_norm",
-        "lambda exact: lambda x, residual, *others: exact(x, residual.clone(), *others)",
-    ),
-    "the scale is twice as large, as if the format were gfx942's": (
-        ("llama", "token"),
-        "silu_and_mul_per_token_quant",
-        "lambda exact: lambda *arguments: (exact(*arguments)[0], exact(*arguments)[1] * 2)",
-    ),
-    "a linear layer leaves the scale of its output channels out": (
-        ("llama", "token"),
-        "scaled_mm",
-        "lambda exact: lambda a, b, scale_a, scale_b, *others: exact(a, b, scale_a, scale_b.mean(), *others)",
-    ),
-    "a linear layer has the block scales of the next rows": (
-        ("llama", "block"),
-        "block_scaled_mm",
-        "lambda exact: lambda a, b, scale_a, scale_b, *others: exact(a, b, scale_a, scale_b.roll(1, 0), *others)",
-    ),
-    "the scale of 32 values is taken for the next 32": (
-        ("llama", "mxfp8"),
-        "mxfp8_scaled_mm",
-        "lambda exact: lambda a, b, scale_a, *others: exact(a, b, scale_a.roll(1, 1), *others)",
-    ),
-    "experts end with the weight of the next one": (
-        ("deepseek", "block"),
-        "fused_experts",
-        "lambda exact: lambda hidden, w1, w2, *others: exact(hidden, w1, w2.roll(1, 0), *others)",
-    ),
-    "the experts of a token weigh the same": (
-        ("deepseek", "bf16"),
-        "fused_experts",
-        "lambda exact: lambda hidden, w1, w2, weights, *others: exact(hidden, w1, w2, torch.ones_like(weights), *others)",
-    ),
-    "tokens are routed without the bias": (
-        ("deepseek", "bf16"),
-        "grouped_topk",
-        "lambda exact: lambda *arguments: exact(*arguments[:-1], torch.zeros_like(arguments[-1]))",
-    ),
-    "a group has its neighbor's scale": (
-        ("llama", "block"),
-        "silu_and_mul_per_block_quant",
-        "lambda exact: lambda *arguments: (exact(*arguments)[0], exact(*arguments)[1].roll(1, -1))",
-    ),
+    "routes without the bias": (EXPERTS_BF16, "grouped_topk", "*a: exact(*a[:-1], torch.zeros_like(a[-1]))"),
+    "a neighbor's scale": (BLOCK, "silu_and_mul_per_block_quant", "*a: (exact(*a)[0], exact(*a)[1].roll(1, -1))"),
 }
 
 

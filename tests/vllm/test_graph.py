@@ -1,22 +1,27 @@
-"""Test the pass that puts the plugin's norms and activations into vLLM's compiled graphs.
-
-The tests cover what it replaces, what it leaves to vLLM, and updates of the residual.
-"""
+"""Test the pass that puts the plugin's norms and activations into vLLM's graphs: what it replaces, leaves, updates."""
 
 import dataclasses
 import itertools
-import types
 
 import pytest
 import torch
+from fakes import Fake
 from keys import pattern
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from vllm.compilation.passes.inductor_pass import get_pass_context, pass_context
+from vllm.config import get_current_vllm_config
+from vllm.config.utils import Range
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.quantization import input_quant_fp8
+from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.graph import compiled_ops, markers, rewrite
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 
@@ -28,8 +33,6 @@ ALL = frozenset(("norm", "activation"))
 
 @pytest.fixture(autouse=True)
 def choices(monkeypatch) -> compiled_ops.CompileChoices:
-    from vllm_rocm_ops.vllm.graph import rewrite
-
     made = compiled_ops.CompileChoices(on=ALL)
     monkeypatch.setattr(rewrite, "choices", made)
     return made
@@ -39,45 +42,32 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def quantizer(key: str, **how):
-    """Return vLLM's quantization as a model calls it while traced, and as vLLM computes it.
-
-    To MX-FP8, both are its op.
-    """
-    if key == MX:
-        swizzled, aligned = how.get("swizzled", False), how.get("aligned", 0)
-        return (lambda x, at=None: torch.ops.vllm.mxfp8_quantize(x, swizzled, aligned),) * 2
-    from vllm.model_executor.layers.quantization import input_quant_fp8
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
-    from vllm_rocm_ops.vllm.graph import markers
-
+def marked_quantization(key: str, **how):
+    """Return vLLM's quantization as a model calls it while traced, and as vLLM computes it."""
     scale = getattr(quant_utils, key).scale
     how = {"use_ue8m0": False, "compile_native": False} | how
     quant = input_quant_fp8.QuantFP8(scale.static, scale.group_shape, **how)
     theirs = input_quant_fp8.QuantFP8.forward_native.__get__(quant)
-    marked = markers.of_quantization(quant, theirs)
+    return markers.of_quantization(quant, theirs), theirs
+
+
+def quantizer(key: str, **how):
+    """Return both forms of a quantization, which have a static scale by default. To MX-FP8, both are vLLM's op."""
+    if key == MX:
+        swizzled, aligned = how.get("swizzled", False), how.get("aligned", 0)
+        return (lambda x, at=None: torch.ops.vllm.mxfp8_quantize(x, swizzled, aligned),) * 2
 
     def quantize(form):
         def run(x, at=None):
-            return form(x, torch.full((1,), 0.02) if at is None else at) if scale.static else form(x)
+            return form(x, torch.full((1,), 0.02) if at is None else at) if key == KEYS[0] else form(x)
 
         return run
 
-    return quantize(marked), quantize(theirs)
+    return [quantize(form) for form in marked_quantization(key, **how)]
 
 
 def piece(function, *inputs: torch.Tensor, donated=(), table: dict | None = None, edit=None, **passes: bool):
-    """Trace a function and run vLLM's passes on its graph, which `edit` may change, the plugin's among them.
-
-    Return it, and the names of its calls.
-    """
-    from vllm.compilation.passes.inductor_pass import get_pass_context, pass_context
-    from vllm.config import get_current_vllm_config
-    from vllm.config.utils import Range
-
-    from vllm_rocm_ops.vllm.graph import rewrite
-
+    """Run vLLM's passes on a function's graph, after an `edit`, and return the graph and the names of its calls."""
     configuration, module = get_current_vllm_config(), make_fx(function, table or {}, "fake")(*inputs)
     if edit is not None:
         edit(module.graph)
@@ -334,10 +324,6 @@ def test_an_unquantized_norm_is_replaced_before_an_opaque_reader(reads):
 @pytest.mark.parametrize("gates", ["product", "quantized", "mx", "pointwise"])
 def test_activations_are_replaced_before_gemms_and_quantizations(gates):
     """It is replaced alone before a GEMM, and with its quantization, and left if the compiler fuses it."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from vllm_rocm_ops.vllm.graph import markers
-
     (marked, _), act = quantizer(MX if gates == "mx" else KEYS[2]), markers.of_activation(SiluAndMul.forward_native)
     x, product = random(ROWS, 2 * HIDDEN), random(HIDDEN, 8, seed=3)
     how = {"product": lambda y, p: (y @ p,), "pointwise": lambda y, p: (y + 1,)}
@@ -360,14 +346,9 @@ GATED = {"alone": True, "read again": False, "with a bias": False, "another quan
 @pytest.mark.parametrize("how", GATED)
 def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choices):
     """One op replaces three, and is served as the two that it replaces."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from vllm_rocm_ops.vllm.graph import markers
-    from vllm_rocm_ops.vllm.linear import base as linear_base
-    from vllm_rocm_ops.vllm.selection import kernel_selection
 
     class Baseline:
-        config, quant_fp8 = "of a test", types.SimpleNamespace(static=False)
+        config, quant_fp8 = "of a test", Fake(static=False)
         apply_scaled_mm = staticmethod(lambda *, A, B, out_dtype, As, Bs, bias, output_shape: wanted(A, B, bias))
 
     def wanted(a, b, bias):
@@ -376,10 +357,7 @@ def test_a_linear_whose_result_an_activation_alone_reads(how, monkeypatch, choic
     monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setattr(kernel_selection, "choices", {})
     name, one, at = linear_base.register_baseline(Baseline()), torch.ones(1), torch.full((1,), 0.5)
-    (marked, _), act = (
-        quantizer(KEYS[1 if how == "another quantization" else 0]),
-        markers.of_activation(SiluAndMul.forward_native),
-    )
+    (marked, _), act = quantizer(KEYS[how == "another quantization"]), markers.of_activation(SiluAndMul.forward_native)
     a, weight = (random(rows, HIDDEN, seed=rows).to(torch.float8_e4m3fn) for rows in (ROWS, 128))
     bias = random(128)
     if how == "switched off":
@@ -422,10 +400,6 @@ PATTERNS = {
 
 
 def silu_and_mul(x):
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from vllm_rocm_ops.vllm.graph import markers
-
     return markers.of_activation(SiluAndMul.forward_native)(torch.cat((x, x.flip(1)), 1))
 
 
@@ -488,24 +462,21 @@ VLLMS = {
     "columns apart": lambda x, w: norm(torch.cat((x, x), 1)[:, ::2], w),
     "behind a norm": lambda x, w: norm(norm(x, w) * 2, w),
 }
+QUANTIZATIONS = {
+    "scales of powers of two": (KEYS[2], {"use_ue8m0": True}),
+    "more rows than the input": (KEYS[0], {"num_token_padding": 3}),
+    "aligned scales": (KEYS[2], {"tma_aligned_scales": True}),
+}
 
 
-@pytest.mark.parametrize("what", VLLMS)
-def test_norms_that_are_vllms(what):
-    (marked, theirs), x, weight = quantizer(KEYS[1]), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
-    module, names = piece(lambda x, weight: marked(VLLMS[what](x, weight)), x, weight)
+@pytest.mark.parametrize("what", [*VLLMS, *QUANTIZATIONS])
+def test_norms_and_quantizations_that_are_vllms(what):
+    key, how = QUANTIZATIONS.get(what, (KEYS[1], {}))
+    (marked, theirs), normed = quantizer(key, **how), VLLMS.get(what, norm)
+    x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
+    module, names = piece(lambda x, weight: marked(normed(x, weight)), x, weight)
     assert called(names) == []
-    same(module(x, weight), theirs(VLLMS[what](x, weight)))
-
-
-@pytest.mark.parametrize("how", [{"use_ue8m0": True}, {"num_token_padding": 3}, {"tma_aligned_scales": True}], ids=str)
-def test_quantizations_that_are_vllms(how):
-    """Their scales are powers of two, or their results have more rows than the input."""
-    key = KEYS[0] if "num_token_padding" in how else KEYS[2]
-    (marked, theirs), x, weight = quantizer(key, **how), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
-    module, names = piece(lambda x, weight: marked(norm(x, weight)), x, weight)
-    assert called(names) == []
-    same(module(x, weight), theirs(norm(x, weight)))
+    same(module(x, weight), theirs(normed(x, weight)))
 
 
 def test_mx_bits_are_those_of_vllms_quantization():
@@ -581,10 +552,6 @@ PATTERN, RESIDUAL = (pattern(f"rms_norm_dynamic_per_token_quant {HIDDEN} bfloat1
 )
 def test_patterns_are_replaced_as_decided(choices, made, passes, plugin):
     """Choices are by pattern; a first norm follows those with a residual. The compile cache tells choices apart."""
-    from vllm.config import get_current_vllm_config
-
-    from vllm_rocm_ops.vllm.graph import rewrite
-
     before = rewrite.Fusion(get_current_vllm_config()).uuid()
     vars(choices).update(made)
     (marked, theirs), x, weight = quantizer(KEYS[1]), random(ROWS, HIDDEN), random(HIDDEN, seed=1)
@@ -598,8 +565,6 @@ def test_patterns_are_replaced_as_decided(choices, made, passes, plugin):
 @pytest.mark.parametrize("key", [None, *KEYS])
 def test_what_vllm_fuses_with_an_all_reduce_is_vllms(choices, key, epsilon, reduced):
     """It is a norm after an all-reduce, with an epsilon of vLLM's patterns, alone or with one of their quantizations."""
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     choices.all_reduced = frozenset((None, quant_utils.kFp8Dynamic128Sym))
     marked = (lambda y: (y,)) if key is None else quantizer(key)[0]
     x, weight = random(ROWS, HIDDEN), random(HIDDEN, seed=1)
@@ -624,8 +589,6 @@ LIBRARY.impl("quantize", lambda x, out: None, "Meta")
 
 def test_equal_markers_are_traced_once(monkeypatch):
     """A model has them in every layer."""
-    from vllm_rocm_ops.vllm.graph import markers
-
     traced, trace = [], markers.trace
     monkeypatch.setattr(markers, "trace", lambda *given: traced.append(given) or trace(*given))
     (marked, theirs), (other, others), x = quantizer(KEYS[1]), quantizer(KEYS[2]), random(ROWS, HIDDEN)
@@ -640,13 +603,8 @@ def test_equal_markers_are_traced_once(monkeypatch):
 
 def test_a_scale_that_is_computed_behind_the_norm():
     """The plugin's op runs after both, unless something reads the residual between them."""
-    x, residual, weight, scale = (
-        random(ROWS, HIDDEN),
-        random(ROWS, HIDDEN, seed=2),
-        random(HIDDEN, seed=1),
-        torch.ones(1),
-    )
-    marked, _ = quantizer(KEYS[0])
+    x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
+    (marked, _), scale = quantizer(KEYS[0]), torch.ones(1)
 
     def function(x, residual, weight, scale):
         y, added = add_norm(x, residual, weight)
@@ -664,10 +622,6 @@ def test_a_scale_that_is_computed_behind_the_norm():
 
 def test_a_kernel_that_writes_its_argument_is_functional_again():
     """vLLM's passes expect such a graph."""
-    from vllm.model_executor.layers.quantization import input_quant_fp8
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
-    from vllm_rocm_ops.vllm.graph import markers
 
     def theirs(x, scale, bound=None):
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn)

@@ -1,9 +1,14 @@
 """Test INT8 linear layers in vLLM: the results, the calls left to the baseline, and when the plugin serves."""
 
+import functools
+
+import linears
 import pytest
 import torch
-from clocks import plugin_wins_up_to
-from linears import FEW, MANY, random, require_products
+from fakes import decide, parameter, time_choices
+from linears import FEW, MANY, hold, random, require_products
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -12,19 +17,16 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import int8_linear
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 N, K = 48, 160
-NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
 CHOOSE = linear_base.vllm_kernel_for
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
 
 class Baseline:
-    """The base of vLLM's kernels here, which computes in float32 and keeps the numbers of tokens in `calls`."""
-
-    supported = classmethod(lambda cls, *_: (True, None))
+    """The base of stand-ins for vLLM's kernels, which computes in float32 and keeps the numbers of tokens in `calls`."""
 
     def apply_weights(self, layer, x, bias=None):
         self.calls.append(len(x))
@@ -39,7 +41,7 @@ class Packing(Baseline):
 
     def process_weights_after_loading(self, layer):
         super().process_weights_after_loading(layer)
-        layer.weight = torch.nn.Parameter(layer.weight.data.flip(0), requires_grad=False)
+        layer.weight = parameter(layer.weight.data.flip(0))
 
 
 KINDS = {"tensors": (False, True), "fused": (False, False), "channels": (True, False), "channels static": (True, True)}
@@ -48,28 +50,19 @@ KINDS = {"tensors": (False, True), "fused": (False, False), "channels": (True, F
 
 @pytest.fixture
 def make(monkeypatch):
-    """Return a function that makes a layer of a kind with its kernel, and the exact weight.
-
-    The kernel keeps `baseline`, if given.
-    """
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
-
+    """Return a function that makes a layer with its kernel, which may keep a baseline, and the exact weight."""
     monkeypatch.setattr(linear_base, "_kernels", {})
 
     def make(kind: str, baseline: type | None = None):
-        if baseline is not None:
-            supported = {"is_supported": baseline.supported, "can_implement": baseline.supported, "calls": []}
-            baseline = type(baseline.__name__, (baseline, CutlassInt8ScaledMMLinearKernel), supported)
-        monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: baseline)
+        hold(monkeypatch, baseline, CutlassInt8ScaledMMLinearKernel)
         per_channel, static = KINDS[kind]
         layer, weight = torch.nn.Module(), (40 * random(N, K)).round().clamp(-127, 127).to(torch.int8)
         layer.logical_widths = [N // 3, N - N // 3] if kind == "fused" else [N]
         count = N if per_channel else len(layer.logical_widths)
         scale = random(count).abs() / 100 + 0.001
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        layer.weight_scale = torch.nn.Parameter(scale.view(-1, 1) if per_channel else scale, requires_grad=False)
-        layer.input_scale = torch.nn.Parameter(torch.tensor([0.03]), requires_grad=False) if static else None
+        layer.weight = parameter(weight)
+        layer.weight_scale = parameter(scale.view(-1, 1) if per_channel else scale)
+        layer.input_scale = parameter(torch.tensor([0.03])) if static else None
         layer.input_zero_point = layer.azp_adj = None
         of_rows = scale if per_channel else scale.repeat_interleave(torch.tensor(layer.logical_widths))
         kernel = linear.init_int8_linear_kernel(per_channel, static, True, "test")
@@ -80,11 +73,7 @@ def make(monkeypatch):
     return make
 
 
-def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Raise unless an output is x @ exact^T within the rounding of x to int8."""
-    wanted = x.float() @ exact.t()
-    assert output.dtype == x.dtype
-    assert (output.float() - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+close = functools.partial(linears.close, most=0.02)  # the rounding to int8
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,16 +101,14 @@ def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
 
     def plugin(*arguments):
         a = ops.gemm.Arguments(*arguments, "none")
-        return ops.gemm.reference(
-            *(a._replace(**{fault: None if fault == "bias" else 1.02 * a.scale_b}) if fault else a)
-        )
+        planted = {fault: None if fault == "bias" else 1.02 * a.scale_b} if fault else {}
+        return ops.gemm.reference(*a._replace(**planted))
 
     monkeypatch.setattr(ops.gemm, "run_kernels", plugin)
     bias = random(N).bfloat16()
     kernel.apply_weights(layer, random(MANY, K).bfloat16(), bias)
-    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
-    [one] = kernel_selection.all_choices()
-    assert one.state == ("off" if fault else "measured"), one.why
+    [choice] = time_choices()
+    assert choice.state == ("off" if fault else "measured"), choice.why
     kernel.baseline.calls.clear()
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16(), bias)
@@ -135,8 +122,7 @@ def test_kernels_serve_where_ours_won(make, arch):
     layer, kernel, _ = make("channels", Baseline)
     x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
     wanted = kernel.apply_weights(layer, x, bias)
-    [one] = kernel_selection.all_choices()
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
+    decide(bytes([0]) + bytes([1]) * MANY)
     with launch.executor(Emulator(arch)):
         output = kernel.apply_weights(layer, x, bias)
         [symbol] = vllm_rocm_ops.stats()["gemm"]
@@ -153,20 +139,15 @@ def test_weights_of_unknown_order_are_vllms(make):
 
 
 def test_activations_with_a_zero_point_are_vllms():
-    from vllm.model_executor.kernels import linear
-
     plugin = linear._POSSIBLE_INT8_KERNELS[linear.current_platform._enum][0]
-    config = linear.Int8ScaledMMLinearLayerConfig(
-        is_static_input_scheme=False, is_channelwise=True, input_symmetric=False
-    )
+    given = {"is_static_input_scheme": False, "is_channelwise": True, "input_symmetric": False}
+    config = linear.Int8ScaledMMLinearLayerConfig(**given)
     assert plugin.can_implement(config) == (False, "supports symmetric activations only")
     assert type(linear.init_int8_linear_kernel(True, False, False, "test")) is not plugin
 
 
 def test_vllm_chooses_the_baseline(make, monkeypatch):
     """It is the first of vLLM's own kernels that supports the layer."""
-    from vllm.model_executor.kernels import linear
-
     _, kernel, _ = make("channels", Baseline)
     table, platform = linear._POSSIBLE_INT8_KERNELS, linear.current_platform._enum
     monkeypatch.setitem(table, platform, [type(kernel), type(kernel.baseline)])
@@ -182,8 +163,6 @@ def test_fake_results_are_like_real_ones(make):
 
 
 def test_the_probe_notices_another_table(monkeypatch):
-    from vllm.model_executor.kernels import linear
-
     int8_linear.probe()
     monkeypatch.delattr(linear, "_POSSIBLE_INT8_KERNELS")
     with pytest.raises(seam.Unavailable, match="this vLLM lacks _POSSIBLE_INT8_KERNELS"):

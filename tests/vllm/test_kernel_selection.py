@@ -19,16 +19,19 @@ from datetime import timedelta
 
 import pytest
 import torch
-from clocks import FakeClock
+from fakes import Fake, FakeClock, fake_worker
 from keys import key
 from marks import full
+from vllm.config import VllmConfig
+from vllm.distributed import parallel_state
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_rocm_ops.core import archs, launch, tables
 from vllm_rocm_ops.core.clock import tensor_bytes
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools import doctor
-from vllm_rocm_ops.vllm import coverage, worker_startup
+from vllm_rocm_ops.vllm import coverage, register, worker_startup
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
@@ -44,13 +47,10 @@ CAPTURED, MAX = (1, 8, 32, 64), 256
 
 
 class Product(linear_base.Linear):
-    """x W^T in bf16, by an op named "product" and by vLLM.
-
-    Tests replace `plugin`. A layer is its weight.
-    """
+    """x W^T in bf16, by an op named "product" and by vLLM. Tests replace `plugin`. A layer is its weight."""
 
     def __init__(self, name: str = "product"):
-        self.op, self.ran = types.SimpleNamespace(name=name, run_kernels=self.kernel, trial=contextlib.nullcontext), []
+        self.op, self.ran = Fake(name=name, run_kernels=self.kernel, trial=contextlib.nullcontext), []
 
     def kernel(self, x, weight):
         self.ran.append("plugin")
@@ -105,14 +105,7 @@ def plugin_wins(at) -> FakeClock:
     return FakeClock(lambda name, tokens: [10.0] * 3 if name == "baseline" else [5.0 if tokens in at else 50.0] * 3)
 
 
-@pytest.fixture(autouse=True)
-def fresh(tmp_path, monkeypatch):
-    """Start a process with a model of three layers after its profile run, with no measurements on this machine."""
-    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
-    monkeypatch.setattr(selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
-    selection.invalidate()
-    yield
-    selection.invalidate()
+pytestmark = pytest.mark.usefixtures("unmeasured")
 
 
 def started(*kernels: Product) -> Product:
@@ -175,14 +168,9 @@ def test_layers_of_the_model_are_walked():
 @pytest.mark.parametrize(("plugin", "winner"), [(9.9, "baseline"), (9.7, "plugin")])
 def test_the_plugin_has_to_win_by_more_than_the_margin(plugin, winner):
     """Outliers among the samples change nothing."""
+    samples = {"plugin": [plugin, 90.0, plugin, plugin, 0.1], "baseline": [10.0, 10.0, 0.2, 70.0, 10.0]}
     product = started(Product())
-    warm_up(
-        FakeClock(
-            lambda name, tokens: (
-                [plugin, 90.0, plugin, plugin, 0.1] if name == "plugin" else [10.0, 10.0, 0.2, 70.0, 10.0]
-            )
-        )
-    )
+    warm_up(FakeClock(lambda side, tokens: samples[side]))
     assert product.serve(1) == product.serve(MAX) == winner
 
 
@@ -209,10 +197,7 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, monkeypatch):
-    """A kernel that is wrong at one size is off for all shapes of the op, also in later processes on this GPU.
-
-    It is logged once and shown by `doctor`. Another GPU, or other code, is not affected.
-    """
+    """An op that is wrong at one size is off in later processes, too, but not on another GPU or for other code."""
     product, other = Product(), Product("other")
     product.plugin = lambda x, weight: (WRONG[fault] if len(x) == 64 else Product.plugin.__get__(product))(x, weight)
     started(product, other)
@@ -228,15 +213,15 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     }
     selection.invalidate()
     assert product.serve(1) == "baseline"
-    found = doctor.find_measured(tmp_path)
-    assert [list(one["off"]) for one in found] == [["product"]]
-    text = "\n".join(doctor.measured_lines(found, selection.machine()))
+    records = doctor.find_measured(tmp_path)
+    assert [list(record["off"]) for record in records] == [["product"]]
+    text = "\n".join(doctor.measured_lines(records, selection.machine()))
     assert "product is off" in text and "other" in text
     header, *lines = Extension().vllm_rocm_ops_timings()
     assert header in text and {line.split()[0] for line in lines} == {"product", "other"}
+    here = selection.machine()
     for elsewhere in ({"gpu": "MI325X"}, {"code": "2"}):
-        here = {"arch": "gfx942", "gpu": "MI300X", "code": "1"} | elsewhere
-        monkeypatch.setattr(selection, "machine", lambda here=here: here)
+        monkeypatch.setattr(selection, "machine", lambda elsewhere=elsewhere: here | elsewhere)
         selection.invalidate()
         assert product.serve(1) == "plugin"
         assert Extension().vllm_rocm_ops_timings() == []
@@ -305,13 +290,9 @@ def test_recorded_times_are_not_measured_again():
 
 def test_an_unusable_record_is_measured_again():
     other = selection.Record({"gpu": "another"}, {"product": "wrong there"})
-    for text in (
-        json.dumps(dataclasses.asdict(other)),
-        "",
-        "[]",
-        '{"machine": {}, "off": {}}',
-        '{"shapes": {"a": {"x": [1]}}, "machine": {}, "off": {}}',
-    ):
+    other = json.dumps(dataclasses.asdict(selection.Record({"gpu": "another"}, {"product": "wrong there"})))
+    shapes = '{"shapes": {"a": {"x": [1]}}, "machine": {}, "off": {}}'
+    for text in (other, "", "[]", '{"machine": {}, "off": {}}', shapes):
         file().parent.mkdir(exist_ok=True)
         file().write_text(text)
         product = started(Product())
@@ -387,10 +368,7 @@ def test_a_worker_that_was_killed_while_measuring(caplog):
 
 
 def test_a_worker_that_dies_again_while_measuring():
-    """Its op alone is off for the next; others are measured.
-
-    A worker that was stopped by a signal that raises is not blamed.
-    """
+    """Its op alone is off for the next. A worker that was stopped by a signal that raises is not blamed."""
     product, other = Product(), Product("other")
 
     def dies():
@@ -405,10 +383,8 @@ def test_a_worker_that_dies_again_while_measuring():
     started(product, other)
     assert selection.read(file()).off == {}
     assert in_a_process(dies) == in_a_process(dies) == 9
-    shapes = selection.read(file()).shapes
-    assert [*shapes[key("other 48x64 VllmKernel")]] == [1, 8, 32, 64, 128, 256] and max(
-        shapes[key("product 48x64 VllmKernel")]
-    ) == 32
+    sizes = {str(shape): [*by_tokens] for shape, by_tokens in selection.read(file()).shapes.items()}
+    assert sizes["other 48x64 VllmKernel"] == [1, 8, 32, 64, 128, 256] and max(sizes["product 48x64 VllmKernel"]) == 32
     started(product, other)
     product.ran.clear()
     warm_up(clock := plugin_wins(range(MAX + 1)))
@@ -451,10 +427,8 @@ def test_a_launch_that_hangs_turns_its_op_off_for_the_next_start(soon, tmp_path)
 
     assert in_a_process(hangs) == watchdog.STATUS
     output = (tmp_path / "said").read_text()
-    for said in (
-        "a launch has not ended for 0 s (the process is ended after 1 s)",
-        "a launch hangs, so this process ends",
-    ):
+    ends_after = "a launch has not ended for 0 s (the process is ended after 1 s)"
+    for said in (ends_after, "a launch hangs, so this process ends"):
         assert re.search(f"{re.escape(said)}.*: product, product 48x64 VllmKernel at 1 tokens", output), output
     started(product, other)
     warm_up(plugin_wins(range(MAX + 1)))
@@ -470,20 +444,18 @@ def test_what_is_slow_and_not_the_plugins_ends_nothing(soon, caplog):
     """Neither vLLM's kernel, which may compile, nor the check of results, nor several launches in sum."""
     product = Product()
 
-    def slow(x, weight):
-        time.sleep(1.5 if len(x) == 1 else 0)
-        return x @ weight.t()
+    def slowly(seconds: float, call):
+        """Return the call, which takes this long for one token."""
 
-    def exact(arguments, x, rows, columns):
-        time.sleep(1.5 if len(x) == 1 else 0)
-        return Product.exact(product, arguments, x, rows, columns)
+        def slow(*arguments):
+            time.sleep(seconds if any(len(x) == 1 for x in arguments if isinstance(x, torch.Tensor)) else 0)
+            return call(*arguments)
 
-    def plugin(x, weight):
-        time.sleep(0.6 if len(x) == 1 else 0)
-        return x @ weight.t()
+        return slow
 
     def measured():
-        product.vllm_kernel, product.exact, product.plugin = slow, exact, plugin
+        product.exact = slowly(1.5, product.exact)
+        product.vllm_kernel, product.plugin = slowly(1.5, product.vllm_kernel), slowly(0.6, product.plugin)
         measures(product)
 
     assert in_a_process(measured) == 0
@@ -496,28 +468,22 @@ def test_the_watchdog_covers_the_plugins_graph_only(monkeypatch, tmp_path):
 
     def capture(call, sets):
         call()
-        return types.SimpleNamespace(replay=call)
+        return Fake(replay=call)
 
-    class Event(types.SimpleNamespace):
-        def record(self):
-            pass
+    class Event:
+        record = staticmethod(list)
+        elapsed_time = staticmethod(lambda end: 1.0)
 
         def synchronize(self):
             watched["plugin" if watchdog._watch.begun else "baseline"].append("end")
-
-        def elapsed_time(self, end):
-            return 1.0
 
     monkeypatch.setattr(clocks, "capture", capture)
     monkeypatch.setattr(clocks, "COLD_BYTES", 4)
     monkeypatch.setattr(clocks.torch, "zeros", lambda *shape, device: torch.ones(*shape))
     monkeypatch.setattr(clocks.torch.cuda, "Event", lambda enable_timing: Event())
-    calls = {
-        name: lambda name=name: watched[name].append(watchdog._watch.begun is not None)
-        for name in ("plugin", "baseline")
-    }
+    calls = {name: lambda name=name: watched[name].append(watchdog._watch.begun is not None) for name in watched}
     with watchdog.watch(tmp_path / "mark", ""):
-        kernel_timing.GraphClock().times(calls, [()], types.SimpleNamespace(check=lambda graphs: None))
+        kernel_timing.GraphClock().times(calls, [()], Fake(check=lambda graphs: None))
         assert watchdog._watch.begun is None
     assert watchdog._watch is None
     rounds = clocks.ROUNDS + 1
@@ -572,28 +538,24 @@ def test_ranks_agree(rank):
     """An op is off if it is off for any rank; the plugin serves where it does for all ranks that measured."""
     product, other = Product(), Product("other")
     started(product, other)
-    of = key("product 48x64 VllmKernel")
-    theirs = selection.Decided(
-        {"other": "wrong there"}, {of: bytes([0, 0, 1, 1, 0]), key("product 4x4 Theirs"): bytes([0, 1])}
-    )
+    shape = key("product 48x64 VllmKernel")
+    other_ranks = {shape: bytes([0, 0, 1, 1, 0]), key("product 4x4 Theirs"): bytes([0, 1])}
+    theirs = selection.Decided({"other": "wrong there"}, other_ranks)
     warm_up(plugin_wins({1, 8}), lambda mine: [mine, theirs] if rank == 0 else [theirs, mine])
     assert [product.serve(m) for m in (1, 2, 3, 4, 8)] == ["baseline", "plugin", "plugin", "baseline", "baseline"]
     assert other.serve(1) == "baseline"
     started(product, other)
-    both = selection.Decided({}, {of: bytes([0, 1, 0])}), selection.Decided({}, {of: bytes([0, 1, 1, 1])})
+    both = selection.Decided({}, {shape: bytes([0, 1, 0])}), selection.Decided({}, {shape: bytes([0, 1, 1, 1])})
     warm_up(None, lambda mine: [selection.Decided({}, {}), *both])
     assert [product.serve(m) for m in (1, 2, 3)] == ["plugin", "baseline", "baseline"]
 
 
 def test_ranks_agree_though_one_ran_out_of_time():
-    """The others decide where it measured nothing.
-
-    Above all measured sizes the fixed limit holds, if the plugin was faster there.
-    """
-    of = key("product 48x64 VllmKernel")
+    """The others decide where it measured nothing. Above all sizes the fixed limit holds, if the plugin won there."""
+    shape = key("product 48x64 VllmKernel")
     for longer, plugin in ((bytes([0, 1, 1, 0]), {1, 2}), (bytes([0, 1, 1, 1]), {*range(1, LIMIT + 1)})):
         product = started(Product())
-        both = [selection.Decided({}, {of: shape}) for shape in (bytes([0, 1]), longer)]
+        both = [selection.Decided({}, {shape: serves}) for serves in (bytes([0, 1]), longer)]
         for order in (both, both[::-1]):
             warm_up(None, lambda mine, order=order: order)
             assert {m for m in range(1, LIMIT + 2) if product.serve(m) == "plugin"} == plugin
@@ -657,7 +619,7 @@ def test_rounds_end_when_more_would_not_change_what_serves(monkeypatch, plugin, 
 
     monkeypatch.setattr(kernel_timing.clocks, "capture", lambda call, sets: (call, sets))
     monkeypatch.setattr(kernel_timing.clocks, "replays", replays)
-    replays_checked = types.SimpleNamespace(check=lambda graphs: asked.append(len(graphs)))
+    replays_checked = Fake(check=lambda graphs: asked.append(len(graphs)))
     found = kernel_timing.GraphClock().times({"plugin": min, "baseline": max}, [(1,), (2,)], replays_checked)
     count = sum(rounds[1:]) or 1
     assert found == {"plugin": [plugin / 2] * count, "baseline": [5.0] * count}
@@ -797,7 +759,7 @@ def test_a_kernel_whose_eager_calls_differ_may_differ_when_it_is_replayed(replay
     eager, ones = iter([1.0, 1.001]), torch.ones(2, 2)
     replays = kernel_timing.Replays({"plugin": torch.neg, "baseline": lambda x: x * next(eager)}, [(ones,)], 1e-2)
     graphs = {"plugin": (-ones, -ones), "baseline": (ones * replayed, ones * replayed)}
-    graphs = {name: types.SimpleNamespace(outputs=outputs, replay=list) for name, outputs in graphs.items()}
+    graphs = {name: Fake(outputs=outputs, replay=list) for name, outputs in graphs.items()}
     assert replays.differing(graphs) == differing
 
 
@@ -845,10 +807,7 @@ class Rows(Product):
 
 
 def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
-    """Norms have a share of the budget, later measurements of the same start the rest.
-
-    The next start measures what was left, which has fixed limits until then.
-    """
+    """Norms have a share of it, later measurements the rest. The next start measures what was left."""
     watch, products = Watch(monkeypatch), [Product(name) for name in "abc"]
     caplog.set_level(logging.INFO)
     for sizes in ([1, 8, 32], [64, 128, 256, 24]):
@@ -869,10 +828,8 @@ def test_one_budget_for_all_that_is_measured(monkeypatch, caplog):
                 "(VLLM_ROCM_OPS_MEASURE=60 gives it more time): 48x64 at 64, "
             )
             assert text in caplog.text
-    assert "did not fit" not in caplog.text and [len(plugin) for plugin in decided.shapes.values()] == [
-        1,
-        *[MAX + 1] * 3,
-    ]
+    assert "did not fit" not in caplog.text
+    assert [len(plugin) for plugin in decided.shapes.values()] == [1, *[MAX + 1] * 3]
 
 
 def test_another_process_that_measures_takes_of_the_same_budget(monkeypatch):
@@ -910,9 +867,8 @@ def test_a_call_that_cannot_be_made_for_the_plugin_is_vllms(caplog, monkeypatch)
     def refuses(*arguments):
         raise comparison.Refused
 
-    wanted = {one: [1, 8] for one in [Rows()]}
     monkeypatch.setattr(kernel_timing, "check_and_time", refuses)
-    kernel_timing.agree(wanted, FakeClock(EQUAL), lambda mine: [mine])
+    kernel_timing.agree({Rows(): [1, 8]}, FakeClock(EQUAL), lambda mine: [mine])
     assert [*selection.read(file()).shapes.values()] == [{1: selection.UNTIMED, 8: selection.UNTIMED}]
     assert "failed" not in caplog.text
 
@@ -936,11 +892,8 @@ def test_it_stops_in_time(monkeypatch):
     warm_up(plugin_wins(range(MAX + 1)))
     sizes = [[*by_tokens] for by_tokens in selection.read(file()).shapes.values()]
     assert 0 < sum(map(len, sizes)) < 6
-    assert [one.serve(m) for one in (product, other) for m in (1, LIMIT, LIMIT + 1)] == [
-        "plugin",
-        "plugin",
-        "baseline",
-    ] * 2
+    served = ["plugin", "plugin", "baseline"]
+    assert [kernels.serve(m) for kernels in (product, other) for m in (1, LIMIT, LIMIT + 1)] == served * 2
 
 
 CAPTURED_BY_VLLM = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
@@ -949,10 +902,7 @@ LIMITED = ("scaled_mm", "block_scaled_mm", "unquantized_gemm", "fused_experts")
 
 @pytest.mark.parametrize(("model", "most"), [("llama-3.1-405b-fp8", 8192), ("deepseek-v3", 8192)])
 def test_default_sizes_are_measured_within_the_time_limit(model, most):
-    """The estimate is conservative, for vLLM's default sizes on MI300X with eight ranks.
-
-    Every power of two up to 512 tokens is measured, large layers first, in the time that norms leave.
-    """
+    """By the estimate, each power of two up to 512 tokens fits, for vLLM's sizes on MI300X with eight ranks."""
     arch, wanted = archs.named("gfx942"), {}
     for layer in model_layers.calls(model_config.read(model), 8):
         if layer.op.name not in LIMITED:
@@ -966,7 +916,7 @@ def test_default_sizes_are_measured_within_the_time_limit(model, most):
             else:
                 operations = 2.0 * tokens * sizes["n"] * sizes["k"]
             work[tokens] = tensor_bytes(*arguments), operations
-        kernels = types.SimpleNamespace(op=layer.op, work=lambda layer, tokens, work=work: work[tokens])
+        kernels = Fake(op=layer.op, work=lambda layer, tokens, work=work: work[tokens])
         layers = dict.fromkeys(range(min(max(layer.count, 1), 64)), ())
         wanted[One(Key(layer.op.name, str(len(wanted)), Baseline("VllmKernel")), kernels, layers)] = list(work)
     items = kernel_timing.in_order(wanted, selection.Record({}), arch.bandwidth_gb_s)
@@ -987,7 +937,7 @@ class One(typing.NamedTuple):
     """A choice to be put in order."""
 
     key: Key
-    kernels: types.SimpleNamespace
+    kernels: Fake
     layers: dict
 
     def __hash__(self):
@@ -1000,10 +950,6 @@ class One(typing.NamedTuple):
 @pytest.fixture
 def worker(monkeypatch):
     """Return a vLLM wrapper around a worker like the one for GPUs, and its events, in order."""
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    from vllm_rocm_ops.vllm import register
-
     register()
     happened, module = [], types.ModuleType("a_worker_for_gpus")
 
@@ -1049,7 +995,7 @@ def as_ranks(rank) -> list:
         torch.distributed.init_process_group(
             "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2, timeout=timedelta(seconds=60)
         )
-        rank(types.SimpleNamespace(world_size=2, rank_in_group=number, cpu_group=None), results)
+        rank(Fake(world_size=2, rank_in_group=number, cpu_group=None), results)
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -1062,7 +1008,6 @@ def as_ranks(rank) -> list:
 
 
 def gather(group):
-
     return functools.partial(worker_startup.gather_from, group)
 
 
@@ -1105,18 +1050,20 @@ def test_ranks_do_not_wait_for_one_that_was_killed():
     assert record.off == {} and len(record.shapes) == 2
 
 
-def test_an_unknown_worker_starts_without_timing(caplog):
-
-    worker_startup.warm_up(types.SimpleNamespace())
-    assert "vllm-rocm-ops: kernel timing failed, default token limits apply: " in caplog.text
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (worker_startup.warm_up, "vllm-rocm-ops: kernel timing failed, default token limits apply: "),
+        (worker_startup.before_compiling, "selection of norms and activations failed: "),
+    ],
+)
+def test_an_unknown_worker_starts_without_timing(caplog, step, said):
+    step(Fake())
+    assert said in caplog.text
 
 
 def test_layers_that_the_profile_run_does_not_call_are_called(monkeypatch):
-    """One layer of each shape is called, up to the most tokens, so that it is measured, too.
-
-    Layers that cannot be called are named. A layer whose shape was called gets the same decision, and one that the
-    plugin alone reads needs none.
-    """
+    """One layer of each shape is called, so that it is measured, too. Layers that cannot be called are named."""
     product, calls = started(Product()), []
 
     class Method:
@@ -1166,11 +1113,8 @@ def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
         ran.append((name, *trials))
         return x.add_(1)
 
-    kernels = types.SimpleNamespace(
-        op=types.SimpleNamespace(trial=trial),
-        plugin=functools.partial(add, "plugin"),
-        baseline=functools.partial(add, "theirs"),
-    )
+    sides = {"plugin": functools.partial(add, "plugin"), "baseline": functools.partial(add, "theirs")}
+    kernels = Fake(op=Fake(trial=trial), **sides)
 
     class Clock(FakeClock):
         def times(self, calls, sets, replays):
@@ -1186,8 +1130,6 @@ def test_a_pair_is_compared_on_fresh_arguments_in_a_trial():
 
 
 def test_layers_are_noted_from_the_start_of_a_worker(worker, monkeypatch):
-    from vllm.config import VllmConfig
-
     wrapper, happened = worker
     monkeypatch.setattr(selection, "begin_recording", lambda: happened.append("noting"))
     wrapper.vllm_config = VllmConfig()
@@ -1206,33 +1148,26 @@ with vLLM's linears and activations. Norms are the plugin's in a model that is n
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, pytest.param(1.02, marks=full)])
 def test_inside_vllm(engines, expected, tmp_path, factor):
-    """A worker measures the model's own layers.
-
-    A right kernel then serves decode's few tokens, and vLLM's the prompts; a wrong one serves none, and tokens are
-    still the plain model's. Norms and activations are the plugin's if they were faster.
-    """
+    """A right kernel serves decode's few tokens, a wrong one none; tokens are the plain model's in both cases."""
     flavour = ("llama", "token")
     job = engines.job(flavour, max_tokens=4, frames=True)
-    before = f"import measured_on_cpu; measured_on_cpu.install({factor}, rows_win={factor == 1.0})"
+    before = f"import on_cpu; on_cpu.measure({factor}, rows_win={factor == 1.0})"
     answers = engines.run({"it": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
     answer, output = answers["it"], answers["output"]
     layers, steps = 8, 4
-    host = {
-        name: n for name, n in answer["frames"].items() if name.startswith(("vllm/", "op.", "dispatch.", "launch."))
-    }
+    ours = "vllm/", "op.", "dispatch.", "launch."
+    host = {name: n for name, n in answer["frames"].items() if name.startswith(ours)}
     assert sum(host.values()) <= (FRAMES_OF_A_STEP if factor == 1.0 else FRAMES_OF_A_STEP_OF_VLLMS), host
-    assert [step.tolist() for step in map(torch.tensor, answer["tokens"])] == [
-        wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])
-    ]
+    best = [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
+    assert answer["tokens"] == best
     [path] = tmp_path.glob("*/measured-*.json")
     record = selection.read(path)
     rows = {"silu_and_mul_per_token_quant"}  # norms quantize in compiled models
     assert rows & answer["stats"].keys() == (rows if factor == 1.0 else set())
     assert {key.op for key in record.shapes if key.has_one_choice} == rows
     [reached] = coverage.read(tmp_path)
-    assert (
-        reached["seams"].keys() >= {"norm", "activation", "scaled_linear"} and reached["layers"]["norms"]["taken"] == 5
-    )
+    assert reached["seams"].keys() >= {"norm", "activation", "scaled_linear"}
+    assert reached["layers"]["norms"]["taken"] == 5
     if factor == 1.0:
         assert answer["stats"]["scaled_mm"] == {"plugin": layers * (steps - 1)}
         assert answer["stats"]["vllm"] == {"its kernel": layers}
@@ -1248,20 +1183,14 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
 
 def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatch):
     """Experts of a rank get the other ranks' tokens, too."""
-    from types import SimpleNamespace
-
     import vllm.config
-    from vllm.distributed import parallel_state
 
     called = []
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mode=vllm.config.CUDAGraphMode.NONE),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
-        parallel_config=SimpleNamespace(data_parallel_size=3),
-    )
-    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    config = {"compilation_config": Fake(cudagraph_mode=vllm.config.CUDAGraphMode.NONE)}
+    config |= {"scheduler_config": Fake(max_num_batched_tokens=100), "parallel_config": Fake(data_parallel_size=3)}
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: Fake(rank_in_group=0))
     monkeypatch.setattr(vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(worker_startup, "clock", lambda: None)
     monkeypatch.setattr(worker_startup.kernel_timing, "warm_up", lambda *arguments: called.append(arguments))
-    worker_startup.warm_up(SimpleNamespace(vllm_config=config))
+    worker_startup.warm_up(fake_worker(**config))
     assert [arguments[:2] for arguments in called] == [((), 300)]

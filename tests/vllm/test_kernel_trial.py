@@ -6,11 +6,13 @@ import os
 import pathlib
 import sys
 import time
-import types
 
+import on_cpu
 import pytest
 import torch
+from fakes import Fake
 from marks import full
+from vllm.platforms import current_platform
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -35,10 +37,12 @@ def fresh(tmp_path, monkeypatch):
     selection.invalidate()
 
 
-def write(machine: dict[str, str], **off: str) -> None:
+def write(**changed: str) -> None:
+    """Write a record of this machine, with other software."""
+    machine = selection.machine() | changed
     path = selection.path_of(machine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    selection.write(path, selection.Record(machine, off))
+    selection.write(path, selection.Record(machine, {}))
 
 
 def part(how: str = ""):
@@ -106,7 +110,7 @@ def test_a_fault_before_the_first_op_turns_all_off(monkeypatch, stage):
     kernel_trial.after_device()
     explained = ops.silu_and_mul.explain(torch.randn(2, 32).bfloat16(), arch="gfx942")
     assert explained.source == f"fallback: off on this GPU: {record.off['silu_and_mul']}"
-    group = types.SimpleNamespace(world_size=2)
+    group = Fake(world_size=2)
     monkeypatch.setattr(all_reduce_timing.seam, "active", lambda: {"all_reduce"})
     assert all_reduce_timing.unsupported_reason(None, group, object()).startswith("off on this GPU: smoke stage")
 
@@ -121,7 +125,7 @@ def test_what_is_no_fault_of_kernels_turns_none_off(monkeypatch, stage, fault, r
 def test_no_stage_starts_without_its_whole_time(monkeypatch):
     """A stage that is cut short would be taken for one that hangs."""
     monkeypatch.setattr(first_start, "SECONDS", 100.0)
-    outcome = first_start.run(types.SimpleNamespace(run=None), time.monotonic() + 101)
+    outcome = first_start.run(Fake(run=None), time.monotonic() + 101)
     assert (outcome["ran"], outcome["off"]) == (0, {}) and "left out" in outcome["failed"][0]
 
 
@@ -137,12 +141,12 @@ def test_a_trial_ends_before_the_worker_goes_on(monkeypatch, tmp_path, caplog):
     assert "first start with this software: 3 smoke stages ran before it, in " in caplog.text
     assert "smoke stage ops: died" in caplog.text
     mark.unlink()
-    write(selection.machine() | {"disabled": "rms_norm"})
-    write(selection.machine() | {"code": "1"})
+    write(disabled="rms_norm")
+    write(code="1")
     kernel_trial.before_device(None)
     assert mark.exists()
     mark.unlink()
-    write(selection.machine() | {"driver": "another"})
+    write(driver="another")
     kernel_trial.before_device(None)
     assert not mark.exists()
 
@@ -194,11 +198,9 @@ def test_other_workers_wait(monkeypatch, tmp_path):
 
 
 def test_the_child_sees_the_gpu_of_the_rank(monkeypatch):
-    from vllm.platforms import current_platform
-
     monkeypatch.undo()
-    name, config = current_platform.device_control_env_var, types.SimpleNamespace(assigned_physical_gpu_ids=None)
-    worker = types.SimpleNamespace(local_rank=1, parallel_config=config)
+    name, config = current_platform.device_control_env_var, Fake(assigned_physical_gpu_ids=None)
+    worker = Fake(local_rank=1, parallel_config=config)
     monkeypatch.setenv(name, "4,6")
     assert kernel_trial.device_of(worker) == {name: "6", "HIP_VISIBLE_DEVICES": "6"}
     config.assigned_physical_gpu_ids = [4, 7]
@@ -221,32 +223,28 @@ def test_inside_vllm(engines, expected, tmp_path, how):
     """An op that faults or hangs in the child is off in the same start and the next, which answer as the plain model."""
     flavour = ("llama", "token")
     job = engines.job(flavour, max_tokens=4)
-    before = "import measured_on_cpu, trial_on_cpu; measured_on_cpu.install(); trial_on_cpu.install"
-    before += f"('scaled_mm', {how!r})"
+    before = f"import on_cpu; on_cpu.measure(); on_cpu.try_kernels('scaled_mm', {how!r})"
     answers = engines.run({"first": job, "next": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
     for name in ("first", "next"):
         answer = answers[name]
         assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
         # Once it is known that the op never serves, a layer calls vLLM's kernel without counting.
         assert answer["stats"]["vllm"]["its kernel"] >= 8 and "scaled_mm" not in answer["stats"]
-    [path] = tmp_path.glob("*/measured-*.json")
-    record = selection.read(path)
+    [record] = on_cpu.records(tmp_path)
     why = record.off.pop("scaled_mm")
-    assert why.startswith(
-        f"smoke stage ops: {'died: exit code -6' if how == 'aborts' else 'hung: killed after 3 s'}, in"
-    )
-    assert not record.off
+    fault = "died: exit code -6" if how == "aborts" else "hung: killed after 3 s"
+    assert why.startswith(f"smoke stage ops: {fault}, in") and not record.off
     assert answers["output"].count("first start with this software: 8 smoke stages ran before it") == 1
     assert answers["output"].count("scaled_mm is off on this GPU") >= 2
 
 
 HANGS = """
 import time
-import measured_on_cpu
+import on_cpu
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm.selection import watchdog
 
-measured_on_cpu.install()
+on_cpu.measure()
 ops.scaled_mm.run_kernels = lambda *_: time.sleep(600)
 watchdog.WARN_SECONDS, watchdog.END_SECONDS = 1.0, 3.0
 """
@@ -260,10 +258,10 @@ def test_a_launch_that_hangs_while_it_is_timed(engines, expected, tmp_path):
     job = engines.job(flavour, max_tokens=4)
     with pytest.raises(AssertionError, match="a launch hangs, so this process ends, .*: scaled_mm, scaled_mm"):
         engines.run({"it": job}, before=HANGS, VLLM_ROCM_OPS_TABLES=str(tmp_path))
-    before = "import measured_on_cpu; measured_on_cpu.install()"
+    before = "import on_cpu; on_cpu.measure()"
     answers = engines.run({"it": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
     answer = answers["it"]
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
     assert "scaled_mm" not in answer["stats"]
-    [path] = tmp_path.glob("*/measured-*.json")
-    assert selection.read(path).off["scaled_mm"].startswith("its launch hung for 3 s, at scaled_mm ")
+    [record] = on_cpu.records(tmp_path)
+    assert record.off["scaled_mm"].startswith("its launch hung for 3 s, at scaled_mm ")

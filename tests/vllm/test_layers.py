@@ -4,6 +4,11 @@ import pathlib
 
 import pytest
 import torch
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.quantization.utils import fp8_utils, quant_utils
+from vllm.platforms import current_platform
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -11,6 +16,7 @@ from vllm_rocm_ops.core import archs, launch, quantization
 from vllm_rocm_ops.core.stats import warned
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import activation, fused_quant, vllm_row_kernels
 from vllm_rocm_ops.vllm.graph import norm as norm_seam
 
 ROWS, HIDDEN = 5, 256
@@ -24,8 +30,6 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def norm(dtype: torch.dtype = torch.bfloat16, **options):
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
     layer = RMSNorm(HIDDEN, dtype=dtype, **options)
     layer.weight.data = 1 + 0.1 * random(HIDDEN, dtype=dtype)
     return layer
@@ -33,8 +37,6 @@ def norm(dtype: torch.dtype = torch.bfloat16, **options):
 
 def gemma_norm():
     """Return vLLM's norm of 1 + weight."""
-    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
-
     layer = GemmaRMSNorm(HIDDEN).bfloat16()
     layer.weight.data = 0.1 * random(HIDDEN)
     return layer
@@ -42,8 +44,6 @@ def gemma_norm():
 
 def linear(key: str, **attributes) -> torch.nn.Module:
     """Return a stand-in for vLLM's layer of one linear, named `linear` in its parent, as its input's producer sees it."""
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     parent = torch.nn.Module()
     parent.linear = torch.nn.Module()
     vars(parent.linear).update({"_input_quant_key": getattr(quant_utils, key), **attributes})
@@ -69,10 +69,7 @@ def heads_of(qkv: torch.Tensor, heads: int) -> torch.Tensor:
 @pytest.mark.parametrize("arch", [None, "gfx942"])
 @pytest.mark.parametrize("one_plus", [False, True])
 def test_norm_of_heads_in_a_wider_row(arch, one_plus):
-    """Queries are normalized per head inside the output of a wider projection: all of it, some heads or one.
-
-    Rows with strided elements are vLLM's.
-    """
+    """Queries are normalized per head in a wider projection's output. Rows with strided elements are vLLM's."""
     layer, qkv = gemma_norm() if one_plus else norm(), random(ROWS, 4 * HIDDEN)
     with launch.executor(arch and Emulator(arch)):
         for x in (heads_of(qkv, 2), heads_of(qkv, 1), heads_of(qkv, 4), heads_of(qkv, 3)[:1]):
@@ -120,10 +117,6 @@ def test_norm_of_one_plus_weight():
 
 def made_again(monkeypatch, module, name: str, keys: tuple):
     """Return vLLM's layer of a name, with a seam installed for which kernels make only these results."""
-    from vllm.model_executor.custom_op import op_registry_oot
-
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
     monkeypatch.delitem(op_registry_oot, name)
     monkeypatch.setattr(fused_quant, "runnable", lambda table: keys)
     module.install()
@@ -132,11 +125,6 @@ def made_again(monkeypatch, module, name: str, keys: tuple):
 @pytest.mark.parametrize("plain", [False, True])
 def test_without_kernels_layers_are_vllms(monkeypatch, plain):
     """Kernels are missing or switched off. An activation with a linear then hands over a plain result."""
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from vllm_rocm_ops.vllm.graph import activation
-
     monkeypatch.delitem(op_registry_oot, "GemmaRMSNorm")
     made_again(monkeypatch, norm_seam, "RMSNorm", (None,) if plain else ())
     made_again(monkeypatch, activation, "SiluAndMul", (None,) if plain else ())
@@ -148,8 +136,6 @@ def test_without_kernels_layers_are_vllms(monkeypatch, plain):
 
 
 def natives() -> list[str]:
-    from vllm_rocm_ops.vllm.graph import vllm_row_kernels
-
     return [*vllm_row_kernels.NORMS, *vllm_row_kernels.ACTIVATIONS]
 
 
@@ -182,14 +168,7 @@ def bounds(dtype: torch.dtype, sums: bool) -> dict[str, float]:
 @pytest.mark.parametrize("name", natives())
 @pytest.mark.parametrize(("shape", "one_plus"), [((3,), False), ((2, 3), False), ((2, 3), True)], ids=str)
 def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monkeypatch):
-    """vLLM's results equal the reference, except for rounding, and update the residual in place. Rows may be strided.
-
-    The bounds hold for every processor: with AVX-512 vLLM rounds to nearest, else toward zero.
-    """
-    from vllm.model_executor.layers.quantization.utils import fp8_utils
-
-    from vllm_rocm_ops.vllm.graph import vllm_row_kernels
-
+    """vLLM's results equal the reference, except for rounding by any processor: to nearest or toward zero."""
     monkeypatch.setattr(fp8_utils, "per_token_group_quant_fp8", groups_of)
     op = getattr(ops, name)
     given = {
@@ -224,10 +203,6 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monke
 
 def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
     """On CPU they have their references."""
-    from vllm.platforms import current_platform
-
-    from vllm_rocm_ops.vllm.graph import vllm_row_kernels
-
     assert {getattr(ops, name).native for name in natives()} == {None}
     for name in natives():
         monkeypatch.setattr(getattr(ops, name), "native", None)
@@ -244,8 +219,6 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_kernels_make_all_results_unless_switched_off(monkeypatch, arch):
     """On GPUs with code objects these are all results, unless switched off."""
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(fused_quant, "QUANT_DTYPE", archs.named(arch).fp8_dtype)
     tables = fused_quant.NORMS, fused_quant.ACTIVATIONS
@@ -267,8 +240,6 @@ class NoBinary:
 
 def test_kernels_that_do_not_load_are_none(monkeypatch):
     """The process has initialized its GPU, as when weights are reordered into a layout that vLLM's kernels do not read."""
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
     monkeypatch.setattr(seam, "arch_here", lambda _: "gfx950")
     monkeypatch.setattr(launch, "runtime", lambda: (NoBinary(), ""))
     assert fused_quant.runnable(fused_quant.ACTIVATIONS) == (None, *fused_quant.KEYS, fused_quant.MX)
@@ -290,8 +261,6 @@ def test_kernels_that_do_not_load_are_none(monkeypatch):
 )
 def test_norm_leaves_the_rest_to_vllm(options, dtype):
     """A partial variance, no weight, a weight of another dtype and fp32 run vLLM's own forward."""
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
     layer, x = norm(**options), random(ROWS, HIDDEN, dtype=dtype)
     assert torch.equal(layer(x), RMSNorm.forward_native(layer, x))
     assert vllm_rocm_ops.stats() == {}
@@ -306,8 +275,6 @@ def test_batch_invariance_is_vllms(monkeypatch):
 
 def test_swiglu_runs_the_plugins_op_except_in_fp32():
     """SwiGLU runs the plugin's op; fp32 runs vLLM's own forward."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
     layer, x = SiluAndMul(), random(ROWS, 2 * HIDDEN)
     torch.testing.assert_close(layer(x), SiluAndMul.forward_native(x), atol=0.02, rtol=0.01)
     assert vllm_rocm_ops.stats().keys() == {"silu_and_mul"}
@@ -323,45 +290,27 @@ KINDS = {
 }
 
 
-def restored(quantized) -> torch.Tensor:
-    """Return what a linear reads in a quantized activation, in fp32."""
-    scale = quantized.scale
-    if scale.dim() == 2 and scale.shape[1] > 1:
-        scale = scale.repeat_interleave(128, 1)
-    return quantized.data.float() * scale
-
-
 @pytest.mark.parametrize("key", KINDS)
 def test_activation_hands_over_quantized(key):
     """An activation hands its linear e4m3 with the requested scales, within e4m3's rounding of the plain result."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
     layer, x = SiluAndMul(), random(ROWS, 2 * HIDDEN)
     plain = layer(x)
     layer.consumer = (linear(key, **KINDS[key]), "linear")
-    check(layer(x), plain, key)
-
-
-def check(quantized, plain: torch.Tensor, key: str) -> None:
-    """Raise unless a quantized activation is the plain one, rounded."""
-    from vllm.platforms import current_platform
-
+    quantized, wanted = layer(x), plain.float()
     assert quantized.data.dtype == current_platform.fp8_dtype()
     assert (quantized.shape, quantized.orig_dtype) == (plain.shape, plain.dtype)
-    wanted = plain.float()
+    scale = quantized.scale
     if key == "kFp8DynamicTokenSym":
-        assert quantized.scale.shape == (ROWS, 1)
-        assert quantized.scale.max() <= 0.5 / 448  # the upper bound holds
+        assert scale.shape == (ROWS, 1) and scale.max() <= 0.5 / 448  # the upper bound holds
         wanted = wanted.clamp(-0.5, 0.5)
     elif key == "kFp8Dynamic128Sym":
-        assert (quantized.scale.shape, quantized.scale.stride()) == ((ROWS, HIDDEN // 128), (1, ROWS))
-    torch.testing.assert_close(restored(quantized), wanted, atol=0.01, rtol=0.07)
+        assert (scale.shape, scale.stride()) == ((ROWS, HIDDEN // 128), (1, ROWS))
+        scale = scale.repeat_interleave(128, 1)
+    torch.testing.assert_close(quantized.data.float() * scale, wanted, atol=0.01, rtol=0.07)
 
 
 def test_an_adapter_gets_unquantized_input():
     """LoRA wraps a linear after its activation knows it; its layer needs the plain activation."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
     layer, parent = SiluAndMul(), linear("kFp8DynamicTokenSym")
     layer.consumer = (parent, "linear")
     wrapper = torch.nn.Module()
@@ -372,8 +321,6 @@ def test_an_adapter_gets_unquantized_input():
 
 def test_columns_that_do_not_fill_groups_stay_unquantized():
     """128-group scales need whole groups."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
     layer = SiluAndMul()
     layer.consumer = (linear("kFp8Dynamic128Sym"), "linear")
     assert isinstance(layer(random(ROWS, 2 * 192)), torch.Tensor)

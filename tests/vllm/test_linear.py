@@ -1,14 +1,27 @@
 """Test the plugin's linear kernels in vLLM: their results, and the calls they leave to the baseline."""
 
 import importlib
-import types
 
 import frames
 import pytest
 import torch
-from clocks import plugin_wins_up_to
-from linears import FEW, MANY, ask_for_aiter, random, require_products
+from fakes import Fake, decide, parameter, plugin_wins_up_to, time_choices
+from linears import FEW, MANY, ask_for_aiter, close, hold, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import _aiter_ops
+from vllm import envs as vllm_envs
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
+from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearKernel
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.model_executor.utils import weights_already_processed
+from vllm.platforms import current_platform
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -17,13 +30,10 @@ from vllm_rocm_ops.core.stats import fallbacks
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared.weight_layout import plain_weight, shuffle_weight
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import fused_quant
+from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import base as linear_base
-from vllm_rocm_ops.vllm.linear import (
-    mxfp8_linear,
-    scaled_linear,
-    unquantized_linear,
-    weight_order,
-)
+from vllm_rocm_ops.vllm.linear import mxfp8_linear, scaled_linear, unquantized_linear, weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 256, 256
@@ -35,15 +45,7 @@ pytestmark = pytest.mark.usefixtures("configuration")
 
 
 class Baseline:
-    """Make subclasses of vLLM's kernel classes that return zeros, and keep their calls in `calls`.
-
-    Weights are prepared as in the base class.
-    """
-
-    @classmethod
-    def of(cls, base: type) -> type:
-        supported = classmethod(lambda cls, *_: (True, None))
-        return type(cls.__name__, (cls, base), {"is_supported": supported, "can_implement": supported, "calls": []})
+    """The base of vLLM's kernels here: results are zeros, calls are in `calls`, weights prepared as in vLLM's."""
 
     def apply_scaled_mm(self, **arguments):
         self.calls.append(arguments)
@@ -58,7 +60,7 @@ class MxBaseline(Baseline):
     """A kernel that merges scales, as vLLM's kernel for gfx950 does when 32 rows share one."""
 
     def process_weights_after_loading(self, layer):
-        layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data[::32].contiguous(), requires_grad=False)
+        layer.weight_scale = parameter(layer.weight_scale.data[::32].contiguous())
 
     def apply_weights(self, layer, x, bias=None):
         self.calls.append({"B": layer.weight, "bias": bias})
@@ -78,58 +80,35 @@ KINDS = {
 
 @pytest.fixture
 def make(monkeypatch):
-    """Return a function that makes a layer of a kind with its kernel, as on ROCm, and the exact weight in fp32.
-
-    The kernel keeps `baseline`, if given.
-    """
+    """Return a function that makes a layer with its kernel, which may keep a baseline, and the exact weight in fp32."""
+    bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": RocmDotScaledMxfp8LinearKernel}
     monkeypatch.setattr(linear_base, "_kernels", {})
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")  # the references of a busy CPU take their time
 
     def make(kind: str, baseline: type | None = None, k: int = K, marks: tuple[str, ...] = ()):
-        from vllm.model_executor.kernels import linear
-        from vllm.model_executor.layers.quantization.utils import quant_utils
-
-        if baseline is not None:
-            from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
-            from vllm.model_executor.kernels.linear.scaled_mm import (
-                Fp8BlockScaledMMLinearKernel,
-                FP8ScaledMMLinearKernel,
-            )
-
-            bases = {"block": Fp8BlockScaledMMLinearKernel, "mxfp8": RocmDotScaledMxfp8LinearKernel}
-            baseline = (MxBaseline if kind == "mxfp8" else baseline).of(bases.get(kind, FP8ScaledMMLinearKernel))
-        monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: baseline)
+        stand_in = MxBaseline if baseline and kind == "mxfp8" else baseline
+        hold(monkeypatch, stand_in, bases.get(kind, FP8ScaledMMLinearKernel))
         layer, weight = torch.nn.Module(), random(N, k).to(FP8)
         vars(layer).update(dict.fromkeys(marks, True))
         layer.input_scale = torch.tensor(0.02) if "static" in kind else None
         layer.input_scale_ub = None
+        layer.weight = parameter(weight if kind in bases else weight.t())
         if kind == "mxfp8":
-            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
             scale = (120 + torch.arange(N // 32 * k // 32) % 5).view(N // 32, -1).repeat_interleave(32, 0)
-            layer.weight_scale = torch.nn.Parameter(scale.byte(), requires_grad=False)
-            exact = weight.float() * torch.exp2(layer.weight_scale.float() - 127).repeat_interleave(32, 1)
+            layer.weight_scale = parameter(scale.byte())
+            scale = torch.exp2(layer.weight_scale.float() - 127).repeat_interleave(32, 1)
             kernel = linear.init_mxfp8_linear_kernel(weight_shape=(N, k))
         else:
-            keys = [getattr(quant_utils, name) for name in KINDS[kind]]
+            weight_key, input_key = (getattr(quant_utils, name) for name in KINDS[kind])
             if kind == "block":
-                layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-                layer.weight_scale_inv = torch.nn.Parameter(
-                    random(N // 128, -(-k // 128)).abs() / 8, requires_grad=False
-                )
+                layer.weight_scale_inv = parameter(random(N // 128, -(-k // 128)).abs() / 8)
                 scale = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :k]
             else:
-                layer.weight = torch.nn.Parameter(weight.t(), requires_grad=False)
                 per_tensor = KINDS[kind][0] == "kFp8StaticTensorSym"
-                scale = torch.tensor(0.01) if per_tensor else random(N, 1).abs() / 8
-                layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
-            exact = weight.float() * scale
-            kernel = linear.init_fp8_linear_kernel(
-                activation_quant_key=keys[1],
-                weight_quant_key=keys[0],
-                weight_shape=(N, k),
-                input_dtype=torch.bfloat16,
-                out_dtype=torch.bfloat16,
-            )
+                layer.weight_scale = scale = parameter(torch.tensor(0.01) if per_tensor else random(N, 1).abs() / 8)
+            given = {"weight_shape": (N, k), "input_dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
+            kernel = linear.init_fp8_linear_kernel(activation_quant_key=input_key, weight_quant_key=weight_key, **given)
+        exact = weight.float() * scale
         assert type(kernel).__name__.startswith("RocmOps")
         kernel.process_weights_after_loading(layer)
         return layer, kernel, exact
@@ -137,12 +116,21 @@ def make(monkeypatch):
     return make
 
 
-def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Raise unless an output is x @ exact^T within the rounding of x to e4m3."""
-    wanted = x.float() @ exact.t()
-    error = (output.float() - wanted).abs()
-    assert output.dtype == x.dtype
-    assert error.mean() < 0.05 * wanted.abs().mean(), error.mean()
+@pytest.fixture
+def shuffles(monkeypatch):
+    """Have the plugin shuffle every weight, as if it had won everywhere."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
+    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
+
+
+def emulate(layer, kernel, tokens: int = FEW, exact: torch.Tensor | None = None, bias=None) -> torch.Tensor:
+    """Return a kernel's output for some tokens on an emulated gfx950, `close` to the exact weight's, if given."""
+    x = random(tokens, K).bfloat16()
+    with launch.executor(Emulator("gfx950")):
+        output = kernel.apply_weights(layer, x, bias)
+    if exact is not None:
+        close(output, x, exact)
+    return output
 
 
 OPS = dict.fromkeys(KINDS, "scaled_mm") | {"block": "block_scaled_mm", "mxfp8": "mxfp8_scaled_mm"}
@@ -158,15 +146,11 @@ def test_products(make, kind):
 def test_few_tokens_are_served_and_many_are_vllms(make, kind):
     """The baseline gets the arguments it would get without the plugin, of which nothing else runs."""
     layer, kernel, exact = make(kind, Baseline)
-    x = random(FEW, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        close(kernel.apply_weights(layer, x), x, exact)
-        assert list(vllm_rocm_ops.stats()) == [OPS[kind]]
-        assert not kernel.baseline.calls
-        vllm_rocm_ops.reset_stats()
-        output = kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    assert output.shape == (MANY, N)
-    assert not output.any()
+    emulate(layer, kernel, exact=exact)
+    assert list(vllm_rocm_ops.stats()) == [OPS[kind]] and not kernel.baseline.calls
+    vllm_rocm_ops.reset_stats()
+    output = emulate(layer, kernel, MANY)
+    assert output.shape == (MANY, N) and not output.any()
     assert vllm_rocm_ops.stats() == {}
     [call] = kernel.baseline.calls
     assert call["B"] is layer.weight
@@ -175,10 +159,7 @@ def test_few_tokens_are_served_and_many_are_vllms(make, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", [None, "gfx942", "gfx950"])
 def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
-    """The op's PyTorch reference never runs if vLLM has a kernel.
-
-    This holds without code for the device, for e4m3fn on gfx942, and with the op switched off on gfx950.
-    """
+    """No reference runs if vLLM has a kernel: without code, for e4m3fn on gfx942, or with the op off on gfx950."""
     if arch == "gfx950":
         monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", OPS[kind])
     layer, kernel, _ = make(kind, Baseline)
@@ -192,8 +173,7 @@ def test_what_our_kernels_do_not_take_is_vllms(make, kind, arch, monkeypatch):
 def test_what_our_op_refuses_is_vllms(make):
     """A bias of another dtype breaks the op's contract, but perhaps not the contract of vLLM's kernel."""
     layer, kernel, _ = make("channel", Baseline)
-    with launch.executor(Emulator("gfx950")):
-        kernel.apply_weights(layer, random(FEW, K).bfloat16(), torch.zeros(N))
+    emulate(layer, kernel, bias=torch.zeros(N))
     [call] = kernel.baseline.calls
     assert call["bias"].dtype == torch.float32
     assert fallbacks() == {"scaled_mm": {"the arguments break the op's contract": 1}}
@@ -202,10 +182,6 @@ def test_what_our_op_refuses_is_vllms(make):
 @pytest.mark.parametrize("kind", ["static", "channel", "block"])
 def test_quantized_input_is_taken(make, kind):
     """A layer states the quantized input it accepts, and such an input is not quantized again."""
-    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
-
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
     layer, kernel, exact = make(kind, Baseline)
     key = get_input_quant_key(layer)
     assert key == kernel.config.activation_quant_key
@@ -221,8 +197,6 @@ def test_quantized_input_is_taken(make, kind):
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_batch_invariant_layers_take_no_quantized_input(make, kind, monkeypatch):
     """vLLM's path through them reads the input as a tensor."""
-    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
-
     layer, kernel, _ = make(kind, Baseline)
     del layer._input_quant_key
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -230,69 +204,46 @@ def test_batch_invariant_layers_take_no_quantized_input(make, kind, monkeypatch)
     assert get_input_quant_key(layer) is None
 
 
-class Shuffling(Baseline):
-    """A kernel that leaves the weight as AITER's kernels for tuned shapes do."""
+def leaves(change, in_place: bool = False) -> type:
+    """Return a kernel that changes the weight, whose rows are the columns of the parameter, when it prepares it."""
 
-    def process_weights_after_loading(self, layer):
-        rows = layer.weight.data.t()
-        layer.weight = torch.nn.Parameter(shuffle_weight(rows).view(rows.shape), requires_grad=False)
+    class Leaving(Baseline):
+        def process_weights_after_loading(self, layer):
+            if in_place:
+                layer.weight.data.copy_(change(layer.weight.data))
+            else:
+                layer.weight = parameter(change(layer.weight.data))
 
-
-class Untransposing(Baseline):
-    """A kernel that leaves the weight as AITER's kernel for any shape does."""
-
-    def process_weights_after_loading(self, layer):
-        layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
+    return Leaving
 
 
-class Repacking(Baseline):
-    """A kernel that leaves the weight in an unknown order."""
-
-    def process_weights_after_loading(self, layer):
-        layer.weight = torch.nn.Parameter(layer.weight.data.t().flip(0), requires_grad=False)
+def in_fragments(weight: torch.Tensor) -> torch.Tensor:
+    return shuffle_weight(weight.t()).view(weight.t().shape)
 
 
-class ShufflingInPlace(Baseline):
-    """A kernel that shuffles as AITER's kernel for hipBLASLt does.
-
-    The result has the shape and strides of the parameter, into which vLLM 0.33's `replace_parameter` then copies it.
-    """
-
-    def process_weights_after_loading(self, layer):
-        rows = layer.weight.data.t()
-        layer.weight.data.copy_(shuffle_weight(rows).view(rows.shape).t())
-
-
-class RepackingInPlace(Baseline):
-    """A kernel that leaves the weight in an unknown order, in its parameter."""
-
-    def process_weights_after_loading(self, layer):
-        layer.weight.data.copy_(layer.weight.data.flip(1))
+Shuffling = leaves(in_fragments)  # as AITER's kernels for tuned shapes
+ShufflingInPlace = leaves(lambda weight: in_fragments(weight).t(), in_place=True)
+"""As AITER's kernel for hipBLASLt: vLLM 0.33's `replace_parameter` copies what has the parameter's shape and strides."""
+Untransposing = leaves(torch.Tensor.t)  # as AITER's kernel for any shape
+Repacking = leaves(lambda weight: weight.t().flip(0))  # in an unknown order
+RepackingInPlace = leaves(lambda weight: weight.flip(1), in_place=True)
 
 
 @pytest.mark.parametrize("baseline", [Shuffling, ShufflingInPlace, Untransposing, Repacking, RepackingInPlace])
 def test_the_weight_is_read_as_vllms_kernel_left_it(make, baseline):
     """It is read in rows, in fragments or, in any other order, not at all."""
     layer, kernel, exact = make("channel", baseline)
-    x = random(FEW, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        output = kernel.apply_weights(layer, x)
-        few = len(kernel.baseline.calls)
-        kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    if baseline in (Repacking, RepackingInPlace):
-        assert few == 1
-    else:
-        assert few == 0
-        close(output, x, exact)
+    is_unknown = baseline in (Repacking, RepackingInPlace)
+    emulate(layer, kernel, exact=None if is_unknown else exact)
+    assert len(kernel.baseline.calls) == is_unknown
+    emulate(layer, kernel, MANY)
     assert all(call["B"] is layer.weight or call["B"].equal(layer.weight) for call in kernel.baseline.calls)
 
 
 @pytest.mark.parametrize("kind", ["static", "channel", "block"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_weights_are_shuffled_only_for_kernels_that_are_there(make, kind, arch, monkeypatch):
+def test_weights_are_shuffled_only_for_kernels_that_are_there(make, kind, arch, shuffles, monkeypatch):
     """vLLM's kernels could not serve in their place."""
-    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(f"{__name__}.FP8", archs.named(arch).fp8_dtype)
     assert make(kind, Baseline)[1].baseline is None
@@ -368,8 +319,7 @@ class PowersOfTwo(Baseline):
     """A kernel that leaves scales in e8m0, like vLLM's Triton kernel, which widens them in every call."""
 
     def process_weights_after_loading(self, layer):
-        scale = layer.weight_scale_inv.data.to(torch.float8_e8m0fnu)
-        layer.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+        layer.weight_scale_inv = parameter(layer.weight_scale_inv.data.to(torch.float8_e8m0fnu))
 
 
 def test_e8m0_scales_of_weights_are_widened_once(make):
@@ -378,28 +328,22 @@ def test_e8m0_scales_of_weights_are_widened_once(make):
     scale = layer.weight_scale_inv
     assert scale.dtype == torch.float32 and scale.equal(scale.to(torch.float8_e8m0fnu).float())
     exact = layer.weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :K]
-    x = random(FEW, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        close(kernel.apply_weights(layer, x), x, exact)
-        kernel.apply_weights(layer, random(MANY, K).bfloat16())
+    emulate(layer, kernel, exact=exact)
+    emulate(layer, kernel, MANY)
     assert list(vllm_rocm_ops.stats()) == ["block_scaled_mm"]
     [call] = kernel.baseline.calls
     assert call["Bs"] is layer.weight_scale_inv
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
-def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
+def test_weights_are_shuffled_on_request(make, kind, shuffles):
     """The plugin then serves every number of tokens; a weight that MLA or DeepSeek V4 reads stays as it is."""
-    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, kernel, exact = make(kind, Baseline)
     shape = layer.weight.shape
     rows = layer.weight if kind == "block" else layer.weight.t()
     assert kernel.baseline is None
-    with launch.executor(Emulator("gfx950")):
-        for tokens in (FEW, MANY):
-            x = random(tokens, K).bfloat16()
-            close(kernel.apply_weights(layer, x), x, exact)
+    for tokens in (FEW, MANY):
+        emulate(layer, kernel, tokens, exact)
     for mark in ("_cpu_skip_gemm_dispatch", "is_bmm"):
         layer, kernel, _ = make(kind, Baseline, marks=(mark,))
         plain = (layer.weight if kind == "block" else layer.weight.t()).data
@@ -411,10 +355,6 @@ def test_weights_are_shuffled_on_request(make, kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypatch):
     """An earlier start measured all sizes of this one, and its result still holds. The graph's cache key includes it."""
-    from vllm.config import get_current_vllm_config
-
-    from vllm_rocm_ops.vllm.guards import compile_cache
-
     monkeypatch.setattr(linear_base, "shuffled", set())
     scheduler = get_current_vllm_config().scheduler_config
     monkeypatch.setattr(scheduler, "max_num_batched_tokens", MANY)
@@ -452,19 +392,14 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
 
 def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torch.nn.Module, object]:
     """Return a layer and its kernel in a process that got prepared tensors from another, as from vLLM's weight cache."""
-    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-    from vllm.model_executor.utils import weights_already_processed
-
-    other, made = (
-        torch.nn.Module(),
-        type(kernel)(kernel.config, *filter(None, [getattr(kernel, "layer_param_names", None)])),
-    )
-    for name, parameter in layer.named_parameters():
-        other.register_parameter(name, torch.nn.Parameter(parameter.detach(), requires_grad=False))
+    names = filter(None, [getattr(kernel, "layer_param_names", None)])
+    other, made = torch.nn.Module(), type(kernel)(kernel.config, *names)
+    for name, weight in layer.named_parameters():
+        other.register_parameter(name, parameter(weight.detach()))
     for name, buffer in layer.named_buffers() if marked else ():
         other.register_buffer(name, buffer.detach())
     other.input_scale_ub = None
-    method = types.SimpleNamespace(fp8_linear=made, act_q_static=False, use_marlin=False)
+    method = Fake(fp8_linear=made, act_q_static=False, use_marlin=False)
     with weights_already_processed():
         Fp8LinearMethod.process_weights_after_loading(method, other)
     return other, made
@@ -475,24 +410,16 @@ def handed_on(layer: torch.nn.Module, kernel, marked: bool = True) -> tuple[torc
     ("kind", "baseline"),
     [("channel", Baseline), ("channel", ShufflingInPlace), ("channel", Repacking), ("block", Baseline)],
 )
-def test_weights_that_another_process_prepared(make, kind, baseline, shuffle, monkeypatch):
+def test_weights_that_another_process_prepared(make, kind, baseline, shuffle, shuffles, monkeypatch):
     """They are read in the order they were left in, and the layer states the quantized input it accepts."""
-    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
-
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", shuffle)
-    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, kernel, exact = make(kind, baseline)
     monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "0")
     other, made = handed_on(layer, kernel)
     assert get_input_quant_key(other) == kernel.config.activation_quant_key
     assert (made.order, made.baseline is None) == (kernel.order, kernel.baseline is None)
-    x = random(FEW, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        output = made.apply_weights(other, x)
-    if baseline is Repacking:
-        assert len(made.baseline.calls) == 1
-    else:
-        close(output, x, exact)
+    emulate(other, made, exact=None if baseline is Repacking else exact)
+    assert baseline is not Repacking or len(made.baseline.calls) == 1
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
@@ -501,42 +428,26 @@ def test_weights_of_unknown_order_are_vllms(make, kind):
     layer, kernel, _ = make(kind, Baseline)
     other, made = handed_on(layer, kernel, marked=False)
     assert made.order is None
-    with launch.executor(Emulator("gfx950")):
-        made.apply_weights(other, random(FEW, K).bfloat16())
+    emulate(other, made)
     assert len(made.baseline.calls) == 1
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
-def test_shuffled_weights_are_refused_by_other_kernels(make, kind, monkeypatch):
+def test_shuffled_weights_are_refused_by_other_kernels(make, kind, shuffles):
     """An engine whose seams are off does not read weights from a cache that are shuffled for the plugin."""
-    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, _, _ = make(kind, Baseline)
-    with pytest.raises(RuntimeError, match="was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which SimpleNamespace cannot"):
-        weight_order.recall_order(types.SimpleNamespace(), layer)
+    with pytest.raises(RuntimeError, match="was shuffled with VLLM_ROCM_OPS_SHUFFLE=1, which Fake cannot"):
+        weight_order.recall_order(Fake(), layer)
 
 
 @pytest.mark.parametrize("baseline", [Baseline, ShufflingInPlace])
-def test_weights_that_are_loaded_again(make, baseline, monkeypatch):
+def test_weights_that_are_loaded_again(make, baseline, shuffles):
     """They are prepared as the first time."""
-    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    monkeypatch.setattr(linear_base, "won_everywhere", lambda key: True)
     layer, kernel, exact = make("channel", baseline)
-    x = random(FEW, K).bfloat16()
     for _ in range(2):
-        with launch.executor(Emulator("gfx950")):
-            close(kernel.apply_weights(layer, x), x, exact)
-        layer.weight = torch.nn.Parameter(random(N, K).to(FP8).t(), requires_grad=False)
+        emulate(layer, kernel, exact=exact)
+        layer.weight = parameter(random(N, K).to(FP8).t())
         kernel.process_weights_after_loading(layer)
-
-
-def test_a_kernel_that_quantizes_its_input_itself_keeps_the_layer():
-    """The plugin does not know how it uses its input, and so does not replace it."""
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
-
-    own = type("Own", (FP8ScaledMMLinearKernel,), {"apply_weights": lambda self, layer, x, bias=None: x})
-    possible, why = linear_base.can_keep(own, FP8ScaledMMLinearKernel)
-    assert (possible, why) == (False, "leaves the layer to Own, which quantizes its input itself")
 
 
 def test_batch_invariance_is_left_to_vllm(monkeypatch):
@@ -546,9 +457,10 @@ def test_batch_invariance_is_left_to_vllm(monkeypatch):
     assert linear_base.HasBaseline.is_supported() == (False, "is not batch invariant")
 
 
-def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_a_kernel_that_quantizes_its_input_is_not_kept(make, kind):
     """It quantizes in its own `apply_weights`, or behind the inherited one."""
-    _, kernel, _ = make("block", Baseline)
+    _, kernel, _ = make(kind, Baseline)
     baseline, base = type(kernel.baseline), type(kernel.baseline).__bases__[-1]
     assert linear_base.can_keep(baseline, base)[0]
     for own in ({"apply_input_quant": False}, {"apply_weights": lambda self, layer, x, bias=None: x}):
@@ -558,9 +470,6 @@ def test_a_kernel_that_quantizes_its_input_is_not_kept(make):
 
 def test_vllm_chooses_the_baseline(make):
     """vLLM chooses from its own table, without the plugin's kernels, and the table is restored."""
-    from vllm.model_executor.kernels import linear
-    from vllm.platforms import current_platform
-
     kernels = linear._POSSIBLE_FP8_KERNELS[current_platform._enum]
     before = list(kernels)
     _, kernel, _ = make("channel")
@@ -602,26 +511,25 @@ class OnGpu(torch.Tensor):
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """Return vLLM's module, with the plugin's function in place of one that appends to `calls`, and the calls."""
-    from vllm.model_executor.layers import utils
-
+    """Return vLLM's module, with the plugin's function in place of one that notes calls, that one, and the calls."""
     calls = []
 
-    def theirs(layer, x, weight, bias=None):
+    def baseline(layer, x, weight, bias=None):
         calls.append(layer)
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(utils, "rocm_unquantized_gemm", theirs)
+    monkeypatch.setattr(utils, "rocm_unquantized_gemm", baseline)
     monkeypatch.setattr(unquantized_linear, "_looked_up", set())
+    monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
+    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
     unquantized_linear.install()
-    return utils, theirs, calls
+    return utils, baseline, calls
 
 
 def test_batch_invariant_unquantized_layers_are_vllms(replaced, monkeypatch):
     """Layers on a CPU are as well."""
     utils, _, calls = replaced
     x, weight = random(FEW, K).bfloat16(), random(N, K).bfloat16()
-    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
     utils.rocm_unquantized_gemm(None, x.as_subclass(OnGpu), weight)
     assert not calls
     utils.rocm_unquantized_gemm(None, x, weight)
@@ -633,13 +541,7 @@ def test_batch_invariant_unquantized_layers_are_vllms(replaced, monkeypatch):
 
 @pytest.mark.parametrize("name", ["fuse_act_padding", "fuse_allreduce_rms", "fuse_norm_quant"])
 def test_graphs_keep_the_op_that_a_pass_looks_for(replaced, name, monkeypatch):
-    """They match vLLM's op after a norm.
-
-    These are AITER's norm with padding of gpt-oss, and its all-reduce with the indexer's projection.
-    """
-    from vllm.config import get_current_vllm_config
-    from vllm.platforms import current_platform
-
+    """They match it after AITER's norm with padding of gpt-oss, and after its all-reduce with a projection."""
     utils, _, calls = replaced
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -653,14 +555,12 @@ def test_graphs_keep_the_op_that_a_pass_looks_for(replaced, name, monkeypatch):
 
 @pytest.mark.parametrize("wins", [False, True])
 @pytest.mark.parametrize("binds", [False, True])
-def test_an_unquantized_layer_that_ours_never_serves_is_vllms_own(replaced, wins, binds, monkeypatch):
+def test_an_unquantized_layer_that_ours_never_serves_is_vllms_own(replaced, wins, binds):
     """A linear method binds vLLM's function when it is made; embeddings, such as lm_head, look it up at each call."""
-    utils, theirs, calls = replaced
-    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
-    monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
+    utils, baseline, calls = replaced
     kernel_selection.begin_recording()
-    method = types.SimpleNamespace(_gemm_impl=utils.rocm_unquantized_gemm) if binds else types.SimpleNamespace()
-    layer = types.SimpleNamespace(quant_method=method)
+    method = Fake(_gemm_impl=utils.rocm_unquantized_gemm) if binds else Fake()
+    layer = Fake(quant_method=method)
     x, weight = random(FEW, K).bfloat16().as_subclass(OnGpu), random(N, K).bfloat16()
 
     def call():
@@ -668,37 +568,30 @@ def test_an_unquantized_layer_that_ours_never_serves_is_vllms_own(replaced, wins
 
     call()  # while layers are noted nothing is given back
     assert frames.entered(call) and not calls
-    [one] = kernel_selection.all_choices()
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
+    decide(bytes([0] * FEW + [wins]))
     call()
     assert bool(frames.entered(call)) is wins
     assert len(calls) == (0 if wins else 2)
-    assert (utils.rocm_unquantized_gemm is theirs) is not (wins or binds)
+    assert (utils.rocm_unquantized_gemm is baseline) is not (wins or binds)
 
 
-def test_one_embedding_that_ours_serves_keeps_the_function_for_all(replaced, monkeypatch):
+def test_one_embedding_that_ours_serves_keeps_the_function_for_all(replaced):
     """A draft model computes logits as well as the model."""
-    utils, theirs, calls = replaced
-    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
+    utils, baseline, calls = replaced
     kernel_selection.begin_recording()
     layers = [(random(FEW, K).bfloat16().as_subclass(OnGpu), random(rows, K).bfloat16()) for rows in (N, 2 * N)]
-    for x, weight in layers:
-        utils.rocm_unquantized_gemm(None, x, weight)
-    loses, wins = kernel_selection.all_choices()
-    decided = {loses.key: bytes(FEW + 1), wins.key: bytes([0] * FEW + [1])}
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, decided))
-    for x, weight in layers:
-        utils.rocm_unquantized_gemm(None, x, weight)
-    assert utils.rocm_unquantized_gemm is not theirs and len(calls) == 1
+    for serves in (None, (bytes(FEW + 1), bytes([0] * FEW + [1]))):
+        if serves:
+            decide(*serves)
+        for x, weight in layers:
+            utils.rocm_unquantized_gemm(None, x, weight)
+    assert utils.rocm_unquantized_gemm is not baseline and len(calls) == 1
 
 
 @pytest.mark.parametrize("wins", [False, True])
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypatch):
-    """From the second call after measuring, eager calls run nothing of the plugin.
-
-    The exception is the check for an input that a norm has quantized.
-    """
+    """From the second call after measuring, eager calls run nothing of the plugin but a check for quantized input."""
     kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Baseline)
     monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
@@ -709,11 +602,10 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
 
     call()
     assert frames.entered(call) and not kernel.baseline.calls
-    [one] = kernel_selection.all_choices()
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * FEW + [wins])}))
+    decide(bytes([0] * FEW + [wins]))
     call()
-    found = {name for name in frames.entered(call) if "input_quantization." not in name}
-    assert bool(found) is wins, found
+    entered = {name for name in frames.entered(call) if "input_quantization." not in name}
+    assert bool(entered) is wins, entered
     assert len(kernel.baseline.calls) == (0 if wins else 2)
 
 
@@ -724,9 +616,8 @@ def test_a_call_that_ours_leaves_asks_once(make, kind):
     layer, kernel, _ = make(kind, Baseline)
     x = random(FEW, K).bfloat16()
     kernel.apply_weights(layer, x)
-    [one] = kernel_selection.all_choices()
     before = len(kernel.baseline.calls)
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
+    decide(bytes([0] * (FEW + 1) + [1]))
     entered = frames.entered(lambda: kernel.apply_weights(layer, x))
     asked = {name.rpartition(".")[2] for name in entered if "input_quantization." not in name}
     assert {"baseline_serves", "plugin_serves", "baseline_always_serves"} < asked and len(asked) == 4, entered
@@ -736,17 +627,15 @@ def test_a_call_that_ours_leaves_asks_once(make, kind):
 def test_an_unquantized_layer_keeps_its_choice(replaced, monkeypatch):
     """Making a key takes as long as launching an op."""
     utils, _, calls = replaced
-    monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
     kernel_selection.begin_recording()
-    layer, weight = types.SimpleNamespace(quant_method=None), random(N, K).bfloat16()
+    layer, weight = Fake(quant_method=None), random(N, K).bfloat16()
     few, more = (random(tokens, K).bfloat16().as_subclass(OnGpu) for tokens in (FEW, FEW + 1))
     utils.rocm_unquantized_gemm(layer, few, weight)
-    [one] = kernel_selection.all_choices()
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0] * (FEW + 1) + [1])}))
+    decide(bytes([0] * (FEW + 1) + [1]))
     utils.rocm_unquantized_gemm(layer, few, weight)
-    assert len(calls) == 2
+    assert len(calls) == 1
     entered = frames.entered(lambda: utils.rocm_unquantized_gemm(layer, few, weight))
-    assert len(calls) == 3 and not any(name.endswith((".choice_of", ".choice")) for name in entered), entered
+    assert len(calls) == 2 and not any("_noted" in name or "_choice" in name for name in entered), entered
     monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", lambda *_: "plugin")
     assert utils.rocm_unquantized_gemm(layer, more, weight) == "plugin"
 
@@ -778,8 +667,7 @@ def test_one_graph_serves_every_number_of_tokens(make, kind):
 def test_cutlass_has_what_it_is_faster_at(make, cuda, tokens, calls, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     layer, kernel, _ = make("channel", Baseline)
-    with launch.executor(Emulator("gfx950")):
-        kernel.apply_weights(layer, random(tokens, K).bfloat16())
+    emulate(layer, kernel, tokens)
     assert len(kernel.baseline.calls) == calls
 
 
@@ -808,8 +696,6 @@ OF_TABLES = [one for one in map(seam.load, seam.in_folder("linear")) if "_POSSIB
 @pytest.mark.parametrize("one", OF_TABLES, ids=lambda one: one.name)
 def test_a_probe_notices_other_tables_and_signatures(one, monkeypatch):
     """The seam is then off, and says what is missing."""
-    from vllm.model_executor.kernels import linear
-
     one.probe()
     table = one.replaces.split()[-1]
     with monkeypatch.context() as patch:
@@ -823,27 +709,15 @@ def test_a_probe_notices_other_tables_and_signatures(one, monkeypatch):
 
 def test_the_probe_for_unquantized_layers_notices_another_dispatch(monkeypatch):
     """On CPU vLLM's dispatch gives layers another function, like a vLLM that no longer looks up the plugin's."""
-    from vllm.model_executor.layers import utils
-
     with pytest.raises(seam.Unavailable, match="this vLLM lacks rocm_unquantized_gemm in its dispatch"):
         unquantized_linear.probe()
     monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.rocm_unquantized_gemm)
     unquantized_linear.probe()
 
 
-def test_the_order_of_weights_is_in_the_fingerprint(monkeypatch):
-    """A graph that was compiled for plain weights is not loaded for shuffled ones."""
-    from vllm_rocm_ops.vllm.guards import compile_cache
-
-    plain = compile_cache.fingerprint()
-    monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
-    assert compile_cache.fingerprint() != plain
-
-
-def test_the_code_objects_are_in_the_fingerprint(tmp_path, monkeypatch):
-    """Nor is one that was compiled for other kernels."""
-    from vllm_rocm_ops.vllm.guards import compile_cache
-
+@pytest.mark.parametrize("what", ["order of weights", "code objects"])
+def test_a_graph_that_was_compiled_for_others_is_not_loaded(tmp_path, monkeypatch, what):
+    """The order of weights and the code objects are in the fingerprint."""
     monkeypatch.setattr(vllm_rocm_ops, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setattr(launch, "CODE", tmp_path / "code")
     stamp = tmp_path / "code" / "gfx942" / "rms_norm.json"
@@ -851,7 +725,10 @@ def test_the_code_objects_are_in_the_fingerprint(tmp_path, monkeypatch):
     stamp.write_text("{}")
     before = compile_cache.fingerprint()
     assert compile_cache.fingerprint() == before
-    stamp.write_text('{"sources": "others"}')
+    if what == "code objects":
+        stamp.write_text('{"sources": "others"}')
+    else:
+        monkeypatch.setenv("VLLM_ROCM_OPS_SHUFFLE", "1")
     assert compile_cache.fingerprint() != before
 
 
@@ -893,10 +770,7 @@ class RightInFragments(Right):
     ],
 )
 def test_kernels_serve_the_sizes_they_won(make, kind, baseline, fault, monkeypatch):
-    """The measurement uses the layer's own weights, scales and bias.
-
-    A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it.
-    """
+    """A right kernel passes the check, and serves where it is faster; with another scale or no bias it fails."""
     kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, baseline, k=K if kind != "block" else K + 64)
     op = getattr(ops, OPS[kind])
@@ -911,10 +785,9 @@ def test_kernels_serve_the_sizes_they_won(make, kind, baseline, fault, monkeypat
     monkeypatch.setattr(op, "run_kernels", plugin)
     bias = None if kind == "block" else random(N).bfloat16()
     kernel.apply_weights(layer, random(MANY, layer.weight.numel() // N).bfloat16(), bias)
-    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
-    [one] = kernel_selection.all_choices()
-    assert one.state == ("off" if fault else "measured"), one.why
-    assert not fault or "relative error" in one.why
+    [choice] = time_choices()
+    assert choice.state == ("off" if fault else "measured"), choice.why
+    assert not fault or "relative error" in choice.why
     kernel.baseline.calls.clear()
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, layer.weight.numel() // N).bfloat16(), bias)
@@ -947,14 +820,13 @@ def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, m
         return torch.ops.vllm_rocm_ops.gated_linear(a, layer.weight, *further)
 
     assert call(MANY).shape == (MANY, N // 2)
-    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
-    [one] = [choice for choice in kernel_selection.all_choices() if choice.kernels.op is op]
-    assert one.state == ("off" if fault else "measured"), one.why
-    assert not fault or "relative error" in one.why
+    [choice] = [choice for choice in time_choices() if choice.kernels.op is op]
+    assert choice.state == ("off" if fault else "measured"), choice.why
+    assert not fault or "relative error" in choice.why
     ran.clear()
     results = [call(tokens) for tokens in (1, 17, 18, MANY)]
     assert ran == ([] if fault else [1, 17])
-    won = {one.key: one.plugin_by_tokens}
+    won = {choice.key: choice.plugin_by_tokens}
     for off in (op, ops.scaled_mm):  # two launches serve
         kernel_selection.apply_decisions(kernel_selection.Decided({off.name: "of a test"}, won))
         assert torch.equal(call(17).view(torch.uint8), results[1].view(torch.uint8))
@@ -963,13 +835,11 @@ def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, m
 
 def test_prompts_run_tiled_kernels_where_these_won(make):
     """The plugin then serves prompts, too."""
-    (layer, kernel, exact), x = make("channel", Right), random(MANY, K).bfloat16()
-    with launch.executor(Emulator("gfx950")):
-        kernel.apply_weights(layer, x)
-        assert len(kernel.baseline.calls) == 1 and vllm_rocm_ops.stats() == {}
-        [one] = kernel_selection.all_choices()
-        kernel_selection.apply_decisions(kernel_selection.Decided({}, {one.key: bytes([0]) + bytes([1]) * MANY}))
-        close(kernel.apply_weights(layer, x), x, exact)
+    layer, kernel, exact = make("channel", Right)
+    emulate(layer, kernel, MANY)
+    assert len(kernel.baseline.calls) == 1 and vllm_rocm_ops.stats() == {}
+    decide(bytes([0]) + bytes([1]) * MANY)
+    emulate(layer, kernel, MANY, exact)
     [symbol] = vllm_rocm_ops.stats()["scaled_mm"]
     assert symbol.startswith("scaled_mm_tiled_")
     assert len(kernel.baseline.calls) == 1
@@ -989,9 +859,8 @@ def test_mx_layers_are_measured(make, monkeypatch):
 
     monkeypatch.setattr(type(kernel.baseline), "apply_weights", baseline)
     kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
-    [one] = kernel_selection.all_choices()
-    assert one.state == "measured", one.why
+    [choice] = time_choices()
+    assert choice.state == "measured", choice.why
     kernel.baseline.calls.clear()
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16())
@@ -1000,11 +869,7 @@ def test_mx_layers_are_measured(make, monkeypatch):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
-    """vLLM's code passes the plugin's values and scales to its GEMM, and quantizes other inputs.
-
-    Scales may be shared by 32 rows or not.
-    """
-    from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
+    """vLLM passes the plugin's values and scales to its GEMM, and quantizes other inputs. 32 rows may share a scale."""
 
     def product(a, scale_a, weight, scale, dtype):
         assert len(scale) == len(weight) // (32 if shared else 1)
@@ -1016,7 +881,7 @@ def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
 
     monkeypatch.setattr(rocm_native, "rocm_mxfp8_block32_gemm", product)
     monkeypatch.setattr(rocm_native, "_mxfp8_linear_kernel", Kernel())
-    monkeypatch.setattr(rocm_native, "triton", types.SimpleNamespace(cdiv=lambda one, other: -(-one // other)))
+    monkeypatch.setattr(rocm_native, "triton", Fake(cdiv=lambda one, other: -(-one // other)))
     layer, kernel, _ = make("mxfp8", Baseline)
     if not shared:
         layer.weight_scale.data = layer.weight_scale.data.repeat_interleave(32, 0)
@@ -1032,8 +897,6 @@ def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
 
 def test_an_emulated_mx_product_reads_what_is_not_quantized(make):
     """vLLM emulates it if the user has asked to keep 8-bit weights."""
-    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
-
     layer, kernel, _ = make("mxfp8", Baseline)
     kernel.baseline, kernel.hands_rows = EmulationMxfp8LinearKernel(kernel.config), False
     layer.weight_scale.data = layer.weight_scale.data.repeat_interleave(32, 0)
@@ -1053,22 +916,18 @@ def test_unquantized_layers_are_measured(monkeypatch):
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: left.append(1) or linear(*arguments))
     unquantized_linear.unquantized_linear(random(40, K).bfloat16(), weight, None)
-    kernel_timing.warm_up((1, 17), 8192, plugin_wins_up_to(17), lambda mine: [mine])
+    [choice] = time_choices(most=8192)
     left.clear()
     for tokens in (1, 17, 18, 40, 41):
         unquantized_linear.unquantized_linear(random(tokens, K).bfloat16(), weight, None)
     assert len(left) == 3
-    [one] = kernel_selection.all_choices()
-    assert len(one.plugin_by_tokens) == 41
+    assert len(choice.plugin_by_tokens) == 41
 
 
 @pytest.mark.parametrize("is_found", [False, True])
 @pytest.mark.parametrize("is_on", [False, True])
 def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_found, monkeypatch):
     """A vLLM with AITER on by default runs its kernels without any switch set, but not without the library."""
-    from vllm import _aiter_ops
-    from vllm import envs as vllm_envs
-
     monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
     monkeypatch.setitem(vllm_envs.environment_variables, "VLLM_ROCM_USE_AITER", lambda: is_on)
     monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", is_found)
@@ -1085,7 +944,7 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     for tokens in (1, MANY):
         kernel.apply_weights(layer, random(tokens, K).bfloat16())
     assert len(kernel.baseline.calls) == 2
-    kernel_timing.warm_up((1, 17), MANY, plugin_wins_up_to(17), lambda mine: [mine])
+    time_choices()
     kernel.baseline.calls.clear()
     kernel.apply_weights(layer, random(1, K).bfloat16())
     assert not kernel.baseline.calls

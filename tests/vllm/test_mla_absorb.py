@@ -1,18 +1,16 @@
 """Test the GEMMs of MLA weight absorption: the calls of torch.bmm in vLLM that the plugin serves, and their results."""
 
-import types
-
 import pytest
 import torch
-from clocks import FakeClock
-from keys import keyed
+from fakes import Counting, Fake, RowClock, decide
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.utils import replace_parameter
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
-from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
 HEADS, NOPE, V, LATENT = 2, 128, 64, 256
 
@@ -28,19 +26,15 @@ class Layer(torch.nn.Module):
         self.load(seed)
 
     def load(self, seed: int) -> None:
-        from vllm.model_executor.utils import replace_parameter
-
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(HEADS * (NOPE + V), LATENT, generator=generator).bfloat16()
-        w_uk, w_uv = weight.t().view(LATENT, HEADS, NOPE + V).split([NOPE, V], -1)
+        generator, v = torch.Generator().manual_seed(seed), self.v_head_dim
+        weight = torch.randn(HEADS * (NOPE + v), LATENT, generator=generator).bfloat16()
+        w_uk, w_uv = weight.t().view(LATENT, HEADS, NOPE + v).split([NOPE, v], -1)
         replace_parameter(self, "W_UV", w_uv.transpose(0, 1), prefer_copy=True)
         replace_parameter(self, "W_UK_T", w_uk.permute(1, 2, 0), prefer_copy=True)
 
 
 def calls(layer: Layer, rows: int = 3) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return vLLM's results with both weights, and the expected ones in float64."""
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
     generator = torch.Generator().manual_seed(rows)
     q = torch.randn(rows, HEADS, NOPE + 64, generator=generator).bfloat16()[..., :NOPE]
     latent = torch.randn(rows, HEADS, LATENT, generator=generator).bfloat16()
@@ -64,19 +58,13 @@ def served(layer: Layer, rows: int = 3) -> int:
 
 def test_both_products_are_served_where_asked_for(configuration):
     """Each takes one launch, and writes vLLM's output."""
-    layer, launched = Layer(), []
+    layer, emulator = Layer(), Counting("gfx942")
     assert served(layer) == 0
     mla_absorb.adopt(layer, True, 64)
     assert isinstance(layer.W_UV, torch.nn.Parameter) and layer.state_dict().keys() == {"W_UK_T", "W_UV"}
-
-    class Counting(Emulator):
-        def launch(self, planned, uninitialized):
-            launched.append(planned.symbol)
-            super().launch(planned, uninitialized)
-
-    with launch.executor(Counting("gfx942")):
+    with launch.executor(emulator):
         assert served(layer) == 2
-    assert launched == ["batched_gemm_bf16_transposed_16", "batched_gemm_bf16_wave_splitk_16"]
+    assert emulator.symbols == ["batched_gemm_bf16_transposed_16", "batched_gemm_bf16_wave_splitk_16"]
 
 
 def test_a_noted_weight_keeps_its_address_and_class(configuration):
@@ -99,7 +87,7 @@ def test_a_noted_weight_keeps_its_address_and_class(configuration):
 
 def test_a_weight_that_is_no_parameter(configuration):
     plain = Layer()
-    layer = types.SimpleNamespace(W_UV=plain.W_UV.detach(), other=1)
+    layer = Fake(W_UV=plain.W_UV.detach(), other=1)
     mla_absorb.adopt(layer, True, 64)
     assert type(layer.W_UV) is mla_absorb.AbsorbedTensor
     mla_absorb.restore_baseline(layer.W_UV)
@@ -120,13 +108,33 @@ def keys() -> dict[str, kernel_selection.Choice]:
     return {str(one.key): one for one in kernel_selection.all_choices() if one.kernels is mla_absorb.COMPARISON}
 
 
+def require_measured(choice, monkeypatch, spoiled, is_right: bool, folder, most: float = 0.01) -> None:
+    """Raise unless results of `mla_absorb.run` that were `spoiled` are noticed, and right ones have at `most` an error."""
+    right = mla_absorb.run
+
+    def run(x, weights, out, *scales):
+        result = right(x, weights, out, *scales)
+        spoiled(out, *scales)
+        return result
+
+    monkeypatch.setattr(mla_absorb, "run", run)
+    given = choice.kernels, list(choice.layers.values()), 5, RowClock(), watchdog.marker(folder / "mark", "")
+    with torch.inference_mode():
+        if is_right:
+            timed = kernel_timing.check_and_time(*given)
+            assert timed.plugin_us == timed.baseline_us == 5 and 0 < timed.error < most
+        else:
+            with pytest.raises(kernel_timing.Mismatch):
+                kernel_timing.check_and_time(*given)
+
+
 def test_the_plugin_serves_where_it_was_measured_to_be_faster(noted):
     """It serves nothing before. A weight for which it never wins gets its class back."""
     uk, uv = "batched_gemm 2x256x128 bfloat16 transposed bmm", "batched_gemm 2x64x256 bfloat16 bmm"
     assert list(keys()) == [uk, uv]
     assert all(one.max_tokens == 64 and len(one.layers) == 1 for one in keys().values())
     assert served(noted) == 0
-    kernel_selection.apply_decisions(Decided({}, keyed({uk: bytes([0, 0, 0]), uv: bytes([0, 1, 1])})))
+    decide(bytes([0, 0, 0]), bytes([0, 1, 1]))
     assert served(noted, 2) == 1 and served(noted, 3) == 0
     assert type(noted.W_UK_T) is torch.nn.Parameter
     assert type(noted.W_UV) is mla_absorb.AbsorbedParameter
@@ -142,27 +150,8 @@ def test_nothing_is_noted_without_measurements(configuration, monkeypatch):
 @pytest.mark.parametrize("factor", [1.0, 1.01])
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, factor, tmp_path):
     """The check measures the very call that vLLM makes."""
-
-    class Clock(FakeClock):
-        def times(self, calls, sets, replays):
-            return {name: [float(len(call(*sets[0])))] for name, call in calls.items()}
-
-    right = mla_absorb.run
-
-    def run(x, weights, out):
-        right(x, weights, out)
-        return out.mul_(factor)
-
-    monkeypatch.setattr(mla_absorb, "run", run)
-    for one in keys().values():
-        given = one.kernels, list(one.layers.values()), 5, Clock(), watchdog.marker(tmp_path / "mark", "")
-        with torch.inference_mode():
-            if factor == 1.0:
-                found = kernel_timing.check_and_time(*given)
-                assert found.plugin_us == found.baseline_us == 5 and 0 < found.error < 0.01
-            else:
-                with pytest.raises(kernel_timing.Mismatch):
-                    kernel_timing.check_and_time(*given)
+    for choice in keys().values():
+        require_measured(choice, monkeypatch, lambda out: out.mul_(factor), factor == 1.0, tmp_path)
 
 
 def test_more_tokens_than_kernels_take_are_torchs(configuration):

@@ -1,9 +1,8 @@
 """Test the plugin's decode attention in vLLM's MLA backends: the calls it serves, and their results."""
 
-import types
-
 import pytest
 import torch
+from fakes import Fake, set_config
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam
@@ -42,11 +41,10 @@ class Call:
                 page.view(torch.uint8)[token % PAGE] = self.tokens[request, token].view(torch.uint8)
         shape = (len(lens) * query_len, HEADS, 2 * (LATENT + ROPE))
         self.q = torch.randn(shape, generator=generator).bfloat16()[..., : LATENT + ROPE]
-        decode = types.SimpleNamespace(block_table=self.table, seq_lens=torch.tensor(lens, dtype=torch.int32))
-        self.metadata = types.SimpleNamespace(
-            decode=decode, causal=True, num_prefills=prefills, max_query_len=90 if prefills else query_len
-        )
-        self.layer = types.SimpleNamespace(_k_scale=torch.tensor(self.scale))
+        decode = Fake(block_table=self.table, seq_lens=torch.tensor(lens, dtype=torch.int32))
+        self.metadata = Fake(decode=decode, causal=True, num_prefills=prefills)
+        self.metadata.max_query_len = 90 if prefills else query_len
+        self.layer = Fake(_k_scale=torch.tensor(self.scale))
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the logarithms of sums, in float64."""
@@ -134,11 +132,8 @@ def test_calls_with_what_our_op_lacks_stay_baseline(serve, monkeypatch):
 
 def test_queries_that_are_cut_on_the_device_stay_baseline(serve, monkeypatch):
     """The host then does not know their lengths, and rows of one request may be in another's places."""
-    config = types.SimpleNamespace(
-        compilation_config=types.SimpleNamespace(cudagraph_mode=None),
-        speculative_config=types.SimpleNamespace(enable_adaptive_verification=True),
-    )
-    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
+    drafts = Fake(enable_adaptive_verification=True)
+    config = set_config(monkeypatch, compilation_config=Fake(cudagraph_mode=None), speculative_config=drafts)
     assert serve(Call([33, 20])) is None
     config.speculative_config = None
     assert serve(Call([33, 20]))
@@ -159,9 +154,8 @@ def test_backends_are_checked(configuration, monkeypatch):
     monkeypatch.setattr("vllm.v1.attention.backends.registry._ATTN_OVERRIDES", {})
     attention_backends.probe(mla_attention.BACKENDS)
     monkeypatch.setattr(mla_attention.MlaImpl, "METHOD", ("forward_mqa", "q"))
-    with pytest.raises(
-        seam.Unavailable, match="this vLLM lacks TritonMLAImpl.forward_mqa.q., got .q, kv_c_and_k_pe_cache"
-    ):
+    missing = "this vLLM lacks TritonMLAImpl.forward_mqa.q., got .q, kv_c_and_k_pe_cache"
+    with pytest.raises(seam.Unavailable, match=missing):
         attention_backends.probe(mla_attention.BACKENDS)
     for member, backend in mla_attention.BACKENDS.items():
         made = getattr(mla_attention, f"RocmOps{backend.name}")

@@ -1,17 +1,14 @@
 """Test the rotation of queries in MLA attention: the launches that do it, its results, and when attention may do it."""
 
-import contextlib
-import types
-
 import pytest
 import test_mla_norms
 import torch
-from clocks import FakeClock
+from fakes import Counting, Fake, change, check_and_time, parameter, require_near, spoil
 from test_mla_norms import HEADS, KV, ROPE
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch
-from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import mla_absorb, mla_pre_attention, mla_rotation
@@ -23,12 +20,10 @@ OP, NOPE, V = ops.batched_gemm_rope, 128, 64
 
 def attention(nope: int = NOPE) -> torch.nn.Module:
     """Return vLLM's attention layer with what its forward_impl reads. It keeps the queries of decode and of prefills."""
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
     attn, generator, seen = MLAAttention.__new__(MLAAttention), torch.Generator().manual_seed(2), {}
     torch.nn.Module.__init__(attn)
     w_uk, w_uv = (torch.randn(HEADS, *shape, generator=generator).bfloat16() / 8 for shape in ((nope, KV), (KV, V)))
-    attn.W_UK_T, attn.W_UV = (torch.nn.Parameter(w, requires_grad=False) for w in (w_uk, w_uv))
+    attn.W_UK_T, attn.W_UV = parameter(w_uk), parameter(w_uv)
 
     def forward_mqa(q, *rest):
         seen["decode"] = [part.clone() for part in q]
@@ -37,13 +32,8 @@ def attention(nope: int = NOPE) -> torch.nn.Module:
     def forward_mha(q, *rest, output, **keywords):
         seen["prefill"] = q.clone()
 
-    attn.impl = types.SimpleNamespace(
-        forward_mqa=forward_mqa,
-        forward_mha=forward_mha,
-        reserve_workspace=lambda: None,
-        dcp_world_size=1,
-        **dict.fromkeys(("is_sparse", "supports_quant_query_input"), False),
-    )
+    no = dict.fromkeys(("is_sparse", "supports_quant_query_input"), False)
+    attn.impl = Fake(forward_mqa=forward_mqa, forward_mha=forward_mha, reserve_workspace=list, dcp_world_size=1, **no)
     given = {"kv_cache_dtype": "auto", "q_pad_num_heads": None, "prefill_backend": None, "seen": seen}
     given |= {"num_heads": HEADS, "v_head_dim": V, "kv_lora_rank": KV, "_chunked_prefill_workspace_size": 1}
     given |= {"qk_nope_head_dim": nope, "qk_rope_head_dim": ROPE, "_k_scale": torch.tensor(1.0)}
@@ -99,7 +89,7 @@ def launched(monkeypatch) -> list[int]:
 
 def run(one: mla_rotation.QueryRotation, q: torch.Tensor, decode: int, prefill: int, runs: bool = True) -> None:
     """Run vLLM's attention on q, whose last rows may be padding, or its profile run."""
-    metadata = types.SimpleNamespace(num_actual_tokens=decode + prefill, num_decode_tokens=decode, decode=())
+    metadata = Fake(num_actual_tokens=decode + prefill, num_decode_tokens=decode, decode=())
     metadata.num_decodes, metadata.num_prefills = decode, prefill
     keys = torch.zeros(len(q), KV + ROPE, dtype=q.dtype).split([KV, ROPE], 1)
     output = torch.empty(len(q), HEADS * V, dtype=q.dtype)
@@ -121,17 +111,12 @@ def step(one: mla_rotation.QueryRotation, decode: int, prefill: int, padding: in
 @pytest.mark.parametrize("serves", [True, False, None])
 @pytest.mark.parametrize("what", STEPS)
 def test_each_row_is_rotated_once(what, serves, launched):
-    """Decode-only steps have one launch, which also multiplies, if the plugin's product serves. Others rotate first.
-
-    The plugin's product serves (True), was measured to be slower (False), or is not in question (None).
-    """
+    """Decode-only steps have one launch if the product serves (True), not if it lost (False) or is not asked (None)."""
     one = query_rotation(layer := Layer())
     if serves is not None:
         mla_absorb.adopt(one.attn, True, 64)
     if serves is False:
-        one.weights.rocm_ops_choice = types.SimpleNamespace(
-            plugin_serves=lambda rows: False, baseline_always_serves=False
-        )
+        one.weights.rocm_ops_choice = Fake(plugin_serves=lambda rows: False, baseline_always_serves=False)
     one.take(True)
     decode, prefill, padding, rows = STEPS[what]
     for _ in range(2):
@@ -154,29 +139,18 @@ def test_each_row_is_rotated_once(what, serves, launched):
 @pytest.mark.usefixtures("configuration")
 def test_the_kernel_rotates_in_attention():
     """One launch of the emulated kernel in a decode step, and one before a mixed one."""
-    symbols = []
-
-    class Counting(Emulator):
-        def launch(self, planned, uninitialized):
-            symbols.append((planned.symbol, planned.grid))
-            super().launch(planned, uninitialized)
-
-    one = query_rotation(layer := Layer())
+    one, emulator = query_rotation(layer := Layer()), Counting("gfx942")
     mla_absorb.adopt(one.attn, True, 64)
     one.take(True)
-    with launch.executor(Counting("gfx942")):
+    with launch.executor(emulator):
         for decode, prefill in ((3, 0), (2, 2)):
             q, positions = step(one, decode, prefill)
             wanted = layer.rotated(q[:decode, :, NOPE:], positions[:decode])
             assert torch.equal(one.attn.seen["decode"][1], wanted)
     uk, uv = "batched_gemm_rope_bf16_transposed_16", "batched_gemm_bf16_transposed_16"
-    of_product = (uk, (HEADS, KV // 64 + 1, 1))
-    assert [symbols[0], *[symbol for symbol in symbols if symbol[0] == uk]] == [
-        of_product,
-        of_product,
-        (uk, (HEADS, 1, 1)),
-    ]
-    assert uv in dict(symbols)
+    assert emulator.symbols[0] == uk and uv in emulator.symbols
+    grids = [planned.grid for planned in emulator.launches if planned.symbol == uk]
+    assert grids == [(HEADS, KV // 64 + 1, 1), (HEADS, 1, 1)]
 
 
 @pytest.mark.usefixtures("configuration")
@@ -215,9 +189,7 @@ def test_a_kernel_is_measured_beside_vllms_layers(tokens):
     """The emulated kernel is as close to the exact q_pe and product. Above 64 tokens there is no product."""
     one = query_rotation()
     assert str(one.key) == f"batched_gemm_rope {HEADS}x{KV}x{NOPE}+{ROPE} bfloat16 compiled"
-    with launch.executor(Emulator("gfx950", races=False)):
-        found = kernel_timing.check_and_time(one, [()] * 2, tokens, FakeClock(), contextlib.nullcontext())
-    assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
+    require_near(one, tokens)
     assert one.work((), tokens)[0] > 0 and (one.work((), tokens)[1] > 0) == (tokens <= 64)
 
 
@@ -225,23 +197,17 @@ def test_a_kernel_is_measured_beside_vllms_layers(tokens):
 @pytest.mark.parametrize("part", ["q_pe", "out"])
 def test_each_result_is_checked(part, monkeypatch):
     """The launch is off if the rotation or the product is wrong."""
-
-    def wrong(*arguments):
-        OP.reference(*arguments)
-        getattr(OP.Arguments(*arguments), part).mul_(1.1)
-        return True
-
-    monkeypatch.setattr(OP, "run_kernels", wrong)
+    spoil(monkeypatch, OP, part)
     with pytest.raises(kernel_timing.Mismatch):
-        kernel_timing.check_and_time(query_rotation(), [()] * 2, 3, FakeClock(), contextlib.nullcontext())
+        check_and_time(query_rotation())
 
 
 UNSUPPORTED = {
-    "a product in FP8": lambda attn: setattr(attn, "is_aiter_triton_fp8_bmm_enabled", True),
-    "a product in FP4": lambda attn: setattr(attn, "is_aiter_triton_fp4_bmm_enabled", True),
-    "a product on CPU": lambda attn: setattr(attn, "is_amx_bmm_enabled", True),
-    "no W_UK": lambda attn: delattr(attn, "W_UK_T"),
-    "padded heads": lambda attn: setattr(attn, "q_pad_num_heads", 16),
+    "a product in FP8": ("is_aiter_triton_fp8_bmm_enabled", True),
+    "a product in FP4": ("is_aiter_triton_fp4_bmm_enabled", True),
+    "a product on CPU": ("is_amx_bmm_enabled", True),
+    "no W_UK": ("W_UK_T",),
+    "padded heads": ("q_pad_num_heads", 16),
 }
 
 
@@ -251,10 +217,9 @@ def test_unsupported_layers_are_not_served(what):
     layer = Layer()
     front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
     assert len([*mla_rotation.rotations(front, COMPILED, torch.bfloat16)]) == 1
-    UNSUPPORTED[what](layer.mla_attn)
-    assert [*mla_rotation.rotations(front, COMPILED, torch.bfloat16)] == [] and len(
-        [*mla_rotation.unsupported_features(layer.mla_attn)]
-    ) == 1
+    change(layer.mla_attn, *UNSUPPORTED[what])
+    assert [*mla_rotation.rotations(front, COMPILED, torch.bfloat16)] == []
+    assert len([*mla_rotation.unsupported_features(layer.mla_attn)]) == 1
 
 
 @pytest.mark.usefixtures("configuration")

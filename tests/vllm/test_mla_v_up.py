@@ -1,18 +1,17 @@
 """Test W_UV with a quantized result: vLLM's calls, their results, decisions, and what is timed."""
 
-import types
-
 import pytest
 import torch
-from clocks import FakeClock
+from fakes import Counting, Fake, fake_decoder
 from keys import key
 from test_mla_absorb import Layer as Plain
+from test_mla_absorb import require_measured
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, quantized_attention
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
+from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
 HEADS, LATENT, SIZE = Plain.num_heads, Plain.kv_lora_rank, 128
@@ -23,22 +22,11 @@ PLAIN, FUSED, SEPARATE = map(key, (f"{SHAPE} bmm", f"{SHAPE} to e4m3 by 128 bmm"
 class Layer(Plain):
     """vLLM's layer: decode rows by W_UV, then the others; all else of attention is left out."""
 
-    v_head_dim, nope = SIZE, 128
-
-    def load(self, seed: int) -> None:
-        from vllm.model_executor.utils import replace_parameter
-
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(HEADS * (self.nope + SIZE), LATENT, generator=generator).bfloat16()
-        w_uk, w_uv = weight.t().view(LATENT, HEADS, self.nope + SIZE).split([self.nope, SIZE], -1)
-        replace_parameter(self, "W_UV", w_uv.transpose(0, 1), prefer_copy=True)
-        replace_parameter(self, "W_UK_T", w_uk.permute(1, 2, 0), prefer_copy=True)
+    v_head_dim = SIZE
 
     def forward_impl(
         self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None, **rest
     ):
-        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
         self.given = output.dtype, output_scale, output_block_scale, rest
         if attn_metadata is None:
             return output.fill_(0)
@@ -54,7 +42,7 @@ def call(layer: Layer, decode: int, rows: int, column_major: bool = False, padde
     """Return the values, scales and 16-bit rows of a step with these decode rows and rows, as vLLM's op calls it."""
     generator = torch.Generator().manual_seed(0)
     latent = torch.randn(padded, HEADS, LATENT, generator=generator).bfloat16()
-    metadata = types.SimpleNamespace(num_decode_tokens=decode, num_actual_tokens=rows)
+    metadata = Fake(num_decode_tokens=decode, num_actual_tokens=rows)
     output = torch.full((padded, HEADS * SIZE), torch.nan).to(torch.float8_e4m3fn)
     scales = torch.full((HEADS, padded) if column_major else (padded, HEADS), torch.nan)
     scales = scales.t() if column_major else scales
@@ -102,16 +90,10 @@ def test_decode_rows_are_quantized_by_w_uv_and_others_behind(configuration, monk
 
 
 def test_one_kernel_serves_decode_rows(configuration, monkeypatch):
-    behind, launched, layer = quantizations(monkeypatch), [], adopted()
-
-    class Counting(Emulator):
-        def launch(self, planned, uninitialized):
-            launched.append(planned.symbol)
-            super().launch(planned, uninitialized)
-
-    with launch.executor(Counting("gfx950")):
+    behind, emulator, layer = quantizations(monkeypatch), Counting("gfx950"), adopted()
+    with launch.executor(emulator):
         values, scales, plain = call(layer, 5, 5)
-    assert launched == ["batched_gemm_quant_bf16_16"] and not behind
+    assert emulator.symbols == ["batched_gemm_quant_bf16_16"] and not behind
     found = quantized_attention.dequantized(values[:5], None, scales[:5])
     assert ((found - plain[:5].float()).abs() <= plain[:5].float().abs() / 15 + scales[:5].max() / 256).all()
 
@@ -125,7 +107,7 @@ def test_what_is_not_adopted_is_quantized_behind(configuration, monkeypatch):
 def test_an_unquantized_call_of_an_adopted_layer_stays(configuration):
     """So do quantizations of vLLM's own pass, which has the group's size, and ones with a static scale."""
     layer, latent = adopted(), torch.ones(4, HEADS, LATENT).bfloat16()
-    metadata = types.SimpleNamespace(num_decode_tokens=0, num_actual_tokens=4)
+    metadata = Fake(num_decode_tokens=0, num_actual_tokens=4)
     forward, plain, scale = mla_v_up.forward_of(Layer.forward_impl), torch.zeros(4, HEADS * SIZE), torch.ones(1)
     for scales in ((None, None, {}), (scale, None, {}), (None, scale, {"quant_group_size": 128})):
         given = {"output_scale": scales[0], "output_block_scale": scales[1], **scales[2]}
@@ -193,12 +175,11 @@ def test_w_uv_quantizes_where_it_won_against_both(noted, monkeypatch, shapes, ro
         ({PLAIN: b"\0\1", FUSED: b"\0\1", SEPARATE: b"\0\0"}, {}, False),
         ({}, {"is_forced": True}, True),
         ({}, {"is_forced": True, "is_batch_invariant": True}, False),
-        ({}, {"is_forced": True, "impl": types.SimpleNamespace(dcp_world_size=2)}, False),
+        ({}, {"is_forced": True, "impl": Fake(dcp_world_size=2)}, False),
     ],
 )
 def test_records_decide_whether_the_result_is_quantized(configuration, shapes, changed, quantizes):
-    given = {"is_forced": False, "is_batch_invariant": False, "impl": types.SimpleNamespace(dcp_world_size=1)}
-    decoder = types.SimpleNamespace(**given | changed)
+    decoder = fake_decoder(**changed)
     assert mla_v_up.may_quantize(decoder, Layer().W_UV, Decided({}, shapes)) is quantizes
     assert not mla_v_up.may_quantize(decoder, Plain().W_UV, Decided({}, shapes)), "heads of 64"
     assert not mla_v_up.may_quantize(decoder, Layer().W_UK_T, Decided({}, shapes)), "another shape"
@@ -211,25 +192,6 @@ def test_records_decide_whether_the_result_is_quantized(configuration, shapes, c
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 @pytest.mark.parametrize("kernels", mla_v_up.COMPARISONS, ids=lambda kernels: str(kernels.beside))
 def test_a_wrong_result_is_noticed_when_it_is_measured(noted, monkeypatch, kernels, factor, tmp_path):
-    class Clock(FakeClock):
-        def times(self, calls, sets, replays):
-            return {name: [float(len(call(*sets[0])[0]))] for name, call in calls.items()}
-
-    right = mla_absorb.run
-
-    def run(x, weights, out, *scales):
-        found = right(x, weights, out, *scales)
-        for one in scales:
-            one.mul_(factor)
-        return found
-
-    monkeypatch.setattr(mla_absorb, "run", run)
-    [one] = (one for one in kernel_selection.all_choices() if one.kernels is kernels)
-    given = one.kernels, list(one.layers.values()), 5, Clock(), watchdog.marker(tmp_path / "mark", "")
-    with torch.inference_mode():
-        if factor == 1.0:
-            found = kernel_timing.check_and_time(*given)
-            assert found.plugin_us == found.baseline_us == 5 and 0 < found.error < 0.05
-        else:
-            with pytest.raises(kernel_timing.Mismatch):
-                kernel_timing.check_and_time(*given)
+    [choice] = (choice for choice in kernel_selection.all_choices() if choice.kernels is kernels)
+    spoiled = lambda out, *scales: [scale.mul_(factor) for scale in scales]
+    require_measured(choice, monkeypatch, spoiled, factor == 1.0, tmp_path, most=0.05)

@@ -9,7 +9,7 @@ import re
 
 import checkpoints
 import pytest
-from engines import FORKED
+from engines import FORKED, counted
 from marks import full
 
 pytestmark = pytest.mark.slow
@@ -20,11 +20,6 @@ TOKEN, BLOCK, EXPERTS = ("llama", "token"), ("llama", "block"), ("deepseek", "bl
 def best(expected, flavour, tokens) -> list[list[int]]:
     """Return the tokens of the plain computation."""
     return [wanted.argmax(-1).tolist() for wanted in expected(flavour, tokens)]
-
-
-def counted(stats: dict) -> dict[str, int]:
-    """Return how often each op ran."""
-    return {op: sum(kernels.values()) for op, kernels in stats.items()}
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +94,7 @@ def parallel(engines) -> dict[str, dict]:
 
 
 def test_tensor_parallelism(parallel, expected):
-    """Each of two ranks runs its ops as often as one rank would run the model's.
-
-    When a worker ends, it logs its fallbacks.
-    """
+    """Each of two ranks runs its ops as often as one would, and logs its fallbacks when it ends."""
     answer, why = parallel["tensor"], "switched off by VLLM_ROCM_OPS_DISABLE"
     assert answer["tokens"] == best(expected, TOKEN, answer["tokens"])
     calls = 2 * len(answer["tokens"][0])  # of an activation: in each layer, each step

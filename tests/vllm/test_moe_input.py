@@ -1,25 +1,28 @@
 """Test experts' hidden states that the norm before quantizes: in a graph, in a layer's call, and in engines."""
 
-import contextlib
 import json
-import types
 
 import checkpoints
 import pytest
 import torch
-from clocks import FakeClock
 from engines import LOADED, STEPS, prompts_of
+from fakes import Fake, check_and_time
 from keys import pattern
 from marks import full
 from test_graph import EPSILON, add_norm, called, choices, piece, quantizer, random  # noqa: F401
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._library.utils import get_layout_constraint_tag
 from torch.fx.operator_schemas import normalize_function
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
-from vllm_rocm_ops.vllm.graph import moe_side_channel
+from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant, moe_side_channel
 from vllm_rocm_ops.vllm.moe import base, quantized_input
+from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
 from vllm_rocm_ops.vllm.selection.key import SEPARATE
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
@@ -32,8 +35,6 @@ PATTERNS = {pattern(f"{BOTH} {HIDDEN} bfloat16{kind}"): True for kind in ("", " 
 @pytest.fixture
 def runner(configuration, monkeypatch):
     """Make vLLM's ops of a layer record what the layer is given, and return the record."""
-    from vllm.model_executor.layers.fused_moe.runner import moe_runner
-
     seen = []
 
     def forward(hidden, logits, shared, ids):
@@ -46,8 +47,7 @@ def runner(configuration, monkeypatch):
         return torch.Tag.needs_exact_strides if is_layer else get_layout_constraint_tag(op, **options)
 
     monkeypatch.setattr(torch._library.utils, "get_layout_constraint_tag", tag)
-    layer = types.SimpleNamespace(_forward_impl=forward)
-    monkeypatch.setattr(moe_runner, "get_layer_from_name", lambda name: layer)
+    monkeypatch.setattr(moe_runner, "get_layer_from_name", lambda name: Fake(_forward_impl=forward))
     quantized_input.ops_beside()
     return seen
 
@@ -79,11 +79,9 @@ def assert_strides_are_known(graph: torch.fx.Graph):
     if op is auto_functionalized:
         assert args == node.args and kwargs.keys() == node.kwargs.keys()
     else:
-        found = normalize_function(op, args, kwargs)
-        assert found is not None and [x.shape for x in list(found.kwargs.values())[-2:]] == [
-            (ROWS, HIDDEN),
-            (ROWS, HIDDEN // 128),
-        ]
+        known = normalize_function(op, args, kwargs)
+        shapes = [x.shape for x in list(known.kwargs.values())[-2:]]
+        assert shapes == [(ROWS, HIDDEN), (ROWS, HIDDEN // 128)]
 
 
 def inputs():
@@ -138,10 +136,7 @@ def test_some_norms_of_experts_are_not_replaced(choices, runner, why):  # noqa: 
 
 
 def test_readers_beside_experts(choices, runner):  # noqa: F811
-    """A GEMM may read the 16-bit result as well.
-
-    With another quantization, or a reader that the compiler fuses, the norm is vLLM's.
-    """
+    """A GEMM may read the 16-bit result, too. With a quantization or a fused reader, the norm is vLLM's."""
     choices.decisions = PATTERNS
     x, residual, weight, product = inputs()
     marked, _ = quantizer("kFp8Dynamic128Sym")
@@ -155,18 +150,14 @@ def test_readers_beside_experts(choices, runner):  # noqa: F811
 
 
 def test_experts_take_what_they_were_handed(monkeypatch):
-    """The plugin's experts take the values in place of their own quantization.
-
-    They do not for other tokens or weights, nor with router weights on the input.
-    """
+    """They do not quantize them then. Other tokens or weights, or router weights on the input, are not taken."""
     asked = []
-    op = types.SimpleNamespace(fused_experts=lambda *arguments: asked.append(arguments))
+    op = Fake(fused_experts=lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(torch.ops, "vllm_rocm_ops", op, raising=False)
     hidden, w1, w2 = random(3, HIDDEN), random(4, 2 * 128, HIDDEN).to(FP8), random(4, HIDDEN, 128).to(FP8)
     values, scales = random(3, HIDDEN, seed=9).to(FP8), torch.rand(3, 2)
-    kept = {"w1_scale": torch.ones(4, 2, 2), "w2_scale": torch.ones(4, 2, 1), "a1_scale": None, "a2_scale": None}
-    block = types.SimpleNamespace(**kept, shuffled=False)
-    channel = types.SimpleNamespace(**kept | {"w1_scale": torch.ones(4, 256)}, shuffled=False)
+    kept = {"w2_scale": torch.ones(4, 2, 1), "a1_scale": None, "a2_scale": None, "shuffled": False}
+    block, channel = (Fake(**kept, w1_scale=torch.ones(shape)) for shape in ((4, 2, 2), (4, 256)))
     routing = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32), None
 
     def takes(kept, x, on_input=False) -> bool:
@@ -185,10 +176,6 @@ def test_experts_take_what_they_were_handed(monkeypatch):
 @pytest.mark.parametrize("kind", ["rows", "columns", "powers of two"])
 def test_shared_experts_take_it_in_rows(configuration, kind):
     """A block-scaled kernel takes values and scales if it accepts this layout of scales; others quantize their input."""
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
     got = []
 
     class Kernel(Fp8BlockScaledMMLinearKernel):
@@ -196,22 +183,18 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
 
         def __init__(self):
             self.rocm_ops_input_key, self.use_triton = fused_quant.kFp8Dynamic128Sym, False
-            self.config = types.SimpleNamespace(out_dtype=torch.bfloat16)
-            how = {"column_major_scales": kind == "columns", "use_ue8m0": kind == "powers of two"}
-            self.quant_fp8 = Quantize(how)
+            self.config, self.quant_fp8 = Fake(out_dtype=torch.bfloat16), Quantize()
 
         def _get_layer_params(self, layer):
-            weight = torch.zeros(128, HIDDEN).to(FP8)
             names = "weight_scale", "weight_scale_inv", "block_scale", "input_scale", "input_scale_ub"
-            return types.SimpleNamespace(weight=weight, **dict.fromkeys(names, None))
+            return Fake(weight=torch.zeros(128, HIDDEN).to(FP8), **dict.fromkeys(names, None))
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             got.append((A, As))
             return torch.zeros(len(A), len(B), dtype=torch.bfloat16)
 
-    class Quantize(types.SimpleNamespace):
-        def __init__(self, how):
-            super().__init__(**how)
+    class Quantize:
+        column_major_scales, use_ue8m0 = kind == "columns", kind == "powers of two"
 
         def __call__(self, x, *_, **__):
             return quantization.per_token(x.float(), FP8, None)
@@ -282,18 +265,16 @@ def test_a_start_with_code_of_an_earlier_one(engines, job, model):
 class Model(torch.nn.Module):
     """A norm and a vLLM layer with the plugin's experts."""
 
-    def __init__(self, monkeypatch, scales=(4, 2, 2), **changed):
-        from vllm.model_executor.layers.layernorm import RMSNorm
-
+    def __init__(self, scales=(4, 2, 2), **changed):
         super().__init__()
         self.norm, self.layer = RMSNorm(HIDDEN, dtype=torch.bfloat16), torch.nn.Module()
         self.norm.weight.data = torch.linspace(0.5, 2, HIDDEN).bfloat16()
         plugin = type("Ours", (base.Predicates,), {"w1_scale": torch.ones(scales), "a1_scale": None})()
-        kernel = types.SimpleNamespace(fused_experts=changed.pop("experts", plugin))
+        kernel = Fake(fused_experts=changed.pop("experts", plugin))
         self.layer._forward_impl, self.layer.routed_input_transform = None, changed.pop("transform", None)
         config = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False} | changed
-        self.layer.moe_config, self.layer.routed_experts = types.SimpleNamespace(**config), torch.nn.Module()
-        self.layer.routed_experts.quant_method = types.SimpleNamespace(moe_kernel=kernel)
+        self.layer.moe_config, self.layer.routed_experts = Fake(**config), torch.nn.Module()
+        self.layer.routed_experts.quant_method = Fake(moe_kernel=kernel)
         self.layer.routed_experts.w13_weight = torch.zeros(4, 256, HIDDEN).to(FP8)
 
 
@@ -308,18 +289,16 @@ OTHERS = {
 
 def test_a_model_whose_experts_take_it(monkeypatch):
     """All of its layers take it."""
-    model = Model(monkeypatch)
+    model, defined = Model(), []
     assert quantized_input.hidden_of(model) == HIDDEN
-    defined = []
     monkeypatch.setattr(quantized_input, "ops_beside", lambda: defined.append(True))
-    [one] = quantized_input.norms_before_experts(model, True)
+    [pair] = quantized_input.norms_before_experts(model, True)
     assert defined, "code of an earlier start calls them"
-    assert str(one.key) == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager" and not list(
-        quantized_input.norms_before_experts(model, False)
-    )
+    assert str(pair.key) == f"{BOTH} {HIDDEN} bfloat16 residual separate-eager"
+    assert not list(quantized_input.norms_before_experts(model, False))
     for changed in OTHERS.values():
-        assert quantized_input.hidden_of(Model(monkeypatch, **changed)) == 0
-        assert quantized_input.hidden_of(torch.nn.ModuleList([model, Model(monkeypatch, **changed)])) == 0
+        assert quantized_input.hidden_of(Model(**changed)) == 0
+        assert quantized_input.hidden_of(torch.nn.ModuleList([model, Model(**changed)])) == 0
 
 
 FAULTS = {
@@ -333,7 +312,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
     """Each result is checked."""
-    from vllm_rocm_ops.vllm.selection import kernel_timing
 
     def run(*arguments):
         made, residual = quantized_input.OP.reference(*arguments), arguments[4]
@@ -341,30 +319,23 @@ def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
         return made
 
     monkeypatch.setattr(quantized_input.OP, "run_kernels", run)
-    [one] = quantized_input.norms_before_experts(Model(monkeypatch), True)
-    measure = lambda: kernel_timing.check_and_time(one, [(), ()], 5, FakeClock(), contextlib.nullcontext())
+    [pair] = quantized_input.norms_before_experts(Model(), True)
     if fault:
         with pytest.raises(kernel_timing.Mismatch):
-            measure()
+            check_and_time(pair, 5)
     else:
-        assert measure()[:2] == (1.0, 2.0)
+        assert check_and_time(pair, 5)[:2] == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("baseline", [8.0, 5.0])
-def test_it_runs_where_it_won(monkeypatch, baseline):
+def test_it_runs_where_it_won(baseline):
     """A record of times decides it, for all token counts."""
-    from vllm_rocm_ops.vllm.graph import compiled_ops
-    from vllm_rocm_ops.vllm.selection.kernel_selection import Measured, Record
-
-    [one] = quantized_input.norms_before_experts(Model(monkeypatch), True)
-    record = Record({}, {}, {one.key: {tokens: Measured(5.0, baseline) for tokens in compiled_ops.TOKENS}})
-    assert compiled_ops.decide([one], record.decided()) == {one.pattern: baseline == 8.0}
+    [pair] = quantized_input.norms_before_experts(Model(), True)
+    record = Record({}, {}, {pair.key: {tokens: Measured(5.0, baseline) for tokens in compiled_ops.TOKENS}})
+    assert compiled_ops.decide([pair], record.decided()) == {pair.pattern: baseline == 8.0}
 
 
 def test_a_key_that_has_a_choice_per_token_count_is_an_error(monkeypatch):
-    from vllm_rocm_ops.vllm.graph import compiled_ops
-    from vllm_rocm_ops.vllm.selection.kernel_selection import Record
-
     monkeypatch.setattr(quantized_input, "BESIDE", SEPARATE)
     with pytest.raises(ValueError, match=r"one choice for all token counts, got .* separate"):
-        compiled_ops.decide([*quantized_input.norms_before_experts(Model(monkeypatch), True)], Record({}).decided())
+        compiled_ops.decide([*quantized_input.norms_before_experts(Model(), True)], Record({}).decided())

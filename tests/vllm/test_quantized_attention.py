@@ -1,17 +1,17 @@
-"""Test attention that quantizes its own result.
-
-The tests cover graphs, decisions, calls of vLLM's implementation, and the engine's tokens.
-"""
+"""Test attention that quantizes its own result: graphs, decisions, calls of vLLM's implementation, and tokens."""
 
 import functools
-import types
 from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
+from fakes import Fake, fake_decoder
 from keys import key
 from marks import FULL, full
+from on_cpu import records
+from test_graph import marked_quantization
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
@@ -26,7 +26,7 @@ HEADS, SIZE, GROUP = 2, 128, 128
 COLUMNS = HEADS * SIZE
 BOTH = frozenset(("static", "groups"))
 ON_GPU = torch.cuda.is_available()
-on_cpu = pytest.mark.skipif(ON_GPU, reason="vLLM's op has no CPU kernel in builds for GPUs")
+without_gpu = pytest.mark.skipif(ON_GPU, reason="vLLM's op has no CPU kernel in builds for GPUs")
 KEYS = {"static": "kFp8StaticTensorSym", "groups": "kFp8Dynamic128Sym"}
 
 
@@ -54,24 +54,15 @@ def impl(configuration, monkeypatch) -> Impl:
     import vllm.model_executor.layers.attention.attention as module
 
     made = Impl()
-    layer = types.SimpleNamespace(impl=made)
-    monkeypatch.setattr(module, "get_attention_context", lambda name: (None, layer, None, None))
+    monkeypatch.setattr(module, "get_attention_context", lambda name: (None, Fake(impl=made), None, None))
     monkeypatch.setattr(quantized_attention, "_fused", {"layer": BOTH})
     return made
 
 
 def quantizer(kind: str, **how):
     """Return vLLM's quantization as a model calls it while it is traced."""
-    from vllm.model_executor.layers.quantization import input_quant_fp8
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
-    from vllm_rocm_ops.vllm.graph import markers
-
-    scale = getattr(quant_utils, KEYS.get(kind, kind)).scale
-    quant = input_quant_fp8.QuantFP8(
-        scale.static, scale.group_shape, **{"use_ue8m0": False, "compile_native": False} | how
-    )
-    return markers.of_quantization(quant, input_quant_fp8.QuantFP8.forward_native.__get__(quant))
+    marked, _ = marked_quantization(KEYS.get(kind, kind), **how)
+    return (lambda x, scale=SCALE: marked(x, scale)) if kind == "static" else marked
 
 
 def attend(query: torch.Tensor, name: str = "layer") -> torch.Tensor:
@@ -122,24 +113,20 @@ def assert_same(before: tuple, after: tuple) -> None:
         assert one.shape[0] == 1 or one.stride() == other.stride()
 
 
-@on_cpu
+@without_gpu
 @pytest.mark.parametrize(("kind", "column_major"), [("static", False), ("groups", False), ("groups", True)])
 def test_attention_quantizes_what_a_linear_alone_reads(impl, kind, column_major):
     """The bits equal a separate quantization's, and scales are in the order that the linear reads."""
     quant = quantizer(kind, column_major_scales=column_major)
 
-    def function(x):
-        y = attend(x)
-        return quant(y, SCALE) if kind == "static" else quant(y)
-
-    count, before, after, module = results(function, rows())
+    count, before, after, module = results(lambda x: quant(attend(x)), rows())
     assert count == 1 and impl.calls == ["", kind]
     assert_same(before, after)
     assert before[0].dtype == FP8 and before[1].shape == ((1,) if kind == "static" else (5, HEADS))
     assert "marked_quant" not in module.code
 
 
-@on_cpu
+@without_gpu
 def test_linears_that_quantize_equally_share_it(impl):
     """This holds if two linears read the same result."""
     quant = quantizer("groups")
@@ -153,7 +140,7 @@ def test_linears_that_quantize_equally_share_it(impl):
     assert_same(before, after)
 
 
-@on_cpu
+@without_gpu
 @pytest.mark.parametrize("column_major", [False, True])
 def test_mla_quantizes_by_groups_alone(configuration, monkeypatch, column_major):
     """Its op has other arguments. The layer writes values and scales, without the group's size of vLLM's own pass."""
@@ -168,7 +155,7 @@ def test_mla_quantizes_by_groups_alone(configuration, monkeypatch, column_major)
         else:
             quantized_attention.quantize(q.flatten(1) * 2, output, None, output_block_scale)
 
-    layer = types.SimpleNamespace(forward_impl=forward_impl, hisparse_cache=None)
+    layer = Fake(forward_impl=forward_impl, hisparse_cache=None)
     monkeypatch.setattr(module, "get_attention_context", lambda name: (None, layer, None, None))
     monkeypatch.setattr(quantized_attention, "_fused", {"layer": frozenset(("groups",))})
 
@@ -188,32 +175,29 @@ def test_mla_quantizes_by_groups_alone(configuration, monkeypatch, column_major)
 
 
 LEFT = {
-    "also read as it is": lambda x, static, groups: (*static(attended := attend(x), SCALE), attended + 1),
-    "a view of it read as it is": lambda x, static, groups: (
-        *static(attended := attend(x), SCALE),
-        attended.view(-1, HEADS, SIZE) * 2,
-    ),
-    "quantized in two ways": lambda x, static, groups: (*static(attended := attend(x), SCALE), *groups(attended)),
-    "two scales": lambda x, static, groups: (*static(attended := attend(x), SCALE), *static(attended, SCALE * 2)),
-    "a scale that comes later": lambda x, static, groups: static(attend(x), (x[0, :1] * 0 + 1).float()),
-    "a bound": lambda x, static, groups: groups(attend(x), None, SCALE),
-    "heads in rows": lambda x, static, groups: groups(attend(x).view(-1, HEADS, SIZE)),
-    "another layer": lambda x, static, groups: static(attend(x, "other"), SCALE),
-    "an input": lambda x, static, groups: static(x, SCALE),
+    "also read as it is": lambda y, x, static, groups: (*static(y), y + 1),
+    "a view of it read as it is": lambda y, x, static, groups: (*static(y), y.view(-1, HEADS, SIZE) * 2),
+    "quantized in two ways": lambda y, x, static, groups: (*static(y), *groups(y)),
+    "two scales": lambda y, x, static, groups: (*static(y, SCALE), *static(y, SCALE * 2)),
+    "a scale that comes later": lambda y, x, static, groups: static(y, (x[0, :1] * 0 + 1).float()),
+    "a bound": lambda y, x, static, groups: groups(y, None, SCALE),
+    "heads in rows": lambda y, x, static, groups: groups(y.view(-1, HEADS, SIZE)),
+    "another layer": lambda y, x, static, groups: static(attend(x, "other")),
+    "an input": lambda y, x, static, groups: static(x),
 }
 
 
-@on_cpu
+@without_gpu
 @pytest.mark.parametrize("what", LEFT)
 def test_quantizations_that_attention_cannot_do_stay(impl, what):
     """Other readers need the 16-bit result, and a scale must be known before."""
     both = quantizer("static"), quantizer("groups")
-    count, before, after, _ = results(lambda x: LEFT[what](x, *both), rows())
+    count, before, after, _ = results(lambda x: LEFT[what](attend(x), x, *both), rows())
     assert count == 0 and set(impl.calls) <= {""}
     assert_same(before, after)
 
 
-@on_cpu
+@without_gpu
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -226,11 +210,11 @@ def test_quantizations_that_attention_cannot_do_stay(impl, what):
 )
 def test_other_quantizations_are_left(impl, kind, how):
     quant = quantizer(kind, **how)
-    count, *_ = results(lambda x: quant(attend(x), SCALE) if kind == "static" else quant(attend(x)), rows())
+    count, *_ = results(lambda x: quant(attend(x)), rows())
     assert count == 0
 
 
-@on_cpu
+@without_gpu
 def test_a_kind_that_was_not_decided_is_left(impl, monkeypatch):
     quant = quantizer("static")
     monkeypatch.setattr(quantized_attention, "_fused", {"layer": frozenset(("groups",))})
@@ -239,7 +223,7 @@ def test_a_kind_that_was_not_decided_is_left(impl, monkeypatch):
     assert results(lambda x: quant(attend(x), SCALE), rows())[0] == 1
 
 
-@on_cpu
+@without_gpu
 def test_layers_are_told_apart(impl, monkeypatch):
     """This holds if PyTorch makes layer names inputs of a graph, too."""
     quant = quantizer("static")
@@ -265,31 +249,19 @@ def test_layers_without_names_have_what_all_have(monkeypatch):
 
 # Decisions
 
-SHAPE, LONGEST = "32:8x128 auto", 8192
+SHAPE, LONGEST = "32:8x128 auto", 8192  # a `fake_decoder`'s
 OP = ops.paged_attention_decode.name
 
 
-def decoder(**changed) -> types.SimpleNamespace:
-    """Return a stand-in for a layer's decoder."""
-    model = types.SimpleNamespace(max_model_len=LONGEST, dtype=torch.bfloat16)
-    made = {"unsupported_reason": "", "is_forced": False, "op": ops.paged_attention_decode, "describe": lambda: SHAPE}
-    made |= {"impl": types.SimpleNamespace(head_size=SIZE), "backend": types.SimpleNamespace(name="Backend")}
-    made |= {"config": types.SimpleNamespace(model_config=model)}
-    return types.SimpleNamespace(**made | changed)
-
-
 def decided(off: tuple = (), **plugin: tuple[bytes, ...]) -> kernel_selection.Decided:
-    """Return what was decided at two lengths.
-
-    `plain`, `static` and `groups` are versus vLLM's kernel, and with `_` versus two launches.
-    """
+    """Return what was decided at two lengths, versus vLLM's kernel, and for names with `_` versus two launches."""
     shapes = {}
     for name, found in plugin.items():
-        of, _, separate = name.partition("_")
+        kind, _, separate = name.partition("_")
         beside = "separate" if separate else "Backend"
-        for keys, one in zip((128, 1024), found):
-            kind = quantized_attention.KINDS.get(of, "")
-            shapes[key(f"{OP} {SHAPE}{kind} page 16 {keys} of {LONGEST} keys {beside}")] = one
+        for keys, by_requests in zip((128, 1024), found):
+            quantized = quantized_attention.KINDS.get(kind, "")
+            shapes[key(f"{OP} {SHAPE}{quantized} page 16 {keys} of {LONGEST} keys {beside}")] = by_requests
     return kernel_selection.Decided(dict.fromkeys(off, "wrong"), shapes)
 
 
@@ -319,14 +291,14 @@ WINS, LOSES, FEW, MANY = (b"\0\1\1",) * 2, (b"\0\0\0",) * 2, b"\0\1\0", b"\0\0\1
 )
 def test_records_decide_whether_the_result_is_quantized(measured, changed, fuses):
     """The first start measures plain attention, later ones its quantization versus vLLM's kernels and two launches."""
-    assert quantized_attention.may_quantize(decoder(**changed), "static", measured) is fuses
+    assert quantized_attention.may_quantize(fake_decoder(**changed), "static", measured) is fuses
 
 
 def test_only_heads_of_a_groups_size_have_group_scales():
     """Heads of 64 therefore have no group scales."""
-    of = decoder(is_forced=True, impl=types.SimpleNamespace(head_size=64))
-    assert not quantized_attention.may_quantize(of, "groups", decided())
-    assert quantized_attention.may_quantize(of, "static", decided())
+    decoder = fake_decoder(is_forced=True, impl=Fake(head_size=64))
+    assert not quantized_attention.may_quantize(decoder, "groups", decided())
+    assert quantized_attention.may_quantize(decoder, "static", decided())
 
 
 def test_layers_are_decided_from_the_model(monkeypatch):
@@ -337,41 +309,34 @@ def test_layers_are_decided_from_the_model(monkeypatch):
     monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: True)
     monkeypatch.setattr(quantized_attention, "_fused", {"old": BOTH})
 
-    def layer(**given):
-        return types.SimpleNamespace(**{"attn_backend": None} | given)
+    plugin, served = fake_decoder(is_forced=True), Fake(head_size=SIZE)
+    latent = fake_decoder(op=ops.mla_decode, kinds=lambda layer, _: frozenset(("groups",)) if layer.impl else None)
+    served.rocm_ops, plugin.impl = plugin, served
+    impls = {"served": served, "stock": object(), "latent": Fake(rocm_ops=latent)}
+    layers = {name: Fake(attn_backend=None, impl=impl) for name, impl in impls.items()} | {"experts": Fake()}
+    plugin.config.compilation_config = Fake(static_forward_context=layers)
 
-    plugin = decoder(is_forced=True)
-    latent = decoder(op=ops.mla_decode, kinds=lambda layer, decided: frozenset(("groups",)) if layer.impl else None)
-    layers = {
-        "served": layer(impl=types.SimpleNamespace(rocm_ops=plugin)),
-        "stock": layer(impl=object()),
-        "latent": layer(impl=types.SimpleNamespace(rocm_ops=latent)),
-        "experts": types.SimpleNamespace(),
-    }
-    plugin.impl, plugin.config.compilation_config = layers["served"].impl, types.SimpleNamespace()
-    plugin.impl.head_size, plugin.config.compilation_config.static_forward_context = SIZE, layers
-    quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
+    def decide() -> str:
+        config = Fake(compilation_config=plugin.config.compilation_config)
+        quantized_attention.decide(config, decided())
+        return quantized_attention.fused_layers()
+
+    assert decide() == "latent groups, served groups/static"
     assert quantized_attention._fused == {"served": BOTH, "stock": frozenset(), "latent": {"groups"}}
-    assert quantized_attention.fused_layers() == "latent groups, served groups/static"
     assert "attention to e4m3 in latent groups, served groups/static" in compile_cache.fingerprint()
     assert quantized_attention.may_fuse(plugin, "static") and changed == [quantized_attention.fuse]
-    assert not quantized_attention.may_fuse(types.SimpleNamespace(config=plugin.config, impl=None), "static")
+    assert not quantized_attention.may_fuse(Fake(config=plugin.config, impl=None), "static")
     monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: False)
-    quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
-    assert not quantized_attention.fused_layers()
+    assert not decide()
     monkeypatch.setattr(seam, "active", list)
-    quantized_attention.decide(types.SimpleNamespace(compilation_config=plugin.config.compilation_config), decided())
-    assert not quantized_attention.fused_layers() and "attention to e4m3" not in compile_cache.fingerprint()
+    assert not decide() and "attention to e4m3" not in compile_cache.fingerprint()
 
 
 # Calls of vLLM's implementation
 
 
 def made(takes_scale: bool, baseline_always_serves: bool = False):
-    """Return an implementation around one of vLLM's that writes 3, and the calls of that one.
-
-    It may accept a scale.
-    """
+    """Return an implementation around one of vLLM's that writes 3, and may take a scale, and that one's calls."""
     calls = []
 
     class Baseline:
@@ -384,12 +349,8 @@ def made(takes_scale: bool, baseline_always_serves: bool = False):
             return output
 
     impl = type("Impl", (attention.DecodeImpl, Baseline), {"__init__": lambda self: None})()
-    impl.rocm_ops = types.SimpleNamespace(
-        serve=lambda *_: False,
-        baseline_always_serves=lambda: baseline_always_serves,
-        config=decoder().config,
-        quantized="?",
-    )
+    impl.rocm_ops = fake_decoder(serve=lambda *_: False, baseline_always_serves=lambda: baseline_always_serves)
+    impl.rocm_ops.quantized = "?"
     return impl, calls
 
 
@@ -405,10 +366,7 @@ def call(impl, kind: str, metadata: object = "a batch", query_dtype: torch.dtype
 @pytest.mark.parametrize("baseline_always_serves", [False, True])
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, FP8])
 def test_vllms_implementation_is_quantized_behind(baseline_always_serves, query_dtype):
-    """It is, if it accepts no such scale; also from the second call on, if the plugin serves none.
-
-    All rows are quantized, as in a graph.
-    """
+    """It is, if it takes no such scale, also where the plugin serves nothing. All rows are, as in a graph."""
     for kind, takes_scale in (("static", False), ("groups", False), ("groups", True)):
         impl, calls = made(takes_scale, baseline_always_serves)
         for _ in range(2):
@@ -442,8 +400,6 @@ def test_the_profile_run_says_what_the_graph_has(kind):
 
 def test_vllms_fusion_pass_is_told_of_static_scales(configuration, monkeypatch):
     """It knows static scales in layers that are decided."""
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym
-
     impl, _ = made(False)
     for fuses in (False, True):
         monkeypatch.setattr(quantized_attention, "may_fuse", lambda decoder, of, fuses=fuses: fuses)
@@ -558,8 +514,8 @@ def test_tokens_have_the_bits_of_separate_launches(generated, model):
 
 MEASURED = """
 import os
-import measured_on_cpu
-from clocks import FakeClock
+import on_cpu
+from fakes import FakeClock
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm import worker_startup
 from vllm_rocm_ops.vllm.selection import kernel_timing
@@ -570,7 +526,7 @@ class Clock(FakeClock):
         slow = str(getattr(beside, "beside", "")) == os.environ["SLOW"]
         return {"plugin": [3.0 if slow else 1.0], "baseline": [2.0]}
 
-measured_on_cpu.profile_first()
+on_cpu.profile_first()
 worker_startup.clock, attention_timing.LENGTHS = Clock, (32,)
 kernel_timing.limit_s = lambda: 1000.0
 """
@@ -593,8 +549,7 @@ def starts(engines, tmp_path_factory):
             environment = {"VLLM_ROCM_OPS_TABLES": str(tables), "SLOW": slow}
             environment["VLLM_ROCM_OPS_SEAMS"] = "all,-norm,-activation"
             answer = engines.run({"it": job(engines, flavour, folder)}, before=MEASURED, **environment)
-            [record] = [kernel_selection.read(path) for path in tables.glob("*/measured-*.json")]
-            answers.append((answer["it"], answer["output"], record))
+            answers.append((answer["it"], answer["output"], *records(tables)))
         return answers
 
     return found
@@ -603,10 +558,7 @@ def starts(engines, tmp_path_factory):
 @full
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="replaces the clock of vLLM's CPU worker")
-@pytest.mark.parametrize(
-    ("slow", "fuses"),
-    [("nothing", [False, True, True]), ("separate", [False, True, False])],
-)
+@pytest.mark.parametrize(("slow", "fuses"), [("nothing", [False, True, True]), ("separate", [False, True, False])])
 def test_a_start_measures_and_the_next_decides(starts, slow, fuses):
     """It is taken back if two launches are faster."""
     found = starts("llama", slow)

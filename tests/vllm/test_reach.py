@@ -2,10 +2,10 @@
 
 import json
 import logging
-import types
 
 import pytest
 import torch
+from fakes import Fake, fake_worker, parameter
 from keys import key, pattern
 
 from vllm_rocm_ops.core.op import registered
@@ -23,14 +23,14 @@ class Method:
 
     def __init__(self, kernel: str | None, moe: bool = False):
         one = kernel and type(kernel, (), {})()
-        self.moe_kernel = types.SimpleNamespace(fused_experts=one) if moe else None
+        self.moe_kernel = Fake(fused_experts=one) if moe else None
         self.fp8_linear = None if moe else one
 
 
 def linear(kernel: str | None, dtype: torch.dtype = torch.int8) -> torch.nn.Module:
     """Return a linear layer with a kernel."""
     layer = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False)
+    layer.weight = parameter(torch.zeros(1, dtype=dtype))
     layer.input_size_per_partition, layer.quant_method = 1, Method(kernel)
     return layer
 
@@ -42,12 +42,10 @@ def experts(kernel: str | None) -> torch.nn.Module:
     return layer
 
 
-def worker(layers: list[torch.nn.Module], impls: list | None = None):
+def worker(layers: list[torch.nn.Module], impls=()) -> Fake:
     """Return a worker that has loaded a model of these layers."""
-    held = {str(place): types.SimpleNamespace(impl=impl) for place, impl in enumerate(impls or [])}
-    config = types.SimpleNamespace(compilation_config=types.SimpleNamespace(static_forward_context=held))
-    model = torch.nn.ModuleList(layers)
-    return types.SimpleNamespace(vllm_config=config, model_runner=types.SimpleNamespace(get_model=lambda: model))
+    held = {str(place): Fake(impl=impl) for place, impl in enumerate(impls)}
+    return fake_worker(torch.nn.ModuleList(layers), compilation_config=Fake(static_forward_context=held))
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +56,8 @@ def all_on(monkeypatch):
 def test_layers_are_counted_by_kind_and_class():
     """8-bit linear layers without the plugin's kernel, and attention that names a lack, count as missed."""
     mine, lacking, theirs = type("RocmOpsImpl", (), {}), type("RocmOpsOther", (), {}), type("FlashImpl", (), {})
-    mine.rocm_ops, lacking.rocm_ops = (
-        types.SimpleNamespace(unsupported_reason=""),
-        types.SimpleNamespace(unsupported_reason="ALiBi is not supported"),
-    )
+    mine.rocm_ops = Fake(unsupported_reason="")
+    lacking.rocm_ops = Fake(unsupported_reason="ALiBi is not supported")
     layers = [linear("RocmOpsScaledLinear"), linear("Marlin"), linear("Marlin"), linear(None, torch.bfloat16)]
     layers += [experts("RocmOpsFp8Experts"), experts("TritonExperts"), OtherRMSNorm()]
     found = coverage.reached(worker(layers, [mine(), lacking(), theirs(), None]))
@@ -87,16 +83,13 @@ def test_a_worker_returns_what_json_can_hold():
 
 def test_one_line_warns(caplog):
     """It has all layers that no seam took; another line has the rest."""
+    layers = [linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()]
     with caplog.at_level(logging.INFO):
-        coverage.log_results(
-            coverage.reached(worker([linear("RocmOpsInt8Linear"), linear("Marlin"), OtherRMSNorm(), OtherRMSNorm()]))
-        )
+        coverage.log_results(coverage.reached(worker(layers)))
+    missed = "not covered, vLLM's own code runs: 1 linear layers (1 Method); 2 norms (2 OtherRMSNorm)"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "vllm-rocm-ops: covers 1 linear layers"),
-        (
-            "WARNING",
-            "vllm-rocm-ops: not covered, vLLM's own code runs: 1 linear layers (1 Method); 2 norms (2 OtherRMSNorm)",
-        ),
+        ("WARNING", f"vllm-rocm-ops: {missed}"),
     ]
     caplog.clear()
     coverage.log_results({})
@@ -108,22 +101,16 @@ def called(monkeypatch):
     """Return the calls of a start whose linears were chosen for 8 tokens, with four seams on."""
     counts = {"silu_and_mul_quant": {"kernel": 3, "fallback": 1}, "scaled_mm": {"kernel": 2}}
     plugin = {
-        pattern("silu_and_mul_quant 512 bfloat16"): True,
-        pattern("rms_norm_static_fp8_quant 512 bfloat16"): False,
+        pattern(f"{op} 512 bfloat16"): op.startswith("silu")
+        for op in ("silu_and_mul_quant", "rms_norm_static_fp8_quant")
     }
-    linears = [
-        types.SimpleNamespace(key=key(f"scaled_mm {n}x512 VllmKernel"), plugin_serves=lambda m, n=n: m in (8, n))
-        for n in (2, 4)
-    ]
-    attention = types.SimpleNamespace(key=key("paged_attention_decode 64 Backend"), plugin_serves=lambda tokens: True)
+    linears = [Fake(key=key(f"scaled_mm {n}x512 VllmKernel"), plugin_serves=lambda m, n=n: m in (8, n)) for n in (2, 4)]
+    attention = Fake(key=key("paged_attention_decode 64 Backend"), plugin_serves=lambda tokens: True)
     monkeypatch.setattr(coverage.vllm_rocm_ops, "stats", lambda: counts)
     monkeypatch.setattr(coverage.compiled_ops.choices, "decisions", plugin)
     monkeypatch.setattr(coverage.kernel_selection, "all_choices", lambda: [*linears, attention])
-    monkeypatch.setattr(
-        seam,
-        "active",
-        lambda: ["fusion", "activation", "scaled_linear", "fp8_experts", "mxfp8_experts", "decode_attention"],
-    )
+    active = ["fusion", "activation", "scaled_linear", "fp8_experts", "mxfp8_experts", "decode_attention"]
+    monkeypatch.setattr(seam, "active", lambda: active)
     return counts
 
 
@@ -163,7 +150,7 @@ def test_doctor_shows_what_the_last_start_has_reached(called, monkeypatch, tmp_p
     """One start is shown for each architecture, and other files are skipped."""
     monkeypatch.setattr(coverage.kernel_selection, "path_of", lambda machine: tmp_path / "gfx942" / "measured-1.json")
     one = worker([OtherRMSNorm()])
-    one.vllm_config.model_config = types.SimpleNamespace(model="Llama")
+    one.vllm_config.model_config = Fake(model="Llama")
     monkeypatch.setattr(seam, "active", lambda: ["norm", "activation"])
     coverage.write(one, coverage.calls())
     (tmp_path / "other").mkdir()
@@ -171,10 +158,8 @@ def test_doctor_shows_what_the_last_start_has_reached(called, monkeypatch, tmp_p
     [found] = doctor.find_reached(tmp_path)
     assert found["seams"] == {"norm": 0, "activation": 4} and found["layers"]["norms"]["missed"] == {"OtherRMSNorm": 1}
     first, second = doctor.reached_lines([found])
-    assert (
-        first.endswith("reached.json: Llama called norm 0, activation 4")
-        and second == "vLLM's own code ran 1 OtherRMSNorm"
-    )
+    assert first.endswith("reached.json: Llama called norm 0, activation 4")
+    assert second == "vLLM's own code ran 1 OtherRMSNorm"
 
 
 def test_every_seam_names_ops_that_there_are():

@@ -13,29 +13,24 @@ import checkpoints
 import pytest
 import torch
 from engines import FORKED, STEPS
+from fakes import Fake, fake_worker
 from keys import pattern
-from reduced_on_cpu import Clock, OverGloo
-from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, expected, norm, piece, quantizer, random, same
+from on_cpu import GroupClock, OverGloo
+from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, choices, expected, norm, piece, quantizer, random, same  # noqa: F401
 from test_kernel_selection import as_ranks
 from test_moe_input import PATTERNS, inputs, layer, runner  # noqa: F401
+from vllm.config import get_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core.correctness import as_tuple
-from vllm_rocm_ops.vllm.graph import all_reduce_timing, compilation, compiled_ops
+from vllm_rocm_ops.vllm.graph import all_reduce_norm, all_reduce_timing, compilation, compiled_ops, rewrite
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 TP, EPSILON = "tp:0", 1e-6
-
-
-@pytest.fixture(autouse=True)
-def choices(monkeypatch) -> compiled_ops.CompileChoices:
-    from vllm_rocm_ops.vllm.graph import rewrite
-
-    made = compiled_ops.CompileChoices(on=frozenset(("norm", "activation")))
-    monkeypatch.setattr(rewrite, "choices", made)
-    return made
 
 
 class Doubled:
@@ -54,40 +49,33 @@ class Doubled:
         return 2 * x
 
 
-class Choice:
-    """A choice of the plugin up to this many tokens, at least at some."""
-
-    def __init__(self, most: int):
-        self.plugin_by_tokens, self.key = bytes(1) + bytes([1]) * most, "key"
-
-    def plugin_serves(self, tokens: int) -> bool:
-        return tokens < len(self.plugin_by_tokens) and self.plugin_by_tokens[tokens] == 1
+def choice(most: int) -> Fake:
+    """Return a choice of the plugin up to this many tokens, at least at some."""
+    by_tokens = bytes(1) + bytes([1]) * most
+    made = Fake(plugin_by_tokens=by_tokens, key="key")
+    made.plugin_serves = lambda tokens: tokens < len(made.plugin_by_tokens) and made.plugin_by_tokens[tokens] == 1
+    return made
 
 
 class Alike:
     """One choice for all calls."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, choice: Fake):
         self.choice = choice
 
-    def get(self, call) -> Choice:
+    def get(self, call) -> Fake:
         return self.choice
 
-    def values(self) -> list[Choice]:
+    def values(self) -> list[Fake]:
         return [self.choice]
 
 
 @pytest.fixture
 def shared(monkeypatch):
     """Yield a group whose all-reduces double, and in which every norm of at most `rows` rows is one launch."""
-    from vllm.distributed import parallel_state
-
-    from vllm_rocm_ops.vllm.graph import all_reduce_norm
-
-    made = all_reduce_norm.GroupAllReduce(Doubled(), Alike(Choice(ROWS)))
-    theirs = types.SimpleNamespace(_all_reduce_out_place=lambda x: 2 * x)
+    made = all_reduce_norm.GroupAllReduce(Doubled(), Alike(choice(ROWS)))
     monkeypatch.setitem(all_reduce_norm.groups, TP, made)
-    monkeypatch.setitem(parallel_state._groups, TP, lambda: theirs)
+    monkeypatch.setitem(parallel_state._groups, TP, lambda: Fake(_all_reduce_out_place=lambda x: 2 * x))
     return made
 
 
@@ -102,10 +90,7 @@ ONE = "all_reduce_norm"
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("key", [*KEYS, MX, None])
 def test_one_op_in_the_place_of_three(shared, key, residual, rows):
-    """They are an all-reduce, a norm and its quantization.
-
-    With more rows than a launch supports, vLLM's all-reduce and the plugin's norm run.
-    """
+    """These are an all-reduce, a norm and its quantization. More rows than a launch supports take two or three."""
     x, weight, held = random(rows, HIDDEN), random(HIDDEN, seed=1), random(rows, HIDDEN, seed=2)
     marked, _ = quantizer(key) if key else (None, None)
 
@@ -159,7 +144,7 @@ def test_a_norm_that_also_quantizes_for_experts(shared, choices, runner):  # noq
     assert called(names)[0] == ONE and not [n for n in names if "all_reduce.default" in n]
     for most, launched in (len(x), 1), (len(x) - 1, 0):
         shared.reduce.calls.clear()
-        shared.choices.choice = Choice(most)
+        shared.choices.choice = choice(most)
         given, wanted = residual.clone(), residual.clone()
         *_, added = module(x, given, weight, product)
         out, *quantized = op(2 * x, weight, EPSILON, torch.float8_e4m3fn, wanted)
@@ -168,7 +153,7 @@ def test_a_norm_that_also_quantizes_for_experts(shared, choices, runner):  # noq
         assert shared.reduce.calls[op.name] == launched
 
 
-def test_some_all_reduces_are_not_replaced(shared, choices):
+def test_some_all_reduces_are_not_replaced(shared, choices):  # noqa: F811
     """The all-reduce has another reader or another group, no launch wins, or the norm is not the plugin's."""
     x, weight, held = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(ROWS, HIDDEN, seed=2)
 
@@ -191,26 +176,22 @@ def test_some_all_reduces_are_not_replaced(shared, choices):
     _, names = piece(plain, x, weight, held, donated={2})
     assert called(names) == []
     choices.on = frozenset(("norm",))
-    shared.choices.choice = Choice(0)
+    shared.choices.choice = choice(0)
     _, names = piece(plain, x, weight, held, donated={2})
     assert called(names) == ["fused_add_rms_norm"] and "vllm.all_reduce.default" in names
 
 
 def test_what_a_compiled_graph_depends_on(shared):
     """It depends on whether any all-reduce of the plugin serves."""
-    from vllm.config import get_current_vllm_config
-
-    from vllm_rocm_ops.vllm.graph import rewrite
-
-    one = rewrite.Fusion(get_current_vllm_config())
-    found = [one.uuid()]
-    for choice in (Choice(0), Choice(2)):
-        shared.choices.choice = choice
-        found.append(one.uuid())
-    assert found[0] == found[2] != found[1]
+    fusion = rewrite.Fusion(get_current_vllm_config())
+    uuids = [fusion.uuid()]
+    for most in (0, 2):
+        shared.choices.choice = choice(most)
+        uuids.append(fusion.uuid())
+    assert uuids[0] == uuids[2] != uuids[1]
 
 
-def test_beside_aiters_fused_kernel(shared, choices):
+def test_beside_aiters_fused_kernel(shared, choices):  # noqa: F811
     """AITER's has the graph unless the plugin wins at every size of its launch."""
     choices.all_reduced = frozenset({None})
     x, weight, held = random(ROWS, HIDDEN), random(HIDDEN, seed=1), random(ROWS, HIDDEN, seed=2)
@@ -231,40 +212,27 @@ def test_beside_aiters_fused_kernel(shared, choices):
 HERE = "2-ranks"
 
 
-class Communicator:
-    """A vLLM communicator over gloo."""
+def group_of(rank) -> Fake:
+    """Return a group as vLLM has it, over gloo, for one of `as_ranks`."""
 
-    def all_reduce(self, x):
+    def all_reduce(x):
         total = x.float()
         torch.distributed.all_reduce(total)
         return total.to(x.dtype)
 
-
-def group_of(rank) -> types.SimpleNamespace:
-    """Return a group as vLLM has it, for one of `as_ranks`."""
-    communicator = Communicator()
-    rank.unique_name, rank.device, rank.device_communicator = TP, torch.device("cpu"), communicator
+    rank.unique_name, rank.device, rank.device_communicator = TP, torch.device("cpu"), Fake(all_reduce=all_reduce)
     rank._all_reduce_out_place = lambda x: rank.device_communicator.all_reduce(x)
     return rank
 
 
-class Worker:
-    """A worker with a model of one norm."""
-
-    def __init__(self, norm=None):
-        model = torch.nn.Module()
-        model.norm = norm
-        self.model_runner = types.SimpleNamespace(get_model=lambda: model)
-        hidden = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16)
-        self.vllm_config = types.SimpleNamespace(
-            model_config=hidden, parallel_config=types.SimpleNamespace(use_ubatching=False)
-        )
-
-    def execute_model(self):
-        return None
-
-    def sample_tokens(self):
-        return types.SimpleNamespace(get_output=lambda: "tokens")
+def worker_of_one_norm() -> Fake:
+    """Return a worker with a model of one norm."""
+    model, parallel = torch.nn.Module(), Fake(use_ubatching=False)
+    model.norm = None
+    model_config = Fake(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16)
+    worker = fake_worker(model, model_config=model_config, parallel_config=parallel)
+    worker.execute_model, worker.sample_tokens = lambda: None, lambda: Fake(get_output=lambda: "tokens")
+    return worker
 
 
 PATTERN = pattern(f"rms_norm_per_block_quant {HIDDEN} bfloat16 residual column-major")
@@ -277,28 +245,23 @@ KEYS_MEASURED = [
 
 
 @pytest.fixture
-def compiled(monkeypatch, choices):
+def compiled(monkeypatch, choices):  # noqa: F811
     """Make vLLM compile the model, with two quantizing norms of the plugin's."""
     monkeypatch.setattr(compiled_ops, "choices", choices)
     monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
     others = f"rms_norm_and_per_block_quant {HIDDEN}", f"rms_norm_per_block_quant {2 * HIDDEN}"
-    choices.decisions = dict.fromkeys([PATTERN, *(pattern(f"{one} bfloat16 residual") for one in others)], True)
+    choices.decisions = dict.fromkeys([PATTERN, *(pattern(f"{other} bfloat16 residual") for other in others)], True)
 
 
-def start(group, clock: Clock, create=OverGloo) -> tuple:
-    """Return a start's decisions, its replacements, and its measurements.
-
-    Decisions are where each launch serves.
-    """
-    from vllm_rocm_ops.vllm.graph import all_reduce_norm
-
-    group, worker = group_of(group), Worker()
+def start(group, clock: GroupClock, create=OverGloo) -> tuple:
+    """Return where each launch serves after a start, its replacements, and its measurements."""
+    group, worker = group_of(group), worker_of_one_norm()
+    methods = group.device_communicator.all_reduce, worker.execute_model
     all_reduce_timing.before_compiling(worker, group, clock, create)
     shared = all_reduce_norm.groups.get(TP)
-    serves = (
-        {str(c.key): [m for m in range(6) if c.plugin_serves(m)] for c in shared.choices.values()} if shared else {}
-    )
-    replaced = "all_reduce" in vars(group.device_communicator), "execute_model" in vars(worker)
+    launches = shared.choices.values() if shared else ()
+    serves = {str(each.key): [m for m in range(6) if each.plugin_serves(m)] for each in launches}
+    replaced = group.device_communicator.all_reduce is not methods[0], worker.execute_model is not methods[1]
     return serves, replaced, clock.pairs
 
 
@@ -308,9 +271,9 @@ def both(rank) -> list:
     def run(group, results):
         results.put((group.rank_in_group, rank(group)))
 
-    (_, one), (_, other) = sorted(as_ranks(run))
-    assert one == other
-    return one
+    (_, first), (_, second) = sorted(as_ranks(run))
+    assert first == second
+    return first
 
 
 OFF = {}, (False, False)
@@ -322,9 +285,9 @@ def test_ranks_measure_together_and_agree():
     """The slowest rank's time counts. A second start measures nothing again."""
 
     def rank(group):
-        found = [start(group, Clock(slow)) for slow in (4 if group.rank_in_group else 8, 0)]
+        runs = [start(group, GroupClock(slow)) for slow in (4 if group.rank_in_group else 8, 0)]
         os.environ["VLLM_ROCM_OPS_DISABLE"] = "all_reduce"
-        return *found, start(group, Clock(8))
+        return *runs, start(group, GroupClock(8))
 
     first, again, disabled = both(rank)
     served = {key: [1, 2] for key in KEYS_MEASURED}
@@ -333,16 +296,14 @@ def test_ranks_measure_together_and_agree():
     assert disabled == (*OFF, [])
     record = kernel_selection.record_here()
     assert sorted(map(str, record.shapes)) == KEYS_MEASURED and record.off == {}
-    assert all(
-        one[4].plugin_us == 3.0 and one[4].baseline_us == 2.0 and 0 < one[1].error < 0.1
-        for one in record.shapes.values()
-    )
+    for by_tokens in record.shapes.values():
+        assert (by_tokens[4].plugin_us, by_tokens[4].baseline_us) == (3.0, 2.0) and 0 < by_tokens[1].error < 0.1
 
 
 @pytest.mark.usefixtures("compiled")
 def test_nothing_wins():
     """Nothing is replaced."""
-    assert both(lambda group: start(group, Clock(0))) == (*OFF, TOKENS)
+    assert both(lambda group: start(group, GroupClock(0))) == (*OFF, TOKENS)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -352,7 +313,7 @@ def test_a_rank_with_other_bits(which):
 
     def rank(group):
         create = functools.partial(OverGloo, flips=group.rank_in_group == which)
-        return start(group, Clock(8), create)
+        return start(group, GroupClock(8), create)
 
     assert both(rank) == (*OFF, [])
     assert sorted(kernel_selection.record_here().off) == [key.partition(" ")[0] for key in KEYS_MEASURED]
@@ -369,7 +330,7 @@ def test_a_rank_that_fails(what):
         if what == "a switch" and fails:
             os.environ["VLLM_ROCM_OPS_DISABLE"] = "all_reduce"
         create = collectives.create if what == "memory" else OverGloo
-        return start(group, Clock(2, fails=fails and what == "times"), create)
+        return start(group, GroupClock(2, fails=fails and what == "times"), create)
 
     assert both(rank) == (*OFF, TOKENS[: len(KEYS_MEASURED) + 1] if what == "times" else [])
 
@@ -384,7 +345,7 @@ def test_a_crash_while_timing_is_retried_once(compiled):
                 made.check = lambda: os._exit(9)
             return made
 
-        return start(group, Clock(8), create)
+        return start(group, GroupClock(8), create)
 
     for dies in ([1], [1], [0]):
         found = as_ranks(lambda group, results: results.put((group.rank_in_group, rank(group))))
@@ -399,10 +360,10 @@ def test_a_crash_while_timing_is_retried_once(compiled):
 
 def test_unsupported_groups_have_a_reason(monkeypatch):
     """Each lack has its own reason."""
-    config, timer = types.SimpleNamespace(parallel_config=types.SimpleNamespace(use_ubatching=False)), Clock(1)
+    config, timer = Fake(parallel_config=Fake(use_ubatching=False)), GroupClock(1)
 
-    def unsupported_reason(clock: Clock | None = timer, ranks: int = 2) -> str:
-        return all_reduce_timing.unsupported_reason(config, types.SimpleNamespace(world_size=ranks), clock)
+    def unsupported_reason(clock: GroupClock | None = timer, ranks: int = 2) -> str:
+        return all_reduce_timing.unsupported_reason(config, Fake(world_size=ranks), clock)
 
     assert unsupported_reason() == ""
     assert unsupported_reason(None) == "kernels are not timed here"
@@ -416,7 +377,7 @@ def test_unsupported_groups_have_a_reason(monkeypatch):
 @pytest.mark.parametrize("name", ["execute_model", "sample_tokens"])
 def test_a_step_whose_rank_was_missing_fails(name):
     """It fails before its results are used: at its end, or where vLLM waits for them."""
-    reduce, worker = OverGloo(None, None, all_reduce=None), Worker()
+    reduce, worker = OverGloo(None, None, all_reduce=None), worker_of_one_norm()
     step = all_reduce_timing.checked(getattr(worker, name), reduce.check)
     early = step()
     assert early is None or early.get_output() == "tokens"
@@ -429,10 +390,6 @@ def test_a_step_whose_rank_was_missing_fails(name):
 @pytest.mark.parametrize("name", ["fused_allreduce_rms_norm", "fused_allreduce_gemma_rms_norm"])
 def test_functions_of_models_that_are_not_compiled(shared, name):
     """The fused op has the values of an all-reduce and vLLM's norm; beyond the launch's limit, vLLM's runs."""
-    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-
-    from vllm_rocm_ops.vllm.graph import all_reduce_norm
-
     gemma = "gemma" in name
     layer = (GemmaRMSNorm if gemma else RMSNorm)(HIDDEN, eps=EPSILON)
     layer.weight.data = random(HIDDEN, seed=1)
@@ -454,11 +411,8 @@ def test_functions_of_models_that_are_not_compiled(shared, name):
 
 def test_an_all_reduce_alone(shared):
     """The communicator's all-reduce runs it, for rows that a launch supports."""
-    from vllm_rocm_ops.vllm.graph import all_reduce_norm
-
-    all_reduce = all_reduce_norm.communicator(
-        lambda x: "vLLM's", shared, all_reduce_norm.Call("", HIDDEN, torch.bfloat16)
-    )
+    call = all_reduce_norm.Call("", HIDDEN, torch.bfloat16)
+    all_reduce = all_reduce_norm.communicator(lambda x: "vLLM's", shared, call)
     x = random(ROWS, HIDDEN)
     assert torch.equal(all_reduce(x), 2 * x) and shared.reduce.calls == {"sum": 1}
     others = random(ROWS + 1, HIDDEN), random(ROWS, 8), x.float(), random(1, ROWS, HIDDEN)
@@ -469,9 +423,7 @@ def engine_of_two(engines, how: str, cache: str = "cache", **environment: str) -
     """Return the answer of a compiled model on two ranks, where the plugin wins with fewer than five tokens."""
     job = engines.job(("llama", "token"), compiled=True)
     job["engine"] |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    before = (
-        FORKED + f"import measured_on_cpu, reduced_on_cpu; measured_on_cpu.install(); reduced_on_cpu.install({how})\n"
-    )
+    before = FORKED + f"import on_cpu; on_cpu.measure(); on_cpu.reduce({how})\n"
     environment |= {"VLLM_ROCM_OPS_TABLES": str(engines.folder / f"tables-{cache}")}
     answers = engines.run({"it": job}, before=before, cache=cache, **environment)
     return answers["it"] | {"output": answers["output"]}

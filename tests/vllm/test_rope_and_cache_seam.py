@@ -1,22 +1,23 @@
 """Test the launch that normalizes heads, rotates and writes the cache: its place in graphs, when it serves, and results."""
 
 import contextlib
-import types
 
 import checkpoints
-import fronts_on_cpu
+import on_cpu
 import pytest
 import test_selection
 import torch
-from clocks import FakeClock
 from engines import LOADED, STEPS
+from fakes import Fake, change, check_and_time, parameter, require_near, set_config, spoil
 from keys import key
 from marks import full
 from test_families import INSTALLED
+from vllm.config import CompilationConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.vllm import seam
@@ -37,10 +38,6 @@ class Layer(torch.nn.Module):
     """The parts of an attention layer that the plugin uses."""
 
     def __init__(self, member: str, normed: bool, cache_dtype: str = "auto", is_neox: bool = True, rotary: int = SIZE):
-        from vllm.model_executor.layers.attention import Attention
-        from vllm.model_executor.layers.layernorm import RMSNorm
-        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-
         super().__init__()
         self.rotary_emb = RotaryEmbedding(SIZE, rotary, 64, 10000.0, is_neox, torch.bfloat16)
         self.rotary_emb._forward_method = self.rotary_emb.forward_native
@@ -60,13 +57,12 @@ class Layer(torch.nn.Module):
 
     @property
     def norms(self) -> tuple:
-        return tuple(norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name, None)) is not None)
+        return (self.q_norm, self.k_norm) if {"q_norm", "k_norm"} <= {*self._modules} else ()
 
     def front(self) -> rope_pre_attention.RopePreAttention:
         given = self.attn, self.rotary_emb, self.norms, torch.bfloat16
-        one = rope_pre_attention.RopePreAttention(*given, COMPILED)
         self.attn.impl.do_kv_cache_update = self.write
-        return one
+        return rope_pre_attention.RopePreAttention(*given, COMPILED)
 
     def write(self, attn, key, value, cache, slots) -> None:
         """Write as vLLM's backends do."""
@@ -89,54 +85,36 @@ CASES = [
 def test_a_kernel_is_measured_beside_vllms_layers(case):
     """The emulated kernel is as close to exact q, k and cache rows as vLLM's."""
     layer = Layer(*case)
-    one, (_, normed, cache, is_neox, rotary) = layer.front(), case
+    front, (_, normed, cache, is_neox, rotary) = layer.front(), case
     shape = f"{HEADS}:{KV_HEADS}x{SIZE}/{rotary} bfloat16 {cache}{'' if is_neox else ' interleaved'}"
-    assert str(one.key) == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
-    assert one.key.has_one_choice
-    with launch.executor(Emulator("gfx950", races=False)):
-        found = kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
-    assert (found.plugin_us, found.baseline_us) == (1.0, 2.0) and 0 < found.error < 0.05
+    assert str(front.key) == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
+    assert front.key.has_one_choice
+    require_near(front)
 
 
 @pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("part", ["query_out", "key_out", "key_cache", "value_cache"])
 def test_each_result_is_checked(part, monkeypatch):
     """The launch is off if any of its results is wrong."""
-    one = Layer("TRITON_ATTN", True).front()
-
-    def wrong(*arguments):
-        NORMED.reference(*arguments)
-        getattr(NORMED.Arguments(*arguments), part).mul_(1.1)
-        return True
-
-    monkeypatch.setattr(NORMED, "run_kernels", wrong)
+    spoil(monkeypatch, NORMED, part)
     with pytest.raises(kernel_timing.Mismatch):
-        kernel_timing.check_and_time(one, [()] * 2, 3, FakeClock(), contextlib.nullcontext())
+        check_and_time(Layer("TRITON_ATTN", True).front())
 
 
 UNSUPPORTED = {
-    "a backend": lambda layer: delattr(layer.attn.impl, "rocm_ops"),
-    "a rotation of sections": lambda layer: setattr(layer, "rotary_emb", torch.nn.Identity()),
-    "a rotation by a custom op": lambda layer: setattr(
-        layer.rotary_emb, "_forward_method", layer.rotary_emb.forward_cuda
-    ),
-    "a rotation of other heads": lambda layer: setattr(layer.rotary_emb, "head_size", 32),
-    "a table in float32": lambda layer: setattr(
-        layer.rotary_emb, "cos_sin_cache", layer.rotary_emb.cos_sin_cache.float()
-    ),
-    "an encoder": lambda layer: setattr(layer.attn, "attn_type", "encoder_only"),
-    "a shared cache": lambda layer: setattr(layer.attn, "kv_sharing_target_layer_name", "0"),
-    "a direct call": lambda layer: setattr(layer.attn, "use_direct_call", True),
-    "a write in attention": lambda layer: setattr(
-        layer.attn, "attn_backend", types.SimpleNamespace(forward_includes_kv_cache_update=True)
-    ),
-    "queries in FP8": lambda layer: (
-        setattr(layer.attn, "query_quant", object()),
-        setattr(layer.attn.impl, "supports_quant_query_input", True),
-    ),
-    "values of another size": lambda layer: setattr(layer.attn, "head_size_v", 32),
-    "a cache of": lambda layer: setattr(layer.attn.impl, "kv_cache_dtype", "int8_per_token_head"),
-    "rows that must not": lambda layer: setattr(layer.attn.impl.rocm_ops, "is_batch_invariant", True),
+    "a backend": [("attn.impl.rocm_ops",)],
+    "a rotation of sections": [("rotary_emb", torch.nn.Identity())],
+    "a rotation by a custom op": [("rotary_emb._forward_method", lambda *_: None)],
+    "a rotation of other heads": [("rotary_emb.head_size", 32)],
+    "a table in float32": [("rotary_emb.cos_sin_cache", torch.zeros(64, SIZE))],
+    "an encoder": [("attn.attn_type", "encoder_only")],
+    "a shared cache": [("attn.kv_sharing_target_layer_name", "0")],
+    "a direct call": [("attn.use_direct_call", True)],
+    "a write in attention": [("attn.attn_backend", Fake(forward_includes_kv_cache_update=True))],
+    "queries in FP8": [("attn.query_quant", object()), ("attn.impl.supports_quant_query_input", True)],
+    "values of another size": [("attn.head_size_v", 32)],
+    "a cache of": [("attn.impl.kv_cache_dtype", "int8_per_token_head")],
+    "rows that must not": [("attn.impl.rocm_ops.is_batch_invariant", True)],
 }
 
 
@@ -149,25 +127,19 @@ def test_unsupported_layers_are_not_served(what):
         return [*rope_and_cache.unsupported_features(layer.attn, layer.rotary_emb, torch.bfloat16)]
 
     assert reasons() == []
-    UNSUPPORTED[what](layer)
+    for changed in UNSUPPORTED[what]:
+        change(layer, *changed)
     assert len(reasons()) == 1
 
 
 @pytest.fixture
 def found(configuration, monkeypatch):
     """Return a function for the launches that may serve layers."""
-    from vllm import config as vllm_config
 
     def fronts(*layers: Layer, compiles: bool = True, splits: bool = True, partitions: bool = False, **passes) -> list:
-        settings = types.SimpleNamespace(
-            pass_config=types.SimpleNamespace(fuse_norm_quant=False, **passes),
-            splitting_ops=[rope_and_cache.UPDATE] if splits else [],
-            use_inductor_graph_partition=partitions,
-        )
-        given = types.SimpleNamespace(
-            compilation_config=settings, model_config=types.SimpleNamespace(dtype=torch.bfloat16)
-        )
-        monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: given)
+        settings = Fake(pass_config=Fake(fuse_norm_quant=False, **passes), use_inductor_graph_partition=partitions)
+        settings.splitting_ops = [rope_and_cache.UPDATE] if splits else []
+        set_config(monkeypatch, compilation_config=settings, model_config=Fake(dtype=torch.bfloat16))
         monkeypatch.setattr(compilation, "is_compiled", lambda config, model: compiles)
         return [*rope_and_cache.pre_attentions(torch.nn.ModuleList(layers), compiles)]
 
@@ -177,33 +149,31 @@ def found(configuration, monkeypatch):
 def test_it_serves_compiled_models_that_vllm_does_not_fuse(found):
     """It serves compiled models that vLLM splits at the update, unless one of vLLM's passes fuses the rotation."""
     layer = Layer("TRITON_ATTN", True)
-    [one] = found(layer)
-    assert str(one.key).endswith(" compiled") and not one.runs_unmeasured()
+    [front] = found(layer)
+    assert str(front.key).endswith(" compiled") and not front.runs_unmeasured()
     assert found(layer, compiles=False) == found(layer, splits=False) == found(layer, partitions=True) == []
     for name in rope_and_cache.PASSES:
         assert found(layer, **{name: True}) == [] and len(found(layer, **{name: False})) == 1
 
 
 NORMS = {
-    "one norm": lambda layer: delattr(layer, "k_norm"),
-    "a norm of all heads": lambda layer: setattr(
-        layer.q_norm, "weight", torch.nn.Parameter(torch.ones(256).bfloat16())
-    ),
-    "weights in float32": lambda layer: setattr(layer.q_norm, "weight", torch.nn.Parameter(torch.ones(SIZE))),
-    "norms that are not supported": lambda layer: setattr(layer, "k_norm", torch.nn.LayerNorm(SIZE)),
-    "a part of a head": lambda layer: setattr(layer.k_norm, "variance_size_override", 32),
-    "two epsilons": lambda layer: setattr(layer.k_norm, "variance_epsilon", 1e-3),
+    "one norm": ("k_norm",),
+    "a norm of all heads": ("q_norm.weight", parameter(torch.ones(256).bfloat16())),
+    "weights in float32": ("q_norm.weight", parameter(torch.ones(SIZE))),
+    "norms that are not supported": ("k_norm", torch.nn.LayerNorm(SIZE)),
+    "a part of a head": ("k_norm.variance_size_override", 32),
+    "two epsilons": ("k_norm.variance_epsilon", 1e-3),
 }
 
 
 @pytest.mark.parametrize("what", NORMS)
 def test_other_norms_stay_the_compilers(found, what):
     layer = Layer("TRITON_ATTN", True)
-    [one] = found(layer)
-    assert one.op is NORMED and one.norms == layer.norms
-    NORMS[what](layer)
-    [one] = found(layer)
-    assert one.op is PLAIN and one.norms == ()
+    [front] = found(layer)
+    assert front.op is NORMED and front.norms == layer.norms
+    change(layer, *NORMS[what])
+    [front] = found(layer)
+    assert front.op is PLAIN and front.norms == ()
 
 
 def test_layers_that_share_a_rotation_are_served_together(found):
@@ -276,38 +246,19 @@ def traced(normed: bool, change: str = "") -> torch.fx.GraphModule:
     """Return the graph that vLLM's backend gets."""
     graphs = []
     torch._dynamo.reset()
-    arguments = (
-        torch.zeros(3, (HEADS + 2 * KV_HEADS) * SIZE).bfloat16(),
-        torch.zeros(3).long(),
-        torch.zeros(9, SIZE).bfloat16(),
-    )
+    rows, table = torch.zeros(3, (HEADS + 2 * KV_HEADS) * SIZE).bfloat16(), torch.zeros(9, SIZE).bfloat16()
     keep = lambda graph, inputs: (graphs.append(graph), lambda *_: ())[1]
     with contextlib.suppress(IndexError), torch.no_grad():  # the result is empty
-        torch.compile(Traced(normed, change), backend=keep, fullgraph=True)(*arguments)
+        torch.compile(Traced(normed, change), backend=keep, fullgraph=True)(rows, torch.zeros(3).long(), table)
     return graphs[0]
 
 
-ALSO_SERVED = {
-    (True, "queries read"),
-    (True, "the projection read"),
-    (True, "a copy that may be none"),
-    (True, "a result that is not split"),
-    (False, "a result that is not split"),
-    (True, "norms that are not asked for"),
-}
-CHANGES = [
-    *("", "queries read", "the projection read", "rotated queries read", "scaled queries", "a shared cache"),
-    *(
-        "another layer",
-        "other values",
-        "a result that is not split",
-        "a copy that may be none",
-        "two epsilons",
-        "one norm",
-    ),
-    "norms that are not asked for",
-]
-OF_NORMS = CHANGES[-3:]
+ALWAYS_SERVED = "", "a result that is not split"
+OF_NORMS = "two epsilons", "one norm", "norms that are not asked for"
+SERVED_WITH_NORMS = "queries read", "the projection read", "a copy that may be none", "norms that are not asked for"
+NEVER_SERVED = "rotated queries read", "scaled queries", "a shared cache", "another layer", "other values"
+CHANGES = [*ALWAYS_SERVED, *SERVED_WITH_NORMS, *OF_NORMS[:2], *NEVER_SERVED]
+CASES_OF_GRAPHS = [(normed, what) for normed in (False, True) for what in CHANGES if normed or what not in OF_NORMS]
 
 
 @pytest.fixture
@@ -319,20 +270,16 @@ def dynamo(configuration):
         split.define(rope_and_cache.attention_front, "q", "k", "q_out", "k_out")
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "change"), CASES_OF_GRAPHS)
 def test_where_the_op_replaces_a_rotation(dynamo, monkeypatch, normed, change):
     """Only where nothing else reads what it replaces, or what it rotates in place. The log has both."""
-    if change in OF_NORMS and not normed:
-        return
-    module = traced(normed, change)
+    module, said = traced(normed, change), []
     before = str(module.graph)
-    plugin_serves, said = change == "" or (normed, change) in ALSO_SERVED, []
+    plugin_serves = change in ALWAYS_SERVED or (normed and change in SERVED_WITH_NORMS)
     monkeypatch.setattr(rope_and_cache.logger, "info", lambda text, *values: said.append(text % values))
     assert rope_and_cache.rewrite(module.graph, [rope_and_cache.TORCH_OP]) == plugin_serves
-    assert [("one launch in 1 layers" in line, "1 rotations stay" in line) for line in said] == [
-        (plugin_serves, not plugin_serves)
-    ]
+    [line] = said
+    assert ("one launch in 1 layers" in line, "1 rotations stay" in line) == (plugin_serves, not plugin_serves)
     targets = [node.target for node in module.graph.nodes]
     plugin = torch.ops.vllm_rocm_ops.attention_front.default
     if not plugin_serves:
@@ -375,10 +322,9 @@ def stepped(configuration, monkeypatch):
     def run(layer: Layer, has_cache: bool = True) -> tuple[list, list]:
         one = layer.front()
         qkv, positions, slots, cache = one.inputs(3, 0)
-        context = None, layer.attn, cache if has_cache else cache[:0], slots[:2, None] if has_cache else None
-        monkeypatch.setattr(
-            "vllm.model_executor.layers.attention.attention.get_attention_context", lambda name: context
-        )
+        given = layer.attn, cache if has_cache else cache[:0], slots[:2, None] if has_cache else None
+        context = "vllm.model_executor.layers.attention.attention.get_attention_context"
+        monkeypatch.setattr(context, lambda name: (None, *given))
         wanted = one.completed(one.computed(qkv, positions), qkv, slots, cache.clone())
         (q, k, v), norm = one.parts(qkv.clone()), one.weights() or (None, None, 0.0)
         outs = [torch.full_like(x, torch.nan).contiguous() for x in (q, k)] if one.norms else [None, None]
@@ -456,9 +402,8 @@ def test_the_seam_needs_its_hooks(configuration, monkeypatch):
 
 
 def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
-    """And only where vLLM splits at the op."""
+    """They are, only where vLLM splits at the op."""
     from vllm.compilation import backends as compilation
-    from vllm.config import CompilationConfig
 
     given = []
     monkeypatch.setattr(compilation, "split_graph", lambda graph, splitting_ops: given.append(graph.code))
@@ -468,20 +413,20 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
     monkeypatch.setattr(split, "_changes", [])
     rope_and_cache.install()
     assert compiled_ops.pattern_finders == [rope_and_cache.pre_attentions]
-    settings = types.SimpleNamespace(splitting_ops=[rope_and_cache.UPDATE])
-    CompilationConfig.set_splitting_ops_for_v1(settings)
-    CompilationConfig.set_splitting_ops_for_v1(settings)
-    assert settings.splitting_ops == [rope_and_cache.UPDATE, rope_and_cache.TORCH_OP]
-    none = types.SimpleNamespace(splitting_ops=["vllm::unified_attention_with_output"])
-    CompilationConfig.set_splitting_ops_for_v1(none)
-    assert rope_and_cache.TORCH_OP not in none.splitting_ops
+    splits, whole = (
+        Fake(splitting_ops=[name]) for name in (rope_and_cache.UPDATE, "vllm::unified_attention_with_output")
+    )
+    for settings in (splits, splits, whole):
+        CompilationConfig.set_splitting_ops_for_v1(settings)
+    assert splits.splitting_ops == [rope_and_cache.UPDATE, rope_and_cache.TORCH_OP]
+    assert rope_and_cache.TORCH_OP not in whole.splitting_ops
     split._wrap.cache_clear()
     for _ in range(2):
         split.before(rope_and_cache.rewrite)
     split._wrap.cache_clear()
     assert split._changes == [rope_and_cache.rewrite]
-    for splits in (settings.splitting_ops, []):
-        compilation.split_graph(traced(False), splits)
+    for splitting_ops in (splits.splitting_ops, []):
+        compilation.split_graph(traced(False), splitting_ops)
     assert ["attention_front" in code for code in given] == [True, False]
 
 
@@ -570,7 +515,7 @@ def test_tokens_of_generated_code(engines):
 
 
 MEASURED = """
-import fronts_on_cpu
+import on_cpu
 from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopePreAttention
 from vllm_rocm_ops.vllm.graph import compilation
@@ -581,19 +526,19 @@ def written(self, found, qkv, slots, cache):
     keys[slots // 16, slots % 16], values[slots // 16, slots % 16] = k, self.parts(qkv)[2]
     return q, k, cache
 
-fronts_on_cpu.install(qk_norm_rope_and_cache="query_out")
+on_cpu.time_launches(qk_norm_rope_and_cache="query_out")
 RopePreAttention.written = written
 """
 
 
 @pytest.fixture(scope="module")
 def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
-    return fronts_on_cpu.measured(engines, ("qwen3", "token"), tmp_path_factory.mktemp("measured"), MEASURED)
+    return on_cpu.measured(engines, ("qwen3", "token"), tmp_path_factory.mktemp("measured"), MEASURED)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="replaces the write of CPU caches")
-@pytest.mark.parametrize("what", fronts_on_cpu.WHAT)
+@pytest.mark.parametrize("what", on_cpu.WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):
     """It is compared with vLLM's compiled graph, once for all numbers of tokens. A wrong launch is off."""
     answers, tables = measured
@@ -602,6 +547,6 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
     if what == "wrong":
         assert shape in record.off[NORMED.name]
         return
-    found = record.shapes[key(f"{NORMED.name} {shape} compiled")]
-    assert all(one.plugin_us is not None and 0 < one.error < 0.1 for one in found.values())
-    assert {*compiled_ops.TOKENS} <= {*found}
+    timed = record.shapes[key(f"{NORMED.name} {shape} compiled")]
+    assert all(pair.plugin_us is not None and 0 < pair.error < 0.1 for pair in timed.values())
+    assert {*compiled_ops.TOKENS} <= {*timed}

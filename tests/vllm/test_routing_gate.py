@@ -1,26 +1,27 @@
 """Test gates that route in the launch of their GEMM: a layer's calls, what is timed, which gates stay, and engines."""
 
 import collections
-import types
 
 import checkpoints
 import pytest
 import torch
-from clocks import plugin_wins_up_to
 from engines import STEPS, prompts_of
+from fakes import Counting, Fake, plugin_wins_up_to, time_choices
 from marks import full
-from test_experts import ROUTERS, Layer, call_with_logits, config, inputs, kernel, random
+from test_experts import EXPERTS, HIDDEN, ROUTERS, TOPK, Layer, call_with_logits, config, inputs, kernel, method, random
+from vllm import envs
+from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.linear import ReplicatedLinear
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm.graph import moe_side_channel
 from vllm_rocm_ops.vllm.moe import routing_experts, routing_gate, unquantized_experts
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
-
-EXPERTS, TOPK, HIDDEN = 8, 3, 256  # test_experts.py's
 FUSED, SEPARATE = {"router_gemm_topk": 1}, {"grouped_topk": 1}
 FASTER = bytes([0, 1, 1, 1, 1])  # up to four tokens
 
@@ -28,9 +29,6 @@ FASTER = bytes([0, 1, 1, 1, 1])  # up to four tokens
 @pytest.fixture
 def one_rank(monkeypatch):
     """Make linear layers without a process group."""
-    from vllm.model_executor import parameter
-    from vllm.model_executor.layers import linear
-
     for module in (linear, parameter):
         monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
         monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
@@ -40,19 +38,17 @@ class Moe(torch.nn.Module):
     """vLLM's MoE layer: the gate, then the experts with its logits."""
 
     def __init__(self, router: str = "DeepSeekV3", kind: type | None = None, **changed):
-        from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-
         super().__init__()
         name, grouped = router.split()[0], "groups" not in router
         self.bias = random(EXPERTS) * 0.1 if name == "DeepSeekV3" else None
         self.gate = (kind or GateLinear)(HIDDEN, EXPERTS, params_dtype=torch.bfloat16, **changed)
         self.gate.weight.data.copy_(random(EXPERTS, HIDDEN) * HIDDEN**-0.5)
         self.gate.cpu_linear = torch.nn.functional.linear
-        self.layer, self.moe_config = Layer("bf16"), config(routing_method=method(name))
-        self.made = kernel(self.layer, unquantized_experts.PLUGIN_EXPERTS[0], routing_method=method(name))
+        self.layer, self.moe_config = Layer("bf16"), config(**method(name))
+        self.made = kernel(self.layer, unquantized_experts.PLUGIN_EXPERTS[0], **method(name))
         self.routed_experts = torch.nn.Module()
-        self.routed_experts.quant_method = types.SimpleNamespace(moe_kernel=self.made)
-        self.groups = {"num_expert_group": 4, "topk_group": 2} if grouped else dict.fromkeys(GROUPS)
+        self.routed_experts.quant_method = Fake(moe_kernel=self.made)
+        self.groups = dict(zip(("num_expert_group", "topk_group"), (4, 2) if grouped else (None, None)))
         for key, value in (self.groups | {"routed_scaling_factor": 1.5, "e_score_correction_bias": self.bias}).items():
             setattr(self.routed_experts, key, value)
 
@@ -61,15 +57,6 @@ class Moe(torch.nn.Module):
         return call_with_logits(self.layer, self.made, logits, self.bias, hidden, **self.groups)
 
     forward = _forward_impl
-
-
-GROUPS = "num_expert_group", "topk_group"
-
-
-def method(name: str):
-    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-
-    return RoutingMethodType[name]
 
 
 def adopted(plugin: bytes = FASTER, **options) -> Moe:
@@ -111,18 +98,12 @@ def test_more_tokens_take_two_launches():
 
 def test_one_kernel_serves_a_router():
     """On gfx950 the op is one kernel, and the experts' routing none."""
-    launched, layer = [], adopted(router="RenormalizeNaive without groups")
-
-    class Counting(Emulator):
-        def launch(self, planned, uninitialized):
-            launched.append(planned.symbol)
-            super().launch(planned, uninitialized)
-
+    emulator, layer = Counting("gfx950"), adopted(router="RenormalizeNaive without groups")
     hidden = inputs(3)
-    with launch.executor(Counting("gfx950")):
+    with launch.executor(emulator):
         result, _ = called(layer, hidden)
-    routers = [name for name in launched if name.startswith(("router", "moe_topk", "unquantized"))]
-    assert routers == ["router_gemm_topk_x4_wave_splitk_8"], launched
+    routers = [name for name in emulator.symbols if name.startswith(("router", "moe_topk", "unquantized"))]
+    assert routers == ["router_gemm_topk_x4_wave_splitk_8"], routers
     wanted, _ = called(layer, hidden)
     torch.testing.assert_close(result, wanted, rtol=0.05, atol=0.02)
 
@@ -184,9 +165,8 @@ def test_padding_goes_to_no_expert(monkeypatch):
         ("DeepSeekV3", object(), False),
     ):
         layer = adopted(router=router)
-        layer.gate.rocm_ops_router.experts = types.SimpleNamespace(
-            method=layer.made.fused_experts.method, topk=TOPK, baseline=baseline
-        )
+        method_of = layer.made.fused_experts.method
+        layer.gate.rocm_ops_router.experts = Fake(method=method_of, topk=TOPK, baseline=baseline)
         with torch.no_grad():
             layer.gate(inputs(3))
         *_, ids = moe_side_channel.current.routed
@@ -220,8 +200,6 @@ def test_unsupported_calls_are_vllms(monkeypatch):
 
 def test_returns_what_vllms_gate_does():
     """Both kinds of gates return a pair or the logits, of the weight's dtype."""
-    from vllm.model_executor.layers.linear import ReplicatedLinear
-
     for return_bias in (True, False):
         for kind in (None, ReplicatedLinear):
             options = {"bias": False} if kind else {}
@@ -239,10 +217,12 @@ def test_returns_what_vllms_gate_does():
 
 
 def other_gate(layer: Moe) -> None:
-    class Other(type(layer.gate)):
-        pass
+    layer.gate.__class__ = type("Other", (type(layer.gate),), {})
 
-    layer.gate.__class__ = Other
+
+def experts_that_do_not_route(layer: Moe) -> None:
+    experts = unquantized_experts.PLUGIN_EXPERTS[-1](layer.moe_config, layer.layer.quant_config)
+    layer.routed_experts.quant_method.moe_kernel = Fake(fused_experts=experts)
 
 
 STAY = {
@@ -257,22 +237,13 @@ STAY = {
     "prefill context parallel": ({}, lambda layer: vary(layer, pcp_size=2)),
     "fp16 tokens": ({}, lambda layer: vary(layer, in_dtype=torch.float16)),
     "vLLM's experts": ({}, lambda layer: setattr(layer.routed_experts.quant_method, "moe_kernel", None)),
-    "experts that do not route": (
-        {},
-        lambda layer: setattr(
-            layer.routed_experts.quant_method,
-            "moe_kernel",
-            types.SimpleNamespace(
-                fused_experts=unquantized_experts.PLUGIN_EXPERTS[-1](layer.moe_config, layer.layer.quant_config)
-            ),
-        ),
-    ),
+    "experts that do not route": ({}, experts_that_do_not_route),
 }
 
 
 def vary(layer: Moe, **changed) -> None:
     wanted = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False, "in_dtype": torch.bfloat16} | changed
-    layer.moe_config = types.SimpleNamespace(**wanted)
+    layer.moe_config = Fake(**wanted)
 
 
 @pytest.mark.parametrize("why", STAY)
@@ -290,8 +261,6 @@ def test_gates_that_stay(why):
 
 @pytest.mark.parametrize("how", ["VLLM_ROCM_OPS_MEASURE", "VLLM_BATCH_INVARIANT", "seam"])
 def test_settings_that_exclude_the_gate(monkeypatch, how):
-    from vllm import envs
-
     if how == "seam":
         monkeypatch.setattr(routing_gate.seam, "active", lambda: ["fp8_experts"])
     elif how == "VLLM_BATCH_INVARIANT":
@@ -333,15 +302,11 @@ def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, rout
     kernel_selection.begin_recording()
     layer = Moe(router=router)
     routing_gate.adopt([layer])
-    one, other = kernel_selection.all_choices()
-    assert one.key.shape == other.key.shape and f"8x256 bfloat16 top {TOPK}" in one.key.shape
-    kernel_timing.warm_up((1, 2, 4, 8, 16, 32), 64, plugin_wins_up_to(2), lambda mine: [mine])
-    if fault:
-        assert one.state == other.state == "off", (one.why, one.plugin_by_tokens)
-    else:
-        assert one.state == other.state == "measured" and one.plugin_by_tokens == other.plugin_by_tokens == bytes(
-            [0, 1, 1]
-        ) + bytes(14), one.why
+    first, second = time_choices((1, 2, 4, 8, 16, 32), 64, plugin_wins_up_to(2))
+    assert first.key.shape == second.key.shape and f"8x256 bfloat16 top {TOPK}" in first.key.shape
+    assert first.state == second.state == ("off" if fault else "measured"), (first.why, first.plugin_by_tokens)
+    if not fault:
+        assert first.plugin_by_tokens == second.plugin_by_tokens == bytes([0, 1, 1]) + bytes(14), first.why
         assert called(layer, inputs(2))[1] == FUSED
 
 
@@ -361,9 +326,9 @@ SEEDS = {"deepseek": (22, 104, 175), "qwen3_moe": (43, 49, 66)}
 """engines.py's, for bf16."""
 PLANTED = "lambda exact: lambda *given: (lambda logits, weights, ids: (logits, weights, (ids + 1) % 8))(*exact(*given))"
 MEASURED = """
-import measured_on_cpu
+import on_cpu
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-measured_on_cpu.install()
+on_cpu.measure()
 GateLinear._cpu_skip_gemm_dispatch = True  # else the CPU packs the weight
 """
 
@@ -374,10 +339,7 @@ APART = "from vllm_rocm_ops.vllm.moe import routing_gate; routing_gate.adopt = l
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek", pytest.param("qwen3_moe", marks=full)])
 def test_in_an_engine(engines, tmp_path, model):
-    """Decode steps route in the gate's launch, with the tokens of two launches; a wrong choice of experts changes them.
-
-    So they do in a compiled model, and after its weights have been loaded again.
-    """
+    """Decode steps have the tokens of two launches, also compiled and reloaded; a wrong choice changes them."""
     folder = engines.folder / f"{model}-gate"
     checkpoints.build(folder, model, "bf16")
 
@@ -400,6 +362,5 @@ def test_in_an_engine(engines, tmp_path, model):
     for mode in jobs:
         assert counts(found[mode]) == {"router_gemm_topk": layers * (STEPS - 1), routing: layers}
         assert found[mode]["tokens"] == apart["tokens"]
-    assert (
-        found["eager"]["then"] == [found["eager"]["tokens"]] and found["planted"]["tokens"] != found["eager"]["tokens"]
-    )
+    tokens = {mode: answer["tokens"] for mode, answer in found.items() if mode != "output"}
+    assert found["eager"]["then"] == [tokens["eager"]] and tokens["planted"] != tokens["eager"]

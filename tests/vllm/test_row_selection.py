@@ -1,18 +1,25 @@
-"""Test the choice between the plugin's ops and vLLM's compiled graph for norms and activations.
-
-The tests cover timing, checks, decisions and their reversal.
-"""
+"""Test the choice of the plugin's ops or vLLM's compiled graph for norms and activations, and its reversal."""
 
 import logging
 import types
 
 import pytest
 import torch
-from clocks import FakeClock
+from fakes import Fake, FakeClock, fake_worker, parameter
+from vllm import _aiter_ops
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import CompilationMode
+from vllm.distributed.device_communicators.aiter_custom_all_reduce import AiterCustomAllreduce
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam, worker_startup
-from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, fused_quant
+from vllm_rocm_ops.vllm.guards import compile_cache
+from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 from vllm_rocm_ops.vllm.selection.key import COMPILED
 
@@ -30,12 +37,9 @@ class Linear(torch.nn.Module):
     """A linear as its input's producer sees it, with vLLM's quantization of the input."""
 
     def __init__(self, key: str, columns: int):
-        from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-        from vllm.model_executor.layers.quantization.utils import quant_utils
-
         super().__init__()
         self._input_quant_key = getattr(quant_utils, key)
-        self.weight = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.weight = parameter(torch.zeros(1))
         self.input_size_per_partition, self.input_scale = columns, torch.tensor([0.02])
         scale = self._input_quant_key.scale
         quant = QuantFP8(scale.static, scale.group_shape, compile_native=False)
@@ -48,9 +52,6 @@ class Layer(torch.nn.Module):
     """A norm with a residual and one without, and an activation, each with its linear."""
 
     def __init__(self, key: str):
-        from vllm.model_executor.layers.activation import SiluAndMul
-        from vllm.model_executor.layers.layernorm import RMSNorm
-
         super().__init__()
         self.input_layernorm, self.q_norm = (RMSNorm(n, dtype=torch.bfloat16) for n in (HIDDEN, LATENT))
         self.qkv_proj, self.q_b_proj = Linear(key, HIDDEN), Linear(key, LATENT)
@@ -71,10 +72,8 @@ def clock_of(us=lambda tokens: 5.0) -> FakeClock:
 
 
 @pytest.fixture
-def kernels(tmp_path, monkeypatch):
+def kernels(unmeasured, monkeypatch):
     """Make the ops' references their kernels, on a machine without measurements."""
-    monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
-    monkeypatch.setattr(kernel_selection, "machine", lambda: {"arch": "gfx942", "gpu": "MI300X", "code": "1"})
     monkeypatch.setattr(compiled_ops, "left_to_vllm", set())
     monkeypatch.setattr(compiled_ops, "choices", compiled_ops.CompileChoices())
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "1000")
@@ -85,38 +84,21 @@ def kernels(tmp_path, monkeypatch):
         monkeypatch.setattr(op, "run_kernels", lambda *a, op=op: op.reference(*a, *op._defaults[len(a) :]))
 
 
-def worker(model, compiled: list | None = None, **passes):
+def worker(model, mode=None, **passes) -> Fake:
     """Return a worker that has loaded a model."""
     off = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_allreduce_rms"), False)
-    settings = types.SimpleNamespace(
-        pass_config=types.SimpleNamespace(**off | passes),
-        mode=compiled,
-        backend="inductor",
-        static_forward_context={},
-    )
-    model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16)
-    config = types.SimpleNamespace(
-        compilation_config=settings,
-        model_config=model_config,
-        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=MAX),
-        additional_config={},
-    )
-    return types.SimpleNamespace(vllm_config=config, model_runner=types.SimpleNamespace(get_model=lambda: model))
+    settings = Fake(pass_config=Fake(**off | passes), mode=mode, backend="inductor", static_forward_context={})
+    config = {"model_config": Fake(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16), "additional_config": {}}
+    config |= {"compilation_config": settings, "scheduler_config": Fake(max_num_batched_tokens=MAX)}
+    return fake_worker(model, **config)
 
 
 def decide(model, clock, gather=lambda mine: [mine], is_logging_rank=True, **passes) -> dict[str, bool]:
-    """Return which of a layer's three are the plugin's afterwards.
-
-    The activation then knows its linear, for models that are not compiled.
-    """
+    """Return which of a layer's three are the plugin's afterwards. The activation then knows its linear."""
     worker_startup.select_compiled_ops(worker(model, **passes), clock, gather, is_logging_rank)
     kinds = {f" {HIDDEN} ": "norm", f" {LATENT} ": "q", f" {INNER} ": "act"}
-    plugin = {
-        name: runs
-        for pattern, runs in compiled_ops.choices.decisions.items()
-        for columns, name in kinds.items()
-        if columns in f"{pattern} "
-    }
+    decisions = {f"{pattern} ": runs for pattern, runs in compiled_ops.choices.decisions.items()}
+    plugin = {kinds[columns]: runs for text, runs in decisions.items() for columns in kinds if columns in text}
     result = model.act_fn(torch.ones(3, 2 * INNER, dtype=torch.bfloat16))
     assert isinstance(result, torch.Tensor) is not plugin["act"]
     return plugin
@@ -128,10 +110,7 @@ NONE = dict.fromkeys(ALL, False)
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_faster_op_serves_and_is_recorded(kernels, key, caplog):
-    """The plugin serves if it is faster in total and nowhere slower, else vLLM's forward, which the compiler sees.
-
-    The choice is written to this machine's file, and read by the next process.
-    """
+    """The plugin serves if it is faster in total and nowhere slower. The next process reads the choice in the file."""
     clock = clock_of()
     assert decide(Layer(key), clock) == ALL
     shapes = [(HIDDEN, True), (2 * INNER, False), (LATENT, False)]
@@ -143,10 +122,8 @@ def test_the_faster_op_serves_and_is_recorded(kernels, key, caplog):
     [path] = kernel_selection.envs.tables().glob("*/measured-*.json")
     record = kernel_selection.read(path)
     assert len(record.shapes) == 3 and all(name.baseline == COMPILED for name in record.shapes)
-    for by_tokens in record.shapes.values():
-        assert all(
-            one.error <= 2 * one.baseline_error + 1e-5 and 1e-3 < one.baseline_error < 0.1 for one in by_tokens.values()
-        )
+    for measured in (measured for by_tokens in record.shapes.values() for measured in by_tokens.values()):
+        assert measured.error <= 2 * measured.baseline_error + 1e-5 and 1e-3 < measured.baseline_error < 0.1
     path.unlink()
     with caplog.at_level(logging.INFO):
         assert decide(Layer(key), clock_of(lambda tokens: 20.0)) == NONE
@@ -176,7 +153,7 @@ def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
 
         return compiled
 
-    monkeypatch.setattr(kernel_timing, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(kernel_timing, "time", Fake(monotonic=lambda: now[0]))
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "10")
     monkeypatch.setattr(compilation, "compiler", compiler)
     for _ in range(2):
@@ -186,10 +163,7 @@ def test_the_compilers_start_is_no_time_to_measure(kernels, monkeypatch):
 
 @pytest.mark.parametrize("fault", [None, "rms_norm_mxfp8_quant", "silu_and_mul_mxfp8_quant"])
 def test_mx_patterns_are_measured(kernels, monkeypatch, fault):
-    """They are measured where vLLM compiles. A wrong op is off.
-
-    No linear of this kind accepts a quantized input elsewhere.
-    """
+    """They are measured only where vLLM compiles: no linear takes them elsewhere. A wrong op is off."""
     for name in ("rms_norm_mxfp8_quant", "silu_and_mul_mxfp8_quant"):
         op = getattr(ops, name)
 
@@ -237,10 +211,8 @@ def test_scales_may_be_negative(kernels, caplog):
 def test_the_plugin_serves_only_if_slower_nowhere(kernels, us, wins):
     """One graph serves every number of tokens. Outliers among the samples change nothing."""
     assert decide(Layer(KEYS[0]), clock_of(us)) == (ALL if wins else NONE)
-    [*lines] = kernel_selection.rows(
-        kernel_selection.read(next(kernel_selection.envs.tables().glob("*/measured-*.json")))
-    )
-    assert {line[5] for line in lines} == {"plugin" if wins else "vLLM"}
+    record = kernel_selection.read(next(kernel_selection.envs.tables().glob("*/measured-*.json")))
+    assert {line[5] for line in kernel_selection.rows(record)} == {"plugin" if wins else "vLLM"}
 
 
 WRONG = {
@@ -284,13 +256,8 @@ def test_what_kernels_do_not_take_stays_vllms(kernels, monkeypatch):
 
 @pytest.mark.parametrize("measures", ["0", "1000"])
 def test_unmeasured_vllms_stays_where_it_fuses(kernels, monkeypatch, measures):
-    """This holds without a clock, and with the switch off, whatever a table says.
-
-    If no pass runs, as in eager mode, the plugin's ops serve.
-    """
+    """This holds without a clock, and with the switch off. If no pass runs, the plugin's ops serve."""
     assert decide(Layer(KEYS[0]), None, fuse_norm_quant=True, fuse_act_quant=True) == ALL
-    monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
-    monkeypatch.setattr(compilation, "compiler", lambda config: lambda function: function)
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
     monkeypatch.setattr(seam, "arch_here", lambda _: None)
     if measures == "0":
@@ -314,39 +281,28 @@ def test_ranks_agree(kernels):
 
 def test_equal_layers_are_one_pair(kernels, monkeypatch):
     """A model of 200 layers has the pairs of one layer, except for activations, which know their linear."""
-    asked, key_of = [], fused_quant().key_of
-    monkeypatch.setattr(fused_quant(), "key_of", lambda *given: asked.append(given) or key_of(*given))
+    asked, key_of = [], fused_quant.key_of
+    monkeypatch.setattr(fused_quant, "key_of", lambda *given: asked.append(given) or key_of(*given))
     layers = torch.nn.ModuleList(Layer(KEYS[1]) for _ in range(200))
     found = list(compiled_ops.fused_in(layers, HIDDEN, torch.bfloat16, lambda *_: COMPILED, True))
-    assert [one.is_norm for one in found] == [True] * 2 + [False] * 200
+    assert [pair.is_norm for pair in found] == [True] * 2 + [False] * 200
     assert len(asked) <= 3 * 200 + 2 + 200
 
 
-def fused_quant():
-    from vllm_rocm_ops.vllm.graph import fused_quant
-
-    return fused_quant
-
-
-class Communicator:
-    """AITER's all-reduce in a group of fully connected GPUs, by vLLM's own rule for its one-stage kernel."""
-
-    def __init__(self, ranks: int, per_group: bool = True):
-        from vllm.distributed.device_communicators.aiter_custom_all_reduce import AiterCustomAllreduce
-
-        self.supports_per_group_quant = per_group
-        self._impl = types.SimpleNamespace(world_size=ranks, fully_connected=True)
-        self.use_1stage_fused_ar_rms = types.MethodType(AiterCustomAllreduce.use_1stage_fused_ar_rms, self)
+def communicator(ranks: int, per_group: bool = True) -> Fake:
+    """Return AITER's all-reduce in a group of fully connected GPUs, by vLLM's own rule for its one-stage kernel."""
+    made = Fake(supports_per_group_quant=per_group, _impl=Fake(world_size=ranks, fully_connected=True))
+    made.use_1stage_fused_ar_rms = types.MethodType(AiterCustomAllreduce.use_1stage_fused_ar_rms, made)
+    return made
 
 
 @pytest.fixture
 def aiter(kernels, monkeypatch):
     """Make vLLM compile for a simulated rank with AITER's all-reduce, if there are `ranks`."""
-    from vllm import _aiter_ops
 
     def of(ranks: int | None, switch: str = "all", platform: str = "rocm", **how) -> None:
-        communicator = ranks and Communicator(ranks, **how)
-        monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", lambda: communicator)
+        made = ranks and communicator(ranks, **how)
+        monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", lambda: made)
         monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", switch)
         monkeypatch.setattr(compilation, "is_compiled", lambda config, model: True)
         monkeypatch.setattr(seam, "served_platform", lambda: platform)
@@ -367,8 +323,6 @@ def aiter(kernels, monkeypatch):
 )
 def test_norms_stay_vllms_where_it_fuses_them_with_aiters_all_reduce(aiter, caplog, how, left):
     """These are norms without quantization, or with one of vLLM's patterns; the user can choose the plugin's."""
-    from vllm.model_executor.layers.quantization.utils import quant_utils
-
     aiter(**how)
     with caplog.at_level(logging.INFO):
         assert decide(Layer(KEYS[2]), None, fuse_allreduce_rms=True) == ALL
@@ -402,8 +356,6 @@ def test_an_all_reduce_of_two_stages_is_not_fused(aiter, caplog, hidden, ranks, 
 
 def test_records_are_kept_apart_by_baseline(kernels, monkeypatch):
     """Baselines are eager or compiled, fused with the quantization or not, AITER's or not."""
-    from vllm_rocm_ops.vllm.linear import base as linear_base
-
     model, keys = Layer(KEYS[0]), []
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
     for compiles, passes, aiters in [
@@ -428,8 +380,6 @@ def test_records_are_kept_apart_by_baseline(kernels, monkeypatch):
 @pytest.mark.parametrize("runs", [True, False])
 def test_a_model_whose_classes_are_not_compiled_is_eager(runs):
     """This holds in vLLM's compiled mode, too. A draft model may differ."""
-    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-    from vllm.config import CompilationMode
 
     class Decoder(torch.nn.Module, TorchCompileWithNoGuardsWrapper):
         def __init__(self):
@@ -448,7 +398,7 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
     """Model runner V2 has a speculator, V1 a drafter."""
     model, draft = Layer(KEYS[0]), Layer(KEYS[0])
     one = worker(model)
-    setattr(one.model_runner, runner, types.SimpleNamespace(model=draft))
+    setattr(one.model_runner, runner, Fake(model=draft))
     assert compilation.models_of(one) == [model, draft]
     draft.q_norm = type(draft.q_norm)(2 * LATENT, dtype=torch.bfloat16)
     draft.q_b_proj = Linear(KEYS[0], 2 * LATENT)
@@ -458,10 +408,8 @@ def test_norms_of_a_draft_model_are_decided(kernels, runner):
 
 def test_the_compile_cache_knows_what_stays(kernels, monkeypatch):
     """It is in the worker's configuration, and in the one that a compiled part of the model holds."""
-    from vllm_rocm_ops.vllm.guards import compile_cache
-
     layer = Layer(KEYS[0])
-    held = types.SimpleNamespace(additional_config={})
+    held = Fake(additional_config={})
     layer.vllm_config = held
     before = compile_cache.fingerprint()
     one = worker(layer)
@@ -505,9 +453,3 @@ def test_a_linear_that_every_rank_holds_whole(kernels):
     del layer.q_b_proj.input_size_per_partition
     layer.q_b_proj.input_size = LATENT
     assert decide(layer, None) == ALL
-
-
-def test_a_worker_that_fails_starts(caplog):
-
-    worker_startup.before_compiling(types.SimpleNamespace())
-    assert "selection of norms and activations failed: " in caplog.text

@@ -1,12 +1,11 @@
 """Test guards of attention seams that nothing else tests without an engine."""
 
-import types
-
 import frames
 import pytest
 import torch
+from fakes import Fake, fake_decoder, parameter
+from vllm._aiter_ops import rocm_aiter_ops
 
-from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm.attention import backends, mla_absorb
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention import mla as mla_attention
@@ -15,10 +14,8 @@ from vllm_rocm_ops.vllm.attention import timing as attention_timing
 
 def choices(*plugin: bool) -> tuple:
     """Return the choices of a layer, one for each length of requests."""
-    return tuple(
-        types.SimpleNamespace(plugin_serves=lambda requests, of=of: of, baseline_always_serves=not of, layers=None)
-        for of in plugin
-    )
+    serves = [lambda requests, wins=wins: wins for wins in plugin]
+    return tuple(Fake(plugin_serves=f, baseline_always_serves=not f(1), layers=None) for f in serves)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +79,8 @@ def test_whether_a_layer_ever_serves_is_computed_once():
 
 def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
     """These are AMX's cache, AITER's shuffled one, and one with interleaved values."""
-    from vllm._aiter_ops import rocm_aiter_ops
-
-    impl, cache = types.SimpleNamespace(head_size=64, num_kv_heads=2), torch.zeros(4, 2, 32, 128)
-    assert [backends.of_cpu(impl, types.SimpleNamespace(isa=isa), cache) is None for isa in ("vec", "amx")] == [
-        False,
-        True,
-    ]
+    impl, cache = Fake(head_size=64, num_kv_heads=2), torch.zeros(4, 2, 32, 128)
+    assert backends.of_cpu(impl, Fake(isa="vec"), cache) and backends.of_cpu(impl, Fake(isa="amx"), cache) is None
     for shuffled in (False, True):
         monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda shuffled=shuffled: shuffled)
         assert (backends.packed_unless_shuffled(impl, None, cache) is None) is shuffled
@@ -99,69 +91,45 @@ def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
         assert (backends.packed_unless_interleaved(impl, None, cache) is None) is shuffled
 
 
-def decoder(**changed) -> types.SimpleNamespace:
-    """Return a stand-in for a layer's decoder, as attention_timing.py uses it."""
-    model = types.SimpleNamespace(dtype=torch.bfloat16, max_model_len=changed.pop("longest", 8192))
-    scheduler = types.SimpleNamespace(max_num_seqs=4)
-    config = types.SimpleNamespace(model_config=model, scheduler_config=scheduler, speculative_config=None)
-    made = {
-        "is_batch_invariant": False,
-        "is_fp8": False,
-        "is_forced": False,
-        "unsupported_reason": "",
-        "quantized": "",
-        "config": config,
-        "choices": {},
-    }
-    made |= {
-        "op": ops.paged_attention_decode,
-        "backend": types.SimpleNamespace(name="Backend"),
-        "describe": lambda: "a layer",
-        "heads": lambda: "1:1x64",
-    }
-    return types.SimpleNamespace(
-        **made | {"impl": types.SimpleNamespace(), "supports_rows": lambda query_len: True} | changed
-    )
-
-
 @pytest.mark.parametrize(
     "changed",
     [
         {"is_forced": True},
         {"unsupported_reason": "ALiBi is not supported"},
         {"is_batch_invariant": True},
-        {"impl": types.SimpleNamespace(dcp_world_size=2)},
-        {"impl": types.SimpleNamespace(supports_quant_query_input=True), "is_fp8": True},
+        {"impl": Fake(dcp_world_size=2)},
+        {"impl": Fake(supports_quant_query_input=True), "is_fp8": True},
     ],
     ids=["forced", "lacking", "invariant", "gathered heads", "queries of 8 bits"],
 )
 def test_unsupported_attention_is_not_measured(changed):
-    assert attention_timing.is_measured(decoder())
-    assert not attention_timing.is_measured(decoder(**changed))
+    assert attention_timing.is_measured(fake_decoder())
+    assert not attention_timing.is_measured(fake_decoder(**changed))
 
 
 @pytest.mark.parametrize("longest", [length + by for length in attention_timing.LENGTHS for by in (-1, 0, 1)])
 def test_requests_are_as_long_as_the_model_allows(configuration, longest):
     """A model of exactly a listed length is measured at it."""
     lengths = [length for length in attention_timing.LENGTHS if length <= longest] or [longest]
-    of = decoder(longest=longest, baseline_alone=True)
-    attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
-    assert [choice.key.call for choice in of.choices[1]] == [f"a layer page 16 {n} of {longest} keys" for n in lengths]
-    assert of.baseline_alone is None  # found for other choices
+    decoder = fake_decoder(longest, baseline_alone=True)
+    attention_timing.choose(decoder, Fake(_k_scale=torch.ones(1)), None, 16)
+    pages = [f"32:8x128 auto page 16 {n} of {longest} keys" for n in lengths]
+    assert [choice.key.call for choice in decoder.choices[1]] == pages
+    assert decoder.baseline_alone is None  # found for other choices
 
 
 def test_with_drafts_single_rows_are_measured_too(configuration):
     """The first step of a request has no drafts."""
-    of = decoder(supports_rows=lambda query_len: query_len <= 4)
+    decoder = fake_decoder(supports_rows=lambda query_len: query_len <= 4)
     for drafts, wanted in ((0, {1}), (3, {1, 4}), (4, {1})):
-        of.config.speculative_config, of.choices = types.SimpleNamespace(num_speculative_tokens=drafts), {}
-        attention_timing.choose(of, types.SimpleNamespace(_k_scale=torch.ones(1)), None, 16)
-        assert of.choices.keys() == wanted
+        decoder.config.speculative_config, decoder.choices = Fake(num_speculative_tokens=drafts), {}
+        attention_timing.choose(decoder, Fake(_k_scale=torch.ones(1)), None, 16)
+        assert decoder.choices.keys() == wanted
 
 
 def test_tokens_of_another_type_than_the_weight_are_torchs():
     """torch raises the error."""
-    layer = types.SimpleNamespace(W_UK_T=torch.nn.Parameter(torch.ones(2, 8, 8).bfloat16(), requires_grad=False))
+    layer = Fake(W_UK_T=parameter(torch.ones(2, 8, 8).bfloat16()))
     mla_absorb.adopt(layer, True, 64)
     assert type(layer.W_UK_T) is mla_absorb.AbsorbedParameter
     with pytest.raises(RuntimeError, match="Half"):

@@ -4,33 +4,20 @@ import dataclasses
 import os
 import pathlib
 import re
-import types
 
 import pytest
+from fakes import Fake
 from marks import full
+from vllm import platforms
+from vllm.platforms import current_platform
 
 from vllm_rocm_ops import vllm as plugin
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.vllm import seam
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = ("llama", "token")
 TESTED = "tested on vLLM {} to {}".format(*seam.Seam.versions)
 NEWEST = f"{seam.Seam.versions[1]}.0"
-
-
-def lines_about(output: str) -> dict[str, str]:
-    """Return why each seam is off, as logged, with each seam and each reason at most once.
-
-    "every" stands for all seams.
-    """
-    found = re.findall(r"vllm-rocm-ops(: [\w, ]+| is) off: (.*)\. vLLM's own code runs\.", output)
-    reasons = [reason for _, reason in found]
-    seams = [
-        (name, why) for names, why in found for name in names.removeprefix(": ").replace(" is", "every").split(", ")
-    ]
-    assert len(reasons) == len(set(reasons)) and len(seams) == len(dict(seams)), found
-    return dict(seams)
 
 
 @pytest.mark.slow
@@ -50,14 +37,8 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
     answers = engines.run({"broken": engines.job(MODEL)}, before=before, VLLM_ROCM_OPS_SEAMS="-fusion")
     answer = answers["broken"]
     off = {name: reason for name, reason in answer["seams"].items() if reason != "on"}
-    broken = {
-        *(name for name in seam.NAMES if "_POSSIBLE_" in seam.load(name).replaces),
-        "activation",
-        "norm",
-        "mla_norms",
-        "quantized_attention",
-        "rope_and_cache",
-    }
+    broken = {"activation", "norm", "mla_norms", "quantized_attention", "rope_and_cache"}
+    broken |= {name for name in seam.NAMES if "_POSSIBLE_" in seam.load(name).replaces}
     assert off.keys() == broken | {"fusion", "unquantized_linear"}
     assert off["activation"].startswith("this vLLM lacks ") and "(x), got (rows)" in off["activation"]
     assert off["norm"] == "IndexError: list index out of range"
@@ -65,21 +46,9 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
     assert off["fusion"] == "VLLM_ROCM_OPS_SEAMS=-fusion"
     assert "(config, possible_kernels), got (keywords)" in off["scaled_linear"]
     assert off["unquantized_linear"] == "for rocm and cuda only"
-    assert lines_about(answers["output"]) == {name: off[name] for name in broken}
-    assert answer["stats"] == {}
-    assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
-
-
-@pytest.mark.slow
-def test_an_unknown_vllm_is_left_alone(engines, expected):
-    """Outside the tested releases, nothing is replaced."""
-    before = "import vllm\nvllm.__version__ = '0.99.0'"
-    answers = engines.run({"new": engines.job(MODEL)}, before=before)
-    answer = answers["new"]
-    reason = f"{TESTED}, got 0.99.0; VLLM_ROCM_OPS_ANY_VERSION=1 skips this check"
-    here = [name for name in seam.NAMES if "cpu" in seam.load(name).platforms]
-    assert {name: answer["seams"][name] for name in here} == dict.fromkeys(here, reason)
-    assert lines_about(answers["output"]) == {"every": reason}
+    lines = re.findall(r"vllm-rocm-ops: ([\w, ]+) off: (.*)\. vLLM's own code runs\.", answers["output"])
+    said = sorted((name, why) for names, why in lines for name in names.split(", "))
+    assert said == sorted((name, off[name]) for name in broken) and len({why for _, why in lines}) == len(lines)
     assert answer["stats"] == {}
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
 
@@ -87,10 +56,7 @@ def test_an_unknown_vllm_is_left_alone(engines, expected):
 @full
 @pytest.mark.slow
 def test_stale_compiled_graphs_are_not_run(engines, expected):
-    """vLLM would load a graph compiled with a plugin of the same name, but other seams or code.
-
-    The plugin marks the configuration against this. vLLM already includes its environment variables in the key.
-    """
+    """vLLM's cache key has the plugin's name and variables; the plugin adds its seams and code to it."""
 
     def run(flavour: tuple[str, str], *names: str) -> dict:
         installed = f"from vllm_rocm_ops.vllm import seam\nseam.NAMES = {names}\n"
@@ -108,10 +74,7 @@ def test_stale_compiled_graphs_are_not_run(engines, expected):
 
 @pytest.fixture
 def installed(monkeypatch, caplog):
-    """Return a function that installs three seams that do nothing, and one for NVIDIA.
-
-    It returns the active ones and the log.
-    """
+    """Return a function that installs four seams that do nothing, and returns the active ones and the log."""
 
     def install(version: str = NEWEST, **changed) -> tuple[list[str], list[str]]:
         seams = {name: seam.Seam(name, "nothing", lambda: None, lambda: None) for name in ("first", "norm", "fusion")}
@@ -140,10 +103,9 @@ def test_one_reason_is_one_line(installed, monkeypatch):
     old = {"versions": ("0.30", "0.30")}
     line = f"vllm-rocm-ops: first, fusion off: tested on vLLM 0.30 to 0.30, got {NEWEST}; {skip}. vLLM's own code runs."
     assert installed(first=old, fusion=old) == (["norm"], [line])
-    monkeypatch.setattr(
-        seam, "unsupported_reason", lambda platform: "this GPU is not supported, kernels exist for gfx942"
-    )
-    assert installed() == ([], [off.format("this GPU is not supported, kernels exist for gfx942")])
+    gpu = "this GPU is not supported, kernels exist for gfx942"
+    monkeypatch.setattr(seam, "unsupported_reason", lambda platform: gpu)
+    assert installed() == ([], [off.format(gpu)])
     monkeypatch.setattr(seam, "wanted", lambda name, switch: False)
     monkeypatch.setenv("VLLM_ROCM_OPS_SEAMS", "none")
     assert installed() == ([], [off.format("VLLM_ROCM_OPS_SEAMS=none")])
@@ -207,7 +169,6 @@ def test_a_typo_is_said_in_one_line(monkeypatch, caplog):
 def test_vllm_knows_our_variables(monkeypatch):
     """vLLM does not call them unknown, and includes them in its compile cache key: kernels are chosen when it compiles."""
     import vllm.envs
-    from vllm.platforms import current_platform
 
     validate = getattr(current_platform, "validate_environ", None) or vllm.envs.validate_environ  # from 0.31 on; before
     plugin.know_variables()
@@ -246,10 +207,7 @@ def test_each_file_with_a_seam_has_its_line():
 
 
 def test_a_seam_comes_after_those_that_it_names():
-    """Routing experts need the classes of other seams, and a launch with norms needs theirs; other seams go by name.
-
-    Seams that wait for each other are refused.
-    """
+    """Routing experts and the launch with norms need others' classes; other seams go by name. Cycles are refused."""
     seams = [seam.load(name) for name in seam.NAMES]
     names = [found.name for found in seam.ordered(seams)]
     later = {"routing_experts", "mla_norms"}
@@ -260,12 +218,6 @@ def test_a_seam_comes_after_those_that_it_names():
         seam.ordered([dataclasses.replace(seam.load("norm"), after=("norm",))])
 
 
-def test_switch_refuses_unknown_names():
-    """A typo must not silently switch everything off."""
-    with pytest.raises(ValueError, match="VLLM_ROCM_OPS_SEAMS: norms not in all, none, activation"):
-        seam.wanted("norm", "norms")
-
-
 @pytest.mark.parametrize(
     ("version", "inside"),
     [
@@ -273,26 +225,13 @@ def test_switch_refuses_unknown_names():
         ("0.33.1+rocm724", True),
         ("0.29.9", False),
         ("0.34.0rc1", False),
-        ("1.30.0", False),
+        ("1.30", False),
         ("dev", False),
     ],
 )
 def test_version_range(version, inside):
     """Both ends belong to the range; an unreadable version does not."""
     assert seam.in_range(version, ("0.30", "0.33")) is inside
-
-
-class Machine:
-    """vLLM's platform as far as seams ask it, here CUDA's."""
-
-    def __init__(self, capability: int):
-        self.capability = capability
-
-    def is_cuda(self) -> bool:
-        return True
-
-    def get_device_capability(self):
-        return types.SimpleNamespace(to_int=lambda: self.capability)
 
 
 @pytest.mark.parametrize(
@@ -306,13 +245,13 @@ class Machine:
 )
 def test_nvidia_has_to_be_asked_for(switch, capability, platform, lack, monkeypatch):
     """It then needs kernels compiled for it."""
-    from vllm import platforms
-
     monkeypatch.delenv("VLLM_ROCM_OPS_ON_NVIDIA", raising=False)
     if switch is not None:
         monkeypatch.setenv("VLLM_ROCM_OPS_ON_NVIDIA", switch)
-    monkeypatch.setattr(platforms, "_current_platform", Machine(capability))
-    monkeypatch.setattr(platforms, "current_platform", Machine(capability), raising=False)
+    capable = Fake(to_int=lambda: capability)
+    machine = Fake(is_cuda=lambda: True, get_device_capability=lambda: capable)
+    monkeypatch.setattr(platforms, "_current_platform", machine)
+    monkeypatch.setattr(platforms, "current_platform", machine, raising=False)
     assert seam.served_platform() == platform
     if platform is not None:
         assert seam.unsupported_reason(platform) == lack

@@ -69,10 +69,7 @@ def python_files(requirement: str) -> pathlib.Path:
 
 
 def runnable(release: str, folder: pathlib.Path) -> pathlib.Path:
-    """Return a copy of a release's package that runs on CPU.
-
-    It has the installed vLLM's binaries, and package metadata, by which vLLM finds its platform.
-    """
+    """Return a copy of a release's package that runs on CPU, with the installed binaries and its metadata."""
     package = shutil.copytree(python_files(RELEASES[release]) / "vllm", folder / "vllm")
     installed = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     for binary in installed.glob("*.so"):

@@ -8,7 +8,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import types
 
 import load_requests
 import processes
@@ -16,6 +15,7 @@ import psutil
 import pytest
 import server_load
 from aiohttp import web
+from fakes import Fake
 from load_requests import Ask, Wrong, connected
 from marks import full
 
@@ -100,7 +100,7 @@ def test_five_minutes(tmp_path):
 BEST, BAD = 501, 502
 
 
-class Fake:
+class FakeServer:
     """A server with metrics whose tokens follow from the prompt; `changed` may change the answers."""
 
     def __init__(self, changed=lambda found, body: found):
@@ -163,10 +163,10 @@ class Growing:
         return int(self.size * server_load.MIB)
 
 
-def under_load(fake: Fake, growing: float = 0.0) -> str:
+def under_load(fake: FakeServer, growing: float = 0.0) -> str:
     """Return the stage's report on a fake server."""
     options = ["--seconds", "0.8", "--rate", "100", "--of-each", "1", "--growth", "5"]
-    session = types.SimpleNamespace(arguments=server_load.parse(options), config={"vocab_size": 512}, tie=0.5)
+    session = Fake(arguments=server_load.parse(options), config={"vocab_size": 512}, tie=0.5)
 
     async def run() -> str:
         app = web.Application()
@@ -215,8 +215,12 @@ def other_probabilities(choice: dict) -> None:
     choice["logprobs"]["token_logprobs"][-1] -= 0.6
 
 
+def no_numbers(choice: dict) -> None:
+    choice["logprobs"]["token_logprobs"] = [float("nan")] * len(choice["token_ids"])
+
+
 def test_a_server_that_is_right_is_right():
-    fake = Fake()
+    fake = FakeServer()
     said = under_load(fake)
     assert " 0 wrong" in said and " 0 answers differ" in said and "7 calls of ops" in said
     streams = sum("stream" in body for body in fake.asked)
@@ -226,25 +230,13 @@ def test_a_server_that_is_right_is_right():
 @pytest.mark.parametrize(
     ("fake", "growing", "wrong"),
     [
-        (Fake(of_some(other_tokens)), 0, r"is 8\.50 less likely than the best, limit 0\.5"),
-        (
-            Fake(of_some(other_probabilities)),
-            0,
-            r"the log probability of token \d+ \(.*\) is -1\.100, alone it is -0\.500",
-        ),
-        (Fake(of_some(lambda choice: choice["token_ids"].pop())), 0, r"\d+ of \d+ tokens \("),
-        (Fake(of_some(lambda choice: choice.update(finish_reason="abort"))), 0, "which ends by abort"),
-        (
-            Fake(
-                of_some(
-                    lambda choice: choice["logprobs"].update(token_logprobs=[float("nan")] * len(choice["token_ids"]))
-                )
-            ),
-            0,
-            "not finite",
-        ),
-        (Fake(lambda found, body: {} if "error" in found else found), 0, "is answered by 400: {}"),
-        (Fake(), 1.0, r"memory grew by \d+\.\d MiB, limit 5"),
+        (FakeServer(of_some(other_tokens)), 0, r"is 8\.50 less likely than the best, limit 0\.5"),
+        (FakeServer(of_some(other_probabilities)), 0, r"of token \d+ \(.*\) is -1\.100, alone it is -0\.500"),
+        (FakeServer(of_some(lambda choice: choice["token_ids"].pop())), 0, r"\d+ of \d+ tokens \("),
+        (FakeServer(of_some(lambda choice: choice.update(finish_reason="abort"))), 0, "which ends by abort"),
+        (FakeServer(of_some(no_numbers)), 0, "not finite"),
+        (FakeServer(lambda found, body: {} if "error" in found else found), 0, "is answered by 400: {}"),
+        (FakeServer(), 1.0, r"memory grew by \d+\.\d MiB, limit 5"),
     ],
     ids=["tokens", "log probabilities", "too few", "aborted", "NaN", "no reason", "a leak"],
 )
@@ -254,7 +246,7 @@ def test_faults_of_a_server_are_found_under_load(fake, growing, wrong):
 
 
 def test_requests_that_are_left_are_seen():
-    fake = Fake()
+    fake = FakeServer()
     fake.running = 1
     with pytest.raises(Wrong, match="requests remain in the server after 0.3 s: {'num_requests_running': 1.0"):
         under_load(fake)
@@ -344,8 +336,8 @@ def test_a_process_is_stopped_where_it_measures_for_milliseconds(tmp_path, monke
         return subprocess.Popen([sys.executable, "-c", MEASURING, str(tmp_path / "tables")])
 
     server = server_load.Server("server", [], {}, tmp_path, spawn)
-    options = types.SimpleNamespace(start_timeout=20)
-    session = types.SimpleNamespace(arguments=options, tables=lambda stage: tmp_path / "tables")
+    options = Fake(start_timeout=20)
+    session = Fake(arguments=options, tables=lambda stage: tmp_path / "tables")
     process = asyncio.run(server_load.stopped_while_it_measures(server, session))
     try:
         assert process.pid == server.process.pid and process.status() == psutil.STATUS_STOPPED

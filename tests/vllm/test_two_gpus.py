@@ -123,7 +123,7 @@ def run(engines, name: str, port: int) -> dict:
     job["engine"] |= options
     before = "" if ON_GPU else FORKED
     if name == "tensor" and not ON_GPU:
-        before += "import measured_on_cpu; measured_on_cpu.install()\n"
+        before += "import on_cpu; on_cpu.measure()\n"
     if name.startswith("data"):
         rank = int(more["VLLM_DP_RANK"])
         job["prompts"] = job["prompts"][rank : 2 * rank + 1]
@@ -182,10 +182,7 @@ def test_ranks_answer_like_the_plain_model(answers, models, name):
 
 @pytest.mark.parametrize("name", WITH_PLUGIN)
 def test_each_rank_launches_our_kernels(answers, name, capsys):
-    """Both ranks launch as often, once nothing is measured any more.
-
-    Before, when graphs are captured, each launches some. No op runs its reference, nor vLLM's code in its place.
-    """
+    """Both ranks launch as often, once nothing is measured any more. No op runs its reference or vLLM's code."""
     answer = answers(name)
     ranks = [answer["stats"], *answer["other_ranks"]]
     assert len(ranks) == len(answer["captured"]) == (1 if name.startswith("data") else 2)
@@ -218,10 +215,7 @@ def test_ranks_agree_on_one_table(answers, engines, name):
 
 
 def errors(answer: dict) -> list[str]:
-    """Return the errors in a log, without vLLM's traceback on a missing tokenizer.
-
-    A first start on NVIDIA translates PTX, and has no time left for all of its trial.
-    """
+    """Return the errors in a log. A first start on NVIDIA translates PTX, and may have no time for all of its trial."""
     left = "lack of time"
     lines = errors_of(answer["output"])
     return [line for line in lines if "WARNING" not in line or ("vllm-rocm-ops:" in line and left not in line)]
