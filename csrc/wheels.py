@@ -1,6 +1,6 @@
 """Build and check a release: one wheel per Python version, and the source distribution.
 
-    python csrc/wheels.py [--python 3.10 3.11 3.12 3.13] [--out dist]
+    python csrc/wheels.py [--python 3.10 3.11 3.12 3.13 3.14] [--out dist]
 
 A wheel runs on any Linux with its tag's glibc or newer: setup.py links with ziglang's compiler for that glibc, with the C++
 library inside. It holds the AMD code objects, and their hashes in code/release.json, by which `check`, `doctor` and vLLM's log tell them
@@ -27,7 +27,7 @@ from pathlib import Path
 import build
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 GLIBC = (2, 28)
 PLATFORM = "manylinux_{}_{}_x86_64".format(*GLIBC)
 ARCHS = tuple(filter(build.is_amd, build.ARCHS))

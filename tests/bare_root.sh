@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs both README commands in a bare system, as a user without sudo and as root, or installs a wheel there and tries it:
 #   bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh]
-#   bash tests/bare_root.sh jammy|bookworm|noble|trixie --wheel FILE [requirements: torch numpy tinygrad==0.14.0]
+#   bash tests/bare_root.sh jammy|bookworm|noble|trixie|resolute|forky --wheel FILE [requirements: torch numpy tinygrad==0.14.0]
 #
-# Python is 3.10 in jammy, 3.11 in bookworm, 3.12 in noble and 3.13 in trixie; the emulator needs 3.11. As root, with debootstrap.
+# Python is 3.10 in jammy, 3.11 in bookworm, 3.12 in noble, 3.13 in trixie and 3.14 in resolute and forky; the emulator needs 3.11. As root, with debootstrap.
 # The system has debootstrap's smallest set of packages, and the files of this tree without .git, as a downloaded archive has them.
 # Of this machine it gets its proxies, certificates and pip's settings, and the folders that these name. Needs some 5 GB under
 # $TMPDIR, which are given back; twice that with a torch for CUDA.
@@ -14,14 +14,14 @@ die() { printf '%s\n' "$*" >&2; exit 2; }
 
 suite=${1:-}
 case $suite in
-  bookworm | trixie) mirror=http://deb.debian.org/debian script=$suite components=main checked=() ;;
+  bookworm | trixie | forky) mirror=http://deb.debian.org/debian script=$suite components=main checked=() ;;
   # On a machine without Ubuntu's keys the mirror is known by its certificate. In the system apt has them.
-  jammy | noble)
+  jammy | noble | resolute)
     mirror=https://archive.ubuntu.com/ubuntu script=gutsy components=main,universe checked=(--no-check-gpg)
     keys=/usr/share/keyrings/ubuntu-archive-keyring.gpg
     [ ! -e $keys ] || checked=("--keyring=$keys")
     ;;
-  *) die "usage: bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh], or jammy|bookworm|noble|trixie --wheel FILE [requirements]" ;;
+  *) die "usage: bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh], or jammy|bookworm|noble|trixie|resolute|forky --wheel FILE [requirements]" ;;
 esac
 [ "$(id -u)" = 0 ] || die "bare_root.sh must run as root"
 command -v debootstrap >/dev/null || die "Please install first: apt-get install -y debootstrap"

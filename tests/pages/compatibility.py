@@ -23,7 +23,7 @@ PAGE = DOCS / "compatibility.md"
 VLLM_TESTS = ROOT / "tests" / "vllm"
 AMD = tuple(name for name, arch in archs.ARCHS.items() if arch.vendor == "amd")
 ROUTED = "DeepseekV3ForCausalLM"  # with experts, of the models that the engine runs on CPU
-SUITES = {"3.10": "jammy", "3.11": "bookworm", "3.12": "noble", "3.13": "trixie"}
+SUITES = {"3.10": "jammy", "3.11": "bookworm", "3.12": "noble", "3.13": "trixie", "3.14": "resolute"}
 """The Pythons of bare_root.sh."""
 
 QUANTIZATIONS = {

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 HERE = pathlib.Path(__file__).parent
 BUILD = HERE.parents[1] / "build"
 FIRST, LAST = (int(release.removeprefix("0.")) for release in seam.Seam.versions)
-RELEASES = {f"0.{n}": f"vllm{'-cpu' if n <= 32 else ''}==0.{n}.0" for n in range(FIRST, LAST + 1)}
+RELEASES = {f"0.{n}": f"vllm{'-cpu' if n <= 32 else ''}==0.{n}.*" for n in range(FIRST, LAST + 1)}
 """Minor release that seams support -> the source of its Python files: the CPU build, which is small, up to its last.
 
 Only those are used: they are the same for every platform.
@@ -51,7 +51,7 @@ def seams_for(platform: str) -> set[str]:
 
 def python_files(requirement: str) -> pathlib.Path:
     """Return a folder with the Python files of a vLLM release, from its wheel on PyPI, which is cached."""
-    folder = BUILD / requirement.replace("==", "-")
+    folder = BUILD / requirement.replace("==", "-").removesuffix(".*")
     BUILD.mkdir(exist_ok=True)
     with filelock.FileLock(folder.with_suffix(".lock")):  # other files' tests need it, too
         if not folder.exists():

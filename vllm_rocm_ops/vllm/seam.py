@@ -26,6 +26,7 @@ from pathlib import Path
 
 from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core import launch as launches
+from vllm_rocm_ops.vllm import compat
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -80,7 +81,7 @@ class Seam:
     probe: Callable[[], None]
     install: Callable[[], None]
     platforms: tuple[str, ...] = ("rocm", "cuda", "cpu")
-    versions: tuple[str, str] = ("0.30", "0.33")
+    versions: tuple[str, str] = compat.RELEASES
     after: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
 

@@ -6,7 +6,7 @@ only.
 """
 
 import torch
-from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     QuantKey,
     kFp8Dynamic128Sym,
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.vllm import compat
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import Pattern
@@ -98,7 +99,7 @@ class Quantized(QuantizedActivation):
 
 def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
     """Return the key of the quantized input that a linear accepts, None if the key is not in `keys` or does not fit."""
-    key = None if linear is None else get_input_quant_key(linear)
+    key = None if linear is None else compat.input_quant_key(linear)
     if key == kFp8Dynamic128Sym and columns % GROUP != 0:
         return None
     return key if key in keys else None

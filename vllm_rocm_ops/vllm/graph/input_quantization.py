@@ -10,7 +10,7 @@ seam tells the kernel the order of the weight, and the layer its kernel's input.
 
 import functools
 
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import compat, seam
 from vllm_rocm_ops.vllm.graph import moe_side_channel
 
 
@@ -19,11 +19,7 @@ def probe() -> None:
     import torch
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
-    from vllm.model_executor.layers.fusion.quant_activation import (
-        as_quantized_activation,
-        expose_input_quant_key,
-        get_input_quant_key,
-    )
+    from vllm.model_executor.layers.fusion.quant_activation import as_quantized_activation, expose_input_quant_key
 
     for kernel in (FP8ScaledMMLinearKernel, Fp8BlockScaledMMLinearKernel):
         seam.require_parameters(kernel.apply_weights, "layer", "x", "bias")
@@ -33,13 +29,11 @@ def probe() -> None:
     seam.require(hasattr(Fp8BlockScaledMMLinearKernel, "apply_input_quant"), "apply_input_quant")
     seam.require_parameters(as_quantized_activation, "x", "expected_key")
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-    from vllm.model_executor.utils import is_weights_pre_processed
 
     seam.require_parameters(Fp8LinearMethod.process_weights_after_loading, "layer")
-    seam.require_parameters(is_weights_pre_processed)
     layer, kernel = torch.nn.Module(), type("Kernel", (), {"input_quant_key": lambda self: "key"})()
     expose_input_quant_key(layer, kernel)
-    seam.require(get_input_quant_key(layer) == "key", "get_input_quant_key of what expose_input_quant_key stored")
+    seam.require(compat.input_quant_key(layer) == "key", "the input_quant_key that expose_input_quant_key stored")
 
 
 def install() -> None:
@@ -50,7 +44,6 @@ def install() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
     from vllm.model_executor.layers.fusion.quant_activation import as_quantized_activation, expose_input_quant_key
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-    from vllm.model_executor.utils import is_weights_pre_processed
 
     from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant
     from vllm_rocm_ops.vllm.linear import weight_order
@@ -105,7 +98,7 @@ def install() -> None:
         if activation is None:
             return quantize_and_multiply(self, layer, x, bias, **keywords)
         params = self._get_layer_params(layer)
-        weight_scale = params.weight_scale if params.weight_scale_inv is None else params.weight_scale_inv
+        weight_scale = getattr(layer, compat.block_scale_attr(params))
         data = activation.data.view(-1, activation.data.shape[-1])
         output = self.apply_block_scaled_mm(A=data, B=params.weight, As=activation.scale, Bs=weight_scale)
         if bias is not None:
@@ -121,7 +114,9 @@ def install() -> None:
     def process_weights_after_loading(self, layer):
         prepare_layer(self, layer)
         kernel = self.fp8_linear
-        if is_weights_pre_processed() and isinstance(kernel, FP8ScaledMMLinearKernel | Fp8BlockScaledMMLinearKernel):
+        if compat.is_weights_pre_processed() and isinstance(
+            kernel, FP8ScaledMMLinearKernel | Fp8BlockScaledMMLinearKernel
+        ):
             weight_order.recall_order(kernel, layer)
             set_input_quantization(layer, kernel)
 

@@ -1,13 +1,12 @@
 """Fill the gaps of vLLM's CPU build for FP8 models, so that they can be tested on any machine. CPU only."""
 
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import compat, seam
 
 
 def probe() -> None:
     """Raise `Unavailable` unless the functions that the seam replaces or calls exist."""
     import torch
     from vllm import _custom_ops
-    from vllm.model_executor.layers.fusion import fused_act_quant
     from vllm.model_executor.layers.quantization.fbgemm_fp8 import FBGEMMFp8Config
 
     seam.require_parameters(
@@ -20,7 +19,7 @@ def probe() -> None:
         "output",
         "group_shape",
     )
-    seam.require(isinstance(getattr(fused_act_quant, "_FUSED_ACT_QUANT", None), dict), "_FUSED_ACT_QUANT")
+    seam.require(isinstance(compat.fused_act_quants(), dict), "_FUSED_ACT_QUANT")
     seam.require_parameters(FBGEMMFp8Config.__init__, "ignore_list", "input_scale_ub")
     seam.require(hasattr(torch.cpu, "_is_amx_tile_supported"), "a torch with torch.cpu._is_amx_tile_supported")
 
@@ -30,7 +29,6 @@ def install() -> None:
     import torch
     from vllm import _custom_ops
     from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.fusion.fused_act_quant import _FUSED_ACT_QUANT
     from vllm.model_executor.layers.quantization.fbgemm_fp8 import FBGEMMFp8Config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, kFp8StaticTensorSym
@@ -56,7 +54,7 @@ def install() -> None:
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
 
     # vLLM's entry for this key calls an op that CPU builds lack.
-    _FUSED_ACT_QUANT.pop((SiluAndMul, kFp8StaticTensorSym), None)
+    compat.fused_act_quants().pop((SiluAndMul, kFp8StaticTensorSym), None)
 
     # On a CPU with AMX vLLM selects other kernels, which no seam serves.
     torch.cpu._is_amx_tile_supported = lambda: False

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import compat, seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
 
@@ -122,9 +122,10 @@ def install() -> None:
             prepare = super() if self.baseline is None else self.baseline
             prepare.process_weights_after_loading(layer)
             order, params = "plain", self._get_layer_params(layer)
-            if params.block_scale.dtype == torch.float8_e8m0fnu:  # the op needs float32, as inputs' scales are
-                replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
-            scale = self._get_layer_params(layer).block_scale.data
+            name = compat.block_scale_attr(params)
+            if getattr(layer, name).dtype == torch.float8_e8m0fnu:  # the op needs float32, as inputs' scales are
+                replace_parameter(layer, name, getattr(layer, name).data.float())
+            scale = getattr(layer, name).data
             described = params.weight, scale, self.config.out_dtype, None
             fragments = layer, params.weight, COMPARISON, self.baseline, described, scale, self.config.out_dtype
             if linear_base.wants_fragments(*fragments):

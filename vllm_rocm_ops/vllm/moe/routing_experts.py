@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import compat, seam
 from vllm_rocm_ops.vllm.graph import moe_side_channel
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe import base as experts
@@ -131,8 +131,7 @@ def kept_by() -> str:
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
-    outputs = getattr(config, "aux_output_config", config.model_config)  # model_config: before vLLM 0.31
-    if getattr(outputs, "enable_return_routed_experts", False):
+    if compat.returns_routed_experts(config):
         return "enable_return_routed_experts"
     quark = config.quant_config is not None and config.quant_config.get_name() == "quark"
     return "Quark layers, which call no monolithic experts" if quark else ""

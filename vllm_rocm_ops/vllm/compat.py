@@ -1,0 +1,54 @@
+"""Releases of vLLM that the plugin serves, and where older ones differ from the newest.
+
+Each function names the last release that needs it. No other file compares releases.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
+
+RELEASES = ("0.27", "0.33")
+"""The release in AMD's newest image, and the newest one: each between them is tested."""
+
+
+def input_quant_key(layer: torch.nn.Module) -> QuantKey | None:
+    """Return the key of the quantized input that a linear layer accepts. Up to 0.29 vLLM has no function for it."""
+    from vllm.model_executor.layers.fusion import quant_activation
+
+    get = getattr(quant_activation, "get_input_quant_key", None)
+    return get(layer) if get else getattr(layer, "input_quant_key", None)
+
+
+def block_scale_attr(params) -> str:
+    """Return the name of a block-scaled layer's parameter with its weight's scales, from vLLM's record of its parameters.
+
+    Up to 0.29 the record does not say it.
+    """
+    name = getattr(params, "block_scale_attr", None)
+    return name or (params.WEIGHT_SCALE if params.weight_scale_inv is None else params.WEIGHT_SCALE_INV)
+
+
+def fused_act_quants() -> dict:
+    """Return vLLM's table of activations that quantize their result. Up to 0.29 it has none."""
+    try:
+        from vllm.model_executor.layers.fusion import fused_act_quant
+    except ImportError:
+        return {}
+    return fused_act_quant._FUSED_ACT_QUANT
+
+
+def is_weights_pre_processed() -> bool:
+    """True if weights come prepared from vLLM's weight cache. Up to 0.29 it has none."""
+    from vllm.model_executor import utils
+
+    return getattr(utils, "is_weights_pre_processed", bool)()
+
+
+def returns_routed_experts(config: VllmConfig) -> bool:
+    """True if vLLM returns the experts that served a request. Up to 0.30 the model's configuration says so."""
+    return getattr(getattr(config, "aux_output_config", config.model_config), "enable_return_routed_experts", False)
