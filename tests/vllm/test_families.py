@@ -127,6 +127,12 @@ RECORDED = HERE.parent / "data" / "reach.csv"
 BUILT = test_selection.BUILD / "reach.csv"
 RELEASES = list(test_selection.RELEASES)
 INSTALLED = "0.32"
+NOT_ON_CPU = {
+    "0.27": ("minimax_m2", "deepseek_v2", "kimi_k2", "deepseek_v3"),
+    "0.28": ("minimax_m2",),
+    "0.29": ("minimax_m2",),
+}
+"""By release, models that vLLM's CPU build does not run: MLA, and MiniMax-M2, where it corrupts memory without the plugin, too."""
 PATTERNS = "norms and activations"
 
 
@@ -160,7 +166,8 @@ def test_reach_of_every_release_is_as_recorded(engines, tmp_path):
     """One token of each family goes through the passes of each release. Writes build/reach.csv."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for release in RELEASES:
-        jobs = {family[0]: engines.job(family, compiled=True, max_tokens=1) for family in FAMILIES}
+        families = [family for family in FAMILIES if family[0] not in NOT_ON_CPU.get(release, ())]
+        jobs = {family[0]: engines.job(family, compiled=True, max_tokens=1) for family in families}
         package = None if release == INSTALLED else test_selection.runnable(release, tmp_path / release)
         answers = engines.run(jobs, cache=f"reach-{release}", vllm=package)
         for model in jobs:

