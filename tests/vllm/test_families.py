@@ -127,11 +127,8 @@ RECORDED = HERE.parent / "data" / "reach.csv"
 BUILT = test_selection.BUILD / "reach.csv"
 RELEASES = list(test_selection.RELEASES)
 INSTALLED = "0.32"
-NOT_ON_CPU = {
-    "0.27": ("minimax_m2", "deepseek_v2", "kimi_k2", "deepseek_v3"),
-    "0.28": ("minimax_m2",),
-    "0.29": ("minimax_m2",),
-}
+MLA = "deepseek_v2", "kimi_k2", "deepseek_v3"
+NOT_ON_CPU = {"0.27": ("minimax_m2", *MLA), "0.28": ("minimax_m2", *MLA), "0.29": ("minimax_m2",)}
 """By release, models that vLLM's CPU build does not run: MLA, and MiniMax-M2, where it corrupts memory without the plugin, too."""
 PATTERNS = "norms and activations"
 

