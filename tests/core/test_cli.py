@@ -36,7 +36,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_doctor_says_what_is_here_and_succeeds():
-    result = run("doctor", VLLM_ROCM_OPS_SEAMS="none")
+    result = run("doctor", "--verbose", VLLM_ROCM_OPS_SEAMS="none")
     assert result.returncode == 0, result.stderr
     assert f"vllm-rocm-ops {vllm_rocm_ops.__version__} in" in result.stdout
     for expected in (*archs.ARCHS, "VLLM_ROCM_OPS_SEAMS=none", *(op.name for op in op_module.registered())):
@@ -57,6 +57,21 @@ def test_doctor_json_holds_the_same_for_machines(found):
             assert stamp["compiler"]
     assert found["driver"]["status"]
     assert (found["driver"]["backend"] is None) == (found["driver"]["versions"] == {})
+
+
+def test_doctor_fits_one_screen(found):
+    lines = doctor.text(found).splitlines()
+    assert len(lines) <= 40 and lines[-1].startswith("--verbose")
+    assert any(re.match(r"ops +\d+ of \d+ run kernels on gfx942", line) for line in lines)
+
+
+@needs_vllm
+def test_doctor_names_the_seams_that_are_off(found):
+    [count] = [line for line in doctor.text(found).splitlines() if line.startswith("seams")]
+    on = [seam["name"] for seam in found["vllm"]["seams"] if seam["on"]]
+    assert count == f"seams         {len(on)} on" and "off  norm " in doctor.text(found)
+    assert not any(f" {name} " in doctor.text(found) for name in ("scaled_linear", "activation"))
+    assert all(re.search(f"on +{name} ", doctor.text(found, verbose=True)) for name in on)
 
 
 @needs_vllm
@@ -109,7 +124,11 @@ def test_doctor_says_once_what_was_not_built(found, unbuilt):
     runs = {arch: "fallback: no code object of it" if arch in unbuilt else "a_kernel" for arch in archs.ARCHS}
     ops = dict.fromkeys(found["ops"], runs)
     objects = {arch: {} if arch in unbuilt else {"rms_norm": {"compiler": "one"}} for arch in archs.ARCHS}
-    lines = doctor.text(found | {"ops": ops, "code_objects": objects}).partition("\nops, ")[2].splitlines()[1:]
+    lines = (
+        doctor.text(found | {"ops": ops, "code_objects": objects}, verbose=True)
+        .partition("\nops, ")[2]
+        .splitlines()[1:]
+    )
     built = len(archs.ARCHS) > len(unbuilt)
     assert len(lines) == len(ops) * built + len(unbuilt)
     assert [line.split()[2] for line in lines if "no code object was built" in line] == unbuilt

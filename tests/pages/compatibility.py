@@ -213,9 +213,9 @@ def vllm_table() -> str:
         for arch in AMD:
             off = {*answers("with")["seams off", arch][release]}
             by_arch.append("selected" if off == {"cpu_shims"} else f"selected, but for {', '.join(sorted(off))}")
-        engine = "tested" if cpu.startswith(f"{release}.") else "not run"
-        if f"vllm-{release}" in patched:
-            engine = f"tested, its Python files on {cpu}'s binaries"
+        engine = "tested" + f", its Python files on {cpu}'s binaries" * (f"vllm-{release}" in patched)
+        without = dict.fromkeys(f"`{row['model']}`" for row in recorded(REACH) if not row[release])
+        engine += f", but for {', '.join(without)}, which its CPU build does not run" if without else ""
         rows.append((release, *by_arch, engine, "tested" if release in h200 else "not run"))
     return markdown(("vLLM", *AMD, "engine on CPU", "H200"), rows)
 
@@ -238,7 +238,7 @@ def around_table() -> str:
         *((f"torch {version}", "tested on H200") for version in on_h200("torch")),
         (f"torch {required('torch')} and later", "selected: the package requires it"),
         ("torch, earlier", "refused by pip"),
-        ("ROCm 6 and 7", "selected: both load this code object version; none was loaded on an AMD GPU"),
+        ("ROCm 6, 7 and 10 (HIP 7.15)", "selected: all load this code object version; none was loaded on an AMD GPU"),
         ("no ROCm, no GPU", "tested: PyTorch or the emulator runs the ops"),
     ]
     return markdown(("component", "status"), rows)

@@ -102,13 +102,12 @@ def requires() -> str:
 
 
 SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
-SHOWN_SEAMS = ("scaled_linear", "fp8_experts")
 
 
 def doctor_sample() -> str:
     """Return the sections of `doctor` that a user reads first, composed for an MI300X."""
     product, arch = next((product, known_arch.name) for product, known_arch in archs.PRODUCTS.items())
-    known = [seam.load(name) for name in SHOWN_SEAMS]
+    known = [known for known in map(seam.load, seam.NAMES) if "rocm" in known.platforms]
     state = {
         "package": {"version": vllm_rocm_ops.__version__, "path": ".../site-packages/vllm_rocm_ops"},
         "torch": {"version": "", "hip": "", "cuda": ""},
@@ -133,7 +132,7 @@ def doctor_sample() -> str:
     for line in doctor.text(state).splitlines():
         shown = line.startswith(SHOWN) or (shown and line.startswith(" "))
         lines += [line] if shown else []
-    return "\n".join(("```", "$ vllm-rocm-ops doctor", *lines, " " * 14 + "...", "```"))
+    return "\n".join(("```", "$ vllm-rocm-ops doctor", *lines, "```"))
 
 
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {

@@ -215,7 +215,7 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     assert product.serve(1) == "baseline"
     records = doctor.find_measured(tmp_path)
     assert [list(record["off"]) for record in records] == [["product"]]
-    text = "\n".join(doctor.measured_lines(records, selection.machine()))
+    text = "\n".join(doctor.measured_lines(records, selection.machine(), verbose=True))
     assert "product is off" in text and "other" in text
     header, *lines = Extension().vllm_rocm_ops_timings()
     assert header in text and {line.split()[0] for line in lines} == {"product", "other"}

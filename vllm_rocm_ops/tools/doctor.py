@@ -108,8 +108,8 @@ def reached_lines(starts: list[dict]) -> list[str]:
     return lines or ["nothing yet: vLLM's workers report at startup"]
 
 
-def measured_lines(records: list[dict], machine: dict[str, str]) -> list[str]:
-    """Format the result of `find_measured`: this machine's tables, and where others are."""
+def measured_lines(records: list[dict], machine: dict[str, str], verbose: bool) -> list[str]:
+    """Format the result of `find_measured`: this machine's results, by op or all of them, and where others are."""
     lines = []
     for entry in records:
         record = kernel_selection.Record(entry["machine"], entry["off"], entry["shapes"])
@@ -120,7 +120,7 @@ def measured_lines(records: list[dict], machine: dict[str, str]) -> list[str]:
             continue
         lines.append(f"{what}, on this machine")
         lines += [f"{op} is off: {why} (to measure again, remove the file)" for op, why in record.off.items()]
-        lines += kernel_selection.table(record)
+        lines += kernel_selection.table(record) if verbose else table(kernel_selection.summary(record))
     return lines or ["nothing yet: vLLM's workers measure at startup"]
 
 
@@ -177,8 +177,37 @@ def graph_defect(report: dict) -> list[str]:
     ]
 
 
-def text(report: dict) -> str:
-    """Format the result of `find`."""
+def ops_lines(by_op: dict[str, dict[str, str]], unbuilt: set[str]) -> list[str]:
+    """Format what runs the first case of each op, a line per op and kernel."""
+    ops = []
+    for name, by_arch in by_op.items():
+        built_for = {arch: kernel for arch, kernel in by_arch.items() if arch not in unbuilt}
+        for kernel in dict.fromkeys(built_for.values()):
+            ops.append((name, " ".join(arch for arch in built_for if built_for[arch] == kernel), kernel))
+    asked = dict.fromkeys(arch for by_arch in by_op.values() for arch in by_arch if arch in unbuilt)
+    ops += [("every op", arch, "fallback: no code object was built for it") for arch in asked]
+    return ["", "ops, with the kernel of their first test case", *("  " + line for line in table(ops))]
+
+
+def ops_by_arch(by_op: dict[str, dict[str, str]], unbuilt: set[str]) -> list[str]:
+    """Return, for each arch that has code objects, how many ops run kernels, and which do not."""
+    lines = []
+    for arch in dict.fromkeys(arch for by_arch in by_op.values() for arch in by_arch if arch not in unbuilt):
+        without = [name for name, by_arch in by_op.items() if by_arch.get(arch, "").startswith("fallback: ")]
+        rest = f"; {', '.join(without)}: PyTorch reference" if without else ""
+        lines.append(f"{len(by_op) - len(without)} of {len(by_op)} run kernels on {arch}{rest}")
+    return lines or ["all run their PyTorch reference: no code object was built for this machine"]
+
+
+def seam_lines(seams: list[dict], verbose: bool) -> list[str]:
+    """Format the status of seams: those that are off with the reason, and how many are on or which."""
+    on = [("on", status["name"], status["replaces"]) for status in seams if status["on"]]
+    off = [("off", status["name"], status["reason"]) for status in seams if not status["on"]]
+    return table([*on, *off]) if verbose else [f"{len(on)} on", *table(off)]
+
+
+def text(report: dict, verbose: bool = False) -> str:
+    """Format the result of `find` on one screen, or with all modules, seams, times and ops."""
     lines = []
 
     def section(title: str, first: str, *more: str) -> None:
@@ -197,32 +226,26 @@ def text(report: dict) -> str:
         gpus.append(f"{i}: {name}, {gpu['arch'] or 'unsupported'}")
     section("GPUs", *(gpus or ["none: ops run their PyTorch reference"]))
     built = [
-        (arch, ", ".join(modules), launches.origin(arch, modules)) if modules else (arch, "none", "")
+        (arch, ", ".join(modules) if verbose else str(len(modules)), launches.origin(arch, modules))
+        if modules
+        else (arch, "none", "")
         for arch, modules in report["code_objects"].items()
     ]
     section("code objects", *table(built))
     tuned = report["tables"]
     counts = [f"{op} {rows}" for by_op in tuned["rows"].values() for op, rows in by_op.items()]
     section("tuned tables", *table([(", ".join(counts) or "no rows", tuned["folder"])]))
-    section("measured", *measured_lines(report["measured"], report["machine"]))
+    section("measured", *measured_lines(report["measured"], report["machine"], verbose))
     section("reached", *reached_lines(report["reached"]))
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
     if not vllm["plugin"]:
         section("", f"entry point {PLUGIN} not found, so vLLM does not load the plugin: pip install vllm-rocm-ops")
     if vllm["seams"]:
-        seams = [
-            ("on" if s["on"] else "off", s["name"], s["replaces"] if s["on"] else s["reason"]) for s in vllm["seams"]
-        ]
-        section("seams", *table(seams))
+        section("seams", *seam_lines(vllm["seams"], verbose))
     section("emulator", report["emulator"]["why_off"] or "installed")
     if report["environment"]:
         section("environment", *(f"{name}={value}" for name, value in report["environment"].items()))
-    ops, unbuilt = [], {arch for arch, modules in report["code_objects"].items() if not modules}
-    for name, by_arch in report["ops"].items():
-        built_for = {arch: kernel for arch, kernel in by_arch.items() if arch not in unbuilt}
-        for kernel in dict.fromkeys(built_for.values()):
-            ops.append((name, " ".join(arch for arch in built_for if built_for[arch] == kernel), kernel))
-    asked = dict.fromkeys(arch for by_arch in report["ops"].values() for arch in by_arch if arch in unbuilt)
-    ops += [("every op", arch, "fallback: no code object was built for it") for arch in asked]
-    lines += ["", "ops, with the kernel of their first test case", *("  " + line for line in table(ops))]
+    unbuilt = {arch for arch, modules in report["code_objects"].items() if not modules}
+    section("ops", *ops_by_arch(report["ops"], unbuilt))
+    lines += ops_lines(report["ops"], unbuilt) if verbose else ["--verbose lists every module, seam, time and op"]
     return "\n".join(lines)

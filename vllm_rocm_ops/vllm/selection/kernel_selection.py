@@ -392,6 +392,23 @@ def rows(record: Record) -> list[tuple[str, ...]]:
     return lines
 
 
+def summary(record: Record) -> list[tuple[str, str]]:
+    """Return a line per op: at how many of the timed sizes the plugin serves, and how much faster it is there."""
+    sizes: dict[str, list[float]] = {}
+    for key, measured in record.shapes.items():
+        served = serves_by_tokens(key, measured)
+        speedups = sizes.setdefault(key.op, [])
+        for tokens, times in measured.items():
+            serves = served[min(tokens, len(served) - 1)] and key.op not in record.off
+            speedups.append(times.baseline_us / times.plugin_us if serves and times.plugin_us else 0.0)
+    lines = []
+    for op, speedups in sizes.items():
+        gains = [speedup for speedup in speedups if speedup]
+        faster = f", {statistics.geometric_mean(gains):.2f}x as fast as vLLM's kernel" if gains else ""
+        lines.append((op, f"serves {len(gains)} of {len(speedups)} sizes{faster}"))
+    return lines
+
+
 def table(record: Record) -> list[str]:
     """Return the table's lines, none without results."""
     lines = rows(record)
