@@ -233,6 +233,18 @@ def test_commands_say_what_the_emulator_needs():
     assert others == [first] * (len(asked) - 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "arch"), [("scaled_mm", "gfx942"), ("block_scaled_mm", "gfx942"), ("mxfp8_scaled_mm", "gfx950")]
+)
+def test_explain_of_a_shape_resizes_scales(name, arch, capsys):
+    """The first case has one row, as its scale per tensor: sizes come from a case that tells them apart."""
+    assert cli.main(["explain", name, "--shape", "3x7168", "--arch", arch]) == 0
+    arguments = explain.example(getattr(vllm_rocm_ops.ops, name), archs.named(arch), (3, 7168))
+    assert tuple(next(iter(arguments.values())).shape) == (3, 7168)
+    group = {"block_scaled_mm": 128, "mxfp8_scaled_mm": 32}.get(name)
+    assert arguments["scale_a"].shape[-1] == (7168 // group if group else 1)
+
+
 def measured(monkeypatch, shapes: dict | None = None, off: dict | None = None) -> None:
     """Let this machine's record hold these shapes and these ops that are off."""
     record = kernel_selection.Record({}, off or {}, keyed(shapes or {}))

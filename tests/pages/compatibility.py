@@ -214,7 +214,8 @@ def vllm_table() -> str:
             off = {*answers("with")["seams off", arch][release]}
             by_arch.append("selected" if off == {"cpu_shims"} else f"selected, but for {', '.join(sorted(off))}")
         engine = "tested" + f", its Python files on {cpu}'s binaries" * (f"vllm-{release}" in patched)
-        without = dict.fromkeys(f"`{row['model']}`" for row in recorded(REACH) if not row[release])
+        ran = {row["model"] for row in recorded(REACH) if row[release]}
+        without = dict.fromkeys(f"`{row['model']}`" for row in recorded(REACH) if row["model"] not in ran)
         engine += f", but for {', '.join(without)}, which its CPU build does not run" if without else ""
         rows.append((release, *by_arch, engine, "tested" if release in h200 else "not run"))
     return markdown(("vLLM", *AMD, "engine on CPU", "H200"), rows)
@@ -324,7 +325,9 @@ def reach_table() -> str:
     known = recorded(REACH)
     models: dict[str, dict[str, str]] = {}
     for row in known:
-        by_cell = grouped(releases(), row.__getitem__)
+        by_cell = grouped(
+            filter(row.__getitem__, releases()), row.__getitem__
+        )  # empty where the CPU build does not run it
         cells = [f"{cell} ({', '.join(those)})" if len(by_cell) > 1 else cell for cell, those in by_cell.items()]
         models.setdefault(row["model"], {})[row["layers"]] = "; ".join(cells)
     steps = next(layers for layers in known[::-1] if layers["layers"] not in REACH_COLUMNS)["layers"]

@@ -11,9 +11,11 @@ import torch
 from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Explanation, Op
+from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import comparisons
 
 WIDTH = 120  # columns of a model's table
@@ -22,15 +24,27 @@ WIDTH = 120  # columns of a model's table
 def example(op: Op, arch: Arch, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None, **given) -> dict:
     """Return arguments like the op's first case, on the meta device.
 
-    `shape` and `dtype` replace the first tensor's, and equal sizes and dtypes of the others. The order of strides stays.
-    `given` replaces whole arguments by name.
+    `shape` and `dtype` replace the first tensor's, and equal sizes and dtypes of the others, and in scales sizes in groups of 128 or 32.
+    The order of strides stays. A shape is put into the first case whose sizes can be told apart. `given` replaces whole arguments by name.
     """
-    case = next(iter(op.cases()))
-    of_case = op.Arguments(*case.make("meta", torch.Generator().manual_seed(0), arch.fp8_dtype))
-    first = next(value for value in of_case if isinstance(value, torch.Tensor))
-    sizes = dict(zip(reversed(first.shape), reversed(shape or first.shape)))
 
-    def like(value: torch.Tensor) -> torch.Tensor:
+    def first_tensor(arguments: tuple) -> torch.Tensor:
+        return next(value for value in arguments if isinstance(value, torch.Tensor))
+
+    def tells_sizes_apart(arguments: tuple) -> bool:
+        sizes = first_tensor(arguments).shape
+        return len({1, *sizes}) == 1 + len(sizes)
+
+    made = (op.Arguments(*c.make("meta", torch.Generator().manual_seed(0), arch.fp8_dtype)) for c in op.cases())
+    of_case = next(made)
+    if shape and not tells_sizes_apart(of_case):
+        of_case = next(filter(tells_sizes_apart, made), of_case)
+    first = first_tensor(of_case)
+    changed = dict(zip(reversed(first.shape), reversed(shape or first.shape)))
+    groups = {old // g: new // g for g in (MX_BLOCK, BLOCK) for old, new in changed.items() if old % g == new % g == 0}
+
+    def like(name: str, value: torch.Tensor) -> torch.Tensor:
+        sizes = groups | changed if "scale" in name else changed
         new_shape = shape if shape and value.shape == first.shape else [sizes.get(size, size) for size in value.shape]
         new_dtype = dtype if dtype and value.dtype == first.dtype else value.dtype
         if (*new_shape, new_dtype) == (*value.shape, value.dtype):
@@ -40,7 +54,7 @@ def example(op: Op, arch: Arch, shape: tuple[int, ...] = (), dtype: torch.dtype 
         outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
         return torch.empty_permuted(new_shape, outermost_first, dtype=new_dtype, device="meta")
 
-    return {k: like(v) if isinstance(v, torch.Tensor) else v for k, v in of_case._asdict().items()} | given
+    return {k: like(k, v) if isinstance(v, torch.Tensor) else v for k, v in of_case._asdict().items()} | given
 
 
 def explain(op: Op, arch: str, *changes, require_code: bool = False, **given) -> Explanation:
