@@ -40,6 +40,7 @@ def test_the_newest_file_counts_and_only_for_its_code(file):
     values = {"us": 5.0, "band": 0.2, "launches": 1, "code": frozen.code_of(call, 8, arch)}
     file("2026-11-24-aaa.json", {frozen.key("MI300X", call, 8): values})
     assert frozen.find("MI300X", call, 8, arch) == values
+    assert frozen.code_of(call, 7, arch) == values["code"] and frozen.find("MI300X", call, 7, arch) is None
     assert frozen.find("MI300X", call, 1, arch) is frozen.find("MI325X", call, 8, arch) is None
     assert frozen.find(None, call, 8, arch) is None
     other = values | {"code": dict.fromkeys(values["code"], "0")}

@@ -30,7 +30,7 @@ BUGS = (
     Bug("a frozen time of another number of tokens", "timing/frozen.py",
         """f"{product} {call.op.name} {call.parameters!r} {str(call.dtype).removeprefix('torch.')} {tokens} tokens\"""",
         """f"{product} {call.op.name} {call.parameters!r} {str(call.dtype).removeprefix('torch.')} 1 tokens\"""",
-        Tests("test_step.py::test_frozen_times_are_those_of_the_side_with_the_plugin")),
+        Tests("test_frozen.py::test_the_newest_file_counts_and_only_for_its_code")),
     Bug("the clock under matrix load for no kernel of the plugin", "timing/predict.py",
         """    if TILED not in recording.name:
         return prediction
