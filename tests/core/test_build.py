@@ -256,7 +256,7 @@ def test_code_of_a_release_is_told_from_code_built_here(build, monkeypatch):
     assert launch.origin("gfx942") == "release 0.1.0"
     vllm = {"version": "1", "plugin": True, "why_off": "", "seams": []}
     monkeypatch.setattr(doctor, "find_vllm", lambda: vllm)
-    assert doctor.text(doctor.find()).count("add, good  release 0.1.0\n") == 1
+    assert doctor.text(doctor.find(), verbose=True).count("add, good  release 0.1.0\n") == 1
     build.build(["good"], archs=["gfx942"], debug=True)
     assert launch.origin("gfx942") == f"built here by {compiler}, debug"
     build.build(["add"], archs=["gfx950"])

@@ -436,7 +436,7 @@ def test_a_launch_that_hangs_turns_its_op_off_for_the_next_start(soon, tmp_path)
     why = "its launch hung for 1 s, at product 48x64 VllmKernel at 1 tokens"
     record = selection.read(file())
     assert (record.off, record.ended) == ({"product": why}, {})
-    lines = doctor.measured_lines(doctor.find_measured(tmp_path), selection.machine())
+    lines = doctor.measured_lines(doctor.find_measured(tmp_path), selection.machine(), verbose=True)
     assert f"product is off: {why} (to measure again, remove the file)" in lines
 
 

@@ -187,7 +187,8 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
 
         def _get_layer_params(self, layer):
             names = "weight_scale", "weight_scale_inv", "block_scale", "input_scale", "input_scale_ub"
-            return Fake(weight=torch.zeros(128, HIDDEN).to(FP8), **dict.fromkeys(names, None))
+            absent = dict.fromkeys(names, None)
+            return Fake(weight=torch.zeros(128, HIDDEN).to(FP8), block_scale_attr="weight_scale", **absent)
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             got.append((A, As))

@@ -520,14 +520,14 @@ from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopePreAttention
 from vllm_rocm_ops.vllm.graph import compilation
 
-def written(self, found, qkv, slots, cache):
-    q, k = (x.unflatten(1, (-1, self.heads[2])) for x in found)
+def completed(self, rotated, qkv, slots, cache):
+    q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated)
     keys, values = backends.of_cpu(self.decoder.impl, self.attn, cache)
     keys[slots // 16, slots % 16], values[slots // 16, slots % 16] = k, self.parts(qkv)[2]
     return q, k, cache
 
 on_cpu.time_launches(qk_norm_rope_and_cache="query_out")
-RopePreAttention.written = written
+RopePreAttention.completed = completed
 """
 
 

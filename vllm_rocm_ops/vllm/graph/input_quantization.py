@@ -98,7 +98,7 @@ def install() -> None:
         if activation is None:
             return quantize_and_multiply(self, layer, x, bias, **keywords)
         params = self._get_layer_params(layer)
-        weight_scale = getattr(layer, compat.block_scale_attr(params))
+        weight_scale = getattr(params, compat.block_scale_attr(params))
         data = activation.data.view(-1, activation.data.shape[-1])
         output = self.apply_block_scaled_mm(A=data, B=params.weight, As=activation.scale, Bs=weight_scale)
         if bias is not None:
