@@ -10,7 +10,7 @@ from fakes import Fake
 from vllm.model_executor import utils
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers import fusion
-from vllm.model_executor.layers.fusion import quant_activation
+from vllm.model_executor.layers.fusion import fused_act_quant, quant_activation
 
 from vllm_rocm_ops.vllm import compat
 
@@ -54,10 +54,10 @@ def test_a_choice_of_kernels_by_kind_of_quantization(monkeypatch, asks):
 
 
 def test_a_table_of_activations_that_quantize(monkeypatch):
-    assert isinstance(compat.fused_act_quants(), dict) and compat.fused_act_quants()
+    assert compat.fused_act_quants() is fused_act_quant._FUSED_ACT_QUANT
     monkeypatch.delattr(fusion, "fused_act_quant", raising=False)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fusion.fused_act_quant", None)
-    assert compat.fused_act_quants() == {}
+    assert compat.fused_act_quants() == {} and compat.fused_act_quants() is not fused_act_quant._FUSED_ACT_QUANT
 
 
 def test_weights_that_are_prepared_already(monkeypatch):
