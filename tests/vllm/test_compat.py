@@ -26,9 +26,9 @@ def test_the_key_of_quantized_input(monkeypatch, has_function):
     layer, name = torch.nn.Module(), "_input_quant_key" if has_function else "input_quant_key"
     if not has_function:
         monkeypatch.delattr(quant_activation, "get_input_quant_key")
-    assert compat.input_quant_key(layer) is None
+    assert compat.input_quant_key_getter()(layer) is None
     setattr(layer, name, "key")
-    assert compat.input_quant_key(layer) == "key"
+    assert compat.input_quant_key_getter()(layer) == "key"
 
 
 @pytest.mark.parametrize("inverse", [None, "scale"])

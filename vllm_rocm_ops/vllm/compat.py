@@ -6,6 +6,7 @@ Each function names the last release that needs it. No other file compares relea
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,12 +18,11 @@ RELEASES = ("0.27", "0.33")
 """The release in AMD's newest image, and the newest one: each between them is tested."""
 
 
-def input_quant_key(layer: torch.nn.Module) -> QuantKey | None:
-    """Return the key of the quantized input that a linear layer accepts. Up to 0.29 vLLM has no function for it."""
+def input_quant_key_getter() -> Callable[[torch.nn.Module], QuantKey | None]:
+    """Return a function of a linear layer: the key of the quantized input that it accepts. Up to 0.29 vLLM has none."""
     from vllm.model_executor.layers.fusion import quant_activation
 
-    get = getattr(quant_activation, "get_input_quant_key", None)
-    return get(layer) if get else getattr(layer, "input_quant_key", None)
+    return getattr(quant_activation, "get_input_quant_key", lambda layer: getattr(layer, "input_quant_key", None))
 
 
 def block_scale_attr(params) -> str:

@@ -22,6 +22,8 @@ from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import Pattern
 
+input_quant_key = compat.input_quant_key_getter()  # here, as eager activations ask in every call
+
 KEYS = (kFp8StaticTensorSym, kFp8DynamicTokenSym, kFp8Dynamic128Sym)
 MX = kMxfp8Dynamic
 """Quantizations by QuantFP8, and the quantization to MX-FP8, which is an op of vLLM's."""
@@ -99,7 +101,7 @@ class Quantized(QuantizedActivation):
 
 def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
     """Return the key of the quantized input that a linear accepts, None if the key is not in `keys` or does not fit."""
-    key = None if linear is None else compat.input_quant_key(linear)
+    key = None if linear is None else input_quant_key(linear)
     if key == kFp8Dynamic128Sym and columns % GROUP != 0:
         return None
     return key if key in keys else None

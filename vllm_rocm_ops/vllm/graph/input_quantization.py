@@ -33,7 +33,9 @@ def probe() -> None:
     seam.require_parameters(Fp8LinearMethod.process_weights_after_loading, "layer")
     layer, kernel = torch.nn.Module(), type("Kernel", (), {"input_quant_key": lambda self: "key"})()
     expose_input_quant_key(layer, kernel)
-    seam.require(compat.input_quant_key(layer) == "key", "the input_quant_key that expose_input_quant_key stored")
+    seam.require(
+        compat.input_quant_key_getter()(layer) == "key", "the input_quant_key that expose_input_quant_key stored"
+    )
 
 
 def install() -> None:
