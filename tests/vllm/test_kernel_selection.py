@@ -785,11 +785,12 @@ class Watch:
         self.now, self.asked, self.patch = 100.0, [], monkeypatch
         monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: self.now)
 
-    def takes(self, seconds: float) -> None:
-        """Have each comparison take `seconds`. The plugin is faster."""
+    def takes(self, seconds: float, compiling: float = 0.0) -> None:
+        """Have each comparison take `seconds`, and vLLM's kernel be compiled before. The plugin is faster."""
 
-        def measure(kernels, layers, tokens, clock, marked):
-            self.now += seconds
+        def measure(kernels, layers, tokens, clock, marked, first_call=lambda seconds: None):
+            self.now += seconds + compiling
+            first_call(compiling)
             self.asked.append((kernels.op.name, tokens))
             return selection.Measured(1.0, 2.0)
 
@@ -896,6 +897,22 @@ def test_it_stops_in_time(monkeypatch):
     assert [kernels.serve(m) for kernels in (product, other) for m in (1, LIMIT, LIMIT + 1)] == served * 2
 
 
+@pytest.mark.parametrize(("compiling", "timed"), [(0.0, 10), (2.0, 10), (7.0, 8)])
+def test_compiling_vllms_kernels_takes_no_time_from_comparisons(monkeypatch, compiling, timed):
+    """vLLM's warm-up would compile them. It takes 50 s at most, and norms' own baselines count."""
+    watch, products = Watch(monkeypatch), [Product(name) for name in "ab"]
+    started(*products)
+    watch.takes(0.95, compiling)
+    choices = {choice: [1, 8, 32, 64, 128] for choice in selection.all_choices()}
+    kernel_timing.agree(choices, FakeClock(EQUAL), lambda mine: [mine])
+    assert len(watch.asked) == timed
+    assert selection.session.spent == pytest.approx(min(timed, 10) * 0.95 + max(0.0, timed * compiling - 50))
+    watch.asked.clear()
+    selection.session.spent = 0.0
+    kernel_timing.agree({Rows(): [2, 64]}, FakeClock(EQUAL), lambda mine: [mine])
+    assert selection.session.spent == pytest.approx(2 * (0.95 + compiling))
+
+
 CAPTURED_BY_VLLM = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 LIMITED = ("scaled_mm", "block_scaled_mm", "unquantized_gemm", "fused_experts")
 
@@ -931,6 +948,8 @@ def test_default_sizes_are_measured_within_the_time_limit(model, most):
     first = [one for one, _ in items[: len(wanted)]]
     bytes_of = [len(one.layers) * one.kernels.work((), 1)[0] for one in first]
     assert len({*first}) == len(wanted) and bytes_of[0] == max(bytes_of)
+    sizes = [tokens for _, [tokens] in items]
+    assert sizes[: 5 * len(wanted)] == [m for m in (1, 8, 32, 2, 4) for _ in wanted]
 
 
 class One(typing.NamedTuple):

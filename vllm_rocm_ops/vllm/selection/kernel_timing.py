@@ -44,7 +44,8 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 SAMPLE_US = 500.0  # target duration of a graph's calls
 MOST_SECONDS = 3600.0  # of VLLM_ROCM_OPS_MEASURE
-SECONDS_COMPILING = 50.0  # that another process may take besides, while this one waits for it
+SECONDS_COMPILING = 50.0  # that vLLM's kernels may take besides to be compiled, and that another process waits longer
+FIRST_TOKENS = (1, 8, 32)  # between two token counts at which it won, the plugin serves too
 FEW_ROUNDS = 5  # after which a kernel that was faster in each is selected
 HOPELESS = 1.5  # times vLLM's time in one replay: not timed further
 PROGRESS_SECONDS = 5.0
@@ -146,15 +147,22 @@ def pair_seconds(us: float, calls: int) -> float:
 
 
 def check_and_time(
-    kernels: Comparison, layers: list[tuple], tokens: int, clock: Clock, marked: contextlib.AbstractContextManager
+    kernels: Comparison,
+    layers: list[tuple],
+    tokens: int,
+    clock: Clock,
+    marked: contextlib.AbstractContextManager,
+    first_call: Callable[[float], None] = lambda seconds: None,
 ) -> Measured:
     """Check the plugin's kernel against vLLM's on a sample, and time both, with one layer for each call of a graph.
 
-    `marked` is entered while the plugin runs.
+    `marked` is entered while the plugin runs. `first_call` gets the seconds of vLLM's first call, which may compile.
     """
     sets, judge, comparable, fresh = kernels.sample(layers, tokens)
+    begin = time.monotonic()
     baseline = kernels.baseline(*fresh(sets[0]))
     clock.finish()
+    first_call(time.monotonic() - begin)
     run = functools.partial(run_plugin, kernels)
     with marked:
         try:
@@ -177,7 +185,8 @@ def check_and_time(
 def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: float) -> list[tuple[Choice, list[int]]]:
     """Return what a record lacks, the most valuable first.
 
-    Powers of two come first, few tokens before many, then the sizes between. At each size the share of a step decides.
+    `FIRST_TOKENS` come first, then other powers of two, then the sizes between, few tokens before many. At each size the
+    share of a step decides.
     The sizes of a shape with one choice are one item. Ops during whose timing a process died come last.
     """
 
@@ -187,7 +196,8 @@ def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: fl
         share = len(choice.layers) * call_us(
             *choice.kernels.work(next(iter(choice.layers.values())), tokens), bandwidth_gb_s
         )
-        return record.ended.get(choice.kernels.op.name, 0), tokens & (tokens - 1) > 0, tokens, -share
+        rank = 0 if tokens in FIRST_TOKENS else 1 + (tokens & (tokens - 1) > 0)
+        return record.ended.get(choice.kernels.op.name, 0), rank, tokens, -share
 
     items = []
     for choice, counts in wanted.items():
@@ -208,8 +218,17 @@ def measure(
     """Time what a record lacks at the wanted token counts of each choice, and add the results.
 
     The `.running` file next to `path` marks the current op. Nothing starts that would end after `end` by its estimate.
+    The time in which a kernel of vLLM's is compiled does not count, as vLLM's warm-up compiles it otherwise.
     """
     start = comparable = time.monotonic()
+    compiling = 0.0
+
+    def compiled(seconds: float) -> None:
+        nonlocal compiling, end
+        more = min(seconds, SECONDS_COMPILING - compiling)
+        compiling, end = compiling + more, end + more
+        kernel_selection.session.spent -= more
+
     arch = archs.ARCHS.get(record.machine.get("arch", ""))
     bandwidth = arch.bandwidth_gb_s if arch else 1000.0
     todo, done, left = in_order(wanted, record, bandwidth), 0, []
@@ -237,7 +256,8 @@ def measure(
             done += 1
             marked = watchdog.marker(path.with_suffix(".running"), f"{op}\n{choice.key} at {tokens} tokens")
             try:
-                result = check_and_time(choice.kernels, layers[:calls], tokens, clock, marked)
+                counted = () if choice.key.has_one_choice else (compiled,)
+                result = check_and_time(choice.kernels, layers[:calls], tokens, clock, marked, *counted)
             except Refused:
                 result = UNTIMED
             except BrokenGraph as error:
