@@ -86,6 +86,8 @@ BUGS = (
         "if operators and update in operators and name not in operators:", "if False:", Tests("test_mla_norms.py")),
     Bug("a step that is not split at the op", "vllm/attention/split.py", "operators.append(name)", "pass",
         Tests("test_rope_and_cache_seam.py")),
+    Bug("rows timed that vLLM's prefill serves", "vllm/attention/timing.py", "if rows <= most and decoder", "if decoder",
+        Tests("test_seam_guards.py::test_with_drafts_single_rows_are_measured_too")),
     Bug("a model of a listed length not measured at it", "vllm/attention/timing.py", "if keys <= longest]",
         "if keys < longest]", Tests("test_seam_guards.py")),
     Bug("seams that were chosen for no captured number of tokens", "vllm/coverage.py", "choice.plugin_serves(tokens) for",
