@@ -113,9 +113,9 @@ def test_results_go_to_the_machines_record(survey, capsys):
     record = survey(worker := Worker())
     assert record == kernel_selection.read(kernel_selection.path_of(MACHINE), MACHINE)
     assert len(worker.ran) == len(asked(Record({}))) and worker.closed == 1
-    flags = {(key.op, key.baseline.flag) for key, timed in record.shapes.items() if timed}
+    flags = {(key.op, key.baseline.flag) for key in record.shapes}
     assert flags == {("block_scaled_mm", AITER_OFF), ("block_scaled_mm", AITER_ON), ("fused_experts", AITER_OFF)}
-    assert {tuple(timed) for timed in record.shapes.values() if timed} == {(1, 8)}
+    assert {tuple(timed) for timed in record.shapes.values()} == {(1, 8)}
     assert record.decided().shapes == {} and report.summary(record) == []
     assert not any(comparisons.keys_of(call, ARCH, record) for call in CALLS)
     printed = capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_the_faster_flag_is_named_with_its_gain(survey):
     ]
     equal = {key: dict.fromkeys(timed, Measured(10.0, 40.0)) for key, timed in record.shapes.items()}
     said = {line[3] for line in report.advice(Record(MACHINE, {}, equal, {}, record.steps))}
-    assert said == {"both flags are equal"}  # the plugin serves under both
+    assert said == {"both flags are equal within 2%"}  # the plugin serves under both
     off = Record(MACHINE, {"block_scaled_mm": "wrong"}, record.shapes, {}, record.steps)
     assert f"{20 * count} us per step" in report.advice(off)[0][3]  # its time counts no more
     lines = doctor.measured_lines([{"path": "it", **vars(record), "shapes": [*record.shapes.items()]}], MACHINE, False)

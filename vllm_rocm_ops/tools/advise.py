@@ -85,7 +85,8 @@ def survey(
         arguments = model, tp, ep, place, key.baseline.name, lacking
         part = worker.run("survey", arguments, None, min(check.SECONDS["survey"], left))
         print(check.line_of(part | {"part": str(key)}), flush=True)
-        record = keep(lambda record, key=key, part=part: record.shapes.setdefault(key, {}).update(measured(part)))
+        if timed := measured(part):
+            record = keep(lambda record, key=key, timed=timed: record.shapes.setdefault(key, {}).update(timed))
         if check.wrong_of(part):
             worker.close(kill=True)
     return record

@@ -110,12 +110,11 @@ def steps(record: Record) -> list[tuple[str, str, int, dict[str, float]]]:
     Only calls that were timed under both flags count.
     """
     totals: dict[tuple[str, str, int], dict[str, float]] = {}
+    starts_last = sorted(record.shapes.items(), key=lambda item: not item[0].baseline.flag)
     for model, calls in record.steps.items():
         for op, shapes, count in calls:
             by_tokens: dict[int, dict[str, float]] = {}
-            for key, measured in sorted(
-                record.shapes.items(), key=lambda item: not item[0].baseline.flag
-            ):  # starts win
+            for key, measured in starts_last:
                 if key.op == op and key.shape in shapes and not key.has_one_choice:
                     for tokens, times in measured.items():
                         us = served_us(record, key, times)
@@ -135,10 +134,9 @@ def advice(record: Record) -> list[tuple[str, ...]]:
     for model, kind, tokens, by_flag in steps(record):
         fast, slow = sorted(by_flag, key=by_flag.__getitem__)
         gain, us = by_flag[slow] - by_flag[fast], by_flag[fast]
+        is_faster = us * (1 + MARGIN) < by_flag[slow]
         said = (
-            f"{fast} is faster by {gain:.0f} us per step"
-            if us * (1 + MARGIN) < by_flag[slow]
-            else "both flags are equal"
+            f"{fast} is faster by {gain:.0f} us per step" if is_faster else f"both flags are equal within {MARGIN:.0%}"
         )
         each = ", ".join(f"{flag} {time:.0f} us" for flag, time in by_flag.items())
         lines.append((model, kind, f"{tokens} tokens", said, each))
