@@ -719,7 +719,8 @@ def test_a_command_has_few_options_and_takes_their_values(name):
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_a_command_gets_the_values_that_its_file_names(name, monkeypatch):
     module, seen = cli.COMMANDS[name], {}
-    required = {"tune": ["--model", "tiny-llama"], "emulate": ["rms_norm"], "predict": ["rms_norm"]}.get(name, [])
+    of_model, of_op = ["--model", "tiny-llama"], ["rms_norm"]
+    required = {"tune": of_model, "advise": of_model, "emulate": of_op, "predict": of_op}.get(name, [])
     monkeypatch.setattr(module, "run", lambda **values: seen.update(values) or 7)
     assert cli.main([name, *required]) == 7
     assert seen.keys() == {action.dest for action in actions(module)} and set(map(type, seen.values())) <= PLAIN

@@ -424,7 +424,7 @@ def test_no_part_of_an_architectures_name_is_asked():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no serving process imports, each before those that it imports."""
-WORKER_MODULES = 66  # at most, beside seams and ops, packages among them; fewer is better
+WORKER_MODULES = 67  # at most, beside seams and ops, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
@@ -457,12 +457,17 @@ def test_only_these_commands_import_the_plugin():
     graph = import_graph(ROOT / "vllm_rocm_ops")
     plugin = {module for module in graph if belongs(module, "vllm")}
     asks = {module for module in graph.keys() - plugin if graph[module] & plugin}
-    wanted = {f"tools.{name}" for name in ("bench.baselines", "check_parts", "doctor", "explain", "first_start")}
+    wanted = {
+        f"tools.{name}" for name in ("advise", "bench.baselines", "check_parts", "doctor", "explain", "first_start")
+    }
     assert asks == {f"vllm_rocm_ops.{module}" for module in wanted}
     found = {module for asking in asks for module in graph[asking] & plugin}
     doors = {
         *("comparisons", "coverage", "seam"),
-        *(f"selection.{name}" for name in ("comparison", "kernel_selection", "kernel_timing", "key", "replays")),
+        *(
+            f"selection.{name}"
+            for name in ("comparison", "kernel_selection", "kernel_timing", "key", "replays", "report")
+        ),
         "attention.decoder",
         "attention.quantized_attention",
         "graph.vllm_row_kernels",

@@ -19,7 +19,7 @@ from . import measurements, op_pages
 from .measurements import ROOT, grouped, markdown, merged
 from .op_pages import DOCS
 
-PAGE = DOCS / "compatibility.md"
+PAGE, DRAFTS_PAGE = DOCS / "compatibility.md", DOCS / "speculative_decoding.md"
 VLLM_TESTS = ROOT / "tests" / "vllm"
 AMD = tuple(name for name, arch in archs.ARCHS.items() if arch.vendor == "amd")
 ROUTED = "DeepseekV3ForCausalLM"  # with experts, of the models that the engine runs on CPU
@@ -336,6 +336,29 @@ def reach_table() -> str:
     if set().union(*models.values()) != {*kinds}:
         raise ValueError(f"reach.csv must have the layers {', '.join(kinds)}, got {set().union(*models.values())}")
     return markdown(("tiny model", *REACH_COLUMNS.values(), "norm and activation ops in a step"), merged(rows))
+
+
+DECLARED = {
+    # builder's declaration for 3 drafts -> rows per request that vLLM takes for decode rows, and those that the plugin serves
+    "any": ("any number", "1 to 8, where all requests have the same number"),
+    "4": ("up to 1 + drafts", "1 to 8, where all requests have the same number"),
+    "SINGLE_ONLY": ("1; requests with drafts are prefills", "1"),
+    "UNIFORM": ("1 + drafts, where all requests have the same number", "1 to 8"),
+}
+"""selection.py's answers for decode rows -> cells."""
+
+
+def drafts_table() -> str:
+    """Return a row for each attention backend and each number of rows that its releases take for decode rows."""
+    rows = []
+    for what, arch in answers("without"):
+        if not what.startswith("decode rows, ") or arch != AMD[0]:
+            continue
+        with_aiter = {release: found[-1] for release, found in answers("without")[what, arch].items()}
+        for declared, of_releases in grouped(with_aiter, with_aiter.get).items():
+            span = " to ".join(dict.fromkeys((of_releases[0], of_releases[-1])))
+            rows.append((f"`{what.partition(', ')[2]}`", span, *DECLARED[declared]))
+    return markdown(("attention backend", "vLLM", "decode rows per request", "the plugin serves"), merged(rows))
 
 
 TABLES = {

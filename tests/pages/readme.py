@@ -146,6 +146,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "doctor": doctor_sample,
     },
     compatibility.PAGE: compatibility.TABLES,
+    compatibility.DRAFTS_PAGE: {"drafts": compatibility.drafts_table},
     DOCS / "README.md": {
         "ops": lambda: op_pages.index(standalone=False),
         "standalone ops": lambda: op_pages.index(standalone=True),

@@ -319,6 +319,30 @@ def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathli
     return folder
 
 
+def build_draft(folder: pathlib.Path, target: dict) -> pathlib.Path:
+    """Write an EAGLE3 draft model in bf16 for a Llama of two layers; return its folder."""
+    aux = [0, 1, 2]
+    """The target's hidden states that it reads, before each layer and after the last."""
+    config = {**target, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    config |= {"draft_vocab_size": target["vocab_size"], "eagle_aux_hidden_state_layer_ids": aux}
+    generator, hidden = torch.Generator().manual_seed(4), target["hidden_size"]
+    of_target = llama_weights(config)
+    weights = {
+        "fc.weight": linear(generator, hidden, len(aux) * hidden),
+        "midlayer.hidden_norm.weight": norm(generator, hidden),
+        "norm.weight": of_target["model.norm.weight"],
+        "lm_head.weight": of_target["lm_head.weight"],
+    }
+    for name, weight in of_target.items():
+        if (prefix := "model.layers.0.") in name:
+            doubled = name.removesuffix("_proj.weight").endswith((".q", ".k", ".v"))
+            weights[name.replace(prefix, "midlayer.")] = torch.cat([weight, weight], 1) if doubled else weight
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def build_adapter(folder: pathlib.Path, config: dict, rank: int = 8) -> pathlib.Path:
     """Write a LoRA adapter for every linear layer of a Llama; return its folder."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]

@@ -20,6 +20,7 @@ def generate(job: dict) -> dict:
     `job["environment"]` is set for this job and those after it. With `job["frames"]` the answer has the package's
     functions that one decode step enters, with counts.
     """
+    import rows
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -41,7 +42,8 @@ def generate(job: dict) -> dict:
     os.environ |= job.get("environment", {})
     if job.get("engine", {}).get("speculative_config"):
         options["disable_log_stats"] = False  # the drafts are counted there
-    llm = LLM(model=job["model"], **options | job.get("engine", {}))
+    with rows.counted() as captured_rows:
+        llm = LLM(model=job["model"], **options | job.get("engine", {}))
     limits = job["max_tokens"]
     greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": job.get("logprobs")}
     sampling = [
@@ -51,7 +53,7 @@ def generate(job: dict) -> dict:
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     captured = llm.collective_rpc("vllm_rocm_ops_stats")
     llm.collective_rpc("vllm_rocm_ops_reset_stats")
-    with emulated(job.get("emulate")), faulty(job.get("fault")):
+    with emulated(job.get("emulate")), faulty(job.get("fault")), rows.counted() as called:
         outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
     stats, *other_ranks = llm.collective_rpc("vllm_rocm_ops_stats")
     fallbacks = llm.collective_rpc("vllm_rocm_ops_fallbacks")
@@ -82,7 +84,9 @@ def generate(job: dict) -> dict:
         "reach": llm.collective_rpc("vllm_rocm_ops_reach")[0] if model else {},
         "choices": llm.collective_rpc("vllm_rocm_ops_choices"),
         "seams": {entry.name: entry.reason if not entry.on else "on" for entry in seam.status()},
-        "drafted": drafted(llm) if job.get("engine", {}).get("speculative_config") else 0,
+        "captured_rows": captured_rows,
+        "rows": called,
+        **drafts(llm, bool(job.get("engine", {}).get("speculative_config"))),
         "classes": sorted({type(module).__name__ for module in model.modules()}) if model else [],
         "version": vllm_rocm_ops.__version__,
     }
@@ -157,9 +161,11 @@ def frames_of_a_step(llm, prompts: list[dict]) -> dict[str, int]:
     return dict(more - fewer)
 
 
-def drafted(llm) -> int:
-    """Return the number of drafted tokens."""
-    return sum(one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_draft_tokens")
+def drafts(llm, made: bool) -> dict[str, int]:
+    """Return the number of tokens that were drafted and accepted, if drafts were made."""
+    metrics = {one.name: one for one in llm.get_metrics()} if made else {}
+    names = {"drafted": "draft", "accepted": "accepted"}
+    return {what: made and metrics[f"vllm:spec_decode_num_{name}_tokens"].value for what, name in names.items()}
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ vLLM's own selection code runs on its own platform class. Its queries of the mac
 `aiter` is installed, on CUDA that vLLM's kernels are. Each machine is a fork, because vLLM reads all this at import.
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -131,7 +132,7 @@ def select(plugin: str) -> dict[str, str]:
         "fingerprint": str("vllm_rocm_ops" in config.additional_config),
     }
     with set_current_vllm_config(config, check_compile=False):
-        for part in (layers, linear_kernels, experts, attention):
+        for part in (layers, linear_kernels, experts, attention, decode_rows):
             answer |= part(torch)
     return answer
 
@@ -272,6 +273,51 @@ def attention(torch) -> dict[str, str]:
     add("latent attention", None, **latent)
     add("latent attention, named triton", "TRITON_MLA", **latent)
     return answer
+
+
+def decode_rows(torch) -> dict[str, str]:
+    """Return the rows per request, of one with 3 drafts, that each backend of ROCm declares to be decode rows, or "any"."""
+    from unittest import mock
+
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_rocm_ops.vllm.attention import decoder, mla
+
+    declared, init = {}, AttentionMetadataBuilder._init_reorder_batch_threshold
+    for member in (*decoder.PLATFORMS["rocm"], *mla.PLATFORMS["rocm"]) if current_platform.is_rocm() else ():
+        name, found = f"decode rows, {member}", ["any"]
+        try:
+            builder = AttentionBackendEnum[member].get_class().get_builder_cls()
+        except ModuleNotFoundError as error:  # of AITER
+            declared[name] = str(error)
+            continue
+
+        def note(self, *arguments, found=found, **keywords):
+            init(self, *arguments, **keywords)
+            found[:] = [str(self.reorder_batch_threshold)]
+
+        config = mock.MagicMock()
+        config.speculative_config = types.SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
+        config.parallel_config.decode_context_parallel_size = 1
+        with (
+            mock.patch.object(AttentionMetadataBuilder, "_init_reorder_batch_threshold", note),
+            contextlib.suppress(Exception),  # what follows is not asked for, and the configuration has no numbers
+        ):
+            builder(mock.MagicMock(), [], config, torch.device("cpu"))
+        by_class = getattr(builder, "query_len_support", None)
+        starts = [
+            vars(cls)["__init__"].__code__ for cls in builder.__mro__ if "__init__" in vars(cls) and cls is not object
+        ]
+        if (
+            found == ["any"]
+            and not by_class
+            and any("_init_reorder_batch_threshold" in code.co_names for code in starts)
+        ):
+            raise RuntimeError(f"{builder.__name__} must declare its rows before it reads sizes")
+        declared[name] = by_class.name if by_class else found[0]
+    return declared
 
 
 def forked(function, *arguments):

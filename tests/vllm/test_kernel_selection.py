@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -39,7 +40,7 @@ from vllm_rocm_ops.vllm.selection import comparison, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
 from vllm_rocm_ops.vllm.selection import replays as replays_module
 from vllm_rocm_ops.vllm.selection.comparison import RowComparison
-from vllm_rocm_ops.vllm.selection.key import Baseline, Key
+from vllm_rocm_ops.vllm.selection.key import AITER_ON, Baseline, Key
 from vllm_rocm_ops.vllm.worker import Extension
 
 N, K, LIMIT = 48, 64, 16
@@ -250,11 +251,54 @@ def test_a_baseline_that_the_sample_does_not_explain_serves(caplog):
     """The plugin's kernel cannot be judged against it, and may as well be wrong."""
     product = Product()
     product.vllm_kernel = lambda x, weight: product.ran.append("baseline") or -(x @ weight.t())
+    product.plugin = lambda x, weight: -(x @ weight.t())
     started(product)
     warm_up(plugin_wins(range(MAX + 1)))
-    assert "too large for a comparison" in caplog.text
+    assert "too large for a comparison" in caplog.text and "is wrong" not in caplog.text
     assert product.serve(1) == "baseline"
     assert "product" not in selection.read(file()).off
+
+
+@pytest.mark.parametrize(("factor", "error"), [(-1.0, "2 from float32"), (math.nan, "not finite")])
+def test_a_baseline_that_is_wrong_is_named(factor, error, caplog, tmp_path):
+    """Once in each start, and by doctor, also as JSON. It serves as without the plugin, and is not timed again."""
+    product = Product()
+    product.vllm_kernel = lambda x, weight: product.ran.append("baseline") or factor * (x @ weight.t())
+    for _ in range(2):
+        started(product)
+        caplog.clear()
+        warm_up(clock := plugin_wins(range(MAX + 1)))
+        [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        named = f"VllmKernel, vLLM's kernel for product, is wrong on this GPU: {error}, the plugin 0.00"
+        assert named in warning and "48x64, " in warning and ", and 5 more sizes. vLLM's kernel serves" in warning
+        assert product.serve(1) == "baseline" and clock.asked == [] and selection.read(file()).off == {}
+    assert all(
+        times.baseline_is_wrong for times in selection.read(file()).shapes[key("product 48x64 VllmKernel")].values()
+    )
+    found = doctor.find_measured(tmp_path)
+    assert any("is wrong on this GPU" in line for line in doctor.measured_lines(found, selection.machine(), False))
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_start_ends_with_what_serves_and_what_vllm_alone_runs(caplog):
+    """It has no advice without a survey."""
+    started(Product("scaled_mm"), Product("rms_norm_it"))
+    with caplog.at_level(logging.INFO):
+        warm_up(plugin_wins({1, 8}))
+    [said] = [message for message in caplog.messages if "what serves" in message]
+    lines = [re.split("  +", line) for line in said.splitlines()[1:]]
+    serves = "serves 2 of 6 sizes, 2.00x as fast as vLLM's kernel", "vLLM alone: VllmKernel"
+    kinds = ("linear layers", "scaled_mm"), ("norms, activations, all-reduce", "rms_norm_it")
+    assert lines == [[*kind, *serves] for kind in kinds] and "advise" not in caplog.text
+    record = selection.read(file())
+    record.shapes[Key("scaled_mm", "48x64", Baseline("it", flag=AITER_ON))] = {1: selection.Measured(5.0, 2.0)}
+    record.steps["a model"] = [["scaled_mm", ["48x64"], 10]]
+    selection.write(file(), record)
+    started(Product("scaled_mm"))
+    with caplog.at_level(logging.INFO):
+        warm_up(plugin_wins({1, 8}))
+    [said] = [message for message in caplog.messages if "advise" in message]
+    assert "a model  linear layers  1 tokens  VLLM_ROCM_USE_AITER=1 is faster by 30 us per step" in said
 
 
 def test_out_of_memory_keeps_the_sizes_measured_before(caplog):
@@ -773,7 +817,8 @@ def test_progress_and_one_table_are_logged(caplog, monkeypatch):
     lines = "\n".join(caplog.messages).splitlines()
     assert any(re.match(r"vllm-rocm-ops: timed \d of 6 comparisons in \d+ s", line) for line in lines)
     place = next(i for i, line in enumerate(lines) if line.startswith("op "))
-    table = [re.split(r"  +", line) for line in lines[place:]]
+    end = next(i for i, line in enumerate(lines) if "what serves" in line)
+    table = [re.split(r"  +", line) for line in lines[place:end]]
     assert table[0][:6] == ["op", "shape and vLLM's kernel", "tokens", "plugin us", "vLLM us", "runs"]
     assert [row[2:6] for row in table[1:]] == [["1..32", "5.0", "10.0", "plugin"], ["64..256", "50.0", "10.0", "vLLM"]]
 

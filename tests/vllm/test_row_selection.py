@@ -20,7 +20,7 @@ from vllm_rocm_ops.vllm import seam, worker_startup
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, fused_quant
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import base as linear_base
-from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
+from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, report
 from vllm_rocm_ops.vllm.selection.key import COMPILED
 
 HIDDEN, INNER, LATENT, MAX = 512, 256, 128, 96
@@ -212,7 +212,7 @@ def test_the_plugin_serves_only_if_slower_nowhere(kernels, us, wins):
     """One graph serves every number of tokens. Outliers among the samples change nothing."""
     assert decide(Layer(KEYS[0]), clock_of(us)) == (ALL if wins else NONE)
     record = kernel_selection.read(next(kernel_selection.envs.tables().glob("*/measured-*.json")))
-    assert {line[5] for line in kernel_selection.rows(record)} == {"plugin" if wins else "vLLM"}
+    assert {line[5] for line in report.rows(record)} == {"plugin" if wins else "vLLM"}
 
 
 WRONG = {

@@ -119,11 +119,11 @@ def test_requests_are_as_long_as_the_model_allows(configuration, longest):
 
 
 def test_with_drafts_single_rows_are_measured_too(configuration):
-    """The first step of a request has no drafts."""
+    """The first step of a request has no drafts. A builder may take a request with drafts for a prefill, or none for one."""
     decoder = fake_decoder(supports_rows=lambda query_len: query_len <= 4)
-    for drafts, wanted in ((0, {1}), (3, {1, 4}), (4, {1})):
+    for drafts, most, wanted in ((0, None, {1}), (3, None, {1, 4}), (3, 4, {1, 4}), (3, 1, {1}), (4, None, {1})):
         decoder.config.speculative_config, decoder.choices = Fake(num_speculative_tokens=drafts), {}
-        attention_timing.choose(decoder, Fake(_k_scale=torch.ones(1)), None, 16)
+        attention_timing.choose(decoder, Fake(_k_scale=torch.ones(1)), Fake(reorder_batch_threshold=most), 16)
         assert decoder.choices.keys() == wanted
 
 

@@ -71,6 +71,11 @@ def of_child(changes: dict[str, str]) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def hand_down(changes: dict[str, str]) -> None:
+    """Change the environment of this process, and so of those that it starts."""
+    os.environ.update(changes)
+
+
 def tables() -> Path:
     """Return the folder of the user's tuned tables, which `vllm-rocm-ops tune` writes."""
     folder = __getattr__("VLLM_ROCM_OPS_TABLES")

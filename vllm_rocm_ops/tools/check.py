@@ -31,7 +31,8 @@ from vllm_rocm_ops.tools.check_worker import GOOD, Worker
 
 MODELS = {"llama-3.1-405b-fp8": 8, "deepseek-v3": 8}  # name: TP size
 TINY = {"tiny-llama-fp8": 1, "tiny-deepseek-v3-fp8": 1}
-SECONDS = {"smoke": 60, "machine": 60, "op": 30, "bandwidth": 60, "model": 90, "emulator": 60}  # time limit per part
+SECONDS = {"smoke": 60, "machine": 60, "op": 30, "bandwidth": 60, "model": 90, "survey": 60, "emulator": 60}
+"""Time limit per part."""
 MINUTES = 3.0
 MIN_SECONDS = 15.0  # remaining time that a part needs to start: an op takes 5 s in a new process on an H200
 

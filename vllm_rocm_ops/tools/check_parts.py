@@ -1,4 +1,4 @@
-"""Define the parts of `vllm-rocm-ops check`, each a generator of results."""
+"""Define the parts of `vllm-rocm-ops check` and `advise`, each a generator of results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vllm_rocm_ops.core.clock import GpuClock
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.timing import frozen
-from vllm_rocm_ops.tools import doctor, explain
+from vllm_rocm_ops.tools import doctor, explain, options
 from vllm_rocm_ops.tools import smoke as smoke_stages
 from vllm_rocm_ops.tools.bench import run as bench
-from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
+from vllm_rocm_ops.tools.bench.baselines import ADVICE, Baseline, baselines
 from vllm_rocm_ops.tools.bench.shapes import Shape
 from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, replays
-from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
+from vllm_rocm_ops.vllm.selection.comparison import LayerComparison, WrongBaseline
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 TINY_TOKENS = (1, 17)
@@ -123,6 +123,17 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
                     yield from beside(call, other, baseline, known, clock, TINY_TOKENS if arch else TOKENS, product)
 
 
+def survey(
+    arch: str | None, model: str, tp: int | None, ep: int | None, place: int, other: str, sizes: tuple[int, ...]
+) -> Iterator[dict]:
+    """Check and time one of a model's calls against one kernel, which vLLM may run under another flag."""
+    known, clock = (archs.named(arch), Untimed()) if arch else (GpuClock().arch, kernel_timing.GraphClock())
+    call = options.calls_of(model, tp, ep)[place]
+    baseline = (baselines(call.op) | baselines(call.op, ADVICE))[other]
+    with torch.inference_mode():
+        yield from beside(call, other, baseline, known, clock, sizes)
+
+
 def beside(
     call, other: str, baseline: Baseline, arch: archs.Arch, clock, sizes: tuple[int, ...], product: str | None = None
 ) -> Iterator[dict]:
@@ -150,6 +161,9 @@ def beside(
             yield {**result, **timed, **errors, "wins": measured.wins, "wrong": None}
         except kernel_timing.Mismatch as error:
             yield {**result, "wrong": str(error)}
+        except WrongBaseline as error:
+            errors = dict(zip(("error", "other error"), error.errors))
+            yield {**result, "us": None, "other us": None, **errors, "wrong": None, "unavailable": str(error)}
         except Exception as error:  # noqa: BLE001  any failure of the other kernel makes it unavailable
             yield {**result, "wrong": None, "unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
             return
@@ -224,5 +238,6 @@ PARTS: dict[str, Callable[..., Iterator[dict]]] = {
     "op": op_cases,
     "bandwidth": bandwidth,
     "model": model,
+    "survey": survey,
     "emulator": counted,
 }

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import vllm_rocm_ops
 from vllm_rocm_ops.tools.commands import (
+    advise,
     bandwidth,
     bench,
     check,
@@ -21,7 +22,7 @@ from vllm_rocm_ops.tools.commands import (
     verify,
 )
 
-MODULES = (doctor, explain, check, verify, bench, sweep, profile, bandwidth, tune, predict, emulate)
+MODULES = (doctor, explain, check, advise, verify, bench, sweep, profile, bandwidth, tune, predict, emulate)
 COMMANDS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

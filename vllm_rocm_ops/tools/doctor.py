@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import importlib.metadata
 import importlib.util
 import logging
@@ -19,6 +18,7 @@ from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.tools.explain import explain, table
 from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection import report as selection_report
 
 PLUGIN = "rocm_ops"
 
@@ -81,9 +81,10 @@ def find_tables(folder: Path) -> dict:
 
 def find_measured(folder: Path) -> list[dict]:
     """Return the measurements of vLLM's workers, plugin against baseline, by machine."""
+    records = {path: kernel_selection.read(path) for path in sorted(folder.glob("*/measured-*.json"))}
     return [
-        {"path": str(path), **dataclasses.asdict(kernel_selection.read(path))}
-        for path in sorted(folder.glob("*/measured-*.json"))
+        {"path": str(path), **vars(record), "shapes": [*record.shapes.items()]}  # JSON has no records as keys
+        for path, record in records.items()
     ]
 
 
@@ -112,7 +113,8 @@ def measured_lines(records: list[dict], machine: dict[str, str], verbose: bool) 
     """Format the result of `find_measured`: this machine's results, by op or all of them, and where others are."""
     lines = []
     for entry in records:
-        record = kernel_selection.Record(entry["machine"], entry["off"], entry["shapes"])
+        fields = {name: value for name, value in entry.items() if name != "path"}
+        record = kernel_selection.Record(**fields | {"shapes": dict(entry["shapes"])})
         what = "{path}: {number} shapes".format(path=entry["path"], number=len(record.shapes))
         if record.machine != machine:
             differs = [f"{k} {v}" for k, v in record.machine.items() if machine.get(k) != v]
@@ -120,7 +122,9 @@ def measured_lines(records: list[dict], machine: dict[str, str], verbose: bool) 
             continue
         lines.append(f"{what}, on this machine")
         lines += [f"{op} is off: {why} (to measure again, remove the file)" for op, why in record.off.items()]
-        lines += kernel_selection.table(record) if verbose else table(kernel_selection.summary(record))
+        lines += selection_report.wrong_baselines(record)
+        lines += selection_report.table(record) if verbose else []
+        lines += [*table(selection_report.summary(record)), *table(selection_report.advice(record))]
     return lines or ["nothing yet: vLLM's workers measure at startup"]
 
 

@@ -70,7 +70,9 @@ def shapes_of(call, arch: Arch) -> list[str]:
 def keys_of(call, arch: Arch, record: Record) -> list[Key]:
     """Return the keys of a call's measurements, the one that decides first. Compiled comes before eager."""
     shapes = shapes_of(call, arch) if record.shapes else []
-    keys = sorted(record.shapes, key=lambda key: key.baseline.scope == EAGER.scope)
+    keys = sorted(
+        (key for key in record.shapes if not key.baseline.flag), key=lambda key: key.baseline.scope == EAGER.scope
+    )
     return [key for shape in shapes for key in keys if (key.op, key.shape) == (call.op.name, shape)]
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import vllm_rocm_ops
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection, report
 
 
 class Extension:
@@ -43,7 +43,7 @@ class Extension:
 
     def vllm_rocm_ops_timings(self) -> list[str]:
         """Return the lines of `doctor`'s table of start-up timing for the worker's machine, none without results."""
-        return kernel_selection.table(kernel_selection.record_here())
+        return report.table(kernel_selection.record_here())
 
     def vllm_rocm_ops_reach(self) -> dict[str, dict]:
         """Return, by layer kind, how many of the worker's layers the seams cover, and the rest by class."""

@@ -8,6 +8,7 @@ a batch if it wins at every length, because a captured graph serves any.
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import Tensor
@@ -61,11 +62,12 @@ def is_measured(decoder) -> bool:
 
 
 def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
-    """Make or find the choices of a layer."""
+    """Make or find the choices of a layer: for single rows, and for 1 + drafts where vLLM takes these for decode rows."""
     config = decoder.config
     longest, dtype = config.model_config.max_model_len, config.model_config.dtype
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
-    for query_len in filter(decoder.supports_rows, {1, 1 + drafts}):
+    most = getattr(builder, "reorder_batch_threshold", None) or math.inf  # rows; a request with more is a prefill
+    for query_len in {rows for rows in (1, 1 + drafts) if rows <= most and decoder.supports_rows(rows)}:
         choices = []
         for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:
             described = layer._k_scale, dtype, Layer(decoder, layer, builder)

@@ -6,6 +6,7 @@ A `Comparison` describes a kind of calls. `LayerComparison` samples calls of a m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from vllm_rocm_ops.vllm.selection.replays import Mismatch, copies, distance, sam
 
 LARGEST_ERROR = 2.0  # times the error of vLLM's kernel
 NO_SAMPLE = 0.25  # relative error of vLLM's kernel above which the sample is not what it computes
+NOT_FINITE = 1e30  # in place of NaN and infinity, which JSON lacks
 FLOOR = 1e-5  # relative error that is always allowed: float32 sums in another order
 SAMPLED_GROUPS = 4  # of columns
 GROUP = 16  # neighboring columns of a sample
@@ -159,6 +161,14 @@ class RowComparison:
         return Sample(sets, judge, comparable, copies)
 
 
+class WrongBaseline(ArithmeticError):
+    """Signal that vLLM's result is far from float32 and the plugin's near. `errors` are the plugin's and vLLM's."""
+
+    def __init__(self, error: float, baseline_error: float):
+        super().__init__(f"vLLM's kernel has relative error {baseline_error:.2g}, the plugin's {error:.2g}")
+        self.errors = error, baseline_error if math.isfinite(baseline_error) else NOT_FINITE
+
+
 def spread(count: int, limit: int) -> Tensor:
     """Return at most `most` of `count` indices, evenly spaced, with the first and the last."""
     if count <= limit:
@@ -181,7 +191,8 @@ def check(plugin: Tensor, baseline: Tensor, exact: Tensor, rows: Tensor, columns
 
     Raises:
         Mismatch: The plugin's error is too large.
-        ArithmeticError: vLLM's own error is too large to judge the plugin's.
+        WrongBaseline: vLLM's own result is wrong.
+        ArithmeticError: Both are far from the sample.
     """
     if plugin.shape != baseline.shape or plugin.dtype != baseline.dtype:
         raise Mismatch(
@@ -192,6 +203,8 @@ def check(plugin: Tensor, baseline: Tensor, exact: Tensor, rows: Tensor, columns
         return output[rows][:, columns].float()
 
     error, baseline_error = (relative(sampled(output) - exact, exact) for output in (plugin, baseline))
+    if not baseline_error <= NO_SAMPLE and error <= NO_SAMPLE:
+        raise WrongBaseline(error, baseline_error)
     if not baseline_error <= NO_SAMPLE:
         raise ArithmeticError(f"vLLM's kernel has relative error {baseline_error:.2g}, too large for a comparison")
     if not error <= LARGEST_ERROR * baseline_error + FLOOR:

@@ -30,7 +30,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from vllm_rocm_ops.core import archs, envs, tables
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.vllm.selection import comparison
 from vllm_rocm_ops.vllm.selection.comparison import Comparison
 from vllm_rocm_ops.vllm.selection.key import Baseline, Key
 
@@ -61,6 +62,11 @@ class Measured(NamedTuple):
     baseline_us: float | None
     error: float | None = None
     baseline_error: float | None = None
+
+    @property
+    def baseline_is_wrong(self) -> bool:
+        """True if vLLM's result is far from float32 and the plugin's is near. Nothing was timed then."""
+        return self.plugin_us is None and self.error is not None and not self.baseline_error <= comparison.NO_SAMPLE
 
     @property
     def wins(self) -> bool:
@@ -223,15 +229,18 @@ class Record:
         off: Ops that are off, and why.
         shapes: Results by shape and token count.
         ended: By op, how many consecutive processes died while timing it.
+        steps: By model, the op, possible shapes and number of each call of a step, as `vllm-rocm-ops advise` read them.
     """
 
     machine: dict[str, str]
     off: dict[str, str] = dataclasses.field(default_factory=dict)
     shapes: dict[Key, dict[int, Measured]] = dataclasses.field(default_factory=dict)
     ended: dict[str, int] = dataclasses.field(default_factory=dict)
+    steps: dict[str, list] = dataclasses.field(default_factory=dict)
 
     def decided(self) -> Decided:
-        return Decided(dict(self.off), {key: serves_by_tokens(key, measured) for key, measured in self.shapes.items()})
+        selected = {key: measured for key, measured in self.shapes.items() if not key.baseline.flag}
+        return Decided(dict(self.off), {key: serves_by_tokens(key, measured) for key, measured in selected.items()})
 
 
 def serves_by_tokens(key: Key, measured: dict[int, Measured]) -> bytes:
@@ -327,7 +336,8 @@ def read(path: Path, machine: dict[str, str] | None = None) -> Record:
             for key, by_tokens in stored["shapes"]
         }
         if machine in (None, stored["machine"]):
-            return Record(dict(stored["machine"]), dict(stored["off"]), shapes, dict(stored.get("ended", {})))
+            more = (dict(stored.get(name, {})) for name in ("ended", "steps"))
+            return Record(dict(stored["machine"]), dict(stored["off"]), shapes, *more)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     return Record(machine or {})
@@ -362,56 +372,3 @@ def agreed(all_decided: list[Decided]) -> Decided:
             )  # above its largest, as there
             shapes[key] = bytes(a & b for a, b in zip(*both))
     return Decided(off, shapes)
-
-
-# Tables
-
-HEADER = ("op", "shape and vLLM's kernel", "tokens", "plugin us", "vLLM us", "runs", "plugin error", "vLLM error")
-
-
-def rows(record: Record) -> list[tuple[str, ...]]:
-    """Return a table of results: a line per run of neighboring token counts with the same kernel."""
-
-    def span(values: Iterable[float | None], form: str) -> str:
-        known = [value for value in values if value is not None]
-        if not known:
-            return ""
-        low, high = form.format(min(known)), form.format(max(known))
-        return low if low == high else f"{low}..{high}"
-
-    lines = []
-    for key, measured in record.shapes.items():
-        served = serves_by_tokens(key, measured)
-        serves = {tokens: served[min(tokens, len(served) - 1)] for tokens in measured}
-        for wins, group in itertools.groupby(sorted(measured.items()), lambda item, serves=serves: serves[item[0]]):
-            tokens, times = zip(*group)
-            winner = "off" if key.op in record.off else "plugin" if wins else "vLLM"
-            us = (span((getattr(entry, name) for entry in times), "{:.1f}") for name in ("plugin_us", "baseline_us"))
-            errors = (span((getattr(entry, name) for entry in times), "{:.1e}") for name in ("error", "baseline_error"))
-            lines.append((key.op, f"{key.call} {key.baseline}", span(tokens, "{}"), *us, winner, *errors))
-    return lines
-
-
-def summary(record: Record) -> list[tuple[str, str]]:
-    """Return a line per op: at how many of the timed sizes the plugin serves, and how much faster it is there."""
-    sizes: dict[str, list[float]] = {}
-    for key, measured in record.shapes.items():
-        served = serves_by_tokens(key, measured)
-        speedups = sizes.setdefault(key.op, [])
-        for tokens, times in measured.items():
-            serves = served[min(tokens, len(served) - 1)] and key.op not in record.off
-            speedups.append(times.baseline_us / times.plugin_us if serves and times.plugin_us else 0.0)
-    lines = []
-    for op, speedups in sizes.items():
-        gains = [speedup for speedup in speedups if speedup]
-        faster = f", {statistics.geometric_mean(gains):.2f}x as fast as vLLM's kernel" if gains else ""
-        lines.append((op, f"serves {len(gains)} of {len(speedups)} sizes{faster}"))
-    return lines
-
-
-def table(record: Record) -> list[str]:
-    """Return the table's lines, none without results."""
-    lines = rows(record)
-    widths = [max(map(len, column)) for column in zip(HEADER, *lines)]
-    made = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (HEADER, *lines)]
-    return made if lines else []

@@ -14,6 +14,7 @@ One worker per machine times, the others wait for the file's lock and read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -28,8 +29,8 @@ import torch
 from vllm_rocm_ops.core import archs, envs, tables
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import launch as launches
-from vllm_rocm_ops.vllm.selection import kernel_selection, watchdog
-from vllm_rocm_ops.vllm.selection.comparison import Comparison, Refused, allowed, run_plugin
+from vllm_rocm_ops.vllm.selection import kernel_selection, report, watchdog
+from vllm_rocm_ops.vllm.selection.comparison import Comparison, Refused, WrongBaseline, allowed, run_plugin
 from vllm_rocm_ops.vllm.selection.kernel_selection import (
     UNTIMED,
     Choice,
@@ -260,6 +261,8 @@ def measure(
                 result = check_and_time(choice.kernels, layers[:calls], tokens, clock, marked, *counted)
             except Refused:
                 result = UNTIMED
+            except WrongBaseline as error:
+                result = Measured(None, None, *error.errors)
             except BrokenGraph as error:
                 warn_broken(f"{choice.key.call}, {tokens} tokens", error)
                 continue
@@ -314,6 +317,9 @@ def warm_up(
     kernel_selection.apply_decisions(decided)
     if is_logging_rank:
         log_results(record, decided, {choice.key for choice in kernel_selection.all_choices()})
+        if advised := report.advice(record):
+            text = "vllm-rocm-ops: `vllm-rocm-ops advise` compared AITER's switch:\n%s"
+            logger.info(text, "\n".join(report.columns(advised)))
 
 
 def agree(
@@ -337,13 +343,14 @@ def agree(
 
 
 def log_results(record: Record, decided: Decided, known: set[Key]) -> None:
-    """Warn of ops that are off, and log the table of the known shapes."""
+    """Warn of ops that are off and of wrong baselines, and log tables of the known shapes."""
     log_off(decided.off)
-    lines = kernel_selection.table(
-        Record(record.machine, record.off, {k: v for k, v in record.shapes.items() if k in known})
-    )
-    if lines:
+    here = dataclasses.replace(record, shapes={key: times for key, times in record.shapes.items() if key in known})
+    for line in report.wrong_baselines(here):
+        logger.warning("vllm-rocm-ops: %s. vLLM's kernel serves, as without the plugin", line)
+    if lines := report.table(here):
         logger.info("vllm-rocm-ops: selected kernels on this GPU:\n%s", "\n".join(lines))
+        logger.info("vllm-rocm-ops: what serves:\n%s", "\n".join(report.columns(report.summary(here))))
 
 
 def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, end: float) -> Record:

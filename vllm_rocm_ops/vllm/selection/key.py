@@ -15,16 +15,21 @@ class Baseline(NamedTuple):
         name: Its name, empty for what vLLM's compiler makes.
         is_fused: Whether a pass of vLLM's fuses the quantization into it.
         scope: "compiled" or "eager" where one choice holds for all token counts, as in a compiled graph. Else empty.
+        flag: The flag with which vLLM would run it, if `vllm-rocm-ops advise` timed it. Empty in a start.
     """
 
     name: str = ""
     is_fused: bool = False
     scope: str = ""
+    flag: str = ""
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.name, "fused" * self.is_fused, self.scope)))
+        return "-".join(filter(None, (self.name, "fused" * self.is_fused, self.scope))) + f" with {self.flag}" * bool(
+            self.flag
+        )
 
 
+AITER_OFF, AITER_ON = "VLLM_ROCM_USE_AITER=0", "VLLM_ROCM_USE_AITER=1"
 COMPILED, EAGER = Baseline(scope="compiled"), Baseline(scope="eager")
 SEPARATE = Baseline("separate")
 """The plugin's own kernels in two launches."""

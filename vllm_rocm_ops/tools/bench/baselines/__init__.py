@@ -15,14 +15,14 @@ from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.tools.bench.baselines import attention, experts, gemm, installed
 from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
-ATTENTION, DECODE_ATTENTION = "attention", "decode-attention"
+ATTENTION, DECODE_ATTENTION, ADVICE = "attention", "decode-attention", "advice"
 
 
 class Baseline(NamedTuple):
     """Describe another kernel for an op.
 
     `call` takes the result of `prepare` on the op's arguments; only `call` is timed. Both may raise for unsupported arguments.
-    `is_there` tells whether the kernel is installed. `shapes` names the bench list that it supports; "" is every other case.
+    `is_there` tells whether the kernel is installed. `shapes` names the bench list that it supports, or `ADVICE`; "" is every other case.
     """
 
     call: Callable[..., object]
@@ -77,7 +77,10 @@ BASELINES: dict[str, dict[str, Baseline]] = {
         "vllm triton": Baseline(gemm.triton_blocks, is_there=_has_vllm),
         "aiter": Baseline(gemm.aiter_blocks, is_there=_has_aiter),
     },
-    "fused_experts": {"vllm": Baseline(experts.call, experts.prepare, _has_vllm)},
+    "fused_experts": {
+        "vllm": Baseline(experts.call, experts.prepare, _has_vllm),
+        "aiter": Baseline(experts.aiter, experts.aiter_prepare, _has_aiter, ADVICE),  # it may compile for minutes
+    },
     "gemm": {"vllm": Baseline(gemm.cutlass_gemm, is_there=_has_cutlass)},
     "mxfp8_scaled_mm": {"triton": Baseline(gemm.triton_dot_scaled, is_there=_has_triton)},
     "grouped_topk": {"vllm": Baseline(gemm.vllm_grouped_topk, is_there=_has_vllm)},

@@ -68,10 +68,26 @@ def _modular(tensors: tuple, options: dict, tiles: dict[str, int], kernel):
         return kernel.apply(*tensors, activation=_moe(".activation").MoEActivation.SILU, **options)
 
 
-def _kernel(tensors: tuple, options: dict):
-    """Create vLLM's modular kernel."""
+def aiter_prepare(*arguments) -> tuple[tuple, dict]:
+    """Return the tensors and keyword arguments of vLLM's call of AITER, with weights in its order."""
+    tensors, options = prepare(*arguments)
+    hidden, w1, w2, *routing = tensors
+    if options["expert_map"] is not None:
+        raise ValueError("it needs all experts on one GPU")
+    shuffled = importlib.import_module("vllm._aiter_ops").rocm_aiter_ops.shuffle_weights(w1, w2)
+    given = {name: options[name] for name in ("quant_config", "apply_router_weight_on_input")}
+    return (hidden, *shuffled, *routing), {"moe_config": _settings(tensors, options), **given}
+
+
+def aiter(tensors: tuple, options: dict):
+    """Call AITER's fused MoE as vLLM does."""
+    return _moe(".experts.rocm_aiter_moe").rocm_aiter_fused_experts(*tensors, **options)
+
+
+def _settings(tensors: tuple, options: dict):
+    """Return vLLM's configuration of a layer."""
     (hidden, w1, w2, _, ids), config = tensors, _moe(".config")
-    settings = config.FusedMoEConfig(
+    return config.FusedMoEConfig(
         num_experts=options["global_num_experts"],
         experts_per_token=ids.shape[1],
         hidden_dim=hidden.shape[1],
@@ -84,8 +100,12 @@ def _kernel(tensors: tuple, options: dict):
         moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=hidden.dtype,
     )
+
+
+def _kernel(tensors: tuple, options: dict):
+    """Create vLLM's modular kernel."""
     without_ranks = _moe(".prepare_finalize").make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
-    experts = _moe(".experts.triton_moe").TritonExperts(settings, options["quant_config"])
+    experts = _moe(".experts.triton_moe").TritonExperts(_settings(tensors, options), options["quant_config"])
     return _moe(".modular_kernel").FusedMoEKernel(without_ranks, experts)
 
 

@@ -1,0 +1,104 @@
+"""Time the kernels that vLLM would run under another flag, for `vllm-rocm-ops advise`, and keep them in the machine's record.
+
+A start times the plugin against what vLLM selected. This times it against what the other setting of AITER would select, in the
+processes of `check`, and a pair that hangs or faults costs no other. Nothing is selected by it: report.py compares both settings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from vllm_rocm_ops.core import archs, tables
+from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.tools import check, options
+from vllm_rocm_ops.tools.bench.baselines import ADVICE, baselines
+from vllm_rocm_ops.tools.check_worker import Worker
+from vllm_rocm_ops.vllm import comparisons
+from vllm_rocm_ops.vllm.selection import kernel_selection, report
+from vllm_rocm_ops.vllm.selection.key import AITER_OFF, AITER_ON, Baseline, Key
+
+FLAGS = {
+    AITER_OFF: {"block_scaled_mm": "vllm triton", "fused_experts": "vllm"},
+    AITER_ON: {"block_scaled_mm": "aiter", "fused_experts": "aiter"},
+}
+"""Flags -> ops -> the kernel of bench/baselines that vLLM runs then. Other ops' kernels are the same under both, or not known."""
+LOCK_SECONDS = 60.0
+
+
+def pairs(
+    calls: list[LayerCall], arch: archs.Arch, record: kernel_selection.Record, sizes: tuple[int, ...]
+) -> Iterator[tuple]:
+    """Yield what the record lacks: the place of a call, the key of its times, and the token counts."""
+    for place, call in enumerate(calls):
+        if not call.count or call.op not in comparisons.COMPARISONS:
+            continue
+        shapes, installed = comparisons.shapes_of(call, arch), baselines(call.op) | baselines(call.op, ADVICE)
+        for flag, kernels in FLAGS.items():
+            name = kernels.get(call.op.name)
+            if name not in installed:
+                continue
+            timed = {
+                tokens
+                for key, measured in record.shapes.items()
+                if key.op == call.op.name and key.shape in shapes and report.flag_of(key) == flag
+                for tokens in measured
+            }
+            if lacking := tuple(tokens for tokens in sizes if tokens not in timed):
+                yield place, Key(call.op.name, shapes[0], Baseline(name, flag=flag)), lacking
+
+
+def measured(part: dict) -> dict[int, kernel_selection.Measured]:
+    """Return a part's times and errors by token count, without those that were not compared."""
+    names = "us", "other us", "error", "other error"
+    found = {piece["tokens"]: [piece.get(name) for name in names] for piece in part["found"] if "other error" in piece}
+    return {tokens: kernel_selection.Measured(*values) for tokens, values in found.items()}
+
+
+def survey(
+    worker: Worker, model: str, tp: int | None, ep: int | None, sizes: tuple[int, ...], end: float
+) -> kernel_selection.Record:
+    """Time what the record lacks until `end`, and return it. Raises RuntimeError without a GPU."""
+    calls = options.calls_of(model, tp, ep)
+    driver = worker.run("smoke", ("driver",), None, check.SECONDS["smoke"])
+    machine = next((piece["machine"] for piece in driver["found"] if "machine" in piece), {})
+    if machine.get("arch") not in archs.ARCHS:
+        raise RuntimeError("; ".join(check.wrong_of(driver)) or "no supported GPU found")
+    arch, path = archs.ARCHS[machine["arch"]], kernel_selection.path_of(machine)
+
+    def keep(change: Callable[[kernel_selection.Record], None]) -> kernel_selection.Record:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tables.locked(path.with_suffix(".lock"), LOCK_SECONDS):  # a worker may write, too
+            record = kernel_selection.read(path, machine)
+            change(record)
+            kernel_selection.write(path, record)
+        return record
+
+    step = [[call.op.name, comparisons.shapes_of(call, arch), call.count] for call in calls if call.count]
+    name = f"{model}, TP {tp or 1}" + f", EP {ep or tp or 1}" * (ep is not None)
+    record = keep(lambda record: record.steps.update({name: step}))
+    for place, key, lacking in [*pairs(calls, arch, record, sizes)]:
+        left = end - time.monotonic()
+        if left < check.MIN_SECONDS:
+            print(f"left out for lack of time: {key}", flush=True)
+            continue
+        arguments = model, tp, ep, place, key.baseline.name, lacking
+        part = worker.run("survey", arguments, None, min(check.SECONDS["survey"], left))
+        print(check.line_of(part | {"part": str(key)}), flush=True)
+        if timed := measured(part):
+            record = keep(lambda record, key=key, timed=timed: record.shapes.setdefault(key, {}).update(timed))
+        if check.wrong_of(part):
+            worker.close(kill=True)
+    return record
+
+
+def lines(record: kernel_selection.Record) -> list[str]:
+    """Return what serves, wrong baselines and the faster flags."""
+    served, advised = report.summary(record), report.advice(record)
+    nothing = "no layer was timed with AITER and without: is AITER installed, and has a start timed this model?"
+    return [
+        *report.columns(served),
+        *report.wrong_baselines(record),
+        *(report.columns(advised) if advised else [nothing]),
+        "no flag was changed",
+    ]

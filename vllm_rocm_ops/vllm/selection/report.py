@@ -1,0 +1,155 @@
+"""Tabulate a machine's record for logs and commands: times, who serves, wrong baselines, and which flags are faster."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable
+
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.selection.comparison import NOT_FINITE
+from vllm_rocm_ops.vllm.selection.kernel_selection import MARGIN, Measured, Record, serves_by_tokens
+from vllm_rocm_ops.vllm.selection.key import AITER_OFF, AITER_ON, Key
+
+HEADER = ("op", "shape and vLLM's kernel", "tokens", "plugin us", "vLLM us", "runs", "plugin error", "vLLM error")
+
+
+def rows(record: Record) -> list[tuple[str, ...]]:
+    """Return a table of results: a line per run of neighboring token counts with the same kernel."""
+
+    def span(values: Iterable[float | None], form: str) -> str:
+        known = [value for value in values if value is not None]
+        if not known:
+            return ""
+        low, high = form.format(min(known)), form.format(max(known))
+        return low if low == high else f"{low}..{high}"
+
+    lines = []
+    for key, measured in record.shapes.items():
+        served = serves_by_tokens(key, measured)
+        serves = {tokens: served[min(tokens, len(served) - 1)] for tokens in measured}
+        for wins, group in itertools.groupby(sorted(measured.items()), lambda item, serves=serves: serves[item[0]]):
+            tokens, times = zip(*group)
+            winner = "off" if key.op in record.off else "plugin" if wins else "vLLM"
+            us = (span((getattr(entry, name) for entry in times), "{:.1f}") for name in ("plugin_us", "baseline_us"))
+            errors = (span((getattr(entry, name) for entry in times), "{:.1e}") for name in ("error", "baseline_error"))
+            lines.append((key.op, f"{key.call} {key.baseline}", span(tokens, "{}"), *us, winner, *errors))
+    return lines
+
+
+KINDS = {
+    "linear": "linear layers",
+    "moe": "experts and routing",
+    "attention": "attention",
+    "graph": "norms, activations, all-reduce",
+}
+"""Folders of seams -> kinds of layers."""
+
+
+def kind_of(op: str) -> str:
+    """Return the kind of layers that an op serves, by the seam that calls it. No seam names MLA's absorption."""
+    folders = (
+        folder for folder in KINDS for name in seam.in_folder(folder) if op.startswith(seam.load(name).ops or "-")
+    )
+    return KINDS[next(folders, "attention")]
+
+
+def summary(record: Record) -> list[tuple[str, ...]]:
+    """Return a line per op: its kind of layers, at how many of the timed sizes it serves, and what vLLM alone runs."""
+    sizes: dict[str, list[float]] = {}
+    alone: dict[str, dict[str, None]] = {}
+    for key, measured in record.shapes.items():
+        if key.baseline.flag:
+            continue
+        served = serves_by_tokens(key, measured)
+        speedups = sizes.setdefault(key.op, [])
+        alone.setdefault(key.op, {})[str(key.baseline)] = None
+        for tokens, times in measured.items():
+            serves = served[min(tokens, len(served) - 1)] and key.op not in record.off
+            speedups.append(times.baseline_us / times.plugin_us if serves and times.plugin_us else 0.0)
+    lines = []
+    for op, speedups in sizes.items():
+        gains = [speedup for speedup in speedups if speedup]
+        faster = f", {statistics.geometric_mean(gains):.2f}x as fast as vLLM's kernel" if gains else ""
+        said = f"serves {len(gains)} of {len(speedups)} sizes{faster}", f"vLLM alone: {', '.join(alone[op])}"
+        lines.append((kind_of(op), op, *said))
+    return sorted(lines, key=lambda line: [*KINDS.values()].index(line[0]))
+
+
+def wrong_baselines(record: Record) -> list[str]:
+    """Return a line for each of vLLM's kernels whose result was far from float32 where the plugin's was near."""
+    found: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for key, measured in record.shapes.items():
+        for tokens, times in measured.items():
+            if times.baseline_is_wrong:
+                is_number = times.baseline_error < NOT_FINITE
+                what = f"{times.baseline_error:.2g} from float32" if is_number else "not finite"
+                said = f"{what}, the plugin {times.error:.2g} from float32: {key.call}, {tokens} tokens"
+                found.setdefault((key.op, str(key.baseline)), []).append((times.baseline_error, said))
+    lines = []
+    for (op, baseline), each in found.items():
+        hint = f"; {AITER_OFF} avoids it" if "aiter" in baseline.lower() else ""
+        more = f", and {len(each) - 1} more sizes" * (len(each) > 1)
+        lines.append(f"{baseline}, vLLM's kernel for {op}, is wrong on this GPU: {max(each)[1]}{more}{hint}")
+    return lines
+
+
+def flag_of(key: Key) -> str:
+    """Return the flag under which vLLM runs a key's baseline."""
+    return key.baseline.flag or (AITER_ON if "aiter" in key.baseline.name.lower() else AITER_OFF)
+
+
+def served_us(record: Record, key: Key, times: Measured) -> float | None:
+    """Return the time of what serves a call where the key's baseline is vLLM's kernel, None if that was not timed."""
+    return times.plugin_us if times.wins and key.op not in record.off else times.baseline_us
+
+
+def steps(record: Record) -> list[tuple[str, str, int, dict[str, float]]]:
+    """Return for each model, kind of layers and number of tokens the time in a step under each flag, in microseconds.
+
+    Only calls that were timed under both flags count.
+    """
+    totals: dict[tuple[str, str, int], dict[str, float]] = {}
+    starts_last = sorted(record.shapes.items(), key=lambda item: not item[0].baseline.flag)
+    for model, calls in record.steps.items():
+        for op, shapes, count in calls:
+            by_tokens: dict[int, dict[str, float]] = {}
+            for key, measured in starts_last:
+                if key.op == op and key.shape in shapes and not key.has_one_choice:
+                    for tokens, times in measured.items():
+                        us = served_us(record, key, times)
+                        if us is not None:
+                            by_tokens.setdefault(tokens, {})[flag_of(key)] = us
+            for tokens, by_flag in by_tokens.items():
+                if len(by_flag) == 2:
+                    total = totals.setdefault((model, kind_of(op), tokens), dict.fromkeys((AITER_OFF, AITER_ON), 0.0))
+                    for flag, us in by_flag.items():
+                        total[flag] += count * us
+    return [(*of, by_flag) for of, by_flag in sorted(totals.items())]
+
+
+def advice(record: Record) -> list[tuple[str, ...]]:
+    """Return a line for each entry of `steps`: the faster flag and its gain, if that is more than `MARGIN`."""
+    lines = []
+    for model, kind, tokens, by_flag in steps(record):
+        fast, slow = sorted(by_flag, key=by_flag.__getitem__)
+        gain, us = by_flag[slow] - by_flag[fast], by_flag[fast]
+        is_faster = us * (1 + MARGIN) < by_flag[slow]
+        said = (
+            f"{fast} is faster by {gain:.0f} us per step" if is_faster else f"both flags are equal within {MARGIN:.0%}"
+        )
+        each = ", ".join(f"{flag} {time:.0f} us" for flag, time in by_flag.items())
+        lines.append((model, kind, f"{tokens} tokens", said, each))
+    return lines
+
+
+def table(record: Record) -> list[str]:
+    """Return the table's lines, none without results."""
+    lines = rows(record)
+    return columns([HEADER, *lines]) if lines else []
+
+
+def columns(lines: list[tuple[str, ...]]) -> list[str]:
+    """Return lines with aligned cells."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
