@@ -252,8 +252,9 @@ def test_in_an_engine(engines, job, model):
     assert found["with"]["tokens"] == found["apart"]["tokens"] != found["planted"]["tokens"]
 
 
+@full
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen3_moe", pytest.param("deepseek", marks=full)])
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek"])
 def test_a_start_with_code_of_an_earlier_one(engines, job, model):
     """It has no graph to change, and needs the plugin's ops all the same."""
     jobs = {"one": job(model, environment={"VLLM_ROCM_OPS_ATTENTION": "1"})}
