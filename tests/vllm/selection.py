@@ -149,6 +149,7 @@ def layers(torch) -> dict[str, str]:
 
 def linear_kernels(torch) -> dict[str, str]:
     """Return the linear kernels, the vLLM kernel that each holds, and the quantized input it accepts."""
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
     from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
@@ -172,18 +173,25 @@ def linear_kernels(torch) -> dict[str, str]:
 
     shape = {"weight_shape": (16384, 16384)}
     known = inspect.signature(linear.init_mxfp8_linear_kernel).parameters
-    add("linear mxfp8", linear.init_mxfp8_linear_kernel(**{k: v for k, v in shape.items() if k in known}))
+
+    def mxfp8():
+        return linear.init_mxfp8_linear_kernel(**{k: v for k, v in shape.items() if k in known})
+
+    add("linear mxfp8", mxfp8())
     add("linear int8", linear.init_int8_linear_kernel(True, False, True, "test"))
-    for name, (weight_key, input_key) in cases.items():
-        kernel = linear.init_fp8_linear_kernel(
-            activation_quant_key=input_key,
-            weight_quant_key=weight_key,
-            input_dtype=torch.bfloat16,
-            out_dtype=torch.bfloat16,
-            module_name="test",
-            **shape,
-        )
-        add(name, kernel)
+
+    def fp8(name: str):
+        given = {"module_name": "test", **dict.fromkeys(("input_dtype", "out_dtype"), torch.bfloat16), **shape}
+        weight_key, input_key = cases[name]
+        return linear.init_fp8_linear_kernel(activation_quant_key=input_key, weight_quant_key=weight_key, **given)
+
+    for name in cases:
+        add(name, fp8(name))
+    kernels = get_current_vllm_config().kernel_config
+    for name, backend in (("linear static", "torch"), ("linear block", "triton"), ("linear mxfp8", "emulation")):
+        kernels.linear_backend = backend
+        add(f"{name}, named {backend}", fp8(name) if name in cases else mxfp8())
+    kernels.linear_backend = "auto"
     return answer
 
 

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
     fp8_w8a8_moe_quant_config,
 )
+from vllm.model_executor.layers.fused_moe.experts import mxfp8_native_moe, triton_moe
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -508,17 +509,59 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
 
     assert plugin_serves()
     assert not plugin_serves(shared_by_aiter=True)
-    assert not plugin_serves(moe_backend="triton")
     assert [options for options in refused if plugin_serves(**options)] == []
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not plugin_serves()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_a_named_backend_are_the_baseline(kind, monkeypatch):
+    """The plugin keeps those that vLLM selects for it, whatever AITER's switch says. Other backends are vLLM's."""
+    holder = mxfp8_native_moe.Mxfp8NativeTritonExperts if kind == "mx" else triton_moe.TritonExperts
+    monkeypatch.setattr(holder, "_supports_current_device", staticmethod(lambda: True))
+    monkeypatch.setattr(holder, "_supports_quant_scheme", staticmethod(lambda *_: True))
+    ask_for_aiter(monkeypatch)
+    served = select(kind, moe_backend="triton")
+    assert served is SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0] and not served.shuffled
+    other = experts.select([served], lambda: ("EMULATION", holder), config(moe_backend="emulation"), *scheme(kind))
+    assert other == ("EMULATION", holder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served, "baseline_class", staticmethod(lambda: experts.Predicates))
+        assert select(kind, moe_backend="triton") is not served, "it keeps others than vLLM selects"
+        patch.setattr(holder, "_supports_current_device", staticmethod(lambda: False))
+        with pytest.raises(ValueError, match="support"):
+            select(kind, moe_backend="triton")
+    for variable, value in (("VLLM_ROCM_OPS_NAMED_BACKEND", "keep"), ("VLLM_BATCH_INVARIANT", "1")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(holder, "_supports_batch_invariance", staticmethod(lambda: True))
+            patch.setenv(variable, value)
+            assert select(kind, moe_backend="triton") is holder
+
+
+@pytest.mark.parametrize("kind", ["block", "bf16"])
+def test_experts_beside_a_named_backend_serve_what_they_won(baseline, kind, monkeypatch):
+    """Before timing all tokens are the named backend's."""
+    layer = Layer(kind)
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    compute(baseline, layer, monkeypatch)
+    made = kernel(layer, modular(kind), moe_backend="triton")
+
+    def serve() -> int:
+        baseline.calls.clear()
+        call(layer, made, *routed(), inputs())
+        return len(baseline.calls)
+
+    assert serve() == 1
+    [choice] = time_choices((1, 2), 64, plugin_wins_up_to(TOKENS, place=1))
+    assert choice.key.baseline.named == "--moe-backend triton"
+    assert str(choice.key).endswith(" (--moe-backend triton)")
+    assert serve() == 0
 
 
 @pytest.fixture
 def aiters_experts(monkeypatch):
     """Enable AITER, with its experts available."""
     ask_for_aiter(monkeypatch)
-    monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
 
 
 @pytest.mark.parametrize("backend", [None, "allgather_reducescatter"])
@@ -628,7 +671,7 @@ def test_with_aiter_asked_for_its_experts_are_the_baseline(baseline, kind, monke
         assert fp8.select_fp8_moe_backend(config(), *keys)[0].name == "AITER"
     unaligned = config(intermediate_size=48 if kind != "bf16" else 24)
     assert experts.first_of(select_from.PLUGIN_EXPERTS, unaligned, *keys) is None
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER_MOE", "0")
+    monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: False)
     assert select(kind) is not aiter(kind)
 
 

@@ -120,6 +120,7 @@ def measured_lines(records: list[dict], machine: dict[str, str], verbose: bool) 
             continue
         lines.append(f"{what}, on this machine")
         lines += [f"{op} is off: {why} (to measure again, remove the file)" for op, why in record.off.items()]
+        lines += kernel_selection.beside_named(record)
         lines += kernel_selection.table(record) if verbose else table(kernel_selection.summary(record))
     return lines or ["nothing yet: vLLM's workers measure at startup"]
 

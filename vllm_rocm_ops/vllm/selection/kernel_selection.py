@@ -2,7 +2,8 @@
 
 Each layer shape has a `Choice` in one of three states:
 
-    unmeasured  The plugin's up to a default token limit, which is 0 with AITER enabled by its switch, and in attention.
+    unmeasured  The plugin's up to a default token limit, which is 0 with AITER enabled by its switch, beside a backend
+                that the user named, and in attention.
     measured    The plugin's at the timed token counts where it was faster by more than `MARGIN`, and between two of
                 them if it was at both. Above the largest the default limit applies if it won there, else vLLM's.
     off         vLLM's, on this GPU: the op gave a wrong result, raised, hung, ended two processes, or failed when it
@@ -91,9 +92,13 @@ class Choice:
     def __init__(self, kernels: Comparison, key: Key, layers: dict[int, tuple] | None = None):
         self.kernels, self.key = kernels, key
         self.state, self.why = "unmeasured", ""
-        self.plugin_by_tokens = bytes(1) + bytes([1]) * kernels.max_tokens()
+        self.plugin_by_tokens = self.by_default()
         self.layers = {} if layers is None and session.records else layers
         self.max_tokens = 0  # tokens
+
+    def by_default(self) -> bytes:
+        """Return `plugin_by_tokens` before timing."""
+        return bytes(1) + bytes([1]) * (0 if self.key.baseline.named else self.kernels.max_tokens())
 
     def plugin_serves(self, tokens: int) -> bool:
         """True if the plugin serves a call with this token count."""
@@ -115,7 +120,7 @@ class Choice:
         if self.kernels.op.name in decided.off:
             self.state, self.why, self.plugin_by_tokens = "off", decided.off[self.kernels.op.name], b""
         elif self.key in decided.shapes:
-            served, fixed = decided.shapes[self.key], bytes(1) + bytes([1]) * self.kernels.max_tokens()
+            served, fixed = decided.shapes[self.key], self.by_default()
             self.state, self.plugin_by_tokens = (
                 "measured",
                 served + fixed[len(served) :] if served[-1:] == b"\1" else served,
@@ -392,17 +397,32 @@ def rows(record: Record) -> list[tuple[str, ...]]:
     return lines
 
 
-def summary(record: Record) -> list[tuple[str, str]]:
-    """Return a line per op: at how many of the timed sizes the plugin serves, and how much faster it is there."""
+def speedups_by(name_of: Callable[[Key], str], record: Record) -> dict[str, list[float]]:
+    """Return the plugin's speedups at all timed sizes, 0 where it does not serve, by a name of their keys."""
     sizes: dict[str, list[float]] = {}
     for key, measured in record.shapes.items():
         served = serves_by_tokens(key, measured)
-        speedups = sizes.setdefault(key.op, [])
+        speedups = sizes.setdefault(name_of(key), [])
         for tokens, times in measured.items():
             serves = served[min(tokens, len(served) - 1)] and key.op not in record.off
             speedups.append(times.baseline_us / times.plugin_us if serves and times.plugin_us else 0.0)
+    return sizes
+
+
+def beside_named(record: Record) -> dict[str, bool]:
+    """Return a line per backend that the user named, and whether the plugin serves any size beside it."""
+    lines = {}
+    for named, speedups in speedups_by(lambda key: key.baseline.named, record).items():
+        serves = f"the plugin serves {len([*filter(None, speedups)])} of {len(speedups)} sizes"
+        if named:
+            lines[f"{named} named; {serves}; VLLM_ROCM_OPS_NAMED_BACKEND=keep keeps it"] = any(speedups)
+    return lines
+
+
+def summary(record: Record) -> list[tuple[str, str]]:
+    """Return a line per op: at how many of the timed sizes the plugin serves, and how much faster it is there."""
     lines = []
-    for op, speedups in sizes.items():
+    for op, speedups in speedups_by(lambda key: key.op, record).items():
         gains = [speedup for speedup in speedups if speedup]
         faster = f", {statistics.geometric_mean(gains):.2f}x as fast as vLLM's kernel" if gains else ""
         lines.append((op, f"serves {len(gains)} of {len(speedups)} sizes{faster}"))

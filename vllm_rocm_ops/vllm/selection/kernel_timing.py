@@ -317,12 +317,12 @@ def agree(
 
 
 def log_results(record: Record, decided: Decided, known: set[Key]) -> None:
-    """Warn of ops that are off, and log the table of the known shapes."""
+    """Warn of ops that are off and of backends that the user named where the plugin serves. Log the known shapes' table."""
     log_off(decided.off)
-    lines = kernel_selection.table(
-        Record(record.machine, record.off, {k: v for k, v in record.shapes.items() if k in known})
-    )
-    if lines:
+    here = Record(record.machine, record.off, {k: v for k, v in record.shapes.items() if k in known})
+    for line, serves in kernel_selection.beside_named(here).items():
+        logger.log(logging.WARNING if serves else logging.INFO, "vllm-rocm-ops: %s", line)
+    if lines := kernel_selection.table(here):
         logger.info("vllm-rocm-ops: selected kernels on this GPU:\n%s", "\n".join(lines))
 
 

@@ -15,14 +15,17 @@ class Baseline(NamedTuple):
         name: Its name, empty for what vLLM's compiler makes.
         is_fused: Whether a pass of vLLM's fuses the quantization into it.
         scope: "compiled" or "eager" where one choice holds for all token counts, as in a compiled graph. Else empty.
+        named: The option of vLLM by which the user named this kernel's backend, with its value. Else empty.
     """
 
     name: str = ""
     is_fused: bool = False
     scope: str = ""
+    named: str = ""
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.name, "fused" * self.is_fused, self.scope)))
+        words = "-".join(filter(None, (self.name, "fused" * self.is_fused, self.scope)))
+        return f"{words} ({self.named})" if self.named else words
 
 
 COMPILED, EAGER = Baseline(scope="compiled"), Baseline(scope="eager")
