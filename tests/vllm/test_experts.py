@@ -280,11 +280,13 @@ def test_routes():
         if router.routing_method_type.name != method:
             continue
         tried[method] += 1
+        if method == "MiniMax2":  # which vLLM's router for CPU takes as one group
+            router = vllm_router(bias=bias, **how | {"num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True})
         wanted = in_order(*router.select_experts(logits, logits))
         found = in_order(*routing_experts.route(routing_experts.METHODS[method], TOPK, logits, *groups, bias, scale))
         assert torch.equal(found[1], wanted[1])
         torch.testing.assert_close(found[0], wanted[0], msg=f"{method} {groups} {scale}")
-    assert tried == {"DeepSeekV3": 4, "RenormalizeNaive": 6, "Default": 6}
+    assert tried == {"DeepSeekV3": 4, "MiniMax2": 2, "RenormalizeNaive": 6, "Default": 6}
 
 
 @pytest.fixture
@@ -421,7 +423,7 @@ def test_kernels_take_all_that_route(arch, monkeypatch):
     refused = {"num_experts": 513}, {"experts_per_token": 33, "num_experts": 64}, {"router_logits_dtype": torch.float64}
     for options in refused:
         assert select("block", **options) is modular("block"), options
-    for op, name in (("grouped_topk", "DeepSeekV3"), ("topk_softmax", "Default")):
+    for op, name in (("grouped_topk", "DeepSeekV3"), ("topk_softmax", "Default"), ("topk_sigmoid", "MiniMax2")):
         monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", op)
         assert select("block", **method(name)) is modular("block")
     monkeypatch.delenv("VLLM_ROCM_OPS_DISABLE")
@@ -465,11 +467,13 @@ def test_what_no_kernel_routes_is_vllms(router):
         assert torch.equal(plugin, theirs)
 
 
-def test_padding_goes_to_no_expert(monkeypatch):
+@pytest.mark.parametrize("method", ["Default", "MiniMax2"])
+def test_padding_goes_to_no_expert(method, monkeypatch):
     """Like vLLM's routers without groups, it routes tokens that only pad a captured graph nowhere."""
     padding = torch.arange(TOKENS) > 2
     monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: padding[:tokens])
-    arguments = routing_experts.METHODS["Default"], TOPK, random(TOKENS, EXPERTS), None, None, None, 1.0
+    bias = random(EXPERTS) if method == "MiniMax2" else None
+    arguments = routing_experts.METHODS[method], TOPK, random(TOKENS, EXPERTS), None, None, bias, SCALE
     with launch.executor(Emulator("gfx942")):
         _, ids = routing_experts.route(*arguments, has_baseline=True)
     assert torch.equal((ids == -1).all(1), padding)
