@@ -37,6 +37,12 @@ QUANTIZATIONS = {
     ),
     "FP8, per tensor, dynamic": ("`fp8`, `quark`", "linear dynamic", "experts fp8 dynamic", ""),
     "FP8, per token and channel": ("`compressed-tensors`, `quark`", "linear per token", "experts fp8 channel", "token"),
+    "FP8, per token and channel, quantized at load": (
+        "none: `--quantization fp8_per_channel`",
+        "linear per token",
+        "experts fp8 channel",
+        "online",
+    ),
     "FP8, per token and channel, bounded token scales": ("`fbgemm_fp8`", "linear fbgemm", "", "bounded"),
     "FP8, 1x128 and 128x128 blocks": ("`fp8`, `compressed-tensors`", "linear block", "experts fp8 block", "block"),
     "INT8, symmetric, per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, None),
