@@ -729,6 +729,41 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     assert baseline.calls[0]["expert_map"].tolist() == mask.tolist()
 
 
+@pytest.mark.parametrize("kind", ["block", "channel"])
+def test_shared_experts_that_aiter_fuses(baseline, kind, monkeypatch):
+    """They are the last experts, of all tokens. With expert parallelism the layer stays AITER's."""
+    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    ask_for_aiter(monkeypatch)
+    monkeypatch.setattr(rocm_aiter_ops, "is_fusion_moe_shared_experts_enabled", lambda: True)
+    assert config().aiter_fmoe_shared_expert_enabled
+    assert select(kind) is aiter(kind)
+    spread = config(**parallel(use_ep=True, ep_size=2))
+    assert experts.first_of(fp8_experts.PLUGIN_EXPERTS, spread, *scheme(kind)) is None
+    layer, routed_experts = Layer(kind), EXPERTS - 1
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    compute(baseline, layer, monkeypatch)
+    made = aiter(kind)(config(num_experts=routed_experts, num_local_experts=EXPERTS), layer.quant_config)
+    layer.w1, layer.w2 = shuffled(layer.w1), shuffled(layer.w2)
+    weights, ids = routed(TOPK - 1)
+    ids = torch.cat([ids.clamp(max=routed_experts - 1), torch.full((TOKENS, 1), routed_experts, dtype=ids.dtype)], 1)
+    weights, hidden = torch.cat([weights, torch.ones(TOKENS, 1)], 1), inputs()
+
+    def serve() -> int:
+        baseline.calls.clear()
+        output = applied(made, layer, hidden, None, weights, ids, global_num_experts=routed_experts)
+        close(output, layer.plain(hidden, weights, ids))
+        return len(baseline.calls)
+
+    assert serve() == 1
+    [choice] = kernel_selection.all_choices()
+    [described] = choice.layers.values()
+    chosen = experts.COMPARISON.arguments(described, hidden, 1)[-1]
+    assert (chosen == routed_experts).any(1).all() and chosen.shape[1] == TOPK
+    [choice] = time_choices((1, 2), 64, plugin_wins_up_to(TOKENS, place=1))
+    assert choice.state == "measured", choice.why
+    assert serve() == 0
+
+
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize(("form", "kind"), [*((form, kind) for form in FORMS for kind in ROUTING), ("modular", "mx")])
 def test_kernels_serve_the_sizes_they_won(baseline, form, kind, fault, monkeypatch):

@@ -18,7 +18,8 @@ traces the layer, there are no kept experts, and the op's reference runs.
   unquantized tokens on both sides.
 - The batched activation format (DeepEP low latency, NIXL) stays vLLM's.
 - Shared experts are linear layers and served by their seams. If AITER fuses them into the routed experts
-  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), the layer stays AITER's, so the op's `shared_experts` is unused here.
+  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), they are the last experts and vLLM's router sends all tokens to them, so the op's
+  `shared_experts` is unused here. With expert parallelism, where each rank takes a part of the tokens there, the layer stays AITER's.
 """
 
 import copy
@@ -151,8 +152,10 @@ class Experts(LayerComparison):
     def arguments(self, layer, x, seed):
         *_, topk, ids_dtype, expert_map, _, _, total = layer
         num_experts = len(layer[0]) if expert_map is None else total
+        routed = min(total, num_experts)
         generator = torch.Generator(x.device).manual_seed(seed)
         scores = torch.rand(len(x), num_experts, generator=generator, device=x.device)
+        scores[:, routed:] += 1.0  # shared experts, which all tokens go to
         weights, ids = scores.topk(topk, 1)
         return layer, x, weights / weights.sum(1, keepdim=True), ids.to(ids_dtype)
 

@@ -63,7 +63,9 @@ class Predicates:
         supported, why = FusedMoEExperts.is_supported_config(experts_class, *asked)
         if not supported:
             return supported, why
-        extras = ("has_bias", "swiglu_limit", "swiglu_alpha", "swiglu_beta", "aiter_fmoe_shared_expert_enabled")
+        extras = ["has_bias", "swiglu_limit", "swiglu_alpha", "swiglu_beta"]
+        if moe_config.moe_parallel_config.use_ep or not experts_class.shuffled:
+            extras.append("aiter_fmoe_shared_expert_enabled")
         extra = next((name for name in extras if getattr(moe_config, name)), None)
         if extra or moe_config.in_dtype not in HALVES:
             return False, f"{experts_class.__name__} does not support {extra or moe_config.in_dtype}"
