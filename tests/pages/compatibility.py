@@ -331,13 +331,12 @@ def model_table() -> str:
 def recipe_table() -> str:
     """Return a row for each FP8 recipe: its flags, and the seams that its layers reach, or why they stay vLLM's."""
     recipes = loaded("recipes")
-    kinds = ("linear", "experts", "attention")
     rows = []
     for models, recipe in recipes.RECIPES.items():
         by_arch = []
         for arch in AMD:
-            of = ((kind, answers("with").get((f"recipe {models}: {kind}", arch))) for kind in kinds)
-            said = {kind: found[releases()[-1]][0] for kind, found in of if found}
+            of = {kind: answers("with")[f"recipe {models}: {kind}", arch] for kind in recipe.parts}
+            said = {kind: found[releases()[-1]][0] for kind, found in of.items()}
             reached = [f"{kind} (`{text.rpartition(' ')[2]}`)" for kind, text in said.items() if " holds " in text]
             stays = ["{} `{}`, {}".format(kind, *text.split(": ", 1)) for kind, text in said.items() if ": " in text]
             by_arch.append((", ".join(reached), "; ".join(stays)))

@@ -31,6 +31,12 @@ class Recipe:
     quantization: str = ""
     moe: dict = dataclasses.field(default_factory=dict)
     heads: dict = dataclasses.field(default_factory=dict)
+    has_own_attention: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The kinds of layers that are asked about."""
+        return "linear", *["experts"] * bool(self.experts), *["attention"] * (not self.has_own_attention)
 
     @property
     def flags(self) -> str:
@@ -49,7 +55,8 @@ RECIPES = {
     "GLM-4.5 to 4.7": Recipe("per token", "per token"),
     "MiniMax-M2 to M2.7": Recipe("block", "block", SHUFFLED, {}, "ROCM_AITER_FA", moe={"routing_method": "MiniMax2"}),
     "MiniMax-M3, MXFP8": Recipe(
-        *("mxfp8", "mxfp8", {}, {"linear_backend": "emulation"}),
+        *("mxfp8", "mxfp8", FUSED, {"linear_backend": "emulation"}),
+        has_own_attention=True,
         moe={"activation": "SWIGLUOAI", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     ),
     "Qwen3-235B, Qwen3-Coder-480B": Recipe("block", "block", moe=SOFTMAX),
@@ -150,7 +157,7 @@ def answers(torch, config) -> dict[str, str]:
     answer = {}
     for models, recipe in RECIPES.items():
         with under(recipe, config):
-            for part in (linear, *([experts] if recipe.experts else []), attention):
+            for part in (globals()[name] for name in recipe.parts):
                 try:
                     said = part(torch, recipe, config)
                 except (ValueError, NotImplementedError) as error:

@@ -266,7 +266,7 @@ def test_recipes_reach_the_seams(selected, release, arch):
     """All layers under a recipe's flags are the plugin's, beside what vLLM selects, except those with a known reason."""
     answers = selected[release][f"{arch} aiter=1 with"]
     for models, recipe in recipes.RECIPES.items():
-        for kind in ("linear", *["experts"] * bool(recipe.experts), "attention"):
+        for kind in recipe.parts:
             said = answers[f"recipe {models}: {kind}"]
             why = BYPASSED.get((models, kind))
             assert said.startswith("RocmOps") and " holds " in said if why is None else said.endswith(f": {why}"), said
