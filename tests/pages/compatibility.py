@@ -37,6 +37,12 @@ QUANTIZATIONS = {
     ),
     "FP8, per tensor, dynamic": ("`fp8`, `quark`", "linear dynamic", "experts fp8 dynamic", ""),
     "FP8, per token and channel": ("`compressed-tensors`, `quark`", "linear per token", "experts fp8 channel", "token"),
+    "FP8, per token and channel, quantized at load": (
+        "none: `--quantization fp8_per_channel`",
+        "linear per token",
+        "experts fp8 channel",
+        "online",
+    ),
     "FP8, per token and channel, bounded token scales": ("`fbgemm_fp8`", "linear fbgemm", "", "bounded"),
     "FP8, 1x128 and 128x128 blocks": ("`fp8`, `compressed-tensors`", "linear block", "experts fp8 block", "block"),
     "INT8, symmetric, per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, None),
@@ -165,12 +171,18 @@ def on_h200(what: str) -> list[str]:
     return sorted({line["versions"][what] for line in lines if what in line.get("versions", {})})
 
 
+def loaded(name: str):
+    """Return a module of tests/vllm that imports no other one."""
+    spec = importlib.util.spec_from_file_location(name, VLLM_TESTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @functools.cache
 def flavours() -> dict[str, set[str]]:
     """Return, by architecture, the flavours in which vLLM's engine runs a tiny model of it on the CPU."""
-    spec = importlib.util.spec_from_file_location("checkpoints", VLLM_TESTS / "checkpoints.py")
-    checkpoints = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(checkpoints)
+    checkpoints = loaded("checkpoints")
     configs = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
     tried: dict[str, set[str]] = {}
     for table in ("FLAVOURS", "FAMILIES"):
@@ -316,6 +328,26 @@ def model_table() -> str:
     return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), merged(rows))
 
 
+def recipe_table() -> str:
+    """Return a row for each FP8 recipe: its flags, and the seams that its layers reach, or why they stay vLLM's."""
+    recipes = loaded("recipes")
+    rows = []
+    for models, recipe in recipes.RECIPES.items():
+        by_arch = []
+        for arch in AMD:
+            of = {kind: answers("with")[f"recipe {models}: {kind}", arch] for kind in recipe.parts}
+            said = {kind: found[releases()[-1]][0] for kind, found in of.items()}
+            reached = [f"{kind} (`{text.rpartition(' ')[2]}`)" for kind, text in said.items() if " holds " in text]
+            stays = ["{} `{}`, {}".format(kind, *text.split(": ", 1)) for kind, text in said.items() if ": " in text]
+            by_arch.append((", ".join(reached), "; ".join(stays)))
+        flags = f"`{recipe.flags}`" if recipe.flags else ""
+        if len(set(by_arch)) == 1:
+            rows.append((models, flags, "all", *by_arch[0]))
+        else:
+            rows += [(models, flags, arch, *cells) for arch, cells in zip(AMD, by_arch)]
+    return markdown(("models", "flags besides AITER's", "GPU", "plugin beside", "vLLM's, and why"), rows)
+
+
 REACH_COLUMNS = {"linear layers": "linear", "norms": "norms", "activations": "activations", "layers of experts": "MoE"}
 """The kinds of layers in reach.csv -> their columns."""
 
@@ -368,5 +400,6 @@ TABLES = {
     "vllm": vllm_table,
     "around": around_table,
     "reach": reach_table,
+    "recipes": recipe_table,
 }
 """By name of the part of the page."""

@@ -47,7 +47,11 @@ def seams() -> str:
 FORMATS = {
     "BF16, FP16": ("BF16, FP16",),
     "FP8, per tensor, static or dynamic": ("FP8, per tensor, static", "FP8, per tensor, dynamic"),
-    "FP8, per token and channel": ("FP8, per token and channel", "FP8, per token and channel, bounded token scales"),
+    "FP8, per token and channel": (
+        "FP8, per token and channel",
+        "FP8, per token and channel, quantized at load",
+        "FP8, per token and channel, bounded token scales",
+    ),
     "FP8, 1x128 and 128x128 blocks": ("FP8, 1x128 and 128x128 blocks",),
     "MXFP8": ("MXFP8",),
     "INT8 W8A8, symmetric": ("INT8, symmetric, per token or static",),

@@ -123,6 +123,18 @@ def mlp(generator: torch.Generator, prefix: str, hidden: int, inner: int, gain: 
     }
 
 
+def of_drafts(generator: torch.Generator, prefix: str, hidden: int, weights: dict) -> dict[str, torch.Tensor]:
+    """Return what a layer for multi-token prediction has besides a decoder layer's weights."""
+    return {
+        f"{prefix}.embed_tokens.weight": weights["model.embed_tokens.weight"],
+        f"{prefix}.enorm.weight": norm(generator, hidden),
+        f"{prefix}.hnorm.weight": norm(generator, hidden),
+        f"{prefix}.eh_proj.weight": linear(generator, hidden, 2 * hidden),
+        f"{prefix}.shared_head.norm.weight": norm(generator, hidden),
+        f"{prefix}.shared_head.head.weight": weights["lm_head.weight"],
+    }
+
+
 def llama_weights(config: dict) -> dict[str, torch.Tensor]:
     """Return the bf16 weights of a Llama."""
     generator = torch.Generator().manual_seed(0)
@@ -149,9 +161,12 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         return deepseek_weights(config)
     family, generator = config["model_type"], torch.Generator().manual_seed(3)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
-    weights = llama_weights(config)
-    for layer in range(config["num_hidden_layers"]):
+    layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    weights = llama_weights({**config, "num_hidden_layers": layers})
+    for layer in range(layers):
         prefix = f"model.layers.{layer}"
+        if layer >= config["num_hidden_layers"]:
+            weights |= of_drafts(generator, prefix, hidden, weights)
         if family in ("qwen2", "qwen2_moe"):
             for name in "qkv":
                 heads = config["num_attention_heads" if name == "q" else "num_key_value_heads"]
@@ -208,14 +223,7 @@ def deepseek_weights(config: dict) -> dict[str, torch.Tensor]:
     for layer in range(config["num_hidden_layers"] + config["num_nextn_predict_layers"]):
         prefix = f"model.layers.{layer}"
         if layer == config["num_hidden_layers"]:  # multi-token prediction
-            weights |= {
-                f"{prefix}.embed_tokens.weight": weights["model.embed_tokens.weight"],
-                f"{prefix}.enorm.weight": norm(generator, hidden),
-                f"{prefix}.hnorm.weight": norm(generator, hidden),
-                f"{prefix}.eh_proj.weight": linear(generator, hidden, 2 * hidden),
-                f"{prefix}.shared_head.norm.weight": norm(generator, hidden),
-                f"{prefix}.shared_head.head.weight": weights["lm_head.weight"],
-            }
+            weights |= of_drafts(generator, prefix, hidden, weights)
         if query_rank is None:
             weights[f"{prefix}.self_attn.q_proj.weight"] = linear(generator, heads * (nope + rope), hidden)
         else:

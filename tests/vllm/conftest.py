@@ -56,7 +56,8 @@ def expected(engines):
 
     def logits(flavour: tuple[str, str], tokens: list[list[int]]) -> list[torch.Tensor]:
         if flavour not in models:
-            models[flavour] = plain.Model(engines.checkpoint(flavour))
+            quantized = flavour[0], flavour[1].replace("online", "token")
+            models[flavour] = plain.Model(engines.checkpoint(quantized))
         sequences = zip(prompts(flavour), tokens)
         return [models[flavour].logits(p + t[:-1], len(p))[len(p) - 1 :].log_softmax(-1) for p, t in sequences]
 

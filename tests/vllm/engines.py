@@ -22,6 +22,8 @@ FLAVOURS = {
     ("llama", "block"): (7, 83, 193),
     ("llama", "mxfp8"): (43, 79, 87),
     ("deepseek", "bf16"): (22, 104, 175),
+    ("llama", "online"): (22, 43, 79),
+    ("deepseek", "online"): (34, 54, 104),
     ("deepseek", "block"): (4, 5, 8),
 }
 FAMILIES = {
@@ -39,8 +41,10 @@ FAMILIES = {
     ("kimi_k2", "mixed"): (72, 75, 169),
     ("deepseek_v3", "mixed"): (16, 34, 54),
 }
-NOT_COMPILED = ("bounded",)
+NOT_COMPILED = ("bounded", "online")
 """Kinds that run eagerly only: compiled, they are like "token"."""
+STORED = {"online": "bf16"}
+"""The kinds of the checkpoints that vLLM quantizes when it loads them, by `--quantization fp8_per_channel`."""
 BASELINE = [("llama", "bf16"), ("llama", "token"), ("deepseek", "bf16")]
 """Models that vLLM's CPU build runs without the plugin."""
 
@@ -90,6 +94,7 @@ class Engines:
 
     def checkpoint(self, flavour: tuple[str, str]) -> pathlib.Path:
         """Return the folder of a model's checkpoint."""
+        flavour = flavour[0], STORED.get(flavour[1], flavour[1])
         path = self.folder / identity(flavour)
         return path if path.exists() else checkpoints.build(path, *flavour)
 
@@ -99,6 +104,8 @@ class Engines:
         engine["compilation_config"] = {"custom_ops": ["none" if compiled else "all", "-rotary_embedding"]}
         if flavour[1] == "bounded":
             engine["allow_deprecated_quantization"] = True
+        if flavour[1] in STORED:
+            engine["quantization"] = "fp8_per_channel"
         return {
             "model": str(self.checkpoint(flavour)),
             "prompts": prompts(flavour),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from vllm.model_executor.kernels import linear
 
 import vllm_rocm_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
@@ -15,18 +16,23 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def ask_for_aiter(monkeypatch) -> None:
-    """Switch AITER on, with its library present."""
-    from vllm import _aiter_ops
+    """Make vLLM answer that it uses AITER."""
+    from vllm._aiter_ops import rocm_aiter_ops
 
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
-    monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", True)
+    for kind in ("linear", "fused_moe"):
+        monkeypatch.setattr(rocm_aiter_ops, f"is_{kind}_enabled", lambda: True)
 
 
 def hold(monkeypatch, stand_in: type | None, base: type) -> None:
-    """Make the plugin's kernels hold a stand-in on vLLM's base class, which keeps its calls in `calls`, or none."""
+    """Make the plugin's kernels hold a stand-in on vLLM's base class, which keeps its calls in `calls`, or none.
+
+    `--linear-backend torch` names it.
+    """
     supported = classmethod(lambda cls, *_: (True, None))
     given = {"is_supported": supported, "can_implement": supported, "calls": []}
     kernel = stand_in and type(stand_in.__name__, (stand_in, base), given)
+    members = linear._LINEAR_BACKEND_KERNEL_MAP
+    monkeypatch.setitem(members, "torch", members["torch"] | {kernel})
     monkeypatch.setattr(linear_base, "vllm_kernel_for", lambda *_: kernel)
 
 

@@ -53,7 +53,7 @@ class Model:
             return (x.to(self.dtype).float() @ weight.float().t()).to(self.dtype)
         if f"{name}.weight_scale_inv" in self.weights:
             values = self.rounded(x.unflatten(-1, (-1, BLOCK)).float(), None).flatten(-2)
-            return (values @ self.unblocked(name).t()).to(self.dtype)
+            return (values @ self.unscaled(name).t()).to(self.dtype)
         scale = self.weights[f"{name}.weight_scale"].float()
         if self.weights[f"{name}.weight_scale"].dtype == torch.uint8:
             groups = weight.float().unflatten(-1, (-1, GROUP)) * torch.exp2(scale - 127)[..., None]
@@ -80,10 +80,12 @@ class Model:
         unit = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True).clamp(min=2.0**-118) / LIMIT)))
         return (x / unit).to(torch.float8_e4m3fn).float() * unit
 
-    def unblocked(self, name: str) -> torch.Tensor:
-        """Return a weight with 128x128 block scales, in fp32."""
-        weight, scale = self.weights[f"{name}.weight"].float(), self.weights[f"{name}.weight_scale_inv"]
-        rows, columns = weight.shape
+    def unscaled(self, name: str) -> torch.Tensor:
+        """Return a weight in fp32, by its scales per 128x128 block, or row, if it has any."""
+        weight = self.weights[f"{name}.weight"].float()
+        if f"{name}.weight_scale_inv" not in self.weights:
+            return weight * self.weights.get(f"{name}.weight_scale", torch.ones(1))
+        (rows, columns), scale = weight.shape, self.weights[f"{name}.weight_scale_inv"]
         return weight * scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
 
     def mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -133,8 +135,7 @@ class Model:
         query = torch.cat([query[..., :nope], query_rope], -1)
         # Prompts go through the linear layer; later tokens multiply by its weight, which then is not quantized twice.
         weight = f"{name}.kv_b_proj"
-        quantized = f"{weight}.weight_scale_inv" in self.weights
-        exact = self.unblocked(weight).to(self.dtype) if quantized else self.weights[f"{weight}.weight"]
+        exact = self.unscaled(weight).to(self.dtype)
         outputs = []
         for expanded in (self.linear(weight, latent), (latent.float() @ exact.float().t()).to(self.dtype)):
             key, value = expanded.unflatten(-1, (heads, -1)).split([nope, config["v_head_dim"]], -1)

@@ -134,6 +134,10 @@ def select(plugin: str) -> dict[str, str]:
     with set_current_vllm_config(config, check_compile=False):
         for part in (layers, linear_kernels, experts, attention, decode_rows):
             answer |= part(torch)
+        if plugin == "with" and current_platform.is_rocm() and os.environ["VLLM_ROCM_USE_AITER"] == "1":
+            import recipes
+
+            answer |= recipes.answers(torch, config)
     return answer
 
 
@@ -148,19 +152,43 @@ def layers(torch) -> dict[str, str]:
     return answer | {"passes": current_platform.get_pass_manager_cls()}
 
 
+SCHEMES = {
+    "static": ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+    "dynamic": ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
+    "per token": ("kFp8StaticChannelSym", "kFp8DynamicTokenSym"),
+    "fbgemm": ("kFp8StaticTokenSym", "kFp8DynamicTokenSym"),
+    "block": ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
+}
+"""The names of vLLM's keys of weights and inputs."""
+
+
+def keys_of(scheme: str) -> tuple:
+    """Return vLLM's keys of weights and inputs."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    return tuple(getattr(quant_utils, name) for name in SCHEMES[scheme])
+
+
+def linear_kernel(torch, scheme: str):
+    """Return the kernel that vLLM makes for a linear layer, by one of SCHEMES or "mxfp8"."""
+    from vllm.model_executor.kernels import linear
+
+    shape = {"weight_shape": (16384, 16384)}
+    if scheme == "mxfp8":
+        known = inspect.signature(linear.init_mxfp8_linear_kernel).parameters
+        return linear.init_mxfp8_linear_kernel(**{k: v for k, v in shape.items() if k in known})
+    given = {"module_name": "test", **dict.fromkeys(("input_dtype", "out_dtype"), torch.bfloat16), **shape}
+    weight_key, input_key = keys_of(scheme)
+    return linear.init_fp8_linear_kernel(activation_quant_key=input_key, weight_quant_key=weight_key, **given)
+
+
 def linear_kernels(torch) -> dict[str, str]:
     """Return the linear kernels, the vLLM kernel that each holds, and the quantized input it accepts."""
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
     from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 
-    cases = {
-        "linear static": (keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym),
-        "linear dynamic": (keys.kFp8StaticTensorSym, keys.kFp8DynamicTensorSym),
-        "linear per token": (keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym),
-        "linear fbgemm": (keys.kFp8StaticTokenSym, keys.kFp8DynamicTokenSym),
-        "linear block": (keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym),
-    }
     names = {value: name for name, value in vars(keys).items() if name.startswith("kFp8")}
     unquantized = dispatch_unquantized_gemm()
     answer = {"linear unquantized": f"{unquantized.__module__}.{unquantized.__name__}"}
@@ -171,20 +199,15 @@ def linear_kernels(torch) -> dict[str, str]:
         taken = names.get(getattr(kernel, "input_quant_key", lambda: None)(), "no quantized input")
         answer[name] = f"{type(kernel).__name__}{holds} takes {taken}"
 
-    shape = {"weight_shape": (16384, 16384)}
-    known = inspect.signature(linear.init_mxfp8_linear_kernel).parameters
-    add("linear mxfp8", linear.init_mxfp8_linear_kernel(**{k: v for k, v in shape.items() if k in known}))
+    add("linear mxfp8", linear_kernel(torch, "mxfp8"))
     add("linear int8", linear.init_int8_linear_kernel(True, False, True, "test"))
-    for name, (weight_key, input_key) in cases.items():
-        kernel = linear.init_fp8_linear_kernel(
-            activation_quant_key=input_key,
-            weight_quant_key=weight_key,
-            input_dtype=torch.bfloat16,
-            out_dtype=torch.bfloat16,
-            module_name="test",
-            **shape,
-        )
-        add(name, kernel)
+    for scheme in SCHEMES:
+        add(f"linear {scheme}", linear_kernel(torch, scheme))
+    kernels = get_current_vllm_config().kernel_config
+    for scheme, backend in (("static", "torch"), ("block", "triton"), ("mxfp8", "emulation")):
+        kernels.linear_backend = backend
+        add(f"linear {scheme}, named {backend}", linear_kernel(torch, scheme))
+    kernels.linear_backend = "auto"
     return answer
 
 
@@ -242,25 +265,32 @@ def experts(torch) -> dict[str, str]:
     return answer
 
 
-def attention(torch) -> dict[str, str]:
-    """Return the attention backends of heads of 128 and of MLA, chosen or named, and those they hold."""
+def attention_backend(torch, member: str | None, **given) -> tuple[str, type]:
+    """Return the path and the class of the attention backend of heads of 128, chosen or named."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import tl
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    answer = {}
     tl.bfloat16 = "bfloat16"  # vLLM's stand-in for Triton lacks it, and ROCm's backends read it
+    options = dict.fromkeys(AttentionSelectorConfig._fields, False)
+    options |= {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None}
+    options |= {"attn_type": "decoder"} | given
+    options = {name: options[name] for name in AttentionSelectorConfig._fields}
+    selected = member and AttentionBackendEnum[member]
+    path = current_platform.get_attn_backend_cls(selected, AttentionSelectorConfig(**options), 16)
+    return path, resolve_obj_by_qualname(path)
+
+
+def attention(torch) -> dict[str, str]:
+    """Return the attention backends of heads of 128 and of MLA, chosen or named, and those they hold."""
+    from vllm.platforms import current_platform
+
+    answer = {}
 
     def add(name: str, member: str | None, **given) -> None:
-        options = dict.fromkeys(AttentionSelectorConfig._fields, False)
-        options |= {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None}
-        options |= {"attn_type": "decoder"} | given
-        options = {name: options[name] for name in AttentionSelectorConfig._fields}
-        selected = member and AttentionBackendEnum[member]
-        path = current_platform.get_attn_backend_cls(selected, AttentionSelectorConfig(**options), 16)
-        chosen = resolve_obj_by_qualname(path)
+        path, chosen = attention_backend(torch, member, **given)
         baseline = chosen.__mro__[1].__name__ if path.startswith("vllm_rocm_ops") else ""
         answer[name] = f"{chosen.__name__} holds {baseline}" if baseline else chosen.__name__
 

@@ -53,6 +53,18 @@ def test_a_choice_of_kernels_by_kind_of_quantization(monkeypatch, asks):
     assert chosen == ("config", {}, "int8_w8a8" if asks else "not asked")
 
 
+@pytest.mark.parametrize("has_kinds", [True, False])
+def test_the_option_that_names_a_linear_backend(monkeypatch, has_kinds):
+    kinds = {"linear_backend_per_quant": {"mxfp8": "emulation"}} if has_kinds else {}
+    config = Fake(kernel_config=Fake(linear_backend="triton", **kinds))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    for_all = "--linear-backend", "triton"
+    assert compat.linear_backend("mxfp8") == (("linear_backend_per_quant", "emulation") if has_kinds else for_all)
+    assert compat.linear_backend("int8_w8a8") == for_all
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: None)
+    assert compat.linear_backend("mxfp8") == ("--linear-backend", "auto")
+
+
 def test_a_table_of_activations_that_quantize(monkeypatch):
     assert compat.fused_act_quants() is fused_act_quant._FUSED_ACT_QUANT
     monkeypatch.delattr(fusion, "fused_act_quant", raising=False)

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
     fp8_w8a8_moe_quant_config,
 )
+from vllm.model_executor.layers.fused_moe.experts import mxfp8_native_moe, triton_moe
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -279,11 +280,13 @@ def test_routes():
         if router.routing_method_type.name != method:
             continue
         tried[method] += 1
+        if method == "MiniMax2":  # which vLLM's router for CPU takes as one group
+            router = vllm_router(bias=bias, **how | {"num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True})
         wanted = in_order(*router.select_experts(logits, logits))
         found = in_order(*routing_experts.route(routing_experts.METHODS[method], TOPK, logits, *groups, bias, scale))
         assert torch.equal(found[1], wanted[1])
         torch.testing.assert_close(found[0], wanted[0], msg=f"{method} {groups} {scale}")
-    assert tried == {"DeepSeekV3": 4, "RenormalizeNaive": 6, "Default": 6}
+    assert tried == {"DeepSeekV3": 4, "MiniMax2": 2, "RenormalizeNaive": 6, "Default": 6}
 
 
 @pytest.fixture
@@ -420,7 +423,7 @@ def test_kernels_take_all_that_route(arch, monkeypatch):
     refused = {"num_experts": 513}, {"experts_per_token": 33, "num_experts": 64}, {"router_logits_dtype": torch.float64}
     for options in refused:
         assert select("block", **options) is modular("block"), options
-    for op, name in (("grouped_topk", "DeepSeekV3"), ("topk_softmax", "Default")):
+    for op, name in (("grouped_topk", "DeepSeekV3"), ("topk_softmax", "Default"), ("topk_sigmoid", "MiniMax2")):
         monkeypatch.setenv("VLLM_ROCM_OPS_DISABLE", op)
         assert select("block", **method(name)) is modular("block")
     monkeypatch.delenv("VLLM_ROCM_OPS_DISABLE")
@@ -464,11 +467,13 @@ def test_what_no_kernel_routes_is_vllms(router):
         assert torch.equal(plugin, theirs)
 
 
-def test_padding_goes_to_no_expert(monkeypatch):
+@pytest.mark.parametrize("method", ["Default", "MiniMax2"])
+def test_padding_goes_to_no_expert(method, monkeypatch):
     """Like vLLM's routers without groups, it routes tokens that only pad a captured graph nowhere."""
     padding = torch.arange(TOKENS) > 2
     monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: padding[:tokens])
-    arguments = routing_experts.METHODS["Default"], TOPK, random(TOKENS, EXPERTS), None, None, None, 1.0
+    bias = random(EXPERTS) if method == "MiniMax2" else None
+    arguments = routing_experts.METHODS[method], TOPK, random(TOKENS, EXPERTS), None, None, bias, SCALE
     with launch.executor(Emulator("gfx942")):
         _, ids = routing_experts.route(*arguments, has_baseline=True)
     assert torch.equal((ids == -1).all(1), padding)
@@ -508,17 +513,59 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
 
     assert plugin_serves()
     assert not plugin_serves(shared_by_aiter=True)
-    assert not plugin_serves(moe_backend="triton")
     assert [options for options in refused if plugin_serves(**options)] == []
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not plugin_serves()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_a_named_backend_are_the_baseline(kind, monkeypatch):
+    """The plugin keeps those that vLLM selects for it, whatever AITER's switch says. Other backends are vLLM's."""
+    holder = mxfp8_native_moe.Mxfp8NativeTritonExperts if kind == "mx" else triton_moe.TritonExperts
+    monkeypatch.setattr(holder, "_supports_current_device", staticmethod(lambda: True))
+    monkeypatch.setattr(holder, "_supports_quant_scheme", staticmethod(lambda *_: True))
+    ask_for_aiter(monkeypatch)
+    served = select(kind, moe_backend="triton")
+    assert served is SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0] and not served.shuffled
+    other = experts.select([served], lambda: ("EMULATION", holder), config(moe_backend="emulation"), *scheme(kind))
+    assert other == ("EMULATION", holder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served, "baseline_class", staticmethod(lambda: experts.Predicates))
+        assert select(kind, moe_backend="triton") is not served, "it keeps others than vLLM selects"
+        patch.setattr(holder, "_supports_current_device", staticmethod(lambda: False))
+        with pytest.raises(ValueError, match="support"):
+            select(kind, moe_backend="triton")
+    for variable, value in (("VLLM_ROCM_OPS_NAMED_BACKEND", "keep"), ("VLLM_BATCH_INVARIANT", "1")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(holder, "_supports_batch_invariance", staticmethod(lambda: True))
+            patch.setenv(variable, value)
+            assert select(kind, moe_backend="triton") is holder
+
+
+@pytest.mark.parametrize("kind", ["block", "bf16"])
+def test_experts_beside_a_named_backend_serve_what_they_won(baseline, kind, monkeypatch):
+    """Before timing all tokens are the named backend's."""
+    layer = Layer(kind)
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    compute(baseline, layer, monkeypatch)
+    made = kernel(layer, modular(kind), moe_backend="triton")
+
+    def serve() -> int:
+        baseline.calls.clear()
+        call(layer, made, *routed(), inputs())
+        return len(baseline.calls)
+
+    assert serve() == 1
+    [choice] = time_choices((1, 2), 64, plugin_wins_up_to(TOKENS, place=1))
+    assert choice.key.baseline.named == "--moe-backend triton"
+    assert str(choice.key).endswith(" (--moe-backend triton)")
+    assert serve() == 0
 
 
 @pytest.fixture
 def aiters_experts(monkeypatch):
     """Enable AITER, with its experts available."""
     ask_for_aiter(monkeypatch)
-    monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
 
 
 @pytest.mark.parametrize("backend", [None, "allgather_reducescatter"])
@@ -628,7 +675,7 @@ def test_with_aiter_asked_for_its_experts_are_the_baseline(baseline, kind, monke
         assert fp8.select_fp8_moe_backend(config(), *keys)[0].name == "AITER"
     unaligned = config(intermediate_size=48 if kind != "bf16" else 24)
     assert experts.first_of(select_from.PLUGIN_EXPERTS, unaligned, *keys) is None
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER_MOE", "0")
+    monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: False)
     assert select(kind) is not aiter(kind)
 
 
@@ -680,6 +727,41 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     assert choice.key.shape.endswith(" shuffled")
     assert [serve(tokens) for tokens in (1, 4, 5, 9)] == ([1] * 4 if fault else [0, 0, 1, 1])
     assert baseline.calls[0]["expert_map"].tolist() == mask.tolist()
+
+
+@pytest.mark.parametrize("kind", ["block", "channel"])
+def test_shared_experts_that_aiter_fuses(baseline, kind, monkeypatch):
+    """They are the last experts, of all tokens. With expert parallelism the layer stays AITER's."""
+    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    ask_for_aiter(monkeypatch)
+    monkeypatch.setattr(rocm_aiter_ops, "is_fusion_moe_shared_experts_enabled", lambda: True)
+    assert config().aiter_fmoe_shared_expert_enabled
+    assert select(kind) is aiter(kind)
+    spread = config(**parallel(use_ep=True, ep_size=2))
+    assert experts.first_of(fp8_experts.PLUGIN_EXPERTS, spread, *scheme(kind)) is None
+    layer, routed_experts = Layer(kind), EXPERTS - 1
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    compute(baseline, layer, monkeypatch)
+    made = aiter(kind)(config(num_experts=routed_experts, num_local_experts=EXPERTS), layer.quant_config)
+    layer.w1, layer.w2 = shuffled(layer.w1), shuffled(layer.w2)
+    weights, ids = routed(TOPK - 1)
+    ids = torch.cat([ids.clamp(max=routed_experts - 1), torch.full((TOKENS, 1), routed_experts, dtype=ids.dtype)], 1)
+    weights, hidden = torch.cat([weights, torch.ones(TOKENS, 1)], 1), inputs()
+
+    def serve() -> int:
+        baseline.calls.clear()
+        output = applied(made, layer, hidden, None, weights, ids, global_num_experts=routed_experts)
+        close(output, layer.plain(hidden, weights, ids))
+        return len(baseline.calls)
+
+    assert serve() == 1
+    [choice] = kernel_selection.all_choices()
+    [described] = choice.layers.values()
+    chosen = experts.COMPARISON.arguments(described, hidden, 1)[-1]
+    assert (chosen == routed_experts).any(1).all() and chosen.shape[1] == TOPK
+    [choice] = time_choices((1, 2), 64, plugin_wins_up_to(TOKENS, place=1))
+    assert choice.state == "measured", choice.why
+    assert serve() == 0
 
 
 @pytest.mark.parametrize("fault", [False, True])

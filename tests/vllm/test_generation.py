@@ -70,7 +70,7 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
         "bf16": ("rms_norm", "fused_add_rms_norm", "silu_and_mul", ""),
         "mxfp8": (*["rms_norm_mxfp8_quant"] * 2, "silu_and_mul_mxfp8_quant", "mxfp8_scaled_mm"),
     }
-    norm, add_norm, activation, linear = names[kind.replace("bounded", "token")]
+    norm, add_norm, activation, linear = names["token" if kind in NOT_COMPILED else kind]
     if not compiled:
         norm, add_norm = "rms_norm", "fused_add_rms_norm"
         activation = "silu_and_mul" if kind == "mxfp8" else activation
@@ -85,8 +85,8 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
     )
     per_step.update({"rms_norm_and_per_block_quant": handed, "fused_add_rms_norm": -handed})
     total = {op: count * steps for op, count in per_step.items() if count and op}
-    if kind == "block":
-        total["block_scaled_mm"] += latent  # expands the latents of the prompts, in the first step
+    if linear:
+        total[linear] += latent  # expands the latents of the prompts, in the first step
     return total
 
 

@@ -228,6 +228,22 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
         assert Extension().vllm_rocm_ops_timings() == []
 
 
+def test_doctor_names_backends_that_the_user_named():
+    """With the number of sizes that the plugin serves beside each, also if an op is off."""
+    wins, loses = selection.Measured(1.0, 2.0), selection.Measured(2.0, 1.0)
+    keys = [
+        Key("product", "64x64", Baseline(name, named=named)) for name, named in (("A", "--moe-backend a"), ("B", ""))
+    ]
+    record = selection.Record(selection.machine(), {}, {one: {1: wins, 2: wins, 4: loses} for one in keys})
+    for off, serves in (({}, 2), ({"product": "wrong"}, 0)):
+        entry = dataclasses.asdict(record) | {"off": off, "shapes": record.shapes, "path": "file"}
+        text = "\n".join(doctor.measured_lines([entry], selection.machine(), verbose=False))
+        line = (
+            f"--moe-backend a named; the plugin serves {serves} of 3 sizes; VLLM_ROCM_OPS_NAMED_BACKEND=keep keeps it"
+        )
+        assert line in text and text.count(" named; ") == 1
+
+
 @pytest.mark.parametrize("fails", ["baseline", "plugin"])
 def test_a_kernel_that_fails_after_its_launch_is_the_one_to_blame(fails, caplog):
     """On a GPU, the error comes when the clock waits."""

@@ -9,7 +9,6 @@ from fakes import Fake, decide, parameter, plugin_wins_up_to, time_choices
 from linears import FEW, MANY, ask_for_aiter, close, hold, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import _aiter_ops
-from vllm import envs as vllm_envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
@@ -484,6 +483,57 @@ def test_vllm_chooses_the_baseline(make):
     assert CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8") is None  # on CPU
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("linear_backend", "torch", "--linear-backend torch"),
+        ("linear_backend_per_quant", {"fp8_w8a8": "torch"}, "linear_backend_per_quant torch"),
+        ("linear_backend_per_quant", {"int8_w8a8": "torch"}, ""),
+        ("linear_backend", "deep_gemm", ""),  # has no kernel for these layers, so that vLLM selects one itself
+    ],
+)
+def test_a_named_backend_is_the_baseline(make, option, value, said, monkeypatch, caplog):
+    """The plugin serves nothing beside it before it is timed, and says so once where it serves then."""
+    setattr(get_current_vllm_config().kernel_config, option, value)
+    monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
+    kernel_selection.begin_recording()
+    layer, kernel, _ = make("channel", Right)
+    for tokens in (1, MANY):
+        kernel.apply_weights(layer, random(tokens, K).bfloat16())
+    assert len(kernel.baseline.calls) == (2 if said else 1)
+    [choice] = time_choices()
+    assert choice.key.baseline.named == said
+    lines = [record.getMessage() for record in caplog.records if " named; " in record.getMessage()]
+    serves = "the plugin serves 2 of 5 sizes; VLLM_ROCM_OPS_NAMED_BACKEND=keep keeps it"
+    assert lines == [f"vllm-rocm-ops: {said} named; {serves}"] * bool(said)
+    assert [choice.plugin_serves(tokens) for tokens in (1, 17, MANY)] == [True, True, False]
+
+
+def test_a_named_backend_without_a_kernel_is_vllms_error(make):
+    """The plugin does not serve what vLLM refuses."""
+    _, kernel, _ = make("channel")
+    get_current_vllm_config().kernel_config.linear_backend = "torch"
+    others = linear._POSSIBLE_FP8_KERNELS[current_platform._enum][1:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "served_platform", lambda: "rocm")
+        patch.setenv("VLLM_DISABLED_KERNELS", ",".join(other.__name__ for other in others))
+        with pytest.raises(ValueError, match="Failed to find a kernel"):
+            CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_which_named_backends_have_the_plugin_beside_them(keeps, monkeypatch):
+    """The plugin stands beside those with a kernel for the same layers, but never emulation, and beside none on request."""
+    plugin, kernel, other = (type(name, (), {}) for name in ("Plugin", "Kernel", "Other"))
+    backends = {"triton": {kernel, other}, "emulation": {kernel}, "machete": {other}}
+    monkeypatch.setattr(linear, "_LINEAR_BACKEND_KERNEL_MAP", backends)
+    monkeypatch.setenv("VLLM_ROCM_OPS_NAMED_BACKEND", "keep" if keeps else "")
+    table = {current_platform._enum: [kernel]}
+    linear_base.register_first(plugin, table)
+    assert [backend for backend, members in backends.items() if plugin in members] == ["triton"] * (not keeps)
+    assert table == {current_platform._enum: [plugin, kernel]}
+
+
 @pytest.mark.parametrize("shape", [(FEW, K), (17, K), (2, 3, K), (K,)])
 @pytest.mark.parametrize("arch", [None, "gfx942"])
 def test_unquantized_layers(shape, arch, monkeypatch):
@@ -926,12 +976,12 @@ def test_unquantized_layers_are_measured(monkeypatch):
 
 @pytest.mark.parametrize("is_found", [False, True])
 @pytest.mark.parametrize("is_on", [False, True])
-def test_aiter_is_asked_for_by_the_value_of_its_switch(configuration, is_on, is_found, monkeypatch):
-    """A vLLM with AITER on by default runs its kernels without any switch set, but not without the library."""
-    monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
-    monkeypatch.setitem(vllm_envs.environment_variables, "VLLM_ROCM_USE_AITER", lambda: is_on)
-    monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", is_found)
-    assert linear_base.asks_for_aiter("LINEAR") is (is_on and is_found)
+def test_vllm_is_asked_whether_it_uses_aiter(is_on, is_found, monkeypatch):
+    """A vLLM with AITER on by default runs its kernels whatever the variable says, but not without the library."""
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", str(int(not is_on)))
+    monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "_AITER_ENABLED", is_on)
+    monkeypatch.setattr(_aiter_ops, "is_aiter_found_and_supported", lambda: is_found)
+    assert [linear_base.asks_for_aiter(kind) for kind in ("linear", "fused_moe")] == [is_on and is_found] * 2
     assert scaled_linear.COMPARISON.max_tokens() == (0 if is_on and is_found else 64)
 
 
@@ -948,7 +998,7 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     kernel.baseline.calls.clear()
     kernel.apply_weights(layer, random(1, K).bfloat16())
     assert not kernel.baseline.calls
-    monkeypatch.setenv("VLLM_ROCM_USE_AITER_LINEAR", "0")
+    monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "is_linear_enabled", lambda: False)
     assert scaled_linear.COMPARISON.max_tokens() == 64
 
 

@@ -14,6 +14,7 @@ from marks import full
 
 pytestmark = pytest.mark.slow
 
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 TOKEN, BLOCK, EXPERTS = ("llama", "token"), ("llama", "block"), ("deepseek", "block")
 
 
@@ -45,6 +46,10 @@ def answers(engines, adapter) -> dict[str, dict]:
         "lora": lora(engines, TOKEN, adapter),
     }
     chunks = {"max_num_batched_tokens": 16, "enable_chunked_prefill": True}
+    glm = checkpoints.build(engines.folder / "glm drafts", "glm4_moe", "mixed", num_nextn_predict_layers=1)
+    for name, drafts in {"glm": {}, "glm drafts": {"speculative_config": MTP}}.items():
+        jobs[name] = engines.job(("glm4_moe", "mixed")) | {"model": str(glm)}
+        jobs[name]["engine"] |= drafts
     jobs["chunked"]["engine"] |= chunks | {"enable_prefix_caching": True, "block_size": 32}
     return engines.run(jobs)
 
@@ -62,6 +67,17 @@ def test_weights_that_are_loaded_again(answers, expected, name, flavour):
     """They are loaded twice: the second loading starts from the parameters that the first one left."""
     answer = answers[name]
     assert answer["then"] == [answer["tokens"]] * 2 == [best(expected, flavour, answer["tokens"])] * 2
+
+
+def test_drafts_of_glm(answers):
+    """The seams take all layers of its multi-token prediction, too, and drafts change no token."""
+    plain, drafting = answers["glm"], answers["glm drafts"]
+    assert drafting["tokens"] == plain["tokens"] and drafting["drafted"]
+    for op in ("scaled_mm", "fused_experts", "grouped_topk"):
+        assert sum(drafting["stats"][op].values()) > sum(plain["stats"][op].values())
+    taken = {kind: (plain["reach"][kind]["taken"], layers["taken"]) for kind, layers in drafting["reach"].items()}
+    assert all(more > fewer for fewer, more in taken.values()), taken
+    assert not any(layers["missed"] for layers in drafting["reach"].values())
 
 
 def test_lora(answers, engines, adapter, expected):

@@ -19,7 +19,6 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam, worker_startup
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, fused_quant
 from vllm_rocm_ops.vllm.guards import compile_cache
-from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, report
 from vllm_rocm_ops.vllm.selection.key import COMPILED
 
@@ -90,6 +89,7 @@ def worker(model, mode=None, **passes) -> Fake:
     settings = Fake(pass_config=Fake(**off | passes), mode=mode, backend="inductor", static_forward_context={})
     config = {"model_config": Fake(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16), "additional_config": {}}
     config |= {"compilation_config": settings, "scheduler_config": Fake(max_num_batched_tokens=MAX)}
+    config |= {"kernel_config": Fake(ir_op_priority=Fake(rms_norm=["native", "aiter"]))}
     return fake_worker(model, **config)
 
 
@@ -365,8 +365,10 @@ def test_records_are_kept_apart_by_baseline(kernels, monkeypatch):
         (True, {}, True),
     ]:
         monkeypatch.setattr(compilation, "is_compiled", lambda config, model, compiles=compiles: compiles)
-        monkeypatch.setattr(linear_base, "asks_for_aiter", lambda kind, aiters=aiters: aiters)
-        name = compilation.baseline_of(worker(model, **passes).vllm_config, model)
+        monkeypatch.setattr(_aiter_ops, "IS_AITER_FOUND", aiters)
+        config = worker(model, **passes).vllm_config
+        config.kernel_config.ir_op_priority.rms_norm[:] = ["aiter", "native"]
+        name = compilation.baseline_of(config, model)
         keys.append((str(name(True)), str(name(False))))
         assert str(name(False, is_opaque=True)) == ("AITER-eager" if aiters else "eager")
     assert keys == [

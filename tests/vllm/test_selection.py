@@ -19,6 +19,7 @@ import zipfile
 import filelock
 import processes
 import pytest
+import recipes
 import selection
 from marks import FULL, full
 
@@ -118,11 +119,13 @@ def table(selected) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*KEY, *RELEASES])
     before = recorded()
-    for what in selected[NEWEST]["gfx942 aiter=0 with"]:
+    for what in dict.fromkeys(what for answers in selected[NEWEST].values() for what in answers):
         for arch, aiter in MACHINES:
             for plugin in selection.PLUGIN:
                 where = f"{arch} aiter={aiter} {plugin}"
                 key = (what, arch, aiter, plugin)
+                if what not in selected[NEWEST][where]:
+                    continue  # recipes are asked about with AITER and the plugin only
                 answers = {release: selected[release][where][what] for release in ASKED}
                 writer.writerow([*key, *(answers.get(r, before.get(key, {}).get(r, "")) for r in RELEASES)])
     return out.getvalue()
@@ -186,17 +189,18 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
         assert without[f"linear {kind}"].startswith(baseline)
         assert asked[f"linear {kind}"] == f"RocmOps{plugin}Linear holds {baseline} takes {takes}"
     for kind, name in {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "bf16": "Unquantized"}.items():
-        assert asked[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
+        for what in {f"experts {kind}", f"experts {kind}, named triton"} & asked.keys():
+            assert asked[what] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
     for what in ("attention, named triton", "latent attention, named triton"):
         assert asked[what] == f"RocmOps{without[what]} holds {without[what]}"
-    for what in ("linear mxfp8", "experts mxfp8", "attention", "experts fp8 block, named triton"):
+    for what in ("linear mxfp8", "experts mxfp8", "attention", "linear mxfp8, named emulation"):
         assert asked[what] == without[what]
 
 
 @pytest.mark.parametrize("release", ASKED)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
 def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
-    """They come first, hold vLLM's choice, and accept quantized input; gfx942 has no MX-FP8."""
+    """They come first, hold vLLM's choice, and accept quantized input; gfx942 has no MX-FP8, and emulation is vLLM's."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     plugin = {
         "static": "Scaled",
@@ -208,14 +212,16 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
     plugin["int8"] = "Int8"
     if arch == "gfx950":
         plugin["mxfp8"] = "Mxfp8"
+    plugin |= {"static, named torch": "Scaled", "block, named triton": "BlockScaled"}
     taken = {"static": "kFp8StaticTensorSym", "block": "kFp8Dynamic128Sym"}
     taken |= dict.fromkeys(("per token", "fbgemm"), "kFp8DynamicTokenSym")
     for kind, name in plugin.items():
         baseline = without[f"linear {kind}"].split()[0]
-        takes = taken.get(kind, "no quantized input")
+        takes = taken.get(kind.partition(",")[0], "no quantized input")
         assert with_plugin[f"linear {kind}"] == f"RocmOps{name}Linear holds {baseline} takes {takes}"
-    if arch == "gfx942":
-        assert with_plugin["linear mxfp8"] == without["linear mxfp8"]
+    named = "linear mxfp8, named emulation"
+    for what in (named, "linear mxfp8") if arch == "gfx942" else (named,):
+        assert with_plugin[what] == without[what]
     assert with_plugin["linear unquantized"].startswith("vllm_rocm_ops.vllm.linear.unquantized_linear.")
 
 
@@ -224,24 +230,46 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
 def test_experts_are_served(selected, release, arch, aiter):
     """They come first, hold vLLM's that read weights as loaded, and route unless routing is the model's own.
 
-    With AITER enabled by the user, they hold AITER's, and do not route. A backend that the user names comes first.
+    With AITER enabled by the user, they hold AITER's, and do not route. They hold the ones of a backend that the user names.
     MX-FP8 experts do not route, and are the plugin's if the GPU supports it.
     """
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     kinds = {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "fp8 dynamic": "Fp8", "bf16": "Unquantized"}
     for what in [what for what in without if what.startswith("experts") and "mxfp8" not in what and aiter == "1"]:
         name = "Unquantized" if "bf16" in what else "Fp8"
-        plugin = "" if "named" in what else f"RocmOpsAiter{name}Experts holds "
-        assert with_plugin[what] == plugin + without[what]
+        kept = "Routing" if "named" in what else "Aiter"
+        assert with_plugin[what] == f"RocmOps{kept}{name}Experts holds {without[what]}"
     for kind, name in kinds.items() if aiter == "0" else ():
         assert with_plugin[f"experts {kind}"] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
     for kind in ("fp8 block", "bf16"):
         assert without[f"experts {kind}"].startswith("Aiter" if aiter == "1" else "TritonExperts")
         holds = f"RocmOps{kinds[kind]}Experts holds TritonExperts as TRITON"
         assert aiter == "1" or with_plugin[f"experts {kind}, custom routing"] == holds
-        assert with_plugin[f"experts {kind}, named triton"] == "TritonExperts as TRITON"
+        named = f"RocmOpsRouting{kinds[kind]}Experts holds TritonExperts as TRITON"
+        assert with_plugin[f"experts {kind}, named triton"] == named
     baseline = without["experts mxfp8"]
     assert with_plugin["experts mxfp8"] == (f"RocmOpsMxfp8Experts holds {baseline}" if arch == "gfx950" else baseline)
+
+
+BYPASSED = {
+    ("MiniMax-M3, MXFP8", "linear"): "named emulation",
+    ("MiniMax-M3, MXFP8", "experts"): "does not support MoEActivation.SWIGLUOAI activation",
+    **dict.fromkeys([(models, "attention") for models in ("GLM-5.2", "DeepSeek-V3.2")], "sparse attention"),
+    **dict.fromkeys([(models, "attention") for models in ("MiniMax-M2 to M2.7", "Qwen3-VL-235B")], "shuffled cache"),
+}
+"""By models of a recipe and kind of layers: why they stay vLLM's."""
+
+
+@pytest.mark.parametrize("release", ASKED)
+@pytest.mark.parametrize("arch", selection.ARCHS)
+def test_recipes_reach_the_seams(selected, release, arch):
+    """All layers under a recipe's flags are the plugin's, beside what vLLM selects, except those with a known reason."""
+    answers = selected[release][f"{arch} aiter=1 with"]
+    for models, recipe in recipes.RECIPES.items():
+        for kind in recipe.parts:
+            said = answers[f"recipe {models}: {kind}"]
+            why = BYPASSED.get((models, kind))
+            assert said.startswith("RocmOps") and " holds " in said if why is None else said.endswith(f": {why}"), said
 
 
 @pytest.mark.parametrize("release", ASKED)

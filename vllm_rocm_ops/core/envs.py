@@ -49,6 +49,11 @@ VARIABLES = {
             "1 runs the plugin's decode attention wherever it is supported, faster or not",
         ),
         Variable(
+            "VLLM_ROCM_OPS_NAMED_BACKEND",
+            "",
+            "`keep` leaves layers to the backends that vLLM's options name, such as `--moe-backend triton`",
+        ),
+        Variable(
             "VLLM_ROCM_OPS_TABLES", "", "folder of your tuned tables; `~/.config/vllm-rocm-ops/tables` by default"
         ),
         Variable("VLLM_ROCM_OPS_HIP_LIBRARY", "", "path of the libamdhip64 to use instead of the one found"),

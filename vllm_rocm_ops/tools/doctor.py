@@ -123,6 +123,7 @@ def measured_lines(records: list[dict], machine: dict[str, str], verbose: bool) 
         lines.append(f"{what}, on this machine")
         lines += [f"{op} is off: {why} (to measure again, remove the file)" for op, why in record.off.items()]
         lines += selection_report.wrong_baselines(record)
+        lines += selection_report.beside_named(record)
         lines += selection_report.table(record) if verbose else []
         lines += [*table(selection_report.summary(record)), *table(selection_report.advice(record))]
     return lines or ["nothing yet: vLLM's workers measure at startup"]

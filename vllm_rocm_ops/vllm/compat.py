@@ -42,6 +42,17 @@ def choose_linear_kernel(config, table: dict, quantization: str) -> type:
     return choose(config, table, **({"quantization": quantization} if asks else {}))
 
 
+def linear_backend(quantization: str) -> tuple[str, str]:
+    """Return the option that names the backend of a kind of linear layers, and its value. Up to 0.29 one is for all kinds."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    overrides = config and getattr(config.kernel_config, "linear_backend_per_quant", None)
+    if overrides and quantization in overrides:
+        return "linear_backend_per_quant", overrides[quantization]
+    return "--linear-backend", config.kernel_config.linear_backend if config else "auto"
+
+
 def fused_act_quants() -> dict:
     """Return vLLM's table of activations that quantize their result. Up to 0.29 it has none."""
     try:

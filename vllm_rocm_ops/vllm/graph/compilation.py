@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 from vllm_rocm_ops.vllm.selection.key import COMPILED, EAGER, Baseline
 
@@ -84,9 +83,12 @@ def baseline_of(config, model: torch.nn.Module) -> Callable[..., Baseline]:
 
     AITER, fused quantization, and compiled or eager, as opaque layers are: times against one do not hold for another.
     """
+    from vllm import _aiter_ops
+
     passes, compiles = config.compilation_config.pass_config, is_compiled(config, model)
     runs = compiles and seam.served_platform() != "cpu"  # CPU sets these switches, too, but runs no passes
-    aiter = "AITER" * linear_base.asks_for_aiter("RMSNORM")
+    first = config.kernel_config.ir_op_priority.rms_norm[:1]
+    aiter = "AITER" * (first == ["aiter"] and _aiter_ops.IS_AITER_FOUND)
 
     def baseline(is_norm: bool, is_opaque: bool = False, has_pass: bool = True) -> Baseline:
         if not compiles or is_opaque:

@@ -29,6 +29,9 @@ shuffled: set[str] = set()
 
 _kernels: dict[str, object] = {}
 
+_named: dict[str, str] = {}
+"""By a kept kernel's name: the option by which the user named its backend."""
+
 
 METHODS = {
     "is_supported": ("compute_capability",),
@@ -42,7 +45,8 @@ def probe(table: str, base: type, config: str, **methods: tuple[str, ...]) -> No
     """Raise `Unavailable` unless a kind of vLLM's linear kernels is as expected: their table, base class and methods."""
     from vllm.model_executor.kernels import linear
 
-    seam.require(isinstance(getattr(linear, table, None), dict), table)
+    for name in (table, "_LINEAR_BACKEND_KERNEL_MAP"):
+        seam.require(isinstance(getattr(linear, name, None), dict), name)
     seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
     for name, parameters in (METHODS | {"can_implement": (config,)} | methods).items():
         seam.require_parameters(getattr(base, name), *parameters)
@@ -52,6 +56,8 @@ class HasBaseline:
     """Mix into vLLM's base class of a kind of kernels, and keep vLLM's kernel for the same layer."""
 
     order = None
+    quantization: str
+    """vLLM's name of this kind of layers."""
 
     @classmethod
     def is_supported(cls, compute_capability=None) -> tuple[bool, str | None]:
@@ -63,15 +69,31 @@ class HasBaseline:
     def keep_baseline(self, baseline: type | None, *arguments) -> None:
         """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
         self.baseline = baseline and baseline(*arguments)
-        self.baseline_name = baseline and register_baseline(self.baseline)
+        self.baseline_name = baseline and register_baseline(self.baseline, named_backend(baseline, self.quantization))
         self.order = None if self.baseline else "plain"
 
 
 def register_first(plugin: type, table: dict) -> None:
-    """Have vLLM ask the plugin's kernel before its own. `register_linear_kernel` only appends."""
+    """Have vLLM ask the plugin's kernel before its own. `register_linear_kernel` only appends.
+
+    It is asked beside a backend that the user names, too, but for emulation, unless the user keeps named backends.
+    """
+    from vllm.model_executor.kernels import linear
     from vllm.platforms import current_platform
 
-    table.setdefault(current_platform._enum, []).insert(0, plugin)
+    kernels = table.setdefault(current_platform._enum, [])
+    for backend, members in linear._LINEAR_BACKEND_KERNEL_MAP.items():
+        if backend != "emulation" and envs.VLLM_ROCM_OPS_NAMED_BACKEND != "keep" and members.intersection(kernels):
+            members.add(plugin)
+    kernels.insert(0, plugin)
+
+
+def named_backend(kernel: type, quantization: str) -> str:
+    """Return the option by which the user named the backend of a kernel, with its value. Empty if none names it."""
+    from vllm.model_executor.kernels import linear
+
+    option, backend = compat.linear_backend(quantization)
+    return f"{option} {backend}" if kernel in linear._LINEAR_BACKEND_KERNEL_MAP.get(backend, ()) else ""
 
 
 @contextlib.contextmanager
@@ -86,7 +108,10 @@ def without(kernels: list[type], plugin: type):
 
 
 def vllm_kernel_for(plugin: type, config, table: dict, quantization: str) -> type | None:
-    """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests."""
+    """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests.
+
+    Raises vLLM's ValueError if the user named a backend and no kernel of it supports the layer.
+    """
     from vllm.platforms import current_platform
 
     if seam.served_platform() == "cpu":
@@ -95,6 +120,8 @@ def vllm_kernel_for(plugin: type, config, table: dict, quantization: str) -> typ
         try:
             return compat.choose_linear_kernel(config, table, quantization)
         except ValueError:
+            if named_backend(plugin, quantization):
+                raise
             return None
 
 
@@ -106,11 +133,17 @@ def can_keep(baseline: type | None, base: type) -> tuple[bool, str]:
     return plain, "" if plain else f"leaves the layer to {baseline.__name__}, which quantizes its input itself"
 
 
-def register_baseline(kernel: object) -> str:
-    """Keep a kernel, and return the name by which `kept` finds it."""
-    name = f"{type(kernel).__name__} {kernel.config}"
+def register_baseline(kernel: object, named: str = "") -> str:
+    """Keep a kernel and how its backend is named, and return the name by which `baseline_named` finds it."""
+    name = name_of(kernel)
     _kernels.setdefault(name, kernel)
+    _named[name] = named
     return name
+
+
+def name_of(kernel: object) -> str:
+    """Return the name of a kernel that is kept."""
+    return f"{type(kernel).__name__} {kernel.config}"
 
 
 def baseline_named(name: str) -> object:
@@ -137,12 +170,10 @@ def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
 
 
 def asks_for_aiter(kind: str) -> bool:
-    """True if vLLM uses AITER for a kind ("LINEAR", "MOE"): its switches are on and AITER is installed."""
-    from vllm import _aiter_ops
-    from vllm import envs as vllm_envs
+    """True if vLLM's own answer is that it uses AITER for a kind ("linear", "fused_moe"), by its variables or otherwise."""
+    from vllm._aiter_ops import rocm_aiter_ops
 
-    switched_on = vllm_envs.VLLM_ROCM_USE_AITER and getattr(vllm_envs, f"VLLM_ROCM_USE_AITER_{kind}")
-    return switched_on and _aiter_ops.IS_AITER_FOUND
+    return bool(getattr(rocm_aiter_ops, f"is_{kind}_enabled")())
 
 
 def baseline_serves(kernel, tokens: Tensor) -> bool:
@@ -195,7 +226,7 @@ class Linear(LayerComparison):
         return self.baseline(*arguments) if output is None else output
 
     def max_tokens(self) -> int:
-        return 0 if asks_for_aiter("LINEAR") else self.limit
+        return 0 if asks_for_aiter("linear") else self.limit
 
     def columns(self, layer: tuple) -> tuple[int, int]:
         n, k = layer[0].shape
@@ -214,7 +245,7 @@ class Linear(LayerComparison):
         """Return the choice for layers of a key, and note the layer if it is to be timed, with the tokens of x."""
         choice = kernel_selection.choices.get(key)
         if choice is None or choice.layers is not None:
-            kernel = Baseline(self.vllm_kernel(baseline_name))
+            kernel = Baseline(self.vllm_kernel(baseline_name), named=_named.get(baseline_name, ""))
             choice = kernel_selection.choice_for(key, self, kernel, layer, weight, rows_of(x))
         return choice
 
@@ -255,8 +286,10 @@ def wants_fragments(
     if not asked or not fits(rows.shape, rows.dtype):
         return False
     shape = kernels.describe(description)
-    if kept is not None and not won_everywhere(Key(kernels.op.name, shape, Baseline(type(kept).__name__))):
-        return False
+    if kept is not None:
+        beside = Baseline(type(kept).__name__, named=_named.get(name_of(kept), ""))
+        if not won_everywhere(Key(kernels.op.name, shape, beside)):
+            return False
     a = torch.empty(1, rows.shape[1], dtype=rows.dtype, device="meta")
     scale_a = torch.empty(1, scale.shape[1] if scale.dim() == 2 and scale.shape[1] > 1 else 1, device="meta")
     wants = has_kernels(kernels.op, a, weight_order.fragments_of(rows), scale_a, scale.to("meta"), out_dtype)

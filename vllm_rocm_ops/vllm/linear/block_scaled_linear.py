@@ -94,6 +94,8 @@ def install() -> None:
     class RocmOpsBlockScaledLinear(linear_base.HasBaseline, Fp8BlockScaledMMLinearKernel):
         """Choose between `block_scaled_mm` and vLLM's kernel."""
 
+        quantization = "fp8_block_w8a8"
+
         @classmethod
         def can_implement(cls, config):
             weight, activation = (
@@ -110,7 +112,7 @@ def install() -> None:
 
         @classmethod
         def baseline_class(cls, config):
-            return linear_base.vllm_kernel_for(cls, config, table, "fp8_block_w8a8")
+            return linear_base.vllm_kernel_for(cls, config, table, cls.quantization)
 
         def __init__(self, config):
             super().__init__(config)

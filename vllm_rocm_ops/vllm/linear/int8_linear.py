@@ -112,6 +112,8 @@ def install() -> None:
     class RocmOpsInt8Linear(linear_base.HasBaseline, CutlassInt8ScaledMMLinearKernel):
         """Choose between `gemm` and vLLM's kernel. Without one, weights are prepared as for CUTLASS and Triton."""
 
+        quantization = "int8_w8a8"
+
         @classmethod
         def can_implement(cls, c):
             if not c.input_symmetric:
@@ -120,7 +122,9 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_baseline(linear_base.vllm_kernel_for(type(self), c, table, "int8_w8a8"), c, layer_param_names)
+            self.keep_baseline(
+                linear_base.vllm_kernel_for(type(self), c, table, self.quantization), c, layer_param_names
+            )
 
         def process_weights_after_loading(self, layer):
             if self.baseline is None:

@@ -145,6 +145,8 @@ def install() -> None:
     class RocmOpsMxfp8Linear(linear_base.HasBaseline, Mxfp8LinearKernel):
         """Choose between `mxfp8_scaled_mm` and vLLM's kernel."""
 
+        quantization = "mxfp8"
+
         supports_pre_processed_weights = True  # as in vLLM's kernels: preparation only rewrites parameters
 
         @classmethod
@@ -159,7 +161,7 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            self.keep_baseline(linear_base.vllm_kernel_for(type(self), c, table, "mxfp8"), c)
+            self.keep_baseline(linear_base.vllm_kernel_for(type(self), c, table, self.quantization), c)
             self.hands_rows = isinstance(self.baseline, takes_rows)
 
         def process_weights_after_loading(self, layer):

@@ -220,6 +220,8 @@ def install() -> None:
     class RocmOpsScaledLinear(linear_base.HasBaseline, FP8ScaledMMLinearKernel):
         """Choose between `scaled_mm` and vLLM's kernel."""
 
+        quantization = "fp8_w8a8"
+
         @classmethod
         def can_implement(cls, c):
             if c.activation_quant_key.scale.group_shape.is_per_group():
@@ -228,7 +230,7 @@ def install() -> None:
 
         @classmethod
         def baseline_class(cls, c):
-            return linear_base.vllm_kernel_for(cls, c, table, "fp8_w8a8")
+            return linear_base.vllm_kernel_for(cls, c, table, cls.quantization)
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)

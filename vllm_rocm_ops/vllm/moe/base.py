@@ -1,10 +1,11 @@
 """Implement the plugin's experts in vLLM's MoE layers. Each keeps vLLM's experts for unsupported calls.
 
 vLLM has no registry for experts, so the seams wrap its functions that select experts, in every module that imported
-them. The plugin's experts come first if the user named no backend and they support the layer. Weights stay as loaded,
-which vLLM calls the TRITON backend, and the kept experts are vLLM's for that backend. With AITER enabled by its switch,
-weights are shuffled for AITER, which the op reads too. Then the kept experts are AITER's, vLLM routes, and the plugin
-serves where it was timed to be faster.
+them. The plugin's experts come first if they support the layer. Weights stay as loaded, which vLLM calls the
+TRITON backend, and the kept experts are vLLM's for that backend. With AITER enabled by its switch, weights are shuffled for
+AITER, which the op reads too. Then the kept experts are AITER's, vLLM routes, and the plugin serves where it was timed to
+be faster. The same holds beside a backend that the user named: its experts are kept, and layers of other backends than
+TRITON and AITER stay vLLM's.
 
 Each call chooses between the op and the kept experts. On ROCm vLLM runs the whole layer in one opaque op, so the choice
 is made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo
@@ -17,7 +18,8 @@ traces the layer, there are no kept experts, and the op's reference runs.
   unquantized tokens on both sides.
 - The batched activation format (DeepEP low latency, NIXL) stays vLLM's.
 - Shared experts are linear layers and served by their seams. If AITER fuses them into the routed experts
-  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), the layer stays AITER's, so the op's `shared_experts` is unused here.
+  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), they are the last experts and vLLM's router sends all tokens to them, so the op's
+  `shared_experts` is unused here. With expert parallelism, where each rank takes a part of the tokens there, the layer stays AITER's.
 """
 
 import copy
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.quantization import cast
 from vllm_rocm_ops.ops.shared.experts import scheme_of, weight_of
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
@@ -91,7 +94,16 @@ def run(
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
     choice = getattr(experts, "choice", None)
     if choice is None or choice.layers is not None:
-        key = type(experts), w1.shape, w2.shape, w1.dtype, out_dtype, topk_ids.shape[1], expert_map is None
+        key = (
+            type(experts),
+            experts.named,
+            w1.shape,
+            w2.shape,
+            w1.dtype,
+            out_dtype,
+            topk_ids.shape[1],
+            expert_map is None,
+        )
         call = (
             topk_ids.shape[1],
             topk_ids.dtype,
@@ -101,7 +113,7 @@ def run(
             global_num_experts,
         )
         layer = w1, w2, out_dtype, experts, *call
-        beside = Baseline(experts.baseline_class().__name__)
+        beside = Baseline(experts.baseline_class().__name__, named=experts.named)
         choice = experts.choice = kernel_selection.choice_for(key, COMPARISON, beside, lambda: layer, w1, len(hidden))
     if choice.baseline_always_serves:
         experts.leave()
@@ -117,7 +129,7 @@ class Experts(LayerComparison):
     op, limit, sampled_rows = ops.fused_experts, MAX_TOKENS, 3  # a row needs the whole weights of its experts
 
     def max_tokens(self):
-        return 0 if linear_base.asks_for_aiter("MOE") else self.limit
+        return 0 if linear_base.asks_for_aiter("fused_moe") else self.limit
 
     def columns(self, layer):
         return layer[0].shape[2], layer[1].shape[1]
@@ -140,8 +152,10 @@ class Experts(LayerComparison):
     def arguments(self, layer, x, seed):
         *_, topk, ids_dtype, expert_map, _, _, total = layer
         num_experts = len(layer[0]) if expert_map is None else total
+        routed = min(total, num_experts)
         generator = torch.Generator(x.device).manual_seed(seed)
         scores = torch.rand(len(x), num_experts, generator=generator, device=x.device)
+        scores[:, routed:] += 1.0  # shared experts, which all tokens go to
         weights, ids = scores.topk(topk, 1)
         return layer, x, weights / weights.sum(1, keepdim=True), ids.to(ids_dtype)
 
@@ -233,16 +247,28 @@ def replace(function: Callable, plugin: Callable) -> None:
 
 
 def first_of(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
-    """Return the plugin's first class that supports a layer. None if the user named a backend or no class does."""
+    """Return the plugin's first class that supports a layer, None if no class does."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
-    if config.moe_backend != "auto":
-        return None
     if why := refusal(config.moe_parallel_config):
         say_refused(why)
         return None
     asked = config, weight_key, activation_key, FusedMoEActivationFormat.Standard
     return next((candidate for candidate in candidates if candidate.is_supported_config(candidate, *asked)[0]), None)
+
+
+def select(candidates: list[type], vllm_selects: Callable[[], tuple], config, *scheme) -> tuple:
+    """Return a backend and its experts: the plugin's first class that supports a layer, else what vLLM selects.
+
+    Beside a backend that the user named, a class must keep the experts that vLLM selects.
+    """
+    named = None if config.moe_backend == "auto" else vllm_selects()
+    if named is not None:
+        keeps = envs.VLLM_ROCM_OPS_NAMED_BACKEND == "keep"
+        kept = ((candidate, (candidate.backend, candidate.baseline_class() or named[1])) for candidate in candidates)
+        candidates = [candidate for candidate, pair in kept if pair == named and not keeps]
+    chosen = first_of(candidates, config, *scheme) if candidates else None
+    return (chosen.backend, chosen) if chosen else named or vllm_selects()
 
 
 def baseline_class(oracle, backend, scheme: tuple) -> type | None:

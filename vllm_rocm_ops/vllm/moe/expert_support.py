@@ -41,6 +41,12 @@ class Predicates:
     def expects_unquantized_inputs(self):
         return True
 
+    @property
+    def named(self) -> str:
+        """The option by which the user named the backend of the kept experts, empty if none does."""
+        backend = self.moe_config.moe_backend
+        return "" if backend == "auto" else f"--moe-backend {backend}"
+
     @staticmethod
     def activation_format():
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
@@ -57,11 +63,14 @@ class Predicates:
         supported, why = FusedMoEExperts.is_supported_config(experts_class, *asked)
         if not supported:
             return supported, why
-        extras = ("has_bias", "swiglu_limit", "swiglu_alpha", "swiglu_beta", "aiter_fmoe_shared_expert_enabled")
+        extras = ["has_bias", "swiglu_limit", "swiglu_alpha", "swiglu_beta"]
+        if moe_config.moe_parallel_config.use_ep or not experts_class.shuffled:
+            extras.append("aiter_fmoe_shared_expert_enabled")
         extra = next((name for name in extras if getattr(moe_config, name)), None)
         if extra or moe_config.in_dtype not in HALVES:
             return False, f"{experts_class.__name__} does not support {extra or moe_config.in_dtype}"
-        asks = linear_base.asks_for_aiter("MOE")
+        is_named = moe_config.moe_backend != "auto"  # then `backend` is what vLLM selects for it
+        asks = experts_class.shuffled if is_named else linear_base.asks_for_aiter("fused_moe")
         if asks and experts_class.beside_aiter:
             return False, f"{experts_class.__name__} leaves the layer to AITER (VLLM_ROCM_USE_AITER_MOE)"
         if experts_class.shuffled:

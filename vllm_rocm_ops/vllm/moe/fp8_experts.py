@@ -45,10 +45,8 @@ def install() -> None:
     select = fp8.select_fp8_moe_backend
 
     def select_fp8_moe_backend(config, weight_key, activation_key, *others, **more):
-        chosen = experts.first_of(PLUGIN_EXPERTS, config, weight_key, activation_key)
-        if chosen is None:
-            return select(config, weight_key, activation_key, *others, **more)
-        return chosen.backend, chosen
+        scheme = weight_key, activation_key
+        return experts.select(PLUGIN_EXPERTS, lambda: select(config, *scheme, *others, **more), config, *scheme)
 
     experts.replace(select, select_fp8_moe_backend)
 

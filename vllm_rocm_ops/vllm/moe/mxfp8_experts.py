@@ -35,8 +35,7 @@ def install() -> None:
     select = mxfp8.select_mxfp8_moe_backend
 
     def select_mxfp8_moe_backend(config):
-        chosen = experts.first_of(PLUGIN_EXPERTS, config, *scheme)
-        return select(config) if chosen is None else (backend, chosen)
+        return experts.select(PLUGIN_EXPERTS, lambda: select(config), config, *scheme)
 
     experts.replace(select, select_mxfp8_moe_backend)
 

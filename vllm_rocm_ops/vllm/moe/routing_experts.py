@@ -1,4 +1,4 @@
-"""Route tokens in the plugin's experts, where vLLM allows it: `grouped_topk` or `topk_softmax`, then `fused_experts`.
+"""Route tokens in the plugin's experts, where vLLM allows it: `grouped_topk`, `topk_softmax` or `topk_sigmoid`, then `fused_experts`.
 
 vLLM calls such experts monolithic. Their classes come before the ones that fp8_experts and unquantized_experts register.
 They save vLLM's routing kernels and two copies of the result. For few tokens the gate's GEMM routes in the same launch where that is
@@ -18,7 +18,12 @@ from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe import base as experts
 from vllm_rocm_ops.vllm.moe import fp8_experts, unquantized_experts
 
-METHODS = {"DeepSeekV3": ("sigmoid", True), "RenormalizeNaive": ("softmax", True), "Default": ("softmax", False)}
+METHODS = {
+    "DeepSeekV3": ("sigmoid", True),
+    "MiniMax2": ("sigmoid", True),
+    "RenormalizeNaive": ("softmax", True),
+    "Default": ("softmax", False),
+}
 """vLLM's routing methods: the scoring function, and whether a token's weights are normalized to sum to 1."""
 
 ROUTER = {
@@ -73,6 +78,11 @@ def route(
         if not has_baseline:
             return torch.ops.vllm_rocm_ops.topk_softmax(router_logits, *routing)
         return ops.topk_softmax.run_kernels(router_logits, *routing, None, is_padding(len(router_logits))) or baseline()
+    if scoring_func == "sigmoid" and not num_expert_group:
+        if not has_baseline:
+            return torch.ops.vllm_rocm_ops.topk_sigmoid(router_logits, topk, renormalize, bias, scale)
+        sigmoid = topk, renormalize, bias, scale, is_padding(len(router_logits))
+        return ops.topk_sigmoid.run_kernels(router_logits, *sigmoid) or baseline()
     if not has_baseline:
         return torch.ops.vllm_rocm_ops.grouped_topk(router_logits, *routing)
     return ops.grouped_topk.run_kernels(router_logits, *routing) or baseline()
@@ -97,7 +107,7 @@ def arguments_after_logits(
 
 
 def is_plain(routing: tuple) -> bool:
-    """True if arguments after the logits are `topk_softmax`'s. vLLM masks padding only there."""
+    """True if arguments after the logits are `topk_softmax`'s."""
     return len(routing) == 2
 
 
@@ -109,6 +119,8 @@ def supports(method: tuple[str, bool], config) -> bool:
     if scoring_func == "softmax" and not linear_base.has_kernels(ops.topk_softmax, *what):
         return False
     bias = logits[0] if scoring_func == "sigmoid" else None
+    if scoring_func == "sigmoid" and not linear_base.has_kernels(ops.topk_sigmoid, *what, bias):
+        return False
     return linear_base.has_kernels(ops.grouped_topk, *what, 1, 1, scoring_func, 1.0, bias)
 
 

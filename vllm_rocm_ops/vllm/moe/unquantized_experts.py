@@ -27,8 +27,7 @@ def install() -> None:
     select = unquantized.select_unquantized_moe_backend
 
     def select_unquantized_moe_backend(moe_config):
-        chosen = experts.first_of(PLUGIN_EXPERTS, moe_config)
-        return select(moe_config) if chosen is None else (chosen.backend, chosen)
+        return experts.select(PLUGIN_EXPERTS, lambda: select(moe_config), moe_config)
 
     experts.replace(select, select_unquantized_moe_backend)
 

@@ -2,7 +2,8 @@
 
 Each layer shape has a `Choice` in one of three states:
 
-    unmeasured  The plugin's up to a default token limit, which is 0 with AITER enabled by its switch, and in attention.
+    unmeasured  The plugin's up to a default token limit, which is 0 with AITER enabled by its switch, beside a backend
+                that the user named, and in attention.
     measured    The plugin's at the timed token counts where it was faster by more than `MARGIN`, and between two of
                 them if it was at both. Above the largest the default limit applies if it won there, else vLLM's.
     off         vLLM's, on this GPU: the op gave a wrong result, raised, hung, ended two processes, or failed when it
@@ -97,9 +98,13 @@ class Choice:
     def __init__(self, kernels: Comparison, key: Key, layers: dict[int, tuple] | None = None):
         self.kernels, self.key = kernels, key
         self.state, self.why = "unmeasured", ""
-        self.plugin_by_tokens = bytes(1) + bytes([1]) * kernels.max_tokens()
+        self.plugin_by_tokens = self.by_default()
         self.layers = {} if layers is None and session.records else layers
         self.max_tokens = 0  # tokens
+
+    def by_default(self) -> bytes:
+        """Return `plugin_by_tokens` before timing."""
+        return bytes(1) + bytes([1]) * (0 if self.key.baseline.named else self.kernels.max_tokens())
 
     def plugin_serves(self, tokens: int) -> bool:
         """True if the plugin serves a call with this token count."""
@@ -121,7 +126,7 @@ class Choice:
         if self.kernels.op.name in decided.off:
             self.state, self.why, self.plugin_by_tokens = "off", decided.off[self.kernels.op.name], b""
         elif self.key in decided.shapes:
-            served, fixed = decided.shapes[self.key], bytes(1) + bytes([1]) * self.kernels.max_tokens()
+            served, fixed = decided.shapes[self.key], self.by_default()
             self.state, self.plugin_by_tokens = (
                 "measured",
                 served + fixed[len(served) :] if served[-1:] == b"\1" else served,

@@ -15,18 +15,19 @@ class Baseline(NamedTuple):
         name: Its name, empty for what vLLM's compiler makes.
         is_fused: Whether a pass of vLLM's fuses the quantization into it.
         scope: "compiled" or "eager" where one choice holds for all token counts, as in a compiled graph. Else empty.
+        named: The option of vLLM by which the user named this kernel's backend, with its value. Else empty.
         flag: The flag with which vLLM would run it, if `vllm-rocm-ops advise` timed it. Empty in a start.
     """
 
     name: str = ""
     is_fused: bool = False
     scope: str = ""
+    named: str = ""
     flag: str = ""
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.name, "fused" * self.is_fused, self.scope))) + f" with {self.flag}" * bool(
-            self.flag
-        )
+        words = "-".join(filter(None, (self.name, "fused" * self.is_fused, self.scope)))
+        return words + f" ({self.named})" * bool(self.named) + f" with {self.flag}" * bool(self.flag)
 
 
 AITER_OFF, AITER_ON = "VLLM_ROCM_USE_AITER=0", "VLLM_ROCM_USE_AITER=1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.selection.comparison import NOT_FINITE
@@ -54,24 +54,38 @@ def kind_of(op: str) -> str:
     return KINDS[next(folders, "attention")]
 
 
-def summary(record: Record) -> list[tuple[str, ...]]:
-    """Return a line per op: its kind of layers, at how many of the timed sizes it serves, and what vLLM alone runs."""
+def speedups_by(name_of: Callable[[Key], str], record: Record) -> dict[str, list[float]]:
+    """Return the plugin's speedups at all sizes that a start timed, 0 where it does not serve, by a name of their keys."""
     sizes: dict[str, list[float]] = {}
-    alone: dict[str, dict[str, None]] = {}
     for key, measured in record.shapes.items():
         if key.baseline.flag:
             continue
         served = serves_by_tokens(key, measured)
-        speedups = sizes.setdefault(key.op, [])
-        alone.setdefault(key.op, {})[str(key.baseline)] = None
+        speedups = sizes.setdefault(name_of(key), [])
         for tokens, times in measured.items():
             serves = served[min(tokens, len(served) - 1)] and key.op not in record.off
             speedups.append(times.baseline_us / times.plugin_us if serves and times.plugin_us else 0.0)
+    return sizes
+
+
+def beside_named(record: Record) -> dict[str, bool]:
+    """Return a line per backend that the user named, and whether the plugin serves any size beside it."""
+    lines = {}
+    for named, speedups in speedups_by(lambda key: key.baseline.named, record).items():
+        serves = f"the plugin serves {len([*filter(None, speedups)])} of {len(speedups)} sizes"
+        if named:
+            lines[f"{named} named; {serves}; VLLM_ROCM_OPS_NAMED_BACKEND=keep keeps it"] = any(speedups)
+    return lines
+
+
+def summary(record: Record) -> list[tuple[str, ...]]:
+    """Return a line per op: its kind of layers, at how many of the timed sizes it serves, and what vLLM alone runs."""
     lines = []
-    for op, speedups in sizes.items():
+    for op, speedups in speedups_by(lambda key: key.op, record).items():
         gains = [speedup for speedup in speedups if speedup]
         faster = f", {statistics.geometric_mean(gains):.2f}x as fast as vLLM's kernel" if gains else ""
-        said = f"serves {len(gains)} of {len(speedups)} sizes{faster}", f"vLLM alone: {', '.join(alone[op])}"
+        alone = dict.fromkeys(str(key.baseline) for key in record.shapes if key.op == op and not key.baseline.flag)
+        said = f"serves {len(gains)} of {len(speedups)} sizes{faster}", f"vLLM alone: {', '.join(alone)}"
         lines.append((kind_of(op), op, *said))
     return sorted(lines, key=lambda line: [*KINDS.values()].index(line[0]))
 
