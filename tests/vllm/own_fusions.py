@@ -11,6 +11,8 @@ import os
 import passes
 import selection
 
+from vllm_rocm_ops.vllm import simulated
+
 SCHEMAS = (
     *passes.SCHEMAS,
     "static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
@@ -28,7 +30,7 @@ KEYS = ("kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym")
 
 def main(aiter: str) -> None:
     """Print the answers as JSON, without AITER ("0") or with it ("1"), which has its own pass."""
-    selection.fake_amd("gfx942", aiter)
+    simulated.amd("gfx942", aiter)
     import torch
 
     library = torch.library.Library("_C", "FRAGMENT")
