@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.models import fused_calls
-from vllm_rocm_ops.models.layers import NORMS
+from vllm_rocm_ops.models.layers import ACTIVATIONS, NORMS, PREFILL, RESIDUAL
 from vllm_rocm_ops.models.config import (
     BLOCKS,
     EXPERTS,
@@ -60,9 +60,9 @@ class Record:
 class Step(TorchFunctionMode):
     """Record the launches of a step. Tensors are known by their storage, so that views are their tensors."""
 
-    def __init__(self, names: dict[torch.nn.Module, str]):
+    def __init__(self, names: dict[torch.nn.Module, str], positions: int):
         super().__init__()
-        self.names, self.records, self.silent = names, [], 0
+        self.names, self.positions, self.records, self.silent = names, positions, [], 0
         self.seen: set[torch.nn.Module] = set()
         self.makers: dict[int, Record] = {}
         self.kept: list[Tensor] = []  # else another tensor may get their storage's address
@@ -197,7 +197,7 @@ def attention(step: Step, layer: torch.nn.Module, run: Callable, query: Tensor, 
     runs = unserved(layer)
     if key is not None:
         step.add(layer, OTHER, key, None, layer="cache write")
-    given = {"parameters": (heads, kv_heads, size)} if not runs else {}
+    given = {"parameters": (heads, kv_heads, size, step.positions)} if not runs else {}
     op = None if runs else ops.paged_attention_decode.name
     step.add(layer, OTHER, query, made, layer="attention", op=op, runs=runs, **given)
     return made
@@ -215,11 +215,11 @@ def latent_attention(step: Step, layer: torch.nn.Module, run: Callable, q: Tenso
         step.add(layer, OTHER, read, result, layer=name, **given)
 
     add("W_UK", ops.batched_gemm, q, None, heads, nope, latent, True)
-    add("attention", ops.mla_decode, kv, None, heads, latent, rope, nope + rope)
+    add("attention", ops.mla_decode, kv, None, heads, latent, rope, nope + rope, step.positions)
     add("W_UV", ops.batched_gemm, q, made, heads, latent, v, False)
     up = layer.kv_b_proj
     linear(step, up, q.new_empty((TOKENS, latent)), None)
-    step.records[-1].layer = "kv_b (prefill)"
+    step.records[-1].layer = PREFILL
     return made
 
 
@@ -377,17 +377,6 @@ LABELS = {
     "norm": "final norm",
 }
 """Names of layers, by the last part of their module's; others are that, without `_proj`."""
-ACTIVATIONS = {
-    STATIC: ops.silu_and_mul_quant,
-    TOKEN: ops.silu_and_mul_per_token_quant,
-    BLOCKS: ops.silu_and_mul_per_block_quant,
-    MX: ops.silu_and_mul_mxfp8_quant,
-}
-RESIDUAL = {
-    ops.rms_norm: ops.fused_add_rms_norm,
-    ops.rms_norm_static_fp8_quant: ops.fused_add_rms_norm_static_fp8_quant,
-}
-"""Norms whose op with a residual is another one."""
 
 
 def named(records: list[Record]) -> list[Record]:
@@ -411,7 +400,8 @@ def named(records: list[Record]) -> list[Record]:
         elif record.parameters and record.kind in (NORM, ACTIVATION):
             quantized(record)
         for name in before(record):
-            result.append(Record(record.module, OTHER, record.dtype, layer=name, block=block))
+            of = (record.quantization,)
+            result.append(Record(record.module, OTHER, record.dtype, parameters=of, layer=name, block=block))
         result.append(record)
     return result
 
@@ -426,7 +416,7 @@ def quantized(record: Record) -> None:
     if kind == STATIC and len(record.readers) > 1:
         kind = OTHER
     if record.kind == ACTIVATION:
-        record.op = ACTIVATIONS.get(kind, ops.silu_and_mul).name
+        record.op = ACTIVATIONS.get(kind, ACTIVATIONS[UNQUANTIZED])[0].name
         return
     op, _ = NORMS.get(kind, NORMS[UNQUANTIZED])
     record.op = (RESIDUAL.get(op, op) if record.parameters[1] else op).name
@@ -446,7 +436,7 @@ def before(record: Record) -> Iterator[str]:
 
 def blocks_of(model: torch.nn.Module, config) -> list:
     """Run a decode step, and return its launches as `meta_model` answers them."""
-    step = Step({module: name for name, module in model.named_modules()})
+    step = Step({module: name for name, module in model.named_modules()}, config.model_config.max_model_len)
     install(step, model)
     ids = torch.empty(TOKENS, dtype=torch.long, device="meta")
     with step:
