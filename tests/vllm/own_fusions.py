@@ -9,7 +9,6 @@ import json
 import os
 
 import passes
-import selection
 
 from vllm_rocm_ops.vllm import simulated
 

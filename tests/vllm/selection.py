@@ -18,6 +18,7 @@ AITER = ("0", "1")
 PLUGIN = ("without", "with")
 NVIDIA = ("without", "with", "asked")  # asked: with VLLM_ROCM_OPS_ON_NVIDIA=1
 
+
 def fake_nvidia() -> None:
     """Fake an H200 in torch, and CUDA as vLLM's platform, with its own kernels and Triton's, without DeepGEMM."""
     import torch

@@ -7,7 +7,6 @@ import types
 import checkpoints
 import on_cpu
 import pytest
-
 import torch
 from engines import STEPS
 from fakes import Fake, set_config
@@ -20,7 +19,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import seam, simulated
 from vllm_rocm_ops.vllm.attention import backends as attention_backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
 

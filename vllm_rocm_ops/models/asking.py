@@ -10,22 +10,25 @@ It is read where vLLM is not installed, or has this version. Elsewhere the insta
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from importlib import metadata
-from pathlib import Path
 
 from vllm_rocm_ops.models import config as model_config
 
-LISTED = [(tp, ep) for tp in (1, 2, 4, 8, 16) for ep in (None, tp)]
+LISTED = [*((tp, ep) for tp in (1, 2, 4, 8, 16) for ep in (None, tp)), (1, 4), (1, 8)]
 """The TP and EP of shipped lists."""
 TIMEOUT_S = 300
+MAX_LAYERS, MAX_SIZE = 1024, 2**24
+"""The most layers that are built, and the largest number of a configuration's sizes."""
 
 
 class Builder:
@@ -34,16 +37,21 @@ class Builder:
     def __init__(self, arch: str):
         quiet = {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         environment = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
         command = [sys.executable, "-m", "vllm_rocm_ops.vllm.meta_model", arch]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
-        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
+        self._process = subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes)
         self._lock = threading.Lock()
-        atexit.register(self._process.kill)
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """End the process and its forks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def ask(self, request: dict) -> dict:
         """Return the answer to a request. Raises ValueError if the process ended."""
-        timer = threading.Timer(TIMEOUT_S, self._process.kill)
+        timer = threading.Timer(TIMEOUT_S, self.end)
         with self._lock:
             timer.start()
             try:
@@ -102,6 +110,10 @@ def blocks(config: dict, tp: int, ep: int | None, arch: str) -> list:
 
 def asked(config: dict, tp: int, ep: int | None, arch: str) -> dict:
     """Return vLLM's answer. Raises ValueError."""
+    for name, value in config.items():
+        most = MAX_LAYERS if name.endswith("layers") else MAX_SIZE
+        if type(value) is int and value > most and name.endswith(("layers", "size", "experts", "heads", "dim")):
+            raise ValueError(f"{name} must be at most {most}, got {model_config.shown(value)}")
     answer = builder(arch).ask({"config": config, "tp": tp, "ep": ep})
     if "error" in answer:
         raise ValueError(answer["error"])

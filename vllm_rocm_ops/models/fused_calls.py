@@ -91,15 +91,15 @@ def calls(
     return result
 
 
-def quantized_hidden(
-    config: dict, tp: int = 1, ep: int | None = None, arch: str = layers.ARCH
-) -> list[LayerCall]:
+def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None, arch: str = layers.ARCH) -> list[LayerCall]:
     """Return the norm before experts, with the quantization of their hidden states, and the experts that read it.
 
     They replace the calls of these layers in `sequence`; the shared experts' input then needs no quantization launch. Empty for
     experts without block scales, and if vLLM runs the norm before them.
     """
-    by_layer = {call.layer: call for call in layers.calls(config, tp, ep, arch) if call.layer in (EXPERTS_NORM, EXPERTS)}
+    by_layer = {
+        call.layer: call for call in layers.calls(config, tp, ep, arch) if call.layer in (EXPERTS_NORM, EXPERTS)
+    }
     norm, experts = by_layer.get(EXPERTS_NORM), by_layer.get(EXPERTS)
     if norm is None or experts is None or norm.op is not ops.fused_add_rms_norm:
         return []

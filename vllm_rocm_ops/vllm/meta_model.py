@@ -12,13 +12,16 @@ collectives. A layer that no op serves, or whose kernel a seam did not take, is 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import resource
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 
+CPU_S = 200  # of an answer
 GROUPS = "_TP", "_DP", "_EP"
 EXTENSIONS = "_C", "_moe_C", "_rocm_C", "_C_cache_ops", "_C_custom_ar"
 """Namespaces of vLLM's compiled ops. None runs here, but its files look some up."""
@@ -78,22 +81,24 @@ def prepare(arch: str) -> None:
 
     type(current_platform).current_device = classmethod(lambda cls: torch.device("meta"))
 
-    import vllm.model_executor.model_loader.utils  # noqa: F401  once for all forks
+    import vllm.model_executor.model_loader.utils
     import vllm.model_executor.models.llama  # noqa: F401
 
 
-def groups(tp: int, dp: int, is_expert_parallel: bool) -> None:
+def groups(config, tp: int, dp: int) -> None:
     """Make vLLM's groups of ranks, of one rank that says it is one of several. Its collectives launch nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     made = dist.new_group
     dist.new_group = lambda ranks=None, *_, **__: made(ranks, backend="fake")
     address = {"distributed_init_method": "tcp://127.0.0.1:1", "backend": "fake"}
-    parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, **address)
-    parallel_state.initialize_model_parallel(1, backend="fake")
+    with set_current_vllm_config(config, check_compile=False):
+        parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, **address)
+        parallel_state.initialize_model_parallel(1, backend="fake")
     for name, size in zip(GROUPS, (tp, dp, tp * dp)):
         group = getattr(parallel_state, name, None)
         if group is not None:
@@ -105,6 +110,8 @@ def configuration(folder: str, tp: int, dp: int, is_expert_parallel: bool):
     from vllm.config import CacheConfig, DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 
     given = {"tokenizer": folder, "skip_tokenizer_init": True, "enforce_eager": True}
+    if "allow_deprecated_quantization" in inspect.signature(ModelConfig).parameters:
+        given["allow_deprecated_quantization"] = True
     model = ModelConfig(model=folder, **given)
     result = VllmConfig(
         model_config=model,
@@ -113,6 +120,7 @@ def configuration(folder: str, tp: int, dp: int, is_expert_parallel: bool):
         cache_config=CacheConfig(block_size=16),
         load_config=LoadConfig(load_format="dummy"),
     )
+    groups(result, tp, dp)
     parallel = result.parallel_config
     parallel.tensor_parallel_size, parallel.data_parallel_size = tp, dp
     parallel.world_size, parallel.enable_expert_parallel = tp, is_expert_parallel
@@ -139,8 +147,12 @@ def answer(request: dict) -> dict:
     except Exception as error:  # noqa: BLE001  a constructor may raise anything
         if os.environ.get("VLLM_ROCM_OPS_TRACE"):
             traceback.print_exc()
-        lines = str(error).strip().splitlines() or [""]
-        return {"error": f"vLLM {__version__} cannot build it: {type(error).__name__}: {lines[-1 if 'validation' in lines[0] else 0]}"}
+        lines = [line.strip() for line in str(error).splitlines()] or [""]
+        of_pydantic = [
+            line.partition(" [type=")[0] for line in lines if " [type=" in line
+        ]  # without its heading and link
+        what = f"{type(error).__name__}: {(of_pydantic or [' '.join(lines[:2])])[0]}"
+        return {"error": f"vLLM {__version__} cannot build it: {what}"}
 
 
 def built(folder: str, tp: int, dp: int, is_expert_parallel: bool) -> list:
@@ -159,13 +171,12 @@ def built(folder: str, tp: int, dp: int, is_expert_parallel: bool) -> list:
         if "aux_stream" in getattr(module, "__dict__", {}) and module.__name__.startswith("vllm."):
             module.aux_stream = lambda: None
     config = configuration(folder, tp, dp, is_expert_parallel)
-    with set_current_vllm_config(config, check_compile=False):
-        groups(tp, dp, is_expert_parallel)
+    across = torch.full((dp,), meta_step.TOKENS, dtype=torch.int32) if dp > 1 else None
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         model = initialize_model(vllm_config=config)
         with (
             set_current_vllm_config(config, check_compile=False),
-            set_forward_context(None, config, num_tokens=meta_step.TOKENS),
+            set_forward_context(None, config, num_tokens=meta_step.TOKENS, num_tokens_across_dp=across),
             torch.no_grad(),
         ):
             return meta_step.blocks_of(model, config)
@@ -179,6 +190,7 @@ def main() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
             out.write(json.dumps(answer(json.loads(line))) + "\n")
             out.flush()
             os._exit(0)

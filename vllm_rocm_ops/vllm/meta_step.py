@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.models import fused_calls
-from vllm_rocm_ops.models.layers import ACTIVATIONS, NORMS, PREFILL, RESIDUAL
 from vllm_rocm_ops.models.config import (
     BLOCKS,
     EXPERTS,
@@ -26,9 +25,9 @@ from vllm_rocm_ops.models.config import (
     TOKEN,
     UNQUANTIZED,
 )
-from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.models.layers import ACTIVATIONS, NORMS, PREFILL, RESIDUAL
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.moe import expert_support, routing_experts
+from vllm_rocm_ops.vllm.moe import routing_experts
 
 TOKENS = 4
 LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
@@ -85,7 +84,9 @@ class Step(TorchFunctionMode):
             maker.readers.append(reader)
         return maker
 
-    def add(self, module: torch.nn.Module | str, kind: str, read: Tensor, made: Tensor | None = None, **given) -> Record:
+    def add(
+        self, module: torch.nn.Module | str, kind: str, read: Tensor, made: Tensor | None = None, **given
+    ) -> Record:
         """Record a launch that reads a tensor and makes another."""
         name = module if isinstance(module, str) else self.names.get(module, type(module).__name__)
         record = Record(name, kind, read.dtype, **given)
@@ -239,13 +240,22 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     cls = getattr(routed.quant_method, "experts_cls", None)
     w1, total = routed.w13_weight, runner.moe_config.num_experts
     topk, quantization = runner.moe_config.experts_per_token, scheme(routed)
+    if topk > total:
+        raise ValueError(f"{topk} experts per token of {total}")
     is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None
     what = type(routed.quant_method).__name__
     runs = "" if is_ours else getattr(cls, "__name__", f"{what} of {spelled(w1.dtype)} weights")
-    if is_ours and hasattr(cls, "backend") and issubclass(cls, routing_experts.experts.Predicates) and "Routing" in cls.__name__:
+    if (
+        is_ours
+        and hasattr(cls, "backend")
+        and issubclass(cls, routing_experts.experts.Predicates)
+        and "Routing" in cls.__name__
+    ):
         method = routing_experts.METHODS[runner.moe_config.routing_method.name]
         scale = getattr(routed, "routed_scaling_factor", None)
-        groups = tuple(getattr(routed, name, None) for name in ("num_expert_group", "topk_group", "e_score_correction_bias"))
+        groups = tuple(
+            getattr(routed, name, None) for name in ("num_expert_group", "topk_group", "e_score_correction_bias")
+        )
         chosen = routing_experts.arguments_after_logits(method, topk, total, *groups, 1.0 if scale is None else scale)
         op = ops.topk_softmax if routing_experts.is_plain(chosen) else ops.grouped_topk
         plain_ones = chosen if routing_experts.is_plain(chosen) else (*chosen[:-1], chosen[-1] is not None)
@@ -279,6 +289,7 @@ def scheme(routed: torch.nn.Module) -> str | None:
 
 
 def spelled(dtype: torch.dtype) -> str:
+    """Return a dtype's name."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -362,6 +373,7 @@ def embedding(step: Step, layer: torch.nn.Module, ids: Tensor) -> Tensor:
 
 
 def forward_of_experts(runner: torch.nn.Module, hidden, logits, shared_input, input_ids=None, *_):
+    """Run what vLLM's opaque op runs."""
     return runner._forward_impl(hidden, logits, shared_input, input_ids)
 
 
@@ -384,7 +396,9 @@ def named(records: list[Record]) -> list[Record]:
     has_experts, block, result = any(record.kind == EXPERTS_KIND for record in records), "", []
     for record in records:
         last = record.module.rpartition(".")[2]
-        known = LABELS.get(last, last.removesuffix("_proj").replace("_layernorm", " norm").replace("layernorm", " norm"))
+        known = LABELS.get(
+            last, last.removesuffix("_proj").replace("_layernorm", " norm").replace("layernorm", " norm")
+        )
         shared, of_mlp = "shared" in record.module, last in ("gate_up_proj", "down_proj", "act_fn")
         record.layer = record.layer or ("shared " if shared else "dense " if has_experts and of_mlp else "") + known
     for record in records:
@@ -408,7 +422,10 @@ def named(records: list[Record]) -> list[Record]:
 
 def quantized(record: Record) -> None:
     """Choose the op of a norm or activation: one that quantizes for linear layers if only they read it, and alike."""
-    readers = {reader.quantization if isinstance(reader, Record) and reader.kind == LINEAR else OTHER for reader in record.readers}
+    readers = {
+        reader.quantization if isinstance(reader, Record) and reader.kind == LINEAR else OTHER
+        for reader in record.readers
+    }
     kind = readers.pop() if len(readers) == 1 else OTHER
     if any(isinstance(reader, str) for reader in record.readers):
         record.op, record.parameters, record.runs = None, (), "vLLM's compiler, with what reads it"
@@ -442,7 +459,7 @@ def blocks_of(model: torch.nn.Module, config) -> list:
     with step:
         hidden = model(input_ids=ids, positions=ids.clone())
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        model.compute_logits(hidden)
+        model.compute_logits(hidden.new_empty(hidden.shape))  # outside of vLLM's graph: it fuses no norm with lm_head
     blocks: list = []
     for _, records in itertools.groupby(named(step.records), lambda record: record.block):
         block = [[r.layer, r.op, list(r.parameters), spelled(r.dtype), r.runs] for r in records]
