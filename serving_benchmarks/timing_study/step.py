@@ -23,7 +23,6 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
-from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.fused_calls import FusedCall
@@ -149,12 +148,14 @@ def hit(experts: int, topk: int, tokens: int) -> float:
     return 1 - (1 - topk / experts) ** tokens
 
 
-def order(config: dict, tp: int, ep: int | None, arch: Arch) -> Iterator[tuple[str, LayerCall | None, str]]:
+def order(
+    config: dict, tp: int, ep: int | None, arch: str = model_layers.ARCH
+) -> Iterator[tuple[str, LayerCall | None, str]]:
     """Yield the launches of a step: the layer, the call if the plugin has an op, and the stream.
 
     Raises ValueError for a layer with weights that no op takes: the bytes that it reads are unknown.
     """
-    launched = model_layers.launches(config, tp, ep, model_layers.built_for(arch))
+    launched = model_layers.launches(config, tp, ep, arch)
     has_shared = any(launch.layer.startswith("shared") for launch in launched)
     for launch in launched:
         is_call = isinstance(launch, LayerCall)
@@ -216,7 +217,7 @@ def nodes(
 
     arch = model_layers.built_for(machine.arch)
     fused = [dataclasses.replace(call, count=1) for call in fused_calls.calls(config, tp, ep, arch=arch)]
-    apart, quantized = [*order(config, tp, ep, machine.arch)], fused_calls.quantized_hidden(config, tp, ep, arch)
+    apart, quantized = [*order(config, tp, ep, arch)], fused_calls.quantized_hidden(config, tp, ep, arch)
     found = [
         [dataclasses.replace(node(*each), count=count) for each, count in Counter(_faster(way, fused, node)).items()]
         for way in (apart, _quantized(apart, quantized, node))

@@ -219,7 +219,7 @@ def latent_attention(step: Step, layer: torch.nn.Module, run: Callable, q: Tenso
     add("attention", ops.mla_decode, kv, None, heads, latent, rope, nope + rope, step.positions)
     add("W_UV", ops.batched_gemm, q, made, heads, latent, v, False)
     up = layer.kv_b_proj
-    linear(step, up, q.new_empty((TOKENS, latent)), None)
+    up.quant_method.apply(up, q.new_empty((TOKENS, latent)))
     step.records[-1].layer = PREFILL
     return made
 
