@@ -44,7 +44,7 @@ def prepare(arch: str) -> None:
     """Make this process one with a simulated GPU, install the seams, and import what building a model needs."""
     from vllm_rocm_ops.vllm import simulated
 
-    absent = *(f"vllm.{name}" for name in simulated.COMPILED), "flash_attn"
+    absent = *(f"vllm.{name}" for name in simulated.COMPILED), "flash_attn", "triton_kernels"
     sys.meta_path.insert(0, simulated.Pretended(*absent))
     simulated.amd(arch, os.environ.get("VLLM_ROCM_USE_AITER", "0"))
     import torch
@@ -164,7 +164,7 @@ def built(folder: str, tp: int, dp: int, is_expert_parallel: bool) -> list:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from vllm_rocm_ops.vllm import meta_step
+    from vllm_rocm_ops.vllm import meta_launches, meta_step
 
     expert_map_manager.ExpertMapManager.get_compressed_map_string = lambda self: ""  # for a log, from values
     for module in list(sys.modules.values()):
@@ -179,7 +179,7 @@ def built(folder: str, tp: int, dp: int, is_expert_parallel: bool) -> list:
             set_forward_context(None, config, num_tokens=meta_step.TOKENS, num_tokens_across_dp=across),
             torch.no_grad(),
         ):
-            return meta_step.blocks_of(model, config)
+            return meta_launches.blocks_of(model, config)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models.config import (
     BLOCKS,
     EXPERTS,
@@ -25,12 +25,13 @@ from vllm_rocm_ops.models.config import (
     TOKEN,
     UNQUANTIZED,
 )
-from vllm_rocm_ops.models.layers import ACTIVATIONS, NORMS, PREFILL, RESIDUAL
+from vllm_rocm_ops.models.layers import PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.moe import routing_experts
 
 TOKENS = 4
 LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
+OPAQUE = "an op"
 HALVES = torch.bfloat16, torch.float16
 
 
@@ -52,8 +53,8 @@ class Record:
 
     @property
     def is_shared(self) -> bool:
-        """True if layers share the module."""
-        return self.layer in ("rotation", "all-reduce")
+        """True if it has no module, or one that layers share."""
+        return self.module in (OPAQUE, "all-reduce")
 
 
 class Step(TorchFunctionMode):
@@ -67,6 +68,8 @@ class Step(TorchFunctionMode):
         self.kept: list[Tensor] = []  # else another tensor may get their storage's address
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if re.match(r"vllm(_rocm_ops)?\.", str(function)) and not self.silent:
+            return self.opaque(function, *args, **(kwargs or {}))
         result = function(*args, **(kwargs or {}))
         if not self.silent and isinstance(result, Tensor):
             name = getattr(function, "__name__", str(function))
@@ -75,6 +78,21 @@ class Step(TorchFunctionMode):
             if not is_view and not re.search("empty|zeros|ones|full|_like|__get__", name):
                 for x in read:
                     self.read(x, name)
+        return result
+
+    def opaque(self, function: Callable, *given, **more):
+        """Record an op of vLLM's, which compilers do not see into. One without an implementation for shapes writes its arguments."""
+        if str(function).endswith(("unquantized_gemm", "unquantized_linear")):
+            x, weight, *bias = given
+            layer = next(module for module in self.names if getattr(module, "weight", None) is weight)
+            return linear(self, layer, x, *bias or (None,))
+        read = next((x for x in (*given, *more.values()) if isinstance(x, Tensor)), None)
+        result = None
+        with contextlib.suppress(NotImplementedError), self.quietly():
+            result = function(*given, **more)
+        made = result if isinstance(result, Tensor) else None
+        if read is not None:
+            self.add(OPAQUE, OTHER, read, made, layer=str(function).partition(".")[2], runs="an op of vLLM's")
         return result
 
     def read(self, x: Tensor, reader: Record | str) -> Record | None:
@@ -155,7 +173,9 @@ def kind_of(layer: torch.nn.Module, kernel: object | None) -> str | None:
 
 
 def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual: Tensor | None = None, *rest, **more):
-    """Record a norm."""
+    """Record a norm. The second argument of some is a gate."""
+    if residual is not None and "residual" not in inspect.signature(run).parameters:
+        rest, residual = (residual, *rest), None
     with step.quietly():
         result = x.clone() if residual is None else (x.clone(), residual.clone())
     made = result if residual is None else result[0]
@@ -168,7 +188,7 @@ def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual:
     record = step.add(layer, NORM, x, made, parameters=parameters, runs="" if is_taken else type(layer).__name__)
     if residual is not None:
         step.kept.append(result[1])
-    record.quantization = "heads" if x.dim() > 2 else None
+    record.quantization = "heads" if x.dim() > 2 and x.shape[0] == TOKENS and not rest else None
     return result
 
 
@@ -375,96 +395,3 @@ def embedding(step: Step, layer: torch.nn.Module, ids: Tensor) -> Tensor:
 def forward_of_experts(runner: torch.nn.Module, hidden, logits, shared_input, input_ids=None, *_):
     """Run what vLLM's opaque op runs."""
     return runner._forward_impl(hidden, logits, shared_input, input_ids)
-
-
-# What the plugin makes of them
-
-LABELS = {
-    "kv_a_proj_with_mqa": "kv_a (replicated)",
-    "fused_qkv_a_proj": "fused q_a+kv_a (replicated)",
-    "out_proj": "o",
-    "gate": "router",
-    "act_fn": "SwiGLU",
-    "post_attention_layernorm": "post-attention norm",
-    "norm": "final norm",
-}
-"""Names of layers, by the last part of their module's; others are that, without `_proj`."""
-
-
-def named(records: list[Record]) -> list[Record]:
-    """Name the launches, and choose the ops of norms and activations by their readers, as graph/rewrite.py does."""
-    has_experts, block, result = any(record.kind == EXPERTS_KIND for record in records), "", []
-    for record in records:
-        last = record.module.rpartition(".")[2]
-        known = LABELS.get(
-            last, last.removesuffix("_proj").replace("_layernorm", " norm").replace("layernorm", " norm")
-        )
-        shared, of_mlp = "shared" in record.module, last in ("gate_up_proj", "down_proj", "act_fn")
-        record.layer = record.layer or ("shared " if shared else "dense " if has_experts and of_mlp else "") + known
-    for record in records:
-        if not record.is_shared:
-            found = re.match(r"(?:.*\.)?layers\.\d+(?=\.)", record.module)
-            block = found[0] if found else record.module
-        record.block = block
-        if record.kind == NORM and record.quantization == "heads":
-            record.op, record.layer, record.runs = None, fused_calls.HEAD_NORMS, record.runs
-            if result and result[-1].layer == record.layer:
-                continue
-            record.parameters = ()
-        elif record.parameters and record.kind in (NORM, ACTIVATION):
-            quantized(record)
-        for name in before(record):
-            of = (record.quantization,)
-            result.append(Record(record.module, OTHER, record.dtype, parameters=of, layer=name, block=block))
-        result.append(record)
-    return result
-
-
-def quantized(record: Record) -> None:
-    """Choose the op of a norm or activation: one that quantizes for linear layers if only they read it, and alike."""
-    readers = {
-        reader.quantization if isinstance(reader, Record) and reader.kind == LINEAR else OTHER
-        for reader in record.readers
-    }
-    kind = readers.pop() if len(readers) == 1 else OTHER
-    if any(isinstance(reader, str) for reader in record.readers):
-        record.op, record.parameters, record.runs = None, (), "vLLM's compiler, with what reads it"
-        return
-    if kind == STATIC and len(record.readers) > 1:
-        kind = OTHER
-    if record.kind == ACTIVATION:
-        record.op = ACTIVATIONS.get(kind, ACTIVATIONS[UNQUANTIZED])[0].name
-        return
-    op, _ = NORMS.get(kind, NORMS[UNQUANTIZED])
-    record.op = (RESIDUAL.get(op, op) if record.parameters[1] else op).name
-    if any(isinstance(reader, Record) and reader.layer.startswith("dense ") for reader in record.readers):
-        record.layer = f"dense {record.layer}"
-
-
-def before(record: Record) -> Iterator[str]:
-    """Yield the quantization of a linear layer's input that is a launch of its own, on both sides."""
-    if record.kind != LINEAR or record.quantization in (None, UNQUANTIZED):
-        return
-    if record.source is not None and record.source.layer in (fused_calls.ATTENTION, fused_calls.V_UP):
-        yield fused_calls.QUANTIZATION
-    if record.layer == "shared gate_up":
-        yield fused_calls.SHARED_QUANTIZATION
-
-
-def blocks_of(model: torch.nn.Module, config) -> list:
-    """Run a decode step, and return its launches as `meta_model` answers them."""
-    step = Step({module: name for name, module in model.named_modules()}, config.model_config.max_model_len)
-    install(step, model)
-    ids = torch.empty(TOKENS, dtype=torch.long, device="meta")
-    with step:
-        hidden = model(input_ids=ids, positions=ids.clone())
-        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        model.compute_logits(hidden.new_empty(hidden.shape))  # outside of vLLM's graph: it fuses no norm with lm_head
-    blocks: list = []
-    for _, records in itertools.groupby(named(step.records), lambda record: record.block):
-        block = [[r.layer, r.op, list(r.parameters), spelled(r.dtype), r.runs] for r in records]
-        if blocks and blocks[-1][1] == block:
-            blocks[-1][0] += 1
-        else:
-            blocks.append([1, block])
-    return blocks

@@ -29,6 +29,7 @@ class Pretended(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
+        module.__file__ = os.devnull
         module.AITER_CONFIGS = types.SimpleNamespace()
         for table in ("", "_BPRESHUFFLE", "_BLOCKSCALE_BPRESHUFFLE"):
             setattr(module.AITER_CONFIGS, f"AITER_CONFIG_GEMM_A8W8{table}_FILE", os.devnull)
