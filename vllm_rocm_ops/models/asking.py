@@ -97,12 +97,25 @@ def shipped() -> dict[str, dict]:
     return result
 
 
+def list_of(config: dict, tp: int, ep: int | None) -> dict | None:
+    """Return the shipped list that answers for a step: it has the step, and no other vLLM is installed."""
+    known = shipped().get(json.dumps(config, sort_keys=True))
+    is_valid = known and installed() in (None, known["vllm"]) and key(tp, ep) in known["steps"]
+    return known if is_valid else None
+
+
+def version(config: dict, tp: int, ep: int | None) -> str:
+    """Return the version of vLLM that answers for a step, or did."""
+    known = list_of(config, tp, ep)
+    return known["vllm"] if known else installed() or ""
+
+
 def blocks(config: dict, tp: int, ep: int | None, arch: str) -> list:
     """Return the blocks of a step (vllm/meta_model.py). Raises ValueError."""
-    known = shipped().get(json.dumps(config, sort_keys=True))
-    if known and installed() in (None, known["vllm"]) and key(tp, ep) in known["steps"]:
+    if known := list_of(config, tp, ep):
         return unpacked(known, key(tp, ep))
     if installed() is None:
+        known = shipped().get(json.dumps(config, sort_keys=True))
         lists = f"; its list has {', '.join(known['steps'])}" if known else ""
         raise ValueError(f"needs vLLM, which says what it builds for {key(tp, ep)}{lists}")
     return asked(config, tp, ep, arch)["blocks"]

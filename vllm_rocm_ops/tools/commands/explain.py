@@ -9,8 +9,8 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.models import asking, layers
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.models import layers
 from vllm_rocm_ops.tools import explain, options
 
 
@@ -56,4 +56,5 @@ def run(
     rows = explain.explain_model([*calls, *around], known, batch or (1,), verbose, others)
     for line in explain.table(rows, None if verbose else explain.WIDTH):
         print(line, flush=True)
+    print(f"layers as vLLM {asking.version(config, tp or 1, tp if ep == 0 else ep)} builds them", flush=True)
     return 0
