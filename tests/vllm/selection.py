@@ -11,7 +11,7 @@ import os
 import sys
 import types
 
-from vllm_rocm_ops.vllm import simulated
+from vllm_rocm_ops.vllm.meta import simulated
 
 ARCHS = ("gfx942", "gfx950")
 AITER = ("0", "1")
@@ -226,7 +226,8 @@ def forked(function, *arguments):
 
 
 def on_amd(arch: str, aiter: str) -> dict[str, dict[str, str]]:
-    simulated.amd(arch, aiter)
+    os.environ["VLLM_ROCM_USE_AITER"] = aiter
+    simulated.amd(arch, aiter == "1")
     import vllm.config  # noqa: F401  once for both forks
 
     return {f"{arch} aiter={aiter} {plugin}": forked(select, plugin) for plugin in PLUGIN}

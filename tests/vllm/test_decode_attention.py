@@ -19,9 +19,10 @@ import vllm_rocm_ops
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import seam, simulated
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends as attention_backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.meta import simulated
 
 LAYERS = {"llama": checkpoints.LLAMA["num_hidden_layers"], "deepseek": checkpoints.DEEPSEEK["num_hidden_layers"]}
 HEADS, KV_HEADS, SIZE, PAGE, SCALE = 6, 2, 64, 16, 0.11

@@ -1,4 +1,4 @@
-"""Ask vLLM for the launches of a model's step, in a process that simulates the GPU (vllm/meta_model.py), or read a shipped list.
+"""Ask vLLM for the launches of a model's step, in a process that simulates the GPU (vllm/meta/model.py), or read a shipped list.
 
 A shipped model has a list of these answers, with the version of vLLM that gave them: `launches.json`, which this file writes:
 
@@ -21,9 +21,13 @@ import sys
 import tempfile
 import threading
 from importlib import metadata
+from pathlib import Path
 
+import vllm_rocm_ops
+from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.models import config as model_config
 
+AMD = [name for name, arch in archs.ARCHS.items() if arch.vendor == "amd"]
 LISTED = [*((tp, ep) for tp in (1, 2, 4, 8, 16) for ep in (None, tp)), (1, 4), (1, 8)]
 """The TP and EP of shipped lists."""
 TIMEOUT_S = 300
@@ -36,9 +40,11 @@ class Builder:
 
     def __init__(self, arch: str):
         quiet = {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-        environment = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = envs.of_child(quiet)
+        paths = [str(Path(vllm_rocm_ops.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
-        command = [sys.executable, "-m", "vllm_rocm_ops.vllm.meta_model", arch]
+        command = [sys.executable, "-m", "vllm_rocm_ops.vllm.meta.model", arch]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
         self._process = subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes)
         self._lock = threading.Lock()
@@ -111,7 +117,7 @@ def version(config: dict, tp: int, ep: int | None) -> str:
 
 
 def blocks(config: dict, tp: int, ep: int | None, arch: str) -> list:
-    """Return the blocks of a step (vllm/meta_model.py). Raises ValueError."""
+    """Return the blocks of a step (vllm/meta/model.py). Raises ValueError."""
     if known := list_of(config, tp, ep):
         return unpacked(known, key(tp, ep))
     if installed() is None:
@@ -151,7 +157,7 @@ def listed(config: dict) -> dict:
     launches, steps, version = {}, {}, ""
     for tp, ep in LISTED:
         try:
-            answer = asked(config, tp, ep, "gfx942")
+            answer = asked(config, tp, ep, AMD[0])
         except ValueError:
             continue
         version = answer["vllm"].partition("+")[0]

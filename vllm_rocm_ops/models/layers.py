@@ -24,7 +24,7 @@ from vllm_rocm_ops.models import asking
 from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
 
-ARCH = "gfx950"
+ARCH = asking.AMD[-1]
 """The architecture whose kernels serve the most formats."""
 
 AROUND_ATTENTION = "attention", "W_UK", "W_UV"
@@ -77,7 +77,7 @@ ARGUMENTS = {
     **dict([*NORMS.values(), *ACTIVATIONS.values()]),
     **{RESIDUAL[op]: arguments for op, arguments in NORMS.values() if op in RESIDUAL},
 }
-"""What makes the arguments of an op in a step."""
+"""Functions that make the arguments of a step's ops."""
 
 
 @dataclass(frozen=True)

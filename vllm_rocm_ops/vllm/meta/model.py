@@ -1,6 +1,6 @@
 """Ask vLLM for the launches of a model's decode step: it builds the model without memory, on a simulated GPU, with the seams on.
 
-`python -m vllm_rocm_ops.vllm.meta_model gfx942` answers requests, one JSON object per line: `config`, a Hugging Face
+`python -m vllm_rocm_ops.vllm.meta.model gfx942` answers requests, one JSON object per line: `config`, a Hugging Face
 configuration, `tp` and `ep`. The answer has `vllm`, its version, and `blocks`: pairs of a count and the launches of a decoder layer
 that is repeated so often, in the order of a step, each [layer, op or null, parameters, dtype, what runs without an op]. Or it has
 `error`.
@@ -42,12 +42,14 @@ class Missing:
 
 def prepare(arch: str) -> None:
     """Make this process one with a simulated GPU, install the seams, and import what building a model needs."""
-    from vllm_rocm_ops.vllm import simulated
+    from vllm_rocm_ops.vllm.meta import simulated
 
     absent = *(f"vllm.{name}" for name in simulated.COMPILED), "flash_attn", "triton_kernels"
     sys.meta_path.insert(0, simulated.Pretended(*absent))
-    simulated.amd(arch, os.environ.get("VLLM_ROCM_USE_AITER", "0"))
     import torch
+    from vllm import envs
+
+    simulated.amd(arch, envs.VLLM_ROCM_USE_AITER)
     from torch._ops import _OpNamespace
 
     torch.set_num_threads(1)
@@ -145,8 +147,7 @@ def answer(request: dict) -> dict:
             (Path(folder) / "config.json").write_text(json.dumps(config))
             return {"vllm": __version__, "blocks": built(folder, tp, 1 if ep is None else ep // tp, ep is not None)}
     except Exception as error:  # noqa: BLE001  a constructor may raise anything
-        if os.environ.get("VLLM_ROCM_OPS_TRACE"):
-            traceback.print_exc()
+        traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines()] or [""]
         of_pydantic = [
             line.partition(" [type=")[0] for line in lines if " [type=" in line
@@ -164,22 +165,22 @@ def built(folder: str, tp: int, dp: int, is_expert_parallel: bool) -> list:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from vllm_rocm_ops.vllm import meta_launches, meta_step
+    from vllm_rocm_ops.vllm.meta import launches, step
 
     expert_map_manager.ExpertMapManager.get_compressed_map_string = lambda self: ""  # for a log, from values
     for module in list(sys.modules.values()):
         if "aux_stream" in getattr(module, "__dict__", {}) and module.__name__.startswith("vllm."):
             module.aux_stream = lambda: None
     config = configuration(folder, tp, dp, is_expert_parallel)
-    across = torch.full((dp,), meta_step.TOKENS, dtype=torch.int32) if dp > 1 else None
+    across = torch.full((dp,), step.TOKENS, dtype=torch.int32) if dp > 1 else None
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         model = initialize_model(vllm_config=config)
         with (
             set_current_vllm_config(config, check_compile=False),
-            set_forward_context(None, config, num_tokens=meta_step.TOKENS, num_tokens_across_dp=across),
+            set_forward_context(None, config, num_tokens=step.TOKENS, num_tokens_across_dp=across),
             torch.no_grad(),
         ):
-            return meta_launches.blocks_of(model, config)
+            return launches.blocks_of(model, config)
 
 
 def main() -> None:

@@ -69,12 +69,11 @@ def define_missing_op() -> None:
     _library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
 
 
-def amd(arch: str, aiter: str) -> None:
-    """Fake a ROCm machine in torch and the environment, and ROCm as vLLM's platform."""
+def amd(arch: str, aiter: bool) -> None:
+    """Fake a ROCm machine in torch, and ROCm as vLLM's platform; with `aiter` that it is installed."""
     import torch
 
-    os.environ["VLLM_ROCM_USE_AITER"] = aiter
-    if aiter == "1":
+    if aiter:
         sys.meta_path.insert(0, Pretended("aiter"))
     device = types.SimpleNamespace(
         gcnArchName=arch, total_memory=192 << 30, multi_processor_count=304, major=9, minor=4

@@ -11,7 +11,7 @@ import torch
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models.config import STATIC, UNQUANTIZED
 from vllm_rocm_ops.models.layers import ACTIVATIONS, NORMS, RESIDUAL
-from vllm_rocm_ops.vllm.meta_step import (
+from vllm_rocm_ops.vllm.meta.step import (
     ACTIVATION,
     EXPERTS_KIND,
     LINEAR,
@@ -120,7 +120,7 @@ def before(record: Record) -> Iterator[str]:
 
 
 def blocks_of(model: torch.nn.Module, config) -> list:
-    """Run a decode step, and return its launches as `meta_model` answers them."""
+    """Run a decode step, and return its launches as `model` answers them."""
     step = Step({module: name for name, module in model.named_modules()}, config.model_config.max_model_len)
     install(step, model)
     ids = torch.empty(TOKENS, dtype=torch.long, device="meta")

@@ -88,7 +88,7 @@ class Step(TorchFunctionMode):
             return linear(self, layer, x, *bias or (None,))
         read = next((x for x in (*given, *more.values()) if isinstance(x, Tensor)), None)
         result = None
-        with contextlib.suppress(NotImplementedError), self.quietly():
+        with contextlib.suppress(RuntimeError), self.quietly():
             result = function(*given, **more)
         made = result if isinstance(result, Tensor) else None
         if read is not None:
