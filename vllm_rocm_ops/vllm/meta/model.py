@@ -152,7 +152,7 @@ def answer(request: dict) -> dict:
         of_pydantic = [
             line.partition(" [type=")[0] for line in lines if " [type=" in line
         ]  # without its heading and link
-        what = f"{type(error).__name__}: {(of_pydantic or [' '.join(lines[:2])])[0]}"
+        what = f"{type(error).__name__}: {(of_pydantic or [' '.join(lines[:4])])[0]}"
         return {"error": f"vLLM {__version__} cannot build it: {what}"}
 
 
