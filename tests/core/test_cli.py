@@ -584,8 +584,9 @@ def test_without_torch_there_is_a_message(tmp_path, arguments):
 def test_explain_takes_a_model(model, arch, capsys):
     asked = ["explain", "--model", model, "--tp", "8", "--batch", "1,8,64", "--arch", arch]
     assert cli.main([*asked, "--verbose"]) == 0
-    header, *lines = capsys.readouterr().out.splitlines()
+    header, *lines, said = capsys.readouterr().out.splitlines()
     assert header.split() == ["layer", "calls", "op", "tokens", "kernel", "blocks", "configuration"]
+    assert re.fullmatch(r"layers as vLLM \d+\.\d+\.\d+ builds them", said)
     layers = {line[: header.index("calls")].strip() for line in lines}
     assert {"o", "input norm", "final norm", "lm_head"} <= layers and len(layers) >= 9
     assert not [line for line in lines if "fallback" in line]
