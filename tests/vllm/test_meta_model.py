@@ -51,7 +51,10 @@ WANTED = {
     "granite-3.1-3b-a800m": (2, {
         "experts": ("fused_experts", (40, 40, 8, 1536, 256, "none"), 32), "lm_head": ("unquantized_gemm", (24608, 1536), 1),
     }),
-    "gemma-3-1b": (1, {"SwiGLU": ("GeluAndMul", (), 26), "qkv": ("unquantized_gemm", (1536, 1152), 26)}),
+    "gemma-3-1b": (1, {
+        "SwiGLU": ("GeluAndMul", (), 26), "qkv": ("unquantized_gemm", (1536, 1152), 26), "q_norm": ("Gemma", (), 26),
+        "input norm": ("rms_norm", (1152, False, 1e-06), 26), "post-attention norm": ("compiler", (), 26),
+    }),
     "falcon-h1-7b": (2, {"mamba_mixer2": ("vLLM", (), 44), "in": ("unquantized_gemm", (3596, 3072), 44)}),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def named(records: list[Record]) -> list[Record]:
                 block, last = found or (record.module, last)
         record.block = block
         if record.kind == NORM and record.quantization == "heads":
-            record.op, record.layer, record.runs = None, fused_calls.HEAD_NORMS, record.runs
+            record.layer = fused_calls.HEAD_NORMS
             if result and result[-1].layer == record.layer:
                 continue
             record.parameters = ()
@@ -95,7 +95,7 @@ def quantized(record: Record) -> None:
         for reader in record.readers
     }
     kind = readers.pop() if len(readers) == 1 else OTHER
-    if any(isinstance(reader, str) for reader in record.readers):
+    if any(isinstance(reader, str) or (reader.kind == NORM and reader.runs) for reader in record.readers):
         record.op, record.parameters, record.runs = None, (), "vLLM's compiler, with what reads it"
         return
     if kind == STATIC and len(record.readers) > 1:

@@ -181,14 +181,15 @@ def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual:
     made = result if residual is None else result[0]
     epsilon = getattr(layer, "variance_epsilon", None)
     weight = getattr(layer, "weight", None)
-    is_gemma = "Gemma" in type(layer).__name__
-    is_taken = hasattr(layer, "rocm_ops_forward") and x.dtype in HALVES and not (is_gemma and residual is not None)
+    is_gemma, is_heads = "Gemma" in type(layer).__name__, x.dim() > 2 and x.shape[0] == TOKENS
+    is_taken = hasattr(layer, "rocm_ops_forward") and x.dtype in HALVES
+    is_taken = is_taken and not (is_gemma and (is_heads or residual is not None))  # these stay the compiler's
     is_taken = is_taken and isinstance(weight, Tensor) and weight.dtype == x.dtype and not rest and not more
     parameters = (x.shape[-1], residual is not None, float(epsilon)) if is_taken else ()
     record = step.add(layer, NORM, x, made, parameters=parameters, runs="" if is_taken else type(layer).__name__)
     if residual is not None:
         step.kept.append(result[1])
-    record.quantization = "heads" if x.dim() > 2 and x.shape[0] == TOKENS and not rest else None
+    record.quantization = "heads" if is_heads and is_taken else None
     return result
 
 
