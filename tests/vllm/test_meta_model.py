@@ -94,10 +94,12 @@ def test_explain_names_what_vllm_runs(capsys):
     assert lines[-1] == f"layers as vLLM {asking.installed()} builds them"
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_a_shipped_list_is_what_vllm_says(arch):
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("tiny-deepseek-v3-fp8", "gfx942"), ("tiny-deepseek-v3-fp8", "gfx950"), ("tiny-deepseek-v3", "gfx942")],
+)
+def test_a_shipped_list_is_what_vllm_says(name, arch):
     """`python -m vllm_rocm_ops.models.asking` writes the lists again, for the installed vLLM."""
-    name = "tiny-deepseek-v3-fp8"
     config = model_config.read(name)
     known = json.loads((model_config.SHIPPED / name / "launches.json").read_text())
     assert known["vllm"] == asking.installed()
