@@ -28,7 +28,7 @@ class OneLibrary(importlib.abc.MetaPathFinder):
                 raise RuntimeError(f"{os.environ.get('PYTEST_CURRENT_TEST')} imports {name} beside {self.loaded}")
             self.loaded = name
         if name == "vllm.platforms.rocm" and not on_rocm() and not stood_in("vllm._C"):
-            raise RuntimeError("import ROCm's platform by selection.rocm_platform()")
+            raise RuntimeError("import ROCm's platform by simulated.rocm_platform()")
 
 
 def on_rocm() -> bool:

@@ -48,7 +48,7 @@ def predictions(
                 *model_layers.absorbed(config, tp),
                 *fused_calls.quantized_hidden(config, tp),
             ]
-            for call in [*model_layers.calls(config, tp), model_layers.attention(config, tp), *others]:
+            for call in [*model_layers.calls(config, tp), *model_layers.attention(config, tp), *others]:
                 for size in tokens if call.count else ():
                     if frozen.key(alike[0].name, call, size) in done:
                         continue

@@ -37,6 +37,8 @@ SIDES = ("baseline", "plugin")
 MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
 REDUCED = "all-reduce"
 KERNEL_MODEL = "kernel model"  # source of its times
+SMALL = "router", "routing", "post-attention norm", fused_calls.HEAD_NORMS
+"""Layers of few bytes, which follow the rule where vLLM runs them, such as GLM's router."""
 LAUNCHES = {"attention": 2, "experts": 4}  # per baseline call under the rule; others have one
 ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
 
@@ -146,49 +148,26 @@ def hit(experts: int, topk: int, tokens: int) -> float:
     return 1 - (1 - topk / experts) ** tokens
 
 
-def order(config: dict, tp: int, ep: int | None) -> Iterator[tuple[str, LayerCall | None, str]]:
-    """Yield the launches of a step: the layer, the call if the plugin has an op, and the stream."""
-    attention = dataclasses.replace(model_layers.attention(config, tp), count=1)
-    absorbed = [dataclasses.replace(call, count=1) for call in model_layers.absorbed(config, tp)]
-    calls = [call for call in model_layers.sequence(config, tp, ep) if call.count]
-    latent = bool(absorbed)
-    yield "embedding", None, MAIN
-    yield from _reduced(tp)
-    for place, call in enumerate(calls):
-        layer, following = call.layer, calls[place + 1].layer if place + 1 < len(calls) else ""
-        shared = layer.startswith("shared")
-        if layer == "shared gate_up":
-            yield fused_calls.SHARED_QUANTIZATION, None, SECOND
-        beside = layer in ("routing", "experts") and "n_shared_experts" in config
-        yield layer, call, SECOND if shared else BESIDE if beside else MAIN
-        if layer == ("kv_a norm" if latent else "qkv"):
-            yield from ((fused_calls.HEAD_NORMS, None, MAIN),) if fused_calls.has_norms(config) and not latent else ()
-            yield fused_calls.ROTATION, None, MAIN
-            yield fused_calls.CACHE_WRITE, None, MAIN
-            yield from (("W_UK", absorbed[0], MAIN),) if latent else ()
-            yield fused_calls.ATTENTION, attention, MAIN
-            yield from ((fused_calls.V_UP, absorbed[1], MAIN),) if latent else ()
-            if not _unquantized(calls[place + 1 :]):
-                yield fused_calls.QUANTIZATION, None, MAIN
-        if layer == "shared down":
-            yield fused_calls.SHARED_SUM, None, MAIN
-        if layer in ("o", "down", "dense down", "shared down") or (layer == "experts" and "shared" not in following):
-            yield from _reduced(tp)
-        if layer == "o" and not following.endswith("post-attention norm"):
-            yield "post-attention norm", None, MAIN
-            yield "router", None, MAIN
+def order(
+    config: dict, tp: int, ep: int | None, arch: str = model_layers.ARCH
+) -> Iterator[tuple[str, LayerCall | None, str]]:
+    """Yield the launches of a step: the layer, the call if the plugin has an op, and the stream.
+
+    Raises ValueError for a layer with weights that no op takes: the bytes that it reads are unknown.
+    """
+    launched = model_layers.launches(config, tp, ep, arch)
+    has_shared = any(launch.layer.startswith("shared") for launch in launched)
+    for launch in launched:
+        is_call = isinstance(launch, LayerCall)
+        if is_call and not launch.count:
+            continue
+        if not is_call and launch.runs and launch.layer not in SMALL:
+            raise ValueError(f"{launch.layer} runs in vLLM ({launch.runs}), whose time is unknown")
+        beside = has_shared and launch.layer in ("routing", "experts")
+        stream = SECOND if launch.layer.startswith("shared") else BESIDE if beside else MAIN
+        yield launch.layer, launch if is_call else None, stream
     for _ in range(int(baseline.REST.value)):
         yield "inputs, sampling and copies", None, MAIN
-
-
-def _reduced(tp: int) -> Iterator[tuple[str, None, str]]:
-    if tp > 1:
-        yield REDUCED, None, MAIN
-
-
-def _unquantized(calls: Sequence[LayerCall]) -> bool:
-    """True if the next `o` of these calls takes unquantized inputs."""
-    return next((call.op.name == ops.unquantized_gemm.name for call in calls if call.layer == "o"), True)
 
 
 def nodes(
@@ -236,8 +215,9 @@ def nodes(
         gap = time.launches * baseline.GAP.value + max(time.launches * baseline.MIN_LAUNCH.value - time.us, 0)
         return Node(layer, name, time.us, time.launches, time.kind, time.source, floor, gap, stream, band)
 
-    fused = [dataclasses.replace(call, count=1) for call in fused_calls.calls(config, tp, ep)]
-    apart, quantized = [*order(config, tp, ep)], fused_calls.quantized_hidden(config, tp, ep)
+    arch = model_layers.built_for(machine.arch)
+    fused = [dataclasses.replace(call, count=1) for call in fused_calls.calls(config, tp, ep, arch=arch)]
+    apart, quantized = [*order(config, tp, ep, arch)], fused_calls.quantized_hidden(config, tp, ep, arch)
     found = [
         [dataclasses.replace(node(*each), count=count) for each, count in Counter(_faster(way, fused, node)).items()]
         for way in (apart, _quantized(apart, quantized, node))

@@ -29,7 +29,7 @@ KERNELS += "flash_mla_with_kvcache", "decode_attention_fwd"
 OF_OTHERS = (
     r"torch\.ops\._C\.|_custom_ops\.(rms|fused)|vllm_flash_attn|unified_attention|flashmla|w8a8_triton|gemm_a8w8"
 )
-WORKERS = "graph/vllm_row_kernels", "attention/quantized_attention", "attention/split"
+WORKERS = "graph/vllm_row_kernels", "attention/quantized_attention", "attention/split", "meta/simulated"
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -122,7 +122,7 @@ def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeyp
 
 
 def test_what_vllm_runs_is_written_in_one_package():
-    """Only the files of rows and of attention's quantization, to which a worker falls back, and of the split name them as well."""
+    """Only the files of rows and of attention's quantization, to which a worker falls back, of the split, and of a simulated GPU name them as well."""
     root = Path(__file__).resolve().parents[2]
     paths = [*root.glob("vllm_rocm_ops/**/*.py"), *root.glob("serving_benchmarks/**/*.py")]
     found = {path.relative_to(root) for path in paths if re.search(OF_OTHERS, path.read_text())}

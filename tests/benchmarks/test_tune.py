@@ -303,7 +303,7 @@ def test_without_a_gpu_it_says_so(command, capsys):
     ("arguments", "message"),
     [
         (["--model", "nothing"], "model must be a config.json, a folder with one, or one of deepseek-v3"),
-        (["--model", "tiny-llama", "--tp", "3"], "tp must divide num_attention_heads=8, got 3"),
+        (["--model", "tiny-llama", "--tp", "3"], "must be divisible by tensor parallel size (3)"),
     ],
 )
 def test_bad_models_are_refused_plainly(arguments, message, capsys, monkeypatch):

@@ -514,7 +514,7 @@ def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypa
 
     def explained(model: str, shapes: dict) -> dict[str, str]:
         measured(monkeypatch, shapes)
-        return kernels(model, (2,))
+        return kernels(model, (2,), tp=2)
 
     one, fast, slow = "router + routing", *({2: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
     for model, shape in (
@@ -584,8 +584,9 @@ def test_without_torch_there_is_a_message(tmp_path, arguments):
 def test_explain_takes_a_model(model, arch, capsys):
     asked = ["explain", "--model", model, "--tp", "8", "--batch", "1,8,64", "--arch", arch]
     assert cli.main([*asked, "--verbose"]) == 0
-    header, *lines = capsys.readouterr().out.splitlines()
+    header, *lines, said = capsys.readouterr().out.splitlines()
     assert header.split() == ["layer", "calls", "op", "tokens", "kernel", "blocks", "configuration"]
+    assert re.fullmatch(r"layers as vLLM \d+\.\d+\.\d+ builds them", said)
     layers = {line[: header.index("calls")].strip() for line in lines}
     assert {"o", "input norm", "final norm", "lm_head"} <= layers and len(layers) >= 9
     assert not [line for line in lines if "fallback" in line]
@@ -631,7 +632,7 @@ def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, t
     ("arguments", "message"),
     [
         (["--model", "nothing"], "model must be a config.json, a folder with one, or one of deepseek-v3, glm"),
-        (["--model", "deepseek-v3", "--tp", "3"], "tp must divide num_attention_heads=128, got 3"),
+        (["--model", "deepseek-v3", "--tp", "3"], "must be divisible by tensor parallel size (3)"),
         (["--model", "deepseek-v3", "--arch", "gfx90a"], "arch must be one of "),
     ],
 )

@@ -8,7 +8,6 @@ import re
 import pytest
 from pages import compatibility, readme
 
-from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.vllm import seam
 
 
@@ -42,15 +41,10 @@ def test_every_quantization_that_an_engine_runs_is_on_the_page():
     assert run == {flavour for *_, flavour in compatibility.QUANTIZATIONS.values() if flavour}
 
 
-def test_every_method_that_explain_knows_is_on_the_page():
-    shown = " ".join(written for written, *_ in compatibility.QUANTIZATIONS.values())
-    assert {method for method in model_config.METHODS if f"`{method}`" in shown} == set(model_config.METHODS)
-
-
 @pytest.mark.parametrize("name", ["MXFP4", "INT4"])
 def test_refused_quantizations_have_rows_in_the_table(name):
     rows = [row for row in table_below("Quantization and attention") if row[0] == name]
-    assert len(rows) >= 2 and all(row[-1].startswith("refused: ") for row in rows)
+    assert rows and all(row[-1].startswith(("refused: ", "vLLM's kernel: ")) for row in rows)
 
 
 @pytest.mark.parametrize(

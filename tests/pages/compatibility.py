@@ -59,29 +59,57 @@ ATTENTION = {
 }
 
 
-def compressed(kind: str, bits: int, inputs: bool, symmetric: bool = True) -> dict:
-    """Return a quantization_config of compressed-tensors in one format, with a scale per tensor."""
-    tensor = {"type": kind, "num_bits": bits, "strategy": "tensor", "symmetric": symmetric}
-    group = {"weights": tensor, "input_activations": tensor if inputs else None}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+def compressed(written: str, weights: dict, inputs: dict | None, symmetric: bool = True) -> dict:
+    """Return a quantization_config of compressed-tensors in one format."""
+    weights = {"symmetric": True, "dynamic": False} | weights
+    inputs = inputs and {"symmetric": symmetric, "dynamic": True} | inputs
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    known = {"quant_method": "compressed-tensors", "format": written, "ignore": ["lm_head"]}
+    return known | {"config_groups": {"group_0": group}}
 
 
-REFUSED = {
-    "MXFP4": {
-        "mxfp4": {"quant_method": "mxfp4"},
-        "quark": {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}},
+def number(kind: str, bits: int, strategy: str, **more) -> dict:
+    """Return the numbers of a tensor, as compressed-tensors writes them."""
+    return {"type": kind, "num_bits": bits, "strategy": strategy} | more
+
+
+FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "symmetric": None}
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": FP4 | {"is_dynamic": False},
+        "input_tensors": FP4 | {"is_dynamic": True},
+        "output_tensors": None,
+        "bias": None,
     },
+    "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+    "exclude": ["lm_head"],
+}
+NVFP4 = number("float", 4, "tensor_group", group_size=16)
+REFUSED = {
+    "MXFP4": {"quark": QUARK},
     "NVFP4": {
-        "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        "compressed-tensors": compressed("float", 4, True),
+        "modelopt": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "exclude_modules": ["lm_head"],
+        },
+        "compressed-tensors": compressed("nvfp4-pack-quantized", NVFP4, NVFP4 | {"dynamic": "local"}),
     },
     "INT4": {
-        "gptq": {"quant_method": "gptq", "bits": 4},
-        "awq": {"quant_method": "awq", "bits": 4},
-        "compressed-tensors": compressed("int", 4, False),
+        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+        "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+        "compressed-tensors": compressed("pack-quantized", number("int", 4, "group", group_size=128), None),
     },
-    "INT8 with zero points": {"compressed-tensors": compressed("int", 8, True, symmetric=False)},
-    "FP8 weights, bf16 inputs": {"compressed-tensors": compressed("float", 8, False)},
+    "INT8 with zero points": {
+        "compressed-tensors": compressed("int-quantized", number("int", 8, "channel"), number("int", 8, "token"), False)
+    },
+    "FP8 weights, bf16 inputs": {
+        "compressed-tensors": compressed("float-quantized", number("float", 8, "channel"), None)
+    },
 }
 """Formats without a kernel -> quant_method -> a quantization_config."""
 TABLES_OF_REFUSED = {
@@ -289,18 +317,21 @@ def format_table() -> str:
 
 
 def refused_table() -> str:
-    """Return a row for each refused checkpoint, with the error that the code gives for it."""
-    known = model_config.read("tiny-llama")
+    """Return a row for each checkpoint that no kernel serves, with what `explain` says of its layers."""
+    known = model_config.read("tiny-llama") | {"num_hidden_layers": 1}
     touched = {table for name in seam.NAMES for table in re.findall(r"_POSSIBLE_\w+", seam.load(name).replaces)}
     rows = []
     for name, written in REFUSED.items():
         for method, config in written.items():
             try:
-                model_layers.calls(known | {"quantization_config": config})
+                unserved = model_layers.unserved(known | {"quantization_config": config}, arch="gfx942")
             except ValueError as error:
                 rows.append((name, f"`{method}`", f"refused: {error}"))
-            else:
-                raise ValueError(f"{name} by {method} must be refused, is accepted")
+                continue
+            runs = {launch.layer: launch.runs for launch, _ in unserved}
+            if not {"qkv", "o", "gate_up", "down"} <= runs.keys():
+                raise ValueError(f"{name} by {method} must be vLLM's, but {sorted(runs)} are")
+            rows.append((name, f"`{method}`", f"vLLM's kernel: {runs['qkv']}"))
     served = [name for name in REFUSED if TABLES_OF_REFUSED.get(name) in touched]
     if served:
         raise ValueError(f"a seam serves {', '.join(served)}: move it from REFUSED to QUANTIZATIONS")
@@ -315,16 +346,18 @@ def model_table() -> str:
     shipped = grouped(configs, lambda name: configs[name]["architectures"][0])
     measured = {run.model for run in measurements.engine_runs()}
     rows = []
-    for architecture in dict.fromkeys((*flavours(), *model_layers.FAMILIES)):
+    for architecture in dict.fromkeys((*flavours(), *shipped)):
         known = {flavour: name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour}
         known["mixed"] = f"{known['token']}, experts in BF16"
         tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
         on_cpu = f"tested: {'; '.join(tested)}" if tested else "selected, not run"
         on_gpu = ", ".join(name for name in shipped.get(architecture, ()) if name in measured) or "not run"
-        rows.append((f"`{architecture}`", on_cpu, on_gpu, "yes" if architecture in model_layers.FAMILIES else "no"))
+        has_list = any(name in model_config.shipped() for name in shipped.get(architecture, ()))
+        known_by = "with vLLM; shipped models without" if has_list else "with vLLM"
+        rows.append((f"`{architecture}`", on_cpu, on_gpu, known_by))
     plugged = "not run; norms and activations use the plugin if vLLM compiles it"
     rows.append(("from another vLLM plugin", plugged, "not run", "no"))
-    rows.append(("any other", "selected by layer class and compiled graph, not run", "not run", "no"))
+    rows.append(("any other", "selected by layer class and compiled graph, not run", "not run", "with vLLM"))
     return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), merged(rows))
 
 

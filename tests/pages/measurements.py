@@ -593,7 +593,7 @@ def weights_us(run: ProfiledRun) -> float:
     if not timed:
         return 0.0
     copy_gb_s, read_bytes = statistics.median(line["copy_gb_s"] for line, _ in timed.values()), 0
-    for call in model_layers.calls(config, options.tensor_parallel_size * options.rank_of, 0):
+    for call in model_layers.calls(config, options.tensor_parallel_size * options.rank_of):
         if call.op.name.endswith(("mm", "gemm")):
             arguments = call.op.Arguments(*call.case(1).make("meta", None, torch.float8_e4m3fn))
             weight = arguments.weight if hasattr(arguments, "weight") else arguments.b

@@ -9,7 +9,8 @@ import json
 import os
 
 import passes
-import selection
+
+from vllm_rocm_ops.vllm.meta import simulated
 
 SCHEMAS = (
     *passes.SCHEMAS,
@@ -28,7 +29,8 @@ KEYS = ("kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym")
 
 def main(aiter: str) -> None:
     """Print the answers as JSON, without AITER ("0") or with it ("1"), which has its own pass."""
-    selection.fake_amd("gfx942", aiter)
+    os.environ["VLLM_ROCM_USE_AITER"] = aiter
+    simulated.amd("gfx942", aiter == "1")
     import torch
 
     library = torch.library.Library("_C", "FRAGMENT")

@@ -5,9 +5,6 @@ vLLM's own selection code runs on its own platform class. Its queries of the mac
 """
 
 import contextlib
-import importlib
-import importlib.abc
-import importlib.machinery
 import inspect
 import itertools
 import json
@@ -15,53 +12,12 @@ import os
 import sys
 import types
 
+from vllm_rocm_ops.vllm.meta import simulated
+
 ARCHS = ("gfx942", "gfx950")
 AITER = ("0", "1")
 PLUGIN = ("without", "with")
 NVIDIA = ("without", "with", "asked")  # asked: with VLLM_ROCM_OPS_ON_NVIDIA=1
-
-_library = None  # holds the definition of an op of vLLM's extension, which is missing
-
-
-class Pretended(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A stand-in for packages: every submodule exists, and functions return None, or for `aiter` that nothing is tuned."""
-
-    def __init__(self, *packages: str):
-        self.packages = packages
-
-    def find_spec(self, name, path=None, target=None):
-        found = any(name == package or name.startswith(package + ".") for package in self.packages)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.AITER_CONFIGS = types.SimpleNamespace()
-        for table in ("", "_BPRESHUFFLE", "_BLOCKSCALE_BPRESHUFFLE"):
-            setattr(module.AITER_CONFIGS, f"AITER_CONFIG_GEMM_A8W8{table}_FILE", os.devnull)
-        module.get_gemm_config = lambda *_: (None, False)
-        module.__getattr__ = self.function
-        return module
-
-    @staticmethod
-    def function(name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *arguments, **keywords: None
-
-    def exec_module(self, module):
-        pass
-
-
-def rocm_platform() -> types.ModuleType:
-    """Import vllm.platforms.rocm without the build of vLLM's library that it names: on CPU it may be a second one."""
-    library = sys.modules.get("vllm._C")
-    sys.modules["vllm._C"] = types.ModuleType("vllm._C")
-    try:
-        return importlib.import_module("vllm.platforms.rocm")
-    finally:
-        del sys.modules["vllm._C"]
-        if library:
-            sys.modules["vllm._C"] = library
 
 
 def fake_nvidia() -> None:
@@ -73,11 +29,8 @@ def fake_nvidia() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_name = lambda *_: "NVIDIA H200"
     torch.version.cuda = "13.0"
-    compiled = ("_C", "_C_stable_libtorch", "_moe_C", "_moe_C_stable_libtorch", "vllm_flash_attn")
-    sys.meta_path.insert(0, Pretended(*(f"vllm.{name}" for name in compiled)))
-    global _library
-    _library = torch.library.Library("_C", "FRAGMENT")
-    _library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
+    sys.meta_path.insert(0, simulated.Pretended(*(f"vllm.{name}" for name in simulated.COMPILED)))
+    simulated.define_missing_op()
 
     import vllm.platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
@@ -88,29 +41,6 @@ def fake_nvidia() -> None:
 
     for name in ("scaled_mm_supports_fp8", "scaled_mm_supports_block_fp8", "group_gemm_supported"):
         setattr(_custom_ops, f"cutlass_{name}", lambda capability: True)
-
-
-def fake_amd(arch: str, aiter: str) -> None:
-    """Fake a ROCm machine in torch and the environment, and ROCm as vLLM's platform."""
-    import torch
-
-    os.environ["VLLM_ROCM_USE_AITER"] = aiter
-    if aiter == "1":
-        sys.meta_path.insert(0, Pretended("aiter"))
-    device = types.SimpleNamespace(
-        gcnArchName=arch, total_memory=192 << 30, multi_processor_count=304, major=9, minor=4
-    )
-    torch.cuda.get_device_properties = lambda *_: device
-    torch.version.hip = "7.2.0"
-    global _library
-    _library = torch.library.Library("_C", "FRAGMENT")
-    _library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
-
-    import vllm.platforms
-
-    RocmPlatform = rocm_platform().RocmPlatform
-    vllm.platforms._current_platform = vllm.platforms.current_platform = RocmPlatform()
-    RocmPlatform.get_device_name = classmethod(lambda *_: "AMD_Instinct_MI300X")
 
 
 def select(plugin: str) -> dict[str, str]:
@@ -372,7 +302,8 @@ def forked(function, *arguments):
 
 
 def on_amd(arch: str, aiter: str) -> dict[str, dict[str, str]]:
-    fake_amd(arch, aiter)
+    os.environ["VLLM_ROCM_USE_AITER"] = aiter
+    simulated.amd(arch, aiter == "1")
     import vllm.config  # noqa: F401  once for both forks
 
     return {f"{arch} aiter={aiter} {plugin}": forked(select, plugin) for plugin in PLUGIN}

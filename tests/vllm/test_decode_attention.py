@@ -7,7 +7,6 @@ import types
 import checkpoints
 import on_cpu
 import pytest
-import selection
 import torch
 from engines import STEPS
 from fakes import Fake, set_config
@@ -23,6 +22,7 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends as attention_backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.meta import simulated
 
 LAYERS = {"llama": checkpoints.LLAMA["num_hidden_layers"], "deepseek": checkpoints.DEEPSEEK["num_hidden_layers"]}
 HEADS, KV_HEADS, SIZE, PAGE, SCALE = 6, 2, 64, 16, 0.11
@@ -239,7 +239,7 @@ GPU_BACKENDS = attention.PLATFORMS["rocm"]
 def aiter(monkeypatch):
     """Fake the module that ROCM_AITER_UNIFIED_ATTN imports for a layer, and the GPU that it asks for."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: Fake(gcnArchName="gfx942"))
-    selection.rocm_platform()  # it asks at import
+    simulated.rocm_platform()  # it asks at import
     module = types.ModuleType("aiter.ops.triton.unified_attention")
     module.unified_attention = None
     monkeypatch.setitem(sys.modules, module.__name__, module)

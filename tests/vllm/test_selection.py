@@ -153,7 +153,7 @@ def test_seams_are_on(selected, release, arch, aiter):
 
 def test_other_gpus_of_amd_are_left_alone():
     """MI200 has no kernels: vLLM's log has one line, for all seams."""
-    code = "import selection; selection.fake_amd('gfx90a', '0'); from vllm_rocm_ops.vllm import register; register()"
+    code = "from vllm_rocm_ops.vllm.meta import simulated; simulated.amd('gfx90a', False); from vllm_rocm_ops.vllm import register; register()"
     output = processes.run(code, python_files(RELEASES[NEWEST]), HERE.parents[1], HERE, VLLM_PLUGINS="none")
     [line] = [line for line in output.splitlines() if "rocm-ops" in line]
     assert (

@@ -114,7 +114,7 @@ def model(arch: str | None, name: str, tp: int) -> Iterator[dict]:
     clock = Untimed() if arch else kernel_timing.GraphClock()
     product = None if arch else archs.product_of(0)
     with torch.inference_mode():
-        for call in model_layers.calls(model_config.read(name), tp):
+        for call in model_layers.calls(model_config.read(name), tp, None, model_layers.built_for(known)):
             if call.op not in comparisons.COMPARISONS:
                 continue
             others = {"PyTorch's reference": Baseline(call.op.reference)} if arch else baselines(call.op)

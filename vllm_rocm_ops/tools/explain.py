@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from vllm_rocm_ops.core.op import Explanation, Op
 from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.models.layers import LayerCall
+from vllm_rocm_ops.models.layers import Launch, LayerCall
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import comparisons
 
@@ -82,20 +82,24 @@ def around(config: dict, tp: int, ep: int | None, arch: Arch) -> list[LayerCall]
 
     The KV cache is as vLLM has it on `arch`.
     """
-    rocm_cache_layout = arch.vendor == "amd"
+    rocm_cache_layout, of = arch.vendor == "amd", model_layers.built_for(arch)
     fused = [
-        *fused_calls.calls(config, tp, ep, rocm_cache_layout),
-        *fused_calls.quantized_hidden(config, tp, ep)[:1],
-        *model_layers.absorbed(config, tp),
-        model_layers.attention(config, tp, rocm_cache_layout),
+        *fused_calls.calls(config, tp, ep, rocm_cache_layout, of),
+        *fused_calls.quantized_hidden(config, tp, ep, of)[:1],
+        *model_layers.absorbed(config, tp, ep, of),
+        *model_layers.attention(config, tp, rocm_cache_layout, ep, of),
     ]
     return sorted(fused, key=lambda call: call.fusion in fused_calls.AROUND_ATTENTION)
 
 
 def explain_model(
-    calls: list[LayerCall], arch: Arch, batches: tuple[int, ...], verbose: bool = True
+    calls: list[LayerCall],
+    arch: Arch,
+    batches: tuple[int, ...],
+    verbose: bool = True,
+    unserved: Sequence[tuple[Launch, int]] = (),
 ) -> list[tuple[str, ...]]:
-    """Return a table of the calls of a rank on `arch`.
+    """Return a table of the calls of a rank on `arch`, and of the layers that no op serves, with what vLLM runs there.
 
     Columns are layer, calls per step, op, tokens, kernel, blocks of the kernels at each batch size, and configuration with its
     reason. Batch sizes that differ in blocks only share a row. This machine's measurements decide which kernel serves, and
@@ -120,6 +124,9 @@ def explain_model(
         for (kernel, why), sizes in rows.items():
             tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))
             lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
+    every = ",".join(map(str, batches))
+    for launch, count in unserved:
+        lines.append((launch.layer, str(count), "", every, "vLLM's kernel", "", launch.runs))
     if verbose:
         return lines
     short = [(*line[:2], line[3], f"{line[4]} ({line[6]})" if line[6] else line[4]) for line in lines[1:]]

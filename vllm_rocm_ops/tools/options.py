@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from vllm_rocm_ops.core import op as op_module
+from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
@@ -166,11 +167,12 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
     return given
 
 
-def calls_of(model: str, tp: int | None, ep: int | None) -> list[LayerCall]:
+def calls_of(model: str, tp: int | None, ep: int | None, arch: Arch | None = None) -> list[LayerCall]:
     """Return the calls of a model's step. Raises ValueError, which names the model."""
     config = model_config.read(model)
+    of = model_layers.built_for(arch) if arch else model_layers.ARCH
     try:
-        return model_layers.calls(config, 1 if tp is None else tp, ep)
+        return model_layers.calls(config, 1 if tp is None else tp, ep, of)
     except ValueError as error:
         raise ValueError(f"--model {model}: {error}") from None
 

@@ -75,6 +75,6 @@ def test_the_committed_file_has_every_product_and_model():
     assert {name.split()[0] for name in of["calls"]} == set(freeze.PRODUCTS)
     assert all(values["us"] > 0 and values["code"] for values in of["calls"].values())
     for model, tp in freeze.MODELS.items():
-        attention = model_layers.attention(model_config.read(model), tp)
+        [attention] = model_layers.attention(model_config.read(model), tp)
         for product in freeze.PRODUCTS:
             assert {frozen.key(product, attention, tokens) for tokens in freeze.TOKENS} <= of["calls"].keys()

@@ -68,7 +68,7 @@ def test_every_call_of_the_model_is_in_its_step():
     for config in (LLAMA, DEEPSEEK, GLM):
         calls = [
             *model_layers.sequence(config, 8),
-            *[model_layers.attention(config, 8)],
+            *model_layers.attention(config, 8),
             *model_layers.absorbed(config, 8),
         ]
         wanted = {(call.layer, call.op.name) for call in calls if call.count}
@@ -111,7 +111,7 @@ def steps_with(config: dict, one: str, other: float = 9.0, **us: float | None) -
             value = (us | {one: time}).get(name, other)
             return value and (value, 1, 0.25)
 
-        return {node.layer: node for node in nodes(config, side, known=known, tp=4)}
+        return {node.layer: node for node in nodes(config, side, known=known, tp=2 if config is QWEN else 4)}
 
     return found
 

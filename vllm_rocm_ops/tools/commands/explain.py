@@ -9,6 +9,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.models import asking, layers
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.tools import explain, options
 
@@ -48,9 +49,12 @@ def run(
         print(explain.explain(the_op, arch, *first, **options.parse_arguments_of(the_op, given)), flush=True)
         return 0
     known = archs.named(arch)
-    around = explain.around(model_config.read(model), tp or 1, ep, known)
-    calls = [*options.calls_of(model, tp, ep), *around]
-    rows = explain.explain_model(calls, known, batch or (1,), verbose)
+    calls = options.calls_of(model, tp, ep, known)
+    config = model_config.read(model)
+    around = explain.around(config, tp or 1, ep, known)
+    others = layers.unserved(config, tp or 1, ep, layers.built_for(known))
+    rows = explain.explain_model([*calls, *around], known, batch or (1,), verbose, others)
     for line in explain.table(rows, None if verbose else explain.WIDTH):
         print(line, flush=True)
+    print(f"layers as vLLM {asking.version(config, tp or 1, tp if ep == 0 else ep)} builds them", flush=True)
     return 0

@@ -38,7 +38,7 @@ def run(
 ) -> int:
     """Write each row as soon as it is measured, and print a summary. Raises RuntimeError without a GPU."""
     clock = clocks.GpuClock()
-    calls = [call for call in options.calls_of(model, tp, ep) if op in (None, call.op.name)]
+    calls = [call for call in options.calls_of(model, tp, ep, clock.arch) if op in (None, call.op.name)]
     in_decode, refused = tune.problems([call for call in calls if call.count], batch or tune.DECODE, clock.arch)
     in_prefill, more = tune.problems(calls, tune.PREFILL if prefill else (), clock.arch)
     done = tune.tune(

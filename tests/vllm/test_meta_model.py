@@ -1,0 +1,146 @@
+"""Test what vLLM says of models that it builds without memory, on a simulated GPU: any architecture's layers, and the shipped lists."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.models import asking, layers
+from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.tools import cli, explain
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODELS = {
+    path.parent.name if path.name == "config.json" else path.stem: path
+    for path in (
+        *ROOT.glob("tests/data/models/*.json"),
+        *ROOT.glob("serving_benchmarks/configs/*/config.json"),
+    )
+}
+WANTED = {
+    # model -> TP, and by layer: the op or a word of what vLLM runs, the parameters, and the calls of a step
+    "mixtral-8x7b-fp8": (2, {
+        "o": ("scaled_mm", (4096, 2048, False), 32), "router": ("unquantized_gemm", (8, 4096), 32),
+        "routing": ("topk_softmax", (8, 2, True), 32), "experts": ("fused_experts", (8, 8, 2, 4096, 7168, "static"), 32),
+    }),
+    "minimax-m2": (8, {
+        "qkv": ("block_scaled_mm", (1024, 3072), 62), "experts": ("TritonExperts", (), 62), "rotation": ("", (64,), 62),
+    }),
+    "mistral-small-24b-fp8-dynamic": (1, {"down": ("scaled_mm", (5120, 32768, True), 40)}),
+    "ernie-4.5-21b-a3b-fp8": (1, {
+        "dense down": ("block_scaled_mm", (2560, 12288), 1), "shared down": ("block_scaled_mm", (2560, 3072), 27),
+        "experts": ("fused_experts", (64, 64, 6, 2560, 1536, "block"), 27), "routing": ("FusedTopKBiasRouter", (), 27),
+    }),
+    "gpt-oss-20b": (2, {
+        "qkv": ("unquantized_gemm", (2560, 2880, True), 24), "experts": ("Mxfp4", (), 24), "attention": ("sink", (), 24),
+    }),
+    "qwen3-next-80b-a3b-fp8": (2, {
+        "in_proj_qkvz": ("block_scaled_mm", (6144, 2048), 36), "qkv": ("block_scaled_mm", (4608, 2048), 12),
+        "qwen_gdn_attention_core": ("vLLM", (), 36), "shared down": ("block_scaled_mm", (2048, 256), 48),
+        "experts": ("fused_experts", (512, 512, 10, 2048, 256, "block"), 48),
+    }),
+    "qwen2.5-72b": (4, {"qkv": ("unquantized_gemm", (2560, 8192, True), 80), "SwiGLU": ("silu_and_mul", (7392,), 80)}),
+    "phi-4": (2, {"gate_up": ("unquantized_gemm", (17920, 5120), 40), "o": ("unquantized_gemm", (5120, 2560), 40)}),
+    "olmo-2-32b": (2, {"qkv": ("unquantized_gemm", (3584, 5120), 64), "down": ("unquantized_gemm", (5120, 13824), 64)}),
+    "granite-3.1-3b-a800m": (2, {
+        "experts": ("fused_experts", (40, 40, 8, 1536, 256, "none"), 32), "lm_head": ("unquantized_gemm", (24608, 1536), 1),
+    }),
+    "gemma-3-1b": (1, {
+        "SwiGLU": ("GeluAndMul", (), 26), "qkv": ("unquantized_gemm", (1536, 1152), 26), "q_norm": ("Gemma", (), 26),
+        "input norm": ("rms_norm", (1152, False, 1e-06), 26), "post-attention norm": ("compiler", (), 26),
+    }),
+    "falcon-h1-7b": (2, {"mamba_mixer2": ("vLLM", (), 44), "in": ("unquantized_gemm", (3596, 3072), 44)}),
+}  # fmt: skip
+
+
+def test_every_model_of_the_tests_is_asked():
+    assert WANTED.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize("model", WANTED)
+def test_layers_of_any_model(model):
+    """Each layer has its sizes, or the name of what vLLM runs, and each call has arguments that its op takes."""
+    tp, wanted = WANTED[model]
+    config = model_config.read(str(MODELS[model]))
+    launches = layers.launches(config, tp, arch="gfx942")
+    for layer, (what, parameters, count) in wanted.items():
+        found = [launch for launch in launches if launch.layer == layer]
+        first = found[0]
+        runs = first.op.name if isinstance(first, layers.LayerCall) else first.runs
+        assert (first.parameters, len(found)) == (parameters, count), layer
+        assert what == runs if parameters and runs else what in runs, layer
+    embeddings = [launch for launch in launches if launch.layer == "embedding"]
+    assert len(embeddings) == 1 and launches[-1].layer == "lm_head"
+    assert ("all-reduce" in {launch.layer for launch in launches}) == (tp > 1)
+    arch = archs.ARCHS["gfx942"]
+    for call in [*layers.calls(config, tp, arch="gfx942"), *explain.around(config, tp, None, arch)]:
+        arguments = call.case(3).make("meta", torch.Generator(), arch.fp8_dtype)
+        call.op.explain(*arguments, arch=arch)
+
+
+def test_explain_names_what_vllm_runs(capsys):
+    """The path is a file, and each layer without an op has a row with vLLM's class."""
+    given = ["explain", "--model", str(MODELS["minimax-m2"]), "--tp", "8", "--arch", "MI300X"]
+    assert cli.main(given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [experts] = [line for line in lines if line.startswith("experts ")]
+    assert experts.split()[1:3] == ["62", "1"] and experts.endswith("vLLM's kernel (TritonExperts)")
+    assert lines[-1] == f"layers as vLLM {asking.installed()} builds them"
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("tiny-deepseek-v3-fp8", "gfx942"), ("tiny-deepseek-v3-fp8", "gfx950"), ("tiny-deepseek-v3", "gfx942")],
+)
+def test_a_shipped_list_is_what_vllm_says(name, arch):
+    """`python -m vllm_rocm_ops.models.asking` writes the lists again, for the installed vLLM."""
+    config = model_config.read(name)
+    known = json.loads((model_config.SHIPPED / name / "launches.json").read_text())
+    assert known["vllm"] == asking.installed()
+    for tp, ep in ((1, None), (2, None), (2, 2), (1, 4)):
+        assert asking.asked(config, tp, ep, arch)["blocks"] == asking.unpacked(known, asking.key(tp, ep))
+
+
+def test_lists_have_steps_of_every_shipped_model():
+    assert len(asking.shipped()) == len(model_config.shipped())
+    for known in asking.shipped().values():
+        assert (
+            "TP 1" in known["steps"]
+            and asking.written(known).count("\n") == len(known["launches"]) + len(known["steps"]) + 3
+        )
+        assert all(op is None or hasattr(ops, op) for _, op, *_ in known["launches"])
+
+
+def test_a_list_is_read_without_vllm_and_refuses_other_steps(monkeypatch):
+    """A list of another vLLM than the installed one is not read."""
+    config = model_config.read("deepseek-v3")
+    assert asking.list_of(config, 8, None)
+    monkeypatch.setattr(asking, "installed", lambda: "0.1.0")
+    assert asking.list_of(config, 8, None) is None
+    monkeypatch.setattr(asking, "installed", lambda: None)
+    started = time.monotonic()
+    assert asking.blocks(config, 8, None, "gfx942") and time.monotonic() - started < 5
+    with pytest.raises(
+        ValueError, match="needs vLLM, which says what it builds for TP 3; its list has TP 1, TP 1 EP 1"
+    ):
+        asking.blocks(config, 3, None, "gfx942")
+    with pytest.raises(ValueError, match=r"needs vLLM, which says what it builds for TP 1$"):
+        asking.blocks(config | {"num_hidden_layers": 5}, 1, None, "gfx942")
+
+
+def test_a_process_that_ends_is_an_error_with_its_last_words():
+    """It is one for an architecture without kernels."""
+    config = model_config.read("tiny-llama")
+    with pytest.raises(ValueError, match="vLLM could not be asked: RuntimeError: this GPU is not supported"):
+        asking.asked(config, 1, None, "gfx90a")
+
+
+def test_the_installed_vllm_is_found_without_importing_it():
+    code = "import sys; from vllm_rocm_ops.models import asking; asking.installed(); sys.exit('vllm' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

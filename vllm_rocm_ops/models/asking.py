@@ -1,0 +1,180 @@
+"""Ask vLLM for the launches of a model's step, in a process that simulates the GPU (vllm/meta/model.py), or read a shipped list.
+
+A shipped model has a list of these answers, with the version of vLLM that gave them: `launches.json`, which this file writes:
+
+    python -m vllm_rocm_ops.models.asking
+
+It is read where vLLM is not installed, or has this version. Elsewhere the installed vLLM answers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib import metadata
+from pathlib import Path
+
+import vllm_rocm_ops
+from vllm_rocm_ops.core import archs, envs
+from vllm_rocm_ops.models import config as model_config
+
+AMD = [name for name, arch in archs.ARCHS.items() if arch.vendor == "amd"]
+LISTED = [*((tp, ep) for tp in (1, 2, 4, 8, 16) for ep in (None, tp)), (1, 4), (1, 8)]
+"""The TP and EP of shipped lists."""
+TIMEOUT_S = 300
+MAX_LAYERS, MAX_SIZE = 1024, 2**24
+"""The most layers that are built, and the largest number of a configuration's sizes."""
+
+
+class Builder:
+    """A process in which vLLM builds models for one architecture. Its first answer takes about 10 s, others 1 to 3 s."""
+
+    def __init__(self, arch: str):
+        quiet = {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        environment = envs.of_child(quiet)
+        paths = [str(Path(vllm_rocm_ops.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+        command = [sys.executable, "-m", "vllm_rocm_ops.vllm.meta.model", arch]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
+        self._process = subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes)
+        self._lock = threading.Lock()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """End the process and its forks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def ask(self, request: dict) -> dict:
+        """Return the answer to a request. Raises ValueError if the process ended."""
+        timer = threading.Timer(TIMEOUT_S, self.end)
+        with self._lock:
+            timer.start()
+            try:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+                line = self._process.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+            finally:
+                timer.cancel()
+        if line:
+            return json.loads(line)
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines() or ["no message"]
+        return {"error": f"vLLM could not be asked: {lines[-1]}"}
+
+
+builder = functools.cache(Builder)
+
+
+@functools.cache
+def installed() -> str | None:
+    """Return the version of the installed vLLM, None without one. Imports nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    names = ("vllm", *metadata.packages_distributions().get("vllm", ()))
+    for name in names:
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+@functools.cache
+def shipped() -> dict[str, dict]:
+    """Return the lists of shipped models, by their configurations' JSON."""
+    result = {}
+    for name in model_config.shipped():
+        path = model_config.SHIPPED / name / "launches.json"
+        if path.is_file():
+            result[json.dumps(model_config.read(name), sort_keys=True)] = json.loads(path.read_text())
+    return result
+
+
+def list_of(config: dict, tp: int, ep: int | None) -> dict | None:
+    """Return the shipped list that answers for a step: it has the step, and no other vLLM is installed."""
+    known = shipped().get(json.dumps(config, sort_keys=True))
+    is_valid = known and installed() in (None, known["vllm"]) and key(tp, ep) in known["steps"]
+    return known if is_valid else None
+
+
+def version(config: dict, tp: int, ep: int | None) -> str:
+    """Return the version of vLLM that answers for a step, or did."""
+    known = list_of(config, tp, ep)
+    return known["vllm"] if known else installed() or ""
+
+
+def blocks(config: dict, tp: int, ep: int | None, arch: str) -> list:
+    """Return the blocks of a step (vllm/meta/model.py). Raises ValueError."""
+    if known := list_of(config, tp, ep):
+        return unpacked(known, key(tp, ep))
+    if installed() is None:
+        known = shipped().get(json.dumps(config, sort_keys=True))
+        lists = f"; its list has {', '.join(known['steps'])}" if known else ""
+        raise ValueError(f"needs vLLM, which says what it builds for {key(tp, ep)}{lists}")
+    return asked(config, tp, ep, arch)["blocks"]
+
+
+def asked(config: dict, tp: int, ep: int | None, arch: str) -> dict:
+    """Return vLLM's answer. Raises ValueError."""
+    for name, value in config.items():
+        most = MAX_LAYERS if name.endswith("layers") else MAX_SIZE
+        if type(value) is int and value > most and name.endswith(("layers", "size", "experts", "heads", "dim")):
+            raise ValueError(f"{name} must be at most {most}, got {model_config.shown(value)}")
+    answer = builder(arch).ask({"config": config, "tp": tp, "ep": ep})
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer
+
+
+# Shipped lists
+
+
+def key(tp: int, ep: int | None) -> str:
+    """Return the key of a step in a list."""
+    return f"TP {tp}" if ep is None else f"TP {tp} EP {ep}"
+
+
+def unpacked(known: dict, of: str) -> list:
+    """Return the blocks of a listed step."""
+    return [[count, [known["launches"][place] for place in places]] for count, places in known["steps"][of]]
+
+
+def listed(config: dict) -> dict:
+    """Return a model's list, of the steps that vLLM can build: each launch once, and steps of their places."""
+    launches, steps, version = {}, {}, ""
+    for tp, ep in LISTED:
+        try:
+            answer = asked(config, tp, ep, AMD[0])
+        except ValueError:
+            continue
+        version = answer["vllm"].partition("+")[0]
+        steps[key(tp, ep)] = [
+            [count, [launches.setdefault(json.dumps(launch), len(launches)) for launch in block]]
+            for count, block in answer["blocks"]
+        ]
+    return {"vllm": version, "launches": [json.loads(launch) for launch in launches], "steps": steps}
+
+
+def written(known: dict) -> str:
+    """Return a list as JSON, with a line for each launch and step."""
+    launches = ",\n".join(json.dumps(launch) for launch in known["launches"])
+    steps = ",\n".join(f"{json.dumps(name)}: {json.dumps(step)}" for name, step in known["steps"].items())
+    return f'{{"vllm": {json.dumps(known["vllm"])}, "launches": [\n{launches}\n], "steps": {{\n{steps}\n}}}}\n'
+
+
+if __name__ == "__main__":
+    for model in sys.argv[1:] or model_config.shipped():
+        (model_config.SHIPPED / model / "launches.json").write_text(written(listed(model_config.read(model))))

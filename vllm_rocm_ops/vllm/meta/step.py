@@ -1,0 +1,398 @@
+"""Run the `forward` of a model without values, and record its launches: which op takes each layer, its sizes, and who reads its result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.models.config import (
+    BLOCKS,
+    EXPERTS,
+    INT8,
+    INT8_STATIC,
+    MX,
+    STATIC,
+    TENSOR,
+    TOKEN,
+    UNQUANTIZED,
+)
+from vllm_rocm_ops.models.layers import PREFILL
+from vllm_rocm_ops.vllm import coverage, seam
+from vllm_rocm_ops.vllm.moe import routing_experts
+
+TOKENS = 4
+LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
+OPAQUE = "an op"
+HALVES = torch.bfloat16, torch.float16
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """A launch of a step, and who reads its result: records, or names of PyTorch's functions."""
+
+    module: str
+    kind: str
+    dtype: torch.dtype
+    op: str | None = None
+    parameters: tuple = ()
+    runs: str = ""
+    quantization: str | None = None
+    readers: list[Record | str] = dataclasses.field(default_factory=list)
+    source: Record | None = None
+    layer: str = ""
+    block: str = ""
+
+    @property
+    def is_shared(self) -> bool:
+        """True if it has no module, or one that layers share."""
+        return self.module in (OPAQUE, "all-reduce")
+
+
+class Step(TorchFunctionMode):
+    """Record the launches of a step. Tensors are known by their storage, so that views are their tensors."""
+
+    def __init__(self, names: dict[torch.nn.Module, str], positions: int):
+        super().__init__()
+        self.names, self.positions, self.records, self.silent = names, positions, [], 0
+        self.seen: set[torch.nn.Module] = set()
+        self.makers: dict[int, Record] = {}
+        self.kept: list[Tensor] = []  # else another tensor may get their storage's address
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if re.match(r"vllm(_rocm_ops)?\.", str(function)) and not self.silent:
+            return self.opaque(function, *args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if not self.silent and isinstance(result, Tensor):
+            name = getattr(function, "__name__", str(function))
+            read = [x for x in itertools.chain(args, (kwargs or {}).values()) if isinstance(x, Tensor)]
+            is_view = any(x.untyped_storage()._cdata == result.untyped_storage()._cdata for x in read)
+            if not is_view and not re.search("empty|zeros|ones|full|_like|__get__", name):
+                for x in read:
+                    self.read(x, name)
+        return result
+
+    def opaque(self, function: Callable, *given, **more):
+        """Record an op of vLLM's, which compilers do not see into. One without an implementation for shapes writes its arguments."""
+        if str(function).endswith(("unquantized_gemm", "unquantized_linear")):
+            x, weight, *bias = given
+            layer = next(module for module in self.names if getattr(module, "weight", None) is weight)
+            return linear(self, layer, x, *bias or (None,))
+        read = next((x for x in (*given, *more.values()) if isinstance(x, Tensor)), None)
+        result = None
+        with contextlib.suppress(RuntimeError), self.quietly():
+            result = function(*given, **more)
+        made = result if isinstance(result, Tensor) else None
+        if read is not None:
+            self.add(OPAQUE, OTHER, read, made, layer=str(function).partition(".")[2], runs="an op of vLLM's")
+        return result
+
+    def read(self, x: Tensor, reader: Record | str) -> Record | None:
+        """Note a reader of a tensor, and return what made it."""
+        maker = self.makers.get(x.untyped_storage()._cdata)
+        if maker is not None:
+            maker.readers.append(reader)
+        return maker
+
+    def add(
+        self, module: torch.nn.Module | str, kind: str, read: Tensor, made: Tensor | None = None, **given
+    ) -> Record:
+        """Record a launch that reads a tensor and makes another."""
+        name = module if isinstance(module, str) else self.names.get(module, type(module).__name__)
+        record = Record(name, kind, read.dtype, **given)
+        self.records.append(record)
+        self.seen.add(module)
+        record.source = self.read(read, record)
+        if made is not None:
+            self.kept.append(made)
+            self.makers[made.untyped_storage()._cdata] = record
+        return record
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Record nothing that PyTorch's functions read within."""
+        self.silent += 1
+        try:
+            yield
+        finally:
+            self.silent -= 1
+
+
+# What stops in each kind of layer
+
+
+def linear(step: Step, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Record a linear layer."""
+    weight, kernel = getattr(layer, "weight", None), next(coverage.kernels_of(layer), None)
+    sizes = ("output_size_per_partition", "num_embeddings_per_partition", "output_size")
+    n = next(filter(None, (getattr(layer, name, None) for name in sizes)))
+    k = x.shape[-1]
+    made = x.new_empty((*x.shape[:-1], n))
+    quantization, method = kind_of(layer, kernel), type(layer.quant_method).__name__
+    if quantization is None and method.startswith("Unquantized") and weight.dtype == x.dtype and x.dtype in HALVES:
+        quantization = UNQUANTIZED if "unquantized_linear" in seam.active() else None
+    has_bias = (True,) if bias is not None else ()
+    op, more = {
+        None: (None, ()),
+        UNQUANTIZED: (ops.unquantized_gemm, has_bias),
+        BLOCKS: (ops.block_scaled_mm, ()),
+        MX: (ops.mxfp8_scaled_mm, has_bias),
+        INT8: (ops.gemm, (True, *has_bias)),
+        INT8_STATIC: (ops.gemm, (False, *has_bias)),
+        STATIC: (ops.scaled_mm, (False, *has_bias)),
+        TENSOR: (ops.scaled_mm, (False, *has_bias)),
+        TOKEN: (ops.scaled_mm, (True, *has_bias)),
+    }[quantization]
+    given = {"op": op and op.name, "parameters": (n, k, *more) if op else (), "quantization": quantization}
+    runs = "" if op else f"{method} of {spelled(weight.dtype) if isinstance(weight, Tensor) else 'packed'} weights"
+    step.add(layer, LINEAR, x, made, runs=runs, **given)
+    return made
+
+
+def kind_of(layer: torch.nn.Module, kernel: object | None) -> str | None:
+    """Return the quantization of a linear layer with a kernel of the plugin's, None without."""
+    name, config = type(kernel).__name__, getattr(kernel, "config", None)
+    if name == "RocmOpsBlockScaledLinear":
+        return BLOCKS
+    if name == "RocmOpsMxfp8Linear":
+        return MX
+    if name == "RocmOpsInt8Linear":
+        return INT8_STATIC if config.is_static_input_scheme else INT8
+    if name == "RocmOpsScaledLinear":
+        scale = config.activation_quant_key.scale
+        return STATIC if scale.static else TENSOR if scale.group_shape.is_per_tensor() else TOKEN
+    return None
+
+
+def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual: Tensor | None = None, *rest, **more):
+    """Record a norm. The second argument of some is a gate."""
+    if residual is not None and "residual" not in inspect.signature(run).parameters:
+        rest, residual = (residual, *rest), None
+    with step.quietly():
+        result = x.clone() if residual is None else (x.clone(), residual.clone())
+    made = result if residual is None else result[0]
+    epsilon = getattr(layer, "variance_epsilon", None)
+    weight = getattr(layer, "weight", None)
+    is_gemma, is_heads = "Gemma" in type(layer).__name__, x.dim() > 2 and x.shape[0] == TOKENS
+    is_taken = hasattr(layer, "rocm_ops_forward") and x.dtype in HALVES
+    is_taken = is_taken and not (is_gemma and (is_heads or residual is not None))  # these stay the compiler's
+    is_taken = is_taken and isinstance(weight, Tensor) and weight.dtype == x.dtype and not rest and not more
+    parameters = (x.shape[-1], residual is not None, float(epsilon)) if is_taken else ()
+    record = step.add(layer, NORM, x, made, parameters=parameters, runs="" if is_taken else type(layer).__name__)
+    if residual is not None:
+        step.kept.append(result[1])
+    record.quantization = "heads" if is_heads and is_taken else None
+    return result
+
+
+def plain(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, *rest, **more):
+    """Record an activation or another layer that computes by PyTorch's functions."""
+    with step.quietly():
+        result = run(x, *rest, **more)
+    made = result if isinstance(result, Tensor) else None
+    is_taken = hasattr(layer, "rocm_ops_forward") and x.dtype in HALVES and x.dim() == 2
+    given = {"parameters": (made.shape[-1],)} if is_taken else {"runs": type(layer).__name__}
+    step.add(layer, ACTIVATION, x, made, **given)
+    return result
+
+
+def rotation(step: Step, layer: torch.nn.Module, run: Callable, positions: Tensor, query: Tensor, key=None, *rest, **_):
+    """Record a rotation of queries and keys."""
+    with step.quietly():
+        result = query.clone(), None if key is None else key.clone()
+    step.add(layer, OTHER, query, result[0], parameters=(layer.rotary_dim,), layer="rotation")
+    return result
+
+
+def attention(step: Step, layer: torch.nn.Module, run: Callable, query: Tensor, key, value, *rest, **more) -> Tensor:
+    """Record attention with the write of its cache."""
+    heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_size
+    made = query.new_empty((query.shape[0], heads * getattr(layer, "head_size_v", size)))
+    runs = unserved(layer)
+    if key is not None:
+        step.add(layer, OTHER, key, None, layer="cache write")
+    given = {"parameters": (heads, kv_heads, size, step.positions)} if not runs else {}
+    op = None if runs else ops.paged_attention_decode.name
+    step.add(layer, OTHER, query, made, layer="attention", op=op, runs=runs, **given)
+    return made
+
+
+def latent_attention(step: Step, layer: torch.nn.Module, run: Callable, q: Tensor, kv: Tensor, k_pe, *rest, **more):
+    """Record MLA's attention: the write of its cache, both absorbed GEMMs, and the projection of prefill, which decoding does not run."""
+    heads, nope, rope = layer.num_heads, layer.qk_nope_head_dim, layer.qk_rope_head_dim
+    latent, v, runs = layer.kv_lora_rank, layer.v_head_dim, unserved(layer)
+    made = q.new_empty((q.shape[0], heads * v))
+    step.add(layer, OTHER, k_pe, None, layer="cache write")
+
+    def add(name: str, op, read: Tensor, result: Tensor | None, *parameters) -> None:
+        given = {"runs": runs} if runs else {"op": op.name, "parameters": parameters}
+        step.add(layer, OTHER, read, result, layer=name, **given)
+
+    add("W_UK", ops.batched_gemm, q, None, heads, nope, latent, True)
+    add("attention", ops.mla_decode, kv, None, heads, latent, rope, nope + rope, step.positions)
+    add("W_UV", ops.batched_gemm, q, made, heads, latent, v, False)
+    up = layer.kv_b_proj
+    up.quant_method.apply(up, q.new_empty((TOKENS, latent)))
+    step.records[-1].layer = PREFILL
+    return made
+
+
+def unserved(layer: torch.nn.Module) -> str:
+    """Return the class of a layer's attention and why no seam serves it, empty if one does."""
+    impl = getattr(layer, "impl", None)
+    plugin = getattr(impl, "rocm_ops", None)
+    if plugin is None:
+        return type(impl).__name__
+    return f"{type(impl).__name__}: {plugin.unsupported_reason}" if plugin.unsupported_reason else ""
+
+
+def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor, shared_input: Tensor | None):
+    """Record the routing, the experts and the shared experts of a layer. Return what the shared ones and the others make."""
+    routed = getattr(runner, "routed_experts", runner)
+    made = hidden.new_empty(hidden.shape)
+    cls = getattr(routed.quant_method, "experts_cls", None)
+    w1, total = routed.w13_weight, runner.moe_config.num_experts
+    topk, quantization = runner.moe_config.experts_per_token, scheme(routed)
+    if topk > total:
+        raise ValueError(f"{topk} experts per token of {total}")
+    is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None
+    what = type(routed.quant_method).__name__
+    runs = "" if is_ours else getattr(cls, "__name__", f"{what} of {spelled(w1.dtype)} weights")
+    if (
+        is_ours
+        and hasattr(cls, "backend")
+        and issubclass(cls, routing_experts.experts.Predicates)
+        and "Routing" in cls.__name__
+    ):
+        method = routing_experts.METHODS[runner.moe_config.routing_method.name]
+        scale = getattr(routed, "routed_scaling_factor", None)
+        groups = tuple(
+            getattr(routed, name, None) for name in ("num_expert_group", "topk_group", "e_score_correction_bias")
+        )
+        chosen = routing_experts.arguments_after_logits(method, topk, total, *groups, 1.0 if scale is None else scale)
+        op = ops.topk_softmax if routing_experts.is_plain(chosen) else ops.grouped_topk
+        plain_ones = chosen if routing_experts.is_plain(chosen) else (*chosen[:-1], chosen[-1] is not None)
+        step.add(routed, OTHER, logits, None, layer="routing", op=op.name, parameters=(total, *plain_ones))
+    else:
+        step.add(routed, OTHER, logits, None, layer="routing", runs=type(getattr(runner, "router", runner)).__name__)
+    parameters = (total, w1.shape[0], topk, w1.shape[2], w1.shape[1] // 2, quantization) if is_ours else ()
+    op = ops.fused_experts.name if is_ours else None
+    step.add(routed, EXPERTS_KIND, hidden, made, layer="experts", op=op, parameters=parameters, runs=runs)
+    shared = getattr(runner, "_shared_experts", None)
+    if shared is None:
+        return None, made
+    both = shared._layer(hidden if shared_input is None else shared_input)
+    step.add(routed, OTHER, both, None, layer="sum with shared experts")
+    return both, made
+
+
+def scheme(routed: torch.nn.Module) -> str | None:
+    """Return the quantization of a layer of experts as the plugin's experts know it."""
+    w1 = routed.w13_weight
+    block = getattr(routed, "w13_weight_scale_inv", None)
+    scale = block if block is not None else getattr(routed, "w13_weight_scale", None)
+    if not isinstance(scale, Tensor):
+        return UNQUANTIZED if w1.dtype in HALVES else None
+    known = [kind for kind in (BLOCKS, MX, TOKEN) if EXPERTS[kind].fits(w1.shape, w1.dtype, scale.shape, scale.dtype)]
+    if known:
+        return known[0]
+    if w1.dtype.itemsize != 1 or scale.numel() > 2 * w1.shape[0]:
+        return None
+    return STATIC if getattr(routed, "w13_input_scale", None) is not None else TENSOR
+
+
+def spelled(dtype: torch.dtype) -> str:
+    """Return a dtype's name."""
+    return str(dtype).removeprefix("torch.")
+
+
+# Where they are stopped
+
+
+def install(step: Step, model: torch.nn.Module) -> None:
+    """Have the layers of a model record themselves instead of computing."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    def instead(module: torch.nn.Module, recorded: Callable) -> None:
+        run = getattr(module, "forward_native", module.forward)
+        module.forward = lambda *given, **more: recorded(step, module, run, *given, **more)
+
+    for module in model.modules():
+        name = type(module).__name__
+        if isinstance(module, (LinearBase, ParallelLMHead)):
+            module.quant_method = Stopped(module.quant_method, step)
+        elif isinstance(module, VocabParallelEmbedding):
+            module.forward = lambda ids, module=module: embedding(step, module, ids)
+        elif hasattr(module, "_forward_entry"):
+            module._forward_entry = lambda *given, module=module: forward_of_experts(module, *given)
+            module._apply_quant_method = lambda *_, module=module, **given: experts(
+                step, module, given["hidden_states"], given["router_logits"], given["shared_experts_input"]
+            )
+            module.routed_experts._ensure_moe_quant_config_init = lambda: None
+        elif hasattr(module, "kv_lora_rank") and hasattr(module, "impl"):
+            instead(module, latent_attention)
+        elif hasattr(module, "impl") and hasattr(module, "num_kv_heads"):
+            instead(module, attention)
+        elif "Norm" in name and not list(module.children()):
+            instead(module, norm)
+        elif hasattr(module, "rotary_dim") and hasattr(module, "forward_native"):
+            instead(module, rotation)
+        elif isinstance(module, CustomOp) and not any(isinstance(one, LinearBase) for one in module.modules()):
+            instead(module, plain)
+
+    def reduced(group, x: Tensor) -> Tensor:
+        if group.world_size == 1:
+            return x
+        made = torch.empty_like(x)
+        step.add("all-reduce", OTHER, x, made, layer="all-reduce")
+        return made
+
+    def gathered(group, x: Tensor, dim: int = -1) -> Tensor:
+        return torch.cat([x] * group.world_size, dim)
+
+    GroupCoordinator.all_reduce, GroupCoordinator.all_gather = reduced, gathered
+    GroupCoordinator.gather = lambda group, x, dst=0, dim=-1: gathered(group, x, dim)
+    GroupCoordinator.dispatch_router_logits = lambda group, hidden, logits, *_: (hidden, logits)
+    GroupCoordinator.combine = lambda group, hidden, *_: hidden
+
+
+class Stopped:
+    """A linear layer's method that records `apply`."""
+
+    def __init__(self, method, step: Step):
+        self.__dict__ |= vars(method) | {"method": method, "step": step}
+
+    def __getattr__(self, name: str):
+        return getattr(self.method, name)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        layer.quant_method = self.method
+        try:
+            return linear(self.step, layer, x, bias)
+        finally:
+            layer.quant_method = self
+
+
+def embedding(step: Step, layer: torch.nn.Module, ids: Tensor) -> Tensor:
+    """Record an embedding, with its all-reduce."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    made = torch.empty((*ids.shape, layer.embedding_dim), dtype=torch.get_default_dtype(), device="meta")
+    step.add(layer, OTHER, ids, made, layer="embedding")
+    return tensor_model_parallel_all_reduce(made)
+
+
+def forward_of_experts(runner: torch.nn.Module, hidden, logits, shared_input, input_ids=None, *_):
+    """Run what vLLM's opaque op runs."""
+    return runner._forward_impl(hidden, logits, shared_input, input_ids)
