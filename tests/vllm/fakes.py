@@ -27,7 +27,8 @@ def fake_worker(model: torch.nn.Module | None = None, **config) -> Fake:
 
 def set_config(monkeypatch, **config) -> Fake:
     """Make this vLLM's current configuration, and return it."""
-    made = Fake(**config)
+    kernels = Fake(ir_op_priority=Fake(rms_norm=["native"]))
+    made = Fake(**{"kernel_config": kernels} | config)
     monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: made)
     return made
 
