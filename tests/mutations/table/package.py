@@ -228,10 +228,5 @@ BUGS = (
         Tests("test_row_selection.py")),
     Bug("a list of another vLLM's", "models/asking.py", 'installed() in (None, known["vllm"]) and', "",
         Tests("test_meta_model.py::test_a_list_is_read_without_vllm_and_refuses_other_steps")),
-    Bug("a model of one rank", "vllm/meta/model.py", "group.world_size, group.ranks = size,", "group.world_size, group.ranks = 1,",
-        Tests("test_meta_model.py")),
-    Bug("a quantized norm where another layer reads it, too", "vllm/meta/launches.py",
-        "readers.pop() if len(readers) == 1 else OTHER", "readers.pop()", Tests("test_meta_model.py")),
-    Bug("views taken for readers", "vllm/meta/step.py", "if not is_view and not", "if not", Tests("test_meta_model.py")),
 )
 # fmt: on
