@@ -5,6 +5,7 @@ It is right in every schedule, and each planted fault is found, with its line.
 
 from __future__ import annotations
 
+import collections
 import time
 
 import numpy as np
@@ -16,6 +17,7 @@ from one_shot import ARCHS, BUGS, HIDDEN, ONE, RANKS, SCHEDULES, TURNS, Group, c
 
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.emulator import Devices, devices, errors
+from vllm_rocm_ops.emulator.scheduler import Scheduler
 
 
 @pytest.fixture(scope="module", params=ARCHS)
@@ -58,6 +60,23 @@ def test_epochs_come_round(built):
     arch_name, path = built
     for seed in range(4):
         Group(path, arch_name, 2, (ONE, ONE, (2, HIDDEN), ONE), seed, epoch=2**32 - 3).run()
+
+
+def test_the_epoch_stays_until_all_waves_have_read_it(built, monkeypatch):
+    """Waves behind a block's first one start late, when it may have ended."""
+    arch_name, path = built
+    run, waited, turns = Scheduler._run, collections.Counter(), 300
+
+    def late(self, w, quantum):
+        if w.wave.all() and waited[w] < turns:
+            waited[w] += 1
+            return True
+        return run(self, w, quantum)
+
+    monkeypatch.setattr(Scheduler, "_run", late)
+    for seed in range(2):
+        Group(path, arch_name, 2, ((1, 4096),) * 3, seed).run()
+    assert turns in waited.values()
 
 
 LOADS, STORES = 4, 4
