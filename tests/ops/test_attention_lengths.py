@@ -46,6 +46,26 @@ def check_lengths(the_op, sizes: tuple, arch: str) -> None:
         check_case(the_op, case, "cpu", emulator.arch, [the_op.cheapest(given, emulator.arch)])
 
 
+FIXED = {
+    ops.paged_attention_decode: ((900,), (2, 1), 64, LLAMA | {"fixed_split_size": 256}),
+    ops.mla_decode: ((900,), 2, {"wider": 0, "fixed_split_size": 256}),
+}
+
+
+@pytest.mark.parametrize("the_op", FIXED, ids=lambda o: o.name)
+def test_fixed_splits_have_the_same_bits_whatever_the_block_table_has_room_for(the_op):
+    emulator = Emulator("gfx942", races=False)
+    of_op = importlib.import_module(f"vllm_rocm_ops.ops.{the_op.name}")
+    case = Case("fixed", functools.partial(of_op._inputs, *FIXED[the_op]))
+    given = the_op.Arguments(*case.make("cpu", generator_of("fixed"), emulator.arch.fp8_dtype))
+    with launch.executor(emulator):
+        narrow, wide = (
+            the_op.call(*given._replace(block_table=torch.nn.functional.pad(given.block_table, (0, more))))
+            for more in (0, 100)
+        )
+    assert all(map(torch.equal, narrow, wide))
+
+
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=full)])
 @pytest.mark.parametrize("name", SHORTER)
 def test_thousands_of_keys_and_many_requests(name, arch):

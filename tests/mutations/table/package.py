@@ -226,6 +226,8 @@ BUGS = (
     Bug("a compile cache that does not know what stays", "vllm/worker_startup.py",
         "compiled_ops.left_to_vllm.update(str(pattern) for pattern, runs in decisions.items() if not runs)", "",
         Tests("test_row_selection.py")),
+    Bug("fixed splits that depend on the block table", "ops/shared/decode.py", "-(-keys // a.fixed_split_size), a",
+        "max(keys // a.fixed_split_size, 1), a", Tests("test_attention_lengths.py")),
     Bug("a list of another vLLM's", "models/asking.py", 'installed() in (None, known["vllm"]) and', "",
         Tests("test_meta_model.py::test_a_list_is_read_without_vllm_and_refuses_other_steps")),
 )
