@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.timing.machines import Machine
-from vllm_rocm_ops.tools import explain
+from vllm_rocm_ops.vllm.selection.report import columns
 
 from . import baseline, published_steps, step
 from .step import Node, Total
@@ -88,7 +88,7 @@ def lines(
         for node in found["plugin"]:
             counts = str(batch), str(node.count), str(node.count * node.launches), f"{node.floor_us:.1f}"
             rows.append((node.layer, node.op or "-", *counts, _cell(*_in_place_of(node, other)), _cell(node)))
-        yield from explain.table(rows) if with_launches else ()
+        yield from columns(rows) if with_launches else ()
         for side, of_side in found.items():
             yield f"predicted step, {batch} tokens: {said(side, step.total(of_side))}"
         if "baseline" in found:

@@ -16,9 +16,10 @@ from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op
-from vllm_rocm_ops.tools.explain import explain, table
+from vllm_rocm_ops.tools.explain import explain
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection import report as selection_report
+from vllm_rocm_ops.vllm.selection.report import columns
 
 PLUGIN = "rocm_ops"
 
@@ -125,7 +126,7 @@ def measured_lines(records: list[dict], machine: dict[str, str], verbose: bool) 
         lines += selection_report.wrong_baselines(record)
         lines += selection_report.beside_named(record)
         lines += selection_report.table(record) if verbose else []
-        lines += [*table(selection_report.summary(record)), *table(selection_report.advice(record))]
+        lines += [*columns(selection_report.summary(record)), *columns(selection_report.advice(record))]
     return lines or ["nothing yet: vLLM's workers measure at startup"]
 
 
@@ -191,7 +192,7 @@ def ops_lines(by_op: dict[str, dict[str, str]], unbuilt: set[str]) -> list[str]:
             ops.append((name, " ".join(arch for arch in built_for if built_for[arch] == kernel), kernel))
     asked = dict.fromkeys(arch for by_arch in by_op.values() for arch in by_arch if arch in unbuilt)
     ops += [("every op", arch, "fallback: no code object was built for it") for arch in asked]
-    return ["", "ops, with the kernel of their first test case", *("  " + line for line in table(ops))]
+    return ["", "ops, with the kernel of their first test case", *("  " + line for line in columns(ops))]
 
 
 def ops_by_arch(by_op: dict[str, dict[str, str]], unbuilt: set[str]) -> list[str]:
@@ -208,7 +209,7 @@ def seam_lines(seams: list[dict], verbose: bool) -> list[str]:
     """Format the status of seams: those that are off with the reason, and how many are on or which."""
     on = [("on", status["name"], status["replaces"]) for status in seams if status["on"]]
     off = [("off", status["name"], status["reason"]) for status in seams if not status["on"]]
-    return table([*on, *off]) if verbose else [f"{len(on)} on", *table(off)]
+    return columns([*on, *off]) if verbose else [f"{len(on)} on", *columns(off)]
 
 
 def text(report: dict, verbose: bool = False) -> str:
@@ -236,10 +237,10 @@ def text(report: dict, verbose: bool = False) -> str:
         else (arch, "none", "")
         for arch, modules in report["code_objects"].items()
     ]
-    section("code objects", *table(built))
+    section("code objects", *columns(built))
     tuned = report["tables"]
     counts = [f"{op} {rows}" for by_op in tuned["rows"].values() for op, rows in by_op.items()]
-    section("tuned tables", *table([(", ".join(counts) or "no rows", tuned["folder"])]))
+    section("tuned tables", *columns([(", ".join(counts) or "no rows", tuned["folder"])]))
     section("measured", *measured_lines(report["measured"], report["machine"], verbose))
     section("reached", *reached_lines(report["reached"]))
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.layers import Launch, LayerCall
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import comparisons
+from vllm_rocm_ops.vllm.selection.report import columns
 
 WIDTH = 120  # columns of a model's table
 
@@ -133,6 +133,11 @@ def explain_model(
     return [("layer", "calls", "tokens", "kernel"), *short]
 
 
+def lines_of(rows: list[tuple[str, ...]], verbose: bool) -> list[str]:
+    """Format a table of `explain_model`."""
+    return columns(rows, None if verbose else WIDTH)
+
+
 def plugin_kernel(call: LayerCall, arch: Arch, tokens: int, verbose: bool) -> tuple[str, str, str]:
     """Return the plugin's kernels for a call, the configuration's source, and their blocks."""
     arguments = call.case(tokens).make("meta", torch.Generator(), arch.fp8_dtype)
@@ -144,16 +149,3 @@ def plugin_kernel(call: LayerCall, arch: Arch, tokens: int, verbose: bool) -> tu
     kernel = " + ".join(launch.symbol for launch in explained.launches)
     blocks = "+".join(str(math.prod(launch.grid)) for launch in explained.launches)
     return kernel, why if verbose else "tuned" if row else "", blocks
-
-
-def table(rows: list[tuple[str, ...]], width: int | None = None) -> list[str]:
-    """Format rows as lines with aligned columns; the last column wraps at `width`."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    left = sum(widths[:-1]) + 2 * len(widths[:-1])
-    lines = []
-    for *row, last in rows:
-        parts = textwrap.wrap(last, max(width - left, 1), break_on_hyphens=False) if width else [last]
-        for part in parts or [""]:
-            lines.append("  ".join((*map(str.ljust, row, widths), part)).rstrip())
-            row = [""] * len(row)
-    return lines

@@ -54,7 +54,7 @@ def run(
     around = explain.around(config, tp or 1, ep, known)
     others = layers.unserved(config, tp or 1, ep, layers.built_for(known))
     rows = explain.explain_model([*calls, *around], known, batch or (1,), verbose, others)
-    for line in explain.table(rows, None if verbose else explain.WIDTH):
+    for line in explain.lines_of(rows, verbose):
         print(line, flush=True)
     print(f"layers as vLLM {asking.version(config, tp or 1, tp if ep == 0 else ep)} builds them", flush=True)
     return 0

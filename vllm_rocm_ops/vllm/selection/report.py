@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable
 
 from vllm_rocm_ops.vllm import seam
@@ -163,7 +164,14 @@ def table(record: Record) -> list[str]:
     return columns([HEADER, *lines]) if lines else []
 
 
-def columns(lines: list[tuple[str, ...]]) -> list[str]:
-    """Return lines with aligned cells."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+def columns(rows: list[tuple[str, ...]], width: int | None = None) -> list[str]:
+    """Format rows as lines with aligned columns; the last column wraps at `width`."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    left = sum(widths[:-1]) + 2 * len(widths[:-1])
+    lines = []
+    for *row, last in rows:
+        parts = textwrap.wrap(last, max(width - left, 1), break_on_hyphens=False) if width else [last]
+        for part in parts or [""]:
+            lines.append("  ".join((*map(str.ljust, row, widths), part)).rstrip())
+            row = [""] * len(row)
+    return lines
