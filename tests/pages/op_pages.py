@@ -251,7 +251,7 @@ def numerics() -> str:
     """Return the tolerances of all ops."""
     c = correctness
     wide = ", ".join(f"{a.sum_rounding:.1e} on {a.name}" for a in archs.ARCHS.values() if a.sum_rounding)
-    products = ", ".join(f"`{name}`" for name in sorted(c.PRODUCTS))
+    products = ", ".join(f"`{name}`" for name in sorted(op.name for op in op_module.registered() if op.product))
     return wrapped(
         f"- 8- and 16-bit results: at most 1 ULP off, in at most {100 * c.OFF_BY_ONE:g} % of elements, or two. ULPs are not counted for "
         "long sums, which may cancel; other fp32 errors are relative.\n"

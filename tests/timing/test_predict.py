@@ -8,10 +8,11 @@ from marks import full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.archs import ARCHS
+from vllm_rocm_ops.core.quantization import BLOCKS
 from vllm_rocm_ops.emulator import cases as emulated
 from vllm_rocm_ops.models import arguments as model_arguments
-from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.ops.shared import experts_tiled
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 from vllm_rocm_ops.timing import launch_time, machines, predict
 from vllm_rocm_ops.timing.trace import LINE, Access, Block, Instr, Recording
@@ -139,9 +140,9 @@ def test_tokens_go_to_the_experts_that_ids_name():
 
 def experts_of(tokens: int, experts: int) -> dict:
     """Return arguments of a call of experts."""
-    inputs = model_arguments.Inputs("meta", torch.Generator(), MACHINE.arch.fp8_dtype, torch.bfloat16)
+    inputs = Inputs("meta", torch.Generator(), MACHINE.arch.fp8_dtype, torch.bfloat16)
     sizes = experts, experts, 8, 256, 128
-    return ops.fused_experts.Arguments(*model_arguments.experts(tokens, inputs, *sizes, model_config.BLOCKS))._asdict()
+    return ops.fused_experts.Arguments(*model_arguments.experts(tokens, inputs, *sizes, BLOCKS))._asdict()
 
 
 def weights_read(given: dict, config=None) -> float:
@@ -263,8 +264,8 @@ def test_blocks_that_share_nothing_are_spread():
 
 def test_a_split_product_adds_up_what_others_left_whatever_the_number_of_slices():
     """With six slices, no 16 neighbors have all of a tile's."""
-    arguments = model_arguments.block_scaled(
-        128, model_arguments.Inputs("meta", torch.Generator(), torch.float8_e4m3fnuz, torch.bfloat16), 3072, 768
+    arguments = ops.block_scaled_mm.linear(
+        128, Inputs("meta", torch.Generator(), torch.float8_e4m3fnuz, torch.bfloat16), 3072, 768
     )
     a, op = ops.block_scaled_mm.Arguments(*arguments), ops.block_scaled_mm
     (kernel,) = predict.predict_call(op, a._asdict(), MACHINE, config=TiledConfig(128, 128, 6))

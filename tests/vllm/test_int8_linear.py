@@ -152,7 +152,7 @@ def test_vllm_chooses_the_baseline(make, monkeypatch):
     table, platform = linear._POSSIBLE_INT8_KERNELS, linear.current_platform._enum
     monkeypatch.setitem(table, platform, [type(kernel), type(kernel.baseline)])
     monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
-    assert CHOOSE(type(kernel), kernel.config, table, "int8_w8a8") is type(kernel.baseline)
+    assert CHOOSE(type(kernel), kernel.config) is type(kernel.baseline)
 
 
 def test_fake_results_are_like_real_ones(make):
@@ -160,10 +160,3 @@ def test_fake_results_are_like_real_ones(make):
     x = random(FEW, K).bfloat16()
     arguments = x, layer.weight, layer.weight_scale, layer.input_scale, None, kernel.baseline_name
     torch.library.opcheck(torch.ops.vllm_rocm_ops.int8_linear.default, arguments, test_utils="test_faketensor")
-
-
-def test_the_probe_notices_another_table(monkeypatch):
-    int8_linear.probe()
-    monkeypatch.delattr(linear, "_POSSIBLE_INT8_KERNELS")
-    with pytest.raises(seam.Unavailable, match="this vLLM lacks _POSSIBLE_INT8_KERNELS"):
-        int8_linear.probe()

@@ -1,6 +1,7 @@
 """Test the plugin's linear kernels in vLLM: their results, and the calls they leave to the baseline."""
 
 import importlib
+import pathlib
 
 import frames
 import pytest
@@ -474,13 +475,13 @@ def test_vllm_chooses_the_baseline(make):
     _, kernel, _ = make("channel")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seam, "served_platform", lambda: "rocm")
-        baseline = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
+        baseline = CHOOSE(type(kernel), kernel.config)
         patch.setenv("VLLM_DISABLED_KERNELS", ",".join(other.__name__ for other in before[1:]))
-        nothing = CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
+        nothing = CHOOSE(type(kernel), kernel.config)
     assert baseline in before[1:]
     assert nothing is None
     assert kernels == before
-    assert CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8") is None  # on CPU
+    assert CHOOSE(type(kernel), kernel.config) is None  # on CPU
 
 
 @pytest.mark.parametrize(
@@ -518,7 +519,7 @@ def test_a_named_backend_without_a_kernel_is_vllms_error(make):
         patch.setattr(seam, "served_platform", lambda: "rocm")
         patch.setenv("VLLM_DISABLED_KERNELS", ",".join(other.__name__ for other in others))
         with pytest.raises(ValueError, match="Failed to find a kernel"):
-            CHOOSE(type(kernel), kernel.config, linear._POSSIBLE_FP8_KERNELS, "fp8_w8a8")
+            CHOOSE(type(kernel), kernel.config)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -739,6 +740,11 @@ def test_fake_results_are_like_real_ones(make, kind):
         torch.library.opcheck(op, (*arguments, kernel.baseline_name), test_utils="test_faketensor")
 
 
+def table_of(one: seam.Seam) -> linear_base.Table:
+    """Return the table of vLLM's into which a seam inserts a kernel."""
+    return importlib.import_module(seam.module_of(one.name)).TABLE
+
+
 OF_TABLES = [one for one in map(seam.load, seam.in_folder("linear")) if "_POSSIBLE_" in one.replaces]
 """The seams that insert a kernel into a table of vLLM's."""
 
@@ -747,7 +753,7 @@ OF_TABLES = [one for one in map(seam.load, seam.in_folder("linear")) if "_POSSIB
 def test_a_probe_notices_other_tables_and_signatures(one, monkeypatch):
     """The seam is then off, and says what is missing."""
     one.probe()
-    table = one.replaces.split()[-1]
+    table = table_of(one).name
     with monkeypatch.context() as patch:
         patch.delattr(linear, table)
         with pytest.raises(seam.Unavailable, match=f"this vLLM lacks {table}"):
@@ -1002,32 +1008,29 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     assert scaled_linear.COMPARISON.max_tokens() == 64
 
 
-LINEARS = "vllm.model_executor.kernels.linear"
-BASES = {
-    "scaled_linear": (f"{LINEARS}.scaled_mm.ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", "apply_scaled_mm"),
-    "block_scaled_linear": (
-        *(f"{LINEARS}.scaled_mm.BlockScaledMMLinearKernel", "Fp8BlockScaledMMLinearKernel", "apply_block_scaled_mm"),
-        "__init__",
-    ),
-    "int8_linear": (
-        *(f"{LINEARS}.scaled_mm.cutlass", "CutlassInt8ScaledMMLinearKernel", "_get_layer_params", "__init__"),
-    ),
-    "mxfp8_linear": (f"{LINEARS}.mxfp8.Mxfp8LinearKernel", "Mxfp8LinearKernel", "__init__"),
-}
-"""By seam: the module and the name of vLLM's base class, and its additional methods."""
-
-
-def test_every_seam_of_a_table_has_its_base_class():
-    assert BASES.keys() == {one.name for one in OF_TABLES}
-
-
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [(name, method) for name, (_, _, *own) in BASES.items() for method in (*own, *linear_base.METHODS)],
+    ("one", "method"),
+    [(one, method) for one in OF_TABLES for method in table_of(one).all_methods()],
+    ids=lambda value: getattr(value, "name", value),
 )
-def test_a_probe_sees_a_method_with_other_parameters(monkeypatch, name, method):
-    file, base, *_ = BASES[name]
-    seam.load(name).probe()
-    monkeypatch.setattr(getattr(importlib.import_module(file), base), method, lambda self, other: None)
+def test_a_probe_sees_a_method_with_other_parameters(monkeypatch, one, method):
+    one.probe()
+    monkeypatch.setattr(table_of(one).base_class(), method, lambda self, other: None)
     with pytest.raises(seam.Unavailable, match=r"this vLLM lacks .*<lambda>"):
-        seam.load(name).probe()
+        one.probe()
+
+
+@pytest.mark.parametrize("one", OF_TABLES, ids=lambda one: one.name)
+def test_a_seam_installs_the_kernel_of_its_table(one):
+    """What others ask of the kernel's class is its table, its comparison, and vLLM's base class."""
+    table = table_of(one)
+    plugin = table.kernels()[current_platform._enum][0]
+    assert (plugin.table, plugin.comparison) == (table, one.comparisons[0])
+    assert plugin.__mro__[1:3] == (linear_base.HasBaseline, table.base_class())
+
+
+def test_every_table_has_tests():
+    """They are here, for the layers that `make` makes, or in a file of the seam's name."""
+    here = pathlib.Path(__file__).parent
+    others = {one.name for one in OF_TABLES if not {*one.ops} & {*OPS.values()}}
+    assert others and others <= {path.stem.removeprefix("test_") for path in here.glob("test_*_linear.py")}

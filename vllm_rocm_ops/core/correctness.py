@@ -30,22 +30,12 @@ OFF_BY_ONE = 0.01  # share of elements that may be off by one ULP
 LARGEST_ERROR, MEAN_ERROR = 2.0, 1.1  # against float64, relative to the reference's errors
 FLOOR = 1e-6  # relative to the largest element, or to a GEMM's sum of absolute terms: a few fp32 roundings
 SMALLEST = 2.0**-126  # smallest normal fp32, an error that is always allowed
-PRODUCTS = (
-    "scaled_mm",
-    "block_scaled_mm",
-    "mxfp8_scaled_mm",
-    "unquantized_gemm",
-    "batched_gemm",
-    "gemm",
-)  # ops that are linear in their operands
 HALF_ULP = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
     torch.float32: 2.0**-24,
 }  # at most, relative to an element
 SMALLEST_HALF_ULP = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
-WHOLE = (*PRODUCTS, "scaled_mm_silu_and_mul_quant")
-"""Ops with one GEMM, of which integers make the sums exact, so that all roundings after it must match."""
 STEP, SHARE_OF_SUMS = 2.0**-3, 2.0**-7  # tolerance of e4m3 long sums: of an element, and of the largest
 
 
@@ -182,7 +172,7 @@ def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> t
 
     If SwiGLU and a quantization follow, most sums have more bits than a 16-bit float, and few results are beyond the largest value.
     """
-    is_gated = the_op.name not in PRODUCTS
+    is_gated = not the_op.product
     most = 15 if is_gated else 3
 
     def small(value: torch.Tensor) -> torch.Tensor:
@@ -247,7 +237,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
             same = (left == expected) | (left.isnan() & expected.isnan())
             require(bool(same.all()), f"{the_op.name}: leaves another {name}")
     quantizes = any(value.element_size() == 1 for name, value in zip(names, reference) if name in the_op.writes)
-    products = 1 if the_op.name in PRODUCTS else 2  # consecutive GEMMs, each with sums that the arch rounds
+    products = 1 if the_op.product else 2  # consecutive GEMMs, each with sums that the arch rounds
     floor = max(FLOOR, products * archs.of_device(0).sum_rounding) if the_op.sums and device == "cuda" else FLOOR
     for what, got, wanted, true in zip(names, outputs, reference, oracle):
         name = f"{the_op.name} output {what}"
@@ -255,7 +245,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
         if exact:
             differ = (got.cpu() != wanted) & ~wanted.isnan()
             require(not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()} elements of exact sums differ")
-        elif the_op.name in PRODUCTS and got.numel() and got.is_floating_point() and not quantizes:
+        elif the_op.product and got.numel() and got.is_floating_point() and not quantizes:
             operands = [None if n in the_op.writes else v for n, v in zip(the_op.Arguments._fields, arguments)]
             terms = the_op.reference(*[in_float64(absolute(v)) for v in operands]).double()
             check_terms(name, got, true.double(), terms, floor)
@@ -279,7 +269,10 @@ def check_case(
     """
     arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
     a = the_op.Arguments(*arguments)
-    exact = whole_numbers(the_op, arguments, generator_of(case.name)) if whole and the_op.name in WHOLE else None
+    has_one_gemm = (
+        the_op.product or the_op.linear is not None
+    )  # integers make its sums exact: roundings after it must match
+    exact = whole_numbers(the_op, arguments, generator_of(case.name)) if whole and has_one_gemm else None
     seen = set()
     for config in (the_op.configs(a, arch) or [None]) if configs is None else configs:
         planned = the_op.plan(config, the_op.allocate(a), a, arch) if config else ()

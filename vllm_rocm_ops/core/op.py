@@ -104,6 +104,8 @@ class Op:
     Attributes:
         mutates: Arguments that the op updates in place.
         sums: Whether results are long sums, which may cancel, so that errors exceed a rounding step of a result.
+        product: Whether results are linear in each operand.
+        linear: Makes the arguments of a linear layer's call (ops/shared/inputs.py): `linear(tokens, inputs, n, k, *traits)`, a bias last.
         writes: Arguments that receive a result in place of a returned tensor, and share no memory with others.
         inexact: Members of `mutates` that receive results, with the tolerance of returned ones; the others match the
             reference bit for bit.
@@ -125,6 +127,8 @@ class Op:
     cost: Callable | None = None
     mutates: tuple[str, ...] = ()
     sums: bool = False
+    product: bool = False
+    linear: Callable[..., tuple] | None = None
     writes: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
     baseline: Callable | None = None

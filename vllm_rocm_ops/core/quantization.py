@@ -18,6 +18,15 @@ E5M2 = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.flo
 """The e4m3 dtype by the e5m2 dtype of the same GPU."""
 MX_BLOCK = 32  # values that share a scale of an MX format
 MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
+
+# How the input of a linear layer is quantized, as a norm or an activation before it can do.
+UNQUANTIZED = "none"
+STATIC = "static"  # to e4m3 with a static scale
+TENSOR = "tensor"  # with a dynamic scale per tensor, computed by vLLM
+TOKEN = "token"  # with a scale per token; weights have one per output channel
+BLOCKS = "block"  # with a scale per 1x128; weights have one per 128x128
+MX = "mx"  # to e4m3fn on every GPU with an e8m0 scale per 32, as weights
+
 MEANINGS = {
     "scale": "float32, one element: the static scale.",
     "quant_dtype": "float8_e4m3fn or float8_e4m3fnuz; kernels write the GPU's own.",

@@ -2,82 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.models.config import BLOCKS, EXPERTS, STATIC, TOKEN
-from vllm_rocm_ops.ops.mxfp8_scaled_mm import BLOCK as MX_BLOCK
+from vllm_rocm_ops.core.quantization import BLOCKS, STATIC, TOKEN
+from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-
-
-class Inputs(NamedTuple):
-    """Makes random tensors by a generator, on its device; tensors on the meta device have no values."""
-
-    device: str
-    generator: torch.Generator
-    fp8_dtype: torch.dtype
-    dtype: torch.dtype
-
-    def values(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return normal values in the model's dtype or another."""
-        return self._tensor(torch.randn, shape, dtype or self.dtype)
-
-    def scales(self, *shape: int) -> Tensor:
-        """Return float32 values in [0.5, 1.5)."""
-        scales = self._tensor(torch.rand, shape, torch.float32)
-        return scales if scales.is_meta else scales + 0.5
-
-    def exponents(self, *shape: int) -> Tensor:
-        """Return e8m0 scales as uint8, from 2^-2 to 2^3."""
-        return (self.scales(*shape) * 6 + 122).to(torch.uint8)
-
-    def _tensor(self, random: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.device == "meta":
-            return torch.empty(shape, dtype=dtype, device="meta")
-        drawn = random(shape, generator=self.generator, device=self.generator.device)
-        return drawn.to(dtype).to(self.device)
-
-
-def scaled(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bias: bool) -> tuple:
-    """Return arguments of `scaled_mm`, with scales per row or per tensor."""
-    a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
-    scales = (inputs.scales(rows if per_row else 1, 1) for rows in (tokens, n))
-    return a, b.t(), *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
-
-
-def gated(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
-    """Return arguments of `scaled_mm_silu_and_mul_quant`; the result's scale keeps most results within FP8's limit."""
-    *product, dtype = scaled(tokens, inputs, n, k, False)
-    return *product, inputs.scales(1) * (k / 16), dtype
-
-
-def int8_scaled(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_bias: bool) -> tuple:
-    """Return arguments of `gemm` in int8, with scales per output channel and per token or tensor."""
-    a, b = ((40 * inputs.values(rows, k)).clamp(-127, 127).to(torch.int8) for rows in (tokens, n))
-    scales = inputs.scales(tokens if per_token else 1, 1), inputs.scales(n, 1)
-    return a, b.t(), inputs.dtype, *scales, *(inputs.values(n) for _ in has_bias)
-
-
-def block_scaled(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
-    """Return arguments of `block_scaled_mm`."""
-    a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
-    blocks = -(-k // BLOCK)
-    return a, b, inputs.scales(tokens, blocks), inputs.scales(-(-n // BLOCK), blocks), inputs.dtype
-
-
-def mx_scaled(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
-    """Return arguments of `mxfp8_scaled_mm`."""
-    a, b = (inputs.values(rows, k, dtype=torch.float8_e4m3fn) for rows in (tokens, n))
-    scales = (inputs.exponents(rows, k // MX_BLOCK) for rows in (tokens, n))
-    return a, b, *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
-
-
-def unquantized(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
-    """Return arguments of `unquantized_gemm`."""
-    return inputs.values(tokens, k), inputs.values(n, k), *(inputs.values(n) for _ in has_bias)
+from vllm_rocm_ops.ops.shared.inputs import Inputs
+from vllm_rocm_ops.ops.unquantized_gemm import unquantized_gemm
 
 
 def norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
@@ -170,7 +102,7 @@ def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: b
 def router(tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int, renormalize: bool, *rest) -> tuple:
     """Return arguments of `router_gemm_topk`."""
     _, *options = routing(tokens, inputs, experts, topk, renormalize, *rest)
-    return *unquantized(tokens, inputs, experts, hidden), *options
+    return *unquantized_gemm.linear(tokens, inputs, experts, hidden), *options
 
 
 def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:

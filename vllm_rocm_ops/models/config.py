@@ -1,23 +1,14 @@
-"""Read a model's config.json, and name the quantizations of layers."""
+"""Read a model's config.json."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, TENSOR, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.ops.shared.experts import SCHEMES
 
 SHIPPED = Path(__file__).parent
-
-# Quantization of a linear layer: weights are e4m3 except in UNQUANTIZED and INT8.
-UNQUANTIZED = "none"
-STATIC = "static"  # a static scale for the input
-TENSOR = "tensor"  # a dynamic scale per tensor for the input, computed by vLLM
-TOKEN = "token"  # a scale per token and per output channel
-BLOCKS = "block"  # a scale per 1x128 of the input and per 128x128 of the weight
-MX = "mx"  # an e8m0 scale per 32 of both; e4m3fn on every GPU
-INT8 = "int8"  # int8 weights and input, with a scale per token and per output channel
-INT8_STATIC = "int8 static"  # the same with a static scale for the input
 
 EXPERTS = {kind: SCHEMES[kind] for kind in (UNQUANTIZED, TENSOR, BLOCKS, MX)}
 EXPERTS |= {STATIC: SCHEMES["tensor"], TOKEN: SCHEMES["channel"]}

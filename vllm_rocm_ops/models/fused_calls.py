@@ -15,10 +15,10 @@ from functools import partial
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers
-from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, UNQUANTIZED
 from vllm_rocm_ops.models.layers import NORMS, Launch, LayerCall
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
@@ -199,7 +199,13 @@ def _quantized(is_latent: bool, step: Step) -> Found:
 
 
 OF_SEQUENCE = (
-    Fusion(ops.scaled_mm_silu_and_mul_quant, model_arguments.gated, _gated, needs_parts=True, by_attention=False),
+    Fusion(
+        ops.scaled_mm_silu_and_mul_quant,
+        ops.scaled_mm_silu_and_mul_quant.linear,
+        _gated,
+        needs_parts=True,
+        by_attention=False,
+    ),
     Fusion(ops.router_gemm_topk, model_arguments.router, _router, needs_all=True, by_attention=False),
     Fusion(ops.mla_norm_rope_and_cache, model_arguments.mla_norms, _latents, apart="vLLM's kernel"),
 )

@@ -18,11 +18,11 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.op import Case, Op, registered
+from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import asking
-from vllm_rocm_ops.models.arguments import Inputs
-from vllm_rocm_ops.models.config import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 
 ARCH = asking.AMD[-1]
 """The architecture whose kernels serve the most formats."""
@@ -32,14 +32,7 @@ AROUND_ATTENTION = "attention", "W_UK", "W_UV"
 PREFILL = "kv_b (prefill)"
 ATTENTION = ops.paged_attention_decode, ops.mla_decode
 """Decode attention ops, which vLLM calls if they were measured to be faster at every sequence length."""
-LINEARS = (
-    ops.scaled_mm,
-    ops.scaled_mm_silu_and_mul_quant,
-    ops.block_scaled_mm,
-    ops.mxfp8_scaled_mm,
-    ops.gemm,
-    ops.unquantized_gemm,
-)
+LINEARS = tuple(op for op in registered() if op.linear)
 """Ops of linear layers."""
 NORMS = {
     UNQUANTIZED: (ops.rms_norm, model_arguments.norm),
@@ -63,11 +56,7 @@ ACTIVATIONS = {
 }
 """Activations by the quantization of the linear that reads them."""
 ARGUMENTS = {
-    ops.scaled_mm: model_arguments.scaled,
-    ops.block_scaled_mm: model_arguments.block_scaled,
-    ops.mxfp8_scaled_mm: model_arguments.mx_scaled,
-    ops.gemm: model_arguments.int8_scaled,
-    ops.unquantized_gemm: model_arguments.unquantized,
+    **{op: op.linear for op in LINEARS},
     ops.topk_softmax: model_arguments.softmax_routing,
     ops.grouped_topk: model_arguments.routing,
     ops.fused_experts: model_arguments.experts,

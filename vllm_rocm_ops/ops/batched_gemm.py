@@ -265,6 +265,7 @@ def _cases() -> Iterator[Case]:
     baseline=_baseline,
     cases=_cases,
     sums=True,
+    product=True,
 )
 def batched_gemm(x: Tensor, weights: Tensor, out: Tensor | None = None, out_scales: Tensor | None = None) -> Tensor:
     """Compute x[:, h] @ weights[h] for each head h, summed in float32, optionally quantized with a scale per head.

@@ -16,6 +16,7 @@ from vllm_rocm_ops.core.tensors import describe
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
 from vllm_rocm_ops.ops.shared import tiled_gemm as tiled
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 
 __all__ = ["block_scaled_mm"]
@@ -153,6 +154,13 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(m, padding), b, scale_a, scale_b, given.get("out_dtype", torch.bfloat16)
 
 
+def _linear(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    """Return a layer's arguments."""
+    a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
+    blocks = -(-k // BLOCK)
+    return a, b, inputs.scales(tokens, blocks), inputs.scales(-(-n // BLOCK), blocks), inputs.dtype
+
+
 @functools.partial(
     Op,
     allocate=lambda a: a.a.new_empty((a.a.shape[0], gemm.weight(a.b).rows), dtype=a.out_dtype),
@@ -164,6 +172,8 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     problem=lambda a: gemm.problem(*_operands(a)),
     cases=_cases,
     sums=True,
+    product=True,
+    linear=_linear,
 )
 def block_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Compute a @ b^T with one scale per block of 128 along K, summed in float32.

@@ -21,6 +21,7 @@ from vllm_rocm_ops.ops.shared import gemm_blocks, gemm_cases
 from vllm_rocm_ops.ops.shared import skinny_gemm as skinny
 from vllm_rocm_ops.ops.shared import tiled_gemm as tiled
 from vllm_rocm_ops.ops.shared.gemm import E5M2, HALVES, Operand, Product
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 
@@ -300,6 +301,13 @@ def _problem(a) -> dict[str, object]:
     return {"m": m, "n": n, "k": k} | kinds
 
 
+def _linear(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_bias: bool) -> tuple:
+    """Return an int8 layer's arguments, with scales per output channel and per token or tensor."""
+    a, b = ((40 * inputs.values(rows, k)).clamp(-127, 127).to(torch.int8) for rows in (tokens, n))
+    scales = inputs.scales(tokens if per_token else 1, 1), inputs.scales(n, 1)
+    return a, b.t(), inputs.dtype, *scales, *(inputs.values(n) for _ in has_bias)
+
+
 @functools.partial(
     Op,
     allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype),
@@ -311,6 +319,8 @@ def _problem(a) -> dict[str, object]:
     problem=_problem,
     cases=gemm_cases.cases,
     sums=True,
+    product=True,
+    linear=_linear,
     baseline=_torch,
 )
 def gemm(

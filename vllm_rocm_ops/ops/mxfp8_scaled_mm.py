@@ -19,6 +19,7 @@ from vllm_rocm_ops.core.quantization import (
 from vllm_rocm_ops.core.quantization import MX_SCALES, mx_numbers
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride
 from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES, Product, activations, bias_contract, weight
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.skinny_gemm import arguments
 
 __all__ = ["mxfp8_scaled_mm"]
@@ -234,6 +235,13 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(m, padding), rows(n, 2 * padding), scale_a, scale_b, out_dtype, bias
 
 
+def _linear(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
+    """Return a layer's arguments."""
+    a, b = (inputs.values(rows, k, dtype=torch.float8_e4m3fn) for rows in (tokens, n))
+    scales = (inputs.exponents(rows, k // BLOCK) for rows in (tokens, n))
+    return a, b, *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
+
+
 @functools.partial(
     Op,
     allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype),
@@ -245,6 +253,8 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     problem=lambda a: dict(zip("mnk", _sizes(a))),
     cases=_cases,
     sums=True,
+    product=True,
+    linear=_linear,
 )
 def mxfp8_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None

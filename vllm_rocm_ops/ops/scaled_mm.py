@@ -18,6 +18,7 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.core.tensors import describe
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
 from vllm_rocm_ops.ops.shared import tiled_gemm as tiled
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 from vllm_rocm_ops.ops.silu_and_mul import silu_and_mul_quant
 
@@ -130,6 +131,13 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(m, padding), b, scale_a, scale_b, out_dtype, bias
 
 
+def _linear(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bias: bool) -> tuple:
+    """Return a layer's arguments, with scales per row or per tensor."""
+    a, b = (inputs.values(rows, k, dtype=inputs.fp8_dtype) for rows in (tokens, n))
+    scales = (inputs.scales(rows if per_row else 1, 1) for rows in (tokens, n))
+    return a, b.t(), *scales, inputs.dtype, *(inputs.values(n) for _ in has_bias)
+
+
 @functools.partial(
     Op,
     allocate=_allocate,
@@ -141,6 +149,8 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     problem=lambda a: gemm.problem(*_operands(a)),
     cases=_cases,
     sums=True,
+    product=True,
+    linear=_linear,
 )
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -228,6 +238,12 @@ def _gated_inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     return a, b, scale_a, scale_b, torch.tensor([0.0123 * k**0.5 / 16], device=device), dtype
 
 
+def _gated_linear(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
+    """Return a layer's arguments; the result's scale keeps most results within FP8's limit."""
+    *product, dtype = _linear(tokens, inputs, n, k, False)
+    return *product, inputs.scales(1) * (k / 16), dtype
+
+
 @functools.partial(
     Op,
     allocate=lambda a: a.a.new_empty((a.a.shape[0], _weight(a).rows // 2)),
@@ -239,6 +255,7 @@ def _gated_inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
     problem=lambda a: gemm.problem(*_operands(a)),
     cases=_gated_cases,
     sums=True,
+    linear=_gated_linear,
 )
 def scaled_mm_silu_and_mul_quant(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16

@@ -14,6 +14,7 @@ from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe, is_wide_float, row_stride, rows_of
 from vllm_rocm_ops.ops.gemm import gemm as products_of_any
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
 
@@ -100,6 +101,11 @@ def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
     return rows(*(tokens if isinstance(tokens, tuple) else (tokens,)), padding=padding), weight, bias
 
 
+def _linear(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tuple:
+    """Return a layer's arguments."""
+    return inputs.values(tokens, k), inputs.values(n, k), *(inputs.values(n) for _ in has_bias)
+
+
 @functools.partial(
     Op,
     allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
@@ -111,6 +117,8 @@ def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
     problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
     cases=_cases,
     sums=True,
+    product=True,
+    linear=_linear,
     baseline=torch.nn.functional.linear,
 )
 def unquantized_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention import (
     mla_absorb,
@@ -20,24 +21,14 @@ from vllm_rocm_ops.vllm.attention import (
     quantized_attention,
     rope_pre_attention,
 )
-from vllm_rocm_ops.vllm.linear import block_scaled_linear, int8_linear, mxfp8_linear, scaled_linear, unquantized_linear
 from vllm_rocm_ops.vllm.moe import base as experts
 from vllm_rocm_ops.vllm.moe import routing_gate
 from vllm_rocm_ops.vllm.selection.kernel_selection import Record, record_here, serves_by_tokens, types
 from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE, Key
 
+LINEARS = {name: seam.load(name).comparisons for name in seam.in_folder("linear")}
 COMPARISONS = {
-    kernels.op: kernels
-    for kernels in (
-        scaled_linear.COMPARISON,
-        scaled_linear.GATED,
-        block_scaled_linear.COMPARISON,
-        mxfp8_linear.COMPARISON,
-        int8_linear.COMPARISON,
-        unquantized_linear.COMPARISON,
-        experts.COMPARISON,
-        mla_absorb.COMPARISON,
-    )
+    kernels.op: kernels for kernels in (*sum(LINEARS.values(), ()), experts.COMPARISON, mla_absorb.COMPARISON)
 }
 RECORDED = {
     ops.router_gemm_topk: routing_gate.shapes_of,

@@ -16,7 +16,7 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import tables
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import comparisons, seam
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -25,11 +25,13 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 SEAMS = {
     "norms": ("norm",),
     "activations": ("activation",),
-    "linear layers": tuple(name for name in seam.in_folder("linear") if name != "unquantized_linear"),
+    "linear layers": tuple(name for name, of in comparisons.LINEARS.items() if any(one.covers for one in of)),
     "layers of experts": seam.in_folder("moe"),
     "layers of attention": ("decode_attention", "mla_attention"),
 }
 """Layer kinds, and the seams that cover each."""
+LINEARS = {one.covers for of in comparisons.LINEARS.values() for one in of} - {None}
+"""Parameters of the linear layers among these, and their bytes per element."""
 
 
 @dataclasses.dataclass
@@ -50,16 +52,17 @@ def kernels_of(module: torch.nn.Module) -> Iterator[object]:
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """Return the kind of a layer that a seam may cover. Linear layers count if their weight has 8 bits."""
-    name, weight = type(module).__name__, getattr(module, "weight", None)
+    """Return the kind of a layer that a seam may cover. Linear layers count by their weight, as `Linear.covers`."""
+    name = type(module).__name__
     if "RMSNorm" in name:
         return "norms"
     if "SiluAndMul" in name:
         return "activations"
     if hasattr(module, "w13_weight"):
         return "layers of experts"
-    if hasattr(module, "input_size_per_partition") and getattr(weight, "dtype", torch.float32).itemsize == 1:
-        return "linear layers"
+    if hasattr(module, "input_size_per_partition"):
+        sizes = {(name, getattr(getattr(module, name, None), "itemsize", 0)) for name, _ in LINEARS}
+        return "linear layers" if sizes & LINEARS else None
     return None
 
 

@@ -1,6 +1,6 @@
 """Install the seams, the places where vLLM calls the plugin's code instead of its own.
 
-A seam is a file with a `SEAM`, and its line in `FILES`. It is installed if
+A seam is a file with a `SEAM`, listed in `FILES` or named `linear/*_linear.py`. It is installed if
 
 - the user asks for it (VLLM_ROCM_OPS_SEAMS),
 - it supports this platform,
@@ -20,6 +20,7 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,31 +34,31 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 FILES = {
     "activation": "graph.activation",
     "all_reduce": "graph.aiter_all_reduce",
-    "block_scaled_linear": "linear.block_scaled_linear",
     "checked_scales": "guards.checked_scales",
     "compile_cache": "guards.compile_cache",
     "cpu_shims": "guards.cpu_shims",
     "decode_attention": "attention.decoder",
     "fp8_experts": "moe.fp8_experts",
     "fusion": "graph.pass_manager",
-    "int8_linear": "linear.int8_linear",
     "measured_selection": "worker_startup",
     "mla_attention": "attention.mla",
     "mla_norms": "attention.mla_norms",
     "mxfp8_experts": "moe.mxfp8_experts",
-    "mxfp8_linear": "linear.mxfp8_linear",
     "norm": "graph.norm",
     "quantized_attention": "attention.quantized_attention",
     "quantized_input": "graph.input_quantization",
     "rope_and_cache": "attention.rope_and_cache",
     "routing_experts": "moe.routing_experts",
-    "scaled_linear": "linear.scaled_linear",
     "unquantized_experts": "moe.unquantized_experts",
-    "unquantized_linear": "linear.unquantized_linear",
+}
+FILES |= {
+    name: f"linear.{name}"
+    for _, name, _ in pkgutil.iter_modules([str(Path(__file__).with_name("linear"))])
+    if name.endswith("_linear")
 }
 """The module of each seam."""
 
-NAMES = tuple(FILES)
+NAMES = tuple(sorted(FILES))
 
 
 class Unavailable(Exception):
@@ -74,6 +75,7 @@ class Seam:
         versions: The first and the last vLLM minor release that the seam was tested on.
         after: Seams that are installed before this one.
         ops: Prefixes of the names of the ops that the seam calls.
+        comparisons: The `Linear` comparisons of a seam of linear layers (linear/base.py).
     """
 
     name: str
@@ -84,6 +86,7 @@ class Seam:
     versions: tuple[str, str] = compat.RELEASES
     after: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
+    comparisons: tuple = ()
 
 
 @dataclasses.dataclass(frozen=True)

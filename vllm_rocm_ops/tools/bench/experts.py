@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from vllm_rocm_ops.core.clock import Clock
+from vllm_rocm_ops.core.quantization import BLOCKS, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
-from vllm_rocm_ops.models.arguments import Inputs
-from vllm_rocm_ops.models.config import BLOCKS, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.ops import fused_experts
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.tools.bench.baselines import Baseline, of_experts
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape, made_case

@@ -16,8 +16,8 @@ from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.ops.shared import weight_layout
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
 from vllm_rocm_ops.tools.bench.baselines.gemm import column_major
 
@@ -185,14 +185,14 @@ def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[model_layers
 
 def _column_major_blocks(*sizes) -> tuple:
     """Create arguments with column-major activation scales, as most baselines need them."""
-    return column_major(*model_arguments.block_scaled(*sizes))
+    return column_major(*ops.block_scaled_mm.linear(*sizes))
 
 
 GEMMS: dict[Op, tuple] = {
-    ops.scaled_mm: (model_arguments.scaled, True),  # a scale per token and channel
+    ops.scaled_mm: (ops.scaled_mm.linear, True),  # a scale per token and channel
     ops.block_scaled_mm: (_column_major_blocks,),
-    ops.unquantized_gemm: (model_arguments.unquantized,),
-    ops.scaled_mm_silu_and_mul_quant: (model_arguments.gated,),
+    ops.unquantized_gemm: (ops.unquantized_gemm.linear,),
+    ops.scaled_mm_silu_and_mul_quant: (ops.scaled_mm_silu_and_mul_quant.linear,),
 }
 
 

@@ -7,7 +7,9 @@ equal layers compile to equal graphs. A kernel has no other state: the weights a
 """
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -41,23 +43,67 @@ METHODS = {
 """The methods of vLLM's linear kernels that the plugin overrides or calls, and their parameters."""
 
 
-def probe(table: str, base: type, config: str, **methods: tuple[str, ...]) -> None:
-    """Raise `Unavailable` unless a kind of vLLM's linear kernels is as expected: their table, base class and methods."""
-    from vllm.model_executor.kernels import linear
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One of vLLM's tables of linear kernels, into which a seam inserts one.
 
-    for name in (table, "_LINEAR_BACKEND_KERNEL_MAP"):
-        seam.require(isinstance(getattr(linear, name, None), dict), name)
-    seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
-    for name, parameters in (METHODS | {"can_implement": (config,)} | methods).items():
-        seam.require_parameters(getattr(base, name), *parameters)
+    Attributes:
+        name: Its name in vLLM's `kernels.linear`.
+        quantization: vLLM's name of its kind of layers.
+        base: The base class of the plugin's kernel: its module in `kernels.linear` and its name.
+        config: The parameter of `can_implement`.
+        methods: More methods of the base class that the plugin overrides or calls, and their parameters.
+    """
+
+    name: str
+    quantization: str
+    base: tuple[str, str]
+    config: str = "c"
+    methods: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def base_class(self) -> type:
+        """Return vLLM's base class."""
+        module, name = self.base
+        return getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.{module}"), name)
+
+    def kernels(self) -> dict:
+        """Return vLLM's kernels by platform."""
+        from vllm.model_executor.kernels import linear
+
+        return getattr(linear, self.name)
+
+    def all_methods(self) -> Mapping[str, tuple[str, ...]]:
+        """Return all methods that the plugin overrides or calls, and their parameters."""
+        return {**METHODS, "can_implement": (self.config,), **self.methods}
+
+    def probe(self) -> None:
+        """Raise `Unavailable` unless the table, how vLLM chooses from it, and the base class are as expected."""
+        from vllm.model_executor.kernels import linear
+
+        for name in (self.name, "_LINEAR_BACKEND_KERNEL_MAP"):
+            seam.require(isinstance(getattr(linear, name, None), dict), name)
+        seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+        base = self.base_class()
+        for name, parameters in self.all_methods().items():
+            seam.require_parameters(getattr(base, name), *parameters)
+
+    def seam(self, *comparisons: "Linear", install: Callable[[], None], **options) -> seam.Seam:
+        """Return the seam that inserts a kernel, named after the torch op of its first comparison."""
+        given = {"probe": self.probe, "comparisons": comparisons, "ops": tuple(one.op.name for one in comparisons)}
+        first = f"the first row of {self.name}"
+        return seam.Seam(comparisons[0].run.__name__, first, install=install, **{**given, **options})
 
 
 class HasBaseline:
     """Mix into vLLM's base class of a kind of kernels, and keep vLLM's kernel for the same layer."""
 
-    order = None
+    table: Table
+    comparison: "Linear"
     quantization: str
-    """vLLM's name of this kind of layers."""
+    """How the layer's input is quantized, for the norm or activation before it (core/quantization.py)."""
+    traits: tuple = ()
+    """What `Op.linear` takes besides the sizes and a bias."""
+    order = None
 
     @classmethod
     def is_supported(cls, compute_capability=None) -> tuple[bool, str | None]:
@@ -66,15 +112,27 @@ class HasBaseline:
 
         return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
 
-    def keep_baseline(self, baseline: type | None, *arguments) -> None:
+    @classmethod
+    def baseline_class(cls, config) -> type | None:
+        """Return the kernel that vLLM would run."""
+        return vllm_kernel_for(cls, config)
+
+    @classmethod
+    def can_keep_baseline(cls, config) -> tuple[bool, str]:
+        """Answer vLLM whether the plugin may quantize the input of the kernel that vLLM would run."""
+        return can_keep(cls.baseline_class(config), cls.table.base_class())
+
+    def keep_baseline(self, *arguments) -> None:
         """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
+        baseline = self.baseline_class(arguments[0])
         self.baseline = baseline and baseline(*arguments)
-        self.baseline_name = baseline and register_baseline(self.baseline, named_backend(baseline, self.quantization))
+        named = baseline and named_backend(baseline, self.table.quantization)
+        self.baseline_name = baseline and register_baseline(self.baseline, named)
         self.order = None if self.baseline else "plain"
 
 
 def register_first(plugin: type, table: dict) -> None:
-    """Have vLLM ask the plugin's kernel before its own. `register_linear_kernel` only appends.
+    """Have vLLM ask the plugin's kernel before its own. `register_linear_kernel` appends, after catch-all kernels.
 
     It is asked beside a backend that the user names, too, but for emulation, unless the user keeps named backends.
     """
@@ -107,7 +165,7 @@ def without(kernels: list[type], plugin: type):
         kernels.insert(place, plugin)
 
 
-def vllm_kernel_for(plugin: type, config, table: dict, quantization: str) -> type | None:
+def vllm_kernel_for(plugin: type[HasBaseline], config) -> type | None:
     """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests.
 
     Raises vLLM's ValueError if the user named a backend and no kernel of it supports the layer.
@@ -116,6 +174,7 @@ def vllm_kernel_for(plugin: type, config, table: dict, quantization: str) -> typ
 
     if seam.served_platform() == "cpu":
         return None
+    table, quantization = plugin.table.kernels(), plugin.table.quantization
     with without(table[current_platform._enum], plugin):
         try:
             return compat.choose_linear_kernel(config, table, quantization)
@@ -196,6 +255,8 @@ class Linear(LayerComparison):
     """
 
     op: Op
+    covers: tuple[str, int] | None = ("weight", 1)
+    """The parameter, and its bytes per element, of layers that coverage.py expects the seam to serve."""
     limit: int
     """The token limit of the op before timing."""
     choice_of: Callable[..., Choice]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
+from vllm_rocm_ops.core.quantization import BLOCKS
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
-from vllm_rocm_ops.vllm import compat, seam
+from vllm_rocm_ops.vllm import compat
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
 
@@ -66,6 +67,13 @@ class BlockScaledLinear(linear_base.Linear):
 
 
 COMPARISON = BlockScaledLinear()
+TABLE = linear_base.Table(
+    "_POSSIBLE_FP8_BLOCK_KERNELS",
+    "fp8_block_w8a8",
+    ("scaled_mm.BlockScaledMMLinearKernel", "Fp8BlockScaledMMLinearKernel"),
+    "config",
+    {"__init__": ("config",), "apply_block_scaled_mm": ("A", "B", "As", "Bs")},
+)
 
 
 def _fake(a, b, scale_a, scale_b, out_dtype, baseline_name):
@@ -75,26 +83,14 @@ def _fake(a, b, scale_a, scale_b, out_dtype, baseline_name):
 define(block_scaled_linear, _fake)
 
 
-def probe() -> None:
-    """Raise `Unavailable` unless vLLM's block-scaled kernels, their selection and base class are as expected."""
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-
-    methods = {"__init__": ("config",), "apply_block_scaled_mm": ("A", "B", "As", "Bs")}
-    linear_base.probe("_POSSIBLE_FP8_BLOCK_KERNELS", Fp8BlockScaledMMLinearKernel, "config", **methods)
-
-
 def install() -> None:
-    """Insert the plugin's kernel first in vLLM's table. vLLM's function appends, before 0.33 no block kernels."""
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    """Insert the plugin's kernel first in vLLM's table."""
     from vllm.model_executor.utils import replace_parameter
 
-    table = linear._POSSIBLE_FP8_BLOCK_KERNELS
-
-    class RocmOpsBlockScaledLinear(linear_base.HasBaseline, Fp8BlockScaledMMLinearKernel):
+    class RocmOpsBlockScaledLinear(linear_base.HasBaseline, TABLE.base_class()):
         """Choose between `block_scaled_mm` and vLLM's kernel."""
 
-        quantization = "fp8_block_w8a8"
+        table, comparison, quantization = TABLE, COMPARISON, BLOCKS
 
         @classmethod
         def can_implement(cls, config):
@@ -104,19 +100,11 @@ def install() -> None:
             if (*weight, *activation) != (BLOCK, BLOCK, 1, BLOCK):
                 return False, f"supports weight blocks of {BLOCK}x{BLOCK} and activation groups of {BLOCK} only"
             possible, why = super().can_implement(config)
-            return (
-                linear_base.can_keep(cls.baseline_class(config), Fp8BlockScaledMMLinearKernel)
-                if possible
-                else (False, why)
-            )
-
-        @classmethod
-        def baseline_class(cls, config):
-            return linear_base.vllm_kernel_for(cls, config, table, cls.quantization)
+            return cls.can_keep_baseline(config) if possible else (False, why)
 
         def __init__(self, config):
             super().__init__(config)
-            self.keep_baseline(self.baseline_class(config), config)
+            self.keep_baseline(config)
             if self.baseline is not None:
                 self.quant_fp8, self.use_triton = self.baseline.quant_fp8, self.baseline.use_triton
 
@@ -144,13 +132,7 @@ def install() -> None:
                 return torch.ops.vllm_rocm_ops.block_scaled_mm(A, weight, As, Bs, out_dtype)
             return COMPARISON.call(self, A, B, As, Bs, out_dtype, self.baseline_name)
 
-    linear_base.register_first(RocmOpsBlockScaledLinear, table)
+    linear_base.register_first(RocmOpsBlockScaledLinear, TABLE.kernels())
 
 
-SEAM = seam.Seam(
-    name="block_scaled_linear",
-    replaces="the first row of _POSSIBLE_FP8_BLOCK_KERNELS",
-    probe=probe,
-    install=install,
-    ops=("block_scaled_mm",),
-)
+SEAM = TABLE.seam(COMPARISON, install=install)

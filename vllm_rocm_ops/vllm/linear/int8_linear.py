@@ -83,6 +83,12 @@ class Int8Linear(linear_base.Linear):
 
 
 COMPARISON = Int8Linear()
+TABLE = linear_base.Table(
+    "_POSSIBLE_INT8_KERNELS",
+    "int8_w8a8",
+    ("scaled_mm.cutlass", "CutlassInt8ScaledMMLinearKernel"),
+    methods={"__init__": ("c", "layer_param_names"), "_get_layer_params": ("layer",)},
+)
 
 
 def _fake(x, weight, weight_scale, input_scale, bias, baseline_name):
@@ -93,26 +99,28 @@ define(int8_linear, _fake)
 
 
 def probe() -> None:
-    """Raise `Unavailable` unless vLLM's INT8 kernels, their selection and the quantization op are as expected."""
+    """Raise `Unavailable` unless vLLM's INT8 kernels and its quantization op are as expected."""
     from vllm import _custom_ops
-    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
-    methods = {"__init__": ("c", "layer_param_names"), "_get_layer_params": ("layer",)}
-    linear_base.probe("_POSSIBLE_INT8_KERNELS", CutlassInt8ScaledMMLinearKernel, "c", **methods)
+    TABLE.probe()
     seam.require_parameters(_custom_ops.scaled_int8_quant, "input", "scale", "azp", "symmetric")
 
 
 def install() -> None:
-    """Insert the plugin's kernel first in vLLM's table. `register_linear_kernel` appends, after catch-all kernels."""
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
+    """Insert the plugin's kernel first in vLLM's table."""
 
-    table = linear._POSSIBLE_INT8_KERNELS
-
-    class RocmOpsInt8Linear(linear_base.HasBaseline, CutlassInt8ScaledMMLinearKernel):
+    class RocmOpsInt8Linear(linear_base.HasBaseline, TABLE.base_class()):
         """Choose between `gemm` and vLLM's kernel. Without one, weights are prepared as for CUTLASS and Triton."""
 
-        quantization = "int8_w8a8"
+        table, comparison = TABLE, COMPARISON
+
+        @property
+        def quantization(self):
+            return "int8 static" if self.config.is_static_input_scheme else "int8"
+
+        @property
+        def traits(self):
+            return (not self.config.is_static_input_scheme,)
 
         @classmethod
         def can_implement(cls, c):
@@ -122,9 +130,7 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_baseline(
-                linear_base.vllm_kernel_for(type(self), c, table, self.quantization), c, layer_param_names
-            )
+            self.keep_baseline(c, layer_param_names)
 
         def process_weights_after_loading(self, layer):
             if self.baseline is None:
@@ -152,13 +158,7 @@ def install() -> None:
                 output = COMPARISON.call(self, *arguments)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    linear_base.register_first(RocmOpsInt8Linear, table)
+    linear_base.register_first(RocmOpsInt8Linear, TABLE.kernels())
 
 
-SEAM = seam.Seam(
-    name="int8_linear",
-    replaces="the first row of _POSSIBLE_INT8_KERNELS",
-    probe=probe,
-    install=install,
-    ops=("gemm",),
-)
+SEAM = TABLE.seam(COMPARISON, install=install, probe=probe)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
+from vllm_rocm_ops.core.quantization import MX
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 
@@ -103,6 +104,12 @@ class Mxfp8Linear(linear_base.Linear):
 
 
 COMPARISON = Mxfp8Linear()
+TABLE = linear_base.Table(
+    "_POSSIBLE_MXFP8_KERNELS",
+    "mxfp8",
+    ("mxfp8.Mxfp8LinearKernel", "Mxfp8LinearKernel"),
+    methods={"__init__": ("c",)},
+)
 
 
 def _fake(a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
@@ -113,12 +120,11 @@ define(mxfp8_linear, _fake)
 
 
 def probe() -> None:
-    """Raise `Unavailable` unless vLLM's MX-FP8 kernels, their selection and quantization are as expected."""
+    """Raise `Unavailable` unless vLLM's MX-FP8 kernels and quantization are as expected."""
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
-    from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
 
-    linear_base.probe("_POSSIBLE_MXFP8_KERNELS", Mxfp8LinearKernel, "c", __init__=("c",))
+    TABLE.probe()
     seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == GROUP, f"groups of {GROUP}")
     seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
     within = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
@@ -127,14 +133,12 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Insert the plugin's kernel first in vLLM's table. `register_linear_kernel` appends, after a catch-all kernel."""
-    from vllm.model_executor.kernels import linear
+    """Insert the plugin's kernel first in vLLM's table."""
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
-    from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
     from vllm.model_executor.utils import replace_parameter
     from vllm.platforms import current_platform
 
-    table, takes_rows = linear._POSSIBLE_MXFP8_KERNELS, rocm_native.RocmDotScaledMxfp8LinearKernel
+    takes_rows = rocm_native.RocmDotScaledMxfp8LinearKernel
     rocm_native.mxfp8_e4m3_quantize = unless_quantized(rocm_native.mxfp8_e4m3_quantize)
 
     def set_input_quantization(layer: torch.nn.Module) -> None:
@@ -142,11 +146,10 @@ def install() -> None:
         layer.vllm_rocm_ops_quantize, layer.vllm_rocm_ops_is_mx = quantize, True
         layer.vllm_rocm_ops_column_major_scales = False
 
-    class RocmOpsMxfp8Linear(linear_base.HasBaseline, Mxfp8LinearKernel):
+    class RocmOpsMxfp8Linear(linear_base.HasBaseline, TABLE.base_class()):
         """Choose between `mxfp8_scaled_mm` and vLLM's kernel."""
 
-        quantization = "mxfp8"
-
+        table, comparison, quantization = TABLE, COMPARISON, MX
         supports_pre_processed_weights = True  # as in vLLM's kernels: preparation only rewrites parameters
 
         @classmethod
@@ -161,7 +164,7 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            self.keep_baseline(linear_base.vllm_kernel_for(type(self), c, table, self.quantization), c)
+            self.keep_baseline(c)
             self.hands_rows = isinstance(self.baseline, takes_rows)
 
         def process_weights_after_loading(self, layer):
@@ -188,14 +191,7 @@ def install() -> None:
                 output = COMPARISON.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.baseline_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    linear_base.register_first(RocmOpsMxfp8Linear, table)
+    linear_base.register_first(RocmOpsMxfp8Linear, TABLE.kernels())
 
 
-SEAM = seam.Seam(
-    name="mxfp8_linear",
-    replaces="the first row of _POSSIBLE_MXFP8_KERNELS",
-    probe=probe,
-    install=install,
-    ops=("mxfp8_scaled_mm",),
-    platforms=("rocm", "cpu"),
-)
+SEAM = TABLE.seam(COMPARISON, install=install, probe=probe, platforms=("rocm", "cpu"))

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
-from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.core.quantization import LIMIT, STATIC, TENSOR, TOKEN
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_ROWS, plain_weight
-from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -187,6 +186,12 @@ class GatedLinear(ScaledLinear):
 
 
 GATED = GatedLinear()
+TABLE = linear_base.Table(
+    "_POSSIBLE_FP8_KERNELS",
+    "fp8_w8a8",
+    ("scaled_mm.ScaledMMLinearKernel", "FP8ScaledMMLinearKernel"),
+    methods={"apply_scaled_mm": ("A", "B", "out_dtype", "As", "Bs", "bias", "output_shape")},
+)
 
 
 def _fake(a, b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name):
@@ -201,40 +206,33 @@ define(scaled_linear, _fake)
 define(gated_linear, _gated_fake)
 
 
-def probe() -> None:
-    """Raise `Unavailable` unless vLLM's FP8 kernels, their selection and base class are as expected."""
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
-
-    names = ("A", "B", "out_dtype", "As", "Bs", "bias", "output_shape")
-    linear_base.probe("_POSSIBLE_FP8_KERNELS", FP8ScaledMMLinearKernel, "c", apply_scaled_mm=names)
-
-
 def install() -> None:
-    """Insert the plugin's kernel first in vLLM's table. `register_linear_kernel` appends, after catch-all kernels."""
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+    """Insert the plugin's kernel first in vLLM's table."""
     from vllm.model_executor.utils import replace_parameter
 
-    table = linear._POSSIBLE_FP8_KERNELS
-
-    class RocmOpsScaledLinear(linear_base.HasBaseline, FP8ScaledMMLinearKernel):
+    class RocmOpsScaledLinear(linear_base.HasBaseline, TABLE.base_class()):
         """Choose between `scaled_mm` and vLLM's kernel."""
 
-        quantization = "fp8_w8a8"
+        table, comparison = TABLE, COMPARISON
+
+        @property
+        def quantization(self):
+            scale = self.config.activation_quant_key.scale
+            return STATIC if scale.static else TENSOR if scale.group_shape.is_per_tensor() else TOKEN
+
+        @property
+        def traits(self):
+            return (self.quantization == TOKEN,)
 
         @classmethod
         def can_implement(cls, c):
             if c.activation_quant_key.scale.group_shape.is_per_group():
                 return False, "does not support group scales"
-            return linear_base.can_keep(cls.baseline_class(c), FP8ScaledMMLinearKernel)
-
-        @classmethod
-        def baseline_class(cls, c):
-            return linear_base.vllm_kernel_for(cls, c, table, cls.quantization)
+            return cls.can_keep_baseline(c)
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_baseline(self.baseline_class(c), c, layer_param_names)
+            self.keep_baseline(c, layer_param_names)
 
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
@@ -266,13 +264,7 @@ def install() -> None:
                 output = COMPARISON.call(self, A, B, As, Bs, bias, out_dtype, in_fragments, self.baseline_name)
             return output if len(output_shape) == 2 else output.view(*output_shape[:-1], output.shape[-1])
 
-    linear_base.register_first(RocmOpsScaledLinear, table)
+    linear_base.register_first(RocmOpsScaledLinear, TABLE.kernels())
 
 
-SEAM = seam.Seam(
-    name="scaled_linear",
-    replaces="the first row of _POSSIBLE_FP8_KERNELS",
-    probe=probe,
-    install=install,
-    ops=("scaled_mm", "scaled_mm_silu_and_mul_quant"),
-)
+SEAM = TABLE.seam(COMPARISON, GATED, install=install)

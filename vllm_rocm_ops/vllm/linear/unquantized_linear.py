@@ -35,6 +35,7 @@ class UnquantizedLinear(linear_base.Linear):
     """Describe `unquantized_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.unquantized_gemm, staticmethod(unquantized_linear), MAX_TOKENS
+    covers = None
 
     def choice_of(self, x, weight, bias):
         calls = "unquantized", weight.shape, x.dtype, bias is None
@@ -162,6 +163,7 @@ SEAM = seam.Seam(
     replaces="rocm_unquantized_gemm, on CUDA default_unquantized_gemm, of model_executor/layers/utils.py",
     probe=probe,
     install=install,
-    ops=("unquantized_gemm",),
+    ops=(COMPARISON.op.name,),
+    comparisons=(COMPARISON,),
     platforms=("rocm", "cuda"),
 )

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from vllm_rocm_ops.core.quantization import STATIC, UNQUANTIZED
 from vllm_rocm_ops.models import fused_calls
-from vllm_rocm_ops.models.config import STATIC, UNQUANTIZED
 from vllm_rocm_ops.models.layers import ACTIVATIONS, NORMS, RESIDUAL
 from vllm_rocm_ops.vllm.meta.step import (
     ACTIVATION,

@@ -14,17 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.models.config import (
-    BLOCKS,
-    EXPERTS,
-    INT8,
-    INT8_STATIC,
-    MX,
-    STATIC,
-    TENSOR,
-    TOKEN,
-    UNQUANTIZED,
-)
+from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, TENSOR, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.models.layers import PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.moe import routing_experts
@@ -131,45 +122,24 @@ class Step(TorchFunctionMode):
 
 def linear(step: Step, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     """Record a linear layer."""
-    weight, kernel = getattr(layer, "weight", None), next(coverage.kernels_of(layer), None)
+    weight, method = getattr(layer, "weight", None), type(layer.quant_method).__name__
     sizes = ("output_size_per_partition", "num_embeddings_per_partition", "output_size")
     n = next(filter(None, (getattr(layer, name, None) for name in sizes)))
     k = x.shape[-1]
     made = x.new_empty((*x.shape[:-1], n))
-    quantization, method = kind_of(layer, kernel), type(layer.quant_method).__name__
-    if quantization is None and method.startswith("Unquantized") and weight.dtype == x.dtype and x.dtype in HALVES:
-        quantization = UNQUANTIZED if "unquantized_linear" in seam.active() else None
-    has_bias = (True,) if bias is not None else ()
-    op, more = {
-        None: (None, ()),
-        UNQUANTIZED: (ops.unquantized_gemm, has_bias),
-        BLOCKS: (ops.block_scaled_mm, ()),
-        MX: (ops.mxfp8_scaled_mm, has_bias),
-        INT8: (ops.gemm, (True, *has_bias)),
-        INT8_STATIC: (ops.gemm, (False, *has_bias)),
-        STATIC: (ops.scaled_mm, (False, *has_bias)),
-        TENSOR: (ops.scaled_mm, (False, *has_bias)),
-        TOKEN: (ops.scaled_mm, (True, *has_bias)),
-    }[quantization]
-    given = {"op": op and op.name, "parameters": (n, k, *more) if op else (), "quantization": quantization}
-    runs = "" if op else f"{method} of {spelled(weight.dtype) if isinstance(weight, Tensor) else 'packed'} weights"
-    step.add(layer, LINEAR, x, made, runs=runs, **given)
+    is_plain = method.startswith("Unquantized") and weight.dtype == x.dtype and x.dtype in HALVES
+    if kernel := next(coverage.kernels_of(layer), None):
+        op, quantization, traits = kernel.comparison.op, kernel.quantization, kernel.traits
+    elif is_plain and "unquantized_linear" in seam.active():
+        op, quantization, traits = ops.unquantized_gemm, UNQUANTIZED, ()
+    else:
+        runs = f"{method} of {spelled(weight.dtype) if isinstance(weight, Tensor) else 'packed'} weights"
+        step.add(layer, LINEAR, x, made, runs=runs)
+        return made
+    has_bias = (True,) if bias is not None and "bias" in op.Arguments._fields else ()
+    given = {"op": op.name, "parameters": (n, k, *traits, *has_bias), "quantization": quantization}
+    step.add(layer, LINEAR, x, made, **given)
     return made
-
-
-def kind_of(layer: torch.nn.Module, kernel: object | None) -> str | None:
-    """Return the quantization of a linear layer with a kernel of the plugin's, None without."""
-    name, config = type(kernel).__name__, getattr(kernel, "config", None)
-    if name == "RocmOpsBlockScaledLinear":
-        return BLOCKS
-    if name == "RocmOpsMxfp8Linear":
-        return MX
-    if name == "RocmOpsInt8Linear":
-        return INT8_STATIC if config.is_static_input_scheme else INT8
-    if name == "RocmOpsScaledLinear":
-        scale = config.activation_quant_key.scale
-        return STATIC if scale.static else TENSOR if scale.group_shape.is_per_tensor() else TOKEN
-    return None
 
 
 def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual: Tensor | None = None, *rest, **more):
