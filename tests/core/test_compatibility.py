@@ -6,7 +6,7 @@ test_repo.py tests that it is fresh.
 import re
 
 import pytest
-from pages import compatibility, readme
+from pages import compatibility
 
 from vllm_rocm_ops.vllm import seam
 
@@ -20,7 +20,7 @@ def table_below(title: str) -> list[list[str]]:
 def test_every_recorded_selection_is_on_the_page():
     """Each kind of linear and of experts is shown; a row with a condition after a comma belongs to one of these kinds."""
     recorded = {what for what, _ in compatibility.answers("with") if what.startswith(("linear ", "experts "))}
-    shown = {what for _, *rows, _ in compatibility.QUANTIZATIONS.values() for what in rows if what}
+    shown = {what for one in compatibility.formats.FORMATS for what in compatibility.layers_of(one).values()}
     assert shown == {what for what in recorded if "," not in what}
 
 
@@ -32,13 +32,9 @@ def test_every_seam_of_linears_and_experts_is_in_a_recorded_selection(name):
     assert any(re.match(rf"RocmOps(Aiter|Routing)?{kernel} |.*\.{name}\.", answer) for answer in answers)
 
 
-def test_every_format_of_the_page_is_in_the_support_matrix():
-    assert {name for names in readme.FORMATS.values() for name in names} == set(compatibility.QUANTIZATIONS)
-
-
 def test_every_quantization_that_an_engine_runs_is_on_the_page():
     run = set().union(*compatibility.flavours().values()) - {"mixed"}  # experts in bf16, all else per token
-    assert run == {flavour for *_, flavour in compatibility.QUANTIZATIONS.values() if flavour}
+    assert run == {one.flavour for one in compatibility.formats.FORMATS if one.flavour}
 
 
 @pytest.mark.parametrize("name", ["MXFP4", "INT4"])

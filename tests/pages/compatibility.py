@@ -9,46 +9,33 @@ import json
 import pathlib
 import re
 
-from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import comparisons, seam
+from vllm_rocm_ops.vllm.moe import base as experts
 
-from . import measurements, op_pages
+from . import measurements
 from .measurements import ROOT, grouped, markdown, merged
 from .op_pages import DOCS
 
 PAGE, DRAFTS_PAGE = DOCS / "compatibility.md", DOCS / "speculative_decoding.md"
 VLLM_TESTS = ROOT / "tests" / "vllm"
+
+
+def loaded(name: str):
+    """Return a module of tests/vllm that imports no other one."""
+    spec = importlib.util.spec_from_file_location(name, VLLM_TESTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+formats = loaded("formats")
 AMD = tuple(name for name, arch in archs.ARCHS.items() if arch.vendor == "amd")
 ROUTED = "DeepseekV3ForCausalLM"  # with experts, of the models that the engine runs on CPU
 SUITES = {"3.10": "jammy", "3.11": "bookworm", "3.12": "noble", "3.13": "trixie", "3.14": "resolute"}
 """The Pythons of bare_root.sh."""
-
-QUANTIZATIONS = {
-    # format -> quant_methods of checkpoints, the rows of selection.csv for linears and experts, the flavour of engines.py
-    "BF16, FP16": ("", "linear unquantized", "experts bf16", "bf16"),
-    "FP8, per tensor, static": (
-        "`fp8`, `compressed-tensors`, `quark`",
-        "linear static",
-        "experts fp8 static",
-        "static",
-    ),
-    "FP8, per tensor, dynamic": ("`fp8`, `quark`", "linear dynamic", "experts fp8 dynamic", ""),
-    "FP8, per token and channel": ("`compressed-tensors`, `quark`", "linear per token", "experts fp8 channel", "token"),
-    "FP8, per token and channel, quantized at load": (
-        "none: `--quantization fp8_per_channel`",
-        "linear per token",
-        "experts fp8 channel",
-        "online",
-    ),
-    "FP8, per token and channel, bounded token scales": ("`fbgemm_fp8`", "linear fbgemm", "", "bounded"),
-    "FP8, 1x128 and 128x128 blocks": ("`fp8`, `compressed-tensors`", "linear block", "experts fp8 block", "block"),
-    "INT8, symmetric, per token or static": ("`compressed-tensors`, `quark`", "linear int8", None, None),
-    "MXFP8": ("`mxfp8`, `modelopt`, `compressed-tensors`", "linear mxfp8", "experts mxfp8", "mxfp8"),
-}
-"""Formats. A row of selection.csv is empty where vLLM has no such layer, and None where no seam serves it."""
 
 ATTENTION = {
     # layer -> the row of selection.csv, and what an engine runs on CPU, which has no FP8 cache
@@ -57,68 +44,6 @@ ATTENTION = {
     "decode attention, ROCM_AITER_UNIFIED_ATTN": ("attention, named unified", "not run"),
     "MLA decode": ("latent attention", "tested, 16-bit KV cache"),
 }
-
-
-def compressed(written: str, weights: dict, inputs: dict | None, symmetric: bool = True) -> dict:
-    """Return a quantization_config of compressed-tensors in one format."""
-    weights = {"symmetric": True, "dynamic": False} | weights
-    inputs = inputs and {"symmetric": symmetric, "dynamic": True} | inputs
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    known = {"quant_method": "compressed-tensors", "format": written, "ignore": ["lm_head"]}
-    return known | {"config_groups": {"group_0": group}}
-
-
-def number(kind: str, bits: int, strategy: str, **more) -> dict:
-    """Return the numbers of a tensor, as compressed-tensors writes them."""
-    return {"type": kind, "num_bits": bits, "strategy": strategy} | more
-
-
-FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "symmetric": None}
-QUARK = {
-    "quant_method": "quark",
-    "global_quant_config": {
-        "weight": FP4 | {"is_dynamic": False},
-        "input_tensors": FP4 | {"is_dynamic": True},
-        "output_tensors": None,
-        "bias": None,
-    },
-    "export": {"kv_cache_group": [], "pack_method": "reorder"},
-    "layer_quant_config": {},
-    "layer_type_quant_config": {},
-    "exclude": ["lm_head"],
-}
-NVFP4 = number("float", 4, "tensor_group", group_size=16)
-REFUSED = {
-    "MXFP4": {"quark": QUARK},
-    "NVFP4": {
-        "modelopt": {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "group_size": 16,
-            "exclude_modules": ["lm_head"],
-        },
-        "compressed-tensors": compressed("nvfp4-pack-quantized", NVFP4, NVFP4 | {"dynamic": "local"}),
-    },
-    "INT4": {
-        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
-        "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-        "compressed-tensors": compressed("pack-quantized", number("int", 4, "group", group_size=128), None),
-    },
-    "INT8 with zero points": {
-        "compressed-tensors": compressed("int-quantized", number("int", 8, "channel"), number("int", 8, "token"), False)
-    },
-    "FP8 weights, bf16 inputs": {
-        "compressed-tensors": compressed("float-quantized", number("float", 8, "channel"), None)
-    },
-}
-"""Formats without a kernel -> quant_method -> a quantization_config."""
-TABLES_OF_REFUSED = {
-    "MXFP4": "_POSSIBLE_MXFP4_KERNELS",
-    "NVFP4": "_POSSIBLE_NVFP4_KERNELS",
-    "INT4": "_POSSIBLE_KERNELS",
-    "FP8 weights, bf16 inputs": "_POSSIBLE_WFP8A16_KERNELS",
-}
-"""vLLM's tables of linear kernels for these formats, in which no seam may insert one."""
 
 
 SELECTION = VLLM_TESTS / "selection.csv"
@@ -199,14 +124,6 @@ def on_h200(what: str) -> list[str]:
     return sorted({line["versions"][what] for line in lines if what in line.get("versions", {})})
 
 
-def loaded(name: str):
-    """Return a module of tests/vllm that imports no other one."""
-    spec = importlib.util.spec_from_file_location(name, VLLM_TESTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @functools.cache
 def flavours() -> dict[str, set[str]]:
     """Return, by architecture, the flavours in which vLLM's engine runs a tiny model of it on the CPU."""
@@ -222,19 +139,15 @@ def flavours() -> dict[str, set[str]]:
 # Tables
 
 
-def selected(what: str | None, arch: str) -> str:
-    """Return a cell: whether vLLM selects the plugin for linears or experts, in all releases, with AITER and without."""
-    if what is None:
-        return "refused: no seam serves them"
-    if not what:
-        return "vLLM has none"
+def selected(what: str, arch: str, of: object = None) -> str:
+    """Return a cell: whether vLLM selects the plugin for linears or experts of a format, in all releases, with AITER and without."""
     plugin = {
         release: tuple(answer.startswith(("RocmOps", "vllm_rocm_ops.")) for answer in answers)
         for release, answers in answers("with")[what, arch].items()
     }
     if not any(map(any, plugin.values())):
-        is_lacking = "mxfp8" in what and not op_pages.supported_calls(ops.mxfp8_scaled_mm, arch)
-        return f"refused: {arch} has no MXFP8 instruction" if is_lacking else "refused: vLLM's kernel comes first"
+        is_lacking = of and of.needs and not getattr(archs.ARCHS[arch], of.needs)
+        return f"refused: {arch} has no {of.title} instruction" if is_lacking else "refused: vLLM's kernel comes first"
     words = dict(zip(itertools.product((True, False), repeat=2), ("", " without AITER", " with AITER", " not at all")))
     if len(set(plugin.values())) == 1:
         return f"selected{words[next(iter(plugin.values()))]}"
@@ -291,9 +204,14 @@ def baseline(what: str, arch: str) -> list[str]:
     return [f"`{answer.split()[0].rpartition('.')[2]}`" for answer in selections]
 
 
-def layer_rows(names: tuple[str, ...], what: str, on_cpu: str) -> list[tuple[str, ...]]:
+def layers_of(one) -> dict[str, str]:
+    """Return the kinds of layers in a format that a seam serves, and their names in selection.csv."""
+    return {"linear": f"linear {one.linear}"} | ({"MoE": f"experts {one.experts}"} if one.experts else {})
+
+
+def layer_rows(names: tuple[str, ...], what: str, on_cpu: str, of: object = None) -> list[tuple[str, ...]]:
     """Return a layer's rows: one for all archs, or one for each where they differ."""
-    by_arch = {arch: (selected(what, arch), *baseline(what, arch)) for arch in AMD}
+    by_arch = {arch: (selected(what, arch, of), *baseline(what, arch)) for arch in AMD}
     if len(set(by_arch.values())) == 1:
         return [(*names, "all", *by_arch[AMD[0]], on_cpu)]
     rows = ((arch, *cells, on_cpu * (cells[0] == "selected")) for arch, cells in by_arch.items())
@@ -304,16 +222,38 @@ def format_table() -> str:
     """Return rows of linears, experts and attention: status, and the baseline without and with AITER."""
     of_all, routed = set().union(*flavours().values()), flavours()[ROUTED]
     rows = []
-    for name, (written, linear, experts, flavour) in QUANTIZATIONS.items():
+    for one in formats.FORMATS:
         # On CPU vLLM's own op multiplies what is not quantized.
-        is_run = {"linear": flavour in of_all - {"bf16"}, "MoE": flavour in routed}
-        for kind, what in (("linear", linear), ("MoE", experts)):
-            if what:
-                rows += layer_rows((name, written, kind), what, "tested" if is_run[kind] else "not run")
+        is_run = {"linear": one.flavour in of_all - {"bf16"}, "MoE": one.flavour in routed}
+        for kind, what in layers_of(one).items():
+            rows += layer_rows((one.title, one.written, kind), what, "tested" if is_run[kind] else "not run", one)
     for name, (what, on_cpu) in ATTENTION.items():
         rows += layer_rows(("BF16, FP16; FP8 KV cache", "", name), what, on_cpu)
     header = ("format", "`quant_method`", "layer", "GPU", "plugin", "baseline", "baseline with AITER", "engine on CPU")
     return markdown(header, rows)
+
+
+def defaults_table() -> str:
+    """Return a row for each token limit of linear layers before timing, and for the other layers."""
+    limits = {one.op.name: one.limit for of in comparisons.LINEARS.values() for one in of}
+    stay, rows = "vLLM's kernels", []
+    for limit, groups in grouped(formats.GROUPS, lambda group: limits[formats.GROUPS[group][0].op]).items():
+        rows.append((f"linear layers: {'; '.join(groups)}", f"up to {limit} tokens" if limit else stay, stay))
+    rows += [
+        ("MoE", f"up to {experts.MAX_TOKENS} tokens", stay),
+        ("MLA absorption, all-reduce", stay, stay),
+        (
+            "decode attention, MLA decode, MLA norms, RoPE with cache write, quantized attention output",
+            f"{stay}; `VLLM_ROCM_OPS_ATTENTION=1` uses the plugin wherever it fits",
+            "the same",
+        ),
+        (
+            "RMSNorm and SwiGLU with quantization, also the extra result for MoE",
+            "plugin, unless a vLLM pass fuses the quantization",
+            "the same",
+        ),
+    ]
+    return markdown(("layer", "default", "with AITER, or beside a [named backend](#with-a-named-backend)"), rows)
 
 
 def refused_table() -> str:
@@ -321,7 +261,7 @@ def refused_table() -> str:
     known = model_config.read("tiny-llama") | {"num_hidden_layers": 1}
     touched = {table for name in seam.NAMES for table in re.findall(r"_POSSIBLE_\w+", seam.load(name).replaces)}
     rows = []
-    for name, written in REFUSED.items():
+    for name, written in formats.REFUSED.items():
         for method, config in written.items():
             try:
                 unserved = model_layers.unserved(known | {"quantization_config": config}, arch="gfx942")
@@ -332,9 +272,9 @@ def refused_table() -> str:
             if not {"qkv", "o", "gate_up", "down"} <= runs.keys():
                 raise ValueError(f"{name} by {method} must be vLLM's, but {sorted(runs)} are")
             rows.append((name, f"`{method}`", f"vLLM's kernel: {runs['qkv']}"))
-    served = [name for name in REFUSED if TABLES_OF_REFUSED.get(name) in touched]
+    served = [name for name in formats.REFUSED if formats.TABLES_OF_REFUSED.get(name) in touched]
     if served:
-        raise ValueError(f"a seam serves {', '.join(served)}: move it from REFUSED to QUANTIZATIONS")
+        raise ValueError(f"a seam serves {', '.join(served)}: move it from REFUSED to FORMATS")
     return markdown(("format", "`quant_method`", "`explain` answers"), rows)
 
 
@@ -347,7 +287,7 @@ def model_table() -> str:
     measured = {run.model for run in measurements.engine_runs()}
     rows = []
     for architecture in dict.fromkeys((*flavours(), *shipped)):
-        known = {flavour: name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour}
+        known = {one.flavour: one.title for one in formats.FORMATS if one.flavour}
         known["mixed"] = f"{known['token']}, experts in BF16"
         tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
         on_cpu = f"tested: {'; '.join(tested)}" if tested else "selected, not run"

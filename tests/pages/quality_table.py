@@ -1,9 +1,9 @@
 """Tabulate the results of serving_benchmarks/quality/quality.py and arithmetic.py for benchmarks.md."""
 
-from .compatibility import QUANTIZATIONS
+from .compatibility import formats
 from .measurements import grouped, head, markdown, measured, per_gpu, plural
 
-NAMES = {flavour or "dynamic": name for name, (*_, flavour) in QUANTIZATIONS.items() if flavour is not None}
+NAMES = {one.flavour or one.linear: one.title for one in formats.FORMATS}
 
 
 def quality() -> str:

@@ -44,31 +44,18 @@ def seams() -> str:
     return markdown(("seam", "replaces"), rows)
 
 
-FORMATS = {
-    "BF16, FP16": ("BF16, FP16",),
-    "FP8, per tensor, static or dynamic": ("FP8, per tensor, static", "FP8, per tensor, dynamic"),
-    "FP8, per token and channel": (
-        "FP8, per token and channel",
-        "FP8, per token and channel, quantized at load",
-        "FP8, per token and channel, bounded token scales",
-    ),
-    "FP8, 1x128 and 128x128 blocks": ("FP8, 1x128 and 128x128 blocks",),
-    "MXFP8": ("MXFP8",),
-    "INT8 W8A8, symmetric": ("INT8, symmetric, per token or static",),
-}
-"""Formats of the support matrix -> formats of the compatibility page."""
 ATTENTION = {"MHA, GQA": (ops.paged_attention_decode, "key_cache"), "MLA": (ops.mla_decode, "kv_cache")}
 
 
 def support() -> str:
     """Return the support matrix: the layers that have kernels for each format, and the KV cache dtypes, by GPU."""
 
-    def runs(arch: str, formats: tuple[str, ...]) -> str:
-        served = []
-        for kind, column in (("linear", 1), ("MoE", 2)):
-            layers = filter(None, (compatibility.QUANTIZATIONS[name][column] for name in formats))
-            if {compatibility.selected(layer, arch) for layer in layers} == {"selected"}:
-                served.append(kind)
+    def runs(arch: str, formats: list) -> str:
+        cells: dict[str, set[str]] = {}
+        for one in formats:
+            for kind, what in compatibility.layers_of(one).items():
+                cells.setdefault(kind, set()).add(compatibility.selected(what, arch, one))
+        served = [kind for kind, of in cells.items() if of == {"selected"}]
         return ", ".join(served) or "vLLM's kernels"
 
     def cached(arch: str, op: Op, cache: str) -> str:
@@ -76,8 +63,11 @@ def support() -> str:
         names = ("FP8" if dtype.itemsize == 1 else op_pages.short(dtype).upper() for dtype in dtypes)
         return ", ".join(sorted(names, key=("BF16", "FP16", "FP8").index))
 
-    rows = [(name, *(runs(arch, formats) for arch in compatibility.AMD)) for name, formats in FORMATS.items()]
-    rows.append(("; ".join(compatibility.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
+    rows = [
+        (name, *(runs(arch, formats) for arch in compatibility.AMD))
+        for name, formats in compatibility.formats.GROUPS.items()
+    ]
+    rows.append(("; ".join(compatibility.formats.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
     caches = merged((name, *(cached(arch, *op) for arch in compatibility.AMD)) for name, op in ATTENTION.items())
     rows += [(f"{names} decode attention: KV cache", *cells) for names, *cells in caches]
     titles = []
@@ -174,6 +164,7 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "quality": quality_table.quality,
         "arithmetic": quality_table.arithmetic,
     },
+    DOCS / "tuning.md": {"defaults": compatibility.defaults_table},
     DOCS / "timing.md": {"accuracy": predicted_table.accuracy},
     ROOT / "serving_benchmarks" / "timing_study" / "notes.md": {
         "published": predicted_table.published,

@@ -19,7 +19,7 @@ NO_EXPERTS = {"VLLM_ROCM_USE_AITER_MOE": "0"}
 class Recipe:
     """Flags besides VLLM_ROCM_USE_AITER=1, and the layers of the models.
 
-    `linear` and `experts` are of `selection.SCHEMES`, or "mxfp8". `options` belong to vLLM's kernel configuration, `moe` to
+    `linear` and `experts` are names of formats.LINEARS. `options` belong to vLLM's kernel configuration, `moe` to
     `selection.moe_config`, `heads` to `selection.attention_backend`.
     """
 
@@ -75,7 +75,7 @@ def linear(torch, recipe: Recipe, config) -> str:
     """Return the part for linear layers."""
     import selection
 
-    kernel = selection.linear_kernel(torch, recipe.linear)
+    kernel = selection.linear_kernel(recipe.linear)
     if (baseline := getattr(kernel, "baseline", None)) is not None:
         return f"{type(kernel).__name__} holds {type(baseline).__name__}"
     return f"{type(kernel).__name__}: named {config.kernel_config.linear_backend}"

@@ -12,6 +12,8 @@ import os
 import sys
 import types
 
+import formats
+
 from vllm_rocm_ops.vllm.meta import simulated
 
 ARCHS = ("gfx942", "gfx950")
@@ -82,61 +84,40 @@ def layers(torch) -> dict[str, str]:
     return answer | {"passes": current_platform.get_pass_manager_cls()}
 
 
-SCHEMES = {
-    "static": ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
-    "dynamic": ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
-    "per token": ("kFp8StaticChannelSym", "kFp8DynamicTokenSym"),
-    "fbgemm": ("kFp8StaticTokenSym", "kFp8DynamicTokenSym"),
-    "block": ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
-}
-"""The names of vLLM's keys of weights and inputs."""
-
-
 def keys_of(scheme: str) -> tuple:
-    """Return vLLM's keys of weights and inputs."""
+    """Return vLLM's keys of weights and inputs in a format."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    return tuple(getattr(quant_utils, name) for name in SCHEMES[scheme])
+    return tuple(getattr(quant_utils, name) for name in formats.LINEARS[scheme].keys)
 
 
-def linear_kernel(torch, scheme: str):
-    """Return the kernel that vLLM makes for a linear layer, by one of SCHEMES or "mxfp8"."""
-    from vllm.model_executor.kernels import linear
-
-    shape = {"weight_shape": (16384, 16384)}
-    if scheme == "mxfp8":
-        known = inspect.signature(linear.init_mxfp8_linear_kernel).parameters
-        return linear.init_mxfp8_linear_kernel(**{k: v for k, v in shape.items() if k in known})
-    given = {"module_name": "test", **dict.fromkeys(("input_dtype", "out_dtype"), torch.bfloat16), **shape}
-    weight_key, input_key = keys_of(scheme)
-    return linear.init_fp8_linear_kernel(activation_quant_key=input_key, weight_quant_key=weight_key, **given)
+def linear_kernel(scheme: str) -> object:
+    """Return the kernel that vLLM makes for a linear layer in a format."""
+    return formats.LINEARS[scheme].kernel(16384, 16384)
 
 
 def linear_kernels(torch) -> dict[str, str]:
     """Return the linear kernels, the vLLM kernel that each holds, and the quantized input it accepts."""
     from vllm.config import get_current_vllm_config
-    from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
-    from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 
-    names = {value: name for name, value in vars(keys).items() if name.startswith("kFp8")}
-    unquantized = dispatch_unquantized_gemm()
-    answer = {"linear unquantized": f"{unquantized.__module__}.{unquantized.__name__}"}
+    names, answer = {value: name for name, value in vars(keys).items() if name.startswith("kFp8")}, {}
 
     def add(name: str, kernel) -> None:
+        if inspect.isfunction(kernel):
+            answer[name] = f"{kernel.__module__}.{kernel.__name__}"
+            return
         baseline = getattr(kernel, "baseline", None)
         holds = f" holds {type(baseline).__name__}" if baseline is not None else ""
         taken = names.get(getattr(kernel, "input_quant_key", lambda: None)(), "no quantized input")
         answer[name] = f"{type(kernel).__name__}{holds} takes {taken}"
 
-    add("linear mxfp8", linear_kernel(torch, "mxfp8"))
-    add("linear int8", linear.init_int8_linear_kernel(True, False, True, "test"))
-    for scheme in SCHEMES:
-        add(f"linear {scheme}", linear_kernel(torch, scheme))
+    for scheme in formats.LINEARS:
+        add(f"linear {scheme}", linear_kernel(scheme))
     kernels = get_current_vllm_config().kernel_config
     for scheme, backend in (("static", "torch"), ("block", "triton"), ("mxfp8", "emulation")):
         kernels.linear_backend = backend
-        add(f"linear {scheme}, named {backend}", linear_kernel(torch, scheme))
+        add(f"linear {scheme}, named {backend}", linear_kernel(scheme))
     kernels.linear_backend = "auto"
     return answer
 

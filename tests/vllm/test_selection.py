@@ -17,12 +17,14 @@ import sys
 import zipfile
 
 import filelock
+import formats
 import processes
 import pytest
 import recipes
 import selection
 from marks import FULL, full
 
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.vllm import seam
 
 pytestmark = pytest.mark.slow
@@ -202,27 +204,19 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
 def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
     """They come first, hold vLLM's choice, and accept quantized input; gfx942 has no MX-FP8, and emulation is vLLM's."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
-    plugin = {
-        "static": "Scaled",
-        "dynamic": "Scaled",
-        "per token": "Scaled",
-        "fbgemm": "Scaled",
-        "block": "BlockScaled",
-    }
-    plugin["int8"] = "Int8"
-    if arch == "gfx950":
-        plugin["mxfp8"] = "Mxfp8"
-    plugin |= {"static, named torch": "Scaled", "block, named triton": "BlockScaled"}
-    taken = {"static": "kFp8StaticTensorSym", "block": "kFp8Dynamic128Sym"}
-    taken |= dict.fromkeys(("per token", "fbgemm"), "kFp8DynamicTokenSym")
-    for kind, name in plugin.items():
-        baseline = without[f"linear {kind}"].split()[0]
-        takes = taken.get(kind.partition(",")[0], "no quantized input")
-        assert with_plugin[f"linear {kind}"] == f"RocmOps{name}Linear holds {baseline} takes {takes}"
+    seams = {op: name for name in seam.in_folder("linear") for op in seam.load(name).ops}
+    for kind in (*formats.LINEARS, "static, named torch", "block, named triton"):
+        one, what = formats.LINEARS[kind.partition(",")[0]], f"linear {kind}"
+        name = seams[one.op].title().replace("_", "")
+        holds = f"RocmOps{name} holds {without[what].split()[0]} takes {one.takes}"
+        if one.needs and not getattr(archs.ARCHS[arch], one.needs):
+            assert with_plugin[what] == without[what]
+        elif " takes " in without[what]:
+            assert with_plugin[what] == holds
+        else:
+            assert with_plugin[what].startswith(f"vllm_rocm_ops.vllm.linear.{seams[one.op]}.")
     named = "linear mxfp8, named emulation"
-    for what in (named, "linear mxfp8") if arch == "gfx942" else (named,):
-        assert with_plugin[what] == without[what]
-    assert with_plugin["linear unquantized"].startswith("vllm_rocm_ops.vllm.linear.unquantized_linear.")
+    assert with_plugin[named] == without[named]
 
 
 @pytest.mark.parametrize("release", ASKED)

@@ -1,0 +1,191 @@
+"""The formats of weights and activations: those whose linear layers the plugin serves, and those that stay vLLM's.
+
+selection.py asks vLLM about each, and tests/pages shows them. This file imports no other of the tests.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+def kernel_by(function: str, **given) -> Callable[[tuple[int, int], tuple[str, ...]], object]:
+    """Return a function (shape, keys) -> the kernel that one of vLLM's functions makes for a layer, with what it knows of `given`."""
+
+    def make(shape: tuple[int, int], keys: tuple[str, ...]) -> object:
+        import torch
+        from vllm.model_executor.kernels import linear
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        init = getattr(linear, function)
+        of_keys = zip(("weight_quant_key", "activation_quant_key"), (getattr(quant_utils, key) for key in keys))
+        dtypes = dict.fromkeys(("input_dtype", "out_dtype"), torch.bfloat16)
+        known = {"module_name": "test", "weight_shape": shape, **dtypes, **dict(of_keys), **given}
+        return init(**{name: known[name] for name in inspect.signature(init).parameters if name in known})
+
+    return make
+
+
+def unquantized(shape: tuple[int, int], keys: tuple[str, ...]) -> Callable:
+    """Return vLLM's function for 16-bit layers."""
+    from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
+
+    return dispatch_unquantized_gemm()
+
+
+class Format(NamedTuple):
+    """One format that the plugin serves.
+
+    Attributes:
+        title: Its name on the compatibility page.
+        op: The op of its linear layers.
+        linear: Its name after "linear " in selection.csv.
+        written: The quant_methods of checkpoints.
+        experts: Its name after "experts " in selection.csv: empty where vLLM has no such layer, None where no seam serves it.
+        flavour: The flavour of engines.py that runs it.
+        keys: The names of vLLM's keys of weights and inputs.
+        takes: The key of the quantized input that the plugin's kernel accepts.
+        group: Its row in README's support matrix, by default its own.
+        needs: What an architecture must have (core/arch.py).
+        make: Makes vLLM's kernel for a layer.
+    """
+
+    title: str
+    op: str
+    linear: str
+    written: str = ""
+    experts: str | None = None
+    flavour: str = ""
+    keys: tuple[str, ...] = ()
+    takes: str = "no quantized input"
+    group: str = ""
+    needs: str = ""
+    make: Callable = kernel_by("init_fp8_linear_kernel")
+
+    def kernel(self, n: int, k: int) -> object:
+        """Return the kernel that vLLM makes for a layer."""
+        return self.make((n, k), self.keys)
+
+
+TENSOR, TOKEN = "FP8, per tensor, static or dynamic", "FP8, per token and channel"
+DYNAMIC = "kFp8DynamicTokenSym"
+CHANNELS = ("kFp8StaticChannelSym", DYNAMIC)
+FORMATS = (
+    Format("BF16, FP16", "unquantized_gemm", "unquantized", experts="bf16", flavour="bf16", make=unquantized),
+    Format(
+        *("FP8, per tensor, static", "scaled_mm", "static", "`fp8`, `compressed-tensors`, `quark`", "fp8 static"),
+        flavour="static",
+        keys=("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+        takes="kFp8StaticTensorSym",
+        group=TENSOR,
+    ),
+    Format(
+        *("FP8, per tensor, dynamic", "scaled_mm", "dynamic", "`fp8`, `quark`", "fp8 dynamic"),
+        keys=("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
+        group=TENSOR,
+    ),
+    Format(
+        *(TOKEN, "scaled_mm", "per token", "`compressed-tensors`, `quark`", "fp8 channel", "token"),
+        keys=CHANNELS,
+        takes=DYNAMIC,
+    ),
+    Format(
+        *(f"{TOKEN}, quantized at load", "scaled_mm", "per token", "none: `--quantization fp8_per_channel`"),
+        *("fp8 channel", "online"),
+        keys=CHANNELS,
+        takes=DYNAMIC,
+        group=TOKEN,
+    ),
+    Format(
+        *(f"{TOKEN}, bounded token scales", "scaled_mm", "fbgemm", "`fbgemm_fp8`", "", "bounded"),
+        keys=("kFp8StaticTokenSym", DYNAMIC),
+        takes=DYNAMIC,
+        group=TOKEN,
+    ),
+    Format(
+        *("FP8, 1x128 and 128x128 blocks", "block_scaled_mm", "block", "`fp8`, `compressed-tensors`", "fp8 block"),
+        flavour="block",
+        keys=("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
+        takes="kFp8Dynamic128Sym",
+    ),
+    Format(
+        *("MXFP8", "mxfp8_scaled_mm", "mxfp8", "`mxfp8`, `modelopt`, `compressed-tensors`", "mxfp8", "mxfp8"),
+        needs="block_scales",
+        make=kernel_by("init_mxfp8_linear_kernel"),
+    ),
+    Format(
+        *("INT8, symmetric, per token or static", "gemm", "int8", "`compressed-tensors`, `quark`"),
+        group="INT8 W8A8, symmetric",
+        make=kernel_by(
+            "init_int8_linear_kernel", is_channelwise=True, is_static_input_scheme=False, input_symmetric=True
+        ),
+    ),
+)
+GROUPS = {
+    row.group or row.title: [one for one in FORMATS if (row.group or row.title) == (one.group or one.title)]
+    for row in FORMATS
+}
+"""The formats of each row of the support matrix."""
+LINEARS = {one.linear: one for one in FORMATS}
+"""By the name in selection.csv."""
+
+
+def compressed(written: str, weights: dict, inputs: dict | None, symmetric: bool = True) -> dict:
+    """Return a quantization_config of compressed-tensors in one format."""
+    weights = {"symmetric": True, "dynamic": False} | weights
+    inputs = inputs and {"symmetric": symmetric, "dynamic": True} | inputs
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    known = {"quant_method": "compressed-tensors", "format": written, "ignore": ["lm_head"]}
+    return known | {"config_groups": {"group_0": group}}
+
+
+def number(kind: str, bits: int, strategy: str, **more) -> dict:
+    """Return the numbers of a tensor, as compressed-tensors writes them."""
+    return {"type": kind, "num_bits": bits, "strategy": strategy} | more
+
+
+FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "symmetric": None}
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": FP4 | {"is_dynamic": False},
+        "input_tensors": FP4 | {"is_dynamic": True},
+        "output_tensors": None,
+        "bias": None,
+    },
+    "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+    "exclude": ["lm_head"],
+}
+NVFP4 = number("float", 4, "tensor_group", group_size=16)
+REFUSED = {
+    "MXFP4": {"quark": QUARK},
+    "NVFP4": {
+        "modelopt": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "exclude_modules": ["lm_head"],
+        },
+        "compressed-tensors": compressed("nvfp4-pack-quantized", NVFP4, NVFP4 | {"dynamic": "local"}),
+    },
+    "INT4": {
+        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+        "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+        "compressed-tensors": compressed("pack-quantized", number("int", 4, "group", group_size=128), None),
+    },
+    "INT8 with zero points": {
+        "compressed-tensors": compressed("int-quantized", number("int", 8, "channel"), number("int", 8, "token"), False)
+    },
+    "FP8 weights, bf16 inputs": {
+        "compressed-tensors": compressed("float-quantized", number("float", 8, "channel"), None)
+    },
+}
+"""Formats without a kernel -> quant_method -> a quantization_config."""
+TABLES_OF_REFUSED = {
+    "MXFP4": "_POSSIBLE_MXFP4_KERNELS",
+    "NVFP4": "_POSSIBLE_NVFP4_KERNELS",
+    "INT4": "_POSSIBLE_KERNELS",
+    "FP8 weights, bf16 inputs": "_POSSIBLE_WFP8A16_KERNELS",
+}
+"""vLLM's tables of linear kernels for these formats, in which no seam may insert one."""
