@@ -1,14 +1,22 @@
 """Helpers that the tests of linear layers and experts share."""
 
+import importlib
 from collections.abc import Callable
 
 import torch
 from vllm.model_executor.kernels import linear
 
 import vllm_rocm_ops
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 
 FEW, MANY = 5, 65  # tokens
+TABLES = {
+    name: importlib.import_module(seam.module_of(name)).TABLE
+    for name in seam.in_folder("linear")
+    if "_POSSIBLE_" in seam.load(name).replaces
+}
+"""The tables of vLLM's into which seams insert a kernel, by seam."""
 
 
 def random(*shape: int) -> torch.Tensor:

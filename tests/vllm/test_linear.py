@@ -1,13 +1,13 @@
 """Test the plugin's linear kernels in vLLM: their results, and the calls they leave to the baseline."""
 
-import importlib
 import pathlib
+import re
 
 import frames
 import pytest
 import torch
 from fakes import Fake, decide, parameter, plugin_wins_up_to, time_choices
-from linears import FEW, MANY, ask_for_aiter, close, hold, random, require_products
+from linears import FEW, MANY, TABLES, ask_for_aiter, close, hold, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import _aiter_ops
 from vllm.config import get_current_vllm_config
@@ -740,26 +740,18 @@ def test_fake_results_are_like_real_ones(make, kind):
         torch.library.opcheck(op, (*arguments, kernel.baseline_name), test_utils="test_faketensor")
 
 
-def table_of(one: seam.Seam) -> linear_base.Table:
-    """Return the table of vLLM's into which a seam inserts a kernel."""
-    return importlib.import_module(seam.module_of(one.name)).TABLE
-
-
-OF_TABLES = [one for one in map(seam.load, seam.in_folder("linear")) if "_POSSIBLE_" in one.replaces]
-"""The seams that insert a kernel into a table of vLLM's."""
-
-
-@pytest.mark.parametrize("one", OF_TABLES, ids=lambda one: one.name)
-def test_a_probe_notices_other_tables_and_signatures(one, monkeypatch):
+@pytest.mark.parametrize("name", TABLES)
+def test_a_probe_notices_other_tables_and_signatures(name, monkeypatch):
     """The seam is then off, and says what is missing."""
+    one, table = seam.load(name), TABLES[name]
     one.probe()
-    table = table_of(one).name
     with monkeypatch.context() as patch:
-        patch.delattr(linear, table)
-        with pytest.raises(seam.Unavailable, match=f"this vLLM lacks {table}"):
+        patch.delattr(linear, table.name)
+        with pytest.raises(seam.Unavailable, match=f"this vLLM lacks {table.name}"):
             one.probe()
-    monkeypatch.setattr(linear, "choose_scaled_mm_linear_kernel", lambda kernels: None)
-    with pytest.raises(seam.Unavailable, match=r"\(config, possible_kernels\), got \(kernels\)"):
+    chooser, parameters = table.chooser
+    monkeypatch.setattr(linear, chooser, lambda kernels: None)
+    with pytest.raises(seam.Unavailable, match=re.escape(f"({', '.join(parameters)}), got (kernels)")):
         one.probe()
 
 
@@ -1009,21 +1001,19 @@ def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("one", "method"),
-    [(one, method) for one in OF_TABLES for method in table_of(one).all_methods()],
-    ids=lambda value: getattr(value, "name", value),
+    ("name", "method"), [(name, method) for name, table in TABLES.items() for method in table.all_methods()]
 )
-def test_a_probe_sees_a_method_with_other_parameters(monkeypatch, one, method):
-    one.probe()
-    monkeypatch.setattr(table_of(one).base_class(), method, lambda self, other: None)
+def test_a_probe_sees_a_method_with_other_parameters(monkeypatch, name, method):
+    seam.load(name).probe()
+    monkeypatch.setattr(TABLES[name].base_class(), method, lambda self, other: None)
     with pytest.raises(seam.Unavailable, match=r"this vLLM lacks .*<lambda>"):
-        one.probe()
+        seam.load(name).probe()
 
 
-@pytest.mark.parametrize("one", OF_TABLES, ids=lambda one: one.name)
-def test_a_seam_installs_the_kernel_of_its_table(one):
+@pytest.mark.parametrize("name", TABLES)
+def test_a_seam_installs_the_kernel_of_its_table(name):
     """What others ask of the kernel's class is its table, its comparison, and vLLM's base class."""
-    table = table_of(one)
+    one, table = seam.load(name), TABLES[name]
     plugin = table.kernels()[current_platform._enum][0]
     assert (plugin.table, plugin.comparison) == (table, one.comparisons[0])
     assert plugin.__mro__[1:3] == (linear_base.HasBaseline, table.base_class())
@@ -1032,5 +1022,5 @@ def test_a_seam_installs_the_kernel_of_its_table(one):
 def test_every_table_has_tests():
     """They are here, for the layers that `make` makes, or in a file of the seam's name."""
     here = pathlib.Path(__file__).parent
-    others = {one.name for one in OF_TABLES if not {*one.ops} & {*OPS.values()}}
+    others = {name for name in TABLES if not {*seam.load(name).ops} & {*OPS.values()}}
     assert others and others <= {path.stem.removeprefix("test_") for path in here.glob("test_*_linear.py")}

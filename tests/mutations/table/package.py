@@ -136,7 +136,7 @@ BUGS = (
     Bug("a named linear backend overridden before it is timed", "vllm/linear/base.py",
         'named=_named.get(baseline_name, "")', 'named=""', Tests("vllm/test_linear.py::test_a_named_backend_is_the_baseline")),
     Bug("a layer that a named backend refuses served", "vllm/linear/base.py",
-        """            if named_backend(plugin, quantization):
+        """            if named_backend(plugin, table.quantization):
                 raise
 """, "", Tests("vllm/test_linear.py::test_a_named_backend_without_a_kernel_is_vllms_error")),
     Bug("an option for one kind of quantization unread", "vllm/compat.py", "if overrides and quantization in overrides:",

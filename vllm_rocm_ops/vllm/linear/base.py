@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class Table:
     name: str
     quantization: str
     base: tuple[str, str]
+    chooser: ClassVar = "choose_scaled_mm_linear_kernel", ("config", "possible_kernels")
+    """vLLM's function that chooses from the table, and its parameters."""
     config: str = "c"
     methods: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
@@ -82,10 +85,15 @@ class Table:
 
         for name in (self.name, "_LINEAR_BACKEND_KERNEL_MAP"):
             seam.require(isinstance(getattr(linear, name, None), dict), name)
-        seam.require_parameters(linear.choose_scaled_mm_linear_kernel, "config", "possible_kernels")
+        chooser, parameters = self.chooser
+        seam.require_parameters(getattr(linear, chooser), *parameters)
         base = self.base_class()
         for name, parameters in self.all_methods().items():
             seam.require_parameters(getattr(base, name), *parameters)
+
+    def choose(self, config) -> type:
+        """Return vLLM's choice for a layer."""
+        return compat.choose_linear_kernel(config, self.kernels(), self.quantization)
 
     def seam(self, *comparisons: "Linear", install: Callable[[], None], **options) -> seam.Seam:
         """Return the seam that inserts a kernel, named after the torch op of its first comparison."""
@@ -174,12 +182,12 @@ def vllm_kernel_for(plugin: type[HasBaseline], config) -> type | None:
 
     if seam.served_platform() == "cpu":
         return None
-    table, quantization = plugin.table.kernels(), plugin.table.quantization
-    with without(table[current_platform._enum], plugin):
+    table = plugin.table
+    with without(table.kernels()[current_platform._enum], plugin):
         try:
-            return compat.choose_linear_kernel(config, table, quantization)
+            return table.choose(config)
         except ValueError:
-            if named_backend(plugin, quantization):
+            if named_backend(plugin, table.quantization):
                 raise
             return None
 
