@@ -235,7 +235,7 @@ def format_table() -> str:
 
 def defaults_table() -> str:
     """Return a row for each token limit of linear layers before timing, and for the other layers."""
-    limits = {one.op.name: one.limit for of in comparisons.LINEARS.values() for one in of}
+    limits = {op.name: getattr(one, "limit", None) for op, one in comparisons.COMPARISONS.items()}
     stay, rows = "vLLM's kernels", []
     for limit, groups in grouped(formats.GROUPS, lambda group: limits[formats.GROUPS[group][0].op]).items():
         rows.append((f"linear layers: {'; '.join(groups)}", f"up to {limit} tokens" if limit else stay, stay))

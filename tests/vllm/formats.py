@@ -66,46 +66,34 @@ class Format(NamedTuple):
         return self.make((n, k), self.keys)
 
 
-TENSOR, TOKEN = "FP8, per tensor, static or dynamic", "FP8, per token and channel"
-DYNAMIC = "kFp8DynamicTokenSym"
-CHANNELS = ("kFp8StaticChannelSym", DYNAMIC)
+PER_TENSOR, PER_TOKEN = "FP8, per tensor, static or dynamic", "FP8, per token and channel"
+TENSOR, CHANNEL, TOKEN = "kFp8StaticTensorSym", "kFp8StaticChannelSym", "kFp8DynamicTokenSym"
+BLOCKS = ("kFp8Static128BlockSym", "kFp8Dynamic128Sym")
+WITHIN = "`compressed-tensors`, `quark`"
+int8 = kernel_by("init_int8_linear_kernel", is_channelwise=True, is_static_input_scheme=False, input_symmetric=True)
 FORMATS = (
-    Format("BF16, FP16", "unquantized_gemm", "unquantized", experts="bf16", flavour="bf16", make=unquantized),
+    Format("BF16, FP16", "unquantized_gemm", "unquantized", "", "bf16", "bf16", make=unquantized),
     Format(
-        *("FP8, per tensor, static", "scaled_mm", "static", "`fp8`, `compressed-tensors`, `quark`", "fp8 static"),
-        flavour="static",
-        keys=("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
-        takes="kFp8StaticTensorSym",
-        group=TENSOR,
+        *("FP8, per tensor, static", "scaled_mm", "static", f"`fp8`, {WITHIN}", "fp8 static", "static"),
+        *((TENSOR, TENSOR), TENSOR, PER_TENSOR),
     ),
     Format(
         *("FP8, per tensor, dynamic", "scaled_mm", "dynamic", "`fp8`, `quark`", "fp8 dynamic"),
-        keys=("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
-        group=TENSOR,
+        keys=(TENSOR, "kFp8DynamicTensorSym"),
+        group=PER_TENSOR,
+    ),
+    Format(PER_TOKEN, "scaled_mm", "per token", WITHIN, "fp8 channel", "token", (CHANNEL, TOKEN), TOKEN),
+    Format(
+        *(f"{PER_TOKEN}, quantized at load", "scaled_mm", "per token", "none: `--quantization fp8_per_channel`"),
+        *("fp8 channel", "online", (CHANNEL, TOKEN), TOKEN, PER_TOKEN),
     ),
     Format(
-        *(TOKEN, "scaled_mm", "per token", "`compressed-tensors`, `quark`", "fp8 channel", "token"),
-        keys=CHANNELS,
-        takes=DYNAMIC,
-    ),
-    Format(
-        *(f"{TOKEN}, quantized at load", "scaled_mm", "per token", "none: `--quantization fp8_per_channel`"),
-        *("fp8 channel", "online"),
-        keys=CHANNELS,
-        takes=DYNAMIC,
-        group=TOKEN,
-    ),
-    Format(
-        *(f"{TOKEN}, bounded token scales", "scaled_mm", "fbgemm", "`fbgemm_fp8`", "", "bounded"),
-        keys=("kFp8StaticTokenSym", DYNAMIC),
-        takes=DYNAMIC,
-        group=TOKEN,
+        *(f"{PER_TOKEN}, bounded token scales", "scaled_mm", "fbgemm", "`fbgemm_fp8`", "", "bounded"),
+        *(("kFp8StaticTokenSym", TOKEN), TOKEN, PER_TOKEN),
     ),
     Format(
         *("FP8, 1x128 and 128x128 blocks", "block_scaled_mm", "block", "`fp8`, `compressed-tensors`", "fp8 block"),
-        flavour="block",
-        keys=("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
-        takes="kFp8Dynamic128Sym",
+        *("block", BLOCKS, BLOCKS[1]),
     ),
     Format(
         *("MXFP8", "mxfp8_scaled_mm", "mxfp8", "`mxfp8`, `modelopt`, `compressed-tensors`", "mxfp8", "mxfp8"),
@@ -113,17 +101,14 @@ FORMATS = (
         make=kernel_by("init_mxfp8_linear_kernel"),
     ),
     Format(
-        *("INT8, symmetric, per token or static", "gemm", "int8", "`compressed-tensors`, `quark`"),
+        *("INT8, symmetric, per token or static", "gemm", "int8", WITHIN),
         group="INT8 W8A8, symmetric",
-        make=kernel_by(
-            "init_int8_linear_kernel", is_channelwise=True, is_static_input_scheme=False, input_symmetric=True
-        ),
+        make=int8,
     ),
 )
-GROUPS = {
-    row.group or row.title: [one for one in FORMATS if (row.group or row.title) == (one.group or one.title)]
-    for row in FORMATS
-}
+GROUPS: dict[str, list[Format]] = {}
+for one in FORMATS:
+    GROUPS.setdefault(one.group or one.title, []).append(one)
 """The formats of each row of the support matrix."""
 LINEARS = {one.linear: one for one in FORMATS}
 """By the name in selection.csv."""

@@ -7,6 +7,7 @@ import frames
 import pytest
 import torch
 from fakes import Fake, decide, parameter, plugin_wins_up_to, time_choices
+from formats import CHANNEL, LINEARS, TENSOR
 from linears import FEW, MANY, TABLES, ask_for_aiter, close, hold, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import _aiter_ops
@@ -19,7 +20,6 @@ from vllm.model_executor.kernels.linear.scaled_mm import Fp8BlockScaledMMLinearK
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.utils import weights_already_processed
 from vllm.platforms import current_platform
 
@@ -68,14 +68,11 @@ class MxBaseline(Baseline):
 
 
 KINDS = {
-    "static": ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
-    "dynamic": ("kFp8StaticTensorSym", "kFp8DynamicTensorSym"),
-    "channel": ("kFp8StaticChannelSym", "kFp8DynamicTokenSym"),
-    "channel-static": ("kFp8StaticChannelSym", "kFp8StaticTensorSym"),
-    "fbgemm": ("kFp8StaticTokenSym", "kFp8DynamicTokenSym"),
-    "block": ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
-    "mxfp8": None,
+    **{kind: LINEARS[kind] for kind in ("static", "dynamic", "fbgemm", "block", "mxfp8")},
+    "channel": LINEARS["per token"],
+    "channel-static": LINEARS["per token"]._replace(keys=(CHANNEL, TENSOR)),
 }
+OPS = {kind: one.op for kind, one in KINDS.items()}
 
 
 @pytest.fixture
@@ -97,18 +94,13 @@ def make(monkeypatch):
             scale = (120 + torch.arange(N // 32 * k // 32) % 5).view(N // 32, -1).repeat_interleave(32, 0)
             layer.weight_scale = parameter(scale.byte())
             scale = torch.exp2(layer.weight_scale.float() - 127).repeat_interleave(32, 1)
-            kernel = linear.init_mxfp8_linear_kernel(weight_shape=(N, k))
+        elif kind == "block":
+            layer.weight_scale_inv = parameter(random(N // 128, -(-k // 128)).abs() / 8)
+            scale = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :k]
         else:
-            weight_key, input_key = (getattr(quant_utils, name) for name in KINDS[kind])
-            if kind == "block":
-                layer.weight_scale_inv = parameter(random(N // 128, -(-k // 128)).abs() / 8)
-                scale = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :k]
-            else:
-                per_tensor = KINDS[kind][0] == "kFp8StaticTensorSym"
-                layer.weight_scale = scale = parameter(torch.tensor(0.01) if per_tensor else random(N, 1).abs() / 8)
-            given = {"weight_shape": (N, k), "input_dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
-            kernel = linear.init_fp8_linear_kernel(activation_quant_key=input_key, weight_quant_key=weight_key, **given)
-        exact = weight.float() * scale
+            per_tensor = KINDS[kind].keys[0] == TENSOR
+            layer.weight_scale = scale = parameter(torch.tensor(0.01) if per_tensor else random(N, 1).abs() / 8)
+        kernel, exact = KINDS[kind].kernel(N, k), weight.float() * scale
         assert type(kernel).__name__.startswith("RocmOps")
         kernel.process_weights_after_loading(layer)
         return layer, kernel, exact
@@ -131,9 +123,6 @@ def emulate(layer, kernel, tokens: int = FEW, exact: torch.Tensor | None = None,
     if exact is not None:
         close(output, x, exact)
     return output
-
-
-OPS = dict.fromkeys(KINDS, "scaled_mm") | {"block": "block_scaled_mm", "mxfp8": "mxfp8_scaled_mm"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1012,7 +1001,7 @@ def test_a_probe_sees_a_method_with_other_parameters(monkeypatch, name, method):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_seam_installs_the_kernel_of_its_table(name):
-    """What others ask of the kernel's class is its table, its comparison, and vLLM's base class."""
+    """Its class has the table, the seam's first comparison, and vLLM's base class."""
     one, table = seam.load(name), TABLES[name]
     plugin = table.kernels()[current_platform._enum][0]
     assert (plugin.table, plugin.comparison) == (table, one.comparisons[0])

@@ -207,7 +207,7 @@ def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
     seams = {op: name for name in seam.in_folder("linear") for op in seam.load(name).ops}
     for kind in (*formats.LINEARS, "static, named torch", "block, named triton"):
         one, what = formats.LINEARS[kind.partition(",")[0]], f"linear {kind}"
-        name = seams[one.op].title().replace("_", "")
+        name = "".join(map(str.capitalize, seams[one.op].split("_")))
         holds = f"RocmOps{name} holds {without[what].split()[0]} takes {one.takes}"
         if one.needs and not getattr(archs.ARCHS[arch], one.needs):
             assert with_plugin[what] == without[what]

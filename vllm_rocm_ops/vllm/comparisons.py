@@ -26,10 +26,8 @@ from vllm_rocm_ops.vllm.moe import routing_gate
 from vllm_rocm_ops.vllm.selection.kernel_selection import Record, record_here, serves_by_tokens, types
 from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE, Key
 
-LINEARS = {name: seam.load(name).comparisons for name in seam.in_folder("linear")}
-COMPARISONS = {
-    kernels.op: kernels for kernels in (*sum(LINEARS.values(), ()), experts.COMPARISON, mla_absorb.COMPARISON)
-}
+COMPARISONS = {kernels.op: kernels for name in seam.in_folder("linear") for kernels in seam.load(name).comparisons}
+COMPARISONS |= {kernels.op: kernels for kernels in (experts.COMPARISON, mla_absorb.COMPARISON)}
 RECORDED = {
     ops.router_gemm_topk: routing_gate.shapes_of,
     ops.mla_norm_rope_and_cache: mla_pre_attention.shapes_of,

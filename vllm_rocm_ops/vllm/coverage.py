@@ -16,21 +16,27 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import tables
-from vllm_rocm_ops.vllm import comparisons, seam
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
+
+def covered_by(name: str) -> set[tuple[str, int]]:
+    """Return what `Linear.covers` has for a seam of linear layers."""
+    return {one.covers for one in seam.load(name).comparisons} - {None}
+
+
 SEAMS = {
     "norms": ("norm",),
     "activations": ("activation",),
-    "linear layers": tuple(name for name, of in comparisons.LINEARS.items() if any(one.covers for one in of)),
+    "linear layers": tuple(name for name in seam.in_folder("linear") if covered_by(name)),
     "layers of experts": seam.in_folder("moe"),
     "layers of attention": ("decode_attention", "mla_attention"),
 }
 """Layer kinds, and the seams that cover each."""
-LINEARS = {one.covers for of in comparisons.LINEARS.values() for one in of} - {None}
+LINEARS = set().union(*map(covered_by, SEAMS["linear layers"]))
 """Parameters of the linear layers among these, and their bytes per element."""
 
 

@@ -51,14 +51,14 @@ class Table:
     Attributes:
         name: Its name in vLLM's `kernels.linear`.
         quantization: vLLM's name of its kind of layers.
-        base: The base class of the plugin's kernel: its module in `kernels.linear` and its name.
+        base: The base class of the plugin's kernel, in `kernels.linear`.
         config: The parameter of `can_implement`.
         methods: More methods of the base class that the plugin overrides or calls, and their parameters.
     """
 
     name: str
     quantization: str
-    base: tuple[str, str]
+    base: str
     chooser: ClassVar = "choose_scaled_mm_linear_kernel", ("config", "possible_kernels")
     """vLLM's function that chooses from the table, and its parameters."""
     config: str = "c"
@@ -66,7 +66,7 @@ class Table:
 
     def base_class(self) -> type:
         """Return vLLM's base class."""
-        module, name = self.base
+        module, _, name = self.base.rpartition(".")
         return getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.{module}"), name)
 
     def kernels(self) -> dict:
@@ -108,9 +108,9 @@ class HasBaseline:
     table: Table
     comparison: "Linear"
     quantization: str
-    """How the layer's input is quantized, for the norm or activation before it (core/quantization.py)."""
+    """The quantization of the layer's input, for the norm or activation before it (core/quantization.py)."""
     traits: tuple = ()
-    """What `Op.linear` takes besides the sizes and a bias."""
+    """The arguments of `Op.linear` between the sizes and a bias."""
     order = None
 
     @classmethod
@@ -121,18 +121,13 @@ class HasBaseline:
         return (False, "is not batch invariant") if vllm_envs.VLLM_BATCH_INVARIANT else (True, None)
 
     @classmethod
-    def baseline_class(cls, config) -> type | None:
-        """Return the kernel that vLLM would run."""
-        return vllm_kernel_for(cls, config)
-
-    @classmethod
     def can_keep_baseline(cls, config) -> tuple[bool, str]:
         """Answer vLLM whether the plugin may quantize the input of the kernel that vLLM would run."""
-        return can_keep(cls.baseline_class(config), cls.table.base_class())
+        return can_keep(vllm_kernel_for(cls, config), cls.table.base_class())
 
     def keep_baseline(self, *arguments) -> None:
         """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
-        baseline = self.baseline_class(arguments[0])
+        baseline = vllm_kernel_for(type(self), arguments[0])
         self.baseline = baseline and baseline(*arguments)
         named = baseline and named_backend(baseline, self.table.quantization)
         self.baseline_name = baseline and register_baseline(self.baseline, named)

@@ -70,7 +70,7 @@ COMPARISON = BlockScaledLinear()
 TABLE = linear_base.Table(
     "_POSSIBLE_FP8_BLOCK_KERNELS",
     "fp8_block_w8a8",
-    ("scaled_mm.BlockScaledMMLinearKernel", "Fp8BlockScaledMMLinearKernel"),
+    "scaled_mm.BlockScaledMMLinearKernel.Fp8BlockScaledMMLinearKernel",
     "config",
     {"__init__": ("config",), "apply_block_scaled_mm": ("A", "B", "As", "Bs")},
 )

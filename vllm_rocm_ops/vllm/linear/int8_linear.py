@@ -86,7 +86,7 @@ COMPARISON = Int8Linear()
 TABLE = linear_base.Table(
     "_POSSIBLE_INT8_KERNELS",
     "int8_w8a8",
-    ("scaled_mm.cutlass", "CutlassInt8ScaledMMLinearKernel"),
+    "scaled_mm.cutlass.CutlassInt8ScaledMMLinearKernel",
     methods={"__init__": ("c", "layer_param_names"), "_get_layer_params": ("layer",)},
 )
 
@@ -114,14 +114,6 @@ def install() -> None:
 
         table, comparison = TABLE, COMPARISON
 
-        @property
-        def quantization(self):
-            return "int8 static" if self.config.is_static_input_scheme else "int8"
-
-        @property
-        def traits(self):
-            return (not self.config.is_static_input_scheme,)
-
         @classmethod
         def can_implement(cls, c):
             if not c.input_symmetric:
@@ -131,6 +123,8 @@ def install() -> None:
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
             self.keep_baseline(c, layer_param_names)
+            self.traits = (not c.is_static_input_scheme,)
+            self.quantization = "int8 static" if c.is_static_input_scheme else "int8"
 
         def process_weights_after_loading(self, layer):
             if self.baseline is None:

@@ -105,10 +105,7 @@ class Mxfp8Linear(linear_base.Linear):
 
 COMPARISON = Mxfp8Linear()
 TABLE = linear_base.Table(
-    "_POSSIBLE_MXFP8_KERNELS",
-    "mxfp8",
-    ("mxfp8.Mxfp8LinearKernel", "Mxfp8LinearKernel"),
-    methods={"__init__": ("c",)},
+    "_POSSIBLE_MXFP8_KERNELS", "mxfp8", "mxfp8.Mxfp8LinearKernel.Mxfp8LinearKernel", methods={"__init__": ("c",)}
 )
 
 

@@ -189,7 +189,7 @@ GATED = GatedLinear()
 TABLE = linear_base.Table(
     "_POSSIBLE_FP8_KERNELS",
     "fp8_w8a8",
-    ("scaled_mm.ScaledMMLinearKernel", "FP8ScaledMMLinearKernel"),
+    "scaled_mm.ScaledMMLinearKernel.FP8ScaledMMLinearKernel",
     methods={"apply_scaled_mm": ("A", "B", "out_dtype", "As", "Bs", "bias", "output_shape")},
 )
 
@@ -215,15 +215,6 @@ def install() -> None:
 
         table, comparison = TABLE, COMPARISON
 
-        @property
-        def quantization(self):
-            scale = self.config.activation_quant_key.scale
-            return STATIC if scale.static else TENSOR if scale.group_shape.is_per_tensor() else TOKEN
-
-        @property
-        def traits(self):
-            return (self.quantization == TOKEN,)
-
         @classmethod
         def can_implement(cls, c):
             if c.activation_quant_key.scale.group_shape.is_per_group():
@@ -233,6 +224,9 @@ def install() -> None:
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
             self.keep_baseline(c, layer_param_names)
+            scale = c.activation_quant_key.scale
+            self.quantization = STATIC if scale.static else TENSOR if scale.group_shape.is_per_tensor() else TOKEN
+            self.traits = (self.quantization == TOKEN,)
 
         def process_weights_after_loading(self, layer):
             name, order = self.layer_param_names[0], "plain"
