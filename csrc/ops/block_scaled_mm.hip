@@ -9,14 +9,12 @@
 
 WAVE_SPLIT_K(block_scaled_mm_wave_splitk_8, E4m3, 8, ScaleGranularity::kBlock)
 WAVE_SPLIT_K(block_scaled_mm_wave_splitk_16, E4m3, 16, ScaleGranularity::kBlock)
-STREAMED_TILE(block_scaled_mm_skinny_16, E4m3, 16, ScaleGranularity::kBlock)
-STREAMED_TILE(block_scaled_mm_skinny_32, E4m3, 32, ScaleGranularity::kBlock)
-STREAMED_TILE(block_scaled_mm_skinny_64, E4m3, 64, ScaleGranularity::kBlock)
+STREAMED_TILES(block_scaled_mm_skinny, E4m3, ScaleGranularity::kBlock)
+WIDE_TILES(block_scaled_mm_wide, E4m3, ScaleGranularity::kBlock, Fp32Scale)
 WAVE_SPLIT_K(block_scaled_mm_e8m0_wave_splitk_8, E4m3, 8, ScaleGranularity::kBlock, E8m0Scale)
 WAVE_SPLIT_K(block_scaled_mm_e8m0_wave_splitk_16, E4m3, 16, ScaleGranularity::kBlock, E8m0Scale)
-STREAMED_TILE(block_scaled_mm_e8m0_skinny_16, E4m3, 16, ScaleGranularity::kBlock, E8m0Scale)
-STREAMED_TILE(block_scaled_mm_e8m0_skinny_32, E4m3, 32, ScaleGranularity::kBlock, E8m0Scale)
-STREAMED_TILE(block_scaled_mm_e8m0_skinny_64, E4m3, 64, ScaleGranularity::kBlock, E8m0Scale)
+STREAMED_TILES(block_scaled_mm_e8m0_skinny, E4m3, ScaleGranularity::kBlock, E8m0Scale)
+WIDE_TILES(block_scaled_mm_e8m0_wide, E4m3, ScaleGranularity::kBlock, E8m0Scale)
 
 // Each thread widens one of `count` scales, [count / blocks, blocks] on both sides; row_stride and block_stride are for
 // the e8m0 input.

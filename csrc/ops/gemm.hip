@@ -40,8 +40,6 @@ FEW(gemm_few_int_8,   int,   8)
 WAVE_SPLIT_K(gemm_int8_wave_splitk_8,   I8, 8,  ScaleGranularity::kRow)
 WAVE_SPLIT_K(gemm_int8_wave_splitk_16,  I8, 16, ScaleGranularity::kRow)
 #ifdef HAS_INT8_STREAMS
-STREAMED_TILE(gemm_int8_skinny_16, I8, 16, ScaleGranularity::kRow)
-STREAMED_TILE(gemm_int8_skinny_32, I8, 32, ScaleGranularity::kRow)
-STREAMED_TILE(gemm_int8_skinny_64, I8, 64, ScaleGranularity::kRow)
+STREAMED_TILES(gemm_int8_skinny, I8, ScaleGranularity::kRow)
 #endif
 // clang-format on

@@ -7,14 +7,11 @@
 
 WAVE_SPLIT_K(scaled_mm_wave_splitk_8, E4m3, 8, ScaleGranularity::kRow)
 WAVE_SPLIT_K(scaled_mm_wave_splitk_16, E4m3, 16, ScaleGranularity::kRow)
-STREAMED_TILE(scaled_mm_skinny_16, E4m3, 16, ScaleGranularity::kRow)
-STREAMED_TILE(scaled_mm_skinny_32, E4m3, 32, ScaleGranularity::kRow)
-STREAMED_TILE(scaled_mm_skinny_64, E4m3, 64, ScaleGranularity::kRow)
+STREAMED_TILES(scaled_mm_skinny, E4m3, ScaleGranularity::kRow)
+WIDE_TILES(scaled_mm_wide, E4m3, ScaleGranularity::kRow, Fp32Scale)
 
 // With a [gate | up] weight: out[m, c] = e4m3(silu(gate) * up / out_scale), from out[m, n] rounded to T.
 #define GATED ScaleGranularity::kRow, Fp32Scale, true
 WAVE_SPLIT_K(scaled_mm_silu_wave_splitk_8, E4m3, 8, GATED)
 WAVE_SPLIT_K(scaled_mm_silu_wave_splitk_16, E4m3, 16, GATED)
-STREAMED_TILE(scaled_mm_silu_skinny_16, E4m3, 16, GATED)
-STREAMED_TILE(scaled_mm_silu_skinny_32, E4m3, 32, GATED)
-STREAMED_TILE(scaled_mm_silu_skinny_64, E4m3, 64, GATED)
+STREAMED_TILES(scaled_mm_silu_skinny, E4m3, GATED)

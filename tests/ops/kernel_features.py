@@ -78,7 +78,7 @@ def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
     for config in the_op.configs(a, arch):
         reached, waves = {(the_op.name, type(config)), *given}, 0
         for launched in the_op.plan(config, outputs, a, arch):
-            reached.add(launched.symbol)
+            reached |= {launched.symbol, (launched.symbol, launched.grid[1] > 1)}
             reached |= {(the_op.name, type(config), name, kind_of(v)) for name, v in launched.named.items()}
             reached |= {(launched.symbol, name) for name, v in launched.named.items() if v is None}
             reached |= {(launched.symbol, *look) for look in special}

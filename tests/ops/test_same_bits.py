@@ -17,10 +17,10 @@ CALLS = 100 if FULL else 25
 TOKENS, ROWS, K = 3, 64, 1280
 
 
-def arguments(fp8_dtype: torch.dtype) -> tuple:
+def arguments(fp8_dtype: torch.dtype, tokens: int = TOKENS) -> tuple:
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(rows, K, generator=generator).to(fp8_dtype) for rows in (TOKENS, ROWS))
-    scale_a, scale_b = (torch.rand(rows, 1, generator=generator) + 0.5 for rows in (TOKENS, ROWS))
+    a, b = (torch.randn(rows, K, generator=generator).to(fp8_dtype) for rows in (tokens, ROWS))
+    scale_a, scale_b = (torch.rand(rows, 1, generator=generator) + 0.5 for rows in (tokens, ROWS))
     return a, b.t(), scale_a, scale_b, torch.float32
 
 
@@ -52,6 +52,20 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
         same = results(most_divided, range(CALLS))
     op.invalidate()
     assert len(same) == 1 and others - same
+
+
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_groups_of_tokens_give_the_bits_of_one(arch_name):
+    """Blocks of all groups share tiles in any order, each tile with those of its group."""
+    emulator = Emulator(arch_name, races=False)
+    given, found = arguments(emulator.arch.fp8_dtype, 70), {}
+    with launch.executor(emulator):
+        for groups in (1, 2):
+            with ops.scaled_mm.running(SkinnyConfig(64, 3, 3, groups)):
+                for seed in range(8):
+                    emulator.options = dataclasses.replace(emulator.options, seed=seed)
+                    found[ops.scaled_mm(*given).numpy().tobytes()] = groups
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

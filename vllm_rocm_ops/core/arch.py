@@ -23,6 +23,10 @@ class SkinnyCosts:
     """Microseconds that sharing a tile adds to its blocks."""
     sum_round_us: float
     """Microseconds that a block waits for each further batch of partial sums."""
+    cache_bytes_per_us: float
+    """Bytes per microsecond, of weights and tokens, that a compute unit reads from L2; counts above 64 tokens, as the next does."""
+    apart_bytes_per_us: float
+    """The same of all compute units, if blocks are not at the same step: reads of the same tokens then do not coincide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,8 @@ class Costs:
     """Bytes of partial sums per microsecond that a block of a skinny GEMM reads through registers."""
     tiled_sums_bytes_per_us: float
     """The same for tiled GEMMs."""
+    tiled_ratio: float
+    """Time of tiled GEMMs up to 256 tokens, as a multiple of what the model of ops/shared/tiled_gemm.py says."""
 
 
 @dataclass(frozen=True, kw_only=True)

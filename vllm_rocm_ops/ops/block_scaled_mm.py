@@ -55,16 +55,11 @@ def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
 
 
 def _configs(a, arch: Arch) -> list:
-    operands = _operands(a)
-    if tiled.is_for(operands[0]):
-        return tiled.configs(*operands, arch)
-    return skinny_gemm.configs(*operands, arch, UNIT)
+    return tiled.all_configs(*_operands(a), arch, UNIT)
 
 
 def _cost(config, a, arch: Arch) -> dict[str, float]:
-    if isinstance(config, TiledConfig):
-        return tiled.cost(config, *_operands(a), arch)
-    return skinny_gemm.cost(config, *_operands(a), arch, UNIT)
+    return tiled.any_cost(config, *_operands(a), arch, UNIT)
 
 
 def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -116,6 +111,7 @@ def _cases() -> Iterator[Case]:
     yield case("shortest-k", 2, 17, 16)
     yield case("no-tokens", 0, 32, 128)
     yield case("tiles", 65, 131, 400, out_dtype=torch.float16)
+    yield case("m97", 97, 131, 1040)
     yield case("tiles-padded", 129, 257, 528, padding=256, transposed=True)
     yield case("tiles-shuffled", 70, 272, 320, shuffled=True, out_dtype=torch.float32)
     yield case("tiles-long", 66, 100, 1680)
@@ -126,6 +122,7 @@ def _cases() -> Iterator[Case]:
     yield case("e8m0-m64", 64, 272, 1024, out_dtype=torch.float32, **both)
     yield case("e8m0-a", 5, 192, 528, transposed=True, e8m0_a=True)
     yield case("e8m0-b", 2, 300, 1024, padding=32, e8m0_b=True)
+    yield case("e8m0-m97", 97, 131, 528, **both)
     yield case("e8m0-tiles", 129, 257, 272, transposed=True, padding=128, **both)
     yield case("e8m0-tiles-long", 66, 131, 1680, **both)
     yield case("e8m0-b-tiles", 66, 131, 272, e8m0_b=True)

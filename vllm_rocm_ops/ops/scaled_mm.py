@@ -70,12 +70,11 @@ def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
 
 
 def _configs(a, arch: Arch) -> list:
-    operands = _operands(a)
-    return (tiled if tiled.is_for(operands[0]) else skinny_gemm).configs(*operands, arch)
+    return tiled.all_configs(*_operands(a), arch)
 
 
 def _cost(config, a, arch: Arch) -> dict[str, float]:
-    return (tiled if isinstance(config, TiledConfig) else skinny_gemm).cost(config, *_operands(a), arch)
+    return tiled.any_cost(config, *_operands(a), arch)
 
 
 def _scales(a) -> tuple[tuple[Tensor, int, int], tuple[Tensor, int]]:
@@ -107,6 +106,7 @@ def _cases() -> Iterator[Case]:
     yield case("spikes", 2, 32, 1040, spikes=True)
     yield case("no-tokens", 0, 32, 64)
     yield case("tiles", 65, 131, 400, out_dtype=torch.float16)
+    yield case("m97", 97, 131, 1040, bias=True)
     yield case("tiles-padded", 129, 257, 528, padding=256, per_row=False)
     yield case("tiles-shuffled", 70, 272, 320, shuffled=True, out_dtype=torch.float32, bias=True)
     yield case("tiles-long", 66, 100, 1680, spikes=True)
@@ -197,7 +197,8 @@ def _reads_order(weight, arch: Arch) -> bool:
 
 def _gated_configs(a, arch: Arch) -> list:
     tokens, weight = _operands(a)
-    return skinny_gemm.configs(tokens, weight, arch) if _reads_order(weight, arch) else []
+    fitting = skinny_gemm.configs(tokens, weight, arch) if _reads_order(weight, arch) else []
+    return [config for config in fitting if config.rows <= 64]  # no kernel has 128 rows
 
 
 def _can_implement_gated(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -225,6 +226,9 @@ def _gated_cases() -> Iterator[Case]:
     yield case("part-tile", 3, 160, 256)
     yield case("shuffled", 5, 160, 640, shuffled=True)
     yield case("shuffled-m20", 20, 160, 640, shuffled=True)
+    yield case("m65", 65, 160, 640)
+    yield case("m97", 97, 96, 528)
+    yield case("shuffled-m130", 130, 160, 320, shuffled=True)
     yield case("per-tensor", 3, 64, 256, per_row=False)
     yield case("fp16", 4, 32, 512, out_dtype=torch.float16)
     yield case("padded", 5, 32, 512, padding=256)
@@ -262,7 +266,7 @@ def scaled_mm_silu_and_mul_quant(
 ) -> Tensor:
     """Multiply by a weight [gate | up] as `scaled_mm` does, then apply `silu_and_mul_quant`.
 
-    The first N / 2 columns of b are gate, the others up. Kernels take up to 64 tokens.
+    The first N / 2 columns of b are gate, the others up. Kernels take up to 256 tokens.
 
     Args:
         a: [M, K], e4m3, K innermost; rows may be strided.

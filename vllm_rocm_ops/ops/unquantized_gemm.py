@@ -1,4 +1,4 @@
-"""Multiply bf16 or fp16 matrices: lm_head, routers and other unquantized layers. Above 64 tokens the op `gemm`'s kernels run."""
+"""Multiply bf16 or fp16 matrices: lm_head, routers and other unquantized layers. Above 64 tokens the op `gemm`'s kernels run where they are faster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_rocm_ops.ops.gemm import gemm as products_of_any
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, weight_layout
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
-from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig
+from vllm_rocm_ops.ops.shared.tiled_gemm import TiledConfig, beside_skinny
 
 __all__ = ["unquantized_gemm"]
 
@@ -37,13 +37,13 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"M is at most {most}, or the weight is not shuffled", rows_of(a.x) <= most or a.weight.dim() == 2
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
     yield from gemm.can_implement(gemm.activations(a.x), gemm.weight(a.weight))
-    if _is_many(a) and a.weight.dim() == 2:
+    if _is_many(a):
         yield from products_of_any.can_implement(_as_products_of_any(a), arch)
 
 
 def _is_many(a) -> bool:
-    """True if M is above the skinny kernels' limit, so that the tiled kernels of csrc/ops/gemm.hip run."""
-    return rows_of(a.x) > skinny_gemm.MAX_TOKENS
+    """True if the tiled kernels of csrc/ops/gemm.hip serve this many tokens, and read this weight."""
+    return rows_of(a.x) > skinny_gemm.GROUP_TOKENS and a.weight.dim() == 2
 
 
 def _as_products_of_any(a):
@@ -54,19 +54,18 @@ def _as_products_of_any(a):
 
 
 def _configs(a, arch: Arch) -> list[SkinnyConfig | TiledConfig]:
-    if not _is_many(a):
-        return skinny_gemm.configs(gemm.activations(a.x), gemm.weight(a.weight), arch)
-    return products_of_any.configs(_as_products_of_any(a), arch) if a.weight.dim() == 2 else []
+    few = skinny_gemm.configs(gemm.activations(a.x), gemm.weight(a.weight), arch)
+    return few + (products_of_any.configs(_as_products_of_any(a), arch) if _is_many(a) else [])
 
 
 def _cost(config: SkinnyConfig | TiledConfig, a, arch: Arch) -> dict[str, float]:
-    if isinstance(config, TiledConfig):
-        return products_of_any.cost(config, _as_products_of_any(a), arch)
+    if not isinstance(config, SkinnyConfig):
+        return beside_skinny(products_of_any.cost(config, _as_products_of_any(a), arch), gemm.activations(a.x), arch)
     return skinny_gemm.cost(config, gemm.activations(a.x), gemm.weight(a.weight), arch)
 
 
 def _plan(config: SkinnyConfig | TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    if isinstance(config, TiledConfig):
+    if not isinstance(config, SkinnyConfig):
         (launch,) = products_of_any.plan(config, out, _as_products_of_any(a), arch)
         return [launch._replace(args=launch.args | {"problem.a.data": a.x, "problem.b.data": a.weight})]
     product = gemm.Product(out, gemm.activations(a.x), gemm.weight(a.weight), bias=a.bias)
@@ -77,11 +76,12 @@ def _cases() -> Iterator[Case]:
     """Yield every instance, shared tiles, sizes around tiles, bias, strides."""
     case = case_maker(_inputs)
     for dtype, kind in gemm.HALVES.items():
-        for m in (1, 16, 17, 33, 64):
+        for m in (1, 16, 17, 33, 64, 65, 97):
             yield case(f"{kind}-m{m}", m, 80, 512, dtype=dtype)
     yield case("bias", 4, 33, 256, bias=True)
     yield case("k-tail", 2, 32, 8 * 67)
     yield case("shuffled", 3, 144, 352, shuffled=True)
+    yield case("shuffled-m130", 130, 144, 352, shuffled=True)
     yield case("padded", 5, 32, 256, padding=128)
     yield case("sequences", (2, 3), 32, 64)
     yield case("no-tokens", 0, 32, 64)

@@ -8,13 +8,12 @@
 
 namespace mma {
 
-constexpr int kRows = 16;              // weight rows per wave
-constexpr int kWaves = 4;              // MMA waves per block, each with its own rows
-constexpr int kDepth = 64;             // K bytes per step: 16 per row and lane
-constexpr int kLoads = 1;              // 16-byte weight loads per lane and step
-constexpr int kChunkBytes = 8 * 1024;  // LDS for a token chunk
-constexpr int kMaxVecs = 8;            // 16-byte loads per producer lane and token chunk
-constexpr int kStages = 4;             // K slices that a WaveSplitK wave holds in registers
+constexpr int kRows = 16;    // weight rows per wave
+constexpr int kWaves = 4;    // MMA waves per block, each with its own rows
+constexpr int kDepth = 64;   // K bytes per step: 16 per row and lane
+constexpr int kLoads = 1;    // 16-byte weight loads per lane and step
+constexpr int kMaxVecs = 8;  // 16-byte loads per producer lane and token chunk
+constexpr int kStages = 4;   // K slices that a WaveSplitK wave holds in registers
 
 // Lane l holds row (or token) l % 16, bytes 16 * (l / 16) on. Any K permutation is correct if weights and tokens share
 // it.
@@ -55,8 +54,16 @@ struct Accumulator {
   DEVICE static int row(int lane) { return lane / 16 * kLaneRows; }
 };
 
+// Adds the products of 64 K bytes, by kInstructions instructions.
 template <class Type>
 DEVICE f32x4 multiply_add(f32x4 sum, u32x4 weights, u32x4 tokens);
+#if defined(__gfx942__)
+template <class Type>
+constexpr int kInstructions = 2;
+#else
+template <class Type>
+constexpr int kInstructions = __is_same(Type, E4m3) ? 2 : 1;
+#endif
 
 using Halves = i64 __attribute__((ext_vector_type(2)));  // of 16 bytes
 
@@ -126,13 +133,34 @@ constexpr int kValueTokens = 1;  // tokens per lane; value i belongs to token i 
 DEVICE int half(int row) { return row / 2 % 2; }
 DEVICE int half_row(int row) { return row / 4 * 2 + row % 2; }
 
-// Adds the product of the wave's rows and one step's tokens. All MMA waves call it together.
-template <class Type, int kTokens>
-DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step) {
-  const u32x4* tokens = (const u32x4*)step + wave::lane();
+// Adds products of the wave's rows and the tokens in LDS, step by step, with the next kAhead fragments of tokens on
+// their way from LDS. The compiler alone would read a fragment, and wait for it.
+template <int kTokens>
+struct TokenQueue {
+  static constexpr int kFragments = kTokens / 16, kAhead = kFragments % 4 ? kFragments : 4;
+  static_assert(kFragments % kAhead == 0, "a fragment has the same place in every step");
+  static constexpr int kMatrix = 8, kLdsRead = 0x100;  // of __builtin_amdgcn_sched_group_barrier
+  u32x4 fragment[kAhead];
+
+  DEVICE static u32x4 read(const u8* step, int i) { return ((const u32x4*)step)[wave::lane() + i * 64]; }
+  DEVICE void begin(const u8* step) {
 #pragma unroll
-  for (int t = 0; t < kTokens / 16; ++t) sum.sum[t] = multiply_add<Type>(sum.sum[t], weights.load[0], tokens[t * 64]);
-  sum.compute_now();
-}
+    for (int i = 0; i < kAhead; ++i) fragment[i] = read(step, i);
+    __builtin_amdgcn_sched_group_barrier(kLdsRead, kAhead, 0);
+  }
+  // Adds one step's product. If there are `more`, the next step's tokens follow in LDS.
+  template <class Type>
+  DEVICE void multiply_add(Accumulator<kTokens>& sum, const Weights& weights, const u8* step, bool more) {
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i) {
+      sum.sum[i] = mma::multiply_add<Type>(sum.sum[i], weights.load[0], fragment[i % kAhead]);
+      __builtin_amdgcn_sched_group_barrier(kMatrix, kInstructions<Type>, 0);
+      if (!more && i + kAhead >= kFragments) continue;
+      fragment[i % kAhead] = read(step, i + kAhead);
+      __builtin_amdgcn_sched_group_barrier(kLdsRead, 1, 0);
+    }
+    sum.compute_now();
+  }
+};
 
 }  // namespace mma

@@ -108,12 +108,13 @@ using SumVec = Sum<Type> __attribute__((ext_vector_type(4)));
 #define SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define SUMS_16(c, i) SUMS_8(c, i), SUMS_8(c, i + 8)
 #define SUMS_32(c, i) SUMS_16(c, i), SUMS_16(c, i + 16)
+#define SUMS_48(c, i) SUMS_32(c, i), SUMS_16(c, i + 32)
 #define SUMS_64(c, i) SUMS_32(c, i), SUMS_32(c, i + 32)
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "\
-  "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_48 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_64 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // d += a * b^T, or d = a * b^T if not `add`, for 32 K bytes, 64 a rows and kValues * 2 b rows. Lane l of wave w holds
 // a's rows 16 * w + l / 4 and 8 more, d[i] and d[i + 2], for b's rows 8 * (i / 4) + 2 * (l % 4) + i % 2.
@@ -142,6 +143,7 @@ DEVICE void wait_for_sums(int (&d)[kValues]);
   INSTRUCTION(Type, types, more, "+f", 8, 16, 8, 9, 10)    \
   INSTRUCTION(Type, types, more, "+f", 16, 32, 16, 17, 18) \
   INSTRUCTION(Type, types, more, "+f", 32, 64, 32, 33, 34) \
+  INSTRUCTION(Type, types, more, "+f", 48, 96, 48, 49, 50) \
   INSTRUCTION(Type, types, more, "+f", 64, 128, 64, 65, 66)
 INSTRUCTIONS(E4m3, "k32.f32.e4m3.e4m3", ", 1, 1")
 INSTRUCTIONS(E5m2, "k32.f32.e5m2.e5m2", ", 1, 1")
@@ -160,6 +162,7 @@ INSTRUCTION(I8, "k32.s32.s8.s8", "", "+r", 64, 128, 64, 65, 66)
 WAIT(8, float, "+f")
 WAIT(16, float, "+f")
 WAIT(32, float, "+f")
+WAIT(48, float, "+f")
 WAIT(64, float, "+f")
 WAIT(32, int, "+r")
 WAIT(64, int, "+r")
@@ -169,10 +172,12 @@ WAIT(64, int, "+r")
 #undef INSTRUCTION
 #undef INSTRUCTION_
 #undef NAMES_64
+#undef NAMES_48
 #undef NAMES_32
 #undef NAMES_16
 #undef NAMES_8
 #undef SUMS_64
+#undef SUMS_48
 #undef SUMS_32
 #undef SUMS_16
 #undef SUMS_8

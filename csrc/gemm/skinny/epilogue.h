@@ -28,7 +28,7 @@ DEVICE FloatVec<kVec> load_bias(const SkinnyProblem& p, int row) {
 // A thread's value [i][j] belongs to token token(i) and to kVec rows of b from row(j) on. The epilogue may use
 // registers for kFreeFloats floats. kMx stages leave few, so with kMx the bias is loaded after the sums.
 template <ScaleGranularity kScales, int kLaneTokens, int kLaneVecs, int kVec, int kGroupSteps, int kThreads,
-          int kFreeFloats, bool kGated = false>
+          int kFreeFloats, bool kGated = false, bool kGroups = false>
 struct TileEpilogue {
   static constexpr bool kMx = kScales == ScaleGranularity::kMx;
   using Value = FloatVec<kVec>;
@@ -75,7 +75,9 @@ struct TileEpilogue {
   // Called by all threads of the block, including those that stored nothing. Returns false if a later block ends the
   // tile.
   DEVICE static bool is_last(const SkinnyProblem& p, int tile, int first_block, int last_block, bool stored) {
-    return first_block == last_block || is_last_block(p.counters + tile, last_block - first_block + 1, stored);
+    const int of_group = kGroups ? wave::block_id_y() * p.group_tiles : 0;
+    return first_block == last_block ||
+           is_last_block(p.counters + of_group + tile, last_block - first_block + 1, stored);
   }
 
   // Byte offset of block b's value v. A block shares at most two tiles: the one it starts in and the one it ends in.
@@ -89,7 +91,7 @@ struct TileEpilogue {
 
   DEVICE void end(Value (&sum)[kLaneTokens][kLaneVecs]) const {
     if (first_block != last_block) {
-      const mem::Buffer partials = mem::buffer(p.partials);
+      const mem::Buffer partials = mem::buffer(p.partials + (kGroups ? wave::block_id_y() * p.group_partials : 0));
       const int at = wave::thread_id() * int(sizeof(Value));
 #pragma unroll
       for (int v = 0; v < kValues; ++v)
@@ -98,7 +100,7 @@ struct TileEpilogue {
       if (!is_last(p, tile, first_block, last_block, /*stored=*/true)) return;
 #pragma unroll
       for (int v = 0; v < kValues; ++v) sum[v / kLaneVecs][v % kLaneVecs] = Value{};
-      constexpr int kFit = kFreeFloats / (kValues * kVec), kMin = kMx ? 1 : 2;
+      constexpr int kFit = kFreeFloats / (kValues * kVec), kMin = kMx || kValues * kVec > 32 ? 1 : 2;
       // Blocks whose sums are loaded together.
       constexpr int kBlocksAtOnce = kFit > 8 ? 8 : kFit > kMin ? kFit : kMin;
 #pragma unroll 1

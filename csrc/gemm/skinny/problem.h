@@ -7,8 +7,8 @@ struct SkinnyProblem {
   const u8* a;           // [M, K], rows a_stride bytes apart
   const u8* b;           // [N, K], or in fragment order [N / 16, K bytes / 64, 4, 16 rows, 16 bytes]
   void* out;             // [M, N], out_type
-  float* partials;       // [blocks, 2, values per thread, threads, floats per value]; null if every tile has one block
-  u32* counters;         // [tiles], zeros; null if every tile has one block
+  float* partials;       // [groups, blocks, 2, values per thread, threads, floats per value]; null as counters
+  u32* counters;         // [groups, tiles], zeros; null if every tile has one block
   const float* scale_a;  // kRow: [M] or [1]; kBlock: [M, K / 128], a scale.h type
   const float* scale_b;  // kRow: [N] or [1]; kBlock: [N / 128, K / 128]
   const void* bias;      // [N], out_type, or null
@@ -22,6 +22,7 @@ struct SkinnyProblem {
   int steps_per_unit;                   // steps that stay in one block
   int units_per_block, remainder;       // the first `remainder` blocks have one extra unit
   int units_per_tile, remainder_units;  // units of the first `remainder` blocks
+  int group_partials, group_tiles;      // floats of `partials`, and `counters`, of each group of tokens (block_id_y)
   Divisor units_per_tile_divisor, units_per_block_divisor, longer_block_divisor;  // longer: units_per_block + 1
 };
 

@@ -26,8 +26,6 @@ FEW(gemm_blocks_few_8, float, 8, true)
 WAVE_SPLIT_K(gemm_blocks_int8_wave_splitk_8,   I8, 8,  ScaleGranularity::kBlock)
 WAVE_SPLIT_K(gemm_blocks_int8_wave_splitk_16,  I8, 16, ScaleGranularity::kBlock)
 #ifdef HAS_INT8_STREAMS
-STREAMED_TILE(gemm_blocks_int8_skinny_16, I8, 16, ScaleGranularity::kBlock)
-STREAMED_TILE(gemm_blocks_int8_skinny_32, I8, 32, ScaleGranularity::kBlock)
-STREAMED_TILE(gemm_blocks_int8_skinny_64, I8, 64, ScaleGranularity::kBlock)
+STREAMED_TILES(gemm_blocks_int8_skinny, I8, ScaleGranularity::kBlock)
 #endif
 // clang-format on

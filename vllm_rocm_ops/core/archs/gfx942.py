@@ -12,6 +12,8 @@ SKINNY = SkinnyCosts(
         (64, 16): (3, 84e3),
         (64, 32): (3, 56e3),
         (64, 64): (2, 35e3),
+        (64, 96): (1, 23e3),
+        (64, 128): (1, 17e3),
     },
     # As the emulator counts them. Tiles of 16 rows keep 24e3 since their loads no longer drain. That alone would change 105 recorded
     # choices on the basis of constants that no AMD GPU has confirmed, so it waits for a model of the whole GPU.
@@ -19,6 +21,8 @@ SKINNY = SkinnyCosts(
     block_us=1.3,
     sharing_us=5.0,  # as kernels through registers on H200
     sum_round_us=0.85,  # see serving_benchmarks/timing_study/notes.md
+    cache_bytes_per_us=134e3,  # 64 bytes a cycle
+    apart_bytes_per_us=34e6,  # 2 KB a cycle and XCD
 )
 SUMS_BYTES_PER_US = 85e3  # see serving_benchmarks/timing_study/notes.md
 
@@ -52,6 +56,7 @@ COSTS = Costs(
     collective=CollectiveCosts(unit_bytes_per_us=48e3, exchange_us=1.5),
     sums_bytes_per_us=SUMS_BYTES_PER_US,
     tiled_sums_bytes_per_us=SUMS_BYTES_PER_US,
+    tiled_ratio=1.4,  # as predicted by the model of timing/
 )
 
 ARCH = Arch(

@@ -11,11 +11,17 @@ SKINNY = SkinnyCosts(
         (64, 16): (2, 58e3),
         (64, 32): (2, 52e3),
         (64, 64): (2, 38e3),
+        (64, 96): (1, 23e3),
+        (64, 128): (1, 17e3),
+        (128, 96): (1, 35e3),
+        (128, 128): (1, 30e3),
     },
     in_flight={16: 12e3},  # with 64 rows blocks stream through LDS
     block_us=0.0,  # included in `limits`
     sharing_us=3.0,
     sum_round_us=0.0,  # included in `sums_bytes_per_us`
+    cache_bytes_per_us=48e3,
+    apart_bytes_per_us=5e6,
 )
 
 # MLA costs were measured with all configurations of 42 shapes, the others are guesses. With lds_block_us and even_us, measured too,
@@ -53,5 +59,6 @@ ARCH = Arch(
         collective=CollectiveCosts(unit_bytes_per_us=48e3, exchange_us=1.5),  # guesses
         sums_bytes_per_us=150e3,
         tiled_sums_bytes_per_us=100e3,
+        tiled_ratio=1.3,
     ),
 )

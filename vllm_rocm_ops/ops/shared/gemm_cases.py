@@ -26,7 +26,7 @@ def cases() -> Iterator[Case]:
     yield case("int8-few", 1, 3, 16, "int8", "int8", scales="rows", bias="column")
     yield case("int8-few-int32", 3, 5, 520, "int8", "int8", out_dtype=torch.int32)
     yield case("int8", 12, 70, 144, "int8", "int8", scales="rows", bias="column")
-    for m in (20, 40):
+    for m in (20, 40, 66, 100):
         yield case(f"int8-m{m}", m, 20, 64, "int8", "int8", scales="tensors")
     yield case("int8-int8", 70, 20, 272, "int8", "int8", scales="powers", out_dtype=torch.int8)
     for m in (3, 20):
@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
     blocks = {"scales": "blocks", "block_scales": True}
     yield case("blocks-int8-few", 1, 131, 272, "int8", "int8", **blocks, bias="column")
     yield case("blocks-e5m2-e4m3-few", 7, 5, 300, "e5m2", "e4m3", "cr", **blocks, **leaky)
-    for m in (10, 20, 40):
+    for m in (10, 20, 40, 66, 100):
         yield case(f"blocks-int8-m{m}", m, 144, 400, "int8", "int8", **blocks)
     yield case("blocks-int8-int8", 66, 150, 400, "int8", "int8", **blocks | {"scales": "powers"}, out_dtype=torch.int8)
     for kind in ("e4m3", "e5m2"):

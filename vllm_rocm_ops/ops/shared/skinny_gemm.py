@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from vllm_rocm_ops.core.arch import Arch
@@ -9,21 +10,27 @@ from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.ops.shared.gemm import PANEL, Operand, Product, divisor
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
-TOKENS = {64: (16, 32, 64), 16: (8, 16)}  # token limits of kernels, by the weight rows of a tile
+# Token limits of kernels, by the weight rows of a tile. With 128 rows only for archs that have costs for them.
+TOKENS = {64: (16, 32, 64, 96, 128), 128: (96, 128), 16: (8, 16)}
+GROUPS, GROUP_TOKENS = (1, 2, 3, 4), 64  # of tokens, each with its own blocks; kernels for fewer tokens have one group
 WAVE_SPLIT_K_UNIT = 8  # steps per unit with 16 rows: one K slice per wave
 # Stages of csrc/gemm/skinny/nvidia/streamed_tile.h for both consumer groups, by tokens: with one and two blocks per compute unit.
-STAGE_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6)}
+# Above 64 tokens a block is always alone.
+STAGE_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6), 96: (10, 10), 128: (8, 8)}
+WIDE_PANELS = {96: 7, 128: 6}  # of tiles of 128 rows
 SHORTEST = 4  # steps; a block with fewer ends before it streams
 # The cost model, where archs agree; `arch.costs` has the rest. Microseconds, fitted to all configurations of the decode shapes on
 # H200: `vllm-rocm-ops sweep linear` reports the regret. Latency of a load; epilogue per tile of a block.
 LATENCY_US, TILE_EPILOGUE_US = 1.5, 0.5
 SPLIT_TILE_US = 1.5  # a block whose share ends within a tile waits for its copies, and other blocks wait for it
 SUMMED_AT_ONCE = 8  # partial sums that a block loads at once: at most kBlocksAtOnce in csrc/gemm/skinny/epilogue.h
+# The same above 64 tokens, by rows, and what each such load waits (H200).
+MANY_AT_ONCE, MANY_ROUND_US = {64: 2, 128: 1}, 0.6
 # For kernels through LDS only: penalty of two blocks per compute unit, by tokens; share lost while some compute units are
 # idle.
-CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0}, 0.15
+CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0, 96: 0.0, 128: 0.0}, 0.15
 MAX_RESIDENT = 4
-MAX_TOKENS = TOKENS[64][-1]
+MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -31,35 +38,54 @@ class SkinnyConfig:
     """Tiles of `rows` weight rows, with K split into `split_k` equal slices that `blocks` blocks share evenly.
 
     With `split_k` 0 (stream-K), the steps of all tiles are divided evenly over blocks, across tile boundaries. With 64 rows, each
-    wave of a block has 16; with 16 rows, the waves split K.
+    wave of a block has 16; with 16 rows, the waves split K. Each of `groups` of tokens has `blocks` blocks.
     """
 
     rows: int
     split_k: int
     blocks: int
+    groups: int = 1
 
 
 def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
     """Return the tiles, the steps per tile, and the steps per unit, which divide those; a block has whole units."""
-    unit = unit if config.rows == 64 else WAVE_SPLIT_K_UNIT
+    unit = unit if config.rows >= 64 else WAVE_SPLIT_K_UNIT
     split_k = config.split_k or 1
     of_slice = -(-b.k // (STEP * unit * split_k)) * unit
     return -(-b.rows // config.rows), of_slice * split_k, of_slice if config.split_k else unit
 
 
+def _tokens_of(rows: int, groups: int, a: Operand) -> int:
+    """Return the token limit of the smallest kernel for a group, 0 if none fits."""
+    return next((tokens for tokens in TOKENS[rows] if tokens * groups >= a.rows), 0)
+
+
+def _divides(rows: int, groups: int, a: Operand, arch: Arch) -> bool:
+    """True if `arch` has a kernel for tiles of `rows`, and if no group of tokens is empty."""
+    tokens = _tokens_of(rows, groups, a)
+    if not tokens or (rows, tokens) not in arch.costs.skinny.limits or a.rows > MAX_TOKENS:
+        return False
+    if groups > 1:
+        return tokens >= GROUP_TOKENS and tokens * (groups - 1) < a.rows
+    return rows <= GROUP_TOKENS or a.rows > GROUP_TOKENS
+
+
 def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyConfig]:
-    """Return whole tiles, stream-K and split-K for one to four blocks per compute unit; split-K also for fewer."""
+    """Return whole tiles, stream-K and split-K for one to four blocks per compute unit; split-K also for fewer.
+
+    There are none above `MAX_TOKENS` tokens.
+    """
     fitting = []
-    for rows, tokens in TOKENS.items():
-        if a.rows > tokens[-1]:
+    for rows, groups in itertools.product(TOKENS, GROUPS):
+        if not _divides(rows, groups, a, arch):
             continue
         tiles, steps, unit_steps = _division(SkinnyConfig(rows, 0, 1), b, unit)
         most = max(steps // max(SHORTEST, unit_steps), 1)  # slices per tile
         resident = [arch.compute_units * i for i in range(1, MAX_RESIDENT + 1)]
-        of_rows = [SkinnyConfig(rows, 1, min(count, tiles)) for count in resident]
-        of_rows += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in resident]
+        of_rows = [SkinnyConfig(rows, 1, min(count, tiles), groups) for count in resident]
+        of_rows += [SkinnyConfig(rows, 0, min(count, tiles * most), groups) for count in resident]
         split = [min(count // tiles, most) for count in (arch.compute_units // 4, arch.compute_units // 2, *resident)]
-        of_rows += [SkinnyConfig(rows, split_k, tiles * split_k) for split_k in split if split_k > 1]
+        of_rows += [SkinnyConfig(rows, split_k, tiles * split_k, groups) for split_k in split if split_k > 1]
         fitting += dict.fromkeys(of_rows)
     return fitting
 
@@ -75,20 +101,28 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     resident, keeps_up = costs.limits[config.rows, tokens]
     slices = tiles * config.split_k or config.blocks
     longest = -(-tiles * steps // (unit_steps * slices)) * unit_steps * STEP * config.rows  # bytes
+    ends = -(-slices // config.blocks) * tiles // slices
     hbm = arch.bandwidth_gb_s * 1e3  # bytes a microsecond
+    slices, blocks = slices * config.groups, config.blocks * config.groups
     of_slice = b.rows * b.k / slices / hbm
-    at_once = min(config.blocks, resident * arch.compute_units)
+    at_once = min(blocks, resident * arch.compute_units)
     rounds, rest = divmod(slices, at_once)
     least = max(longest / _in_flight(config, tokens, arch), 1.0) * LATENCY_US
     streaming = rounds * max(at_once * of_slice, least)
     if rest:  # after a round or two blocks are out of step, so the last round is not a separate one
         streaming += rest * of_slice + max(least - rest * of_slice, 0.0) / max(rounds, 1) ** 2
     # Per busiest compute unit.
-    max_blocks, max_slices = (-(-count // arch.compute_units) for count in (config.blocks, slices))
+    max_blocks, max_slices = (-(-count // arch.compute_units) for count in (blocks, slices))
     issuing = max_blocks * costs.block_us + max_slices * longest / keeps_up
+    is_many = a.rows > GROUP_TOKENS
+    if is_many:
+        reads = longest * (1 + min(tokens, a.rows) / config.rows)  # with the tokens
+        issuing = max(issuing, max_slices * reads / costs.cache_bytes_per_us)
+        if config.split_k == 0:
+            issuing = max(issuing, slices * reads / costs.apart_bytes_per_us)
     terms = {
         "streaming": max(streaming, issuing),
-        "ends": -(-slices // config.blocks) * tiles // slices * TILE_EPILOGUE_US,
+        "ends": ends * TILE_EPILOGUE_US,
     }
     if _stage_panels(config, tokens, arch):
         terms["ends"] += (max_blocks - 1) * CO_RESIDENT_PENALTY_US[tokens]
@@ -96,11 +130,13 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
             terms["idle"] = IDLE_COST * streaming * (at_once - rest) / slices
     if config.split_k != 1:
         terms["sharing"] = costs.sharing_us + (SPLIT_TILE_US if config.split_k == 0 else 0.0)
-        of_tile = config.rows * a.rows * 4
-        share = config.blocks / tiles
+        of_tile = config.rows * a.rows / config.groups * 4
+        share = config.blocks / tiles  # per tile and group
         summing = (
             share * of_tile / arch.costs.sums_bytes_per_us + max(share / SUMMED_AT_ONCE - 1, 0) * costs.sum_round_us
         )
+        if is_many:
+            summing = share / MANY_AT_ONCE[config.rows] * MANY_ROUND_US
         terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + summing
     return terms
 
@@ -115,28 +151,31 @@ def _stage_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
     """Return the LDS panels of a block, 0 if it streams through registers."""
     if config.rows == 16 or arch.vendor == "amd":
         return 0
+    if config.rows == 128:
+        return WIDE_PANELS[tokens]
     return STAGE_PANELS[tokens][config.blocks > arch.compute_units]
 
 
 def _tokens(config: SkinnyConfig, a: Operand) -> int:
-    """Return the token limit of the smallest kernel that fits."""
-    return next(tokens for tokens in TOKENS[config.rows] if tokens >= a.rows)
+    return _tokens_of(config.rows, config.groups, a)
 
 
 def _partial_bytes(config: SkinnyConfig, tokens: int) -> int:
-    """Return the bytes of partial sums: at most two tiles per block, with `tokens` tokens."""
+    """Return the bytes of a group's partial sums: at most two tiles per block, with `tokens` tokens."""
     return config.blocks * 2 * config.rows * tokens * 4
 
 
-def _waves(config: SkinnyConfig, arch: Arch) -> int:
+def _waves(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
     """Return the waves per block, four of which multiply.
 
-    With 64 rows, a fifth wave produces tokens on AMD, and NVIDIA has two consumer groups.
+    With more rows, AMD has a fifth wave that produces tokens, and a sixth above 64 tokens; NVIDIA has two consumer groups.
     """
-    return 4 if config.rows == 16 else 8 if arch.vendor == "nvidia" else 5
+    return 4 if config.rows == 16 else 8 if arch.vendor == "nvidia" else 5 if tokens <= 64 else 6
 
 
-def arguments(product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int) -> dict:
+def arguments(
+    product: Product, division: tuple[int, int, int], blocks: int, partial_bytes: int, groups: int = 1
+) -> dict:
     """Return the fields of SkinnyProblem in csrc/gemm/skinny/problem.h; `division` is as of `_division`."""
     b, (tiles, steps, unit) = product.b, division
     units_per_tile = steps // unit
@@ -146,7 +185,7 @@ def arguments(product: Product, division: tuple[int, int, int], blocks: int, par
     else:
         row, step, tile = b.stride, STEP, FRAGMENT_ROWS * b.stride
     return {
-        **product.arguments(tiles, partial_bytes),
+        **product.arguments(groups * tiles, groups * partial_bytes),
         "b_tile": tile,
         "b_row": row,
         "b_step": step,
@@ -156,6 +195,8 @@ def arguments(product: Product, division: tuple[int, int, int], blocks: int, par
         "remainder": remainder,
         "units_per_tile": units_per_tile,
         "remainder_units": remainder * (units_per_block + 1),
+        "group_partials": partial_bytes // 4,
+        "group_tiles": tiles,
         "units_per_tile_divisor": divisor(units_per_tile),
         "units_per_block_divisor": divisor(max(units_per_block, 1)),
         "longer_block_divisor": divisor(units_per_block + 1),
@@ -171,9 +212,13 @@ def launch(
         return []
     tokens = _tokens(config, a)
     partial_bytes = 0 if config.split_k == 1 else _partial_bytes(config, max(tokens, 16))
-    args = arguments(product, _division(config, b, unit), config.blocks, partial_bytes)
-    threads = _waves(config, arch) * arch.wave_lanes
-    shape = "skinny" if config.rows == 64 else "wave_splitk"
+    args = arguments(product, _division(config, b, unit), config.blocks, partial_bytes, config.groups)
+    threads = _waves(config, tokens, arch) * arch.wave_lanes
+    shape = {64: "skinny", 128: "wide", 16: "wave_splitk"}[config.rows]
     symbol = "_".join(filter(None, (module, kind, shape, str(tokens))))
     lds = _stage_panels(config, tokens, arch) * PANEL * (config.rows + tokens)
-    return [Launch(module, symbol, (config.blocks, 1, 1), (threads, 1, 1), fields("problem", args | further), lds)]
+    return [
+        Launch(
+            module, symbol, (config.blocks, config.groups, 1), (threads, 1, 1), fields("problem", args | further), lds
+        )
+    ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.ops.shared.gemm import PANEL, Operand, Product, divisor
-from vllm_rocm_ops.ops.shared.skinny_gemm import MAX_TOKENS
+from vllm_rocm_ops.ops.shared import skinny_gemm
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
 MODULE = "scaled_mm_tiled"
@@ -36,8 +36,8 @@ class TiledConfig:
 
 
 def is_for(a: Operand) -> bool:
-    """True if M is above the skinny kernels' limit."""
-    return a.rows > MAX_TOKENS
+    """True if tiled kernels serve this many tokens."""
+    return a.rows > skinny_gemm.GROUP_TOKENS
 
 
 def can_implement(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
@@ -101,6 +101,26 @@ def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, f
         "latency": -(-blocks // resident) * LATENCY_US,
         "sharing": SHARING_US + config.split_k * of_sums if config.split_k > 1 else 0.0,
     }
+
+
+def all_configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[skinny_gemm.SkinnyConfig | TiledConfig]:
+    """Return the configurations of skinny and tiled kernels; `unit` as of skinny_gemm.py."""
+    return skinny_gemm.configs(a, b, arch, unit) + (configs(a, b, arch) if is_for(a) else [])
+
+
+def any_cost(
+    config: skinny_gemm.SkinnyConfig | TiledConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
+) -> dict[str, float]:
+    """Return the modeled microseconds of a configuration of either kind."""
+    if not isinstance(config, TiledConfig):
+        return skinny_gemm.cost(config, a, b, arch, unit)
+    return beside_skinny(cost(config, a, b, arch), a, arch)
+
+
+def beside_skinny(terms: dict[str, float], a: Operand, arch: Arch) -> dict[str, float]:
+    """Return the terms of a tiled kernel's cost, comparable with those of skinny kernels."""
+    of = arch.costs.tiled_ratio if a.rows <= skinny_gemm.MAX_TOKENS else 1.0
+    return {name: value * of for name, value in terms.items()}
 
 
 def tiles(config: TiledConfig, a: Operand, b: Operand) -> int:

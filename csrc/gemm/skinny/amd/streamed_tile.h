@@ -13,27 +13,29 @@ template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32S
 struct StreamedTile {
   using Problem = typename ProblemOf<kGated>::Type;
   static constexpr int kStages = 8, kStepBytes = kTokens * mma::kDepth, kStepVecs = kTokens * 4;
-  static constexpr int kChunkSteps = mma::kChunkBytes / kStepBytes < 4 ? mma::kChunkBytes / kStepBytes : 4;
+  static constexpr int kChunkSteps = kTokens > 32 ? 2 : 4;
   static constexpr int kChunks = kStages / kChunkSteps;  // even, so that the first step uses the first buffer
   static constexpr int kProducerWaves =
       (kChunkSteps * kStepVecs + mma::kMaxVecs * wave::kLanes - 1) / (mma::kMaxVecs * wave::kLanes);
   static constexpr int kThreads = (mma::kWaves + kProducerWaves) * wave::kLanes;
-  static constexpr int kResident = kTokens == 64 ? 1 : 2;  // blocks per compute unit
+  static constexpr int kResident = kTokens >= 64 ? 1 : 2;  // blocks per compute unit
   static constexpr int kUnitSteps = kScales == ScaleGranularity::kBlock ? kScaleBlock / mma::kDepth : 1;
   static constexpr int kChunkScales = kScales == ScaleGranularity::kBlock ? kChunkSteps / kUnitSteps * kTokens : 0;
   using Sum = mma::Accumulator<kTokens>;
+  static constexpr bool kGroups = kTokens >= 64;  // of kTokens tokens, one for each block_id_y
   struct Buffer {
     alignas(128) u8 tokens[kChunkSteps * kStepBytes];
     float scales_a[kChunkScales + 1];
   };
 
-  using Epilogue =
-      TileEpilogue<kScales, Sum::kLaneTokens, 1, Sum::kLaneRows, kStages, mma::kWaves * wave::kLanes, 16, kGated>;
+  using Epilogue = TileEpilogue<kScales, Sum::kLaneTokens, 1, Sum::kLaneRows, kStages, mma::kWaves * wave::kLanes, 16,
+                                kGated, kGroups>;
 
   const SkinnyProblem& p;
   Buffer* buffers;  // [2] in LDS
   const StreamKSchedule<kStages> schedule{p};
   const int lane = wave::lane();
+  const int first_token = kGroups ? wave::block_id_y() * kTokens : 0;
 
   // Producer waves load tokens two chunks ahead into registers. They store to one buffer while consumers read the
   // other, and the barrier publishes it: a wave at the barrier has finished reading the buffer that the next store
@@ -47,7 +49,9 @@ struct StreamedTile {
       typename Scale::Loaded scale_a[kLaneScales + 1];
     };
     const int producer = wave::thread_id() - mma::kWaves * wave::kLanes;
-    const mem::Buffer a = mem::buffer(p.a), scales = mem::buffer(p.scale_a);
+    const mem::Buffer a = mem::buffer(p.a + i64(first_token) * p.a_stride),
+                      scales = mem::buffer((const u8*)p.scale_a + i64(first_token) * p.scale_a_row * Scale::kBytes);
+    const int m = p.m - first_token;
     auto load = [&](TokenChunk& chunk, const TileWork& work, int u) __attribute__((always_inline)) {
       const int step = work.step + u, bytes = schedule.bytes_left(work, step);
 #pragma unroll
@@ -55,14 +59,14 @@ struct StreamedTile {
         const u32 index = producer + j * kLanes;
         const mma::TokenVec vec = mma::token_vec(index % kStepVecs);
         const int k = index / kStepVecs * mma::kDepth + vec.depth;
-        const bool inside = vec.token < p.m && k < bytes;
+        const bool inside = vec.token < m && k < bytes;
         chunk.vec[j] = mem::load_or_zero(a, vec.token * p.a_stride + k, step * mma::kDepth, inside);
       }
 #pragma unroll
       for (int j = 0; j < kLaneScales; ++j) {
         const u32 index = producer + j * kLanes;
         const int token = index % kTokens, block_k = index / kTokens;
-        const bool inside = token < p.m && index < kChunkScales && block_k * kScaleBlock < bytes;
+        const bool inside = token < m && index < kChunkScales && block_k * kScaleBlock < bytes;
         const int at = (token * p.scale_a_row + block_k * p.scale_a_k) * Scale::kBytes;
         chunk.scale_a[j] =
             Scale::load_or_zero(scales, at, u32(step) / kUnitSteps * p.scale_a_k * Scale::kBytes, inside);
@@ -131,6 +135,7 @@ struct StreamedTile {
 #pragma unroll
     for (int u = 0; u < kStages; ++u) load(stages[u], tile_weights, current, u);
     Sum sum = {}, unit_sum = {};
+    mma::TokenQueue<kTokens> queue;
     Epilogue epilogue{p, schedule};
     begin_tile(epilogue, current.tile);
     while (true) {
@@ -141,7 +146,9 @@ struct StreamedTile {
         if (u % kChunkSteps == 0) block_barrier();  // hazard: tokens are read before they are written
         const Buffer& buffer = buffers[u / kChunkSteps % 2];
         const u8* tokens = buffer.tokens + u % kChunkSteps * kStepBytes;
-        mma::multiply_add<Type>(kScales == ScaleGranularity::kBlock ? unit_sum : sum, stages[u].weights, tokens);
+        if (u % kChunkSteps == 0) queue.begin(tokens);
+        queue.template multiply_add<Type>(kScales == ScaleGranularity::kBlock ? unit_sum : sum, stages[u].weights,
+                                          tokens, u % kChunkSteps != kChunkSteps - 1);
         if (u % kUnitSteps != kUnitSteps - 1) continue;
         if constexpr (kScales == ScaleGranularity::kBlock) {
           const float scale_b = Scale::value(stages[u + 1 - kUnitSteps].scale_b);
@@ -164,7 +171,7 @@ struct StreamedTile {
   DEVICE void begin_tile(Epilogue& epilogue, int index) const {
     const int row = index * kTileRows + wave::index() * mma::kRows + Sum::row(lane);
     epilogue.begin(
-        index, [&](int i) __attribute__((always_inline)) { return Sum::token(lane, i); },
+        index, [&](int i) __attribute__((always_inline)) { return first_token + Sum::token(lane, i); },
         [&](int) __attribute__((always_inline)) { return row; });
   }
   DEVICE void end_tile(const Epilogue& epilogue, const Sum& sum) const {
@@ -181,3 +188,6 @@ struct StreamedTile {
     else kernel.produce_tokens();
   }
 };
+
+// No tiles of 128 rows: reads of tokens from L2 limit no kernel.
+#define WIDE_TILES(symbol, type, ...)

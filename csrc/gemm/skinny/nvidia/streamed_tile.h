@@ -4,6 +4,10 @@
 // 13312 x 16384). At the end of a tile the next tile's panels follow, so all stages but one are always in flight. A
 // block that is alone on an SM gets more stages; its dynamic LDS size tells. Block scales are copied with their panel.
 //
+// Above 64 tokens a block is always alone, and reading the tokens of each panel from L2 limits it: an SM took about 60
+// bytes a nanosecond. So tiles can be wide: 128 rows, half for each consumer group, which share panels. Blocks at the
+// same K then read the same tokens at the same time; with stream-K they do not, and all SMs together took 5.5 TB/s.
+//
 // Eight waves hide little latency: each instruction before the first copy, per panel and after the last panel costs
 // time, a cold one about two cycles. So a copy needs one offset per thread, a barrier serves two panels, and the
 // epilogue is branch-free.
@@ -15,7 +19,9 @@
 //   only correct if the previous kernel does not write the weight. Prefetching panels only to the L2 cache is always
 //   correct, but slows the largest products by 5 %.
 // - Tiles of 8 to 56 rows, one per SM, instead of stream-K: at best 4 % less, 12.7 versus 13.3 (1 x 2304 x 16384).
-// - Tiles of 128 rows, which halve the token reads: 57.1 versus 58.4 (64 x 13312 x 16384), more elsewhere.
+// - Tiles of 128 rows up to 64 tokens: 57.1 versus 58.4 (64 x 13312 x 16384), more elsewhere.
+// - Wide tiles whose products are halved along the tokens, one half added while the other is multiplied: 64.5 versus
+//   58.8 (96 x 13312 x 16384), as the tensor cores then read the weights twice; two panels at once: 60.1.
 // - Four consumer groups: 10.4 versus 10.9 (1 x 4608 x 7168), the same as two panels per barrier, but 3 to 8 % more
 //   below 20 MB.
 #pragma once
@@ -24,16 +30,25 @@
 
 extern LDS __attribute__((aligned(1024))) u8 dynamic_lds[];  // [consumer groups][panels][weight rows, then tokens]
 
-template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale, bool kGated = false>
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32Scale, bool kGated = false,
+          bool kWide = false>
 struct StreamedTile {
   using Problem = typename ProblemOf<kGated>::Type;
-  static constexpr int kTileColumns = kGated ? kTileRows / 2 : kTileRows;
-  static constexpr int kConsumerGroups = 2, kConsumerThreads = mma::kWaves * wave::kLanes,
-                       kThreads = kConsumerGroups * kConsumerThreads;
-  static constexpr int kWeightBytes = kTileRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
-  static constexpr int kResident = 2;  // blocks per SM, if LDS suffices
+  static constexpr int kConsumerGroups = 2, kRows = kWide ? kConsumerGroups * kTileRows : kTileRows;  // of a tile
+  static constexpr int kTileColumns = kGated ? kRows / 2 : kRows;
+  static constexpr int kConsumerThreads = mma::kWaves * wave::kLanes, kThreads = kConsumerGroups * kConsumerThreads;
+  static constexpr int kWeightBytes = kRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
+  static constexpr bool kGroups = kTokens >= 64;    // of kTokens tokens, one for each block_id_y
+  static constexpr bool kAlone = kTokens > 64;      // on an SM: registers and LDS fit one block
+  static constexpr int kResident = kAlone ? 1 : 2;  // blocks per SM, if LDS suffices
   // Panels per consumer group in LDS if the block is alone on an SM, and otherwise; skinny_gemm.py knows both.
-  static constexpr int kDeep = kTokens == 16 ? 10 : kTokens == 32 ? 8 : 6, kShallow = kTokens == 64 ? 3 : 4;
+  static constexpr int kDeep = kWide           ? (kTokens == 96 ? 7 : 6)
+                               : kTokens == 16 ? 10
+                               : kTokens == 32 ? 8
+                               : kTokens == 64 ? 6
+                               : kTokens == 96 ? 5
+                                               : 4,
+                       kShallow = kTokens == 64 ? 3 : 4;
   static constexpr bool kScaled = kScales == ScaleGranularity::kBlock;
   // Words that hold the token scales and the weight scale.
   using Scaling = u32[kConsumerGroups][kDeep][kTokens + 2];
@@ -43,23 +58,26 @@ struct StreamedTile {
 
   DEVICE static void run(const SkinnyProblem& problem) {
     LDS alignas(8) static Scaling scaling;
-    u32 bytes;
-    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-    if (bytes == kConsumerGroups * kDeep * kPanelBytes) MainLoop<kDeep / 2, 2>{problem, scaling}.multiply();
-    else if constexpr (kShallow % 2 == 0) MainLoop<kShallow / 2, 2>{problem, scaling}.multiply();
-    else MainLoop<kShallow, 1>{problem, scaling}.multiply();
+    if constexpr (kAlone) MainLoop<kDeep, 1>{problem, scaling}.multiply();
+    else {
+      u32 bytes;
+      asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+      if (bytes == kConsumerGroups * kDeep * kPanelBytes) MainLoop<kDeep / 2, 2>{problem, scaling}.multiply();
+      else if constexpr (kShallow % 2 == 0) MainLoop<kShallow / 2, 2>{problem, scaling}.multiply();
+      else MainLoop<kShallow, 1>{problem, scaling}.multiply();
+    }
   }
 };
 
 // The main loop for a given stage count. A stage's panels share one barrier, and a thread computes their offsets once.
-template <class Type, int kTokens, ScaleGranularity kScales, class Scale, bool kGated>
+template <class Type, int kTokens, ScaleGranularity kScales, class Scale, bool kGated, bool kWide>
 template <int kStages, int kPanels>
-struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
+struct StreamedTile<Type, kTokens, kScales, Scale, kGated, kWide>::MainLoop {
   static constexpr int kPanelSteps = tile::kDepth / mma::kDepth, kStageSteps = kPanels * kPanelSteps;
-  static constexpr int kGroupSteps = kConsumerGroups * kStageSteps;
+  static constexpr int kGroupSteps = kWide ? kStageSteps : kConsumerGroups * kStageSteps;
   static constexpr int kSums = kTokens / 2;
-  static constexpr int kProducts = kTokens == 64 ? 1 : kPanels;  // in flight at once, as registers allow
-  using Epilogue = TileEpilogue<kScales, kTokens / 8, 1, 2, kGroupSteps, kThreads, 64, kGated>;
+  static constexpr int kProducts = kTokens >= 64 ? 1 : kPanels;  // in flight at once, as registers allow
+  using Epilogue = TileEpilogue<kScales, kTokens / (kWide ? 4 : 8), 1, 2, kGroupSteps, kThreads, 64, kGated, kGroups>;
 
   // Copies a panel's rows one after the other, 16 at a time, by a consumer group. With kPairs, row 2 * i of 16 is
   // stored at i and the next one at i + 8, so a lane's sums are for two consecutive rows. In fragment order rows keep
@@ -100,16 +118,19 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
   const StreamKSchedule<kGroupSteps> schedule{p};
   const int lane = wave::lane(), group = wave::index() / mma::kWaves, consumer_wave = wave::index() % mma::kWaves;
   const int thread = wave::thread_id() % kConsumerThreads;  // in the consumer group
+  const int group_token = kGroups ? wave::block_id_y() * kTokens : 0;
+  // Where the consumer group's rows and the tokens that it copies begin.
+  const int first_row = kWide ? group * kTileRows : 0, first_token = kWide ? group * (kTokens / 2) : 0;
 
   // The scales of a token or, for token kTokens, the weight tile's scales.
   DEVICE const u8* scales_from(int token, int tile) const {
-    if (token < kTokens) return (const u8*)p.scale_a + token * p.scale_a_row * Scale::kBytes;
-    return (const u8*)p.scale_b + i64(tile * kTileRows / kScaleBlock) * p.scale_b_row * Scale::kBytes;
+    if (token < kTokens) return (const u8*)p.scale_a + (group_token + token) * p.scale_a_row * Scale::kBytes;
+    return (const u8*)p.scale_b + i64(tile * kRows / kScaleBlock) * p.scale_b_row * Scale::kBytes;
   }
   DEVICE int scale_step(int token) const { return (token < kTokens ? p.scale_a_k : 1) * Scale::kBytes; }
   // The scale of the consumer group's panel `panel` in a stage.
   DEVICE float scale(int stage, int panel, int token) const {
-    return Scale::of_word(scaling[group][stage * kPanels + panel][token]);
+    return Scale::of_word(scaling[kWide ? 0 : group][stage * kPanels + panel][token]);
   }
   // The scales of two consecutive tokens.
   DEVICE f32x2 scales_of_tokens(int stage, int panel, int token) const {
@@ -122,37 +143,44 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
   }
 
   DEVICE void multiply() const {
-    auto* lds = (lds::Local<u8>*)dynamic_lds + group * kStages * kPanels * kPanelBytes;
+    auto* lds = (lds::Local<u8>*)dynamic_lds + (kWide ? 0 : group * kStages * kPanels * kPanelBytes);
     const int wave_offset =
         consumer_wave * wave::kLanes * tile::kVecBytes;  // in a panel: where the wave's first bytes go
     TileWork current = schedule.begin(), prefetch = current;
     RowLoader<kTileRows, true> weights({p.b_tile, p.b_row, int(u32(p.b_step) / 4), p.b_step}, thread, p.n / 2);
-    RowLoader<kTokens, false> tokens({16 * i64(p.a_stride), p.a_stride, tile::kVecBytes, 4 * tile::kVecBytes}, thread);
+    RowLoader<kWide ? kTokens / 2 : kTokens, false> tokens(
+        {16 * i64(p.a_stride), p.a_stride, tile::kVecBytes, 4 * tile::kVecBytes}, thread);
     auto begin_copies = [&] {
-      weights.begin(p.b + prefetch.tile * (kTileColumns / mma::kRows) * p.b_tile, p.n - prefetch.tile * kTileRows);
+      const int first = prefetch.tile * kRows + first_row;
+      weights.begin(p.b + (kGated ? first / 2 : first) / mma::kRows * p.b_tile, p.n - first);
     };
     begin_copies();
-    tokens.begin(p.a, p.m);
-    const u8* scales = scales_from(thread, prefetch.tile);  // of the thread's token
-    const int step_of_scales = scale_step(thread);
+    tokens.begin(p.a + i64(group_token + first_token) * p.a_stride, p.m - group_token - first_token);
+    const int scale_index = kWide ? wave::thread_id() : thread;
+    const u8* scales = scales_from(scale_index, prefetch.tile);  // of the thread's token
+    const int step_of_scales = scale_step(scale_index);
     auto start_next = [&](int stage) __attribute__((always_inline)) {
       if (prefetch.end > 0) {
-        const int first = prefetch.step + group * kStageSteps, bytes = schedule.bytes_left(prefetch, first),
-                  tile = prefetch.tile;
+        const int first = prefetch.step + (kWide ? 0 : group * kStageSteps),
+                  bytes = schedule.bytes_left(prefetch, first), tile = prefetch.tile;
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) {
           const int step = first + i * kPanelSteps, left = bytes - i * tile::kDepth;
           auto* to = lds + (stage * kPanels + i) * kPanelBytes + wave_offset;
-          weights.start(step * p.b_step, kGated ? p.b_tile / 2 : p.b_tile, left, to);
-          tokens.start(step * mma::kDepth, i64(16) * p.a_stride, left, to + kWeightBytes);
-          if (kScaled && thread <= kTokens)
-            start_scale(scales + step / kPanelSteps * step_of_scales, left > 0 && (thread < p.m || thread == kTokens),
-                        &scaling[group][stage * kPanels + i][thread]);
+          weights.start(step * p.b_step, kGated ? p.b_tile / 2 : p.b_tile, left, to + first_row * tile::kDepth);
+          tokens.start(step * mma::kDepth, i64(16) * p.a_stride, left, to + kWeightBytes + first_token * tile::kDepth);
+          if (kScaled && scale_index <= kTokens)
+            start_scale(scales + step / kPanelSteps * step_of_scales,
+                        left > 0 && (scale_index < p.m - group_token || scale_index == kTokens),
+                        &scaling[kWide ? 0 : group][stage * kPanels + i][scale_index]);
+          if (kScaled && !kWide && kTokens == kConsumerThreads && thread == 0)
+            start_scale(scales_from(kTokens, prefetch.tile) + step / kPanelSteps * scale_step(kTokens), left > 0,
+                        &scaling[group][stage * kPanels + i][kTokens]);
         }
         prefetch = schedule.after(prefetch);
         if (prefetch.tile != tile && prefetch.end > 0) {
           begin_copies();
-          scales = scales_from(thread, prefetch.tile);
+          scales = scales_from(scale_index, prefetch.tile);
         }
       }
       lds::end_group();
@@ -160,7 +188,7 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) start_next(stage);
 
-    const mma::Panel weights_at(0, p.b_step != mma::kDepth), tokens_at(0, false);
+    const mma::Panel weights_at(first_row, p.b_step != mma::kDepth), tokens_at(0, false);
     float sum[kSums] = {};
     Epilogue epilogue{p, schedule};
     begin_tile(epilogue, current.tile);
@@ -168,7 +196,8 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
       const TileWork next = schedule.after(current);
       lds::wait_for_copies<kStages - 2>();
       // Hazards: read before all waves have filled it; the previous stage filled while it is read.
-      consumer_barrier<kConsumerThreads>(group);
+      if constexpr (kWide) block_barrier();
+      else consumer_barrier<kConsumerThreads>(group);
       // The tensor cores accumulate e4m3 products with about 14 bits, so their sums span only one panel.
       float product[kProducts][kSums];
 #pragma unroll
@@ -207,10 +236,10 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
   // A thread's sums are [kTokens / 8][2 rows][2 tokens]. Each consumer group ends with the sums for its half of the
   // tokens.
   DEVICE void begin_tile(Epilogue& epilogue, int index) const {
-    const int row = index * kTileRows + consumer_wave * mma::kRows + lane / 4 * 2;
+    const int row = index * kRows + first_row + consumer_wave * mma::kRows + lane / 4 * 2;
+    const int first = group_token + (kWide ? 0 : group * (kTokens / 2));
     epilogue.begin(
-        index,
-        [&](int i) __attribute__((always_inline)) { return group * (kTokens / 2) + i / 2 * 8 + lane % 4 * 2 + i % 2; },
+        index, [&](int i) __attribute__((always_inline)) { return first + i / 2 * 8 + lane % 4 * 2 + i % 2; },
         [&](int) __attribute__((always_inline)) { return row; });
   }
   // Moves sums from a wave's rows l / 4 and l / 4 + 8 to rows l / 4 * 2 and the next one.
@@ -230,22 +259,36 @@ struct StreamedTile<Type, kTokens, kScales, Scale, kGated>::MainLoop {
   }
   // Sends the other half to the other consumer group, through the stage that both have read.
   DEVICE void end_tile(const Epilogue& epilogue, const float (&sum)[kSums], int stage) const {
-    constexpr int kHalf = kSums / kConsumerGroups, kStage = kPanels * kPanelBytes / 4;
-    auto* lds = (lds::Local<float>*)dynamic_lds;
-    lds::Local<float>* sent = lds + (group * kStages + stage) * kStage + thread;
-    const lds::Local<float>* received = lds + ((1 - group) * kStages + stage) * kStage + thread;
-    consumer_barrier<kConsumerThreads>(group);  // hazard: written while other waves' products still read it
+    if constexpr (kWide) {
+      f32x2 values[kTokens / 4][1];
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) sent[i * kConsumerThreads] = group == 0 ? sum[kHalf + i] : sum[i];
-    block_barrier();  // hazard: read before it is written
-    float half[kHalf];
+      for (int i = 0; i < kTokens / 4; ++i) values[i][0] = f32x2{sum[i / 2 * 4 + i % 2], sum[i / 2 * 4 + 2 + i % 2]};
+      epilogue.end(values);
+    } else {
+      constexpr int kHalf = kSums / kConsumerGroups, kStage = kPanels * kPanelBytes / 4;
+      auto* lds = (lds::Local<float>*)dynamic_lds;
+      lds::Local<float>* sent = lds + (group * kStages + stage) * kStage + thread;
+      const lds::Local<float>* received = lds + ((1 - group) * kStages + stage) * kStage + thread;
+      consumer_barrier<kConsumerThreads>(group);  // hazard: written while other waves' products still read it
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i)
-      half[i] = group == 0 ? sum[i] + received[i * kConsumerThreads] : received[i * kConsumerThreads] + sum[kHalf + i];
-    block_barrier();  // hazard: filled while it is still read
-    f32x2 values[kTokens / 8][1];
+      for (int i = 0; i < kHalf; ++i) sent[i * kConsumerThreads] = group == 0 ? sum[kHalf + i] : sum[i];
+      block_barrier();  // hazard: read before it is written
+      float half[kHalf];
 #pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) values[i][0] = f32x2{half[i / 2 * 4 + i % 2], half[i / 2 * 4 + 2 + i % 2]};
-    epilogue.end(values);
+      for (int i = 0; i < kHalf; ++i)
+        half[i] =
+            group == 0 ? sum[i] + received[i * kConsumerThreads] : received[i * kConsumerThreads] + sum[kHalf + i];
+      block_barrier();  // hazard: filled while it is still read
+      f32x2 values[kTokens / 8][1];
+#pragma unroll
+      for (int i = 0; i < kTokens / 8; ++i) values[i][0] = f32x2{half[i / 2 * 4 + i % 2], half[i / 2 * 4 + 2 + i % 2]};
+      epilogue.end(values);
+    }
   }
 };
+
+// Kernels symbol_<tokens> with wide tiles.
+#define WIDE_TILE(symbol, type, tokens, ...) STREAMED_TILE(symbol, type, tokens, __VA_ARGS__, false, true)
+#define WIDE_TILES(symbol, type, ...)           \
+  WIDE_TILE(symbol##_96, type, 96, __VA_ARGS__) \
+  WIDE_TILE(symbol##_128, type, 128, __VA_ARGS__)
