@@ -53,8 +53,13 @@ class Wrong(AssertionError):
 # Valid calls
 
 
+TOKENS: list[int] = []  # the least and the most of --tokens
+
+
 def tokens(rng: random.Random) -> int:
-    return rng.choice((1, 2, rng.randint(1, 20), rng.choice((15, 16, 17, 31, 33, 63, 64, 65, 70))))
+    if TOKENS:
+        return rng.randint(*TOKENS)
+    return rng.choice((1, 2, rng.randint(1, 20), rng.choice((15, 16, 17, 31, 33, 63, 64, 65, 70, 97, 129))))
 
 
 def row_shape(rng: random.Random, of_case: dict) -> tuple[int, ...]:
@@ -388,6 +393,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--op", default="*", metavar="PATTERN", help="ops of such names only")
     add("--seconds", type=float, default=float("inf"), help="of a worker's processor time, after which no call begins")
+    add("--tokens", type=int, nargs=2, default=[], metavar=("LEAST", "MOST"), help="of each GEMM")
     add("--workers", type=int, default=1, help="processes, on all visible GPUs in turn; default: %(default)s")
     add("--emulate", nargs="+", default=[], metavar="ARCH", help="default, without a GPU: gfx942 gfx950")
     options = parser.parse_args(argv)
@@ -400,6 +406,7 @@ def work(options: argparse.Namespace, worker: int) -> Found:
     """Run the calls of a worker, and return its findings."""
     warnings.filterwarnings("ignore", ".*runs without its kernels")
     torch.set_num_threads(1)  # the formulas' tensors are small
+    TOKENS[:] = options.tokens
     machines, fuzz = list(executors(options.emulate)), Fuzz(options.op, options.seed)
     if machines[0][0] == "cuda":
         formulas.OF_TERMS = max(formulas.OF_TERMS, machines[0][1].sum_rounding)

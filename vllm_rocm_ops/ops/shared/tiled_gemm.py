@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.ops.shared.gemm import PANEL, Operand, Product, divisor
 from vllm_rocm_ops.ops.shared import skinny_gemm
+from vllm_rocm_ops.ops.shared.gemm import PANEL, Operand, Product, divisor
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
 MODULE = "scaled_mm_tiled"
