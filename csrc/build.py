@@ -298,12 +298,24 @@ def describe_kernels(compiler: Compiler, stem: str, arch: str, debug: bool, fold
 
 
 def sources_hash(stem: str) -> str:
-    """Return the sha256 over the op's file and all kernel headers."""
+    """Return the sha256 over the op's file and the headers that it includes."""
     digest = hashlib.sha256()
-    headers = sorted(path for path in CSRC.glob("**/*.h") if path.parent.name != "runtime")
-    for path in (sources()[stem], *headers):
+    for path in (sources()[stem], *sorted(headers_of(sources()[stem]))):
         digest.update(f"{path.relative_to(CSRC).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def headers_of(source: Path) -> set[Path]:
+    """Return the headers that a file includes, and those that they include: of all archs, and all of the same name."""
+    named, found, files = {}, set(), [source]
+    for header in CSRC.glob("**/*.h"):
+        named.setdefault(header.name, []).append(header)
+    while files:
+        for name in re.findall(r'#include "([^"]+)"', files.pop().read_text()):
+            new = set(named.get(Path(name).name, ())) - found
+            found |= new
+            files += new
+    return found
 
 
 def wanted_stamp(stem: str, arch: str, debug: bool) -> dict:

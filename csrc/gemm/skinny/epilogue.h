@@ -133,11 +133,13 @@ struct TileEpilogue {
     }
     if constexpr (kGated) return store_gated(sum);
     auto store = [&](auto store_value) __attribute__((always_inline)) {
+      // Block scales and many tokens leave few scalar registers, which comparisons with m would fill.
+      const int m = kScales == ScaleGranularity::kBlock && kValues * kVec > 16 ? wave::anew(p.m) : p.m;
 #pragma unroll
       for (int i = 0; i < kLaneTokens; ++i)
 #pragma unroll
         for (int j = 0; j < kLaneVecs; ++j)
-          store_value(token[i] < p.m, u64(u32(token[i])) * u32(p.n) + u32(row[j]), row[j], sum[i][j]);
+          store_value(token[i] < m, u64(u32(token[i])) * u32(p.n) + u32(row[j]), row[j], sum[i][j]);
     };
     auto store_one = [&]<class T>(T*, bool inside, u64 at, int row, Value x)
                          __attribute__((always_inline)) { store_vec<T, kVec>(inside && row < p.n, p.out, at, x); };
