@@ -168,15 +168,6 @@ def heads_attention(
     )
 
 
-def quantized_attention(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
-    """Return the same with an e4m3 result, with a static scale or a dynamic scale per head."""
-    *cache, kind = rest
-    given = heads_attention(tokens, inputs, heads, kv_heads, size, *cache)
-    out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
-    scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(tokens, heads))
-    return *given, 1, None, None, None, 0, 0, False, out, *scales
-
-
 def rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
     """Return arguments of `rope_and_cache`; queries, keys and values are columns of one qkv tensor."""
     *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
@@ -226,12 +217,6 @@ def absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed
     """Return arguments of `batched_gemm`; weights are contiguous along N if transposed, else along K."""
     weights = inputs.values(heads, k, n) if transposed else inputs.values(heads, n, k).transpose(1, 2)
     return inputs.values(tokens, heads, k), weights
-
-
-def quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed: bool, kind: str) -> tuple:
-    """Return the same with an e4m3 result and a dynamic scale per head, the only `kind`."""
-    out, scales = inputs.values(tokens, heads, n, dtype=inputs.fp8_dtype), inputs.scales(tokens, heads)
-    return *absorbed(tokens, inputs, heads, k, n, transposed), out, scales
 
 
 def rotated_absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, rope: int) -> tuple:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op
-from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, UNQUANTIZED
+from vllm_rocm_ops.core.quantization import BLOCKS, MX, OUTPUTS, STATIC, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers
+from vllm_rocm_ops.models.arguments import Inputs
 from vllm_rocm_ops.models.layers import NORMS, Launch, LayerCall
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
@@ -51,6 +52,7 @@ class Fusion:
         needs_parts: Whether the plugin must serve the replaced calls too. It was then timed against these.
         needs_all: Whether it must be faster than each recorded baseline.
         by_attention: Whether it serves only if timed, or with VLLM_ROCM_OPS_ATTENTION=1.
+        traits: What its calls add to the name of the op's shape in a record of times, by their last parameter.
     """
 
     op: Op
@@ -60,6 +62,7 @@ class Fusion:
     needs_parts: bool = False
     needs_all: bool = False
     by_attention: bool = True
+    traits: Mapping[object, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class FusedCall(LayerCall):
 
     launches: tuple[LayerCall | str, ...] = ()
     fusion: Fusion | None = None
+
+    @property
+    def traits(self) -> str:
+        return self.fusion.traits.get(self.parameters[-1], "")
 
     @property
     def parts(self) -> tuple[LayerCall, ...]:
@@ -198,6 +205,21 @@ def _quantized(is_latent: bool, step: Step) -> Found:
             product = None
 
 
+def _quantized_attention(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
+    """Return arguments of decode attention with an e4m3 result, with a static scale or a dynamic scale per head."""
+    *cache, kind = rest
+    given = model_arguments.heads_attention(tokens, inputs, heads, kv_heads, size, *cache)
+    out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
+    scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(tokens, heads))
+    return *given, 1, None, None, None, 0, 0, False, out, *scales
+
+
+def _quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed: bool, kind: str) -> tuple:
+    """Return arguments of `batched_gemm` with an e4m3 result and a dynamic scale per head, the only `kind`."""
+    out, scales = inputs.values(tokens, heads, n, dtype=inputs.fp8_dtype), inputs.scales(tokens, heads)
+    return *model_arguments.absorbed(tokens, inputs, heads, k, n, transposed), out, scales
+
+
 OF_SEQUENCE = (
     Fusion(
         ops.scaled_mm_silu_and_mul_quant,
@@ -214,7 +236,7 @@ AROUND_ATTENTION = (
     Fusion(ops.batched_gemm_rope, model_arguments.rotated_absorbed, _queries, needs_parts=True),
     Fusion(ops.rope_and_cache, model_arguments.rotation, partial(_heads, False)),
     Fusion(ops.qk_norm_rope_and_cache, model_arguments.normed_rotation, partial(_heads, True), "three launches"),
-    Fusion(ops.batched_gemm, model_arguments.quantized_v_up, partial(_quantized, True)),
-    Fusion(ops.paged_attention_decode, model_arguments.quantized_attention, partial(_quantized, False)),
+    Fusion(ops.batched_gemm, _quantized_v_up, partial(_quantized, True), traits=OUTPUTS),
+    Fusion(ops.paged_attention_decode, _quantized_attention, partial(_quantized, False), traits=OUTPUTS),
 )
 FUSIONS = OF_SEQUENCE + AROUND_ATTENTION

@@ -175,13 +175,12 @@ def of_wrapper(wrapper: type) -> type:
 def probe() -> None:
     """Raise `Unavailable` unless the seam fits this vLLM.
 
-    The MLA backends are replaced, a plugin may replace vLLM's layer, and its parts, ops and split are as expected.
+    A plugin may replace vLLM's layer, and its parts, ops and split are as expected.
     """
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.model_executor.layers import mla
     from vllm.model_executor.layers.attention import mla_attention
 
-    seam.require_seams("mla_attention", "norm")
     wrapper = mla.MultiHeadLatentAttentionWrapper
     seam.require(issubclass(wrapper, PluggableLayer), "MultiHeadLatentAttentionWrapper as a PluggableLayer")
     free = wrapper.__name__ not in op_registry_oot
@@ -220,5 +219,5 @@ SEAM = seam.Seam(
     probe=probe,
     install=install,
     ops=("mla_norm_rope_and_cache", "batched_gemm_rope"),
-    after=("mla_attention", "norm"),
+    requires=("mla_attention", "norm"),
 )
