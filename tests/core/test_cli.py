@@ -449,46 +449,6 @@ def test_explain_of_a_model_says_that_mla_absorb_are_measured_first(capsys, monk
     found = explained({"batched_gemm 16x512x128 bfloat16 transposed bmm": wins})
     assert found["W_UK"].startswith(f"{plugin['W_UK']} measured: plugin 2.0 us, vLLM 3.0 us")
     assert found["W_UV"].startswith("1 vLLM's kernel unmeasured")
-    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
-    assert explained()["W_UK"] == "1 in rotation + W_UK"
-
-
-def test_explain_of_a_model_knows_the_launch_that_rotates_queries(monkeypatch):
-    """It serves where it and W_UK's product were measured to be faster; the product is then part of it."""
-    one, product = "rotation + W_UK", "batched_gemm 16x512x128 bfloat16 transposed bmm"
-
-    def explained(shapes: dict) -> dict[str, str]:
-        measured(monkeypatch, shapes)
-        return kernels("deepseek-v3", (1,), products=False)
-
-    fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
-    key = "batched_gemm_rope 16x512x128+64 bfloat16 compiled"
-    found = explained({key: fast, product: fast})
-    assert found[one].startswith("batched_gemm_rope_bf16_transposed_16") and found["W_UK"] == f"in {one}"
-    for others, why in (({key: slow, product: fast}, "(measured"), ({key: fast}, "(W_UK: unmeasured")):
-        found = explained(others)
-        assert found[one].startswith(f"two launches {why}") and not found["W_UK"].startswith("in ")
-
-
-def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypatch):
-    """It serves where it was measured to be faster than both pairs of launches, which are then parts of it."""
-
-    def explained(model: str, shapes: dict) -> dict[str, str]:
-        measured(monkeypatch, shapes)
-        return kernels(model, (2,), tp=2)
-
-    one, fast, slow = "router + routing", *({2: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
-    for model, shape in (
-        ("deepseek-v3", "256x7168 bfloat16 top 8 normalized sigmoid 4 of 8 groups bias"),
-        ("qwen3-30b-a3b-fp8", "128x2048 bfloat16 top 8 normalized"),
-    ):
-        keys = [f"router_gemm_topk {shape} {baseline}" for baseline in ("rocm_unquantized_gemm", "separate")]
-        assert explained(model, {})[one].startswith("two launches (unmeasured")
-        found = explained(model, dict.fromkeys(keys, fast))
-        assert found[one].startswith("router_gemm_topk_x4_wave_splitk_8")
-        assert found["router"] == found["routing"] == f"in {one}"
-        found = explained(model, dict(zip(keys, (fast, slow))))
-        assert found[one].startswith("two launches (measured") and not found["router"].startswith("in ")
 
 
 def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_the_scores(monkeypatch):

@@ -1,6 +1,9 @@
-"""Test the calls of models in which attention, or W_UV after it, quantizes its result, and what explain says of them."""
+"""Test models in which attention, or W_UV after it, quantizes its result: their calls, explain and predicted steps."""
 
+import pytest
+import test_step
 import torch
+from marks import full
 from test_cli import GFX942, kernels, measured
 
 from vllm_rocm_ops.models import fused_calls
@@ -97,3 +100,22 @@ def test_explain_of_a_model_says_where_w_uv_quantizes(monkeypatch):
         assert (found["W_UV"] == f"in {V_UP}") is bool(by)
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
     assert kernels(DEEPSEEK, (1,), products=False)["W_UV"] == f"in {V_UP}"
+
+
+@full
+@pytest.mark.parametrize(("config", "layers"), [(test_step.LLAMA, 126), (test_step.QWEN, 48)], ids=["llama", "qwen"])
+def test_attention_quantizes_its_result_where_that_is_faster(config, layers):
+    layer = "attention + o's input quantization"
+    joined = test_step.check_one_launch(test_step.steps_with(config, layer), layer, "paged_attention_decode", layers)
+    assert joined["o"].count == layers and layer not in test_step.steps_with(test_step.DEEPSEEK, layer, 3.0)(3.0)
+
+
+@full
+def test_w_uv_quantizes_its_result_where_that_is_faster():
+    """The plain product and the quantization stay apart otherwise, and on the baseline's side. It needs no other fusion."""
+    layer = "W_UV + o's input quantization"
+    test_step.check_one_launch(
+        test_step.steps_with(test_step.DEEPSEEK, layer, None, batched_gemm=3.0), layer, "batched_gemm", 61
+    )
+    rotates = test_step.steps_with(test_step.DEEPSEEK, "batched_gemm_rope", mla_norm_rope_and_cache=1.0)
+    assert rotates(1.0)[layer].count == 61

@@ -140,11 +140,6 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
     assert found(None)["SwiGLU"].gap_us == pytest.approx(baseline.MIN_LAUNCH.value - 1.5)
 
 
-def test_a_router_and_its_topk_are_one_launch_where_that_is_faster():
-    found = steps_with(DEEPSEEK, "router_gemm_topk", 3.0, unquantized_gemm=4.2)
-    check_one_launch(found, "router + routing", "router_gemm_topk", 58, saves=False)  # a second stream runs beside it
-
-
 @pytest.mark.parametrize("queries", [True, False])
 def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(queries):
     """The rotation of queries stays. DeepSeek-V2-Lite has no latent of queries."""
@@ -153,14 +148,6 @@ def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(q
     layer = " + ".join(["q_a norm", "kv_a norm", "cache write"][not queries :])
     joined = check_one_launch(found, layer, op, 61)
     assert joined["rotation"].count == 61 and [*joined].index(layer) < [*joined].index("rotation")
-
-
-def test_queries_are_rotated_by_the_launch_of_w_uk_where_that_is_faster():
-    """It requires the launch in front, which rotates keys."""
-    op, layer = "batched_gemm_rope", "rotation + W_UK"
-    joined = check_one_launch(steps_with(DEEPSEEK, op, mla_norm_rope_and_cache=1.0), layer, op, 61)
-    assert [*joined].index(layer) == [*joined].index("attention") - 1
-    assert layer not in steps_with(DEEPSEEK, op, mla_norm_rope_and_cache=None)(0.1)
 
 
 @pytest.mark.parametrize(("config", "layers"), [(LLAMA, 126), (QWEN, 48)], ids=["llama", "qwen"])
