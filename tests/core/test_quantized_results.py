@@ -112,10 +112,9 @@ def test_attention_quantizes_its_result_where_that_is_faster(config, layers):
 
 @full
 def test_w_uv_quantizes_its_result_where_that_is_faster():
-    """The plain product and the quantization stay apart otherwise, and on the baseline's side. It needs no other fusion."""
+    """The plain product and the quantization stay apart otherwise, and on the baseline's side."""
     layer = "W_UV + o's input quantization"
     test_step.check_one_launch(
         test_step.steps_with(test_step.DEEPSEEK, layer, None, batched_gemm=3.0), layer, "batched_gemm", 61
     )
-    rotates = test_step.steps_with(test_step.DEEPSEEK, "batched_gemm_rope", mla_norm_rope_and_cache=1.0)
-    assert rotates(1.0)[layer].count == 61
+    assert test_step.steps_with(test_step.DEEPSEEK, "", 1.0)(1.0)[layer].count == 61, "all fusions at once"

@@ -43,7 +43,6 @@ def fake_decoder(longest: int = 8192, **changed) -> Fake:
         "unsupported_reason": "",
         "quantized": "",
         "quantized_contexts": (),
-        "rotation": None,
     }
     known |= {"describe": lambda: "32:8x128 auto", "heads": lambda: "32:8x128", "supports_rows": lambda rows: True}
     return Fake(**known | dict.fromkeys(("is_forced", "is_batch_invariant", "is_fp8"), False) | changed)

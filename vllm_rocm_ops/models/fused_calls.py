@@ -56,7 +56,7 @@ class Fusion:
         needs_parts: Whether the plugin must serve the replaced calls too. It was then timed against these.
         needs_all: Whether it must be faster than each recorded baseline.
         by_attention: Whether it serves only if timed, or with VLLM_ROCM_OPS_ATTENTION=1.
-        traits: What its calls add to the name of the op's shape in a record of times, by their last parameter.
+        traits: Text that follows the name of the op's shape in a record of times, by the call's last parameter.
     """
 
     op: Op

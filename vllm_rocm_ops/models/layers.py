@@ -88,7 +88,7 @@ class LayerCall:
     parts = ()
     """The calls that it replaces."""
     traits = ""
-    """What it adds to the name of the op's shape in a record of times."""
+    """Text that follows the name of the op's shape in a record of times."""
 
     def case(self, tokens: int) -> Case:
         """Return the call with `tokens` tokens as a case of its op. On a GPU the generator may be on that GPU."""

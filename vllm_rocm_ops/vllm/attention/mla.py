@@ -31,8 +31,6 @@ class MlaDecoder(Decoder):
     """Serve layers that cache a latent and a rotated part per token."""
 
     op = ops.mla_decode
-    rotation = None
-    """What rotates the layer's queries in attention, if that does."""
     adopters = (mla_absorb.adopt,)
     """Functions that adopt the ops of a layer. Later ones find what earlier ones adopted."""
 

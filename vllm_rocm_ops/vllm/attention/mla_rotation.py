@@ -45,6 +45,11 @@ def unsupported_features(attn: torch.nn.Module) -> Iterator[str]:
         yield "padded heads, for which vLLM copies q_pe before the product"
 
 
+def rotation_of(decoder) -> QueryRotation | None:
+    """Return what rotates the queries of a decoder's layer in attention, None if vLLM's graph does."""
+    return getattr(decoder, "rotation", None)
+
+
 class QueryRotation(LayerPart):
     """Implement the rotation of a layer's queries and its product with W_UK, and as compiled_ops.py times them.
 
