@@ -28,35 +28,30 @@ METHOD = "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output", "outp
 
 
 @dataclass
-class Output:
-    """A layer's e4m3 output [tokens, heads * 128] and its scales [tokens, heads]. The first `rows` are written."""
+class FusedProduct:
+    """The product of a W_UV with a quantized result, where all `choices` win.
 
-    values: Tensor
-    scales: Tensor
+    Attributes:
+        output: The e4m3 values [tokens, heads * 128] and scales [tokens, heads] to write, None outside of such calls.
+        rows: How many of their rows are written.
+    """
+
+    choices: tuple[kernel_selection.Choice, ...] = ()
+    output: tuple[Tensor, Tensor] | None = None
     rows: int = 0
 
-    def take(self, x: Tensor, weights: Tensor) -> bool:
-        """Write the first rows from x [rows, heads, K]. Return False if no kernel supports them."""
-        rows, heads, _ = x.shape
-        out = self.values[:rows].view(rows, heads, GROUP)
-        if mla_absorb.run(x, weights, out, self.scales[:rows]) is None:
-            return False
-        self.rows = rows
-        return True
-
-
-@dataclass
-class FusedProduct:
-    """What the product of a W_UV asks first. All `choices` must win; `output` is None in calls without a quantized result."""
-
-    choices: tuple[kernel_selection.Choice, ...]
-    output: Output | None = None
-
     def __call__(self, x: Tensor, weights: Tensor, out: Tensor | None) -> Tensor | None:
+        heads, rows, _ = x.shape
         if self.output is None or out is None or x.dtype != weights.dtype:
             return None
-        plugin_serves = all(choice.plugin_serves(x.shape[1]) for choice in self.choices)
-        return out if plugin_serves and self.output.take(x.transpose(0, 1), weights) else None
+        if not all(choice.plugin_serves(rows) for choice in self.choices):
+            return None
+        values, scales = self.output
+        written = values[:rows].view(rows, heads, GROUP), scales[:rows]
+        if mla_absorb.run(x.transpose(0, 1), weights, *written) is None:
+            return None
+        self.rows = rows
+        return out
 
     @property
     def baseline_always_serves(self) -> bool:
@@ -75,16 +70,13 @@ def forward_of(forward):
         if metadata is None:  # vLLM's profile run
             groups.fill_(1.0)
             return forward(self, *given, output=output, **rest)
-        fused = getattr(getattr(self, "W_UV", None), "rocm_ops_fused", None)
-        plain, made = q.new_empty(output.shape), Output(output, groups)
-        if fused is not None:
-            fused.output = made
+        fused = getattr(getattr(self, "W_UV", None), "rocm_ops_fused", None) or FusedProduct()
+        plain, fused.output, fused.rows = q.new_empty(output.shape), (output, groups), 0
         try:
             forward(self, *given, output=plain, **rest)
         finally:
-            if fused is not None:
-                fused.output = None
-        left = slice(made.rows, metadata.num_actual_tokens)
+            fused.output = None
+        left = slice(fused.rows, metadata.num_actual_tokens)
         if left.start < left.stop:
             quantized_heads.quantize(plain[left], output[left], None, groups[left])
         return output

@@ -35,8 +35,6 @@ from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-SCALES = "output_scale", "output_block_scale"
-
 
 class Producer(NamedTuple):
     """One of vLLM's attention ops, whose result a layer may quantize.
@@ -62,10 +60,13 @@ class Producer(NamedTuple):
         return {"output", "output_block_scale"} <= written and names[: len(self.arguments)] == self.arguments
 
 
-MLA = "vllm::unified_mla_attention_with_output", ("q", "kv_c_normed", "k_pe", "output", "layer_name", *SCALES)
 PRODUCERS = {
     ops.paged_attention_decode: Producer(split.ATTENTION, split.ARGUMENTS, quantized_heads.kinds),
-    ops.mla_decode: Producer(*MLA, mla_v_up.kinds),
+    ops.mla_decode: Producer(
+        "vllm::unified_mla_attention_with_output",
+        ("q", "kv_c_normed", "k_pe", "output", "layer_name", "output_scale", "output_block_scale"),
+        mla_v_up.kinds,
+    ),
 }
 """What quantizes the result of attention, by the op that serves its decode rows."""
 ARGUMENTS = {producer.name: producer.arguments for producer in PRODUCERS.values()}

@@ -43,21 +43,11 @@ class QuantizingImpl:
         return forward if supports else functools.partial(self.unfused, forward)
 
     def unfused(
-        self,
-        forward: Callable,
-        layer,
-        query,
-        key,
-        value,
-        kv_cache,
-        attn_metadata,
-        output,
-        output_scale=None,
-        output_block_scale=None,
+        self, forward, layer, query, key, value, kv_cache, metadata, output, output_scale=None, output_block_scale=None
     ):
         """Run the unfused path: attention in 16 bits, then vLLM's quantization."""
-        given = layer, query, key, value, kv_cache, attn_metadata
-        if attn_metadata is None:  # vLLM's profile run: forward fills the output
+        given = layer, query, key, value, kv_cache, metadata
+        if metadata is None:  # vLLM's profile run: forward fills the output
             if output_block_scale is not None:
                 output_block_scale.fill_(1.0)
             return forward(*given, output)

@@ -26,7 +26,6 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 LENGTHS = (128, 1024, 8192)
 """Keys of each request. Lengths above the model's maximum are left out."""
-MEASURED_SCALE = 0.01
 
 
 class NotingBuilder:
@@ -96,7 +95,7 @@ def kind(scale: Tensor | None, groups: Tensor | None) -> str:
 @functools.cache
 def measured_scale(device: torch.device) -> Tensor:
     """Return the static scale used for timing."""
-    return torch.full((1,), MEASURED_SCALE, device=device)
+    return torch.full((1,), 0.01, device=device)
 
 
 def outputs(quantized: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
