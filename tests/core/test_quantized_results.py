@@ -45,7 +45,7 @@ def test_attention_or_w_uv_quantizes_in_its_launch():
 
 
 def test_other_quantizations_are_launches_of_their_own():
-    """Those are per token, by groups that are no heads, and none at all."""
+    """They are per token or by groups that are no heads, or there are none."""
     static, groups = (read(model) | {"head_dim": 64} for model in (LLAMA, QWEN))
     assert (len(quantizing(static, 8)), len(quantizing(groups, 2))) == (1, 0)
     some = read(LLAMA)["quantization_config"] | {"ignored_layers": ["model.layers.0.self_attn.o_proj"]}

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, quantized_heads, timing
+from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, timing
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
@@ -56,13 +56,13 @@ def call(layer: Layer, decode: int, rows: int, column_major: bool = False, padde
 
 def quantizations(monkeypatch) -> list[int]:
     """Return the rows that vLLM's quantization is called with, from now on."""
-    found, theirs = [], quantized_heads.quantize
+    found, theirs = [], mla_v_up.quantize
 
     def quantize(x, *rest):
         found.append(len(x))
         theirs(x, *rest)
 
-    monkeypatch.setattr(quantized_heads, "quantize", quantize)
+    monkeypatch.setattr(mla_v_up, "quantize", quantize)
     return found
 
 
@@ -83,7 +83,7 @@ def test_decode_rows_are_quantized_by_w_uv_and_others_behind(configuration, monk
     assert behind == [rows - decode] * (rows > decode)
     assert sum(vllm_rocm_ops.stats().get("batched_gemm", {}).values()) == (decode > 0)
     wanted, wanted_scales = torch.empty(rows, HEADS * SIZE).to(values.dtype), torch.empty(rows, HEADS)
-    quantized_heads.quantize(plain[:rows], wanted, None, wanted_scales)
+    mla_v_up.quantize(plain[:rows], wanted, None, wanted_scales)
     assert torch.equal(values[:rows].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scales[:rows], wanted_scales)
     assert values[rows:].float().isnan().all() and scales[rows:].isnan().all()

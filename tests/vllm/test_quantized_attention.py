@@ -18,7 +18,7 @@ from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.quantization import OUTPUTS
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.attention import quantized_attention, quantized_heads, timing
+from vllm_rocm_ops.vllm.attention import mla_v_up, quantized_attention, timing
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -45,7 +45,7 @@ class Impl:
         self.calls.append(timing.kind(output_scale, output_block_scale))
         if self.calls[-1]:
             rows = (query * 2).flatten(1)
-            quantized_heads.quantize(rows, output.flatten(1), output_scale, output_block_scale)
+            mla_v_up.quantize(rows, output.flatten(1), output_scale, output_block_scale)
         else:
             output.copy_(query * 2)
 
@@ -155,7 +155,7 @@ def test_mla_quantizes_by_groups_alone(configuration, monkeypatch, column_major)
         if output_block_scale is None:
             output.copy_(q.flatten(1) * 2)
         else:
-            quantized_heads.quantize(q.flatten(1) * 2, output, None, output_block_scale)
+            mla_v_up.quantize(q.flatten(1) * 2, output, None, output_block_scale)
 
     layer = Fake(forward_impl=forward_impl, hisparse_cache=None)
     monkeypatch.setattr(module, "get_attention_context", lambda name: (None, layer, None, None))
@@ -293,14 +293,14 @@ WINS, LOSES, FEW, MANY = (b"\0\1\1",) * 2, (b"\0\0\0",) * 2, b"\0\1\0", b"\0\0\1
 )
 def test_records_decide_whether_the_result_is_quantized(measured, changed, fuses):
     """The first start measures plain attention, later ones its quantization versus vLLM's kernels and two launches."""
-    assert quantized_heads.may_quantize(fake_decoder(**changed), "static", measured) is fuses
+    assert quantized_attention.may_quantize(fake_decoder(**changed), "static", measured) is fuses
 
 
 def test_only_heads_of_a_groups_size_have_group_scales():
     """Heads of 64 therefore have no group scales."""
     decoder = fake_decoder(is_forced=True, impl=Fake(head_size=64))
-    assert not quantized_heads.may_quantize(decoder, "groups", decided())
-    assert quantized_heads.may_quantize(decoder, "static", decided())
+    assert not quantized_attention.may_quantize(decoder, "groups", decided())
+    assert quantized_attention.may_quantize(decoder, "static", decided())
 
 
 def test_layers_are_decided_from_the_model(monkeypatch):
@@ -326,7 +326,7 @@ def test_layers_are_decided_from_the_model(monkeypatch):
         said = quantized_attention.decide(config, decided())
         assert said == "attention to e4m3 in latent groups, served groups/static"
         assert quantized_attention._fused == {"served": BOTH, "stock": frozenset(), "latent": {"groups"}}
-        assert type(plugin).__bases__[0] is quantized_heads.QuantizingImpl and plugin.rocm_ops_kinds == BOTH
+        assert type(plugin).__bases__[0] is quantized_attention.QuantizingImpl and plugin.rocm_ops_kinds == BOTH
     assert changed == [quantized_attention.fuse] * 2
     compiled_ops.choices.others = (said,)
     assert compile_cache.fingerprint().endswith(f"; {said}")
@@ -346,7 +346,7 @@ def made(takes_scale: bool, baseline_always_serves: bool = False, quantizes: boo
 
     class Baseline:
         def fused_output_quant_supported(self, key):
-            return takes_scale and key == quantized_heads.static_key()
+            return takes_scale and key == quantized_attention.static_key()
 
         def forward(
             self, layer, query, key, value, cache, metadata, output, output_scale=None, output_block_scale=None
@@ -356,7 +356,7 @@ def made(takes_scale: bool, baseline_always_serves: bool = False, quantizes: boo
             return output
 
     plain = type("Impl", (attention.DecodeImpl, Baseline), {"__init__": lambda self: None})
-    impl = (quantized_heads.quantizing(plain) if quantizes else plain)()
+    impl = (quantized_attention.quantizing(plain) if quantizes else plain)()
     impl.rocm_ops = fake_decoder(serve=lambda *_: False, baseline_always_serves=lambda: baseline_always_serves)
     impl.rocm_ops.quantized = "?"
     return impl, calls
@@ -422,7 +422,7 @@ def test_quantized_results_are_compared_dequantized(kind):
     """Both results are compared in float32, dequantized."""
     query = rows(1).view(5, HEADS, SIZE)
     output, scale, groups = timing.outputs(kind, query)
-    quantized_heads.quantize(query.flatten(1), output.flatten(1), scale, groups)
+    mla_v_up.quantize(query.flatten(1), output.flatten(1), scale, groups)
     shown = timing.dequantized(output, scale, groups)
     assert output.shape == query.shape and output.dtype == FP8
     assert ((shown - query.flatten(1).float()).abs() <= query.flatten(1).float().abs() / 16 + 0.01).all()

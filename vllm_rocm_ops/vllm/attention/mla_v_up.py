@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.core.quantization import OUTPUTS
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.quantization import LIMIT, OUTPUTS
 from vllm_rocm_ops.ops.paged_attention_decode import GROUP
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
-from vllm_rocm_ops.vllm.attention import mla_absorb, quantized_heads, timing
+from vllm_rocm_ops.vllm.attention import mla_absorb, timing
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline, Key
 
@@ -78,10 +79,27 @@ def forward_of(forward):
             fused.output = None
         left = slice(fused.rows, metadata.num_actual_tokens)
         if left.start < left.stop:
-            quantized_heads.quantize(plain[left], output[left], None, groups[left])
+            quantize(plain[left], output[left], None, groups[left])
         return output
 
     return forward_impl
+
+
+def quantize(x: Tensor, out: Tensor, scale: Tensor | None, groups: Tensor | None) -> None:
+    """Quantize rows by vLLM's kernels, on CPU by PyTorch."""
+    limit = LIMIT[out.dtype]
+    if x.device.type == "cpu":
+        if groups is None:
+            out.copy_(quantization.static(x.float(), scale, out.dtype))
+            return
+        values, scales = quantization.per_token(x.float().unflatten(1, (-1, GROUP)), out.dtype, None)
+        out.copy_(values.flatten(1))
+        groups.copy_(scales.view(groups.shape))
+    elif groups is None:
+        torch.ops._C.static_scaled_fp8_quant(out, x, scale, None)
+    else:
+        columns_first = groups.stride(0) == 1 and groups.shape[1] > 1
+        torch.ops._C.per_token_group_fp8_quant(x, out, groups, GROUP, 1e-10, -limit, limit, False, columns_first, False)
 
 
 @functools.cache
@@ -156,7 +174,7 @@ class Quantized(mla_absorb.MlaAbsorb):
 
     def baseline(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
         made, plain = self.outputs(x, weights), self.plain(x, weights)
-        quantized_heads.quantize(plain, made[0].flatten(1), None, made[2])
+        quantize(plain, made[0].flatten(1), None, made[2])
         return made
 
     def plain(self, x: Tensor, weights: Tensor) -> Tensor:

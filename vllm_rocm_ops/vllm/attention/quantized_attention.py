@@ -9,7 +9,9 @@ at attention:
         it writes
 
 where nothing else reads the result. vLLM's ops have both arguments. `PRODUCERS` has what quantizes the result of each:
-attention itself (quantized_heads.py), or in MLA layers W_UV's GEMM after it, by scales per 128 only (mla_v_up.py).
+attention itself, or in MLA layers W_UV's GEMM after it, by scales per 128 only (mla_v_up.py). Calls that no kernel supports
+run vLLM's implementation: with the scale where it supports one, else followed by vLLM's quantization, as in the original
+graph.
 
 Selected before vLLM compiles: for layers whose attention won at some batch size in an earlier start on this GPU, or
 wherever it fits with VLLM_ROCM_OPS_ATTENTION=1. The first start times attention alone. The next start has the changed
@@ -19,6 +21,7 @@ From then on these times decide, and vLLM's graph stays unchanged where one of t
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,13 +30,121 @@ import torch
 from torch import Tensor, fx
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.quantization import OUTPUTS
 from vllm_rocm_ops.ops.paged_attention_decode import GROUP
+from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import mla_v_up, quantized_heads, split
+from vllm_rocm_ops.vllm.attention import mla_v_up, split, timing
 from vllm_rocm_ops.vllm.graph import compiled_ops
-from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
+from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, at_some_size
+from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
+
+_fused: dict[str, frozenset[str]] = {}
+"""The kinds that a layer may fuse, by layer name."""
+
+
+# Attention with a key and a value per head
+
+
+@functools.cache
+def static_key():
+    """Return vLLM's key of a static per-tensor scale."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+    return kFp8StaticTensorSym
+
+
+class QuantizingImpl:
+    """Mix into the class of a layer's `DecodeImpl`."""
+
+    rocm_ops_kinds: frozenset[str] = frozenset()
+    """The kinds of quantization that the layer may fuse."""
+
+    def baseline(self, scale: Tensor | None, groups: Tensor | None) -> Callable:
+        """Return vLLM's method, followed by a separate quantization where it fuses none."""
+        forward = super().baseline(scale, groups)
+        supports = groups is None and (scale is None or super().fused_output_quant_supported(static_key()))
+        return forward if supports else functools.partial(self.unfused, forward)
+
+    def unfused(
+        self, forward, layer, query, key, value, kv_cache, metadata, output, output_scale=None, output_block_scale=None
+    ):
+        """Run the unfused path: attention in 16 bits, then vLLM's quantization."""
+        given = layer, query, key, value, kv_cache, metadata
+        if metadata is None:  # vLLM's profile run: forward fills the output
+            if output_block_scale is not None:
+                output_block_scale.fill_(1.0)
+            return forward(*given, output)
+        dtype = query.dtype if query.dtype in ELEMENTS else self.rocm_ops.config.model_config.dtype  # it may be FP8
+        plain = output.new_empty(output.shape, dtype=dtype)
+        forward(*given, plain)
+        mla_v_up.quantize(plain.flatten(1), output.flatten(1), output_scale, output_block_scale)
+        return output
+
+    def fused_output_quant_supported(self, quant_key):
+        fuses = quant_key == static_key() and "static" in self.rocm_ops_kinds
+        return super().fused_output_quant_supported(quant_key) or fuses
+
+
+@functools.cache
+def quantizing(plain: type) -> type:
+    """Return the subclass of an implementation's class."""
+    return type(plain.__name__, (QuantizingImpl, plain), {"__module__": plain.__module__})
+
+
+def wins(decoder, quantized: str, decided: Decided, beside: Baseline) -> bool | None:
+    """True if the plugin won against a baseline at some batch size at every context length. None if it was not timed."""
+    layer, longest = (decoder.op.name, decoder.describe(), beside), decoder.config.model_config.max_model_len
+    tables = [
+        served
+        for (*call, decode), served in decided.shapes.items()
+        if (*call,) == layer and (decode.quantized, decode.longest) == (OUTPUTS.get(quantized, ""), longest)
+    ]
+    return at_some_size(tables) if tables else None
+
+
+def may_quantize(decoder, quantized: str, decided: Decided) -> bool:
+    """True if a layer's attention fuses this kind of quantization."""
+    if decoder.unsupported_reason or (quantized == "groups" and decoder.impl.head_size != GROUP):
+        return False
+    if decoder.is_forced or decoder.op.name in decided.off:
+        return decoder.is_forced
+    if wins(decoder, quantized, decided, SEPARATE) is False:
+        return False
+    measured = wins(decoder, quantized, decided, Baseline(decoder.backend.name))
+    return bool(wins(decoder, "", decided, Baseline(decoder.backend.name)) if measured is None else measured)
+
+
+def kinds_of_heads(decoder, layer: torch.nn.Module, decided: Decided) -> frozenset[str]:
+    """Return the kinds of output quantization that a layer's attention fuses, from the recorded decisions.
+
+    Prepares the layer for them.
+    """
+    found = frozenset(quantized for quantized in OUTPUTS if may_quantize(decoder, quantized, decided))
+    impl, decoder.quantized_contexts = decoder.impl, (AgainstTwoLaunches,)
+    if found and not isinstance(impl, QuantizingImpl):
+        impl.__class__ = quantizing(type(impl))
+    if isinstance(impl, QuantizingImpl):
+        impl.rocm_ops_kinds = found
+    return found
+
+
+class AgainstTwoLaunches(timing.Context):
+    """Time fused output quantization against the plugin's attention followed by vLLM's quantization."""
+
+    beside = SEPARATE
+
+    def baseline(self, query: Tensor, layer: timing.Layer, metadata) -> tuple[Tensor | None, ...]:
+        output, *scales = timing.outputs(layer.decoder.quantized, query)
+        plain, batch = torch.empty_like(query), (len(query) // self.query_len, self.query_len)
+        layer.decoder.run(batch, layer.module, query, layer.cache, metadata, plain)
+        mla_v_up.quantize(plain.flatten(1), output.flatten(1), *scales)
+        return output, *scales
+
+
+# Decisions
 
 
 class Producer(NamedTuple):
@@ -61,21 +172,15 @@ class Producer(NamedTuple):
 
 
 PRODUCERS = {
-    ops.paged_attention_decode: Producer(split.ATTENTION, split.ARGUMENTS, quantized_heads.kinds),
+    ops.paged_attention_decode: Producer(split.ATTENTION, split.ARGUMENTS, kinds_of_heads),
     ops.mla_decode: Producer(
         "vllm::unified_mla_attention_with_output",
         ("q", "kv_c_normed", "k_pe", "output", "layer_name", "output_scale", "output_block_scale"),
         mla_v_up.kinds,
     ),
 }
-"""What quantizes the result of attention, by the op that serves its decode rows."""
+"""Producers by the op that serves their decode rows."""
 ARGUMENTS = {producer.name: producer.arguments for producer in PRODUCERS.values()}
-
-_fused: dict[str, frozenset[str]] = {}
-"""The kinds that a layer may fuse, by layer name."""
-
-
-# Decisions
 
 
 def decide(config, decided: Decided) -> str:
