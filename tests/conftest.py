@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+from collections import Counter
 
 import pytest
 
@@ -44,21 +45,10 @@ def stood_in(name: str) -> bool:
 sys.meta_path.insert(0, OneLibrary())
 
 LONGEST = (
-    *("test_rope_and_cache_seam", "test_quantized_attention", "test_mla_norms", "test_moe_input", "test_fused_experts"),
-    *(
-        "test_patches",
-        "test_waits",
-        "test_generation",
-        "test_reduced_norms",
-        "test_devices",
-        "test_selection",
-        "test_rms_norm",
-    ),
-    *("test_families", "test_latency", "test_host_time", "test_routing_gate", "test_modes", "test_mla_decode"),
-    *("test_planted_bugs", "test_fused_experts_tiled", "test_layer_norm", "test_serve", "test_seams"),
-    *("test_scaled_mm_tiled", "test_large_tensors", "test_cli", "test_server", "test_check"),
+    *("test_fused_experts", "test_waits", "test_devices", "test_rms_norm", "test_mla_decode", "test_planted_bugs"),
+    *("test_fused_experts_tiled", "test_layer_norm", "test_scaled_mm_tiled", "test_large_tensors", "test_cli"),
 )
-"""The slowest files, from minutes down to half a minute."""
+"""The slowest files that start no engine, from minutes down to half a minute."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,9 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest files first, so that no worker is left with one at the end."""
-    place = {stem: place for place, stem in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+    """Put the slowest files first, so that no worker is left with one at the end: those with slow tests, then `LONGEST`."""
+    slow = Counter(item.path.stem for item in items if item.get_closest_marker("slow"))
+    place = {stem: place for place, stem in enumerate((*dict(slow.most_common()), *LONGEST))}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vllm_rocm_ops import ops
 from vllm_rocm_ops.timing.machines import Machine
 from vllm_rocm_ops.vllm.selection.report import columns
 
@@ -36,11 +35,7 @@ def _in_place_of(node: Node, other: dict[tuple[str, str], Node]) -> list[Node]:
     """Return the baseline's launches that a node of the plugin replaces."""
     if (node.layer, node.op) in other:
         return [other[node.layer, node.op]]
-    others = (
-        *(ops.scaled_mm_silu_and_mul_quant, ops.mla_norm_rope_and_cache, ops.batched_gemm_rope),
-        ops.rms_norm_and_per_block_quant,
-    )
-    is_changed = node.op in {op.name for op in others}  # a layer may be of several ops
+    is_changed = node.op not in {op for _, op in other}  # a layer may be of several ops
     return [
         of
         for part in node.layer.split(" + ")

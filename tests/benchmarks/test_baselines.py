@@ -29,7 +29,7 @@ KERNELS += "flash_mla_with_kvcache", "decode_attention_fwd"
 OF_OTHERS = (
     r"torch\.ops\._C\.|_custom_ops\.(rms|fused)|vllm_flash_attn|unified_attention|flashmla|w8a8_triton|gemm_a8w8"
 )
-WORKERS = "graph/vllm_row_kernels", "attention/quantized_attention", "attention/split", "meta/simulated"
+WORKERS = "graph/vllm_row_kernels", "attention/mla_v_up", "attention/split", "meta/simulated"
 GENERATOR = torch.Generator().manual_seed(0)
 
 

@@ -367,43 +367,6 @@ def test_explain_of_a_model_says_that_attention_is_measured_first(capsys, monkey
     assert "VLLM_ROCM_OPS_ATTENTION=1: default DecodeConfig" in explained()
 
 
-def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
-    """Only kinds that win over vLLM's kernels, and somewhere over two launches, are shown; plain attention is not."""
-    joined, parts = "attention + o's input quantization", {"static": "", "groups": " by 128"}
-
-    def explained(found: dict[str, tuple[float, float]], model: str = "llama-3.1-405b-fp8") -> dict[str, str]:
-        shape = "16:1x128 auto" if "llama" in model else "32:8x128 auto"
-        shapes = {
-            f"paged_attention_decode {shape}{kind} page 16 128 of 8192 keys {baseline}": {
-                n: kernel_selection.Measured(*us, 0.0, 0.0) for n in (1, 64)
-            }
-            for (kind, baseline), us in ((name.split("|"), us) for name, us in found.items())
-        }
-        measured(monkeypatch, shapes)
-        config, tp = model_config.read(model), 8 if "llama" in model else 1
-        calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, GFX942)]
-        rows = explain.explain_model(calls, GFX942, (1,))[1:]
-        return {layer: f"{kernel}: {why}" for layer, _, _, _, kernel, _, why in rows}
-
-    wins, loses = (2.0, 3.0), (3.0, 2.0)
-    for model, (kind, by) in zip(("llama-3.1-405b-fp8", "qwen3-8b-fp8"), parts.items()):
-        plugin, apart = f" to e4m3{by}|RocmAttentionBackend", f" to e4m3{by}|separate"
-        other = f" to e4m3{parts['static' if by else 'groups']}|RocmAttentionBackend"
-        found = explained({"|RocmAttentionBackend": wins, plugin: wins, apart: wins, other: loses}, model)
-        assert found[joined].startswith("paged_attention_decode_bf16_128_native"), kind
-        assert found["attention"] == f"in {joined}: "
-        found = explained({"|RocmAttentionBackend": wins, plugin: wins, apart: loses}, model)
-        assert found[joined] == "two launches: measured: not faster than attention plus a separate quantization"
-        assert found["attention"].startswith("paged_attention_decode_bf16_128_native")
-        found = explained({"|RocmAttentionBackend": loses, plugin: loses, apart: wins}, model)
-        assert found[joined] == "two launches: measured: 1 (context length, backend) pairs"
-        assert found["attention"] == "vLLM's kernel: measured: 1 (context length, backend) pairs"
-        found = explained({"|RocmAttentionBackend": wins}, model)
-        assert found[joined].startswith("two launches: unmeasured") and found["attention"].startswith("paged_")
-    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
-    assert explained({}, "qwen3-8b-fp8")["attention"] == f"in {joined}: "
-
-
 def test_explain_of_a_model_knows_the_launch_that_rotates_and_writes_the_cache(monkeypatch):
     """It serves where it was measured to be faster, with each cache dtype and pairing, or on request."""
 
@@ -486,48 +449,6 @@ def test_explain_of_a_model_says_that_mla_absorb_are_measured_first(capsys, monk
     found = explained({"batched_gemm 16x512x128 bfloat16 transposed bmm": wins})
     assert found["W_UK"].startswith(f"{plugin['W_UK']} measured: plugin 2.0 us, vLLM 3.0 us")
     assert found["W_UV"].startswith("1 vLLM's kernel unmeasured")
-    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
-    found = explained()
-    assert found["W_UV"] == "1 in W_UV + o's input quantization"
-    assert found["W_UK"] == "1 in rotation + W_UK"
-
-
-def test_explain_of_a_model_knows_the_launch_that_rotates_queries(monkeypatch):
-    """It serves where it and W_UK's product were measured to be faster; the product is then part of it."""
-    one, product = "rotation + W_UK", "batched_gemm 16x512x128 bfloat16 transposed bmm"
-
-    def explained(shapes: dict) -> dict[str, str]:
-        measured(monkeypatch, shapes)
-        return kernels("deepseek-v3", (1,), products=False)
-
-    fast, slow = ({1: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
-    key = "batched_gemm_rope 16x512x128+64 bfloat16 compiled"
-    found = explained({key: fast, product: fast})
-    assert found[one].startswith("batched_gemm_rope_bf16_transposed_16") and found["W_UK"] == f"in {one}"
-    for others, why in (({key: slow, product: fast}, "(measured"), ({key: fast}, "(W_UK: unmeasured")):
-        found = explained(others)
-        assert found[one].startswith(f"two launches {why}") and not found["W_UK"].startswith("in ")
-
-
-def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypatch):
-    """It serves where it was measured to be faster than both pairs of launches, which are then parts of it."""
-
-    def explained(model: str, shapes: dict) -> dict[str, str]:
-        measured(monkeypatch, shapes)
-        return kernels(model, (2,), tp=2)
-
-    one, fast, slow = "router + routing", *({2: kernel_selection.Measured(us, 3.0, 0.0, 0.0)} for us in (2.0, 4.0))
-    for model, shape in (
-        ("deepseek-v3", "256x7168 bfloat16 top 8 normalized sigmoid 4 of 8 groups bias"),
-        ("qwen3-30b-a3b-fp8", "128x2048 bfloat16 top 8 normalized"),
-    ):
-        keys = [f"router_gemm_topk {shape} {baseline}" for baseline in ("rocm_unquantized_gemm", "separate")]
-        assert explained(model, {})[one].startswith("two launches (unmeasured")
-        found = explained(model, dict.fromkeys(keys, fast))
-        assert found[one].startswith("router_gemm_topk_x4_wave_splitk_8")
-        assert found["router"] == found["routing"] == f"in {one}"
-        found = explained(model, dict(zip(keys, (fast, slow))))
-        assert found[one].startswith("two launches (measured") and not found["router"].startswith("in ")
 
 
 def test_explain_of_a_model_knows_the_launch_between_the_first_projection_and_the_scores(monkeypatch):

@@ -103,26 +103,6 @@ def test_gate_up_and_swiglu_in_one_launch():
         assert fused(read(model), op) == []
 
 
-def test_a_router_and_its_topk_in_one_launch():
-    """One launch does the work of two neighboring calls of a layer."""
-    wanted = {
-        "deepseek-v3": (256, 7168, 8, True, 8, 4, "sigmoid", 1.0),
-        "qwen3-30b-a3b-fp8": (128, 2048, 8, True, 1, 1),
-    }
-    for model, sizes in wanted.items():
-        [call] = fused(read(model), ops.router_gemm_topk, tp=2)
-        by_layer = {each.layer: each for each in calls(read(model), 2)}
-        product, choice = by_layer["router"], by_layer["routing"]
-        assert (call.layer, call.parts, call.count) == ("router + routing", (product, choice), product.count)
-        a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
-        assert (*a.weight.shape, *a[2:])[: len(sizes)] == sizes and a.x.shape == (3, sizes[1])
-        assert (a.e_score_correction_bias is None) == (model != "deepseek-v3")
-        assert len(call.op.explain(*a, arch=archs.named("gfx942")).launches) == 1
-        assert joins(call.fusion, product, choice) and not joins(call.fusion, choice, product)
-    for model in (GLM, LLAMA):
-        assert fused(read(model), ops.router_gemm_topk) == []
-
-
 @pytest.mark.parametrize(
     ("change", "kind"), [({}, "block"), ({"quantization_config": None}, "none"), ({"q_lora_rank": None}, "none")]
 )
@@ -176,65 +156,31 @@ def test_attention_of_decode(model, tp, wanted):
     assert arguments.block_table.numel() == len(cache)
 
 
-def around_attention(config: dict, tp: int = 1) -> list[FusedCall]:
-    return [call for call in fused_calls.calls(config, tp) if call.fusion in fused_calls.AROUND_ATTENTION]
-
-
-def test_launches_of_attention_in_one():
+def test_launches_around_attention_in_one():
     """Each joined launch replaces the right launches of a model's decode, with arguments that the ops accept."""
 
-    def made(model: str, tp: int) -> dict[str, tuple]:
+    def made(model: str, tp: int, **changed) -> dict[str, tuple]:
         result = {}
-        for call in around_attention(read(model), tp):
+        for call in fused(read(model) | changed, ops.rope_and_cache, ops.qk_norm_rope_and_cache, tp=tp):
             a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fnuz))
             assert call.op.explain(*a, arch="gfx942").launches
             result[call.layer] = call.op.name, call.count, a
+            assert not call.parts
         return result
 
-    rotated, quantized, normed = (
-        "rotation + cache write",
-        "attention + o's input quantization",
-        "norms of q and k + rotation + cache write",
-    )
-    llama = made(LLAMA, 8)
-    assert {name: each[:2] for name, each in llama.items()} == {
-        rotated: ("rope_and_cache", 126),
-        quantized: ("paged_attention_decode", 126),
-    }
-    a = llama[quantized][2]
-    assert a.out.dtype == torch.float8_e4m3fnuz and a.out.shape == a.query.shape == (3, 16, 128)
-    assert a.out_scale.numel() == 1 and a.out_scales is None
-    a = llama[rotated][2]
+    rotated, normed = "rotation + cache write", "norms of q and k + rotation + cache write"
+    for model, tp, layer, op, count in (
+        (LLAMA, 8, rotated, "rope_and_cache", 126),
+        ("qwen3-8b-fp8", 2, normed, "qk_norm_rope_and_cache", 36),
+    ):
+        assert {name: each[:2] for name, each in made(model, tp).items()} == {layer: (op, count)}
+    a = made(LLAMA, 8)[rotated][2]
     assert a.query.shape == (3, 16 * 128) and a.key.shape == a.value.shape == (3, 128)
     assert a.query.stride(0) == 18 * 128 and a.cos_sin_cache.shape[1] == 128
-    qwen = made("qwen3-8b-fp8", 2)
-    assert {name: each[:2] for name, each in qwen.items()} == {
-        normed: ("qk_norm_rope_and_cache", 36),
-        quantized: ("paged_attention_decode", 36),
-    }
-    a = qwen[quantized][2]
-    assert a.out_scale is None and a.out_scales.shape == (3, 16)
     glm = made(GLM, 4)
-    assert list(glm) == [rotated] and glm[rotated][2].cos_sin_cache.shape[1] == 64, (
-        "per token, half of a head is rotated"
-    )
-    assert [call.layer for call in around_attention(read(GLM) | {"use_qk_norm": True}, 4)] == [normed]
-    latent = made("deepseek-v3", 8)
-    names = "rotation + W_UK", "W_UV + o's input quantization"
-    ops_of = "batched_gemm_rope", "batched_gemm"
-    assert {name: each[:2] for name, each in latent.items()} == {n: (op, 61) for n, op in zip(names, ops_of)}
-    v_up = latent[names[1]][2]
-    assert v_up.out.shape == (3, 16, 128) and v_up.out_scales.shape == (3, 16)
-    a = latent[names[0]][2]
-    assert a.x.shape == (3, 16, 128) and a.q_pe.shape == (3, 16, 64) and a.x.stride() == a.q_pe.stride()
-    assert a.weights.shape == (16, 128, 512) and a.cos_sin_cache.shape[1] == 64
-    parts = [part for call in around_attention(read("deepseek-v3"), 8) for part in call.parts]
-    assert parts == model_layers.absorbed(read("deepseek-v3"), 8)
-    static, groups = (read(model) | {"head_dim": 64} for model in (LLAMA, "qwen3-8b-fp8"))
-    assert (len(around_attention(static, 8)), len(around_attention(groups, 2))) == (2, 1)
-    some = read(LLAMA)["quantization_config"] | {"ignored_layers": ["model.layers.0.self_attn.o_proj"]}
-    assert [call.count for call in around_attention(read(LLAMA) | {"quantization_config": some}, 8)] == [126, 125]
-    assert [call.layer for call in around_attention(read("tiny-llama"))] == [rotated]
+    assert list(glm) == [rotated] and glm[rotated][2].cos_sin_cache.shape[1] == 64, "half of a head is rotated"
+    assert list(made(GLM, 4, use_qk_norm=True)) == [normed]
+    assert list(made("tiny-llama", 1)) == [rotated] and made("deepseek-v3", 8) == {}
 
 
 def test_products_that_mla_attention_absorbs():

@@ -471,7 +471,6 @@ def test_only_these_commands_import_the_plugin():
             for name in ("comparison", "kernel_selection", "kernel_timing", "key", "replays", "report")
         ),
         "attention.decoder",
-        "attention.quantized_attention",
         "graph.vllm_row_kernels",
     }
     assert {module.removeprefix("vllm_rocm_ops.vllm").lstrip(".") for module in found} - {""} <= doors

@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 import launches as names
 
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.models import fused_calls
+
 from . import measurements
 from .measurements import SIDES, ProfiledRun, grouped, markdown, plural
 
@@ -20,6 +24,13 @@ ROTATED = (
     "no seam."
 )
 
+
+def _of_o(op: Op) -> str:
+    """Return where the quantization of o's input is that follows an op."""
+    fuses = any(row.op is op and row.traits for row in fused_calls.FUSIONS)
+    return f"o's input: in the launch of `{op.name}`, where timed faster." if fuses else "o's input: vLLM's."
+
+
 REASONS: dict[str, str | dict[str, str]] = {
     # what a launch computes -> why it stays, or a reason for each group of models
     names.ATTENTION: "vLLM chooses FlashAttention on NVIDIA. Seams replace ROCm's backends, TRITON_ATTN and TRITON_MLA.",
@@ -33,9 +44,9 @@ REASONS: dict[str, str | dict[str, str]] = {
     names.Q: "In the launch of the W_UK GEMM with TRITON_MLA. FlashAttention has no seam.",
     names.K_PE: "In the launch of `mla_norms` with TRITON_MLA. FlashAttention has no seam.",
     names.QUANTIZATION: {
-        names.MLA: "o's input: in the launch of the W_UV GEMM with TRITON_MLA, where that is faster. Shared experts' input: "
-        "NVIDIA's GEMM takes column-major scales. On ROCm the norm quantizes it.",
-        names.GQA: "o's input: by attention (`quantized_attention`) from the second start on, where timed faster. FlashAttention writes BF16.",
+        names.MLA: f"{_of_o(ops.batched_gemm)} Shared experts' input: NVIDIA's GEMM takes column-major scales. On ROCm the norm "
+        "quantizes it.",
+        names.GQA: f"{_of_o(ops.paged_attention_decode)} FlashAttention writes BF16.",
     },
     names.SUM: "Joins two streams. The next norm's kernel adds one residual, not two.",
     **dict.fromkeys((names.FP8, names.BF16), "At warm-up the plugin was not more than 2 % faster in these shapes."),

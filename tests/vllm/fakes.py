@@ -42,7 +42,7 @@ def fake_decoder(longest: int = 8192, **changed) -> Fake:
         "impl": Fake(head_size=128, dcp_world_size=1),
         "unsupported_reason": "",
         "quantized": "",
-        "rotation": None,
+        "quantized_contexts": (),
     }
     known |= {"describe": lambda: "32:8x128 auto", "heads": lambda: "32:8x128", "supports_rows": lambda rows: True}
     return Fake(**known | dict.fromkeys(("is_forced", "is_batch_invariant", "is_fp8"), False) | changed)

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
-from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, quantized_attention
+from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, timing
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.kernel_selection import Decided
 
@@ -56,13 +56,13 @@ def call(layer: Layer, decode: int, rows: int, column_major: bool = False, padde
 
 def quantizations(monkeypatch) -> list[int]:
     """Return the rows that vLLM's quantization is called with, from now on."""
-    found, theirs = [], quantized_attention.quantize
+    found, theirs = [], mla_v_up.quantize
 
     def quantize(x, *rest):
         found.append(len(x))
         theirs(x, *rest)
 
-    monkeypatch.setattr(quantized_attention, "quantize", quantize)
+    monkeypatch.setattr(mla_v_up, "quantize", quantize)
     return found
 
 
@@ -83,7 +83,7 @@ def test_decode_rows_are_quantized_by_w_uv_and_others_behind(configuration, monk
     assert behind == [rows - decode] * (rows > decode)
     assert sum(vllm_rocm_ops.stats().get("batched_gemm", {}).values()) == (decode > 0)
     wanted, wanted_scales = torch.empty(rows, HEADS * SIZE).to(values.dtype), torch.empty(rows, HEADS)
-    quantized_attention.quantize(plain[:rows], wanted, None, wanted_scales)
+    mla_v_up.quantize(plain[:rows], wanted, None, wanted_scales)
     assert torch.equal(values[:rows].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scales[:rows], wanted_scales)
     assert values[rows:].float().isnan().all() and scales[rows:].isnan().all()
@@ -94,7 +94,7 @@ def test_one_kernel_serves_decode_rows(configuration, monkeypatch):
     with launch.executor(emulator):
         values, scales, plain = call(layer, 5, 5)
     assert emulator.symbols == ["batched_gemm_quant_bf16_16"] and not behind
-    found = quantized_attention.dequantized(values[:5], None, scales[:5])
+    found = timing.dequantized(values[:5], None, scales[:5])
     assert ((found - plain[:5].float()).abs() <= plain[:5].float().abs() / 15 + scales[:5].max() / 256).all()
 
 
@@ -113,7 +113,7 @@ def test_an_unquantized_call_of_an_adopted_layer_stays(configuration):
         given = {"output_scale": scales[0], "output_block_scale": scales[1], **scales[2]}
         forward(layer, latent, latent, latent, latent, metadata, output=plain, **given)
         assert layer.given == (plain.dtype, *scales)
-    assert layer.W_UV.rocm_ops_output is None
+    assert layer.W_UV.rocm_ops_fused.output is None
 
 
 def test_the_profile_run_has_scales_to_multiply_by(configuration):
@@ -125,10 +125,10 @@ def test_the_profile_run_has_scales_to_multiply_by(configuration):
 
 def test_an_error_leaves_no_output_behind(configuration, monkeypatch):
     layer = adopted()
-    monkeypatch.setattr(mla_v_up.Output, "take", lambda *_: 1 / 0)
+    monkeypatch.setattr(mla_absorb, "run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         call(layer, 3, 3)
-    assert layer.W_UV.rocm_ops_output is None
+    assert layer.W_UV.rocm_ops_fused.output is None
 
 
 # Decisions

@@ -15,9 +15,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.quantization import OUTPUTS
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.attention import quantized_attention
+from vllm_rocm_ops.vllm.attention import mla_v_up, quantized_attention, timing
+from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -40,10 +42,10 @@ class Impl:
         self.calls = []
 
     def forward(self, layer, query, key, value, cache, metadata, output, output_scale, output_block_scale):
-        self.calls.append(quantized_attention.kind(output_scale, output_block_scale))
+        self.calls.append(timing.kind(output_scale, output_block_scale))
         if self.calls[-1]:
             rows = (query * 2).flatten(1)
-            quantized_attention.quantize(rows, output.flatten(1), output_scale, output_block_scale)
+            mla_v_up.quantize(rows, output.flatten(1), output_scale, output_block_scale)
         else:
             output.copy_(query * 2)
 
@@ -149,11 +151,11 @@ def test_mla_quantizes_by_groups_alone(configuration, monkeypatch, column_major)
     called = []
 
     def forward_impl(q, *_, output, output_scale, output_block_scale, **rest):
-        called.append((quantized_attention.kind(output_scale, output_block_scale), rest["quant_group_size"]))
+        called.append((timing.kind(output_scale, output_block_scale), rest["quant_group_size"]))
         if output_block_scale is None:
             output.copy_(q.flatten(1) * 2)
         else:
-            quantized_attention.quantize(q.flatten(1) * 2, output, None, output_block_scale)
+            mla_v_up.quantize(q.flatten(1) * 2, output, None, output_block_scale)
 
     layer = Fake(forward_impl=forward_impl, hisparse_cache=None)
     monkeypatch.setattr(module, "get_attention_context", lambda name: (None, layer, None, None))
@@ -260,7 +262,7 @@ def decided(off: tuple = (), **plugin: tuple[bytes, ...]) -> kernel_selection.De
         kind, _, separate = name.partition("_")
         beside = "separate" if separate else "Backend"
         for keys, by_requests in zip((128, 1024), found):
-            quantized = quantized_attention.KINDS.get(kind, "")
+            quantized = OUTPUTS.get(kind, "")
             shapes[key(f"{OP} {SHAPE}{quantized} page 16 {keys} of {LONGEST} keys {beside}")] = by_requests
     return kernel_selection.Decided(dict.fromkeys(off, "wrong"), shapes)
 
@@ -303,39 +305,42 @@ def test_only_heads_of_a_groups_size_have_group_scales():
 
 def test_layers_are_decided_from_the_model(monkeypatch):
     """A layer that is not the plugin's keeps its quantization, and MLA's decides itself. The compile cache key has it."""
-    changed = []
-    monkeypatch.setattr(seam, "active", lambda: ["quantized_attention"])
+    changed, writes = [], True
     monkeypatch.setattr(quantized_attention.split, "before", changed.append)
-    monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: True)
+    monkeypatch.setattr(quantized_attention.Producer, "writes_scales", lambda *_: writes)
     monkeypatch.setattr(quantized_attention, "_fused", {"old": BOTH})
+    monkeypatch.setattr(compiled_ops.choices, "others", ())
+    of_mla = quantized_attention.PRODUCERS[ops.mla_decode]
+    of_mla = of_mla._replace(kinds=lambda decoder, layer, _: frozenset(("groups",)))
+    monkeypatch.setitem(quantized_attention.PRODUCERS, ops.mla_decode, of_mla)
 
-    plugin, served = fake_decoder(is_forced=True), Fake(head_size=SIZE)
-    latent = fake_decoder(op=ops.mla_decode, kinds=lambda layer, _: frozenset(("groups",)) if layer.impl else None)
-    served.rocm_ops, plugin.impl = plugin, served
-    impls = {"served": served, "stock": object(), "latent": Fake(rocm_ops=latent)}
+    plugin, latent = (made(False, quantizes=False)[0] for _ in range(2))
+    plugin.rocm_ops = fake_decoder(is_forced=True, impl=plugin)
+    plugin.head_size, latent.rocm_ops.op = SIZE, ops.mla_decode
+    impls = {"served": plugin, "stock": object(), "latent": latent}
     layers = {name: Fake(attn_backend=None, impl=impl) for name, impl in impls.items()} | {"experts": Fake()}
-    plugin.config.compilation_config = Fake(static_forward_context=layers)
+    config = Fake(compilation_config=Fake(static_forward_context=layers))
 
-    def decide() -> str:
-        config = Fake(compilation_config=plugin.config.compilation_config)
-        quantized_attention.decide(config, decided())
-        return quantized_attention.fused_layers()
-
-    assert decide() == "latent groups, served groups/static"
-    assert quantized_attention._fused == {"served": BOTH, "stock": frozenset(), "latent": {"groups"}}
-    assert "attention to e4m3 in latent groups, served groups/static" in compile_cache.fingerprint()
-    assert quantized_attention.may_fuse(plugin, "static") and changed == [quantized_attention.fuse]
-    assert not quantized_attention.may_fuse(Fake(config=plugin.config, impl=None), "static")
-    monkeypatch.setattr(quantized_attention, "writes_scales", lambda *_: False)
-    assert not decide()
-    monkeypatch.setattr(seam, "active", list)
-    assert not decide() and "attention to e4m3" not in compile_cache.fingerprint()
+    assert "attention to e4m3" not in compile_cache.fingerprint()
+    for _ in range(2):
+        said = quantized_attention.decide(config, decided())
+        assert said == "attention to e4m3 in latent groups, served groups/static"
+        assert quantized_attention._fused == {"served": BOTH, "stock": frozenset(), "latent": {"groups"}}
+        assert type(plugin).__bases__[0] is quantized_attention.QuantizingImpl and plugin.rocm_ops_kinds == BOTH
+    assert changed == [quantized_attention.fuse] * 2
+    compiled_ops.choices.others = (said,)
+    assert compile_cache.fingerprint().endswith(f"; {said}")
+    plugin.rocm_ops.is_forced = False
+    assert quantized_attention.decide(config, decided()) == "attention to e4m3 in latent groups"
+    assert plugin.rocm_ops_kinds == frozenset()
+    writes = False
+    assert quantized_attention.decide(config, decided()) == "" and not quantized_attention._fused
 
 
 # Calls of vLLM's implementation
 
 
-def made(takes_scale: bool, baseline_always_serves: bool = False):
+def made(takes_scale: bool, baseline_always_serves: bool = False, quantizes: bool = True):
     """Return an implementation around one of vLLM's that writes 3, and may take a scale, and that one's calls."""
     calls = []
 
@@ -343,12 +348,15 @@ def made(takes_scale: bool, baseline_always_serves: bool = False):
         def fused_output_quant_supported(self, key):
             return takes_scale and key == quantized_attention.static_key()
 
-        def forward(self, layer, query, key, value, cache, metadata, output, scale=None, groups=None):
-            calls.append((output.dtype, scale, groups))
+        def forward(
+            self, layer, query, key, value, cache, metadata, output, output_scale=None, output_block_scale=None
+        ):
+            calls.append((output.dtype, output_scale, output_block_scale))
             output.fill_(3.0)
             return output
 
-    impl = type("Impl", (attention.DecodeImpl, Baseline), {"__init__": lambda self: None})()
+    plain = type("Impl", (attention.DecodeImpl, Baseline), {"__init__": lambda self: None})
+    impl = (quantized_attention.quantizing(plain) if quantizes else plain)()
     impl.rocm_ops = fake_decoder(serve=lambda *_: False, baseline_always_serves=lambda: baseline_always_serves)
     impl.rocm_ops.quantized = "?"
     return impl, calls
@@ -359,7 +367,8 @@ def call(impl, kind: str, metadata: object = "a batch", query_dtype: torch.dtype
     output = torch.zeros(4, HEADS, SIZE, dtype=FP8 if kind else torch.bfloat16)
     groups = torch.zeros(4, HEADS) if kind == "groups" else None
     scale = torch.tensor([0.5]) if kind == "static" else None
-    assert impl.forward(None, query, query, query, None, metadata, output, scale, groups) is output
+    scales = {"output_scale": scale, "output_block_scale": groups}  # as vLLM's op calls it
+    assert impl.forward(None, query, query, query, None, metadata, output=output, **scales) is output
     return output, scale, groups
 
 
@@ -398,11 +407,11 @@ def test_the_profile_run_says_what_the_graph_has(kind):
     assert groups is None or (groups == 1).all()
 
 
-def test_vllms_fusion_pass_is_told_of_static_scales(configuration, monkeypatch):
+def test_vllms_fusion_pass_is_told_of_static_scales(configuration):
     """It knows static scales in layers that are decided."""
     impl, _ = made(False)
     for fuses in (False, True):
-        monkeypatch.setattr(quantized_attention, "may_fuse", lambda decoder, of, fuses=fuses: fuses)
+        impl.rocm_ops_kinds = BOTH if fuses else frozenset(("groups",))
         assert impl.fused_output_quant_supported(kFp8StaticTensorSym) is fuses
         assert not impl.fused_output_quant_supported(kFp8Dynamic128Sym)
     assert made(True)[0].fused_output_quant_supported(kFp8StaticTensorSym)
@@ -412,25 +421,20 @@ def test_vllms_fusion_pass_is_told_of_static_scales(configuration, monkeypatch):
 def test_quantized_results_are_compared_dequantized(kind):
     """Both results are compared in float32, dequantized."""
     query = rows(1).view(5, HEADS, SIZE)
-    output, scale, groups = quantized_attention.outputs(kind, query)
-    quantized_attention.quantize(query.flatten(1), output.flatten(1), scale, groups)
-    shown = quantized_attention.dequantized(output, scale, groups)
+    output, scale, groups = timing.outputs(kind, query)
+    mla_v_up.quantize(query.flatten(1), output.flatten(1), scale, groups)
+    shown = timing.dequantized(output, scale, groups)
     assert output.shape == query.shape and output.dtype == FP8
     assert ((shown - query.flatten(1).float()).abs() <= query.flatten(1).float().abs() / 16 + 0.01).all()
-    plain = quantized_attention.outputs("", query)
+    plain = timing.outputs("", query)
     assert plain[0].dtype == query.dtype and plain[1:] == (None, None)
-    assert torch.equal(quantized_attention.dequantized(query, None, None), query.flatten(1))
+    assert torch.equal(timing.dequantized(query, None, None), query.flatten(1))
 
 
 # The seam
 
 
-def test_the_seam_needs_marks_and_our_backends(configuration, monkeypatch):
-    for active, unsupported_reason in ((["fusion"], "decode_attention"), (["decode_attention"], "fusion")):
-        monkeypatch.setattr(seam, "active", lambda active=active: active)
-        with pytest.raises(seam.Unavailable, match=f"requires {unsupported_reason}$"):
-            quantized_attention.probe()
-    monkeypatch.setattr(seam, "active", lambda: ["decode_attention", "fusion"])
+def test_the_seam_needs_vllms_arguments(configuration, monkeypatch):
     quantized_attention.probe()
     monkeypatch.setattr(quantized_attention.split, "ARGUMENTS", ("query", "output"))
     with pytest.raises(seam.Unavailable, match="lacks unified_attention_with_output.query, output., got .query, key,"):
@@ -441,7 +445,7 @@ def test_vllms_op_writes_what_it_is_given(configuration):
     import vllm.model_executor.layers.attention.attention
     import vllm.model_executor.layers.attention.mla_attention  # noqa: F401  defines them
 
-    assert quantized_attention.writes_scales() and quantized_attention.writes_scales(quantized_attention.MLA)
+    assert all(producer.writes_scales() for producer in quantized_attention.PRODUCERS.values())
 
 
 # In the engine

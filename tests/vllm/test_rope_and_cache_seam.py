@@ -388,13 +388,6 @@ def test_a_marker_computes_vllms_rotation(configuration):
 
 
 def test_the_seam_needs_its_hooks(configuration, monkeypatch):
-    monkeypatch.setattr(seam, "active", list)
-    with pytest.raises(seam.Unavailable, match="requires decode_attention"):
-        rope_and_cache.probe()
-    monkeypatch.setattr(seam, "active", lambda: ["decode_attention"])
-    with pytest.raises(seam.Unavailable, match="requires fusion"):
-        rope_and_cache.probe()
-    monkeypatch.setattr(seam, "active", lambda: ["decode_attention", "fusion"])
     rope_and_cache.probe()
     monkeypatch.setattr(split, "MODULE", "vllm.compilation.counter")
     with pytest.raises(seam.Unavailable, match="split_graph"):

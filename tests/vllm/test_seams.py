@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import re
 
 import pytest
@@ -38,7 +37,8 @@ norm.SEAM = dataclasses.replace(norm.SEAM, install=lambda: [][0])
     answers = engines.run({"broken": engines.job(MODEL)}, before=before, VLLM_ROCM_OPS_SEAMS="-fusion")
     answer = answers["broken"]
     off = {name: reason for name, reason in answer["seams"].items() if reason != "on"}
-    broken = {"activation", "norm", "mla_norms", "quantized_attention", "rope_and_cache"}
+    broken = {"activation", "norm"}
+    broken |= {name for name in seam.NAMES if {"norm", "fusion"} & {*seam.load(name).requires}}
     broken |= {name for name, table in TABLES.items() if table.chooser[0] == "choose_scaled_mm_linear_kernel"}
     assert off.keys() == broken | {"fusion", "unquantized_linear"}
     assert off["activation"].startswith("this vLLM lacks ") and "(x), got (rows)" in off["activation"]
@@ -120,6 +120,17 @@ def test_what_the_user_switches_off_is_no_warning(installed, monkeypatch, caplog
     assert [(record.levelname, record.message) for record in plugin] == [("INFO", line)]
 
 
+def test_a_seam_is_off_without_those_that_it_requires(installed, monkeypatch):
+    """It comes after them, and its probe does not run."""
+    needs = {"requires": ("norm", "fusion"), "probe": lambda: 1 / 0, "install": lambda: 1 / 0}
+    off = {"versions": ("0.30", "0.30")}
+    for absent, names in (({"norm": off}, "norm"), ({"norm": off, "fusion": off}, "norm and fusion")):
+        active, lines = installed(first=needs, **absent)
+        assert "first" not in active
+        assert f"vllm-rocm-ops: first off: requires {names}. vLLM's own code runs." in lines
+    assert installed(first={"requires": ("norm", "fusion")}) == (["norm", "fusion", "first"], [])
+
+
 @pytest.mark.parametrize("version", ["0.99.0.dev12+g1234567", "dev"])
 def test_untested_versions_have_to_be_asked_for(installed, monkeypatch, version):
     """The probes then decide, and one line says so. A tested version ignores the variable."""
@@ -198,13 +209,6 @@ def test_vllm_knows_our_variables(monkeypatch):
 def test_seams_are_kept_or_left_out_by_name(switch, wanted):
     """VLLM_ROCM_OPS_SEAMS names seams to keep, or to leave out."""
     assert {name for name in seam.NAMES if seam.wanted(name, switch)} == wanted
-
-
-def test_each_file_with_a_seam_has_its_line():
-    """A file that `FILES` does not name is never installed."""
-    package = pathlib.Path(seam.__file__).parent
-    files = {path for path in package.rglob("*.py") if re.search(r"^SEAM = ", path.read_text(), re.MULTILINE)}
-    assert files == {package.joinpath(*seam.module_of(name).split(".")[2:]).with_suffix(".py") for name in seam.NAMES}
 
 
 def test_a_seam_comes_after_those_that_it_names():

@@ -16,6 +16,8 @@ import torch
 LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 E5M2 = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e4m3fnuz}
 """The e4m3 dtype by the e5m2 dtype of the same GPU."""
+OUTPUTS = {"static": " to e4m3", "groups": " to e4m3 by 128"}
+"""Kinds of quantized results, with a given scale or a computed one per 128 columns, and their names in a record of times."""
 MX_BLOCK = 32  # values that share a scale of an MX format
 MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 

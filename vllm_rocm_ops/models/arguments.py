@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.core.quantization import BLOCKS, STATIC, TOKEN
+from vllm_rocm_ops.core.quantization import STATIC
 from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
-from vllm_rocm_ops.ops.unquantized_gemm import unquantized_gemm
 
 
 def norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
@@ -48,36 +47,6 @@ def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: f
     return x, weight, epsilon, *(rest or [None])
 
 
-def mla_norms(
-    tokens: int, inputs: Inputs, latents: tuple[int, int], rope: int, quantization: str, epsilon: float
-) -> tuple:
-    """Return arguments of `mla_norm_rope_and_cache`, optionally without a query latent; one page per token."""
-    q, kv = latents
-    weights = [inputs.values(size) if size else None for size in latents]
-    groups = {TOKEN: 1, BLOCKS: -(-q // BLOCK)}.get(quantization)
-    is_quantized = quantization in (STATIC, TOKEN, BLOCKS)
-    places = torch.arange(tokens, device=inputs.device)
-    outs = (
-        inputs.values(tokens, q, dtype=inputs.fp8_dtype if is_quantized else None),
-        *(inputs.values(tokens, size) for size in (kv, rope)),
-    )
-    return (
-        inputs.values(tokens, q + kv + rope),
-        *weights,
-        epsilon,
-        places,
-        inputs.values(max(tokens, PAGE), rope),
-        False,
-        *(out if out.numel() or not tokens else None for out in outs),
-        inputs.values(tokens, PAGE, kv + rope),
-        places * PAGE,
-        None,
-        inputs.scales(1) if quantization == STATIC else None,
-        inputs.scales(tokens, groups) if groups else None,
-        None,
-    )
-
-
 def activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
     """Return arguments of an unquantized SwiGLU, or one to MX-FP8."""
     return (inputs.values(tokens, 2 * hidden),)
@@ -97,12 +66,6 @@ def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: b
     """Return arguments of `grouped_topk`."""
     *options, has_bias = rest
     return inputs.values(tokens, experts), topk, renormalize, *options, inputs.scales(experts) if has_bias else None
-
-
-def router(tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int, renormalize: bool, *rest) -> tuple:
-    """Return arguments of `router_gemm_topk`."""
-    _, *options = routing(tokens, inputs, experts, topk, renormalize, *rest)
-    return *unquantized_gemm.linear(tokens, inputs, experts, hidden), *options
 
 
 def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:
@@ -159,54 +122,16 @@ def heads_attention(
     tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, positions: int, rocm_cache_layout: bool
 ) -> tuple:
     """Return arguments of decode attention: one token per request, `positions` keys, ROCM_ATTN's or TRITON_ATTN's cache."""
-    places, width = _pages(tokens, inputs, positions)
+    places, width = pages(tokens, inputs, positions)
     return (
         inputs.values(tokens, heads, size),
-        *_caches(tokens * width, inputs, kv_heads, size, rocm_cache_layout),
+        *caches(tokens * width, inputs, kv_heads, size, rocm_cache_layout),
         *places,
         size**-0.5,
     )
 
 
-def quantized_attention(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
-    """Return the same with an e4m3 result, with a static scale or a dynamic scale per head."""
-    *cache, kind = rest
-    given = heads_attention(tokens, inputs, heads, kv_heads, size, *cache)
-    out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
-    scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(tokens, heads))
-    return *given, 1, None, None, None, 0, 0, False, out, *scales
-
-
-def rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
-    """Return arguments of `rope_and_cache`; queries, keys and values are columns of one qkv tensor."""
-    *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
-    return *rows, places, *_angles_and_cache(tokens, inputs, kv_heads, size, *rest), places
-
-
-def normed_rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
-    """Return arguments of `qk_norm_rope_and_cache`."""
-    *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
-    norm = inputs.values(size), inputs.values(size), 1e-6
-    table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, *rest)
-    outs = (inputs.values(tokens, count, size) for count in (heads, kv_heads))
-    return *rows, *norm, places, table, is_neox, *outs, *caches, places
-
-
-def _rows_of_heads(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int) -> tuple[Tensor, ...]:
-    """Return queries, keys and values of one tensor, and a number per token, its position and slot."""
-    qkv = inputs.values(tokens, (heads + 2 * kv_heads) * size)
-    return *qkv.split([heads * size, kv_heads * size, kv_heads * size], 1), torch.arange(tokens, device=inputs.device)
-
-
-def _angles_and_cache(
-    tokens: int, inputs: Inputs, kv_heads: int, size: int, rotary: int, positions: int, rocm_cache_layout: bool
-) -> tuple:
-    _, width = _pages(tokens, inputs, positions)
-    caches = _caches(tokens * width, inputs, kv_heads, size, rocm_cache_layout)
-    return inputs.values(positions, rotary), True, *caches
-
-
-def _caches(pages: int, inputs: Inputs, kv_heads: int, size: int, rocm_cache_layout: bool) -> tuple[Tensor, ...]:
+def caches(pages: int, inputs: Inputs, kv_heads: int, size: int, rocm_cache_layout: bool) -> tuple[Tensor, ...]:
     """Return the key and the value cache."""
     x = 16 // inputs.dtype.itemsize
     shapes = (
@@ -217,7 +142,7 @@ def _caches(pages: int, inputs: Inputs, kv_heads: int, size: int, rocm_cache_lay
 
 def mla_attention(tokens: int, inputs: Inputs, heads: int, latent: int, rope: int, size: int, positions: int) -> tuple:
     """Return arguments of `mla_decode`."""
-    places, width = _pages(tokens, inputs, positions)
+    places, width = pages(tokens, inputs, positions)
     queries = inputs.values(tokens, heads, latent), inputs.values(tokens, heads, rope)
     return *queries, inputs.values(tokens * width, PAGE, latent + rope), *places, size**-0.5
 
@@ -228,20 +153,7 @@ def absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed
     return inputs.values(tokens, heads, k), weights
 
 
-def quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed: bool, kind: str) -> tuple:
-    """Return the same with an e4m3 result and a dynamic scale per head, the only `kind`."""
-    out, scales = inputs.values(tokens, heads, n, dtype=inputs.fp8_dtype), inputs.scales(tokens, heads)
-    return *absorbed(tokens, inputs, heads, k, n, transposed), out, scales
-
-
-def rotated_absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, rope: int) -> tuple:
-    """Return arguments of `batched_gemm_rope`; x and q_pe are columns of one tensor."""
-    q = inputs.values(tokens, heads, k + rope)
-    places, table = torch.arange(tokens, device=inputs.device), inputs.values(max(tokens, PAGE), rope)
-    return q[..., :k], inputs.values(heads, k, n), q[..., k:], places, table, False
-
-
-def _pages(tokens: int, inputs: Inputs, positions: int) -> tuple[tuple[Tensor, Tensor], int]:
+def pages(tokens: int, inputs: Inputs, positions: int) -> tuple[tuple[Tensor, Tensor], int]:
     """Return the block table and lengths of requests, and the pages per request."""
     width = -(-positions // PAGE)
     table = torch.arange(tokens * width, dtype=torch.int32, device=inputs.device).view(tokens, width)

@@ -9,18 +9,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+
+import torch
+from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op
-from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, UNQUANTIZED
+from vllm_rocm_ops.core.quantization import BLOCKS, MX, OUTPUTS, STATIC, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers
+from vllm_rocm_ops.models.arguments import PAGE
 from vllm_rocm_ops.models.layers import NORMS, Launch, LayerCall
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
+from vllm_rocm_ops.ops.shared.inputs import Inputs
 
 ATTENTION, QUANTIZATION, V_UP = "attention", "o's input quantization", "W_UV"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
@@ -51,6 +56,7 @@ class Fusion:
         needs_parts: Whether the plugin must serve the replaced calls too. It was then timed against these.
         needs_all: Whether it must be faster than each recorded baseline.
         by_attention: Whether it serves only if timed, or with VLLM_ROCM_OPS_ATTENTION=1.
+        traits: Text that follows the name of the op's shape in a record of times, by the call's last parameter.
     """
 
     op: Op
@@ -60,6 +66,7 @@ class Fusion:
     needs_parts: bool = False
     needs_all: bool = False
     by_attention: bool = True
+    traits: Mapping[object, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,10 @@ class FusedCall(LayerCall):
 
     launches: tuple[LayerCall | str, ...] = ()
     fusion: Fusion | None = None
+
+    @property
+    def traits(self) -> str:
+        return self.fusion.traits.get(self.parameters[-1], "")
 
     @property
     def parts(self) -> tuple[LayerCall, ...]:
@@ -139,6 +150,14 @@ def _router(step: Step) -> Found:
                 yield (product, choice), (*product.parameters, *choice.parameters[1:], *plain)
 
 
+def _router_arguments(
+    tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int, renormalize: bool, *rest
+) -> tuple:
+    """Return arguments of `router_gemm_topk`."""
+    _, *options = model_arguments.routing(tokens, inputs, experts, topk, renormalize, *rest)
+    return *ops.unquantized_gemm.linear(tokens, inputs, experts, hidden), *options
+
+
 def _attentions(step: Step) -> Iterator[tuple[dict[str, LayerCall | Launch], LayerCall]]:
     """Yield each call of attention, with the launches of its layer before it by name."""
     before: dict[str, LayerCall | Launch] = {}
@@ -165,12 +184,49 @@ def _latents(step: Step) -> Found:
             yield (*norms, CACHE_WRITE), ((columns, size), *rotation.parameters, kind, epsilon)
 
 
+def _mla_norms(
+    tokens: int, inputs: Inputs, latents: tuple[int, int], rope: int, quantization: str, epsilon: float
+) -> tuple:
+    """Return arguments of `mla_norm_rope_and_cache`, optionally without a query latent; one page per token."""
+    q, kv = latents
+    weights = [inputs.values(size) if size else None for size in latents]
+    groups = {TOKEN: 1, BLOCKS: -(-q // BLOCK)}.get(quantization)
+    is_quantized = quantization in (STATIC, TOKEN, BLOCKS)
+    places = torch.arange(tokens, device=inputs.device)
+    outs = (
+        inputs.values(tokens, q, dtype=inputs.fp8_dtype if is_quantized else None),
+        *(inputs.values(tokens, size) for size in (kv, rope)),
+    )
+    return (
+        inputs.values(tokens, q + kv + rope),
+        *weights,
+        epsilon,
+        places,
+        inputs.values(max(tokens, PAGE), rope),
+        False,
+        *(out if out.numel() or not tokens else None for out in outs),
+        inputs.values(tokens, PAGE, kv + rope),
+        places * PAGE,
+        None,
+        inputs.scales(1) if quantization == STATIC else None,
+        inputs.scales(tokens, groups) if groups else None,
+        None,
+    )
+
+
 def _queries(step: Step) -> Found:
     """Find the rotation of queries before W_UK, where the launch that writes the cache rotates keys."""
     for before, _ in _attentions(step):
         product, rotation = before.get("W_UK"), before.get(ROTATION)
         if isinstance(product, LayerCall) and rotation is not None:
             yield (ROTATION, product), (*product.parameters[:3], *rotation.parameters)
+
+
+def _rotated_absorbed(tokens: int, inputs: Inputs, heads: int, k: int, n: int, rope: int) -> tuple:
+    """Return arguments of `batched_gemm_rope`; x and q_pe are columns of one tensor."""
+    q = inputs.values(tokens, heads, k + rope)
+    places, table = torch.arange(tokens, device=inputs.device), inputs.values(max(tokens, PAGE), rope)
+    return q[..., :k], inputs.values(heads, k, n), q[..., k:], places, table, False
 
 
 def _heads(is_normed: bool, step: Step) -> Found:
@@ -182,6 +238,35 @@ def _heads(is_normed: bool, step: Step) -> Found:
             *heads, positions, rocm_cache_layout = attention.parameters
             launches = *[HEAD_NORMS] * is_normed, ROTATION, CACHE_WRITE
             yield launches, (*heads, *rotation.parameters, positions, rocm_cache_layout)
+
+
+def _rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
+    """Return arguments of `rope_and_cache`; queries, keys and values are columns of one qkv tensor."""
+    *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
+    return *rows, places, *_angles_and_cache(tokens, inputs, kv_heads, size, *rest), places
+
+
+def _normed_rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
+    """Return arguments of `qk_norm_rope_and_cache`."""
+    *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
+    norm = inputs.values(size), inputs.values(size), 1e-6
+    table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, *rest)
+    outs = (inputs.values(tokens, count, size) for count in (heads, kv_heads))
+    return *rows, *norm, places, table, is_neox, *outs, *caches, places
+
+
+def _rows_of_heads(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int) -> tuple[Tensor, ...]:
+    """Return queries, keys and values of one tensor, and a number per token, its position and slot."""
+    qkv = inputs.values(tokens, (heads + 2 * kv_heads) * size)
+    return *qkv.split([heads * size, kv_heads * size, kv_heads * size], 1), torch.arange(tokens, device=inputs.device)
+
+
+def _angles_and_cache(
+    tokens: int, inputs: Inputs, kv_heads: int, size: int, rotary: int, positions: int, rocm_cache_layout: bool
+) -> tuple:
+    _, width = model_arguments.pages(tokens, inputs, positions)
+    caches = model_arguments.caches(tokens * width, inputs, kv_heads, size, rocm_cache_layout)
+    return inputs.values(positions, rotary), True, *caches
 
 
 def _quantized(is_latent: bool, step: Step) -> Found:
@@ -198,6 +283,21 @@ def _quantized(is_latent: bool, step: Step) -> Found:
             product = None
 
 
+def _quantized_attention(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
+    """Return arguments of decode attention with an e4m3 result, with a static scale or a dynamic scale per head."""
+    *cache, kind = rest
+    given = model_arguments.heads_attention(tokens, inputs, heads, kv_heads, size, *cache)
+    out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
+    scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(tokens, heads))
+    return *given, 1, None, None, None, 0, 0, False, out, *scales
+
+
+def _quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, transposed: bool, kind: str) -> tuple:
+    """Return arguments of `batched_gemm` with an e4m3 result and a dynamic scale per head, the only `kind`."""
+    out, scales = inputs.values(tokens, heads, n, dtype=inputs.fp8_dtype), inputs.scales(tokens, heads)
+    return *model_arguments.absorbed(tokens, inputs, heads, k, n, transposed), out, scales
+
+
 OF_SEQUENCE = (
     Fusion(
         ops.scaled_mm_silu_and_mul_quant,
@@ -206,15 +306,15 @@ OF_SEQUENCE = (
         needs_parts=True,
         by_attention=False,
     ),
-    Fusion(ops.router_gemm_topk, model_arguments.router, _router, needs_all=True, by_attention=False),
-    Fusion(ops.mla_norm_rope_and_cache, model_arguments.mla_norms, _latents, apart="vLLM's kernel"),
+    Fusion(ops.router_gemm_topk, _router_arguments, _router, needs_all=True, by_attention=False),
+    Fusion(ops.mla_norm_rope_and_cache, _mla_norms, _latents, apart="vLLM's kernel"),
 )
 """Fusions of what `layers.sequence` has."""
 AROUND_ATTENTION = (
-    Fusion(ops.batched_gemm_rope, model_arguments.rotated_absorbed, _queries, needs_parts=True),
-    Fusion(ops.rope_and_cache, model_arguments.rotation, partial(_heads, False)),
-    Fusion(ops.qk_norm_rope_and_cache, model_arguments.normed_rotation, partial(_heads, True), "three launches"),
-    Fusion(ops.batched_gemm, model_arguments.quantized_v_up, partial(_quantized, True)),
-    Fusion(ops.paged_attention_decode, model_arguments.quantized_attention, partial(_quantized, False)),
+    Fusion(ops.batched_gemm_rope, _rotated_absorbed, _queries, needs_parts=True),
+    Fusion(ops.rope_and_cache, _rotation, partial(_heads, False)),
+    Fusion(ops.qk_norm_rope_and_cache, _normed_rotation, partial(_heads, True), "three launches"),
+    Fusion(ops.batched_gemm, _quantized_v_up, partial(_quantized, True), traits=OUTPUTS),
+    Fusion(ops.paged_attention_decode, _quantized_attention, partial(_quantized, False), traits=OUTPUTS),
 )
 FUSIONS = OF_SEQUENCE + AROUND_ATTENTION

@@ -87,6 +87,8 @@ class LayerCall:
     """The row of fused_calls.py that a call in place of others is of."""
     parts = ()
     """The calls that it replaces."""
+    traits = ""
+    """Text that follows the name of the op's shape in a record of times."""
 
     def case(self, tokens: int) -> Case:
         """Return the call with `tokens` tokens as a case of its op. On a GPU the generator may be on that GPU."""

@@ -14,16 +14,10 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.attention import (
-    mla_absorb,
-    mla_pre_attention,
-    mla_rotation,
-    quantized_attention,
-    rope_pre_attention,
-)
+from vllm_rocm_ops.vllm.attention import mla_absorb, mla_pre_attention, mla_rotation, rope_pre_attention
 from vllm_rocm_ops.vllm.moe import base as experts
 from vllm_rocm_ops.vllm.moe import routing_gate
-from vllm_rocm_ops.vllm.selection.kernel_selection import Record, record_here, serves_by_tokens, types
+from vllm_rocm_ops.vllm.selection.kernel_selection import Record, at_some_size, record_here, serves_by_tokens, types
 from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE, Key
 
 COMPARISONS = {kernels.op: kernels for name in seam.in_folder("linear") for kernels in seam.load(name).comparisons}
@@ -47,7 +41,7 @@ def shapes_of(call, arch: Arch) -> list[str]:
         return named(call.parameters, call.dtype)
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), arch.fp8_dtype))
     if in_vllm := COMPARISONS.get(call.op):
-        return [in_vllm.describe(layer) for layer in in_vllm.layers_of(a)]
+        return [in_vllm.describe(layer) + call.traits for layer in in_vllm.layers_of(a)]
     if not hasattr(a, "quant_dtype"):
         return []
     columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
@@ -128,18 +122,17 @@ def attention_decision(call, record: Record, tokens: int) -> tuple[bool, str]:
     heads, *sizes = call.parameters
     is_paged = call.op is ops.paged_attention_decode
     heads_of_call = f"{heads}:{sizes[0]}x{sizes[1]}" if is_paged else f"{heads}x{sizes[0]}+{sizes[1]}"
-    kind = quantized_attention.KINDS.get(sizes[-1], "")
     served_by = {
         key: serves_by_tokens(key, measured)
         for key, measured in record.shapes.items()
-        if key.op == call.op.name and (key.decode.heads, key.decode.quantized) == (heads_of_call, kind)
+        if key.op == call.op.name and (key.decode.heads, key.decode.quantized) == (heads_of_call, call.traits)
     }
     separate = [served_by.pop(key) for key in list(served_by) if key.baseline == SEPARATE]
     served = list(served_by.values())
     if not served:
         return False, UNMEASURED.format("vLLM")
-    if separate and not quantized_attention.at_some_size(separate):
-        return False, "measured: not faster than attention plus a separate quantization"
+    if separate and not at_some_size(separate):
+        return False, f"measured: not faster than {call.layer.replace(' + ', ' plus ')}"
     return all(
         tokens < len(table) and table[tokens] for table in served
     ), f"measured: {len(served)} (context length, backend) pairs"

@@ -73,7 +73,8 @@ class Seam:
         replaces: What the seam replaces, for people.
         probe: Raises if a name or signature that `install` relies on is missing. Changes nothing.
         versions: The first and the last vLLM minor release that the seam was tested on.
-        after: Seams that are installed before this one.
+        requires: Seams without which this one stays off. They are installed before it.
+        after: Further seams that are installed before this one.
         ops: Prefixes of the names of the ops that the seam calls.
         comparisons: The `Linear` comparisons of a seam of linear layers (linear/base.py).
     """
@@ -84,6 +85,7 @@ class Seam:
     install: Callable[[], None]
     platforms: tuple[str, ...] = ("rocm", "cuda", "cpu")
     versions: tuple[str, str] = compat.RELEASES
+    requires: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     comparisons: tuple = ()
@@ -168,12 +170,12 @@ def install_all() -> list[Status]:
 
 
 def ordered(seams: list[Seam]) -> list[Seam]:
-    """Return the seams sorted so that each comes after those in its `after`."""
+    """Return the seams sorted so that each comes after those in its `requires` and `after`."""
     left, done = {seam.name: seam for seam in seams}, []
     while left:
-        ready = next((seam for seam in left.values() if not left.keys() & set(seam.after)), None)
+        ready = next((seam for seam in left.values() if not left.keys() & {*seam.requires, *seam.after}), None)
         if ready is None:
-            raise ValueError(f"the `after` of seams must have no cycle, got {', '.join(left)}")
+            raise ValueError(f"the `requires` and `after` of seams must have no cycle, got {', '.join(left)}")
         done.append(left.pop(ready.name))
     return done
 
@@ -242,6 +244,8 @@ def _install(seam: Seam, platform: str, version: str, lack: str) -> tuple[Status
     if not in_range(version, seam.versions) and envs.VLLM_ROCM_OPS_ANY_VERSION != "1":
         tested = f"tested on vLLM {seam.versions[0]} to {seam.versions[1]}, got {version}"
         return off(f"{tested}; VLLM_ROCM_OPS_ANY_VERSION=1 skips this check")
+    if missing := [name for name in seam.requires if name not in active()]:
+        return off(f"requires {' and '.join(missing)}")
     try:
         seam.probe()
         seam.install()
@@ -286,13 +290,6 @@ def require(holds: object, wanted: str) -> None:
     """Raise `Unavailable` unless a probe's condition holds."""
     if not holds:
         raise Unavailable(f"this vLLM lacks {wanted}")
-
-
-def require_seams(*names: str) -> None:
-    """Raise `Unavailable` unless these seams are on."""
-    missing = [name for name in names if name not in active()]
-    if missing:
-        raise Unavailable(f"requires {' and '.join(missing)}")
 
 
 def require_parameters(function: Callable, *names: str) -> None:

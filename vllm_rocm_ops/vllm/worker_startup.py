@@ -13,7 +13,6 @@ import torch
 
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.graph import aiter_all_reduce, all_reduce_timing, compilation, compiled_ops, model_queries
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import weight_order
@@ -238,7 +237,7 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     record, decided = kernel_selection.Record({}), kernel_selection.Decided({}, {})
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
         record, decided = kernel_timing.agree(wanted, clock, gather, compiled_ops.SHARE)
-    quantized_attention.decide(config, decided)
+    others = tuple(filter(None, [decide(config, decided) for decide in compiled_ops.deciders]))
     decisions = compiled_ops.decide(comparisons, decided)
     for choice in comparisons:
         choice.take(decisions[choice.pattern])
@@ -252,6 +251,7 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     on = frozenset(seam.active()) & {"norm", "activation"}
     choices = compiled_ops.choices
     choices.decisions, choices.off, choices.all_reduced, choices.on = decisions, frozenset(decided.off), all_reduced, on
+    choices.others = others
     compiled_ops.left_to_vllm.update(str(pattern) for pattern, runs in decisions.items() if not runs)
     if is_logging_rank:
         kernel_timing.log_results(record, decided, set(distinct))

@@ -140,11 +140,6 @@ def test_gate_up_and_swiglu_are_one_launch_where_that_is_faster():
     assert found(None)["SwiGLU"].gap_us == pytest.approx(baseline.MIN_LAUNCH.value - 1.5)
 
 
-def test_a_router_and_its_topk_are_one_launch_where_that_is_faster():
-    found = steps_with(DEEPSEEK, "router_gemm_topk", 3.0, unquantized_gemm=4.2)
-    check_one_launch(found, "router + routing", "router_gemm_topk", 58, saves=False)  # a second stream runs beside it
-
-
 @pytest.mark.parametrize("queries", [True, False])
 def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(queries):
     """The rotation of queries stays. DeepSeek-V2-Lite has no latent of queries."""
@@ -155,32 +150,14 @@ def test_latents_norms_and_the_cache_write_are_one_launch_where_that_is_faster(q
     assert joined["rotation"].count == 61 and [*joined].index(layer) < [*joined].index("rotation")
 
 
-def test_queries_are_rotated_by_the_launch_of_w_uk_where_that_is_faster():
-    """It requires the launch in front, which rotates keys."""
-    op, layer = "batched_gemm_rope", "rotation + W_UK"
-    joined = check_one_launch(steps_with(DEEPSEEK, op, mla_norm_rope_and_cache=1.0), layer, op, 61)
-    assert joined["W_UV + o's input quantization"].count == 61
-    assert [*joined].index(layer) == [*joined].index("attention") - 1
-    assert layer not in steps_with(DEEPSEEK, op, mla_norm_rope_and_cache=None)(0.1)
-
-
 @pytest.mark.parametrize(("config", "layers"), [(LLAMA, 126), (QWEN, 48)], ids=["llama", "qwen"])
-def test_attentions_launches_are_one_where_that_is_faster(config, layers):
-    """Attention's epilogue quantizes o's input. Rotation and cache write are one launch, with norms before."""
-    layer = "attention + o's input quantization"
-    joined = check_one_launch(steps_with(config, layer), layer, "paged_attention_decode", layers)
-    assert joined["o"].count == layers and layer not in steps_with(DEEPSEEK, layer, 3.0)(3.0)
+def test_rotation_and_cache_write_are_one_launch_where_that_is_faster(config, layers):
+    """The norms before them are in it."""
     norms, op = ("norms of q and k + ", "qk_norm_rope_and_cache") if config is QWEN else ("", "rope_and_cache")
     layer = f"{norms}rotation + cache write"
     joined = check_one_launch(steps_with(config, op), layer, op, layers)
     assert joined[layer].floor_us < 0.1, "caches are not read"
     assert "norms of q and k" not in steps_with(DEEPSEEK, op)(None).keys() | steps_with(LLAMA, op)(None).keys()
-
-
-def test_w_uv_quantizes_its_result_where_that_is_faster():
-    """The plain product and the quantization stay apart otherwise, and on the baseline's side."""
-    layer = "W_UV + o's input quantization"
-    check_one_launch(steps_with(DEEPSEEK, layer, None, batched_gemm=3.0), layer, "batched_gemm", 61)
 
 
 def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster():

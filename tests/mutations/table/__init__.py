@@ -1,12 +1,15 @@
 """All bugs by name: one per file and way of catching, and one for each op of which cases catch any."""
 
+import importlib
+import pkgutil
+
 from ..bug import Bug
-from . import attention, experts, gemm, package, rows
 
 
 def _by_name() -> dict[str, Bug]:
+    areas = [importlib.import_module(f"{__name__}.{area.name}") for area in pkgutil.iter_modules(__path__)]
     found = {}
-    for bug in (bug for area in (rows, gemm, experts, attention, package) for bug in area.BUGS):
+    for bug in (bug for area in areas for bug in getattr(area, "BUGS", ())):
         if bug.name in found:
             raise ValueError(f"two bugs are named {bug.name!r}")
         found[bug.name] = bug

@@ -12,7 +12,7 @@ VLLM_ROCM_OPS_ATTENTION=1 it serves wherever it fits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.paged_attention_decode import SIZES
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
-from vllm_rocm_ops.vllm.attention import backends, quantized_attention
+from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find, seam_of
 from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
@@ -52,7 +52,9 @@ class Decoder:
 
     op: Op
     baseline_alone: bool | None = None
-    """The answer of `is_never_ours`, once final."""
+    """The answer of `baseline_always_serves`, once final."""
+    quantized_contexts: tuple[type[attention_timing.Context], ...] = ()
+    """Further comparisons of calls with a quantized result."""
 
     def __init__(self, impl, backend: Backend):
         from vllm import envs as vllm_envs
@@ -213,13 +215,13 @@ class HeadsDecoder(Decoder):
 
     def plugin(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:
         """Return the output of a batch and its scales, by the op."""
-        outputs = quantized_attention.outputs(self.quantized, query)
+        outputs = attention_timing.outputs(self.quantized, query)
         return outputs if self.run(batch, layer, query, layer.kv_cache, metadata, *outputs) else None
 
     def baseline(self, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...]:
         """Return the same by vLLM's implementation."""
-        outputs = quantized_attention.outputs(self.quantized, query)
-        self.impl.quantized_forward(layer, query, None, None, layer.kv_cache, metadata, *outputs)
+        outputs = attention_timing.outputs(self.quantized, query)
+        self.impl.baseline(*outputs[1:])(layer, query, None, None, layer.kv_cache, metadata, *outputs)
         return outputs
 
     def exact(self, query_len: int, keys: int, layer, query: Tensor, metadata, requests: Tensor) -> Tensor:
@@ -268,28 +270,16 @@ class DecodeImpl:
     ):
         scales = output_scale, output_block_scale
         if attn_metadata is None:  # vLLM's profile run
-            self.rocm_ops.quantized = quantized_attention.kind(*scales)
+            self.rocm_ops.quantized = attention_timing.kind(*scales)
         elif self.rocm_ops.serve(layer, query, kv_cache, attn_metadata, output, *scales):
             return output
         elif self.rocm_ops.baseline_always_serves():
-            self.forward = self.quantized_forward if self.lacks_quantization(*scales) else super().forward
-        return self.quantized_forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            self.forward = self.baseline(*scales)
+        return self.baseline(*scales)(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
-    def lacks_quantization(self, scale: Tensor | None, groups: Tensor | None) -> bool:
-        """True if vLLM's implementation does not support these scales."""
-        static = scale is not None and not super().fused_output_quant_supported(quantized_attention.static_key())
-        return groups is not None or static
-
-    def quantized_forward(self, *given, output_scale=None, output_block_scale=None):
-        """Run vLLM's implementation, and a separate quantization where it fuses none."""
-        *given, output, scale, groups = given if len(given) == 9 else (*given, output_scale, output_block_scale)
-        if self.lacks_quantization(scale, groups):
-            return quantized_attention.behind(super().forward, self.rocm_ops, given, output, scale, groups)
-        return super().forward(*given, output, scale, groups)
-
-    def fused_output_quant_supported(self, quant_key):
-        fuses = quant_key == quantized_attention.static_key() and quantized_attention.may_fuse(self.rocm_ops, "static")
-        return super().fused_output_quant_supported(quant_key) or fuses
+    def baseline(self, scale: Tensor | None, groups: Tensor | None) -> Callable:
+        """Return vLLM's method for calls with these scales."""
+        return super().forward
 
 
 # Backends

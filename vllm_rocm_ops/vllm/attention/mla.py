@@ -18,11 +18,10 @@ from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
 from vllm_rocm_ops.vllm.attention import decoder as attention
-from vllm_rocm_ops.vllm.attention import mla_absorb, mla_v_up, quantized_attention
+from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.attention.backends import NO_BATCH, Backend, Batch, find, seam_of
 from vllm_rocm_ops.vllm.attention.decoder import VLLM_BACKENDS, Decoder
-from vllm_rocm_ops.vllm.selection import kernel_selection
 
 FIXED_SPLIT_SIZE = 512
 """Keys per split with batch invariance."""
@@ -32,8 +31,8 @@ class MlaDecoder(Decoder):
     """Serve layers that cache a latent and a rotated part per token."""
 
     op = ops.mla_decode
-    rotation = None
-    """The `mla_rotation.QueryRotation` of the layer's queries, if attention rotates them."""
+    adopters = (mla_absorb.adopt,)
+    """Functions that adopt the ops of a layer. Later ones find what earlier ones adopted."""
 
     def unsupported_features(self):
         impl = self.impl
@@ -58,13 +57,8 @@ class MlaDecoder(Decoder):
             scheduler = self.config.scheduler_config
             max_tokens = max(scheduler.max_num_seqs, 1) * MAX_ROWS
             max_tokens = min(max_tokens, scheduler.max_num_batched_tokens)
-            mla_absorb.adopt(layer, self.is_forced, max_tokens)
-            if quantized_attention.may_fuse(self, mla_v_up.KIND):
-                mla_v_up.adopt(layer, self.is_forced, max_tokens)
-
-    def kinds(self, layer: torch.nn.Module, decided: kernel_selection.Decided) -> frozenset[str]:
-        """Return the kinds of output quantization that a layer fuses, into W_UV."""
-        return mla_v_up.kinds(self, layer, decided)
+            for adopt in self.adopters:
+                adopt(layer, self.is_forced, max_tokens)
 
     def serve(self, q, kv_cache: Tensor, metadata, layer) -> tuple[Tensor, Tensor | None] | None:
         """Return the output, and its log-sum-exp with decode context parallelism. None where vLLM serves the batch.

@@ -3,11 +3,12 @@
 vLLM computes both by torch.bmm in the middle of a long method. A layer's two weights therefore get a subclass whose
 torch.bmm asks the plugin first. `batched_gemm` serves where it was timed to be faster, or wherever it fits with
 VLLM_ROCM_OPS_ATTENTION=1. The weight's values, memory and other uses do not change. A weight for which the plugin is
-never faster gets its class back. Where vLLM's graph has W_UV quantize its result (mla_v_up.py), the same call does.
-`batched_gemm_rope` serves W_UK_T where the launch is to rotate q_pe too (mla_rotation.py).
+never faster gets its class back. A launch that does more than the product is asked first.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.nn import Parameter
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
-from vllm_rocm_ops.vllm.attention.quantized_attention import KINDS
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
@@ -33,15 +33,11 @@ class Absorbed:
 
     Attributes:
         rocm_ops_choice: The weight's `Choice`, None where the plugin is forced.
-        rocm_ops_quantized: The choices that must all win for a quantized result; None if the graph has none.
-        rocm_ops_output: Where the result of this call goes quantized, None in other calls.
-        rocm_ops_rotation: q_pe and its angles where the next product is to rotate it (mla_rotation.py).
+        rocm_ops_fused: Returns the product of x, the weight and `out` by a launch that does more, None where it does not serve.
     """
 
     rocm_ops_choice: Choice | None
-    rocm_ops_quantized: tuple[Choice, ...] | None = None
-    rocm_ops_output = None
-    rocm_ops_rotation: tuple | None
+    rocm_ops_fused: Callable[..., Tensor | None] | None = None
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
@@ -93,26 +89,13 @@ def is_served(weights: Tensor, rows: int) -> bool:
     return weights.rocm_ops_choice is None or weights.rocm_ops_choice.plugin_serves(rows)
 
 
-def rotation_of(weights: Tensor) -> tuple | None:
-    """Return what the next product is to rotate, once."""
-    return weights.__dict__.pop("rocm_ops_rotation", None)
-
-
 def product(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor | None:
     """Return torch.bmm's [heads, rows, N] by `batched_gemm`, or None where vLLM's torch.bmm serves."""
-    if rotated := rotation_of(weights):
-        given = x.transpose(0, 1), weights, *rotated, None if out is None else out.transpose(0, 1)
-        output = ops.batched_gemm_rope.call(*given)
-        return output.transpose(0, 1) if out is None else out
-    choice, quantized = weights.rocm_ops_choice, weights.rocm_ops_quantized
-    if weights.rocm_ops_output is not None and quantized is not None and out is not None and x.dtype == weights.dtype:
-        plugin_serves = all(fused.plugin_serves(x.shape[1]) for fused in quantized)
-        if plugin_serves and weights.rocm_ops_output.take(x.transpose(0, 1), weights):
-            return out
+    choice, fused = weights.rocm_ops_choice, weights.rocm_ops_fused
+    if fused is not None and (output := fused(x, weights, out)) is not None:
+        return output
     if choice is not None and not choice.plugin_serves(x.shape[1]):
-        if choice.baseline_always_serves and (
-            quantized is None or any(fused.baseline_always_serves for fused in quantized)
-        ):
+        if choice.baseline_always_serves and getattr(fused, "baseline_always_serves", True):
             restore_baseline(weights)
         return None
     if x.dtype != weights.dtype:
@@ -132,14 +115,14 @@ def run(*arguments) -> Tensor | None:
 
 
 class MlaAbsorb(LayerComparison):
-    """The GEMMs for timing. A layer: its weights, their dtype, and the kind of a quantized result."""
+    """The GEMMs for timing. A layer: its weights, and their dtype."""
 
     op, limit, by_attention = ops.batched_gemm, MAX_TOKENS, True
 
     def describe(self, layer: tuple) -> str:
         heads, k, n = layer[0].shape
         order = " transposed" * (layer[0].stride(2) == 1)
-        return f"{heads}x{n}x{k} {kernel_selection.types(layer[1])}{order}{''.join(map(KINDS.get, layer[2:]))}"
+        return f"{heads}x{n}x{k} {kernel_selection.types(layer[1])}{order}"
 
     def columns(self, layer: tuple) -> tuple[int, int]:
         heads, k, n = layer[0].shape
@@ -168,7 +151,7 @@ class MlaAbsorb(LayerComparison):
         return products.transpose(0, 1).flatten(1)[:, columns]
 
     def layers_of(self, a):
-        return [(a.weights, a.x.dtype, *["groups"] * (a.out_scales is not None))]
+        return [(a.weights, a.x.dtype)]
 
     def exact_of(self, a, rows, columns):
         return self.exact((a.x, a.weights), None, rows, columns)

@@ -106,7 +106,7 @@ def mla_norms(
 
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     of_cache = cache_of(layer, cache, slots, qkv, kv_out, k_pe_out)
-    if (queries := layer.impl.rocm_ops.rotation) is not None:
+    if (queries := mla_rotation.rotation_of(layer.impl.rocm_ops)) is not None:
         queries.angles = positions, cos_sin_cache, is_neox
     given = qkv, q_weight, kv_weight, epsilon, positions, cos_sin_cache, is_neox, q_out, kv_out, k_pe_out
     MlaPreAttention.op.call(*given, *of_cache, q_scale, scales_out, scale_ub)
@@ -155,7 +155,7 @@ def of_wrapper(wrapper: type) -> type:
                 q = fused_quant.Quantized(q, scale, qkv.dtype, q.shape, front.input_key)
             q = made if q is None else self.q_b_proj(q)[0]
             q = q.view(-1, self.num_heads, self.qk_head_dim)
-            if front.decoder.rotation is None:
+            if mla_rotation.rotation_of(front.decoder) is None:
                 nope = self.qk_nope_head_dim
                 # The compiler removes this unneeded rotation of keys.
                 unrotated = qkv[:, -self.qk_rope_head_dim :].unsqueeze(1)
@@ -175,13 +175,12 @@ def of_wrapper(wrapper: type) -> type:
 def probe() -> None:
     """Raise `Unavailable` unless the seam fits this vLLM.
 
-    The MLA backends are replaced, a plugin may replace vLLM's layer, and its parts, ops and split are as expected.
+    A plugin may replace vLLM's layer, and its parts, ops and split are as expected.
     """
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.model_executor.layers import mla
     from vllm.model_executor.layers.attention import mla_attention
 
-    seam.require_seams("mla_attention", "norm")
     wrapper = mla.MultiHeadLatentAttentionWrapper
     seam.require(issubclass(wrapper, PluggableLayer), "MultiHeadLatentAttentionWrapper as a PluggableLayer")
     free = wrapper.__name__ not in op_registry_oot
@@ -220,5 +219,5 @@ SEAM = seam.Seam(
     probe=probe,
     install=install,
     ops=("mla_norm_rope_and_cache", "batched_gemm_rope"),
-    after=("mla_attention", "norm"),
+    requires=("mla_attention", "norm"),
 )

@@ -11,6 +11,7 @@ vLLM's compiled rotation followed by the product's own launch, or wherever it fi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -42,6 +43,11 @@ def unsupported_features(attn: torch.nn.Module) -> Iterator[str]:
         yield "another product than torch.bmm with W_UK"
     if getattr(attn, "q_pad_num_heads", None) is not None:
         yield "padded heads, for which vLLM copies q_pe before the product"
+
+
+def rotation_of(decoder) -> QueryRotation | None:
+    """Return what rotates the queries of a decoder's layer in attention, None if vLLM's graph does."""
+    return getattr(decoder, "rotation", None)
 
 
 class QueryRotation(LayerPart):
@@ -86,18 +92,25 @@ class QueryRotation(LayerPart):
             given = q[:tokens, :, self.nope :], positions[:tokens], *table
             fused = attn_metadata.num_decode_tokens == tokens and mla_absorb.is_served(weights, tokens)
             if fused:
-                weights.rocm_ops_rotation = given
+                weights.rocm_ops_fused = functools.partial(self.product, given)
             else:
                 self.rotate(*given)
         output = type(self.attn).forward_impl(
             self.attn, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **keywords
         )
-        if fused and mla_absorb.rotation_of(weights) is not None:
+        if fused and weights.rocm_ops_fused is not None:
+            weights.rocm_ops_fused = None
             raise RuntimeError(
                 "vllm-rocm-ops: queries were not rotated, as vLLM's attention did not multiply by W_UK_T: set "
                 "VLLM_ROCM_OPS_DISABLE=mla_norms"
             )
         return output
+
+    def product(self, rotated: tuple, x: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
+        """Return the product with W_UK by the launch that rotates, once."""
+        weights.rocm_ops_fused = None
+        output = self.op.call(x.transpose(0, 1), weights, *rotated, None if out is None else out.transpose(0, 1))
+        return output.transpose(0, 1) if out is None else out
 
     def rotate(self, q_pe: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> None:
         """Rotate q_pe in place."""

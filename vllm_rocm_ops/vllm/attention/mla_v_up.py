@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.quantization import LIMIT, OUTPUTS
+from vllm_rocm_ops.ops.paged_attention_decode import GROUP
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
-from vllm_rocm_ops.vllm.attention import mla_absorb, quantized_attention
-from vllm_rocm_ops.vllm.attention.quantized_attention import GROUP
+from vllm_rocm_ops.vllm.attention import mla_absorb, timing
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline, Key
 
@@ -27,21 +29,34 @@ METHOD = "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output", "outp
 
 
 @dataclass
-class Output:
-    """A layer's e4m3 output [tokens, heads * 128] and its scales [tokens, heads]. The first `rows` are written."""
+class FusedProduct:
+    """The product of a W_UV with a quantized result, where all `choices` win.
 
-    values: Tensor
-    scales: Tensor
+    Attributes:
+        output: The e4m3 values [tokens, heads * 128] and scales [tokens, heads] to write, None outside of such calls.
+        rows: How many of their rows are written.
+    """
+
+    choices: tuple[kernel_selection.Choice, ...] = ()
+    output: tuple[Tensor, Tensor] | None = None
     rows: int = 0
 
-    def take(self, x: Tensor, weights: Tensor) -> bool:
-        """Write the first rows from x [rows, heads, K]. Return False if no kernel supports them."""
-        rows, heads, _ = x.shape
-        out = self.values[:rows].view(rows, heads, GROUP)
-        if mla_absorb.run(x, weights, out, self.scales[:rows]) is None:
-            return False
+    def __call__(self, x: Tensor, weights: Tensor, out: Tensor | None) -> Tensor | None:
+        heads, rows, _ = x.shape
+        if self.output is None or out is None or x.dtype != weights.dtype:
+            return None
+        if not all(choice.plugin_serves(rows) for choice in self.choices):
+            return None
+        values, scales = self.output
+        written = values[:rows].view(rows, heads, GROUP), scales[:rows]
+        if mla_absorb.run(x.transpose(0, 1), weights, *written) is None:
+            return None
         self.rows = rows
-        return True
+        return out
+
+    @property
+    def baseline_always_serves(self) -> bool:
+        return any(choice.baseline_always_serves for choice in self.choices)
 
 
 def forward_of(forward):
@@ -56,21 +71,35 @@ def forward_of(forward):
         if metadata is None:  # vLLM's profile run
             groups.fill_(1.0)
             return forward(self, *given, output=output, **rest)
-        weights, plain, made = getattr(self, "W_UV", None), q.new_empty(output.shape), Output(output, groups)
-        plugin_serves = isinstance(weights, mla_absorb.Absorbed)
-        if plugin_serves:
-            weights.rocm_ops_output = made
+        fused = getattr(getattr(self, "W_UV", None), "rocm_ops_fused", None) or FusedProduct()
+        plain, fused.output, fused.rows = q.new_empty(output.shape), (output, groups), 0
         try:
             forward(self, *given, output=plain, **rest)
         finally:
-            if plugin_serves:
-                weights.rocm_ops_output = None
-        left = slice(made.rows, metadata.num_actual_tokens)
+            fused.output = None
+        left = slice(fused.rows, metadata.num_actual_tokens)
         if left.start < left.stop:
-            quantized_attention.quantize(plain[left], output[left], None, groups[left])
+            quantize(plain[left], output[left], None, groups[left])
         return output
 
     return forward_impl
+
+
+def quantize(x: Tensor, out: Tensor, scale: Tensor | None, groups: Tensor | None) -> None:
+    """Quantize rows by vLLM's kernels, on CPU by PyTorch."""
+    limit = LIMIT[out.dtype]
+    if x.device.type == "cpu":
+        if groups is None:
+            out.copy_(quantization.static(x.float(), scale, out.dtype))
+            return
+        values, scales = quantization.per_token(x.float().unflatten(1, (-1, GROUP)), out.dtype, None)
+        out.copy_(values.flatten(1))
+        groups.copy_(scales.view(groups.shape))
+    elif groups is None:
+        torch.ops._C.static_scaled_fp8_quant(out, x, scale, None)
+    else:
+        columns_first = groups.stride(0) == 1 and groups.shape[1] > 1
+        torch.ops._C.per_token_group_fp8_quant(x, out, groups, GROUP, 1e-10, -limit, limit, False, columns_first, False)
 
 
 @functools.cache
@@ -87,14 +116,16 @@ def install() -> None:
 def kinds(decoder, layer: torch.nn.Module, decided: kernel_selection.Decided) -> frozenset[str]:
     """Return the kinds of output quantization that a layer fuses, from the recorded decisions of its W_UV.
 
-    Wraps vLLM's method for the first such layer.
+    Prepares the layer for them, and wraps vLLM's method for the first such layer.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
+    vars(decoder).pop("adopters", None)
     fits = isinstance(layer, MLAAttention) and (*inspect.signature(layer.forward_impl).parameters,)[:8] == METHOD
     if not fits or not may_quantize(decoder, getattr(layer, "W_UV", None), decided):
         return frozenset()
     install()
+    decoder.adopters = (*decoder.adopters, adopt)
     return frozenset((KIND,))
 
 
@@ -111,15 +142,15 @@ def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Deci
     if decoder.is_forced or name in decided.off:
         return decoder.is_forced
 
-    def wins(beside: Baseline, *kind: str) -> bool | None:
-        shape = mla_absorb.COMPARISON.describe((weights, weights.dtype, *kind))
-        served = decided.shapes.get(Key(name, shape, beside))
+    def wins(kernels: mla_absorb.MlaAbsorb, beside: Baseline) -> bool | None:
+        served = decided.shapes.get(Key(name, kernels.describe((weights, weights.dtype)), beside))
         return None if served is None else any(served)
 
-    if wins(SEPARATE, KIND) is False:
+    fused = COMPARISONS[0]
+    if wins(fused, SEPARATE) is False:
         return False
-    measured = wins(mla_absorb.BMM, KIND)
-    return bool(wins(mla_absorb.BMM) if measured is None else measured)
+    measured = wins(fused, mla_absorb.BMM)
+    return bool(wins(mla_absorb.COMPARISON, mla_absorb.BMM) if measured is None else measured)
 
 
 # For timing
@@ -130,8 +161,11 @@ class Quantized(mla_absorb.MlaAbsorb):
 
     beside = mla_absorb.BMM
 
+    def describe(self, layer: tuple) -> str:
+        return super().describe(layer) + OUTPUTS[KIND]
+
     def outputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
-        made, _, groups = quantized_attention.outputs(KIND, x.new_empty((*x.shape[:2], GROUP)))
+        made, _, groups = timing.outputs(KIND, x.new_empty((*x.shape[:2], GROUP)))
         return made, None, groups
 
     def plugin(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor] | None:
@@ -140,7 +174,7 @@ class Quantized(mla_absorb.MlaAbsorb):
 
     def baseline(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
         made, plain = self.outputs(x, weights), self.plain(x, weights)
-        quantized_attention.quantize(plain, made[0].flatten(1), None, made[2])
+        quantize(plain, made[0].flatten(1), None, made[2])
         return made
 
     def plain(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -148,7 +182,7 @@ class Quantized(mla_absorb.MlaAbsorb):
         return super().baseline(x, weights)
 
     def comparable(self, outputs: tuple[Tensor, None, Tensor]) -> Tensor:
-        return quantized_attention.dequantized(*outputs)
+        return timing.dequantized(*outputs)
 
 
 class AgainstTwoLaunches(Quantized):
@@ -165,12 +199,12 @@ def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
     weights = layer.W_UV
     if not isinstance(weights, mla_absorb.Absorbed):
         return
-    described, choices = (weights, weights.dtype, KIND), []
+    described, choices = (weights, weights.dtype), []
     for kernels in () if is_forced else COMPARISONS:
         calls = "absorbed", kernels.beside, kernels.describe(described)
         limit = min(max_tokens, mla_absorb.MAX_TOKENS)
         choices.append(kernel_selection.choice_for(calls, kernels, kernels.beside, lambda: described, weights, limit))
-    weights.rocm_ops_quantized = tuple(choices)
+    weights.rocm_ops_fused = FusedProduct(tuple(choices))
 
 
 COMPARISONS = Quantized(), AgainstTwoLaunches()

@@ -8,9 +8,10 @@ at attention:
     attention -> views -> equal quantizations       attention with an e4m3 output, and its scale, or scales per 128 that
         it writes
 
-where nothing else reads the result. vLLM's ops have both arguments. In MLA layers W_UV's GEMM after attention quantizes,
-by scales per 128 only (mla_v_up.py). Calls that no kernel supports run vLLM's
-implementation: with the scale where it supports one, else followed by vLLM's quantization, as in the original graph.
+where nothing else reads the result. vLLM's ops have both arguments. `PRODUCERS` has what quantizes the result of each:
+attention itself, or in MLA layers W_UV's GEMM after it, by scales per 128 only (mla_v_up.py). Calls that no kernel supports
+run vLLM's implementation: with the scale where it supports one, else followed by vLLM's quantization, as in the original
+graph.
 
 Selected before vLLM compiles: for layers whose attention won at some batch size in an earlier start on this GPU, or
 wherever it fits with VLLM_ROCM_OPS_ATTENTION=1. The first start times attention alone. The next start has the changed
@@ -29,29 +30,22 @@ import torch
 from torch import Tensor, fx
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.core.quantization import OUTPUTS
 from vllm_rocm_ops.ops.paged_attention_decode import GROUP
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import split
-from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.attention import mla_v_up, split, timing
+from vllm_rocm_ops.vllm.graph import compiled_ops
+from vllm_rocm_ops.vllm.selection.kernel_selection import Decided, at_some_size
 from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
-
-KINDS = {"static": " to e4m3", "groups": f" to e4m3 by {GROUP}"}
-"""Kinds of output quantization, and their names in a timing record."""
-MEASURED_SCALE = 0.01
-MLA = "vllm::unified_mla_attention_with_output"
-SCALES = "output_scale", "output_block_scale"
-NAMED = {split.ATTENTION: split.ARGUMENTS, MLA: ("q", "kv_c_normed", "k_pe", "output", "layer_name", *SCALES)}
-"""The first arguments of vLLM's attention ops."""
 
 _fused: dict[str, frozenset[str]] = {}
 """The kinds that a layer may fuse, by layer name."""
 
 
-# Calls
+# Attention with a key and a value per head
 
 
 @functools.cache
@@ -62,90 +56,56 @@ def static_key():
     return kFp8StaticTensorSym
 
 
-def kind(scale: Tensor | None, groups: Tensor | None) -> str:
-    """Return the kind of a call with these scales, empty without quantization."""
-    return "groups" if groups is not None else "static" if scale is not None else ""
+class QuantizingImpl:
+    """Mix into the class of a layer's `DecodeImpl`."""
 
+    rocm_ops_kinds: frozenset[str] = frozenset()
+    """The kinds of quantization that the layer may fuse."""
 
-def behind(forward: Callable, decoder, given: list, output: Tensor, scale: Tensor | None, groups: Tensor | None):
-    """Run the unfused path: attention in 16 bits, then vLLM's quantization."""
-    if given[-1] is None:  # vLLM's profile run: forward fills the output
-        if groups is not None:
-            groups.fill_(1.0)
-        return forward(*given, output)
-    dtype = given[1].dtype if given[1].dtype in ELEMENTS else decoder.config.model_config.dtype  # queries may be FP8
-    plain = output.new_empty(output.shape, dtype=dtype)
-    forward(*given, plain)
-    quantize(plain.flatten(1), output.flatten(1), scale, groups)
-    return output
+    def baseline(self, scale: Tensor | None, groups: Tensor | None) -> Callable:
+        """Return vLLM's method, followed by a separate quantization where it fuses none."""
+        forward = super().baseline(scale, groups)
+        supports = groups is None and (scale is None or super().fused_output_quant_supported(static_key()))
+        return forward if supports else functools.partial(self.unfused, forward)
 
+    def unfused(
+        self, forward, layer, query, key, value, kv_cache, metadata, output, output_scale=None, output_block_scale=None
+    ):
+        """Run the unfused path: attention in 16 bits, then vLLM's quantization."""
+        given = layer, query, key, value, kv_cache, metadata
+        if metadata is None:  # vLLM's profile run: forward fills the output
+            if output_block_scale is not None:
+                output_block_scale.fill_(1.0)
+            return forward(*given, output)
+        dtype = query.dtype if query.dtype in ELEMENTS else self.rocm_ops.config.model_config.dtype  # it may be FP8
+        plain = output.new_empty(output.shape, dtype=dtype)
+        forward(*given, plain)
+        mla_v_up.quantize(plain.flatten(1), output.flatten(1), output_scale, output_block_scale)
+        return output
 
-def quantize(x: Tensor, out: Tensor, scale: Tensor | None, groups: Tensor | None) -> None:
-    """Quantize rows by vLLM's kernels, on CPU by PyTorch."""
-    limit = LIMIT[out.dtype]
-    if x.device.type == "cpu":
-        from vllm_rocm_ops.core import quantization
-
-        if groups is None:
-            out.copy_(quantization.static(x.float(), scale, out.dtype))
-            return
-        values, scales = quantization.per_token(x.float().unflatten(1, (-1, GROUP)), out.dtype, None)
-        out.copy_(values.flatten(1))
-        groups.copy_(scales.view(groups.shape))
-    elif groups is None:
-        torch.ops._C.static_scaled_fp8_quant(out, x, scale, None)
-    else:
-        columns_first = groups.stride(0) == 1 and groups.shape[1] > 1
-        torch.ops._C.per_token_group_fp8_quant(x, out, groups, GROUP, 1e-10, -limit, limit, False, columns_first, False)
+    def fused_output_quant_supported(self, quant_key):
+        fuses = quant_key == static_key() and "static" in self.rocm_ops_kinds
+        return super().fused_output_quant_supported(quant_key) or fuses
 
 
 @functools.cache
-def measured_scale(device: torch.device) -> Tensor:
-    """Return the static scale used for timing."""
-    return torch.full((1,), MEASURED_SCALE, device=device)
+def quantizing(plain: type) -> type:
+    """Return the subclass of an implementation's class."""
+    return type(plain.__name__, (QuantizingImpl, plain), {"__module__": plain.__module__})
 
 
-def outputs(quantized: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Allocate an output, and return it with its static scale and its scales per group."""
-    if not quantized:
-        return torch.empty_like(query), None, None
-    from vllm.platforms import current_platform
-
-    output = torch.empty_like(query, dtype=current_platform.fp8_dtype())
-    if quantized == "static":
-        return output, measured_scale(query.device), None
-    return output, None, query.new_empty(len(query), query[0].numel() // GROUP, dtype=torch.float32)
-
-
-def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
-    """Return `outputs` as rows, dequantized."""
-    rows = output.flatten(1)
-    if groups is not None:
-        return (rows.float().unflatten(1, (-1, GROUP)) * groups[..., None]).flatten(1)
-    return rows if scale is None else rows.float() * scale
-
-
-# Decisions
-
-
-def wins(decoder, quantized: str, decided: kernel_selection.Decided, beside: Baseline) -> bool | None:
+def wins(decoder, quantized: str, decided: Decided, beside: Baseline) -> bool | None:
     """True if the plugin won against a baseline at some batch size at every context length. None if it was not timed."""
     layer, longest = (decoder.op.name, decoder.describe(), beside), decoder.config.model_config.max_model_len
     tables = [
         served
         for (*call, decode), served in decided.shapes.items()
-        if (*call,) == layer and (decode.quantized, decode.longest) == (KINDS.get(quantized, ""), longest)
+        if (*call,) == layer and (decode.quantized, decode.longest) == (OUTPUTS.get(quantized, ""), longest)
     ]
     return at_some_size(tables) if tables else None
 
 
-def at_some_size(tables: list[bytes]) -> bool:
-    """True if the plugin serves at one batch size in all of these tables, which are as `Choice.plugin_by_tokens`."""
-    tables = [served + served[-1:] * (max(map(len, tables)) - len(served)) for served in tables]
-    return any(all(served) for served in zip(*tables))
-
-
-def may_quantize(decoder, quantized: str, decided: kernel_selection.Decided) -> bool:
+def may_quantize(decoder, quantized: str, decided: Decided) -> bool:
     """True if a layer's attention fuses this kind of quantization."""
     if decoder.unsupported_reason or (quantized == "groups" and decoder.impl.head_size != GROUP):
         return False
@@ -157,48 +117,88 @@ def may_quantize(decoder, quantized: str, decided: kernel_selection.Decided) -> 
     return bool(wins(decoder, "", decided, Baseline(decoder.backend.name)) if measured is None else measured)
 
 
-def decide(config, decided: kernel_selection.Decided) -> None:
-    """Decide for the layers of a loaded model, from the recorded decisions."""
+def kinds_of_heads(decoder, layer: torch.nn.Module, decided: Decided) -> frozenset[str]:
+    """Return the kinds of output quantization that a layer's attention fuses, from the recorded decisions.
+
+    Prepares the layer for them.
+    """
+    found = frozenset(quantized for quantized in OUTPUTS if may_quantize(decoder, quantized, decided))
+    impl, decoder.quantized_contexts = decoder.impl, (AgainstTwoLaunches,)
+    if found and not isinstance(impl, QuantizingImpl):
+        impl.__class__ = quantizing(type(impl))
+    if isinstance(impl, QuantizingImpl):
+        impl.rocm_ops_kinds = found
+    return found
+
+
+class AgainstTwoLaunches(timing.Context):
+    """Time fused output quantization against the plugin's attention followed by vLLM's quantization."""
+
+    beside = SEPARATE
+
+    def baseline(self, query: Tensor, layer: timing.Layer, metadata) -> tuple[Tensor | None, ...]:
+        output, *scales = timing.outputs(layer.decoder.quantized, query)
+        plain, batch = torch.empty_like(query), (len(query) // self.query_len, self.query_len)
+        layer.decoder.run(batch, layer.module, query, layer.cache, metadata, plain)
+        mla_v_up.quantize(plain.flatten(1), output.flatten(1), *scales)
+        return output, *scales
+
+
+# Decisions
+
+
+class Producer(NamedTuple):
+    """One of vLLM's attention ops, whose result a layer may quantize.
+
+    Attributes:
+        name: Its name in a graph.
+        arguments: Its first arguments.
+        kinds: Returns the kinds of quantization that a layer fuses, from its decoder and the recorded decisions.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    kinds: Callable[[object, torch.nn.Module, Decided], frozenset[str]]
+
+    def writes_scales(self) -> bool:
+        """True if vLLM's op has the expected arguments, and declares its output and group scales as mutated.
+
+        Without that a compiler may drop the write.
+        """
+        arguments = getattr(torch.ops.vllm, self.name.partition("::")[2]).default._schema.arguments
+        written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+        names = tuple(argument.name for argument in arguments)
+        return {"output", "output_block_scale"} <= written and names[: len(self.arguments)] == self.arguments
+
+
+PRODUCERS = {
+    ops.paged_attention_decode: Producer(split.ATTENTION, split.ARGUMENTS, kinds_of_heads),
+    ops.mla_decode: Producer(
+        "vllm::unified_mla_attention_with_output",
+        ("q", "kv_c_normed", "k_pe", "output", "layer_name", "output_scale", "output_block_scale"),
+        mla_v_up.kinds,
+    ),
+}
+"""Producers by the op that serves their decode rows."""
+ARGUMENTS = {producer.name: producer.arguments for producer in PRODUCERS.values()}
+
+
+def decide(config, decided: Decided) -> str:
+    """Decide for the layers of a loaded model, from the recorded decisions, and return what was decided."""
     _fused.clear()
-    if "quantized_attention" not in seam.active():
-        return
     for name, layer in config.compilation_config.static_forward_context.items():
         decoder = getattr(getattr(layer, "impl", None), "rocm_ops", None)
-        if decoder is not None and decoder.op is ops.paged_attention_decode:
-            fusable = frozenset(quantized for quantized in KINDS if may_quantize(decoder, quantized, decided))
-            _fused[name] = fusable if writes_scales() else frozenset()
-        elif decoder is not None:
-            _fused[name] = decoder.kinds(layer, decided) if writes_scales(MLA) else frozenset()
+        if decoder is not None:
+            producer = PRODUCERS[decoder.op]
+            _fused[name] = producer.kinds(decoder, layer, decided) if producer.writes_scales() else frozenset()
         elif "attn_backend" in vars(layer):
             _fused[name] = frozenset()
-    if any(_fused.values()):
-        split.before(fuse)
-    else:
+    fused = ", ".join(sorted(f"{name} {'/'.join(sorted(kinds))}" for name, kinds in _fused.items() if kinds))
+    if not fused:
         _fused.clear()
-
-
-def writes_scales(op: str = split.ATTENTION) -> bool:
-    """True if vLLM's op has the expected arguments, and declares its output and group scales as mutated.
-
-    Without that a compiler may drop the write.
-    """
-    arguments = getattr(torch.ops.vllm, op.partition("::")[2]).default._schema.arguments
-    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
-    names = tuple(argument.name for argument in arguments)
-    return {"output", "output_block_scale"} <= written and names[: len(NAMED[op])] == NAMED[op]
-
-
-def may_fuse(decoder, quantized: str) -> bool:
-    """True if a layer was decided to fuse this kind of quantization."""
-    context = decoder.config.compilation_config.static_forward_context
-    return any(
-        quantized in kinds for name, kinds in _fused.items() if getattr(context.get(name), "impl", None) is decoder.impl
-    )
-
-
-def fused_layers() -> str:
-    """Return the decisions for the fingerprint of vLLM's compile cache, empty if nothing is fused."""
-    return ", ".join(sorted(f"{name} {'/'.join(sorted(kinds))}" for name, kinds in _fused.items() if kinds))
+        return ""
+    split.before(fuse)
+    return f"attention to e4m3 in {fused}"
 
 
 def kinds_of(name: object) -> frozenset[str]:
@@ -231,7 +231,7 @@ class Fusion(NamedTuple):
         """Return the fusion at a node, if it is possible and was decided."""
         from vllm_rocm_ops.vllm.graph import markers
 
-        given = dict(zip(NAMED[attention_of(node)], node.args)) | node.kwargs
+        given = dict(zip(ARGUMENTS[attention_of(node)], node.args)) | node.kwargs
         if given.get("output_scale") is not None or given.get("output_block_scale") is not None:
             return None
         views = views_of(given["output"])
@@ -280,7 +280,7 @@ def fuse(graph: fx.Graph, splitting_ops: list[str]) -> int:
 
 def attention_of(node: fx.Node) -> str:
     """Return vLLM's attention op with an output argument that a node calls, empty for other nodes."""
-    return name if (name := split.op_of(node)) in NAMED else ""
+    return name if (name := split.op_of(node)) in ARGUMENTS else ""
 
 
 def is_view(node: object) -> bool:
@@ -356,17 +356,13 @@ def allocate(graph: fx.Graph, rows: fx.Node, scales: Tensor) -> fx.Node:
 
 
 def probe() -> None:
-    """Raise `Unavailable` unless the seam fits this vLLM.
-
-    decode_attention and fusion are on, and vLLM splits a graph and calls attention as expected. Reads source files: an
-    import would need vLLM's kernels.
-    """
-    seam.require_seams("decode_attention", "fusion")
+    """Raise `Unavailable` unless vLLM splits a graph and calls attention as expected."""
     split.probe()
 
 
 def install() -> None:
-    """Do nothing: `decide` wraps vLLM's function after a model is loaded, when the kernels that it needs are."""
+    """Have layers decided. `decide` wraps vLLM's function after a model is loaded, when the kernels that it needs are."""
+    compiled_ops.deciders.append(decide)
 
 
 SEAM = seam.Seam(
@@ -375,5 +371,5 @@ SEAM = seam.Seam(
     probe=probe,
     install=install,
     ops=("paged_attention_decode",),
-    after=("decode_attention", "fusion"),
+    requires=("decode_attention", "fusion"),
 )

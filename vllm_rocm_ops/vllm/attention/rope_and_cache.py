@@ -312,15 +312,11 @@ def erase(nodes: list[fx.Node]) -> None:
 
 
 def probe() -> None:
-    """Raise `Unavailable` unless the seam fits this vLLM.
-
-    The attention backends are replaced, passes run, and the split, the ops and the rotation are as expected.
-    """
+    """Raise `Unavailable` unless the split, the ops and the rotation are as expected."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import attention as vllm_attention
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    seam.require_seams("decode_attention", "fusion")
     split.probe()
     names = "positions", "query", "key", "head_size", "rotary_dim", "cos_sin_cache", "is_neox_style"
     seam.require_parameters(RotaryEmbedding.forward_static, *names)
@@ -345,5 +341,6 @@ SEAM = seam.Seam(
     probe=probe,
     install=install,
     ops=("rope_and_cache", "qk_norm_rope_and_cache"),
-    after=("decode_attention", "fusion", "norm"),
+    requires=("decode_attention", "fusion"),
+    after=("norm",),
 )

@@ -7,6 +7,7 @@ a batch if it wins at every length, because a captured graph serves any.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core import envs
+from vllm_rocm_ops.core.quantization import OUTPUTS
+from vllm_rocm_ops.ops.paged_attention_decode import GROUP
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
-from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
-from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline, Decode
+from vllm_rocm_ops.vllm.selection.key import Baseline, Decode
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -71,18 +73,52 @@ def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
         choices = []
         for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:
             described = layer._k_scale, dtype, Layer(decoder, layer, builder)
-            contexts = [Context(decoder, page_size, query_len, keys)]
-            if decoder.quantized:
-                contexts.append(AgainstTwoLaunches(decoder, page_size, query_len, keys))
-            for context in contexts:
+            for of in (Context, *(decoder.quantized_contexts if decoder.quantized else ())):
+                context, max_requests = of(decoder, page_size, query_len, keys), config.scheduler_config.max_num_seqs
                 against = context.calls, context, context.beside
-                max_requests = config.scheduler_config.max_num_seqs
                 choice = kernel_selection.choice_for(
                     *against, lambda layer=described: layer, layer._k_scale, max_requests
                 )
-                if not isinstance(context, AgainstTwoLaunches):
+                if of is Context:
                     choices.append(choice)
         decoder.choices[query_len], decoder.baseline_alone = tuple(choices), None
+
+
+# Outputs
+
+
+def kind(scale: Tensor | None, groups: Tensor | None) -> str:
+    """Return the kind of a call with these scales, empty without quantization."""
+    return "groups" if groups is not None else "static" if scale is not None else ""
+
+
+@functools.cache
+def measured_scale(device: torch.device) -> Tensor:
+    """Return the static scale used for timing."""
+    return torch.full((1,), 0.01, device=device)
+
+
+def outputs(quantized: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Allocate an output, and return it with its static scale and its scales per group."""
+    if not quantized:
+        return torch.empty_like(query), None, None
+    from vllm.platforms import current_platform
+
+    output = torch.empty_like(query, dtype=current_platform.fp8_dtype())
+    if quantized == "static":
+        return output, measured_scale(query.device), None
+    return output, None, query.new_empty(len(query), query[0].numel() // GROUP, dtype=torch.float32)
+
+
+def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
+    """Return `outputs` as rows, dequantized."""
+    rows = output.flatten(1)
+    if groups is not None:
+        return (rows.float().unflatten(1, (-1, GROUP)) * groups[..., None]).flatten(1)
+    return rows if scale is None else rows.float() * scale
+
+
+# What is timed
 
 
 class Layer:
@@ -119,7 +155,7 @@ class Context(LayerComparison):
     def __init__(self, decoder, page_size: int, query_len: int, keys: int):
         self.op, self.query_len, self.keys = decoder.op, query_len, keys
         self.beside = self.beside or Baseline(decoder.backend.name)
-        quantized = quantized_attention.KINDS.get(decoder.quantized, "")
+        quantized = OUTPUTS.get(decoder.quantized, "")
         longest = decoder.config.model_config.max_model_len
         self.decode = Decode(decoder.heads(), quantized, page_size, query_len, keys, longest)
         self.calls = "attention", self.beside, decoder.describe(), self.decode
@@ -153,26 +189,13 @@ class Context(LayerComparison):
 
     def comparable(self, outputs: tuple[Tensor | None, ...]) -> Tensor:
         """Return a row per request, dequantized."""
-        rows = quantized_attention.dequantized(*outputs)
+        rows = dequantized(*outputs)
         return rows.reshape(len(rows) // self.query_len, -1)
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         query, layer, metadata = arguments
         outputs = layer.decoder.exact(self.query_len, self.keys, layer.module, query, metadata, rows)
         return outputs.reshape(len(rows), -1)[:, columns]
-
-
-class AgainstTwoLaunches(Context):
-    """Time fused output quantization against the plugin's attention followed by vLLM's quantization."""
-
-    beside = SEPARATE
-
-    def baseline(self, query: Tensor, layer: Layer, metadata) -> tuple[Tensor | None, ...]:
-        output, *scales = quantized_attention.outputs(layer.decoder.quantized, query)
-        plain, batch = torch.empty_like(query), (len(query) // self.query_len, self.query_len)
-        layer.decoder.run(batch, layer.module, query, layer.cache, metadata, plain)
-        quantized_attention.quantize(plain.flatten(1), output.flatten(1), *scales)
-        return output, *scales
 
 
 def common_metadata(layer: Layer, requests: int, query_len: int, keys: int):

@@ -46,12 +46,14 @@ class CompileChoices:
         off: Ops that are off on this GPU.
         all_reduced: Quantizations after an all-reduce and a norm that stay vLLM's.
         on: Which of the seams norm and activation are on.
+        others: What `deciders` decided, for people.
     """
 
     decisions: dict[Pattern, bool] = dataclasses.field(default_factory=dict)
     off: frozenset[str] = frozenset()
     all_reduced: frozenset = frozenset()
     on: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()
 
 
 choices = CompileChoices()
@@ -198,6 +200,8 @@ class QuantComparison(RowComparison):
 
 pattern_finders: list[Callable[[torch.nn.Module, bool], Iterator[QuantComparison]]] = []
 """Further patterns, by seam: functions of a model and whether vLLM compiles it."""
+deciders: list[Callable[[object, Decided], str]] = []
+"""Further decisions, by seam: functions of vLLM's configuration that return what they decided, for vLLM's compile cache."""
 norm_rules: list[Callable[..., bool]] = []
 """Further rewrites, by folder: functions of a norm in a graph, its readers and how it is summed, that return whether they served."""
 

@@ -13,7 +13,6 @@ from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core.stats import warn_once
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import quantized_attention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 
@@ -24,8 +23,8 @@ def fingerprint() -> str:
     """Return a line of everything that a compiled graph depends on.
 
     It has the version, the active seams, the weight order, a hash of the code objects' stamps, the names of unreadable
-    stamps, the shapes of shuffled weights, the patterns that stay vLLM's, and the layers whose attention quantizes its
-    output.
+    stamps, the shapes of shuffled weights, the patterns that stay vLLM's, and what else was decided for
+    a graph.
     """
     stamps, unreadable = hashlib.sha256(), []
     for stamp in sorted(launches.CODE.glob("*/*.json")):
@@ -40,8 +39,7 @@ def fingerprint() -> str:
     what += f"; shuffled {', '.join(sorted(linear_base.shuffled))}" if linear_base.shuffled else ""
     left = compiled_ops.patterns_left_to_vllm()
     what += f"; left to vLLM {', '.join(left)}" if left else ""
-    what += f"; attention to e4m3 in {quantized_attention.fused_layers()}" if quantized_attention.fused_layers() else ""
-    return f"{vllm_rocm_ops.__version__} with {what}"
+    return f"{vllm_rocm_ops.__version__} with {'; '.join((what, *compiled_ops.choices.others))}"
 
 
 def mark(vllm_config) -> None:
@@ -59,7 +57,7 @@ def mark(vllm_config) -> None:
 
 def mark_again(worker) -> None:
     """Add a loaded model's decisions to the fingerprint, also in the model's copies of the configuration."""
-    decided = compiled_ops.patterns_left_to_vllm() or linear_base.shuffled or quantized_attention.fused_layers()
+    decided = compiled_ops.patterns_left_to_vllm() or linear_base.shuffled or compiled_ops.choices.others
     if SEAM.name not in seam.active() or not decided:
         return
     modules = (module for model in compilation.models_of(worker) for module in model.modules())

@@ -270,6 +270,12 @@ def serves_by_tokens(key: Key, measured: dict[int, Measured]) -> bytes:
     return bytes(served)
 
 
+def at_some_size(tables: list[bytes]) -> bool:
+    """True if the plugin serves at one batch size in all of these tables, which are as `Choice.plugin_by_tokens`."""
+    tables = [served + served[-1:] * (max(map(len, tables)) - len(served)) for served in tables]
+    return any(all(served) for served in zip(*tables))
+
+
 @functools.cache
 def code_hash(arch: str) -> str:
     """Return a hash of what decides which plugin kernel a call runs: Python, code objects and tuned tables."""
