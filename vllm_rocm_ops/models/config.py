@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, TENSOR, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.core.quantization import STATIC, TOKEN
 from vllm_rocm_ops.ops.shared.experts import SCHEMES
 
 SHIPPED = Path(__file__).parent
 
-EXPERTS = {kind: SCHEMES[kind] for kind in (UNQUANTIZED, TENSOR, BLOCKS, MX)}
-EXPERTS |= {STATIC: SCHEMES["tensor"], TOKEN: SCHEMES["channel"]}
+EXPERTS = {TOKEN if name == "channel" else name: scheme for name, scheme in SCHEMES.items()}
+EXPERTS |= {STATIC: SCHEMES["tensor"]}
 """The schemes of experts' weights, by the quantization of linear layers; experts of others run in vLLM."""
 
 

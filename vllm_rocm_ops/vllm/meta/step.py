@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, TENSOR, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.models.layers import PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
@@ -283,7 +283,8 @@ def scheme(routed: torch.nn.Module) -> str | None:
     scale = block if block is not None else getattr(routed, "w13_weight_scale", None)
     if not isinstance(scale, Tensor):
         return UNQUANTIZED if w1.dtype in HALVES else None
-    known = [kind for kind in (BLOCKS, MX, TOKEN) if EXPERTS[kind].fits(w1.shape, w1.dtype, scale.shape, scale.dtype)]
+    operands = w1.shape, w1.dtype, scale.shape, scale.dtype
+    known = [kind for kind, scheme in EXPERTS.items() if scheme.rows and scheme.fits(*operands)]
     if known:
         return known[0]
     if w1.dtype.itemsize != 1 or scale.numel() > 2 * w1.shape[0]:
