@@ -1,7 +1,7 @@
 // Grouped GEMM over experts. A gate_up or down block computes one tile of fused_experts_tiled.hip, which defines the
 // terms.
 #pragma once
-#include "device/vec.h"
+#include "gemm/swiglu.h"
 #include "gemm/tiled/main_loop.h"
 #include "gemm/tiled/rasterize.h"
 #include "gemm/tiled/widening_loader.h"
@@ -31,9 +31,9 @@ struct ExpertTile {
 };
 
 // Stores a wave's activations; first_n is its first gate row.
-template <class Tile, ScaleGranularity kScales, bool kTokensScaled>
+template <class Tile, ScaleGranularity kScales, bool kTokensScaled, bool kClamped>
 DEVICE void store_activations(const Accumulators<Tile>& sums, const GroupedProblem& p, const ExpertTile& expert_tile,
-                              int first_n) {
+                              int first_n, const SwiGlu& swiglu) {
   constexpr int kRows = kChunk / 2;
   const int inner = p.n / 2;
   const float* scales_b = p.scale_b + expert_tile.expert * p.scale_b_expert;
@@ -41,12 +41,20 @@ DEVICE void store_activations(const Accumulators<Tile>& sums, const GroupedProbl
   for (int j = 0; j < Tile::kAccumulatorsN; ++j) {
     const int n = first_n + (j * tile::kAccumulatorRows + tile::accumulator_row(wave::lane())) / 2;
     if (n >= inner) continue;
-    float of_gate[kRows], of_up[kRows];
+    float of_gate[kRows], of_up[kRows], gate_bias[kRows], up_bias[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if constexpr (kScales != ScaleGranularity::kRow) continue;
-      of_gate[r] = mem::load<float>(scales_b + (n + r) * p.scale_b_row);
-      of_up[r] = mem::load<float>(scales_b + (inner + n + r) * p.scale_b_row);
+      const int gate_row = kClamped ? swiglu.row(n + r, 0, p.n) : n + r;
+      const int up_row = kClamped ? swiglu.row(n + r, 1, p.n) : inner + n + r;
+      if constexpr (kScales == ScaleGranularity::kRow) {
+        of_gate[r] = mem::load<float>(scales_b + gate_row * p.scale_b_row);
+        of_up[r] = mem::load<float>(scales_b + up_row * p.scale_b_row);
+      }
+      if constexpr (kClamped) {
+        const u16* biases = (const u16*)swiglu.bias + i64(expert_tile.expert) * p.n;
+        gate_bias[r] = swiglu.bias ? widened(mem::load<u16>(biases + gate_row), p.out_type) : 0.0f;
+        up_bias[r] = swiglu.bias ? widened(mem::load<u16>(biases + up_row), p.out_type) : 0.0f;
+      }
     }
 #pragma unroll
     for (int i = 0; i < Tile::kAccumulatorsM * tile::kLaneTokens; ++i) {
@@ -63,7 +71,8 @@ DEVICE void store_activations(const Accumulators<Tile>& sums, const GroupedProbl
         float gate = accumulator.get(i % tile::kLaneTokens, r), up = accumulator.get(i % tile::kLaneTokens, kRows + r);
         if constexpr (kScales == ScaleGranularity::kRow)
           gate = gate * scale_a * of_gate[r], up = up * scale_a * of_up[r];
-        y[r] = silu(gate * weight) * (up * weight);
+        if constexpr (kClamped) y[r] = swiglu.activation(gate * weight + gate_bias[r], up * weight + up_bias[r]);
+        else y[r] = silu(gate * weight) * (up * weight);
       }
       const f32x2 low = {y[0], y[1]}, high = {y[2], y[3]};
       const u32x2 packed =
@@ -118,8 +127,8 @@ DEVICE void to_floats(tile::AccumulatorTile (&sums)[kM][kN]) {
 }
 
 // Weights have the tokens' Type, or another 8-bit type that is widened to it: tokens are then unscaled.
-template <class Type, class Weights, class Tile, ScaleGranularity kScales, bool kGated>
-DEVICE void multiply_experts(const GroupedProblem& p) {
+template <class Type, class Weights, class Tile, ScaleGranularity kScales, bool kGated, bool kClamped = false>
+DEVICE void multiply_experts(const GroupedProblem& p, const SwiGlu& swiglu = {}) {
   const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * p.tiles_n;
   if (wave::block_id_x() >= blocks) return;
   const tile::TileCoord position =
@@ -154,7 +163,9 @@ DEVICE void multiply_experts(const GroupedProblem& p) {
         row / tile::kAccumulatorRows * tile::kAccumulatorRows + tile::weight_row(row % tile::kAccumulatorRows);
     constexpr int kHalf = kChunk / 2;
     const int n = first_n + (kGated ? in_tile / kChunk * kHalf + in_tile % kHalf : in_tile);
-    return n >= rows_n ? tile::kNoRow : n + (kGated && in_tile % kChunk >= kHalf ? rows_n : 0);
+    const bool is_up = kGated && in_tile % kChunk >= kHalf;
+    if constexpr (kClamped) return n >= rows_n ? tile::kNoRow : swiglu.row(n, is_up, p.n);
+    return n >= rows_n ? tile::kNoRow : n + (is_up ? rows_n : 0);
   });
 
   Accumulators<Tile> sums = {};
@@ -169,10 +180,13 @@ DEVICE void multiply_experts(const GroupedProblem& p) {
     tile::BlockScales<Tile, kGated> scales;
     if constexpr (kGated) {
       scales.init(p.scale_a, p.scale_a_row, p.scale_a_k, scales_b, row_of_a);
-      scales.b_at[0] = block_of(wave_n < rows_n ? wave_n : rows_n - 1) * 4;
+      const int gate = wave_n < rows_n ? wave_n : rows_n - 1;
+      scales.b_at[0] = block_of(kClamped ? swiglu.row(gate, 0, p.n) : gate) * 4;
 #pragma unroll
-      for (int j = 0; j < Tile::kAccumulatorsN; ++j)
-        scales.b_at[1 + j] = block_of(rows_n + wave_n + j * tile::kAccumulatorRows / 2) * 4;
+      for (int j = 0; j < Tile::kAccumulatorsN; ++j) {
+        const int up = wave_n + j * tile::kAccumulatorRows / 2;
+        scales.b_at[1 + j] = block_of(kClamped ? swiglu.row(up, 1, p.n) : rows_n + up) * 4;
+      }
     } else {
       scales.init(p.scale_a + first_a * p.scale_a_row, p.scale_a_row, p.scale_a_k, scales_b + block_of(wave_n),
                   row_of_a);
@@ -183,7 +197,7 @@ DEVICE void multiply_experts(const GroupedProblem& p) {
   }
   if constexpr (__is_same(Type, I8)) to_floats(sums);
   constexpr bool kTokensScaled = kScales == ScaleGranularity::kRow && !kWidened;
-  if constexpr (kGated) store_activations<Tile, kScales, kTokensScaled>(sums, p, expert_tile, wave_n);
+  if constexpr (kGated) store_activations<Tile, kScales, kTokensScaled, kClamped>(sums, p, expert_tile, wave_n, swiglu);
   else store_results<Tile, kScales, kTokensScaled>(sums, p, expert_tile, wave_n);
 }
 

@@ -5,6 +5,8 @@
 //     down:     results[pair] = w2[expert] @ act[position]
 //     combine:  out[token] = sum over the token's pairs of weight * results[pair]
 //
+// Kernels named "clamped" and "biased" add biases to both products, and have the other activations of gemm/swiglu.h.
+//
 // Pair index: token * slots + slot; slots are the topk routed experts, then the shared ones. A position is an index
 // into the sorted pairs; pairs whose expert is not on this rank have none. Flops: 6 * pairs * H * I; bytes: the weights
 // of the activated experts, plus about H * 5 + I * 6 per pair.
@@ -122,6 +124,17 @@ EXPERTS_TILES(fused_experts_tiled, row, E4m3, E4m3, kRow)
 EXPERTS_TILES(fused_experts_tiled, bf16, Bf16, Bf16, kNone)
 EXPERTS_TILES(fused_experts_tiled, fp16, F16, F16, kNone)
 
+// gate_up with the activations of gemm/swiglu.h.
+#define CLAMPED(kind, Type, scales)                                                                    \
+  KERNEL(256) fused_experts_tiled_gate_up_clamped_##kind##_64(GroupedProblem problem, SwiGlu swiglu) { \
+    using Tile = BlockTile<64, 128, 256>;                                                              \
+    multiply_experts<Type, Type, Tile, ScaleGranularity::scales, true, true>(problem, swiglu);         \
+  }
+CLAMPED(block, E4m3, kBlock)
+CLAMPED(row, E4m3, kRow)
+CLAMPED(bf16, Bf16, kNone)
+CLAMPED(fp16, F16, kNone)
+
 struct Combine {
   Routing routing;
   const float* results;  // [pairs, columns]
@@ -132,19 +145,28 @@ struct Combine {
 
 constexpr int kCombineThreads = 256;
 
-KERNEL(kCombineThreads) fused_experts_tiled_combine(Combine combine) {
+template <bool kBiased>
+DEVICE void combine_pairs(const Combine& combine, const void* bias) {
   const Routing& routing = combine.routing;
   const i64 token = wave::block_id_x();
   const int column = (wave::block_id_y() * kCombineThreads + wave::thread_id()) * kChunk;
   if (column >= combine.columns) return;
   const mem::Buffer results = mem::buffer(combine.results + token * routing.slots() * combine.columns);
   f32x4 low = {}, high = {};
-  auto add = [&](int slot, bool present, float weight) __attribute__((always_inline)) {
+  auto add = [&](int slot, bool present, float weight, int expert) __attribute__((always_inline)) {
     const int row = slot * combine.columns * 4;
     const u32x4 first = mem::load_or_zero(results, column * 4, row, present);
     const u32x4 second = mem::load_or_zero(results, column * 4 + 16, row, present);
-    low += __builtin_bit_cast(f32x4, first) * weight;
-    high += __builtin_bit_cast(f32x4, second) * weight;
+    f32x4 at_low = __builtin_bit_cast(f32x4, first), at_high = __builtin_bit_cast(f32x4, second);
+    if constexpr (kBiased) {
+      const int at = (expert * combine.columns + column) * 2;
+      const u32x4 loaded = mem::load_or_zero(mem::buffer(bias), at, 0, present);
+      const Chunk biases = combine.out_type == 0 ? unpack<Bf16>(loaded) : unpack<F16>(loaded);
+      at_low += f32x4{biases.pair[0].x, biases.pair[0].y, biases.pair[1].x, biases.pair[1].y};
+      at_high += f32x4{biases.pair[2].x, biases.pair[2].y, biases.pair[3].x, biases.pair[3].y};
+    }
+    low += at_low * weight;
+    high += at_high * weight;
   };
 #pragma unroll 4
   for (int slot = 0; slot < routing.topk; ++slot) {
@@ -152,10 +174,17 @@ KERNEL(kCombineThreads) fused_experts_tiled_combine(Combine combine) {
     int expert[1];
     load_experts(routing, at, at[0] + 1, expert);
     const bool present = expert[0] >= 0;
-    add(slot, present, !present ? 0.0f : combine.router ? mem::load<float>(combine.router + at[0]) : 1.0f);
+    add(slot, present, !present ? 0.0f : combine.router ? mem::load<float>(combine.router + at[0]) : 1.0f, expert[0]);
   }
-  for (int slot = routing.topk; slot < routing.slots(); ++slot) add(slot, true, 1.0f);
+  for (int slot = routing.topk; slot < routing.slots(); ++slot)
+    add(slot, true, 1.0f, routing.routed + slot - routing.topk);
   const Chunk sum = {{low.lo, low.hi, high.lo, high.hi}};
   mem::store((u16*)combine.out + token * combine.columns + column,
              combine.out_type == 0 ? pack<Bf16>(sum) : pack<F16>(sum));
+}
+
+KERNEL(kCombineThreads) fused_experts_tiled_combine(Combine combine) { combine_pairs<false>(combine, nullptr); }
+// bias: [experts, columns], out_type, less than 2 GB
+KERNEL(kCombineThreads) fused_experts_tiled_combine_biased(Combine combine, const void* bias) {
+  combine_pairs<true>(combine, bias);
 }

@@ -355,10 +355,18 @@ def fused_experts(before, after, outputs: tuple) -> Found:
             share = (a.topk_weights.double() * (ids == expert)).sum(1)
         w1, w2 = (weight(w[expert], None if s is None else s[expert]) for w, s in ((a.w1, scales), (a.w2, a.w2_scale)))
         on_input = share[:, None] if a.apply_router_weight_on_input else torch.ones_like(share[:, None])
-        gate, up = (x @ w1.t() * on_input).chunk(2, 1)
-        gate_off, up_off = ((OF_TERMS * x.abs() + x_off) @ w1.abs().t() * on_input.abs()).chunk(2, 1)
-        inner = (silu(gate) * up).to(a.out_dtype).double()
-        inner_off = 1.1 * up.abs() * gate_off + silu(gate).abs() * up_off  # silu rises by at most 1.1
+        gate_up, gate_up_off = x @ w1.t() * on_input, (OF_TERMS * x.abs() + x_off) @ w1.abs().t() * on_input.abs()
+        if a.w1_bias is not None:
+            gate_up += a.w1_bias[expert].double()
+            gate_up_off += OF_TERMS * a.w1_bias[expert].double().abs()
+        (gate, up), (gate_off, up_off) = (
+            (t[:, 0::2], t[:, 1::2]) if a.interleaved else t.chunk(2, 1) for t in (gate_up, gate_up_off)
+        )
+        if a.swiglu_limit is not None:
+            gate, up = gate.minimum(torch.full_like(gate, a.swiglu_limit)), up.clamp(-a.swiglu_limit, a.swiglu_limit)
+        glu, up = gate * torch.sigmoid(a.swiglu_alpha * gate), up + a.swiglu_beta
+        inner = (glu * up).to(a.out_dtype).double()
+        inner_off = 1.1 * up.abs() * gate_off + glu.abs() * up_off  # the product with the sigmoid rises by at most 1.1
         if kind != "none" and not a.weight_only:
             roundings = (
                 2 if a.act_scale is None else 1
@@ -366,8 +374,9 @@ def fused_experts(before, after, outputs: tuple) -> Found:
             error = roundings * HALF[a.out_dtype] * inner.abs() + inner_off
             inner, inner_off = quantized(inner, error, a.act_scale)
         share = torch.ones_like(share).where(share != 0, 0.0) if a.apply_router_weight_on_input else share
-        total += share[:, None] * (inner @ w2.t())
-        terms += share[:, None].abs() * (inner.abs() @ w2.abs().t())
+        bias = torch.zeros_like(total[0]) if a.w2_bias is None else a.w2_bias[expert].double()
+        total += share[:, None] * (inner @ w2.t() + bias)
+        terms += share[:, None].abs() * (inner.abs() @ w2.abs().t() + bias.abs())
         off += share[:, None].abs() * (inner_off @ w2.abs().t())
     of_terms = HALF[a.out_dtype] if kind == "none" or a.weight_only else 0.02  # some roundings of x go the other way
     yield "output", outputs[0].double(), total, rounded(total, a.out_dtype) + of_terms * terms + off

@@ -15,7 +15,7 @@ from vllm_rocm_ops.core.correctness import generator_of, run_and_check, unwritte
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.fused_experts import TILED_FROM
+from vllm_rocm_ops.ops.fused_experts import CLAMPED, TILED_FROM
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
 from vllm_rocm_ops.ops.shared.experts import SCHEMES
 
@@ -46,6 +46,8 @@ CASES = [
     case("channel-m130", 130, 2, 3, 208, 80, scheme="channel", out_dtype=torch.float16),
     case("tensor-m70", 70, 2, 4, 208, 208, scheme="tensor"),
     case("bf16-m130", 130, 2, 3, 200, 136, scheme="none"),
+    case("block-clamped-m90", 90, 3, 5, 208, 208, mapped=True, ids=torch.int64, shared_experts=1, bias=True, **CLAMPED),
+    case("block-interleaved-m66", 66, 2, 4, 208, 208, interleaved=True, bias=True),
 ]
 
 
@@ -58,18 +60,29 @@ def emulator(request):
         OP.invalidate()
 
 
-@pytest.mark.parametrize("config", tiled.configs(None, None), ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [*few_of(FEW, lambda case: frozenset({case.make.args[-1].get("scheme")})), *CASES],
-    ids=lambda case: case.name,
-)
-def test_tiled_kernels_run_and_are_right(case, config, emulator, monkeypatch):
+PLAIN = {"bias", "swiglu_limit", "interleaved"}.isdisjoint
+
+
+def runs(cases: list[Case]) -> list[tuple[Case, tiled.TiledConfig]]:
+    """Return the cases in all tile sizes that have kernels for their activation."""
+    sizes = ((case, tiled.TOKENS if PLAIN(case.make.args[-1]) else tiled.TOKENS[:1]) for case in cases)
+    return [(case, tiled.TiledConfig(tokens)) for case, all_tokens in sizes for tokens in all_tokens]
+
+
+def reached(run: tuple[Case, tiled.TiledConfig]) -> frozenset:
+    case, config = run
+    return frozenset({(case.make.args[-1].get("scheme"), PLAIN(case.make.args[-1]), config)})
+
+
+@pytest.mark.parametrize("run", [*few_of(runs(FEW), reached), *runs(CASES)], ids=lambda run: f"{run[0].name}-{run[1]}")
+def test_tiled_kernels_run_and_are_right(run, emulator, monkeypatch):
+    case, config = run
     monkeypatch.setattr(OP, "default", lambda *_: config)
     reset_stats()
     run_and_check(OP, case.make("cpu", generator_of(case.name), emulator.arch.fp8_dtype), "cpu")
     (ran,) = stats()[OP.name]
     assert ran == "nothing to do" or f"_{config.tokens} + {tiled.MODULE}_combine" in ran
+    assert PLAIN(case.make.args[-1]) or "_clamped_" in ran
 
 
 def test_few_tokens_with_many_experts_each(emulator):

@@ -18,6 +18,8 @@ def checked(op, a):
         if hint in (torch.Tensor, torch.Tensor | None) and not isinstance(value, hint):
             wanted = "a tensor" if hint is torch.Tensor else "a tensor or None"
             raise ValueError(f"{op.name}: {name} must be {wanted}, got {value!r}")
+        if hint == float | None and not isinstance(value, (float, int, type(None))):
+            raise ValueError(f"{op.name}: {name} must be a number or None, got {value!r}")
     tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
     device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():

@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.experts import SCHEMES, TOKENS, contract, scheme_of, slots, weight_of
+from vllm_rocm_ops.ops.shared.experts import SCHEMES, TOKENS, activated, contract, scheme_of, slots, weight_of
 from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
 from vllm_rocm_ops.ops.shared.experts_tiled import TiledConfig
@@ -29,6 +29,8 @@ __all__ = ["fused_experts"]
 
 TILED_FROM = 17  # tokens; below, the streamed kernels were faster in every layer, on H200
 NO_EXPERT = 2**15 - 1
+CLAMPED = {"swiglu_limit": 0.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+"""Of cases: as in gpt-oss, with a limit that clamps many values."""
 
 
 def _reads_order(a, arch: Arch) -> bool:
@@ -59,6 +61,9 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     for name in ("topk_weights", "topk_ids", "hidden_scale", "w1_scale", "w2_scale", "act_scale", "expert_map"):
         tensor = getattr(a, name)
         yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
+    biases = [bias for bias in (a.w1_bias, a.w2_bias) if bias is not None]
+    holds = all(bias.is_contiguous() and bias.data_ptr() % 16 == 0 and bias.nbytes < 2**31 for bias in biases)
+    yield "biases are contiguous, 16-byte aligned and span less than 2 GB", holds
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
     kind = scheme_of(a.w1, a.w1_scale)
     if kind.native:
@@ -149,6 +154,22 @@ def _cases() -> Iterator[Case]:
         yield alone(f"{kind}-alone", 5, 2, 4, 192, 80, shared_experts=1)
         yield alone(f"{kind}-alone-m70", 70, 2, 3, 208, 96, out_dtype=torch.float16)
         yield alone(f"{kind}-alone-shuffled", 3, 2, 4, 128, 64, shuffled=True)
+    for kind, inner in (("block", 640), ("channel", 96), ("none", 320)):  # down in several units
+        of_kind = functools.partial(case, scheme=kind, **CLAMPED)
+        yield of_kind(f"{kind}-clamped-bias", 3, 2, 4, 208, inner, bias=True, shared_experts=1)
+        yield of_kind(f"{kind}-clamped-m70", 70, 2, 4, 208, 80, bias=True, interleaved=True, shared_experts=1)
+        yield of_kind(f"{kind}-clamped-m65", 65, 1, 4, 144, 176, out_dtype=torch.float16, mapped=True)
+    yield case("block-bias-k1024", 2, 2, 4, 1024, 16, bias=True)  # whole rounds of the waves
+    yield case("block-limit-quant", 2, 3, 4, 128, 128, swiglu_limit=0.5)
+    yield case("fp16-clamped", 4, 2, 4, 96, 72, scheme="none", out_dtype=torch.float16, bias=True, **CLAMPED)
+    yield case("block-interleaved-m1", 1, 3, 8, 384, 256, interleaved=True)
+    yield case("bf16-interleaved-bias", 18, 2, 4, 96, 32, scheme="none", interleaved=True, shuffled=True, bias=True)
+    yield case("tensor-static-clamped", 4, 2, 4, 128, 96, scheme="tensor", static=True, bias=True, **CLAMPED)
+    yield case("block-bias-on-input", 3, 1, 4, 128, 128, apply_router_weight_on_input=True, bias=True)
+    yield case("block-bias-on-input-m65", 65, 1, 4, 128, 128, apply_router_weight_on_input=True, bias=True)
+    yield case("block-bias-map", 6, 3, 5, 256, 128, mapped=True, shared_experts=1, bias=True)
+    yield case("mx-clamped", 5, 3, 6, 128, 256, scheme="mx", shared_experts=1, **CLAMPED)
+    yield case("mx-bias-interleaved", 3, 2, 4, 128, 160, scheme="mx", bias=True, interleaved=True, **CLAMPED)
     yield case("int8-static-bf16", 4, 2, 4, 144, 96, scheme="tensor", weights="int8", static=True)
     yield case("int8-alone-tensor", 4, 2, 4, 144, 48, weights="int8", weight_only=True, scheme="tensor")
 
@@ -221,6 +242,11 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         given.get("apply_router_weight_on_input", False),
         given.get("shuffled", False),
         given.get("weight_only", False),
+        *(randn(experts, size[0]).to(out_dtype) if given.get("bias") else None for size in sizes),
+        given.get("swiglu_limit"),
+        given.get("swiglu_alpha", 1.0),
+        given.get("swiglu_beta", 0.0),
+        given.get("interleaved", False),
     )
 
 
@@ -252,8 +278,18 @@ def fused_experts(
     apply_router_weight_on_input: bool = False,
     shuffled: bool = False,
     weight_only: bool = False,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    interleaved: bool = False,
 ) -> Tensor:
     """Sum weight * w2[expert] @ (silu(gate) * up) over a token's experts, where [gate, up] = w1[expert] @ hidden.
+
+    Further arguments add biases to both products, and make the activation between them that of
+    `silu_and_mul_with_clamp`: gate = min(gate, limit), up = clamp(up, -limit, limit), gate * sigmoid(alpha * gate) *
+    (up + beta).
 
     Without a static scale, hidden and the activation are quantized dynamically as the weights are scaled: per 1x128
     with block scales, per 1x32 with MX-FP8, else per token; to e4m3 for e4m3 and e5m2 weights, to int8 for int8 weights
@@ -261,7 +297,7 @@ def fused_experts(
 
     Args:
         hidden: [M, H], bf16 or fp16; or already quantized, e4m3 or int8, with hidden_scale.
-        w1: [E, 2 I, H], gate rows first; bf16, fp16, e4m3, e5m2 or int8.
+        w1: [E, 2 I, H], gate rows first, unless interleaved; bf16, fp16, e4m3, e5m2 or int8.
         w2: [E, H, I], w1's dtype.
         topk_weights: [M, topk], float32.
         topk_ids: [M, topk], int32 or int64; invalid ids are skipped.
@@ -277,6 +313,12 @@ def fused_experts(
         apply_router_weight_on_input: Scale hidden by the router weights, not the result; topk is 1.
         shuffled: Each expert's w1 and w2 are in `shuffle_weight` order, as AITER stores them, with their plain shapes.
         weight_only: W8A16: 8-bit weights, activations stay bf16 or fp16.
+        w1_bias: [E, 2 I], out_dtype: added to w1's products, in the order of its rows.
+        w2_bias: [E, H], out_dtype: added to w2's products, before the router weights.
+        swiglu_limit: Upper bound of gate, and of the absolute value of up; above 0, None for no bound.
+        swiglu_alpha: Factor of gate in the sigmoid.
+        swiglu_beta: Added to up.
+        interleaved: Rows of w1 and w1_bias are gate, up, gate, up, as in gpt-oss.
 
     Returns:
         [M, H], out_dtype.
@@ -304,11 +346,13 @@ def fused_experts(
         gate_up = x @ weight_of(w1, w1_scale, expert, shuffled, exact).t()
         if apply_router_weight_on_input:
             gate_up = gate_up * weight[:, None]
-        gate, up = gate_up.chunk(2, 1)
-        inner = (gate / (1.0 + torch.exp(-gate)) * up).to(out_dtype).to(exact)
+        gate_up = gate_up if w1_bias is None else gate_up + w1_bias[expert].to(exact)
+        gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else gate_up.chunk(2, 1)
+        inner = activated(gate, up, swiglu_limit, swiglu_alpha, swiglu_beta).to(out_dtype).to(exact)
         if dtype is not None:
             inner = kind.rounded(inner, dtype, act_scale)
         result = inner @ weight_of(w2, w2_scale, expert, shuffled, exact).t()
+        result = result if w2_bias is None else result + w2_bias[expert].to(exact)
         if not apply_router_weight_on_input:
             result = result * weight[:, None]
         total += result if expert >= routed else torch.where(chosen.any(1, keepdim=True), result, 0.0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.launch import fields
 from vllm_rocm_ops.core.quantization import E5M2, LIMIT, MX_BLOCK, MX_SCALES
 from vllm_rocm_ops.core.tensors import describe
 from vllm_rocm_ops.ops.shared.gemm import BLOCK, HALVES
@@ -105,6 +106,13 @@ def weight_of(weights: Tensor, scales: Tensor | None, expert: int, shuffled: boo
     return scheme_of(weights, scales).dequantized(values, None if scales is None else scales[expert], exact)
 
 
+def activated(gate: Tensor, up: Tensor, limit: float | None, alpha: float, beta: float) -> Tensor:
+    """Return the activation between an expert's GEMMs."""
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate / (1.0 + torch.exp(-alpha * gate)) * (up + beta)
+
+
 @functools.lru_cache
 def _fitting_scheme(*operands: torch.Size | torch.dtype) -> Scheme:
     return next((scheme for scheme in SCHEMES.values() if scheme.fits(*operands)), Scheme("unknown", ()))
@@ -123,6 +131,19 @@ def intermediate(a) -> int:
 def slots(a) -> int:
     """Return the experts per token, including shared ones."""
     return a.topk_ids.shape[1] + a.shared_experts
+
+
+def is_plain(a) -> bool:
+    """True if gate_up is silu(gate) * up of products without a bias."""
+    has_rest = a.w1_bias is not None or a.swiglu_limit is not None or a.interleaved
+    return not has_rest and (a.swiglu_alpha, a.swiglu_beta) == (1.0, 0.0)
+
+
+def swiglu_arguments(a) -> dict[str, object]:
+    """Return the argument `swiglu` of kernels for other activations."""
+    limit = math.inf if a.swiglu_limit is None else float(a.swiglu_limit)
+    activation = {"limit": limit, "exponent": -float(a.swiglu_alpha) / math.log(2), "beta": float(a.swiglu_beta)}
+    return fields("swiglu", {"bias": a.w1_bias, "activation": activation, "interleaved": int(a.interleaved)})
 
 
 def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
@@ -215,4 +236,12 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
         whole = all(fits(weight.shape[1:], weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
         wanted = "False, unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
         yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
+    for name, columns in (("w1_bias", n), ("w2_bias", h)):
+        if (bias := getattr(a, name)) is not None:
+            wanted, holds = (experts, columns), bias.dtype == a.out_dtype and bias.shape == (experts, columns)
+            yield name, f"{a.out_dtype} {list(wanted)}", describe(bias), holds
+    holds = a.swiglu_limit is None or a.swiglu_limit > 0
+    yield "swiglu_limit", "None or a number above 0", str(a.swiglu_limit), holds
+    for name in ("swiglu_alpha", "swiglu_beta"):
+        yield name, "a finite number", str(getattr(a, name)), math.isfinite(getattr(a, name))
     yield "shared_experts", f"0 to E={experts}", str(a.shared_experts), 0 <= a.shared_experts <= experts

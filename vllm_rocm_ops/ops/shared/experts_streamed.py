@@ -13,9 +13,11 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_hit,
     expected_tiles,
     intermediate,
+    is_plain,
     scale_strides,
     scheme_of,
     slots,
+    swiglu_arguments,
     weight_strides,
 )
 from vllm_rocm_ops.ops.shared.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
@@ -88,10 +90,11 @@ def _row_bytes(a) -> int:
 
 
 def _can_quantize(a, arch: Arch) -> bool:
-    """True if blocks of down can quantize the activation and leave room in LDS for RESIDENT blocks."""
+    """True if blocks of down can quantize the activation and leave room in LDS for RESIDENT blocks, and add no bias."""
     in_groups = scheme_of(a.w1, a.w1_scale).group > 0
     fits = _down_lds(a, quantizes=True) <= arch.lds_bytes // RESIDENT["down"]
-    return quantizing(a) > 0 and in_groups == (a.act_scale is None) and intermediate(a) % BLOCK == 0 and fits
+    can = quantizing(a) > 0 and in_groups == (a.act_scale is None) and intermediate(a) % BLOCK == 0
+    return can and fits and a.w2_bias is None
 
 
 def configs(a, arch: Arch) -> list[StreamedConfig]:
@@ -220,8 +223,12 @@ def _product(
         "work_per_item": work_per_item,
         "work_per_item_inverse": 2**31 // work_per_item + 1,
     }
-    quantizes = name == "down_quant"
+    quantizes, more = name == "down_quant", {}
     lds = _gate_up_lds(a) if name == "gate_up" else _down_lds(a, quantizes)
     kind = scheme_of(weight, scale).infix("static" if quantizes else "row", weight.dtype)
+    if name == "gate_up" and not is_plain(a):
+        name, more = "gate_up_clamped", swiglu_arguments(a)
+    elif name == "down" and a.w2_bias is not None:
+        name, more = "down_biased", {"bias": a.w2_bias}
     symbol = f"{MODULE}_{name}_{kind}" + (f"_{ELEMENTS[a.out_dtype]}" if quantizes else "")
-    return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), fields("experts", args), lds)
+    return Launch(MODULE, symbol, grid, (WAVES * arch.wave_lanes, 1, 1), fields("experts", args) | more, lds)

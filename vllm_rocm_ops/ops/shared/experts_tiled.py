@@ -17,9 +17,11 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_pairs,
     expected_tiles,
     intermediate,
+    is_plain,
     scale_strides,
     scheme_of,
     slots,
+    swiglu_arguments,
     weight_strides,
 )
 from vllm_rocm_ops.ops.shared.experts_quantize import (
@@ -54,6 +56,8 @@ class TiledConfig:
 
 def can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the rules that tiled kernels add to the streamed ones'."""
+    others = a.weight_only or a.w1.dtype in (torch.int8, *E5M2)
+    yield "gate_up is silu(gate) * up without a bias, or weights are bf16, fp16 or e4m3", is_plain(a) or not others
     (m, h), inner, experts = a.hidden.shape, intermediate(a), len(a.w1)
     yield f"there are at most {MAX_EXPERTS} experts", experts <= MAX_EXPERTS
     yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28
@@ -71,8 +75,8 @@ def can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def configs(a, arch: Arch) -> list[TiledConfig]:
-    """Return every tile size."""
-    return [TiledConfig(tokens) for tokens in TOKENS]
+    """Return every tile size, the smallest if gate_up has another activation or a bias."""
+    return [TiledConfig(tokens) for tokens in (TOKENS if is_plain(a) else TOKENS[:1])]
 
 
 def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
@@ -168,9 +172,11 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
             "tiles_n": tiles_n,
         }
         module, kind = _kernels(a, weight, scale, dtype)
-        symbol = f"{module}_{name}_{kind}_{config.tokens}"
+        is_clamped = name == "gate_up" and not is_plain(a)
+        more = swiglu_arguments(a) if is_clamped else {}
+        symbol = f"{module}_{name}{'_clamped' * is_clamped}_{kind}_{config.tokens}"
         lds, grid = lds_bytes(config.tokens, ROWS, arch), (max_tiles * tiles_n, 1, 1)
-        return Launch(module, symbol, grid, (THREADS, 1, 1), fields("problem", args), lds)
+        return Launch(module, symbol, grid, (THREADS, 1, 1), fields("problem", args) | more, lds)
 
     on_input, on_output = (a.topk_weights, None) if a.apply_router_weight_on_input else (None, a.topk_weights)
     gate_up = product(
@@ -185,6 +191,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
         "columns": h,
         "out_type": OUT_TYPES[a.out_dtype],
     }
-    grid = m, -(-h // (VECTOR * COMBINE_THREADS)), 1
-    combine = Launch(MODULE, f"{MODULE}_combine", grid, (COMBINE_THREADS, 1, 1), fields("combine", args))
+    grid, more = (m, -(-h // (VECTOR * COMBINE_THREADS)), 1), {} if a.w2_bias is None else {"bias": a.w2_bias}
+    symbol = f"{MODULE}_combine{'_biased' * bool(more)}"
+    combine = Launch(MODULE, symbol, grid, (COMBINE_THREADS, 1, 1), fields("combine", args) | more)
     return [sort, *quantize_hidden, gate_up, *quantize_act, down, combine]
