@@ -57,7 +57,7 @@ RECIPES = {
     "MiniMax-M3, MXFP8": Recipe(
         *("mxfp8", "mxfp8", FUSED, {"linear_backend": "emulation"}),
         has_own_attention=True,
-        moe={"activation": "SWIGLUOAI", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        moe={"activation": "SWIGLUOAI_UNINTERLEAVE", "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
     ),
     "Qwen3-235B, Qwen3-Coder-480B": Recipe("block", "block", moe=SOFTMAX),
     "Qwen3-VL-235B": Recipe("block", "block", SHUFFLED, {}, "ROCM_AITER_FA", moe=SOFTMAX),

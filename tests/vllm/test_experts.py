@@ -14,6 +14,7 @@ from linears import ask_for_aiter, random
 from torch import Tensor
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers import activation
 from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -22,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
     fp8_w8a8_moe_quant_config,
 )
-from vllm.model_executor.layers.fused_moe.experts import mxfp8_native_moe, triton_moe
+from vllm.model_executor.layers.fused_moe.experts import aiter_mxfp8_moe, mxfp8_native_moe, triton_moe
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -80,11 +81,48 @@ def select(kind: str, **options) -> type:
     return fp8.select_fp8_moe_backend(config(**options), *scheme(kind))[1]
 
 
+REST = {
+    "": {},
+    "limit": {"swiglu_limit": 0.7},
+    "bias": {"has_bias": True},
+    "oai": {
+        "activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE,
+        "swiglu_limit": 0.7,
+        "swiglu_alpha": 1.702,
+        "swiglu_beta": 1.0,
+        "has_bias": True,
+    },
+    "interleaved": {"activation": MoEActivation.SWIGLUOAI, "has_bias": True},
+}
+"""What layers have besides weights, as vLLM's configuration says it."""
+
+
 class Layer:
     """The weights of a layer in a quantization, vLLM's form of them, and their exact values."""
 
-    def __init__(self, kind: str):
-        self.kind = kind
+    def __init__(self, kind: str, rest: str = ""):
+        self.kind, self.rest = kind, REST[rest]
+        self.quantize(kind)
+        if rest and rest != "limit":
+            for name, columns in (("_w1", 2 * INNER), ("_w2", HIDDEN)):
+                getattr(self.quant_config, name).bias = random(EXPERTS, columns).bfloat16()
+        self.quant_config.gemm1_clamp_limit = self.rest.get("swiglu_limit")
+        self.quant_config.gemm1_alpha, self.quant_config.gemm1_beta = map(
+            self.rest.get, ("swiglu_alpha", "swiglu_beta")
+        )
+
+    def activated(self, gate_up: Tensor) -> Tensor:
+        """Return vLLM's activation of a row of gate and up."""
+        if self.rest.get("activation") is MoEActivation.SWIGLUOAI:
+            return activation.SwigluOAIAndMul.forward_native(Fake(alpha=1.702, limit=7.0), gate_up)
+        gate, up = gate_up.chunk(2)
+        if "swiglu_limit" not in self.rest:
+            return torch.nn.functional.silu(gate) * up
+        clamps = {name: self.rest.get(f"swiglu_{name}", default) for name, default in (("alpha", 1.0), ("beta", 0.0))}
+        layer = Fake(swiglu_limit=self.rest["swiglu_limit"], **clamps)
+        return activation.SiluAndMulWithClamp.forward_native(layer, gate_up)
+
+    def quantize(self, kind: str) -> None:
         self.w1, w1_scale, self.exact1 = self.quantized(random(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5)
         self.w2, w2_scale, self.exact2 = self.quantized(random(EXPERTS, HIDDEN, INNER) * INNER**-0.5)
         if kind == "bf16":
@@ -132,9 +170,12 @@ class Layer:
             if expert not in within:
                 continue
             x = hidden[token].float() * (weight if on_input else 1.0)
-            gate, up = (self.exact1[expert] @ self.rounded(x, 0)).chunk(2)
-            inner = (torch.nn.functional.silu(gate) * up).bfloat16().float()
-            total[token] += (self.exact2[expert] @ self.rounded(inner, 1)) * (1.0 if on_input else weight)
+            biases = (
+                0.0 if of.bias is None else of.bias[expert] for of in (self.quant_config._w1, self.quant_config._w2)
+            )
+            bias1, bias2 = biases
+            inner = self.activated(self.exact1[expert] @ self.rounded(x, 0) + bias1).bfloat16().float()
+            total[token] += (self.exact2[expert] @ self.rounded(inner, 1) + bias2) * (1.0 if on_input else weight)
         return total
 
 
@@ -219,6 +260,86 @@ def test_routing_too(kind):
     result = call_with_logits(layer, kernel(layer, select(kind)), logits, bias, hidden)
     close(result, layer.plain(hidden, *vllm_routes(logits, bias)))
     assert vllm_rocm_ops.stats().keys() == {"grouped_topk", "fused_experts"}
+
+
+@pytest.mark.parametrize("rest", [rest for rest in REST if rest])
+@pytest.mark.parametrize("kind", ["block", "channel", "mx", "bf16"])
+def test_other_activations_and_biases(kind, rest):
+    """A layer with biases or another activation equals vLLM's formulas, in experts that route and others."""
+    layer, (weights, ids), hidden = Layer(kind, rest), routed(), inputs()
+    shape, given = layer.rest, {"activation": layer.rest.get("activation", MoEActivation.SILU)}
+    if (kind, rest) == ("mx", "interleaved"):
+        assert not modular(kind).is_supported_config(modular(kind), config(**shape), *scheme(kind), STANDARD)[0]
+        return
+    close(
+        call(layer, kernel(layer, modular(kind), **shape), weights, ids, hidden, **given),
+        layer.plain(hidden, weights, ids),
+    )
+    if kind in ROUTING:
+        logits, bias = random(TOKENS, EXPERTS), random(EXPERTS) * 0.1
+        result = call_with_logits(layer, kernel(layer, select(kind, **shape), **shape), logits, bias, hidden, **given)
+        close(result, layer.plain(hidden, *vllm_routes(logits, bias)))
+        assert vllm_rocm_ops.stats().keys() == {"grouped_topk", "fused_experts"}
+
+
+@pytest.mark.parametrize("fault", ["", "w1_bias", "w2_bias", "swiglu_limit"])
+def test_other_activations_are_compared_and_keyed(baseline, fault, monkeypatch):
+    """A limit or a bias that the plugin leaves out turns it off. Layers that differ in one have choices of their own."""
+    layer, reference = Layer("bf16", "oai"), ops.fused_experts.reference
+    arguments = ops.fused_experts.Arguments
+
+    def plugin(*given):
+        return reference(*arguments(*given)._replace(**{fault: None} if fault else {}))
+
+    monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
+    compute(baseline, layer, monkeypatch)
+    made, how = kernel(layer, modular("bf16"), **layer.rest), {"activation": layer.rest["activation"]}
+    call(layer, made, *routed(), inputs(), **how)
+    for _ in range(2):  # the second has the choice of the first
+        other = Layer("bf16", "limit")
+        call(other, kernel(other, modular("bf16"), **other.rest), *routed(), inputs())
+    shapes = [choice.key.shape for choice in kernel_selection.all_choices()]
+    assert [shape.partition(" scales none")[2] for shape in shapes] == [
+        " bias swiglu 0.7 1.702 1.0",
+        " swiglu 0.7 1.0 0.0",
+    ]
+    choice, _ = time_choices((1, 2), 64, plugin_wins_up_to(4, place=1))
+    assert choice.state == ("off" if fault else "measured"), choice.why
+
+
+STANDARD = modular_kernel.FusedMoEActivationFormat.Standard
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("block", {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
+        ("block", {"swiglu_alpha": 1.702}, "swiglu_alpha and swiglu_beta with SILU"),
+        ("block", {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE}, "SWIGLUOAI_UNINTERLEAVE without swiglu_limit"),
+        ("mx", REST["interleaved"], "alternating gate and up rows in MX-FP8"),
+        ("aiter", REST["bias"], "biases beside AITER's experts, which ignore them"),
+        ("aiter", {"activation": MoEActivation.SWIGLUOAI}, "alternating gate and up rows beside AITER's experts"),
+    ],
+)
+def test_layers_are_refused_with_a_reason(kind, options, why):
+    refusing = aiter("block") if kind == "aiter" else modular(kind)
+    keys = refusing.schemes[0]
+    supported, said = refusing.is_supported_config(refusing, config(**options), *keys, STANDARD)
+    assert not supported and why in said
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_mx_weights_in_aiters_order_stay_its_own(baseline, takes, monkeypatch):
+    """A layer that vLLM gives to AITER is not the plugin's, unless the user names Triton's experts."""
+    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    monkeypatch.setattr(
+        aiter_mxfp8_moe.AiterMxfp8Experts, "is_supported_config", staticmethod(lambda *_: (takes, None))
+    )
+    assert select("mx") is (aiter_mxfp8_moe.AiterMxfp8Experts if takes else modular("mx"))
+    supported, why = modular("mx").is_supported_config(modular("mx"), config(), *scheme("mx"), STANDARD)
+    assert supported is not takes and (supported or "does not read its order of MX-FP8 weights" in why)
+    named = config(moe_backend="triton")
+    assert modular("mx").is_supported_config(modular("mx"), named, *scheme("mx"), STANDARD)[0]
 
 
 @pytest.mark.parametrize("kind", ["block", "bf16"])
@@ -499,8 +620,7 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
     moved = parallel(pcp_size=2), *(parallel(all2all_backend=name, **spread) for name in backends)
     refused = [
         {"activation": MoEActivation.GELU},
-        {"has_bias": True},
-        {"swiglu_limit": 7.0},
+        {"swiglu_limit": -1.0},
         {"in_dtype": torch.float32},
         {"is_lora_enabled": True},
         *moved,
@@ -698,8 +818,8 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
     expert_map[:here] = torch.arange(here, dtype=torch.int32)
 
     def plugin(*arguments):
-        *others, is_shuffled = arguments
-        return reference(*others, is_shuffled != fault)
+        a = ops.fused_experts.Arguments(*arguments)
+        return reference(*a._replace(shuffled=a.shuffled != fault))
 
     monkeypatch.setattr(ops.fused_experts, "run_kernels", plugin)
     compute(baseline, layer, monkeypatch, range(here))
@@ -739,6 +859,8 @@ def test_shared_experts_that_aiter_fuses(baseline, kind, monkeypatch):
     assert select(kind) is aiter(kind)
     spread = config(**parallel(use_ep=True, ep_size=2))
     assert experts.first_of(fp8_experts.PLUGIN_EXPERTS, spread, *scheme(kind)) is None
+    _, why = aiter(kind).is_supported_config(aiter(kind), spread, *scheme(kind), STANDARD)
+    assert "shared experts that AITER fuses, with expert parallelism: each rank adds them for its part" in why
     layer, routed_experts = Layer(kind), EXPERTS - 1
     monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
     compute(baseline, layer, monkeypatch)

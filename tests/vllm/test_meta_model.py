@@ -84,6 +84,21 @@ def test_layers_of_any_model(model):
         call.op.explain(*arguments, arch=arch)
 
 
+def test_experts_have_their_biases_and_activation():
+    """Without its quantization gpt-oss has BF16 experts, whose gate and up rows alternate."""
+    config = model_config.read(str(MODELS["gpt-oss-20b"]))
+    del config["quantization_config"]
+    [experts, *_] = [launch for launch in layers.launches(config, 2, arch="gfx942") if launch.layer == "experts"]
+    swiglu = False, True, 7.0, 1.702, 1.0, True
+    assert experts.parameters == (32, 32, 4, 2880, 1440, "none", *swiglu)
+    arch = archs.ARCHS["gfx942"]
+    arguments = experts.case(3).make("meta", torch.Generator(), arch.fp8_dtype)
+    planned = experts.op.explain(*arguments, arch=arch).launches
+    assert {"gate_up_clamped", "down_biased"} <= {
+        launch.symbol.removeprefix("fused_experts_").rpartition("_")[0] for launch in planned
+    }
+
+
 def test_explain_names_what_vllm_runs(capsys):
     """The path is a file, and each layer without an op has a row with vLLM's class."""
     given = ["explain", "--model", str(MODELS["minimax-m2"]), "--tp", "8", "--arch", "MI300X"]

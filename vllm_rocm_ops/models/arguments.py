@@ -188,10 +188,12 @@ def experts(
     intermediate: int,
     quantization: str,
     is_quantized: bool = False,
+    has_bias: bool = False,
+    *swiglu: float | bool | None,
 ) -> tuple:
     """Return arguments of `fused_experts` with uniform routing over all experts; the rank has the first `here`.
 
-    With `is_quantized`, hidden is already quantized per 128 columns.
+    With `is_quantized`, hidden is already quantized per 128 columns. `swiglu` are the op's last arguments.
     """
     w1, w2 = (here, 2 * intermediate, hidden), (here, hidden, intermediate)
     scheme = EXPERTS[quantization]
@@ -211,7 +213,11 @@ def experts(
         inputs.values(tokens, hidden, dtype=tokens_dtype),
         *(inputs.values(*size, dtype=scheme.weight_dtype(inputs.dtype, inputs.fp8_dtype)) for size in (w1, w2)),
     )
-    return *values, weights, ids.int(), inputs.dtype, *scales, *static, expert_map
+    given = *values, weights, ids.int(), inputs.dtype, *scales, *static, expert_map
+    if not has_bias and not swiglu:
+        return given
+    biases = (inputs.values(*size[:2]) if has_bias else None for size in (w1, w2))
+    return *given, 0, False, False, False, *biases, *swiglu
 
 
 PAGE = 16  # tokens per page in vLLM

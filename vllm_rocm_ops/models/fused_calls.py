@@ -103,12 +103,12 @@ def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None, arch: str
     norm, experts = by_layer.get(EXPERTS_NORM), by_layer.get(EXPERTS)
     if norm is None or experts is None or norm.op is not ops.fused_add_rms_norm:
         return []
-    if model_config.EXPERTS[experts.parameters[-1]].group != BLOCK or norm.parameters[0] % BLOCK:
+    if model_config.EXPERTS[experts.parameters[5]].group != BLOCK or norm.parameters[0] % BLOCK:
         return []
     quantizes = {"op": ops.rms_norm_and_per_block_quant, "arguments": model_arguments.both_norm}
     return [
         dataclasses.replace(norm, **quantizes),
-        dataclasses.replace(experts, parameters=(*experts.parameters, True)),
+        dataclasses.replace(experts, parameters=(*experts.parameters[:6], True, *experts.parameters[7:])),
     ]
 
 

@@ -63,6 +63,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         yield f"{name} is contiguous", tensor is None or tensor.is_contiguous()
     biases = [bias for bias in (a.w1_bias, a.w2_bias) if bias is not None]
     holds = all(bias.is_contiguous() and bias.data_ptr() % 16 == 0 and bias.nbytes < 2**31 for bias in biases)
+    yield "biases have out_dtype", all(bias.dtype == a.out_dtype for bias in biases)
     yield "biases are contiguous, 16-byte aligned and span less than 2 GB", holds
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
     kind = scheme_of(a.w1, a.w1_scale)
@@ -313,8 +314,8 @@ def fused_experts(
         apply_router_weight_on_input: Scale hidden by the router weights, not the result; topk is 1.
         shuffled: Each expert's w1 and w2 are in `shuffle_weight` order, as AITER stores them, with their plain shapes.
         weight_only: W8A16: 8-bit weights, activations stay bf16 or fp16.
-        w1_bias: [E, 2 I], out_dtype: added to w1's products, in the order of its rows.
-        w2_bias: [E, H], out_dtype: added to w2's products, before the router weights.
+        w1_bias: [E, 2 I], floating point: added to w1's products, in the order of its rows.
+        w2_bias: [E, H], floating point: added to w2's products, before the router weights.
         swiglu_limit: Upper bound of gate, and of the absolute value of up; above 0, None for no bound.
         swiglu_alpha: Factor of gate in the sigmoid.
         swiglu_beta: Added to up.

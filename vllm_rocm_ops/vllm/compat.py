@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
     from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
 
 RELEASES = ("0.27", "0.33")
@@ -67,6 +68,15 @@ def is_weights_pre_processed() -> bool:
     from vllm.model_executor import utils
 
     return getattr(utils, "is_weights_pre_processed", bool)()
+
+
+def clamped_swiglu(experts: FusedMoEExperts) -> tuple[float | None, float, float]:
+    """Return the limit, alpha and beta of experts' SwiGLU. Up to 0.27 only their quantization has them."""
+    if (config := getattr(experts, "activation_config", None)) is not None:
+        return config.clamp_limit, config.alpha, config.beta
+    quant = experts.quant_config
+    alpha, beta = quant.gemm1_alpha, quant.gemm1_beta
+    return quant.gemm1_clamp_limit, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
 
 
 def returns_routed_experts(config: VllmConfig) -> bool:

@@ -44,10 +44,11 @@ BUGS = (
         Cases(ops.fused_experts, "block-bias-k1024", said=WRONG)),
     Bug("a bias in every unit", "gemm/expert_main_loop.h", "return k < p.step * kSliceBytes;", "return true;",
         Cases(ops.fused_experts, "block-clamped-bias", on="gfx950", said=WRONG)),
-    Bug("a bias that is scaled", "gemm/expert_main_loop.h", """float value = sum[i];
-    if constexpr (kScales""", """float value = sum[i];
-    if constexpr (kBiased && !kGated) value += bias(last, i / mma::kValueTokens);
-    if constexpr (kScales""", Cases(ops.fused_experts, "channel-clamped-bias", said=WRONG)),
+    Bug("a bias that is scaled", "gemm/expert_main_loop.h",
+        """value *= last.scale_a[i % mma::kValueTokens] * last.scale_b[i];
+    if constexpr (kBiased && !kGated) value += bias(last, i / mma::kValueTokens);""",
+        """value = (value + bias(last, i / mma::kValueTokens)) * last.scale_a[i % mma::kValueTokens] * last.scale_b[i];""",
+        Cases(ops.fused_experts, "channel-clamped-bias", said=WRONG)),
     Bug("a bias without its pair's weight", "ops/fused_experts.hip", "weight * main_loop.result(sum, last, i);",
         "weight * main_loop.result(sum, last, i) + (1.0f - weight) * main_loop.bias(last, i / mma::kValueTokens);",
         Cases(ops.fused_experts, "none-clamped-bias", on="gfx950", said=WRONG)),

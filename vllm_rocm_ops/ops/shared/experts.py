@@ -238,8 +238,8 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
     for name, columns in (("w1_bias", n), ("w2_bias", h)):
         if (bias := getattr(a, name)) is not None:
-            wanted, holds = (experts, columns), bias.dtype == a.out_dtype and bias.shape == (experts, columns)
-            yield name, f"{a.out_dtype} {list(wanted)}", describe(bias), holds
+            holds = bias.dtype in (*HALVES, torch.float32) and bias.shape == (experts, columns)
+            yield name, f"bf16, fp16 or float32 [E={experts}, {columns}]", describe(bias), holds
     holds = a.swiglu_limit is None or a.swiglu_limit > 0
     yield "swiglu_limit", "None or a number above 0", str(a.swiglu_limit), holds
     for name in ("swiglu_alpha", "swiglu_beta"):

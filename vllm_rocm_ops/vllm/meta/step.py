@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from vllm_rocm_ops.models.config import (
 )
 from vllm_rocm_ops.models.layers import PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.moe import routing_experts
+from vllm_rocm_ops.vllm.moe import expert_support, routing_experts
 
 TOKENS = 4
 LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
@@ -284,6 +285,7 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     else:
         step.add(routed, OTHER, logits, None, layer="routing", runs=type(getattr(runner, "router", runner)).__name__)
     parameters = (total, w1.shape[0], topk, w1.shape[2], w1.shape[1] // 2, quantization) if is_ours else ()
+    parameters += rest_of(runner.moe_config) if is_ours else ()
     op = ops.fused_experts.name if is_ours else None
     step.add(routed, EXPERTS_KIND, hidden, made, layer="experts", op=op, parameters=parameters, runs=runs)
     shared = getattr(runner, "_shared_experts", None)
@@ -292,6 +294,16 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     both = shared._layer(hidden if shared_input is None else shared_input)
     step.add(routed, OTHER, both, None, layer="sum with shared experts")
     return both, made
+
+
+def rest_of(config) -> tuple:
+    """Return the parameters of `models.arguments.experts` for biases and the activation, empty without a bias and with SwiGLU."""
+    names = ("alpha", "beta")
+    constants = {f"gemm1_{name}": getattr(config, f"swiglu_{name}") for name in names}
+    quant = SimpleNamespace(gemm1_clamp_limit=config.swiglu_limit, **constants)
+    swiglu = expert_support.swiglu_of(SimpleNamespace(quant_config=quant), config.activation)
+    rest = False, config.has_bias, *swiglu
+    return rest if rest != (False, False, None, 1.0, 0.0, False) else ()
 
 
 def scheme(routed: torch.nn.Module) -> str | None:

@@ -19,7 +19,7 @@ traces the layer, there are no kept experts, and the op's reference runs.
 - The batched activation format (DeepEP low latency, NIXL) stays vLLM's.
 - Shared experts are linear layers and served by their seams. If AITER fuses them into the routed experts
   (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), they are the last experts and vLLM's router sends all tokens to them, so the op's
-  `shared_experts` is unused here. With expert parallelism, where each rank takes a part of the tokens there, the layer stays AITER's.
+  `shared_experts` is unused here. With expert parallelism the layer stays AITER's.
 """
 
 import copy
@@ -34,12 +34,12 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.quantization import cast
-from vllm_rocm_ops.ops.shared.experts import scheme_of, weight_of
+from vllm_rocm_ops.ops.shared.experts import activated, scheme_of, weight_of
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import moe_side_channel
 from vllm_rocm_ops.vllm.linear import base as linear_base
-from vllm_rocm_ops.vllm.moe.expert_support import Predicates, refusal, say_refused
+from vllm_rocm_ops.vllm.moe.expert_support import Predicates, refusal, rest_of, say_refused, swiglu_of
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 from vllm_rocm_ops.vllm.selection.key import Baseline
@@ -55,13 +55,15 @@ APPLY = (
 
 
 def op_arguments(
-    experts, hidden, w1, w2, topk_weights, topk_ids, expert_map, on_input: bool, hidden_scale, out_dtype: torch.dtype
+    experts, hidden, w1, w2, topk_weights, topk_ids, expert_map, on_input: bool, hidden_scale, out_dtype, activation
 ) -> tuple:
     """Return the arguments of `fused_experts`, with the scales in `experts`. Quantized tokens come with their scale."""
     hidden_scale = experts.a1_scale if hidden_scale is None else hidden_scale
     scales = experts.w1_scale, experts.w2_scale, hidden_scale, experts.a2_scale
     routing = topk_weights, topk_ids, out_dtype
-    return hidden, w1, w2, *routing, *scales, expert_map, 0, on_input, experts.shuffled
+    biases = experts.w1_bias, experts.w2_bias
+    options = expert_map, 0, on_input, experts.shuffled, False
+    return hidden, w1, w2, *routing, *scales, *options, *biases, *swiglu_of(experts, activation)
 
 
 def run(
@@ -89,7 +91,7 @@ def run(
     if quantized is not None and quantized[0].dtype == w1.dtype and scheme_of(w1, experts.w1_scale).group == BLOCK:
         hidden, hidden_scale = quantized
     routed = hidden, w1, w2, topk_weights, topk_ids
-    arguments = op_arguments(experts, *routed, expert_map, on_input, hidden_scale, out_dtype)
+    arguments = op_arguments(experts, *routed, expert_map, on_input, hidden_scale, out_dtype, activation)
     if baseline is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
     choice = getattr(experts, "choice", None)
@@ -103,6 +105,7 @@ def run(
             out_dtype,
             topk_ids.shape[1],
             expert_map is None,
+            rest_of(experts, activation),
         )
         call = (
             topk_ids.shape[1],
@@ -135,13 +138,13 @@ class Experts(LayerComparison):
         return layer[0].shape[2], layer[1].shape[1]
 
     def describe(self, layer):
-        w1, w2, dtype, experts, topk, _, expert_map, *_, total = layer
+        w1, w2, dtype, experts, topk, _, expert_map, _, activation, total = layer
         schemes = scheme_of(w1, experts.w1_scale), scheme_of(w2, experts.w2_scale)
         kinds = " ".join(dict.fromkeys(scheme.name for scheme in schemes))
         here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
         types = kernel_selection.types(w1.dtype, dtype)
         shuffled = " shuffled" * experts.shuffled
-        return f"{here} experts {w1.shape[2]}x{w2.shape[2]} top {topk} {types} scales {kinds}{shuffled}"
+        return f"{here} experts {w1.shape[2]}x{w2.shape[2]} top {topk} {types} scales {kinds}{shuffled}{rest_of(experts, activation)}"
 
     def work(self, layer, tokens):
         w1, w2, _, _, topk, _, expert_map, *_, total = layer
@@ -160,8 +163,8 @@ class Experts(LayerComparison):
         return layer, x, weights / weights.sum(1, keepdim=True), ids.to(ids_dtype)
 
     def plugin(self, layer, x, weights, ids):
-        w1, w2, dtype, experts, _, _, expert_map, on_input, *_ = layer
-        arguments = op_arguments(experts, x, w1, w2, weights, ids, expert_map, on_input, None, dtype)
+        w1, w2, dtype, experts, _, _, expert_map, on_input, activation, _ = layer
+        arguments = op_arguments(experts, x, w1, w2, weights, ids, expert_map, on_input, None, dtype, activation)
         return self.op.run_kernels(*arguments)
 
     def baseline(self, layer, x, weights, ids):
@@ -171,7 +174,8 @@ class Experts(LayerComparison):
 
     def exact(self, arguments, x, rows, columns):
         layer, _, weights, ids = arguments
-        w1, w2, _, experts, _, _, expert_map, on_input, *_ = layer
+        w1, w2, _, experts, _, _, expert_map, on_input, activation, _ = layer
+        *swiglu, interleaved = swiglu_of(experts, activation)
         here = ids if expert_map is None else expert_map[ids.long()]
         results = torch.zeros(len(rows), len(columns), device=x.device)
         for place, row in enumerate(rows.tolist()):
@@ -180,16 +184,21 @@ class Experts(LayerComparison):
                     continue
                 token = x[row].float() * (weight if on_input else 1.0)
                 token = _rounded(token, experts.a1_scale, expert, w1.dtype)
-                gate, up = (weight_of(w1, experts.w1_scale, expert, experts.shuffled, torch.float32) @ token).chunk(2)
-                inner = _rounded(torch.nn.functional.silu(gate) * up, experts.a2_scale, expert, w2.dtype)
+                made = weight_of(w1, experts.w1_scale, expert, experts.shuffled, torch.float32) @ token
+                made = made if experts.w1_bias is None else made + experts.w1_bias[expert]
+                gate, up = (made[::2], made[1::2]) if interleaved else made.chunk(2)
+                inner = _rounded(activated(gate, up, *swiglu), experts.a2_scale, expert, w2.dtype)
                 result = weight_of(w2, experts.w2_scale, expert, experts.shuffled, torch.float32)[columns] @ inner
+                result = result if experts.w2_bias is None else result + experts.w2_bias[expert][columns]
                 results[place] += result * (1.0 if on_input else weight)
         return results
 
     def layers_of(self, a):
         total = len(a.w1 if a.expert_map is None else a.expert_map)
-        options = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, None, total
+        swiglu = a.swiglu_limit, a.swiglu_alpha, a.swiglu_beta, a.interleaved
+        options = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, swiglu, total
         scales = {"w1_scale": a.w1_scale, "w2_scale": a.w2_scale, "a1_scale": None, "a2_scale": None}
+        scales |= {"w1_bias": a.w1_bias, "w2_bias": a.w2_bias}
         orders = (types.SimpleNamespace(**scales, shuffled=shuffled) for shuffled in (False, True))
         return [(a.w1, a.w2, a.out_dtype, order, *options) for order in orders]
 

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from vllm_rocm_ops.ops.shared import weight_layout
 from vllm_rocm_ops.ops.shared.gemm import HALVES
+from vllm_rocm_ops.vllm import compat
 from vllm_rocm_ops.vllm.linear import base as linear_base
+
+ACTIVATIONS = "SILU", "SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE"
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -23,6 +26,48 @@ def refusal(config) -> str:
     if config.use_all2all_kernels and not (config.use_ag_rs_all2all_kernels or config.use_mori_kernels):
         return f"all2all_backend={backend}"
     return "prefill context parallelism" if config.pcp_size != 1 else ""
+
+
+def unsupported(config, is_shuffled: bool, is_mx: bool) -> str:
+    """Return what the op, or the experts kept beside it, do not support of a layer, empty if they support it."""
+    name, limit = config.activation.name, config.swiglu_limit
+    fuses_shared = "shared experts that AITER fuses, "
+    rules = (
+        (config.in_dtype not in HALVES, str(config.in_dtype)),
+        (config.has_bias and is_shuffled, "biases beside AITER's experts, which ignore them"),
+        (limit is not None and limit <= 0, f"swiglu_limit={limit}"),
+        (
+            name == "SILU" and (config.swiglu_alpha or 1.0, config.swiglu_beta or 0.0) != (1.0, 0.0),
+            "swiglu_alpha and swiglu_beta with SILU, which vLLM's experts ignore or not by backend",
+        ),
+        (name == "SWIGLUOAI_UNINTERLEAVE" and limit is None, f"{name} without swiglu_limit"),
+        (name == "SWIGLUOAI" and is_shuffled, "alternating gate and up rows beside AITER's experts"),
+        (name == "SWIGLUOAI" and is_mx, "alternating gate and up rows in MX-FP8, which vLLM's kernels read as halves"),
+        (config.aiter_fmoe_shared_expert_enabled and not is_shuffled, f"{fuses_shared}without AITER's experts"),
+        (
+            config.aiter_fmoe_shared_expert_enabled and config.moe_parallel_config.use_ep,
+            f"{fuses_shared}with expert parallelism: each rank adds them for its part of the tokens only",
+        ),
+    )
+    return next((what for holds, what in rules if holds), "")
+
+
+def swiglu_of(experts, activation) -> tuple[float | None, float, float, bool]:
+    """Return an activation as arguments of the op: limit, alpha, beta, and whether gate and up rows alternate."""
+    if isinstance(activation, tuple):  # of a call of the op
+        return activation
+    if activation.name == "SWIGLUOAI":  # the constants of vLLM's swigluoai_and_mul
+        return 7.0, 1.702, 1.0, True
+    limit, alpha, beta = compat.clamped_swiglu(experts)
+    return (limit, 1.0, 0.0, False) if activation.name == "SILU" else (limit, alpha, beta, False)
+
+
+def rest_of(experts, activation) -> str:
+    """Return the description of a layer's biases and activation, empty without biases and with plain SwiGLU."""
+    limit, alpha, beta, interleaved = swiglu_of(experts, activation)
+    text = " bias" * any(bias is not None for bias in (experts.w1_bias, experts.w2_bias))
+    text += f" swiglu {limit} {alpha} {beta}" * ((limit, alpha, beta) != (None, 1.0, 0.0))
+    return text + " interleaved" * interleaved
 
 
 @functools.cache
@@ -63,16 +108,18 @@ class Predicates:
         supported, why = FusedMoEExperts.is_supported_config(experts_class, *asked)
         if not supported:
             return supported, why
-        extras = ["has_bias", "swiglu_limit", "swiglu_alpha", "swiglu_beta"]
-        if moe_config.moe_parallel_config.use_ep or not experts_class.shuffled:
-            extras.append("aiter_fmoe_shared_expert_enabled")
-        extra = next((name for name in extras if getattr(moe_config, name)), None)
-        if extra or moe_config.in_dtype not in HALVES:
-            return False, f"{experts_class.__name__} does not support {extra or moe_config.in_dtype}"
+        is_mx = experts_class.backend.name == "TRITON_MXFP8"
+        if why := unsupported(moe_config, experts_class.shuffled, is_mx):
+            return False, f"{experts_class.__name__} does not support {why}"
         is_named = moe_config.moe_backend != "auto"  # then `backend` is what vLLM selects for it
         asks = experts_class.shuffled if is_named else linear_base.asks_for_aiter("fused_moe")
         if asks and experts_class.beside_aiter:
             return False, f"{experts_class.__name__} leaves the layer to AITER (VLLM_ROCM_USE_AITER_MOE)"
+        if is_mx and not is_named and experts_class.aiter_takes(*asked):
+            return (
+                False,
+                f"{experts_class.__name__} leaves the layer to AITER: the op does not read its order of MX-FP8 weights",
+            )
         if experts_class.shuffled:
             h, inner = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
             dtype = moe_config.in_dtype if weight_key is None else weight_key.dtype
@@ -82,6 +129,12 @@ class Predicates:
                 return False, f"{experts_class.__name__} does not support {h} and {inner} columns"
         baseline = experts_class.baseline_class()
         return (True, None) if baseline is None else baseline.is_supported_config(baseline, *asked)
+
+    @classmethod
+    def aiter_takes(cls, *asked) -> bool:
+        """True if vLLM would give a layer of MX-FP8 weights to AITER, which prepares them in an order of its own."""
+        [aiter] = cls.oracle._mxfp8_backend_to_kernel_cls(type(cls.backend).AITER_MXFP8)
+        return aiter.is_supported_config(aiter, *asked)[0]
 
     @staticmethod
     def _supports_current_device():
@@ -97,7 +150,7 @@ class Predicates:
 
     @staticmethod
     def _supports_activation(activation):
-        return activation.name == "SILU"
+        return activation.name in ACTIVATIONS
 
     @staticmethod
     def _supports_parallel_config(config):

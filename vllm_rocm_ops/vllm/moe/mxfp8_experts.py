@@ -1,7 +1,8 @@
 """Run MX-FP8 experts (e4m3fn with one e8m0 scale per 32 of K) by `fused_experts` where it is faster, see base.py.
 
-On ROCm only gfx950 has matrix instructions for this format. There vLLM's Triton experts serve all other calls, and
-AITER's, if installed, come after the plugin's. vLLM routes the tokens.
+On ROCm only gfx950 has matrix instructions for this format. There vLLM's Triton experts serve all other calls. A layer that
+vLLM gives to AITER stays AITER's: it shuffles rows of gate and up into each other, and the scales, which the op does not
+read. vLLM routes the tokens.
 """
 
 from vllm_rocm_ops.vllm import seam
@@ -21,7 +22,8 @@ def probe() -> None:
 
     experts.probe(mxfp8, "select_mxfp8_moe_backend", "config")
     seam.require_parameters(mxfp8._mxfp8_backend_to_kernel_cls, "backend")
-    seam.require("TRITON_MXFP8" in fp8.Fp8MoeBackend.__members__, "Fp8MoeBackend.TRITON_MXFP8")
+    for backend in ("TRITON_MXFP8", "AITER_MXFP8"):
+        seam.require(backend in fp8.Fp8MoeBackend.__members__, f"Fp8MoeBackend.{backend}")
     seam.require(all(hasattr(quant_utils, key) for key in SCHEME), " and ".join(SCHEME))
 
 

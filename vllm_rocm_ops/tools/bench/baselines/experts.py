@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.shared.experts import scheme_of
+from vllm_rocm_ops.ops.shared.experts import is_plain, scheme_of
 
 
 def _moe(module: str = ""):
@@ -40,6 +40,8 @@ def _quantization(a):
 def prepare(*arguments) -> tuple[tuple, dict]:
     """Return the tensors and keyword arguments of vLLM's call."""
     a = fused_experts.Arguments(*arguments)
+    if not is_plain(a) or a.w2_bias is not None:
+        raise ValueError("it is called with SwiGLU and without biases only")
     weights, ids, expert_map, routed = a.topk_weights, a.topk_ids, a.expert_map, len(a.w1) - a.shared_experts
     known = routed if expert_map is None else len(expert_map)
     if a.shared_experts:
