@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.vllm.graph import moe_side_channel
-from vllm_rocm_ops.vllm.moe import routing_experts, routing_gate, unquantized_experts
+from vllm_rocm_ops.vllm.moe import expert_support, routing_experts, routing_gate, unquantized_experts
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
@@ -251,12 +251,34 @@ def test_gates_that_stay(why):
     options, change = STAY[why]
     kernel_selection.begin_recording()
     layer = Moe(**options)
-    assert routing_gate.supports(Moe())
+    assert not routing_gate.refusal(Moe())
     if change:
         change(layer)
     plain = type(layer.gate)
     routing_gate.adopt([layer])
     assert type(layer.gate) is plain and not kernel_selection.all_choices()
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    {
+        "bias": "gates with a bias",
+        "fp32 logits": "gates of torch.bfloat16 with torch.bfloat16 tokens and logits of torch.float32",
+        "fp32 weight": "gates with float32 weights, as MiniMax-M2's: its kernels read 16-bit weights",
+        "a class of its own": "gates in the model's code",
+        "data parallel": "gates whose tokens move between ranks",
+    }.items(),
+)
+def test_gates_that_stay_are_said_with_the_reason_once(why, said, caplog):
+    options, change = STAY[why]
+    expert_support.say_refused.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            layer = Moe(**options)
+            if change:
+                change(layer)
+            routing_gate.adopt([layer])
+    assert caplog.text.count("gates of MoE layers stay on vLLM's kernels") == caplog.text.count(said) == 1
 
 
 @pytest.mark.parametrize("how", ["VLLM_ROCM_OPS_MEASURE", "VLLM_BATCH_INVARIANT", "seam"])

@@ -71,9 +71,9 @@ def rest_of(experts, activation) -> str:
 
 
 @functools.cache
-def say_refused(why: str) -> None:
-    """Log, once per reason, why experts stay vLLM's."""
-    logger.info("vllm-rocm-ops: MoE experts stay on vLLM's kernels, because the plugin does not support %s", why)
+def say_refused(why: str, what: str = "MoE experts") -> None:
+    """Log, once per reason, why experts or gates stay vLLM's."""
+    logger.info("vllm-rocm-ops: %s stay on vLLM's kernels, because the plugin does not support %s", what, why)
 
 
 class Predicates:

@@ -130,23 +130,25 @@ def gate_classes() -> tuple[type, ...]:
     return (ReplicatedLinear,)
 
 
-def supports(layer: torch.nn.Module) -> bool:
-    """True if an MoE layer has the plugin's routing experts, and a gate whose GEMM the op computes."""
+def refusal(layer: torch.nn.Module) -> str:
+    """Return why the op does not compute an MoE layer's gate, empty if it does. The experts must be the plugin's that route."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     gate, config = getattr(layer, "gate", None), layer.moe_config
-    if type(gate) not in gate_classes() or experts_of(layer) is None:
-        return False
-    if quantized_input.moves_tokens(config) or getattr(layer, "_fse_fuse_gate", False):
-        return False
-    weight, bias = getattr(gate, "weight", None), getattr(gate, "bias", None)
-    return (
-        isinstance(gate.quant_method, UnquantizedLinearMethod)
-        and bias is None
-        and weight.dtype == torch.bfloat16 == config.in_dtype
-        and weight.dim() == 2
-        and getattr(gate, "out_dtype", None) in (None, weight.dtype)
-    )
+    if type(gate) not in gate_classes() or getattr(layer, "_fse_fuse_gate", False):
+        return "gates in the model's code, of other classes, or with the shared experts'"
+    if quantized_input.moves_tokens(config):
+        return "gates whose tokens move between ranks"
+    weight, out_dtype = getattr(gate, "weight", None), getattr(gate, "out_dtype", None)
+    if not isinstance(gate.quant_method, UnquantizedLinearMethod) or weight.dim() != 2:
+        return "quantized gates"
+    if getattr(gate, "bias", None) is not None:
+        return "gates with a bias"
+    if weight.dtype == torch.float32:
+        return "gates with float32 weights, as MiniMax-M2's: its kernels read 16-bit weights"
+    if not weight.dtype == torch.bfloat16 == config.in_dtype or out_dtype not in (None, weight.dtype):
+        return f"gates of {weight.dtype} with {config.in_dtype} tokens and logits of {out_dtype or weight.dtype}"
+    return ""
 
 
 def adopt(models: Iterable[torch.nn.Module]) -> None:
@@ -156,7 +158,11 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
     if "routing_experts" not in seam.active() or envs.VLLM_ROCM_OPS_MEASURE == "0" or vllm_envs.VLLM_BATCH_INVARIANT:
         return
     for layer in (layer for model in models for layer in quantized_input.layers_of(model)):
-        if supports(layer):
+        if experts_of(layer) is None:
+            continue
+        if why := refusal(layer):
+            expert_support.say_refused(why, "gates of MoE layers")
+        else:
             adopt_layer(layer)
 
 
