@@ -19,8 +19,8 @@ MX = "mx"  # an e8m0 scale per 32 of both; e4m3fn on every GPU
 INT8 = "int8"  # int8 weights and input, with a scale per token and per output channel
 INT8_STATIC = "int8 static"  # the same with a static scale for the input
 
-EXPERTS = {kind: SCHEMES[kind] for kind in (UNQUANTIZED, TENSOR, BLOCKS, MX)}
-EXPERTS |= {STATIC: SCHEMES["tensor"], TOKEN: SCHEMES["channel"]}
+EXPERTS = {TOKEN if name == "channel" else name: scheme for name, scheme in SCHEMES.items()}
+EXPERTS |= {STATIC: SCHEMES["tensor"]}
 """The schemes of experts' weights, by the quantization of linear layers; experts of others run in vLLM."""
 
 

@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.experts import SCHEMES, TOKENS, activated, contract, scheme_of, slots, weight_of
+from vllm_rocm_ops.ops.shared.experts import SCHEMES, activated, contract, scheme_of, slots, weight_of
 from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
 from vllm_rocm_ops.ops.shared.experts_tiled import TiledConfig
@@ -43,7 +43,8 @@ def _can_stream(a, arch: Arch) -> bool:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
-    known = TOKENS.get(a.w1.dtype, a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
+    kind = scheme_of(a.w1, a.w1_scale)
+    known = (kind.tokens(a.w1.dtype) or a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
     yield f"{arch.name} supports the weights' dtype", known
     yield f"the weights are not shuffled, or {arch.name} is an AMD GPU", _reads_order(a, arch)
     yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
@@ -66,7 +67,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "biases have out_dtype", all(bias.dtype == a.out_dtype for bias in biases)
     yield "biases are contiguous, 16-byte aligned and span less than 2 GB", holds
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
-    kind = scheme_of(a.w1, a.w1_scale)
     if kind.native:
         yield f"{arch.name} has block-scaled matrix instructions", arch.block_scales
         most = f"M is at most {streamed.MAX_TOKENS}, slots {streamed.MAX_SLOTS}, M * slots * (I / {streamed.GATE_UP_ROWS})^2"
@@ -329,7 +329,8 @@ def fused_experts(
         perf-kernels; smallm_mxfp8_moe_grouped_gemm of aiter PR 3783.
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
-    kind, dtype = scheme_of(w1, w1_scale), None if weight_only else TOKENS.get(w1.dtype)
+    kind = scheme_of(w1, w1_scale)
+    dtype = None if weight_only else kind.tokens(w1.dtype)
     if hidden.dtype == dtype:
         x = kind.dequantized(hidden, hidden_scale, exact, 1)
     else:

@@ -46,6 +46,10 @@ class Scheme:
         """Return the dtype of weights in a model of this 16-bit dtype, on a GPU of this e4m3 dtype."""
         return next(dtype for dtype in (half, fp8_dtype, *LIMIT) if dtype in self.weights)
 
+    def tokens(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return the dtype that tokens of weights of this dtype are quantized to, None if they are not."""
+        return TOKENS.get(dtype)
+
     def infix(self, row: str, dtype: torch.dtype | None = None) -> str:
         """Return the part of symbols that names scales, `row` if they have no groups, or the dtype of unscaled weights."""
         return HALVES.get(dtype) or (self.name if self.group else row)
@@ -120,7 +124,7 @@ def _fitting_scheme(*operands: torch.Size | torch.dtype) -> Scheme:
 
 def activation_dtype(a) -> torch.dtype | None:
     """Return the dtype that tokens are quantized to before a GEMM, or None if they stay unquantized."""
-    return None if a.weight_only else TOKENS.get(a.w1.dtype)
+    return None if a.weight_only else scheme_of(a.w1, a.w1_scale).tokens(a.w1.dtype)
 
 
 def intermediate(a) -> int:

@@ -313,7 +313,8 @@ def scheme(routed: torch.nn.Module) -> str | None:
     scale = block if block is not None else getattr(routed, "w13_weight_scale", None)
     if not isinstance(scale, Tensor):
         return UNQUANTIZED if w1.dtype in HALVES else None
-    known = [kind for kind in (BLOCKS, MX, TOKEN) if EXPERTS[kind].fits(w1.shape, w1.dtype, scale.shape, scale.dtype)]
+    operands = w1.shape, w1.dtype, scale.shape, scale.dtype
+    known = [kind for kind, scheme in EXPERTS.items() if scheme.rows and scheme.fits(*operands)]
     if known:
         return known[0]
     if w1.dtype.itemsize != 1 or scale.numel() > 2 * w1.shape[0]:

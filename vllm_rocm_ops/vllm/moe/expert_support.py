@@ -43,7 +43,10 @@ def unsupported(config, is_shuffled: bool, is_mx: bool) -> str:
         (name == "SWIGLUOAI_UNINTERLEAVE" and limit is None, f"{name} without swiglu_limit"),
         (name == "SWIGLUOAI" and is_shuffled, "alternating gate and up rows beside AITER's experts"),
         (name == "SWIGLUOAI" and is_mx, "alternating gate and up rows in MX-FP8, which vLLM's kernels read as halves"),
-        (config.aiter_fmoe_shared_expert_enabled and not is_shuffled, f"{fuses_shared}without AITER's experts"),
+        (
+            config.aiter_fmoe_shared_expert_enabled and not (is_shuffled or is_mx),
+            f"{fuses_shared}without AITER's experts",
+        ),
         (
             config.aiter_fmoe_shared_expert_enabled and config.moe_parallel_config.use_ep,
             f"{fuses_shared}with expert parallelism: each rank adds them for its part of the tokens only",
