@@ -216,6 +216,8 @@ TIED = {
     "k_weight": (0,),
     "x": (-1,),
     "weights": (0, 1),
+    "w1_bias": (0, 1),
+    "w2_bias": (0, 1),
 }
 """Dimensions whose sizes other arguments fix."""
 NUMBERS = {
@@ -228,6 +230,7 @@ NUMBERS = {
     "window": (-1,),
     "fixed_split_size": (-7,),
     "shared_experts": (-1, 10**6),
+    "swiglu_limit": (0.0, -7.0),
 }
 E5M2 = torch.float8_e5m2
 ANY_TYPE = ("gemm",)

@@ -56,7 +56,7 @@ def test_any_order_gives_the_same_bits(arch_name, monkeypatch):
 
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_groups_of_tokens_give_the_bits_of_one(arch_name):
-    """Blocks of all groups share tiles in any order, each tile with those of its group."""
+    """Blocks of a group share its tiles, and run in any order between other groups' blocks."""
     emulator = Emulator(arch_name, races=False)
     given, found = arguments(emulator.arch.fp8_dtype, 70), {}
     with launch.executor(emulator):

@@ -94,7 +94,7 @@ REST = {
     },
     "interleaved": {"activation": MoEActivation.SWIGLUOAI, "has_bias": True},
 }
-"""What layers have besides weights, as vLLM's configuration says it."""
+"""Options of vLLM's configuration for layers with biases or another activation."""
 
 
 class Layer:

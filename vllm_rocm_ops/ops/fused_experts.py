@@ -30,7 +30,7 @@ __all__ = ["fused_experts"]
 TILED_FROM = 17  # tokens; below, the streamed kernels were faster in every layer, on H200
 NO_EXPERT = 2**15 - 1
 CLAMPED = {"swiglu_limit": 0.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
-"""Of cases: as in gpt-oss, with a limit that clamps many values."""
+"""The activation of gpt-oss, with a limit that clamps many values."""
 
 
 def _reads_order(a, arch: Arch) -> bool:
@@ -288,9 +288,8 @@ def fused_experts(
 ) -> Tensor:
     """Sum weight * w2[expert] @ (silu(gate) * up) over a token's experts, where [gate, up] = w1[expert] @ hidden.
 
-    Further arguments add biases to both products, and make the activation between them that of
-    `silu_and_mul_with_clamp`: gate = min(gate, limit), up = clamp(up, -limit, limit), gate * sigmoid(alpha * gate) *
-    (up + beta).
+    Further arguments add biases to both products, or replace silu(gate) * up by `silu_and_mul_with_clamp`: gate =
+    min(gate, limit), up = clamp(up, -limit, limit), gate * sigmoid(alpha * gate) * (up + beta).
 
     Without a static scale, hidden and the activation are quantized dynamically as the weights are scaled: per 1x128
     with block scales, per 1x32 with MX-FP8, else per token; to e4m3 for e4m3 and e5m2 weights, to int8 for int8 weights

@@ -118,7 +118,7 @@ def any_cost(
 
 
 def beside_skinny(terms: dict[str, float], a: Operand, arch: Arch) -> dict[str, float]:
-    """Return the terms of a tiled kernel's cost, comparable with those of skinny kernels."""
+    """Return the terms of a tiled kernel's cost, to compare with skinny kernels."""
     of = arch.costs.tiled_ratio if a.rows <= skinny_gemm.MAX_TOKENS else 1.0
     return {name: value * of for name, value in terms.items()}
 
