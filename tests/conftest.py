@@ -43,7 +43,11 @@ def stood_in(name: str) -> bool:
 
 sys.meta_path.insert(0, OneLibrary())
 
+ASKING = ("test_model_layers", "test_cli", "test_meta_model", "test_predict", "test_measurements")
+"""Files that ask vLLM for models' launches. One worker runs them, as each starts processes for the answers, in 10 s."""
+
 LONGEST = (
+    *ASKING,
     *("test_rope_and_cache_seam", "test_quantized_attention", "test_mla_norms", "test_moe_input", "test_fused_experts"),
     *(
         "test_patches",
@@ -56,7 +60,7 @@ LONGEST = (
     ),
     *("test_families", "test_latency", "test_host_time", "test_routing_gate", "test_modes", "test_mla_decode"),
     *("test_planted_bugs", "test_fused_experts_tiled", "test_layer_norm", "test_serve", "test_seams"),
-    *("test_scaled_mm_tiled", "test_large_tensors", "test_cli", "test_server", "test_check"),
+    *("test_scaled_mm_tiled", "test_large_tensors", "test_server", "test_check"),
 )
 """The slowest files, from minutes down to half a minute."""
 
@@ -80,6 +84,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the slowest files first, so that no worker is left with one at the end."""
     place = {stem: place for place, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Give the tests of a file, and those of all ASKING files, to one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "asking" if file.rpartition("/")[2].removesuffix(".py") in ASKING else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
