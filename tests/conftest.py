@@ -43,7 +43,7 @@ def stood_in(name: str) -> bool:
 
 sys.meta_path.insert(0, OneLibrary())
 
-ASKING = ("test_model_layers", "test_cli", "test_meta_model", "test_predict", "test_measurements")
+ASKING = ("test_model_layers", "test_repo", "test_cli", "test_meta_model", "test_predict", "test_measurements")
 """Files that ask vLLM for models' launches. One worker runs them, as each starts processes for the answers, in 10 s."""
 
 LONGEST = (
