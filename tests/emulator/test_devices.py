@@ -58,6 +58,17 @@ def test_all_reduce_in_many_schedules(built, ranks, hidden):
     check_schedules(built, ranks, hidden, range(SCHEDULES[hidden]))
 
 
+RESIDENT_ROWS = 4  # blocks that fit in gfx942's LDS
+
+
+def test_all_blocks_of_each_device_are_resident(built):
+    """Each device is filled by blocks that wait for the other device's, and has separate resources."""
+    arch_name, path = built
+    if arch_name != "gfx942":
+        pytest.skip("its LDS holds more blocks")
+    Group(path, f"{arch_name}:1", 2, ((RESIDENT_ROWS, HIDDEN),), 0).run()
+
+
 def test_epochs_come_round(built):
     """Epoch 2 follows the last one, so that buffers still alternate, and fresh memory is never mistaken for a word."""
     arch_name, path = built
