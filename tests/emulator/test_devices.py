@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from assembly import Kernel, assemble
-from marks import FULL, full
+from marks import full
 from one_shot import ARCHS, BUGS, HIDDEN, ONE, RANKS, SCHEDULES, TURNS, Group, compile_one_shot, finds, run_schedule
 
 from vllm_rocm_ops.core.launch import Launch
@@ -41,12 +41,17 @@ def check_schedules(built, ranks: int, hidden: int, seeds) -> None:
             raise AssertionError(f"{ranks} ranks, hidden {hidden}, seed {seed}: {error}") from error
 
 
-@pytest.mark.parametrize("hidden", DEFAULT)
+SIZES = [
+    pytest.param(arch, hidden, marks=() if arch == ARCHS[0] or hidden == min(DEFAULT) else full)
+    for arch in ARCHS
+    for hidden in DEFAULT
+]
+"""By default all sizes on the first architecture. On others the loop over chunks is the same source."""
+
+
+@pytest.mark.parametrize(("built", "hidden"), SIZES, indirect=["built"], scope="module")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_reduce(built, ranks, hidden):
-    """All sizes on the first architecture. On others the loop over chunks is the same source: one size by default."""
-    if built[0] != ARCHS[0] and hidden > min(DEFAULT) and not FULL:
-        pytest.skip("takes long: bash tests/run.sh --full")
     check_schedules(built, ranks, hidden, range(DEFAULT[hidden]))
 
 
@@ -61,11 +66,10 @@ def test_all_reduce_in_many_schedules(built, ranks, hidden):
 RESIDENT_ROWS = 4  # blocks that fit in gfx942's LDS
 
 
+@pytest.mark.parametrize("built", ["gfx942"], indirect=True, scope="module")
 def test_all_blocks_of_each_device_are_resident(built):
     """Each device is filled by blocks that wait for the other device's, and has separate resources."""
     arch_name, path = built
-    if arch_name != "gfx942":
-        pytest.skip("its LDS holds more blocks")
     Group(path, f"{arch_name}:1", 2, ((RESIDENT_ROWS, HIDDEN),), 0).run()
 
 

@@ -53,7 +53,7 @@ TESTS = ROOT / "tests"
 SAMPLE = 1
 """Mutants of a file that run without arguments."""
 SECONDS = 100.0
-"""Of tests of a mutant: it takes up to two minutes with the comparison of machine code."""
+"""The time limit of a mutant's tests. The comparison of machine code comes after them."""
 
 
 @functools.cache
@@ -289,7 +289,7 @@ def judge_by_ops(bug: Bug | Mutant, copy: KernelCopy, seconds: float, result: Ca
 
 
 OVER = (pytest.ExitCode.OK, "", "")
-"""The result of tests that were ended: none has failed."""
+"""The result of tests that were ended, of which none has failed."""
 
 
 def keeps_code(bug: Bug | Mutant, copy: KernelCopy, modules: list[str]) -> bool:

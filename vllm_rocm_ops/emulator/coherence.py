@@ -37,6 +37,7 @@ def equal(count: int, value: int) -> np.ndarray:
 
 
 def appended(known: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Return both arrays in one."""
     return np.concatenate([known, more]) if len(known) else more
 
 
