@@ -44,9 +44,12 @@ def stood_in(name: str) -> bool:
 
 sys.meta_path.insert(0, OneLibrary())
 
+ASKING = ("test_model_layers", "test_repo", "test_cli", "test_meta_model", "test_predict", "test_measurements")
+"""Files that ask vLLM for models' launches. One worker runs them, as each starts processes for the answers, in 10 s."""
+
 LONGEST = (
     *("test_fused_experts", "test_waits", "test_devices", "test_rms_norm", "test_mla_decode", "test_planted_bugs"),
-    *("test_fused_experts_tiled", "test_layer_norm", "test_scaled_mm_tiled", "test_large_tensors", "test_cli"),
+    *("test_fused_experts_tiled", "test_layer_norm", "test_scaled_mm_tiled", "test_large_tensors"),
 )
 """The slowest files that start no engine, from minutes down to half a minute."""
 
@@ -67,10 +70,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest files first, so that no worker is left with one at the end: those with slow tests, then `LONGEST`."""
+    """Put the slowest first, so that no worker is left with one at the end: `ASKING`, files with slow tests, `LONGEST`."""
     slow = Counter(item.path.stem for item in items if item.get_closest_marker("slow"))
-    place = {stem: place for place, stem in enumerate((*dict(slow.most_common()), *LONGEST))}
+    files = dict.fromkeys((*ASKING, *dict(slow.most_common()), *LONGEST))
+    place = {stem: place for place, stem in enumerate(files)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Give a file to one worker, and all ASKING files to the same one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "asking" if file.rpartition("/")[2].removesuffix(".py") in ASKING else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

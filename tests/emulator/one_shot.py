@@ -34,10 +34,10 @@ SCHEDULES = {1024: 1_000, 7168: 20, 16384: 20}
 Size = tuple[int, int]  # rows, hidden
 
 
-def compile_one_shot(arch_name: str, folder: Path) -> Path:
-    """Compile the kernels with line tables, and return the code object."""
+def compile_one_shot(arch_name: str, folder: Path, *defines: str) -> Path:
+    """Compile the kernels with line tables, and return the code object. Bugs are for 4 ranks, or ALL_RANKS."""
     output = folder / f"{arch_name}.co"
-    build_module().compile_source(SOURCE, arch_name, output, debug=True)
+    build_module().compile_source(SOURCE, arch_name, output, defines, debug=True)
     return output
 
 

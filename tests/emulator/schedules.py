@@ -67,7 +67,7 @@ def run(path: Path) -> None:
         path.write_text(",".join(FIELDS) + "\n")
     done = {cell: int(sum(line["schedules"] for line in lines)) for cell, lines in read(path).items()}
     with tempfile.TemporaryDirectory() as folder:
-        code = {arch: compile_one_shot(arch, Path(folder)) for arch in ARCHS}
+        code = {arch: compile_one_shot(arch, Path(folder), "ALL_RANKS") for arch in ARCHS}
         for part in range(1, SLICES + 1):
             for cell, total in cells().items():
                 first, end = done.get(cell, 0), total if cell[0] else total * part // SLICES

@@ -41,7 +41,15 @@ def check_schedules(built, ranks: int, hidden: int, seeds) -> None:
             raise AssertionError(f"{ranks} ranks, hidden {hidden}, seed {seed}: {error}") from error
 
 
-@pytest.mark.parametrize("hidden", DEFAULT)
+SIZES = [
+    pytest.param(arch, hidden, marks=() if arch == ARCHS[0] or hidden == min(DEFAULT) else full)
+    for arch in ARCHS
+    for hidden in DEFAULT
+]
+"""By default all sizes on the first architecture. On others the loop over chunks is the same source."""
+
+
+@pytest.mark.parametrize(("built", "hidden"), SIZES, indirect=["built"], scope="module")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_reduce(built, ranks, hidden):
     check_schedules(built, ranks, hidden, range(DEFAULT[hidden]))
@@ -53,6 +61,16 @@ def test_all_reduce(built, ranks, hidden):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_reduce_in_many_schedules(built, ranks, hidden):
     check_schedules(built, ranks, hidden, range(SCHEDULES[hidden]))
+
+
+RESIDENT_ROWS = 4  # blocks that fit in gfx942's LDS
+
+
+@pytest.mark.parametrize("built", ["gfx942"], indirect=True, scope="module")
+def test_all_blocks_of_each_device_are_resident(built):
+    """Each device is filled by blocks that wait for the other device's, and has separate resources."""
+    arch_name, path = built
+    Group(path, f"{arch_name}:1", 2, ((RESIDENT_ROWS, HIDDEN),), 0).run()
 
 
 def test_epochs_come_round(built):

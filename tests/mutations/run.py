@@ -4,9 +4,10 @@ Rows of the table: for a bug that cases, a call or a check of code objects catch
 compiled. A bug that named tests catch is built in its own folder, a mistake in Python is imported. Then these tests run
 with --full until one fails.
 
-Mutants of operators.py, and bugs without named tests: all of tests/ops runs for each op that launches a kernel of a
-module that includes the file, first the default selection and, if none fails, with --full. Kernels are compiled when
-they are launched. A mutant is equivalent if all machine code stays, or if EQUIVALENT has a proof.
+Mutants of operators.py, and bugs without named tests: the cases that launch a kernel of a module that includes the file
+run, of one architecture after the other, the smallest first; then what else is in these ops' files and then in tests/ops
+for them, each the default selection and then --full, until a test fails or --seconds are over. Kernels are compiled when they are
+launched. A mutant is equivalent if all machine code stays, or if EQUIVALENT has a proof.
 
 Names are parts of bugs' names or of their files', or with a colon parts of mutants' names. --operators runs all mutants
 of these files of csrc. Without arguments all bugs run, and SAMPLE mutants of each file. A table lists what failed. The
@@ -16,13 +17,13 @@ exit status is 1 if a mistake survives.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import functools
 import importlib
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -30,10 +31,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from marks import AMD
@@ -49,7 +51,9 @@ from .table.equivalent import EQUIVALENT
 
 TESTS = ROOT / "tests"
 SAMPLE = 1
-"""Mutants of a file that run without arguments: about ten minutes on two cores."""
+"""Mutants of a file that run without arguments."""
+SECONDS = 100.0
+"""The time limit of a mutant's tests. The comparison of machine code comes after them."""
 
 
 @functools.cache
@@ -65,21 +69,32 @@ def included(path: Path) -> frozenset[str]:
     return frozenset(of.relative_to(CSRC).as_posix() for of in found)
 
 
+class Reached(NamedTuple):
+    """The modules of which a case launches a kernel, and how many waves and bytes it has at least."""
+
+    modules: frozenset[str]
+    waves: int
+    bytes: int
+
+
 @functools.cache
-def launched_by() -> dict[str, set[str]]:
-    """Return, by module, the ops of which a case launches one of its kernels."""
+def reached() -> dict[tuple[str, str, str], Reached]:
+    """Return what a case reaches, by its arch, op and name, if kernels accept it."""
     import torch
 
     from vllm_rocm_ops.core import archs, op
 
-    found = collections.defaultdict(set)
+    found = {}
     for of, (the_op, case) in itertools.product(
         map(archs.named, AMD), ((o, c) for o in op.registered() for c in o.cases())
     ):
         a = the_op.Arguments(*case.make("meta", torch.Generator(), of.fp8_dtype))
-        for config in the_op.configs(a, of):
-            for launched in the_op.plan(config, the_op.allocate(a), a, of):
-                found[launched.module].add(the_op.name)
+        plans = [the_op.plan(config, the_op.allocate(a), a, of) for config in the_op.configs(a, of)]
+        if plans:
+            modules = frozenset(launched.module for plan in plans for launched in plan)
+            waves = min(sum(math.prod((*one.grid, *one.block)) for one in plan) // 64 for plan in plans)
+            size = sum(value.nbytes for value in a if isinstance(value, torch.Tensor))
+            found[of.name, the_op.name, case.name] = Reached(modules, waves, size)
     return found
 
 
@@ -94,20 +109,23 @@ class Result:
 class FirstFailure:
     """A pytest plugin that keeps the name and the message of the first failing test.
 
-    With `ops` it deselects tests that concern none of them, and tests that plant bugs.
+    With `ops` it deselects tests that concern none of them, cases that reach none of the modules, and tests that plant
+    bugs. It runs cases first, the smallest of the first arch before others.
     """
 
     test = said = ""
 
-    def __init__(self, ops: set[str] | None = None):
-        self.ops = ops
+    def __init__(self, ops: Collection[str] | None = None, modules: Collection[str] = ()):
+        self.ops, self.modules = ops, modules
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.ops is not None:
-            items[:] = sorted(filter(self.concerns, items), key=lambda item: item.originalname != "test_case")
+            items[:] = sorted(filter(self.concerns, items), key=place)
 
     def concerns(self, item: pytest.Item) -> bool:
-        """True if a test has one of the ops as a parameter, or else its file names one."""
+        """True if a test is a case that reaches a module, or has one of the ops as a parameter, or else its file names one."""
+        if (key := case_of(item)) is not None:
+            return key in reached() and not reached()[key].modules.isdisjoint(self.modules)
         given = getattr(item, "callspec", None)
         of = given and (given.params.get("the_op") or given.params.get("name"))
         named = getattr(of, "name", of) in self.ops
@@ -120,6 +138,20 @@ class FirstFailure:
         if call.excinfo is not None and not self.test and not call.excinfo.errisinstance(pytest.skip.Exception):
             self.test = item.nodeid.rpartition("/")[2]
             self.said = " ".join(f"{call.excinfo.typename}: {call.excinfo.value}".split())
+
+
+def case_of(item: pytest.Item) -> tuple[str, str, str] | None:
+    """Return the key of the case that a test runs, in `reached`."""
+    given = getattr(item, "callspec", None)
+    if item.originalname != "test_case" or given is None or "the_op" not in given.params:
+        return None
+    return given.params["executor"].partition(":")[0], given.params["the_op"].name, given.params["case"].name
+
+
+def place(item: pytest.Item) -> tuple:
+    """Return where a test comes: cases by arch and size, then others in their order."""
+    key = case_of(item)
+    return (key is None, *((key[0], *reached()[key][1:]) if key else ()))
 
 
 @functools.cache
@@ -141,7 +173,7 @@ def find(test: str) -> str:
     return f"{path}{separator}{rest}"
 
 
-def judge(bug: Bug | Mutant) -> Result:
+def judge(bug: Bug | Mutant, seconds: float = SECONDS) -> Result:
     """Report what catches a mistake, in this process, which must not be reused."""
     start = time.monotonic()
 
@@ -159,7 +191,7 @@ def judge(bug: Bug | Mutant) -> Result:
         with tempfile.TemporaryDirectory() as folder, silent():
             copy = KernelCopy(Path(folder))
             if has_no_tests(bug):
-                return judge_by_ops(bug, copy, result)
+                return judge_by_ops(bug, copy, seconds, result)
             if not isinstance(bug.by, Tests):
                 by, _, said = bug.by.require(bug, copy).partition(": ")
                 return result(by, True, said)
@@ -234,31 +266,44 @@ def judge_afresh(bug: Bug, result: Callable[..., Result]) -> Result:
     return result(failed[1], True, failed[2])
 
 
-def judge_by_ops(bug: Bug | Mutant, copy: KernelCopy, result: Callable[..., Result]) -> Result:
-    """Run the tests of the ops that a mistake may reach: the default selection, then with --full."""
+def judge_by_ops(bug: Bug | Mutant, copy: KernelCopy, seconds: float, result: Callable[..., Result]) -> Result:
+    """Run the tests of the ops that a mistake may reach: first those in files of their own."""
     from vllm_rocm_ops.core import op
 
     modules = modules_of(bug)
-    ops = set().union(*(launched_by()[module] for module in modules))
+    ops = {the_op for _, the_op, _ in (key for key, of in reached().items() if not of.modules.isdisjoint(modules))}
     plant_in_emulators(copy, bug, modules)
     own = [str(file_of_tests(the_op)) for the_op in op.registered() if the_op.name in ops]
-    for where, full in ((own, ""), ([str(TESTS / "ops")], ""), ([str(TESTS / "ops")], "1")):
-        status, test, said = apart(run_tests_of, where, ops, full)
+    others, end = [str(TESTS / "ops"), *(f"--ignore={file}" for file in own)], time.monotonic() + seconds
+    for where, full in itertools.product((own, others), ("", "1")):
+        left = max(end - time.monotonic(), 0.0)
+        status, test, said = apart(run_tests_of, where, ops, modules, full, seconds=left) or OVER
         if said.startswith("BuildError"):
             return result("the compiler", isinstance(bug, Mutant), said)
-        if status != pytest.ExitCode.OK:
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             failed = status == pytest.ExitCode.TESTS_FAILED and not said.startswith("UnsupportedInstruction")
             return result(f"{test} {'with --full' if full else 'by default'}", failed, said)
-        if where is own and keeps_code(bug, copy, modules):
-            return result("equivalent: the machine code stays", True)
-    return result("SURVIVED", False)
+    if keeps_code(bug, copy, modules):
+        return result("equivalent: the machine code stays", True)
+    return result(f"SURVIVED {'all tests' if time.monotonic() < end else f'{seconds:.0f} s of tests'}", False)
+
+
+OVER = (pytest.ExitCode.OK, "", "")
+"""The result of tests that were ended, of which none has failed."""
 
 
 def keeps_code(bug: Bug | Mutant, copy: KernelCopy, modules: list[str]) -> bool:
-    """True if no kernel's machine code changes."""
-    copy.plant(bug, modules, AMD)
-    command = [sys.executable, "-S", CSRC / "compare_code.py", CODE, copy.code, "--archs", ",".join(AMD)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    """True if no kernel's machine code changes. The smallest modules are compiled first."""
+    command = [sys.executable, "-S", CSRC / "compare_code.py", CODE, copy.code, "--archs"]
+    for path in sorted((CODE / arch / f"{module}.co" for arch in AMD for module in modules), key=size_of):
+        copy.plant(bug, [path.stem], [path.parent.name])
+        if subprocess.run([*command, path.parent.name], capture_output=True, check=False).returncode:
+            return False
+    return True
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
 
 
 def take_tests(full: str) -> None:
@@ -270,14 +315,14 @@ def take_tests(full: str) -> None:
 
 def prepare() -> None:
     """Choose ops and cases once, before forking."""
-    launched_by()
+    reached()
     take_tests("")
     importlib.import_module("op_tests").chosen()
 
 
-def run_tests_of(where: list[str], ops: set[str], full: str) -> tuple[int, str, str]:
+def run_tests_of(where: list[str], ops: set[str], modules: list[str], full: str) -> tuple[int, str, str]:
     take_tests(full)
-    first = FirstFailure(ops)
+    first = FirstFailure(ops, modules)
     with silent():
         status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *where], plugins=[first])
     return int(status), first.test, first.said
@@ -286,14 +331,17 @@ def run_tests_of(where: list[str], ops: set[str], full: str) -> tuple[int, str, 
 FORK = multiprocessing.get_context("fork")
 
 
-def apart(call: Callable, *arguments):
-    """Return the result of a call in a process that may start others."""
+def apart(call: Callable, *arguments, seconds: float | None = None):
+    """Return the result of a call in a process that may start others, None if it takes longer than `seconds`."""
     receive, send = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: send.send(call(*arguments)))
     process.start()
     send.close()
     try:
-        return receive.recv()
+        if receive.poll(seconds):
+            return receive.recv()
+        process.kill()
+        return None
     finally:
         process.join()
 
@@ -320,6 +368,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="name", help="parts of names of bugs, of their files or of mutants")
     parser.add_argument("--operators", nargs="+", metavar="FILE", default=[], help="run all mutants of files of csrc")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many run at a time")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long tests of a mutant run (%(default)s)")
     arguments = parser.parse_args()
     found = chosen(arguments.names, arguments.operators)
     if not found:
@@ -338,7 +387,7 @@ def main() -> int:
     print("| Mistake | File | Change | Caught by | Seconds |\n|---|---|---|---|---|")
     lived = 0
     with ThreadPool(arguments.jobs) as pool:
-        for of, judged in zip(found, pool.imap(functools.partial(apart, judge), found, chunksize=1)):
+        for of, judged in zip(found, pool.imap(lambda of: apart(judge, of, arguments.seconds), found, chunksize=1)):
             lived += not judged.caught
             print(f"| {of.name} | {of.file} | `{of.change}` | {judged.verdict} | {judged.seconds:.0f} |", flush=True)
             if judged.said:

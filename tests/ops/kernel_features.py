@@ -71,8 +71,9 @@ def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
     outputs = the_op.allocate(a)
     tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
     given = {(the_op.name, name, kind_of(value)) for name, value in a._asdict().items()}
-    given |= {(the_op.name, name, value.dtype, look) for name, value in tensors.items() for look in looks(value)}
-    special = {(name, look) for name, value in tensors.items() for look in looks(value) if look[0] == "special"}
+    seen = {(name, look) for name, value in tensors.items() for look in looks(value)}
+    given |= {(the_op.name, name, tensors[name].dtype, look) for name, look in seen}
+    special = {(name, look) for name, look in seen if look[0] == "special"}
     megabytes = sum(x.nbytes for x in (*tensors.values(), *as_tuple(outputs))) / 1e6
     runs = []
     for config in the_op.configs(a, arch):

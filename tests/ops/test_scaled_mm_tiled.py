@@ -26,9 +26,8 @@ SHAPES = [(sizes["m"], sizes["n"], sizes["k"]) for sizes in PROBLEMS]
 
 def e4m3(rows: int, k: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
     """Return values of all magnitudes up to 16, in either format, without NaN."""
-    magnitude = torch.randint(0, 88, (rows, k), generator=generator, dtype=torch.uint8)
-    sign = torch.randint(0, 2, (rows, k), generator=generator, dtype=torch.uint8) * 128
-    return torch.where(magnitude > 0, magnitude | sign, 0).view(dtype)
+    magnitude = torch.randint(-87, 88, (rows, k), generator=generator, dtype=torch.int8)
+    return torch.where(magnitude < 0, -magnitude | -128, magnitude).view(dtype)
 
 
 def blocks_of_tile(tile: int, tiles: int, slices: int) -> list[int]:

@@ -148,7 +148,7 @@ class Engines:
         }
         code = f"import engine; engine.main({str(request)!r}, {str(answers)!r})"
         folders = [*([vllm.parent] if vllm else []), HERE.parents[1], HERE.parent, HERE]
-        output = processes.run(code, *folders, **base | environment)
+        output = processes.run(code, *folders, imported=vllm is None, **base | environment)
         result = json.loads(answers.read_text())
         failed = [answer["error"] for answer in result.values() if "error" in answer]
         assert not failed, failed[0] + output[-4000:]

@@ -1,7 +1,7 @@
 """Run code in new processes, each with another vLLM or environment, or with a replacement made before vLLM is imported.
 
-They are forks of a process that has imported what every vLLM imports, which takes seconds, and nothing of vLLM. On a
-machine with a GPU they are spawned.
+They are forks of a process that has imported what every vLLM imports, which takes seconds, and nothing of vLLM; or of
+one that has imported the installed vLLM, too. On a machine with a GPU they are spawned.
 """
 
 import glob
@@ -10,20 +10,31 @@ import os
 import pathlib
 import sys
 import tempfile
+from multiprocessing import forkserver
+from unittest import mock
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # vLLM's own setting, which Inductor reads at import
 # vLLM's all_reduce between CPU ranks returns its input, which PyTorch makes an error where CI is set.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "0"
 # A process in which a GPU's runtime has started cannot fork.
 FORKS = multiprocessing.get_context("spawn" if glob.glob("/dev/nvidia[0-9]") + glob.glob("/dev/kfd") else "forkserver")
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    [
-        "torch._inductor.standalone_compile",
-        "transformers.modeling_gguf_pytorch_utils",
-        "transformers.models.auto.image_processing_auto",
-        *("fastapi", "networkx", "openai.types.responses", "prometheus_client", "requests", "xgrammar"),
-    ]
-)
+ANY = [
+    "torch._inductor.standalone_compile",
+    "transformers.modeling_gguf_pytorch_utils",
+    "transformers.models.auto.image_processing_auto",
+    *("fastapi", "networkx", "openai.types.responses", "prometheus_client", "requests", "xgrammar"),
+]
+INSTALLED = ["vllm.entrypoints.llm", "vllm.model_executor.models.registry", "vllm.model_executor.models.llama"]
+
+
+def server(*modules: str) -> forkserver.ForkServer:
+    """Return what forks processes that have imported these modules. It starts with the first one."""
+    made = forkserver.ForkServer()
+    made.set_forkserver_preload([*modules])
+    return made
+
+
+SERVERS = {False: server(*ANY), True: server(*ANY, *INSTALLED)}
 
 
 def begin(code: str, folders: list[str], environment: dict[str, str], output: str) -> None:
@@ -38,13 +49,21 @@ def begin(code: str, folders: list[str], environment: dict[str, str], output: st
     exec(code, {"__name__": "__main__"})  # noqa: S102  a test's own
 
 
-def run(code: str, *folders: pathlib.Path, timeout: float = 900, **environment: str) -> str:
-    """Return the output of the code, run with these folders first on sys.path; it must not fail."""
+def run(code: str, *folders: pathlib.Path, timeout: float = 900, imported: bool = False, **environment: str) -> str:
+    """Return the output of the code, run with these folders first on sys.path; it must not fail.
+
+    The installed vLLM is imported already if the caller says so: then it has read its environment at import.
+    """
     path = [str(folder) for folder in folders]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment}
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         process = FORKS.Process(target=begin, args=(code, path, environment, output.name))
-        process.start()
+        # vLLM compiles some functions when it is imported, where it may. Compiled models compile them with all else.
+        with (
+            mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"),
+            mock.patch.object(forkserver, "connect_to_new_process", SERVERS[imported].connect_to_new_process),
+        ):
+            process.start()
         process.join(timeout)
         process.kill()
         process.join()

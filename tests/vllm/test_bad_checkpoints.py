@@ -129,7 +129,7 @@ def load(folder: pathlib.Path, folders: dict[str, pathlib.Path]) -> dict[str, st
     answers = folder / "answers.json"
     code = LOAD.format(folders={name: str(path) for name, path in folders.items()}, answers=str(answers))
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1"}
-    processes.run(code, HERE.parents[1], HERE.parent, HERE, TORCHDYNAMO_DISABLE="1", **environment)
+    processes.run(code, HERE.parents[1], HERE.parent, HERE, imported=True, TORCHDYNAMO_DISABLE="1", **environment)
     return json.loads(answers.read_text())
 
 

@@ -870,7 +870,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, m
     assert ran == ([] if fault else [1, 17])
 
 
-def test_prompts_run_tiled_kernels_where_these_won(make):
+def test_prompts_run_kernels_where_these_won(make):
     """The plugin then serves prompts, too."""
     layer, kernel, exact = make("channel", Right)
     emulate(layer, kernel, MANY)
@@ -878,7 +878,7 @@ def test_prompts_run_tiled_kernels_where_these_won(make):
     decide(bytes([0]) + bytes([1]) * MANY)
     emulate(layer, kernel, MANY, exact)
     [symbol] = vllm_rocm_ops.stats()["scaled_mm"]
-    assert symbol.startswith("scaled_mm_tiled_")
+    assert symbol.startswith("scaled_mm_")
     assert len(kernel.baseline.calls) == 1
 
 

@@ -31,6 +31,16 @@ OF_ORDER, OF_PLAIN, OF_DEVICE, OF_SYSTEM = 0, 1, 2, 3
 AGENT, SYSTEM = 1, 2  # scopes: sc1, sc0 sc1
 
 
+def equal(count: int, value: int) -> np.ndarray:
+    """Return equal numbers. Zeros, of which there may be millions, take no memory until they are read."""
+    return np.full(count, value) if value else np.zeros(count, np.int64)
+
+
+def appended(known: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Return both arrays in one."""
+    return np.concatenate([known, more]) if len(known) else more
+
+
 class Coherence:
     """Track what waves have seen of each other's accesses, for accesses.py.
 
@@ -64,11 +74,11 @@ class Coherence:
         """
         start = len(self.block_of)
         block = int(self.block_of[-1]) + 1 if start else 0
-        numbers = block + np.arange(waves) // scheduler.waves_per_block
-        self.block_of = np.concatenate([self.block_of, numbers])
-        self.device_of = np.concatenate([self.device_of, np.full(waves, scheduler.device)])
+        blocks = np.arange(block, block + waves // scheduler.waves_per_block)
         queue = scheduler.place.queue if scheduler.place else 0
-        self.queue_of = np.concatenate([self.queue_of, np.full(waves, queue)])
+        self.block_of = appended(self.block_of, blocks.repeat(scheduler.waves_per_block))
+        self.device_of = appended(self.device_of, equal(waves, scheduler.device))
+        self.queue_of = appended(self.queue_of, equal(waves, queue))
         if not self.launches:
             self.completed, self.at_barrier = np.zeros(total, np.int64), np.zeros((3, total), np.int64)
         self.launches.append(scheduler)

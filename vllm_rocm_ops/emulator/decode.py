@@ -103,7 +103,7 @@ def _decode_new(data: bytes, address: int) -> Instruction:
     encoding, _, variant = name.partition("_")
     variant = next((v for v in ("DPP16", "SDWA") if v in variant), "")
     mnemonic = re.sub(r"_e(32|64)$", "", inst.op.name.lower())
-    formats, bits, regs = inst.operands, inst.op_bits, inst.op_regs
+    formats, bits = inst.operands, inst.op_bits
     fields, operands = {}, {}
     raw = {n: (inst._raw >> f.lo) & f.mask for n, f in inst._fields if not isinstance(f, FixedBitField)}
     for n, f in inst._fields:
@@ -117,7 +117,8 @@ def _decode_new(data: bytes, address: int) -> Instruction:
         if known not in formats and n != "sdst":
             continue
         format = formats[known][0].name.removeprefix("FMT_").removeprefix("NUM_") if known in formats else "M64"
-        operands[n] = Operand(value.offset, regs.get(known, 2), format, bits.get(known, 64))
+        width = bits.get(known, 64)
+        operands[n] = Operand(value.offset, max(1, width // 32), format, width)
     if variant:  # src0 holds the marker 249/250, vsrc0 the register
         operands.pop("src0", None)
         first = operands.pop("vsrc0", None)

@@ -85,6 +85,9 @@ def prepare(arch: str) -> None:
 
     import vllm.model_executor.model_loader.utils
     import vllm.model_executor.models.llama  # noqa: F401
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    get_quantization_config("fp8")  # imports all, which takes longer than an answer
 
 
 def groups(config, tp: int, dp: int) -> None:
