@@ -72,7 +72,7 @@ METHODS: dict[str, dict] = {
     "mtp": {"method": "mtp"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4},
 }
-"""How vLLM drafts, in its speculative configuration."""
+"""The method of drafting in vLLM's speculative configuration."""
 
 
 def add_model_arguments(add: Callable) -> None:

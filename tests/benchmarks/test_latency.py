@@ -120,7 +120,7 @@ def test_a_report_has_steps_with_drafts():
 
 
 class Told(NamedTuple):
-    """What an engine tells its loggers of a step: see `vllm.v1.metrics.stats`."""
+    """The statistics of a step, as an engine reports them: see `vllm.v1.metrics.stats`."""
 
     time_to_first_tokens_iter: list
     inter_token_latencies_iter: list
@@ -370,7 +370,7 @@ def test_arguments_are_checked(arguments, message, capsys):
 
 
 def test_drafts_are_accepted_at_random():
-    """Of `--drafts` a step accepts half, or `--accepted`; vLLM counts the token that follows them."""
+    """A step accepts half of `--drafts`, or `--accepted`; vLLM counts the token that follows them."""
     synthetic = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
     found = latency.parse_arguments(["--drafts", "3"]).drafts
     assert found == {"method": "mtp", **synthetic, "synthetic_acceptance_length": 2.5}
