@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 STEPS = 8  # recorded
 STEPS_BEFORE = 8  # the first is the prefill
+TOKENS = STEPS_BEFORE + STEPS + 8  # of a request, if a step adds one: none ends during the profile
 LONGEST_NAME = 120  # maximum characters of a kernel's name
 IDLE = "idle"
 ALL_REDUCE = "all-reduce, with waiting"
@@ -100,7 +101,7 @@ def record(llm, prompts: list, sampling: Callable[[int], object]) -> list[dict]:
 
     `sampling` returns vLLM's parameters for a number of tokens.
     """
-    parameters = sampling(STEPS_BEFORE + STEPS + 8)  # no request ends during the profile
+    parameters = sampling(TOKENS)
     engine = llm.llm_engine
     for i, prompt in enumerate(prompts):
         engine.add_request(f"profiled {len(prompts)} {i}", prompt, parameters)

@@ -294,7 +294,7 @@ def recording(model: torch.nn.Module) -> Iterator[dict[type, Recorded]]:
 def seams(options: argparse.Namespace) -> list[dict]:
     """Return a line for each layer of a model that a seam serves."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from latency import find_model, overrides
+    from latency import find_model, merged, overrides
     from latency_worker import hardware, versions
     from vllm import LLM, SamplingParams
     from vllm.config import set_current_vllm_config
@@ -310,7 +310,8 @@ def seams(options: argparse.Namespace) -> list[dict]:
     settings = {"model": str(path), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
     settings |= {"max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True, "seed": 0}
     settings |= {"distributed_executor_backend": "uni", "enable_prefix_caching": False} | options.engine_args
-    settings["hf_overrides"] = overrides(path, options.num_layers, options.rank_of) | settings.get("hf_overrides", {})
+    changes = overrides(path, options.num_layers, options.rank_of)
+    settings["hf_overrides"] = merged(changes, settings.get("hf_overrides", {}))
     llm = LLM(**settings)
     worker = llm.llm_engine.model_executor.driver_worker.worker
     model, config = worker.model_runner.get_model(), worker.vllm_config

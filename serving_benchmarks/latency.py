@@ -12,7 +12,8 @@ down the decode step (decode_profile.py). The engine runs in the measuring proce
 (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
 
 `--data-parallel-size 4` starts an engine per rank with the same batches, and reports the first one's. `--rank-of 8` simulates one of
-eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. On an NVIDIA GPU the plugin needs
+eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. `--drafts 3` runs speculative decoding. vLLM then accepts random drafts, --accepted of
+a request's in a step on average, as random weights predict nothing; the report has the steps that the engine ran, too. On an NVIDIA GPU the plugin needs
 VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. Failures are reported with the end of their log.
 """
 
@@ -42,7 +43,7 @@ SECONDS_TO_END = 30
 LINES_OF_A_FAILURE = 40
 MEASURE_S = "120"  # so that the plugin's first start times all kernels, however slow the compilers are
 WORKER = HERE / "latency_worker.py"
-MIN = {"output_len": 2, "num_starts_warmup": 0}
+MIN = {"output_len": 2, "num_starts_warmup": 0, "drafts": 0}
 MIN |= dict.fromkeys(("batch_size", "input_len", "num_iters", "rank_of", "data_parallel_size", "pairs"), 1)
 COPIED = (
     *("input_len", "output_len", "num_iters", "num_iters_warmup", "num_layers", "rank_of", "tensor_parallel_size"),
@@ -54,13 +55,24 @@ COPIED = (
         "seed",
         "random_experts",
         "engine_args",
+        "drafts",
         "timeout",
     ),
 )
 """Options that a job has under their names."""
 
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+DIVIDED += ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
 """Sizes in config.json that tensor parallel ranks divide; each rank has at least one KV head."""
+
+LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "attn_type_list")
+"""Lists in config.json with an entry per layer."""
+
+METHODS: dict[str, dict] = {
+    "mtp": {"method": "mtp"},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4},
+}
+"""The method of drafting in vLLM's speculative configuration."""
 
 
 def add_model_arguments(add: Callable) -> None:
@@ -105,6 +117,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--num-starts-warmup", type=int, default=0, help=warm_up)
     profile = "profile decode steps at these batch sizes (without values: all)"
     add("--profile", type=int, nargs="*", metavar="BATCH", help=profile)
+    add("--drafts", type=int, default=0, help="draft tokens of a request per step (default: no speculative decoding)")
+    methods = "the model's MTP layers (default), or n-grams of the request, which gives none before a text repeats"
+    add("--draft-method", choices=list(METHODS), default="mtp", help=methods)
+    accepted = "mean number of a request's drafts that a step accepts, at random; not on CPU (default: half of them)"
+    add("--accepted", type=float, help=accepted)
     add("--timeout", type=float, default=3600, help="time limit per engine start, in seconds (default: %(default)s)")
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for vllm.LLM")
     add("--output-json", type=Path, default=HERE / "out" / "latency.json", help="report file (default: %(default)s)")
@@ -112,6 +129,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--commit", help="commit of the measured code (default: this checkout's)")
     arguments = parser.parse_args(argv)
     check_least(parser, arguments, MIN)
+    accepted = arguments.drafts / 2 if arguments.accepted is None else arguments.accepted
+    if not 0 <= accepted <= arguments.drafts:
+        parser.error(f"--accepted must be between 0 and --drafts {arguments.drafts}, got {accepted:g}")
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + accepted}
+    given = {**METHODS[arguments.draft_method], "num_speculative_tokens": arguments.drafts, **synthetic}
+    arguments.drafts = given if arguments.drafts else None
     return arguments
 
 
@@ -123,10 +146,32 @@ def find_model(name: str) -> Path:
     raise SystemExit(f"--model must be a folder with a config.json or a name in {CONFIGS}, got {name}")
 
 
-def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, int]:
-    """Return the changes to a model's config.json: the number of layers, and the sizes of one of `rank_of` ranks."""
+def merged(config: dict, changes: dict) -> dict:
+    """Return a configuration with changes, which may be nested."""
+    return config | {
+        name: merged(config[name], value) if isinstance(value, dict) and isinstance(config.get(name), dict) else value
+        for name, value in changes.items()
+    }
+
+
+def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict:
+    """Return the changes to a model's config.json: the layers, and the sizes of one of `rank_of` ranks."""
     config = json.loads((model / "config.json").read_text())
-    result = {"num_hidden_layers": num_layers} if num_layers else {}
+    if "text_config" in config:
+        changes = changes_of(config["text_config"], model.name, num_layers, rank_of)
+        return {"text_config": changes} if changes else {}
+    return changes_of(config, model.name, num_layers, rank_of)
+
+
+def changes_of(config: dict, name_of_model: str, num_layers: int | None, rank_of: int) -> dict:
+    """Return the changes to the configuration of a language model."""
+    result = {}
+    if num_layers:
+        result = {name: config[name][:num_layers] for name in LISTS if config.get(name)}
+        if "layer_types" not in result and (interval := config.get("full_attention_interval")):
+            kinds = ("full_attention" if i % interval == 0 else "linear_attention" for i in range(1, num_layers + 1))
+            result["layer_types"] = list(kinds)
+        result["num_hidden_layers"] = num_layers
     if rank_of == 1:
         return result
     for name in DIVIDED:
@@ -136,7 +181,7 @@ def overrides(model: Path, num_layers: int | None, rank_of: int) -> dict[str, in
         if name == "num_key_value_heads":
             share, rest = max(share, 1), rest if share else 0
         if rest:
-            raise SystemExit(f"--rank-of must divide {name}={config[name]} of {model.name}, got {rank_of}")
+            raise SystemExit(f"--rank-of must divide {name}={config[name]} of {name_of_model}, got {rank_of}")
         result[name] = share
     if "kv_lora_rank" not in config:  # keeps the head size, which otherwise follows from the number of heads
         result["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

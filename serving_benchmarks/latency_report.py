@@ -12,6 +12,7 @@ import decode_profile
 SIDES = {"without": "vLLM", "with": "vLLM + vllm-rocm-ops"}
 NO_RATIO = "no kernel ran"
 PERCENTILES = (10, 25, 50, 75, 90, 99)  # as in `vllm bench latency`
+ITERATIONS = ("decode_ms", "step_ms", "step_rows", "ttft_ms", "host_us")
 CHARACTERS_PER_INCH = 14  # of a plot's caption
 
 
@@ -32,11 +33,14 @@ def summarize(job: dict, batch: dict) -> dict:
         "num_layers": job["num_layers"],
         "rank_of": job["rank_of"],
         "pair": job["pair"],
+        "drafts": job["drafts"],
+        "ms_per_step": statistics.median(batch["step_ms"]),
+        "rows_per_step": statistics.median(batch["step_rows"]),
         "decode_ms_per_token": statistics.median(decode),
         "ttft_ms": statistics.median(batch["ttft_ms"]),
         "decode_ms_percentiles": {str(p): float(numpy.percentile(decode, p)) for p in PERCENTILES},
         "host_us": statistics.median(batch["host_us"]),
-        "iterations": {name: batch[name] for name in ("decode_ms", "ttft_ms", "host_us")},
+        "iterations": {name: batch[name] for name in ITERATIONS},
     }
 
 
@@ -126,7 +130,7 @@ STARTS = (
 
 
 def differences(report: dict) -> list[list[str]]:
-    """Return rows of start, first token and host medians on each side, with the difference if both sides exist."""
+    """Return rows of start, step, first token and host medians on each side, with the difference if both sides exist."""
     values_of: dict[tuple[str, str], dict[str, list[float]]] = {}
 
     def add(run: dict, name: str, value: float | None) -> None:
@@ -139,6 +143,9 @@ def differences(report: dict) -> list[list[str]]:
             add(run, name, value and value / unit)
     for result in report["results"]:
         batch = result["batch_size"]
+        if result.get("drafts"):
+            add(result, f"step at batch {batch}, ms", result["ms_per_step"])
+            add(result, f"step at batch {batch}, rows", result["rows_per_step"])
         add(result, f"TTFT, {batch} x {result['input_len']} tokens, ms", result.get("ttft_ms"))
         add(result, f"Python loop at batch {batch}, us", result.get("host_us"))
     rows = []
@@ -173,7 +180,7 @@ def table(report: dict) -> str:
     lines = ["Decode, ms per output token: median (p10-p90)", "", *aligned(rows)]
     if starts := differences(report):
         header = ["model", "", *SIDES.values(), "difference", ""]
-        lines += ["", "Starts and first tokens: medians", "", *aligned([header, *starts])]
+        lines += ["", "Starts, steps with drafts and first tokens: medians", "", *aligned([header, *starts])]
     for run in report["runs"]:
         for key, what in (("error", " failed"), ("profile_error", ": no profile")):
             if key in run:
@@ -251,9 +258,11 @@ def figure(report: dict):
     number = len({run["pair"] for run in report["results"] if "pair" in run})
     starts = f" in each of {number} starts" if number > 1 else ""
     rank = f", one of {result['rank_of']} ranks without collectives" if result["rank_of"] > 1 else ""
+    drafts = result.get("drafts")
+    drafted = f", {drafts['num_speculative_tokens']} {drafts['method']} drafts" if drafts else ""
     caption = (
         f"{report['hardware']}{rank}; vLLM {versions['vllm']}, torch {versions['torch']}; input {result['input_len']}, "
-        f"output {result['output_len']}, {len(result['latencies'])} iterations{starts}; random weights"
+        f"output {result['output_len']}, {len(result['latencies'])} iterations{starts}{drafted}; random weights"
     )
     drawn.legend(
         [pyplot.Rectangle((0, 0), 1, 1, color=colors[side]) for side in asked],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import decode_profile
+from latency import LISTS, merged
 
 
 def host_us() -> float:
@@ -26,13 +28,52 @@ def host_us() -> float:
     return 1e6 * (time.perf_counter() - start)
 
 
+def change(changes: dict, config, of_drafts: bool | None = None):
+    """Return a configuration of transformers with changes. An MTP layer has the sizes of the model, and its own place."""
+    of_drafts = hasattr(config, "n_predict") if of_drafts is None else of_drafts
+    for name, value in changes.items():
+        nested = getattr(config, name, None)
+        if isinstance(value, dict) and hasattr(nested, "to_dict"):
+            change(value, nested, of_drafts)
+        elif not (of_drafts and name in ("num_hidden_layers", *LISTS)):
+            setattr(config, name, value)
+    return config
+
+
+class Steps:
+    """The decode steps that an engine ran since its last first token.
+
+    Attributes:
+        steps: Their number.
+        rows: The rows that they had in all: one per request, and one per draft.
+    """
+
+    def __init__(self, engine) -> None:
+        self.steps = self.rows = 0
+        self._record, engine.logger_manager.record = engine.logger_manager.record, self.record
+
+    def record(self, scheduler_stats, iteration_stats, **others) -> None:
+        """Count a step, in place of the method of vLLM's loggers, which is called."""
+        self._record(scheduler_stats=scheduler_stats, iteration_stats=iteration_stats, **others)
+        if iteration_stats is None:
+            return
+        if iteration_stats.time_to_first_tokens_iter:
+            self.steps = self.rows = 0
+        elif requests := len(iteration_stats.inter_token_latencies_iter):
+            drafts = scheduler_stats.spec_decoding_stats
+            self.steps += 1
+            self.rows += requests + (drafts.num_draft_tokens if drafts else 0)
+
+
 def measure(job: dict, report: Callable[[dict], None]) -> None:
     """Run one model on one side, and report every iteration, every batch size and the final results."""
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
     with_ops = job["side"] == "with"
-    longest = job["input_len"] + job["output_len"]
+    speculative = job["engine_args"].get("speculative_config", job["drafts"])
+    drafts = (speculative or {}).get("num_speculative_tokens", 0)
+    longest = job["input_len"] + max(job["output_len"], decode_profile.TOKENS * (1 + drafts) if drafts else 0) + drafts
     settings = {
         "model": job["model"],
         "load_format": "dummy",
@@ -53,18 +94,29 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         settings["gpu_memory_utilization"] = 0.3
     settings["worker_extension_cls"] = f"{'random_experts' if job['random_experts'] else 'engine_start'}.Extension"
     settings |= job["engine_args"]
-    settings["hf_overrides"] = job["overrides"] | settings.get("hf_overrides", {})
+    changes = merged(job["overrides"], settings.get("hf_overrides", {}))
+    settings["hf_overrides"] = changes
+    if speculative:
+        if current_platform.is_cpu():  # vLLM cannot accept at random there
+            speculative = {name: value for name, value in speculative.items() if "synthetic" not in (name[:9], value)}
+        settings["speculative_config"] = speculative
+        if speculative.get("method") == "mtp":  # vLLM gives its layers a function's changes only
+            settings["hf_overrides"] = functools.partial(change, changes)
     begin = time.perf_counter()
     llm = LLM(**settings)
     start_s = time.perf_counter() - begin
     if not with_ops and "vllm_rocm_ops" in sys.modules:
         raise RuntimeError("the plugin was loaded on the side without it")
+    steps = Steps(llm.llm_engine)
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def sampling(tokens: int) -> SamplingParams:
         temperature = 1.0 if job["random_experts"] else 0.0
         return SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def of_steps(tokens: int) -> SamplingParams:
+        return sampling(tokens * (1 + drafts))
 
     def prompts_of(batch_size: int) -> list[dict]:
         tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
@@ -73,6 +125,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
     report({"hardware": hardware(), "versions": versions()})
     for batch_size in job["batch_sizes"]:
         prompts, latencies, decode, first, host = prompts_of(batch_size), [], [], [], []
+        step_ms, step_rows = [], []
         for iteration in range(job["num_iters_warmup"] + job["num_iters"]):
             loop_us = host_us()
             start = time.perf_counter()
@@ -84,16 +137,21 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
                 latencies.append(latency)
                 host.append(loop_us)
                 decode.append(1e3 * per_token)
+                metrics = [output.metrics for output in outputs]
+                span = max(of.last_token_ts for of in metrics) - max(of.first_token_ts for of in metrics)
+                step_ms.append(1e3 * span / steps.steps)
+                step_rows.append(steps.rows / steps.steps)
                 first.append(1e3 * statistics.median(output.metrics.first_token_latency for output in outputs))
             report({"batch_size": batch_size, "decode_ms": 1e3 * per_token})
         times = {"latencies": latencies, "decode_ms": decode, "ttft_ms": first, "host_us": host}
+        times |= {"step_ms": step_ms, "step_rows": step_rows}
         report({"batch": {"batch_size": batch_size, **times}})
     ranks = llm.collective_rpc("engine_start")
     start = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     result = {"start": {"start_s": start_s, **start, "kv_blocks": blocks}}
     try:
-        recorded = ((size, decode_profile.record(llm, prompts_of(size), sampling)) for size in job["profile"])
+        recorded = ((size, decode_profile.record(llm, prompts_of(size), of_steps)) for size in job["profile"])
         result["profile"] = {size: ranks for size, ranks in recorded if ranks}
     except Exception as error:  # noqa: BLE001  the latencies are valid without a profile
         traceback.print_exc()

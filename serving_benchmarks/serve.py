@@ -69,14 +69,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def model_folder(model: Path, changed: dict[str, int]) -> Iterator[Path]:
+def model_folder(model: Path, changed: dict) -> Iterator[Path]:
     """Create a folder with the model's config.json and a tokenizer of its vocabulary size."""
-    config = json.loads((model / "config.json").read_text()) | changed
+    config = latency.merged(json.loads((model / "config.json").read_text()), changed)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, model.name)
         folder.mkdir()
         shutil.copy(model / "config.json", folder)
-        save_tokenizer(folder, config["vocab_size"])
+        save_tokenizer(folder, config.get("text_config", config)["vocab_size"])
         yield folder
 
 

@@ -7,6 +7,8 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,17 +23,19 @@ sys.path.insert(0, str(SCRIPT.parent))
 import decode_profile
 import latency
 import latency_report
+import latency_worker
 
 SHRUNK = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 512}
 """Overrides that make a real configuration small, with the same kinds of layers and quantization."""
 
 
-def report(without: list[float] | None, with_ops: list[float], stats: dict) -> dict:
-    """Return a report on one model at batch size 8, from decode times in ms.
+def report(without: list[float] | None, with_ops: list[float], stats: dict, drafts: dict | None = None) -> dict:
+    """Return a report on one model at batch size 8, from decode times in ms; steps with drafts take twice as long.
 
     `without` is None if that side failed.
     """
     job = {"name": "model", "input_len": 1, "output_len": 128, "num_layers": None, "rank_of": 1, "pair": 0}
+    job["drafts"] = drafts
     runs, results = [], []
     for side, times in (("without", without), ("with", with_ops)):
         run = {"model_id": "model", "side": side, "log": f"{side}.log"}
@@ -43,6 +47,8 @@ def report(without: list[float] | None, with_ops: list[float], stats: dict) -> d
             "batch_size": 8,
             "latencies": [0.128 * t for t in times],
             "decode_ms": times,
+            "step_ms": [2 * t for t in times],
+            "step_rows": [30.0 for _ in times],
             "ttft_ms": [3 * t for t in times],
             "host_us": [100 * t for t in times],
         }
@@ -63,6 +69,8 @@ def test_summary_has_the_form_of_vllm_bench_latency():
     assert len(result["latencies"]) == 3
     assert result["iterations"] == {
         "decode_ms": [1.0, 2.0, 9.0],
+        "step_ms": [2.0, 4.0, 18.0],
+        "step_rows": [30.0, 30.0, 30.0],
         "ttft_ms": [3.0, 6.0, 27.0],
         "host_us": [100.0, 200.0, 900.0],
     }
@@ -98,6 +106,48 @@ def test_table_has_what_starts_take():
     assert "TTFT, 8 x 1 tokens, ms" in latency_report.table(whole)
     del whole["runs"][0]["start"]
     assert latency_report.differences(whole)[0][2:] == ["", "25.00", "", ""]
+
+
+def test_a_report_has_steps_with_drafts():
+    drafts = latency.parse_arguments(["--drafts", "3"]).drafts
+    whole = report([4.0], [2.0], KERNELS, drafts)
+    rows = {row[1]: row[2:] for row in latency_report.differences(whole)}
+    assert rows["step at batch 8, ms"] == ["8.00", "4.00", "-4.00", "-50.0 %"]
+    assert rows["step at batch 8, rows"] == ["30.00", "30.00", "+0.00", "+0.0 %"]
+    assert "step at batch 8, rows" in latency_report.table(whole)
+    assert "step at batch" not in latency_report.table(report([4.0], [2.0], KERNELS))
+    assert any(", 3 mtp drafts; random weights" in t.replace("\n", " ") for t in texts(latency_report.figure(whole)))
+
+
+class Told(NamedTuple):
+    """The statistics of a step, as an engine reports them: see `vllm.v1.metrics.stats`."""
+
+    time_to_first_tokens_iter: list
+    inter_token_latencies_iter: list
+    spec_decoding_stats: SimpleNamespace | None = None
+
+
+def test_steps_are_counted_from_what_the_engine_ran():
+    """Steps before the last first token, and those without output, do not count. Requests have any number of drafts."""
+    told = []
+    engine = SimpleNamespace(logger_manager=SimpleNamespace(record=lambda **stats: told.append(stats)))
+    steps = latency_worker.Steps(engine)
+
+    def step(first: int, later: int, drafts: int | None = None) -> None:
+        drafted = None if drafts is None else SimpleNamespace(num_draft_tokens=drafts)
+        iteration = Told([0.1] * first, [0.1] * later) if first + later else None
+        engine.logger_manager.record(scheduler_stats=Told([], [], drafted), iteration_stats=iteration, mm_cache_stats=1)
+
+    step(2, 0)
+    step(0, 2, 6)
+    step(2, 2, 6)
+    assert (steps.steps, steps.rows) == (0, 0)
+    step(0, 4, 12)
+    step(0, 4, 5)
+    step(0, 0)
+    step(0, 1)
+    assert (steps.steps, steps.rows) == (3, 16 + 9 + 1)
+    assert len(told) == 7 and all(set(of) == {"scheduler_stats", "iteration_stats", "mm_cache_stats"} for of in told)
 
 
 def test_sides_are_first_in_turn(tmp_path, monkeypatch):
@@ -308,12 +358,26 @@ def test_sides_differ_in_our_plugin_alone(monkeypatch):
     [
         (["--output-len", "1"], "--output-len must be at least 2, got 1"),
         (["--batch-size", "4", "0"], "--batch-size must be at least 1, got [4, 0]"),
+        (["--drafts", "-1"], "--drafts must be at least 0, got -1"),
+        (["--drafts", "3", "--accepted", "3.5"], "--accepted must be between 0 and --drafts 3, got 3.5"),
+        (["--accepted", "1"], "--accepted must be between 0 and --drafts 0, got 1"),
     ],
 )
 def test_arguments_are_checked(arguments, message, capsys):
     with pytest.raises(SystemExit):
         latency.parse_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_drafts_are_accepted_at_random():
+    """A step accepts half of `--drafts`, or `--accepted`; vLLM counts the token that follows them."""
+    synthetic = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+    found = latency.parse_arguments(["--drafts", "3"]).drafts
+    assert found == {"method": "mtp", **synthetic, "synthetic_acceptance_length": 2.5}
+    found = latency.parse_arguments(["--drafts", "3", "--draft-method", "ngram", "--accepted", "0.8"]).drafts
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    assert found == {"method": "ngram", **lookup, **synthetic, "synthetic_acceptance_length": 1.8}
+    assert latency.parse_arguments([]).drafts is None
 
 
 def test_unknown_model():
@@ -460,6 +524,70 @@ def test_a_rank_has_its_share_of_a_model():
         latency.overrides(latency.find_model("tiny-llama"), None, 3)
 
 
+HYBRID = json.loads((ROOT / "tests" / "data" / "models" / "qwen3-next-80b-a3b-fp8.json").read_text())
+SHARES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "intermediate_size": 2560,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "vocab_size": 75968,
+    "head_dim": 256,
+}
+KINDS = [*["linear_attention"] * 3, "full_attention"] * 12
+
+
+def folder_of(folder: pathlib.Path, config: dict) -> pathlib.Path:
+    """Return the folder, with a config.json."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kinds", [{}, {"layer_types": KINDS}], ids=["interval", "list"])
+def test_a_rank_has_its_share_of_a_hybrid_model(tmp_path, kinds):
+    """Its layers are the model's first, of the same kinds, also where the language model's configuration is nested."""
+    layers = {"layer_types": KINDS[:5], "num_hidden_layers": 5}
+    model = folder_of(tmp_path, HYBRID | kinds)
+    assert latency.overrides(model, 5, 2) == layers | SHARES
+    assert latency.overrides(model, 5, 1) == layers
+    with pytest.raises(SystemExit, match="--rank-of must divide linear_num_key_heads=6 of .*, got 4"):
+        latency.overrides(folder_of(tmp_path, HYBRID | {"linear_num_key_heads": 6}), None, 4)
+    folder_of(tmp_path, {"text_config": HYBRID | kinds, "vision_config": {"num_attention_heads": 3}})
+    assert latency.overrides(model, 5, 2) == {"text_config": layers | SHARES}
+    assert latency.overrides(model, None, 1) == {}
+    folder_of(tmp_path, {"text_config": HYBRID | {"shared_expert_intermediate_size": 513}})
+    with pytest.raises(SystemExit, match="--rank-of must divide shared_expert_intermediate_size=513 of .*, got 2"):
+        latency.overrides(model, None, 2)
+
+
+def test_changes_are_merged():
+    changes = {"text_config": {"vocab_size": 8}, "dtype": "half"}
+    assert latency.merged(changes, {"text_config": {"hidden_size": 2}, "rope": {"type": "yarn"}}) == {
+        "text_config": {"vocab_size": 8, "hidden_size": 2},
+        "dtype": "half",
+        "rope": {"type": "yarn"},
+    }
+
+
+def test_drafts_have_the_sizes_of_the_rank():
+    """An MTP layer is after the whole model's layers, as DeepSeek's first ones have no experts."""
+    from transformers import Qwen3_5MoeConfig
+
+    nested = {"layer_types": KINDS[:5], "num_hidden_layers": 5} | SHARES
+    changes = {"text_config": nested, "num_hidden_layers": 5, "layer_types": KINDS[:5], "rope": {"type": "yarn"}}
+    for of_drafts in (False, True):
+        config = Qwen3_5MoeConfig()
+        if of_drafts:
+            config.update({"n_predict": 1, "num_hidden_layers": 40})
+        assert latency_worker.change(changes, config) is config
+        text = config.text_config
+        assert {name: getattr(text, name) for name in SHARES} == SHARES and config.rope == {"type": "yarn"}
+        assert text.num_hidden_layers == config.num_hidden_layers == (40 if of_drafts else 5)
+        assert len(text.layer_types) == (40 if of_drafts else 5)
+
+
 def run(folder: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict]:
     """Run the script as a user does, with few and short iterations."""
     few = ["--output-len", "4", "--num-iters", "2", "--num-iters-warmup", "1", "--enforce-eager"]
@@ -497,6 +625,19 @@ def test_a_model_runs_on_both_sides(tmp_path):
     assert with_ops["reach"]["norms"]["taken"] and not with_ops["reach"]["norms"]["missed"]
     assert (tmp_path / "latency.png").stat().st_size > 10_000
     assert "tiny-llama: no kernel of the plugin ran" in result.stdout
+
+
+@full
+@pytest.mark.slow
+def test_a_model_runs_with_drafts(tmp_path):
+    """A step has all drafts of a request; an MTP layer has the sizes of the rank. On CPU vLLM accepts by the weights alone."""
+    arguments = ["--batch-size", "2", "--drafts", "3", "--accepted", "1", "--output-len", "64", "--side", "with"]
+    result, found = run(tmp_path, "--model", "tiny-deepseek-v3", "--num-layers", "2", "--rank-of", "2", *arguments)
+    assert result.returncode == 0, result.stdout
+    [measured] = found["results"]
+    assert 7 < measured["rows_per_step"] <= 8
+    assert 0.9 < measured["ms_per_step"] / measured["decode_ms_per_token"] < 4  # tokens of a request
+    assert "step at batch 2, rows" in result.stdout
 
 
 @full
