@@ -214,7 +214,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(folders):
 
 def test_configurations_of_two_kinds_share_a_table(folders):
     """scaled_mm has other kernels, with other fields, for many tokens."""
-    wanted = [problems_of(LINEAR, batches=(m,))[0] for m in (8, 128)]
+    wanted = [problems_of(LINEAR, batches=(m,))[0] for m in (8, 512)]
     others = {problem.key["m"]: other_config(problem)[1] for problem in wanted}
     measured = ScriptedClock(lambda what, _: 50.0 if what in others.values() else 100.0)
     tune.tune(wanted, measured, folders / "users")

@@ -32,10 +32,10 @@ extern "C" __attribute__((global)) void debug_only() {}
 
 def make_tree(root: Path):
     """Return a source tree with one op, and its build module."""
-    headers = {"device/value.h": "#define VALUE 1.0f\n", "gemm/loop.h": ""}
+    headers = {"device/value.h": '#include "gemm/loop.h"\n#define VALUE 1.0f\n', "gemm/loop.h": "", "gemm/other.h": ""}
     for name, text in ({"ops/add.hip": KERNEL} | headers).items():
         path = root / "csrc" / name
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     for name in ("csrc/build.py", "csrc/debug_info.py", *(f"vllm_rocm_ops/core/archs/{arch}.py" for arch in IN_TREE)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -224,6 +224,8 @@ def test_builds_again_only_what_changed(build):
             file.write("// changed\n")
         assert all(a != b for a, b in zip(times(build.build()), before, strict=True)), changed
     before = times(paths)
+    (build.CSRC / "gemm/other.h").write_text("// included by nobody\n")
+    assert times(build.build()) == before
     assert all(a != b for a, b in zip(times(build.build(debug=True)), before, strict=True))
     assert "debug_only" in paths[2].read_text()
     paths[0].unlink()

@@ -196,7 +196,7 @@ class Op:
         path = envs.tables() / arch.name / f"{self.name}.csv"
         row = tables.table(path, tuple(key)).get(values)
         for config in self.configs(a, arch) if row else ():
-            if tables.config_fields(config) == row.fields:
+            if tables.is_stored(config, row.fields):
                 return tables.TunedRow(config, row.source, path)
         return None
 

@@ -39,6 +39,13 @@ def config_fields(config) -> dict[str, str]:
     return {name: str(value) for name, value in dataclasses.asdict(config).items()}
 
 
+def is_stored(config, fields: dict[str, str]) -> bool:
+    """True if a tuned row's fields are this configuration; a field that the row lacks has its default."""
+    known = dataclasses.fields(config)
+    is_same = (fields.get(field.name, str(field.default)) == str(getattr(config, field.name)) for field in known)
+    return fields.keys() <= {field.name for field in known} and all(is_same)
+
+
 @functools.cache
 def table(path: Path, key: tuple[str, ...]) -> dict[tuple[str, ...], _Row]:
     """Return the tuned rows of one op on one arch, by the values of the key's columns.

@@ -33,7 +33,7 @@ MAX_RESIDENT = 4
 MAX_TOKENS = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SkinnyConfig:
     """Tiles of `rows` weight rows, with K split into `split_k` equal slices that `blocks` blocks share evenly.
 
@@ -45,6 +45,10 @@ class SkinnyConfig:
     split_k: int
     blocks: int
     groups: int = 1
+
+    def __repr__(self) -> str:
+        groups = f", groups={self.groups}" if self.groups > 1 else ""
+        return f"SkinnyConfig(rows={self.rows}, split_k={self.split_k}, blocks={self.blocks}{groups})"
 
 
 def _division(config: SkinnyConfig, b: Operand, unit: int) -> tuple[int, int, int]:
