@@ -1,12 +1,10 @@
 """Test how `check` compares measurements with predictions that were frozen before."""
 
-import functools
 import json
 
 import pytest
 import torch
 
-from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import fused_calls
@@ -80,20 +78,3 @@ def test_calls_of_models_are_set_beside_the_file(file, monkeypatch):
     with torch.inference_mode(), launch.executor(emulated.emulator_of("gfx942")):
         of = [one["frozen"] for one in check_parts.beside(*given, "MI300X")]
     assert of == [values, None]
-
-
-def test_frozen_predictions_hold_for_code_whose_symbols_alone_changed(monkeypatch):
-    call = next(
-        call for call in model_layers.calls(model_config.read("llama-3.1-405b-fp8"), 8) if call.op is ops.scaled_mm
-    )
-    values = frozen.newest()["calls"][frozen.key("MI300X", call, 1)]
-    [(symbol, digest)] = values["code"].items()
-    assert symbol == "scaled_mm_narrow_8"
-    find = functools.partial(frozen.find, "MI300X", call, 1, archs.ARCHS["gfx942"])
-    for code, holds in (
-        ({"scaled_mm_wave_splitk_8": frozen.RENAMED[digest]}, True),
-        ({"scaled_mm_wave_splitk_16": frozen.RENAMED[digest]}, False),
-        ({"scaled_mm_wave_splitk_8": "0" * 16}, False),
-    ):
-        monkeypatch.setattr(frozen, "code_of", lambda *_, code=code: code)
-        assert find() == (values if holds else None)

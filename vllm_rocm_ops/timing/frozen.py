@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import statistics
 from pathlib import Path
 
@@ -20,17 +19,6 @@ from vllm_rocm_ops.models.layers import LayerCall
 
 FOLDER = Path(__file__).parent / "frozen"
 WORST = 5  # predictions to list
-RENAMED = {
-    "4017231c0edb32b3": "a82843758cfbd624",  # batched_gemm gfx942
-    "1e3d61e33706c0c3": "ac141f4c92f9d5a6",  # block_scaled_mm gfx942
-    "e2150a5d4d7a399b": "c969d6901ca9edf3",  # scaled_mm gfx942
-    "c57a8958cbcbc443": "b87a42d9a6c06a61",  # unquantized_gemm gfx942
-    "bd1c08aed38a7169": "f89bf05f163f4200",  # batched_gemm gfx950
-    "75acee10f4c15338": "e39a2f68c033d32a",  # block_scaled_mm gfx950
-    "0baabbb55ca33ed0": "df35dbe817ac42a4",  # scaled_mm gfx950
-    "ff719bc5f0e91700": "75572bb5df03bf88",  # unquantized_gemm gfx950
-}
-"""Code objects, by the first 16 digits of their SHA-256, whose machine code only got other symbols (csrc/compare_code.py)."""
 
 
 def code_of(call: LayerCall, tokens: int, arch: archs.Arch) -> dict[str, str]:
@@ -41,12 +29,8 @@ def code_of(call: LayerCall, tokens: int, arch: archs.Arch) -> dict[str, str]:
 
 
 def is_for(values: dict, call: LayerCall, tokens: int, arch: archs.Arch) -> bool:
-    """True if a prediction holds for the installed code; renamed symbols do not change it."""
-    code = {
-        re.sub(r"_narrow(?=_\d+$)", "_wave_splitk", name): RENAMED.get(digest, digest)
-        for name, digest in values["code"].items()
-    }
-    return code == code_of(call, tokens, arch)
+    """True if a prediction holds for the installed code."""
+    return values["code"] == code_of(call, tokens, arch)
 
 
 def key(product: str, call: LayerCall, tokens: int) -> str:
