@@ -12,9 +12,10 @@ down the decode step (decode_profile.py). The engine runs in the measuring proce
 (VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its own).
 
 `--data-parallel-size 4` starts an engine per rank with the same batches, and reports the first one's. `--rank-of 8` simulates one of
-eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. `--drafts 3` runs speculative decoding. vLLM then accepts random drafts, --accepted of
-a request's in a step on average, as random weights predict nothing; the report has the steps that the engine ran, too. On an NVIDIA GPU the plugin needs
-VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. Failures are reported with the end of their log.
+eight tensor parallel ranks on one GPU: its heads, widths and vocabulary, without collectives. `--drafts 3` runs speculative decoding.
+vLLM then accepts random drafts, --accepted of a request's in a step on average, as random weights predict nothing; the report has the
+steps that the engine ran, too. On an NVIDIA GPU the plugin needs VLLM_ROCM_OPS_ON_NVIDIA=1, on a CPU VLLM_ROCM_OPS_ON_CPU=1. Failures are
+reported with the end of their log.
 """
 
 from __future__ import annotations

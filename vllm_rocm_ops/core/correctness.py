@@ -269,9 +269,8 @@ def check_case(
     """
     arguments = case.make("cpu", generator_of(case.name), arch.fp8_dtype)
     a = the_op.Arguments(*arguments)
-    has_one_gemm = (
-        the_op.product or the_op.linear is not None
-    )  # integers make its sums exact: roundings after it must match
+    has_one_gemm = the_op.product or the_op.linear is not None
+    # Integers make its sums exact: all roundings after it must match.
     exact = whole_numbers(the_op, arguments, generator_of(case.name)) if whole and has_one_gemm else None
     seen = set()
     for config in (the_op.configs(a, arch) or [None]) if configs is None else configs:

@@ -18,10 +18,11 @@ from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.experts import SCHEMES, activated, contract, scheme_of, slots, weight_of
+from vllm_rocm_ops.ops.shared.experts import SCHEMES, contract, scheme_of, slots, weight_of
 from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
 from vllm_rocm_ops.ops.shared.experts_tiled import TiledConfig
+from vllm_rocm_ops.ops.shared.gated import activated
 from vllm_rocm_ops.ops.shared.gemm import HALVES
 from vllm_rocm_ops.ops.shared.weight_layout import shuffle_weight
 

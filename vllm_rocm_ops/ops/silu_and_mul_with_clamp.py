@@ -38,8 +38,7 @@ MEANINGS = gated.MEANINGS | {
 def _product(input: Tensor, limit: float, alpha: float, beta: float) -> Tensor:
     """Return the activation, unrounded."""
     gate, up = rowwise.exact(input).chunk(2, -1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate / (1.0 + torch.exp(-alpha * gate)) * (up + beta)
+    return gated.activated(gate, up, limit, alpha, beta)
 
 
 def _contract(a):

@@ -12,7 +12,7 @@ SKINNY = SkinnyCosts(
         (64, 16): (3, 84e3),
         (64, 32): (3, 56e3),
         (64, 64): (2, 35e3),
-        (64, 96): (1, 23e3),
+        (64, 96): (1, 23e3),  # in proportion to 64 tokens, as the next
         (64, 128): (1, 17e3),
     },
     # As the emulator counts them. Tiles of 16 rows keep 24e3 since their loads no longer drain. That alone would change 105 recorded

@@ -11,6 +11,7 @@ SKINNY = SkinnyCosts(
         (64, 16): (2, 58e3),
         (64, 32): (2, 52e3),
         (64, 64): (2, 38e3),
+        # Guesses: above 64 tokens, `cache_bytes_per_us` decides.
         (64, 96): (1, 23e3),
         (64, 128): (1, 17e3),
         (128, 96): (1, 35e3),

@@ -110,13 +110,6 @@ def weight_of(weights: Tensor, scales: Tensor | None, expert: int, shuffled: boo
     return scheme_of(weights, scales).dequantized(values, None if scales is None else scales[expert], exact)
 
 
-def activated(gate: Tensor, up: Tensor, limit: float | None, alpha: float, beta: float) -> Tensor:
-    """Return the activation between an expert's GEMMs."""
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate / (1.0 + torch.exp(-alpha * gate)) * (up + beta)
-
-
 @functools.lru_cache
 def _fitting_scheme(*operands: torch.Size | torch.dtype) -> Scheme:
     return next((scheme for scheme in SCHEMES.values() if scheme.fits(*operands)), Scheme("unknown", ()))

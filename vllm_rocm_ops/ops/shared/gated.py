@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core import quantization
@@ -20,6 +21,13 @@ from vllm_rocm_ops.ops.shared.rowwise import VECTOR, RowConfig
 MEANINGS = quantization.MEANINGS | {
     "input": "[..., 2 * hidden], bf16 or fp16: gate, then up; rows may be strided.",
 }
+
+
+def activated(gate: Tensor, up: Tensor, limit: float | None, alpha: float, beta: float) -> Tensor:
+    """Return gate * sigmoid(alpha * gate) * (up + beta), with both clamped if there is a limit: the reference."""
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate / (1.0 + torch.exp(-alpha * gate)) * (up + beta)
 
 
 def per_block(

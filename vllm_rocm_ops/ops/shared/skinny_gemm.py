@@ -14,10 +14,10 @@ from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS
 TOKENS = {64: (16, 32, 64, 96, 128), 128: (96, 128), 16: (8, 16)}
 GROUPS, GROUP_TOKENS = (1, 2, 3, 4), 64  # of tokens, each with its own blocks; kernels for fewer tokens have one group
 WAVE_SPLIT_K_UNIT = 8  # steps per unit with 16 rows: one K slice per wave
-# Stages of csrc/gemm/skinny/nvidia/streamed_tile.h for both consumer groups, by tokens: with one and two blocks per compute unit.
-# Above 64 tokens a block is always alone.
-STAGE_PANELS = {16: (20, 8), 32: (16, 8), 64: (12, 6), 96: (10, 10), 128: (8, 8)}
-WIDE_PANELS = {96: 7, 128: 6}  # of tiles of 128 rows
+# Stages of csrc/gemm/skinny/nvidia/streamed_tile.h for both consumer groups, by rows and tokens: with one and more blocks per compute
+# unit. Above 64 tokens a block is always alone.
+STAGE_PANELS = {(64, 16): (20, 8), (64, 32): (16, 8), (64, 64): (12, 6), (64, 96): (10, 10), (64, 128): (8, 8)}
+STAGE_PANELS |= {(128, 96): (7, 7), (128, 128): (6, 6)}
 SHORTEST = 4  # steps; a block with fewer ends before it streams
 # The cost model, where archs agree; `arch.costs` has the rest. Microseconds, fitted to all configurations of the decode shapes on
 # H200: `vllm-rocm-ops sweep linear` reports the regret. Latency of a load; epilogue per tile of a block.
@@ -155,9 +155,7 @@ def _stage_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
     """Return the LDS panels of a block, 0 if it streams through registers."""
     if config.rows == 16 or arch.vendor == "amd":
         return 0
-    if config.rows == 128:
-        return WIDE_PANELS[tokens]
-    return STAGE_PANELS[tokens][config.blocks > arch.compute_units]
+    return STAGE_PANELS[config.rows, tokens][config.blocks > arch.compute_units]
 
 
 def _tokens(config: SkinnyConfig, a: Operand) -> int:

@@ -34,7 +34,8 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.quantization import cast
-from vllm_rocm_ops.ops.shared.experts import activated, scheme_of, weight_of
+from vllm_rocm_ops.ops.shared.experts import scheme_of, weight_of
+from vllm_rocm_ops.ops.shared.gated import activated
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import moe_side_channel
