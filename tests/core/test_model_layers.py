@@ -121,7 +121,11 @@ def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
     [call] = fused(config, ops.mla_norm_rope_and_cache, tp=8)
     latents = (1536 if config["q_lora_rank"] else 0), 512
     names = ["q_a norm", "kv_a norm", "cache write"][latents[0] == 0 :]
-    assert (call.layer, call.parameters, call.count) == (" + ".join(names), (latents, 64, kind, 1e-6), config["num_hidden_layers"])
+    assert (call.layer, call.parameters, call.count) == (
+        " + ".join(names),
+        (latents, 64, kind, 1e-6),
+        config["num_hidden_layers"],
+    )
     assert {*call.parts} == {one for one in calls(config, 8) if one.layer in names}
     a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
     assert a.qkv.shape == (3, sum(latents) + 64) and a.kv_out.shape == (3, 512) and a.kv_cache.shape == (3, 16, 576)
