@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from compressed import compressed, number
 from keys import key
 
 from vllm_rocm_ops import ops
@@ -393,32 +394,8 @@ QUANTIZED = {
         4,
     ),
     "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {
-                        "type": "float",
-                        "num_bits": 8,
-                        "strategy": "channel",
-                        "symmetric": True,
-                        "dynamic": False,
-                    },
-                    "input_activations": {
-                        "type": "float",
-                        "num_bits": 8,
-                        "dynamic": True,
-                        "strategy": "token",
-                        "symmetric": True,
-                    },
-                }
-            },
-            "ignore": ["lm_head"],
-        },
-        "dynamic_per_token_quant",
-        4,
+        compressed("float-quantized", number("float", 8, "channel"), number("float", 8, "token")),
+        *("dynamic_per_token_quant", 4),
     ),
     "quark": (
         quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "symmetric": True, "is_dynamic": False}),
@@ -441,29 +418,11 @@ QUANTIZED["quark with an fp8 cache"] = (
 )
 
 
-MX_ARGUMENTS = {
-    "type": "float",
-    "num_bits": 8,
-    "strategy": "group",
-    "group_size": 32,
-    "scale_dtype": "torch.uint8",
-    "symmetric": True,
-}
+MX_NUMBERS = number("float", 8, "group", group_size=32, scale_dtype="torch.uint8")
 MXFP8 = {
     "mxfp8": {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": MX_ARGUMENTS | {"dynamic": False},
-                "input_activations": MX_ARGUMENTS | {"dynamic": True},
-            }
-        },
-        "ignore": ["lm_head"],
-    },
+    "compressed-tensors": compressed("mxfp8-quantized", MX_NUMBERS, MX_NUMBERS),
 }
 
 
@@ -508,11 +467,7 @@ def test_quantization_decides_ops_and_scales(name):
 
 def int8(**changes) -> dict:
     """Return a configuration of INT8 W8A8, with changes of its inputs."""
-    weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
-    inputs = weights | {"strategy": "token", "dynamic": True} | changes
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
-    known = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
-    return known | {"config_groups": groups}
+    return compressed("int-quantized", number("int", 8, "channel"), number("int", 8, "token") | changes)
 
 
 @pytest.mark.parametrize(("changes", "scales"), [({}, 3), ({"dynamic": False, "strategy": "tensor"}, 1)])
