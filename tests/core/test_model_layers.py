@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from compressed import compressed, number
 from keys import key
 
 from vllm_rocm_ops import ops
@@ -104,7 +105,12 @@ def test_gate_up_and_swiglu_in_one_launch():
 
 
 @pytest.mark.parametrize(
-    ("change", "kind"), [({}, "block"), ({"quantization_config": None}, "none"), ({"q_lora_rank": None}, "none")]
+    ("change", "kind"),
+    [
+        ({}, "block"),
+        ({"quantization_config": None, "num_hidden_layers": 5}, "none"),
+        ({"q_lora_rank": None, "num_hidden_layers": 5}, "none"),
+    ],
 )
 def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
     """One launch does the work of a layer's norms and cache write, equally often; DeepSeek-V2-Lite has one norm."""
@@ -116,7 +122,11 @@ def test_mla_attentions_norms_and_cache_write_in_one_launch(change, kind):
     [call] = fused(config, ops.mla_norm_rope_and_cache, tp=8)
     latents = (1536 if config["q_lora_rank"] else 0), 512
     names = ["q_a norm", "kv_a norm", "cache write"][latents[0] == 0 :]
-    assert (call.layer, call.parameters, call.count) == (" + ".join(names), (latents, 64, kind, 1e-6), 61)
+    assert (call.layer, call.parameters, call.count) == (
+        " + ".join(names),
+        (latents, 64, kind, 1e-6),
+        config["num_hidden_layers"],
+    )
     assert {*call.parts} == {one for one in calls(config, 8) if one.layer in names}
     a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fn))
     assert a.qkv.shape == (3, sum(latents) + 64) and a.kv_out.shape == (3, 512) and a.kv_cache.shape == (3, 16, 576)
@@ -384,32 +394,8 @@ QUANTIZED = {
         4,
     ),
     "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {
-                        "type": "float",
-                        "num_bits": 8,
-                        "strategy": "channel",
-                        "symmetric": True,
-                        "dynamic": False,
-                    },
-                    "input_activations": {
-                        "type": "float",
-                        "num_bits": 8,
-                        "dynamic": True,
-                        "strategy": "token",
-                        "symmetric": True,
-                    },
-                }
-            },
-            "ignore": ["lm_head"],
-        },
-        "dynamic_per_token_quant",
-        4,
+        compressed("float-quantized", number("float", 8, "channel"), number("float", 8, "token")),
+        *("dynamic_per_token_quant", 4),
     ),
     "quark": (
         quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "symmetric": True, "is_dynamic": False}),
@@ -432,29 +418,11 @@ QUANTIZED["quark with an fp8 cache"] = (
 )
 
 
-MX_ARGUMENTS = {
-    "type": "float",
-    "num_bits": 8,
-    "strategy": "group",
-    "group_size": 32,
-    "scale_dtype": "torch.uint8",
-    "symmetric": True,
-}
+MX_NUMBERS = number("float", 8, "group", group_size=32, scale_dtype="torch.uint8")
 MXFP8 = {
     "mxfp8": {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": MX_ARGUMENTS | {"dynamic": False},
-                "input_activations": MX_ARGUMENTS | {"dynamic": True},
-            }
-        },
-        "ignore": ["lm_head"],
-    },
+    "compressed-tensors": compressed("mxfp8-quantized", MX_NUMBERS, MX_NUMBERS),
 }
 
 
@@ -489,7 +457,8 @@ def test_mx_fp8(name):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantization_decides_ops_and_scales(name):
     quantization, norm, scales = QUANTIZED[name]
-    by_layer = {call.layer: call for call in calls(read(LLAMA) | {"quantization_config": quantization}, 8)}
+    config = read(LLAMA) | {"quantization_config": quantization, "num_hidden_layers": 2}
+    by_layer = {call.layer: call for call in calls(config, 8)}
     assert by_layer["input norm"].op.name.endswith(norm)
     gate_up = by_layer["gate_up"]
     a = gate_up.op.Arguments(*gate_up.case(4).make("meta", torch.Generator(), torch.float8_e4m3fn))
@@ -498,11 +467,7 @@ def test_quantization_decides_ops_and_scales(name):
 
 def int8(**changes) -> dict:
     """Return a configuration of INT8 W8A8, with changes of its inputs."""
-    weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
-    inputs = weights | {"strategy": "token", "dynamic": True} | changes
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
-    known = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
-    return known | {"config_groups": groups}
+    return compressed("int-quantized", number("int", 8, "channel"), number("int", 8, "token") | changes)
 
 
 @pytest.mark.parametrize(("changes", "scales"), [({}, 3), ({"dynamic": False, "strategy": "tensor"}, 1)])

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -33,8 +34,10 @@ def run(folder, files: dict[str, str], *options: str) -> tuple[int, str]:
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
     command += ["-p", "no:cacheprovider", str(folder)]
-    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+    with tempfile.TemporaryFile("w+") as output:  # no pipe, which workers that outlive the run hold open
+        done = subprocess.run(command, check=False, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        output.seek(0)
+        return done.returncode, output.read()
 
 
 @pytest.mark.parametrize(

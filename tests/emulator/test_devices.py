@@ -22,8 +22,9 @@ from vllm_rocm_ops.emulator.scheduler import Scheduler
 
 @pytest.fixture(scope="module", params=ARCHS)
 def built(request, tmp_path_factory):
-    """Return the architecture, and the code object of one_shot.hip."""
-    return request.param, compile_one_shot(request.param, tmp_path_factory.mktemp("one_shot"))
+    """Return the architecture, and the code object of one_shot.hip, compiled once although pytest asks again."""
+    path = tmp_path_factory.getbasetemp() / f"one_shot/{request.param}.co"
+    return request.param, path if path.exists() else compile_one_shot(request.param, path.parent)
 
 
 # The protocol is right
@@ -125,7 +126,7 @@ def test_processor_time(built):
     """The minimum over several runs is below 650 ms for three epochs of 8 ranks, where 60,000 operations take 45 ms."""
     arch_name, path = built
     taken, compared = [], []
-    for seed in range(8):
+    for seed in range(5):
         compared.append(seconds_of_numpy())
         group = Group(path, arch_name, 8, (ONE,) * 3, seed)
         start = time.process_time()

@@ -60,6 +60,25 @@ A single kernel compiles in a tenth of the time.
 """
 
 
+@functools.cache
+def included(path: Path) -> frozenset[str]:
+    """Return a kernel source and all headers that it includes, by their paths in csrc."""
+    found, left = set(), [path]
+    while left:
+        of = left.pop()
+        if of not in found and of.exists():
+            found.add(of)
+            names = re.findall(r'^#include "(.*)"', of.read_text(), re.MULTILINE)
+            left += [(of.parent / name).resolve() if (of.parent / name).exists() else CSRC / name for name in names]
+    return frozenset(of.relative_to(CSRC).as_posix() for of in found)
+
+
+@functools.cache
+def modules_of(file: str) -> list[str]:
+    """Return the kernel modules that include a file of csrc."""
+    return [path.stem for path in sorted(CSRC.glob("ops/**/*.hip")) if file in included(path)]
+
+
 class Mutation(Protocol):
     """A source with a mistake."""
 

@@ -44,7 +44,7 @@ from sources import file_of_tests
 from . import import_hook, operators
 from .bug import Bug, Tests
 from .code_text import DoesNotFit
-from .kernel_copy import CODE, CSRC, ROOT, KernelCopy, plant_in_emulators
+from .kernel_copy import CODE, CSRC, ROOT, KernelCopy, modules_of, plant_in_emulators
 from .operators import Mutant
 from .table import BUGS
 from .table.equivalent import EQUIVALENT
@@ -54,19 +54,6 @@ SAMPLE = 1
 """Mutants of a file that run without arguments."""
 SECONDS = 100.0
 """The time limit of a mutant's tests. The comparison of machine code comes after them."""
-
-
-@functools.cache
-def included(path: Path) -> frozenset[str]:
-    """Return a kernel source and all headers that it includes, by their paths in csrc."""
-    found, left = set(), [path]
-    while left:
-        of = left.pop()
-        if of not in found and of.exists():
-            found.add(of)
-            names = re.findall(r'^#include "(.*)"', of.read_text(), re.MULTILINE)
-            left += [(of.parent / name).resolve() if (of.parent / name).exists() else CSRC / name for name in names]
-    return frozenset(of.relative_to(CSRC).as_posix() for of in found)
 
 
 class Reached(NamedTuple):
@@ -195,7 +182,7 @@ def judge(bug: Bug | Mutant, seconds: float = SECONDS) -> Result:
             if not isinstance(bug.by, Tests):
                 by, _, said = bug.by.require(bug, copy).partition(": ")
                 return result(by, True, said)
-            copy.plant(bug, [bug.by.module] if bug.by.module else modules_of(bug), archs_of(bug))
+            copy.plant(bug, [bug.by.module] if bug.by.module else modules_of(bug.file), archs_of(bug))
             from vllm_rocm_ops.core import launch
 
             launch.CODE = copy.code
@@ -211,11 +198,6 @@ def judge(bug: Bug | Mutant, seconds: float = SECONDS) -> Result:
 def has_no_tests(bug: Bug | Mutant) -> bool:
     """True if all tests of the ops with the file may catch a mistake."""
     return isinstance(bug, Mutant) or (isinstance(bug.by, Tests) and not bug.by.names)
-
-
-def modules_of(bug: Bug | Mutant) -> list[str]:
-    """Return the kernel modules that include the file."""
-    return [path.stem for path in sorted(CSRC.glob("ops/**/*.hip")) if bug.file in included(path)]
 
 
 def archs_of(bug: Bug) -> list[str]:
@@ -270,7 +252,7 @@ def judge_by_ops(bug: Bug | Mutant, copy: KernelCopy, seconds: float, result: Ca
     """Run the tests of the ops that a mistake may reach: first those in files of their own."""
     from vllm_rocm_ops.core import op
 
-    modules = modules_of(bug)
+    modules = modules_of(bug.file)
     ops = {the_op for _, the_op, _ in (key for key, of in reached().items() if not of.modules.isdisjoint(modules))}
     plant_in_emulators(copy, bug, modules)
     own = [str(file_of_tests(the_op)) for the_op in op.registered() if the_op.name in ops]

@@ -537,6 +537,14 @@ def written(
     yield name, new.double().flatten(0, 1), wanted, allowed
 
 
+def both_written(a, old: tuple, new: tuple, keys: torch.Tensor, off: torch.Tensor) -> Found:
+    """Yield what is found and wanted in the caches of keys, up to `off`, and of values."""
+    values = a.value.reshape(len(a.positions), -1, old[1].shape[-1])
+    yield from written("key_cache", old[0], new[0], keys, a.slot_mapping, a.k_scale, off)
+    exact = torch.zeros_like(values).double()
+    yield from written("value_cache", old[1], new[1], values, a.slot_mapping, a.v_scale, exact)
+
+
 def rope_and_cache(before, after, outputs: tuple) -> Found:
     a = before
     old, new = (by_slot(caches.key_cache, caches.value_cache) for caches in (before, after))
@@ -546,11 +554,7 @@ def rope_and_cache(before, after, outputs: tuple) -> Found:
         wanted, sizes = turned(rows, a.positions, a.cos_sin_cache, a.is_neox)
         off = rounded(wanted, rows.dtype) + FP32 * sizes
         yield name, found.double(), wanted, off
-    value = a.value.reshape(len(a.positions), -1, old[1].shape[-1])
-    yield from written("key_cache", old[0], new[0], wanted, a.slot_mapping, a.k_scale, off)
-    yield from written(
-        "value_cache", old[1], new[1], value, a.slot_mapping, a.v_scale, torch.zeros_like(value).double()
-    )
+    yield from both_written(a, old, new, wanted, off)
 
 
 def qk_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
@@ -564,11 +568,7 @@ def qk_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
         # Each term has the rounding of the norm.
         off = rounded(wanted, dtype) + rounded(sizes, dtype) + 2 * FP32 * sizes
         yield f"{name}_out", getattr(after, f"{name}_out").double().reshape(x.shape), wanted, off
-    value = a.value.reshape(len(a.positions), -1, old[1].shape[-1])
-    yield from written("key_cache", old[0], new[0], wanted, a.slot_mapping, a.k_scale, off)
-    yield from written(
-        "value_cache", old[1], new[1], value, a.slot_mapping, a.v_scale, torch.zeros_like(value).double()
-    )
+    yield from both_written(a, old, new, wanted, off)
 
 
 def rope_and_cache_mla(before, after, outputs: tuple) -> Found:

@@ -120,6 +120,12 @@ def decide(*serves: bytes, off: tuple[str, ...] = ()) -> list[kernel_selection.C
     return choices
 
 
+def by_reference(monkeypatch, *of) -> None:
+    """Make the kernels of ops their references."""
+    for op in of:
+        monkeypatch.setattr(op, "run_kernels", op.reference)
+
+
 def spoil(monkeypatch, op, argument: str) -> None:
     """Make an op's kernels its reference, except that an argument that it writes is 10 % too large."""
 

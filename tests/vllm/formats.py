@@ -1,11 +1,13 @@
 """The formats of weights and activations: those whose linear layers the plugin serves, and those that stay vLLM's.
 
-selection.py asks vLLM about each, and tests/pages shows them. This file imports no other of the tests.
+selection.py asks vLLM about each, and tests/pages shows them. This file imports no other of its folder.
 """
 
 import inspect
 from collections.abc import Callable
 from typing import NamedTuple
+
+from compressed import compressed, number
 
 
 def kernel_by(function: str, **given) -> Callable[[tuple[int, int], tuple[str, ...]], object]:
@@ -112,20 +114,6 @@ for one in FORMATS:
 """The formats of each row of the support matrix."""
 LINEARS = {one.linear: one for one in FORMATS}
 """By the name in selection.csv."""
-
-
-def compressed(written: str, weights: dict, inputs: dict | None, symmetric: bool = True) -> dict:
-    """Return a quantization_config of compressed-tensors in one format."""
-    weights = {"symmetric": True, "dynamic": False} | weights
-    inputs = inputs and {"symmetric": symmetric, "dynamic": True} | inputs
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    known = {"quant_method": "compressed-tensors", "format": written, "ignore": ["lm_head"]}
-    return known | {"config_groups": {"group_0": group}}
-
-
-def number(kind: str, bits: int, strategy: str, **more) -> dict:
-    """Return the numbers of a tensor, as compressed-tensors writes them."""
-    return {"type": kind, "num_bits": bits, "strategy": strategy} | more
 
 
 FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "symmetric": None}

@@ -4,6 +4,7 @@ They are forks of a process that has imported what every vLLM imports, which tak
 one that has imported the installed vLLM, too. On a machine with a GPU they are spawned.
 """
 
+import gc
 import glob
 import multiprocessing
 import os
@@ -30,7 +31,7 @@ INSTALLED = ["vllm.entrypoints.llm", "vllm.model_executor.models.registry", "vll
 def server(*modules: str) -> forkserver.ForkServer:
     """Return what forks processes that have imported these modules. It starts with the first one."""
     made = forkserver.ForkServer()
-    made.set_forkserver_preload([*modules])
+    made.set_forkserver_preload(["uncollected", *modules])
     return made
 
 
@@ -44,6 +45,9 @@ def begin(code: str, folders: list[str], environment: dict[str, str], output: st
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # a collection would write to every page of what was imported
+    gc.set_threshold(50_000)
+    gc.enable()
     sys.path[:0] = folders
     sys.dont_write_bytecode = False  # compiling vLLM's source takes seconds, too
     exec(code, {"__name__": "__main__"})  # noqa: S102  a test's own

@@ -9,7 +9,7 @@ import frames
 import pytest
 import selection
 import torch
-from fakes import Fake, decide, plugin_wins_up_to, time_choices
+from fakes import Fake, by_reference, decide, plugin_wins_up_to, time_choices
 from linears import ask_for_aiter, random
 from torch import Tensor
 from vllm._aiter_ops import rocm_aiter_ops
@@ -79,6 +79,11 @@ def select(kind: str, **options) -> type:
     if kind == "mx":
         return mxfp8.select_mxfp8_moe_backend(config=config(**options))[1]
     return fp8.select_fp8_moe_backend(config(**options), *scheme(kind))[1]
+
+
+def supports(monkeypatch, experts_class: type, answer: bool = True) -> None:
+    """Make a class of experts support any configuration, or none."""
+    monkeypatch.setattr(experts_class, "is_supported_config", staticmethod(lambda *_: (answer, None)))
 
 
 REST = {
@@ -331,10 +336,8 @@ def test_layers_are_refused_with_a_reason(kind, options, why):
 @pytest.mark.parametrize("takes", [False, True])
 def test_mx_weights_in_aiters_order_stay_its_own(baseline, takes, monkeypatch):
     """A layer that vLLM gives to AITER is not the plugin's, unless the user names Triton's experts."""
-    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
-    monkeypatch.setattr(
-        aiter_mxfp8_moe.AiterMxfp8Experts, "is_supported_config", staticmethod(lambda *_: (takes, None))
-    )
+    supports(monkeypatch, baseline)
+    supports(monkeypatch, aiter_mxfp8_moe.AiterMxfp8Experts, takes)
     assert select("mx") is (aiter_mxfp8_moe.AiterMxfp8Experts if takes else modular("mx"))
     supported, why = modular("mx").is_supported_config(modular("mx"), config(), *scheme("mx"), STANDARD)
     assert supported is not takes and (supported or "does not read its order of MX-FP8 weights" in why)
@@ -507,7 +510,7 @@ def test_what_no_kernel_takes_is_vllms(baseline, form, kind, on_input):
 @pytest.mark.parametrize("form, kind", [*((form, "channel") for form in FORMS), ("modular", "mx")])
 def test_few_tokens_are_served(baseline, monkeypatch, form, kind, tokens):
     """The plugin serves this many tokens where its kernels support them; more go to the baseline experts."""
-    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    by_reference(monkeypatch, ops.fused_experts)
     result, left, layer, routes = calls_of(form, kind, baseline, tokens)
     assert len(left) == (tokens > experts.MAX_TOKENS)
     if not left:
@@ -666,7 +669,7 @@ def test_experts_of_a_named_backend_are_the_baseline(kind, monkeypatch):
 def test_experts_beside_a_named_backend_serve_what_they_won(baseline, kind, monkeypatch):
     """Before timing all tokens are the named backend's."""
     layer = Layer(kind)
-    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    by_reference(monkeypatch, ops.fused_experts)
     compute(baseline, layer, monkeypatch)
     made = kernel(layer, modular(kind), moe_backend="triton")
 
@@ -699,7 +702,7 @@ def test_tokens_that_move_between_ranks_are_served(backend):
 
 def test_tokens_that_mori_moves_are_served(baseline, aiters_experts, monkeypatch):
     """AITER's experts, which vLLM requires there, are the baseline."""
-    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    supports(monkeypatch, baseline)
     for backend in ("mori_high_throughput", "mori_low_latency"):
         for eplb in (False, True):
             options = parallel(**SPREAD | {"all2all_backend": backend, "enable_eplb": eplb})
@@ -783,7 +786,7 @@ def aiter(kind: str) -> type:
 def test_with_aiter_asked_for_its_experts_are_the_baseline(baseline, kind, monkeypatch):
     """Weights are then prepared for AITER, and vLLM routes, unless the shuffled layout does not support a size."""
     select_from = unquantized_experts if kind == "bf16" else fp8_experts
-    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    supports(monkeypatch, baseline)
     assert select(kind) is not aiter(kind)
     ask_for_aiter(monkeypatch)
     assert select(kind) is aiter(kind)
@@ -852,7 +855,7 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
 @pytest.mark.parametrize("kind", ["block", "channel"])
 def test_shared_experts_that_aiter_fuses(baseline, kind, monkeypatch):
     """They are the last experts, of all tokens. With expert parallelism the layer stays AITER's."""
-    monkeypatch.setattr(baseline, "is_supported_config", staticmethod(lambda *_: (True, None)))
+    supports(monkeypatch, baseline)
     ask_for_aiter(monkeypatch)
     monkeypatch.setattr(rocm_aiter_ops, "is_fusion_moe_shared_experts_enabled", lambda: True)
     assert config().aiter_fmoe_shared_expert_enabled
@@ -862,7 +865,7 @@ def test_shared_experts_that_aiter_fuses(baseline, kind, monkeypatch):
     _, why = aiter(kind).is_supported_config(aiter(kind), spread, *scheme(kind), STANDARD)
     assert "shared experts that AITER fuses, with expert parallelism: each rank adds them for its part" in why
     layer, routed_experts = Layer(kind), EXPERTS - 1
-    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    by_reference(monkeypatch, ops.fused_experts)
     compute(baseline, layer, monkeypatch)
     made = aiter(kind)(config(num_experts=routed_experts, num_local_experts=EXPERTS), layer.quant_config)
     layer.w1, layer.w2 = shuffled(layer.w1), shuffled(layer.w2)
@@ -920,7 +923,7 @@ def test_experts_that_the_plugin_never_serves_are_vllms_own(baseline, wins, monk
     """vLLM still asks the plugin's experts for their support and workspaces, and nothing else."""
     layer = Layer("block")
 
-    monkeypatch.setattr(ops.fused_experts, "run_kernels", ops.fused_experts.reference)
+    by_reference(monkeypatch, ops.fused_experts)
     compute(baseline, layer, monkeypatch)
     made, hidden = kernel(layer, modular("block")), inputs(4)
 

@@ -6,7 +6,7 @@ import re
 import frames
 import pytest
 import torch
-from fakes import Fake, decide, parameter, plugin_wins_up_to, time_choices
+from fakes import Fake, by_reference, decide, parameter, plugin_wins_up_to, time_choices
 from formats import CHANNEL, LINEARS, TENSOR
 from linears import FEW, MANY, TABLES, ask_for_aiter, close, hold, random, require_products
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -347,7 +347,7 @@ def test_weights_are_shuffled_where_ours_won_at_every_size(make, kind, monkeypat
     monkeypatch.setattr(linear_base, "shuffled", set())
     scheduler = get_current_vllm_config().scheduler_config
     monkeypatch.setattr(scheduler, "max_num_batched_tokens", MANY)
-    monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
+    by_reference(monkeypatch, getattr(ops, OPS[kind]))
     kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Right)
     kernel.apply_weights(layer, random(MANY, K).bfloat16())
@@ -485,7 +485,7 @@ def test_vllm_chooses_the_baseline(make):
 def test_a_named_backend_is_the_baseline(make, option, value, said, monkeypatch, caplog):
     """The plugin serves nothing beside it before it is timed, and says so once where it serves then."""
     setattr(get_current_vllm_config().kernel_config, option, value)
-    monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
+    by_reference(monkeypatch, ops.scaled_mm)
     kernel_selection.begin_recording()
     layer, kernel, _ = make("channel", Right)
     for tokens in (1, MANY):
@@ -561,7 +561,7 @@ def replaced(monkeypatch):
     monkeypatch.setattr(utils, "rocm_unquantized_gemm", baseline)
     monkeypatch.setattr(unquantized_linear, "_looked_up", set())
     monkeypatch.setattr(unquantized_linear, "replaced", lambda: "rocm_unquantized_gemm")
-    monkeypatch.setattr(ops.unquantized_gemm, "run_kernels", ops.unquantized_gemm.reference)
+    by_reference(monkeypatch, ops.unquantized_gemm)
     unquantized_linear.install()
     return utils, baseline, calls
 
@@ -634,7 +634,7 @@ def test_a_layer_that_ours_never_serves_is_vllms_own(make, kind, wins, monkeypat
     """From the second call after measuring, eager calls run nothing of the plugin but a check for quantized input."""
     kernel_selection.begin_recording()
     layer, kernel, _ = make(kind, Baseline)
-    monkeypatch.setattr(getattr(ops, OPS[kind]), "run_kernels", getattr(ops, OPS[kind]).reference)
+    by_reference(monkeypatch, getattr(ops, OPS[kind]))
     x = random(FEW, K).bfloat16()
 
     def call():
@@ -848,7 +848,7 @@ def test_a_linear_with_its_activation_is_measured(make, kind, baseline, fault, m
         return op.reference(*(a._replace(**{fault: 1.05 * getattr(a, fault)}) if fault else a))
 
     monkeypatch.setattr(op, "run_kernels", plugin)
-    monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
+    by_reference(monkeypatch, ops.scaled_mm)
     scale_b, scale = layer.weight_scale.data.float(), torch.tensor([0.3])
 
     def call(tokens: int) -> torch.Tensor:
@@ -886,7 +886,7 @@ def test_mx_layers_are_measured(make, monkeypatch):
     """Scales may be shared by 32 rows, as vLLM's kernel leaves them, or not."""
     kernel_selection.begin_recording()
     layer, kernel, exact = make("mxfp8", Baseline)
-    monkeypatch.setattr(ops.mxfp8_scaled_mm, "run_kernels", ops.mxfp8_scaled_mm.reference)
+    by_reference(monkeypatch, ops.mxfp8_scaled_mm)
 
     def baseline(self, layer, x, bias=None):
         self.calls.append({})
@@ -975,7 +975,7 @@ def test_vllm_is_asked_whether_it_uses_aiter(is_on, is_found, monkeypatch):
 def test_an_aiter_switch_is_undone_by_a_measurement_only(make, monkeypatch):
     """Before that, all tokens are AITER's."""
     ask_for_aiter(monkeypatch)
-    monkeypatch.setattr(ops.scaled_mm, "run_kernels", ops.scaled_mm.reference)
+    by_reference(monkeypatch, ops.scaled_mm)
     kernel_selection.begin_recording()
     layer, kernel, _ = make("channel", Right)
     for tokens in (1, MANY):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs
@@ -149,11 +150,19 @@ def test_a_list_is_read_without_vllm_and_refuses_other_steps(monkeypatch):
         asking.blocks(config | {"num_hidden_layers": 5}, 1, None, "gfx942")
 
 
-def test_a_process_that_ends_is_an_error_with_its_last_words():
-    """It is one for an architecture without kernels."""
-    config = model_config.read("tiny-llama")
+def test_a_process_that_ends_is_an_error_with_its_last_words(monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho first >&2\necho RuntimeError: no kernels >&2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(asking.sys, "executable", str(program))
+    assert asking.Builder("gfx942").ask({}) == {"error": "vLLM could not be asked: RuntimeError: no kernels"}
+
+
+@full
+def test_an_architecture_without_kernels_is_refused():
+    """By the seams, once vLLM is imported. test_selection.py tests their message by default."""
     with pytest.raises(ValueError, match="vLLM could not be asked: RuntimeError: this GPU is not supported"):
-        asking.asked(config, 1, None, "gfx90a")
+        asking.asked(model_config.read("tiny-llama"), 1, None, "gfx90a")
 
 
 def test_the_installed_vllm_is_found_without_importing_it():

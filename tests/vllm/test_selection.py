@@ -91,7 +91,7 @@ def runnable(release: str, folder: pathlib.Path) -> pathlib.Path:
 
 def ask(release: str) -> dict[str, dict[str, str]]:
     """Return all that a release selects on every machine."""
-    folders = python_files(RELEASES[release]), HERE.parents[1], HERE
+    folders = python_files(RELEASES[release]), HERE.parents[1], HERE.parent, HERE
     answers = BUILD / f"selection-{release}.json"
     code = f"import selection; selection.main({str(answers)!r})"
     processes.run(code, *folders, VLLM_LOGGING_LEVEL="ERROR", VLLM_PLUGINS="none")

@@ -2,4 +2,12 @@
 
 EQUIVALENT: dict[str, str] = {
     "attention/mla.h:run:tail:1": "the loop inside has the same condition: a split without keys only loads ahead, as the last steps of others do",
+    "attention/output.h:add_at_once:bound:2": "a pass without members loads zeros, and adds them",
+    "device/amd/mx.h:defined:barrier:1": "the compiler waits for what is used; in streaming loops its waits stay the same",
+    "device/clamped_silu.h:operator:bound:1": "both branches are the same value where `up` is -limit",
+    "gemm/batched_quant.h:quantize_head:bound:1": "partial sums have all rows of a tile; row m is loaded, and not stored",
+    "gemm/skinny/epilogue.h:has_partial:bound:1": "each value has a slot; what is stored and loaded for token m is not an output",
+    "gemm/skinny/schedule.h:after:bound:1": "a tile gets one more unit, which is of zeros: `bytes_left` is 0 there",
+    "gemm/tiled/rasterize.h:rasterize:bound:1": "both branches are the same number where they meet",
+    "ops/standalone/softmax.hip:softmax_online:bound:4": "loads and stores of the body have the loop's condition",
 }

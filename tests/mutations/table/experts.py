@@ -69,7 +69,7 @@ BUGS = (
     Bug("no slot after the last pair", "gemm/group_pairs.h", "padded = (pairs_ + 8) / 8 * 8;",
         "padded = (pairs_ + 7) / 8 * 8;", Tests()),
     Bug("quantized rows read without a barrier", "gemm/quantized_rows.h", "block_barrier();  // hazard: rows are read",
-        "// rows are read", Cases(ops.fused_experts, "block-quant-many", said="never written")),
+        "// rows are read", Cases(ops.fused_experts, "tensor-static-quant", said="LDS address")),
     Bug("router: every slice in the first one's place", "gemm/skinny/slice_sums.h", "first = slice * p.m * floats",
         "first = 0 * slice * p.m * floats", Cases(ops.router_gemm_topk, "deepseek-m5", said=".")),
     Bug("last weights past K", "gemm/tiled/widening_loader.h", "depth < k - panel * kDepth", "true",

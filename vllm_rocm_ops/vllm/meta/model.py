@@ -12,6 +12,7 @@ collectives. A layer that no op serves, or whose kernel a seam did not take, is 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -188,6 +189,7 @@ def built(folder: str, tp: int, dp: int, is_expert_parallel: bool) -> list:
 
 def main() -> None:
     """Answer requests until there are no more, each in a fork: vLLM keeps one configuration per process."""
+    gc.disable()  # in a fork a collection writes to every page of what was imported, which takes longer than an answer
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     prepare(sys.argv[1])
