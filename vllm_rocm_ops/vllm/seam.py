@@ -201,6 +201,11 @@ def unsupported_reason(platform: str) -> str:
     arch = arch_here(platform)
     if arch is None:
         return f"this GPU is not supported, kernels exist for {' and '.join(_known(platform))}"
+    return lacking(arch)
+
+
+def lacking(arch: str) -> str:
+    """Return what this package lacks to launch kernels of an arch. Empty if it lacks nothing."""
     code = launches.CODE / arch
     if not any(code.glob("*")):
         return f"{code} has no code objects; this package was installed without them"
