@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 
@@ -235,52 +234,45 @@ def test_a_front_end_begins_before_it_configures_an_engine(monkeypatch):
     assert happened == ["begun", (("serve",), {"headless": True})]
 
 
-PARENT = """
-import sys, time
-from vllm_rocm_ops.vllm.selection import kernel_trial
-
-kernel_trial.applies, kernel_trial.device_of, kernel_trial.CODE = lambda: True, lambda worker: {}, sys.argv[1]
-kernel_trial.begin()
-time.sleep(100)
-"""
-HANGING = """
-import os, time
-from vllm_rocm_ops.tools import first_start, smoke
-
-def stage(*_):
-    with open(PATH + ".written", "w") as file:
-        file.write(f"{os.getppid()} {os.getpid()}")
-    os.rename(PATH + ".written", PATH)
-    time.sleep(100)
-    yield
-
-smoke.STAGES["driver"] = stage
-first_start.main()
-"""
-
-
 def is_alive(process: int) -> bool:
     """True if a process runs. One that has ended may wait for its parent."""
     state = pathlib.Path(f"/proc/{process}/stat")
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_the_child_ends_with_its_parent(tmp_path):
-    """Also the process that it started, which launches kernels."""
-    code = HANGING.replace("PATH", repr(str(tmp_path / "pids")))
-    with subprocess.Popen([sys.executable, "-c", PARENT, code]) as parent:
-        while not (tmp_path / "pids").exists():
-            assert parent.poll() is None
-            time.sleep(0.05)
-        processes = [int(word) for word in (tmp_path / "pids").read_text().split()]
-        assert all(map(is_alive, processes))
-        parent.kill()
-    end = time.monotonic() + 10
+def test_the_child_ends_with_its_parent(monkeypatch, tmp_path):
+    """Also the process that it started, which launches kernels, in the middle of a launch."""
+
+    def hangs(arch):
+        (tmp_path / "written").write_text(f"{os.getppid()} {os.getpid()}")
+        (tmp_path / "written").rename(tmp_path / "pids")
+        time.sleep(100)
+        yield
+
+    def child():
+        sys.argv = ["", str(time.monotonic() + 100), str(os.getppid())]
+        first_start.main()
+
+    def parent():
+        FORKS.Process(target=child).start()
+        time.sleep(100)
+
+    monkeypatch.setattr(smoke, "STAGES", {"driver": hangs})
+    process = FORKS.Process(target=parent)
+    process.start()
+    while not (tmp_path / "pids").exists():
+        assert process.is_alive()
+        time.sleep(0.02)
+    processes = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert all(map(is_alive, processes))
+    process.kill()
+    process.join()
+    end = time.monotonic() + 5
     while any(map(is_alive, processes)) and time.monotonic() < end:
-        time.sleep(0.05)
-    left = [process for process in processes if is_alive(process)]
-    for process in left:
-        os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    left = [each for each in processes if is_alive(each)]
+    for each in left:
+        os.kill(each, signal.SIGKILL)
     assert not left
 
 

@@ -176,6 +176,7 @@ def test_a_package_without_kernels_for_the_simulated_gpu_answers(monkeypatch, tm
         if path.name != "code" and not path.name.startswith("_C"):
             (package / path.name).symlink_to(path)
     (tmp_path / "sitecustomize.py").write_text(FOR_CUDA)
+    monkeypatch.chdir(tmp_path)  # where the process looks first
     monkeypatch.setattr(asking.vllm_rocm_ops, "__file__", str(package / "__init__.py"))
     builder = asking.Builder("gfx950")
     answer = builder.ask({"config": model_config.read("tiny-llama"), "tp": 1, "ep": None})

@@ -68,7 +68,7 @@ def prepare(arch: str) -> None:
 
     from vllm_rocm_ops.vllm import register, seam
 
-    seam.lacking = lambda arch: ""  # nothing is launched
+    seam.needs_code = False
     register()
     if not seam.active():
         raise RuntimeError(next((entry.reason for entry in seam.status()), "no seam is on"))
