@@ -165,7 +165,7 @@ def asked():
 torch.cuda._is_compiled, torch.cuda._device_count_amdsmi = lambda: True, asked
 torch._C._cuda_getDeviceCount, torch._C._cuda_getCurrentRawStream = lambda: 1, lambda index: 0
 """
-"""What PyTorch for CUDA does when it looks like one for ROCm."""
+"""PyTorch for CUDA that looks like one for ROCm."""
 
 
 def test_a_package_without_kernels_for_the_simulated_gpu_answers(monkeypatch, tmp_path):

@@ -97,7 +97,7 @@ def is_done(worker, started: Callable[[], None] = lambda: None) -> bool:
 
 
 def device_of(worker) -> dict[str, str]:
-    """Return the environment in which a child sees one GPU alone: that of the worker's rank, the first without a worker.
+    """Return the environment in which a child sees one GPU alone, by the rank of the worker, or the first one.
 
     With data parallelism that may be another worker's of this server, as vLLM numbers the ranks of a machine later.
     """
