@@ -13,9 +13,10 @@ from pages import measurements
 from test_tune import EmulatorClock
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import clock, launch
+from vllm_rocm_ops.core import archs, clock, launch
 from vllm_rocm_ops.core.op import Case
-from vllm_rocm_ops.tools import cli
+from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.tools import cli, options
 from vllm_rocm_ops.tools.bench import (
     attention,
     baselines,
@@ -348,8 +349,8 @@ def test_differences_from_vllm_are_shares_of_elements(monkeypatch):
 
 def test_files_are_named_after_the_list_as_the_tables_want_them(turns, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, options in {"ops": ["rows"], "gemm": ["linear"], "moe": ["moe", "--case", "all*"]}.items():
-        command = ["bench", *options, "--batch", "2", "--output", "serving_benchmarks/results"]
+    for name, given in {"ops": ["rows"], "gemm": ["linear"], "moe": ["moe", "--case", "all*"]}.items():
+        command = ["bench", *given, "--batch", "2", "--output", "serving_benchmarks/results"]
         assert cli.main([*command, *(["--op", "silu_and_mul"] if name == "ops" else [])]) == 0
         [path] = tmp_path.glob(f"serving_benchmarks/results/cpu/*-unknown-{name}.jsonl")
         assert measurements.kind_of(path) == name and lines_of(path)
@@ -408,6 +409,18 @@ TOKENS = (1, 8, 16, 32, 64, 128)
 def test_a_list_has_every_shape_once(name, tokens, count):
     found = [(shape.op.name, shape.case.name) for shape in lists.of_list(name, None, tokens)]
     assert len(found) == len(set(found)) == count
+
+
+@pytest.mark.parametrize("what", [("linear", None, None, None), (None, None, None, "deepseek-v3")])
+@pytest.mark.parametrize(("given", "built"), [(None, "gfx942"), (archs.ARCHS["gfx950"], "gfx950")])
+def test_models_are_built_for_this_machine_or_the_one_asked_for(monkeypatch, what, given, built):
+    asked = []
+    monkeypatch.setattr(model_layers, "calls", lambda *_, **named: asked.append((*_, *named.values())[-1]) or [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(archs, "of_device", lambda index: archs.ARCHS["gfx942"])
+    with pytest.raises(ValueError, match="no case matches"):
+        options.shapes_of(*what, None, None, None, given)
+    assert {*asked} == {built}
 
 
 @pytest.mark.parametrize("make", [shapes.rows, attention.attention, decode_attention.decode_attention])

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -12,14 +13,17 @@ import pytest
 import torch
 from fakes import Fake
 from marks import full
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.tools import check_worker, first_start, smoke
-from vllm_rocm_ops.vllm.graph import all_reduce_timing
+from vllm_rocm_ops.vllm import worker_startup
+from vllm_rocm_ops.vllm.graph import all_reduce_timing, compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection as selection
 from vllm_rocm_ops.vllm.selection import kernel_trial
 
@@ -138,7 +142,7 @@ def test_a_trial_ends_before_the_worker_goes_on(monkeypatch, tmp_path, caplog):
     selection.begin_recording()
     kernel_trial.before_device(None)
     assert mark.exists() and selection.session.spent == 0  # it takes no time from the comparisons
-    assert "first start with this software: 3 smoke stages ran before it, in " in caplog.text
+    assert "first start with this software: 3 smoke stages ran in " in caplog.text
     assert "smoke stage ops: died" in caplog.text
     mark.unlink()
     write(disabled="rms_norm")
@@ -177,8 +181,11 @@ def test_the_child_imports_nothing_of_the_current_folder(monkeypatch, tmp_path, 
     assert vllm_rocm_ops.__file__ in caplog.text
 
 
-def test_other_workers_wait(monkeypatch, tmp_path):
-    """They do not try the kernels themselves."""
+@pytest.mark.parametrize("recorded", [False, True])
+def test_other_workers_wait(monkeypatch, tmp_path, recorded):
+    """They do not try the kernels themselves. A first failure may be recorded already."""
+    if recorded:
+        write()
     monkeypatch.setattr(kernel_trial, "CODE", f"open({str(tmp_path / 'mark')!r}, 'w')")
     lock = tmp_path / "trial.lock"
 
@@ -197,6 +204,78 @@ def test_other_workers_wait(monkeypatch, tmp_path):
     holder.join()
 
 
+def test_a_front_end_begins_and_a_worker_waits(monkeypatch, tmp_path, caplog):
+    """The front end goes on meanwhile. What it forks has the lock's file open, and does not keep the lock."""
+    mark = tmp_path / "mark"
+    code = f"import sys, time; time.sleep(1.5); open({str(mark)!r}, 'a').write('tried\\n'); print"
+    monkeypatch.setattr(kernel_trial, "CODE", f"{code}({json.dumps(json.dumps({'ran': 3, 'failed': [], 'off': {}}))})")
+    caplog.set_level("INFO")
+    begun = time.monotonic()
+    kernel_trial.begin()
+    holder = FORKS.Process(target=time.sleep, args=(60,))
+    holder.start()
+    assert not mark.exists()
+    kernel_trial.before_device(None)
+    holder.kill()
+    assert mark.read_text() == "tried\n" and time.monotonic() - begun < 20
+    assert "until the kernels were tried" in caplog.text and "3 smoke stages ran in" in caplog.text
+
+
+def test_a_front_end_begins_before_it_configures_an_engine(monkeypatch):
+    happened = []
+    configured = lambda self, *given, **named: happened.append((given, named))
+    monkeypatch.setattr(EngineArgs, worker_startup.CONFIGURE, configured)
+    for name in (worker_startup.METHOD, worker_startup.LOAD, "init_device"):
+        monkeypatch.setattr(WorkerWrapperBase, name, getattr(WorkerWrapperBase, name, None), raising=False)
+    monkeypatch.setattr(compiled_ops, "pattern_finders", [])
+    monkeypatch.setattr(kernel_trial, "begin", lambda: happened.append("begun"))
+    worker_startup.install()
+    EngineArgs.create_engine_config(None, "serve", headless=True)
+    assert happened == ["begun", (("serve",), {"headless": True})]
+
+
+def is_alive(process: int) -> bool:
+    """True if a process runs. One that has ended may wait for its parent."""
+    state = pathlib.Path(f"/proc/{process}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_child_ends_with_its_parent(monkeypatch, tmp_path):
+    """Also the process that it started, which launches kernels, in the middle of a launch."""
+
+    def hangs(arch):
+        (tmp_path / "written").write_text(f"{os.getppid()} {os.getpid()}")
+        (tmp_path / "written").rename(tmp_path / "pids")
+        time.sleep(100)
+        yield
+
+    def child():
+        sys.argv = ["", str(time.monotonic() + 100), str(os.getppid())]
+        first_start.main()
+
+    def parent():
+        FORKS.Process(target=child).start()
+        time.sleep(100)
+
+    monkeypatch.setattr(smoke, "STAGES", {"driver": hangs})
+    process = FORKS.Process(target=parent)
+    process.start()
+    while not (tmp_path / "pids").exists():
+        assert process.is_alive()
+        time.sleep(0.02)
+    processes = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert all(map(is_alive, processes))
+    process.kill()
+    process.join()
+    end = time.monotonic() + 5
+    while any(map(is_alive, processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+    left = [each for each in processes if is_alive(each)]
+    for each in left:
+        os.kill(each, signal.SIGKILL)
+    assert not left
+
+
 def test_the_child_sees_the_gpu_of_the_rank(monkeypatch):
     monkeypatch.undo()
     name, config = current_platform.device_control_env_var, Fake(assigned_physical_gpu_ids=None)
@@ -205,6 +284,7 @@ def test_the_child_sees_the_gpu_of_the_rank(monkeypatch):
     assert kernel_trial.device_of(worker) == {name: "6", "HIP_VISIBLE_DEVICES": "6"}
     config.assigned_physical_gpu_ids = [4, 7]
     assert kernel_trial.device_of(worker)[name] == "7"
+    assert kernel_trial.device_of(None)[name] == "4"
 
 
 def test_a_worker_starts_though_nothing_can_be_tried(monkeypatch, tmp_path, caplog):
@@ -234,7 +314,7 @@ def test_inside_vllm(engines, expected, tmp_path, how):
     why = record.off.pop("scaled_mm")
     fault = "died: exit code -6" if how == "aborts" else "hung: killed after 3 s"
     assert why.startswith(f"smoke stage ops: {fault}, in") and not record.off
-    assert answers["output"].count("first start with this software: 8 smoke stages ran before it") == 1
+    assert answers["output"].count("first start with this software: 8 smoke stages ran in ") == 1
     assert answers["output"].count("scaled_mm is off on this GPU") >= 2
 
 

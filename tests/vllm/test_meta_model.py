@@ -165,6 +165,35 @@ def test_an_architecture_without_kernels_is_refused():
         asking.asked(model_config.read("tiny-llama"), 1, None, "gfx90a")
 
 
+FOR_CUDA = """
+import torch
+
+def asked():
+    raise NameError("name 'amdsmi' is not defined")
+
+torch.cuda._is_compiled, torch.cuda._device_count_amdsmi = lambda: True, asked
+torch._C._cuda_getDeviceCount, torch._C._cuda_getCurrentRawStream = lambda: 1, lambda index: 0
+"""
+"""PyTorch for CUDA that looks like one for ROCm."""
+
+
+def test_a_package_without_kernels_for_the_simulated_gpu_answers(monkeypatch, tmp_path):
+    """As beside an NVIDIA GPU, where PyTorch is one for CUDA and the package has kernels for that GPU alone."""
+    package = tmp_path / "vllm_rocm_ops"
+    (package / "code" / "sm_90").mkdir(parents=True)
+    for path in (ROOT / "vllm_rocm_ops").iterdir():
+        if path.name != "code" and not path.name.startswith("_C"):
+            (package / path.name).symlink_to(path)
+    (tmp_path / "sitecustomize.py").write_text(FOR_CUDA)
+    monkeypatch.chdir(tmp_path)  # where the process looks first
+    monkeypatch.setattr(asking.vllm_rocm_ops, "__file__", str(package / "__init__.py"))
+    builder = asking.Builder("gfx950")
+    answer = builder.ask({"config": model_config.read("tiny-llama"), "tp": 1, "ep": None})
+    builder.end()
+    ops_of = {name for _, block in answer["blocks"] for _, name, *_ in block}
+    assert ops_of >= {"rms_norm", "unquantized_gemm"}
+
+
 def test_the_installed_vllm_is_found_without_importing_it():
     code = "import sys; from vllm_rocm_ops.models import asking; asking.installed(); sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -95,4 +95,19 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
                 if time.monotonic() > end:
                     raise TimeoutError(f"{path} is locked for more than {seconds:g} s") from None
                 time.sleep(POLL_SECONDS)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # for forks of this process, too, which have the file open
+
+
+def is_locked(path: Path) -> bool:
+    """True if another process holds the lock on a path."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

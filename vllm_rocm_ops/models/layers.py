@@ -109,9 +109,9 @@ class Launch:
     dtype: torch.dtype = torch.bfloat16
 
 
-def built_for(arch: Arch) -> str:
-    """Return the architecture for which vLLM builds models that run on `arch`: itself, unless it is another vendor's."""
-    return arch.name if arch.vendor == "amd" else ARCH
+def built_for(arch: Arch | None) -> str:
+    """Return the architecture for which vLLM builds models that run on `arch`: itself, unless it is another vendor's or None."""
+    return arch.name if arch and arch.vendor == "amd" else ARCH
 
 
 @functools.lru_cache(maxsize=64)

@@ -59,12 +59,12 @@ def survey(
     worker: Worker, model: str, tp: int | None, ep: int | None, sizes: tuple[int, ...], end: float
 ) -> kernel_selection.Record:
     """Time what the record lacks until `end`, and return it. Raises RuntimeError without a GPU."""
-    calls = options.calls_of(model, tp, ep)
     driver = worker.run("smoke", ("driver",), None, check.SECONDS["smoke"])
     machine = next((piece["machine"] for piece in driver["found"] if "machine" in piece), {})
     if machine.get("arch") not in archs.ARCHS:
         raise RuntimeError("; ".join(check.wrong_of(driver)) or "no supported GPU found")
     arch, path = archs.ARCHS[machine["arch"]], kernel_selection.path_of(machine)
+    calls = options.calls_of(model, tp, ep, arch)
 
     def keep(change: Callable[[kernel_selection.Record], None]) -> kernel_selection.Record:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -128,7 +128,7 @@ def survey(
 ) -> Iterator[dict]:
     """Check and time one of a model's calls against one kernel, which vLLM may run under another flag."""
     known, clock = (archs.named(arch), Untimed()) if arch else (GpuClock().arch, kernel_timing.GraphClock())
-    call = options.calls_of(model, tp, ep)[place]
+    call = options.calls_of(model, tp, ep, known)[place]
     baseline = (baselines(call.op) | baselines(call.op, ADVICE))[other]
     with torch.inference_mode():
         yield from beside(call, other, baseline, known, clock, sizes)

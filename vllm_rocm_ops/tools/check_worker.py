@@ -8,10 +8,12 @@ new process. The parent process never touches the GPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -26,11 +28,22 @@ from vllm_rocm_ops.tools import check_parts
 SOFT = 0.8  # fraction of the time limit after which a part stops itself, between two results
 GOOD = ("done", "stopped", "left out")  # successful values of "ended"
 GRACE_SECONDS = 10.0  # for a process to exit
+PR_SET_PDEATHSIG = 1  # of Linux
 SAID = 16000  # characters of a part's output to keep, half from the start and half from the end
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent does, or the thread of it that started this process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # which ended before
+        os._exit(1)
 
 
 def work(pipe: connection.Connection) -> None:
     """Run the parts that arrive through a pipe, and reply after each."""
+    import torch._dynamo  # noqa: F401  PyTorch imports it when it first computes some functions on meta tensors
+
+    end_with(os.getppid())
     faulthandler.enable(2)
     gc.freeze()  # a collection after each part takes 0.1 s with the imported modules
     with contextlib.suppress(EOFError):

@@ -89,7 +89,11 @@ def run(worker: check_worker.Worker, end: float) -> dict:
 
 
 def main() -> None:
-    """Run the stages until the time that is the first argument, and print the outcome as JSON."""
+    """Run the stages until the time that is the first argument, and print the outcome as JSON.
+
+    The second argument is the process with which this one ends.
+    """
+    check_worker.end_with(int(sys.argv[2]))
     check_worker.GRACE_SECONDS = GRACE_SECONDS
     with contextlib.closing(check_worker.Worker(multiprocessing.get_context("fork"))) as worker:
         print(json.dumps(run(worker, float(sys.argv[1]))), flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Op
@@ -170,9 +171,8 @@ def parse_arguments_of(op: Op, texts: Iterable[str]) -> dict[str, object]:
 def calls_of(model: str, tp: int | None, ep: int | None, arch: Arch | None = None) -> list[LayerCall]:
     """Return the calls of a model's step. Raises ValueError, which names the model."""
     config = model_config.read(model)
-    of = model_layers.built_for(arch) if arch else model_layers.ARCH
     try:
-        return model_layers.calls(config, 1 if tp is None else tp, ep, of)
+        return model_layers.calls(config, 1 if tp is None else tp, ep, model_layers.built_for(arch))
     except ValueError as error:
         raise ValueError(f"--model {model}: {error}") from None
 
@@ -185,14 +185,20 @@ def shapes_of(
     tp: int | None,
     ep: int | None,
     batch: tuple[int, ...] | None,
+    arch: Arch | None = None,
 ) -> list[bench_shapes.Shape]:
-    """Return the shapes of a list, of a model's calls or of the ops' cases, filtered by name. Raises ValueError."""
+    """Return the shapes of a list, of a model's calls or of the ops' cases, filtered by name. Raises ValueError.
+
+    vLLM builds models for `arch`, by default this machine's.
+    """
+    if arch is None and torch.cuda.is_available():
+        arch = archs.of_device(0)
     if shapes and model:
         raise ValueError(f"give either a list or --model, got {shapes} and --model {model}")
     if shapes:
-        selected = lists.of_list(shapes, tp, batch)
+        selected = lists.of_list(shapes, tp, batch, arch)
     elif model:
-        calls = ((call, size) for call in calls_of(model, tp, ep) for size in batch or (1,))
+        calls = ((call, size) for call in calls_of(model, tp, ep, arch) for size in batch or (1,))
         selected = (bench_shapes.Shape(call.op, call.case(size)) for call, size in calls)
     else:
         selected = (bench_shapes.Shape(op, case) for op in op_module.registered() for case in op.cases())

@@ -60,6 +60,9 @@ FILES |= {
 
 NAMES = tuple(sorted(FILES))
 
+needs_code = True
+"""False in a process that launches nothing: the package may lack the kernels of a simulated GPU."""
+
 
 class Unavailable(Exception):
     """Signal that vLLM or the machine lacks something that a seam needs. Raised by probes."""
@@ -201,6 +204,8 @@ def unsupported_reason(platform: str) -> str:
     arch = arch_here(platform)
     if arch is None:
         return f"this GPU is not supported, kernels exist for {' and '.join(_known(platform))}"
+    if not needs_code:
+        return ""
     code = launches.CODE / arch
     if not any(code.glob("*")):
         return f"{code} has no code objects; this package was installed without them"

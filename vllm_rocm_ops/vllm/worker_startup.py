@@ -24,6 +24,8 @@ from vllm_rocm_ops.vllm.selection.key import COMPILED
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 METHOD, WARM_UP, LOAD = "compile_or_warm_up_model", "kernel_warmup", "load_model"
+ENGINE, CONFIGURE = "vllm.engine.arg_utils", "create_engine_config"
+"""The module and the method with which a front end configures an engine. Other processes do not import it."""
 
 
 def probe() -> None:
@@ -36,12 +38,14 @@ def probe() -> None:
     seam.require_parameters(WorkerWrapperBase.__getattr__, "attr")
     for name in (METHOD, LOAD):
         seam.require(name not in vars(WorkerWrapperBase), f"a free WorkerWrapperBase.{name}")
+    if engine := sys.modules.get(ENGINE):
+        seam.require(hasattr(engine.EngineArgs, CONFIGURE), f"EngineArgs.{CONFIGURE}")
 
 
 def install() -> None:
-    """Wrap a worker's start.
+    """Wrap a worker's start, and in a front end the configuration of an engine.
 
-    On a new machine the kernels are tried before the worker opens its GPU. Norms and activations are selected when the
+    On a new machine the kernels are tried between both, before the worker opens its GPU. Norms and activations are selected when the
     model is loaded. Layers are noted from the device's start to the warm-up, and timed then. With
     VLLM_ROCM_OPS_MEASURE=0 nothing is noted or timed.
     """
@@ -57,6 +61,16 @@ def install() -> None:
         compiled_ops.pattern_finders.append(quantized_input.norms_before_experts)
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
+
+    if engine := sys.modules.get(ENGINE):
+        configure = getattr(engine.EngineArgs, CONFIGURE)
+
+        @functools.wraps(configure)
+        def create_engine_config(self, *arguments, **keywords):
+            kernel_trial.begin()
+            return configure(self, *arguments, **keywords)
+
+        setattr(engine.EngineArgs, CONFIGURE, create_engine_config)
 
     begin = WorkerWrapperBase.init_device
 

@@ -200,6 +200,20 @@ BUGS = (
     Bug("a record of other software taken for this one's", "vllm/selection/kernel_trial.py",
         "any(kernel_selection.is_same_software(record.machine) for", "any(True for",
         Tests("test_kernel_trial.py::test_a_trial_ends_before_the_worker_goes_on")),
+    Bug("workers that do not wait for the kernels' trial", "vllm/selection/kernel_trial.py",
+        "tables.locked(lock(), SECONDS + SECONDS_TO_END)", "tables.locked(lock(), 0.0)", Tests("test_kernel_trial.py")),
+    Bug("a trial that ends with its first failure", "vllm/selection/kernel_trial.py",
+        "return not tables.is_locked(lock())", "return True", Tests("test_kernel_trial.py::test_other_workers_wait")),
+    Bug("kernels tried by workers alone", "vllm/worker_startup.py", """            kernel_trial.begin()
+""", "", Tests("test_kernel_trial.py::test_a_front_end_begins_before_it_configures_an_engine")),
+    Bug("a trial's lock that forks keep", "core/tables.py", "fcntl.flock(file, fcntl.LOCK_UN)", "pass",
+        Tests("test_kernel_trial.py::test_a_front_end_begins_and_a_worker_waits")),
+    Bug("a crash in the trial ignored", "tools/first_start.py",
+        'off |= dict.fromkeys(blamed(stage, part["ended"]), why)', "pass",
+        Tests("test_kernel_trial.py::test_an_op_that_fails_is_off_and_the_others_are_tried")),
+    Bug("a trial that outlives its parent", "tools/check_worker.py",
+        "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)", "pass",
+        Tests("test_kernel_trial.py::test_the_child_ends_with_its_parent")),
     Bug("a watchdog whose clock never stops", "vllm/selection/watchdog.py", """        watched.begun = None
 """, """        pass
 """, Tests("test_kernel_selection.py::test_what_is_slow_and_not_the_plugins_ends_nothing")),
@@ -211,6 +225,8 @@ BUGS = (
         Tests("test_row_selection.py")),
     Bug("fixed splits that depend on the block table", "ops/shared/decode.py", "-(-keys // a.fixed_split_size), a",
         "max(keys // a.fixed_split_size, 1), a", Tests("test_attention_lengths.py")),
+    Bug("a list's models built for another GPU", "tools/bench/lists.py", '({"arch": arch} if "arch" in parameters else {})', "{}",
+        Tests("test_bench.py::test_models_are_built_for_this_machine_or_the_one_asked_for")),
     Bug("a list of another vLLM's", "models/asking.py", 'installed() in (None, known["vllm"]) and', "",
         Tests("test_meta_model.py::test_a_list_is_read_without_vllm_and_refuses_other_steps")),
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.tools.bench import shapes
 from vllm_rocm_ops.tools.bench.attention import attention
 from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
@@ -45,11 +46,14 @@ def kind_of(name: str | None, model: str | None) -> str:
     return KINDS.get(name, name)
 
 
-def of_list(name: str, tp: int | None, tokens: tuple[int, ...] | None) -> Iterable[shapes.Shape]:
-    """Return the shapes of a list, for `tp` and `tokens` if given. Raises ValueError if the list does not support them."""
+def of_list(
+    name: str, tp: int | None, tokens: tuple[int, ...] | None, arch: Arch | None = None
+) -> Iterable[shapes.Shape]:
+    """Return the shapes of a list on `arch`, for `tp` and `tokens` if given. Raises ValueError if the list does not support them."""
     options = {"tp": ("--tp", tp), "tokens": ("--batch", tokens)}
     given = {key: value for key, (_, value) in options.items() if value is not None}
-    refused = given.keys() - inspect.signature(LISTS[name]).parameters
+    parameters = inspect.signature(LISTS[name]).parameters
+    refused = given.keys() - parameters
     if refused:
         raise ValueError(f"the list {name} does not support {' '.join(sorted(options[key][0] for key in refused))}")
-    return LISTS[name](**given)
+    return LISTS[name](**given, **({"arch": arch} if "arch" in parameters else {}))

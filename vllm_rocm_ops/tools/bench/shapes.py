@@ -11,6 +11,7 @@ import torch
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import correctness
+from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.clock import Clock, tensor_bytes
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.models import arguments as model_arguments
@@ -174,9 +175,9 @@ MODELS = {"llama": "llama-3.1-405b-fp8", "deepseek": "deepseek-v3"}
 TP = 8
 
 
-def linear_layers(model: str, tp: int, **changes) -> Iterator[tuple[model_layers.LayerCall, int, int]]:
-    """Yield the linear layers of a model, with `changes` to its configuration, each with its N and K."""
-    for call in model_layers.calls(model_config.read(model) | changes, tp):
+def linear_layers(model: str, tp: int, arch: Arch | None = None) -> Iterator[tuple[model_layers.LayerCall, int, int]]:
+    """Yield the linear layers of a model on `arch`, each with its N and K."""
+    for call in model_layers.calls(model_config.read(model), tp, arch=model_layers.built_for(arch)):
         arguments = call.case(1).make("meta", torch.Generator(), torch.float8_e4m3fn)
         sizes = call.op.problem(call.op.Arguments(*arguments))
         if list(sizes) == ["m", "n", "k"]:
@@ -196,8 +197,10 @@ GEMMS: dict[Op, tuple] = {
 }
 
 
-def gemm(tokens: Iterable[int] = TOKENS, tp: int = TP, shuffled: bool = False) -> Iterator[Shape]:
-    """Yield the linear layers of a decode step on one of `tp` ranks, FP8 layers with each kind of scales.
+def gemm(
+    tokens: Iterable[int] = TOKENS, tp: int = TP, arch: Arch | None = None, shuffled: bool = False
+) -> Iterator[Shape]:
+    """Yield the linear layers of a decode step on one of `tp` ranks on `arch`, FP8 layers with each kind of scales.
 
     If `shuffled`, the plugin's weights are in fragment order.
     """
@@ -205,7 +208,7 @@ def gemm(tokens: Iterable[int] = TOKENS, tp: int = TP, shuffled: bool = False) -
         layers = {
             f"{name}{f' tp{tp}' * (tp != TP)} {call.layer}": (n, k)
             for name, model in MODELS.items()
-            for call, n, k in linear_layers(model, tp)
+            for call, n, k in linear_layers(model, tp, arch)
             if call.count and (call.op is ops.unquantized_gemm) == (op is ops.unquantized_gemm)
             if call.layer.endswith("gate_up") or op is not ops.scaled_mm_silu_and_mul_quant
         }

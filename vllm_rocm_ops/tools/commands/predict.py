@@ -39,7 +39,7 @@ def run(
     from vllm_rocm_ops.timing import predict
 
     if what in lists.LISTS:
-        lines = shape_lines(lists.of_list(what, tp, batch), machine)
+        lines = shape_lines(lists.of_list(what, tp, batch, machine.arch), machine)
     else:
         op = getattr(ops, what)
         arguments = options.parse_arguments_of(op, given)

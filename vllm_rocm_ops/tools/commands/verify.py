@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.tools import options
 from vllm_rocm_ops.tools.bench import report
@@ -48,7 +49,7 @@ def run(
         from vllm_rocm_ops.emulator import cases as emulated  # an extra
 
         wrong = False
-        cases = [(shape.op, shape.case) for shape in options.shapes_of(*asked)]
+        cases = [(shape.op, shape.case) for shape in options.shapes_of(*asked, archs.named(emulate))]
         for line, is_wrong in emulated.verify(cases, emulate, jobs):
             wrong |= is_wrong
             print(line, flush=True)

@@ -326,7 +326,7 @@ def has_kernels(op: Op, *arguments, **keywords) -> bool:
     if arch is None:
         return True
     try:
-        planned = op.explain(*arguments, arch=arch, require_code=True, **keywords).launches
+        planned = op.explain(*arguments, arch=arch, require_code=seam.needs_code, **keywords).launches
     except ValueError:
         return False
     if why := launches.not_loaded(planned, arch):

@@ -69,6 +69,7 @@ def prepare(arch: str) -> None:
 
     from vllm_rocm_ops.vllm import register, seam
 
+    seam.needs_code = False
     register()
     if not seam.active():
         raise RuntimeError(next((entry.reason for entry in seam.status()), "no seam is on"))

@@ -80,6 +80,7 @@ def amd(arch: str, aiter: bool) -> None:
     )
     torch.cuda.get_device_properties = lambda *_: device
     torch.version.hip = "7.2.0"
+    torch.cuda._device_count_amdsmi = lambda: 0  # PyTorch for CUDA has not imported what this asks
     define_missing_op()
 
     import vllm.platforms
