@@ -17,10 +17,11 @@
 #include "device/float8.h"
 #include "device/reduce.h"
 
-constexpr int kSize = 128;         // of K and of V
-constexpr int kRowLanes = 16;      // per row of S
-constexpr int kWidth = 4;          // rows of the convolution
-constexpr int kPast = kWidth - 1;  // of them in its state
+constexpr int kSize = 128;                 // of K and of V
+constexpr int kRowLanes = 16;              // per row of S
+constexpr int kOutLanes = kSize / kChunk;  // that store a row of a head
+constexpr int kWidth = 4;                  // rows of the convolution
+constexpr int kPast = kWidth - 1;          // of them in its state
 constexpr float kLog2E = 1.4426950408889634f, kNormEpsilon = 1e-6f, kQueryScale = 0.08838834764831845f;
 
 struct GatedDeltaNetProblem {
@@ -76,6 +77,15 @@ struct StateVector<float> {
   }
 };
 
+// Both sums over a row's lanes, in all of them. Each half of the lanes adds up one, which takes fewer exchanges than both:
+// in the first, a lane gets the value of any lane of the other half, and each value reaches one lane.
+DEVICE f32x2 sums_of(f32x2 x) {
+  const bool is_second = wave::lane() & kRowLanes / 2;
+  const float mine = (is_second ? x.y : x.x) + wave::other_half<kRowLanes / 2>(is_second ? x.x : x.y);
+  const float sum = wave::reduce_group<kRowLanes / 2>(mine, 0.0f, Add{});
+  const float other = wave::other_half<kRowLanes / 2>(sum);
+  return {is_second ? other : sum, is_second ? sum : other};
+}
 DEVICE float exp_approx(float x) { return numerics::exp2_approx(x * kLog2E); }
 DEVICE float sigmoid(float x) { return numerics::rcp_approx(1.0f + exp_approx(-x)); }
 
@@ -84,8 +94,8 @@ struct GatedDeltaNet {
   static constexpr int kPairs = StateVector<S>::kPairs;
   static constexpr int kVectors = kSize / (kRowLanes * 2 * kPairs);  // of S, per lane and row
   static constexpr int kLanePairs = kVectors * kPairs;
-  static constexpr int kRows = kSize * kRowLanes / kThreads;            // of S, per thread
-  static constexpr int kParts = (3 * kSize + kThreads - 1) / kThreads;  // channels per thread: of q, k, v
+  static constexpr int kRows = kSize * kRowLanes / kThreads;  // of S, per thread
+  static constexpr int kParts = 4 * kSize / kThreads;         // columns of a row per thread: of q, k, v, z
 
   const GatedDeltaNetProblem& p;
   const int head, request, thread, key_head, of_key_head;
@@ -98,13 +108,13 @@ struct GatedDeltaNet {
         key_head(u32(head) / p.value_divisor),
         of_key_head(head - key_head * p.value_heads) {}
 
-  // Part 0 is q, 1 k, 2 v, uniform in a wave; others are none.
+  // Part 0 is q, 1 k, 2 v, 3 z, uniform in a wave.
   DEVICE int part(int i) const { return wave::index() / (kSize / wave::kLanes) + i * (kThreads / kSize); }
   DEVICE int channel_of_head() const { return thread % kSize; }
-  DEVICE const u16* row_of(int row) const { return (const u16*)p.qkvz + i64(row) * p.qkvz_stride; }
   DEVICE const u16* at(int row, int part) const {
-    const int of_value = p.value_start + key_head * p.value_step + of_key_head * kSize;
-    return row_of(row) + (part == 2 ? of_value : part * p.key_start + key_head * p.key_step) + channel_of_head();
+    const int of_value = (part == 2 ? p.value_start : p.z_start) + key_head * p.value_step + of_key_head * kSize;
+    return (const u16*)p.qkvz + i64(row) * p.qkvz_stride + channel_of_head() +
+           (part >= 2 ? of_value : part * p.key_start + key_head * p.key_step);
   }
   DEVICE i64 channel(int part) const {
     return (part == 2 ? 2 * p.key_heads + head : part * p.key_heads + key_head) * kSize + channel_of_head();
@@ -118,10 +128,6 @@ struct GatedDeltaNet {
   }
   static constexpr int kRowStep = kThreads / kRowLanes * kVectors * kRowLanes;  // vectors, between a thread's rows
 
-  DEVICE u32x4 load_z(int row) const {
-    const int z = p.z_start + key_head * p.value_step + of_key_head * kSize;
-    return mem::load<u32x4>(row_of(row) + z + thread % kRowLanes * kChunk);
-  }
   DEVICE float load_gate(int row, int start) const {
     const u16* const of_row = (const u16*)p.ba + i64(row) * p.ba_stride;
     return load_element<Bf16>(of_row, start + key_head * p.gate_step + of_key_head);
@@ -129,10 +135,10 @@ struct GatedDeltaNet {
 
   // Stores 8 of a row's elements, with wave 0.
   DEVICE void store(int row, const Chunk& y) const {
-    const bool mine = thread < kRowLanes;
+    const bool mine = thread < kOutLanes;
     const i64 element = i64(row) * p.out_stride + head * kSize + thread * kChunk;
     if (p.out_scales) {
-      const float scale = absmax_to_scale(wave::reduce_group<kRowLanes>(max_abs(0.0f, y), 0.0f, Max{}));
+      const float scale = absmax_to_scale(wave::reduce_group<kOutLanes>(max_abs(0.0f, y), 0.0f, Max{}));
       if (mine) mem::store((u8*)p.out + element, quantize(y, Scale(scale)));
       if (thread == 0) mem::store(p.out_scales + row * p.out_scales_stride + head * p.out_scales_head_stride, scale);
     } else if (p.out_scale) {
@@ -141,7 +147,7 @@ struct GatedDeltaNet {
   }
 
   DEVICE void run() const {
-    LDS static float mixed[3][kSize];  // q, k and v of a row
+    LDS static float mixed[5][kSize];  // q, k, v of a row, and the factors by z of even and odd rows
     LDS static float products[kSize];  // S q
     int first = request, rows = 1, accepted = 1;
     if constexpr (kDrafts) {
@@ -166,33 +172,24 @@ struct GatedDeltaNet {
 
   DEVICE void steps(int first, int rows, const int* slots, int slot, int from, int accepted, float (*mixed)[kSize],
                     float* products) const {
-    // The convolution's operands before S, as loads return in order.
-    f32x2 weight[kParts][2] = {};
-    u16 past[kParts][kPast] = {}, now[kParts] = {};
+    // The operands of q, k, v and z before S, as loads return in order.
+    f32x2 weight[kParts][2] = {};  // of z, the norm's
+    u16 past[kParts][kPast] = {}, now[kParts];
 #pragma unroll
-    for (int i = 0; i < kParts; ++i)
-      if (part(i) < 3) {
+    for (int i = 0; i < kParts; ++i) {
+      now[i] = mem::load<u16>(at(first, part(i)));
+      if (part(i) == 3) weight[i][0].x = load_output(p.norm_weight, channel_of_head(), p.norm_weight_type);
+      else {
         const u32x2 packed = mem::load<u32x2>((const u16*)p.conv_weight + channel(part(i)) * kWidth);
         weight[i][0] = Bf16::unpack(packed.x);
         weight[i][1] = Bf16::unpack(packed.y);
-        now[i] = mem::load<u16>(at(first, part(i)));
         const u16* const of_slot = conv_state(slot, part(i)) + (accepted - 1) * p.conv_position_stride;
 #pragma unroll
         for (int j = 0; j < kPast; ++j) past[i][j] = mem::load<u16>(of_slot + j * p.conv_position_stride);
       }
+    }
     float a = load_gate(first, p.a_start), b = load_gate(first, 0);
     const float a_log = mem::load<float>(p.a_log + head), dt_bias = load_output(p.dt_bias, head, p.dt_bias_type);
-    u32x4 z = {};
-    Chunk norm_weight = {};
-    if (wave::index() == 0) {
-      z = load_z(first);
-#pragma unroll
-      for (int i = 0; i < kChunk / 2; ++i) {
-        const int element = thread % kRowLanes * kChunk + 2 * i;
-        norm_weight.pair[i] = {load_output(p.norm_weight, element, p.norm_weight_type),
-                               load_output(p.norm_weight, element + 1, p.norm_weight_type)};
-      }
-    }
     u32x4 loaded[kRows][kVectors];
     const u32x4* const of_slot = state(from);
 #pragma unroll
@@ -211,38 +208,48 @@ struct GatedDeltaNet {
       kept[i][1] = past[i][2];
     }
     const float rate = exp_approx(a_log);
-    f32x2 s[kRows][kLanePairs];
-    u32 arrived = 0;
-    for (int row = 0;; ++row) {
+    const auto convolve = [&](int row) __attribute__((always_inline)) {
 #pragma unroll
-      for (int i = 0; i < kParts; ++i)
-        if (part(i) < 3) {
-          const float newest = Bf16::unpack(now[i]).x;
+      for (int i = 0; i < kParts; ++i) {
+        const float newest = Bf16::unpack(now[i]).x;
+        float& to = mixed[part(i) == 3 ? 3 + row % 2 : part(i)][channel_of_head()];
+        if (part(i) == 3) to = silu(newest) * weight[i][0].x;
+        else {
           float sum = history[i][0] * weight[i][0].x;
           sum = __builtin_fmaf(history[i][1], weight[i][0].y, sum);
           sum = __builtin_fmaf(history[i][2], weight[i][1].x, sum);
           sum = __builtin_fmaf(newest, weight[i][1].y, sum);
-          mixed[part(i)][channel_of_head()] = silu(sum);
+          to = silu(sum);
           history[i][0] = history[i][1];
           history[i][1] = history[i][2];
           history[i][2] = newest;
         }
+      }
       block_barrier();  // hazard: channels are read that others write
-      if (row == 0 && p.value_heads > 1 && thread == 0)
-        arrived = block_count(p.counters + request * p.key_heads + key_head, p.value_heads);
+    };
+    convolve(0);
+    u32 arrived = 0;
+    if (p.value_heads > 1 && thread == 0)
+      arrived = block_count(p.counters + request * p.key_heads + key_head, p.value_heads);
+    f32x2 s[kRows][kLanePairs];
+    const auto unpack_row = [&](int i) __attribute__((always_inline)) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) StateVector<S>::unpack(loaded[i][j], s[i] + j * kPairs);
+    };
+    if constexpr (kDrafts)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) unpack_row(i);
 
+    for (int row = 0;; ++row) {
       const float x = a + dt_bias;
       const float softplus = x <= 20.0f ? numerics::log2_approx(1.0f + exp_approx(x)) : x * kLog2E;
       const float decay = numerics::exp2_approx(-rate * softplus), beta = sigmoid(b);
-      const Chunk of_z = unpack<Bf16>(z);
       const bool is_last = !kDrafts || row + 1 == rows;
       if (!is_last) {
         a = load_gate(first + row + 1, p.a_start);
         b = load_gate(first + row + 1, 0);
-        if (wave::index() == 0) z = load_z(first + row + 1);
 #pragma unroll
-        for (int i = 0; i < kParts; ++i)
-          if (part(i) < 3) now[i] = mem::load<u16>(at(first + row + 1, part(i)));
+        for (int i = 0; i < kParts; ++i) now[i] = mem::load<u16>(at(first + row + 1, part(i)));
       }
 
       f32x2 q[kLanePairs], k[kLanePairs], qq = {}, kk = {}, qk = {};
@@ -265,9 +272,7 @@ struct GatedDeltaNet {
       u32x4* const of_next = state(to);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (row == 0)
-#pragma unroll
-          for (int j = 0; j < kVectors; ++j) StateVector<S>::unpack(loaded[i][j], s[i] + j * kPairs);
+        if constexpr (!kDrafts) unpack_row(i);
         f32x2 with_k = {}, with_q = {};
 #pragma unroll
         for (int j = 0; j < kLanePairs; ++j) {
@@ -275,8 +280,9 @@ struct GatedDeltaNet {
           with_q = __builtin_elementwise_fma(s[i][j], q[j], with_q);
         }
         const int of_v = thread / kRowLanes + i * (kThreads / kRowLanes);
-        const float delta = beta * (mixed[2][of_v] - decay * of_k * sum_of(with_k));
-        const float y = __builtin_fmaf(decay * of_q, sum_of(with_q), delta * product);
+        const f32x2 sums = sums_of(f32x2{with_k.x + with_k.y, with_q.x + with_q.y});
+        const float delta = beta * (mixed[2][of_v] - decay * of_k * sums.x);
+        const float y = __builtin_fmaf(decay * of_q, sums.y, delta * product);
         if (thread % kRowLanes == 0) products[of_v] = y;
         const f32x2 step = {delta * of_k, delta * of_k};
 #pragma unroll
@@ -293,16 +299,18 @@ struct GatedDeltaNet {
         f32x2 squares = {};
 #pragma unroll
         for (int i = 0; i < kChunk / 2; ++i) {
-          y.pair[i] = ((const f32x2*)products)[thread % kRowLanes * (kChunk / 2) + i];
+          y.pair[i] = ((const f32x2*)products)[thread % kOutLanes * (kChunk / 2) + i];
           squares = __builtin_elementwise_fma(y.pair[i], y.pair[i], squares);
         }
-        const float inverse_rms = numerics::rsqrt_approx(sum_of(squares) * (1.0f / kSize) + p.epsilon);
+        const float sum = wave::reduce_group<kOutLanes>(squares.x + squares.y, 0.0f, Add{});
+        const float inverse_rms = numerics::rsqrt_approx(sum * (1.0f / kSize) + p.epsilon);
 #pragma unroll
         for (int i = 0; i < kChunk / 2; ++i)
-          y.pair[i] *= inverse_rms * norm_weight.pair[i] * f32x2{silu(of_z.pair[i].x), silu(of_z.pair[i].y)};
+          y.pair[i] *= inverse_rms * ((const f32x2*)mixed[3 + row % 2])[thread % kOutLanes * (kChunk / 2) + i];
         store(first + row, y);
       }
       if (is_last) break;
+      convolve(row + 1);
     }
 
     bool is_last_block = true;
@@ -325,13 +333,15 @@ struct GatedDeltaNet {
   }
 };
 
-#define INSTANCE(symbol, S, drafts, threads) \
-  KERNEL(threads) symbol(const GatedDeltaNetProblem problem) { GatedDeltaNet<S, drafts, threads>(problem).run(); }
+#define INSTANCE(symbol, S, drafts, threads, blocks)                   \
+  KERNEL(threads, blocks) symbol(const GatedDeltaNetProblem problem) { \
+    GatedDeltaNet<S, drafts, threads>(problem).run();                  \
+  }
 // The symbols end in the type of S, whether a request may have several rows, and the threads.
-#define INSTANCES(type, S)                                            \
-  INSTANCE(gated_delta_net_decode_##type##_x256, S, false, 256)       \
-  INSTANCE(gated_delta_net_decode_##type##_x512, S, false, 512)       \
-  INSTANCE(gated_delta_net_decode_##type##_drafts_x256, S, true, 256) \
-  INSTANCE(gated_delta_net_decode_##type##_drafts_x512, S, true, 512)
-INSTANCES(bf16, Bf16)
-INSTANCES(fp32, float)
+#define INSTANCES(type, S, more)                                          \
+  INSTANCE(gated_delta_net_decode_##type##_x256, S, false, 256, 2 + more) \
+  INSTANCE(gated_delta_net_decode_##type##_x512, S, false, 512, 1 + more) \
+  INSTANCE(gated_delta_net_decode_##type##_drafts_x256, S, true, 256, 2)  \
+  INSTANCE(gated_delta_net_decode_##type##_drafts_x512, S, true, 512, 1)
+INSTANCES(bf16, Bf16, 1)
+INSTANCES(fp32, float, 0)
