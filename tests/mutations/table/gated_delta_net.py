@@ -28,7 +28,7 @@ BUGS = (
     Bug("more rows than slots", FILE, "rows = rows < p.columns ? rows : p.columns;", "",
         Cases(OP, "drafts-over-columns")),
     Bug("z of another row", FILE, "((const f32x2*)mixed[3 + row % 2])", "((const f32x2*)mixed[3])",
-        Cases(OP, "drafts", said="error|without|race")),
+        Cases(OP, "drafts", said="LdsRace|written here")),
     Bug("channels of K heads written before all blocks have read them", FILE,
         "is_last_block = wave::uniform(before) == p.value_heads - 1;", "is_last_block = wave::uniform(before) == 0;",
         Cases(OP, "next", said="without synchronization")),
