@@ -106,7 +106,7 @@ def test_interleaved_rows_have_the_results_of_contiguous_ones(executor):
 
 
 def test_padding_leaves_nan_where_it_is_and_writes_zeros(executor):
-    """Of requests whose slot is 0 or less, whatever their rows hold."""
+    """Requests whose slot is 0 or less have any rows."""
     device, arch = executor
     a = given("padded", arch, device)
     a.qkvz[a.indices[:, 0] <= 0] = torch.nan

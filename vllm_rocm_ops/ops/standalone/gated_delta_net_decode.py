@@ -322,8 +322,8 @@ def gated_delta_net_decode(
 
     Per row, with S [V, K] of each V head: q, k, v = silu(causal convolution); q and k are normalized to length 1 and q is divided by
     sqrt(K); S = exp(-exp(a_log) * softplus(a + dt_bias)) * S; S += sigmoid(b) * (v - S k) k^T; o = S q. The result is RMSNorm(o) times
-    silu(z). A request is padding if the slot that it reads, or its first one, is 0 or less: its states stay, and its results are zero,
-    as are those of rows after the last request's.
+    silu(z). A request is padding if the slot that it reads, or its first one, is 0 or less: its states stay, and its results are zero.
+    Rows after the last request's have zeros, too.
 
     Args:
         qkvz: [T, 2 * K heads * K + 2 * V heads * V], bf16; rows may be strided.
