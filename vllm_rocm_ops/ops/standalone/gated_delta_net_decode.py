@@ -58,8 +58,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     rows, dtype, channels = a.qkvz.shape[0], a.qkvz.dtype, sizes_of(a).channels
     yield "ba", f"{dtype} [T={rows}, {2 * heads}]", describe(a.ba), _is(a.ba, dtype, rows, 2 * heads)
     w = a.conv_weight
-    holds = w.dim() == 2 and w.dtype == dtype and w.shape[0] == channels and w.shape[1] > 1
-    yield "conv_weight", f"{dtype} [{channels}, 2 or more]", describe(w), holds
+    holds = w.dim() == 2 and w.dtype == dtype and w.shape[0] == channels and w.shape[1] > 0
+    yield "conv_weight", f"{dtype} [{channels}, 1 or more]", describe(w), holds
     holds = a.indices.dim() == 2 and a.indices.dtype == torch.int32 and a.indices.shape[1] > 0
     yield "indices", "int32 [requests, columns]", describe(a.indices), holds
     (requests, columns), c = a.indices.shape, a.conv_state
