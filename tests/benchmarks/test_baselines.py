@@ -16,7 +16,7 @@ from vllm_rocm_ops.core.correctness import as_tuple, clone
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools.bench import decode_attention, experts, gemm_dtypes
-from vllm_rocm_ops.tools.bench.baselines import BASELINES, attention, baselines, installed
+from vllm_rocm_ops.tools.bench.baselines import BASELINES, attention, baselines, gated_delta_net, installed
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
 from vllm_rocm_ops.vllm.graph.vllm_row_kernels import COMPILED
 
@@ -119,6 +119,33 @@ def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeyp
         "mla_decode flashmla": {},
         "mla_decode vllm triton": {"k_scale": [1.0], "v_scale": [1.0]},
     }
+
+
+@pytest.mark.parametrize("name", ["next", "bf16-plain"])
+def test_vllms_kernels_of_gated_delta_net_get_the_parts_of_rows_apart(name, monkeypatch):
+    case = next(case for case in ops.gated_delta_net_decode.cases() if case.name == name)
+    a = ops.gated_delta_net_decode.Arguments(*case.make("cpu", GENERATOR, torch.float8_e4m3fn))
+    given = {}
+
+    def keeps(kernel: str, result):
+        return lambda *positional, **named: given.update({kernel: (positional, named)}) or result(*positional)
+
+    kernels = SimpleNamespace(
+        causal_conv1d_update=keeps("convolution", lambda x, *_: x),
+        fused_recurrent_gated_delta_rule_packed_decode=keeps("recurrence", lambda *_: None),
+        rmsnorm_fn=keeps("norm", lambda x, *_: x),
+    )
+    monkeypatch.setattr(gated_delta_net.importlib, "import_module", lambda _: kernels)
+    baseline = BASELINES["gated_delta_net_decode"]["vllm triton"]
+    baseline.call(*baseline.prepare(*a))
+    mixed, z, b, alpha = gated_delta_net.gated_delta_net.parts(a, torch.bfloat16)
+    assert torch.equal(given["convolution"][0][0], mixed) and given["convolution"][0][1] is a.conv_state
+    of_rule = given["recurrence"][1]
+    assert all(torch.equal(of_rule[name], wanted) for name, wanted in (("a", alpha), ("b", b)))
+    assert of_rule["out"].shape == (len(z), 1, *z.shape[1:]) and of_rule["initial_state"] is a.state
+    assert torch.equal(given["norm"][0][3], z.flatten(0, 1)) and given["norm"][0][4] == a.epsilon
+    with pytest.raises(ValueError, match="one row per request, not quantized"):
+        baseline.prepare(*a._replace(out=a.out.to(torch.float8_e4m3fn)))
 
 
 def test_what_vllm_runs_is_written_in_one_package():

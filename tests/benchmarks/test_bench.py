@@ -22,6 +22,7 @@ from vllm_rocm_ops.tools.bench import (
     baselines,
     decode_attention,
     experts,
+    gated_delta_net,
     gemm_dtypes,
     lists,
     report,
@@ -404,6 +405,7 @@ TOKENS = (1, 8, 16, 32, 64, 128)
         *(("rows", TOKENS[:4], len(shapes.ROW_OPS) * 2 * 4), ("linear", TOKENS, 6 * 28), ("routing", TOKENS, 6)),
         *(("moe", TOKENS, 6 * 13), ("attention", None, 24), ("gemm-dtypes", None, 96)),
         ("decode-attention", None, 2 * 52 + 3 * 3),
+        ("gated-delta-net", TOKENS, 2 * 6),
     ],
 )
 def test_a_list_has_every_shape_once(name, tokens, count):
@@ -427,6 +429,18 @@ def test_models_are_built_for_this_machine_or_the_one_asked_for(monkeypatch, wha
 def test_a_dtype_that_kernels_do_not_take_is_refused(make):
     with pytest.raises(ValueError, match="must be bfloat16 or float16, got torch.float8"):
         next(iter(make(dtype=torch.float8_e4m3fn)))
+
+
+def test_a_gated_delta_net_step_is_checked_and_counts_the_states_of_its_requests(emulated):
+    make = functools.partial(gated_delta_net._make, (1, 2, True, torch.bfloat16), 1)
+    shape = gated_delta_net.Step(ops.gated_delta_net_decode, Case("tiny", make), {"requests": 1})
+    [[line]] = bench.run([shape], emulated, once=True)
+    assert line.details["relative_error"] < 0.01
+    states = 2 * 2 * (2 * 128 * 128 + 3 * 4 * 128)
+    assert shape.bytes_moved([shape.arguments("cpu", torch.float8_e4m3fn)]) == states + 2 * (6 + 2) * 128
+    with launch.executor(Nothing(emulated.arch)):
+        [[line]] = bench.run([shape], emulated, once=True)
+    assert line.details["relative_error"] > 0.5
 
 
 def test_decode_attention_is_checked_by_its_first_and_last_request(emulated):

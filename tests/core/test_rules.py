@@ -257,6 +257,16 @@ BREACHES = [
         )
         for rule, size in (("a multiple of 16 elements", 72), ("at most 256 elements", 272))
     ),
+    Breach(
+        "K and V are 128",
+        "gated_delta_net_decode/bf16-plain",
+        qkvz=(1, 256),
+        conv_state=(3, 192, 3),
+        conv_weight=(192, 4),
+        state=(3, 1, 64, 64),
+        norm_weight=(64,),
+        out=(1, 64),
+    ),
     # Routing
     Breach("topk is at most 32", "topk_softmax/bf16", topk=33),
     Breach("topk is at most 32", "topk_sigmoid/bf16", topk=33),

@@ -686,6 +686,61 @@ def mla_decode(before, after, outputs: tuple) -> Found:
     return attended(a, after, outputs, query, keys, keys[..., : a.q_nope.shape[2]], (a.kv_scale, a.kv_scale))
 
 
+def gated_delta_net_decode(before, after, outputs: tuple) -> Found:
+    """Yield the states, of which slots that no row has are unchanged, and the results; `sizes` are sums of absolute terms."""
+    a, (_, heads, of_v, of_k) = before, before.state.shape
+    groups = (a.qkvz.shape[1] // of_k - 2 * heads * of_v // of_k) // 2
+    each, (x, ba) = heads // groups, (a.qkvz.double(), a.ba.double())
+    if a.is_interleaved:
+        x, ba = x.unflatten(1, (groups, -1)), ba.unflatten(1, (groups, -1))
+        q, k, v, z = (part.flatten(1) for part in x.split([of_k, of_k, each * of_v, each * of_v], 2))
+        b, alpha = (part.flatten(1) for part in ba.split([each, each], 2))
+    else:
+        q, k, v, z = x.split([groups * of_k, groups * of_k, heads * of_v, heads * of_v], 1)
+        b, alpha = ba.split([heads, heads], 1)
+    x, width = torch.cat([q, k, v], 1), a.conv_weight.shape[1]
+    rate = torch.exp(a.a_log.double()) * torch.log1p(torch.exp(alpha + a.dt_bias.double()))
+    conv, state, y = a.conv_state.double().clone(), a.state.double().clone(), x.new_zeros(len(x), heads, of_v)
+    state_off, off = torch.zeros_like(state), torch.zeros_like(y)
+    for request, slots in enumerate(a.indices.tolist()):
+        first, end = (request, request + 1) if a.row_starts is None else a.row_starts[request : request + 2].tolist()
+        taken = 1 if a.accepted is None else int(a.accepted[request])
+        if first == end or not 1 <= taken <= len(slots) or slots[0] < 1 or slots[taken - 1] < 1:
+            continue
+        rows = torch.cat([a.conv_state[slots[0], :, taken - 1 : taken + width - 2].double().t(), x[first:end]])
+        conv[slots[0], :, : len(rows) - 1] = rows[1:].t()
+        s = a.state[slots[taken - 1]].double()
+        sizes = s.abs()
+        for t in range(first, end):
+            row = silu((rows[t - first : t - first + width] * a.conv_weight.double().t()).sum(0))
+            q, k, v = row[: groups * of_k], row[groups * of_k : 2 * groups * of_k], row[2 * groups * of_k :]
+            q, k = (of.view(groups, 1, of_k).repeat_interleave(each, 0) for of in (q, k))
+            q, k = (of / torch.sqrt(of.square().sum(2, keepdim=True) + 1e-6) for of in (q, k))
+            q, v = q / of_k**0.5, v.view(heads, of_v, 1)
+            decay, beta = torch.exp(-rate[t])[:, None, None], torch.sigmoid(b[t])[:, None, None]
+            s, sizes = decay * s, decay * sizes
+            step = beta * (v.abs() + (sizes * k.abs()).sum(2, keepdim=True))
+            s, sizes = s + beta * (v - (s * k).sum(2, keepdim=True)) * k, sizes + step * k.abs()
+            o, o_off = (s * q).sum(2), FP32 * (sizes * q.abs()).sum(2)
+            inverse = torch.rsqrt(o.square().mean(1, keepdim=True) + a.epsilon)
+            factor = inverse * a.norm_weight.double() * silu(z[t].view(heads, of_v))
+            y[t] = o * factor
+            o_off = o_off + o.abs() * inverse * o_off.square().mean(1, keepdim=True).sqrt()
+            off[t] = o_off * factor.abs() + FP32 * y[t].abs()
+            if slots[t - first] > 0:
+                state[slots[t - first]], state_off[slots[t - first]] = s, FP32 * sizes + rounded(s, a.state.dtype)
+    yield "conv_state", after.conv_state.double(), conv, torch.zeros_like(conv)
+    yield "state", after.state.double(), state, state_off
+    y, off = y.flatten(1), off.flatten(1)
+    if a.out_scales is not None:
+        unbounded = types.SimpleNamespace(scale_ub=None)
+        yield from dynamic(unbounded, y, off, (after.out, after.out_scales), 128)
+    elif a.out_scale is not None:
+        yield from quantized("out", y, off, after.out, a.out_scale.double().reshape(()))
+    else:
+        yield "out", after.out.double(), y, off + rounded(y, a.out.dtype)
+
+
 def random_words(counter: tuple[int, ...], seed: int) -> tuple[int, ...]:
     """Return random words by Philox4x32-10, as its authors publish it."""
     x, y, z, w = counter
@@ -831,4 +886,5 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "mla_norm_rope_and_cache": mla_norm_rope_and_cache,
     "paged_attention_decode": paged_attention_decode,
     "mla_decode": mla_decode,
+    "gated_delta_net_decode": gated_delta_net_decode,
 }

@@ -172,6 +172,20 @@ def test_attention_reads_as_many_keys_as_are_said(op):
     assert 0.9 < (long.megabytes - short.megabytes) * 1e6 / (keys * bytes_of_key) < 1.6
 
 
+@pytest.mark.usefixtures("few_blocks")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_requests_without_values_are_no_padding(rows):
+    """All states of a decode step of Gated DeltaNet are loaded."""
+    op = ops.gated_delta_net_decode
+    name = "drafts" if rows == 2 else "qwen3.5"
+    case = next(case for case in op.cases() if case.name == name)
+    given = op.Arguments(*case.make("meta", torch.Generator(), MACHINE.arch.fp8_dtype))._asdict()
+    requests, heads = len(given["indices"]), given["state"].shape[1]
+    (kernel,) = predict.predict_call(op, given, MACHINE)
+    states = requests * heads * 128 * 128 * given["state"].element_size() / 1e6
+    assert kernel.prediction.megabytes > states
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -19,6 +19,7 @@ from vllm_rocm_ops.ops.silu_and_mul import *
 from vllm_rocm_ops.ops.silu_and_mul_with_clamp import *
 from vllm_rocm_ops.ops.standalone.dequantize_int4 import *
 from vllm_rocm_ops.ops.standalone.flash_attention import *
+from vllm_rocm_ops.ops.standalone.gated_delta_net_decode import *
 from vllm_rocm_ops.ops.standalone.layer_norm import *
 from vllm_rocm_ops.ops.standalone.rope_and_cache_mla import *
 from vllm_rocm_ops.ops.standalone.router_loss import *

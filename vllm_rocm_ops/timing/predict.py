@@ -40,13 +40,20 @@ class Kernel(NamedTuple):
     recording: Recording
 
 
-def _argument(name: str, value, experts: int):
-    """Create a value for an argument on the meta device. Ids without values assign tokens to all experts in turn."""
+def _argument(name: str, value, experts: int, tokens: int):
+    """Create a value for an argument on the meta device. Ids without values assign tokens to all experts in turn.
+
+    Requests without values have the slots from 1 on, and equally many of the tokens.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     made = aligned(value if name in (*LENGTHS, "topk_ids") else value.to("meta"))
     if name == "topk_ids" and value.is_meta:
         made.copy_(torch.arange(value.numel()).reshape(value.shape) % experts)
+    elif name in ("indices", "accepted") and value.is_meta:
+        made.copy_(torch.arange(1, value.numel() + 1).reshape(value.shape) if name == "indices" else torch.ones(()))
+    elif name == "row_starts" and value.is_meta:
+        made.copy_(torch.arange(len(value)) * (tokens // max(len(value) - 1, 1)))
     elif name == "expert_map":
         made.copy_(torch.arange(value.numel()).where(torch.arange(value.numel()) < experts, -1))
     return made
@@ -75,7 +82,8 @@ def predict_call(op: Op, given: dict, machine: Machine, context: int = CONTEXT, 
     if op in model_layers.ATTENTION:
         given = with_context(given, context)
     experts = len(given["w1"]) if "w1" in given else 1
-    values = {name: _argument(name, value, experts) for name, value in given.items()}
+    tokens = next(len(value) for value in given.values() if isinstance(value, torch.Tensor))
+    values = {name: _argument(name, value, experts, tokens) for name, value in given.items()}
     emulator = RecordingEmulator(str(machine.arch), races=False)
     if config is None:
         launches = op.explain(**values, arch=emulator.arch).launches

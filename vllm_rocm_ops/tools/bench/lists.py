@@ -13,6 +13,7 @@ from vllm_rocm_ops.tools.bench import shapes
 from vllm_rocm_ops.tools.bench.attention import attention
 from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
 from vllm_rocm_ops.tools.bench.experts import experts
+from vllm_rocm_ops.tools.bench.gated_delta_net import gated_delta_net
 from vllm_rocm_ops.tools.bench.gemm_dtypes import gemm_dtypes
 
 LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
@@ -27,6 +28,7 @@ LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "attention": attention,
     "attention-fp16": functools.partial(attention, dtype=torch.float16),
     "decode-attention": decode_attention,
+    "gated-delta-net": gated_delta_net,
     "decode-attention-fp16": functools.partial(decode_attention, dtype=torch.float16),
 }
 VARIANTS = ("-fp16", "-bf16", "-shuffled")

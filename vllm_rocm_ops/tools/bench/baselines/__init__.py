@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Op, registered
-from vllm_rocm_ops.tools.bench.baselines import attention, experts, gemm, installed
+from vllm_rocm_ops.tools.bench.baselines import attention, experts, gated_delta_net, gemm, installed
 from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
 ATTENTION, DECODE_ATTENTION, ADVICE = "attention", "decode-attention", "advice"
+GATED_DELTA_NET = "gated-delta-net"
 
 
 class Baseline(NamedTuple):
@@ -98,10 +99,14 @@ BASELINES: dict[str, dict[str, Baseline]] = {
         "flashmla": _attends(attention.flash_mla),
         "vllm triton": _attends(attention.triton_mla),
     },
+    "gated_delta_net_decode": {
+        "vllm triton": Baseline(gated_delta_net.call, gated_delta_net.prepare, _has_vllm, GATED_DELTA_NET),
+    },
 }
-NOT_PYTORCHS = (  # ops whose PyTorch reference is not a baseline: the one of fused_experts loops over experts
+NOT_PYTORCHS = (  # ops whose PyTorch reference is not a baseline: two loop over experts or requests
     "scaled_mm_silu_and_mul_quant",
     "fused_experts",
+    "gated_delta_net_decode",
 )
 
 
