@@ -12,8 +12,8 @@
 // of the activated experts, plus about H * 5 + I * 6 per pair.
 //
 // Only the device knows the number of tiles: the grid has the maximum, and blocks without a tile return. A gate_up or
-// down block computes one tile (gemm/tiled/main_loop.h): up to kTileM pairs of one expert times kTileN of its weight
-// rows. In gate_up half of the rows are gate rows and the others their up rows, so a lane has the sums of 4 of each and
+// down block computes one tile (gemm/tiled/main_loop.h), or a few of one expert: up to kTileM pairs of one expert times
+// kTileN of its weight rows. In gate_up half of the rows are gate rows and the others their up rows, so a lane has the sums of 4 of each and
 // computes activations. Positions follow pair order, sums follow slot order: the same inputs give the same bits.
 //
 // scaled_mm_tiled.hip lists the cost of gemm/tiled/main_loop.h per panel. Two weight scales add 28 issue cycles per
