@@ -40,7 +40,7 @@ MODULE = "fused_experts_tiled"
 BYTES_MODULE = "fused_experts_tiled_bytes"  # 8-bit weights other than e4m3 with e4m3
 TOKENS, ROWS = (64, 128), 128  # per tile: pairs of one expert, rows of its weight
 THREADS, COMBINE_THREADS = 256, 256
-SORT_THREADS, FEW_IDS = (256, 1024), 8  # per block: with up to so many ids per expert, and with more
+SORT_THREADS, FEW_IDS = (256, 1024), 8  # per block; a sort of few ids has at most 8 per expert
 RUN_PANELS = 16  # of tiles next to each other, at most, that a block of down multiplies
 MAX_EXPERTS = 1024
 # Fitted to H200 at the shares of tools/bench/experts.py: the GEMM rate relative to scaled_mm_tiled; the share of bandwidth; each
