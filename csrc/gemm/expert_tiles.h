@@ -22,7 +22,7 @@ struct GroupedProblem {
   int scale_a_row, scale_a_k,
       scale_b_row;            // element strides of scales: between rows or row blocks, and between a's K blocks
   int slots, topk, out_type;  // 0 bf16, 1 fp16
-  int tiles_n;                // along weight rows
+  int tiles_n, run;           // along weight rows; that a block computes, one after the other: 1 unless kRuns
 };
 
 // A tile: one expert's pairs, from position `first` on.
@@ -126,19 +126,22 @@ DEVICE void to_floats(tile::AccumulatorTile (&sums)[kM][kN]) {
       for (f32x4& sum : sums[i][j].sum) sum = __builtin_convertvector(__builtin_bit_cast(i32x4, sum), f32x4);
 }
 
-// Weights have the tokens' Type, or another 8-bit type that is widened to it: tokens are then unscaled.
-template <class Type, class Weights, class Tile, ScaleGranularity kScales, bool kGated, bool kClamped = false>
+// Weights have the tokens' Type, or another 8-bit type that is widened to it: tokens are then unscaled. With kRuns a block
+// computes p.run tiles, else one.
+template <class Type, class Weights, class Tile, ScaleGranularity kScales, bool kGated, bool kClamped = false,
+          bool kRuns = false>
 DEVICE void multiply_experts(const GroupedProblem& p, const SwiGlu& swiglu = {}) {
-  const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * p.tiles_n;
+  const int runs_n = (p.tiles_n + p.run - 1) / p.run;
+  const int tiles = mem::load<i32x4>(p.tiles).y, blocks = tiles * runs_n;
   if (wave::block_id_x() >= blocks) return;
   const tile::TileCoord position =
-      tile::rasterize(tile::remap_to_xcd(wave::block_id_x(), blocks), tiles, p.tiles_n, tile::kGroupM);
+      tile::rasterize(tile::remap_to_xcd(wave::block_id_x(), blocks), tiles, runs_n, tile::kGroupM);
   const i32x4 found = mem::load<i32x4>(p.tiles + 1 + position.m);
   const int count = found.z - found.y < Tile::kTileM ? found.z - found.y : Tile::kTileM;
   const ExpertTile expert_tile = {wave::uniform(found.x), wave::uniform(found.y), wave::uniform(count)};
   constexpr int kRowsN = kGated ? Tile::kTileN / 2 : Tile::kTileN;  // gate rows, for gate_up
-  const int rows_n = kGated ? p.n / 2 : p.n, first_n = position.n * kRowsN;
-  const int wave_n = first_n + (kGated ? Tile::wave_n() / 2 : Tile::wave_n());
+  const int rows_n = kGated ? p.n / 2 : p.n, first_tile = wave::uniform(position.n) * p.run;
+  const int left = p.tiles_n - first_tile;
 
   // The row of a for the tile's token m, relative to a or to the tile's first row. Tokens past the last repeat its row.
   auto row_of_a = [&](int m) __attribute__((always_inline)) {
@@ -156,49 +159,76 @@ DEVICE void multiply_experts(const GroupedProblem& p, const SwiGlu& swiglu = {})
   const tile::Layout a_layout{16 * p.a_stride, int(p.a_stride), tile::kVecBytes, 4 * tile::kVecBytes};
   const int b_vec = mem::kExpertFragments ? p.b_vec : tile::kVecBytes;
   const tile::Layout b_layout{mem::kExpertFragments ? p.b_tile : 16 * i64(p.b_row), p.b_row, b_vec, 4 * b_vec};
+  auto first_row = [&](int tile) __attribute__((always_inline)) { return (first_tile + tile) * kRowsN; };
+  auto wave_row = [&](int tile) __attribute__((always_inline)) {
+    return first_row(tile) + (kGated ? Tile::wave_n() / 2 : Tile::wave_n());
+  };
+  auto load_weights = [&](int tile) __attribute__((always_inline)) {
+    const int first_n = first_row(tile);
+    loader_b.init(p.b + expert_tile.expert * p.b_expert, b_layout, [&](int row) {
+      const int in_tile =
+          row / tile::kAccumulatorRows * tile::kAccumulatorRows + tile::weight_row(row % tile::kAccumulatorRows);
+      constexpr int kHalf = kChunk / 2;
+      const int n = first_n + (kGated ? in_tile / kChunk * kHalf + in_tile % kHalf : in_tile);
+      const bool is_up = kGated && in_tile % kChunk >= kHalf;
+      if constexpr (kClamped) return n >= rows_n ? tile::kNoRow : swiglu.row(n, is_up, p.n);
+      return n >= rows_n ? tile::kNoRow : n + (is_up ? rows_n : 0);
+    });
+  };
   loader_a.init(p.a + first_a * p.a_stride, a_layout,
                 [&](int m) { return m < expert_tile.count ? row_of_a(m) : tile::kNoRow; });
-  loader_b.init(p.b + expert_tile.expert * p.b_expert, b_layout, [&](int row) {
-    const int in_tile =
-        row / tile::kAccumulatorRows * tile::kAccumulatorRows + tile::weight_row(row % tile::kAccumulatorRows);
-    constexpr int kHalf = kChunk / 2;
-    const int n = first_n + (kGated ? in_tile / kChunk * kHalf + in_tile % kHalf : in_tile);
-    const bool is_up = kGated && in_tile % kChunk >= kHalf;
-    if constexpr (kClamped) return n >= rows_n ? tile::kNoRow : swiglu.row(n, is_up, p.n);
-    return n >= rows_n ? tile::kNoRow : n + (is_up ? rows_n : 0);
-  });
 
   Accumulators<Tile> sums = {};
-  auto multiply = [&](const auto& scaling) __attribute__((always_inline)) {
+  auto store = [&](int tile) __attribute__((always_inline)) {
+    if constexpr (__is_same(Type, I8)) to_floats(sums);
+    constexpr bool kTokensScaled = kScales == ScaleGranularity::kRow && !kWidened;
+    if constexpr (kGated)
+      store_activations<Tile, kScales, kTokensScaled, kClamped>(sums, p, expert_tile, wave_row(tile), swiglu);
+    else store_results<Tile, kScales, kTokensScaled>(sums, p, expert_tile, wave_row(tile));
+  };
+  auto multiply = [&](const auto& scaling, auto load_scales) __attribute__((always_inline)) {
     const int panels = (p.k + tile::kDepth - 1) / tile::kDepth;
-    tile::multiply_panels<Tile, Type>(sums, loader_a, loader_b, !kWidened && b_layout.is_fragment_order(), scaling, 0,
-                                      panels, p.k);
+    const bool in_fragment_order = !kWidened && b_layout.is_fragment_order();
+    auto begin = [&](int tile) __attribute__((always_inline)) {
+      load_weights(tile);
+      load_scales(tile);
+    };
+    begin(0);
+    if constexpr (!kRuns) {
+      tile::multiply_panels<Tile, Type>(sums, loader_a, loader_b, in_fragment_order, scaling, 0, panels, p.k);
+      store(0);
+    } else {
+      auto end = [&](int tile) __attribute__((always_inline)) {
+        store(tile);
+#pragma unroll
+        for (auto& of_tokens : sums)
+#pragma unroll
+          for (auto& sum : of_tokens) sum = {};
+      };
+      const tile::Run run{left < p.run ? left : p.run, begin, end};
+      tile::multiply_panels<Tile, Type>(sums, loader_a, loader_b, in_fragment_order, scaling, 0, panels, p.k, run);
+    }
   };
   if constexpr (kScales == ScaleGranularity::kBlock) {
     auto block_of = [&](int n) { return (n < p.n ? n : p.n - 1) / kScaleBlock * p.scale_b_row; };
     const float* scales_b = p.scale_b + expert_tile.expert * p.scale_b_expert;
     tile::BlockScales<Tile, kGated> scales;
-    if constexpr (kGated) {
-      scales.init(p.scale_a, p.scale_a_row, p.scale_a_k, scales_b, row_of_a);
-      const int gate = wave_n < rows_n ? wave_n : rows_n - 1;
-      scales.b_at[0] = block_of(kClamped ? swiglu.row(gate, 0, p.n) : gate) * 4;
+    scales.init(p.scale_a + first_a * p.scale_a_row, p.scale_a_row, p.scale_a_k, scales_b, row_of_a);
+    multiply(scales, [&](int tile) __attribute__((always_inline)) {
+      const int wave_n = wave_row(tile);
+      if constexpr (kGated) {
+        const int gate = wave_n < rows_n ? wave_n : rows_n - 1;
+        scales.b_at[0] = block_of(kClamped ? swiglu.row(gate, 0, p.n) : gate) * 4;
 #pragma unroll
-      for (int j = 0; j < Tile::kAccumulatorsN; ++j) {
-        const int up = wave_n + j * tile::kAccumulatorRows / 2;
-        scales.b_at[1 + j] = block_of(kClamped ? swiglu.row(up, 1, p.n) : rows_n + up) * 4;
-      }
-    } else {
-      scales.init(p.scale_a + first_a * p.scale_a_row, p.scale_a_row, p.scale_a_k, scales_b + block_of(wave_n),
-                  row_of_a);
-    }
-    multiply(scales);
+        for (int j = 0; j < Tile::kAccumulatorsN; ++j) {
+          const int up = wave_n + j * tile::kAccumulatorRows / 2;
+          scales.b_at[1 + j] = block_of(kClamped ? swiglu.row(up, 1, p.n) : rows_n + up) * 4;
+        }
+      } else scales.b_at[0] = block_of(wave_n) * 4;
+    });
   } else {
-    multiply(tile::Unscaled{});
+    multiply(tile::Unscaled{}, [](int) {});
   }
-  if constexpr (__is_same(Type, I8)) to_floats(sums);
-  constexpr bool kTokensScaled = kScales == ScaleGranularity::kRow && !kWidened;
-  if constexpr (kGated) store_activations<Tile, kScales, kTokensScaled, kClamped>(sums, p, expert_tile, wave_n, swiglu);
-  else store_results<Tile, kScales, kTokensScaled>(sums, p, expert_tile, wave_n);
 }
 
 // Defines a kernel.

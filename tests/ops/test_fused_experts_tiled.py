@@ -43,6 +43,9 @@ CASES = [
     case("block-input-weight-m65", 65, 1, 4, 128, 128, apply_router_weight_on_input=True, shared_experts=1),
     case("block-repeated-m65", 65, 3, 2, 128, 64),
     case("block-few-of-many", 65, 1, 96, 128, 16),
+    case("block-runs", 66, 2, 3, 1168, 144, shared_experts=1),  # a block of down with 8 tiles, and one with less than 2
+    case("bf16-runs", 65, 1, 3, 1160, 80, scheme="none"),
+    case("tensor-static-runs", 66, 2, 3, 640, 272, scheme="tensor", static=True),
     case("channel-m130", 130, 2, 3, 208, 80, scheme="channel", out_dtype=torch.float16),
     case("tensor-m70", 70, 2, 4, 208, 208, scheme="tensor"),
     case("bf16-m130", 130, 2, 3, 200, 136, scheme="none"),
@@ -83,6 +86,7 @@ def test_tiled_kernels_run_and_are_right(run, emulator, monkeypatch):
     (ran,) = stats()[OP.name]
     assert ran == "nothing to do" or f"_{config.tokens} + {tiled.MODULE}_combine" in ran
     assert PLAIN(case.make.args[-1]) or "_clamped_" in ran
+    assert config.tokens == 128 or not case.name.endswith("-runs") or "_down_run_" in ran
 
 
 def test_few_tokens_with_many_experts_each(emulator):
@@ -108,7 +112,8 @@ def test_any_order_gives_the_same_bits(emulator, monkeypatch):
 
 @pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
-def test_pairs_are_sorted(skewed, arch_name):
+@pytest.mark.parametrize("threads", tiled.SORT_THREADS)
+def test_pairs_are_sorted(threads, skewed, arch_name, monkeypatch):
     """There are more ids than a block's waves take at a time. Experts include the first, the last and a shared one."""
     emulator = Emulator(arch_name, seed=0)  # finds a missing barrier before an atomic
     m, topk, experts, shared, routed = 2111, 5, 40, 2, 38
@@ -119,7 +124,9 @@ def test_pairs_are_sorted(skewed, arch_name):
     hidden, w1, w2 = (torch.empty(s, dtype=torch.bfloat16) for s in ((m, 8), (experts, 32, 8), (experts, 8, 16)))
     weights = torch.empty(m, topk)
     a = OP.Arguments(hidden, w1, w2, weights, ids, torch.bfloat16, expert_map=expert_map, shared_experts=shared)
+    monkeypatch.setattr(tiled, "FEW_IDS", 0 if threads == max(tiled.SORT_THREADS) else m * topk)
     sort = tiled.launches(tiled.TiledConfig(64), OP.allocate(a), a, emulator.arch)[0]
+    assert sort.block == (threads, 1, 1)
     written = ("sort.sorted", "sort.tiles")
     memory = {name: torch.full((sort.args[name] // 4,), -7, dtype=torch.int32) for name in written}
     order, tiles = memory.values()

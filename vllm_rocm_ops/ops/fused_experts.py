@@ -126,11 +126,11 @@ def _cases() -> Iterator[Case]:
         "block-quant-many", 5, 6, 8, 128, 384, out_dtype=torch.float16, distinct=True
     )  # beyond a lane's first chunks
     yield case("bf16", 5, 2, 4, 128, 72, scheme="none")
-    yield case("fp16", 18, 2, 4, 136, 64, scheme="none", out_dtype=torch.float16, shared_experts=1)
-    yield case("bf16-m70", 70, 2, 4, 128, 64, scheme="none")
+    yield case("fp16", 18, 2, 4, 120, 64, scheme="none", out_dtype=torch.float16, shared_experts=1)
+    yield case("bf16-m70", 70, 2, 4, 160, 64, scheme="none")
     yield case("block-odd-m70", 70, 2, 6, 208, 80, out_dtype=torch.float16, shared_experts=2)
     yield case("channel-m70", 70, 2, 3, 208, 80, scheme="channel", out_dtype=torch.float16)
-    yield case("channel-static-m65", 65, 2, 4, 144, 96, scheme="channel", static=True)
+    yield case("channel-static-m65", 65, 2, 4, 112, 96, scheme="channel", static=True)
     yield case("fp16-m70", 70, 2, 4, 136, 72, scheme="none", out_dtype=torch.float16, shared_experts=1)
     yield case("mx", 3, 2, 8, 256, 128, scheme="mx")
     yield case("mx-m1", 1, 3, 8, 416, 96, scheme="mx", shared_experts=1)

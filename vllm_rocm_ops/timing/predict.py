@@ -25,7 +25,7 @@ from .trace import Recording, RecordingEmulator, aligned, record
 BLOCKS = 64  # blocks to record per launch
 DIES = int(machines.MI300X["xcds"])  # as in the traced code: kXcds in csrc/device/amd/tile_mma.h
 MAX_WAVES = 2048  # up to which a launch runs whole if others read its output
-SORTS = "_sort"  # suffix of symbols that always run whole, as other kernels find their work in the output
+SORTS = "_sort"  # in symbols that always run whole, as other kernels find their work in the output
 TILED = "_tiled"  # in symbols of kernels whose compute units may be matrix-bound
 CACHES, LENGTHS = ("key_cache", "value_cache", "kv_cache"), ("block_table", "seq_lens")
 PARAMETERS = frozenset(("b", "w1", "w2", "weight", "bias", *CACHES))
@@ -119,7 +119,7 @@ def recorded(
     """
     grid, path = math.prod(launch.grid), code_object(launch.module, emulator.arch.name)
     waves = grid * -(-math.prod(launch.block) // emulator.arch.wave_lanes)
-    run_all = not last and (waves <= whole or launch.symbol.endswith(SORTS))
+    run_all = not last and (waves <= whole or SORTS in launch.symbol)
     # The first block often writes the input of later launches.
     blocks = sorted({0, *sampled(grid, most, _tiles(launch))})
     return record(emulator, path, launch, blocks, run_all=run_all, cold=cold)

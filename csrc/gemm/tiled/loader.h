@@ -15,7 +15,7 @@ struct TileLoader {
   int offset[kCopies];  // of the thread's copies at K = 0, or kNoRow
   int column;           // byte column of the thread's copies in a panel row
   int step;             // bytes between panels
-  int wave_offset;      // byte offset of the wave's first copy in a panel
+  int wave_offset;      // byte offset of the wave's first copy in a panel; a loop may keep it in a vector register
   lds::Copy copy[kCopies];
 
   // Panel row r is row row_of(r), relative to `first`. kNoRow gives zeros without a read.
@@ -39,7 +39,8 @@ struct TileLoader {
     const int at = panel * step, bytes = k - panel * kDepth;
 #pragma unroll
     for (int j = 0; j < kCopies; ++j)
-      copy[j] = lds::start_copy(from, offset[j], at, column < bytes, to + wave_offset + j * kThreads * kVecBytes);
+      copy[j] = lds::start_copy(from, offset[j], at, column < bytes,
+                                to + wave::uniform(wave_offset) + j * kThreads * kVecBytes);
   }
   DEVICE void finish(lds::Local<u8>* to) {
 #pragma unroll

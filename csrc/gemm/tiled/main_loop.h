@@ -93,18 +93,44 @@ struct BlockScales {
   }
 };
 
+// A block's tiles if it has one: all its panels belong together.
+struct OneTile {
+  static constexpr bool kMore = false;
+};
+
+// A block's tiles if it has several; multiply_panels says when it calls what.
+template <class Begin, class End>
+struct Run {
+  static constexpr bool kMore = true;
+  int tiles;
+  Begin begin;
+  End end;
+};
+
 // Adds the products of panels [first, last), at least one. Rows have k bytes. The loaders provide TileLoader's `start`
-// and `finish`.
-template <class Tile, class Type, class LoaderA, class LoaderB, class Scaling>
+// and `finish`. A block with more tiles has run.tiles of them, whose panels follow each other without a pause:
+// run.begin(tile) lets the loaders and `scaling` load another tile, run.end(tile) takes the sums, which then are zeroed.
+template <class Tile, class Type, class LoaderA, class LoaderB, class Scaling, class Run = OneTile>
 DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB& loader_b, bool b_in_fragment_order,
-                            const Scaling& scaling, int first, int last, int k) {
+                            const Scaling& scaling, int first, int last, int k, const Run& run = {}) {
   constexpr int kPanelA = Tile::kTileM * kDepth, kBuffer = kPanelA + Tile::kTileN * kDepth;
   auto* lds = (lds::Local<u8>*)dynamic_lds;
   using PanelScales = typename Scaling::Panel;
-  auto start = [&](int panel, int buffer, PanelScales& scales) __attribute__((always_inline)) {
+  auto load = [&](int panel, int buffer, PanelScales& scales) __attribute__((always_inline)) {
     scales = scaling.load(panel);  // first: they are used first, and loads are waited for in order
     loader_a.start(panel, k, lds + buffer * kBuffer);
     loader_b.start(panel, k, lds + buffer * kBuffer + kPanelA);
+  };
+  int next_panel = first, next_tile = 0;  // with more tiles
+  auto start = [&](int panel, int buffer, PanelScales& scales) __attribute__((always_inline)) {
+    if constexpr (!Run::kMore) {
+      if (panel < last) load(panel, buffer, scales);
+    } else if (next_tile < run.tiles) {
+      load(next_panel, buffer, scales);
+      if (++next_panel < last) return;
+      next_panel = first;
+      if (++next_tile < run.tiles) run.begin(next_tile);
+    }
   };
 
   // While a panel is multiplied, the next kPrefetch are in flight.
@@ -112,28 +138,34 @@ DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB
   const Multiplier<Type, Tile::kAccumulatorsM, Tile::kAccumulatorsN, Tile::kPingPong> multiplier(
       Tile::wave_m(), Tile::wave_n(), b_in_fragment_order);
   PanelScales scales[kPrefetch + 1];
-  int panel = first;
-  auto step = [&](int i) __attribute__((always_inline)) {  // i is (panel - first) % (kPrefetch + 1)
+  int panel = first, tile = 0;
+  auto step = [&](int i) __attribute__((always_inline)) {  // i is the number of panels before, % (kPrefetch + 1)
     const int buffer = i % lds::kBuffers, next = (i + kPrefetch) % (kPrefetch + 1);
     auto* here = lds + buffer * kBuffer;
     if constexpr (!Tile::kPingPong) {
-      if (lds::kBuffers == 1 && panel != first)
+      if (lds::kBuffers == 1 && (panel != first || tile != 0))
         block_barrier();  // hazard: filled while other waves still read the previous panel
       lds::wait_for_copies<kPrefetch - 1>();
       loader_a.finish(here);
       loader_b.finish(here + kPanelA);
       block_barrier();  // hazard: read before all waves have filled it; the next one filled while other waves still read it
     }
-    if (panel + kPrefetch < last) start(panel + kPrefetch, next % lds::kBuffers, scales[next]);
+    start(panel + kPrefetch, next % lds::kBuffers, scales[next]);
     lds::end_group();
     ScaleFactors<Tile> factors;
     scaling.multiply(scales[i], factors);
     multiplier.template multiply_add<Scaling::kScaled>(sums, here, here + kPanelA, factors);
-    return ++panel < last;
+    if (++panel < last) return true;
+    if constexpr (Run::kMore) {
+      run.end(tile);
+      panel = first;
+      return ++tile < run.tiles;
+    }
+    return false;
   };
 #pragma unroll
   for (int i = 0; i < kPrefetch; ++i) {
-    if (first + i < last) start(first + i, i % lds::kBuffers, scales[i]);
+    start(first + i, i % lds::kBuffers, scales[i]);
     lds::end_group();
   }
   const bool is_late = wave::thread_id() >= Tile::kThreads / 2;

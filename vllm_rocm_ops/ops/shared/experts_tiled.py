@@ -39,12 +39,14 @@ from vllm_rocm_ops.ops.shared.tiled_gemm import FLOPS_PER_BYTE, PANEL, RATE, RES
 MODULE = "fused_experts_tiled"
 BYTES_MODULE = "fused_experts_tiled_bytes"  # 8-bit weights other than e4m3 with e4m3
 TOKENS, ROWS = (64, 128), 128  # per tile: pairs of one expert, rows of its weight
-THREADS, SORT_THREADS, COMBINE_THREADS = 256, 1024, 256
+THREADS, COMBINE_THREADS = 256, 256
+SORT_THREADS, FEW_IDS = (256, 1024), 8  # per block; a sort of few ids has at most 8 per expert
+RUN_PANELS = 16  # of tiles next to each other, at most, that a block of down multiplies
 MAX_EXPERTS = 1024
 # Fitted to H200 at the shares of tools/bench/experts.py: the GEMM rate relative to scaled_mm_tiled; the share of bandwidth; each
-# further wave of blocks; a launch.
+# further round of blocks; a launch.
 MULTIPLYING = {64: 1.07, 128: 0.85}
-STREAMING, ROUND_US, LAUNCH_US = {64: 0.92, 128: 0.55}, 0.93, 2.3
+STREAMING, ROUND_US, LAUNCH_US = {64: 1.0, 128: 0.6}, 0.93, 2.3
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,23 @@ def configs(a, arch: Arch) -> list[TiledConfig]:
     return [TiledConfig(tokens) for tokens in (TOKENS if is_plain(a) else TOKENS[:1])]
 
 
+def _run(config: TiledConfig, a, weight: Tensor) -> int:
+    """Return the tiles along the rows of a weight that a block computes one after the other."""
+    is_e4m3_or_half = not a.weight_only and weight.dtype not in (torch.int8, *E5M2)
+    runs = weight is a.w2 and config.tokens == TOKENS[0] and is_e4m3_or_half
+    return max(min(RUN_PANELS // _panels(weight), _tiles_n(weight)), 1) if runs else 1
+
+
+def _panels(weight: Tensor) -> int:
+    """Return the panels along K that a tile multiplies."""
+    return -(-weight.shape[2] * weight.element_size() // PANEL)
+
+
+def _tiles_n(weight: Tensor) -> int:
+    """Return the tiles along the rows of an expert's weight, gate and up rows together."""
+    return -(-weight.shape[1] // ROWS)
+
+
 def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     """Return the microseconds by the model of scaled_mm_tiled.
 
@@ -93,15 +112,15 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
     at_once = RESIDENT[ROWS] * arch.compute_units
     terms = {}
     for name, weight, rows, k in (("gate_up", a.w1, 2 * inner, h), ("down", a.w2, h, inner)):
-        blocks = tiles * -(-rows // ROWS)
+        blocks = tiles * _tiles_n(weight)
         of_unit = math.ceil(blocks / arch.compute_units)
         single = of_unit % RESIDENT[ROWS]
-        of_block = 2 * config.tokens * ROWS * PANEL * -(-k * size // PANEL) / rate
+        of_block = 2 * config.tokens * ROWS * PANEL * _panels(weight) / rate
         moved = weight.numel() * size * hit + pairs * (k * size + rows * 4)
         terms[name] = max(
             (of_unit - single + single / SINGLE_BLOCK_RATE) * of_block, moved / (STREAMING[config.tokens] * bandwidth)
         )
-        terms[name] += blocks / at_once * ROUND_US
+        terms[name] += blocks / _run(config, a, weight) / at_once * ROUND_US
     terms["rest"] = (pairs * (h * 4 + inner * 3) + m * h * 5) / bandwidth + (4 + quantizing(a)) * LAUNCH_US
     return terms
 
@@ -134,18 +153,20 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     max_tiles = min(pairs, pairs // config.tokens + experts)
     order, tiles = Workspace(pairs * 4), Workspace((1 + max_tiles) * 16)
     args = {"routing": routing, "sorted": order, "tiles": tiles, "experts": experts, "tile": config.tokens}
-    sort = Launch(MODULE, f"{MODULE}_sort", (experts, 1, 1), (SORT_THREADS, 1, 1), fields("sort", args))
+    threads = SORT_THREADS[m * topk > FEW_IDS * experts]
+    sort = Launch(MODULE, f"{MODULE}_sort_{threads}", (experts, 1, 1), (threads, 1, 1), fields("sort", args))
     act = Rows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
     results = Workspace(pairs * h * 4)
     tokens, quantize_hidden = hidden_operand(a, arch)
     activations, quantize_act = operand(a, act, a.act_scale, arch, tiles)  # tiles begin with the number of rows
 
     def product(
-        name: str, x: Activations, dtype: torch.dtype, weight: Tensor, scale: Tensor | None, to, router, tiles_n: int
+        name: str, x: Activations, dtype: torch.dtype, weight: Tensor, scale: Tensor | None, to, router
     ) -> Launch:
         _, rows, k = weight.shape
         size, (scale_expert, scale_row) = weight.element_size(), scale_strides(weight, scale)
         b_tile, b_row, b_vec = weight_strides(a, weight)
+        tiles_n, run = _tiles_n(weight), _run(config, a, weight)
         args = {
             "a": x.rows,
             "b": weight,
@@ -170,19 +191,18 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
             "topk": topk,
             "out_type": OUT_TYPES[a.out_dtype],
             "tiles_n": tiles_n,
+            "run": run,
         }
         module, kind = _kernels(a, weight, scale, dtype)
         is_clamped = name == "gate_up" and not is_plain(a)
         more = swiglu_arguments(a) if is_clamped else {}
-        symbol = f"{module}_{name}{'_clamped' * is_clamped}_{kind}_{config.tokens}"
-        lds, grid = lds_bytes(config.tokens, ROWS, arch), (max_tiles * tiles_n, 1, 1)
+        symbol = f"{module}_{name}{'_clamped' * is_clamped}{'_run' * (run > 1)}_{kind}_{config.tokens}"
+        lds, grid = lds_bytes(config.tokens, ROWS, arch), (max_tiles * -(-tiles_n // run), 1, 1)
         return Launch(module, symbol, grid, (THREADS, 1, 1), fields("problem", args) | more, lds)
 
     on_input, on_output = (a.topk_weights, None) if a.apply_router_weight_on_input else (None, a.topk_weights)
-    gate_up = product(
-        "gate_up", tokens, a.hidden.dtype, a.w1, a.w1_scale, act.buffer, on_input, -(-inner // (ROWS // 2))
-    )
-    down = product("down", activations, a.out_dtype, a.w2, a.w2_scale, results, None, -(-h // ROWS))
+    gate_up = product("gate_up", tokens, a.hidden.dtype, a.w1, a.w1_scale, act.buffer, on_input)
+    down = product("down", activations, a.out_dtype, a.w2, a.w2_scale, results, None)
     args = {
         "routing": routing,
         "results": results,

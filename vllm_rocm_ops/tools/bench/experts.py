@@ -55,6 +55,7 @@ SHARES = {
     "deepseek-v3-ep8+shared": Share(256, 32, 8, 7168, 2048, shared=True),
     "kimi-k2-ep8": Share(384, 48, 8, 7168, 2048),
     "qwen3-30b-a3b": Share(128, 128, 8, 2048, 768),
+    "qwen3-next-80b": Share(512, 512, 10, 2048, 512),
     "qwen3-235b-a22b-tp4": Share(128, 128, 8, 4096, 384),
     "mixtral-8x7b-tp2": Share(8, 8, 2, 4096, 7168),
     "mixtral-8x22b-tp8": Share(8, 8, 2, 6144, 2048),
