@@ -604,6 +604,7 @@ def run(folder: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProc
     return result, json.loads((folder / "latency.json").read_text())
 
 
+@full
 @pytest.mark.slow
 def test_a_model_runs_on_both_sides(tmp_path):
     result, found = run(tmp_path, "--model", "tiny-llama", "--batch-size", "1", "2", "--profile", "2")

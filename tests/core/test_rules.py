@@ -167,7 +167,7 @@ BREACHES = [
     Breach("w1_scale and w2_scale", "fused_experts/block", w2_scale=(8,)),
     Breach("hidden_scale", "fused_experts/int8-quantized", hidden_scale=torch.float16),
     Breach("H and I are multiples", "fused_experts/fp16", hidden=[18, 132], w1=[4, 128, 132], w2=[4, 132, 64]),
-    Breach("H and I are multiples", "fused_experts/fp16", w1=(4, 120, 136), w2=[4, 136, 60]),
+    Breach("H and I are multiples", "fused_experts/fp16", w1=(4, 120, 120), w2=[4, 120, 60]),
     Breach("out_dtype is the dtype of unscaled weights", "fused_experts/bf16-m70", out_dtype=torch.float16),
     Breach(
         "a token's results have less than 2 GB",

@@ -44,9 +44,9 @@ SORT_THREADS, FEW_IDS = (256, 1024), 8  # per block; a sort of few ids has at mo
 RUN_PANELS = 16  # of tiles next to each other, at most, that a block of down multiplies
 MAX_EXPERTS = 1024
 # Fitted to H200 at the shares of tools/bench/experts.py: the GEMM rate relative to scaled_mm_tiled; the share of bandwidth; each
-# further round of blocks; a launch.
+# further round of blocks, with a block per tile; a launch.
 MULTIPLYING = {64: 1.07, 128: 0.85}
-STREAMING, ROUND_US, LAUNCH_US = {64: 1.0, 128: 0.6}, 0.93, 2.3
+STREAMING, ROUND_US, LAUNCH_US = {64: 0.92, 128: 0.55}, 0.93, 2.3
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def cost(config: TiledConfig, a, arch: Arch) -> dict[str, float]:
         terms[name] = max(
             (of_unit - single + single / SINGLE_BLOCK_RATE) * of_block, moved / (STREAMING[config.tokens] * bandwidth)
         )
-        terms[name] += blocks / _run(config, a, weight) / at_once * ROUND_US
+        terms[name] += blocks / at_once * ROUND_US
     terms["rest"] = (pairs * (h * 4 + inner * 3) + m * h * 5) / bandwidth + (4 + quantizing(a)) * LAUNCH_US
     return terms
 
