@@ -198,14 +198,7 @@ DEVICE void multiply_experts(const GroupedProblem& p, const SwiGlu& swiglu = {})
       tile::multiply_panels<Tile, Type>(sums, loader_a, loader_b, in_fragment_order, scaling, 0, panels, p.k);
       store(0);
     } else {
-      auto end = [&](int tile) __attribute__((always_inline)) {
-        store(tile);
-#pragma unroll
-        for (auto& of_tokens : sums)
-#pragma unroll
-          for (auto& sum : of_tokens) sum = {};
-      };
-      const tile::Run run{left < p.run ? left : p.run, begin, end};
+      const tile::Run run{left < p.run ? left : p.run, begin, store};
       tile::multiply_panels<Tile, Type>(sums, loader_a, loader_b, in_fragment_order, scaling, 0, panels, p.k, run);
     }
   };

@@ -109,7 +109,7 @@ struct Run {
 
 // Adds the products of panels [first, last), at least one. Rows have k bytes. The loaders provide TileLoader's `start`
 // and `finish`. A block with more tiles has run.tiles of them, whose panels follow each other without a pause:
-// run.begin(tile) lets the loaders and `scaling` load another tile, run.end(tile) takes the sums, which then are zeroed.
+// run.begin(tile) lets the loaders and `scaling` load another tile, run.end(tile) stores the sums of one.
 template <class Tile, class Type, class LoaderA, class LoaderB, class Scaling, class Run = OneTile>
 DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB& loader_b, bool b_in_fragment_order,
                             const Scaling& scaling, int first, int last, int k, const Run& run = {}) {
@@ -158,6 +158,10 @@ DEVICE void multiply_panels(Accumulators<Tile>& sums, LoaderA& loader_a, LoaderB
     if (++panel < last) return true;
     if constexpr (Run::kMore) {
       run.end(tile);
+#pragma unroll
+      for (auto& of_tokens : sums)
+#pragma unroll
+        for (auto& sum : of_tokens) sum = {};
       panel = first;
       return ++tile < run.tiles;
     }

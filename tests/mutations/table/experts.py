@@ -27,7 +27,7 @@ BUGS = (
         "numerics", Tests()),
     Bug("a run multiplies its first tile again", "gemm/tiled/main_loop.h", "run.begin(next_tile)", "run.begin(0)",
         Tests("test_fused_experts_tiled.py::test_tiled_kernels_run_and_are_right[gfx950-block-runs-TiledConfig(tokens=64)]", module="fused_experts_tiled")),
-    Bug("a run's tiles are added up", "gemm/expert_tiles.h", "for (auto& sum : of_tokens) sum = {};", "for (auto& sum : of_tokens) (void)sum;",
+    Bug("a run's tiles are added up", "gemm/tiled/main_loop.h", "for (auto& sum : of_tokens) sum = {};", "for (auto& sum : of_tokens) (void)sum;",
         Tests("test_fused_experts_tiled.py::test_tiled_kernels_run_and_are_right[gfx942-bf16-runs-TiledConfig(tokens=64)]", module="fused_experts_tiled")),
     Bug("a run's scales stay the first tile's", "gemm/expert_tiles.h", "} else scales.b_at[0] = block_of(wave_n) * 4;", "} else scales.b_at[0] = block_of(wave_row(0)) * 4;",
         Tests("test_fused_experts_tiled.py::test_tiled_kernels_run_and_are_right[gfx942-block-runs-TiledConfig(tokens=64)]", module="fused_experts_tiled")),
