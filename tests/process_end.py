@@ -5,13 +5,18 @@ import time
 import psutil
 
 
+def is_running(pid: int) -> bool:
+    """True if a process runs; an unreaped one has ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def ended(pid: int) -> bool:
-    """True if a process ends within 5 s; an unreaped one has ended."""
+    """True if a process ends within 5 s."""
     for _ in range(100):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
+        if not is_running(pid):
             return True
         time.sleep(0.05)
     return False

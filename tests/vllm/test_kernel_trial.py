@@ -13,6 +13,7 @@ import pytest
 import torch
 from fakes import Fake
 from marks import full
+from process_end import ended, is_running
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -234,12 +235,6 @@ def test_a_front_end_begins_before_it_configures_an_engine(monkeypatch):
     assert happened == ["begun", (("serve",), {"headless": True})]
 
 
-def is_alive(process: int) -> bool:
-    """True if a process runs. One that has ended may wait for its parent."""
-    state = pathlib.Path(f"/proc/{process}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def test_the_child_ends_with_its_parent(monkeypatch, tmp_path):
     """Also the process that it started, which launches kernels, in the middle of a launch."""
 
@@ -264,13 +259,10 @@ def test_the_child_ends_with_its_parent(monkeypatch, tmp_path):
         assert process.is_alive()
         time.sleep(0.02)
     processes = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    assert all(map(is_alive, processes))
+    assert all(map(is_running, processes))
     process.kill()
     process.join()
-    end = time.monotonic() + 5
-    while any(map(is_alive, processes)) and time.monotonic() < end:
-        time.sleep(0.02)
-    left = [each for each in processes if is_alive(each)]
+    left = [each for each in processes if not ended(each)]
     for each in left:
         os.kill(each, signal.SIGKILL)
     assert not left

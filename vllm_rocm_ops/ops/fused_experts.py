@@ -18,7 +18,7 @@ from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.experts import SCHEMES, contract, scheme_of, slots, weight_of
+from vllm_rocm_ops.ops.shared.experts import SCHEMES, are_e4m3_or_halves, contract, scheme_of, slots, weight_of
 from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
 from vllm_rocm_ops.ops.shared.experts_tiled import TiledConfig
@@ -39,7 +39,7 @@ def _reads_order(a, arch: Arch) -> bool:
 
 
 def _can_stream(a, arch: Arch) -> bool:
-    return a.w1.dtype not in (torch.int8, *E5M2) and not a.weight_only and streamed.takes(a, arch)
+    return are_e4m3_or_halves(a) and streamed.takes(a, arch)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:

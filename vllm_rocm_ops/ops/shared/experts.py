@@ -120,6 +120,11 @@ def activation_dtype(a) -> torch.dtype | None:
     return None if a.weight_only else scheme_of(a.w1, a.w1_scale).tokens(a.w1.dtype)
 
 
+def are_e4m3_or_halves(a) -> bool:
+    """True if weights and the tokens that they multiply are e4m3, bf16 or fp16."""
+    return not a.weight_only and a.w1.dtype not in (torch.int8, *E5M2)
+
+
 def intermediate(a) -> int:
     """Return the columns between the two GEMMs."""
     return a.w1.shape[1] // 2

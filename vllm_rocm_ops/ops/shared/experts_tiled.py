@@ -13,6 +13,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
 from vllm_rocm_ops.core.quantization import E5M2
 from vllm_rocm_ops.ops.shared.experts import (
+    are_e4m3_or_halves,
     expected_hit,
     expected_pairs,
     expected_tiles,
@@ -58,8 +59,8 @@ class TiledConfig:
 
 def can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     """Yield the rules that tiled kernels add to the streamed ones'."""
-    others = a.weight_only or a.w1.dtype in (torch.int8, *E5M2)
-    yield "gate_up is silu(gate) * up without a bias, or weights are bf16, fp16 or e4m3", is_plain(a) or not others
+    holds = is_plain(a) or are_e4m3_or_halves(a)
+    yield "gate_up is silu(gate) * up without a bias, or weights are bf16, fp16 or e4m3", holds
     (m, h), inner, experts = a.hidden.shape, intermediate(a), len(a.w1)
     yield f"there are at most {MAX_EXPERTS} experts", experts <= MAX_EXPERTS
     yield "a token has a slot, and there are fewer than 2^28 pairs", 0 < slots(a) and m * slots(a) < 2**28
@@ -83,8 +84,7 @@ def configs(a, arch: Arch) -> list[TiledConfig]:
 
 def _run(config: TiledConfig, a, weight: Tensor) -> int:
     """Return the tiles along the rows of a weight that a block computes one after the other."""
-    is_e4m3_or_half = not a.weight_only and weight.dtype not in (torch.int8, *E5M2)
-    runs = weight is a.w2 and config.tokens == TOKENS[0] and is_e4m3_or_half
+    runs = weight is a.w2 and config.tokens == TOKENS[0] and are_e4m3_or_halves(a)
     return max(min(RUN_PANELS // _panels(weight), _tiles_n(weight)), 1) if runs else 1
 
 

@@ -123,10 +123,8 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _configs(a, arch: Arch) -> list[GatedDeltaNetConfig]:
-    sizes = sizes_of(a)
-    takes = a.qkvz.dtype == torch.bfloat16 and a.state.dtype in STATES and a.conv_weight.shape[1] == WIDTH
-    takes = takes and sizes.key == sizes.value == SIZE
-    return [GatedDeltaNetConfig(threads) for threads in (512, 256) if takes]
+    supported = all(holds for _, holds in _can_implement(a, arch))
+    return [GatedDeltaNetConfig(threads) for threads in (512, 256) if supported]
 
 
 def _default(a, arch: Arch) -> GatedDeltaNetConfig:
