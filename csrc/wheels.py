@@ -33,14 +33,15 @@ PLATFORM = "manylinux_{}_{}_x86_64".format(*GLIBC)
 ARCHS = tuple(filter(build.is_amd, build.ARCHS))
 CODE = "vllm_rocm_ops/code"
 RELEASE = f"{CODE}/{build.RELEASE}"
-NOT_SOURCE = (".*", "build", "dist", "shared", "code", "*.egg-info", "*.so", "__pycache__")
+NOT_SOURCE = (".*", "*.egg-info", "*.so", "__pycache__")
+NOT_SOURCE_IN = {ROOT: ("build", "dist", "shared"), ROOT / "vllm_rocm_ops": ("code",)}
 
 
 def make(pythons: Sequence[str], out: Path) -> list[Path]:
     """Build a wheel for each of `pythons` and the source into the folder `out`: all of them, or none if one has problems."""
     with tempfile.TemporaryDirectory() as folder:
         # A copy: files left in build/ by an earlier build would be packaged.
-        source = shutil.copytree(ROOT, Path(folder, "source"), ignore=shutil.ignore_patterns(*NOT_SOURCE))
+        source = shutil.copytree(ROOT, Path(folder, "source"), ignore=not_source)
         code = source / "vllm_rocm_ops" / "code"
         objects = {
             path.relative_to(code).as_posix(): path.read_bytes()
@@ -66,6 +67,16 @@ def make(pythons: Sequence[str], out: Path) -> list[Path]:
         return [Path(shutil.move(file, out / file.name)) for file in made]
 
 
+def not_source(folder: str, names: list[str]) -> set[str]:
+    """Return what a copy of a folder of this tree leaves out."""
+    return shutil.ignore_patterns(*NOT_SOURCE, *NOT_SOURCE_IN.get(Path(folder), ()))(folder, names)
+
+
+def modules() -> set[str]:
+    """Return the files of the package's Python modules."""
+    return {path.relative_to(ROOT).as_posix() for path in ROOT.glob("vllm_rocm_ops/**/*.py")}
+
+
 def version() -> str:
     """Return the package's version."""
     return re.search(r'^__version__ = "(.+)"$', (ROOT / "vllm_rocm_ops/__init__.py").read_text(), re.MULTILINE)[1]
@@ -81,7 +92,7 @@ def release(version: str, objects: Mapping[str, bytes]) -> dict:
 
 
 def problems(wheel: Path) -> list[str]:
-    """Return a wheel's problems: its tag, its code objects and their hashes, or its extension's dependencies."""
+    """Return a wheel's problems: its tag, modules, code objects and their hashes, or its extension's dependencies."""
     found = []
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -91,6 +102,7 @@ def problems(wheel: Path) -> list[str]:
         tag = f"{python}-{python}-{PLATFORM}"
         if not wheel.name.endswith(f"-{tag}.whl") or tags != [tag]:
             found.append(f"tag must be {tag}, got {', '.join(tags)}")
+        found += [f"must have {name}" for name in sorted(modules() - names)]
         wanted = {
             f"vllm_rocm_ops/code/{arch}/{stem}{end}"
             for arch in ARCHS

@@ -46,7 +46,8 @@ def write_wheel(folder: Path, name: str = f"vllm_rocm_ops-1.0-{TAG}.whl", **chan
     names = [f"{arch}/{stem}.{end}" for arch in ("gfx942", "gfx950") for stem in stems for end in ("co", "json")]
     hashes = {arch: dict.fromkeys(stems, EMPTY) for arch in ("gfx942", "gfx950")}
     files[RELEASE] = json.dumps({"version": "1.0", "objects": hashes}).encode()
-    files |= {f"vllm_rocm_ops/code/{name}": b"" for name in names} | changes
+    modules = [str(path.relative_to(ROOT)) for path in ROOT.glob("vllm_rocm_ops/**/*.py")]
+    files |= {name: b"" for name in [*modules, *(f"vllm_rocm_ops/code/{name}" for name in names)]} | changes
     with zipfile.ZipFile(folder / name, "w") as archive:
         for file, content in files.items():
             if content is not None:
@@ -61,6 +62,7 @@ def write_wheel(folder: Path, name: str = f"vllm_rocm_ops-1.0-{TAG}.whl", **chan
         ({METADATA: f"Tag: {TAG}\nTag: py3-none-any\n".encode()}, f"tag must be {TAG}, got {TAG}, py3-none-any"),
         ({"name": "vllm_rocm_ops-1.0-cp312-cp312-linux_x86_64.whl"}, f"tag must be {TAG}, got {TAG}"),
         ({"name": "vllm_rocm_ops-1.0-cp312-abi3-manylinux_2_28_x86_64.whl"}, f"tag must be {TAG}, got {TAG}"),
+        ({"vllm_rocm_ops/ops/rms_norm.py": None}, "must have vllm_rocm_ops/ops/rms_norm.py"),
         ({ANY_OBJECT: None}, f"must have {ANY_OBJECT}"),
         ({ANY_OBJECT.replace(".co", ".json"): None}, "must have vllm_rocm_ops/code/gfx950/rms_norm.json"),
         ({"vllm_rocm_ops/code/sm_90/rms_norm.ptx": b""}, "must not have vllm_rocm_ops/code/sm_90/rms_norm.ptx"),
@@ -80,6 +82,13 @@ def test_a_wheel_that_is_not_to_be_released_says_why(wheels, tmp_path, changes, 
     assert wheels.problems(write_wheel(tmp_path)) == []
     (found,) = wheels.problems(write_wheel(tmp_path, **changes))
     assert re.fullmatch(problem, found)
+
+
+def test_a_copy_of_the_source_has_all_modules(wheels, tmp_path):
+    """A folder of the package may have the name of one that the source lacks, as ops/shared has."""
+    copy = shutil.copytree(ROOT / "vllm_rocm_ops", tmp_path / "vllm_rocm_ops", ignore=wheels.not_source)
+    copied = {path.relative_to(tmp_path).as_posix() for path in copy.rglob("*") if path.suffix in (".py", ".co", ".so")}
+    assert copied == wheels.modules()
 
 
 @pytest.mark.parametrize(
