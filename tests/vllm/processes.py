@@ -11,6 +11,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import threading
 from multiprocessing import forkserver
 from unittest import mock
 
@@ -35,6 +36,7 @@ def server(*modules: str) -> forkserver.ForkServer:
     return made
 
 
+STARTING = threading.Lock()
 SERVERS = {False: server(*ANY), True: server(*ANY, *INSTALLED)}
 
 
@@ -64,6 +66,7 @@ def run(code: str, *folders: pathlib.Path, timeout: float = 900, imported: bool 
         process = FORKS.Process(target=begin, args=(code, path, environment, output.name))
         # vLLM compiles some functions when it is imported, where it may. Compiled models compile them with all else.
         with (
+            STARTING,  # a test's threads share os.environ
             mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"),
             mock.patch.object(forkserver, "connect_to_new_process", SERVERS[imported].connect_to_new_process),
         ):
