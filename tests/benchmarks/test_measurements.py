@@ -93,8 +93,8 @@ def test_the_newest_pair_through_the_engine_counts(folder):
     write(folder / "2026-11-21-a-latency.json", report(("without", 1, 9.0), ("with", 1, 9.0), rank_of=8), age=1)
     rank = "llama, one TP8 rank, no all-reduce | 1 x Made-up GPU"
     assert engine().splitlines()[4:] == [
-        f"| {rank} | 4 | 1 x 5 | 1.50x (0.83 to 2.67) |  |  |  |  |",
-        "| llama | 1 x Made-up GPU | all | 1 x 5 | **0.50x** (0.30 to 0.86) |  |  |  | 320 / 320 |",
+        f"| {rank} | 4 | 1 x 5 | 1.50x (0.83 to 2.67) |  |  |  |  |  |  |",
+        "| llama | 1 x Made-up GPU | all | 1 x 5 | **0.50x** (0.30 to 0.86) |  |  |  |  |  | 320 / 320 |",
     ]
     assert results_page.engine().splitlines()[4:] == [
         f"| {rank} | 4 | 64 | 1 x 5 | 3.00 / 2.00 |",
@@ -247,7 +247,7 @@ def test_the_spread_covers_all_pairs(folder):
     """n is pairs x iterations; the speedup is the median of the pairs, its bounds are the widest percentiles."""
     pairs = [("without", 1, 3.0), ("with", 1, 2.0), ("without", 1, 4.0), ("with", 1, 2.5)]
     write(folder / "2026-11-21-a-latency.json", report(*pairs))
-    assert engine().endswith(f" | 2 x 5 | 1.55x ({2.5 / 3.5:.2f} to {5 / 1.5:.2f}) |  |  |  |  |")
+    assert engine().endswith(f" | 2 x 5 | 1.55x ({2.5 / 3.5:.2f} to {5 / 1.5:.2f}) |  |  |  |  |  |  |")
     assert results_page.engine().endswith(" | 2 x 5 | 3.50 / 2.25 |")
 
 
@@ -269,7 +269,7 @@ def test_the_readme_has_whole_models_and_real_parallelism(folder, monkeypatch):
         write(folder / f"2026-11-21-{name}-latency.json", made, age=0 if options else 1)
     rows = whole_models_table().splitlines()[4:]
     assert [row.split(" | ")[0] for row in rows] == ["| llama, DP4, TRITON_ATTN, 4 of 9 layers", "| llama"]
-    assert rows[1] == "| llama | 1 x Made-up GPU | 1 x 5 |  | 1.50x (0.83 to 2.67) |  |  |"
+    assert rows[1] == "| llama | 1 x Made-up GPU | 1 x 5 |  | 1.50x (0.83 to 2.67) |  |  |  |  |"
     assert "llama, 1 x Made-up GPU" not in texts_of(pictures.speedups())  # it shows few models
     monkeypatch.setattr(pictures, "PROFILED", ("llama",))
     assert {"2", "8", "0.9x", "1.5x", "llama, 1 x Made-up GPU"} <= set(texts_of(pictures.speedups()))

@@ -99,8 +99,9 @@ def reason(model: str, what: str) -> str:
 
 
 def newest() -> list[ProfiledRun]:
-    """Return the newest profiled run of each model and attention backend."""
-    runs = {(run.model, measurements.backend_of(run.options)): run for run in measurements.profiled_runs()}
+    """Return each model's and attention backend's newest of the profiled runs with its smallest batch."""
+    smallest_last = sorted(measurements.profiled_runs(), key=lambda run: -min(map(int, run.batches)))
+    runs = {(run.model, measurements.backend_of(run.options)): run for run in smallest_last}
     return sorted(runs.values(), key=lambda run: run.name)
 
 

@@ -277,7 +277,7 @@ def regret() -> str:
 
 # Through vLLM's engine
 
-SHOWN_BATCHES = (1, 8, 32, 64)  # in the tables of speedups
+SHOWN_BATCHES = (1, 8, 16, 32, 64, 128)  # in the tables of speedups
 BATCH_COLUMNS = tuple(f"batch {batch}" for batch in SHOWN_BATCHES)
 
 
@@ -303,6 +303,12 @@ def options_of(command: str) -> argparse.Namespace:
 def backend_of(options: argparse.Namespace) -> str:
     """Return the attention backend that a run asks for, or nothing if vLLM chooses it."""
     return options.engine_args.get("attention_backend", "")
+
+
+def drafts_of(result: dict) -> str:
+    """Return a run's drafts, after a comma, with which times are those of steps."""
+    drafts = result.get("drafts")
+    return drafts and f", {drafts['num_speculative_tokens']} {drafts['method']} drafts, per step" or ""
 
 
 def seams_of(report: dict) -> str:
@@ -374,12 +380,13 @@ def engine_runs() -> list[EngineRun]:
         for result in report["results"]:
             result["num_layers"] = layers_kept(result)
             kept = ("model_id", "num_layers", "rank_of", "input_len", "output_len", "batch_size")
-            case = path.parent.name, *(result[name] for name in kept), backend_of(options)
+            case = path.parent.name, *(result[name] for name in kept), backend_of(options), drafts_of(result)
             sides, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
             sides.setdefault(" ".join(filter(None, (result["side"], seams_of(report)))), []).append(result)
             paths += [path] * (path not in paths)
             if not seams_of(report) and sides.keys() >= latency_report.SIDES.keys():
-                named = result["model_id"], parallelism(result["rank_of"], options), str(result["num_layers"] or "all")
+                ranks = parallelism(result["rank_of"], options) + drafts_of(result)
+                named = result["model_id"], ranks, str(result["num_layers"] or "all")
                 conditions = conditions_of(report, result["input_len"])
                 newest[case] = EngineRun(*named, report["hardware"], sides, paths, options, conditions)
     return [newest[case] for case in sorted(newest, key=str_and_numbers)]
@@ -555,7 +562,7 @@ class ProfiledRun(NamedTuple):
 
 
 def profiled_runs() -> list[ProfiledRun]:
-    """Return the newest profiled run of each GPU, model, parallelism, backend and number of layers, oldest first.
+    """Return the newest profiled run of each GPU, model, parallelism, backend, number of layers and batches, oldest first.
 
     The sides of one commit may be in several files. Runs without some seams do not count.
     """
@@ -569,7 +576,7 @@ def profiled_runs() -> list[ProfiledRun]:
                 str(result["num_layers"] or "all") for result in report["results"] if result["model_id"] == model
             )
             name = ", ".join(filter(None, (model + parallelism(options.rank_of, options), backend_of(options))))
-            case = path.parent.name, name, layers
+            case = path.parent.name, name, layers, *batches
             profiles, paths = pairs.setdefault((report.get("commit") or path.name, case), ({}, []))
             paths.append(path)
             for batch, sides in batches.items():
