@@ -78,7 +78,7 @@ METHODS: dict[str, dict] = {
 
 def add_model_arguments(add: Callable) -> None:
     """Add the options that select models and how they run."""
-    shipped = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
+    shipped = ", ".join(sorted(path.parent.name for path in CONFIGS.glob("*/config.json")))
     add("--model", nargs="+", default=["tiny-llama"], help=f"folders with a config.json, or shipped models: {shipped}")
     add("--num-layers", type=int, help="number of layers to keep (default: all)")
     add("--rank-of", type=int, default=1, help="tensor parallel size of which to run one rank (default: %(default)s)")
