@@ -63,16 +63,17 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
     },
     EXPERTS: {r"fused_experts_(gate_up|down)_\w+": Launch(EXPERTS, PLUGIN), r"fused_moe_kernel": Launch(EXPERTS, VLLM)},
     NORMS: {
-        r"(fused_add_)?rms_norm_\w+": Launch(NORM, PLUGIN),
+        r"(fused_add_)?(sum_)?rms_norm_\w+": Launch(NORM, PLUGIN),
         r"silu_and_mul_\w+": Launch(SWIGLU, PLUGIN),
         r"void vllm::rms_norm_per_block_quant_kernel<.*": Launch(NORM, VLLM),
         r"void vllm::silu_and_mul_per_block_quant_kernel<.*": Launch(SWIGLU, VLLM),
         r"void per_token_group_quant_8bit_register_kernel<.*": Launch(QUANTIZATION, VLLM),
+        r"void at::native::vectorized_elementwise_kernel<.*": Launch(NORM, TORCH),
         r"triton_red_fused_\w+rms_norm\w*": Launch(NORM, INDUCTOR),
         r"triton_poi_fused_\w*silu\w*": Launch(SWIGLU, INDUCTOR),
         r"triton_poi_fused_add_\w*rms_norm\w*": Launch(SUM, INDUCTOR),
         r"triton_poi_fused_\w*(clamp|scaled_linear)\w*": Launch(QUANTIZATION, INDUCTOR),
-        r"triton_red_fused_\d+": Launch(Q_K_NORMS, INDUCTOR, "qwen3"),
+        r"triton_red_fused_\d+": (Launch(Q_K_NORMS, INDUCTOR, "qwen3"), Launch(NORM, INDUCTOR, MLA)),
         r"triton_per_fused_\d+": Launch(NORM, INDUCTOR, MLA),
     },
     "experts: routing, sorting, sums, quantization": {
@@ -94,14 +95,14 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"nvjet_\w+|void cublasLt::splitKreduce_kernel<.*": Launch(BF16, CUBLAS),
     },
     REST: {
-        r"_(gumbel_sample|post_update|gather_block_tables|prepare_pos_seq_lens|compute_slot_mappings)_kernel"
-        r"|_(get_num_sampled_and_rejected|combine_sampled_and_draft_tokens)_kernel": Launch(RUNNER, VLLM),
+        r"_\w+_kernel": Launch(RUNNER, VLLM),
         r"void at::native::(index_elementwise|vectorized_gather|reduce|_scatter_gather_elementwise)_kernel<.*"
         r"|.*::elementwise_kernel_with_index<.*": Launch(RUNNER, TORCH),
         r"void at::native::\w+<.*FillFunctor<.*": Launch(FILLS, TORCH),
         r"void at::native::elementwise_kernel<.*masked.*": Launch(PADDING, TORCH),
         r"void at::native::.*CatArrayBatchedCopy<.*": Launch("concatenation of q", TORCH),
         r"void at::native::.*direct_copy_kernel.*": Launch(COPIES, TORCH),
+        r"void at::native::(vectorized_)?elementwise_kernel<.*": Launch("pointwise, drafting", TORCH),
         r"Memcpy .*|Memset .*|memcpy32_post|memcpy128": Launch(COPIES, CUDA),
         r"void vllm::vocab_embedding::\w+<.*": Launch(EMBEDDING, VLLM),
         r"triton_poi_fused__to_copy_embedding_\d+": Launch(EMBEDDING, INDUCTOR),
