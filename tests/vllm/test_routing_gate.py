@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.vllm.graph import moe_side_channel
-from vllm_rocm_ops.vllm.moe import expert_support, routing_experts, routing_gate, unquantized_experts
+from vllm_rocm_ops.vllm.moe import expert_support, gate_calls, routing_experts, routing_gate, unquantized_experts
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
@@ -52,8 +52,8 @@ class Moe(torch.nn.Module):
         for key, value in (self.groups | {"routed_scaling_factor": 1.5, "e_score_correction_bias": self.bias}).items():
             setattr(self.routed_experts, key, value)
 
-    def _forward_impl(self, hidden, logits=None):
-        logits = self.gate(hidden)[0] if logits is None else logits
+    def _forward_impl(self, hidden, router_logits=None):
+        logits = self.gate(hidden)[0] if router_logits is None else router_logits
         return call_with_logits(self.layer, self.made, logits, self.bias, hidden, **self.groups)
 
     forward = _forward_impl
@@ -228,7 +228,8 @@ def experts_that_do_not_route(layer: Moe) -> None:
 STAY = {
     "bias": ({"bias": True}, None),
     "fp32 logits": ({"out_dtype": torch.float32}, None),
-    "fp32 weight": ({}, lambda layer: layer.gate.float()),
+    "fp16 weight": ({}, lambda layer: layer.gate.half()),
+    "other experts": ({}, lambda layer: setattr(layer.gate, "weight", torch.nn.Parameter(layer.gate.weight[:4]))),
     "a class of its own": ({}, other_gate),
     "no gate in the layer": ({}, lambda layer: setattr(layer, "gate", None)),
     "a gate with the shared experts'": ({}, lambda layer: setattr(layer, "_fse_fuse_gate", True)),
@@ -242,16 +243,16 @@ STAY = {
 
 
 def vary(layer: Moe, **changed) -> None:
-    wanted = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False, "in_dtype": torch.bfloat16} | changed
-    layer.moe_config = Fake(**wanted)
+    wanted = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False, "in_dtype": torch.bfloat16}
+    layer.moe_config = Fake(**wanted | {"num_experts": EXPERTS} | changed)
 
 
 @pytest.mark.parametrize("why", STAY)
 def test_gates_that_stay(why):
     options, change = STAY[why]
     kernel_selection.begin_recording()
-    layer = Moe(**options)
-    assert not routing_gate.refusal(Moe())
+    layer, other = Moe(**options), Moe()
+    assert not routing_gate.refusal(other, gate_calls.Gate(other.gate))
     if change:
         change(layer)
     plain = type(layer.gate)
@@ -264,8 +265,9 @@ def test_gates_that_stay(why):
     {
         "bias": "gates with a bias",
         "fp32 logits": "gates of torch.bfloat16 with torch.bfloat16 tokens and logits of torch.float32",
-        "fp32 weight": "gates with float32 weights, as MiniMax-M2's: its kernels read 16-bit weights",
-        "a class of its own": "gates in the model's code",
+        "fp16 weight": "gates of torch.float16 with torch.bfloat16 tokens and logits of torch.float16",
+        "other experts": "gates of 4 experts in layers of 8",
+        "a class of its own": "gates of other classes",
         "data parallel": "gates whose tokens move between ranks",
     }.items(),
 )
@@ -344,7 +346,7 @@ def test_shapes_tell_routers_apart():
 
 # Engines
 
-SEEDS = {"deepseek": (22, 104, 175), "qwen3_moe": (43, 49, 66)}
+SEEDS = {"deepseek": (22, 104, 175), "qwen3_moe": (43, 49, 66), "glm4_moe": (9, 83, 104), "minimax_m2": (9, 83, 104)}
 """engines.py's, for bf16."""
 PLANTED = "lambda exact: lambda *given: (lambda logits, weights, ids: (logits, weights, (ids + 1) % 8))(*exact(*given))"
 MEASURED = """

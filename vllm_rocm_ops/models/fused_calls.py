@@ -142,20 +142,30 @@ def _gated(step: Step) -> Found:
 
 
 def _router(step: Step) -> Found:
-    """Find a router's GEMM before its top-k; parameters are the GEMM's sizes, then `grouped_topk`'s without the experts."""
-    for product, choice in _pairs(step):
-        if product.layer == "router" and product.op is ops.unquantized_gemm and len(product.parameters) == 2:
-            plain = {ops.grouped_topk: (), ops.topk_softmax: PLAIN_ROUTING}.get(choice.op)
-            if plain is not None:
-                yield (product, choice), (*product.parameters, *choice.parameters[1:], *plain)
+    """Find a router's GEMM before its top-k.
+
+    Parameters are the GEMM's sizes, its weight's dtype, then `grouped_topk`'s without the experts. With a float32 weight the GEMM has no op.
+    """
+    for product, choice in itertools.pairwise(step):
+        if product.layer != "router" or len(product.parameters) != 2 or not isinstance(choice, LayerCall):
+            continue
+        plain = {ops.grouped_topk: (), ops.topk_softmax: PLAIN_ROUTING}.get(choice.op)
+        is_op = isinstance(product, LayerCall)
+        if plain is not None and (product.op is ops.unquantized_gemm if is_op else product.dtype == torch.float32):
+            weight = str(product.dtype).removeprefix("torch.")
+            yield (
+                (product if is_op else product.layer, choice),
+                (*product.parameters, weight, *choice.parameters[1:], *plain),
+            )
 
 
 def _router_arguments(
-    tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int, renormalize: bool, *rest
+    tokens: int, inputs: Inputs, experts: int, hidden: int, weight: str, topk: int, renormalize: bool, *rest
 ) -> tuple:
     """Return arguments of `router_gemm_topk`."""
     _, *options = model_arguments.routing(tokens, inputs, experts, topk, renormalize, *rest)
-    return *ops.unquantized_gemm.linear(tokens, inputs, experts, hidden), *options
+    x = inputs.values(tokens, hidden)
+    return x, inputs.values(experts, hidden, dtype=getattr(torch, weight)), *options
 
 
 def _attentions(step: Step) -> Iterator[tuple[dict[str, LayerCall | Launch], LayerCall]]:

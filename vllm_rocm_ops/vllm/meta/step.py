@@ -19,7 +19,7 @@ from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.models.layers import PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.moe import expert_support, routing_experts
+from vllm_rocm_ops.vllm.moe import expert_support, gate_calls, quantized_input, routing_experts, routing_gate
 
 TOKENS = 4
 LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
@@ -237,12 +237,7 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None
     what = type(routed.quant_method).__name__
     runs = "" if is_ours else getattr(cls, "__name__", f"{what} of {spelled(w1.dtype)} weights")
-    if (
-        is_ours
-        and hasattr(cls, "backend")
-        and issubclass(cls, routing_experts.experts.Predicates)
-        and "Routing" in cls.__name__
-    ):
+    if is_ours and routes(routed):
         method = routing_experts.METHODS[runner.moe_config.routing_method.name]
         scale = getattr(routed, "routed_scaling_factor", None)
         groups = tuple(
@@ -264,6 +259,23 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     both = shared._layer(hidden if shared_input is None else shared_input)
     step.add(routed, OTHER, both, None, layer="sum with shared experts")
     return both, made
+
+
+def routes(routed: torch.nn.Module) -> bool:
+    """True if the plugin's experts of a layer route its tokens."""
+    cls = getattr(routed.quant_method, "experts_cls", None)
+    is_class = isinstance(cls, type) and hasattr(cls, "backend") and issubclass(cls, routing_experts.experts.Predicates)
+    return is_class and "Routing" in cls.__name__
+
+
+def float_gate(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor):
+    """Record a gate with a float32 weight. It reads the 16-bit tokens."""
+    n, k = layer.weight.shape
+    made = x.new_empty((*x.shape[:-1], n), dtype=layer.weight.dtype)
+    runs = f"{type(layer).__name__} of {spelled(layer.weight.dtype)} weights"
+    record = step.add(layer, LINEAR, x, made, parameters=(n, k), runs=runs, quantization=UNQUANTIZED)
+    record.dtype = layer.weight.dtype
+    return (made, None) if getattr(layer, "return_bias", False) else made
 
 
 def rest_of(config) -> tuple:
@@ -311,6 +323,10 @@ def install(step: Step, model: torch.nn.Module) -> None:
         run = getattr(module, "forward_native", module.forward)
         module.forward = lambda *given, **more: recorded(step, module, run, *given, **more)
 
+    for layer, gate in gate_calls.gates_of([model], [*quantized_input.layers_of(model)]):
+        is_ours = routes(layer.routed_experts) and not routing_gate.refusal(layer, gate)
+        if is_ours and gate.module.weight.dtype == torch.float32:
+            instead(gate.module, float_gate)
     for module in model.modules():
         name = type(module).__name__
         if isinstance(module, (LinearBase, ParallelLMHead)):

@@ -102,7 +102,7 @@ def arguments_after_logits(
     if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
         return topk, renormalize
     groups = num_expert_group or 1
-    groups = (groups, topk_group) if groups < num_experts and num_experts % groups == 0 else (1, 1)
+    groups = (groups, topk_group or 1) if groups < num_experts and num_experts % groups == 0 else (1, 1)
     return topk, renormalize, *groups, scoring_func, scale, bias
 
 
