@@ -31,6 +31,7 @@ FLOAT_STEP = 2 * weight_layout.STEP  # bytes of a float32 weight along K that a 
 # The cost model: units of a slice whose loads are in flight at once, kStages of csrc/gemm/skinny/wave_split_k.h; microseconds of another
 # unit, and of a wave for a token. They fit the predictions of timing/ for DeepSeek-V3 and Qwen3-30B-A3B on MI300X.
 UNITS_IN_FLIGHT, UNIT_US, ROUTE_US = 4, 0.1, 2.0
+FLOAT_BLOCK_US = 1.1  # at least, of each block of a compute unit with a float32 weight: chosen configurations of `bench gates` on H200
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
@@ -115,13 +116,14 @@ def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
     tokens, weight = _operands(a)
     costs, tiles, rows = arch.costs.skinny, config.blocks // config.split_k, -(-tokens.rows // config.groups)
     of_weight = weight.rows * a.x.shape[1] * a.weight.element_size()
+    of_block = max(costs.block_us, FLOAT_BLOCK_US if a.weight.dtype == torch.float32 else 0.0)
     units = -(-weight.k // (UNIT * config.split_k))
     latency = max(units / UNITS_IN_FLIGHT, 1.0) * skinny_gemm.LATENCY_US + units * UNIT_US
     rounds = -(-config.split_k // skinny_gemm.SUMMED_AT_ONCE)
     of_sums = 4 * config.split_k * rows * tiles * ROWS
     return {
         "streaming": max(of_weight / (arch.bandwidth_gb_s * 1e3), latency),
-        "blocks": -(-config.blocks * config.groups // arch.compute_units) * costs.block_us,
+        "blocks": -(-config.blocks * config.groups // arch.compute_units) * of_block,
         "sharing": costs.sharing_us,
         "sums": of_sums / arch.costs.sums_bytes_per_us + (rounds - 1) * costs.sum_round_us,
         "routing": -(-rows // WAVES) * ROUTE_US,
