@@ -1,6 +1,8 @@
 """Bugs in the launch that multiplies by a router's weight and routes."""
 
-from ..bug import Bug, Tests
+from vllm_rocm_ops import ops
+
+from ..bug import WRONG, Bug, Cases, Tests
 
 # fmt: off
 BUGS = (
@@ -12,4 +14,41 @@ BUGS = (
 """, "", Tests("test_routing_gate.py")),
     Bug("padding that goes to experts", "vllm/moe/routing_gate.py", "if masked else None", "if False else None",
         Tests("test_routing_gate.py")),
+    Bug("float gate: a weight's last bits dropped", "gemm/skinny/float_weights.h",
+        "rest = mma::multiply_tile<Bf16>(rest, of.part[2], tokens);", "", Cases(ops.router_gemm_topk, "fp32-m1", said=WRONG)),
+    Bug("float gate: a part of the wrong pair", "gemm/skinny/float_weights.h", "const u32x4 vec = weights.vec[row][pair / 2];",
+        "const u32x4 vec = weights.vec[row][0];", Cases(ops.router_gemm_topk, "fp32-m8", on="gfx950", said=WRONG)),
+    Bug("float gate: infinity times a part that is zero", "gemm/skinny/float_weights.h",
+        "__builtin_fabsf(upper[i]) < __builtin_inff() ?", "true ?",
+        Cases(ops.router_gemm_topk, "fp32-not-finite", on="gfx950", said=WRONG)),
+    Bug("float gate: the rest of an infinite weight", "gemm/skinny/float_weights.h",
+        "__builtin_fabsf(value) < __builtin_inff() ?", "true ?",
+        Tests("test_router_gemm_topk.py::test_infinite_weights_of_a_float_gate[gfx942]", module="router_gemm_topk")),
+    Bug("float gate: each vector loaded twice", "gemm/skinny/wave_split_k.h", "step * p.b_step + v * 16", "step * p.b_step",
+        Cases(ops.router_gemm_topk, "fp32-qwen-m3", said=WRONG)),
+    Bug("groups of tokens share partial sums", "ops/router_gemm_topk.hip", "p.partials += group * p.group_partials;", "",
+        Cases(ops.router_gemm_topk, "fp32-m17", said="error|without synchronization|NaNs differ")),
+    Bug("groups of tokens share a counter", "ops/router_gemm_topk.hip", "p.counters += group;", "",
+        Cases(ops.router_gemm_topk, "fp32-m40", on="gfx950", said=".")),
+    Bug("the last group routes tokens that there are not", "ops/router_gemm_topk.hip", "p.m = left < tokens ? left : tokens;",
+        "p.m = tokens;", Cases(ops.router_gemm_topk, "fp32-m9", said=".")),
+    Bug("the second group's padding is the first's", "ops/router_gemm_topk.hip", "if (r.padding) r.padding += first;", "",
+        Cases(ops.router_gemm_topk, "fp32-padding", on="gfx950", said=WRONG)),
+    Bug("a group's tokens in 32 bits", "ops/router_gemm_topk.hip", "p.a += i64(first) * p.a_stride;",
+        "p.a += first * p.a_stride;",
+        Tests("test_router_gemm_topk.py::test_last_group_of_long_rows[gfx942]", module="router_gemm_topk")),
+    Bug("a gate whose logits the model changes", "vllm/moe/gate_calls.py", "if len(uses) != 2 or len(made) != 1",
+        "if len(made) != 1", Tests("test_model_gates.py")),
+    Bug("tokens in another dtype of the model's code", "vllm/moe/gate_calls.py",
+        'in (("to", ["torch.float32"]), ("float", []))', "is not None", Tests("test_model_gates.py")),
+    Bug("a gate in a graph whose choice is frozen", "vllm/moe/routing_gate.py",
+        "            if not self.rocm_ops_in_model:", "            if True:", Tests("test_model_gates.py")),
+    Bug("float32 tokens of a converting model reach the op", "vllm/moe/routing_gate.py", "given = x.to(torch.bfloat16)", "given = x",
+        Tests("test_model_gates.py")),
+    Bug("an old compiled graph of gates is loaded", "vllm/moe/routing_gate.py",
+        "compiled_ops.choices.others = (*dict.fromkeys((*compiled_ops.choices.others, IN_GRAPHS)),)", "pass",
+        Tests("test_model_gates.py")),
+    Bug("a router without groups pads experts", "vllm/moe/routing_gate.py",
+        "masked = not self.routed_experts.num_expert_group and", "masked = routing_experts.is_plain(routing) and",
+        Tests("test_model_gates.py")),
 )
