@@ -54,7 +54,10 @@ def test_last_group_of_long_rows(arch):
 
 def test_a_weight_of_another_dtype_is_an_error():
     """It names the op, the argument, what is wanted, and what it got."""
-    x, wanted = torch.zeros(2, 64).bfloat16(), r"router_gemm_topk: weight must be torch.bfloat16 or torch.float32 \[E, K=64\]"
+    x, wanted = (
+        torch.zeros(2, 64).bfloat16(),
+        r"router_gemm_topk: weight must be torch.bfloat16 or torch.float32 \[E, K=64\]",
+    )
     for dtype in (torch.float16, torch.float64, torch.int8):
         with pytest.raises(ValueError, match=rf"{wanted}.*, got {str(dtype)[6:]}\[8, 64\]"):
             ops.router_gemm_topk(x, torch.zeros(8, 64, dtype=dtype), 2, True)

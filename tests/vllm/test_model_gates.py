@@ -4,15 +4,25 @@ import gc
 
 import pytest
 import torch
-from fakes import Counting, plugin_wins_up_to, time_choices
+from fakes import Counting, Fake, plugin_wins_up_to, time_choices
 from test_experts import EXPERTS, HIDDEN, TOPK, inputs
-from test_routing_gate import Moe, called, one_rank, planted  # noqa: F401
+from test_routing_gate import Moe, called, experts_that_do_not_route, one_rank, planted  # noqa: F401
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.models import glm4_moe, minimax_m2, qwen3_moe
 
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.vllm.graph import compiled_ops, moe_side_channel
-from vllm_rocm_ops.vllm.moe import gate_calls, quantized_input, routing_experts, routing_gate
+from vllm_rocm_ops.vllm.moe import (
+    expert_support,
+    gate_calls,
+    quantized_input,
+    routing_experts,
+    routing_gate,
+    vllm_routing,
+)
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
@@ -172,8 +182,7 @@ def test_padding_of_a_router_without_groups_goes_to_no_expert(monkeypatch):
         routed = block.experts.routed_experts
         if not grouped:
             routed.num_expert_group = routed.topk_group = None
-        router = block.gate.rocm_ops_router
-        router.experts = type("Experts", (), {"method": router.experts.method, "topk": TOPK, "baseline": object()})
+        block.gate.rocm_ops_router.of_layer.experts = Fake(baseline=object())
         with torch.no_grad():
             block.gate(inputs(3))
         *_, ids = moe_side_channel.current.routed
@@ -263,3 +272,120 @@ def test_each_layer_has_its_own_gate():
     layers = [*quantized_input.layers_of(model)]
     found = dict(gate_calls.gates_of([model], layers))
     assert [found[block.experts].module for block in model] == [block.gate for block in model]
+
+
+# Layers in which vLLM routes
+
+
+class ByRouter(Moe):
+    """A layer whose experts do not route: vLLM's router does."""
+
+    def __init__(self, router=None, **options):
+        super().__init__(**options)
+        experts_that_do_not_route(self)
+        self.router = router or grouped(self.bias)
+
+    def _forward_impl(self, hidden, router_logits=None):
+        logits = self.gate(hidden)[0] if router_logits is None else router_logits
+        return self.router._compute_routing(hidden, logits, None)
+
+    forward = _forward_impl
+
+
+def grouped(bias, **changed):
+    """Return a router of grouped top-k."""
+    given = {"num_expert_group": 4, "topk_group": 2, "scoring_func": "sigmoid", "routed_scaling_factor": 1.5} | changed
+    return GroupedTopKRouter(TOPK, EXPERTS, renormalize=True, e_score_correction_bias=bias, **given)
+
+
+def with_bias(bias, **changed):
+    """Return a router of top-k with a bias, as MiniMax-M2's."""
+    return FusedTopKBiasRouter(TOPK, EXPERTS, bias, **changed)
+
+
+def plain(bias, **changed):
+    """Return a router of plain top-k."""
+    return FusedTopKRouter(TOPK, EXPERTS, **changed)
+
+
+@pytest.fixture
+def in_python(monkeypatch):
+    """Route by the plugin's reference in place of vLLM's kernels, which CPUs lack."""
+    counts = {}
+
+    def compute(self, hidden, logits, indices_type, **_):
+        counts[type(self).__name__] = counts.get(type(self).__name__, 0) + 1
+        made = vllm_routing.VllmRouting(self)
+        return routing_experts.route(made.method, made.topk, logits, *made.groups)
+
+    for kind in vllm_routing.classes():
+        monkeypatch.setattr(kind, "_compute_routing", compute)
+    return counts
+
+
+@pytest.mark.parametrize("make", [grouped, with_bias, plain])
+@pytest.mark.parametrize("in_model", [False, True])
+def test_vllms_router_gets_what_the_gate_chose(in_python, make, in_model):
+    """It routes itself for other token counts, and for logits of another call."""
+    bias = torch.rand(EXPERTS)
+    kernel_selection.begin_recording()
+    if in_model:
+        block = Gates()
+        block.experts = ByRouter(make(bias))
+        gate, block.experts.gate = block.gate, None
+    else:
+        block = ByRouter(make(bias))
+        gate = block.gate
+    wanted = block(inputs(2))
+    name = type(make(bias)).__name__
+    assert in_python == {name: 1}
+    routing_gate.adopt([block])
+    choices = gate.rocm_ops_router.choices
+    assert len(choices) == (1 if in_model else 2) and all(name in one.key.baseline.name for one in choices)
+    kernel_selection.apply_decisions(kernel_selection.Decided({}, dict.fromkeys((one.key for one in choices), FASTER)))
+    for tokens, by_gate in ((2, True), (5, False)):
+        in_python.clear()
+        weights, ids = block(inputs(tokens))
+        assert in_python == ({} if by_gate else {name: 1})
+        if by_gate:
+            assert torch.equal(ids, wanted[1]) and torch.allclose(weights, wanted[0], rtol=1e-3)
+    gate(inputs(2))
+    layer = block.experts if in_model else block
+    in_python.clear()
+    layer(inputs(2), torch.randn(2, EXPERTS))
+    assert in_python == {name: 1}
+
+
+def test_its_launch_is_timed_beside_vllms_router(in_python):
+    kernel_selection.begin_recording()
+    block = Gates()
+    block.experts = ByRouter(with_bias(torch.rand(EXPERTS)))
+    block.experts.gate = None
+    routing_gate.adopt([block])
+    [choice] = time_choices((1, 2, 4, 8), 8, plugin_wins_up_to(2))
+    assert choice.key.baseline.name == "float32_gate_FusedTopKBiasRouter" and choice.state == "measured", choice.why
+    assert choice.plugin_by_tokens[:4] == bytes([0, 1, 1, 0]) and in_python
+
+
+class OtherRouter(GroupedTopKRouter):
+    pass
+
+
+@pytest.mark.parametrize(
+    "router",
+    {
+        "shared experts": lambda: grouped(None, num_fused_shared_experts=1),
+        "a table": lambda: with_bias(None, hash_indices_table=torch.zeros(2)),
+        "other scores": lambda: with_bias(torch.rand(EXPERTS), scoring_func="sqrtsoftplus"),
+        "sigmoid without a bias": lambda: plain(None, scoring_func="sigmoid"),
+        "another class": lambda: OtherRouter(TOPK, EXPERTS, 4, 2),
+        "none": object,
+    }.items(),
+    ids=lambda given: given[0],
+)
+def test_other_routers_stay(router, caplog):
+    expert_support.say_refused.cache_clear()
+    with caplog.at_level("INFO"):
+        layer = ByRouter(router[1]())
+        routing_gate.adopt([layer])
+    assert type(layer.gate) is GateLinear and "router is another than vLLM's top-k" in caplog.text

@@ -166,7 +166,7 @@ def test_padding_goes_to_no_expert(monkeypatch):
     ):
         layer = adopted(router=router)
         method_of = layer.made.fused_experts.method
-        layer.gate.rocm_ops_router.experts = Fake(method=method_of, topk=TOPK, baseline=baseline)
+        layer.gate.rocm_ops_router.of_layer.experts = Fake(method=method_of, topk=TOPK, baseline=baseline)
         with torch.no_grad():
             layer.gate(inputs(3))
         *_, ids = moe_side_channel.current.routed

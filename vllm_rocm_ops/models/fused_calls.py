@@ -144,19 +144,22 @@ def _gated(step: Step) -> Found:
 def _router(step: Step) -> Found:
     """Find a router's GEMM before its top-k.
 
-    Parameters are the GEMM's sizes, its weight's dtype, then `grouped_topk`'s without the experts. With a float32 weight the GEMM has no op.
+    Parameters are the GEMM's sizes, its weight's dtype, then `grouped_topk`'s without the experts. With a float32 weight the GEMM has no op,
+    and a top-k of vLLM's has none.
     """
     for product, choice in itertools.pairwise(step):
-        if product.layer != "router" or len(product.parameters) != 2 or not isinstance(choice, LayerCall):
+        if (
+            (product.layer, choice.layer) != ("router", "routing")
+            or len(product.parameters) != 2
+            or not choice.parameters
+        ):
             continue
-        plain = {ops.grouped_topk: (), ops.topk_softmax: PLAIN_ROUTING}.get(choice.op)
+        plain = PLAIN_ROUTING if len(choice.parameters) == 3 else ()
         is_op = isinstance(product, LayerCall)
-        if plain is not None and (product.op is ops.unquantized_gemm if is_op else product.dtype == torch.float32):
+        if product.op is ops.unquantized_gemm if is_op else product.dtype == torch.float32:
             weight = str(product.dtype).removeprefix("torch.")
-            yield (
-                (product if is_op else product.layer, choice),
-                (*product.parameters, weight, *choice.parameters[1:], *plain),
-            )
+            launches = (each if isinstance(each, LayerCall) else each.layer for each in (product, choice))
+            yield (*launches,), (*product.parameters, weight, *choice.parameters[1:], *plain)
 
 
 def _router_arguments(

@@ -15,8 +15,8 @@ struct TileOperands<Bf16Fp32> {
     u32x4 vec[mma::kLoads][kVecs];
     DEVICE u32x4& load(int row, int i) { return vec[row][i]; }
   };
-  // Products of the upper values, and of the others. An infinite or NaN product of the upper ones is the result: the
-  // others may add NaN, as 0 times infinity.
+  // Products of the upper values, and of the others. An infinite or NaN sum of the upper ones is the result: the others
+  // may add NaN, as 0 times infinity or infinity less itself.
   struct Sums {
     f32x4 upper, rest;
     DEVICE float total(int i) const {
@@ -30,8 +30,7 @@ struct TileOperands<Bf16Fp32> {
   // The upper halves of two words as a pair of bf16 values.
   DEVICE static u32 upper_halves(u32 low, u32 high) { return low >> 16 | (high & 0xffff0000u); }
   DEVICE static u32 rest_of(u32 bits) {
-    const float value = __builtin_bit_cast(float, bits), upper = __builtin_bit_cast(float, bits & 0xffff0000u);
-    return __builtin_bit_cast(u32, __builtin_fabsf(value) < __builtin_inff() ? value - upper : 0.0f);
+    return __builtin_bit_cast(u32, __builtin_bit_cast(float, bits) - __builtin_bit_cast(float, bits & 0xffff0000u));
   }
   DEVICE static Split split(const Weights& weights) {
     Split result;

@@ -19,7 +19,14 @@ from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.models.layers import PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.moe import expert_support, gate_calls, quantized_input, routing_experts, routing_gate
+from vllm_rocm_ops.vllm.moe import (
+    expert_support,
+    gate_calls,
+    quantized_input,
+    routing_experts,
+    routing_gate,
+    vllm_routing,
+)
 
 TOKENS = 4
 LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
@@ -237,6 +244,7 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None
     what = type(routed.quant_method).__name__
     runs = "" if is_ours else getattr(cls, "__name__", f"{what} of {spelled(w1.dtype)} weights")
+    by_vllm = vllm_routing.routing_of(runner) if is_ours else None
     if is_ours and routes(routed):
         method = routing_experts.METHODS[runner.moe_config.routing_method.name]
         scale = getattr(routed, "routed_scaling_factor", None)
@@ -245,10 +253,13 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
         )
         chosen = routing_experts.arguments_after_logits(method, topk, total, *groups, 1.0 if scale is None else scale)
         op = ops.topk_softmax if routing_experts.is_plain(chosen) else ops.grouped_topk
-        plain_ones = chosen if routing_experts.is_plain(chosen) else (*chosen[:-1], chosen[-1] is not None)
-        step.add(routed, OTHER, logits, None, layer="routing", op=op.name, parameters=(total, *plain_ones))
+        step.add(routed, OTHER, logits, None, layer="routing", op=op.name, parameters=(total, *spelled_routing(chosen)))
     else:
-        step.add(routed, OTHER, logits, None, layer="routing", runs=type(getattr(runner, "router", runner)).__name__)
+        given: dict = {"runs": type(getattr(runner, "router", runner)).__name__}
+        if by_vllm:
+            chosen = routing_experts.arguments_after_logits(by_vllm.method, by_vllm.topk, total, *by_vllm.groups)
+            given["parameters"] = (total, *spelled_routing(chosen))
+        step.add(routed, OTHER, logits, None, layer="routing", **given)
     parameters = (total, w1.shape[0], topk, w1.shape[2], w1.shape[1] // 2, quantization) if is_ours else ()
     parameters += rest_of(runner.moe_config) if is_ours else ()
     op = ops.fused_experts.name if is_ours else None
@@ -259,6 +270,11 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     both = shared._layer(hidden if shared_input is None else shared_input)
     step.add(routed, OTHER, both, None, layer="sum with shared experts")
     return both, made
+
+
+def spelled_routing(chosen: tuple) -> tuple:
+    """Return the arguments after the logits, with whether there is a bias in its place."""
+    return chosen if routing_experts.is_plain(chosen) else (*chosen[:-1], chosen[-1] is not None)
 
 
 def routes(routed: torch.nn.Module) -> bool:
@@ -324,7 +340,9 @@ def install(step: Step, model: torch.nn.Module) -> None:
         module.forward = lambda *given, **more: recorded(step, module, run, *given, **more)
 
     for layer, gate in gate_calls.gates_of([model], [*quantized_input.layers_of(model)]):
-        is_ours = routes(layer.routed_experts) and not routing_gate.refusal(layer, gate)
+        cls = getattr(layer.routed_experts.quant_method, "experts_cls", None)
+        is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and not routing_gate.refusal(layer, gate)
+        is_ours = is_ours and bool(routes(layer.routed_experts) or vllm_routing.routing_of(layer))
         if is_ours and gate.module.weight.dtype == torch.float32:
             instead(gate.module, float_gate)
     for module in model.modules():

@@ -1,9 +1,9 @@
-"""Run the gate of an MoE layer and the routing of its tokens in one launch, in layers that routing_experts serves.
+"""Run the gate of an MoE layer and the routing of its tokens in one launch, in layers with the plugin's experts.
 
 vLLM's MoE layer calls its gate, then the experts with the gate's logits. The gate gets a subclass. For the token counts at which one launch
 was timed to be faster than two, its `forward` runs `router_gemm_topk`, and hands weights and ids over (moe_side_channel.py) next to the logits
-that it returns. The experts find them by the logits and the routing arguments, and route themselves otherwise. A gate whose choices never
-select the op gets its class back.
+that it returns. The experts find them by the logits and the routing arguments, and route themselves otherwise; where vLLM routes, as beside
+AITER's experts, its router finds them (vllm_routing.py). A gate whose choices never select the op gets its class back.
 
 The code of MiniMax-M2, GLM-4.x and others calls the gate, and passes the logits to the layer (gate_calls.py). There the gate is a part of
 the compiled graph, which holds the op `routed_gate`: it chooses at each call. It finds the gate by its weight.
@@ -29,7 +29,7 @@ from vllm_rocm_ops.ops.router_gemm_topk import most_tokens
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import compiled_ops, moe_side_channel
 from vllm_rocm_ops.vllm.linear import unquantized_linear
-from vllm_rocm_ops.vllm.moe import expert_support, gate_calls, quantized_input, routing_experts
+from vllm_rocm_ops.vllm.moe import expert_support, gate_calls, quantized_input, routing_experts, vllm_routing
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline
@@ -37,6 +37,7 @@ from vllm_rocm_ops.vllm.selection.key import SEPARATE, Baseline
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm_rocm_ops.vllm.moe.vllm_routing import VllmRouting
     from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
 
 OP = ops.router_gemm_topk
@@ -44,38 +45,58 @@ PLAIN = 1, 1, "softmax", 1.0, None
 """The further arguments of a router that routes as `topk_softmax`."""
 
 
-class Router:
-    """The choices of a gate, which must all win, and the arguments of its layer's routing."""
+class ExpertsRouting:
+    """The routing of a layer by the plugin's experts. `method`, `topk` and `groups` are as `routing_experts.route` gets them."""
 
-    choices: tuple[Choice, ...] = ()
+    beside = ""
 
-    def __init__(self, layer: torch.nn.Module, gate: gate_calls.Gate):
-        self.routed_experts, self.experts = layer.routed_experts, experts_of(layer)
-        self.gate, self.is_widened = gate.module, gate.is_widened
+    def __init__(self, experts, routed_experts: torch.nn.Module):
+        self.experts, self.routed_experts, self.method, self.topk = (
+            experts,
+            routed_experts,
+            experts.method,
+            experts.topk,
+        )
 
     @property
     def groups(self) -> tuple:
-        """The layer's groups, the best of them, its bias and its scale, as `routing_experts.route` gets them."""
+        """The layer's groups, the best of them, its bias and its scale."""
         layer, scale = self.routed_experts, self.routed_experts.routed_scaling_factor
         groups = layer.num_expert_group, layer.topk_group, layer.e_score_correction_bias
         return *groups, 1.0 if scale is None else scale
 
+    @property
+    def masks(self) -> bool:
+        """Whether padding goes to no expert, as by vLLM's routers without groups."""
+        return not self.routed_experts.num_expert_group and self.experts.baseline is not None
+
+    def route(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and ids by a launch of their own."""
+        has_baseline = self.experts.baseline is not None
+        return routing_experts.route(self.method, self.topk, logits, *self.groups, has_baseline=has_baseline)
+
+    def adopt(self) -> None:
+        """Do nothing: these experts look for what a gate has chosen."""
+
+
+class Router:
+    """The choices of a gate, which must all win, and its layer's routing."""
+
+    choices: tuple[Choice, ...] = ()
+
+    def __init__(self, routing: ExpertsRouting | VllmRouting, gate: gate_calls.Gate):
+        self.of_layer, self.gate, self.is_widened = routing, gate.module, gate.is_widened
+
     def routing(self, num_experts: int) -> tuple:
-        """Return `arguments_after_logits` as `route` gets them from the layer."""
-        method, topk = self.experts.method, self.experts.topk
-        return routing_experts.arguments_after_logits(method, topk, num_experts, *self.groups)
+        """Return `arguments_after_logits` as the layer's routing gets them."""
+        layer = self.of_layer
+        return routing_experts.arguments_after_logits(layer.method, layer.topk, num_experts, *layer.groups)
 
     def run(self, x: Tensor, weight: Tensor, routing: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return logits, weights and ids, or None if no kernel supports the call. On CPU run the reference, or the emulator."""
-        masked = not self.routed_experts.num_expert_group and self.experts.baseline is not None
-        padding = routing_experts.is_padding(len(x)) if masked else None
+        padding = routing_experts.is_padding(len(x)) if self.of_layer.masks else None
         arguments = x, weight, *routing, *(PLAIN if routing_experts.is_plain(routing) else ()), padding
         return OP(*arguments) if x.device.type == "cpu" else OP.run_kernels(*arguments)
-
-    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and ids by a launch of their own."""
-        of_method = self.experts.method, self.experts.topk, logits
-        return routing_experts.route(*of_method, *self.groups, has_baseline=self.experts.baseline is not None)
 
     def product(self, x: Tensor) -> Tensor:
         """Return the logits by vLLM's gate."""
@@ -154,10 +175,12 @@ def restore_baseline(gate: torch.nn.Module) -> None:
     gate.__class__ = type(gate).__bases__[1]
 
 
-def experts_of(layer: torch.nn.Module) -> object | None:
-    """Return the plugin's experts that route the tokens of an MoE layer, None if it has others."""
+def routing_of(layer: torch.nn.Module) -> ExpertsRouting | VllmRouting | None:
+    """Return the routing of an MoE layer with the plugin's experts, None if it has others or a router that the op does not know."""
     experts = expert_support.held_by(layer.routed_experts)
-    return experts if hasattr(experts, "method") else None
+    if hasattr(experts, "method"):
+        return ExpertsRouting(experts, layer.routed_experts)
+    return None if experts is None else vllm_routing.routing_of(layer)
 
 
 @functools.cache
@@ -173,7 +196,7 @@ def gate_classes() -> tuple[type, ...]:
 
 
 def refusal(layer: torch.nn.Module, gate: gate_calls.Gate) -> str:
-    """Return why the op does not compute an MoE layer's gate, empty if it does. The experts must be the plugin's that route."""
+    """Return why the op does not compute an MoE layer's gate, empty if it does. The experts must be the plugin's."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     module, config = gate.module, layer.moe_config
@@ -204,21 +227,24 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
     models = list(models)
     layers = [layer for model in models for layer in quantized_input.layers_of(model)]
     for layer, gate in gate_calls.gates_of(models, layers):
-        if experts_of(layer) is None:
+        if expert_support.held_by(layer.routed_experts) is None:
             continue
-        if why := refusal(layer, gate):
+        routing = routing_of(layer)
+        if why := refusal(layer, gate) if routing else "gates of layers whose router is another than vLLM's top-k":
             expert_support.say_refused(why, "gates of MoE layers")
         else:
-            adopt_layer(layer, gate)
+            adopt_gate(gate, routing)
 
 
-def adopt_layer(layer: torch.nn.Module, gate: gate_calls.Gate) -> None:
-    """Give the gate of an MoE layer the plugin's class."""
-    module, router = gate.module, Router(layer, gate)
+def adopt_gate(gate: gate_calls.Gate, of_layer: ExpertsRouting | VllmRouting) -> None:
+    """Give the gate of an MoE layer the plugin's class, and its router one that finds what the gate chose."""
+    module, router = gate.module, Router(of_layer, gate)
+    of_layer.adopt()
     described, choices = (module.weight, torch.bfloat16, router), []
     of_tokens = most_tokens(module.weight.dtype)
     for kernels in FLOAT_COMPARISONS if module.weight.dtype == torch.float32 else COMPARISONS:
         beside = kernels.beside()
+        beside = beside._replace(name="_".join(filter(None, (beside.name, of_layer.beside))))
         calls = "router", beside, kernels.describe(described)
         made = kernel_selection.choice_for(calls, kernels, beside, lambda: described, module.weight, of_tokens)
         choices.append(made)
@@ -254,7 +280,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
 
 
 class RoutingGates(LayerComparison):
-    """One launch against vLLM's GEMM and the plugin's routing. A layer: the weight, the tokens' dtype, and its `Router`."""
+    """One launch against vLLM's GEMM and the layer's routing. A layer: the weight, the tokens' dtype, and its `Router`."""
 
     op, limit = OP, 0
 
@@ -284,7 +310,7 @@ class RoutingGates(LayerComparison):
 
     def baseline(self, x: Tensor, weight: Tensor, router: Router, routing: tuple) -> tuple[Tensor, ...]:
         logits = self.product(x, weight, router)
-        return logits, *router.route(logits), routing
+        return logits, *router.of_layer.route(x, logits), routing
 
     def product(self, x: Tensor, weight: Tensor, router: Router) -> Tensor:
         """Return the logits by the baseline's GEMM."""
@@ -317,7 +343,7 @@ class RoutingGates(LayerComparison):
 
 
 class AgainstTwoLaunches(RoutingGates):
-    """`RoutingGates` against the plugin's own GEMM and top-k in two launches."""
+    """`RoutingGates` against the plugin's own GEMM and the layer's routing."""
 
     def beside(self) -> Baseline:
         return SEPARATE
@@ -330,7 +356,7 @@ class AgainstTwoLaunches(RoutingGates):
 
 
 class AgainstFloatGate(RoutingGates):
-    """`RoutingGates` against vLLM's gate with a float32 weight, with its conversion of the tokens, and the plugin's routing."""
+    """`RoutingGates` against vLLM's gate with a float32 weight, with its conversion of the tokens, and the layer's routing."""
 
     def beside(self) -> Baseline:
         return Baseline("float32_gate")
