@@ -346,8 +346,13 @@ def test_shapes_tell_routers_apart():
 
 # Engines
 
-SEEDS = {"deepseek": (22, 104, 175), "qwen3_moe": (43, 49, 66), "glm4_moe": (9, 83, 104), "minimax_m2": (9, 83, 104)}
-"""engines.py's, for bf16."""
+SEEDS = {
+    "deepseek": (22, 104, 175),
+    "qwen3_moe": (43, 49, 66),
+    "glm4_moe": (170, 265, 299),
+    "minimax_m2": (249, 750, 1255),
+}
+"""engines.py's, for bf16, and for models whose code calls a gate with a float32 weight."""
 PLANTED = "lambda exact: lambda *given: (lambda logits, weights, ids: (logits, weights, (ids + 1) % 8))(*exact(*given))"
 MEASURED = """
 import on_cpu
@@ -361,7 +366,9 @@ APART = "from vllm_rocm_ops.vllm.moe import routing_gate; routing_gate.adopt = l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["deepseek", pytest.param("qwen3_moe", marks=full)])
+@pytest.mark.parametrize(
+    "model", ["deepseek", "glm4_moe", *(pytest.param(name, marks=full) for name in ("qwen3_moe", "minimax_m2"))]
+)
 def test_in_an_engine(engines, tmp_path, model):
     """Decode steps have the tokens of two launches, also compiled and reloaded; a wrong choice changes them."""
     folder = engines.folder / f"{model}-gate"
@@ -377,7 +384,8 @@ def test_in_an_engine(engines, tmp_path, model):
     planted = {"planted": job(fault={"op": "router_gemm_topk", "make": PLANTED})}
     found = engines.run(jobs | planted, before=MEASURED, VLLM_ROCM_OPS_TABLES=str(tmp_path / "with"))
     apart = engines.run({"it": job()}, before=MEASURED + APART, VLLM_ROCM_OPS_TABLES=str(tmp_path / "apart"))["it"]
-    layers, routing = (2, "grouped_topk") if model == "deepseek" else (1, "topk_softmax")
+    layers = {"deepseek": 2, "minimax_m2": 2}.get(model, 1)
+    routing = {"qwen3_moe": "topk_softmax", "minimax_m2": "topk_sigmoid"}.get(model, "grouped_topk")
 
     def counts(answer):
         return {op: sum(answer["stats"].get(op, {}).values()) for op in ("router_gemm_topk", routing)}

@@ -35,7 +35,7 @@ FLOAT_BLOCK_US = 1.1  # at least, of each block of a compute unit with a float32
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
-    """Return x and the weight, with x's bytes along K for both: a step multiplies as many elements of either."""
+    """Return x and the weight, with x's bytes along K for both: a step multiplies the same elements of both."""
     x = gemm.activations(a.x)
     return x, gemm.weight(a.weight)._replace(k=x.k)
 

@@ -248,7 +248,7 @@ def install() -> None:
 
 SEAM = seam.Seam(
     name="routing_experts",
-    replaces="routing in the layers of fp8_experts and unquantized_experts; forward of their gates",
+    replaces="routing in the layers of fp8_experts and unquantized_experts; forward of the gates of layers with the plugin's experts",
     probe=probe,
     install=install,
     ops=("grouped_topk", "topk_softmax", "topk_sigmoid", "router_gemm_topk"),

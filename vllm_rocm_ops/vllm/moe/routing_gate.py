@@ -67,7 +67,7 @@ class ExpertsRouting:
 
     @property
     def masks(self) -> bool:
-        """Whether padding goes to no expert, as by vLLM's routers without groups."""
+        """True if padding goes to no expert, as by vLLM's routers without groups."""
         return not self.routed_experts.num_expert_group and self.experts.baseline is not None
 
     def route(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ class RoutingGate:
 
 
 IN_GRAPHS = "gates of MoE layers"
-"""What graphs with `routed_gate` add to the key of vLLM's compile cache."""
+"""The part of a compile cache's key that graphs with `routed_gate` add."""
 in_models: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
 """The gates that models' code calls, by the address of their weight."""
 

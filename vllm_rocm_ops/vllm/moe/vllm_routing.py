@@ -19,14 +19,14 @@ from vllm_rocm_ops.vllm.graph import moe_side_channel
 from vllm_rocm_ops.vllm.moe import routing_experts
 
 MORE = "num_fused_shared_experts", "_hash_indices_table", "bias_vl", "skip_padding"
-"""What the op does not know of routers."""
+"""Attributes of routers that the op lacks."""
 
 
 class VllmRouting:
     """The routing of a layer by vLLM's router. `method`, `topk` and `groups` are as `routing_experts.route` gets them."""
 
     masks = False
-    """Whether padding goes to no expert."""
+    """True if padding goes to no expert."""
 
     def __init__(self, router):
         self.router, self.plain = router, type(router)
