@@ -260,7 +260,7 @@ def test_a_float_call_is_a_conversion():
 
 
 def test_the_code_of_vllms_models_is_known():
-    """GLM-4.x converts tokens up to vLLM 0.31. Models that give the gate to the layer call none."""
+    """GLM-4.x converts tokens up to vLLM 0.30. Models that give the gate to the layer call none."""
     found = gate_calls.called_before(glm4_moe.Glm4MoE, "experts")
     assert found in (("gate", False), ("gate", True))
     assert gate_calls.called_before(minimax_m2.MiniMaxM2MoE, "experts") == ("gate", False)

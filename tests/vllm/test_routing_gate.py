@@ -380,7 +380,8 @@ def test_in_an_engine(engines, tmp_path, model):
         asked = {"model": str(folder), "prompts": prompts_of(SEEDS[model]), "max_tokens": STEPS, "logprobs": None}
         return asked | {"engine": engine, **options}
 
-    jobs = {"eager": job(then=["reload"]), "compiled": job(compiled=True)}
+    then = [] if model == "minimax_m2" else ["reload"]  # whose weights vLLM cannot load again
+    jobs = {"eager": job(then=then), "compiled": job(compiled=True)}
     planted = {"planted": job(fault={"op": "router_gemm_topk", "make": PLANTED})}
     found = engines.run(jobs | planted, before=MEASURED, VLLM_ROCM_OPS_TABLES=str(tmp_path / "with"))
     apart = engines.run({"it": job()}, before=MEASURED + APART, VLLM_ROCM_OPS_TABLES=str(tmp_path / "apart"))["it"]
@@ -395,4 +396,4 @@ def test_in_an_engine(engines, tmp_path, model):
         assert counts(found[mode]) == {"router_gemm_topk": layers * (STEPS - 1), routing: layers}
         assert found[mode]["tokens"] == apart["tokens"]
     tokens = {mode: answer["tokens"] for mode, answer in found.items() if mode != "output"}
-    assert found["eager"]["then"] == [tokens["eager"]] and tokens["planted"] != tokens["eager"]
+    assert found["eager"]["then"] == [tokens["eager"]] * len(then) and tokens["planted"] != tokens["eager"]

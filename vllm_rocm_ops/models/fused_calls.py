@@ -144,8 +144,8 @@ def _gated(step: Step) -> Found:
 def _router(step: Step) -> Found:
     """Find a router's GEMM before its top-k.
 
-    Parameters are the GEMM's sizes, its weight's dtype, then `grouped_topk`'s without the experts. With a float32 weight the GEMM has no op,
-    and a top-k of vLLM's has none.
+    Parameters are the GEMM's sizes, "float32" for such a weight, then `grouped_topk`'s without the experts. With that weight the GEMM has no
+    op, and a top-k of vLLM's has none.
     """
     for product, choice in itertools.pairwise(step):
         if (
@@ -157,18 +157,18 @@ def _router(step: Step) -> Found:
         plain = PLAIN_ROUTING if len(choice.parameters) == 3 else ()
         is_op = isinstance(product, LayerCall)
         if product.op is ops.unquantized_gemm if is_op else product.dtype == torch.float32:
-            weight = str(product.dtype).removeprefix("torch.")
+            weight = () if is_op else ("float32",)
             launches = (each if isinstance(each, LayerCall) else each.layer for each in (product, choice))
-            yield (*launches,), (*product.parameters, weight, *choice.parameters[1:], *plain)
+            yield (*launches,), (*product.parameters, *weight, *choice.parameters[1:], *plain)
 
 
-def _router_arguments(
-    tokens: int, inputs: Inputs, experts: int, hidden: int, weight: str, topk: int, renormalize: bool, *rest
-) -> tuple:
+def _router_arguments(tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int | str, *rest) -> tuple:
     """Return arguments of `router_gemm_topk`."""
-    _, *options = model_arguments.routing(tokens, inputs, experts, topk, renormalize, *rest)
-    x = inputs.values(tokens, hidden)
-    return x, inputs.values(experts, hidden, dtype=getattr(torch, weight)), *options
+    dtype = None
+    if isinstance(topk, str):
+        dtype, topk, *rest = getattr(torch, topk), *rest
+    _, *options = model_arguments.routing(tokens, inputs, experts, topk, *rest)
+    return inputs.values(tokens, hidden), inputs.values(experts, hidden, dtype=dtype), *options
 
 
 def _attentions(step: Step) -> Iterator[tuple[dict[str, LayerCall | Launch], LayerCall]]:

@@ -14,7 +14,6 @@ weight, a LoRA adapter, fused with the gate of the shared experts; in layers who
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.ops.router_gemm_topk import most_tokens
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import compat, seam
 from vllm_rocm_ops.vllm.graph import compiled_ops, moe_side_channel
 from vllm_rocm_ops.vllm.linear import unquantized_linear
 from vllm_rocm_ops.vllm.moe import expert_support, gate_calls, quantized_input, routing_experts, vllm_routing
@@ -100,7 +99,7 @@ class Router:
 
     def product(self, x: Tensor) -> Tensor:
         """Return the logits by vLLM's gate."""
-        plain = next(one for one in type(self.gate).__mro__ if one in gate_classes())
+        plain = next(one for one in type(self.gate).__mro__ if one in compat.gate_classes())
         made = plain.forward(self.gate, x.to(self.gate.weight.dtype) if self.is_widened else x)
         return made[0] if isinstance(made, tuple) else made
 
@@ -183,24 +182,12 @@ def routing_of(layer: torch.nn.Module) -> ExpertsRouting | VllmRouting | None:
     return None if experts is None else vllm_routing.routing_of(layer)
 
 
-@functools.cache
-def gate_classes() -> tuple[type, ...]:
-    """Return the classes of vLLM's gates, of which `torch.nn.Linear` is GLM-4.x's up to vLLM 0.31."""
-    from vllm.model_executor.layers.linear import ReplicatedLinear
-
-    with contextlib.suppress(ImportError):  # an earlier vLLM
-        from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-
-        return GateLinear, ReplicatedLinear, torch.nn.Linear
-    return ReplicatedLinear, torch.nn.Linear
-
-
 def refusal(layer: torch.nn.Module, gate: gate_calls.Gate) -> str:
     """Return why the op does not compute an MoE layer's gate, empty if it does. The experts must be the plugin's."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     module, config = gate.module, layer.moe_config
-    if type(module) not in gate_classes() or getattr(layer, "_fse_fuse_gate", False):
+    if type(module) not in compat.gate_classes() or getattr(layer, "_fse_fuse_gate", False):
         return "gates of other classes, with the shared experts', or whose logits the model's code also reads"
     if quantized_input.moves_tokens(config):
         return "gates whose tokens move between ranks"
@@ -273,10 +260,12 @@ def shape_of(experts_and_k: tuple[int, int], dtype: torch.dtype, routing: tuple)
 
 
 def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
-    """Return the description of a model's call: the GEMM's sizes, its weight's dtype, and the arguments that follow the logits."""
-    sizes, weight, routing = parameters[:2], getattr(torch, parameters[2]), parameters[3:]
+    """Return the description of a model's call: the GEMM's sizes, its weight's dtype if not `dtype`, and what follows the logits."""
+    sizes, routing = parameters[:2], parameters[2:]
+    if isinstance(routing[0], str):
+        dtype, routing = getattr(torch, routing[0]), routing[1:]
     is_plain = (*routing[2:-1], routing[-1] or None) == PLAIN
-    return [shape_of(sizes, weight, routing[:2] if is_plain else routing)]
+    return [shape_of(sizes, dtype, routing[:2] if is_plain else routing)]
 
 
 class RoutingGates(LayerComparison):
