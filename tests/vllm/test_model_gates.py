@@ -375,7 +375,7 @@ class OtherRouter(GroupedTopKRouter):
     "router",
     {
         "shared experts": lambda: grouped(None, num_fused_shared_experts=1),
-        "a table": lambda: with_bias(None, hash_indices_table=torch.zeros(2)),
+        "a table": lambda: with_bias(torch.rand(EXPERTS), hash_indices_table=torch.zeros(2)),
         "other scores": lambda: with_bias(torch.rand(EXPERTS), scoring_func="sqrtsoftplus"),
         "sigmoid without a bias": lambda: plain(None, scoring_func="sigmoid"),
         "another class": lambda: OtherRouter(TOPK, EXPERTS, 4, 2),

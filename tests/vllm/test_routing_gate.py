@@ -386,7 +386,7 @@ def test_in_an_engine(engines, tmp_path, model):
     found = engines.run(jobs | planted, before=MEASURED, VLLM_ROCM_OPS_TABLES=str(tmp_path / "with"))
     apart = engines.run({"it": job()}, before=MEASURED + APART, VLLM_ROCM_OPS_TABLES=str(tmp_path / "apart"))["it"]
     layers = {"deepseek": 2, "minimax_m2": 2}.get(model, 1)
-    routing = {"qwen3_moe": "topk_softmax", "minimax_m2": "topk_sigmoid"}.get(model, "grouped_topk")
+    routing = "topk_softmax" if model in ("qwen3_moe", "minimax_m2") else "grouped_topk"
 
     def counts(answer):
         return {op: sum(answer["stats"].get(op, {}).values()) for op in ("router_gemm_topk", routing)}
