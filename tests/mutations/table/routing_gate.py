@@ -12,7 +12,7 @@ BUGS = (
         """    if (chosen := moe_side_channel.routed(router_logits, routing)) is not None:
         return chosen
 """, "", Tests("test_routing_gate.py")),
-    Bug("padding that goes to experts", "vllm/moe/routing_gate.py", "if masked else None", "if False else None",
+    Bug("padding that goes to experts", "vllm/moe/routing_gate.py", "if self.of_layer.masks else None", "if False else None",
         Tests("test_routing_gate.py")),
     Bug("float gate: a weight's last bits dropped", "gemm/skinny/float_weights.h",
         "rest = mma::multiply_tile<Bf16>(rest, of.part[2], tokens);", "", Cases(ops.router_gemm_topk, "fp32-m1", said=WRONG)),
@@ -49,6 +49,6 @@ BUGS = (
         "compiled_ops.choices.others = (*dict.fromkeys((*compiled_ops.choices.others, IN_GRAPHS)),)", "pass",
         Tests("test_model_gates.py")),
     Bug("a router without groups pads experts", "vllm/moe/routing_gate.py",
-        "masked = not self.routed_experts.num_expert_group and", "masked = routing_experts.is_plain(routing) and",
+        "return not self.routed_experts.num_expert_group and", "return self.method[0] == 'softmax' and",
         Tests("test_model_gates.py")),
 )
