@@ -244,7 +244,8 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None
     what = type(routed.quant_method).__name__
     runs = "" if is_ours else getattr(cls, "__name__", f"{what} of {spelled(w1.dtype)} weights")
-    by_vllm = vllm_routing.routing_of(runner) if is_ours else None
+    is_known = is_ours and not quantized_input.moves_tokens(runner.moe_config)
+    by_vllm = vllm_routing.routing_of(runner) if is_known else None
     if is_ours and routes(routed):
         method = routing_experts.METHODS[runner.moe_config.routing_method.name]
         scale = getattr(routed, "routed_scaling_factor", None)
