@@ -120,7 +120,7 @@ if [ "${1:-}" = --build-wheel ]; then
   quietly inside "$tools" sh -ec 'apt-get update && apt-get install -y --no-install-recommends python3-venv python3-dev
     python3 -m venv /tools && /tools/bin/python -m pip install -q uv ziglang
     mkdir /headers && ln -s /usr/include/x86_64-linux-gnu /headers # of the Python, without those of its C library
-    cd /project && CFLAGS=-I/headers /tools/bin/python csrc/wheels.py --python /tools/bin/python --out /dist'
+    cd /project && CPPFLAGS=-I/headers CXXFLAGS=-I/headers /tools/bin/python csrc/wheels.py --python /tools/bin/python --out /dist'
   set -- --wheel "$(echo "$tools"/dist/*.whl)" "torch==$torch" numpy
 fi
 if [ "${1:-}" = --wheel ]; then

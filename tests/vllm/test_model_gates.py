@@ -237,7 +237,14 @@ class Halves(Gates):
         return self.experts(hidden, router_logits=router_logits)
 
 
-@pytest.mark.parametrize("kind", [Twice, Changed, InPlace, Others, Positional, Second, Halves])
+class OtherTokens(Gates):
+    def forward(self, hidden):
+        exact = hidden.float() / 3
+        router_logits, _ = self.gate(exact.to(torch.float32))
+        return self.experts(hidden, router_logits=router_logits)
+
+
+@pytest.mark.parametrize("kind", [Twice, Changed, InPlace, Others, Positional, Second, Halves, OtherTokens])
 def test_gates_whose_logits_other_code_reads_stay(kind):
     """So do gates with other tokens than the layer's, and calls of another form."""
     assert gate_calls.called_before(kind, "experts") is None
@@ -265,6 +272,23 @@ def test_the_code_of_vllms_models_is_known():
     assert found in (("gate", False), ("gate", True))
     assert gate_calls.called_before(minimax_m2.MiniMaxM2MoE, "experts") == ("gate", False)
     assert gate_calls.called_before(qwen3_moe.Qwen3MoeSparseMoeBlock, "experts") is None
+
+
+class Exact(Gates):
+    """Its gate gets tokens in float32, which its code has not converted from 16 bits."""
+
+    def forward(self, hidden):
+        exact = hidden.float() / 3
+        router_logits, _ = self.gate(exact)
+        return self.experts(hidden, router_logits=router_logits)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_float32_tokens_of_their_own_are_vllms(compiles):
+    block, hidden = adopted(Exact), inputs(2)
+    run = torch.compile(lambda x: block.gate(x)[0], backend="eager") if compiles else lambda x: block.gate(x)[0]
+    logits, exact = run(hidden.float() / 3), (hidden.float() / 3) @ block.gate.weight.t()
+    assert torch.allclose(logits, exact, rtol=1e-5, atol=1e-5) and moe_side_channel.current.routed is None
 
 
 def test_each_layer_has_its_own_gate():

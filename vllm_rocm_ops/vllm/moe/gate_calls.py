@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-LOGITS = "router_logits"
-"""The argument of an MoE layer."""
+TOKENS, LOGITS = "hidden_states", "router_logits"
+"""The arguments of an MoE layer. The tokens have 16 bits."""
 
 
 class Gate(NamedTuple):
@@ -55,14 +55,10 @@ def called_before(block: type, layer: str) -> tuple[str, bool] | None:
         code = ast.parse(textwrap.dedent(inspect.getsource(block.forward)))
     except (OSError, SyntaxError, TypeError):
         return None
-    given = [
-        keyword.value.id
-        for call in ast.walk(code)
-        if isinstance(call, ast.Call) and member(call.func) == layer
-        for keyword in call.keywords
-        if keyword.arg == LOGITS and isinstance(keyword.value, ast.Name)
-    ]
-    if len(given) != 1:
+    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call) and member(node.func) == layer]
+    named = {keyword.arg: keyword.value for call in calls for keyword in call.keywords}
+    given = [node.id for node in (named.get(LOGITS),) if isinstance(node, ast.Name)]
+    if len(calls) != 1 or not given:
         return None
     uses = [node for node in ast.walk(code) if isinstance(node, ast.Name) and node.id == given[0]]
     made = [node for node in ast.walk(code) if isinstance(node, ast.Assign) and target(node) == given[0]]
@@ -73,7 +69,8 @@ def called_before(block: type, layer: str) -> tuple[str, bool] | None:
         return None
     if isinstance(arguments[0], ast.Name):
         return gate, False
-    return (gate, True) if is_float32(arguments[0]) else None
+    tokens = calls[0].args[0] if calls[0].args else named.get(TOKENS)
+    return (gate, True) if isinstance(tokens, ast.Name) and is_float32(arguments[0], tokens.id) else None
 
 
 def member(node: ast.expr) -> str | None:
@@ -89,10 +86,12 @@ def target(node: ast.Assign) -> str | None:
     return last.id if isinstance(last, ast.Name) and len(node.targets) == 1 else None
 
 
-def is_float32(node: ast.expr) -> bool:
+def is_float32(node: ast.expr, name: str) -> bool:
     """True for `name.to(torch.float32)`, also with `dtype=`, and for `name.float()`."""
-    if not (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, ast.Attribute)
+        or ast.unparse(node.func.value) != name
     ):
         return False
     given = [ast.unparse(value) for value in (*node.args, *(keyword.value for keyword in node.keywords))]

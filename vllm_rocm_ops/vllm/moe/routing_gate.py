@@ -121,12 +121,12 @@ class RoutingGate:
     """Mix into a gate's class."""
 
     rocm_ops_router: Router
-    rocm_ops_in_model = False
+    rocm_ops_in_model = rocm_ops_is_widened = False
 
     def forward(self, x: Tensor):
         """Return the logits as vLLM's gate does, and hand the routed tokens over if the op made them."""
         compiles, given = torch.compiler.is_compiling(), x
-        if self.rocm_ops_in_model and x.dtype == torch.float32:
+        if self.rocm_ops_is_widened and x.dtype == torch.float32:
             given = x.to(torch.bfloat16)  # the model's code has converted them from this
         if compiles:
             if not self.rocm_ops_in_model:
@@ -236,7 +236,7 @@ def adopt_gate(gate: gate_calls.Gate, of_layer: ExpertsRouting | VllmRouting) ->
         made = kernel_selection.choice_for(calls, kernels, beside, lambda: described, module.weight, of_tokens)
         choices.append(made)
     router.choices = tuple(choices)
-    module.rocm_ops_router, module.rocm_ops_in_model = router, gate.in_model
+    module.rocm_ops_router, module.rocm_ops_in_model, module.rocm_ops_is_widened = router, *gate[1:]
     if gate.in_model:
         in_models[module.weight.data_ptr()] = module
         compiled_ops.choices.others = (*dict.fromkeys((*compiled_ops.choices.others, IN_GRAPHS)),)
